@@ -1,0 +1,91 @@
+# The project's jobs. `make demo`, `make test` and `make lint` build .venv themselves from pyproject.toml and
+# constraints.txt, and again only when one of these changes. `make gpu` installs nothing: it runs the working tree
+# with the packages of PYTHON, because GPU hosts often have no package index.
+
+PYTHON ?= python3
+JOBS ?= 2
+# More arguments for pytest, as in: make test ARGS="-k padding -x"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SANITIZER ?= compute-sanitizer
+SANITIZER_TOOLS ?= memcheck racecheck initcheck synccheck
+SANITIZER_FLAGS ?= --target-processes all
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean
+
+help:
+	@echo "kvstrata: the KV-cache layer of LLM inference"
+	@echo
+	@echo "  make demo    store K/V rows in pages, check every byte, time it on whatever device is here"
+	@echo "  make test    the test suite; without a GPU the Triton kernels run in the interpreter and the"
+	@echo "               CUDA kernels are compiled and inspected     ARGS='-k padding -x' narrows it"
+	@echo "  make lint    ruff (rules and format) and mypy            make format repairs what ruff can"
+	@echo "  make gpu     on a CUDA host: all tests, compute-sanitizer ($(SANITIZER_TOOLS)),"
+	@echo "               benchmarks saved to results/; uses PYTHON=$(PYTHON) and installs nothing"
+	@echo "               (its parts: make gpu-test, gpu-sanitize, gpu-bench)"
+	@echo "  make clean   remove $(VENV) and every cache in the tree"
+	@echo
+	@echo "  The first of demo, test and lint creates $(VENV) with PYTHON=$(PYTHON) (3.10 or newer) and takes a minute or"
+	@echo "  two. To add a kernel, read CONTRIBUTING.md."
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "kvstrata needs Python 3.10 or newer; name one: make PYTHON=python3.12 test"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "$(PYTHON) cannot make a virtual environment (on Debian: install python3-venv)"; exit 1; }
+	@echo "installing into $(VENV), once"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/kvstrata bench store --quick
+
+# One thread per worker: torch's own threads would only compete with the other workers.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+GPU_PATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+gpu: gpu-test gpu-sanitize gpu-bench
+
+gpu-check:
+	@$(PYTHON) -c 'import torch; print(torch.cuda.get_device_name())' || \
+	  { echo "make gpu needs a CUDA device and a python with torch; name one: make gpu PYTHON=/path/to/python"; exit 1; }
+
+gpu-test: gpu-check
+	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m pytest $(ARGS)
+
+# Without the caching allocator every tensor is its own allocation, so memcheck sees one element past its end.
+gpu-sanitize: gpu-check
+	@command -v $(SANITIZER) >/dev/null || \
+	  { echo "$(SANITIZER) is not on the PATH; it comes with the CUDA toolkit"; exit 1; }
+	@failed=""; \
+	for tool in $(SANITIZER_TOOLS); do \
+	  echo "== compute-sanitizer --tool $$tool"; \
+	  PYTHONPATH=$(GPU_PATH) PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	    $(SANITIZER) --tool $$tool --error-exitcode 1 $(SANITIZER_FLAGS) \
+	    $(PYTHON) -m pytest -m sanitizer -p no:cacheprovider || failed="$$failed $$tool"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "compute-sanitizer failed:$$failed"; exit 1; fi; \
+	echo "compute-sanitizer: clean under $(SANITIZER_TOOLS)"
+
+gpu-bench: gpu-check
+	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m kvstrata bench store --save
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,22 @@
+"""The benchmarks by name: a module `cases/<op>.py` has `cases(device, quick) -> list[Case]`.
+
+It may also have `summary(report) -> str`, the lines printed under its table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+
+def names() -> list[str]:
+    """The ops that can be measured."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def find(op: str) -> ModuleType:
+    """The module of an op; LookupError lists what there is."""
+    if op not in names():
+        raise LookupError(f"no benchmark named {op!r}; there are: {', '.join(names()) or 'none yet'}")
+    return importlib.import_module(f"{__name__}.{op}")

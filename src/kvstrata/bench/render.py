@@ -1,0 +1,201 @@
+"""Tables for people, from a report: in the terminal, and as Markdown between markers in a document.
+
+A document says what it wants where it wants it, and `kvstrata report` fills it in:
+
+    <!-- kvstrata:store rows=8x128-fp16-* pivot=us -->
+    <!-- /kvstrata:store -->
+
+`rows` and `contenders` are comma-separated globs, `columns` names of COLUMNS, `pivot` one column: then a row is a
+case and each contender has a column. `on` names the machine where results of several exist.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from fnmatch import fnmatch
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from kvstrata.bench.results import Against, CaseResult, Report, Row
+
+Cell = Callable[[CaseResult, Row], str]
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def _against(a: Against | None, named: bool = False) -> str:
+    if a is None:
+        return ""
+    return f"{a.ratio:.2f}x [{a.lo:.2f}, {a.hi:.2f}]" + (f" {a.name}" if named else "")
+
+
+def _us(case: CaseResult, row: Row) -> str:
+    if row.us is None:
+        return f"WRONG: {row.error}"
+    return f"{row.us.median:.2f}" + (" (host-bound)" if row.host_bound else "")
+
+
+def _significance(case: CaseResult, row: Row) -> str:
+    a = row.vs_baseline
+    return "" if a is None else f"{'' if a.g is None else f'{a.g:.1f}'} / {a.p:.1g}"
+
+
+COLUMNS: dict[str, tuple[str, Cell]] = {
+    "case": ("case", lambda case, row: case.name),
+    "contender": ("contender", lambda case, row: row.name),
+    "us": ("us", _us),
+    "interval": ("95 %", lambda case, row: f"{row.us.lo:.2f}-{row.us.hi:.2f}" if row.us else ""),
+    "p95": ("p95", lambda case, row: _number(row.us.p95) if row.us else ""),
+    "tb_s": ("TB/s", lambda case, row: "" if row.tb_s is None else f"{row.tb_s:.3g}"),
+    "tflop_s": ("TFLOP/s", lambda case, row: _number(row.tflop_s, 1)),
+    "of_peak": ("of copy peak", lambda case, row: _percent(row.of_peak)),
+    "less_floor": ("less floor", lambda case, row: _percent(row.less_floor)),
+    "of_copy": ("of same-size copy", lambda case, row: _percent(row.vs_copy.ratio if row.vs_copy else None)),
+    "over_floor": ("x floor", lambda case, row: _number(row.over_floor)),
+    "speedup": ("vs baseline", lambda case, row: _against(row.vs_baseline)),
+    "vs_peer": ("vs best peer", lambda case, row: _against(row.vs_peer, named=True)),
+    "significance": ("g / p", _significance),
+    "host": ("host us", lambda case, row: _number(case.host[row.name].median) if row.name in case.host else ""),
+}
+DEFAULT = "case,contender,us,interval,tb_s,of_peak,less_floor,of_copy,over_floor,speedup,vs_peer,host"
+OPTIONS = {"rows", "contenders", "columns", "pivot", "on"}
+
+
+def terminal(report: Report) -> Group:
+    """The report as a rich table, with what is absent or wrong said below it."""
+    header, lines = _grid(report)
+    table = Table(title=escape(caption(report)), title_justify="left")
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=i < 2)
+    last = None
+    for line in lines:
+        if last not in (None, line[0]):
+            table.add_section()
+        table.add_row(*(escape(cell) for cell in (line if line[0] != last else ["", *line[1:]])))
+        last = line[0]
+    return Group(table, *(escape(note) for note in notes(report)))
+
+
+def markdown(report: Report, options: dict[str, str] | None = None) -> str:
+    """The report as a Markdown table with its caption."""
+    options = options or {}
+    header, lines = _pivot(report, options) if "pivot" in options else _grid(report, options)
+    rule = ["---"] * min(2, len(header)) + ["---:"] * (len(header) - 2)
+    rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [header, rule, *lines]]
+    return "\n".join([*rows, "", f"<sub>{'. '.join([caption(report), *notes(report)])}.</sub>"])
+
+
+def caption(report: Report) -> str:
+    """Where, when and how the figures were taken."""
+    machine, v = report.machine, report.machine["versions"]
+    revision = (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
+    taken = sorted({row.us.n for case in report.cases for row in case.rows if row.us}) or [0]
+    samples = f"{taken[0]} to {taken[-1]}" if len(taken) > 1 else str(taken[0])
+    return (
+        f"{report.op} on {machine['name']}, torch {v['torch']}, revision {revision}, {machine['date'][:10]}: "
+        f"median of {samples} cold interleaved samples{' (quick)' if report.method['quick'] else ''}, "
+        f"copy peak {report.peak['tb_s']:.3g} TB/s, floor {report.floor['us']:.2f} us"
+    )
+
+
+def notes(report: Report) -> list[str]:
+    """What the table cannot hold: an unusual floor, absent peers and why, other host costs, cases that did not run."""
+    usual = report.machine["slug"].startswith("cpu") or report.floor["kernel"] == "empty.cu"
+    absent = {f"{name} absent: {why}": None for case in report.cases for name, why in case.absent.items()}
+    floor = [] if usual else [f"floor of {report.floor['kernel']}"]
+    host = [
+        f"host cost in {case.name}: {name} {us.median:.2f} us"
+        for case in report.cases
+        for name, us in case.host.items()
+        if name not in {row.name for row in case.rows}
+    ]
+    return [*floor, *absent, *host, *(f"{case.name} did not run: {case.error}" for case in report.cases if case.error)]
+
+
+def verdict(report: Report) -> str:
+    """The four lines under a table: correctness, then baseline against ours on the case that moves most bytes."""
+    if report.failures:
+        return "\n".join(["Correctness: FAILED", *report.failures])
+    passed = "Correctness: PASSED"
+    pairs = [(case, case.row("ours"), case.row("baseline")) for case in report.cases]
+    full = [(case, ours, base) for case, ours, base in pairs if ours and base and ours.vs_baseline]
+    if not full:
+        return f"{passed}\nBaseline performance: none, no baseline was correct"
+    case, ours, base = max(full, key=lambda pair: pair[0].bytes)
+    return "\n".join(
+        [
+            passed,
+            f"Baseline performance: {_us(case, base)} us ({base.name}, {case.name})",
+            f"Optimized performance: {_us(case, ours)} us ({ours.name}, {case.name})",
+            f"Speedup: {_against(ours.vs_baseline).replace('x', ' x', 1)}",
+        ]
+    )
+
+
+def inject(text: str, marker: str, table: str | Callable[[dict[str, str]], str]) -> str:
+    """Replace what stands between `<!-- marker options -->` and `<!-- /marker -->`, wherever it does.
+
+    `table` is the new text, or a function that makes it from the options of each marker.
+    """
+    name = re.escape(marker)
+    begins, ends = (len(re.findall(rf"<!--\s*{slash}{name}(?=\s)", text)) for slash in ("", "/"))
+    if begins != ends or not begins:
+        raise ValueError(f"{marker}: {begins} opening and {ends} closing markers")
+
+    def fill(match: re.Match[str]) -> str:
+        body = table if isinstance(table, str) else table(_options(match.group(2)))
+        return f"{match.group(1)}\n{body}\n{match.group(3)}"
+
+    pattern = rf"(<!--\s*{name}(?=\s)(.*?)-->).*?(<!--\s*/{name}\s*-->)"
+    return re.sub(pattern, fill, text, flags=re.DOTALL)
+
+
+def _options(text: str) -> dict[str, str]:
+    pairs = [word.partition("=") for word in shlex.split(text)]
+    if unknown := [key for key, sep, value in pairs if key not in OPTIONS or not value]:
+        raise ValueError(f"marker option {unknown[0]!r}: expected one of {', '.join(sorted(OPTIONS))}, as key=value")
+    return {key: value for key, _, value in pairs}
+
+
+def _pairs(report: Report, options: dict[str, str]) -> list[tuple[CaseResult, Row]]:
+    def wanted(name: str, option: str) -> bool:
+        return any(fnmatch(name, glob) for glob in options.get(option, "*").split(","))
+
+    cases = [case for case in report.cases if wanted(case.name, "rows")]
+    return [(case, row) for case in cases for row in case.rows if wanted(row.name, "contenders")]
+
+
+def _grid(report: Report, options: dict[str, str] | None = None) -> tuple[list[str], list[list[str]]]:
+    """Header and lines, one line per contender; columns that are empty throughout are left out unless asked for."""
+    options = options or {}
+    columns = _columns(options.get("columns", DEFAULT))
+    lines = [[cell(case, row) for _, cell in columns] for case, row in _pairs(report, options)]
+    keep = [i for i in range(len(columns)) if "columns" in options or i < 2 or any(line[i] for line in lines)]
+    return [columns[i][0] for i in keep], [[line[i] for i in keep] for line in lines]
+
+
+def _pivot(report: Report, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines, one line per case and one column per contender."""
+    title, cell = _columns(options["pivot"])[0]
+    pairs = _pairs(report, options)
+    names = list(dict.fromkeys(row.name for _, row in pairs))
+    lines: dict[str, dict[str, str]] = {}
+    for case, row in pairs:
+        lines.setdefault(case.name, {})[row.name] = cell(case, row)
+    return [f"case ({title})", *names], [[case, *(cells.get(n, "") for n in names)] for case, cells in lines.items()]
+
+
+def _columns(names: str) -> list[tuple[str, Cell]]:
+    if unknown := [name for name in names.split(",") if name not in COLUMNS]:
+        raise ValueError(f"column {unknown[0]!r}: expected one of {', '.join(COLUMNS)}")
+    return [COLUMNS[name] for name in names.split(",")]

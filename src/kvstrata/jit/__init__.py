@@ -1,0 +1,33 @@
+"""``.cu`` source to callable: key, build, cache, load, launch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+from .compiler import CompileError, Cubin, Usage, cache_folder, compile, usage
+from .kernel import Kernel, Launch, arch_of, bind_context, current_stream, load
+
+__all__ = [
+    "CompileError",
+    "Cubin",
+    "Kernel",
+    "Launch",
+    "Usage",
+    "arch_of",
+    "bind_context",
+    "cache_folder",
+    "compile",
+    "current_stream",
+    "load",
+    "missing",
+    "usage",
+]
+
+
+@functools.lru_cache(maxsize=1)
+def missing() -> str | None:
+    """Why CUDA C++ kernels cannot be compiled here, or None."""
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "cuda-core is not installed: pip install 'kvstrata[cuda]'"
+    return None

@@ -1,0 +1,99 @@
+"""A compiled kernel on the GPU, and a launch that is prepared once.
+
+``Kernel.launch`` takes anything ``cuda.core.launch`` takes. ``Launch`` is for the hot path: the kernel's one
+parameter is a struct whose bytes stay in place, the caller rewrites the fields that changed and launches; what
+remains is the driver call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .compiler import compile
+
+
+def arch_of(device: torch.device | int | None = None) -> str:
+    """The compile target of a CUDA device, such as ``"sm_90"``."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def current_stream(device: int) -> int:
+    """The raw handle of torch's current stream."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+class Kernel:
+    """One kernel, loaded; usable in every context of its architecture."""
+
+    def __init__(self, source: Path, entry: str, arch: str) -> None:
+        from cuda.core import ObjectCode
+
+        cubin = compile(source, entry, arch=arch)
+        self.entry = entry
+        self._code = ObjectCode.from_cubin(cubin.code, name=source.name)
+        self.core = self._code.get_kernel(cubin.symbol)
+
+    def launch(self, grid: Any, block: Any, args: tuple[Any, ...] = (), *, shared: int = 0) -> None:
+        """Launch on torch's current device and stream; ``args`` are pointers (int), numpy scalars or ctypes values."""
+        from cuda.core import LaunchConfig, Stream, launch
+
+        stream = Stream.from_handle(current_stream(torch.cuda.current_device()))
+        launch(stream, LaunchConfig(grid=grid, block=block, shmem_size=shared), self.core, *args)
+
+
+class Launch:
+    """A kernel with its parameter struct and launch shape, ready to go. Not for use by two threads at once."""
+
+    def __init__(self, kernel: Kernel, grid: int, block: int, params: bytes, *, overlap: bool = False) -> None:
+        from cuda.bindings import driver
+
+        self.params = bytearray(params)
+        self.entry = kernel.entry
+        self._kernel = kernel
+        self._view = (ctypes.c_char * len(params)).from_buffer(self.params)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
+        self._args = ctypes.addressof(self._pointers)
+        self._function = driver.CUfunction(int(kernel.core.handle))
+        self._launch = functools.partial(driver.cuLaunchKernel, self._function, grid, 1, 1, block, 1, 1, 0)
+        if overlap:
+            self._launch = self._with_overlap(driver, grid, block)
+
+    def _with_overlap(self, driver: Any, grid: int, block: int) -> Any:
+        """The same launch with programmatic stream serialization."""
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+
+        def launch(stream: int, args: int, extra: int) -> Any:
+            config.hStream = stream
+            return driver.cuLaunchKernelEx(config, self._function, args, extra)
+
+        return launch
+
+    def __call__(self, stream: int) -> None:
+        (error,) = self._launch(stream, self._args, 0)
+        if int(error):
+            raise RuntimeError(f"{self.entry}: the launch failed with {error.name}")
+
+
+def bind_context(device: int) -> None:
+    """Make the device's primary context current in this thread: a new thread has none until torch needs one."""
+    from cuda.core import Device
+
+    Device(device).set_current()
+
+
+@functools.cache
+def load(source: Path, entry: str, arch: str | None = None) -> Kernel:
+    """The kernel ``entry`` of ``source`` for the current device, compiled or taken from the cache."""
+    return Kernel(source, entry, arch or arch_of())

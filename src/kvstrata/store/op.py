@@ -1,0 +1,281 @@
+"""``store_kv``: K and V rows enter their pages.
+
+A call is checked once per combination of shapes, strides, dtypes and devices; the outcome is a plan, remembered per
+thread. The layers of a model call with the same combination over and over, so the latest plan is tried first and one
+comparison in C++ decides that it fits. Under tracing (``torch.compile``, fake tensors, dispatch modes) the call
+becomes the operator ``kvstrata::store_kv``, which mutates the two caches.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import jit
+from . import reference
+from .guard import guard_of, traced
+from .rows import Task, check
+
+BACKENDS = ("auto", "reference", "triton", "cuda", "cuda_direct", "cuda_staged", "cuda_bulk")
+REMEMBERED = 4096
+Optional = torch.Tensor | None
+# k, v, k_cache, v_cache, slots, k_scale, v_scale
+Tensors = tuple[torch.Tensor, Optional, torch.Tensor, Optional, torch.Tensor, Optional, Optional]
+Run = Callable[[Tensors, tuple[int, ...]], None]
+
+
+def missing(backend: str, device: torch.device) -> str | None:
+    """Why ``backend`` cannot run on ``device``, or None when it can."""
+    if backend == "reference":
+        return None
+    if backend == "triton":
+        try:
+            import triton
+        except ImportError:
+            return "triton is not installed"
+        if device.type == "cuda" or triton.knobs.runtime.interpret:
+            return None
+        return f"triton needs a CUDA tensor (or TRITON_INTERPRET=1), got one on {device}"
+    if device.type != "cuda":
+        return f"{backend} needs a CUDA tensor, got one on {device}"
+    needed = (9, 0) if backend == "cuda_bulk" else (8, 0)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < needed:
+        return f"{backend} needs compute capability {needed}, {device} has {capability}"
+    return jit.missing()
+
+
+def resolve(backend: str, device: torch.device) -> str:
+    """The backend that runs: ``auto`` takes CUDA C++, then Triton, on a GPU, and the reference elsewhere."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    if backend == "auto":
+        if device.type != "cuda":
+            return "reference"
+        return "cuda" if missing("cuda", device) is None else "triton"
+    if reason := missing(backend, device):
+        raise RuntimeError(f"backend: {reason}")
+    return backend
+
+
+class Plan:
+    """A checked combination: what runs it, and the test whether another call is of the same combination."""
+
+    def __init__(self, tensors: Tensors, options: tuple[Any, ...], alignment: int) -> None:
+        layout, backend, overlap, *_ = options
+        k_cache, slots = tensors[2], tensors[4]
+        task = check(*tensors, layout)
+        backend = resolve(backend, k_cache.device)
+        if overlap and not backend.startswith("cuda"):
+            raise ValueError(f"overlap: expected a CUDA C++ backend, got {backend!r}")
+        self.options, self.alignment = options, alignment
+        self.present = operator.itemgetter(*(i for i, t in enumerate(tensors) if t is not None))
+        self.guard = guard_of(self.present(tensors))
+        self.run: Run
+        if task.tokens == 0 or task.slots_in_cache == 0:
+            self.run = lambda tensors, pointers: None
+        elif backend == "reference":
+            self.run = lambda tensors, pointers: reference.store_kv(*tensors, layout)
+        elif backend == "triton":
+            self.run = _triton(task)
+        else:
+            self.run = _cuda(task, slots, backend, overlap, alignment)
+
+
+def _triton(task: Task) -> Run:
+    from . import store_triton
+
+    def run(tensors: Tensors, pointers: tuple[int, ...]) -> None:
+        with torch.cuda.device_of(tensors[2]):
+            store_triton.store_kv(task, *tensors)
+
+    return run
+
+
+def _cuda(task: Task, slots: torch.Tensor, backend: str, overlap: bool, address_bits: int) -> Run:
+    from . import store_cuda
+
+    device = slots.get_device()
+    with torch.cuda.device(device):
+        jit.bind_context(device)
+        launch = store_cuda.plan(task, slots, address_bits, backend, overlap)
+    write, params, stream_of = store_cuda.POINTERS.pack_into, launch.params, jit.current_stream
+    current_device = torch._C._cuda_getDevice
+
+    def run(tensors: Tensors, pointers: tuple[int, ...]) -> None:
+        write(params, 0, *pointers)
+        if current_device() == device:
+            launch(stream_of(device))
+        else:
+            with torch.cuda.device(device):
+                launch(stream_of(device))
+
+    return run
+
+
+class _Plans(threading.local):
+    """A thread's plans: launches are filled in place, so threads do not share them."""
+
+    def __init__(self) -> None:
+        self.latest: Plan | None = None
+        self.by_signature: dict[tuple[Any, ...], Plan] = {}
+
+    def find(self, tensors: Tensors, options: tuple[Any, ...], alignment: int) -> Plan:
+        looks = (None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        signature = (*looks, *options, alignment)
+        plan = self.by_signature.get(signature)
+        if plan is None:
+            plan = Plan(tensors, options, alignment)
+            if len(self.by_signature) >= REMEMBERED:
+                self.by_signature.clear()
+            self.by_signature[signature] = plan
+        self.latest = plan
+        return plan
+
+
+_plans = _Plans()
+
+
+def _addresses(tensors: Tensors) -> tuple[int, ...]:
+    """In the order of the kernel's parameters; 0 for what is not given."""
+    k, v, k_cache, v_cache, slots, k_scale, v_scale = tensors
+    return (
+        k.data_ptr(),
+        k_cache.data_ptr(),
+        0 if k_scale is None else k_scale.data_ptr(),
+        0 if v is None else v.data_ptr(),
+        0 if v_cache is None else v_cache.data_ptr(),
+        0 if v_scale is None else v_scale.data_ptr(),
+        slots.data_ptr(),
+    )
+
+
+def _alignment(at: tuple[int, ...]) -> int:
+    """The low address bits of rows and caches together: what limits the width of an access."""
+    return (at[0] | at[1] | at[3] | at[4]) & 15
+
+
+def _store(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    layout: str,
+    backend: str,
+    overlap: bool,
+) -> None:
+    """The operator: find or make the plan of this call, and run it."""
+    tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    at = _addresses(tensors)
+    options = (layout, backend, overlap, v is None, v_cache is None, k_scale is None, v_scale is None)
+    _plans.find(tensors, options, _alignment(at)).run(tensors, at)
+
+
+_library = torch.library.Library("kvstrata", "FRAGMENT")
+_library.define(
+    "store_kv(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slots, Tensor? k_scale,"
+    " Tensor? v_scale, str layout, str backend, bool overlap) -> ()"
+)
+_library.impl("store_kv", _store, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("kvstrata::store_kv", lib=_library)
+def _store_fake(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    layout: str,
+    backend: str,
+    overlap: bool,
+) -> None:
+    check(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout)
+
+
+def _check_slots(slots: torch.Tensor, k_cache: torch.Tensor, layout: str) -> None:
+    """Raise for the first slot past the end of the cache; this reads the slots back to the host."""
+    if slots.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("check: expected False under graph capture (it reads slots on the host), got True")
+    if k_cache.dim() == 4:
+        slots_in_cache = k_cache.shape[0] * k_cache.shape[2 if layout == "HND" else 1]
+    else:
+        slots_in_cache = k_cache.shape[0]
+    past = (slots >= slots_in_cache).nonzero()
+    if past.numel():
+        at = int(past[0])
+        raise IndexError(f"slots[{at}]: expected at most {slots_in_cache - 1}, the last slot, got {int(slots[at])}")
+
+
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    slots: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    layout: str = "NHD",
+    check: bool = False,
+    overlap: bool = False,
+    backend: str = "auto",
+) -> None:
+    """Write K and V rows into their cache slots, in one launch.
+
+    Args:
+        k: ``[T, H, Dk]`` float32, float16, bfloat16 or float8; any token and head stride, inner stride 1.
+        v: ``[T, H, Dv]`` of the same dtype, or None together with ``v_cache`` (latent caches).
+        k_cache: ``[slots, H, Dk]``, ``[pages, page_size, H, Dk]`` (``layout="NHD"``) or
+            ``[pages, H, page_size, Dk]`` (``layout="HND"``), also a strided view of a larger pool. Mutated.
+        v_cache: the same for V, with Dv. Mutated.
+        slots: ``[T]`` int32 or int64. A slot counts through the pages: page ``slot // page_size``, row
+            ``slot % page_size``. A row whose slot is negative or past the end is not written. Of rows with equal
+            slots any may remain.
+        k_scale: for a float8 cache fed from a wider dtype: float32, one value or ``[H]``; what is stored is
+            ``k * (1 / k_scale)``, rounded to nearest even and saturated. None is 1.
+        v_scale: the same for V.
+        check: raise IndexError for a slot past the end, before anything is written. Waits for the GPU, so not
+            under graph capture.
+        overlap: launch with programmatic stream serialization (sm_90): the kernel may be set up while the one before
+            it in the stream is still running; it waits for that one's writes before it reads.
+        backend: ``auto``, ``reference``, ``triton``, ``cuda``, or one of its kernels: ``cuda_direct``,
+            ``cuda_staged``, ``cuda_bulk``.
+
+    Raises ValueError or TypeError, naming the argument, before anything is written. Safe under graph capture,
+    ``torch.compile(fullgraph=True)`` and on any stream.
+
+    Example:
+        >>> k, v = torch.randn(2, 3, 8, 64, dtype=torch.float16)
+        >>> k_cache, v_cache = torch.zeros(2, 4, 16, 8, 64, dtype=torch.float16)  # 4 pages of 16 slots
+        >>> kvstrata.store_kv(k, v, k_cache, v_cache, torch.tensor([0, 17, -1]))
+        >>> bool((k_cache[1, 1] == k[1]).all())
+        True
+    """
+    if check:
+        _check_slots(slots, k_cache, layout)
+    if torch.compiler.is_compiling():
+        torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout, backend, overlap)
+        return
+    plan = _plans.latest
+    tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    options = (layout, backend, overlap, v is None, v_cache is None, k_scale is None, v_scale is None)
+    # The guard fails for other looks, subclasses and under dispatch modes: only then does anything else matter.
+    if plan is not None and plan.options == options and plan.guard(*plan.present(tensors)):
+        at = _addresses(tensors)
+        if plan.alignment == _alignment(at):
+            plan.run(tensors, at)
+            return
+    if traced() or any(t is not None and type(t) is not torch.Tensor for t in tensors):
+        torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout, backend, overlap)
+    else:
+        _store(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout, backend, overlap)

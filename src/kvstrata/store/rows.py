@@ -1,0 +1,184 @@
+"""What ``store_kv`` is asked to do, checked and put into numbers once, for every backend alike.
+
+``Rows`` describes one side (K or V): where its source rows and its cache rows lie. All three cache layouts become
+page, row-in-page and head strides, so no kernel knows about layouts. Heads that adjoin in source and cache are merged
+into one wide row, pages that adjoin into a flat cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+COPIED = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+ROUNDED_FROM = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+LAYOUTS = ("NHD", "HND")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One side, in elements: ``heads`` rows of ``dim`` elements a token, strides of the source and of the cache."""
+
+    heads: int
+    dim: int
+    source_token: int
+    source_head: int
+    cache_page: int
+    cache_row: int
+    cache_head: int
+    pages: int
+    page_size: int
+
+    @property
+    def heads_adjoin(self) -> bool:
+        return self.heads == 1 or self.source_head == self.cache_head == self.dim
+
+    @property
+    def pages_adjoin(self) -> bool:
+        return self.page_size == 1 or self.cache_page == self.page_size * self.cache_row
+
+    def with_heads_merged(self) -> Rows:
+        return replace(self, heads=1, dim=self.heads * self.dim, source_head=0, cache_head=0)
+
+    def with_pages_merged(self) -> Rows:
+        step = self.cache_page if self.page_size == 1 else self.cache_row
+        return replace(self, cache_page=step, cache_row=0, pages=self.pages * self.page_size, page_size=1)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call's shape: both sides, dtypes, and how scales are given."""
+
+    tokens: int
+    k: Rows
+    v: Rows | None
+    source_dtype: torch.dtype
+    cache_dtype: torch.dtype
+    scale_per_head: bool
+
+    @property
+    def rounds(self) -> bool:
+        return self.source_dtype != self.cache_dtype
+
+    @property
+    def slots_in_cache(self) -> int:
+        return self.k.pages * self.k.page_size
+
+    def merged(self) -> Task:
+        """The same task with heads as one row and slots as one-slot pages, where they adjoin on every side."""
+        sides = [self.k] if self.v is None else [self.k, self.v]
+        if not self.scale_per_head and all(rows.heads_adjoin for rows in sides):
+            sides = [rows.with_heads_merged() for rows in sides]
+        if all(rows.pages_adjoin for rows in sides):
+            sides = [rows.with_pages_merged() for rows in sides]
+        return replace(self, k=sides[0], v=sides[1] if self.v else None)
+
+
+def _fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> None:
+    raise error(f"{argument}: expected {expected}, got {given}")
+
+
+def _rows(name: str, x: torch.Tensor, cache: torch.Tensor, layout: str) -> Rows:
+    cache_name = f"{name}_cache"
+    if x.dim() != 3:
+        _fail(name, "[tokens, heads, dim]", f"shape {tuple(x.shape)}")
+    if cache.dim() not in (3, 4):
+        _fail(cache_name, "[slots, heads, dim] or 4-D pages", f"shape {tuple(cache.shape)}")
+    if cache.dim() == 3:
+        slots, heads, dim = cache.shape
+        strides = cache.stride()
+        page = Rows(heads, dim, 0, 0, strides[0], 0, strides[1], slots, 1)
+    elif layout == "NHD":
+        pages, page_size, heads, dim = cache.shape
+        strides = cache.stride()
+        page = Rows(heads, dim, 0, 0, strides[0], strides[1], strides[2], pages, page_size)
+    else:
+        pages, heads, page_size, dim = cache.shape
+        strides = cache.stride()
+        page = Rows(heads, dim, 0, 0, strides[0], strides[2], strides[1], pages, page_size)
+    if tuple(x.shape[1:]) != (page.heads, page.dim):
+        _fail(name, f"[tokens, {page.heads}, {page.dim}] as in {cache_name}", f"shape {tuple(x.shape)}")
+    for tensor_name, tensor in ((name, x), (cache_name, cache)):
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            _fail(tensor_name, "an inner stride of 1", tensor.stride(-1))
+    if any(stride == 0 and size > 1 for stride, size in zip(cache.stride(), cache.shape, strict=True)):
+        _fail(cache_name, "rows that do not share memory (an expanded tensor cannot be written)", tuple(cache.stride()))
+    # A stride along one element says nothing; as zero it cannot spoil the alignment.
+    return replace(
+        page,
+        source_token=x.stride(0) if x.shape[0] > 1 else 0,
+        source_head=x.stride(1) if x.shape[1] > 1 else 0,
+        cache_head=page.cache_head if page.heads > 1 else 0,
+    )
+
+
+def _check_scale(name: str, scale: torch.Tensor | None, heads: int, rounds: bool, device: torch.device) -> bool:
+    """Whether the scale is one per head."""
+    if scale is None:
+        return False
+    if not rounds:
+        _fail(name, "None where nothing is rounded to fp8", f"a tensor of shape {tuple(scale.shape)}")
+    if scale.dtype != torch.float32:
+        _fail(name, "torch.float32", scale.dtype, TypeError)
+    if scale.device != device:
+        _fail(name, f"a tensor on {device}", scale.device)
+    if scale.numel() not in (1, heads) or scale.dim() > 1:
+        _fail(name, f"one value or one per head ([{heads}])", f"shape {tuple(scale.shape)}")
+    if scale.numel() > 1 and scale.stride(0) != 1:
+        _fail(name, "a contiguous tensor", f"stride {scale.stride(0)}")
+    return scale.numel() > 1
+
+
+def check(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    layout: str,
+) -> Task:
+    """The task of one call; ValueError or TypeError that names the argument, what it must be and what it is."""
+    if layout not in LAYOUTS:
+        _fail("layout", f"one of {LAYOUTS}", repr(layout))
+    if (v is None) != (v_cache is None):
+        _fail("v_cache" if v_cache is None else "v", "v and v_cache given together, or neither", None)
+    sides = [("k", k, k_cache)]
+    if v is not None and v_cache is not None:
+        sides.append(("v", v, v_cache))
+    for name, x, cache in sides:
+        for tensor_name, tensor in ((name, x), (f"{name}_cache", cache)):
+            if tensor.device != k_cache.device:
+                _fail(tensor_name, f"a tensor on {k_cache.device}, where k_cache is", tensor.device)
+        if x.dtype != k.dtype:
+            _fail(name, f"{k.dtype}, the dtype of k", x.dtype, TypeError)
+        if cache.dtype != k_cache.dtype:
+            _fail(f"{name}_cache", f"{k_cache.dtype}, the dtype of k_cache", cache.dtype, TypeError)
+    if not (k.dtype == k_cache.dtype in COPIED or (k.dtype in ROUNDED_FROM and k_cache.dtype in FP8)):
+        expected = "the cache's dtype (float32, float16, bfloat16, float8), or a float type into a float8 cache"
+        _fail("k", expected, f"{k.dtype} into {k_cache.dtype}", TypeError)
+    rows = [_rows(name, x, cache, layout) for name, x, cache in sides]
+    if len(rows) == 2:
+        if v is not None and v.shape[:2] != k.shape[:2]:
+            _fail("v", f"[{k.shape[0]}, {k.shape[1]}, dim] as in k", f"shape {tuple(v.shape)}")
+        if (rows[0].pages, rows[0].page_size) != (rows[1].pages, rows[1].page_size):
+            expected = f"{rows[0].pages} pages of {rows[0].page_size} as in k_cache"
+            _fail("v_cache", expected, f"{rows[1].pages} pages of {rows[1].page_size}")
+    if slots.dim() != 1 or slots.shape[0] != k.shape[0]:
+        _fail("slots", f"shape ({k.shape[0]},), one per token of k", f"shape {tuple(slots.shape)}")
+    if slots.dtype not in (torch.int32, torch.int64):
+        _fail("slots", "torch.int32 or torch.int64", slots.dtype, TypeError)
+    if slots.device != k_cache.device:
+        _fail("slots", f"a tensor on {k_cache.device}", slots.device)
+    rounds = k.dtype != k_cache.dtype
+    per_head = _check_scale("k_scale", k_scale, rows[0].heads, rounds, k_cache.device)
+    if v is None and v_scale is not None:
+        _fail("v_scale", "None without v", "a tensor")
+    v_per_head = _check_scale("v_scale", v_scale, rows[0].heads, rounds, k_cache.device)
+    if k_scale is not None and v_scale is not None and per_head != v_per_head:
+        _fail("v_scale", f"the shape of k_scale {tuple(k_scale.shape)}", tuple(v_scale.shape))
+    v_rows = rows[1] if len(rows) == 2 else None
+    return Task(k.shape[0], rows[0], v_rows, k.dtype, k_cache.dtype, per_head or v_per_head)

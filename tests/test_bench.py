@@ -1,0 +1,552 @@
+"""The measuring core: what a sample contains, what is refused a speed, what is written down.
+
+CUDA timing is tested on a simulated queue (a host clock and a device clock), so it needs no GPU; the figures of
+that simulation are asserted exactly and mean nothing beyond it.
+"""
+
+import contextlib
+import json
+import platform
+import time
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import toy
+from kvstrata.bench import Bench, Case, Timer, machine, probes, render, results, runner, sets_for
+from kvstrata.bench.clock import LONGEST_LEAD, CudaClock
+from kvstrata.bench.plot import groups, plot
+from kvstrata.bench.stats import summary
+
+CPU = torch.device("cpu")
+
+
+class Queue:
+    """A device that executes in order what the host enqueues; times in microseconds."""
+
+    def __init__(self, monkeypatch):
+        self.host = self.device = 0.0
+        self.synchronisations = 0
+        queue = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream):
+                assert stream == "stream"
+                queue.host += 1
+                self.at = max(queue.host, queue.device)
+
+            def query(self):
+                return self.at <= queue.host
+
+            def elapsed_time(self, end):
+                assert end.at <= queue.host, "read before the synchronisation"
+                return (end.at - self.at) / 1e3
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        self.clock = CudaClock(CPU, types.SimpleNamespace(zero_=self.kernel(60)))
+        self.clock.warm_seconds = 0.0
+        self.timer = Timer("cpu", flush_bytes=1 << 12)
+        self.timer.clock = self.clock
+
+    def kernel(self, us, host=5.0):
+        def call(*_):
+            self.host += host
+            self.device = max(self.host, self.device) + us
+
+        return call
+
+    def synchronize(self, device=None):
+        self.synchronisations += 1
+        self.host = max(self.host, self.device)
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    return Queue(monkeypatch)
+
+
+def test_device_time_excludes_the_host(queue):
+    us = queue.timer.sample({"a": queue.kernel(10), "b": queue.kernel(20)}, rounds=40)
+    assert us["a"] == pytest.approx(10)
+    assert us["b"] == pytest.approx(20)
+    assert not queue.timer.host_bound
+    assert queue.clock.lead == {"a": 1, "b": 1}
+
+
+def test_no_synchronisation_per_sample(queue):
+    queue.timer.sample({"a": queue.kernel(10)}, rounds=48, warmup=1)
+    assert queue.synchronisations <= 2 + 3  # warm-up, then one per 16 rounds
+
+
+def test_a_slow_host_gets_a_longer_flush(queue):
+    us = queue.timer.sample({"slow": queue.kernel(10, host=500)}, rounds=20)
+    assert us["slow"] == pytest.approx(10)
+    assert 8 <= queue.clock.lead["slow"] <= LONGEST_LEAD
+    assert not queue.timer.host_bound
+
+
+def test_a_call_that_synchronises_is_host_bound(queue):
+    def call(i):
+        queue.kernel(10)()
+        queue.synchronize()
+        queue.kernel(10)()
+
+    us = queue.timer.sample({"sync": call, "a": queue.kernel(10)}, rounds=20)
+    assert queue.timer.host_bound == {"sync"}
+    assert (us["sync"] > 20).all()
+    assert us["a"] == pytest.approx(10)
+    queue.timer.sample({"a": queue.kernel(10)}, rounds=5)
+    assert not queue.timer.host_bound
+
+
+def test_one_stall_of_the_host_is_taken_again(queue):
+    calls = []
+
+    def call(i):
+        calls.append(i)
+        queue.kernel(10, host=5000 if len(calls) == 30 else 5)()
+
+    us = queue.timer.sample({"a": call}, rounds=40)
+    assert us["a"] == pytest.approx(10)
+    assert not queue.timer.host_bound
+
+
+def test_rounds_are_interleaved_shuffled_and_rotate_inputs():
+    log = []
+    calls = {name: (lambda i, name=name: log.append((name, i))) for name in "abc"}
+    us = Timer("cpu", flush_bytes=1 << 12).sample(calls, rounds=12, sets=4, warmup=0)
+    rounds = [log[k : k + 3] for k in range(len(log) - 36, len(log), 3)]
+    assert all({name for name, _ in r} == set("abc") for r in rounds)
+    assert [{i for _, i in r} for r in rounds] == [{r % 4} for r in range(12)]
+    assert len({tuple(name for name, _ in r) for r in rounds}) > 1
+    assert all(len(x) == 12 and (x > 0).all() for x in us.values())
+
+
+def test_time_limit_keeps_a_few_rounds():
+    us = Timer("cpu", flush_bytes=1 << 12).sample({"a": lambda i: None}, rounds=1000, seconds=0)
+    assert len(us["a"]) == 5
+
+
+def test_host_cost_is_per_call():
+    calls = []
+    us = Timer("cpu", flush_bytes=1 << 12).host({"a": calls.append}, sets=3, bursts=4)["a"]
+    assert len(us) == 4
+    assert len(calls) == 5 * 50
+    assert set(calls) == {0, 1, 2}
+    assert 0 < np.median(us) < 1000
+
+
+def test_captured_calls_replay_their_own_input_set(monkeypatch):
+    log = []
+
+    class Graph:
+        def replay(self):
+            log.append(self.captured)
+
+    @contextlib.contextmanager
+    def capturing(graph):
+        before = len(log)
+        yield
+        graph.captured = ("replay", *log[before:])
+        del log[before:]
+
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    for name, fake in {
+        "device": lambda device: contextlib.nullcontext(),
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": capturing,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def call(i):
+        log.append(i)
+        return f"out {i}"
+
+    replay = Timer("cpu", flush_bytes=1 << 12).capture(call, sets=2)
+    assert log == [0, 1]  # the warm-up calls
+    assert replay(1) == "out 1"
+    assert log[-1] == ("replay", 1)
+
+
+def test_sets_cover_four_caches(monkeypatch):
+    monkeypatch.setattr("kvstrata.bench.case.cache_bytes", lambda device: 60 << 20)
+    assert sets_for(1 << 10, CPU) == 8
+    assert sets_for(60 << 20, CPU) == 4
+    assert sets_for(1 << 30, CPU) == 2
+    assert sets_for(3 << 30, CPU) == 1
+    assert sets_for(9 << 30, CPU) == 1
+
+
+def small_run(cases, **options):
+    return runner.run(cases, CPU, True, timer=Timer("cpu", flush_bytes=1 << 12), **options)
+
+
+@pytest.fixture(autouse=True)
+def _small_copy(monkeypatch):
+    monkeypatch.setattr(runner, "copy_bandwidth", lambda timer: probes.copy_bandwidth(timer, 1 << 16, rounds=5))
+
+
+@pytest.fixture(scope="module")
+def report():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "copy_bandwidth", lambda timer: probes.copy_bandwidth(timer, 1 << 16, rounds=5))
+        return small_run(toy.cases(CPU, True))
+
+
+def test_a_report_holds_every_contender(report):
+    assert [case.name for case in report.cases] == ["fp32-64", "fp32-256"]
+    case = report.cases[0]
+    kinds = {row.name: row.kind for row in case.rows}
+    assert kinds == {
+        "ours": "ours",
+        "ours-too": "variant",
+        "naive": "baseline",
+        "stack": "peer",
+        "copy": "probe",
+        "empty": "probe",
+    }
+    assert case.absent["unwilling"] == "needs a machine of another kind"
+    assert "a_library_that_is_not_installed" in case.absent["elsewhere"]
+    assert not report.failures
+    ours = case.rows[0]
+    assert ours.us == summary(ours.samples)
+    assert ours.tb_s == pytest.approx(1e-6 * case.bytes / ours.us.median)
+    assert ours.tflop_s == pytest.approx(1e-6 * case.flops / ours.us.median)
+    assert ours.of_peak == pytest.approx(ours.tb_s / report.peak["tb_s"])
+    assert (ours.vs_baseline.name, ours.vs_peer.name, ours.vs_copy.name) == ("naive", "stack", "copy")
+    assert ours.vs_baseline.lo <= ours.vs_baseline.ratio <= ours.vs_baseline.hi
+    assert case.rows[2].vs_baseline is None
+    assert case.host == {}  # on a CPU it would be the time itself
+
+
+def test_a_wrong_contender_gets_no_speed():
+    report = small_run(toy.cases(CPU, True, wrong=("ours", "naive")), only="*-64")
+    ours, too, naive = report.cases[0].rows[:3]
+    for row in (ours, naive):
+        assert not row.correct
+        assert row.us is row.tb_s is row.vs_copy is None
+        assert row.samples == []
+    assert too.correct
+    assert too.vs_baseline is None
+    assert len(report.failures) == 1
+    text = render.verdict(report)
+    assert text.startswith("Correctness: FAILED")
+    assert "Speedup" not in text
+    assert "WRONG" in render.markdown(report)
+
+
+def test_a_contender_that_turns_wrong_while_timed_gets_no_speed():
+    out = torch.zeros(2)
+    seen = []
+
+    def tired(i):
+        seen.append(i)
+        return out.fill_(1 if len(seen) < 5 else 2)
+
+    bench = Bench(
+        {"ours": tired, "base": lambda i: out.fill_(1)},
+        poison=lambda name, i: out.fill_(float("nan")),
+        check=lambda name, i, got: torch.testing.assert_close(got, torch.ones(2)),
+        ours="ours",
+        baseline="base",
+    )
+    report = small_run([Case("tired", "one", {}, 8, lambda device: bench)])
+    assert [row.correct for row in report.cases[0].rows] == [False, True, True, True]
+    assert report.failures
+
+
+def test_every_input_set_is_poisoned_and_checked_before_and_after():
+    log = []
+    bench = Bench(
+        {"ours": lambda i: log.append(("run", i)), "base": lambda i: None},
+        poison=lambda name, i: log.append(("poison", name, i)),
+        check=lambda name, i, out: log.append(("check", name, i)),
+        ours="ours",
+        baseline="base",
+    )
+    small_run([Case("log", "one", {}, 8, lambda device: bench, sets=3)])
+    triples = [e for i in range(3) for e in (("poison", "ours", i), ("run", i), ("check", "ours", i))]
+    assert log[:9] == triples
+    last = len(log) - 1 - log[::-1].index(("check", "ours", 2))
+    assert log[last - 8 : last + 1] == triples
+
+
+def test_a_case_that_cannot_be_built_does_not_end_the_run():
+    def build(device):
+        raise MemoryError("too large")
+
+    seen = []
+    cases = [Case("toy", "broken", {}, 8, build), *toy.cases(CPU, True)]
+    report = small_run(cases, after_case=lambda report: seen.append(len(report.cases)))
+    assert report.cases[0].error == "MemoryError: too large"
+    assert report.cases[1].rows
+    assert report.failures == ["broken: MemoryError: too large"]
+    assert seen == [1, 2, 3]
+    assert "broken did not run" in render.markdown(report)
+
+
+def test_wrong_names_are_said():
+    bench = Bench({"copy": lambda i: None}, lambda name, i: None, lambda name, i, out: None, "copy", "copy")
+    assert "belong to the probes" in small_run([Case("x", "x", {}, 8, lambda device: bench)]).cases[0].error
+    bench.contenders = {"a": lambda i: None}
+    assert "not among the contenders" in small_run([Case("x", "x", {}, 8, lambda device: bench)]).cases[0].error
+    with pytest.raises(ValueError, match=r"no case matches 'none\*'; there are: fp32-64, fp32-256"):
+        small_run(toy.cases(CPU, True), only="none*")
+
+
+def test_on_a_gpu_calls_are_captured_and_the_host_is_measured(queue, monkeypatch):
+    """The runner's CUDA branches, on the simulated queue."""
+    queue.timer.device = torch.device("cuda", 0)
+    queue.timer.capture = lambda call, sets: lambda i: ("replayed", call(i))
+    monkeypatch.setattr(runner, "copy_call", lambda moved, sets, device: queue.kernel(8))
+    monkeypatch.setattr(runner, "empty_call", lambda device: (queue.kernel(3), "fake"))
+    got = []
+    bench = Bench(
+        {"ours": queue.kernel(10), "base": queue.kernel(20), "peer": queue.kernel(15)},
+        poison=lambda name, i: None,
+        check=lambda name, i, out: got.append(out),
+        ours="ours",
+        baseline="base",
+        host={"ours": lambda i: None, "bare launch": lambda i: None},
+    )
+    case = runner.measure(Case("x", "x", {}, 40_000_000, lambda device: bench, graph=True), queue.timer, 16, peak=5.0)
+    assert case.error is None
+    assert set(got) == {("replayed", None)}
+    rows = {row.name: row for row in case.rows}
+    assert rows["ours"].tb_s == pytest.approx(4.0)
+    assert rows["ours"].of_peak == pytest.approx(0.8)
+    assert rows["ours"].less_floor == pytest.approx(0.8 * 10 / 7)
+    assert rows["ours"].over_floor == pytest.approx(10 / 3)
+    assert rows["ours"].vs_copy.ratio == pytest.approx(0.8)
+    assert rows["ours"].vs_baseline.ratio == pytest.approx(2.0)
+    assert rows["ours"].vs_peer.ratio == pytest.approx(1.5)
+    assert set(case.host) == {"ours", "bare launch"}
+    report = results.Report("x", {"slug": "nvidia-h200"}, {}, {}, {"kernel": "empty.cu"}, [case])
+    assert [note.split(":")[0] for note in render.notes(report)] == ["host cost in x"]
+    report.floor["kernel"] = "something else"
+    assert render.notes(report)[0] == "floor of something else"
+
+
+def test_a_contender_that_cannot_be_captured_is_said(queue, monkeypatch):
+    def refuse(call, sets):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    queue.timer.device = torch.device("cuda", 0)
+    queue.timer.capture = refuse
+    calls, errors = runner._captured({"peer": lambda i: None}, queue.timer, 1)
+    assert calls == {}
+    assert errors["peer"].startswith("cannot be captured: RuntimeError: operation not permitted")
+
+
+def test_results_survive_the_file(report, tmp_path):
+    path = results.save(report, tmp_path)
+    assert path == tmp_path / report.machine["slug"] / "toy.json"
+    assert list(path.parent.iterdir()) == [path]
+    text = path.read_text()
+    again = results.load(path)
+    assert results.dumps(again) == text
+    assert list(json.loads(text)) == ["schema", "op", "machine", "method", "peak", "floor", "cases"]
+    assert '"samples": [' in text
+    assert max(len(line.split(",")) for line in text.splitlines()) > 5  # samples on one line
+    assert again.cases[0].rows[0].samples == [round(x, 2) for x in report.cases[0].rows[0].samples]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1, "cases": [{}]}'])
+def test_other_files_are_refused(tmp_path, content):
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"x\.json: not a kvstrata result"):
+        results.load(path)
+
+
+def test_a_failed_write_leaves_the_old_file(report, tmp_path, monkeypatch):
+    path = results.save(report, tmp_path)
+    before = path.read_bytes()
+    monkeypatch.setattr(results, "dumps", lambda report: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        results.save(report, tmp_path)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def timed_report(samples, slug="nvidia-h200", op="x"):
+    row = results.Row("ours", "ours", us=summary(samples), samples=list(samples))
+    case = results.CaseResult("c", {}, 1, 0, 1, False, rows=[row])
+    return results.Report(op, {"slug": slug}, {}, {}, {}, [case])
+
+
+def test_compare_finds_what_is_slower_and_only_that():
+    base = np.random.default_rng(1).normal(10, 0.2, 200)
+    again = np.random.default_rng(2).normal(10, 0.2, 200)
+    old = timed_report(base)
+    assert results.compare(old, timed_report(again)) == []
+    assert results.compare(old, timed_report(again * 0.8)) == []
+    assert results.compare(old, timed_report(again * 1.01)) == []  # real, but under 2 %
+    (found,) = results.compare(old, timed_report(again * 1.05))
+    assert (found.case, found.name) == ("c", "ours")
+    assert "+5." in str(found) or "+4." in str(found)
+    with pytest.raises(ValueError, match="cannot compare"):
+        results.compare(old, timed_report(again, slug="cpu-x86-64"))
+    other = timed_report(again)
+    other.cases[0].name = "d"
+    with pytest.raises(ValueError, match="in common"):
+        results.compare(old, other)
+
+
+def test_markdown_selects_rows_and_columns(report):
+    options = {"rows": "*-64", "contenders": "ours,naive", "columns": "contender,us,speedup"}
+    lines = render.markdown(report, options).splitlines()
+    assert lines[0] == "| contender | us | vs baseline |"
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| ours", "| naive"]
+    assert lines[4] == ""
+    assert "elsewhere absent" in lines[5]
+    pivot = render.markdown(report, {"pivot": "us", "contenders": "ours*"}).splitlines()
+    assert pivot[0] == "| case (us) | ours | ours-too |"
+    assert len(pivot) == 2 + 2 + 2
+    with pytest.raises(ValueError, match="column 'nothing'"):
+        render.markdown(report, {"columns": "nothing"})
+
+
+def test_inject_fills_every_block_and_keeps_the_rest():
+    other = "<!-- kvstrata:storex -->x<!-- /kvstrata:storex -->"
+    text = f"a\n<!-- kvstrata:store pivot=us -->\nold\n<!-- /kvstrata:store -->\nb\n{other}"
+    once = render.inject(text, "kvstrata:store", lambda options: f"new {options}")
+    assert "new {'pivot': 'us'}" in once
+    assert "old" not in once
+    assert once.endswith(f"b\n{other}")
+    assert render.inject(once, "kvstrata:store", lambda options: f"new {options}") == once
+    with pytest.raises(ValueError, match="0 opening"):
+        render.inject(text, "kvstrata:other", "t")
+    with pytest.raises(ValueError, match="1 opening and 0 closing"):
+        render.inject("<!-- kvstrata:store -->", "kvstrata:store", "t")
+    with pytest.raises(ValueError, match="marker option 'colour'"):
+        render.inject(text.replace("pivot", "colour"), "kvstrata:store", lambda options: "t")
+
+
+@pytest.mark.parametrize(("y", "suffix"), [("tb_s", ".svg"), ("us", ".png")])
+def test_plot_writes_a_figure(report, tmp_path, y, suffix):
+    ((name, cases),) = groups(report).items()
+    assert name == "fp32"
+    path = plot(report, cases, tmp_path / "deep" / f"f{suffix}", y=y)
+    first = path.read_bytes()
+    assert len(first) > 5000
+    assert plot(report, cases, path, y=y).read_bytes() == first
+
+
+def test_machine_names_no_host(report):
+    facts = machine.describe(CPU)
+    assert facts["slug"].startswith("cpu-")
+    assert facts["versions"]["torch"] == torch.__version__
+    assert platform.node() not in json.dumps(facts)
+    assert machine.slug("NVIDIA H200") == "nvidia-h200"
+
+
+SMI = "GPU-aaaa, 580.1, 345, 1980, 2619, 3201, 700.00\nGPU-bbbb, 580.1, 1980, 1980, 3201, 3201, [N/A]\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "sm_mhz"), [(SMI, 1980), (SMI.splitlines()[0], 345), ("", None), ("no devices were found", None)]
+)
+def test_machine_reads_the_clocks_of_its_own_gpu(monkeypatch, output, sm_mhz):
+    properties = types.SimpleNamespace(
+        name="NVIDIA H200",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        L2_cache_size=60 << 20,
+        total_memory=1 << 37,
+        uuid="bbbb",
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    real = machine._output
+    monkeypatch.setattr(machine, "_output", lambda *c: output if c[0] == "nvidia-smi" else real(*c))
+    facts = machine.describe(torch.device("cuda", 0))
+    assert (facts["slug"], facts["sms"], facts["cache_bytes"]) == ("nvidia-h200", 132, 60 << 20)
+    assert facts["clocks"].get("sm_mhz") == sm_mhz
+    assert facts["driver"] == ("580.1" if sm_mhz else None)
+    if sm_mhz == 1980:
+        assert facts["clocks"]["power_limit_w"] is None
+
+
+def test_revision_is_that_of_the_package_or_the_one_given(monkeypatch):
+    answers = {"ls-files": "__init__.py\n", "status": " M bench/x.py\n", "rev-parse": "abc123\n"}
+    monkeypatch.setattr(machine, "_output", lambda *command: answers.get(command[3], ""))
+    assert machine._revision("given") == {"revision": "abc123", "dirty": True}
+    answers["ls-files"] = ""
+    assert machine._revision("given") == {"revision": "given", "dirty": None}
+
+
+def test_the_empty_kernel_compiles():
+    pytest.importorskip("cuda.core")
+    from kvstrata import jit
+
+    assert jit.compile(probes.EMPTY, "empty", arch="sm_90").code.startswith(b"\x7fELF")
+
+
+def test_the_floor_says_which_kernel_it_is(monkeypatch):
+    from kvstrata import jit
+
+    launched = []
+    kernel = types.SimpleNamespace(launch=lambda **shape: launched.append(shape))
+    monkeypatch.setattr(jit, "load", lambda path, name: kernel)
+    call, what = probes.empty_call.__wrapped__(torch.device("cuda", 0))
+    call(0)
+    assert what == "empty.cu"
+    assert launched == [{"grid": 1, "block": 32}] * 2
+
+    def missing(path, name):
+        raise ImportError("No module named 'cuda'")
+
+    monkeypatch.setattr(jit, "load", missing)
+    call, what = probes.empty_call.__wrapped__(torch.device("cuda", 0))
+    assert what == "torch.cuda._sleep(0), since No module named 'cuda'"
+
+
+def test_a_copy_moves_the_bytes_it_counts():
+    call = probes.copy_call(2000, 3, CPU)
+    assert [call(i).numel() for i in range(3)] == [1000] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu:
+    device = torch.device("cuda", 0)
+
+    def test_device_time_is_that_of_the_kernel(self):
+        """A slow host does not change it; a synchronisation is noticed; a replay takes no longer."""
+        x = torch.empty(64 << 20, device=self.device)
+        timer = Timer(self.device)
+
+        def slow(i):
+            time.sleep(3e-4)
+            x.fill_(1)
+
+        def waits(i):
+            x.fill_(1)
+            torch.cuda.synchronize()
+
+        fill = lambda i: x.fill_(1)  # noqa: E731
+        calls = {"fill": fill, "slow": slow, "waits": waits, "replay": timer.capture(fill)}
+        us = {name: float(np.median(t)) for name, t in timer.sample(calls, rounds=50).items()}
+        assert timer.host_bound == {"waits"}
+        assert us["slow"] == pytest.approx(us["fill"], rel=0.1)
+        assert us["replay"] == pytest.approx(us["fill"], rel=0.15)
+
+    def test_a_whole_run(self):
+        report = runner.run(toy.cases(self.device, True), self.device, quick=True)
+        assert not report.failures
+        assert report.floor["kernel"] == "empty.cu"
+        assert 0.5 < report.floor["us"] < 20
+        assert report.machine["sms"] > 0
+        assert report.cases[0].host["ours"].median > 0
+        assert not any(row.host_bound for case in report.cases for row in case.rows)

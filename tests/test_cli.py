@@ -1,0 +1,155 @@
+"""The command line, end to end on the CPU with the toy op."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import toy
+from kvstrata.bench import Timer, cases, probes, results, runner
+from kvstrata.cli import app
+
+
+@pytest.fixture
+def kvstrata(monkeypatch, tmp_path):
+    """Run the command in an empty folder, with the toy op among the benchmarks and small buffers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cases, "names", lambda: ["toy"])
+    monkeypatch.setitem(sys.modules, f"{cases.__name__}.toy", toy)
+    monkeypatch.setattr(runner, "Timer", partial(Timer, flush_bytes=1 << 12))
+    monkeypatch.setattr(runner, "copy_bandwidth", lambda timer: probes.copy_bandwidth(timer, 1 << 16, rounds=5))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_bench_prints_table_and_summary(kvstrata):
+    done = kvstrata("bench", "toy", "--quick")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("No GPU here: this times the CPU path")
+    for text in ("fp32-64", "ours-too", "stack", "copy", "unwilling absent: needs a machine of another kind"):
+        assert text in done.stdout
+    lines = done.stdout.splitlines()
+    start = lines.index("Correctness: PASSED")
+    assert [line.split(":")[0] for line in lines[start : start + 4]] == [
+        "Correctness",
+        "Baseline performance",
+        "Optimized performance",
+        "Speedup",
+    ]
+    assert not list(Path().iterdir())
+
+
+def test_bench_of_a_wrong_kernel_exits_1_without_a_speed(kvstrata, monkeypatch):
+    monkeypatch.setattr(toy, "cases", partial(toy.cases, wrong=("ours",)))
+    done = kvstrata("bench", "toy", "--quick", "--device", "cpu", "--only", "*-64")
+    assert done.exit_code == 1
+    assert "Correctness: FAILED" in done.stdout
+    assert "Speedup" not in done.stdout
+    assert "No GPU" not in done.stdout
+
+
+def test_bench_summary_of_the_module_wins(kvstrata, monkeypatch):
+    monkeypatch.setattr(toy, "summary", lambda report: f"toy says [{len(report.cases)}]", raising=False)
+    assert "toy says [1]" in kvstrata("bench", "toy", "--quick", "--only", "*-64").stdout
+
+
+def scaled(path, factor):
+    """The saved result as if every time had been `factor` times as long."""
+    data = json.loads(path.read_text())
+    for row in (row for case in data["cases"] for row in case["rows"]):
+        row["samples"] = [factor * x for x in row["samples"]]
+        row["us"] = {key: x if key == "n" else factor * x for key, x in row["us"].items()}
+    other = Path(f"scaled-{factor}.json")
+    other.write_text(json.dumps(data))
+    return other
+
+
+def test_bench_saves_and_compares(kvstrata):
+    assert kvstrata("bench", "toy", "--quick", "--save").exit_code == 0
+    (path,) = Path("results").glob("cpu-*/toy.json")
+    assert results.load(path).op == "toy"
+    done = kvstrata("bench", "toy", "--quick", "--against", scaled(path, 0.001))
+    assert done.exit_code == 1
+    assert "Slower than before:" in done.stdout
+    done = kvstrata("bench", "toy", "--quick", "--against", scaled(path, 1000))
+    assert done.exit_code == 0
+    assert "No case got slower." in done.stdout
+
+
+def test_bench_json_is_json(kvstrata):
+    done = kvstrata("bench", "toy", "--quick", "--json", "--only", "*-64")
+    assert [case["name"] for case in json.loads(done.stdout)["cases"]] == ["fp32-64"]
+    assert "Correctness: PASSED" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "no benchmark named 'nope'; there are: toy"),
+        (["toy", "--only", "zzz"], "no case matches 'zzz'"),
+        (["toy", "--device", "cuda"], "torch sees no CUDA device"),
+        (["toy", "--only", "*-64", "--save"], "--save with --only"),
+        (["toy", "--against", "missing.json"], "missing.json"),
+    ],
+)
+def test_bad_requests_are_said_in_one_line(kvstrata, arguments, message):
+    done = kvstrata("bench", *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_report_fills_documents_and_draws(kvstrata):
+    kvstrata("bench", "toy", "--quick", "--save")
+    readme = Path("README.md")
+    readme.write_text("# x\n<!-- kvstrata:toy pivot=us contenders=ours,naive -->\n<!-- /kvstrata:toy -->\nend\n")
+    assert kvstrata("report", "--check").exit_code == 1
+    done = kvstrata("report")
+    assert done.exit_code == 0, done.output
+    assert "| case (us) | ours | naive |" in readme.read_text()
+    assert readme.read_text().endswith("<!-- /kvstrata:toy -->\nend\n")
+    assert [p.suffix for p in Path("docs/figures").iterdir()] == [".svg"]
+    assert kvstrata("report", "--check").exit_code == 0
+
+
+def test_report_says_what_is_missing(kvstrata):
+    Path("x.md").write_text("<!-- kvstrata:other -->\n<!-- /kvstrata:other -->\n")
+    done = kvstrata("report", "x.md")
+    assert done.exit_code == 2
+    assert "x.md: no result of 'other': run kvstrata bench other --save" in done.stderr
+
+
+def test_info(kvstrata):
+    facts = json.loads(kvstrata("info", "--json").stdout)
+    assert facts["backends"]["reference"] is None
+    assert "CUDA" in facts["backends"]["cuda"]
+    assert facts["benchmarks"] == ["toy"]
+    assert "reference available" in kvstrata("info").stdout
+
+
+@pytest.mark.parametrize("command", ["bench", "report", "info"])
+def test_help_teaches(kvstrata, command):
+    assert f"Example: kvstrata {command}" in kvstrata(command, "--help").stdout
+
+
+def test_benchmarks_are_found_by_module(monkeypatch, tmp_path):
+    (tmp_path / "found.py").write_text("def cases(device, quick): return []\n")
+    monkeypatch.setattr(cases, "__path__", [*cases.__path__, str(tmp_path)])
+    assert "found" in cases.names()
+    assert cases.find("found").cases(None, True) == []
+    sys.modules.pop(f"{cases.__name__}.found")
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [("kvstrata", ("scipy", "matplotlib", "typer", "rich")), ("kvstrata.cli", ("scipy", "matplotlib"))],
+)
+def test_imports_are_late(module, absent):
+    code = f"import sys, {module}; print([m for m in {absent} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

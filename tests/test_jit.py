@@ -1,0 +1,196 @@
+"""Source to cubin without a GPU: cache, errors, processes at once; and the gates that every kernel has to pass."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstrata import jit
+from kvstrata.jit import compiler
+from kvstrata.store import store_cuda
+from kvstrata.store.rows import Rows, Task
+
+pytest.importorskip("cuda.core")
+ARCHITECTURES = ["sm_80", "sm_89", "sm_90"]
+SMALL = """
+template <int kAdd> __global__ void add(int* x) { x[threadIdx.x] += kAdd; }
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVSTRATA_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "small.cu"
+    source.write_text(SMALL)
+    return source
+
+
+def forbid_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiler, "_run_nvrtc", refuse)
+
+
+def test_second_compile_comes_from_disk(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = jit.compile(small, "add<3>", arch="sm_90")
+    assert first.code.startswith(b"\x7fELF")
+    assert "add" in first.symbol
+    forbid_nvrtc(monkeypatch)
+    assert jit.compile(small, "add<3>", arch="sm_90") == first
+
+
+@pytest.mark.parametrize("change", ["source", "entry", "arch", "headers"])
+def test_whatever_changes_the_code_changes_the_key(small: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    jit.compile(small, "add<3>", arch="sm_90")
+    entry, arch = "add<3>", "sm_90"
+    if change == "source":
+        small.write_text(SMALL + "// another\n")
+    elif change == "entry":
+        entry = "add<4>"
+    elif change == "arch":
+        arch = "sm_80"
+    else:
+        monkeypatch.setattr(compiler, "_headers_digest", lambda: b"other headers")
+    forbid_nvrtc(monkeypatch)
+    with pytest.raises(AssertionError, match="compiled again"):
+        jit.compile(small, entry, arch=arch)
+
+
+def test_damaged_entry_is_compiled_again(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = jit.compile(small, "add<3>", arch="sm_90")
+    damaged = [f for f in (tmp_path / "cache").rglob("*") if f.is_file() and f.read_bytes() == first.code]
+    assert len(damaged) == 1
+    damaged[0].write_bytes(b"not a cubin")
+    again = jit.compile(small, "add<3>", arch="sm_90")
+    assert again.code.startswith(b"\x7fELF")
+    assert again.symbol == first.symbol
+    forbid_nvrtc(monkeypatch)
+    assert jit.compile(small, "add<3>", arch="sm_90") == again
+
+
+def test_error_holds_the_log(small: Path) -> None:
+    small.write_text("__global__ void broken() { int x = ; }")
+    with pytest.raises(
+        jit.CompileError, match=r"(?s)small.cu: cannot compile broken for sm_90.*expected an expression"
+    ):
+        jit.compile(small, "broken", arch="sm_90")
+
+
+def _compile_in_child(arguments: tuple[str, int]) -> str:
+    source, add = arguments
+    return jit.compile(Path(source), f"add<{add}>", arch="sm_90").symbol
+
+
+def test_processes_compile_at_once(small: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        symbols = pool.map(_compile_in_child, [(str(small), add) for add in (1, 2, 1, 2, 1, 2, 1, 2)])
+    assert len(set(symbols)) == 2
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_cp_async_widths(small: Path, arch: str) -> None:
+    small.write_text("""
+#include "cp_async.cuh"
+template <int kBytes> __global__ void copy(char* x) {
+  __shared__ alignas(16) char stage[64];
+  cp_async_ca<4>(stage, x); cp_async_ca<8>(stage + 16, x + 16); cp_async_ca<16>(stage + 32, x + 32);
+  cp_async_cg<16>(stage + 48, x + 48); commit_group(); cp_async<kBytes>(stage, x); commit_group();
+  wait_group<1>(); wait_group<0>(); x[0] = stage[threadIdx.x];
+}""")
+    for width in (4, 8, 16, 32):
+        assert jit.usage(small, f"copy<{width}>", arch=arch).spill_bytes == 0
+    with pytest.raises(jit.CompileError, match=r"cp\.async copies 4, 8 or 16 bytes"):
+        jit.compile(small, "copy<2>", arch=arch)
+
+
+def _task(heads: int, k_dim: int, v_dim: int | None, source: torch.dtype, cache: torch.dtype, per_head: bool) -> Task:
+    def rows(dim: int) -> Rows:  # HND pages of 16, so that neither heads nor pages merge
+        return Rows(heads, dim, heads * dim, dim, heads * 16 * dim, dim, 16 * dim, 64, 16)
+
+    return Task(8192, rows(k_dim), None if v_dim is None else rows(v_dim), source, cache, per_head)
+
+
+STORES = {
+    "fp16 8x128": _task(8, 128, 128, torch.float16, torch.float16, False),
+    "fp16 32x128": _task(32, 128, 128, torch.float16, torch.float16, False),
+    "bf16 1x576": _task(1, 576, None, torch.bfloat16, torch.bfloat16, False),
+    "fp32 3x33": _task(3, 33, 65, torch.float32, torch.float32, False),
+    "bf16 to e4m3": _task(8, 128, 128, torch.bfloat16, torch.float8_e4m3fn, True),
+    "fp32 to e5m2": _task(8, 128, 128, torch.float32, torch.float8_e5m2, True),
+    "fp8 odd": _task(3, 33, 33, torch.float8_e4m3fn, torch.float8_e4m3fn, False),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("backend", ["cuda", "cuda_direct", "cuda_staged", "cuda_bulk"])
+@pytest.mark.parametrize("name", STORES)
+def test_store_gates(name: str, backend: str, arch: str) -> None:
+    """No spills, no stack, at most 64 registers (full occupancy at 1,024 threads), at most 48 KB shared."""
+    shape = store_cuda.shape_of(STORES[name], 0)
+    config = store_cuda.config_of(backend, shape, arch)
+    if not store_cuda.takes(shape, config) or (config.kernel == "bulk" and arch != "sm_90"):
+        pytest.skip("a kernel that does not take these rows here")
+    usage = jit.usage(store_cuda.SOURCE, store_cuda.entry_of(shape, torch.int32, config), arch=arch)
+    assert usage.spill_bytes == usage.stack_bytes == 0, usage
+    assert 0 < usage.registers <= 64, usage
+    assert usage.shared_bytes <= 48 * 1024, usage
+    assert (usage.shared_bytes == 0) == (config.kernel == "direct")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("file", "entry"),
+    [("store_warp.cu", "store_warp<2048>"), ("store_warp.cu", "store_warp<1152>"), ("empty.cu", "empty")],
+)
+def test_baselines_compile(file: str, entry: str, arch: str) -> None:
+    folder = Path(jit.__file__).parent.parent / "bench" / "baselines"
+    assert jit.usage(folder / file, entry, arch=arch).spill_bytes == 0
+
+
+AHEAD_OF_TIME = """
+import subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvstrata.store.store_triton import store_kernel
+
+arch, mantissa = int(sys.argv[1]), int(sys.argv[2])
+source, cache = ("*bf16", "*u8") if mantissa else ("*i16", "*i16")
+constants = dict(HEADS=8, K_DIM=128, V_DIM=128, PAGE_SIZE=16, MANTISSA=mantissa, K_SCALES=8, V_SCALES=8, BLOCK=1024)
+signature = {}
+for name in store_kernel.arg_names:
+    if name in constants:
+        signature[name] = "constexpr"
+    elif name.endswith("_ptr"):
+        signature[name] = {"slots_ptr": "*i32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}.get(
+            name, cache if "cache" in name else source)
+    else:
+        signature[name] = "i64"
+built = triton.compile(ASTSource(store_kernel, signature, constants), target=GPUTarget("cuda", arch, 32))
+cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    Path(file.name).write_bytes(built.asm["cubin"])
+    print(subprocess.run([cuobjdump, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout)
+"""
+
+
+@pytest.mark.parametrize("mantissa", [0, 3])
+@pytest.mark.parametrize("arch", [80, 89, 90])
+def test_triton_store_compiles_ahead_of_time(arch: int, mantissa: int) -> None:
+    import os
+    import re
+
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", AHEAD_OF_TIME, str(arch), str(mantissa)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    assert 0 < used["REG"] <= 128, done.stdout
+    assert used["LOCAL"] == 0, done.stdout

@@ -1,0 +1,28 @@
+"""Every CUDA C++ kernel on small odd shapes; ``make gpu`` runs them under the four tools of compute-sanitizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from store_model import make
+from test_store import check
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
+CASES = {
+    "fp16 merged": dict(tokens=37, heads=8, k_dim=128, v_dim=128, kind="flat", pages=12),
+    "fp16 HND": dict(tokens=37, heads=4, k_dim=64, v_dim=64, kind="HND", pages=12),
+    "bf16 latent": dict(tokens=19, heads=1, k_dim=576, v_dim=None, source=torch.bfloat16),
+    "unequal K and V": dict(tokens=19, heads=2, k_dim=192, v_dim=128, kind="NHD", cache_gap=8),
+    "odd rows": dict(tokens=19, heads=3, k_dim=33, v_dim=65, offset=1, source_gap=1),
+    "to e4m3": dict(tokens=37, heads=4, k_dim=128, v_dim=128, cache=torch.float8_e4m3fn, scales=2),
+    "to e5m2": dict(tokens=19, heads=4, k_dim=128, v_dim=96, source=torch.float32, cache=torch.float8_e5m2, scales=1),
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("backend", ["cuda", "cuda_direct", "cuda_staged", "cuda_bulk"])
+@pytest.mark.parametrize("name", CASES)
+def test_store(name: str, backend: str, overlap: bool) -> None:
+    check(make(device=torch.device("cuda"), **CASES[name]), backend, overlap=overlap)
+    torch.cuda.synchronize()

@@ -1,0 +1,387 @@
+"""store_kv against an independent model, on every backend that this machine has."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import kvstrata
+from conftest import HAS_GPU
+from kvstrata.store import guard, reference, rows, store_cuda
+from store_model import FP8, Call, make, nearest_fp8
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+BACKENDS = ["reference", "triton"] + (["cuda", "cuda_direct", "cuda_staged", "cuda_bulk"] if HAS_GPU else [])
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+gpu = pytest.mark.gpu
+
+
+def refuses(call: Call, backend: str) -> bool:
+    """Whether these rows are not for a kernel that needs wide units (4 bytes when staged, 16 in bulk)."""
+    if backend not in ("cuda_staged", "cuda_bulk") or call.k.shape[0] == 0:
+        return False
+    task = rows.check(call.k, call.v, call.k_cache, call.v_cache, call.slots, call.k_scale, call.v_scale, call.layout)
+    both = [t for t in (call.k, call.v, call.k_cache, call.v_cache) if t is not None]
+    shape = store_cuda.shape_of(task, functools.reduce(operator.or_, (t.data_ptr() for t in both)) & 15)
+    return not store_cuda.takes(shape, store_cuda.config_of(backend, shape, "sm_90"))
+
+
+def check(call: Call, backend: str, **options) -> None:
+    """Run and compare every byte of the pools, and that the caller's tensors are as they were."""
+    expected = call.expected()
+    before = [None if t is None else t.clone() for t in (call.k, call.v, call.slots, call.k_scale, call.v_scale)]
+    if refuses(call, backend):
+        with pytest.raises(ValueError, match="copies need rows"):
+            call.run(kvstrata.store_kv, backend=backend, **options)
+        return
+    call.run(kvstrata.store_kv, backend=backend, **options)
+    for pool, want in zip(call.pools, expected, strict=True):
+        torch.testing.assert_close(pool, want, rtol=0, atol=0)
+    after = (call.k, call.v, call.slots, call.k_scale, call.v_scale)
+    for old, new in zip(before, after, strict=True):
+        if old is not None:
+            assert torch.equal(old.contiguous().view(torch.uint8), new.contiguous().view(torch.uint8))
+
+
+@st.composite
+def calls(draw) -> dict:
+    source = draw(st.sampled_from([*FLOATS, *FP8]))
+    cache = draw(st.sampled_from([source, *FP8])) if source in FLOATS else source
+    dim = st.one_of(st.integers(1, 40), st.sampled_from([64, 80, 96, 128]))
+    return dict(
+        tokens=draw(st.integers(0, 12)),
+        heads=draw(st.integers(1, 5)),
+        k_dim=draw(dim),
+        v_dim=draw(st.one_of(st.none(), dim)),
+        source=source,
+        cache=cache,
+        kind=draw(st.sampled_from(["flat", "NHD", "HND"])),
+        pages=draw(st.integers(1, 5)),
+        page_size=draw(st.integers(1, 7)),
+        slots_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        source_gap=draw(st.sampled_from([0, 0, 1, 8])),
+        cache_gap=draw(st.sampled_from([0, 0, 3, 16])),
+        offset=draw(st.sampled_from([0, 0, 1, 4])),
+        scales=draw(st.integers(0, 2)),
+        seed=draw(st.integers(0, 1 << 16)),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_call_equals_the_model(backend: str) -> None:
+    compiles = backend.startswith("cuda") or (backend == "triton" and HAS_GPU)
+
+    @settings(max_examples=25 if compiles else 150)
+    @given(calls())
+    def run(case: dict) -> None:
+        check(make(device=DEVICE, **case), backend)
+
+    run()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["flat", "NHD", "HND"])
+@pytest.mark.parametrize(
+    ("heads", "k_dim", "v_dim", "source", "cache", "scales"),
+    [
+        (8, 128, 128, torch.float16, torch.float16, 0),
+        (1, 576, None, torch.bfloat16, torch.bfloat16, 0),
+        (2, 192, 128, torch.bfloat16, torch.bfloat16, 0),
+        (4, 128, 128, torch.bfloat16, torch.float8_e4m3fn, 2),
+        (4, 64, 64, torch.float16, torch.float8_e5m2, 1),
+        (3, 33, 65, torch.float32, torch.float32, 0),
+    ],
+)
+def test_shapes_of_models(backend, kind, heads, k_dim, v_dim, source, cache, scales) -> None:
+    check(make(7, heads, k_dim, v_dim, device=DEVICE, source=source, cache=cache, kind=kind, scales=scales), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_leaves_every_byte(backend: str) -> None:
+    call = make(6, 2, 32, 32, device=DEVICE, slots=[-1, 20, -(2**31), 2**31 - 1, -1, 21])
+    poison = [pool.clone() for pool in call.pools]
+    call.run(kvstrata.store_kv, backend=backend)
+    assert all(torch.equal(pool, old) for pool, old in zip(call.pools, poison, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens(backend: str) -> None:
+    check(make(0, 2, 32, 32, device=DEVICE), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_past_2_31(backend: str) -> None:
+    """Pages whose byte offset needs more than 32 bits; the memory between them is never touched."""
+    stride, tokens = 1 << 30, 4
+    pool = torch.empty(2 * stride + 4096, dtype=torch.uint8, device=DEVICE)
+    pool[-4096:] = 0xFF
+    cache = pool.view(torch.float8_e4m3fn).as_strided((3, 4, 2, 32), (stride, 64, 32, 1))
+    k = torch.arange(tokens * 64, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn).view(tokens, 2, 32)
+    slots = torch.tensor([8, 11, 9, 10], device=DEVICE)
+    kvstrata.store_kv(k, None, cache, None, slots, backend=backend)
+    wanted = k.view(torch.uint8)[[0, 2, 3, 1]].flatten()
+    assert torch.equal(pool[2 * stride : 2 * stride + 256], wanted)
+    assert (pool[2 * stride + 256 :] == 0xFF).all()
+
+
+@gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_more_than_2_31_elements(backend: str) -> None:
+    """Source and cache both hold more than 2^31 one-byte units of odd rows."""
+    tokens, dim = (1 << 24) + 3, 129
+    k = torch.randint(0, 256, (tokens, 1, dim), dtype=torch.uint8, device=DEVICE)
+    cache = torch.zeros_like(k)
+    slots = torch.arange(tokens - 1, -1, -1, device=DEVICE)
+    k8, cache8 = k.view(torch.float8_e4m3fn), cache.view(torch.float8_e4m3fn)
+    kvstrata.store_kv(k8, None, cache8, None, slots, backend=backend)
+    assert torch.equal(cache.flip(0), k)
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_every_half_rounds_like_the_search(dtype: torch.dtype) -> None:
+    """All 65,536 float16 bit patterns, scaled; reference against search, then every backend against reference."""
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).view(512, 1, 128)
+    scale = torch.tensor([0.37])
+    want = reference.to_fp8(x, scale, dtype)
+    assert torch.equal(want, nearest_fp8(x.float() * (1.0 / scale), dtype))
+    for backend in BACKENDS[1:]:
+        if backend == "cuda_bulk":
+            continue
+        cache = torch.zeros(512, 1, 128, dtype=torch.uint8, device=DEVICE).view(dtype)
+        slots, factor = torch.arange(512, device=DEVICE), scale.to(DEVICE)
+        kvstrata.store_kv(x.to(DEVICE), None, cache, None, slots, k_scale=factor, backend=backend)
+        assert torch.equal(cache.view(torch.uint8).cpu(), want), backend
+
+
+def test_check_names_position_and_value(device: torch.device) -> None:
+    call = make(3, 2, 32, 32, device=device, slots=[1, 20, 99])
+    poison = call.pools[0].clone()
+    with pytest.raises(IndexError, match=r"slots\[1\]: expected at most 19, .* got 20"):
+        call.run(kvstrata.store_kv, check=True)
+    assert torch.equal(call.pools[0], poison)
+
+
+def bad(call: Call, **changes) -> Call:
+    for name, value in changes.items():
+        setattr(call, name, value)
+    return call
+
+
+BAD = {
+    "k rank": (lambda c: bad(c, k=c.k[0]), ValueError, r"k: expected \[tokens, heads, dim\]"),
+    "cache rank": (lambda c: bad(c, k_cache=c.k_cache[0, 0]), ValueError, "k_cache: expected"),
+    "heads": (lambda c: bad(c, k=c.k[:, :1]), ValueError, r"k: expected \[tokens, 2, 32\] as in k_cache"),
+    "dim": (lambda c: bad(c, v=c.v[..., :16]), ValueError, r"v: expected \[tokens, 2, 32\] as in v_cache"),
+    "tokens of v": (lambda c: bad(c, v=c.v[:1]), ValueError, r"v: expected \[3, 2, dim\]"),
+    "v without cache": (lambda c: bad(c, v_cache=None), ValueError, "v_cache: expected v and v_cache"),
+    "cache without v": (lambda c: bad(c, v=None), ValueError, "v: expected v and v_cache"),
+    "pages of v": (lambda c: bad(c, v_cache=c.v_cache[:2]), ValueError, "v_cache: expected 5 pages of 4"),
+    "dtype of v": (lambda c: bad(c, v=c.v.float()), TypeError, r"v: expected torch.float16"),
+    "dtype of v_cache": (lambda c: bad(c, v_cache=c.v_cache.float()), TypeError, r"v_cache: expected torch.float16"),
+    "dtype pair": (lambda c: bad(c, k=c.k.float(), v=c.v.float()), TypeError, "torch.float32 into torch.float16"),
+    "integers": (lambda c: bad(c, k=c.k.int(), v=c.v.int(), k_cache=c.k_cache.int(), v_cache=c.v_cache.int()),
+                 TypeError, "torch.int32 into torch.int32"),
+    "inner stride": (lambda c: bad(c, k=c.k.transpose(1, 2).contiguous().transpose(1, 2)), ValueError,
+                     "k: expected an inner stride of 1, got 2"),
+    "expanded cache": (lambda c: bad(c, k_cache=c.k_cache[:1].expand(5, -1, -1, -1)), ValueError, "do not share"),
+    "slots length": (lambda c: bad(c, slots=c.slots[:2]), ValueError, r"slots: expected shape \(3,\)"),
+    "slots rank": (lambda c: bad(c, slots=c.slots[:, None]), ValueError, r"slots: expected shape \(3,\)"),
+    "slots dtype": (lambda c: bad(c, slots=c.slots.short()), TypeError, "slots: expected torch.int32 or torch.int64"),
+    "layout": (lambda c: bad(c, layout="DHN"), ValueError, "layout: expected one of"),
+    "scale without fp8": (lambda c: bad(c, k_scale=torch.ones(1)), ValueError, "k_scale: expected None"),
+    "device": (lambda c: bad(c, k=c.k.to("meta")), ValueError, "k: expected a tensor on"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named_and_nothing_is_written(name: str, device: torch.device) -> None:
+    change, error, message = BAD[name]
+    call = make(3, 2, 32, 32, device=device, slots=[0, 1, 2])
+    poison = [pool.clone() for pool in call.pools]
+    with pytest.raises(error, match=message):
+        change(call).run(kvstrata.store_kv)
+    assert all(torch.equal(pool, old) for pool, old in zip(call.pools, poison, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "message"),
+    [
+        (torch.ones(3), ValueError, r"k_scale: expected one value or one per head \(\[2\]\)"),
+        (torch.ones(1, 2), ValueError, "k_scale: expected one value"),
+        (torch.ones(2, dtype=torch.float16), TypeError, "k_scale: expected torch.float32"),
+        (torch.ones(4)[::2], ValueError, "k_scale: expected a contiguous"),
+    ],
+)
+def test_bad_scales(scale, error, message, device: torch.device) -> None:
+    call = make(3, 2, 32, None, device=device, cache=torch.float8_e4m3fn)
+    call.k_scale = torch.ones(4, device=device)[::2] if scale.stride() == (2,) else scale.to(device)
+    with pytest.raises(error, match=message):
+        call.run(kvstrata.store_kv)
+
+
+def test_unequal_scale_kinds_and_scale_without_v(device: torch.device) -> None:
+    call = make(3, 2, 32, 32, device=device, cache=torch.float8_e4m3fn, scales=2)
+    call.v_scale = call.v_scale[:1]
+    with pytest.raises(ValueError, match="v_scale: expected the shape of k_scale"):
+        call.run(kvstrata.store_kv)
+    call = make(3, 2, 32, None, device=device, cache=torch.float8_e4m3fn)
+    call.v_scale = torch.ones(1, device=device)
+    with pytest.raises(ValueError, match="v_scale: expected None without v"):
+        call.run(kvstrata.store_kv)
+
+
+def test_unknown_and_unavailable_backends() -> None:
+    call = make(1, 1, 16, 16, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        call.run(kvstrata.store_kv, backend="fast")
+    with pytest.raises(RuntimeError, match="cuda needs a CUDA tensor, got one on cpu"):
+        call.run(kvstrata.store_kv, backend="cuda")
+    with pytest.raises(ValueError, match=r"overlap: expected a CUDA C\+\+ backend, got 'reference'"):
+        call.run(kvstrata.store_kv, overlap=True)
+
+
+def test_threads_do_not_share_plans(device: torch.device) -> None:
+    """Eight threads with equal shapes and different data, many times each."""
+    made = [make(4, 2, 32, 32, device=device, seed=seed) for seed in range(8)]
+    wanted = [call.expected() for call in made]
+
+    def work(call: Call) -> None:
+        for _ in range(50):
+            call.run(kvstrata.store_kv)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, made))
+    for call, want in zip(made, wanted, strict=True):
+        assert all(torch.equal(pool, w) for pool, w in zip(call.pools, want, strict=True))
+
+
+@pytest.mark.parametrize("v_dim", [32, None])
+def test_opcheck(v_dim: int | None, device: torch.device) -> None:
+    call = make(3, 2, 32, v_dim, device=device, slots=[0, 5, -1])
+    call.k = torch.nan_to_num(call.k)  # opcheck compares with ==
+    for pool in call.pools:
+        pool.zero_()
+    if call.v is not None:
+        call.v = torch.nan_to_num(call.v)
+    arguments = (call.k, call.v, call.k_cache, call.v_cache, call.slots, None, None, "NHD", "auto", False)
+    torch.library.opcheck(torch.ops.kvstrata.store_kv.default, arguments)
+
+
+def test_compiles_as_one_graph(device: torch.device) -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def step(k, v, k_cache, v_cache, slots):
+        kvstrata.store_kv(k * 2, v + 1, k_cache, v_cache, slots)
+        return k_cache.sum() * 0 + 1
+
+    for tokens in (1, 3, 5):
+        call = make(tokens, 2, 32, 32, device=device, seed=tokens)
+        call.k, call.v = call.k.contiguous(), call.v.contiguous()
+        doubled = Call(call.k * 2, call.v + 1, call.k_cache, call.v_cache, call.slots, pools=call.pools)
+        expected = doubled.expected()
+        step(call.k, call.v, call.k_cache, call.v_cache, call.slots)
+        assert all(torch.equal(pool, want) for pool, want in zip(call.pools, expected, strict=True))
+
+
+def test_guard_in_python_decides_alike(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Where torch offers no TensorGuards, the stand-in gives the same answers."""
+    k, cache, slots = torch.randn(3, 2, 32), torch.randn(8, 2, 32), torch.arange(3)
+    others = [
+        (k[:2], cache, slots),
+        (k.half(), cache, slots),
+        (k, cache.transpose(0, 1), slots),
+        (k, cache, slots.int()),
+    ]
+    for make_guard in (guard.guard_of, guard.python_guard):
+        same = make_guard([k, cache, slots])
+        assert same(k.clone(), cache.clone(), slots.clone())
+        assert not any(same(*other) for other in others)
+        with FlopCounterMode(display=False):
+            assert not same(k, cache, slots)
+
+
+def test_dispatch_modes_see_the_operator(device: torch.device) -> None:
+    call = make(3, 2, 32, 32, device=device, slots=[0, 1, 2])
+    call.run(kvstrata.store_kv)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        call.run(kvstrata.store_kv)
+    assert "kvstrata.store_kv.default" in seen
+
+
+def test_fake_tensors_are_checked(device: torch.device) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        k, cache = torch.empty(3, 2, 32), torch.empty(8, 2, 32)
+        kvstrata.store_kv(k, k, cache, cache.clone(), torch.empty(3, dtype=torch.int64))
+        with pytest.raises(ValueError, match="slots: expected shape"):
+            kvstrata.store_kv(k, k, cache, cache.clone(), torch.empty(4, dtype=torch.int64))
+
+
+@gpu
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "cuda", "cuda_staged", "cuda_bulk"])
+def test_graph_replay_reads_new_slots_and_rows(backend: str, overlap: bool) -> None:
+    if overlap and backend == "triton":
+        pytest.skip("an option of the CUDA C++ kernels")
+    options = {"backend": backend} | ({"overlap": True} if overlap else {})
+    static = make(6, 2, 64, 64, device=DEVICE)
+    static.run(kvstrata.store_kv, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static.k.mul_(1)  # something to depend on
+        static.run(kvstrata.store_kv, **options)
+    for seed in range(1, 6):
+        fresh = make(6, 2, 64, 64, device=DEVICE, seed=seed)
+        static.k.copy_(torch.nan_to_num(fresh.k))
+        static.v.copy_(fresh.v)
+        static.slots.copy_(fresh.slots)
+        for pool in static.pools:
+            pool.fill_(0xFF)
+        want = static.expected()
+        graph.replay()
+        assert all(torch.equal(pool, w) for pool, w in zip(static.pools, want, strict=True))
+
+
+@gpu
+def test_side_stream_and_no_hidden_copy() -> None:
+    call = make(12, 4, 64, 64, device=DEVICE, source_gap=8)
+    want = call.expected()
+    call.run(kvstrata.store_kv)
+    for pool in call.pools:
+        pool.fill_(0xFF)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        call.run(kvstrata.store_kv)
+    assert not stream.query(), "the store waited for the stream"
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    stream.synchronize()
+    assert all(torch.equal(pool, w) for pool, w in zip(call.pools, want, strict=True))
+
+
+@gpu
+def test_check_is_refused_under_capture() -> None:
+    call = make(2, 2, 64, 64, device=DEVICE, slots=[0, 1])
+    call.run(kvstrata.store_kv)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="check: expected False"):
+        call.run(kvstrata.store_kv, check=True)
