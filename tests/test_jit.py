@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import subprocess
 import sys
@@ -136,6 +137,8 @@ def test_store_gates(name: str, backend: str, arch: str) -> None:
     config = store_cuda.config_of(backend, shape, arch)
     if not store_cuda.takes(shape, config) or (config.kernel == "bulk" and arch != "sm_90"):
         pytest.skip("a kernel that does not take these rows here")
+    if config.kernel == "bulk":
+        shape = dataclasses.replace(shape, task=store_cuda.in_chunks(shape.task))
     usage = jit.usage(store_cuda.SOURCE, store_cuda.entry_of(shape, torch.int32, config), arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
     assert 0 < usage.registers <= 64, usage

@@ -307,6 +307,15 @@ def test_guard_in_python_decides_alike(monkeypatch: pytest.MonkeyPatch, device: 
             assert not same(k, cache, slots)
 
 
+def test_guard_takes_no_none() -> None:
+    """``v`` given without ``v_cache`` after a call that had both: the guard says no, the check says why."""
+    call = make(3, 2, 32, 32, device=DEVICE, slots=[0, 1, 2])
+    call.run(kvstrata.store_kv)
+    call.v_cache = None
+    with pytest.raises(ValueError, match="v_cache: expected v and v_cache"):
+        call.run(kvstrata.store_kv)
+
+
 def test_dispatch_modes_see_the_operator(device: torch.device) -> None:
     call = make(3, 2, 32, 32, device=device, slots=[0, 1, 2])
     call.run(kvstrata.store_kv)

@@ -8,7 +8,6 @@ becomes the operator ``kvstrata::store_kv``, which mutates the two caches.
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -65,16 +64,16 @@ def resolve(backend: str, device: torch.device) -> str:
 class Plan:
     """A checked combination: what runs it, and the test whether another call is of the same combination."""
 
-    def __init__(self, tensors: Tensors, options: tuple[Any, ...], alignment: int) -> None:
-        layout, backend, overlap, *_ = options
+    def __init__(self, tensors: Tensors, layout: str, backend: str, overlap: bool, alignment: int) -> None:
         k_cache, slots = tensors[2], tensors[4]
         task = check(*tensors, layout)
-        backend = resolve(backend, k_cache.device)
+        asked, backend = backend, resolve(backend, k_cache.device)
         if overlap and not backend.startswith("cuda"):
             raise ValueError(f"overlap: expected a CUDA C++ backend, got {backend!r}")
-        self.options, self.alignment = options, alignment
-        self.present = operator.itemgetter(*(i for i, t in enumerate(tensors) if t is not None))
-        self.guard = guard_of(self.present(tensors))
+        self.alignment = alignment
+        self.guard = guard_of([t for t in tensors if t is not None])
+        no_scales = tensors[5] is None and tensors[6] is None
+        self.plain = (layout, asked, overlap) if tensors[1] is not None and no_scales else None
         self.run: Run
         if task.tokens == 0 or task.slots_in_cache == 0:
             self.run = lambda tensors, pointers: None
@@ -103,13 +102,16 @@ def _cuda(task: Task, slots: torch.Tensor, backend: str, overlap: bool, address_
     with torch.cuda.device(device):
         jit.bind_context(device)
         launch = store_cuda.plan(task, slots, address_bits, backend, overlap)
-    write, params, stream_of = store_cuda.POINTERS.pack_into, launch.params, jit.current_stream
+    write, params, call, args = store_cuda.POINTERS.pack_into, launch.params, launch.call, launch.args
+    stream_of = torch._C._cuda_getCurrentRawStream
     current_device = torch._C._cuda_getDevice
 
     def run(tensors: Tensors, pointers: tuple[int, ...]) -> None:
         write(params, 0, *pointers)
         if current_device() == device:
-            launch(stream_of(device))
+            (error,) = call(stream_of(device), args, 0)
+            if int(error):
+                launch.fail(error)
         else:
             with torch.cuda.device(device):
                 launch(stream_of(device))
@@ -124,12 +126,12 @@ class _Plans(threading.local):
         self.latest: Plan | None = None
         self.by_signature: dict[tuple[Any, ...], Plan] = {}
 
-    def find(self, tensors: Tensors, options: tuple[Any, ...], alignment: int) -> Plan:
+    def find(self, tensors: Tensors, layout: str, backend: str, overlap: bool, alignment: int) -> Plan:
         looks = (None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        signature = (*looks, *options, alignment)
+        signature = (*looks, layout, backend, overlap, alignment)
         plan = self.by_signature.get(signature)
         if plan is None:
-            plan = Plan(tensors, options, alignment)
+            plan = Plan(tensors, layout, backend, overlap, alignment)
             if len(self.by_signature) >= REMEMBERED:
                 self.by_signature.clear()
             self.by_signature[signature] = plan
@@ -138,6 +140,7 @@ class _Plans(threading.local):
 
 
 _plans = _Plans()
+_is_compiling = torch.compiler.is_compiling
 
 
 def _addresses(tensors: Tensors) -> tuple[int, ...]:
@@ -152,11 +155,6 @@ def _addresses(tensors: Tensors) -> tuple[int, ...]:
         0 if v_scale is None else v_scale.data_ptr(),
         slots.data_ptr(),
     )
-
-
-def _alignment(at: tuple[int, ...]) -> int:
-    """The low address bits of rows and caches together: what limits the width of an access."""
-    return (at[0] | at[1] | at[3] | at[4]) & 15
 
 
 def _store(
@@ -174,8 +172,8 @@ def _store(
     """The operator: find or make the plan of this call, and run it."""
     tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
     at = _addresses(tensors)
-    options = (layout, backend, overlap, v is None, v_cache is None, k_scale is None, v_scale is None)
-    _plans.find(tensors, options, _alignment(at)).run(tensors, at)
+    alignment = (at[0] | at[1] | at[3] | at[4]) & 15  # of rows and caches together: it limits the width of an access
+    _plans.find(tensors, layout, backend, overlap, alignment).run(tensors, at)
 
 
 _library = torch.library.Library("kvstrata", "FRAGMENT")
@@ -263,18 +261,26 @@ def store_kv(
     """
     if check:
         _check_slots(slots, k_cache, layout)
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout, backend, overlap)
         return
     plan = _plans.latest
-    tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
-    options = (layout, backend, overlap, v is None, v_cache is None, k_scale is None, v_scale is None)
-    # The guard fails for other looks, subclasses and under dispatch modes: only then does anything else matter.
-    if plan is not None and plan.options == options and plan.guard(*plan.present(tensors)):
-        at = _addresses(tensors)
-        if plan.alignment == _alignment(at):
-            plan.run(tensors, at)
+    # The way of almost every call, written out: what it costs the host is half of what the launch costs. The guard
+    # fails for other looks, for subclasses and under dispatch modes: only then does anything else matter.
+    if (
+        plan is not None
+        and v is not None
+        and v_cache is not None
+        and k_scale is v_scale is None
+        and plan.plain == (layout, backend, overlap)
+        and plan.guard(k, v, k_cache, v_cache, slots)
+    ):
+        at_k, at_v, at_k_cache, at_v_cache = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
+        if plan.alignment == (at_k | at_v | at_k_cache | at_v_cache) & 15:
+            at = (at_k, at_k_cache, 0, at_v, at_v_cache, 0, slots.data_ptr())
+            plan.run((k, v, k_cache, v_cache, slots, None, None), at)
             return
+    tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
     if traced() or any(t is not None and type(t) is not torch.Tensor for t in tensors):
         torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout, backend, overlap)
     else:

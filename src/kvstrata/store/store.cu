@@ -262,7 +262,7 @@ __device__ __forceinline__ void bulk_rows(const Params& p, const Side& side, uns
   if (static_cast<u64>(slot) < static_cast<u64>(p.slots_in_cache)) {
     bulk_store(row_in_cache<kPageSize>(side, slot, head), stage, kBytes);
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the stage may go once it was read
   }
 }
 #endif

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -70,9 +70,8 @@ def shape_of(task: Task, address_bits: int) -> Shape:
     """Cut the merged task into units as wide as addresses, strides and row lengths allow."""
     task = task.merged()
     source, cache = task.source_dtype.itemsize, task.cache_dtype.itemsize
-    sides = [task.k] if task.v is None else [task.k, task.v]
     elements = min(16 // cache, 32 // source)  # two loads at most, one store
-    for rows in sides:
+    for rows in _sides(task):
         source_bytes = alignment(*(n * source for n in (rows.source_token, rows.source_head, rows.dim)), address_bits)
         cache_strides = (rows.cache_page, rows.cache_row, rows.cache_head, rows.dim)
         cache_bytes = alignment(*(n * cache for n in cache_strides), address_bits)
@@ -103,24 +102,54 @@ def entry_of(shape: Shape, slots_dtype: torch.dtype, config: Config) -> str:
     )
 
 
-BULK_FROM = 96 << 20  # bytes stored; below it the direct kernel starts sooner (H200, rows of 8x128 fp16)
+def _sides(task: Task) -> list[Rows]:
+    return [task.k] if task.v is None else [task.k, task.v]
+
+
+def _longest(task: Task) -> int:
+    """Bytes of the longest unbroken row in the cache."""
+    return max(rows.dim for rows in _sides(task)) * task.cache_dtype.itemsize
+
+
+# Where the kernels change places, measured on an H200: `docs/perf-log.md`.
+SMALL = 10 << 20  # bytes stored; below it wide blocks start soonest
+BULK_FROM = 24 << 20  # bytes stored; below it the direct kernel starts sooner
+BULK_ROW = 1024  # bytes of an unbroken row; below it bulk copies are too many
 BULK_STAGE = 4096  # bytes under way in a block
+BULK_CHUNK = 2048  # the longest single copy
 
 
 def config_of(backend: str, shape: Shape, arch: str) -> Config:
     """The cut that a backend's name stands for; ``cuda`` takes the faster of direct and bulk copies."""
-    task = shape.task
-    widest = max(task.k.dim, task.v.dim if task.v else 0) * task.cache_dtype.itemsize
-    bulk = Config("bulk", threads=32, per=max(1, min(32, BULK_STAGE // widest)))
+    longest = _longest(shape.task)
+    stored = shape.task.tokens * shape.task.k.heads * longest * len(_sides(shape.task))
+    bulk = Config("bulk", threads=32, per=max(1, min(32, BULK_STAGE // _longest(in_chunks(shape.task)))))
     if backend == "cuda_bulk":
         return bulk
     if backend == "cuda_staged":
         return Config("staged", threads=128, per=1)
-    if backend == "cuda_direct" or arch < "sm_90" or not takes(shape, bulk):
-        return Config("direct", threads=512, per=1)
-    sides = 2 if task.v else 1
-    stored = task.tokens * task.k.heads * widest * sides
-    return bulk if stored >= BULK_FROM else Config("direct", threads=512, per=1)
+    wins = stored >= BULK_FROM and longest >= BULK_ROW and arch >= "sm_90" and takes(shape, bulk)
+    if backend == "cuda" and wins:
+        return bulk
+    return Config("direct", threads=512, per=1) if stored < SMALL else Config("direct", threads=128, per=2)
+
+
+def in_chunks(task: Task) -> Task:
+    """Unbroken rows that are longer than one bulk copy should be, cut into equal pieces that count as heads."""
+    sides = _sides(task)
+    size = task.cache_dtype.itemsize
+    fewest = -(-_longest(task) // BULK_CHUNK)
+    if task.k.heads > 1 or fewest == 1:
+        return task
+    fitting = (n for n in range(fewest, 4 * fewest) if all(rows.dim * size % (16 * n) == 0 for rows in sides))
+    if (pieces := next(fitting, None)) is None:
+        return task
+
+    def cut(rows: Rows) -> Rows:
+        dim = rows.dim // pieces
+        return replace(rows, heads=pieces, dim=dim, source_head=dim, cache_head=dim)
+
+    return replace(task, k=cut(task.k), v=cut(task.v) if task.v else None)
 
 
 def takes(shape: Shape, config: Config) -> bool:
@@ -129,8 +158,7 @@ def takes(shape: Shape, config: Config) -> bool:
     if config.kernel == "staged":
         return unit >= 4
     if config.kernel == "bulk":
-        widest = max(task.k.dim, task.v.dim if task.v else 0) * task.cache_dtype.itemsize
-        return unit == 16 and not task.rounds and widest * config.per <= 40 << 10
+        return unit == 16 and not task.rounds and _longest(in_chunks(task)) * config.per <= 40 << 10
     return True
 
 
@@ -163,6 +191,8 @@ def plan(
             f"backend: {config.kernel} copies need rows of aligned 16-byte units of one dtype (staged: 4 bytes), "
             f"got {unit}-byte units of {task.source_dtype} into {task.cache_dtype}; use backend='cuda'"
         )
+    if config.kernel == "bulk":
+        shape = replace(shape, task=in_chunks(shape.task))
     task = shape.task
     source, cache = task.source_dtype.itemsize, task.cache_dtype.itemsize
 

@@ -252,7 +252,7 @@ def build_overlap(kind: Kind, tokens: int, sets: int, device: torch.device) -> B
 
     def verify(name: str, i: int, out: torch.Tensor) -> None:
         inputs[i].assert_stored()
-        assert torch.equal(out, want), "attention changed"
+        assert torch.allclose(out, want, rtol=1e-2, atol=1e-3), "attention changed"
 
     return Bench(
         contenders={"side by side": side_by_side, "in turn": in_turn},
