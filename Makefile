@@ -12,7 +12,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SANITIZER ?= compute-sanitizer
 SANITIZER_TOOLS ?= memcheck racecheck initcheck synccheck
-SANITIZER_FLAGS ?= --target-processes all
+# cuda-bindings asks the driver for entry points that it may not have; that is no error of ours.
+SANITIZER_FLAGS ?= --target-processes all --report-api-errors no
+# The revision to record where the tree is a copy without .git
+REVISION ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean
@@ -84,7 +87,7 @@ gpu-sanitize: gpu-check
 	echo "compute-sanitizer: clean under $(SANITIZER_TOOLS)"
 
 gpu-bench: gpu-check
-	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m kvstrata bench store --save
+	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m kvstrata bench store --save $(if $(REVISION),--revision $(REVISION))
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -92,7 +92,8 @@ def markdown(report: Report, options: dict[str, str] | None = None) -> str:
     header, lines = _pivot(report, options) if "pivot" in options else _grid(report, options)
     rule = ["---"] * min(2, len(header)) + ["---:"] * (len(header) - 2)
     rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [header, rule, *lines]]
-    return "\n".join([*rows, "", f"<sub>{'. '.join([caption(report), *notes(report)])}.</sub>"])
+    below = [caption(report)] if "pivot" in options else [caption(report), *notes(report)]
+    return "\n".join([*rows, "", f"<sub>{'. '.join(below)}.</sub>"])
 
 
 def caption(report: Report) -> str:
@@ -114,10 +115,9 @@ def notes(report: Report) -> list[str]:
     absent = {f"{name} absent: {why}": None for case in report.cases for name, why in case.absent.items()}
     floor = [] if usual else [f"floor of {report.floor['kernel']}"]
     host = [
-        f"host cost in {case.name}: {name} {us.median:.2f} us"
+        f"host cost in {case.name}: " + ", ".join(f"{name} {us.median:.2f} us" for name, us in case.host.items())
         for case in report.cases
-        for name, us in case.host.items()
-        if name not in {row.name for row in case.rows}
+        if case.host
     ]
     return [*floor, *absent, *host, *(f"{case.name} did not run: {case.error}" for case in report.cases if case.error)]
 

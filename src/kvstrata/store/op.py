@@ -24,7 +24,8 @@ REMEMBERED = 4096
 Optional = torch.Tensor | None
 # k, v, k_cache, v_cache, slots, k_scale, v_scale
 Tensors = tuple[torch.Tensor, Optional, torch.Tensor, Optional, torch.Tensor, Optional, Optional]
-Run = Callable[[Tensors, tuple[int, ...]], None]
+Run = Callable[[Tensors], None]
+Launch = Callable[..., None]  # takes addresses in the order of the kernel's parameters
 
 
 def missing(backend: str, device: torch.device) -> str | None:
@@ -72,42 +73,44 @@ class Plan:
             raise ValueError(f"overlap: expected a CUDA C++ backend, got {backend!r}")
         self.alignment = alignment
         self.guard = guard_of([t for t in tensors if t is not None])
-        no_scales = tensors[5] is None and tensors[6] is None
-        self.plain = (layout, asked, overlap) if tensors[1] is not None and no_scales else None
+        self.plain: tuple[str, str, bool] | None = None  # the options of a launch with K and V and no scales
         self.run: Run
         if task.tokens == 0 or task.slots_in_cache == 0:
-            self.run = lambda tensors, pointers: None
+            self.run = lambda tensors: None
         elif backend == "reference":
-            self.run = lambda tensors, pointers: reference.store_kv(*tensors, layout)
+            self.run = lambda tensors: reference.store_kv(*tensors, layout)
         elif backend == "triton":
             self.run = _triton(task)
         else:
-            self.run = _cuda(task, slots, backend, overlap, alignment)
+            self.launch = launch = _cuda(task, slots, backend, overlap, alignment)
+            self.run = lambda tensors: launch(*_addresses(tensors))
+            if tensors[1] is not None and tensors[5] is tensors[6] is None:
+                self.plain = (layout, asked, overlap)
 
 
 def _triton(task: Task) -> Run:
     from . import store_triton
 
-    def run(tensors: Tensors, pointers: tuple[int, ...]) -> None:
+    def run(tensors: Tensors) -> None:
         with torch.cuda.device_of(tensors[2]):
             store_triton.store_kv(task, *tensors)
 
     return run
 
 
-def _cuda(task: Task, slots: torch.Tensor, backend: str, overlap: bool, address_bits: int) -> Run:
+def _cuda(task: Task, slots: torch.Tensor, backend: str, overlap: bool, alignment: int) -> Launch:
     from . import store_cuda
 
     device = slots.get_device()
     with torch.cuda.device(device):
         jit.bind_context(device)
-        launch = store_cuda.plan(task, slots, address_bits, backend, overlap)
+        launch = store_cuda.plan(task, slots, alignment, backend, overlap)
     write, params, call, args = store_cuda.POINTERS.pack_into, launch.params, launch.call, launch.args
     stream_of = torch._C._cuda_getCurrentRawStream
     current_device = torch._C._cuda_getDevice
 
-    def run(tensors: Tensors, pointers: tuple[int, ...]) -> None:
-        write(params, 0, *pointers)
+    def run(*addresses: int) -> None:
+        write(params, 0, *addresses)
         if current_device() == device:
             (error,) = call(stream_of(device), args, 0)
             if int(error):
@@ -173,7 +176,7 @@ def _store(
     tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
     at = _addresses(tensors)
     alignment = (at[0] | at[1] | at[3] | at[4]) & 15  # of rows and caches together: it limits the width of an access
-    _plans.find(tensors, layout, backend, overlap, alignment).run(tensors, at)
+    _plans.find(tensors, layout, backend, overlap, alignment).run(tensors)
 
 
 _library = torch.library.Library("kvstrata", "FRAGMENT")
@@ -277,8 +280,7 @@ def store_kv(
     ):
         at_k, at_v, at_k_cache, at_v_cache = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
         if plan.alignment == (at_k | at_v | at_k_cache | at_v_cache) & 15:
-            at = (at_k, at_k_cache, 0, at_v, at_v_cache, 0, slots.data_ptr())
-            plan.run((k, v, k_cache, v_cache, slots, None, None), at)
+            plan.launch(at_k, at_k_cache, 0, at_v, at_v_cache, 0, slots.data_ptr())
             return
     tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
     if traced() or any(t is not None and type(t) is not torch.Tensor for t in tensors):

@@ -214,6 +214,7 @@ def build(kind: Kind, tokens: int, sets: int, fresh: bool, device: torch.device)
     if "cuda_direct" in contenders and kind.has_v and kind.source == kind.cache and kind.layout == "NHD":
         contenders["note"] = _note(inputs)
         bench.baseline = "note"
+    if "note" in contenders and tokens == 256 and not fresh and kind is KINDS[0]:
         bench.host = {
             "kvstrata": contenders["kvstrata"],
             "bare launch": _bare(inputs),

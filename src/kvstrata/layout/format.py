@@ -1,0 +1,115 @@
+"""Formats: what a page of one KV head holds, and where.
+
+[K codes][V codes][scales]       2, 3, 4 and 8 bit: codes in fragment order, fp16 scales
+[K rows][V rows]                 16 and 32 bit: plain rows [page_tokens, head_dim] in the model's dtype
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from . import scales
+from .fragments import BITS, check_head_dim, check_page_tokens, code_bytes
+
+PLAIN_BITS = (16, 32)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Widths of K and V in a page of ``page_tokens`` tokens of one KV head, and what was done to the rows before.
+
+    ``rotate``: rows are rotated (`rotation.rotate`). ``centre``: a vector per KV head, kept by the caller, was
+    subtracted from K before that. Plain widths store rows as they are: both are False there.
+
+    >>> Format(4, 2, 128).name, Format(4, 2, 128).bytes_per_token
+    ('K4V2', 100)
+    """
+
+    k_bits: int
+    v_bits: int
+    head_dim: int
+    page_tokens: int = 64
+    rotate: bool = True
+    centre: bool = True
+
+    def __post_init__(self) -> None:
+        for name, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
+            if type(bits) is not int or bits not in BITS + PLAIN_BITS:
+                raise ValueError(f"{name}: expected one of {BITS + PLAIN_BITS}, got {bits!r}")
+        if (self.k_bits in PLAIN_BITS or self.v_bits in PLAIN_BITS) and self.k_bits != self.v_bits:
+            raise ValueError(f"v_bits: expected {self.k_bits} as k_bits, got {self.v_bits} (plain rows do not mix)")
+        check_head_dim(self.head_dim)
+        check_page_tokens(self.page_tokens)
+        for name, flag in (("rotate", self.rotate), ("centre", self.centre)):
+            if type(flag) is not bool:
+                raise ValueError(f"{name}: expected True or False, got {flag!r}")
+        if self.plain:
+            object.__setattr__(self, "rotate", False)
+            object.__setattr__(self, "centre", False)
+
+    @classmethod
+    def parse(
+        cls, name: str, head_dim: int, page_tokens: int = 64, *, rotate: bool = True, centre: bool = True
+    ) -> Format:
+        """The format with this name, such as ``K4V2``."""
+        match = re.fullmatch(r"K(\d+)V(\d+)", name) if isinstance(name, str) else None
+        if match is None:
+            raise ValueError(f"name: expected K<bits>V<bits> such as 'K4V2', got {name!r}")
+        return cls(int(match[1]), int(match[2]), head_dim, page_tokens, rotate, centre)
+
+    @property
+    def name(self) -> str:
+        return f"K{self.k_bits}V{self.v_bits}"
+
+    @property
+    def plain(self) -> bool:
+        """Whether pages hold rows in the model's dtype instead of codes."""
+        return self.k_bits in PLAIN_BITS
+
+    def _side_bytes(self, bits: int) -> int:
+        if self.plain:
+            return self.page_tokens * self.head_dim * bits // 8
+        return code_bytes(bits, self.head_dim, self.page_tokens)
+
+    @property
+    def k_bytes(self) -> int:
+        """K codes (or rows) of a page, from byte 0."""
+        return self._side_bytes(self.k_bits)
+
+    @property
+    def v_bytes(self) -> int:
+        """V codes (or rows) of a page, from ``v_offset``."""
+        return self._side_bytes(self.v_bits)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scales of a page, from ``scale_offset``."""
+        return 0 if self.plain else scales.BYTES_PER_TOKEN * self.page_tokens
+
+    @property
+    def k_offset(self) -> int:
+        return 0
+
+    @property
+    def v_offset(self) -> int:
+        return self.k_bytes
+
+    @property
+    def scale_offset(self) -> int:
+        return self.k_bytes + self.v_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """All bytes of a page, padding included; a multiple of 64."""
+        return self.scale_offset + self.scale_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K, V, scales and padding of one token of one KV head; always whole."""
+        return self.page_bytes // self.page_tokens
+
+    @property
+    def bits_per_value(self) -> float:
+        """The same per value of K and V."""
+        return self.bytes_per_token * 8 / (2 * self.head_dim)

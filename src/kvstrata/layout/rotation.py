@@ -1,0 +1,45 @@
+"""The rotation that makes the values of a row alike: an orthonormal Walsh-Hadamard transform, its own inverse.
+
+Over all of D where D is a power of two, else block-diagonal with the largest power of two that divides D:
+80 is five blocks of 16, 96 three of 32. The order of the additions is part of the definition (see ``rotate``), so
+every backend that follows it gets the same float32 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def block_of(dim: int) -> int:
+    """The width of a rotated block: the largest power of two that divides ``dim``."""
+    if dim < 1:
+        raise ValueError(f"dim: expected a positive number, got {dim}")
+    return dim & -dim
+
+
+def hadamard(dim: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """The rotation as a float32 matrix ``[dim, dim]``, symmetric: ``rotate(x)`` is ``x @ hadamard(dim)``."""
+    block = block_of(dim)
+    h = torch.ones(1, 1, device=device)
+    while h.shape[0] < block:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return torch.block_diag(*[h * block**-0.5] * (dim // block))
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """``x [..., D]`` rotated, in the dtype of ``x``; float64 is computed in float64, all else in float32.
+
+    Butterflies at distance 1, 2, 4, ... block / 2, each ``(a, b) -> (a + b, a - b)`` rounded to nearest, and one
+    product with ``block ** -0.5``, rounded to float32, at the end. ``rotate(rotate(x))`` is ``x`` up to rounding.
+    """
+    if x.dim() == 0 or not x.is_floating_point():
+        raise TypeError(f"x: expected a floating-point tensor [..., D], got {x.dtype} of shape {tuple(x.shape)}")
+    dim = x.shape[-1]
+    block = block_of(dim)
+    y = x if x.dtype == torch.float64 else x.float()
+    distance = 1
+    while distance < block:
+        a, b = y.reshape(*x.shape[:-1], dim // (2 * distance), 2, distance).unbind(-2)
+        y = torch.stack([a + b, a - b], -2)
+        distance *= 2
+    return (y.reshape(x.shape) * block**-0.5).to(x.dtype)

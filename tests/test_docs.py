@@ -1,0 +1,53 @@
+"""What the documents show is run: Python blocks of README.md and docs/, doctests of public functions, examples."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvstrata
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{path.name}-{i}")
+    for path in DOCUMENTS
+    for i, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_block_runs(block: str) -> None:
+    exec(compile(block, "document", "exec"), {})
+
+
+@pytest.mark.parametrize("name", [name for name in kvstrata.__all__ if callable(getattr(kvstrata, name))])
+def test_doctest(name: str) -> None:
+    runner = doctest.DocTestRunner()
+    found = doctest.DocTestFinder(recurse=False).find(
+        getattr(kvstrata, name), name, globs={"torch": torch, "kvstrata": kvstrata}
+    )
+    assert sum(len(test.examples) for test in found) > 0, f"{name} shows no example"
+    for test in found:
+        runner.run(test)
+    assert runner.failures == 0
+
+
+@pytest.mark.parametrize(
+    "link", sorted({link for p in DOCUMENTS for link in re.findall(r"\]\((?!http)([^)#]+)", p.read_text())})
+)
+def test_links_lead_somewhere(link: str) -> None:
+    assert any((path.parent / link).exists() for path in DOCUMENTS), link
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_example_runs(example: Path) -> None:
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
