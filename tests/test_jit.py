@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from kvstrata import jit
+from kvstrata.cache import quantize_op
 from kvstrata.jit import compiler
+from kvstrata.layout import Format
 from kvstrata.store import store_cuda
 from kvstrata.store.rows import Rows, Task
 
@@ -144,6 +146,28 @@ def test_store_gates(name: str, backend: str, arch: str) -> None:
     assert 0 < usage.registers <= 64, usage
     assert usage.shared_bytes <= 48 * 1024, usage
     assert (usage.shared_bytes == 0) == (config.kernel == "direct")
+
+
+QUANTISED = [
+    (Format(4, 4, 128), torch.bfloat16, 96),
+    (Format(8, 8, 128), torch.bfloat16, 128),
+    (Format(3, 3, 128), torch.bfloat16, 96),
+    (Format(2, 2, 64), torch.float16, 80),
+    (Format(4, 2, 128, rotate=False), torch.float32, 168),
+    (Format(4, 4, 256), torch.bfloat16, 255),
+    (Format(3, 2, 80), torch.bfloat16, 168),  # tiles share words: put together in shared memory
+]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("format", "dtype", "registers"), QUANTISED, ids=lambda x: getattr(x, "name", str(x)))
+def test_quantise_gates(format: Format, dtype: torch.dtype, registers: int, arch: str) -> None:
+    """No spills; as many registers as leave the warps that hide memory's latency; shared memory where tiles meet."""
+    usage = jit.usage(quantize_op.SOURCE, quantize_op.entry_of(format, dtype), arch=arch)
+    assert usage.spill_bytes == usage.stack_bytes == 0, usage
+    assert 0 < usage.registers <= registers, usage
+    assert (usage.shared_bytes > 0) == (quantize_op.grid_of(format, 1)[1] > 32), usage
+    assert usage.shared_bytes <= 48 * 1024
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

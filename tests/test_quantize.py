@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -105,11 +106,11 @@ def test_8_bit_never_clips() -> None:
     ties=st.lists(st.integers(-130, 130), max_size=8),
 )
 def test_codes_given_the_step_bit_for_bit(bits, step, values, ties) -> None:
-    """numpy's float32, one rounding for the inverse, one for the product; ties and borders among the values."""
+    """One rounding to float32 for the inverse, none for the product; ties and borders among the values."""
     step = np.float32(step)
     x = np.concatenate([np.array(values, np.float32), np.array(ties, np.float32) * step])
-    with np.errstate(under="ignore"):
-        n = np.floor(x * (np.float32(1) / step))
+    inverse = Fraction(float(np.float32(1) / step))
+    n = np.array([math.floor(Fraction(float(value)) * inverse) for value in x])
     want = (np.clip(n, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 2 ** (bits - 1)).astype(np.uint8)
     got = reference.encode(torch.from_numpy(x), torch.tensor(step), bits)
     np.testing.assert_array_equal(got.numpy(), want)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvstrata.layout import Format
 from store_model import make
+from test_quantize_pages import Call as PageCall
 from test_store import check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
@@ -25,4 +27,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_store(name: str, backend: str, overlap: bool) -> None:
     check(make(device=torch.device("cuda"), **CASES[name]), backend, overlap=overlap)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("k_bits", "v_bits", "dim"), [(4, 4, 128), (8, 2, 64), (3, 3, 96), (2, 3, 80), (3, 8, 256)])
+def test_quantize_pages(k_bits: int, v_bits: int, dim: int, dtype: torch.dtype) -> None:
+    call = PageCall(Format(k_bits, v_bits, dim), dtype, centred=True)
+    call.k[0, 0, 0] = float("nan")  # so that the way for such rows is taken too
+    call.run("cuda")
     torch.cuda.synchronize()

@@ -5,12 +5,12 @@ A row is D values of one token and KV head. Its way into codes, every operation 
     clean    x = row - centre (K, where the format has one); NaN becomes 0; clamped to +-65504
     rotate   butterflies in the order of `layout.rotation`
     step_of  2, 3, 4 bit: sqrt(sum(x * x) / D) * GAUSSIAN_STEP[bits]; 8 bit: max|x| * (2 / 255); at least 2^-24
-    encode   code = clamp(floor(x * inv), -2^(b-1), 2^(b-1) - 1) + 2^(b-1),  inv = 1 / step
+    encode   code = clamp(floor(x * inv), -2^(b-1), 2^(b-1) - 1) + 2^(b-1),  inv = 1 / step, the product not rounded
     refit    scale = sum(x * c) / sum(c * c), c = code - (2^b - 1) / 2; clamped to 0 .. 65504, rounded to fp16
     decode   c * scale, which float32 holds exactly
 
 The sums may be taken in any order, so steps and scales agree between backends up to rounding. Given x and step, codes
-agree bit for bit: ``inv`` and ``x * inv`` are each rounded once and no addition can be contracted into them.
+agree bit for bit: ``inv`` is rounded once and the floor is that of the exact product.
 The reasons and the measurements behind these rules are in docs/formats.md.
 """
 
@@ -52,7 +52,8 @@ def encode(x: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes uint8 ``[..., D]`` of float32 rows, given their steps ``[...]``. Bit-exact on every backend."""
     middle = 2 ** (fragments.check_bits(bits) - 1)
     inverse = step.reciprocal().unsqueeze(-1)
-    return ((x * inverse).floor().clamp(-middle, middle - 1) + middle).to(torch.uint8)
+    # A product of two float32 is exact in float64, so its floor is that of a fused multiply-add rounded down.
+    return ((x.double() * inverse).floor().clamp(-middle, middle - 1) + middle).to(torch.uint8)
 
 
 def levels(codes: torch.Tensor, bits: int) -> torch.Tensor:

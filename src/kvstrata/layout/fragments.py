@@ -129,14 +129,14 @@ def _gathers(
 
 
 @functools.lru_cache(maxsize=1024)
-def _scatters(bits: int, head_dim: int, page_tokens: int, side: Side, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """For each plane ``[8 / width, bytes]``: the value whose field lies there, or P * D for none."""
+def sources(bits: int, head_dim: int, page_tokens: int, side: Side, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """For each plane int32 ``[8 / width, bytes]``: the value whose field lies there, or P * D for none."""
     values = page_tokens * head_dim
     tables = []
     for (width, _), (byte, bit) in zip(planes(bits), places(bits, head_dim, page_tokens, side), strict=True):
         source = torch.full((8 // width, code_bytes(bits, head_dim, page_tokens)), values, device="cpu")
         source[bit.flatten().long() // width, byte.flatten()] = torch.arange(values, device="cpu")
-        tables.append(source.to(device))
+        tables.append(source.int().to(device))
     return tuple(tables)
 
 
@@ -154,10 +154,10 @@ def pack(codes: torch.Tensor, bits: int, side: Side) -> torch.Tensor:
     flat = codes.reshape(-1, page_tokens * head_dim)
     flat = torch.cat([flat, flat.new_zeros(flat.shape[0], 1)], 1)  # what padding reads
     packed = flat.new_zeros(flat.shape[0], size)
-    tables = _scatters(bits, head_dim, page_tokens, side, codes.device)
-    for (width, low), sources in zip(planes(bits), tables, strict=True):
+    tables = sources(bits, head_dim, page_tokens, side, codes.device)
+    for (width, low), table in zip(planes(bits), tables, strict=True):
         fields = (flat >> low) & (2**width - 1)
-        for i, source in enumerate(sources):
+        for i, source in enumerate(table):
             packed |= fields[:, source] << (i * width)
     return packed.reshape(*lead, size)
 

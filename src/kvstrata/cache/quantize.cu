@@ -1,0 +1,523 @@
+// K and V rows of one head into whole pages of codes: a warp makes one side of a tile of 16 tokens.
+//
+//   rows [16, D] --16 dims at a time: mma with a Hadamard matrix of +-1--> fragments of float32, exact products
+//   --butterflies over steps--> rotated rows --reduce, encode, refit--> codes, already in the page's order
+//
+// The rotation's factor (block ^ -0.5) is left to the scale: rows are kept sqrt(block) too long until then.
+//
+// The product leaves every lane with just the values whose codes it owns in the page (layout/fragments.py): K with
+// tokens as rows of the product, V with dims as rows. So there is no exchange between lanes but the reductions, and
+// a lane's words go out in 16-, 8- or 4-byte stores. Where a word is shared by two tiles (head dims whose number of
+// steps is not a multiple of 2 or 4), the page is put together in shared memory.
+//
+// Rows that are not finite or beyond +-65504 show in the sum of squares; such a tile is done again with every value
+// cleaned first. The arithmetic is that of cache/quantize_reference.py.
+#include "mma.cuh"
+#include "vec.cuh"
+
+using i64 = long long;
+using u64 = unsigned long long;
+
+struct Params {
+  const char* k;
+  const char* v;
+  unsigned char* pool;
+  const int* pages;      // [n] destination, in units of 64 bytes
+  const int* source;     // [n, tokens of a page] row of k and v; negative: an empty slot
+  const int* heads;      // [n]
+  const float* centre;   // [m, D], subtracted from K, in the model's space
+  const float* rotated;  // the same through the butterflies, without their factor
+  const int* centres;    // [n] row of centre; null: n-th page has none
+  i64 k_token, k_head, v_token, v_head;  // strides in bytes
+};
+
+constexpr float kLargest = 65504.f, kSmallestStep = 5.9604644775390625e-8f;
+constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: a sum with it, rounded down, holds the floor in its low bits
+
+template <int kBits> __device__ __forceinline__ constexpr float gaussian_step() {
+  return kBits == 2 ? 0.9957f : kBits == 3 ? 0.586f : 0.3352f;
+}
+
+// Both 16-bit halves clamped to 0 .. largest.
+__device__ __forceinline__ unsigned clamp_halves(unsigned x, int largest) {
+  unsigned out;
+#if __CUDA_ARCH__ >= 900
+  asm("min.relu.s16x2 %0,%1,%2;" : "=r"(out) : "r"(x), "r"(largest * 0x10001));
+#else
+  const int low = static_cast<short>(x), high = static_cast<int>(x) >> 16;
+  out = static_cast<unsigned>(max(0, min(low, largest)) | max(0, min(high, largest)) << 16);
+#endif
+  return out;
+}
+
+// A warp's tile: value [step][r][half] of the lane, r and half as in layout/fragments.py.
+template <int kSteps> using Tile = float[kSteps][4][2];
+
+// The rotation of 16 dims as an operand: entry (in, out) of a Hadamard matrix, or of the identity. A lane's four
+// registers serve as B (K: columns are out) and as A (V: rows are out). Column k of the operand stands for dim
+// 4t, 4t + 1, 4t + 2, 4t + 3 of a lane, so that a lane loads 8 bytes of a row at once.
+template <class In, bool kRotate>
+__device__ __forceinline__ void rotation_operand(unsigned (&h)[2][2]) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+      float entry[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int in = 4 * t + 2 * part + half, out = 8 * n + g;
+        entry[half] = kRotate ? (__popc(in & out) & 1 ? -1.f : 1.f) : (in == out ? 1.f : 0.f);
+      }
+      h[n][part] = pair_of(In{}, entry[0], entry[1]);
+    }
+}
+
+// One step of a tile: rows g and g + 8, dims 4t .. 4t + 3 of each as two registers (`low`, `high`).
+template <class In, bool kIsV>
+__device__ __forceinline__ void rotate_step(float (&f)[4][2], const uint2 (&rows)[2], const unsigned (&h)[2][2]) {
+  float c[2][4] = {{f[0][0], f[0][1], f[1][0], f[1][1]}, {f[2][0], f[2][1], f[3][0], f[3][1]}};
+  if constexpr (kIsV) {
+    const unsigned a[4] = {h[0][0], h[1][0], h[0][1], h[1][1]};
+    mma_16x8x16(In{}, c[0], a, rows[0].x, rows[0].y);
+    mma_16x8x16(In{}, c[1], a, rows[1].x, rows[1].y);
+  } else {
+    const unsigned a[4] = {rows[0].x, rows[1].x, rows[0].y, rows[1].y};
+    mma_16x8x16(In{}, c[0], a, h[0][0], h[0][1]);
+    mma_16x8x16(In{}, c[1], a, h[1][0], h[1][1]);
+  }
+#pragma unroll
+  for (int r = 0; r < 4; r++) {
+    f[r][0] = c[r >> 1][(r & 1) * 2];
+    f[r][1] = c[r >> 1][(r & 1) * 2 + 1];
+  }
+}
+
+// The rest of the rotation: butterflies over steps, in the order of layout/rotation.py.
+template <int kSteps, bool kRotate>
+__device__ __forceinline__ void rotate_steps(Tile<kSteps>& f) {
+  if constexpr (kRotate) {
+    constexpr int kBlock = kSteps & -kSteps;  // in steps of 16 dims
+#pragma unroll
+    for (int d = 1; d < kBlock; d *= 2)
+#pragma unroll
+      for (int s = 0; s < kSteps; s++)
+        if (!(s & d))
+#pragma unroll
+          for (int i = 0; i < 8; i++) {
+            float &a = f[s][i >> 1][i & 1], &b = f[s + d][i >> 1][i & 1];
+            const float sum = a + b, difference = a - b;
+            a = sum;
+            b = difference;
+          }
+  }
+}
+
+// What the rows are too long by after the butterflies.
+template <int kSteps, bool kRotate>
+__device__ __forceinline__ constexpr float rotation_factor() {
+  constexpr int kBlock = kSteps & -kSteps;
+  return !kRotate       ? 1.f
+         : kBlock == 1  ? 0.25f
+         : kBlock == 2  ? 0.17677669529663687f
+         : kBlock == 4  ? 0.125f
+         : kBlock == 8  ? 0.08838834764831845f
+                        : 0.0625f;
+}
+
+// float32 as three bfloat16 that add up to it, so that products with +-1 stay exact.
+template <bool kIsV>
+__device__ __forceinline__ void rotate_step_exactly(float (&f)[4][2], float (&x)[2][4], const unsigned (&h)[2][2]) {
+#pragma unroll
+  for (int part = 0; part < 3; part++) {
+    uint2 rows[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      rows[i] = make_uint2(pair_of(bf16{}, x[i][0], x[i][1]), pair_of(bf16{}, x[i][2], x[i][3]));
+      x[i][0] -= __uint_as_float(rows[i].x << 16);
+      x[i][1] -= __uint_as_float(rows[i].x & 0xffff0000u);
+      x[i][2] -= __uint_as_float(rows[i].y << 16);
+      x[i][3] -= __uint_as_float(rows[i].y & 0xffff0000u);
+    }
+    rotate_step<bf16, kIsV>(f, rows, h);
+  }
+}
+
+template <class In> struct Quad { using type = uint2; };
+template <> struct Quad<f32> { using type = uint4; };
+
+template <class In>
+__device__ __forceinline__ float quad_value(const typename Quad<In>::type& q, int i) {
+  if constexpr (sizeof(In) == 4) return __uint_as_float(i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w);
+  else return to_float(In{static_cast<unsigned short>((i < 2 ? q.x : q.y) >> (i % 2 * 16))});
+}
+
+// Which values of a lane belong to one token: K: r % 2; V: r / 2 and half. And which lanes share it: K: t; V: g.
+template <bool kIsV> struct Group {
+  static constexpr int kRows = kIsV ? 4 : 2;
+  static __device__ __forceinline__ constexpr int row(int r, int half) { return kIsV ? (r >> 1) * 2 + half : r & 1; }
+  static __device__ __forceinline__ float sum(float x) {
+#pragma unroll
+    for (int d = kIsV ? 4 : 1; d < (kIsV ? 32 : 4); d *= 2) x += __shfl_xor_sync(~0u, x, d);
+    return x;
+  }
+  // Of magnitudes, compared as integers: a NaN counts as the largest.
+  static __device__ __forceinline__ float largest(float x) {
+#pragma unroll
+    for (int d = kIsV ? 4 : 1; d < (kIsV ? 32 : 4); d *= 2) x = larger(x, __shfl_xor_sync(~0u, x, d));
+    return x;
+  }
+  static __device__ __forceinline__ float larger(float a, float b) {
+    return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+  }
+};
+
+// Where a lane finds its two rows of a side: tokens g and g + 8 of the tile, dims 4t .. 4t + 3 of every step.
+template <class In>
+struct Source {
+  using Raw = typename Quad<In>::type;
+  const char* at[2];  // null: an empty slot
+
+  __device__ __forceinline__ Source(const char* side, i64 token_stride, const int (&rows)[2]) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int i = 0; i < 2; i++) at[i] = rows[i] < 0 ? nullptr : side + rows[i] * token_stride + 4 * t * sizeof(In);
+  }
+
+  __device__ __forceinline__ Raw load(int step, int i) const {
+    Raw raw{};
+    if (at[i]) {
+      const Vec<sizeof(Raw)> x = load_once<sizeof(Raw)>(at[i] + 16 * step * sizeof(In));
+      if constexpr (sizeof(Raw) == 8) raw = make_uint2(x.words[0], x.words[1]);
+      else raw = make_uint4(x.words[0], x.words[1], x.words[2], x.words[3]);
+    }
+    return raw;
+  }
+};
+
+template <class In, int kSteps> using RawRows = typename Quad<In>::type[kSteps][2];
+
+template <class In, int kSteps>
+__device__ __forceinline__ void load_rows(const Source<In>& source, RawRows<In, kSteps>& raw) {
+#pragma unroll
+  for (int s = 0; s < kSteps; s++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) raw[s][i] = source.load(s, i);
+}
+
+template <int kSteps>
+__device__ __forceinline__ void clear(Tile<kSteps>& f) {
+#pragma unroll
+  for (int s = 0; s < kSteps; s++)
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[s][i >> 1][i & 1] = 0.f;
+}
+
+// Loaded rows of 16-bit values to rotated ones; for K less the rotated centre, which is as long as they are.
+template <class In, int kSteps, bool kIsV, bool kRotate>
+__device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const RawRows<In, kSteps>& raw, const float* centre) {
+  unsigned h[2][2];
+  rotation_operand<In, kRotate>(h);
+  clear<kSteps>(f);
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) rotate_step<In, kIsV>(f[s], raw[s], h);
+  rotate_steps<kSteps, kRotate>(f);
+  if (!kIsV && centre) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[s][i >> 1][i & 1] -= __ldg(centre + 16 * s + 2 * t + 8 * (i >> 2) + (i & 1));
+  }
+}
+
+// The same from memory, with every value centred and cleaned before the rotation, as the reference does it.
+template <class In, int kSteps, bool kIsV, bool kRotate>
+__device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source<In>& source, const float* centre) {
+  unsigned h[2][2];
+  rotation_operand<bf16, kRotate>(h);
+  const int t = threadIdx.x & 3;
+  clear<kSteps>(f);
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    float x[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const auto raw = source.load(s, i);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        float value = quad_value<In>(raw, e);
+        if (!kIsV && centre && source.at[i]) value -= __ldg(centre + 16 * s + 4 * t + e);
+        x[i][e] = value != value ? 0.f : fminf(fmaxf(value, -kLargest), kLargest);
+      }
+    }
+    rotate_step_exactly<kIsV>(f[s], x, h);
+  }
+  rotate_steps<kSteps, kRotate>(f);
+}
+
+// A lane's words of one tile and plane to where the page has them. Fields are OR-ed in: `flush` writes what is whole.
+template <int kBits, int kSteps>
+struct Codes {
+  static constexpr int kLowBits = kBits == 3 ? 2 : kBits;
+  static constexpr int kLow = kSteps * kLowBits, kHigh = kBits == 3 ? kSteps : 0;  // quarters of a word in a tile
+  static constexpr bool kWhole = kLow % 4 == 0 && kHigh % 4 == 0;                  // no word is shared by two tiles
+  unsigned low[kSteps][2];  // 8 bit: two words a step; 4: one; 2 and 3: 16 bits of fields in [s][0]
+  unsigned high[kSteps];
+
+  __device__ __forceinline__ void set(int s, const unsigned (&p)[4]) {
+    if constexpr (kBits == 8) {
+      low[s][0] = __byte_perm(p[0], p[1], 0x6420);
+      low[s][1] = __byte_perm(p[2], p[3], 0x6420);
+    } else if constexpr (kBits == 4) {
+      low[s][0] = ((p[3] * 16 + p[2]) * 16 + p[1]) * 16 + p[0];
+    } else if constexpr (kBits == 2) {
+      low[s][0] = ((p[3] * 4 + p[2]) * 4 + p[1]) * 4 + p[0];
+    } else {
+      constexpr unsigned kTwo = 0x00030003u, kTop = 0x00040004u;
+      low[s][0] = (((p[3] & kTwo) * 4 + (p[2] & kTwo)) * 4 + (p[1] & kTwo)) * 4 + (p[0] & kTwo);
+      high[s] = (((p[3] & kTop) * 4 + (p[2] & kTop)) * 4 + (p[1] & kTop)) * 4 + (p[0] & kTop);
+    }
+  }
+
+  // Where word w of a lane begins, for kWords words a lane in the page.
+  template <int kWords>
+  static __device__ __forceinline__ int address(int w) {
+    constexpr int kChunked = kWords / 4 * 4, kRest = kWords % 4;
+    const int lane = threadIdx.x & 31;
+    if (w < kChunked) return w / 4 * 512 + lane * 16 + w % 4 * 4;
+    if (kRest >= 2 && w - kChunked < 2) return kChunked * 128 + lane * 8 + (w - kChunked) * 4;
+    return kChunked * 128 + (kRest == 3 ? 256 : 0) + lane * 4;
+  }
+
+  // kCount words from w on, kAligned: both w and kCount are multiples of it.
+  template <int kWords, int kCount, int kAligned>
+  static __device__ __forceinline__ void write(unsigned char* to, int w, const unsigned* words) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += kAligned) {
+      Vec<kAligned * 4> out;
+#pragma unroll
+      for (int e = 0; e < kAligned; e++) out.words[e] = words[i + e];
+      store(to + address<kWords>(w + i), out);
+    }
+  }
+
+  template <int kTiles>
+  __device__ __forceinline__ void flush(unsigned char* to, int tile) const {
+    constexpr int kLowWords = (kTiles * kLow + 3) / 4, kWords = kLowWords + (kTiles * kHigh + 3) / 4;
+    if constexpr (kWhole) {
+      constexpr int kCount = kLow / 4;
+      unsigned words[kCount];
+#pragma unroll
+      for (int w = 0; w < kCount; w++) {
+        if constexpr (kBits == 8) words[w] = low[w / 2][w % 2];
+        else if constexpr (kBits == 4) words[w] = low[w][0];
+        else words[w] = low[2 * w][0] | low[2 * w + 1][0] << 8;
+      }
+      // Beyond the last whole chunk of the page words stand in narrower chunks; keep to 4 bytes there.
+      constexpr int kAligned = kWords % 4 ? 1 : kCount % 4 == 0 ? 4 : kCount % 2 == 0 ? 2 : 1;
+      write<kWords, kCount, kAligned>(to, tile * kCount, words);
+      if constexpr (kBits == 3) {
+        constexpr int kTop = kHigh / 4;
+        unsigned tops[kTop];
+#pragma unroll
+        for (int w = 0; w < kTop; w++)
+          tops[w] = high[4 * w] | __funnelshift_l(high[4 * w + 1], high[4 * w + 1], 1) |
+                    __funnelshift_l(high[4 * w + 2], high[4 * w + 2], 8) |
+                    __funnelshift_l(high[4 * w + 3], high[4 * w + 3], 9);
+        constexpr int kTopAligned = kWords % 4 || kLowWords % 4 ? 1 : kTop % 4 == 0 ? 4 : kTop % 2 == 0 ? 2 : 1;
+        write<kWords, kTop, kTopAligned>(to, kLowWords + tile * kTop, tops);
+      }
+    } else {  // `to` is shared memory, zeroed; two tiles may have bits in one word
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) {
+        const int j = tile * kSteps + s;
+        const auto add = [&](int w, unsigned bits) {
+          atomicOr(reinterpret_cast<unsigned*>(to + address<kWords>(w)), bits);
+        };
+        if constexpr (kBits == 8) {
+          add(2 * j, low[s][0]);
+          add(2 * j + 1, low[s][1]);
+        } else if constexpr (kBits == 4) {
+          add(j, low[s][0]);
+        } else {
+          add(j / 2, low[s][0] << j % 2 * 8);
+          if constexpr (kBits == 3) {
+            const int q = j % 4;
+            add(kLowWords + j / 4, __funnelshift_l(high[s], high[s], q % 2 + q / 2 * 8));
+          }
+        }
+      }
+    }
+  }
+};
+
+// Rotated rows to codes and fp16 scales: step, encode, refit. `factor`: what rows are too long by.
+template <int kBits, int kSteps, bool kIsV>
+__device__ __forceinline__ void encode(const Tile<kSteps>& f, const float (&measure)[Group<kIsV>::kRows],
+                                       float factor, Codes<kBits, kSteps>& codes,
+                                       unsigned short (&scales)[Group<kIsV>::kRows]) {
+  using G = Group<kIsV>;
+  constexpr int kDim = 16 * kSteps, kLevels = 1 << kBits;
+  constexpr bool kPowerOfTwo = (kDim & (kDim - 1)) == 0;
+  float inverse[G::kRows], dot[G::kRows] = {}, square[G::kRows] = {};
+#pragma unroll
+  for (int i = 0; i < G::kRows; i++) {
+    float step;
+    if constexpr (kBits == 8) step = __fmul_rn(measure[i], 2.f / 255.f);
+    else if constexpr (kPowerOfTwo) step = __fmul_rn(__fsqrt_rn(measure[i] * (1.f / kDim)), gaussian_step<kBits>());
+    else step = __fmul_rn(__fsqrt_rn(__fdiv_rn(measure[i], static_cast<float>(kDim))), gaussian_step<kBits>());
+    inverse[i] = __frcp_rn(fmaxf(step, kSmallestStep / factor));
+  }
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    unsigned p[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const int i = G::row(r, 0), j = G::row(r, 1);
+      const unsigned first = __float_as_uint(__fmaf_rd(f[s][r][0], inverse[i], kMagic + kLevels / 2));
+      const unsigned second = __float_as_uint(__fmaf_rd(f[s][r][1], inverse[j], kMagic + kLevels / 2));
+      p[r] = clamp_halves(__byte_perm(first, second, 0x5410), kLevels - 1);
+      // Twice the level, an odd number: 2^23 + 2 code, less 2^23 + 2^bits - 1.
+      const unsigned twice = p[r] * 2;
+      const float a = __uint_as_float(__byte_perm(twice, 0x4b000000u, 0x7610)) - (8388608.f + kLevels - 1);
+      const float b = __uint_as_float(__byte_perm(twice, 0x4b000000u, 0x7632)) - (8388608.f + kLevels - 1);
+      dot[i] += f[s][r][0] * a;
+      square[i] += a * a;
+      dot[j] += f[s][r][1] * b;
+      square[j] += b * b;
+    }
+    codes.set(s, p);
+  }
+#pragma unroll
+  for (int i = 0; i < G::kRows; i++) {
+    const float scale = 2.f * factor * __fdividef(G::sum(dot[i]), G::sum(square[i]));
+    asm("cvt.rn.f16.f32 %0,%1;" : "=h"(scales[i]) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
+  }
+}
+
+// What the step is made of: the sum of squares, or for 8 bit the largest magnitude. True if every row can be trusted to
+// have been finite and within +-65504 before the rotation, which preserves the norm but for the factor.
+template <int kBits, int kSteps, bool kIsV>
+__device__ __forceinline__ bool measure_rows(const Tile<kSteps>& f, float factor, float (&measure)[Group<kIsV>::kRows]) {
+  using G = Group<kIsV>;
+  bool fine = true;
+#pragma unroll
+  for (int i = 0; i < G::kRows; i++) measure[i] = 0.f;
+#pragma unroll
+  for (int s = 0; s < kSteps; s++)
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float x = f[s][r][half];
+        float& m = measure[G::row(r, half)];
+        if constexpr (kBits == 8) m = G::larger(m, fabsf(x));
+        else m += x * x;
+      }
+#pragma unroll
+  for (int i = 0; i < G::kRows; i++) {
+    if constexpr (kBits == 8) {
+      measure[i] = G::largest(measure[i]);
+      fine = fine && measure[i] * factor <= kLargest / 16.f;  // 16 is the largest sqrt(D); false for NaN
+    } else {
+      measure[i] = G::sum(measure[i]);
+      fine = fine && measure[i] * factor * factor <= kLargest * kLargest;
+    }
+  }
+  return __all_sync(~0u, fine);
+}
+
+// One side of a tile, from rows in memory to codes in the page.
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate>
+__device__ __forceinline__ void quantize_side(const Source<In>& source, const float* centre, const float* rotated,
+                                              unsigned char* to, int tile,
+                                              unsigned short (&scales)[Group<kIsV>::kRows]) {
+  constexpr float kFactor = rotation_factor<kSteps, kRotate>();
+  Tile<kSteps> f;
+  float measure[Group<kIsV>::kRows];
+  bool fine = false;
+  if constexpr (sizeof(In) == 2) {  // float32 has no fast way
+    RawRows<In, kSteps> raw;
+    load_rows<In, kSteps>(source, raw);
+    rotate_rows<In, kSteps, kIsV, kRotate>(f, raw, rotated);
+    fine = measure_rows<kBits, kSteps, kIsV>(f, kFactor, measure);
+  }
+  if (!fine) {
+    rotate_cleaned<In, kSteps, kIsV, kRotate>(f, source, centre);
+    measure_rows<kBits, kSteps, kIsV>(f, kFactor, measure);
+  }
+  Codes<kBits, kSteps> codes;
+  encode<kBits, kSteps, kIsV>(f, measure, kFactor, codes, scales);
+  codes.template flush<kTiles>(to, tile);
+}
+
+template <int kBits, int kSteps, int kTiles>
+__device__ __forceinline__ constexpr int code_bytes() {
+  constexpr int kFragments = kTiles * kSteps;
+  return 128 * (kBits == 3 ? (kFragments * 2 + 3) / 4 + (kFragments + 3) / 4 : (kFragments * kBits + 3) / 4);
+}
+
+// A block is a page where its tiles share words, else one warp: warps that start apart load and compute at
+// different times, and so keep both memory and arithmetic busy.
+template <class In, int kKBits, int kVBits, int kSteps, int kTiles> struct Cut {
+  static constexpr bool kStaged = !Codes<kKBits, kSteps>::kWhole || !Codes<kVBits, kSteps>::kWhole;
+  static constexpr int kThreads = kStaged ? kTiles * 64 : 32;
+  // Blocks a multiprocessor, so that the compiler keeps to 80, 96, 128 or 168 registers: as few as do not spill.
+  static constexpr int kBlocks = kStaged || kSteps > 8 ? 8 / (kThreads / 32)
+                                 : sizeof(In) == 4     ? 12
+                                 : kSteps <= 4         ? 24
+                                 : kKBits + kVBits < 9 ? 18
+                                                       : 16;
+};
+
+template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, int kSteps = kDim / 16,
+          int kTiles = kTokens / 16>
+__global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThreads,
+                                  Cut<In, kKBits, kVBits, kSteps, kTiles>::kBlocks)
+    quantize_pages(const __grid_constant__ Params p) {
+  constexpr int kKBytes = code_bytes<kKBits, kSteps, kTiles>(), kVBytes = code_bytes<kVBits, kSteps, kTiles>();
+  constexpr bool kStaged = Cut<In, kKBits, kVBits, kSteps, kTiles>::kStaged;
+  constexpr int kThreads = Cut<In, kKBits, kVBits, kSteps, kTiles>::kThreads;
+  __shared__ alignas(16) unsigned char stage[kStaged ? kKBytes + kVBytes : 16];
+
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int n = kStaged ? blockIdx.x : blockIdx.x / (2 * kTiles);
+  const int warp = kStaged ? threadIdx.x >> 5 : blockIdx.x % (2 * kTiles);
+  const int tile = warp % kTiles;
+  const int* slots = p.source + static_cast<i64>(n) * kTokens + tile * 16 + g;
+  const int rows[2] = {__ldg(slots), __ldg(slots + 8)};
+  const int head = __ldg(p.heads + n);
+  unsigned char* page = p.pool + static_cast<i64>(__ldg(p.pages + n)) * 64;
+  unsigned char* codes = page;
+  if constexpr (kStaged) {
+    codes = stage;
+    for (int i = threadIdx.x * 16; i < kKBytes + kVBytes; i += kThreads * 16)
+      *reinterpret_cast<uint4*>(stage + i) = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+  }
+  unsigned* scales = reinterpret_cast<unsigned*>(page + kKBytes + kVBytes + tile * 64 + g * 8);
+  if (warp < kTiles) {
+    const float *centre = nullptr, *rotated = nullptr;
+    if (p.centres) {
+      const i64 row = static_cast<i64>(__ldg(p.centres + n)) * kDim;
+      centre = p.centre + row;
+      rotated = p.rotated + row;
+    }
+    unsigned short found[2];
+    const Source<In> k(p.k + head * p.k_head, p.k_token, rows);
+    quantize_side<In, kSteps, kKBits, kTiles, false, kRotate>(k, centre, rotated, codes, tile, found);
+    if (t == 0) scales[0] = found[0] | static_cast<unsigned>(found[1]) << 16;
+  } else {
+    unsigned short found[4];
+    const Source<In> v(p.v + head * p.v_head, p.v_token, rows);
+    quantize_side<In, kSteps, kVBits, kTiles, true, kRotate>(v, nullptr, nullptr, codes + kKBytes, tile, found);
+    // The lane whose tokens 2t + half and 2t + half + 8 are g and g + 8.
+    if (t == g >> 1) scales[1] = (g & 1 ? found[1] : found[0]) | static_cast<unsigned>(g & 1 ? found[3] : found[2]) << 16;
+  }
+  if constexpr (kStaged) {
+    __syncthreads();
+    for (int i = threadIdx.x * 16; i < kKBytes + kVBytes; i += kThreads * 16)
+      *reinterpret_cast<uint4*>(page + i) = *reinterpret_cast<const uint4*>(stage + i);
+  }
+}

@@ -1,0 +1,221 @@
+"""quantize_pages: every backend that this machine has against the reference, which is built from whole pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import HAS_GPU
+from kvstrata.cache import quantize_reference as reference
+from kvstrata.cache.quantize_op import UNIT, quantize_pages
+from kvstrata.layout import Format, fragments, rotate, scales
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+BACKENDS = ["triton"] + (["cuda"] if HAS_GPU else [])
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+class Call:
+    """Rows, a poisoned pool and pages at shuffled places; every third slot of the last page is empty."""
+
+    def __init__(self, format: Format, dtype: torch.dtype, *, pages: int = 3, heads: int = 2, integers: bool = False,
+                 centred: bool = False, seed: int = 0, gap: int = 0) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        tokens, dim = pages * format.page_tokens + 5, format.head_dim
+        shape = (2, tokens, heads, dim + gap)
+        x = (
+            torch.randint(-8, 9, shape, generator=generator).float()
+            if integers
+            else torch.randn(shape, generator=generator)
+        )
+        if not integers:
+            x[..., 3] *= 12  # a channel of outliers
+            x += torch.randn(heads, 1, generator=generator) * 2
+        self.k, self.v = x.to(dtype).to(DEVICE)[..., :dim]
+        self.format = format
+        step = format.page_bytes // UNIT
+        order = torch.randperm(pages + 2, generator=generator)[:pages]
+        self.pages = (order * step + 1).int().to(DEVICE)
+        self.pool = torch.full(((pages + 2) * format.page_bytes + 2 * UNIT,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        rows = torch.randperm(tokens, generator=generator)[: pages * format.page_tokens].view(pages, -1).int()
+        rows[-1, ::3] = -1
+        self.source = rows.to(DEVICE)
+        self.heads = torch.randint(0, heads, (pages,), generator=generator).int().to(DEVICE)
+        self.centre = self.centres = None
+        if centred:
+            self.centre = torch.randn(4, dim, generator=generator).to(DEVICE)
+            self.centres = torch.randint(0, 4, (pages,), generator=generator).int().to(DEVICE)
+
+    def run(self, backend: str) -> torch.Tensor:
+        """The pool after the call, on the CPU."""
+        pool = self.pool.clone()
+        quantize_pages(
+            self.k, self.v, pool, self.pages, self.source, self.heads, self.format,
+            centre=self.centre, centres=self.centres, backend=backend,
+        )  # fmt: skip
+        return pool.cpu()
+
+    def parts(self, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """K codes, V codes, K scales, V scales of the pages."""
+        f = self.format
+        at = self.pages.long().cpu().unsqueeze(1) * UNIT + torch.arange(f.page_bytes)
+        k_raw, v_raw, scale_raw = pool[at].split([f.k_bytes, f.v_bytes, f.scale_bytes], -1)
+        codes = (fragments.unpack(raw, bits, f.head_dim, f.page_tokens, side)
+                 for raw, bits, side in ((k_raw, f.k_bits, "k"), (v_raw, f.v_bits, "v")))  # fmt: skip
+        return (*codes, *scales.unpack_scales(scale_raw))
+
+
+FORMATS = [(4, 4), (8, 8), (3, 3), (2, 2), (4, 2), (8, 3)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [32, 48, 64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize(("k_bits", "v_bits"), FORMATS)
+def test_codes_are_bit_exact_where_sums_are(backend, dtype, dim, k_bits, v_bits) -> None:
+    """Small integers: every sum of the rotation and the step is exact in any order, so all bytes must agree."""
+    if not HAS_GPU and (dim not in (32, 80, 128) or (dtype == torch.float16)):
+        pytest.skip("one kind is enough under the interpreter")
+    exact = fragments.check_head_dim(dim) and (dim & -dim) ** 0.5 % 1 == 0  # otherwise the rotation's factor rounds
+    format = Format(k_bits, v_bits, dim, rotate=bool(exact))
+    call = Call(format, dtype, integers=True)
+    got, want = call.parts(call.run(backend)), call.parts(call.run("reference"))
+    for name, a, b in zip(("K codes", "V codes"), got[:2], want[:2], strict=True):
+        assert torch.equal(a, b), name
+    for a, b in zip(got[2:], want[2:], strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=1e-3, atol=0)
+
+
+def assert_close_enough(call: Call, backend: str) -> None:
+    """Codes differ by one at most and where a value stood on the edge of two levels; other bytes are untouched."""
+    ours, reference_pool = call.run(backend), call.run("reference")
+    got, want = call.parts(ours), call.parts(reference_pool)
+    for a, b in zip(got[:2], want[:2], strict=True):
+        off = (a.int() - b.int()).abs()
+        assert off.max() <= 1
+        assert (off > 0).float().mean() < 2e-3
+    for a, b in zip(got[2:], want[2:], strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=4e-3, atol=1e-7)
+    at = call.pages.long().cpu().unsqueeze(1) * UNIT + torch.arange(call.format.page_bytes)
+    rest = torch.ones(ours.numel(), dtype=torch.bool)
+    rest[at.flatten()] = False
+    assert (ours[rest] == 0xFF).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_call_is_close_to_the_reference(backend: str) -> None:
+    @settings(max_examples=30 if HAS_GPU else 12)
+    @given(
+        bits=st.tuples(st.sampled_from([2, 3, 4, 8]), st.sampled_from([2, 3, 4, 8])),
+        dim=st.sampled_from(range(32, 257, 16) if HAS_GPU else [32, 48, 64]),
+        page_tokens=st.sampled_from([16, 32, 64]),
+        dtype=st.sampled_from(DTYPES),
+        rotated=st.booleans(),
+        centred=st.booleans(),
+        gap=st.sampled_from([0, 16]),
+        seed=st.integers(0, 1000),
+    )
+    def run(bits, dim, page_tokens, dtype, rotated, centred, gap, seed) -> None:
+        format = Format(*bits, dim, page_tokens, rotate=rotated)
+        call = Call(format, dtype, pages=2, centred=centred, gap=gap, seed=seed)
+        assert_close_enough(call, backend)
+
+    run()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_rows_that_are_not_finite_stay_alone(backend: str, bits: int) -> None:
+    """NaN, infinities, huge values and zeros: as in the reference, and no other row changes."""
+    format = Format(bits, bits, 64)
+    call = Call(format, torch.bfloat16, centred=True)
+    clean = call.parts(call.run(backend))
+    rows = call.source[0, :6].long()
+    head = int(call.heads[0])
+    for x in (call.k, call.v):
+        x[rows[0], head, 5] = float("nan")
+        x[rows[1], head, 6] = float("inf")
+        x[rows[2], head, 7] = float("-inf")
+        x[rows[3], head] = 3e38
+        x[rows[4], head] = 0
+        x[rows[5], head] = 1e-30
+    assert_close_enough(call, backend)
+    dirty = call.parts(call.run(backend))
+    assert all(part.isfinite().all() for part in dirty[2:])
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[0, 6:], b[0, 6:])
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_empty_slots_and_no_pages(backend: str) -> None:
+    call = Call(Format(4, 4, 64), torch.float16)
+    codes_k, _, scale_k, scale_v = call.parts(call.run(backend))
+    assert (scale_k[-1, ::3] == 0).all()
+    assert (scale_v[-1, ::3] == 0).all()
+    assert (codes_k[-1, ::3] == 8).all()
+    call.pages, call.source, call.heads = call.pages[:0], call.source[:0], call.heads[:0]
+    assert (call.run(backend) == 0xFF).all()
+
+
+def test_reference_pages_come_back(device: torch.device) -> None:
+    """What the op writes, dequantised and rotated back, is the rows within the format's error."""
+    call = Call(Format(8, 8, 64), torch.float32)
+    pool = call.run("auto")
+    at = call.pages.long().cpu().unsqueeze(1) * UNIT + torch.arange(call.format.page_bytes)
+    k, _ = reference.dequantize_page(pool[at], call.format)
+    rows = call.k.cpu()[call.source[0].long().cpu(), int(call.heads[0])]
+    error = (rotate(k[0]) - rows).norm() / rows.norm()
+    assert error < 0.02
+
+
+BAD = {
+    "k": (lambda c: setattr(c, "k", c.k[..., :32]), ValueError, r"k: expected \[tokens, heads, 64\]"),
+    "v": (lambda c: setattr(c, "v", c.v[:1]), ValueError, "v: expected shape"),
+    "dtype": (lambda c: vars(c).update(k=c.k.double(), v=c.v.double()), TypeError, "k: expected float32"),
+    "v dtype": (lambda c: setattr(c, "v", c.v.float()), TypeError, "v: expected torch.float16"),
+    "pool dtype": (lambda c: setattr(c, "pool", c.pool.view(torch.int8)), TypeError, "pool: expected torch.uint8"),
+    "pool size": (lambda c: setattr(c, "pool", c.pool[:-1]), ValueError, "pool: expected a contiguous run"),
+    "pages": (lambda c: setattr(c, "pages", c.pages.long()), TypeError, "pages: expected torch.int32"),
+    "source": (lambda c: setattr(c, "source", c.source[:, :5]), ValueError, r"source: expected shape \(3, 64\)"),
+    "heads": (lambda c: setattr(c, "heads", c.heads[:1]), ValueError, r"heads: expected shape \(3,\)"),
+    "centre": (lambda c: setattr(c, "centre", torch.zeros(1, 64)), ValueError, "centres: expected centre and centres"),
+    "format": (lambda c: setattr(c, "format", Format(16, 16, 64)), ValueError, "format: expected a quantised format"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name: str) -> None:
+    change, error, message = BAD[name]
+    call = Call(Format(4, 4, 64), torch.float16)
+    change(call)
+    with pytest.raises(error, match=message):
+        call.run("auto")
+
+
+def test_unknown_and_unavailable_backends() -> None:
+    call = Call(Format(4, 4, 64), torch.float16)
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        call.run("fast")
+    if not HAS_GPU:
+        with pytest.raises(RuntimeError, match="cuda needs a CUDA tensor"):
+            call.run("cuda")
+
+
+@pytest.mark.gpu
+def test_graph_replay_reads_new_rows() -> None:
+    call = Call(Format(4, 2, 128), torch.bfloat16)
+    call.run("cuda")
+    pool = call.pool.clone()
+    arguments = (call.k, call.v, pool, call.pages, call.source, call.heads, call.format)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quantize_pages(*arguments, backend="cuda")
+    for seed in range(3):
+        fresh = Call(call.format, torch.bfloat16, seed=seed)
+        call.k.copy_(fresh.k)
+        call.v.copy_(fresh.v)
+        pool.fill_(0xFF)
+        graph.replay()
+        assert torch.equal(pool.cpu(), call.run("cuda"))
