@@ -31,7 +31,7 @@ def test_python_block_runs(block: str) -> None:
 def test_doctest(name: str) -> None:
     runner = doctest.DocTestRunner()
     found = doctest.DocTestFinder(recurse=False).find(
-        getattr(kvstrata, name), name, globs={"torch": torch, "kvstrata": kvstrata}
+        getattr(kvstrata, name), name, globs=vars(kvstrata) | {"torch": torch, "kvstrata": kvstrata}
     )
     assert sum(len(test.examples) for test in found) > 0, f"{name} shows no example"
     for test in found:
@@ -39,11 +39,22 @@ def test_doctest(name: str) -> None:
     assert runner.failures == 0
 
 
-@pytest.mark.parametrize(
-    "link", sorted({link for p in DOCUMENTS for link in re.findall(r"\]\((?!http)([^)#]+)", p.read_text())})
-)
-def test_links_lead_somewhere(link: str) -> None:
-    assert any((path.parent / link).exists() for path in DOCUMENTS), link
+LINKS = [(path, link) for path in DOCUMENTS for link in re.findall(r"\]\((?!http)([^)#]+)", path.read_text())]
+
+
+@pytest.mark.parametrize(("path", "link"), LINKS, ids=lambda x: getattr(x, "name", x))
+def test_links_lead_somewhere(path: Path, link: str) -> None:
+    assert (path.parent / link).exists()
+
+
+def test_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from kvstrata.cli import app
+
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, ["report", "--check"])
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.gpu

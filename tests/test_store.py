@@ -15,11 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kvstrata
 from conftest import HAS_GPU
-from kvstrata.store import guard, reference, rows, store_cuda
+from kvstrata import jit
+from kvstrata.store import guard, op, reference, rows, store_cuda
 from store_model import FP8, Call, make, nearest_fp8
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-BACKENDS = ["reference", "triton"] + (["cuda", "cuda_direct", "cuda_staged", "cuda_bulk"] if HAS_GPU else [])
+CUDA = [
+    name for name in ("cuda", "cuda_direct", "cuda_staged", "cuda_bulk") if HAS_GPU and not op.missing(name, DEVICE)
+]
+BACKENDS = ["reference", "triton", *CUDA]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 gpu = pytest.mark.gpu
 
@@ -31,7 +35,7 @@ def refuses(call: Call, backend: str) -> bool:
     task = rows.check(call.k, call.v, call.k_cache, call.v_cache, call.slots, call.k_scale, call.v_scale, call.layout)
     both = [t for t in (call.k, call.v, call.k_cache, call.v_cache) if t is not None]
     shape = store_cuda.shape_of(task, functools.reduce(operator.or_, (t.data_ptr() for t in both)) & 15)
-    return not store_cuda.takes(shape, store_cuda.config_of(backend, shape, "sm_90"))
+    return not store_cuda.takes(shape, store_cuda.config_of(backend, shape, jit.arch_of()))
 
 
 def check(call: Call, backend: str, **options) -> None:
@@ -101,7 +105,10 @@ def test_any_call_equals_the_model(backend: str) -> None:
     ],
 )
 def test_shapes_of_models(backend, kind, heads, k_dim, v_dim, source, cache, scales) -> None:
-    check(make(7, heads, k_dim, v_dim, device=DEVICE, source=source, cache=cache, kind=kind, scales=scales), backend)
+    call = make(7, heads, k_dim, v_dim, device=DEVICE, source=source, cache=cache, kind=kind, scales=scales)
+    if source == cache != torch.float32:
+        assert not refuses(call, backend), "rows of whole 16-byte units are for every kernel"
+    check(call, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -119,7 +126,7 @@ def test_no_tokens(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_offsets_past_2_31(backend: str) -> None:
-    """Pages whose byte offset needs more than 32 bits; the memory between them is never touched."""
+    """Pages whose byte offset needs more than 31 bits; the memory between them is never touched."""
     stride, tokens = 1 << 30, 4
     pool = torch.empty(2 * stride + 4096, dtype=torch.uint8, device=DEVICE)
     pool[-4096:] = 0xFF
@@ -130,6 +137,60 @@ def test_offsets_past_2_31(backend: str) -> None:
     wanted = k.view(torch.uint8)[[0, 2, 3, 1]].flatten()
     assert torch.equal(pool[2 * stride : 2 * stride + 256], wanted)
     assert (pool[2 * stride + 256 :] == 0xFF).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_head_stride_times_head_past_2_31(backend: str) -> None:
+    """A pool with heads outermost: head times stride does not fit 32 bits."""
+    stride = 1 << 30
+    pool = torch.empty(2 * stride + 4096, dtype=torch.uint8, device=DEVICE)
+    pool[-4096:] = 0xFF
+    cache = pool.view(torch.float8_e4m3fn).as_strided((8, 3, 32), (32, stride, 1))
+    k = torch.arange(2 * 3 * 32, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn).view(2, 3, 32)
+    kvstrata.store_kv(k, None, cache, None, torch.tensor([5, 0], device=DEVICE), backend=backend)
+    rows = pool[2 * stride : 2 * stride + 256].view(8, 32)
+    assert torch.equal(rows[[5, 0]], k.view(torch.uint8)[:, 2])
+    assert (rows[[1, 2, 3, 4, 6, 7]] == 0xFF).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_k_and_v_in_one_pool_and_strided_slots(backend: str) -> None:
+    """[pages, 2, page_size, heads, dim], as engines have it: pages of K do not adjoin; every second slot counts."""
+    pool = torch.full((5, 2, 4, 2, 64), 7.0, dtype=torch.float16, device=DEVICE)
+    k, v = torch.randn(2, 3, 2, 64, device=DEVICE).half()
+    slots = torch.tensor([6, -1, 17, -1, 2**40, -1], device=DEVICE)[::2]
+    want = pool.clone()
+    for token, slot in enumerate((6, 17)):
+        want[slot // 4, 0, slot % 4], want[slot // 4, 1, slot % 4] = k[token], v[token]
+    kvstrata.store_kv(k, v, pool[:, 0], pool[:, 1], slots, backend=backend)
+    assert torch.equal(pool, want)
+
+
+def test_nothing_to_store_in_rows_without_elements(device: torch.device) -> None:
+    slots = torch.tensor([0, 1], device=device)
+    for heads, dim in ((0, 16), (2, 0)):
+        rows_, cache = torch.zeros(2, heads, dim, device=device), torch.zeros(4, heads, dim, device=device)
+        kvstrata.store_kv(rows_, rows_, cache, cache.clone(), slots)
+    k, cache = torch.ones(2, 2, 16, device=device), torch.zeros(4, 2, 16, device=device)
+    kvstrata.store_kv(k, k[..., :0], cache, cache[..., :0], slots)
+    assert torch.equal(cache[:2], k)
+
+
+def test_plans_are_not_mixed_up(device: torch.device) -> None:
+    """Calls that differ in one thing only, one after the other and back again, each against the model."""
+    kinds = [
+        dict(kind="NHD", page_size=2), dict(kind="HND", page_size=2), dict(offset=1), dict(offset=8),
+        dict(source_gap=8), dict(slots_dtype=torch.int64), dict(cache=FP8[0]), dict(cache=FP8[0], scales=1),
+        dict(cache=FP8[0], scales=2), dict(cache=FP8[1]), dict(v_dim=None),
+    ]  # fmt: skip
+    for backend in ("auto", *BACKENDS):
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            for kind in (*kinds, *reversed(kinds)):
+                call = make(**(dict(tokens=5, heads=2, k_dim=32, v_dim=32, device=device) | kind))
+                with mode():
+                    check(call, backend)
+        if not HAS_GPU:
+            break
 
 
 @gpu
@@ -143,6 +204,10 @@ def test_more_than_2_31_elements(backend: str) -> None:
     k8, cache8 = k.view(torch.float8_e4m3fn), cache.view(torch.float8_e4m3fn)
     kvstrata.store_kv(k8, None, cache8, None, slots, backend=backend)
     assert torch.equal(cache.flip(0), k)
+    # And V of one element a row: its units run out long before those of K.
+    narrow, narrow_cache = k8[..., :1].contiguous(), cache8[..., :1].contiguous()
+    kvstrata.store_kv(k8, narrow, cache8, narrow_cache, slots, backend=backend)
+    assert torch.equal(narrow_cache.view(torch.uint8).flip(0), k[..., :1])
 
 
 @pytest.mark.parametrize("dtype", FP8)
@@ -167,6 +232,15 @@ def test_check_names_position_and_value(device: torch.device) -> None:
     with pytest.raises(IndexError, match=r"slots\[1\]: expected at most 19, .* got 20"):
         call.run(kvstrata.store_kv, check=True)
     assert torch.equal(call.pools[0], poison)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"layout": "x"}, "layout: expected"), ({"slots": torch.zeros(3, 1, dtype=torch.int32)}, "slots: expected shape")],
+)
+def test_check_validates_first(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bad(make(3, 2, 32, 32, device=torch.device("cpu")), **changes).run(kvstrata.store_kv, check=True)
 
 
 def bad(call: Call, **changes) -> Call:
@@ -198,6 +272,10 @@ BAD = {
     "layout": (lambda c: bad(c, layout="DHN"), ValueError, "layout: expected one of"),
     "scale without fp8": (lambda c: bad(c, k_scale=torch.ones(1)), ValueError, "k_scale: expected None"),
     "device": (lambda c: bad(c, k=c.k.to("meta")), ValueError, "k: expected a tensor on"),
+    "k is a list": (lambda c: bad(c, k=[1.0]), TypeError, "k: expected a tensor, got list"),
+    "k is None": (lambda c: bad(c, k=None), TypeError, "k: expected a tensor, got NoneType"),
+    "slots are a list": (lambda c: bad(c, slots=[1]), TypeError, "slots: expected a tensor, got list"),
+    "scale is a number": (lambda c: bad(c, k_scale=0.5), TypeError, "k_scale: expected a tensor, got float"),
 }  # fmt: skip
 
 
@@ -343,7 +421,7 @@ def test_fake_tensors_are_checked(device: torch.device) -> None:
 
 @gpu
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("backend", ["triton", "cuda", "cuda_staged", "cuda_bulk"])
+@pytest.mark.parametrize("backend", ["triton", *CUDA])
 def test_graph_replay_reads_new_slots_and_rows(backend: str, overlap: bool) -> None:
     if overlap and backend == "triton":
         pytest.skip("an option of the CUDA C++ kernels")

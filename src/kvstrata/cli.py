@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from enum import Enum
@@ -56,6 +57,7 @@ def bench(
     Example: kvstrata bench store --only '*fp16*' --against results/nvidia-h200/store.json
     """
     from kvstrata.bench import cases
+    from kvstrata.bench.machine import describe
     from kvstrata.bench.render import terminal, verdict
     from kvstrata.bench.results import compare, dumps, load
     from kvstrata.bench.results import save as write
@@ -64,11 +66,16 @@ def bench(
     say = _console(stderr=as_json)
     if save and only != "*":
         _refuse("--save with --only would replace the whole result by a part of it; leave one of them out")
+    if importlib.util.find_spec("scipy") is None:
+        _refuse("bench needs scipy for its statistics: pip install 'kvstrata[bench]'")
     try:
         module = cases.find(op)
         where = _device(device)
         chosen = select(module.cases(where, quick), only)
         before = load(against) if against else None
+        there = results / describe(where)["slug"] / f"{op}.json"
+        if save and quick and there.exists() and not load(there).method["quick"]:
+            _refuse(f"--save with --quick would replace the full result in {there}; leave one of them out")
     except (LookupError, ValueError, OSError) as error:
         _refuse(str(error))
     if where.type == "cpu" and device is Device.auto:

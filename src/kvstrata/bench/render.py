@@ -90,7 +90,8 @@ def markdown(report: Report, options: dict[str, str] | None = None) -> str:
     """The report as a Markdown table with its caption."""
     options = options or {}
     header, lines = _pivot(report, options) if "pivot" in options else _grid(report, options)
-    rule = ["---"] * min(2, len(header)) + ["---:"] * (len(header) - 2)
+    named = 1 if "pivot" in options else min(2, len(header))
+    rule = ["---"] * named + ["---:"] * (len(header) - named)
     rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [header, rule, *lines]]
     below = [caption(report)] if "pivot" in options else [caption(report), *notes(report)]
     return "\n".join([*rows, "", f"<sub>{'. '.join(below)}.</sub>"])

@@ -30,4 +30,10 @@ def missing() -> str | None:
     """Why CUDA C++ kernels cannot be compiled here, or None."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         return "cuda-core is not installed: pip install 'kvstrata[cuda]'"
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except Exception as error:
+        return f"NVRTC cannot be loaded ({error}): pip install 'kvstrata[cuda]'"
     return None

@@ -12,6 +12,7 @@ import hashlib
 import io
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +90,12 @@ def compile(source: Path, entry: str, *, arch: str) -> Cubin:
         name_expressions=(entry,),
         extra_digest=_headers_digest(),
     )
-    with FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=CACHE_BYTES) as cache:
+    try:
+        cache = FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=CACHE_BYTES)
+    except OSError as error:
+        warnings.warn(f"cubins are not kept: {error}; name another folder in KVSTRATA_CACHE", stacklevel=2)
+        return _run_nvrtc(source, entry, arch)[0]
+    with cache:
         code, symbol = cache.get(key), cache.get(key + b".symbol")
         if code and symbol and code.startswith(b"\x7fELF"):
             return Cubin(code, symbol.decode(), arch)

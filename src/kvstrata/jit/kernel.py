@@ -99,7 +99,11 @@ def bind_context(device: int) -> None:
     Device(device).set_current()
 
 
-@functools.cache
 def load(source: Path, entry: str, arch: str | None = None) -> Kernel:
-    """The kernel ``entry`` of ``source`` for the current device, compiled or taken from the cache."""
-    return Kernel(source, entry, arch or arch_of())
+    """The kernel ``entry`` of ``source``, compiled or taken from the cache; for the current device unless told."""
+    return _load(source, entry, arch or arch_of())
+
+
+@functools.cache
+def _load(source: Path, entry: str, arch: str) -> Kernel:
+    return Kernel(source, entry, arch)

@@ -17,10 +17,13 @@ import torch
 from .. import jit
 from . import reference
 from .guard import guard_of, traced
-from .rows import Task, check
+from .rows import Task
+from .rows import check as check_call
 
 BACKENDS = ("auto", "reference", "triton", "cuda", "cuda_direct", "cuda_staged", "cuda_bulk")
 REMEMBERED = 4096
+NAMES = ("k", "v", "k_cache", "v_cache", "slots", "k_scale", "v_scale")
+OPTIONAL = ("v", "v_cache", "k_scale", "v_scale")
 Optional = torch.Tensor | None
 # k, v, k_cache, v_cache, slots, k_scale, v_scale
 Tensors = tuple[torch.Tensor, Optional, torch.Tensor, Optional, torch.Tensor, Optional, Optional]
@@ -54,9 +57,8 @@ def resolve(backend: str, device: torch.device) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     if backend == "auto":
-        if device.type != "cuda":
-            return "reference"
-        return "cuda" if missing("cuda", device) is None else "triton"
+        ranked = ("cuda", "triton") if device.type == "cuda" else ()
+        return next((name for name in ranked if missing(name, device) is None), "reference")
     if reason := missing(backend, device):
         raise RuntimeError(f"backend: {reason}")
     return backend
@@ -65,27 +67,28 @@ def resolve(backend: str, device: torch.device) -> str:
 class Plan:
     """A checked combination: what runs it, and the test whether another call is of the same combination."""
 
-    def __init__(self, tensors: Tensors, layout: str, backend: str, overlap: bool, alignment: int) -> None:
+    def __init__(self, tensors: Tensors, layout: str, backend: str, overlap: bool, address_bits: int) -> None:
         k_cache, slots = tensors[2], tensors[4]
-        task = check(*tensors, layout)
+        task = check_call(*tensors, layout)
         asked, backend = backend, resolve(backend, k_cache.device)
         if overlap and not backend.startswith("cuda"):
             raise ValueError(f"overlap: expected a CUDA C++ backend, got {backend!r}")
-        self.alignment = alignment
+        if overlap and (capability := torch.cuda.get_device_capability(k_cache.device)) < (9, 0):
+            raise ValueError(f"overlap: expected compute capability (9, 0), {k_cache.device} has {capability}")
+        self.address_bits = address_bits
         self.guard = guard_of([t for t in tensors if t is not None])
-        self.plain: tuple[str, str, bool] | None = None  # the options of a launch with K and V and no scales
+        self.options: tuple[Any, ...] | None = None  # of a launch that the next call may repeat
         self.run: Run
-        if task.tokens == 0 or task.slots_in_cache == 0:
+        if task.elements == 0 or task.slots_in_cache == 0:
             self.run = lambda tensors: None
         elif backend == "reference":
             self.run = lambda tensors: reference.store_kv(*tensors, layout)
         elif backend == "triton":
             self.run = _triton(task)
         else:
-            self.launch = launch = _cuda(task, slots, backend, overlap, alignment)
+            self.launch = launch = _cuda(task, slots, backend, overlap, address_bits)
             self.run = lambda tensors: launch(*_addresses(tensors))
-            if tensors[1] is not None and tensors[5] is tensors[6] is None:
-                self.plain = (layout, asked, overlap)
+            self.options = (layout, asked, overlap, *(tensors[i] is None for i in (1, 3, 5, 6)))
 
 
 def _triton(task: Task) -> Run:
@@ -98,13 +101,13 @@ def _triton(task: Task) -> Run:
     return run
 
 
-def _cuda(task: Task, slots: torch.Tensor, backend: str, overlap: bool, alignment: int) -> Launch:
+def _cuda(task: Task, slots: torch.Tensor, backend: str, overlap: bool, address_bits: int) -> Launch:
     from . import store_cuda
 
     device = slots.get_device()
     with torch.cuda.device(device):
         jit.bind_context(device)
-        launch = store_cuda.plan(task, slots, alignment, backend, overlap)
+        launch = store_cuda.plan(task, slots, address_bits, backend, overlap)
     write, params, call, args = store_cuda.POINTERS.pack_into, launch.params, launch.call, launch.args
     stream_of = torch._C._cuda_getCurrentRawStream
     current_device = torch._C._cuda_getDevice
@@ -129,15 +132,17 @@ class _Plans(threading.local):
         self.latest: Plan | None = None
         self.by_signature: dict[tuple[Any, ...], Plan] = {}
 
-    def find(self, tensors: Tensors, layout: str, backend: str, overlap: bool, alignment: int) -> Plan:
+    def find(self, tensors: Tensors, layout: str, backend: str, overlap: bool, address_bits: int) -> Plan:
         looks = (None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        signature = (*looks, layout, backend, overlap, alignment)
+        signature = (*looks, layout, backend, overlap, address_bits)
         plan = self.by_signature.get(signature)
         if plan is None:
-            plan = Plan(tensors, layout, backend, overlap, alignment)
+            plan = Plan(tensors, layout, backend, overlap, address_bits)
             if len(self.by_signature) >= REMEMBERED:
                 self.by_signature.clear()
             self.by_signature[signature] = plan
+        else:  # looks the same to a kernel, but not to the guard: grad or inference mode changed
+            plan.guard = guard_of([t for t in tensors if t is not None])
         self.latest = plan
         return plan
 
@@ -175,8 +180,8 @@ def _store(
     """The operator: find or make the plan of this call, and run it."""
     tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
     at = _addresses(tensors)
-    alignment = (at[0] | at[1] | at[3] | at[4]) & 15  # of rows and caches together: it limits the width of an access
-    _plans.find(tensors, layout, backend, overlap, alignment).run(tensors)
+    address_bits = (at[0] | at[1] | at[3] | at[4]) & 15  # of rows and caches together: they limit an access's width
+    _plans.find(tensors, layout, backend, overlap, address_bits).run(tensors)
 
 
 _library = torch.library.Library("kvstrata", "FRAGMENT")
@@ -200,17 +205,13 @@ def _store_fake(
     backend: str,
     overlap: bool,
 ) -> None:
-    check(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout)
+    check_call(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout)
 
 
-def _check_slots(slots: torch.Tensor, k_cache: torch.Tensor, layout: str) -> None:
+def _check_slots(slots: torch.Tensor, slots_in_cache: int) -> None:
     """Raise for the first slot past the end of the cache; this reads the slots back to the host."""
-    if slots.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("check: expected False under graph capture (it reads slots on the host), got True")
-    if k_cache.dim() == 4:
-        slots_in_cache = k_cache.shape[0] * k_cache.shape[2 if layout == "HND" else 1]
-    else:
-        slots_in_cache = k_cache.shape[0]
+    if _is_compiling() or (slots.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise RuntimeError("check: expected False under graph capture and torch.compile (it reads slots), got True")
     past = (slots >= slots_in_cache).nonzero()
     if past.numel():
         at = int(past[0])
@@ -244,16 +245,16 @@ def store_kv(
             slots any may remain.
         k_scale: for a float8 cache fed from a wider dtype: float32, one value or ``[H]``; what is stored is
             ``k * (1 / k_scale)``, rounded to nearest even and saturated. None is 1.
-        v_scale: the same for V.
+        v_scale: the same for V; one value where ``k_scale`` is one value, ``[H]`` where it is ``[H]``.
         check: raise IndexError for a slot past the end, before anything is written. Waits for the GPU, so not
-            under graph capture.
+            under graph capture or ``torch.compile``.
         overlap: launch with programmatic stream serialization (sm_90): the kernel may be set up while the one before
             it in the stream is still running; it waits for that one's writes before it reads.
         backend: ``auto``, ``reference``, ``triton``, ``cuda``, or one of its kernels: ``cuda_direct``,
             ``cuda_staged``, ``cuda_bulk``.
 
-    Raises ValueError or TypeError, naming the argument, before anything is written. Safe under graph capture,
-    ``torch.compile(fullgraph=True)`` and on any stream.
+    Raises ValueError or TypeError, naming the argument, before anything is written. Safe on any stream, under
+    ``torch.compile(fullgraph=True)`` and, on a GPU backend whose kernel a first call has compiled, under graph capture.
 
     Example:
         >>> k, v = torch.randn(2, 3, 8, 64, dtype=torch.float16)
@@ -263,26 +264,34 @@ def store_kv(
         True
     """
     if check:
-        _check_slots(slots, k_cache, layout)
+        task = check_call(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout)
+        _check_slots(slots, task.slots_in_cache)
     if _is_compiling():
         torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout, backend, overlap)
         return
-    plan = _plans.latest
     # The way of almost every call, written out: what it costs the host is half of what the launch costs. The guard
     # fails for other looks, for subclasses and under dispatch modes: only then does anything else matter.
-    if (
-        plan is not None
-        and v is not None
-        and v_cache is not None
-        and k_scale is v_scale is None
-        and plan.plain == (layout, backend, overlap)
-        and plan.guard(k, v, k_cache, v_cache, slots)
-    ):
-        at_k, at_v, at_k_cache, at_v_cache = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
-        if plan.alignment == (at_k | at_v | at_k_cache | at_v_cache) & 15:
-            plan.launch(at_k, at_k_cache, 0, at_v, at_v_cache, 0, slots.data_ptr())
+    plan = _plans.latest
+    if plan is not None and plan.options == (
+        layout, backend, overlap, v is None, v_cache is None, k_scale is None, v_scale is None,
+    ):  # fmt: skip
+        if v is not None and v_cache is not None and k_scale is v_scale is None:
+            at: tuple[int, ...] = (
+                k.data_ptr(), k_cache.data_ptr(), 0, v.data_ptr(), v_cache.data_ptr(), 0, slots.data_ptr(),
+            )  # fmt: skip
+            same = plan.guard(k, v, k_cache, v_cache, slots)
+        else:
+            given = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
+            at = _addresses(given)
+            same = plan.guard(*[t for t in given if t is not None])
+        if same and plan.address_bits == (at[0] | at[1] | at[3] | at[4]) & 15:
+            plan.launch(*at)
             return
     tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    arguments: tuple[Any, ...] = tensors
+    for name, argument in zip(NAMES, arguments, strict=True):
+        if not (isinstance(argument, torch.Tensor) or (argument is None and name in OPTIONAL)):
+            raise TypeError(f"{name}: expected a tensor, got {type(argument).__name__}")
     if traced() or any(t is not None and type(t) is not torch.Tensor for t in tensors):
         torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout, backend, overlap)
     else:

@@ -63,6 +63,11 @@ class Task:
         return self.source_dtype != self.cache_dtype
 
     @property
+    def elements(self) -> int:
+        """Of the source, K and V together."""
+        return self.tokens * self.k.heads * (self.k.dim + (self.v.dim if self.v else 0))
+
+    @property
     def slots_in_cache(self) -> int:
         return self.k.pages * self.k.page_size
 
@@ -180,5 +185,5 @@ def check(
     v_per_head = _check_scale("v_scale", v_scale, rows[0].heads, rounds, k_cache.device)
     if k_scale is not None and v_scale is not None and per_head != v_per_head:
         _fail("v_scale", f"the shape of k_scale {tuple(k_scale.shape)}", tuple(v_scale.shape))
-    v_rows = rows[1] if len(rows) == 2 else None
+    v_rows = rows[1] if len(rows) == 2 and rows[1].dim > 0 else None
     return Task(k.shape[0], rows[0], v_rows, k.dtype, k_cache.dtype, per_head or v_per_head)

@@ -83,9 +83,16 @@ struct Place {
   }
 };
 
+// Units of one side in the whole call.
+template <int kHeads, int kUnits, class Index>
+__device__ __forceinline__ Index units_of(const Params& p) {
+  return static_cast<Index>(p.tokens) * (kHeads * kUnits);
+}
+
+// A plain load: it stays behind wait_for_previous(), which is all that a read-only one could not promise.
 template <class Slot>
 __device__ __forceinline__ i64 slot_of(const Params& p, int token) {
-  return __ldg(static_cast<const Slot*>(p.slots) + token * p.slots_stride);
+  return static_cast<const Slot*>(p.slots)[token * p.slots_stride];
 }
 
 template <int kPageSize>
@@ -109,9 +116,10 @@ struct Lane {
   __device__ __forceinline__ void load(const Params& p, const Side& side, Index first) {
 #pragma unroll
     for (int i = 0; i < kPer; i++) {
-      const Place<kHeads, kUnits, Index> at(first + i * kThreads);
+      const Index n = first + i * kThreads;
       slot[i] = -1;
-      if (at.token < p.tokens) {
+      if (n < units_of<kHeads, kUnits, Index>(p)) {
+        const Place<kHeads, kUnits, Index> at(n);
         slot[i] = slot_of<Slot>(p, at.token);
         data[i] = load_once<Op::kIn>(side.source + at.token * side.source_token + at.head * side.source_head +
                                      at.unit * Op::kIn);
@@ -164,9 +172,10 @@ struct StagedLane {
   __device__ __forceinline__ void load(const Params& p, const Side& side, Index first, int buffer) {
 #pragma unroll
     for (int i = 0; i < kPer; i++) {
-      const Place<kHeads, kUnits, Index> at(first + i * kThreads);
+      const Index n = first + i * kThreads;
       slot[buffer][i] = -1;
-      if (at.token < p.tokens) {
+      if (n < units_of<kHeads, kUnits, Index>(p)) {
+        const Place<kHeads, kUnits, Index> at(n);
         slot[buffer][i] = slot_of<Slot>(p, at.token);
         cp_async<Op::kIn>(cell(buffer, i), side.source + at.token * side.source_token + at.head * side.source_head +
                                                at.unit * Op::kIn);
@@ -192,7 +201,7 @@ __global__ void __launch_bounds__(kThreads) store_staged(const __grid_constant__
   __shared__ Vec<Op::kIn> stage[kSides * kCells];
   wait_for_previous();
   const Index tile = kThreads * kPer, step = tile * gridDim.x;
-  const Index units = static_cast<Index>(p.tokens) * (kHeads * (kKUnits > kVUnits ? kKUnits : kVUnits));
+  const Index units = units_of<kHeads, (kKUnits > kVUnits ? kKUnits : kVUnits), Index>(p);
   StagedLane<Op, kHeads, kKUnits, kPageSize, Slot, Index, kScalePerHead, kThreads, kPer> k{stage};
   StagedLane<Op, kHeads, kSides == 2 ? kVUnits : 1, kPageSize, Slot, Index, kScalePerHead, kThreads, kPer> v{
       stage + (kSides - 1) * kCells};

@@ -114,6 +114,7 @@ def _longest(task: Task) -> int:
 # Where the kernels change places, measured on an H200: `docs/perf-log.md`.
 SMALL = 10 << 20  # bytes stored; below it wide blocks start soonest
 BULK_FROM = 24 << 20  # bytes stored; below it the direct kernel starts sooner
+BULK_FROM_LATENT = 9 << 20  # the same without V, where a thread of the direct kernel has half as much under way
 BULK_ROW = 1024  # bytes of an unbroken row; below it bulk copies are too many
 BULK_STAGE = 4096  # bytes under way in a block
 BULK_CHUNK = 2048  # the longest single copy
@@ -128,7 +129,9 @@ def config_of(backend: str, shape: Shape, arch: str) -> Config:
         return bulk
     if backend == "cuda_staged":
         return Config("staged", threads=128, per=1)
-    wins = stored >= BULK_FROM and longest >= BULK_ROW and arch >= "sm_90" and takes(shape, bulk)
+    enough = BULK_FROM if shape.task.v else BULK_FROM_LATENT
+    hopper = int(arch.removeprefix("sm_")) >= 90
+    wins = stored >= enough and longest >= BULK_ROW and hopper and takes(shape, bulk)
     if backend == "cuda" and wins:
         return bulk
     return Config("direct", threads=512, per=1) if stored < SMALL else Config("direct", threads=128, per=2)
@@ -207,5 +210,4 @@ def plan(
         *pointers, *strides(task.k), *strides(task.v), slots.stride(0), task.slots_in_cache, task.tokens
     )
     kernel = jit.load(SOURCE, entry_of(shape, slots.dtype, config), arch)
-    block = 32 if config.kernel == "bulk" else config.threads
-    return jit.Launch(kernel, grid_of(shape, config, slots.get_device()), block, params, overlap=overlap)
+    return jit.Launch(kernel, grid_of(shape, config, slots.get_device()), config.threads, params, overlap=overlap)

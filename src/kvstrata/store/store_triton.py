@@ -56,7 +56,7 @@ def _store_side(
 ):  # fmt: skip
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < HEADS * DIM
-    head, within = offs // DIM, offs % DIM
+    head, within = (offs // DIM).to(tl.int64), offs % DIM
     x = tl.load(source_ptr + token * stride_token + head * stride_head + within, mask=mask)
     if MANTISSA:
         x = x.to(tl.float32)

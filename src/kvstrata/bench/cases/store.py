@@ -214,12 +214,10 @@ def build(kind: Kind, tokens: int, sets: int, fresh: bool, device: torch.device)
     if "cuda_direct" in contenders and kind.has_v and kind.source == kind.cache and kind.layout == "NHD":
         contenders["note"] = _note(inputs)
         bench.baseline = "note"
-    if "note" in contenders and tokens == 256 and not fresh and kind is KINDS[0]:
-        bench.host = {
-            "kvstrata": contenders["kvstrata"],
-            "bare launch": _bare(inputs),
-            "cuda.core.launch": _note(inputs),
-        }
+    if "cuda_direct" in contenders and tokens == 256 and not fresh:
+        contenders["bare launch"] = _bare(inputs)  # checked as the others are
+        bench.variants.add("bare launch")
+        bench.host = {name: contenders[name] for name in ("kvstrata", "bare launch", "note") if name in contenders}
     attach(bench, "store", inputs)
     if fresh:
         bench.before = lambda i: [x.mul_(1) for x in inputs[i].rows] and inputs[i].slots.add_(0)

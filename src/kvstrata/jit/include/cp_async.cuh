@@ -22,7 +22,7 @@ __device__ __forceinline__ void cp_async_cg(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
-// Any multiple of 4 bytes: past L1 where the width allows it.
+// 4, 8 or a multiple of 16 bytes: past L1 where the width allows it.
 template <int kBytes>
 __device__ __forceinline__ void cp_async(void* shared, const void* global) {
   if constexpr (kBytes % 16 == 0) {

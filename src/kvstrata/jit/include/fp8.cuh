@@ -26,7 +26,7 @@ __device__ __forceinline__ float element(const Vec<kBytes>& run, int i) {
   else return to_float(In{static_cast<unsigned short>(run.words[i / 2] >> (i % 2 * 16))});
 }
 
-// kMantissa bits of mantissa; the smallest normal is 2^kMinExponent; kLargest is the largest finite value.
+// kMantissa bits of mantissa; the smallest normal is 2^kMinExponent; `largest` is the largest finite value.
 template <int kMantissa, int kMinExponent>
 __device__ __forceinline__ unsigned round_to_fp8(float x, float largest) {
   const unsigned sign = (__float_as_uint(x) >> 24) & 0x80u;

@@ -1,7 +1,7 @@
 // A run of 1 to 64 bytes that moves between global memory and registers in the widest accesses its size allows.
 //
-// Loads go past L1: every byte is read once. The default write-back policy stays for stores, since attention reads
-// what was stored next.
+// Wide loads go past L1: every byte is read once. They are volatile, so they stay behind a griddepcontrol.wait. The
+// default write-back policy stays for stores, since attention reads what was stored next.
 #pragma once
 
 template <int kBytes> struct Word { using type = unsigned; };
@@ -22,13 +22,13 @@ __device__ __forceinline__ Vec<kBytes> load_once(const void* from) {
   if constexpr (kBytes % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < kBytes / 4; i += 4)
-      asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
+      asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
           : "=r"(out.words[i]), "=r"(out.words[i + 1]), "=r"(out.words[i + 2]), "=r"(out.words[i + 3])
           : "l"(static_cast<const unsigned*>(from) + i));
   } else if constexpr (kBytes == 8) {
-    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(out.words[0]), "=r"(out.words[1]) : "l"(from));
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(out.words[0]), "=r"(out.words[1]) : "l"(from));
   } else {
-    out.words[0] = __ldg(static_cast<const typename Vec<kBytes>::word*>(from));
+    out.words[0] = *static_cast<const volatile typename Vec<kBytes>::word*>(from);
   }
   return out;
 }

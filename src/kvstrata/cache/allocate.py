@@ -1,0 +1,109 @@
+"""The allocator: which tier each token should have so that the pages fit the bytes and the expected error is least.
+
+Every policy is a family of assignments that get cheaper as one number grows; the least such number that fits is
+found by bisection, with the exact price in whole pages, so there is no rounding reserve. Tokens are only ever moved
+to cheaper tiers. Everything is a few vector operations over all tokens at once.
+
+The error of a format is that of its widths: the squared error relative to the row, from the signal-to-noise ratio
+that `tests/test_quantize.py` measures on Gaussian rows. An error in K moves the scores and counts `K_WEIGHT` times
+as much as one in V (perplexity with K2V4 against K4V2, see docs/cache.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..layout.format import Format
+
+SQNR_DB = {2: 9.3, 3: 14.4, 4: 19.5, 8: 43.8}
+K_WEIGHT = 4.0
+STEPS = 40  # of a bisection
+
+Family = Callable[[float], torch.Tensor]
+
+
+def format_error(format: Format) -> float:
+    """Expected squared error of a token relative to losing it altogether."""
+    if format.plain:
+        return 0.0
+    k, v = (10 ** (-SQNR_DB[bits] / 10) for bits in (format.k_bits, format.v_bits))
+    return (K_WEIGHT * k + v) / (K_WEIGHT + 1)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What pages cost: ``page[tier]`` bytes for ``page_tokens`` tokens of one bucket."""
+
+    page: tuple[int, ...]
+    page_tokens: int
+
+    def counts(self, bucket: torch.Tensor, tier: torch.Tensor, buckets: int) -> torch.Tensor:
+        """Tokens per bucket and tier ``[buckets, tiers]``; a tier of -1 is dropped."""
+        columns = len(self.page) + 1  # the first is for the dropped
+        return torch.bincount(bucket * columns + tier + 1, minlength=buckets * columns).view(buckets, columns)[:, 1:]
+
+    def total(self, counts: torch.Tensor, headroom: int = 0) -> int:
+        """Bytes of whole pages, with room for ``headroom`` more plain tokens in every bucket."""
+        pages = counts.cpu().numpy().astype(np.int64)
+        pages[:, 0] += headroom
+        return int((-(-pages // self.page_tokens) @ np.asarray(self.page)).sum())
+
+
+def hull(cost: Sequence[float], error: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Tiers on the lower convex hull of (cost, error), dearest first, and the error a byte saved costs between them."""
+    at: list[int] = [0]
+    slopes: list[float] = []
+    while cheaper := [t for t in range(len(cost)) if cost[t] < cost[at[-1]]]:
+        here = at[-1]
+        rate, _, best = min(((error[t] - error[here]) / (cost[here] - cost[t]), cost[t], t) for t in cheaper)
+        slopes.append(rate)
+        at.append(best)
+    return at, slopes
+
+
+def by_weight(weight: torch.Tensor, cost: Sequence[float], error: Sequence[float]) -> tuple[Family, float, float]:
+    """Minimise sum(weight * error) + price * bytes: the assignment for a price per byte, and the prices to search."""
+    tiers, slopes = hull(cost, error)
+    weight = weight.double()
+    weight = weight.clamp(min=max(float(weight.max()) * 1e-12, 1e-300))
+    index = torch.tensor(tiers, device=weight.device)
+
+    def family(price: float) -> torch.Tensor:
+        steps = torch.zeros_like(weight, dtype=torch.int64)
+        for slope in slopes:
+            steps += weight * slope < price
+        return index[steps]
+
+    return family, float(weight.min()) * min(slopes) / 2, float(weight.max()) * max(slopes) * 2
+
+
+def by_age(age: torch.Tensor, tiers: int) -> tuple[Family, float, float]:
+    """One tier for all, between two tiers the oldest go first; ``age`` is 0 for the newest, 1 for the oldest."""
+
+    def family(x: float) -> torch.Tensor:
+        base = min(int(x), tiers - 1)
+        return (base + (age > 1 - (x - base)).long()).clamp(max=tiers - 1)
+
+    return family, 0.0, float(tiers - 1)
+
+
+def cheapest(family: Family, fits: Callable[[torch.Tensor], bool], low: float, high: float) -> torch.Tensor | None:
+    """The assignment of the least number that fits, or None when the greatest does not."""
+    best = family(high)
+    if not fits(best):
+        return None
+    geometric = low > 0
+    for _ in range(STEPS):
+        middle = (low * high) ** 0.5 if geometric else (low + high) / 2
+        if not low < middle < high:
+            break
+        tried = family(middle)
+        if fits(tried):
+            best, high = tried, middle
+        else:
+            low = middle
+    return best

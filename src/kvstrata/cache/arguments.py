@@ -1,0 +1,64 @@
+"""Arguments of the cache's operations, checked at the door: errors name the argument, what is expected and given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .cache import TieredCache
+
+
+def check_int(name: str, value: int, low: int, high: int | None = None) -> int:
+    if type(value) is not int or value < low or (high is not None and value > high):
+        wanted = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
+        raise ValueError(f"{name}: expected {wanted}, got {value!r}")
+    return value
+
+
+def ragged(
+    cache: TieredCache,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    requests: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]:
+    """Packed rows ``[tokens, kv_heads, head_dim]``, and whose they are."""
+    inner = (cache.kv_heads, cache.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() not in (3, 4) or tuple(x.shape[-2:]) != inner:
+            raise ValueError(
+                f"{name}: expected [tokens, {inner[0]}, {inner[1]}] or [requests, tokens, {inner[0]}, {inner[1]}],"
+                f" got {tuple(x.shape)}"
+            )
+        if x.dtype != cache.dtype:
+            raise TypeError(f"{name}: expected {cache.dtype}, got {x.dtype}")
+        if x.device.type != cache.device.type:
+            raise ValueError(f"{name}: expected a tensor on {cache.device}, got one on {x.device}")
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected shape {tuple(k.shape)} as k, got {tuple(v.shape)}")
+    if k.dim() == 4:
+        if lengths is not None:
+            raise ValueError("lengths: expected None for [requests, tokens, ..], got a list")
+        lengths = [k.shape[1]] * k.shape[0]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    elif lengths is None:
+        lengths = [k.shape[0]]
+    lengths = [int(n) for n in lengths]
+    if sum(lengths) != k.shape[0] or min(lengths, default=0) < 0:
+        raise ValueError(f"lengths: expected numbers that sum to {k.shape[0]}, the rows of k, got {lengths}")
+    requests = list(range(len(lengths))) if requests is None else [int(r) for r in requests]
+    if len(requests) != len(lengths) or len(set(requests)) != len(requests):
+        raise ValueError(f"requests: expected {len(lengths)} different ones, got {requests}")
+    for request, count in zip(requests, lengths, strict=True):
+        check_int("requests", request, 0, cache.max_requests - 1)
+        room = cache.max_tokens - cache.length(request, layer)
+        if count > room:
+            raise ValueError(
+                f"k: expected at most {room} more tokens for request {request} (max_tokens {cache.max_tokens}),"
+                f" got {count}"
+            )
+    return k, v, requests, lengths

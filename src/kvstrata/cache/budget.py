@@ -1,0 +1,133 @@
+"""The budget: how many bytes the pages of a layer may take, and what was allocated.
+
+Everything is charged: codes, scales, positions, importance, unused slots of a page (whole pages are paid), unused
+pages of a slab (a page costs its share of the slab, and one slab per tier is held in reserve), tables, centres.
+
+An absolute budget is split evenly over the layers; in a layer all requests share it. A fraction is granted to every
+request and layer on its own, so what happens to a request does not depend on its neighbours:
+
+    allowed(n) = max(fraction * 16-bit bytes of n tokens, need(min(n, floor_tokens)))
+    need(n)    = sinks and window in whole 16-bit pages, the rest and one page in the lowest tier, tables, reserve
+
+The second term is the floor: short contexts, of which the 16-bit window is a large part, may always take what they
+need with everything older in the lowest tier. ``floor_tokens`` is where the fraction overtakes that need; for a
+fraction that never does, it is one page more than sinks and window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class BudgetExceeded(RuntimeError):
+    """The tokens do not fit the budget with everything in the lowest tier; the cache is as it was before the call."""
+
+    def __init__(self, where: str, needed: int, allowed: int) -> None:
+        super().__init__(f"budget: expected at least {needed} bytes {where}, allowed are {allowed}")
+        self.needed = needed
+        self.allowed = allowed
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes, each counted once: ``total == sum(kinds.values())``, and ``kinds["slabs"]`` splits further.
+
+    ``tiers``: pages in use per format. ``page_slack``: of these, slots without a token. ``slab_slack``: of the
+    slabs, what no page uses.
+    """
+
+    kinds: dict[str, int]
+    tiers: dict[str, int]
+    page_slack: int
+    slab_slack: int
+    tokens: dict[str, int] = field(default_factory=dict)  # per tier, over layers and KV heads
+    full: int = 0  # the same tokens at the model's precision, without any table
+    allowed: int | None = None
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def fraction(self) -> float:
+        """Of the 16-bit bytes."""
+        return self.total / self.full if self.full else float("inf")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """``amount``: None for no limit, an int in bytes, a float as a fraction."""
+
+    amount: int | float | None
+    layers: int
+    kv_heads: int
+    token_bytes: int  # K and V of one KV head at the model's precision
+    kept: int  # sinks and window
+    page_tokens: int
+    page_price: tuple[int, ...]  # per tier
+    fixed: int  # tables, centres
+    reserve: int  # one slab per tier
+    max_requests: int
+    max_tokens: int
+
+    @classmethod
+    def check(cls, amount: int | float | None) -> int | float | None:
+        if amount is None or (type(amount) is int and amount > 0):
+            return amount
+        if isinstance(amount, float) and 0 < amount <= 1:
+            return None if amount == 1 else amount
+        raise ValueError(f"budget: expected bytes (int), a fraction in (0, 1] (float) or None, got {amount!r}")
+
+    def __post_init__(self) -> None:
+        if type(self.amount) is int and self.amount < self.fixed + self.reserve:
+            raise ValueError(
+                f"budget: expected at least {self.fixed + self.reserve} bytes for tables and slabs, got {self.amount}"
+            )
+
+    @property
+    def shared(self) -> bool:
+        """Whether the requests of a layer share one sum."""
+        return type(self.amount) is int
+
+    @property
+    def overhead(self) -> int:
+        """Tables and reserve as charged to one request and layer."""
+        return -(-(self.fixed + self.reserve * self.max_requests) // (self.max_requests * self.layers))
+
+    @property
+    def floor_tokens(self) -> int:
+        low = self.page_price[-1]
+        gain = self.kv_heads * (float(self.amount or 0) * self.token_bytes - low / self.page_tokens)
+        if gain <= 0:
+            return self.kept + self.page_tokens
+        window = -(-self.kept // self.page_tokens) * self.page_price[0] + 2 * low
+        constant = self.overhead + self.kv_heads * (window - self.kept * low / self.page_tokens)
+        return min(max(int(constant / gain) + 1, self.kept), self.max_tokens)
+
+    def need(self, tokens: int) -> int:
+        """Bytes of one request and layer with everything but sinks and window in the lowest tier."""
+        if tokens == 0:
+            return self.overhead
+        plain = -(-min(tokens, self.kept) // self.page_tokens)
+        lossy = -(-max(tokens - self.kept, 0) // self.page_tokens) + 1
+        return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[-1])
+
+    def granted(self, tokens: int) -> int:
+        """What a fraction allows one request and layer."""
+        fraction = float(self.amount or 0)
+        return max(int(fraction * self.kv_heads * self.token_bytes * tokens), self.need(min(tokens, self.floor_tokens)))
+
+    def pages(self, tokens: int) -> int:
+        """Bytes for the pages of one scope: a layer (absolute) or a request's ``tokens`` in a layer (fraction)."""
+        if type(self.amount) is int:
+            return (self.amount - self.fixed - self.reserve) // self.layers
+        return self.granted(tokens) - self.overhead
+
+    def allowed(self, lengths: list[list[int]]) -> int | None:
+        """For everything, given the tokens of each active request per layer."""
+        if self.amount is None:
+            return None
+        if type(self.amount) is int:
+            return self.amount
+        idle = -(-self.fixed * (self.max_requests - len(lengths)) // self.max_requests)
+        return idle + sum(self.granted(tokens) for request in lengths for tokens in request)

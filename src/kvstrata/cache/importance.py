@@ -1,0 +1,51 @@
+"""Importance: a running estimate of the attention mass of every token and KV head.
+
+``mean``: pages hold the sum of the mass so far; the estimate divides by the queries that could see the token. That
+needs no counter per token: queries are reported as tokens come, so of those reported when the request had n tokens, a
+token at position p was seen by min(queries, n - p). One query at the uniform mass 1 / length is added, which is all
+that is known of a token that no query has seen.
+
+``ema``: pages hold the moving average itself, which starts at the uniform mass.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MODES = ("mean", "ema")
+
+
+def initial(mode: str, length: torch.Tensor) -> torch.Tensor:
+    """What a new token's page entry holds."""
+    return torch.zeros_like(length, dtype=torch.float32) if mode == "mean" else 1.0 / length.float().clamp(min=1)
+
+
+def updated(
+    mode: str, state: torch.Tensor, mass: torch.Tensor, queries: int, owners: torch.Tensor, decay: float
+) -> torch.Tensor:
+    """The entries after ``queries`` more queries gave ``mass`` in sum.
+
+    A page that several requests share hears from all of them: each contributes its part, so that the entry stays an
+    average over its owners.
+    """
+    mass = mass.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0.0)
+    if mode == "mean":
+        return state + mass / owners
+    gain = 1 - decay**queries
+    return state + (mass / queries - state) * (gain / owners)
+
+
+def estimate(
+    mode: str,
+    state: torch.Tensor,
+    position: torch.Tensor,
+    length: torch.Tensor,
+    queries: torch.Tensor,
+    reported: torch.Tensor,
+) -> torch.Tensor:
+    """Expected mass per query, positive; ``reported`` is the length when mass came last."""
+    uniform = 1.0 / length.float().clamp(min=1)
+    if mode == "ema":
+        return state.clamp(min=0.0) + 1e-3 * uniform
+    seen = torch.minimum(queries, reported - position).clamp(min=0).float()
+    return (state + uniform) / (seen + 1)

@@ -1,0 +1,167 @@
+"""The page pool: slabs of bytes, pages cut from them, and who holds each page.
+
+    slab 0 (K16V16)          slab 1 (K4V4)                slab 2 (empty)
+    [page][page][page]..     [page][page][page][page]..   [                ]
+
+A slab is one uint8 tensor that never moves. While a page of it is in use it belongs to one tier, whose stride cuts it
+into pages; when the last page goes it is empty and may serve any tier. A page's handle is its byte offset in the
+space of all slabs laid end to end, divided by 64: ``handle // units`` is the slab, ``handle % units * 64`` the offset
+in it. A kernel adds that to ``pointers[slab]``. Reference counts live on the host; a page may have several owners
+(forks), and whoever writes must be the only one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+UNIT = 64  # bytes a handle counts in
+POISON = 0xFF  # NaN as fp16, bf16 and fp32; -1 as a position
+EMPTY = -1
+
+
+class Pool:
+    """Pages of several strides (one per tier) from slabs of one size."""
+
+    def __init__(
+        self, strides: Sequence[int], slab_bytes: int, capacity: int, device: torch.device, debug: bool = False
+    ) -> None:
+        for tier, stride in enumerate(strides):
+            if stride % UNIT or not 0 < stride <= slab_bytes:
+                raise ValueError(f"strides[{tier}]: expected a multiple of {UNIT} up to {slab_bytes}, got {stride}")
+        if slab_bytes % UNIT:
+            raise ValueError(f"slab_bytes: expected a multiple of {UNIT}, got {slab_bytes}")
+        self.units = slab_bytes // UNIT
+        if capacity * self.units > 2**31:
+            raise ValueError(f"capacity: expected at most {2**31 // self.units} slabs of {slab_bytes}, got {capacity}")
+        self.strides = tuple(strides)
+        self.slab_bytes = slab_bytes
+        self.per_slab = tuple(slab_bytes // stride for stride in strides)
+        self.device = device
+        self.debug = debug
+        self.slabs: list[torch.Tensor | None] = [None] * capacity
+        self.pointers = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.allocated = np.zeros(capacity, bool)
+        self.tier = np.full(capacity, EMPTY, np.int8)
+        self.refs = np.zeros((capacity, max(self.per_slab)), np.int32)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.slabs)
+
+    @property
+    def slab_count(self) -> int:
+        """Slabs that are allocated, empty ones included."""
+        return int(self.allocated.sum())
+
+    @property
+    def nbytes(self) -> int:
+        return self.slab_count * self.slab_bytes
+
+    def pages(self, tier: int) -> int:
+        """Pages of a tier in use, each counted once."""
+        return int((self.refs[self.tier == tier] > 0).sum())
+
+    def slabs_of(self, tier: int) -> int:
+        return int((self.tier == tier).sum())
+
+    def _locate(self, handles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Slab and index in it."""
+        handles = handles.astype(np.int64)
+        slab = handles // self.units
+        stride = np.asarray(self.strides)[self.tier[slab]]
+        return slab, handles % self.units * UNIT // stride
+
+    def _open(self, tier: int) -> None:
+        """One more slab for a tier: an empty one, or a new one."""
+        empty = np.flatnonzero(self.allocated & (self.tier == EMPTY))
+        if len(empty):
+            at = int(empty[0])
+        else:
+            if self.allocated.all():
+                raise RuntimeError(f"pool: expected a free slab, all {self.capacity} are in use")
+            at = int(np.argmin(self.allocated))
+            slab = torch.empty(self.slab_bytes, dtype=torch.uint8, device=self.device)
+            if self.debug:
+                slab.fill_(POISON)
+            self.slabs[at], self.allocated[at] = slab, True
+            self.pointers[at] = slab.data_ptr()
+        self.tier[at] = tier
+
+    def allocate(self, tier: int, n: int) -> np.ndarray:
+        """Handles of ``n`` pages, the lowest free ones, each with one owner. Their bytes are undefined."""
+        if n == 0:
+            return np.zeros(0, np.int64)
+        per_slab = self.per_slab[tier]
+        missing = n - (self.slabs_of(tier) * per_slab - self.pages(tier))
+        for _ in range(-(-missing // per_slab)):
+            self._open(tier)
+        mine = np.flatnonzero(self.tier == tier)
+        row, index = np.nonzero(self.refs[mine, :per_slab] == 0)
+        slab, index = mine[row[:n]], index[:n]
+        self.refs[slab, index] = 1
+        return slab * self.units + index * (self.strides[tier] // UNIT)
+
+    def owners(self, handles: np.ndarray) -> np.ndarray:
+        """Reference counts."""
+        return self.refs[self._locate(handles)]
+
+    def retain(self, handles: np.ndarray) -> None:
+        """One more owner each; a handle may appear more than once."""
+        np.add.at(self.refs, self._locate(handles), 1)
+
+    def release(self, handles: np.ndarray) -> None:
+        """One owner less each; pages without any are free, and slabs without any page are empty."""
+        if handles.size == 0:
+            return
+        slab, index = self._locate(handles)
+        np.subtract.at(self.refs, (slab, index), 1)
+        left = self.refs[slab, index]
+        if (left < 0).any():
+            raise RuntimeError(f"pool: page {int(handles[left < 0][0])} released more often than it was owned")
+        if self.debug:
+            for handle in np.unique(handles[left == 0]):
+                self._bytes(int(handle), 0, self.strides[self.tier[handle // self.units]]).fill_(POISON)
+        touched = np.unique(slab)
+        self.tier[touched[~self.refs[touched].any(1)]] = EMPTY
+
+    def _bytes(self, handle: int, start: int, size: int) -> torch.Tensor:
+        slab = self.slabs[handle // self.units]
+        assert slab is not None
+        at = handle % self.units * UNIT + start
+        return slab[at : at + size]
+
+    def read(self, handles: np.ndarray, start: int, size: int) -> torch.Tensor:
+        """Copies of bytes ``start .. start + size`` of pages: uint8 ``[n, size]``."""
+        if handles.size == 0:
+            return torch.empty(0, size, dtype=torch.uint8, device=self.device)
+        return torch.stack([self._bytes(handle, start, size) for handle in handles.tolist()])
+
+    def write(self, handles: np.ndarray, start: int, data: torch.Tensor) -> None:
+        """The inverse of ``read``."""
+        for handle, row in zip(handles.tolist(), data, strict=True):
+            self._bytes(handle, start, data.shape[1]).copy_(row)
+
+    def trim(self, spare: int = 0) -> None:
+        """Give empty slabs back, all but ``spare``."""
+        for at in np.flatnonzero(self.allocated & (self.tier == EMPTY))[spare:].tolist():
+            self.slabs[at], self.allocated[at] = None, False
+            self.pointers[at] = 0
+
+    def compact(self, tier: int) -> tuple[np.ndarray, np.ndarray]:
+        """Move pages from the last slabs of a tier into holes of the first: handles before (sorted) and after."""
+        per_slab, step = self.per_slab[tier], self.strides[tier] // UNIT
+        mine = np.flatnonzero(self.tier == tier)
+        keep = -(-self.pages(tier) // per_slab)
+        from_row, from_index = np.nonzero(self.refs[mine[keep:], :per_slab] > 0)
+        to_row, to_index = np.nonzero(self.refs[mine[:keep], :per_slab] == 0)
+        from_slab, to_slab = mine[keep:][from_row], mine[:keep][to_row[: len(from_row)]]
+        to_index = to_index[: len(from_row)]
+        old, new = from_slab * self.units + from_index * step, to_slab * self.units + to_index * step
+        self.write(new, 0, self.read(old, 0, self.strides[tier]))
+        self.refs[to_slab, to_index] = self.refs[from_slab, from_index]
+        self.refs[from_slab, from_index] = 1
+        self.release(old)
+        return old, new

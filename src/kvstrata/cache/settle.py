@@ -1,0 +1,140 @@
+"""Settling: from importance or age to the tier of every token, under the bytes of a scope.
+
+A scope is what shares one sum of bytes: a request in a layer (fraction) or all requests of a layer (absolute).
+Sinks and the recent window stay at the model's precision as long as they are; what was quantised before may only get
+cheaper. With hysteresis h a quantised token counts 1 + h times its weight, so that a small change of importance does
+not re-encode it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from . import allocate
+from .buckets import DROP, Tokens
+from .importance import estimate
+
+POLICIES = ("importance", "recency", "uniform")
+TIE = 1e-3  # of a weight, over the length of the context: among equals the newer one is worth more
+
+
+@dataclass(frozen=True)
+class Policy:
+    name: str
+    mode: str  # of the importance
+    per_head: bool
+    evict: bool
+    window: int
+    sinks: int
+    hysteresis: float
+    settle_every: int
+    prices: allocate.Prices
+    error: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Tokens that share ``allowed`` bytes of pages; ``length``, ``queries`` and ``reported`` are per bucket, int64."""
+
+    tokens: Tokens
+    length: torch.Tensor
+    queries: torch.Tensor
+    reported: torch.Tensor
+    kv_heads: int
+    allowed: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Targets ``[n]``; ``needed`` is set when even the cheapest assignment takes more than is allowed."""
+
+    target: torch.Tensor
+    needed: int | None = None
+
+
+def _weights(scope: Scope, policy: Policy) -> torch.Tensor:
+    """What an error in each token counts, float64, positive, no two positions of a bucket alike."""
+    tokens, length = scope.tokens, scope.length[scope.tokens.bucket]
+    age = (length - tokens.position).double()
+    if policy.name != "importance":
+        return 1 / age
+    queries, reported = scope.queries[tokens.bucket], scope.reported[tokens.bucket]
+    weight = estimate(policy.mode, tokens.importance, tokens.position, length, queries, reported).double()
+    if not policy.per_head:
+        stride = int(scope.length.max()) + 1
+        key = tokens.bucket // scope.kv_heads * stride + tokens.position
+        _, group = torch.unique(key, return_inverse=True)
+        sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=weight.device)
+        weight = sums.index_add_(0, group, weight)[group]
+    weight = weight * (1 + TIE * tokens.position / length)
+    return torch.where(tokens.tier > 0, weight * (1 + policy.hysteresis), weight)
+
+
+def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
+    """The least bad assignment that fits, with room for as many as ``headroom`` more plain tokens per bucket.
+
+    Less headroom is left where it does not fit. Nothing is changed here.
+    """
+    tokens, prices = scope.tokens, policy.prices
+    current = tokens.tier.clamp(min=0)
+    if len(tokens) == 0:
+        return Plan(current)
+    buckets = len(scope.length)
+    length = scope.length[tokens.bucket]
+    kept = (current == 0) & ((tokens.position < policy.sinks) | (tokens.position >= length - policy.window))
+    movable = ~kept
+    weight = _weights(scope, policy)
+    spare = headroom
+
+    def fits(target: torch.Tensor) -> bool:
+        return prices.total(prices.counts(tokens.bucket, target, buckets), spare) <= scope.allowed
+
+    if fits(current):
+        return Plan(current)
+    wanted: allocate.Family
+    if policy.name == "uniform":
+        age = 1 - (tokens.position.double() + 0.5) / length
+        wanted, low, high = allocate.by_age(age, len(prices.page))
+    elif bool(movable.any()):
+        cost = [price / prices.page_tokens for price in prices.page]
+        within, low, high = allocate.by_weight(weight[movable], cost, policy.error)
+
+        def wanted(x: float) -> torch.Tensor:
+            return torch.zeros_like(current).masked_scatter(movable, within(x))
+    else:
+        low, high = 0.0, 1.0
+
+        def wanted(x: float) -> torch.Tensor:
+            return current
+
+    def family(x: float) -> torch.Tensor:
+        return torch.where(movable, torch.maximum(current, wanted(x)), current)
+
+    def search(kind: allocate.Family, low: float, high: float) -> torch.Tensor | None:
+        nonlocal spare
+        spare = headroom
+        while (target := allocate.cheapest(kind, fits, low, high)) is None and spare:
+            spare //= 2
+            if fits(current):
+                return current
+        return target
+
+    target = search(family, low, high)
+    if target is None and policy.evict:
+        lowest = family(high)
+        # Equal over the heads where they choose alike, so that they go together; else one by one.
+        rank = weight if not policy.per_head else torch.empty_like(weight)
+        if policy.per_head:
+            order = torch.sort(weight, stable=True).indices
+            rank[order] = torch.arange(1, len(weight) + 1, device=weight.device).double()
+
+        def evicted(x: float) -> torch.Tensor:
+            return torch.where(movable & (rank <= x), DROP, lowest)
+
+        target = search(evicted, float(rank.min()) / 2, float(rank.max()))
+    if target is not None:
+        return Plan(target)
+    spare = 0
+    return Plan(current, prices.total(prices.counts(tokens.bucket, family(high), buckets)))

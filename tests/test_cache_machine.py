@@ -1,0 +1,329 @@
+"""The cache against a plain list, under any order of operations.
+
+The model knows every row that was appended and, from reading the cache after each step, the tiers a token went through.
+It re-encodes the row along the same tiers with the arithmetic of the reference and expects the same bits. After each
+step the books are checked (owners, counts, positions, budget), and freed pages are poison.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from kvstrata.cache import BudgetExceeded, TieredCache
+from kvstrata.cache import quantize_reference as quant
+from kvstrata.layout import rotate
+
+LAYERS, HEADS, DIM, REQUESTS, TOKENS = 2, 2, 32, 4, 256
+TIERS = [("K4V4", "K3V3", "K2V2"), ("K8V8", "K4V2"), ("K4V3", "K4V2", "K3V2", "K2V2"), ("K2V2",)]
+
+
+def requantized(x: torch.Tensor, bits: int) -> torch.Tensor:
+    codes = quant.encode(x, quant.step_of(x, bits), bits)
+    return quant.decode(codes, quant.refit(x, codes, bits), bits)
+
+
+@dataclass
+class Layer:
+    """What one layer of a request should hold: rows ``[kv_heads, n, D]``, rotated ones where quantised."""
+
+    rows: list[torch.Tensor] = field(default_factory=lambda: [torch.zeros(HEADS, 0, DIM) for _ in range(2)])
+    stored: list[torch.Tensor] = field(default_factory=lambda: [torch.zeros(HEADS, 0, DIM) for _ in range(2)])
+    tier: torch.Tensor = field(default_factory=lambda: torch.zeros(HEADS, 0, dtype=torch.int64))
+
+    @property
+    def length(self) -> int:
+        return self.tier.shape[1]
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.rows = [torch.cat([old, new.transpose(0, 1)], 1) for old, new in zip(self.rows, (k, v), strict=True)]
+        blank = torch.full((HEADS, len(k), DIM), torch.nan)
+        self.stored = [torch.cat([old, blank], 1) for old in self.stored]
+        self.tier = torch.cat([self.tier, torch.zeros(HEADS, len(k), dtype=torch.int64)], 1)
+
+    def crop(self, length: int) -> None:
+        self.rows = [x[:, :length] for x in self.rows]
+        self.stored = [x[:, :length] for x in self.stored]
+        self.tier = self.tier[:, :length]
+
+    def follow(self, cache: TieredCache, tiers: torch.Tensor, centre: torch.Tensor) -> None:
+        """Take the hops that the cache took since the last look."""
+        assert (tiers >= self.tier)[tiers >= 0].all(), "a token was promoted"
+        assert (tiers[self.tier < 0] < 0).all(), "an evicted token is back"
+        for old in self.tier[tiers != self.tier].unique().tolist():
+            for new in tiers[tiers != self.tier].unique().tolist():
+                moved = (self.tier == old) & (tiers == new)
+                if new <= 0 or not moved.any():
+                    continue
+                was, now = cache.formats[old], cache.formats[new]
+                for side, bits, before in ((0, now.k_bits, was.k_bits), (1, now.v_bits, was.v_bits)):
+                    if old == 0:
+                        shift = centre.unsqueeze(1).expand_as(self.rows[0])[moved] if side == 0 else None
+                        x = rotate(quant.clean(self.rows[side][moved], shift))
+                    elif bits == before:
+                        continue
+                    else:
+                        x = self.stored[side][moved]
+                    self.stored[side][moved] = requantized(x, bits)
+        self.tier = tiers.clone()
+
+    def expected(self, dtype: torch.dtype, centre: torch.Tensor) -> list[torch.Tensor]:
+        largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+        back = [rotate(self.stored[0]) + centre.unsqueeze(1), rotate(self.stored[1])]
+        lossy = (self.tier > 0).unsqueeze(2)
+        cast = [x.clamp(-largest, largest).to(dtype) for x in back]
+        return [torch.where(lossy, low, row) for low, row in zip(cast, self.rows, strict=True)]
+
+
+def fingerprint(cache: TieredCache) -> list[object]:
+    """Everything that an operation that raised must have left alone."""
+    slabs = [None if slab is None else slab.clone() for slab in cache.pool.slabs]
+    arrays = [cache.buckets.table, cache.buckets.count, cache.centre, cache._device_lengths]
+    return [cache.requests, slabs, *(x.clone() for x in arrays), cache.pool.refs.copy(), cache.pool.tier.copy()]
+
+
+def same(a: list[object], b: list[object]) -> bool:
+    def equal(x, y) -> bool:
+        if isinstance(x, list):
+            return len(x) == len(y) and all(equal(p, q) for p, q in zip(x, y, strict=True))
+        if isinstance(x, torch.Tensor):
+            return isinstance(y, torch.Tensor) and torch.equal(x, y)
+        return bool((x == y).all()) if hasattr(x, "all") else x == y
+
+    return equal(a, b)
+
+
+class Machine(RuleBasedStateMachine):
+    ids = Bundle("ids")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.model: dict[int, list[Layer]] = {}
+        self.saved: list[tuple[Path, list[Layer]]] = []
+
+    def teardown(self) -> None:
+        self.folder.cleanup()
+
+    @initialize(
+        budget=st.sampled_from([0.2, 0.3, 0.5, 0.8, None, 200_000, 150_000, 0.05]),
+        tiers=st.sampled_from(TIERS),
+        window=st.sampled_from([1, 8, 16, 21]),
+        sinks=st.sampled_from([0, 2, 4]),
+        page_tokens=st.sampled_from([16, 16, 32]),
+        policy=st.sampled_from(["importance", "importance", "recency", "uniform"]),
+        mode=st.sampled_from(["mean", "ema"]),
+        per_head=st.booleans(),
+        evict=st.booleans(),
+        settle_every=st.sampled_from([1, 8, 64]),
+        dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+        slab_pages=st.sampled_from([1, 2, 5]),
+        seed=st.integers(0, 1000),
+    )
+    def start(self, budget, tiers, mode, dtype, seed, slab_pages, page_tokens, **rest) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+        self.cache = TieredCache(
+            LAYERS,
+            HEADS,
+            DIM,
+            budget=budget,
+            tiers=tiers,
+            importance=mode,
+            dtype=dtype,
+            max_requests=REQUESTS,
+            max_tokens=TOKENS,
+            page_tokens=page_tokens,
+            slab_bytes=slab_pages * page_tokens * (DIM * 8 + 8),
+            debug=True,
+            **rest,
+        )
+
+    def make(self, tokens: int, kind: str = "normal") -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(2, tokens, HEADS, DIM, generator=self.random) + 2
+        if kind == "zero":
+            x[:] = 0
+        elif kind == "huge":
+            x *= 6e4
+        elif kind == "nan":
+            x[:, ::2, :, 3] = torch.nan
+            x[:, 1::2, :, 5] = torch.inf
+        k, v = x.to(self.dtype)
+        return k, v
+
+    def attempt(self, operation) -> bool:
+        """Run it; when it does not fit, nothing may have changed."""
+        before = fingerprint(self.cache)
+        try:
+            operation()
+        except BudgetExceeded as error:
+            short = error.needed - error.allowed
+        else:
+            return True
+        assert self.cache.budget.amount is not None
+        assert short > 0
+        assert same(before, fingerprint(self.cache))
+        return False
+
+    @rule(target=ids)
+    def add(self):
+        if len(self.model) == REQUESTS:
+            with pytest.raises(RuntimeError, match="max_requests"):
+                self.cache.add()
+            return multiple()
+        request = self.cache.add()
+        assert request not in self.model
+        self.model[request] = [Layer() for _ in range(LAYERS)]
+        return request
+
+    def push(self, layers: list[int], requests: list[int], lengths: list[int], kind: str) -> None:
+        for layer in layers:
+            k, v = self.make(sum(lengths), kind)
+            if self.attempt(lambda k=k, v=v, layer=layer: self.cache.append(layer, k, v, requests, lengths)):
+                at = 0
+                for request, n in zip(requests, lengths, strict=True):
+                    self.model[request][layer].append(k[at : at + n], v[at : at + n])
+                    at += n
+
+    @rule(
+        request=ids,
+        tokens=st.one_of(st.integers(1, 3), st.integers(0, 90)),
+        layers=st.sampled_from([[0], [1], [0, 1], [0, 1]]),
+        kind=st.sampled_from(["normal", "normal", "normal", "zero", "huge", "nan"]),
+    )
+    def append(self, request: int, tokens: int, layers: list[int], kind: str) -> None:
+        room = TOKENS - max(self.model[request][layer].length for layer in layers)
+        self.push(layers, [request], [min(tokens, room)], kind)
+
+    @rule(data=st.data())
+    def append_ragged(self, data) -> None:
+        requests = sorted(self.model)
+        lengths = [
+            min(data.draw(st.integers(0, 40)), TOKENS - max(layer.length for layer in self.model[r])) for r in requests
+        ]
+        if requests:
+            self.push([0, 1], requests, lengths, "normal")
+
+    @rule(request=ids, steps=st.integers(1, 6))
+    def decode(self, request: int, steps: int) -> None:
+        for _ in range(min(steps, TOKENS - max(layer.length for layer in self.model[request]))):
+            self.push([0, 1], [request], [1], "normal")
+            self.look()
+
+    @rule(layer=st.sampled_from([None, 0, 1]))
+    def settle(self, layer) -> None:
+        self.attempt(lambda: self.cache.settle(layer))
+
+    @rule(layer=st.integers(0, LAYERS - 1), queries=st.integers(1, 4), bad=st.booleans())
+    def update_importance(self, layer: int, queries: int, bad: bool) -> None:
+        mass = torch.rand(len(self.model), HEADS, TOKENS, generator=self.random) ** 8
+        if bad:
+            mass[..., ::3] = torch.nan
+        self.cache.update_importance(layer, mass, queries=queries)
+
+    @rule(target=ids, request=ids)
+    def fork(self, request: int):
+        if len(self.model) == REQUESTS:
+            with pytest.raises(RuntimeError, match="max_requests"):
+                self.cache.fork(request)
+            return multiple()
+        twin = self.cache.fork(request)
+        assert twin not in self.model
+        self.model[twin] = copy.deepcopy(self.model[request])
+        return twin
+
+    @rule(request=consumes(ids))
+    def free(self, request: int) -> None:
+        self.cache.free(request)
+        del self.model[request]
+
+    @rule(request=ids, length=st.integers(0, TOKENS))
+    def crop(self, request: int, length: int) -> None:
+        if self.attempt(lambda: self.cache.crop(request, length)):
+            for layer in self.model[request]:
+                layer.crop(length)
+
+    @rule(data=st.data())
+    def reorder(self, data) -> None:
+        given = sorted(self.model)
+        if given:
+            indices = [data.draw(st.integers(0, len(given) - 1)) for _ in given]
+            self.cache.reorder(indices)
+            self.model = {r: copy.deepcopy(self.model[given[i]]) for r, i in zip(given, indices, strict=True)}
+
+    @rule()
+    def compact(self) -> None:
+        self.cache.compact()
+
+    @rule(request=ids)
+    def save(self, request: int) -> None:
+        path = Path(self.folder.name) / f"{len(self.saved)}.safetensors"
+        self.cache.save(path, request)
+        self.saved.append((path, copy.deepcopy(self.model[request])))
+
+    @rule(target=ids, data=st.data())
+    def load(self, data):
+        if not self.saved or len(self.model) == REQUESTS:
+            return multiple()
+        path, layers = self.saved[data.draw(st.integers(0, len(self.saved) - 1))]
+        try:
+            request = self.cache.load(path)
+        except BudgetExceeded:
+            return multiple()
+        self.model[request] = copy.deepcopy(layers)
+        return request
+
+    @invariant()
+    def look(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        cache = self.cache
+        cache.check()
+        assert cache.requests == tuple(sorted(self.model))
+        for request, layers in self.model.items():
+            for index, layer in enumerate(layers):
+                self.compare(request, index, layer)
+
+    def compare(self, request: int, index: int, layer: Layer) -> None:
+        cache = self.cache
+        assert cache.length(request, index) == layer.length
+        k, v, positions = cache.gather(index, request)
+        there = positions >= 0
+        if not cache.policy.evict:
+            assert torch.equal(positions, torch.arange(layer.length).expand(HEADS, -1))
+        heads = torch.arange(HEADS).unsqueeze(1).expand_as(positions)[there]
+        tiers = torch.full((HEADS, layer.length), -1)
+        tiers[heads, positions[there]] = cache.tier_map(index, request)[there]
+        kept = torch.arange(layer.length)
+        kept = (kept < cache.sinks) | (kept >= layer.length - cache.window)
+        plain = kept & (layer.tier == 0)  # after a crop the window may hold quantised tokens
+        assert (tiers[plain] == 0).all(), "a sink or a token of the window was moved"
+        if not cache.policy.per_head:
+            assert (tiers == tiers[:1]).all()
+        centre = cache.centre[request, index]
+        assert centre.isfinite().all()
+        layer.follow(cache, tiers, centre)
+        for got, want in zip((k, v), layer.expected(self.dtype, centre), strict=True):
+            want = want.to(self.dtype)[heads, positions[there]]
+            torch.testing.assert_close(got[there], want, rtol=0, atol=0, equal_nan=True)
+            lossy = tiers[heads, positions[there]] > 0
+            assert got[there][lossy].isfinite().all(), "poison or NaN came out of a quantised tier"
+
+
+Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
+TestMachine = Machine.TestCase
+
+
+@pytest.mark.slow
+def test_long_runs() -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=400, stateful_step_count=60))
