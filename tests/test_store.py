@@ -385,6 +385,58 @@ def test_guard_in_python_decides_alike(monkeypatch: pytest.MonkeyPatch, device: 
             assert not same(k, cache, slots)
 
 
+@pytest.mark.parametrize("kind", [dict(v_dim=32), dict(v_dim=None), dict(v_dim=32, cache=FP8[0], scales=1)])
+def test_the_fast_way_is_taken_when_it_fits(kind: dict) -> None:
+    """With a stand-in for the launch: taken by an equal call, and by no call that differs in anything."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    cpu, launched = torch.device("cpu"), []
+    call = make(3, 2, 32, device=cpu, slots=[0, 1, 2], **kind)
+
+    def run(other: Call = call, **options) -> int:
+        before = len(launched)
+        other.run(kvstrata.store_kv, **options)
+        return len(launched) - before
+
+    def plant() -> None:
+        run()
+        plan = op._plans.latest
+        plan.launch = lambda *addresses: launched.append(addresses)
+        plan.options = ("NHD", "auto", False, call.v is None, call.v_cache is None, call.k_scale is None,
+                        call.v_scale is None)  # fmt: skip
+
+    op._plans.by_signature.clear()
+    plant()
+    assert run() == 1
+    assert launched[0][0] == call.k.data_ptr()
+    assert launched[0][-1] == call.slots.data_ptr()
+    for change in (
+        dict(tokens=2, slots=[0, 1]),
+        dict(heads=3),
+        dict(offset=1),
+        dict(slots_dtype=torch.int64),
+        dict(source_gap=8),
+    ):
+        changed = dict(tokens=3, heads=2, k_dim=32, device=cpu, slots=[0, 1, 2]) | kind | change
+        assert run(make(**changed)) == 0, change
+    plant()
+    with torch.inference_mode():
+        assert run() == 0  # the guard sees the mode, and is made anew for it
+        op._plans.latest.launch = lambda *addresses: launched.append(addresses)
+        assert run() == 1
+    with FakeTensorMode() as mode:
+        fake = Call(
+            *(
+                None if t is None else mode.from_tensor(t)
+                for t in (call.k, call.v, call.k_cache, call.v_cache, call.slots)
+            )
+        )
+        fake.k_scale, fake.v_scale = (None if t is None else mode.from_tensor(t) for t in (call.k_scale, call.v_scale))
+        assert run(fake) == 0
+    op._plans.by_signature.clear()
+    op._plans.latest = None
+
+
 def test_guard_takes_no_none() -> None:
     """``v`` given without ``v_cache`` after a call that had both: the guard says no, the check says why."""
     call = make(3, 2, 32, 32, device=DEVICE, slots=[0, 1, 2])

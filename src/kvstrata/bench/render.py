@@ -93,7 +93,8 @@ def markdown(report: Report, options: dict[str, str] | None = None) -> str:
     named = 1 if "pivot" in options else min(2, len(header))
     rule = ["---"] * named + ["---:"] * (len(header) - named)
     rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [header, rule, *lines]]
-    below = [caption(report)] if "pivot" in options else [caption(report), *notes(report)]
+    chosen = "pivot" in options or "columns" in options
+    below = [caption(report)] if chosen else [caption(report), *notes(report)]
     return "\n".join([*rows, "", f"<sub>{'. '.join(below)}.</sub>"])
 
 

@@ -59,18 +59,17 @@ template <int kSteps> using Tile = float[kSteps][4][2];
 template <class In, bool kRotate>
 __device__ __forceinline__ void rotation_operand(unsigned (&h)[2][2]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const unsigned ones = pair_of(In{}, 1.f, 1.f);
 #pragma unroll
   for (int n = 0; n < 2; n++)
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-      if constexpr (kRotate) {  // the sign of (in, out) is the parity of in & out; in = 4t + 2 part + half, out = 8n + g
-        const unsigned odd = ((t & (g >> 2)) ^ (part & (g >> 1)) ^ (n & (t >> 1))) & 1;
-        h[n][part] = ones ^ (odd * 0x80008000u) ^ (static_cast<unsigned>(g & 1) << 31);
-      } else {
-        const int in = 4 * t + 2 * part, out = 8 * n + g;
-        h[n][part] = ones & (in == out ? 0xffffu : in + 1 == out ? 0xffff0000u : 0u);
+      float entry[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int in = 4 * t + 2 * part + half, out = 8 * n + g;
+        entry[half] = kRotate ? (__popc(in & out) & 1 ? -1.f : 1.f) : (in == out ? 1.f : 0.f);
       }
+      h[n][part] = pair_of(In{}, entry[0], entry[1]);
     }
 }
 
@@ -153,66 +152,36 @@ __device__ __forceinline__ float quad_value(const typename Quad<In>::type& q, in
   else return to_float(In{static_cast<unsigned short>((i < 2 ? q.x : q.y) >> (i % 2 * 16))});
 }
 
-// Tokens in a tile's fragments. A lane has values of several: K: tokens g + 8 (r % 2), shared by the 4 lanes of equal g;
-// V: tokens 2t + half + 8 (r / 2), shared by the 8 lanes of equal t. Reductions leave each lane with one token of its
-// own, `mine`; what is found for it goes back to all lanes with `spread`.
+// Which values of a lane belong to one token: K: r % 2; V: r / 2 and half. And which lanes share it: K: t; V: g.
 template <bool kIsV> struct Group {
   static constexpr int kRows = kIsV ? 4 : 2;
   static __device__ __forceinline__ constexpr int row(int r, int half) { return kIsV ? (r >> 1) * 2 + half : r & 1; }
-  static __device__ __forceinline__ int mine() {
-    const int lane = threadIdx.x & 31;
-    return kIsV ? lane >> 3 : (lane >> 1) & 1;
-  }
-  // The token in the tile that `mine` is.
-  static __device__ __forceinline__ int token() {
-    const int lane = threadIdx.x & 31;
-    return kIsV ? 2 * (lane & 3) + (mine() & 1) + 8 * (mine() >> 1) : (lane >> 2) + 8 * mine();
-  }
-  template <class F>
-  static __device__ __forceinline__ float reduce(const float (&x)[kRows], F combine) {
-    const int lane = threadIdx.x & 31;
-    float out;
-    if constexpr (kIsV) {
-      const bool upper = lane & 16, odd = lane & 8;
-      const float a = combine(upper ? x[2] : x[0], __shfl_xor_sync(~0u, upper ? x[0] : x[2], 16));
-      const float b = combine(upper ? x[3] : x[1], __shfl_xor_sync(~0u, upper ? x[1] : x[3], 16));
-      out = combine(odd ? b : a, __shfl_xor_sync(~0u, odd ? a : b, 8));
-      return combine(out, __shfl_xor_sync(~0u, out, 4));
-    } else {
-      const bool odd = lane & 2;
-      out = combine(odd ? x[1] : x[0], __shfl_xor_sync(~0u, odd ? x[0] : x[1], 2));
-      return combine(out, __shfl_xor_sync(~0u, out, 1));
-    }
-  }
-  static __device__ __forceinline__ void spread(float found, float (&x)[kRows]) {
-    const int lane = threadIdx.x & 31;
+  static __device__ __forceinline__ float sum(float x) {
 #pragma unroll
-    for (int i = 0; i < kRows; i++) x[i] = __shfl_sync(~0u, found, kIsV ? i * 8 + (lane & 3) : (lane & 28) + i * 2);
+    for (int d = kIsV ? 4 : 1; d < (kIsV ? 32 : 4); d *= 2) x += __shfl_xor_sync(~0u, x, d);
+    return x;
+  }
+  // Of magnitudes, compared as integers: a NaN counts as the largest.
+  static __device__ __forceinline__ float largest(float x) {
+#pragma unroll
+    for (int d = kIsV ? 4 : 1; d < (kIsV ? 32 : 4); d *= 2) x = larger(x, __shfl_xor_sync(~0u, x, d));
+    return x;
+  }
+  static __device__ __forceinline__ float larger(float a, float b) {
+    return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
   }
 };
 
-__device__ __forceinline__ float add(float a, float b) { return a + b; }
-// Of magnitudes, compared as integers: a NaN counts as the largest.
-__device__ __forceinline__ float larger(float a, float b) {
-  return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
-}
-
 // Where a lane finds its two rows of a side: tokens g and g + 8 of the tile, dims 4t .. 4t + 3 of every step.
-template <class In, bool kIsV, int kTokens>
+template <class In>
 struct Source {
   using Raw = typename Quad<In>::type;
   const char* at[2];  // null: an empty slot
 
-  __device__ __forceinline__ Source(const Params& p, int page, int tile) {
-    const int lane = threadIdx.x & 31;
-    const int* slots = p.source + static_cast<i64>(page) * kTokens + tile * 16 + (lane >> 2);
-    const i64 token_stride = kIsV ? p.v_token : p.k_token, head_stride = kIsV ? p.v_head : p.k_head;
-    const char* side = (kIsV ? p.v : p.k) + __ldg(p.heads + page) * head_stride + (lane & 3) * 4 * sizeof(In);
+  __device__ __forceinline__ Source(const char* side, i64 token_stride, const int (&rows)[2]) {
+    const int t = threadIdx.x & 3;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int row = __ldg(slots + 8 * i);
-      at[i] = row < 0 ? nullptr : side + row * token_stride;
-    }
+    for (int i = 0; i < 2; i++) at[i] = rows[i] < 0 ? nullptr : side + rows[i] * token_stride + 4 * t * sizeof(In);
   }
 
   __device__ __forceinline__ Raw load(int step, int i) const {
@@ -228,8 +197,8 @@ struct Source {
 
 template <class In, int kSteps> using RawRows = typename Quad<In>::type[kSteps][2];
 
-template <class In, int kSteps, class From>
-__device__ __forceinline__ void load_rows(const From& source, RawRows<In, kSteps>& raw) {
+template <class In, int kSteps>
+__device__ __forceinline__ void load_rows(const Source<In>& source, RawRows<In, kSteps>& raw) {
 #pragma unroll
   for (int s = 0; s < kSteps; s++)
 #pragma unroll
@@ -263,8 +232,8 @@ __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const RawRows<In, k
 }
 
 // The same from memory, with every value centred and cleaned before the rotation, as the reference does it.
-template <class In, int kSteps, bool kIsV, bool kRotate, class From>
-__device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const From& source, const float* centre) {
+template <class In, int kSteps, bool kIsV, bool kRotate>
+__device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source<In>& source, const float* centre) {
   unsigned h[2][2];
   rotation_operand<bf16, kRotate>(h);
   const int t = threadIdx.x & 3;
@@ -383,47 +352,23 @@ struct Codes {
   }
 };
 
-// What the step of the lane's own token is made of: the sum of squares, or for 8 bit the largest magnitude.
+// Rotated rows to codes and fp16 scales: step, encode, refit. `factor`: what rows are too long by.
 template <int kBits, int kSteps, bool kIsV>
-__device__ __forceinline__ float measure_rows(const Tile<kSteps>& f) {
-  using G = Group<kIsV>;
-  float part[G::kRows] = {};
-#pragma unroll
-  for (int s = 0; s < kSteps; s++)
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float x = f[s][i >> 1][i & 1];
-      float& m = part[G::row(i >> 1, i & 1)];
-      if constexpr (kBits == 8) m = larger(m, fabsf(x));
-      else m += x * x;
-    }
-  if constexpr (kBits == 8) return G::reduce(part, larger);
-  else return G::reduce(part, add);
-}
-
-// Whether every row of the tile can be trusted to have been finite and within +-65504 before the rotation, which
-// preserves the norm but for `factor`. False for NaN.
-template <int kBits>
-__device__ __forceinline__ bool all_fine(float measure, float factor) {
-  constexpr float kLongest = 16.f;  // the largest sqrt(D)
-  const bool fine = kBits == 8 ? measure * factor <= kLargest / kLongest : measure * factor * factor <= kLargest * kLargest;
-  return __all_sync(~0u, fine);
-}
-
-// Rotated rows to codes and the fp16 scale of the lane's own token: step, encode, refit. `factor`: what rows are too
-// long by.
-template <int kBits, int kSteps, bool kIsV>
-__device__ __forceinline__ unsigned short encode(const Tile<kSteps>& f, float measure, float factor,
-                                                 Codes<kBits, kSteps>& codes) {
+__device__ __forceinline__ void encode(const Tile<kSteps>& f, const float (&measure)[Group<kIsV>::kRows],
+                                       float factor, Codes<kBits, kSteps>& codes,
+                                       unsigned short (&scales)[Group<kIsV>::kRows]) {
   using G = Group<kIsV>;
   constexpr int kDim = 16 * kSteps, kLevels = 1 << kBits;
   constexpr bool kPowerOfTwo = (kDim & (kDim - 1)) == 0;
-  float step;
-  if constexpr (kBits == 8) step = __fmul_rn(measure, 2.f / 255.f);
-  else if constexpr (kPowerOfTwo) step = __fmul_rn(__fsqrt_rn(measure * (1.f / kDim)), gaussian_step<kBits>());
-  else step = __fmul_rn(__fsqrt_rn(__fdiv_rn(measure, static_cast<float>(kDim))), gaussian_step<kBits>());
   float inverse[G::kRows], dot[G::kRows] = {}, square[G::kRows] = {};
-  G::spread(__frcp_rn(fmaxf(step, kSmallestStep / factor)), inverse);
+#pragma unroll
+  for (int i = 0; i < G::kRows; i++) {
+    float step;
+    if constexpr (kBits == 8) step = __fmul_rn(measure[i], 2.f / 255.f);
+    else if constexpr (kPowerOfTwo) step = __fmul_rn(__fsqrt_rn(measure[i] * (1.f / kDim)), gaussian_step<kBits>());
+    else step = __fmul_rn(__fsqrt_rn(__fdiv_rn(measure[i], static_cast<float>(kDim))), gaussian_step<kBits>());
+    inverse[i] = __frcp_rn(fmaxf(step, kSmallestStep / factor));
+  }
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
     unsigned p[4];
@@ -444,49 +389,67 @@ __device__ __forceinline__ unsigned short encode(const Tile<kSteps>& f, float me
     }
     codes.set(s, p);
   }
-  const float scale = 2.f * factor * __fdividef(G::reduce(dot, add), G::reduce(square, add));
-  unsigned short out;
-  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(out) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
-  return out;
+#pragma unroll
+  for (int i = 0; i < G::kRows; i++) {
+    const float scale = 2.f * factor * __fdividef(G::sum(dot[i]), G::sum(square[i]));
+    asm("cvt.rn.f16.f32 %0,%1;" : "=h"(scales[i]) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
+  }
 }
 
-// A row of the centres for K's page, or null.
-template <int kDim, bool kIsV>
-__device__ __forceinline__ const float* centre_of(const Params& p, const float* centres, int page) {
-  if (kIsV || !p.centres) return nullptr;
-  return centres + static_cast<i64>(__ldg(p.centres + page)) * kDim;
-}
-
-// One side of a tile, from rows in memory to codes and scales in the page.
-template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate>
-__device__ __forceinline__ void quantize_side(const Params& p, int page, int tile, unsigned char* to,
-                                              unsigned char* scales) {
-  constexpr float kFactor = rotation_factor<kSteps, kRotate>();
-  constexpr int kDim = 16 * kSteps;
+// What the step is made of: the sum of squares, or for 8 bit the largest magnitude. True if every row can be trusted to
+// have been finite and within +-65504 before the rotation, which preserves the norm but for the factor.
+template <int kBits, int kSteps, bool kIsV>
+__device__ __forceinline__ bool measure_rows(const Tile<kSteps>& f, float factor, float (&measure)[Group<kIsV>::kRows]) {
   using G = Group<kIsV>;
-  using From = Source<In, kIsV, 16 * kTiles>;
+  bool fine = true;
+#pragma unroll
+  for (int i = 0; i < G::kRows; i++) measure[i] = 0.f;
+#pragma unroll
+  for (int s = 0; s < kSteps; s++)
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float x = f[s][r][half];
+        float& m = measure[G::row(r, half)];
+        if constexpr (kBits == 8) m = G::larger(m, fabsf(x));
+        else m += x * x;
+      }
+#pragma unroll
+  for (int i = 0; i < G::kRows; i++) {
+    if constexpr (kBits == 8) {
+      measure[i] = G::largest(measure[i]);
+      fine = fine && measure[i] * factor <= kLargest / 16.f;  // 16 is the largest sqrt(D); false for NaN
+    } else {
+      measure[i] = G::sum(measure[i]);
+      fine = fine && measure[i] * factor * factor <= kLargest * kLargest;
+    }
+  }
+  return __all_sync(~0u, fine);
+}
+
+// One side of a tile, from rows in memory to codes in the page.
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate>
+__device__ __forceinline__ void quantize_side(const Source<In>& source, const float* centre, const float* rotated,
+                                              unsigned char* to, int tile,
+                                              unsigned short (&scales)[Group<kIsV>::kRows]) {
+  constexpr float kFactor = rotation_factor<kSteps, kRotate>();
   Tile<kSteps> f;
-  float measure = 0.f;
+  float measure[Group<kIsV>::kRows];
   bool fine = false;
   if constexpr (sizeof(In) == 2) {  // float32 has no fast way
     RawRows<In, kSteps> raw;
-    load_rows<In, kSteps>(From(p, page, tile), raw);
-    rotate_rows<In, kSteps, kIsV, kRotate>(f, raw, centre_of<kDim, kIsV>(p, p.rotated, page));
-    measure = measure_rows<kBits, kSteps, kIsV>(f);
-    fine = all_fine<kBits>(measure, kFactor);
+    load_rows<In, kSteps>(source, raw);
+    rotate_rows<In, kSteps, kIsV, kRotate>(f, raw, rotated);
+    fine = measure_rows<kBits, kSteps, kIsV>(f, kFactor, measure);
   }
   if (!fine) {
-    asm volatile("" : "+r"(page));  // found again: nothing of the rare way is kept in registers until here
-    rotate_cleaned<In, kSteps, kIsV, kRotate>(f, From(p, page, tile), centre_of<kDim, kIsV>(p, p.centre, page));
-    measure = measure_rows<kBits, kSteps, kIsV>(f);
+    rotate_cleaned<In, kSteps, kIsV, kRotate>(f, source, centre);
+    measure_rows<kBits, kSteps, kIsV>(f, kFactor, measure);
   }
   Codes<kBits, kSteps> codes;
-  const unsigned short scale = encode<kBits, kSteps, kIsV>(f, measure, kFactor, codes);
+  encode<kBits, kSteps, kIsV>(f, measure, kFactor, codes, scales);
   codes.template flush<kTiles>(to, tile);
-  // (k[g], k[g + 8], v[g], v[g + 8]) for each row g; of the lanes that have this token, one writes.
-  const int lane = threadIdx.x & 31, token = G::token();
-  if (!(lane & (kIsV ? 4 : 1)))
-    *reinterpret_cast<unsigned short*>(scales + tile * 64 + token % 8 * 8 + (kIsV ? 4 : 0) + token / 8 * 2) = scale;
 }
 
 template <int kBits, int kSteps, int kTiles>
@@ -500,14 +463,12 @@ __device__ __forceinline__ constexpr int code_bytes() {
 template <class In, int kKBits, int kVBits, int kSteps, int kTiles> struct Cut {
   static constexpr bool kStaged = !Codes<kKBits, kSteps>::kWhole || !Codes<kVBits, kSteps>::kWhole;
   static constexpr int kThreads = kStaged ? kTiles * 64 : 32;
-  static constexpr bool kWide = kKBits == 8 || kVBits == 8 || kKBits == 3 || kVBits == 3;
-  // Blocks a multiprocessor, so that the compiler keeps to 80, 96, 128 or 168 registers: as few as do not
-  // spill on the common way.
+  // Blocks a multiprocessor, so that the compiler keeps to 80, 96, 128 or 168 registers: as few as do not spill.
   static constexpr int kBlocks = kStaged || kSteps > 8 ? 8 / (kThreads / 32)
                                  : sizeof(In) == 4     ? 12
                                  : kSteps <= 4         ? 24
-                                 : kWide               ? 16
-                                                       : 18;
+                                 : kKBits + kVBits < 9 ? 18
+                                                       : 16;
 };
 
 template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, int kSteps = kDim / 16,
@@ -520,9 +481,13 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
   constexpr int kThreads = Cut<In, kKBits, kVBits, kSteps, kTiles>::kThreads;
   __shared__ alignas(16) unsigned char stage[kStaged ? kKBytes + kVBytes : 16];
 
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int n = kStaged ? blockIdx.x : blockIdx.x / (2 * kTiles);
   const int warp = kStaged ? threadIdx.x >> 5 : blockIdx.x % (2 * kTiles);
   const int tile = warp % kTiles;
+  const int* slots = p.source + static_cast<i64>(n) * kTokens + tile * 16 + g;
+  const int rows[2] = {__ldg(slots), __ldg(slots + 8)};
+  const int head = __ldg(p.heads + n);
   unsigned char* page = p.pool + static_cast<i64>(__ldg(p.pages + n)) * 64;
   unsigned char* codes = page;
   if constexpr (kStaged) {
@@ -531,11 +496,25 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
       *reinterpret_cast<uint4*>(stage + i) = make_uint4(0, 0, 0, 0);
     __syncthreads();
   }
-  unsigned char* scales = page + kKBytes + kVBytes;
-  if (warp < kTiles)
-    quantize_side<In, kSteps, kKBits, kTiles, false, kRotate>(p, n, tile, codes, scales);
-  else
-    quantize_side<In, kSteps, kVBits, kTiles, true, kRotate>(p, n, tile, codes + kKBytes, scales);
+  unsigned* scales = reinterpret_cast<unsigned*>(page + kKBytes + kVBytes + tile * 64 + g * 8);
+  if (warp < kTiles) {
+    const float *centre = nullptr, *rotated = nullptr;
+    if (p.centres) {
+      const i64 row = static_cast<i64>(__ldg(p.centres + n)) * kDim;
+      centre = p.centre + row;
+      rotated = p.rotated + row;
+    }
+    unsigned short found[2];
+    const Source<In> k(p.k + head * p.k_head, p.k_token, rows);
+    quantize_side<In, kSteps, kKBits, kTiles, false, kRotate>(k, centre, rotated, codes, tile, found);
+    if (t == 0) scales[0] = found[0] | static_cast<unsigned>(found[1]) << 16;
+  } else {
+    unsigned short found[4];
+    const Source<In> v(p.v + head * p.v_head, p.v_token, rows);
+    quantize_side<In, kSteps, kVBits, kTiles, true, kRotate>(v, nullptr, nullptr, codes + kKBytes, tile, found);
+    // The lane whose tokens 2t + half and 2t + half + 8 are g and g + 8.
+    if (t == g >> 1) scales[1] = (g & 1 ? found[1] : found[0]) | static_cast<unsigned>(g & 1 ? found[3] : found[2]) << 16;
+  }
   if constexpr (kStaged) {
     __syncthreads();
     for (int i = threadIdx.x * 16; i < kKBytes + kVBytes; i += kThreads * 16)

@@ -275,18 +275,13 @@ def store_kv(
     if plan is not None and plan.options == (
         layout, backend, overlap, v is None, v_cache is None, k_scale is None, v_scale is None,
     ):  # fmt: skip
-        if v is not None and v_cache is not None and k_scale is v_scale is None:
-            at: tuple[int, ...] = (
-                k.data_ptr(), k_cache.data_ptr(), 0, v.data_ptr(), v_cache.data_ptr(), 0, slots.data_ptr(),
-            )  # fmt: skip
-            same = plan.guard(k, v, k_cache, v_cache, slots)
-        else:
-            given = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
+        given = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
+        plain = v is not None and k_scale is v_scale is None
+        if plan.guard(*given[:5]) if plain else plan.guard(*[t for t in given if t is not None]):
             at = _addresses(given)
-            same = plan.guard(*[t for t in given if t is not None])
-        if same and plan.address_bits == (at[0] | at[1] | at[3] | at[4]) & 15:
-            plan.launch(*at)
-            return
+            if plan.address_bits == (at[0] | at[1] | at[3] | at[4]) & 15:
+                plan.launch(*at)
+                return
     tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
     arguments: tuple[Any, ...] = tensors
     for name, argument in zip(NAMES, arguments, strict=True):
