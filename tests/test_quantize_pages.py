@@ -92,12 +92,13 @@ def assert_close_enough(call: Call, backend: str) -> None:
     """Codes differ by one at most and where a value stood on the edge of two levels; other bytes are untouched."""
     ours, reference_pool = call.run(backend), call.run("reference")
     got, want = call.parts(ours), call.parts(reference_pool)
-    for a, b in zip(got[:2], want[:2], strict=True):
+    for a, b, scale, wanted in zip(got[:2], want[:2], got[2:], want[2:], strict=True):
         off = (a.int() - b.int()).abs()
         assert off.max() <= 1
         assert (off > 0).float().mean() < 2e-3
-    for a, b in zip(got[2:], want[2:], strict=True):
-        torch.testing.assert_close(a.float(), b.float(), rtol=4e-3, atol=1e-7)
+        same = (off == 0).all(-1)  # a code off by one moves the scale that is fitted to it
+        torch.testing.assert_close(scale[same].float(), wanted[same].float(), rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(scale.float(), wanted.float(), rtol=3e-2, atol=1e-7)
     at = call.pages.long().cpu().unsqueeze(1) * UNIT + torch.arange(call.format.page_bytes)
     rest = torch.ones(ours.numel(), dtype=torch.bool)
     rest[at.flatten()] = False

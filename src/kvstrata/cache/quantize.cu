@@ -12,7 +12,9 @@
 //
 // Rows that are not finite or beyond +-65504 show in the sum of squares; such a tile is done again with every value
 // cleaned first. The arithmetic is that of cache/quantize_reference.py.
+#include "fragments.cuh"
 #include "mma.cuh"
+#include "rotation.cuh"
 #include "vec.cuh"
 
 using i64 = long long;
@@ -48,99 +50,6 @@ __device__ __forceinline__ unsigned clamp_halves(unsigned x, int largest) {
   out = static_cast<unsigned>(max(0, min(low, largest)) | max(0, min(high, largest)) << 16);
 #endif
   return out;
-}
-
-// A warp's tile: value [step][r][half] of the lane, r and half as in layout/fragments.py.
-template <int kSteps> using Tile = float[kSteps][4][2];
-
-// The rotation of 16 dims as an operand: entry (in, out) of a Hadamard matrix, or of the identity. A lane's four
-// registers serve as B (K: columns are out) and as A (V: rows are out). Column k of the operand stands for dim
-// 4t, 4t + 1, 4t + 2, 4t + 3 of a lane, so that a lane loads 8 bytes of a row at once.
-template <class In, bool kRotate>
-__device__ __forceinline__ void rotation_operand(unsigned (&h)[2][2]) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int n = 0; n < 2; n++)
-#pragma unroll
-    for (int part = 0; part < 2; part++) {
-      float entry[2];
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int in = 4 * t + 2 * part + half, out = 8 * n + g;
-        entry[half] = kRotate ? (__popc(in & out) & 1 ? -1.f : 1.f) : (in == out ? 1.f : 0.f);
-      }
-      h[n][part] = pair_of(In{}, entry[0], entry[1]);
-    }
-}
-
-// One step of a tile: rows g and g + 8, dims 4t .. 4t + 3 of each as two registers (`low`, `high`).
-template <class In, bool kIsV>
-__device__ __forceinline__ void rotate_step(float (&f)[4][2], const uint2 (&rows)[2], const unsigned (&h)[2][2]) {
-  float c[2][4] = {{f[0][0], f[0][1], f[1][0], f[1][1]}, {f[2][0], f[2][1], f[3][0], f[3][1]}};
-  if constexpr (kIsV) {
-    const unsigned a[4] = {h[0][0], h[1][0], h[0][1], h[1][1]};
-    mma_16x8x16(In{}, c[0], a, rows[0].x, rows[0].y);
-    mma_16x8x16(In{}, c[1], a, rows[1].x, rows[1].y);
-  } else {
-    const unsigned a[4] = {rows[0].x, rows[1].x, rows[0].y, rows[1].y};
-    mma_16x8x16(In{}, c[0], a, h[0][0], h[0][1]);
-    mma_16x8x16(In{}, c[1], a, h[1][0], h[1][1]);
-  }
-#pragma unroll
-  for (int r = 0; r < 4; r++) {
-    f[r][0] = c[r >> 1][(r & 1) * 2];
-    f[r][1] = c[r >> 1][(r & 1) * 2 + 1];
-  }
-}
-
-// The rest of the rotation: butterflies over steps, in the order of layout/rotation.py.
-template <int kSteps, bool kRotate>
-__device__ __forceinline__ void rotate_steps(Tile<kSteps>& f) {
-  if constexpr (kRotate) {
-    constexpr int kBlock = kSteps & -kSteps;  // in steps of 16 dims
-#pragma unroll
-    for (int d = 1; d < kBlock; d *= 2)
-#pragma unroll
-      for (int s = 0; s < kSteps; s++)
-        if (!(s & d))
-#pragma unroll
-          for (int i = 0; i < 8; i++) {
-            float &a = f[s][i >> 1][i & 1], &b = f[s + d][i >> 1][i & 1];
-            const float sum = a + b, difference = a - b;
-            a = sum;
-            b = difference;
-          }
-  }
-}
-
-// What the rows are too long by after the butterflies.
-template <int kSteps, bool kRotate>
-__device__ __forceinline__ constexpr float rotation_factor() {
-  constexpr int kBlock = kSteps & -kSteps;
-  return !kRotate       ? 1.f
-         : kBlock == 1  ? 0.25f
-         : kBlock == 2  ? 0.17677669529663687f
-         : kBlock == 4  ? 0.125f
-         : kBlock == 8  ? 0.08838834764831845f
-                        : 0.0625f;
-}
-
-// float32 as three bfloat16 that add up to it, so that products with +-1 stay exact.
-template <bool kIsV>
-__device__ __forceinline__ void rotate_step_exactly(float (&f)[4][2], float (&x)[2][4], const unsigned (&h)[2][2]) {
-#pragma unroll
-  for (int part = 0; part < 3; part++) {
-    uint2 rows[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      rows[i] = make_uint2(pair_of(bf16{}, x[i][0], x[i][1]), pair_of(bf16{}, x[i][2], x[i][3]));
-      x[i][0] -= __uint_as_float(rows[i].x << 16);
-      x[i][1] -= __uint_as_float(rows[i].x & 0xffff0000u);
-      x[i][2] -= __uint_as_float(rows[i].y << 16);
-      x[i][3] -= __uint_as_float(rows[i].y & 0xffff0000u);
-    }
-    rotate_step<bf16, kIsV>(f, rows, h);
-  }
 }
 
 template <class In> struct Quad { using type = uint2; };
@@ -256,102 +165,6 @@ __device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source<In>
   rotate_steps<kSteps, kRotate>(f);
 }
 
-// A lane's words of one tile and plane to where the page has them. Fields are OR-ed in: `flush` writes what is whole.
-template <int kBits, int kSteps>
-struct Codes {
-  static constexpr int kLowBits = kBits == 3 ? 2 : kBits;
-  static constexpr int kLow = kSteps * kLowBits, kHigh = kBits == 3 ? kSteps : 0;  // quarters of a word in a tile
-  static constexpr bool kWhole = kLow % 4 == 0 && kHigh % 4 == 0;                  // no word is shared by two tiles
-  unsigned low[kSteps][2];  // 8 bit: two words a step; 4: one; 2 and 3: 16 bits of fields in [s][0]
-  unsigned high[kSteps];
-
-  __device__ __forceinline__ void set(int s, const unsigned (&p)[4]) {
-    if constexpr (kBits == 8) {
-      low[s][0] = __byte_perm(p[0], p[1], 0x6420);
-      low[s][1] = __byte_perm(p[2], p[3], 0x6420);
-    } else if constexpr (kBits == 4) {
-      low[s][0] = ((p[3] * 16 + p[2]) * 16 + p[1]) * 16 + p[0];
-    } else if constexpr (kBits == 2) {
-      low[s][0] = ((p[3] * 4 + p[2]) * 4 + p[1]) * 4 + p[0];
-    } else {
-      constexpr unsigned kTwo = 0x00030003u, kTop = 0x00040004u;
-      low[s][0] = (((p[3] & kTwo) * 4 + (p[2] & kTwo)) * 4 + (p[1] & kTwo)) * 4 + (p[0] & kTwo);
-      high[s] = (((p[3] & kTop) * 4 + (p[2] & kTop)) * 4 + (p[1] & kTop)) * 4 + (p[0] & kTop);
-    }
-  }
-
-  // Where word w of a lane begins, for kWords words a lane in the page.
-  template <int kWords>
-  static __device__ __forceinline__ int address(int w) {
-    constexpr int kChunked = kWords / 4 * 4, kRest = kWords % 4;
-    const int lane = threadIdx.x & 31;
-    if (w < kChunked) return w / 4 * 512 + lane * 16 + w % 4 * 4;
-    if (kRest >= 2 && w - kChunked < 2) return kChunked * 128 + lane * 8 + (w - kChunked) * 4;
-    return kChunked * 128 + (kRest == 3 ? 256 : 0) + lane * 4;
-  }
-
-  // kCount words from w on, kAligned: both w and kCount are multiples of it.
-  template <int kWords, int kCount, int kAligned>
-  static __device__ __forceinline__ void write(unsigned char* to, int w, const unsigned* words) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += kAligned) {
-      Vec<kAligned * 4> out;
-#pragma unroll
-      for (int e = 0; e < kAligned; e++) out.words[e] = words[i + e];
-      store(to + address<kWords>(w + i), out);
-    }
-  }
-
-  template <int kTiles>
-  __device__ __forceinline__ void flush(unsigned char* to, int tile) const {
-    constexpr int kLowWords = (kTiles * kLow + 3) / 4, kWords = kLowWords + (kTiles * kHigh + 3) / 4;
-    if constexpr (kWhole) {
-      constexpr int kCount = kLow / 4;
-      unsigned words[kCount];
-#pragma unroll
-      for (int w = 0; w < kCount; w++) {
-        if constexpr (kBits == 8) words[w] = low[w / 2][w % 2];
-        else if constexpr (kBits == 4) words[w] = low[w][0];
-        else words[w] = low[2 * w][0] | low[2 * w + 1][0] << 8;
-      }
-      // Beyond the last whole chunk of the page words stand in narrower chunks; keep to 4 bytes there.
-      constexpr int kAligned = kWords % 4 ? 1 : kCount % 4 == 0 ? 4 : kCount % 2 == 0 ? 2 : 1;
-      write<kWords, kCount, kAligned>(to, tile * kCount, words);
-      if constexpr (kBits == 3) {
-        constexpr int kTop = kHigh / 4;
-        unsigned tops[kTop];
-#pragma unroll
-        for (int w = 0; w < kTop; w++)
-          tops[w] = high[4 * w] | __funnelshift_l(high[4 * w + 1], high[4 * w + 1], 1) |
-                    __funnelshift_l(high[4 * w + 2], high[4 * w + 2], 8) |
-                    __funnelshift_l(high[4 * w + 3], high[4 * w + 3], 9);
-        constexpr int kTopAligned = kWords % 4 || kLowWords % 4 ? 1 : kTop % 4 == 0 ? 4 : kTop % 2 == 0 ? 2 : 1;
-        write<kWords, kTop, kTopAligned>(to, kLowWords + tile * kTop, tops);
-      }
-    } else {  // `to` is shared memory, zeroed; two tiles may have bits in one word
-#pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-        const int j = tile * kSteps + s;
-        const auto add = [&](int w, unsigned bits) {
-          atomicOr(reinterpret_cast<unsigned*>(to + address<kWords>(w)), bits);
-        };
-        if constexpr (kBits == 8) {
-          add(2 * j, low[s][0]);
-          add(2 * j + 1, low[s][1]);
-        } else if constexpr (kBits == 4) {
-          add(j, low[s][0]);
-        } else {
-          add(j / 2, low[s][0] << j % 2 * 8);
-          if constexpr (kBits == 3) {
-            const int q = j % 4;
-            add(kLowWords + j / 4, __funnelshift_l(high[s], high[s], q % 2 + q / 2 * 8));
-          }
-        }
-      }
-    }
-  }
-};
-
 // Rotated rows to codes and fp16 scales: step, encode, refit. `factor`: what rows are too long by.
 template <int kBits, int kSteps, bool kIsV>
 __device__ __forceinline__ void encode(const Tile<kSteps>& f, const float (&measure)[Group<kIsV>::kRows],
@@ -450,12 +263,6 @@ __device__ __forceinline__ void quantize_side(const Source<In>& source, const fl
   Codes<kBits, kSteps> codes;
   encode<kBits, kSteps, kIsV>(f, measure, kFactor, codes, scales);
   codes.template flush<kTiles>(to, tile);
-}
-
-template <int kBits, int kSteps, int kTiles>
-__device__ __forceinline__ constexpr int code_bytes() {
-  constexpr int kFragments = kTiles * kSteps;
-  return 128 * (kBits == 3 ? (kFragments * 2 + 3) / 4 + (kFragments + 3) / 4 : (kFragments * kBits + 3) / 4);
 }
 
 // A block is a page where its tiles share words, else one warp: warps that start apart load and compute at

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -51,17 +52,22 @@ def _fail(argument: str, expected: str, given: object, error: type[Exception] = 
     raise error(f"{argument}: expected {expected}, got {given}")
 
 
-def _check(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    pages: torch.Tensor,
-    source: torch.Tensor,
-    heads: torch.Tensor,
-    format: Format,
-    centre: torch.Tensor | None,
-    centres: torch.Tensor | None,
-) -> None:
+class Job(NamedTuple):
+    """The arguments of one call."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    pool: torch.Tensor
+    pages: torch.Tensor
+    source: torch.Tensor
+    heads: torch.Tensor
+    format: Format
+    centre: torch.Tensor | None
+    centres: torch.Tensor | None
+
+
+def _check(job: Job) -> None:
+    k, v, pool, pages, source, heads, format, centre, centres = job
     if format.plain:
         _fail("format", "a quantised format", format.name)
     if k.dim() != 3 or k.shape[2] != format.head_dim:
@@ -136,7 +142,8 @@ def quantize_pages(
     """
     if backend not in BACKENDS:
         _fail("backend", f"one of {BACKENDS}", repr(backend))
-    _check(k, v, pool, pages, source, heads, format, centre, centres)
+    job = Job(k, v, pool, pages, source, heads, format, centre, centres)
+    _check(job)
     if backend == "auto":
         backend = _best(k, v, pool)
     elif reason := missing(backend, pool.device):
@@ -144,15 +151,15 @@ def quantize_pages(
     if pages.shape[0] == 0:
         return
     if backend == "reference":
-        _reference(k, v, pool, pages, source, heads, format, centre, centres)
+        _reference(job)
     elif backend == "triton":
         from . import quantize_triton
 
-        quantize_triton.quantize_pages(k, v, pool, pages, source, heads, format, centre, centres)
+        quantize_triton.quantize_pages(job)
     else:
         if not _aligned(k, v, pool):
             _fail("backend", "rows aligned to 8 bytes (float32: 16) for cuda", "others; use backend='triton'")
-        _cuda(k, v, pool, pages, source, heads, format, centre, centres)
+        _cuda(job)
 
 
 def _aligned(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> bool:
@@ -168,17 +175,8 @@ def _best(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> str:
     return "cuda" if missing("cuda", pool.device) is None and _aligned(k, v, pool) else "triton"
 
 
-def _reference(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    pages: torch.Tensor,
-    source: torch.Tensor,
-    heads: torch.Tensor,
-    format: Format,
-    centre: torch.Tensor | None,
-    centres: torch.Tensor | None,
-) -> None:
+def _reference(job: Job) -> None:
+    k, v, pool, pages, source, heads, format, centre, centres = job
     empty = (source < 0).unsqueeze(-1)
     row, head = source.clamp(min=0).long(), heads.long().unsqueeze(1)
     k_rows, v_rows = (x[row, head].float().masked_fill(empty, 0.0) for x in (k, v))
@@ -194,17 +192,8 @@ def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
     return jit.load(SOURCE, entry_of(format, dtype), jit.arch_of(device))
 
 
-def _cuda(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    pages: torch.Tensor,
-    source: torch.Tensor,
-    heads: torch.Tensor,
-    format: Format,
-    centre: torch.Tensor | None,
-    centres: torch.Tensor | None,
-) -> None:
+def _cuda(job: Job) -> None:
+    k, v, pool, pages, source, heads, format, centre, centres = job
     size, device = k.element_size(), pool.get_device()
     addresses = [0, 0, 0]
     if centre is not None and centres is not None:

@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from ..layout import Format, fragments, hadamard
+from .quantize_op import Job
 from .quantize_reference import GAUSSIAN_STEP
-
-UNIT = 64
 
 
 @triton.jit
@@ -120,18 +119,9 @@ def _tables(bits: int, format: Format, side: fragments.Side, device: torch.devic
     return tables[0], tables[-1]
 
 
-def quantize_pages(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    pages: torch.Tensor,
-    source: torch.Tensor,
-    heads: torch.Tensor,
-    format: Format,
-    centre: torch.Tensor | None,
-    centres: torch.Tensor | None,
-) -> None:
+def quantize_pages(job: Job) -> None:
     """Launch for checked arguments; two programs a page."""
+    k, v, pool, pages, source, heads, format, centre, centres = job
     dim, tokens, device = format.head_dim, format.page_tokens, pool.device
     scratch = torch.empty(pages.shape[0] * 2 * tokens * dim, dtype=torch.uint8, device=device)
     signs = hadamard(dim, device).sign()

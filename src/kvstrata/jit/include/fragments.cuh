@@ -1,0 +1,112 @@
+// Codes of a page in the order of layout/fragments.py, as the lanes of a warp hold them.
+//
+// A tile is 16 tokens, a step 16 dims. Of every tile and step a lane owns eight values, numbered by register r and
+// half; what they are of K and of V is in layout/fragments.py. The words of a lane are 16-byte chunks, lane after lane.
+#pragma once
+#include "vec.cuh"
+
+// A warp's tile: value [step][r][half] of the lane, r and half as in layout/fragments.py.
+template <int kSteps> using Tile = float[kSteps][4][2];
+
+// A lane's codes of one tile, packed into words step by step, and written to where the page has them.
+template <int kBits, int kSteps>
+struct Codes {
+  static constexpr int kLowBits = kBits == 3 ? 2 : kBits;
+  static constexpr int kLow = kSteps * kLowBits, kHigh = kBits == 3 ? kSteps : 0;  // quarters of a word in a tile
+  static constexpr bool kWhole = kLow % 4 == 0 && kHigh % 4 == 0;                  // no word is shared by two tiles
+  unsigned low[kSteps][2];  // 8 bit: two words a step; 4: one; 2 and 3: 16 bits of fields in [s][0]
+  unsigned high[kSteps];
+
+  __device__ __forceinline__ void set(int s, const unsigned (&p)[4]) {
+    if constexpr (kBits == 8) {
+      low[s][0] = __byte_perm(p[0], p[1], 0x6420);
+      low[s][1] = __byte_perm(p[2], p[3], 0x6420);
+    } else if constexpr (kBits == 4) {
+      low[s][0] = ((p[3] * 16 + p[2]) * 16 + p[1]) * 16 + p[0];
+    } else if constexpr (kBits == 2) {
+      low[s][0] = ((p[3] * 4 + p[2]) * 4 + p[1]) * 4 + p[0];
+    } else {
+      constexpr unsigned kTwo = 0x00030003u, kTop = 0x00040004u;
+      low[s][0] = (((p[3] & kTwo) * 4 + (p[2] & kTwo)) * 4 + (p[1] & kTwo)) * 4 + (p[0] & kTwo);
+      high[s] = (((p[3] & kTop) * 4 + (p[2] & kTop)) * 4 + (p[1] & kTop)) * 4 + (p[0] & kTop);
+    }
+  }
+
+  // Where word w of a lane begins, for kWords words a lane in the page.
+  template <int kWords>
+  static __device__ __forceinline__ int address(int w) {
+    constexpr int kChunked = kWords / 4 * 4, kRest = kWords % 4;
+    const int lane = threadIdx.x & 31;
+    if (w < kChunked) return w / 4 * 512 + lane * 16 + w % 4 * 4;
+    if (kRest >= 2 && w - kChunked < 2) return kChunked * 128 + lane * 8 + (w - kChunked) * 4;
+    return kChunked * 128 + (kRest == 3 ? 256 : 0) + lane * 4;
+  }
+
+  // kCount words from w on, kAligned: both w and kCount are multiples of it.
+  template <int kWords, int kCount, int kAligned>
+  static __device__ __forceinline__ void write(unsigned char* to, int w, const unsigned* words) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += kAligned) {
+      Vec<kAligned * 4> out;
+#pragma unroll
+      for (int e = 0; e < kAligned; e++) out.words[e] = words[i + e];
+      store(to + address<kWords>(w + i), out);
+    }
+  }
+
+  template <int kTiles>
+  __device__ __forceinline__ void flush(unsigned char* to, int tile) const {
+    constexpr int kLowWords = (kTiles * kLow + 3) / 4, kWords = kLowWords + (kTiles * kHigh + 3) / 4;
+    if constexpr (kWhole) {
+      constexpr int kCount = kLow / 4;
+      unsigned words[kCount];
+#pragma unroll
+      for (int w = 0; w < kCount; w++) {
+        if constexpr (kBits == 8) words[w] = low[w / 2][w % 2];
+        else if constexpr (kBits == 4) words[w] = low[w][0];
+        else words[w] = low[2 * w][0] | low[2 * w + 1][0] << 8;
+      }
+      // Beyond the last whole chunk of the page words stand in narrower chunks; keep to 4 bytes there.
+      constexpr int kAligned = kWords % 4 ? 1 : kCount % 4 == 0 ? 4 : kCount % 2 == 0 ? 2 : 1;
+      write<kWords, kCount, kAligned>(to, tile * kCount, words);
+      if constexpr (kBits == 3) {
+        constexpr int kTop = kHigh / 4;
+        unsigned tops[kTop];
+#pragma unroll
+        for (int w = 0; w < kTop; w++)
+          tops[w] = high[4 * w] | __funnelshift_l(high[4 * w + 1], high[4 * w + 1], 1) |
+                    __funnelshift_l(high[4 * w + 2], high[4 * w + 2], 8) |
+                    __funnelshift_l(high[4 * w + 3], high[4 * w + 3], 9);
+        constexpr int kTopAligned = kWords % 4 || kLowWords % 4 ? 1 : kTop % 4 == 0 ? 4 : kTop % 2 == 0 ? 2 : 1;
+        write<kWords, kTop, kTopAligned>(to, kLowWords + tile * kTop, tops);
+      }
+    } else {  // `to` is shared memory, zeroed; two tiles may have bits in one word
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) {
+        const int j = tile * kSteps + s;
+        const auto add = [&](int w, unsigned bits) {
+          atomicOr(reinterpret_cast<unsigned*>(to + address<kWords>(w)), bits);
+        };
+        if constexpr (kBits == 8) {
+          add(2 * j, low[s][0]);
+          add(2 * j + 1, low[s][1]);
+        } else if constexpr (kBits == 4) {
+          add(j, low[s][0]);
+        } else {
+          add(j / 2, low[s][0] << j % 2 * 8);
+          if constexpr (kBits == 3) {
+            const int q = j % 4;
+            add(kLowWords + j / 4, __funnelshift_l(high[s], high[s], q % 2 + q / 2 * 8));
+          }
+        }
+      }
+    }
+  }
+};
+
+// Bytes of one side's codes in a page.
+template <int kBits, int kSteps, int kTiles>
+__device__ __forceinline__ constexpr int code_bytes() {
+  constexpr int kFragments = kTiles * kSteps;
+  return 128 * (kBits == 3 ? (kFragments * 2 + 3) / 4 + (kFragments + 3) / 4 : (kFragments * kBits + 3) / 4);
+}
