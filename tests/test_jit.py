@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -203,26 +206,17 @@ def test_baselines_compile(file: str, entry: str, arch: str) -> None:
 
 
 AHEAD_OF_TIME = """
-import subprocess, sys, tempfile
+import json, subprocess, sys, tempfile
+from importlib import import_module
 from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvstrata.store.store_triton import store_kernel
 
-arch, mantissa = int(sys.argv[1]), int(sys.argv[2])
-source, cache = ("*bf16", "*u8") if mantissa else ("*i16", "*i16")
-constants = dict(HEADS=8, K_DIM=128, V_DIM=128, PAGE_SIZE=16, MANTISSA=mantissa, K_SCALES=8, V_SCALES=8, BLOCK=1024)
-signature = {}
-for name in store_kernel.arg_names:
-    if name in constants:
-        signature[name] = "constexpr"
-    elif name.endswith("_ptr"):
-        signature[name] = {"slots_ptr": "*i32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}.get(
-            name, cache if "cache" in name else source)
-    else:
-        signature[name] = "i64"
-built = triton.compile(ASTSource(store_kernel, signature, constants), target=GPUTarget("cuda", arch, 32))
+module, name, arch, types, constants = sys.argv[1], sys.argv[2], int(sys.argv[3]), *map(json.loads, sys.argv[4:6])
+kernel = getattr(import_module(module), name)
+signature = {a: "constexpr" if a in constants else types.get(a, "i64") for a in kernel.arg_names}
+built = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", arch, 32))
 cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
     Path(file.name).write_bytes(built.asm["cubin"])
@@ -230,16 +224,37 @@ with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
 """
 
 
+def compile_triton(module: str, kernel: str, arch: int, types: dict[str, str], constants: dict) -> dict[str, int]:
+    """Registers, stack and local memory of a Triton kernel, compiled in a process without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", AHEAD_OF_TIME, module, kernel, str(arch), json.dumps(types), json.dumps(constants)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
+
+
 @pytest.mark.parametrize("mantissa", [0, 3])
 @pytest.mark.parametrize("arch", [80, 89, 90])
 def test_triton_store_compiles_ahead_of_time(arch: int, mantissa: int) -> None:
-    import os
-    import re
+    source, cache = ("*bf16", "*u8") if mantissa else ("*i16", "*i16")
+    types = {"k_ptr": source, "v_ptr": source, "k_cache_ptr": cache, "v_cache_ptr": cache}
+    types |= {"slots_ptr": "*i32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
+    constants = dict(HEADS=8, K_DIM=128, V_DIM=128, PAGE_SIZE=16, MANTISSA=mantissa, K_SCALES=8, V_SCALES=8, BLOCK=1024)
+    used = compile_triton("kvstrata.store.store_triton", "store_kernel", arch, types, constants)
+    assert 0 < used["REG"] <= 128, used
+    assert used["LOCAL"] == 0, used
 
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", AHEAD_OF_TIME, str(arch), str(mantissa)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
-    assert 0 < used["REG"] <= 128, done.stdout
-    assert used["LOCAL"] == 0, done.stdout
+
+@pytest.mark.parametrize(("arch", "k_bits"), [(80, 4), (89, 3), (90, 8)])
+def test_triton_quantise_compiles_ahead_of_time(arch: int, k_bits: int) -> None:
+    format = Format(k_bits, 2, 64)
+    names = ("pages", "source", "heads", "centres", "k_table", "k_high", "v_table", "v_high")
+    types = {f"{name}_ptr": "*i32" for name in names}
+    types |= {"k_ptr": "*bf16", "v_ptr": "*bf16", "pool_ptr": "*u8", "scratch_ptr": "*u8"}
+    types |= {"centre_ptr": "*fp32", "hadamard_ptr": "*fp32"}
+    constants = dict(
+        DIM=64, WIDE=64, TOKENS=64, K_BITS=k_bits, V_BITS=2, K_STEP=0.3, V_STEP=0.9957, K_BYTES=format.k_bytes,
+        V_BYTES=format.v_bytes, ROTATE=True, CENTRED=True, BLOCK=1024,
+    )  # fmt: skip
+    used = compile_triton("kvstrata.cache.quantize_triton", "quantize_kernel", arch, types, constants)
+    assert 0 < used["REG"] <= 255, used
