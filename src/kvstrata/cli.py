@@ -23,6 +23,23 @@ app = typer.Typer(
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from kvstrata import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 class Device(str, Enum):
     auto = "auto"
     cpu = "cpu"
@@ -35,7 +52,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(help="What to measure, such as store.")],
+    op: Annotated[str, typer.Argument(help="What to measure: store or quantize.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json.")] = False,
     device: Annotated[Device, typer.Option(help="Where to run; auto takes a GPU if there is one.")] = Device.auto,
