@@ -16,6 +16,8 @@ SANITIZER_TOOLS ?= memcheck racecheck initcheck synccheck
 SANITIZER_FLAGS ?= --target-processes all --report-api-errors no
 # The revision to record where the tree is a copy without .git
 REVISION ?=
+# What make gpu measures
+OPS ?= store quantize
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean
@@ -87,7 +89,9 @@ gpu-sanitize: gpu-check
 	echo "compute-sanitizer: clean under $(SANITIZER_TOOLS)"
 
 gpu-bench: gpu-check
-	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m kvstrata bench store --save $(if $(REVISION),--revision $(REVISION))
+	@for op in $(OPS); do \
+	  PYTHONPATH=$(GPU_PATH) $(PYTHON) -m kvstrata bench $$op --save $(if $(REVISION),--revision $(REVISION)) || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
