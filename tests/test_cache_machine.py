@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
@@ -131,21 +131,25 @@ class Machine(RuleBasedStateMachine):
     def start(self, budget, tiers, mode, dtype, seed, slab_pages, page_tokens, **rest) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.dtype = dtype
-        self.cache = TieredCache(
-            LAYERS,
-            HEADS,
-            DIM,
-            budget=budget,
-            tiers=tiers,
-            importance=mode,
-            dtype=dtype,
-            max_requests=REQUESTS,
-            max_tokens=TOKENS,
-            page_tokens=page_tokens,
-            slab_bytes=slab_pages * page_tokens * (DIM * 8 + 8),
-            debug=True,
-            **rest,
-        )
+        try:
+            self.cache = TieredCache(
+                LAYERS,
+                HEADS,
+                DIM,
+                budget=budget,
+                tiers=tiers,
+                importance=mode,
+                dtype=dtype,
+                max_requests=REQUESTS,
+                max_tokens=TOKENS,
+                page_tokens=page_tokens,
+                slab_bytes=slab_pages * page_tokens * (DIM * 8 + 8),
+                debug=True,
+                **rest,
+            )
+        except ValueError as error:  # bytes that do not even hold the tables and one slab of each tier
+            assume("expected at least" not in str(error))
+            raise
 
     def make(self, tokens: int, kind: str = "normal") -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(2, tokens, HEADS, DIM, generator=self.random) + 2
@@ -326,4 +330,4 @@ TestMachine = Machine.TestCase
 def test_long_runs() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(Machine, settings=settings(max_examples=400, stateful_step_count=60))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=150, stateful_step_count=50))
