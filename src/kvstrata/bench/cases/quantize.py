@@ -6,7 +6,6 @@ index of rows. ``plain`` cases leave the rotation out, to show what it costs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,24 +13,15 @@ import torch
 from kvstrata.bench import Bench, Case, sets_for
 from kvstrata.bench.clock import Call
 from kvstrata.cache import quantize_reference as reference
-from kvstrata.cache.quantize_op import UNIT, missing, quantize_pages
+from kvstrata.cache.quantize_op import UNIT, Job, missing, quantize_pages
 from kvstrata.layout import Format, fragments, scales
 
 POISON = 0xFF
 CHECKED = 256  # pages compared with the reference, code by code
 
 
-@dataclass
-class Inputs:
+class Inputs(Job):
     """One input set: rows, where every page goes and which rows it takes."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    pool: torch.Tensor
-    pages: torch.Tensor
-    source: torch.Tensor
-    heads: torch.Tensor
-    format: Format
 
     @classmethod
     def make(cls, format: Format, tokens: int, heads: int, device: torch.device, seed: int) -> Inputs:
@@ -49,6 +39,8 @@ class Inputs:
             source=rows.reshape(n, size).contiguous(),
             heads=torch.arange(heads, dtype=torch.int32, device=device).repeat(runs),
             format=format,
+            centre=None,
+            centres=None,
         )
 
     def run(self, backend: str) -> None:
