@@ -18,6 +18,10 @@ def check(cache: TieredCache) -> None:
     assert (cache.pool.owners(handles) == owned).all(), "a page has other owners than the tables say"
     used = int((cache.pool.refs > 0).sum())
     assert used == len(handles), f"{used} pages in use, {len(handles)} in tables"
+    pool = cache.pool
+    for t in range(len(cache.kinds)):
+        assert pool.pages(t) == int((pool.refs[pool.tier == t] > 0).sum()), "a tier's pages were counted wrong"
+        assert pool.slabs_of(t) == int((pool.tier == t).sum()), "a tier's slabs were counted wrong"
     pages = -(-count.astype(np.int64) // cache.page_tokens)
     listed = np.arange(table.shape[-1]) < pages[..., None]
     assert ((table >= 0) == listed).all(), "page lists and counts differ"

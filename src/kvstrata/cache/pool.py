@@ -3,11 +3,11 @@
     slab 0 (K16V16)          slab 1 (K4V4)                slab 2 (empty)
     [page][page][page]..     [page][page][page][page]..   [                ]
 
-A slab is one uint8 tensor that never moves. While a page of it is in use it belongs to one tier, whose stride cuts it
-into pages; when the last page goes it is empty and may serve any tier. A page's handle is its byte offset in the
-space of all slabs laid end to end, divided by 64: ``handle // units`` is the slab, ``handle % units * 64`` the offset
-in it. A kernel adds that to ``pointers[slab]``. Reference counts live on the host; a page may have several owners
-(forks), and whoever writes must be the only one.
+A slab is one uint8 tensor that never moves (on the CPU a part of one range of addresses, see space.py). While a page
+of it is in use it belongs to one tier, whose stride cuts it into pages; when the last page goes it is empty and may
+serve any tier. A page's handle is its byte offset in the space of all slabs laid end to end, divided by 64:
+``handle // units`` is the slab, ``handle % units * 64`` the offset in it. A kernel adds that to ``pointers[slab]``.
+Reference counts live on the host; a page may have several owners (forks), and whoever writes must be the only one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+
+from .space import Space
 
 UNIT = 64  # bytes a handle counts in
 POISON = 0xFF  # NaN as fp16, bf16 and fp32; -1 as a position
@@ -41,11 +43,16 @@ class Pool:
         self.per_slab = tuple(slab_bytes // stride for stride in strides)
         self.device = device
         self.debug = debug
+        self.space = Space(capacity * slab_bytes) if device.type == "cpu" else None
         self.slabs: list[torch.Tensor | None] = [None] * capacity
         self.pointers = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.allocated = np.zeros(capacity, bool)
         self.tier = np.full(capacity, EMPTY, np.int8)
         self.refs = np.zeros((capacity, max(self.per_slab)), np.int32)
+        self._used = np.zeros(capacity, np.int32)  # pages with an owner
+        self._pages = np.zeros(len(self.strides), np.int64)  # the same per tier
+        self._slabs = np.zeros(len(self.strides), np.int64)  # slabs per tier
+        self._stride = np.asarray(self.strides)
 
     @property
     def capacity(self) -> int:
@@ -54,7 +61,7 @@ class Pool:
     @property
     def slab_count(self) -> int:
         """Slabs that are allocated, empty ones included."""
-        return int(self.allocated.sum())
+        return int(np.count_nonzero(self.allocated))
 
     @property
     def nbytes(self) -> int:
@@ -62,16 +69,16 @@ class Pool:
 
     def pages(self, tier: int) -> int:
         """Pages of a tier in use, each counted once."""
-        return int((self.refs[self.tier == tier] > 0).sum())
+        return int(self._pages[tier])
 
     def slabs_of(self, tier: int) -> int:
-        return int((self.tier == tier).sum())
+        return int(self._slabs[tier])
 
     def _locate(self, handles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Slab and index in it."""
         handles = handles.astype(np.int64)
         slab = handles // self.units
-        stride = np.asarray(self.strides)[self.tier[slab]]
+        stride = self._stride[self.tier[slab]]
         return slab, handles % self.units * UNIT // stride
 
     def _open(self, tier: int) -> None:
@@ -83,12 +90,16 @@ class Pool:
             if self.allocated.all():
                 raise RuntimeError(f"pool: expected a free slab, all {self.capacity} are in use")
             at = int(np.argmin(self.allocated))
-            slab = torch.empty(self.slab_bytes, dtype=torch.uint8, device=self.device)
+            if self.space is None:
+                slab = torch.empty(self.slab_bytes, dtype=torch.uint8, device=self.device)
+            else:
+                slab = self.space.bytes[at * self.slab_bytes : (at + 1) * self.slab_bytes]
             if self.debug:
                 slab.fill_(POISON)
             self.slabs[at], self.allocated[at] = slab, True
             self.pointers[at] = slab.data_ptr()
         self.tier[at] = tier
+        self._slabs[tier] += 1
 
     def allocate(self, tier: int, n: int) -> np.ndarray:
         """Handles of ``n`` pages, the lowest free ones, each with one owner. Their bytes are undefined."""
@@ -98,10 +109,13 @@ class Pool:
         missing = n - (self.slabs_of(tier) * per_slab - self.pages(tier))
         for _ in range(-(-missing // per_slab)):
             self._open(tier)
-        mine = np.flatnonzero(self.tier == tier)
+        mine = np.flatnonzero((self.tier == tier) & (self._used < per_slab))
+        mine = mine[: np.searchsorted(np.cumsum(per_slab - self._used[mine]), n) + 1]
         row, index = np.nonzero(self.refs[mine, :per_slab] == 0)
         slab, index = mine[row[:n]], index[:n]
         self.refs[slab, index] = 1
+        np.add.at(self._used, slab, 1)
+        self._pages[tier] += n
         return slab * self.units + index * (self.strides[tier] // UNIT)
 
     def owners(self, handles: np.ndarray) -> np.ndarray:
@@ -121,11 +135,22 @@ class Pool:
         left = self.refs[slab, index]
         if (left < 0).any():
             raise RuntimeError(f"pool: page {int(handles[left < 0][0])} released more often than it was owned")
+        freed = np.unique(handles[left == 0])
+        if not len(freed):
+            return
         if self.debug:
-            for handle in np.unique(handles[left == 0]):
-                self._bytes(int(handle), 0, self.strides[self.tier[handle // self.units]]).fill_(POISON)
+            for handle in freed.tolist():
+                self._bytes(handle, 0, self.strides[self.tier[handle // self.units]]).fill_(POISON)
+        slab = freed // self.units
+        np.subtract.at(self._used, slab, 1)
+        np.subtract.at(self._pages, self.tier[slab], 1)
         touched = np.unique(slab)
-        self.tier[touched[~self.refs[touched].any(1)]] = EMPTY
+        self._empty(touched[self._used[touched] == 0])
+
+    def _empty(self, slabs: np.ndarray) -> None:
+        """Slabs without a page belong to no tier."""
+        np.subtract.at(self._slabs, self.tier[slabs], 1)
+        self.tier[slabs] = EMPTY
 
     def _bytes(self, handle: int, start: int, size: int) -> torch.Tensor:
         slab = self.slabs[handle // self.units]
@@ -134,21 +159,59 @@ class Pool:
         return slab[at : at + size]
 
     def read(self, handles: np.ndarray, start: int, size: int) -> torch.Tensor:
-        """Copies of bytes ``start .. start + size`` of pages: uint8 ``[n, size]``."""
+        """Copies of bytes ``start .. start + size`` of pages: uint8 ``[n, size]``; one indexed read for all pages."""
         if handles.size == 0:
             return torch.empty(0, size, dtype=torch.uint8, device=self.device)
-        return torch.stack([self._bytes(handle, start, size) for handle in handles.tolist()])
+        if self.space is not None:
+            found = self.space.runs(start, size)[handles]
+            return torch.from_numpy(found.view(np.uint8).reshape(len(handles), size))
+        from .pages_triton import gather
+
+        return gather(self, self.to_device(handles), start, size)
 
     def write(self, handles: np.ndarray, start: int, data: torch.Tensor) -> None:
-        """The inverse of ``read``."""
-        for handle, row in zip(handles.tolist(), data, strict=True):
-            self._bytes(handle, start, data.shape[1]).copy_(row)
+        """The inverse of ``read``; no page twice."""
+        if handles.size == 0:
+            return
+        if self.space is not None:
+            rows = data.contiguous().numpy().view(f"V{data.shape[1]}")
+            self.space.runs(start, data.shape[1])[handles] = rows.reshape(len(handles))
+        else:
+            from .pages_triton import scatter
+
+            scatter(self, self.to_device(handles), start, data)
+
+    def copy(self, old: np.ndarray, new: np.ndarray, tier: int) -> None:
+        """Whole pages of a tier to others."""
+        if self.space is not None or old.size == 0:
+            self.write(new, 0, self.read(old, 0, self.strides[tier]))
+        else:
+            from .pages_triton import copy
+
+            copy(self, self.to_device(old), self.to_device(new), self.strides[tier])
+
+    def clear(self, handles: np.ndarray, tier: int) -> None:
+        """Zeros in whole pages of a tier."""
+        if handles.size == 0:
+            return
+        if self.space is not None:
+            self.space.runs(0, self.strides[tier])[handles] = np.zeros(1, f"V{self.strides[tier]}")
+        else:
+            from .pages_triton import clear
+
+            clear(self, self.to_device(handles), self.strides[tier])
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """A copy of a small host array; on a GPU the host does not wait (pageable memory is staged by the driver)."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
 
     def trim(self, spare: int = 0) -> None:
         """Give empty slabs back, all but ``spare``."""
         for at in np.flatnonzero(self.allocated & (self.tier == EMPTY))[spare:].tolist():
             self.slabs[at], self.allocated[at] = None, False
             self.pointers[at] = 0
+            if self.space is not None:
+                self.space.forget(at * self.slab_bytes, self.slab_bytes)
 
     def compact(self, tier: int) -> tuple[np.ndarray, np.ndarray]:
         """Move pages from the last slabs of a tier into holes of the first: handles before (sorted) and after."""
@@ -160,8 +223,10 @@ class Pool:
         from_slab, to_slab = mine[keep:][from_row], mine[:keep][to_row[: len(from_row)]]
         to_index = to_index[: len(from_row)]
         old, new = from_slab * self.units + from_index * step, to_slab * self.units + to_index * step
-        self.write(new, 0, self.read(old, 0, self.strides[tier]))
+        self.copy(old, new, tier)
         self.refs[to_slab, to_index] = self.refs[from_slab, from_index]
+        np.add.at(self._used, to_slab, 1)
+        self._pages[tier] += len(new)
         self.refs[from_slab, from_index] = 1
         self.release(old)
         return old, new

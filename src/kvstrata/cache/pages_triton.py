@@ -1,0 +1,127 @@
+"""Bytes of pages that lie in many slabs, by handle: gather, scatter, copy, clear; and the side entries of tokens.
+
+Slabs are allocations of their own, so every program looks its page's address up in the pool's pointers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from .pool import Pool
+
+BLOCK = 1024  # words of 4 bytes a program
+
+
+@triton.jit
+def page_address(pointers_ptr, handle, units, mask=None):
+    """Where pages begin, as integers."""
+    handle = handle.to(tl.int64)
+    return tl.load(pointers_ptr + handle // units, mask=mask, other=0) + handle % units * 64
+
+
+@triton.jit
+def pages_kernel(
+    pointers_ptr, handles_ptr, others_ptr, data_ptr, units, start, words,
+    FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Words of page ``handles[i]``: FROM 'page', 'data' or 'zero'; TO 'page' (others[i], or handles[i]) or 'data'."""
+    page = tl.program_id(0)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < words
+    at = page.to(tl.int64) * words + offs
+    address = page_address(pointers_ptr, tl.load(handles_ptr + page), units) + start
+    page_ptr = address.to(tl.pointer_type(tl.int32))
+    if FROM == "page":
+        value = tl.load(page_ptr + offs, mask=mask)
+    elif FROM == "data":
+        value = tl.load(data_ptr + at, mask=mask)
+    else:
+        value = tl.zeros((BLOCK,), tl.int32)
+    if TO == "data":
+        tl.store(data_ptr + at, value, mask=mask)
+    else:
+        if FROM == "page":
+            address = page_address(pointers_ptr, tl.load(others_ptr + page), units) + start
+            page_ptr = address.to(tl.pointer_type(tl.int32))
+        tl.store(page_ptr + offs, value, mask=mask)
+
+
+def _run(pool: Pool, handles: torch.Tensor, others: torch.Tensor, data: torch.Tensor, start: int, size: int,
+         source: str, to: str) -> None:  # fmt: skip
+    assert start % 4 == 0
+    assert size % 4 == 0
+    words = size // 4
+    block = min(BLOCK, triton.next_power_of_2(words))
+    with torch.cuda.device_of(handles):
+        pages_kernel[(len(handles), triton.cdiv(words, block))](
+            pool.pointers, handles, others, data, pool.units, start, words, FROM=source, TO=to, BLOCK=block
+        )
+
+
+def gather(pool: Pool, handles: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    """uint8 ``[n, size]``: bytes ``start .. start + size`` of pages."""
+    data = torch.empty(len(handles), size // 4, dtype=torch.int32, device=pool.device)
+    _run(pool, handles, handles, data, start, size, "page", "data")
+    return data.view(torch.uint8)
+
+
+def scatter(pool: Pool, handles: torch.Tensor, start: int, data: torch.Tensor) -> None:
+    """The inverse."""
+    _run(pool, handles, handles, data.contiguous().view(torch.int32), start, data.shape[1], "data", "page")
+
+
+def copy(pool: Pool, old: torch.Tensor, new: torch.Tensor, size: int) -> None:
+    """Pages ``new`` become what pages ``old`` are; none is in both."""
+    _run(pool, old, new, old, 0, size, "page", "page")
+
+
+def clear(pool: Pool, handles: torch.Tensor, size: int) -> None:
+    _run(pool, handles, handles, handles, 0, size, "zero", "page")
+
+
+@triton.jit
+def side_kernel(
+    pointers_ptr, handle_ptr, slot_ptr, tier_ptr, offset_ptr, position_ptr, importance_ptr, units, n,
+    POSITION_BYTES: tl.constexpr, IMPORTANCE: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Position and importance of tokens, out of their pages or (WRITE) into them; a negative handle is skipped."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < n
+    handle = tl.load(handle_ptr + offs, mask=mask, other=-1)
+    mask &= handle >= 0
+    slot = tl.load(slot_ptr + offs, mask=mask, other=0).to(tl.int64)
+    tier = tl.load(tier_ptr + offs, mask=mask, other=0)
+    page = page_address(pointers_ptr, tl.maximum(handle, 0), units, mask)
+    at = page + tl.load(offset_ptr + 2 * tier, mask=mask, other=0) + slot * POSITION_BYTES
+    POSITION: tl.constexpr = tl.int16 if POSITION_BYTES == 2 else tl.int32
+    in_page = at.to(tl.pointer_type(POSITION))
+    if WRITE:
+        tl.store(in_page, tl.load(position_ptr + offs, mask=mask, other=0).to(POSITION), mask=mask)
+    else:
+        tl.store(position_ptr + offs, tl.load(in_page, mask=mask, other=0).to(tl.int64), mask=mask)
+    if IMPORTANCE:
+        at = page + tl.load(offset_ptr + 2 * tier + 1, mask=mask, other=0) + slot * 4
+        in_page = at.to(tl.pointer_type(tl.float32))
+        if WRITE:
+            tl.store(in_page, tl.load(importance_ptr + offs, mask=mask, other=0.0), mask=mask)
+        else:
+            tl.store(importance_ptr + offs, tl.load(in_page, mask=mask, other=0.0), mask=mask)
+
+
+def side(
+    pool: Pool, handle: torch.Tensor, slot: torch.Tensor, tier: torch.Tensor, offsets: torch.Tensor,
+    position: torch.Tensor, importance: torch.Tensor, position_dtype: torch.dtype, kept: bool, write: bool,
+) -> None:  # fmt: skip
+    """``offsets`` int64 ``[tiers, 2]``: of positions and importance in a page; ``kept``: whether it holds the latter."""
+    if len(handle) == 0:
+        return
+    with torch.cuda.device_of(handle):
+        side_kernel[(triton.cdiv(len(handle), 256),)](
+            pool.pointers, handle, slot, tier, offsets, position, importance, pool.units, len(handle),
+            POSITION_BYTES=position_dtype.itemsize, IMPORTANCE=kept, WRITE=write, BLOCK=256,
+        )  # fmt: skip
