@@ -1,0 +1,100 @@
+"""``PagedCache``: plain pages of 16-bit, 32-bit or fp8 rows, as ``store_kv`` writes them, for `decode_attention`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8)
+LAYOUTS = ("NHD", "HND")
+
+
+@dataclass(frozen=True, eq=False)
+class PagedCache:
+    """K and V of one layer in pages that a table names; views, nothing is copied.
+
+    Args:
+        k, v: ``[pages, page_size, kv_heads, head_dim]`` (``layout="NHD"``) or ``[pages, kv_heads, page_size,
+            head_dim]`` (``"HND"``), also strided, with an inner stride of 1.
+        table: int32 ``[requests, max_pages]``. Token i of a request is row ``i % page_size`` of page
+            ``table[request, i // page_size]``; entries past the length may hold anything.
+        lengths: int32 ``[requests]``.
+        k_scale, v_scale: for fp8: float32, one value or ``[kv_heads]``; what is read is the stored value times it.
+
+    Raises ValueError or TypeError, naming the argument. Pages and lengths are not checked against their bounds.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    layout: str = "NHD"
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout: expected one of {LAYOUTS}, got {self.layout!r}")
+        if self.k.dim() != 4:
+            raise ValueError(f"k: expected 4 dimensions, got shape {tuple(self.k.shape)}")
+        if self.k.dtype not in DTYPES:
+            raise TypeError(f"k: expected one of {DTYPES}, got {self.k.dtype}")
+        if self.v.shape != self.k.shape:
+            raise ValueError(f"v: expected shape {tuple(self.k.shape)} as k, got {tuple(self.v.shape)}")
+        if self.v.dtype != self.k.dtype:
+            raise TypeError(f"v: expected {self.k.dtype} as k, got {self.v.dtype}")
+        for name, x in (("k", self.k), ("v", self.v)):
+            if x.stride(3) != 1:
+                raise ValueError(f"{name}: expected an inner stride of 1, got {x.stride(3)}")
+        for name, x, dims in (("table", self.table, 2), ("lengths", self.lengths, 1)):
+            if x.dtype != torch.int32:
+                raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
+            if x.dim() != dims or not x.is_contiguous():
+                raise ValueError(f"{name}: expected {dims} contiguous dimensions, got shape {tuple(x.shape)}")
+        if self.lengths.shape[0] != self.table.shape[0]:
+            raise ValueError(f"lengths: expected {self.table.shape[0]}, one per row of table, got {len(self.lengths)}")
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if scale is None:
+                continue
+            if not self.fp8:
+                raise ValueError(f"{name}: expected None for {self.k.dtype}, got a tensor")
+            if scale.dtype != torch.float32:
+                raise TypeError(f"{name}: expected torch.float32, got {scale.dtype}")
+            if scale.numel() != 1 and tuple(scale.shape) != (self.kv_heads,):
+                raise ValueError(f"{name}: expected one value or [{self.kv_heads}], got shape {tuple(scale.shape)}")
+        others = {"v": self.v, "table": self.table, "lengths": self.lengths}
+        others |= {n: s for n, s in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if s is not None}
+        for name, x in others.items():
+            if x.device != self.k.device:
+                raise ValueError(f"{name}: expected a tensor on {self.k.device}, where k is, got {x.device}")
+
+    @property
+    def fp8(self) -> bool:
+        return self.k.dtype in FP8
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[1 if self.layout == "NHD" else 2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[2 if self.layout == "NHD" else 1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3]
+
+    @property
+    def max_length(self) -> int:
+        """The tokens that a row of the table can name."""
+        return self.table.shape[1] * self.page_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    def by_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of k and v as ``[pages, kv_heads, page_size, head_dim]``."""
+        return (self.k.transpose(1, 2), self.v.transpose(1, 2)) if self.layout == "NHD" else (self.k, self.v)

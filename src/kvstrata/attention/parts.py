@@ -1,0 +1,156 @@
+"""What a reference decode reads: one part per tier, each with the tokens of every (request, KV head) side by side.
+
+G is requests times KV heads, M the pages of the longest of these buckets, N = M * P the slots. Shorter buckets are
+padded with slots that are not ``valid``. Bytes of such slots are never trusted: scores there are masked, and values are
+either codes, which are finite whatever the bits are, or set to zero.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import numpy as np
+import torch
+
+from ..cache.views import BucketedCacheLayer
+from ..layout.format import Format
+from ..layout.rotation import hadamard
+from .paged import PagedCache
+from .unpack import dims, k_order, turn, unpack, v_order
+
+UNIT = 64  # bytes a handle counts in
+
+
+class Plain:
+    """Rows in the model's dtype, or fp8 with scales."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, position: torch.Tensor) -> None:
+        self.k, self.v = k, v  # float32 [G, N, D]; v is zero where not valid
+        self.valid = valid  # bool [G, N]
+        self.position = position  # int [G, N], anything where not valid
+
+    def scores(self, q: torch.Tensor) -> torch.Tensor:
+        """``q [G, R, D]`` -> ``[G, R, N]``."""
+        return torch.bmm(q, self.k.transpose(1, 2))
+
+    def values(self, weights: torch.Tensor) -> torch.Tensor:
+        """``weights [G, R, N]``, zero where not valid -> ``[G, R, D]``."""
+        return torch.bmm(weights, self.v)
+
+
+@functools.lru_cache(maxsize=64)
+def _turn(head_dim: int, rotate: bool, side: str, device: torch.device) -> torch.Tensor:
+    """Rotation and the order of dims in one matrix: ``q @ turn`` is what K's codes want."""
+    full = hadamard(head_dim) if rotate else torch.eye(head_dim)
+    return full[:, dims(head_dim, "k" if side == "k" else "v")].contiguous().to(device)
+
+
+class Coded:
+    """Codes as floats; scales and mid-rise offsets go to scores and weights, rotation to query and output."""
+
+    def __init__(
+        self, pages: torch.Tensor, format: Format, centre: torch.Tensor, valid: torch.Tensor, position: torch.Tensor
+    ) -> None:
+        self.format, self.centre, self.pages = format, centre, pages.shape[1]
+        raw = pages[:, :, format.scale_offset : format.page_bytes].view(torch.float16)
+        # [G, M, tile, g, side, r] -> side, G, r, tile, g, M: the order of K's codes
+        scales = raw.unflatten(2, (-1, 8, 2, 2)).permute(4, 0, 5, 2, 3, 1).float().flatten(2)
+        self.valid, self.position = k_order(valid), k_order(position)
+        self.k_scale, self.v_scale = scales.masked_fill_(~self.valid, 0.0).unsqueeze(2).unbind(0)
+        words = turn(pages, format)
+        self.k, self.v = unpack(words, format, "k"), unpack(words, format, "v")
+
+    def scores(self, q: torch.Tensor) -> torch.Tensor:
+        """``q [G, R, D]`` -> ``[G, R, N]``."""
+        turned = q @ _turn(q.shape[2], self.format.rotate, "k", q.device)
+        middle = turned.sum(2, keepdim=True) * (2**self.format.k_bits - 1) * 0.5
+        scores = torch.bmm(turned, self.k).sub_(middle).mul_(self.k_scale)
+        return scores.add_(torch.bmm(q, self.centre)) if self.format.centre else scores
+
+    def values(self, weights: torch.Tensor) -> torch.Tensor:
+        """``weights [G, R, N]``, zero where not valid -> ``[G, R, D]``."""
+        scaled = weights * self.v_scale
+        middle = scaled.sum(2, keepdim=True) * (2**self.format.v_bits - 1) * 0.5
+        out = torch.bmm(v_order(scaled, self.pages), self.v.transpose(1, 2)).sub_(middle)
+        return out @ _turn(out.shape[2], self.format.rotate, "v", out.device).T
+
+
+def _read(buckets: BucketedCacheLayer, handles: np.ndarray, size: int) -> torch.Tensor:
+    """The first ``size`` bytes of pages: uint8 ``[*handles.shape, size]``."""
+    device = buckets.slab_pointers.device
+    out = torch.empty(*handles.shape, size, dtype=torch.uint8, device=device)
+    slab, offset = handles.ravel() // buckets.units, handles.ravel() % buckets.units * UNIT
+    if device.type == "cpu":
+        source = buckets.slab_pointers.numpy()[slab] + offset
+        start = out.data_ptr()
+        for target, at in zip(range(start, start + out.numel(), size), source.tolist(), strict=True):
+            ctypes.memmove(target, at, size)
+        return out
+    for row, s, o in zip(out.view(-1, size), slab.tolist(), offset.tolist(), strict=True):
+        row.copy_(buckets.slabs[s][o : o + size])
+    return out
+
+
+def tier_parts(buckets: BucketedCacheLayer, requests: list[int], dtype: torch.dtype) -> list[Plain | Coded]:
+    """The tiers that hold a token of these requests."""
+    device = buckets.slab_pointers.device
+    counts = buckets.count.cpu().numpy()[requests]  # [B, H, tiers]
+    table = buckets.table.cpu().numpy()
+    parts: list[Plain | Coded] = []
+    for tier, format in enumerate(buckets.formats):
+        count = counts[:, :, tier].reshape(-1).astype(np.int64)
+        longest = int(count.max(initial=0))
+        if longest == 0:
+            continue
+        tokens = format.page_tokens
+        pages = -(-longest // tokens)
+        handles = table[requests, :, tier, :pages].reshape(-1, pages).astype(np.int64)
+        used = np.arange(pages) * tokens < count[:, None]
+        handles = np.where(used, handles, handles[used][0])
+        at = buckets.position_offsets[tier]
+        read = _read(buckets, handles, at + tokens * buckets.position_dtype.itemsize)
+        position = read[:, :, at:].view(buckets.position_dtype)
+        if not format.plain:
+            slot = torch.arange(pages * tokens, device=device).view(pages, tokens)
+            valid = slot < torch.from_numpy(count).to(device).view(-1, 1, 1)
+            centre = buckets.centre[requests].flatten(0, 1).unsqueeze(2)
+            parts.append(Coded(read, format, centre, valid, position))
+            continue
+        rows = [
+            read[:, :, start : start + format.k_bytes].view(dtype).view(len(count), pages, tokens, -1).flatten(1, 2)
+            for start in (format.k_offset, format.v_offset)
+        ]
+        parts.append(_plain(rows[0], rows[1], count, longest, position.flatten(1)))
+    return parts
+
+
+def _plain(k: torch.Tensor, v: torch.Tensor, count: np.ndarray, longest: int, position: torch.Tensor) -> Plain:
+    """Rows ``[G, slots, D]`` cut to the longest bucket; what is past the end of a shorter one may be anything."""
+    k, v = k[:, :longest].float(), v[:, :longest].float()
+    valid = torch.arange(longest, device=k.device) < torch.from_numpy(count).to(k.device).unsqueeze(1)
+    shortest = int(count.min())
+    if shortest < longest:
+        tail = v[:, shortest:].masked_fill(~valid[:, shortest:].unsqueeze(2), 0.0)
+        v = torch.cat([v[:, :shortest], tail], 1)
+    return Plain(k, v, valid, position[:, :longest])
+
+
+def paged_parts(cache: PagedCache, requests: list[int]) -> list[Plain | Coded]:
+    """The tokens of these requests, as one part or none."""
+    length = cache.lengths.cpu().numpy()[requests].astype(np.int64)
+    longest = int(length.max(initial=0))
+    if longest <= 0:
+        return []
+    pages = -(-longest // cache.page_size)
+    table = cache.table[torch.tensor(requests, device=cache.device), :pages].long()
+    used = torch.arange(pages, device=cache.device) * cache.page_size
+    table = torch.where(used < torch.from_numpy(length).to(cache.device).unsqueeze(1), table, 0)
+    sides = []
+    for x, scale in zip(cache.by_head(), (cache.k_scale, cache.v_scale), strict=True):
+        rows = x[table].transpose(1, 2).flatten(2, 3).float()  # [B, H, N, D]
+        if scale is not None:
+            rows = rows * scale.view(-1, 1, 1)
+        sides.append(rows.flatten(0, 1))
+    position = torch.arange(pages * cache.page_size, device=cache.device).expand(len(sides[0]), -1)
+    return [_plain(sides[0], sides[1], np.repeat(length, cache.kv_heads), longest, position)]
