@@ -15,11 +15,20 @@ import torch
 
 from ..cache.views import BucketedCacheLayer
 from ..layout.format import Format
+from ..layout.fragments import Side
 from ..layout.rotation import hadamard
 from .paged import PagedCache
 from .unpack import dims, k_order, turn, unpack, v_order
 
 UNIT = 64  # bytes a handle counts in
+
+
+def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``b @ a.mT`` for ``a [G, n, k]``, ``b [G, m, k]`` with few m.
+
+    Products with a transposed right side are slow on some CPUs (twelve times, m 9 on a Neoverse); a copy of b is small.
+    """
+    return torch.bmm(a, b.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
 class Plain:
@@ -32,7 +41,7 @@ class Plain:
 
     def scores(self, q: torch.Tensor) -> torch.Tensor:
         """``q [G, R, D]`` -> ``[G, R, N]``."""
-        return torch.bmm(q, self.k.transpose(1, 2))
+        return _times(self.k, q)
 
     def values(self, weights: torch.Tensor) -> torch.Tensor:
         """``weights [G, R, N]``, zero where not valid -> ``[G, R, D]``."""
@@ -40,40 +49,53 @@ class Plain:
 
 
 @functools.lru_cache(maxsize=64)
-def _turn(head_dim: int, rotate: bool, side: str, device: torch.device) -> torch.Tensor:
-    """Rotation and the order of dims in one matrix: ``q @ turn`` is what K's codes want."""
+def _turn(head_dim: int, rotate: bool, side: Side, device: torch.device) -> torch.Tensor:
+    """Rotation and the order of dims in one matrix: from a query to K's codes, from V's codes to an output."""
     full = hadamard(head_dim) if rotate else torch.eye(head_dim)
-    return full[:, dims(head_dim, "k" if side == "k" else "v")].contiguous().to(device)
+    turned = full[:, dims(head_dim, "k")] if side == "k" else full[dims(head_dim, "v")]
+    return turned.contiguous().to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def _slots(pages: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """The slots of a bucket in the order of K's codes."""
+    return k_order(torch.arange(pages * tokens, device=device).view(pages, tokens))
 
 
 class Coded:
     """Codes as floats; scales and mid-rise offsets go to scores and weights, rotation to query and output."""
 
     def __init__(
-        self, pages: torch.Tensor, format: Format, centre: torch.Tensor, valid: torch.Tensor, position: torch.Tensor
+        self, pages: torch.Tensor, format: Format, centre: torch.Tensor, count: torch.Tensor, position: torch.Tensor
     ) -> None:
         self.format, self.centre, self.pages = format, centre, pages.shape[1]
         raw = pages[:, :, format.scale_offset : format.page_bytes].view(torch.float16)
         # [G, M, tile, g, side, r] -> side, G, r, tile, g, M: the order of K's codes
         scales = raw.unflatten(2, (-1, 8, 2, 2)).permute(4, 0, 5, 2, 3, 1).float().flatten(2)
-        self.valid, self.position = k_order(valid), k_order(position)
+        self.valid = _slots(self.pages, format.page_tokens, pages.device) < count.unsqueeze(1)
         self.k_scale, self.v_scale = scales.masked_fill_(~self.valid, 0.0).unsqueeze(2).unbind(0)
         words = turn(pages, format)
         self.k, self.v = unpack(words, format, "k"), unpack(words, format, "v")
+        self._position = position
+
+    @property
+    def position(self) -> torch.Tensor:
+        """As `Plain` has it."""
+        return k_order(self._position)
 
     def scores(self, q: torch.Tensor) -> torch.Tensor:
         """``q [G, R, D]`` -> ``[G, R, N]``."""
         turned = q @ _turn(q.shape[2], self.format.rotate, "k", q.device)
         middle = turned.sum(2, keepdim=True) * (2**self.format.k_bits - 1) * 0.5
         scores = torch.bmm(turned, self.k).sub_(middle).mul_(self.k_scale)
-        return scores.add_(torch.bmm(q, self.centre)) if self.format.centre else scores
+        return scores.add_((q * self.centre).sum(2, keepdim=True)) if self.format.centre else scores
 
     def values(self, weights: torch.Tensor) -> torch.Tensor:
         """``weights [G, R, N]``, zero where not valid -> ``[G, R, D]``."""
         scaled = weights * self.v_scale
         middle = scaled.sum(2, keepdim=True) * (2**self.format.v_bits - 1) * 0.5
-        out = torch.bmm(v_order(scaled, self.pages), self.v.transpose(1, 2)).sub_(middle)
-        return out @ _turn(out.shape[2], self.format.rotate, "v", out.device).T
+        out = _times(self.v, v_order(scaled, self.pages)).sub_(middle)
+        return out @ _turn(out.shape[2], self.format.rotate, "v", out.device)
 
 
 def _read(buckets: BucketedCacheLayer, handles: np.ndarray, size: int) -> torch.Tensor:
@@ -112,10 +134,8 @@ def tier_parts(buckets: BucketedCacheLayer, requests: list[int], dtype: torch.dt
         read = _read(buckets, handles, at + tokens * buckets.position_dtype.itemsize)
         position = read[:, :, at:].view(buckets.position_dtype)
         if not format.plain:
-            slot = torch.arange(pages * tokens, device=device).view(pages, tokens)
-            valid = slot < torch.from_numpy(count).to(device).view(-1, 1, 1)
-            centre = buckets.centre[requests].flatten(0, 1).unsqueeze(2)
-            parts.append(Coded(read, format, centre, valid, position))
+            centre = buckets.centre[requests].flatten(0, 1).unsqueeze(1)
+            parts.append(Coded(read, format, centre, torch.from_numpy(count).to(device), position))
             continue
         rows = [
             read[:, :, start : start + format.k_bytes].view(dtype).view(len(count), pages, tokens, -1).flatten(1, 2)

@@ -67,7 +67,7 @@ def _decode(job: Job, lengths: list[int]) -> Result:
         if job.softcap is not None:
             s = job.softcap * torch.tanh(s / job.softcap)
         shape = (len(s), q_len, group, -1)
-        scores.append(s.view(shape).masked_fill_(_hidden(part, lengths, job), -torch.inf).flatten(1, 2))
+        scores.append(s.reshape(shape).masked_fill_(_hidden(part, lengths, job), -torch.inf).flatten(1, 2))
     empty = torch.empty(*q.shape[:2], 0, device=device)
     weights = torch.cat(scores, 2) if scores else empty
     sink = torch.full((1,), -torch.inf, device=device)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .append_op import Job, append_rows
 from .pages import PageKind, Rows
 from .pool import Pool
 
@@ -92,6 +93,7 @@ class Buckets:
         self.kv_heads, self.max_pages = kv_heads, max_pages
         self.page_tokens = kinds[0].format.page_tokens
         self.device = pool.device
+        self.heads = np.arange(kv_heads)
         shape = (requests, layers, kv_heads, len(kinds))
         table = torch.full((*shape, max_pages), -1, dtype=torch.int32)
         count = torch.zeros(shape, dtype=torch.int32)
@@ -105,6 +107,56 @@ class Buckets:
         for request in requests:
             self.table[request, layer].copy_(torch.from_numpy(self.host_table[request, layer]))
             self.count[request, layer].copy_(torch.from_numpy(self.host_count[request, layer]))
+
+    def _push_pages(self, at: tuple[np.ndarray, ...], handles: np.ndarray) -> None:
+        """New handles at these indices of the table, here and on the device."""
+        self.host_table[at] = handles
+        if self.device.type != "cpu" and len(handles):
+            flat = np.ravel_multi_index(at, self.host_table.shape)
+            both = self.pool.to_device(np.stack([flat, handles]))
+            self.table.view(-1)[both[0]] = both[1].int()
+
+    def room(self, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
+        """Counts of the plain buckets ``[R, H]``, if new tokens fit their last pages and nobody else owns these."""
+        count = self.host_count[requests, layer, :, 0].astype(np.int64)
+        if (-count % self.page_tokens < lengths[:, None]).any():
+            return None
+        if self.pool.shares:
+            some = lengths > 0
+            last = self.host_table[requests[some, None], layer, self.heads, 0, count[some] // self.page_tokens]
+            if (self.pool.owners(last) > 1).any():
+                return None
+        return count
+
+    def make_room(self, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Pages of its own for new plain tokens, empty slots zero; the counts before, ``[R, H]``."""
+        p = self.page_tokens
+        count = self.host_count[requests, layer, :, 0].astype(np.int64)
+        row, head = np.nonzero((count % p > 0) & (lengths[:, None] > 0))
+        at = (requests[row], np.full(len(row), layer), head, np.zeros_like(row), count[row, head] // p)
+        last = self.host_table[at].astype(np.int64)
+        shared = self.pool.owners(last) > 1
+        if shared.any():
+            old = last[shared]
+            new = self.pool.allocate(0, len(old))
+            self.pool.copy(old, new, 0)
+            self._push_pages(tuple(x[shared] for x in at), new)
+            self.pool.release(old)
+        before, after = -(-count // p), -(-(count + lengths[:, None]) // p)
+        missing = (after - before).reshape(-1)
+        bucket = np.repeat(np.arange(len(missing)), missing)
+        number = np.arange(len(bucket)) - np.repeat(np.cumsum(missing) - missing, missing)
+        row, head = bucket // self.kv_heads, bucket % self.kv_heads
+        new = self.pool.allocate(0, len(bucket))
+        self.pool.clear(new, 0)
+        index = before.reshape(-1)[bucket] + number
+        self._push_pages((requests[row], np.full(len(row), layer), head, np.zeros_like(row), index), new)
+        return count
+
+    def append(self, job: Job) -> None:
+        """Plain rows into the pages that `room` or `make_room` found; the counts follow."""
+        append_rows(job)
+        self.host_count[job.requests, job.layer, :, 0] = job.count + job.lengths[:, None]
 
     def _pages_of(self, layer: int, requests: Sequence[int], tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bucket, index in the bucket's list and handle of every page in use."""

@@ -10,7 +10,8 @@ the counts and the owners of pages, never a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from os import PathLike
 
 import numpy as np
@@ -20,6 +21,7 @@ from ..layout.format import Format
 from . import importance as importance_module
 from . import read
 from .allocate import Prices, format_error
+from .append_op import Job
 from .arguments import check_int, ragged
 from .books import check
 from .buckets import DROP, NEW, Buckets, Tokens
@@ -409,6 +411,9 @@ class TieredCache:
         v: torch.Tensor,
         requests: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
+        *,
+        mass: torch.Tensor | None = None,
+        queries: int | None = None,
     ) -> None:
         """Add tokens to a layer, settling it first where they would not fit.
 
@@ -418,6 +423,10 @@ class TieredCache:
                 ``[requests, tokens, kv_heads, head_dim]``; in the cache's dtype and on its device.
             requests: which; None is 0, 1, ... A request not in use yet is taken into use.
             lengths: tokens of each request, for packed rows of several.
+            mass: what the queries of these tokens gave to all positions, the new ones included, as in
+                `update_importance`: a prompt that attends before it is stored settles by it at once.
+            queries: how many queries of each request are in ``mass``; None is one per token, so that all requests need
+                the same number of tokens.
 
         Raises ValueError, TypeError or BudgetExceeded with nothing changed.
         """
@@ -427,32 +436,91 @@ class TieredCache:
         if not sum(lengths):
             self._active.update(asked)
             return
+        if mass is None and self._append_plain(layer, k, v, asked, lengths, room_only=True):
+            return
+        fits = self._fits_plain(layer, asked, lengths)
+        if fits and mass is None:
+            self._append_plain(layer, k, v, asked, lengths)
+            self._tidy()
+            return
         new = self._new_tokens(asked, layer, lengths)
+        undo = None
+        if mass is not None:
+            if queries is None and len(set(lengths)) > 1:
+                raise ValueError(f"queries: expected how many are in mass, got None with lengths {lengths}")
+            queries = check_int("queries", lengths[0] if queries is None else queries, 1)
+            ends = [int(self._lengths[r, layer]) + n for r, n in zip(asked, lengths, strict=True)]
+            mass = self._check_mass(mass, len(asked), max(ends))
+            if self.policy.name == "importance":
+                own = mass[new.bucket // self.kv_heads, new.bucket % self.kv_heads, new.position]
+                one = torch.ones_like(new.bucket)
+                heard = importance_module.updated(self.policy.mode, new.importance, own, queries, one, self.decay)
+                new = replace(new, importance=heard)
+                undo = self._hear(layer, asked, mass, queries, ends)
+        if fits:
+            self._append_plain(layer, k, v, asked, lengths, new.importance)
+            self._tidy()
+            return
         flat_k, flat_v = (x.detach().reshape(-1, self.head_dim) for x in (k, v))
         fresh = Rows(flat_k, flat_v, None, None, new.position, new.importance)
         jobs: list[tuple[list[int], Tokens, torch.Tensor]] = []
-        if self._fits_plain(layer, asked, lengths):
-            jobs.append((asked, new, torch.zeros_like(new.tier)))
-        else:
-            row_of = new.bucket // self.kv_heads
-            for scope in self._scopes(asked):
-                mine = [i for i, r in enumerate(asked) if r in scope]
-                if not self.budget.shared and self._fits_plain(layer, scope, [lengths[mine[0]]]):
-                    tokens = new[(row_of == mine[0]).nonzero().flatten()]
-                    tokens = tokens.renumbered({mine[0]: 0}, self.kv_heads)
-                    jobs.append((scope, tokens, torch.zeros_like(tokens.tier)))
-                    continue
-                keep = torch.isin(row_of, torch.tensor(mine, device=self.device)).nonzero().flatten()
-                coming = new[keep].renumbered({i: scope.index(asked[i]) for i in mine}, self.kv_heads)
-                tokens = Tokens.cat([self.buckets.snapshot(layer, scope), coming])
-                ends = [int(self._lengths[r, layer]) + sum(lengths[i] for i in mine if asked[i] == r) for r in scope]
+        plain: list[int] = []  # those among the asked that need not settle
+        row_of = new.bucket // self.kv_heads
+        for scope in self._scopes(asked):
+            mine = [i for i, r in enumerate(asked) if r in scope]
+            if not self.budget.shared and self._fits_plain(layer, scope, [lengths[mine[0]]]):
+                plain.append(mine[0])
+                continue
+            keep = torch.isin(row_of, torch.tensor(mine, device=self.device)).nonzero().flatten()
+            coming = new[keep].renumbered({i: scope.index(asked[i]) for i in mine}, self.kv_heads)
+            tokens = Tokens.cat([self.buckets.snapshot(layer, scope), coming])
+            ends = [int(self._lengths[r, layer]) + sum(lengths[i] for i in mine if asked[i] == r) for r in scope]
+            try:
                 jobs.append((scope, tokens, self._plan(layer, scope, tokens, ends)))
+            except BudgetExceeded:
+                if undo:
+                    undo()
+                raise
         self._active.update(asked)
         for scope, tokens, target in jobs:
             self._apply(layer, scope, tokens, target, fresh)
-        for request, count in zip(asked, lengths, strict=True):
-            self._set_length(request, layer, int(self._lengths[request, layer]) + count)
+        for i, (request, count) in enumerate(zip(asked, lengths, strict=True)):
+            if i not in plain:
+                self._set_length(request, layer, int(self._lengths[request, layer]) + count)
+                continue
+            rows = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
+            first = None if mass is None else new.importance.view(-1, self.kv_heads)[rows].flatten()
+            self._append_plain(layer, k[rows], v[rows], [request], [count], first)
         self._tidy()
+
+    def _append_plain(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        requests: list[int],
+        lengths: list[int],
+        importance: torch.Tensor | None = None,
+        room_only: bool = False,
+    ) -> bool:
+        """New rows to the plain buckets; ``room_only``: only if they fit pages that are there, False if they do not.
+
+        Such an append takes no page, so it needs no look at the budget, which never shrinks as tokens come.
+        """
+        ids, counts = np.array(requests), np.array(lengths)
+        before = (self.buckets.room if room_only else self.buckets.make_room)(layer, ids, counts)
+        if before is None:
+            return False
+        starts = self._lengths[ids, layer].astype(np.int64)
+        ends = starts + counts
+        first = importance_module.initial(self.policy.mode, torch.from_numpy(ends)).numpy()  # of all new tokens alike
+        by_token = None if importance is None else importance.view(-1, self.kv_heads).contiguous()
+        self.buckets.append(
+            Job(self.buckets, layer, ids, counts, starts, before, k, v, first, by_token, self._device_lengths)
+        )
+        self._lengths[ids, layer] = ends
+        self._active.update(requests)
+        return True
 
     def settle(self, layer: int | None = None, requests: Sequence[int] | None = None) -> None:
         """Move tokens to the tiers that importance or age ask for now, where the budget is short of headroom.
@@ -490,23 +558,34 @@ class TieredCache:
         self._check_layer(layer)
         given = self._given(requests)
         check_int("queries", queries, 1)
-        longest = max((int(self._lengths[r, layer]) for r in given), default=0)
-        if mass.dim() != 3 or tuple(mass.shape[:2]) != (len(given), self.kv_heads) or mass.shape[2] < longest:
+        ends = [int(self._lengths[r, layer]) for r in given]
+        mass = self._check_mass(mass, len(given), max(ends, default=0))
+        if self.policy.name == "importance":
+            self._hear(layer, given, mass, queries, ends)
+
+    def _check_mass(self, mass: torch.Tensor, requests: int, longest: int) -> torch.Tensor:
+        if mass.dim() != 3 or tuple(mass.shape[:2]) != (requests, self.kv_heads) or mass.shape[2] < longest:
             raise ValueError(
-                f"mass: expected [{len(given)}, {self.kv_heads}, at least {longest}], got {tuple(mass.shape)}"
+                f"mass: expected [{requests}, {self.kv_heads}, at least {longest}], got {tuple(mass.shape)}"
             )
         if not mass.is_floating_point():
             raise TypeError(f"mass: expected a floating-point tensor, got {mass.dtype}")
-        if self.policy.name != "importance":
-            return
-        mass = mass.to(self.device)
-        for request, own in zip(given, mass, strict=True):
+        return mass.to(self.device)
+
+    def _hear(
+        self, layer: int, requests: Sequence[int], mass: torch.Tensor, queries: int, ends: Sequence[int]
+    ) -> Callable[[], None]:
+        """Write mass into pages; ``ends``: the lengths when it was given. Returns what undoes it."""
+        before: list[tuple[np.ndarray, int, torch.Tensor]] = []
+        told = self._queries[:, layer].copy(), self._reported[:, layer].copy()
+        for request, own, end in zip(requests, mass, ends, strict=True):
             for tier, kind in enumerate(self.kinds):
                 bucket, index, handles = self.buckets._pages_of(layer, [request], tier)
                 if not len(handles):
                     continue
                 start = kind.format.page_bytes
                 side = self.pool.read(handles, start, kind.side_bytes)
+                before.append((handles, start, side.clone()))
                 count = self.buckets.host_count[request, layer, :, tier].astype(np.int64)
                 slot = index[:, None] * self.page_tokens + np.arange(self.page_tokens)
                 used = torch.from_numpy(slot < count[bucket][:, None]).to(self.device)
@@ -519,7 +598,14 @@ class TieredCache:
                 )
                 self.pool.write(handles, start, side)
             self._queries[request, layer] += queries
-            self._reported[request, layer] = self._lengths[request, layer]
+            self._reported[request, layer] = end
+
+        def undo() -> None:
+            for handles, start, side in reversed(before):
+                self.pool.write(handles, start, side)
+            self._queries[:, layer], self._reported[:, layer] = told
+
+        return undo
 
     def free(self, request: int) -> None:
         """Forget a request; pages that no fork shares go back."""

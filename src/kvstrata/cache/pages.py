@@ -60,22 +60,31 @@ class PageKind:
     keeps_importance: bool
     device: torch.device
 
-    @property
+    @cached_property
+    def row_bytes(self) -> int:
+        """Of one side of a plain token."""
+        return self.format.head_dim * self.dtype.itemsize
+
+    @cached_property
+    def v_offset(self) -> int:
+        return self.format.v_offset
+
+    @cached_property
     def position_offset(self) -> int:
         return self.format.page_bytes
 
-    @property
+    @cached_property
     def importance_offset(self) -> int:
         """-1 where the policy needs none."""
         at = self.position_offset + self.format.page_tokens * self.position_dtype.itemsize
         return at if self.keeps_importance else -1
 
-    @property
+    @cached_property
     def side_bytes(self) -> int:
         """Positions, importance, padding."""
         return self.stride - self.format.page_bytes
 
-    @property
+    @cached_property
     def stride(self) -> int:
         per_token = self.position_dtype.itemsize + (4 if self.keeps_importance else 0)
         return -(-(self.format.page_bytes + per_token * self.format.page_tokens) // UNIT) * UNIT

@@ -18,10 +18,10 @@ BLOCK = 1024  # words of 4 bytes a program
 
 
 @triton.jit
-def page_address(pointers_ptr, handle, units, mask=None):
-    """Where pages begin, as integers."""
+def page_address(pointers_ptr, handle, units):
+    """Where pages begin, as integers; 0 is always a handle that can be looked up."""
     handle = handle.to(tl.int64)
-    return tl.load(pointers_ptr + handle // units, mask=mask, other=0) + handle % units * 64
+    return tl.load(pointers_ptr + handle // units) + handle % units * 64
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def side_kernel(
     mask &= handle >= 0
     slot = tl.load(slot_ptr + offs, mask=mask, other=0).to(tl.int64)
     tier = tl.load(tier_ptr + offs, mask=mask, other=0)
-    page = page_address(pointers_ptr, tl.maximum(handle, 0), units, mask)
+    page = page_address(pointers_ptr, tl.maximum(handle, 0), units)
     at = page + tl.load(offset_ptr + 2 * tier, mask=mask, other=0) + slot * POSITION_BYTES
     POSITION: tl.constexpr = tl.int16 if POSITION_BYTES == 2 else tl.int32
     in_page = at.to(tl.pointer_type(POSITION))
@@ -117,7 +117,7 @@ def side(
     pool: Pool, handle: torch.Tensor, slot: torch.Tensor, tier: torch.Tensor, offsets: torch.Tensor,
     position: torch.Tensor, importance: torch.Tensor, position_dtype: torch.dtype, kept: bool, write: bool,
 ) -> None:  # fmt: skip
-    """``offsets`` int64 ``[tiers, 2]``: of positions and importance in a page; ``kept``: whether it holds the latter."""
+    """``offsets`` int64 ``[tiers, 2]``: of positions and importance in a page; ``kept``: whether there is any."""
     if len(handle) == 0:
         return
     with torch.cuda.device_of(handle):

@@ -49,6 +49,7 @@ class Pool:
         self.allocated = np.zeros(capacity, bool)
         self.tier = np.full(capacity, EMPTY, np.int8)
         self.refs = np.zeros((capacity, max(self.per_slab)), np.int32)
+        self.shares = False  # whether any page ever had two owners
         self._used = np.zeros(capacity, np.int32)  # pages with an owner
         self._pages = np.zeros(len(self.strides), np.int64)  # the same per tier
         self._slabs = np.zeros(len(self.strides), np.int64)  # slabs per tier
@@ -125,6 +126,7 @@ class Pool:
     def retain(self, handles: np.ndarray) -> None:
         """One more owner each; a handle may appear more than once."""
         np.add.at(self.refs, self._locate(handles), 1)
+        self.shares = True
 
     def release(self, handles: np.ndarray) -> None:
         """One owner less each; pages without any are free, and slabs without any page are empty."""

@@ -122,9 +122,11 @@ __device__ __forceinline__ void clear(Tile<kSteps>& f) {
     for (int i = 0; i < 8; i++) f[s][i >> 1][i & 1] = 0.f;
 }
 
-// Loaded rows of 16-bit values to rotated ones; for K less the rotated centre, which is as long as they are.
+// Loaded rows of 16-bit values to rotated ones; for K less the rotated centre, which is as long as they are. Empty
+// slots stay zero.
 template <class In, int kSteps, bool kIsV, bool kRotate>
-__device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const RawRows<In, kSteps>& raw, const float* centre) {
+__device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const RawRows<In, kSteps>& raw, const Source<In>& source,
+                                            const float* centre) {
   unsigned h[2][2];
   rotation_operand<In, kRotate>(h);
   clear<kSteps>(f);
@@ -136,7 +138,8 @@ __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const RawRows<In, k
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
 #pragma unroll
-      for (int i = 0; i < 8; i++) f[s][i >> 1][i & 1] -= __ldg(centre + 16 * s + 2 * t + 8 * (i >> 2) + (i & 1));
+      for (int i = 0; i < 8; i++)
+        if (source.at[i >> 1 & 1]) f[s][i >> 1][i & 1] -= __ldg(centre + 16 * s + 2 * t + 8 * (i >> 2) + (i & 1));
   }
 }
 
@@ -253,7 +256,7 @@ __device__ __forceinline__ void quantize_side(const Source<In>& source, const fl
   if constexpr (sizeof(In) == 2) {  // float32 has no fast way
     RawRows<In, kSteps> raw;
     load_rows<In, kSteps>(source, raw);
-    rotate_rows<In, kSteps, kIsV, kRotate>(f, raw, rotated);
+    rotate_rows<In, kSteps, kIsV, kRotate>(f, raw, source, rotated);
     fine = measure_rows<kBits, kSteps, kIsV>(f, kFactor, measure);
   }
   if (!fine) {

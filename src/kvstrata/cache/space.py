@@ -31,6 +31,7 @@ class Space:
                 " ask for fewer max_requests or max_tokens"
             ) from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._typed: dict[type, np.ndarray] = {}
         self._runs: dict[tuple[int, int, int], np.ndarray] = {}
 
     def runs(self, start: int, size: int, step: int = 64) -> np.ndarray:
@@ -41,6 +42,12 @@ class Space:
             n = (whole.nbytes - start - size) // step + 1
             self._runs[key] = np.ndarray(n, f"V{size}", whole.data, start, (step,))
         return self._runs[key]
+
+    def typed(self, dtype: type) -> np.ndarray:
+        """The whole range as numbers."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self.bytes.numpy().view(dtype)
+        return self._typed[dtype]
 
     def forget(self, start: int, size: int) -> None:
         """Give the memory of a run back; what is read there afterwards is zero or what was there."""
