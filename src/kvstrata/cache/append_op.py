@@ -1,0 +1,150 @@
+"""New rows into the plain bucket: the slots after the last token, in pages that are there, for all heads in one launch.
+
+    k, v [T, H, D] ──▶ page table[request, head, 0, slot // P], row slot % P,  slot = count[request, head, 0] + j
+
+for row j of a request's new rows. Position and first importance go into the page, too. On a GPU the same kernel sets
+the counts and the lengths; what it has to be told comes in one small copy, and the host never waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .. import jit
+from ..store.op import missing
+
+if TYPE_CHECKING:
+    from .buckets import Buckets
+
+SOURCE = Path(__file__).with_name("append.cu")
+BACKENDS = ("auto", "reference", "triton", "cuda")
+STEP = 32  # bytes: every row of a plain page begins at a multiple
+WARPS = 8  # a block; a warp copies K and V of one token and head
+# struct Params: k, v, pointers, table, count, length, meta, importance; strides in bytes; int32 sizes.
+PARAMS = struct.Struct("8Q 4q 12i")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rows of one layer; the pages they go to are in the tables and have no other owner."""
+
+    buckets: Buckets
+    layer: int
+    requests: np.ndarray  # int64 [R]
+    lengths: np.ndarray  # int64 [R], tokens of each
+    position: np.ndarray  # int64 [R], of the first of them
+    count: np.ndarray  # int64 [R, H], plain tokens before
+    k: torch.Tensor  # [T, H, D], inner stride 1
+    v: torch.Tensor
+    importance: np.ndarray  # float32 [R], for all new tokens of a request
+    by_token: torch.Tensor | None  # float32 [T, H] contiguous, in its place
+    device_length: torch.Tensor  # int32 [requests, layers]
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Index of its request, and its number among the new ones, of every row."""
+        index = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        first = np.cumsum(self.lengths) - self.lengths
+        return index, np.arange(len(index)) - first[index]
+
+
+def append_rows(job: Job, backend: str = "auto") -> None:
+    """Write the rows; ``auto`` takes CUDA C++, then Triton, on a GPU. Safe for any strides of k and v."""
+    device = job.buckets.device
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    if backend == "auto":
+        backend = "reference" if device.type != "cuda" else "triton" if missing("cuda", device) else "cuda"
+    elif reason := missing(backend, device):
+        raise RuntimeError(f"backend: {reason}")
+    if job.k.shape[0] == 0:
+        return
+    if backend == "reference":
+        _reference(job)
+    elif backend == "triton":
+        from .append_triton import append_rows as run
+
+        run(job)
+    else:
+        _cuda(job)
+
+
+def _reference(job: Job) -> None:
+    """The CPU path: rows are single elements of numpy views of the pool's space."""
+    buckets, layer, kind = job.buckets, job.layer, job.buckets.kinds[0]
+    space, p = buckets.pool.space, buckets.page_tokens
+    assert space is not None, "the reference needs a pool on the CPU"
+    if len(job.requests) == job.k.shape[0]:  # a token each
+        request, slot, position, importance = job.requests, job.count, job.position, job.importance
+    else:
+        index, number = job.rows()
+        request, slot = job.requests[index], job.count[index] + number[:, None]
+        position, importance = job.position[index] + number, job.importance[index]
+    page, row = slot // p, slot % p
+    handle = buckets.host_table[request[:, None], layer, buckets.heads, 0, page].astype(np.int64)
+    size = kind.row_bytes
+    at = handle * (64 // STEP) + row * (size // STEP)
+    for x, start in ((job.k, 0), (job.v, kind.v_offset)):
+        rows = x.detach().contiguous().view(torch.int16).numpy().view(f"V{size}")
+        space.runs(start, size, STEP)[at] = rows[..., 0]
+    step = kind.position_dtype.itemsize
+    positions = space.typed(np.int16 if step == 2 else np.int32)
+    positions[(handle * 64 + kind.position_offset) // step + row] = position[:, None]
+    if kind.keeps_importance:
+        values = importance[:, None] if job.by_token is None else job.by_token.numpy()
+        space.typed(np.float32)[(handle * 64 + kind.importance_offset) // 4 + row] = values
+
+
+def meta_of(job: Job) -> np.ndarray:
+    """int32: [R, 8] request, first position, first row, tokens, importance's bits; [R, H] counts; [T] index in R."""
+    table = np.zeros((len(job.requests), 8), np.int32)
+    table[:, 0], table[:, 1] = job.requests, job.position
+    table[:, 2], table[:, 3] = np.cumsum(job.lengths) - job.lengths, job.lengths
+    table[:, 4] = job.importance.astype(np.float32).view(np.int32)
+    index = np.repeat(np.arange(len(job.lengths), dtype=np.int32), job.lengths)
+    return np.concatenate([table.reshape(-1), job.count.reshape(-1).astype(np.int32), index])
+
+
+def width_of(job: Job) -> int:
+    """Bytes of the widest access that rows and strides allow: 16, 8, 4 or 2."""
+    size = job.k.element_size()
+    together = 16 | job.k.shape[2] * size
+    for x in (job.k, job.v):
+        together |= x.data_ptr() | x.stride(0) * size | x.stride(1) * size
+    return together & -together
+
+
+def entry_of(head_dim: int, itemsize: int, width: int, position_bytes: int, keeps_importance: bool) -> str:
+    kept = str(keeps_importance).lower()
+    return f"append_rows<{head_dim * itemsize}, {width}, {'short' if position_bytes == 2 else 'int'}, {kept}>"
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(entry: str, device: int) -> jit.Kernel:
+    return jit.load(SOURCE, entry, jit.arch_of(device))
+
+
+def _cuda(job: Job) -> None:
+    buckets, kind, pool = job.buckets, job.buckets.kinds[0], job.buckets.pool
+    k, v, size, device = job.k, job.v, job.k.element_size(), job.k.get_device()
+    tokens, heads, dim = k.shape
+    meta = pool.to_device(meta_of(job))
+    _, layers, _, tiers, max_pages = buckets.table.shape
+    params = PARAMS.pack(
+        k.data_ptr(), v.data_ptr(), pool.pointers.data_ptr(), buckets.table.data_ptr(), buckets.count.data_ptr(),
+        job.device_length.data_ptr(), meta.data_ptr(), 0 if job.by_token is None else job.by_token.data_ptr(),
+        *(n * size for x in (k, v) for n in x.stride()[:2]),
+        tokens, heads, len(job.requests), job.layer, layers, tiers, max_pages, buckets.page_tokens, pool.units,
+        kind.format.v_offset, kind.position_offset, kind.importance_offset,
+    )  # fmt: skip
+    entry = entry_of(dim, size, width_of(job), kind.position_dtype.itemsize, kind.keeps_importance)
+    with torch.cuda.device(device):
+        jit.bind_context(device)
+        launch = jit.Launch(_kernel(entry, device), -(-tokens * heads // WARPS), 32 * WARPS, params)
+        launch(jit.current_stream(device))
