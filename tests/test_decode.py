@@ -1,0 +1,367 @@
+"""decode_attention: every backend against a float32 model of it on the packed bytes (decode_model.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import HAS_GPU
+from decode_model import BACKENDS, DEVICE, INTERPRETED, Case, case_of, check, filled, poison_tails
+from kvstrata import PagedCache, TieredCache, decode_attention, store_kv
+from kvstrata.attention import op
+
+HALF = torch.bfloat16 if HAS_GPU else torch.float32  # what the machine's models run in
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@each_backend
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("bits", ["K8V8", "K4V4", "K3V3", "K2V2", "K8V2", "K4V3", "K3V2", "K2V4"])
+def test_widths_and_head_dims(backend: str, dim: int, bits: str) -> None:
+    check(case_of([70, 21], dim=dim, tiers=(bits,), page_tokens=32, dtype=HALF), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("page_tokens", [16, 32, 64])
+@pytest.mark.parametrize("tiers", [("K8V8", "K4V4", "K3V3", "K2V2"), ("K8V4", "K4V2"), ("K4V3", "K3V2", "K2V2")])
+def test_mixes_of_tiers(backend: str, page_tokens: int, tiers: tuple[str, ...]) -> None:
+    check(case_of([1, 150, 97], tiers=tiers, page_tokens=page_tokens, dtype=HALF), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes(backend: str, dtype: torch.dtype) -> None:
+    check(case_of([90, 33], dim=128, dtype=dtype), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
+def test_query_heads_per_kv_head(backend: str, group: int) -> None:
+    check(case_of([60, 40], group=group, dtype=HALF), backend)
+    check(case_of([45], group=group, kv_heads=1, dtype=HALF), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("q_len", range(1, 9))
+def test_new_tokens_see_only_earlier_ones(backend: str, q_len: int) -> None:
+    """Also where the request is no longer than the queries are."""
+    check(case_of([q_len, 50, 3, 0], q_len=q_len, recent=2, dtype=HALF), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("recent", [0, 3])
+def test_lengths_at_page_edges(backend: str, recent: int) -> None:
+    check(case_of([15, 16, 17, 31, 32, 33, 48, 1], tiers=("K4V4",), recent=recent, dtype=HALF), backend)
+
+
+@each_backend
+def test_empty_requests(backend: str) -> None:
+    case = case_of([0, 20, 0], dtype=HALF)
+    check(case, backend)
+    out, lse, mass = case.run(backend)
+    assert (out[::2] == 0).all()
+    assert (lse[::2] == -torch.inf).all()
+    assert (mass[::2] == 0).all()
+    nothing = case_of([0], dtype=HALF)
+    out, lse, mass = nothing.run(backend)
+    assert (out == 0).all()
+    assert mass.shape == (1, 2, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("window", [1, 7, 33, 1000])
+def test_window(backend: str, window: int, q_len: int) -> None:
+    check(case_of([80, 5, 40], q_len=q_len, options=dict(window=window), dtype=HALF), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("options", [dict(softcap=5.0), dict(scale=0.3), dict(softcap=30.0, window=20)], ids=str)
+def test_score_options(backend: str, options: dict) -> None:
+    check(case_of([77, 31], q_len=2, options=options, dtype=HALF), backend)
+
+
+@each_backend
+def test_sinks_take_weight(backend: str) -> None:
+    sinks = torch.tensor([-100.0, 0.0, 1.0, 4.0, 30.0, -torch.inf], device=DEVICE)
+    case = case_of([50, 0, 3], options=dict(sinks=sinks), dtype=HALF)
+    check(case, backend)
+    out, lse, mass = case.run(backend)
+    assert (out[1] == 0).all()
+    torch.testing.assert_close(lse[1, 0], sinks)
+    assert (mass[0].sum(-1) < 3).all()
+
+
+@each_backend
+def test_huge_scores(backend: str) -> None:
+    """Scores of thousands: one token takes all the weight, and nothing overflows."""
+    case = case_of([90, 40], loud=200.0, large=20.0, q_len=2)
+    out, lse, mass = case.run("reference")
+    assert lse.abs().max() > 1000
+    if backend != "cuda":  # in 16 bit ranks of such scores are rounding; see the next test
+        check(case, backend)
+
+
+@each_backend
+def test_equal_huge_scores_average(backend: str) -> None:
+    """Equal keys, however large their scores: the output is the mean of the values."""
+    cache = TieredCache(1, 1, 64, budget=None, dtype=HALF, device=DEVICE, page_tokens=16, tiers=("K4V4",))
+    v = torch.randn(40, 1, 64).to(HALF).to(DEVICE)
+    cache.append(0, torch.full_like(v, 100.0), v)
+    q = torch.full((1, 1, 4, 64), 100.0, dtype=HALF, device=DEVICE)
+    out, lse = decode_attention(q, cache, return_lse=True, backend=backend)
+    torch.testing.assert_close(out[0, 0, 2].float(), v.float().mean((0, 1)), atol=2e-3 if HAS_GPU else 1e-6, rtol=0)
+    assert lse.min() > 7.9e4
+
+
+@each_backend
+def test_evicted_tokens(backend: str) -> None:
+    check(case_of([70, 70], drop=0.5, dtype=HALF), backend)
+
+
+@each_backend
+def test_forks_crops_and_some_requests(backend: str) -> None:
+    cache = filled([60, 35, 0, 0], dtype=HALF)
+    cache.free(3)
+    cache.free(2)
+    twin = cache.fork(0)
+    more = torch.randn(2, 4, 2, 64).to(HALF).to(DEVICE)
+    cache.append(0, *more, requests=[twin])
+    cache.crop(0, 41)
+    poison_tails(cache)
+    q = torch.randn(3, 2, 4, 64).to(HALF).to(DEVICE)
+    check(Case(cache, q, [twin, 0, 1], [64, 41, 35]), backend)
+    check(Case(cache, q[:1], [1], [35]), backend)
+    check(Case(cache, q[:2], [0, 0], [41, 41]), backend)
+    torch.testing.assert_close(
+        decode_attention(q, cache, backend=backend),
+        decode_attention(q, cache, requests=[0, 1, twin], backend=backend),
+    )
+
+
+@each_backend
+def test_layers_are_their_own(backend: str) -> None:
+    cache = filled([30, 20], layers=3, dtype=HALF)
+    q = torch.randn(2, 1, 6, 64).to(HALF).to(DEVICE)
+    for layer in range(3):
+        check(Case(cache, q, [0, 1], [30, 20], layer=layer), backend)
+
+
+@each_backend
+def test_strided_queries(backend: str) -> None:
+    case = case_of([40, 30], q_len=3, dtype=HALF)
+    q = case.q
+    wide = torch.zeros(*q.shape[:3], 80, dtype=q.dtype, device=DEVICE)
+    wide[..., 7:71] = q
+    for strided in (q.transpose(1, 2).contiguous().transpose(1, 2), wide[..., 7:71], q[:, :, :1].expand(q.shape)):
+        got = decode_attention(strided, case.cache, backend=backend)
+        want = decode_attention(strided.contiguous(), case.cache, backend=backend)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@each_backend
+def test_long_context(backend: str) -> None:
+    """Many pages, several splits; the interpreter gets a shorter one."""
+    interpreted = backend == "triton" and INTERPRETED
+    lengths = [300, 20] if interpreted else [3000, 40]
+    check(case_of(lengths, page_tokens=64, dtype=HALF, group=2), backend)
+
+
+@each_backend
+def test_settled_under_a_budget(backend: str) -> None:
+    """As a model uses it: append, decode, hand the mass back."""
+    cache = TieredCache(
+        1, 2, 64, budget=0.3, window=16, page_tokens=16, dtype=HALF, device=DEVICE, max_requests=2, max_tokens=600
+    )
+    torch.manual_seed(0)
+    cache.append(0, *torch.randn(2, 200, 2, 64).to(HALF).to(DEVICE), requests=[0, 1], lengths=[120, 80])
+    for step in range(3):
+        cache.append(0, *torch.randn(2, 2, 1, 2, 64).to(HALF).to(DEVICE))
+        q = torch.randn(2, 1, 4, 64).to(HALF).to(DEVICE)
+        check(Case(cache, q, [0, 1], [121 + step, 81 + step]), backend)
+        _, mass = decode_attention(q, cache, return_mass=True, backend=backend)
+        cache.update_importance(0, mass)
+        cache.settle()
+
+
+@each_backend
+def test_any_case(backend: str) -> None:
+    interpreted = backend == "triton" and INTERPRETED
+    widths = st.sampled_from([2, 3, 4, 8])
+
+    @settings(max_examples=8 if interpreted else 25)
+    @given(
+        lengths=st.lists(st.integers(0, 60 if interpreted else 200), min_size=1, max_size=3),
+        kv_heads=st.integers(1, 3),
+        group=st.sampled_from([1, 2, 5, 8]),
+        dim=st.sampled_from([32, 64] if interpreted else [32, 48, 64, 80, 96, 112, 128, 256]),
+        tiers=st.lists(st.tuples(widths, widths), min_size=1, max_size=4),
+        page_tokens=st.sampled_from([16, 32, 64]),
+        q_len=st.integers(1, 8),
+        window=st.none() | st.integers(1, 70),
+        softcap=st.none() | st.floats(1.0, 50.0),
+        sink=st.booleans(),
+        recent=st.integers(0, 20),
+        drop=st.sampled_from([0.0, 0.3]),
+        seed=st.integers(0, 1000),
+    )
+    def run(
+        lengths, kv_heads, group, dim, tiers, page_tokens, q_len, window, softcap, sink, recent, drop, seed
+    ) -> None:
+        names = tuple(f"K{k}V{v}" for k, v in sorted(tiers, key=lambda t: -words(t, dim, page_tokens)))
+        sinks = torch.randn(kv_heads * group, device=DEVICE) if sink else None
+        options = dict(window=window, softcap=softcap, sinks=sinks)
+        case = case_of(
+            lengths, kv_heads=kv_heads, group=group, dim=dim, tiers=names, page_tokens=page_tokens, q_len=q_len,
+            options=options, recent=recent, drop=drop, seed=seed, dtype=HALF,
+        )  # fmt: skip
+        check(case, backend)
+
+    run()
+
+
+def words(widths: tuple[int, int], dim: int, page_tokens: int) -> int:
+    from kvstrata.layout import Format
+
+    return Format(*widths, dim, page_tokens).page_bytes
+
+
+def paged_case(
+    lengths: list[int], *, layout: str = "NHD", dtype: torch.dtype = HALF, cache_dtype: torch.dtype | None = None,
+    dim: int = 64, kv_heads: int = 2, group: int = 2, q_len: int = 1, page_size: int = 16, scaled: str = "none",
+    options: dict | None = None, strided: bool = False, seed: int = 0,
+) -> Case:  # fmt: skip
+    """Pages at shuffled places, written by store_kv, poison everywhere else; a table with nonsense past the length."""
+    generator = torch.Generator().manual_seed(seed)
+    max_pages = -(-max(lengths) // page_size) + 1
+    pages = len(lengths) * max_pages + 2
+    inner = (page_size, kv_heads) if layout == "NHD" else (kv_heads, page_size)
+    cache_dtype = cache_dtype or dtype
+    full = torch.full((2, pages, *inner, dim * (2 if strided else 1)), torch.nan).to(cache_dtype).to(DEVICE)
+    k_cache, v_cache = full[..., :dim]
+    table = torch.randperm(pages, generator=generator)[: len(lengths) * max_pages].view(len(lengths), -1).int()
+    rows, slots = [], []
+    for request, length in enumerate(lengths):
+        at = torch.arange(length)
+        slots.append(table[request][at // page_size].long() * page_size + at % page_size)
+        rows.append(torch.randn(2, length, kv_heads, dim, generator=generator))
+        table[request, -(-length // page_size) :] = -1 if request % 2 else 2**30
+    scale = {"none": None, "one": torch.tensor([0.02]), "heads": torch.linspace(0.01, 0.03, kv_heads)}[scaled]
+    scales = {} if scale is None else dict(k_scale=scale.to(DEVICE), v_scale=(2 * scale).to(DEVICE))
+    k, v = torch.cat(rows, 1).to(dtype).to(DEVICE)
+    store_kv(k, v, k_cache, v_cache, torch.cat(slots).to(DEVICE), layout=layout, **scales)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    cache = PagedCache(k_cache, v_cache, table.to(DEVICE), counts, layout=layout, **scales)
+    q = torch.randn(len(lengths), q_len, kv_heads * group, dim, generator=generator).to(dtype).to(DEVICE)
+    return Case(cache, q, list(range(len(lengths))), lengths, options=options or {})
+
+
+@each_backend
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_paged(backend: str, layout: str, dim: int) -> None:
+    check(paged_case([40, 0, 17, 16, 1], layout=layout, dim=dim), backend)
+    check(paged_case([21, 30], layout=layout, dim=dim, strided=True, page_size=8), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("scaled", ["none", "one", "heads"])
+def test_paged_fp8(backend: str, cache_dtype: torch.dtype, scaled: str) -> None:
+    check(paged_case([40, 5], cache_dtype=cache_dtype, scaled=scaled), backend)
+
+
+@each_backend
+def test_paged_options(backend: str) -> None:
+    sinks = torch.randn(6, device=DEVICE)
+    options = dict(window=20, softcap=10.0, sinks=sinks)
+    case = paged_case([44, 3, 26], q_len=4, group=3, page_size=1, options=options)
+    check(case, backend)
+    some = Case(case.cache, case.q[:1], [2], [26], options=options)
+    check(some, backend)
+
+
+def test_what_is_returned() -> None:
+    case = case_of([20])
+    q, cache = case.q, case.cache
+    out = decode_attention(q, cache)
+    assert isinstance(out, torch.Tensor)
+    assert not out.requires_grad
+    lse = decode_attention(q, cache, return_lse=True)[1]
+    mass = decode_attention(q, cache, return_mass=True)[1]
+    both = decode_attention(q, cache, return_lse=True, return_mass=True)
+    assert (lse.dtype, lse.shape) == (torch.float32, (1, 1, 6))
+    assert (mass.dtype, mass.shape) == (torch.float32, (1, 2, 20))
+    assert torch.equal(both[1], lse)
+    assert torch.equal(both[2], mass)
+
+
+def _paged(**changes: object) -> PagedCache:
+    k = torch.zeros(4, 16, 2, 64)
+    given = dict(k=k, v=k, table=torch.zeros(1, 4, dtype=torch.int32), lengths=torch.ones(1, dtype=torch.int32))
+    return PagedCache(**(given | changes))  # type: ignore[arg-type]
+
+
+BAD = {
+    "cache": (lambda q, c: dict(cache=3), TypeError, "cache: expected a TieredCache or a PagedCache, got int"),
+    "q type": (lambda q, c: dict(q=1), TypeError, "q: expected a tensor"),
+    "q dims": (lambda q, c: dict(q=q[0]), ValueError, r"q: expected \[requests, q_len, a multiple of 2, 64\]"),
+    "heads": (lambda q, c: dict(q=q[:, :, :3]), ValueError, r"q: expected .* a multiple of 2, 64\], got shape"),
+    "head_dim": (lambda q, c: dict(q=q[..., :32]), ValueError, "q: expected"),
+    "rows": (lambda q, c: dict(q=q[:1]), ValueError, "q: expected 2 rows, one per request, got 1"),
+    "q_len": (lambda q, c: dict(q=q[:, :0]), ValueError, "q: expected at least one query"),
+    "stride": (lambda q, c: dict(q=q.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "q: expected an inner stride of 1"),
+    "dtype": (lambda q, c: dict(q=q.double()), TypeError, "q: expected torch.float32 for this cache, got torch.float64"),
+    "layer": (lambda q, c: dict(layer=1), ValueError, "layer: expected an int from 0 to 0, got 1"),
+    "requests": (lambda q, c: dict(requests=[0, 5]), ValueError, r"requests: expected some of \(0, 1\), got 5"),
+    "scale": (lambda q, c: dict(scale=-1.0), ValueError, "scale: expected a positive number, got -1.0"),
+    "softcap": (lambda q, c: dict(softcap=0), ValueError, "softcap: expected a positive number, got 0"),
+    "window": (lambda q, c: dict(window=0), ValueError, "window: expected an int of at least 1, got 0"),
+    "sinks": (lambda q, c: dict(sinks=torch.zeros(2)), ValueError, r"sinks: expected floats \[4\]"),
+    "sinks type": (lambda q, c: dict(sinks=1.0), ValueError, r"sinks: expected floats \[4\].* got 1.0"),
+    "backend": (lambda q, c: dict(backend="fast"), ValueError, "backend: expected one of"),
+    "paged layer": (lambda q, c: dict(q=q[:1], cache=_paged(), layer=1), ValueError, "layer: expected 0, a PagedCache"),
+    "paged dtype": (lambda q, c: dict(q=q[:1].half(), cache=_paged()), TypeError, "q: expected torch.float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name: str) -> None:
+    change, error, message = BAD[name]
+    cache = TieredCache(1, 2, 64, dtype=torch.float32, max_requests=2)
+    cache.append(0, *torch.randn(2, 2, 5, 2, 64))
+    q = torch.randn(2, 1, 4, 64)
+    arguments = dict(q=q, cache=cache) | change(q, cache)
+    with pytest.raises(error, match=message):
+        decode_attention(**arguments)
+
+
+BAD_PAGES = {
+    "layout": (dict(layout="DHN"), ValueError, "layout: expected one of"),
+    "k": (dict(k=torch.zeros(4, 64)), ValueError, "k: expected 4 dimensions"),
+    "k dtype": (dict(k=torch.zeros(4, 16, 2, 64).double()), TypeError, "k: expected one of"),
+    "v": (dict(v=torch.zeros(4, 16, 1, 64)), ValueError, "v: expected shape"),
+    "v dtype": (dict(v=torch.zeros(4, 16, 2, 64).half()), TypeError, "v: expected torch.float32 as k"),
+    "stride": (dict(v=torch.zeros(4, 16, 2, 128)[..., ::2]), ValueError, "v: expected an inner stride of 1"),
+    "table": (dict(table=torch.zeros(1, 4)), TypeError, "table: expected torch.int32"),
+    "lengths": (dict(lengths=torch.ones(3, dtype=torch.int32)), ValueError, "lengths: expected 1, one per row"),
+    "k_scale": (dict(k_scale=torch.ones(1)), ValueError, "k_scale: expected None for torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PAGES)
+def test_bad_pages_are_named(name: str) -> None:
+    changes, error, message = BAD_PAGES[name]
+    with pytest.raises(error, match=message):
+        _paged(**changes)
+
+
+def test_backends_that_are_not_there() -> None:
+    case = case_of([10])
+    job = op._job(case.q, case.cache, 0, None, None, None, None, None, False, False)
+    assert op._choose("auto", job) == "reference" or HAS_GPU
+    if not HAS_GPU:
+        with pytest.raises(RuntimeError, match="backend: cuda needs a CUDA tensor"):
+            case.run("cuda")
