@@ -1,0 +1,284 @@
+"""``StrataCache``: a transformers cache whose full-attention layers are the layers of one `TieredCache`.
+
+row of the batch    = request of the TieredCache
+column of the batch = a token or padding; only tokens are stored, so every row has a length of its own
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import warnings
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ..cache import TieredCache
+from ..cache.budget import Budget, Memory
+from . import attention
+from .layer import StrataLayer
+
+TOKENS = 2**15  # tables for so many unless a prompt or the config says otherwise; positions take 2 bytes
+
+
+class StrataCache(Cache):
+    """A cache for ``model.generate(..., past_key_values=StrataCache(model.config, budget=0.25))``.
+
+    Args:
+        config: the model's own (``model.config``). Its attention becomes kvstrata's, over the one it had; other caches
+            go on to that one and behave as before.
+        budget, tiers, window, sinks, page_tokens, policy, ...: of `kvstrata.TieredCache`; a budget below 1 is a
+            fraction of 16 bit, 1.0 compresses nothing.
+        dtype: of tokens that are not compressed; None is the model's, and float16 where a float32 model is compressed.
+        max_batch: rows, for `batch_repeat_interleave`; None is what comes first.
+        max_tokens: of a row; None is the config's context length, up to 32768 for shorter prompts.
+        importance_queries: how many queries of a prompt are asked what they attended to.
+
+    Layers that are not compressed (sliding window, linear attention, other shapes of K and V) are transformers' own;
+    `plain_layers` says which and why. `tiered` is the TieredCache, once there is a first token. Unsupported are custom
+    4-D masks, packed sequences, `output_attentions`, offloading and training; they raise.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, **sizes))
+        >>> cache = StrataCache(model.config, budget=0.25)
+        >>> tokens = model.generate(torch.ones(1, 8, dtype=torch.long), past_key_values=cache, max_new_tokens=4)
+        >>> cache.tiered.length(0)
+        11
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        budget: int | float | None = 0.25,
+        *,
+        dtype: torch.dtype | None = None,
+        max_batch: int | None = None,
+        max_tokens: int | None = None,
+        importance_queries: int = 512,
+        **options: Any,
+    ) -> None:
+        text = config.get_text_config(decoder=True)
+        known = inspect.signature(TieredCache).parameters
+        for name in options:
+            if name not in known or name in ("layers", "kv_heads", "head_dim", "device", "max_requests"):
+                raise TypeError(f"{name}: expected an option of TieredCache, got an unknown one")
+        if importance_queries < 1:
+            raise ValueError(f"importance_queries: expected an int of at least 1, got {importance_queries!r}")
+        # Values are checked now, not in the middle of the first forward.
+        Budget.check(budget)
+        TieredCache(1, 1, 64, budget=None, **options)
+        self.options = options | dict(budget=budget)
+        self.dtype, self.max_batch, self.max_tokens = dtype, max_batch, max_tokens
+        self.importance_queries = importance_queries
+        self.context = getattr(text, "max_position_embeddings", None) or TOKENS
+        self.plain_layers: dict[int, str] = {}
+        self._tiered: TieredCache | None = None
+        self._shape: tuple[int, int] | None = None
+        self._real = np.ones((0, 0), bool)  # [rows, columns]
+
+        layers = DynamicCache(config=config).layers
+        shares = bool(getattr(text, "num_kv_shared_layers", None))
+        self._compressed = 0
+        for place, layer in enumerate(layers):
+            if type(layer) is not DynamicLayer:
+                window = getattr(layer, "sliding_window", None)
+                self.plain_layers[place] = f"sliding window of {window}" if window else type(layer).__name__
+            elif shares:
+                self.plain_layers[place] = "the model shares K and V between layers"
+            else:
+                layers[place] = StrataLayer(self, place, self._compressed)
+                self._compressed += 1
+        super().__init__(layers=layers)
+        self._warn_if_useless()
+        self.base = attention.install(text)
+
+    @classmethod
+    def from_file(cls, config: PreTrainedConfig, path: str | PathLike[str], **options: Any) -> StrataCache:
+        """With the arguments that a JSON file holds, as `kvstrata advise` writes it; ``options`` go before them."""
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise ValueError(f"path: expected a JSON object of arguments in {path}, got {type(given).__name__}")
+        return cls(config, **(given | options))
+
+    # The TieredCache
+
+    @property
+    def tiered(self) -> TieredCache:
+        if self._tiered is None:
+            raise RuntimeError("tiered: expected a cache with tokens, got one that has seen none")
+        return self._tiered
+
+    @property
+    def listens(self) -> bool:
+        """Whether attention mass matters."""
+        return self.tiered.policy.name == "importance" and self.tiered.budget.amount is not None
+
+    def misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
+        """Why K and V of a layer cannot be compressed, if so."""
+        dim = key.shape[-1]
+        if key.shape != value.shape:
+            return f"K and V of different shapes, {tuple(key.shape[1::2])} and {tuple(value.shape[1::2])}"
+        if dim % 16 or not 32 <= dim <= 256:
+            return f"head_dim {dim}, not a multiple of 16 from 32 to 256"
+        if self._shape not in (None, (key.shape[1], dim)):
+            return f"{key.shape[1]} heads of {dim}, other layers have {self._shape}"
+        return None
+
+    def keep_plain(self, place: int, reason: str) -> DynamicLayer:
+        self.plain_layers[place], self.layers[place] = reason, DynamicLayer()
+        self._warn_if_useless()
+        return self.layers[place]
+
+    def _warn_if_useless(self) -> None:
+        if len(self.plain_layers) == len(self.layers):
+            reasons = ", ".join(sorted(set(self.plain_layers.values())))
+            warnings.warn(f"StrataCache compresses no layer of this model: {reasons}", stacklevel=3)
+
+    def build(self, key: torch.Tensor) -> None:
+        """The TieredCache, when the first rows ``[rows, kv_heads, n, D]`` show what it has to hold."""
+        rows, heads, new, dim = key.shape
+        if self._tiered is not None:
+            return
+        dtype = self.dtype
+        if dtype is None:
+            compresses = Budget.check(self.options["budget"]) is not None
+            dtype = torch.float16 if key.dtype == torch.float32 and compresses else key.dtype
+        tokens = self.max_tokens
+        if tokens is None:
+            tokens = min(self.context, TOKENS) if 2 * new <= TOKENS else max(self.context, 2 * new)
+        self._shape = heads, dim
+        requests = max(rows, self.max_batch or 0)
+        self._tiered = TieredCache(
+            self._compressed,
+            heads,
+            dim,
+            dtype=dtype,
+            device=key.device,
+            max_requests=requests,
+            max_tokens=tokens,
+            **self.options,
+        )
+        self._check_budget(self._tiered)
+        self._real = np.ones((rows, 0), bool)
+
+    def _check_budget(self, tiered: TieredCache) -> None:
+        """A fraction below the lowest tier would fail in the middle of a text; say so before the first token."""
+        budget = tiered.budget
+        least = budget.page_price[-1] / tiered.page_tokens / budget.token_bytes
+        if isinstance(budget.amount, float) and budget.amount <= least and not tiered.policy.evict:
+            self._tiered = self._shape = None
+            raise ValueError(
+                f"budget: expected more than {least:.3f}, which {tiered.formats[-1].name} of {tiered.head_dim} values"
+                f" takes, or evict=True, got {budget.amount}"
+            )
+
+    def memory(self) -> Memory:
+        """Bytes of everything: those of `TieredCache.memory`, and of layers that are not compressed."""
+        plain = [x for place in self.plain_layers for x in vars(self.layers[place]).values() if torch.is_tensor(x)]
+        held = sum(x.nbytes for x in plain)
+        if self._tiered is None:
+            return Memory(kinds={"plain_layers": held}, tiers={}, page_slack=0, slab_slack=0, full=held)
+        memory = self._tiered.memory()
+        allowed = None if memory.allowed is None else memory.allowed + held
+        kinds = memory.kinds | {"plain_layers": held}
+        return dataclasses.replace(memory, kinds=kinds, full=memory.full + held, allowed=allowed)
+
+    def __repr__(self) -> str:
+        plain = "".join(f", layer {place} plain: {why}" for place, why in sorted(self.plain_layers.items()))
+        return f"StrataCache({self._compressed} layers, budget={self.options['budget']!r}{plain})"
+
+    # Columns: which are tokens
+
+    @property
+    def rows(self) -> int:
+        return len(self._real)
+
+    def tokens_among(self, start: int, mask: torch.Tensor | None, rows: int, queries: int) -> torch.Tensor | None:
+        """Which of the columns from ``start`` on are tokens: bool ``[rows, queries]``, None for all.
+
+        The first layer of a forward reads the mask, the others what it found.
+        """
+        if rows != self.rows:
+            raise ValueError(f"past_key_values: expected {self.rows} rows as before, got {rows}")
+        if self._real.shape[1] < start + queries:
+            new = np.ones((rows, queries), bool)
+            if mask is not None:
+                last = mask[:, 0, -1, -queries:]  # the last query sees every token
+                seen = last if last.dtype == torch.bool else last == 0
+                new = seen.expand(rows, -1).cpu().numpy()
+            self._real = np.concatenate([self._real[:, :start], new], 1)
+        real = self._real[:, start : start + queries]
+        return None if real.all() else torch.from_numpy(real).to(self.tiered.device)
+
+    def _flush(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, StrataLayer):
+                layer.flush()
+
+    def _plain(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, StrataLayer)]
+
+    # What transformers asks for
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for layer in self.layers:
+            layer.reset()
+        self._tiered, self._shape, self._real = None, None, np.ones((0, 0), bool)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last ``-tokens_to_remove`` columns away. What has settled meanwhile stays settled."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}; crop(-n) removes n columns"
+            )
+        for layer in self._plain():
+            layer.crop(tokens_to_remove)
+        if tokens_to_remove == 0 or self._tiered is None:
+            return
+        self._flush()
+        self._real = self._real[:, :tokens_to_remove]
+        for request, length in enumerate(self._real.sum(1).tolist()):
+            self.tiered.crop(request, length)
+        for layer in self.layers:
+            if isinstance(layer, StrataLayer):
+                layer.columns = min(layer.columns, self._real.shape[1])
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Beams: row i becomes what row ``beam_idx[i]`` was; pages are shared, not copied."""
+        for layer in self._plain():
+            layer.reorder_cache(beam_idx)
+        self._pick(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times; all at once up to ``max_batch`` rows."""
+        rows = self.rows
+        if self._tiered is not None and rows * repeats > self.tiered.max_requests:
+            raise ValueError(
+                f"max_batch: expected at least {rows * repeats} rows, got {self.tiered.max_requests};"
+                f" StrataCache(..., max_batch={rows * repeats})"
+            )
+        for layer in self._plain():
+            layer.batch_repeat_interleave(repeats)
+        self._pick([row for row in range(rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these rows."""
+        for layer in self._plain():
+            layer.batch_select_indices(indices)
+        self._pick(torch.arange(self.rows)[indices.cpu()].tolist())
+
+    def _pick(self, rows: list[int]) -> None:
+        if self._tiered is None or rows == list(range(self.rows)):
+            return
+        self._flush()
+        self.tiered.select(rows)
+        self._real = self._real[rows]

@@ -1,0 +1,205 @@
+"""One compressed layer of a `StrataCache`.
+
+`update` keeps nothing: it hands the new rows on to `attend`, which knows queries and padding too. A prompt attends by
+the model's own function at the model's precision, with the earlier tokens dequantised for the time of one layer, and
+is stored after; a decode step is stored first and read where it lies, by `decode_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+import kvstrata
+
+from . import attention
+from .mass import Logits, MassLedger, prompt_mass
+
+if TYPE_CHECKING:
+    from .cache import StrataCache
+
+DECODE_QUERIES = 16  # more new tokens than these are a prompt
+LARGEST = torch.finfo(torch.float16).max
+
+
+class StrataLayer(CacheLayerMixin):
+    """``columns`` is the length as transformers counts it, padding included."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False  # crop removes tokens, but what has settled since stays settled
+
+    def __init__(self, owner: StrataCache, place: int, index: int) -> None:
+        super().__init__()
+        self.owner, self.place, self.index = owner, place, index  # place in the model, index in the TieredCache
+        self.columns = 0
+        self.ledger: MassLedger | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.owner.build(key_states)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The new rows, for `attend`; a layer whose shape does not fit becomes a plain one here."""
+        if not self.is_initialized:
+            reason = self.owner.misfit(key_states, value_states)
+            if reason:
+                return self.owner.keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
+            self.lazy_initialization(key_states, value_states)
+        return attention.Pending(self, key_states), attention.Pending(self, value_states)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        under: attention.Under,
+        logits: Logits,
+    ) -> torch.Tensor:
+        """Attention output ``[rows, queries, heads, D]`` for ``query [rows, heads, queries, D]``; stores K and V."""
+        queries = query.shape[2]
+        real = self.owner.tokens_among(self.columns, mask, len(query), queries)
+        few = queries <= min(DECODE_QUERIES, self.owner.tiered.window)
+        if self.columns and few and real is None:
+            out = self._decode(query, key, value, logits)
+        else:
+            if real is None:
+                real = torch.ones(len(query), queries, dtype=torch.bool, device=query.device)
+            out = self._prompt(query, key, value, mask, real, under, logits)
+        self.columns += queries
+        return out
+
+    def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
+        cache, listens = self.owner.tiered, self.owner.listens
+        cache.append(self.index, self._rows(key), self._rows(value))
+        q = query.transpose(1, 2).to(cache.dtype)
+        made = kvstrata.decode_attention(
+            q, cache, self.index, scale=logits.scale, softcap=logits.softcap, sinks=logits.sinks, return_mass=listens
+        )
+        if isinstance(made, torch.Tensor):
+            return made.to(query.dtype)
+        out, mass = made
+        if self.ledger is None:
+            self.ledger = MassLedger(cache, self.index)
+        self.ledger.add(mass, query.shape[2])
+        return out.to(query.dtype)
+
+    def _prompt(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        real: torch.Tensor,
+        under: attention.Under,
+        logits: Logits,
+    ) -> torch.Tensor:
+        self.flush()
+        queries = query.shape[2]
+        # What each query sees of the new columns, and the position that each column has in the cache.
+        causal = torch.ones(queries, queries, dtype=torch.bool, device=query.device).tril()
+        visible = causal & real[:, None, None]
+        before = torch.tensor(self.lengths(), device=query.device).view(-1, 1, 1)
+        position = (before + real[:, None].cumsum(-1) - 1).masked_fill(~real[:, None], -1)
+        keys, values = key, value
+        if self.columns:
+            past_k, past_v, at = self._past()
+            keys, values = torch.cat([past_k.to(key.dtype), key], 2), torch.cat([past_v.to(value.dtype), value], 2)
+            seen = (at >= 0).unsqueeze(2)
+            if not self.owner.tiered.policy.evict:
+                seen = seen[:, :1]  # all heads hold the same positions
+            visible = torch.cat([seen.expand(-1, -1, queries, -1), visible.expand(-1, seen.shape[1], -1, -1)], 3)
+            position = torch.cat([at, position.expand(-1, at.shape[1], -1)], 2)
+            mask = self._mask(visible, query)
+        out = under(query, keys, values, mask)
+        mass = self._mass(query, keys, visible, position, real, logits) if self.owner.listens else None
+        self._store(key, value, real, mass)
+        return out
+
+    def _mask(self, visible: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """As the model's own attention wants it."""
+        if visible.shape[1] > 1:
+            visible = visible.repeat_interleave(query.shape[1] // visible.shape[1], 1)
+        if self.owner.base == "sdpa":
+            return visible
+        return torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, torch.finfo(query.dtype).min)
+
+    def _past(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Stored K and V ``[rows, kv_heads, n, D]`` and positions ``[rows, kv_heads, n]``, -1 where nothing is."""
+        read = [self.owner.tiered.gather(self.index, request) for request in range(self.owner.rows)]
+        longest = max(k.shape[1] for k, _, _ in read)
+        pad = torch.nn.functional.pad
+        k, v = (torch.stack([pad(r[i], (0, 0, 0, longest - r[i].shape[1])) for r in read]) for i in range(2))
+        return k, v, torch.stack([pad(r[2], (0, longest - r[2].shape[1]), value=-1) for r in read])
+
+    def _mass(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        visible: torch.Tensor,
+        position: torch.Tensor,
+        real: torch.Tensor,
+        logits: Logits,
+    ) -> torch.Tensor:
+        """What the prompt attended to, by position: ``[rows, kv_heads, longest after it]``."""
+        by_column = prompt_mass(query, keys, visible, real, logits, self.owner.importance_queries)
+        longest = int(position.max()) + 1
+        mass = by_column.new_zeros(*by_column.shape[:2], longest + 1)  # the last for columns without a token
+        mass.scatter_add_(2, position.expand_as(by_column) % (longest + 1), by_column)
+        return mass[..., :longest]
+
+    def _store(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, mass: torch.Tensor | None) -> None:
+        """Append the new rows; mass is the first importance of their tokens."""
+        cache, k, v = self.owner.tiered, self._rows(key), self._rows(value)
+        if bool(real.all()):
+            cache.append(self.index, k, v, mass=mass, queries=None if mass is None else k.shape[1])
+            return
+        for request, count in enumerate(real.sum(1).tolist()):
+            own = None if mass is None or not count else mass[request : request + 1]
+            chosen = real[request]
+            cache.append(
+                self.index,
+                k[request][chosen],
+                v[request][chosen],
+                requests=[request],
+                lengths=[count],
+                mass=own,
+                queries=None if own is None else count,
+            )
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, kv_heads, n, D]`` of the model as ``[rows, n, kv_heads, D]`` of the cache."""
+        dtype = self.owner.tiered.dtype
+        if dtype == torch.float16 and x.dtype != dtype:
+            x = x.clamp(-LARGEST, LARGEST)
+        return x.transpose(1, 2).to(dtype)
+
+    def lengths(self) -> list[int]:
+        """Tokens stored of each row."""
+        return [self.owner.tiered.length(request, self.index) for request in range(self.owner.rows)]
+
+    def flush(self) -> None:
+        """Hand the mass of the last decode steps to the cache."""
+        if self.ledger is not None:
+            self.ledger.flush()
+
+    # What transformers asks for; rows and columns go through the StrataCache.
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.columns, self.ledger, self.is_initialized = 0, None, False
+
+    def offload(self) -> None:
+        raise NotImplementedError("offloading: expected False, got True; a StrataCache stays on its device")

@@ -1,0 +1,93 @@
+"""The attention mass that the tokens of a prompt give: what the cache's importance begins with.
+
+A decode step gets it from `decode_attention`. Prompts attend by the model's own function, which keeps no
+probabilities, so up to `limit` of their queries are done again here, evenly spaced, each standing for its neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..cache import TieredCache
+
+CHUNK = 64  # queries at a time
+
+
+class Logits(NamedTuple):
+    """How scores become logits, as in `decode_attention`."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [heads]
+
+
+def prompt_mass(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    visible: torch.Tensor,
+    asking: torch.Tensor,
+    logits: Logits,
+    limit: int,
+) -> torch.Tensor:
+    """Mass of every column of ``key``, summed over queries and the query heads of a KV head.
+
+    Args:
+        query: ``[rows, heads, queries, D]``.
+        key: ``[rows, kv_heads, columns, D]``.
+        visible: bool ``[rows, kv_heads or 1, queries, columns]``.
+        asking: bool ``[rows, queries]``, False for padding.
+        logits: how scores become logits.
+        limit: how many queries are looked at.
+
+    Returns float32 ``[rows, kv_heads, columns]`` whose sum over a KV head is about (queries asking) * (its heads).
+    """
+    rows, _, queries, _ = query.shape
+    kv_heads, columns = key.shape[1:3]
+    stride = -(-queries // limit)
+    at = torch.arange(queries - 1, -1, -stride, device=query.device)
+    weight = asking[:, at].float()
+    weight *= (asking.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
+    mass = torch.zeros(rows, kv_heads, columns, device=query.device)
+    keys = key.float().transpose(-1, -2).unsqueeze(2)
+    for some, its_weight in zip(at.split(CHUNK), weight.split(CHUNK, 1), strict=True):
+        q = query[:, :, some].float().unflatten(1, (kv_heads, -1))
+        scores = q @ keys * logits.scale
+        if logits.softcap is not None:
+            scores = logits.softcap * torch.tanh(scores / logits.softcap)
+        scores = scores.masked_fill(~visible[:, :, some].unsqueeze(2), -torch.inf)
+        if logits.sinks is not None:
+            logit = logits.sinks.float().view(1, kv_heads, -1, 1, 1).expand(rows, -1, -1, len(some), 1)
+            scores = torch.cat([scores, logit], -1)
+        probabilities = scores.softmax(-1)[..., :columns].nan_to_num(0.0)  # NaN: a padding row that sees nothing
+        mass += torch.einsum("bhgqc,bq->bhc", probabilities, its_weight)
+    return mass
+
+
+class MassLedger:
+    """Mass of decode steps, handed to the cache some steps at a time: nothing asks for it before the next settling."""
+
+    STEPS = 16
+
+    def __init__(self, cache: TieredCache, layer: int) -> None:
+        self.cache, self.layer = cache, layer
+        self.mass: torch.Tensor | None = None
+        self.queries = 0
+
+    def add(self, mass: torch.Tensor, queries: int) -> None:
+        """``mass [requests, kv_heads, positions]`` of one decode step of all requests, which only got longer."""
+        if self.mass is None:
+            self.mass = mass
+        else:
+            mass[..., : self.mass.shape[2]] += self.mass
+            self.mass = mass
+        self.queries += queries
+        if self.queries >= self.STEPS:
+            self.flush()
+
+    def flush(self) -> None:
+        """The one place where decode's mass becomes importance."""
+        if self.mass is not None:
+            self.cache.update_importance(self.layer, self.mass, queries=self.queries)
+        self.mass, self.queries = None, 0

@@ -1,0 +1,446 @@
+"""`kvstrata.hf` on tiny random models: against DynamicCache where nothing is compressed, against a cache that
+dequantises where something is, and row by row against single runs where a batch is padded."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import kvstrata
+from kvstrata.cache import BudgetExceeded
+from kvstrata.hf import StrataCache
+from kvstrata.hf.mass import Logits, prompt_mass
+
+SIZES = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+FAMILIES = {
+    "llama": lambda: LlamaConfig(**SIZES, head_dim=32),
+    "llama-mha": lambda: LlamaConfig(**SIZES | dict(num_key_value_heads=4), head_dim=32),
+    "llama-mqa": lambda: LlamaConfig(**SIZES | dict(num_key_value_heads=1), head_dim=48),
+    "mistral": lambda: MistralConfig(**SIZES, head_dim=32, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**SIZES | dict(hidden_size=128)),
+    "qwen2-mixed": lambda: Qwen2Config(
+        **SIZES | dict(hidden_size=128), use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
+    "gemma2": lambda: Gemma2Config(
+        **SIZES, head_dim=32, sliding_window=16, query_pre_attn_scalar=24, attn_logit_softcapping=2.0
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES,
+        head_dim=32,
+        sliding_window=16,
+        query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "phi3": lambda: Phi3Config(**SIZES | dict(hidden_size=128)),
+    "gpt-oss": lambda: GptOssConfig(
+        **SIZES,
+        head_dim=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ),
+}
+SMALL = dict(budget=0.5, page_tokens=16, window=16, sinks=2)  # settles within a hundred tokens
+EXACT = dict(SMALL, dtype=torch.float32)
+
+
+def make(name: str, seed: int = 0):
+    torch.manual_seed(seed)
+    config = FAMILIES[name]()
+    eager = name in ("gemma2", "gpt-oss")  # softcap and sinks
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if eager else "sdpa").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # attention that is not nearly uniform
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+            if parameter.dim() == 1 and not parameter.any():
+                parameter.normal_()
+    return model
+
+
+def prompt(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(2, 128, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(model, ids: torch.Tensor, cache=None, new: int = 24, **options) -> torch.Tensor:
+    return model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False, **options)
+
+
+def dequantising(q, cache, layer=0, *, scale, softcap=None, sinks=None, return_mass=False):
+    """`decode_attention` the plain way: everything read back, then an ordinary softmax."""
+    rows, queries, heads, _ = q.shape
+    group = heads // cache.kv_heads
+    out = torch.empty_like(q)
+    mass = torch.zeros(rows, cache.kv_heads, max(cache.length(r, layer) for r in range(rows)))
+    for row in range(rows):
+        k, v, position = cache.gather(layer, row)
+        own = q[row].float().unflatten(1, (cache.kv_heads, group))
+        scores = torch.einsum("qhgd,hnd->hgqn", own, k.float()) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        last = cache.length(row, layer) - queries + torch.arange(queries)
+        hidden = (position[:, None, None] > last[:, None]) | (position[:, None, None] < 0)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            sink = sinks.detach().float().view(cache.kv_heads, group, 1, 1).expand(-1, -1, queries, 1)
+            scores = torch.cat([scores, sink], -1)
+        weights = scores.softmax(-1)[..., : k.shape[1]]
+        out[row] = torch.einsum("hgqn,hnd->qhgd", weights, v.float()).flatten(1, 2).to(q.dtype)
+        mass[row].scatter_add_(1, position.clamp(min=0), weights.sum((1, 2)))
+    return (out, mass) if return_mass else out
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    """Run something over a cache that dequantises."""
+
+    def run(job):
+        with monkeypatch.context() as patch:
+            patch.setattr(kvstrata, "decode_attention", dequantising)
+            return job()
+
+    return run
+
+
+# Nothing compressed: DynamicCache
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_budget_one_is_dynamic_cache(name: str) -> None:
+    model, ids = make(name), prompt(2, 40)
+    expected = greedy(model, ids)
+    cache = StrataCache(model.config, budget=1.0)
+    assert torch.equal(greedy(model, ids, cache), expected)
+    cache.tiered.check()
+    assert cache.get_seq_length() == 63
+    assert torch.equal(greedy(model, ids), expected), "the model is not what it was for other caches"
+
+
+def test_sampling_is_dynamic_cache() -> None:
+    model, ids = make("llama"), prompt(2, 30)
+    runs = []
+    for cache in (None, StrataCache(model.config, budget=None)):
+        torch.manual_seed(7)
+        runs.append(model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=True, top_k=20))
+    assert torch.equal(*runs)
+
+
+def test_several_turns_on_one_cache() -> None:
+    model = make("qwen3")
+    caches = DynamicCache(config=model.config), StrataCache(model.config, budget=1.0)
+    texts = [prompt(1, 30), prompt(1, 30)]
+    for turn in range(3):
+        texts = [greedy(model, text, cache, new=12) for text, cache in zip(texts, caches, strict=True)]
+        assert torch.equal(*texts)
+        texts = [torch.cat([text, prompt(1, 5 + 20 * turn, seed=turn)], 1) for text in texts]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "qwen2-mixed"])
+def test_chunked_prefill(name: str) -> None:
+    model, ids = make(name), prompt(2, 50)
+    cache = StrataCache(model.config, budget=1.0)
+    assert torch.equal(greedy(model, ids, cache, prefill_chunk_size=20), greedy(model, ids))
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padding_without_compression(padding: str) -> None:
+    """A forward over padded rows, then a decode step; logits as DynamicCache gives them, pads not stored."""
+    model, ids = make("llama"), prompt(3, 30)
+    lengths = [30, 7, 19]
+    columns = torch.arange(30)
+    mask = torch.stack([columns < n if padding == "right" else columns >= 30 - n for n in lengths]).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    step = dict(
+        input_ids=prompt(3, 2, seed=5),
+        attention_mask=torch.cat([mask, torch.ones(3, 2, dtype=torch.long)], 1),
+        position_ids=torch.tensor(lengths).unsqueeze(1) + torch.arange(2),
+    )
+    logits = []
+    cache = StrataCache(model.config, budget=1.0)
+    with torch.no_grad():
+        for past in (DynamicCache(config=model.config), cache):
+            first = model(ids, attention_mask=mask, position_ids=positions, past_key_values=past).logits
+            logits.append((first[mask.bool()], model(**step, past_key_values=past).logits))
+    for expected, given in zip(*logits, strict=True):
+        torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-4)
+    assert [cache.tiered.length(row) for row in range(3)] == [n + 2 for n in lengths]
+
+
+# Compressed: a cache that dequantises
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decode_equals_dequantising(name: str, reference) -> None:
+    model, ids = make(name), prompt(2, 60)
+    following = prompt(2, 60, seed=2)
+
+    def logits() -> torch.Tensor:
+        cache = StrataCache(model.config, **EXACT)
+        with torch.no_grad():
+            made = [model(ids, past_key_values=cache).logits[:, -1:]]
+            for some in following.split([1, 1, 3, 1, 8, 1, 16, 20, *[1] * 9], 1):
+                made.append(model(some, past_key_values=cache).logits)
+        counts = cache.tiered.memory().tokens
+        assert sum(counts.values()) > counts["K32V32"] > 0, "nothing was compressed"
+        cache.tiered.check()
+        return torch.cat(made, 1)
+
+    torch.testing.assert_close(logits(), reference(logits), atol=2e-4, rtol=1e-3)
+
+
+def test_beams_equal_dequantising(reference) -> None:
+    model, ids = make("llama"), prompt(2, 50)
+
+    def tokens() -> torch.Tensor:
+        return greedy(model, ids, StrataCache(model.config, **EXACT), num_beams=3, num_return_sequences=2, new=40)
+
+    assert torch.equal(tokens(), reference(tokens))
+
+
+def test_beams_without_compression() -> None:
+    model, ids = make("qwen2-mixed"), prompt(2, 30)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    options = dict(num_beams=3, new=30, attention_mask=mask)
+    assert torch.equal(
+        greedy(model, ids, StrataCache(model.config, budget=1.0), **options), greedy(model, ids, **options)
+    )
+
+
+@pytest.mark.parametrize("how", ["assistant", "lookup"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-mixed"])
+def test_assisted_decoding(name: str, how: str, reference) -> None:
+    model = make(name)
+    ids = prompt(1, 20).repeat(1, 3)
+    options = dict(prompt_lookup_num_tokens=4) if how == "lookup" else dict(assistant_model=make(name, seed=3))
+    assert torch.equal(
+        greedy(model, ids, StrataCache(model.config, budget=1.0), new=30, **options), greedy(model, ids, new=30)
+    )
+
+    def tokens() -> torch.Tensor:
+        return greedy(model, ids, StrataCache(model.config, **EXACT), new=40, **options)
+
+    assert torch.equal(tokens(), reference(tokens))
+
+
+def test_crop_then_go_on(reference) -> None:
+    """Rejected tokens leave no trace in what is read afterwards, padded rows included."""
+    model, ids = make("llama"), prompt(2, 70)
+    mask = torch.ones(2, 70, dtype=torch.long)
+    mask[1, :25] = 0
+
+    def logits(rejected: int) -> torch.Tensor:
+        cache = StrataCache(model.config, **EXACT, policy="recency")
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+            if rejected:
+                more = torch.cat([mask, torch.ones(2, rejected, dtype=torch.long)], 1)
+                model(prompt(2, rejected, seed=9), attention_mask=more, past_key_values=cache)
+                cache.crop(-rejected)
+            assert cache.get_seq_length() == 70
+            assert [cache.tiered.length(row, 1) for row in (0, 1)] == [70, 45]
+            more = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+            return model(prompt(2, 1, seed=4), attention_mask=more, past_key_values=cache).logits
+
+    torch.testing.assert_close(logits(3), reference(lambda: logits(3)), atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(logits(3), logits(0), atol=2e-4, rtol=1e-3)
+    cache = StrataCache(model.config)
+    with pytest.raises(ValueError, match="tokens_to_remove"):
+        cache.crop(3)
+
+
+def test_padded_batch_equals_single_runs() -> None:
+    model, lengths = make("llama"), [80, 33, 57]
+    rows = [prompt(1, n, seed=n) for n in lengths]
+    ids = torch.cat([torch.nn.functional.pad(row, (80 - row.shape[1], 0)) for row in rows])
+    mask = (ids != 0).long()
+    cache = StrataCache(model.config, **SMALL)
+    batch = greedy(model, ids, cache, attention_mask=mask, new=40)
+    for row, alone in enumerate(rows):
+        own = StrataCache(model.config, **SMALL)
+        assert torch.equal(greedy(model, alone, own, new=40)[0, -40:], batch[row, -40:])
+        assert cache.tiered.length(row) == own.tiered.length(0) == lengths[row] + 39
+        for layer in range(2):
+            assert torch.equal(cache.tiered.tier_map(layer, row), own.tiered.tier_map(layer))
+    cache.tiered.check()
+
+
+def test_evicting_prompt_in_chunks(reference) -> None:
+    model, ids = make("llama"), prompt(2, 90)
+
+    def logits() -> torch.Tensor:
+        cache = StrataCache(model.config, **EXACT | dict(budget=0.08), evict=True)
+        with torch.no_grad():
+            made = [model(some, past_key_values=cache).logits for some in ids.split([30, 40, 18, 1, 1], 1)]
+        assert cache.tiered.gather(0)[0].shape[1] < 90
+        return torch.cat(made, 1)
+
+    torch.testing.assert_close(logits(), reference(logits), atol=2e-4, rtol=1e-3)
+
+
+# Rows
+
+
+def test_rows_are_selected_and_repeated() -> None:
+    model, ids = make("qwen2-mixed"), prompt(3, 40)
+    cache = StrataCache(model.config, **SMALL, max_batch=6)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        before = [cache.tiered.gather(0, row)[0] for row in range(3)]
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.batch_repeat_interleave(3)
+        for row, source in enumerate([2, 2, 2, 0, 0, 0]):
+            assert torch.equal(cache.tiered.gather(0, row)[0], before[source])
+        logits = model(ids[[2, 2, 2, 0, 0, 0], :1], past_key_values=cache).logits
+        torch.testing.assert_close(logits[0], logits[2])
+        cache.tiered.check()
+        with pytest.raises(ValueError, match="max_batch: expected at least 12"):
+            cache.batch_repeat_interleave(2)
+        with pytest.raises(ValueError, match="6 rows as before, got 2"):
+            model(ids[:2], past_key_values=cache)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        model(ids[:2], past_key_values=cache)
+    assert cache.tiered.requests == (0, 1)
+
+
+# Layers that are not compressed
+
+
+def test_plain_layers_are_reported() -> None:
+    model = make("gemma3")
+    cache = StrataCache(model.config, **SMALL)
+    assert cache.plain_layers == {0: "sliding window of 16"}
+    assert "layer 0 plain: sliding window of 16" in repr(cache)
+    greedy(model, prompt(1, 60), cache)
+    memory = cache.memory()
+    assert memory.kinds["plain_layers"] >= 2 * 15 * 2 * 32 * 4
+    assert memory.total == cache.tiered.memory().total + memory.kinds["plain_layers"] <= memory.allowed
+
+
+def test_head_dim_that_does_not_fit() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, head_dim=24)).eval()
+    cache, ids = StrataCache(model.config, budget=0.25), prompt(1, 30)
+    with pytest.warns(UserWarning, match="compresses no layer"):
+        tokens = greedy(model, ids, cache)
+    assert torch.equal(tokens, greedy(model, ids))
+    assert cache.plain_layers[1] == "head_dim 24, not a multiple of 16 from 32 to 256"
+    assert cache.memory().total == cache.memory().full > 0
+
+
+def test_memory_keeps_to_the_budget() -> None:
+    model = make("llama")
+    cache = StrataCache(model.config, **SMALL)
+    greedy(model, prompt(2, 700), cache, new=8)
+    memory = cache.memory()
+    assert cache.tiered.dtype == torch.float16
+    assert memory.full == 2 * 707 * 2 * 2 * 2 * 32 * 2  # rows, tokens, layers, heads, K and V, D, bytes of 16 bit
+    assert memory.total <= memory.allowed <= 0.5 * memory.full
+
+
+# The mass of prompts
+
+
+def test_prompt_mass_is_that_of_softmax() -> None:
+    torch.manual_seed(0)
+    q, k, sinks = torch.randn(2, 6, 9, 16), torch.randn(2, 2, 13, 16), torch.randn(6)
+    visible = torch.rand(2, 2, 9, 13) < 0.6
+    visible[1, :, :2] = False
+    asking = torch.ones(2, 9, dtype=torch.bool)
+    asking[1, :2] = False
+    scores = 1.5 * torch.tanh(q @ k.repeat_interleave(3, 1).mT * 0.3 / 1.5)
+    scores = scores.masked_fill(~visible.repeat_interleave(3, 1), -torch.inf)
+    weights = torch.cat([scores, sinks.view(1, 6, 1, 1).expand(2, -1, 9, 1)], -1).softmax(-1)[..., :13]
+    expected = (weights * asking[:, None, :, None]).unflatten(1, (2, 3)).sum((2, 3))
+    given = prompt_mass(q, k, visible, asking, Logits(0.3, 1.5, sinks), 9)
+    torch.testing.assert_close(given, expected)
+    # Of a part of the queries, each stands for its neighbours.
+    some = prompt_mass(q, k, torch.ones_like(visible), asking, Logits(0.3), 4)
+    torch.testing.assert_close(some.sum(2), torch.tensor([[27.0, 27.0], [21.0, 21.0]]))
+
+
+def test_importance_comes_from_attention() -> None:
+    """One query's mass after a prompt and steps: what the cache holds sums to what was given."""
+    model = make("llama")
+    cache = StrataCache(model.config, **EXACT)
+    with torch.no_grad():
+        model(prompt(1, 50), past_key_values=cache)
+        for token in prompt(1, 20, seed=3).split(1, 1):
+            model(token, past_key_values=cache)
+        for layer in cache.layers:
+            layer.flush()
+    tiered = cache.tiered
+    assert tiered._queries[0].tolist() == [70, 70]
+    sums = tiered.buckets.snapshot(1, [0]).importance.view(-1).sum()
+    torch.testing.assert_close(sums, torch.tensor(70.0 * 4), rtol=1e-4, atol=0)
+
+
+# Errors
+
+
+def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
+    model, ids = make("llama"), prompt(1, 20)
+    config = model.config
+    with pytest.raises(TypeError, match="windows: expected an option"):
+        StrataCache(config, windows=3)
+    with pytest.raises(ValueError, match="window: expected an int"):
+        StrataCache(config, window=0)
+    with pytest.raises(ValueError, match="budget: expected bytes"):
+        StrataCache(config, budget=2.0)
+    with pytest.raises(ValueError, match=r"budget: expected more than 0\.\d+, which K2V2 of 32"):
+        greedy(model, ids, StrataCache(config, budget=0.1))
+    with pytest.raises(BudgetExceeded):
+        greedy(model, prompt(1, 300), StrataCache(config, budget=100_000, page_tokens=16, max_tokens=512, window=200))
+    strange = copy.deepcopy(config)
+    strange._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match='"sdpa" or "eager", got \'flash_attention_2\''):
+        StrataCache(strange)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="attention_mask: expected padding"):
+        model(ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool), past_key_values=StrataCache(config))
+    other = make("llama")
+    with pytest.raises(RuntimeError, match=r"StrataCache\(model\.config\)"):
+        greedy(other, ids, StrataCache(config))
+
+
+def test_arguments_from_a_file(tmp_path: Path) -> None:
+    model = make("llama")
+    path = tmp_path / "advice.json"
+    path.write_text(json.dumps(dict(budget=0.4, tiers=["K4V2", "K2V2"], window=32)))
+    cache = StrataCache.from_file(model.config, path, window=48)
+    assert cache.options == dict(budget=0.4, tiers=["K4V2", "K2V2"], window=48)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="a JSON object"):
+        StrataCache.from_file(model.config, path)
