@@ -7,80 +7,34 @@ Both are device tensors at fixed addresses; the host works on its own copy (on t
 copies what changed. Tier 0 is plain rows. The order of tokens in a bucket means nothing: one that leaves is replaced
 by one of the last, so pages are full up to the count.
 
-Every change of a bucket is one call of `move`: a flat list of tokens, new ones among them, and the tier each goes to.
-It reads first, then gives pages back, then takes pages and writes, so it never holds old and new at once; a page with
-other owners is left to them and written anew.
+Every other change of a bucket than an append of plain rows is one call of `move`: a flat list of tokens, new ones among
+them, and the tier each goes to. moves.py makes moves of it on the device; the host takes and gives back the pages. The
+reference reads first, then gives pages back, then takes pages and writes, so it never holds old and new at once;
+kernels go from page to page, so pages are taken first and given back after. A page with other owners is left to them
+and copied before anything is written to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from . import moves, repack_op, repack_reference
 from .append_op import Job, append_rows
 from .pages import PageKind, Rows
 from .pool import Pool
+from .tokens import DROP, NEW, Tokens
 
-NEW = -1  # the tier of a token that is in no bucket yet
-DROP = -1  # the target of one that leaves the cache
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of some requests in one layer; flat ``[n]``. ``bucket`` is (index of the request) * kv_heads + head.
-
-    ``slot`` counts in the bucket; for new tokens it is the row of the values that come with them.
-    """
-
-    bucket: torch.Tensor
-    tier: torch.Tensor
-    slot: torch.Tensor
-    position: torch.Tensor
-    importance: torch.Tensor  # float32
-
-    def __len__(self) -> int:
-        return len(self.bucket)
-
-    def __getitem__(self, at: torch.Tensor) -> Tokens:
-        return Tokens(self.bucket[at], self.tier[at], self.slot[at], self.position[at], self.importance[at])
-
-    def renumbered(self, index: dict[int, int], kv_heads: int) -> Tokens:
-        """The same tokens with their requests at other indices."""
-        table = torch.zeros(max(index) + 1, dtype=torch.int64, device=self.bucket.device)
-        for old, new in index.items():
-            table[old] = new
-        bucket = table[self.bucket // kv_heads] * kv_heads + self.bucket % kv_heads
-        return Tokens(bucket, self.tier, self.slot, self.position, self.importance)
-
-    @staticmethod
-    def cat(parts: Sequence[Tokens]) -> Tokens:
-        names = ("bucket", "tier", "slot", "position", "importance")
-        return Tokens(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+__all__ = ["DROP", "NEW", "Buckets", "Tokens"]
 
 
-def _ranks(group: np.ndarray, groups: int) -> np.ndarray:
-    """The number of each element among those of its group, in order."""
-    order = np.argsort(group, kind="stable")
-    starts = np.cumsum(np.bincount(group, minlength=groups)) - np.bincount(group, minlength=groups)
-    ranks = np.empty(len(group), np.int64)
-    ranks[order] = np.arange(len(group)) - starts[group[order]]
-    return ranks
-
-
-@dataclass(frozen=True)
-class _Change:
-    """What `move` does to one tier."""
-
-    taken: np.ndarray  # flat indices of tokens that are read: those that leave for another tier, then the fillers
-    leavers: int
-    filled_bucket: np.ndarray  # where the fillers go
-    filled_slot: np.ndarray
-    arrivals: np.ndarray  # flat indices, and where they go
-    arrival_slot: np.ndarray
-    count: np.ndarray  # [buckets] afterwards
+def _spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All numbers ``first[i] .. end[i] - 1``: the i of each, and the number."""
+    counts = np.maximum(end - first, 0)
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 class Buckets:
@@ -94,6 +48,9 @@ class Buckets:
         self.page_tokens = kinds[0].format.page_tokens
         self.device = pool.device
         self.heads = np.arange(kv_heads)
+        self.backend = "auto"  # of repack
+        offsets = [[kind.position_offset, kind.importance_offset] for kind in kinds]
+        self.side_offsets = torch.tensor(offsets, device=self.device)
         shape = (requests, layers, kv_heads, len(kinds))
         table = torch.full((*shape, max_pages), -1, dtype=torch.int32)
         count = torch.zeros(shape, dtype=torch.int32)
@@ -168,27 +125,48 @@ class Buckets:
         return bucket, index, table[bucket, index].astype(np.int64)
 
     def snapshot(self, layer: int, requests: Sequence[int]) -> Tokens:
-        """All tokens of these requests: tier by tier, bucket by bucket, slot by slot."""
-        parts = []
-        for tier, kind in enumerate(self.kinds):
-            bucket, index, handles = self._pages_of(layer, requests, tier)
-            start = kind.format.page_bytes
-            side = self.pool.read(handles, start, kind.side_bytes)
-            count = self.host_count[list(requests), layer, :, tier].reshape(-1).astype(np.int64)
-            slot = index[:, None] * self.page_tokens + np.arange(self.page_tokens)
-            used = torch.from_numpy(slot < count[bucket][:, None]).to(self.device)
-            n = int(used.sum())
-            spread = torch.from_numpy(np.broadcast_to(bucket[:, None], slot.shape).copy()).to(self.device)
-            parts.append(
-                Tokens(
-                    spread[used],
-                    torch.full((n,), tier, device=self.device),
-                    torch.from_numpy(slot).to(self.device)[used],
-                    kind.positions(side, start)[used].long(),
-                    kind.importance(side, start)[used],
-                )
-            )
-        return Tokens.cat(parts)
+        """All tokens of these requests: tier by tier, bucket by bucket, slot by slot. Does not wait for the device."""
+        tiers, where = len(self.kinds), np.array(requests, np.int64)
+        host = self.host_count[where, layer].reshape(-1, tiers).astype(np.int64)
+        n, buckets = int(host.sum()), len(host)
+        count = self.pool.to_device(host.T.reshape(-1))
+        groups = torch.arange(len(count), device=self.device)
+        group = torch.repeat_interleave(groups, count, output_size=n)
+        slot = torch.arange(n, device=self.device) - (count.cumsum(0) - count)[group]
+        tier, bucket = group // buckets, group % buckets
+        handle = self._handles_at(self._bases(where, np.full_like(where, layer)), bucket * tiers + tier, slot)
+        position, importance = self._side(handle, slot, tier)
+        return Tokens(bucket, tier, slot, position, importance)
+
+    def _bases(self, requests: np.ndarray, layers: np.ndarray) -> torch.Tensor:
+        """Where the page list of each group of these places begins in the flat table."""
+        heads, tiers, pages = self.table.shape[2:]
+        first = (requests * self.table.shape[1] + layers) * heads * tiers * pages
+        return self.pool.to_device((first[:, None] + np.arange(heads * tiers) * pages).reshape(-1))
+
+    def _handles_at(self, bases: torch.Tensor, group: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        return self.table.view(-1)[bases[group] + slot // self.page_tokens].long()
+
+    def _side(self, handle: torch.Tensor, slot: torch.Tensor, tier: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions (int64) and importance (float32) of tokens; zeros where no importance is kept."""
+        kind, slot = self.kinds[0], slot % self.page_tokens
+        position = torch.empty_like(slot)
+        importance = torch.zeros(len(slot), device=self.device)
+        space, at = self.pool.space, self.side_offsets[tier]
+        if space is not None:
+            step = kind.position_dtype.itemsize
+            found = space.bytes.view(kind.position_dtype)[(handle * 64 + at[:, 0]) // step + slot]
+            position.copy_(found)
+            if kind.keeps_importance:
+                importance = space.bytes.view(torch.float32)[(handle * 64 + at[:, 1]) // 4 + slot]
+        else:
+            from .pages_triton import side
+
+            side(
+                self.pool, handle, slot, tier, self.side_offsets, position, importance, kind.position_dtype,
+                kind.keeps_importance, write=False,
+            )  # fmt: skip
+        return position, importance
 
     def read(self, layer: int, requests: Sequence[int], tokens: Tokens, tier: int) -> Rows:
         """The rows of tokens that are all in one tier."""
@@ -204,37 +182,9 @@ class Buckets:
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array.reshape(-1))).to(self.device)
 
-    def _changes(self, layer: int, requests: Sequence[int], tokens: Tokens, target: torch.Tensor) -> list[_Change]:
-        bucket, tier, slot, to = (
-            t.cpu().numpy().astype(np.int64) for t in (tokens.bucket, tokens.tier, tokens.slot, target)
-        )
-        buckets = len(requests) * self.kv_heads
-        changes = []
-        for t in range(len(self.kinds)):
-            before = self.host_count[list(requests), layer, :, t].reshape(-1).astype(np.int64)
-            leaving, arriving = (tier == t) & (to != t), (to == t) & (tier != t)
-            kept = before - np.bincount(bucket[leaving], minlength=buckets)
-            holes = np.flatnonzero(leaving & (slot < kept[bucket]))
-            fillers = np.flatnonzero((tier == t) & ~leaving & (slot >= kept[bucket]))
-            holes, fillers = (x[np.lexsort((slot[x], bucket[x]))] for x in (holes, fillers))
-            arrivals = np.flatnonzero(arriving)
-            movers = np.flatnonzero(leaving & (to != DROP))
-            changes.append(
-                _Change(
-                    np.concatenate([movers, fillers]),
-                    len(movers),
-                    bucket[holes],
-                    slot[holes],
-                    arrivals,
-                    kept[bucket[arrivals]] + _ranks(bucket[arrivals], buckets),
-                    kept + np.bincount(bucket[arrivals], minlength=buckets),
-                )
-            )
-        return changes
-
     def move(
         self,
-        layer: int,
+        layer: int | Sequence[int],
         requests: Sequence[int],
         tokens: Tokens,
         target: torch.Tensor,
@@ -243,102 +193,93 @@ class Buckets:
     ) -> None:
         """Bring every token to its target tier, or out (`DROP`).
 
-        ``tokens`` are all tokens of the buckets, or at least all of those that move and of the tiers they leave.
-        ``fresh`` are the plain rows of new tokens; ``centre [buckets, D]`` is subtracted from plain K on its way
-        into codes.
+        ``layer``: one for all requests, or one for each; then a bucket is (number of the pair) * kv_heads + head.
+        ``tokens`` are all tokens of the buckets, those of a bucket and tier one after the other, by slot. ``fresh`` are
+        the plain rows of new tokens; ``centre [buckets, D]`` is subtracted from plain K on its way into codes.
         """
-        buckets = len(requests) * self.kv_heads
-        changes = self._changes(layer, requests, tokens, target)
-        bucket_of = tokens.bucket.cpu().numpy().astype(np.int64)
-        slot_of = tokens.slot.cpu().numpy().astype(np.int64)
-        pages_of = slot_of // self.page_tokens
+        requests_, tiers = np.array(requests, np.int64), len(self.kinds)
+        layers = np.broadcast_to(np.array(layer, np.int64), requests_.shape)
+        before = self.host_count[requests_, layers].reshape(-1).astype(np.int64)
+        change = moves.change(tokens, target, self.pool.to_device(before), tiers)
+        left, came, holes = change.to_host()
+        if not left.any() and not came.any():
+            return
+        plan = moves.plan(change, tokens, target, int(came.sum()), int(holes.sum()))
+        bases = self._bases(requests_, layers)
+        packed = self._pack(plan, tokens, bases)
+        k, v = (None, None) if fresh is None else (fresh.k, fresh.v)
+        job = repack_op.Job(self.pool, self.kinds, packed, k, v, centre)
+        backend = repack_op.resolve(self.backend, self.device)
+        taken = repack_reference.take(job) if backend == "reference" else None
 
-        # Read what moves and the pages that will be written.
-        taken: list[Rows | None] = []
-        writes: list[tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor]] = []
-        release: list[np.ndarray] = []
-        for t, change in enumerate(changes):
-            kind, handles = self.kinds[t], self._handles(layer, requests, t)
-            keys = bucket_of[change.taken] * self.max_pages + pages_of[change.taken]
-            taken.append(None)
-            if len(keys):
-                pages, place = np.unique(keys, return_inverse=True)
-                staged = self.pool.read(handles[pages], 0, kind.stride)
-                slot = self._to(slot_of[change.taken] % self.page_tokens)
-                taken[t] = kind.read(staged, self._to(place), slot)
-            to_bucket = np.concatenate([change.filled_bucket, bucket_of[change.arrivals]])
-            to_slot = np.concatenate([change.filled_slot, change.arrival_slot])
-            keys, place = np.unique(to_bucket * self.max_pages + to_slot // self.page_tokens, return_inverse=True)
-            staged = torch.zeros(len(keys), kind.stride, dtype=torch.uint8, device=self.device)
-            there = handles[keys] >= 0
-            if there.any():
-                staged[self._to(np.flatnonzero(there))] = self.pool.read(handles[keys[there]], 0, kind.stride)
-            writes.append((keys, place, to_slot, staged))
-
-            # Pages past the end go; so does our share of a page that others own too.
-            table = handles.reshape(buckets, self.max_pages)
-            pages_after = -(-change.count // self.page_tokens)
-            past = (np.arange(self.max_pages) >= pages_after[:, None]) & (table >= 0)
-            shared = np.zeros(buckets * self.max_pages, bool)
-            shared[keys[there]] = self.pool.owners(handles[keys[there]]) > 1
-            gone = past | shared.reshape(past.shape)
-            release.append(table[gone])
-            table[gone] = -1
-            self._store(layer, requests, t, table, change.count)
-
-        for handles in release:
-            self.pool.release(handles)
-
-        for t, (change, (keys, place, to_slot, staged)) in enumerate(zip(changes, writes, strict=True)):
-            if not len(keys):
-                continue
-            parts = []
-            own = taken[t]
-            if own is not None and len(change.filled_slot):
-                parts.append(own[torch.arange(change.leavers, len(change.taken), device=self.device)])
-            if len(change.arrivals):
-                parts.append(self._arrivals(t, change.arrivals, tokens, changes, taken, fresh, centre))
-            table = self._handles(layer, requests, t)
-            missing = keys[table[keys] < 0]
-            table[missing] = self.pool.allocate(t, len(missing))
-            self._store(layer, requests, t, table.reshape(buckets, self.max_pages), change.count)
-            self.kinds[t].write(staged, self._to(place), self._to(to_slot % self.page_tokens), Rows.cat(parts))
-            self.pool.write(table[keys], 0, staged)
-        self.push(layer, requests)
-
-    def _store(self, layer: int, requests: Sequence[int], tier: int, table: np.ndarray, count: np.ndarray) -> None:
-        self.host_table[list(requests), layer, :, tier] = table.reshape(len(requests), self.kv_heads, -1)
-        self.host_count[list(requests), layer, :, tier] = count.reshape(len(requests), self.kv_heads)
-
-    def _arrivals(
-        self,
-        tier: int,
-        arrivals: np.ndarray,
-        tokens: Tokens,
-        changes: Sequence[_Change],
-        taken: Sequence[Rows | None],
-        fresh: Rows | None,
-        centre: torch.Tensor,
-    ) -> Rows:
-        """The rows of these tokens, encoded for the tier, in this order."""
-        origin = tokens.tier.cpu().numpy()[arrivals]
-        parts, order = [], []
-        for source in np.unique(origin).tolist():
-            mine = np.flatnonzero(origin == source)
-            index = arrivals[mine]
-            if source == NEW:
-                assert fresh is not None
-                rows, kind = fresh[tokens.slot[self._to(index)]], self.kinds[0]
+        # Pages past the end go, pages that are written and not ours alone are copied, new ones are taken.
+        after, p = before - left + came, self.page_tokens
+        pages, pages_after = -(-before // p), -(-after // p)
+        gone = _spans(pages_after, pages)
+        added = _spans(pages, pages_after)
+        written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # from this page on
+        shared = self._shared(requests_, layers, written, np.minimum(pages, pages_after))
+        at_gone, at_added, at_shared = (self._at(requests_, layers, *x) for x in (gone, added, shared))
+        old = self.host_table[at_shared].astype(np.int64)
+        freed = np.concatenate([self.host_table[at_gone].astype(np.int64), old])
+        if taken is not None:
+            copies = [self.pool.read(old[at_shared[3] == t], 0, kind.stride) for t, kind in enumerate(self.kinds)]
+            self.pool.release(freed)
+        new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
+        for t in range(tiers):
+            mine, theirs = at_added[3] == t, at_shared[3] == t
+            new[mine] = self.pool.allocate(t, int(mine.sum()))
+            self.pool.clear(new[mine], t)
+            own[theirs] = self.pool.allocate(t, int(theirs.sum()))
+            if taken is not None:
+                self.pool.write(own[theirs], 0, copies[t])
             else:
-                change, own = changes[source], taken[source]
-                assert own is not None
-                # Leavers were taken in ascending order of their flat index.
-                rows = own[self._to(np.searchsorted(change.taken[: change.leavers], index))]
-                kind = self.kinds[source]
-            if tier > 0:
-                of_rows = centre[tokens.bucket[self._to(index)]] if kind.format.plain else None
-                rows = self.kinds[tier].encode(rows, kind, of_rows)
-            parts.append(rows)
-            order.append(mine)
-        rows = Rows.cat(parts)
-        return rows[self._to(np.argsort(np.concatenate(order), kind="stable"))]
+                self.pool.copy(old[theirs], own[theirs], t)
+        everywhere = tuple(np.concatenate(x) for x in zip(at_gone, at_added, at_shared, strict=True))
+        self._push_pages(everywhere, np.concatenate([np.full(len(gone[0]), -1), new, own]))
+        self.host_count[requests_, layers] = after.reshape(-1, self.kv_heads, tiers)
+        if self.device.type != "cpu":
+            place = self.pool.to_device(requests_ * self.table.shape[1] + layers)
+            self.count.flatten(0, 1)[place] = change.count.view(-1, self.kv_heads, tiers).int()
+
+        packed[:, 3] = self._handles_at(bases, plan.group, plan.slot)
+        if taken is not None:
+            repack_reference.put(job, taken)
+        else:
+            repack_op.repack(job, backend)
+            self.pool.release(freed)
+
+    def _at(
+        self, requests: np.ndarray, layers: np.ndarray, group: np.ndarray, page: np.ndarray
+    ) -> tuple[np.ndarray, ...]:
+        """Indices into the table."""
+        tiers = len(self.kinds)
+        place, head = group // (tiers * self.kv_heads), group // tiers % self.kv_heads
+        return requests[place], layers[place], head, group % tiers, page
+
+    def _shared(
+        self, requests: np.ndarray, layers: np.ndarray, first: np.ndarray, end: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of pages ``first .. end - 1`` of every group, those with other owners: group and page."""
+        if not self.pool.shares:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        group, page = _spans(first, end)
+        many = self.pool.owners(self.host_table[self._at(requests, layers, group, page)]) > 1
+        return group[many], page[many]
+
+    def _pack(self, plan: moves.Moves, tokens: Tokens, bases: torch.Tensor) -> torch.Tensor:
+        """Moves as kernels read them, all but where they go: that is known when the pages are."""
+        tiers, p, some = len(self.kinds), self.page_tokens, tokens[plan.token]
+        stored = some.tier >= 0
+        slot = torch.where(stored, some.slot % p, some.slot)
+        group = some.bucket * tiers + some.tier.clamp(min=0)
+        source = self._handles_at(bases, group, torch.where(stored, some.slot, 0))
+        columns = [
+            source, slot, some.tier, torch.zeros_like(slot), plan.slot % p, plan.group % tiers, some.bucket,
+            plan.after, plan.head, some.position,
+        ]  # fmt: skip
+        packed = torch.zeros(len(plan), len(moves.COLUMNS), dtype=torch.int32, device=self.device)
+        for i, column in enumerate(columns):
+            packed[:, i] = column
+        packed[:, 10] = some.importance.view(torch.int32)
+        return packed

@@ -1,0 +1,55 @@
+"""``repack`` in plain torch: what the kernels are compared with, and the CPU path.
+
+In two steps, all reads and then all writes, so that pages can be given back and taken in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .pages import Rows
+
+if TYPE_CHECKING:
+    from .repack_op import Job
+
+Taken = list[tuple[torch.Tensor, int, Rows]]  # numbers of moves, the tier they go to, rows encoded for it
+
+
+def take(job: Job) -> Taken:
+    """Read every moving token and encode it for the tier it goes to."""
+    source, slot, source_tier = (job.packed[:, i] for i in range(3))
+    tier, centre = job.packed[:, 5], job.packed[:, 6]
+    taken: Taken = []
+    for was, now in torch.unique(torch.stack([source_tier, tier], 1), dim=0).tolist():
+        mine = ((source_tier == was) & (tier == now)).nonzero().flatten()
+        kind = job.kinds[max(was, 0)]
+        position = job.packed[mine, 9].long()
+        importance = job.packed[mine, 10].view(torch.float32)
+        if was < 0:
+            assert job.k is not None
+            assert job.v is not None
+            row = slot[mine].long()
+            rows = Rows(job.k[row], job.v[row], None, None, position, importance)
+        else:
+            handles, place = np.unique(source[mine].cpu().numpy(), return_inverse=True)
+            pages = job.pool.read(handles, 0, kind.stride)
+            rows = kind.read(pages, job.pool.to_device(place.reshape(-1)), slot[mine].long())
+            rows = replace(rows, position=position, importance=importance)
+        if now > 0 and now != was:
+            rows = job.kinds[now].encode(rows, kind, job.centre[centre[mine].long()] if was <= 0 else None)
+        taken.append((mine, now, rows))
+    return taken
+
+
+def put(job: Job, taken: Taken) -> None:
+    """Write them to their pages."""
+    for mine, tier, rows in taken:
+        kind = job.kinds[tier]
+        handles, place = np.unique(job.packed[mine, 3].cpu().numpy(), return_inverse=True)
+        pages = job.pool.read(handles, 0, kind.stride)
+        kind.write(pages, job.pool.to_device(place.reshape(-1)), job.packed[mine, 4].long(), rows)
+        job.pool.write(handles, 0, pages)

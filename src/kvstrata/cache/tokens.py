@@ -1,0 +1,44 @@
+"""Tokens as flat lists: where each one is and what the cache knows of it, without its values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+NEW = -1  # the tier of a token that is in no bucket yet
+DROP = -1  # the target of one that leaves the cache
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of some requests in one layer; flat ``[n]``. ``bucket`` is (index of the request) * kv_heads + head.
+
+    ``slot`` counts in the bucket; for new tokens it is the row of the values that come with them.
+    """
+
+    bucket: torch.Tensor
+    tier: torch.Tensor
+    slot: torch.Tensor
+    position: torch.Tensor
+    importance: torch.Tensor  # float32
+
+    def __len__(self) -> int:
+        return len(self.bucket)
+
+    def __getitem__(self, at: torch.Tensor) -> Tokens:
+        return Tokens(self.bucket[at], self.tier[at], self.slot[at], self.position[at], self.importance[at])
+
+    def renumbered(self, index: dict[int, int], kv_heads: int) -> Tokens:
+        """The same tokens with their requests at other indices."""
+        table = torch.zeros(max(index) + 1, dtype=torch.int64, device=self.bucket.device)
+        for old, new in index.items():
+            table[old] = new
+        bucket = table[self.bucket // kv_heads] * kv_heads + self.bucket % kv_heads
+        return Tokens(bucket, self.tier, self.slot, self.position, self.importance)
+
+    @staticmethod
+    def cat(parts: Sequence[Tokens]) -> Tokens:
+        names = ("bucket", "tier", "slot", "position", "importance")
+        return Tokens(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
