@@ -16,6 +16,8 @@ import torch
 
 from .compiler import compile
 
+STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may use without asking
+
 
 def arch_of(device: torch.device | int | None = None) -> str:
     """The compile target of a CUDA device, such as ``"sm_90"``."""
@@ -53,7 +55,16 @@ class Launch:
     ``call(stream, args, 0)`` is the bare driver call, for those who count tenths of a microsecond.
     """
 
-    def __init__(self, kernel: Kernel, grid: int, block: int, params: bytes, *, overlap: bool = False) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: int | tuple[int, int],
+        block: int,
+        params: bytes,
+        *,
+        shared: int = 0,
+        overlap: bool = False,
+    ) -> None:
         from cuda.bindings import driver
 
         self.params = bytearray(params)
@@ -63,18 +74,26 @@ class Launch:
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
         self.args = ctypes.addressof(self._pointers)
         self._function = driver.CUfunction(int(kernel.core.handle))
-        self.call: Any = functools.partial(driver.cuLaunchKernel, self._function, grid, 1, 1, block, 1, 1, 0)
+        x, y = (grid, 1) if isinstance(grid, int) else grid
+        if shared > STATIC_SHARED:
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            device = driver.CUdevice(torch.cuda.current_device())
+            (error,) = driver.cuKernelSetAttribute(most, shared, driver.CUkernel(int(kernel.core.handle)), device)
+            if int(error):
+                self.fail(error)
+        self.call: Any = functools.partial(driver.cuLaunchKernel, self._function, x, y, 1, block, 1, 1, shared)
         if overlap:
-            self.call = self._with_overlap(driver, grid, block)
+            self.call = self._with_overlap(driver, x, y, block, shared)
 
-    def _with_overlap(self, driver: Any, grid: int, block: int) -> Any:
+    def _with_overlap(self, driver: Any, x: int, y: int, block: int, shared: int) -> Any:
         """The same launch with programmatic stream serialization."""
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = x, y, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = shared
         config.attrs, config.numAttrs = [attribute], 1
 
         def launch(stream: int, args: int, extra: int) -> Any:

@@ -1,0 +1,257 @@
+"""Decode attention in CUDA C++: a work list, one launch over all tiers, one that combines.
+
+    worklist.cu   counts, page tables --> stages in the order of (request, KV head, tier), evenly dealt out to workers
+    decode.cu     a warp is a worker: pages --> partial results
+    combine.cu    partial results --> out, lse
+
+`Plan` holds the list and the scratch of one shape of call. It is made anew by the device before every use or, when the
+caller keeps one for a step, once for all layers; the host never waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import jit
+from ..layout.format import Format
+
+if TYPE_CHECKING:
+    from ..cache.views import BucketedCacheLayer
+    from .op import Job, Result
+
+FOLDER = Path(__file__).parent
+NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+WARPS = 4  # of a block
+STAGES = 2  # of a warp's ring
+STAGE_LIMIT = 8704  # bytes of a stage where a page can be cut; as in decode.cu
+MAX_TIERS = 8
+PARTS = 16  # blocks that write one layer's list
+MIN_STAGES = 2  # per worker, before another one is worth its partial result
+
+WORKLIST = struct.Struct(f"7q4q9i{MAX_TIERS}ii{MAX_TIERS}i")
+DECODE = struct.Struct("8q5q4i2f2i")
+COMBINE = struct.Struct("6q5i4x")
+
+
+def code_bytes(bits: int, steps: int, tiles: int) -> int:
+    n = steps * tiles
+    return 128 * (-(-n * 2 // 4) + -(-n // 4) if bits == 3 else -(-n * bits // 4))
+
+
+def stage_tokens(format: Format) -> int:
+    """Tokens that come in together: the page, or the part of it that decode.cu cuts it into."""
+    steps, tiles = format.head_dim // 16, format.page_tokens // 16
+    cuts = format.plain or all(bits != 3 and steps * bits % 16 == 0 for bits in (format.k_bits, format.v_bits))
+    while cuts and tiles > 1 and _stage_bytes(format, tiles) > STAGE_LIMIT:
+        tiles //= 2
+    return tiles * 16
+
+
+def _stage_bytes(format: Format, tiles: int) -> int:
+    steps = format.head_dim // 16
+    if format.plain:
+        return tiles * 16 * format.head_dim * 4
+    return code_bytes(format.k_bits, steps, tiles) + code_bytes(format.v_bits, steps, tiles) + 64 * tiles
+
+
+def stage_bytes(formats: tuple[Format, ...]) -> int:
+    """Of a stage in shared memory: the largest of any tier, and positions."""
+    return max(_stage_bytes(f, stage_tokens(f) // 16) for f in formats) + 4 * formats[0].page_tokens
+
+
+def cost(format: Format) -> int:
+    """What a stage takes, in 64 bytes at full bandwidth: narrow codes are bound by instructions, not by bytes."""
+    tokens = stage_tokens(format)
+    share = {2: 0.65, 3: 0.75, 4: 0.88, 8: 0.93, 16: 0.93}[min(format.k_bits, format.v_bits)]
+    return round(_stage_bytes(format, tokens // 16) / 64 / share)
+
+
+def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:
+    """(blocks of 8 columns in one warp, how often pages are read)."""
+    width = 2 if columns > 8 and head_dim <= 128 else 1
+    return width, -(-columns // (8 * width))
+
+
+def decode_entry(formats: tuple[Format, ...], dtype: torch.dtype, width: int, warps: int = WARPS) -> str:
+    tiers = ",".join(f"Tier<{f.k_bits},{f.v_bits}>" for f in formats)
+    first = formats[0]
+    return f"decode<{NAMES[dtype]},{first.head_dim},{first.page_tokens},{width},{warps},{STAGES},Tiers<{tiers}>>"
+
+
+def combine_entry(dtype: torch.dtype, head_dim: int, split: int) -> str:
+    return f"combine<{NAMES[dtype]},{head_dim},{split}>"
+
+
+def missing(job: Job) -> str | None:
+    """Why these kernels cannot run the job, or None."""
+    if reason := jit.missing():
+        return reason
+    if job.buckets is None:
+        return "cuda: expected a TieredCache, got a PagedCache"
+    if job.q.dtype not in NAMES:
+        return f"cuda: expected q in float16 or bfloat16, got {job.q.dtype}"
+    if job.return_mass:
+        return "cuda: return_mass is not there yet"
+    if len(job.buckets.formats) > MAX_TIERS:
+        return f"cuda: expected at most {MAX_TIERS} tiers, got {len(job.buckets.formats)}"
+    if any(stride * job.q.element_size() % 4 for stride in job.q.stride()[:3]) or job.q.data_ptr() % 4:
+        return f"cuda: expected rows of q at multiples of 4 bytes, got strides {job.q.stride()}"
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(requests: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+    """The rows of the tables on the device; None where row i is request i."""
+    if requests == tuple(range(len(requests))):
+        return None
+    return torch.tensor(requests, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _decode_kernel(formats: tuple[Format, ...], dtype: torch.dtype, width: int, device: int) -> jit.Kernel:
+    return jit.load(FOLDER / "decode.cu", decode_entry(formats, dtype, width), jit.arch_of(device))
+
+
+@functools.lru_cache(maxsize=256)
+def _combine_kernel(dtype: torch.dtype, head_dim: int, split: int, device: int) -> jit.Kernel:
+    return jit.load(FOLDER / "combine.cu", combine_entry(dtype, head_dim, split), jit.arch_of(device))
+
+
+def _pointer(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+class Plan:
+    """The work list and scratch of calls with these sizes, for one layer or several that follow each other.
+
+    ``fixed_split``: every so many bytes of a KV head's tokens are a partial result of their own, whatever else is in
+    the batch, so a request's output does not depend on the others.
+    """
+
+    def __init__(
+        self,
+        buckets: BucketedCacheLayer,
+        requests: tuple[int, ...],
+        heads: int,
+        q_len: int,
+        *,
+        layers: int = 1,
+        layer_strides: tuple[int, int] = (0, 0),
+        fixed_split: int | None = None,
+    ) -> None:
+        device = buckets.table.device
+        self.device = device.index if device.index is not None else torch.cuda.current_device()
+        self.buckets, self.requests, self.heads, self.q_len = buckets, requests, heads, q_len
+        self.formats = buckets.formats
+        self.kv_heads, tiers, max_pages = buckets.table.shape[1:]
+        self.layers, self.layer_strides = layers, layer_strides
+        first = self.formats[0]
+        self.width, self.blocks = column_blocks(q_len * heads // self.kv_heads, first.head_dim)
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        resident = 8 if first.head_dim * self.width > 128 else 12
+        self.shared = WARPS * STAGES * stage_bytes(self.formats)
+        per_sm = max(min(resident // WARPS, 227 * 1024 // (self.shared + 1280)), 1)
+        self.grid = multiprocessors * per_sm
+        self.workers = self.grid * WARPS
+        self.costs = [cost(f) for f in self.formats]
+        self.tokens = [stage_tokens(f) for f in self.formats]
+        units = len(requests) * self.kv_heads
+        per_unit = max_pages * (first.page_tokens // min(self.tokens)) + tiers
+        self.capacity = units * per_unit
+        self.fixed_cost = 0
+        if fixed_split is not None:
+            self.fixed_cost = max(fixed_split // 64, max(self.costs))
+            self.workers = units * (-(-per_unit * max(self.costs) // self.fixed_cost) + 2)
+        self.units = units
+        self.rows = _rows(requests, device)
+        ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
+        self.stages = ints(layers, max(self.capacity, 1), 4)
+        self.starts = ints(layers, self.workers + 1)
+        self.slots = ints(layers, max(2 * units, 1), 2)
+        columns = 8 * self.width * self.blocks
+        floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
+        self.partial_out = floats(self.workers + 2 * units, columns, first.head_dim)
+        self.partial_sum = floats(self.workers + 2 * units, columns, 2)
+        self._worklist = self._make_worklist()
+
+    def _make_worklist(self) -> jit.Launch:
+        b = self.buckets
+        pad = [0] * (MAX_TIERS - len(self.formats))
+        params = WORKLIST.pack(
+            _pointer(self.rows), *(x.data_ptr() for x in (b.table, b.count, b.slab_pointers, self.stages, self.starts)),
+            self.slots.data_ptr(),
+            b.table.stride(0), self.layer_strides[0], b.count.stride(0), self.layer_strides[1],
+            0, len(self.requests), self.kv_heads, len(self.formats), b.table.shape[3], b.units, self.capacity,
+            self.workers if self.fixed_cost else self._even_workers(), self.fixed_cost,
+            *self.tokens, *pad, self.formats[0].page_tokens, *self.costs, *pad,
+        )  # fmt: skip
+        kernel = jit.load(FOLDER / "worklist.cu", "worklist", jit.arch_of(self.device))
+        parts = min(PARTS, max(self.units // 8, 1))
+        shared = -(-self.units // parts) * 12
+        jit.bind_context(self.device)
+        return jit.Launch(kernel, (self.layers, parts), 1024, params, shared=shared)
+
+    def _even_workers(self) -> int:
+        return self.workers
+
+    def update(self) -> None:
+        """Make the list from what the cache holds now; on torch's current stream."""
+        if self.units:
+            self._worklist(jit.current_stream(self.device))
+
+    def run(self, job: Job, index: int = 0) -> Result:
+        """``job`` over the layer whose list is the ``index``-th."""
+        b, q = job.buckets, job.q
+        assert b is not None
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if job.return_lse else None
+        if not self.units:
+            return out, lse, None
+        size = q.element_size()
+        positions = b.position_dtype.itemsize if job.window is not None or self.q_len > 1 else 0
+        log2e = math.log2(math.e)
+        params = DECODE.pack(
+            q.data_ptr(), self.stages[index].data_ptr(), self.starts[index].data_ptr(), _pointer(self.rows),
+            b.length.data_ptr(), b.centre.data_ptr(), self.partial_out.data_ptr(), self.partial_sum.data_ptr(),
+            *(n * size for n in q.stride()[:3]), b.length.stride(0), b.centre.stride(0),
+            self.q_len, job.group, self.kv_heads, self.workers,
+            job.scale * log2e, (job.softcap or 0.0) * log2e, job.window or 0, positions,
+        )  # fmt: skip
+        stream = jit.current_stream(self.device)
+        kernel = _decode_kernel(self.formats, q.dtype, self.width, self.device)
+        jit.Launch(kernel, (self.grid, self.blocks), 32 * WARPS, params, shared=self.shared, overlap=True)(stream)
+        params = COMBINE.pack(
+            self.partial_out.data_ptr(), self.partial_sum.data_ptr(), self.slots[index].data_ptr(), out.data_ptr(),
+            _pointer(lse), _pointer(job.sinks), self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width,
+        )  # fmt: skip
+        head_dim = q.shape[3]
+        split = 1 if self.units >= 64 or head_dim > 128 else 4
+        kernel = _combine_kernel(q.dtype, head_dim, split, self.device)
+        grid, block = self.units * self.q_len * job.group, -(-head_dim // 32) * 32 * split
+        jit.Launch(kernel, grid, block, params, overlap=True)(stream)
+        return out, lse, None
+
+
+_PLANS: dict[tuple, Plan] = {}
+
+
+def decode(job: Job) -> Result:
+    """One call with a list of its own; the scratch is kept for the next call of the same shape on the stream."""
+    b = job.buckets
+    assert b is not None
+    device = job.q.get_device()
+    with torch.cuda.device(device):
+        jit.bind_context(device)
+        key = (b.table.data_ptr(), tuple(job.requests), job.q.shape[1:3], jit.current_stream(device),
+               torch.cuda.is_current_stream_capturing())  # fmt: skip
+        plan = _PLANS.get(key)
+        if plan is None or plan.buckets.table.shape != b.table.shape or plan.formats != b.formats:
+            plan = _PLANS[key] = Plan(b, tuple(job.requests), job.q.shape[2], job.q.shape[1])
+        plan.update()
+        return plan.run(job)

@@ -1,0 +1,144 @@
+// From counts and page tables to the work list of decode.cu, for every layer, on the device.
+//
+// A block sees a layer. Its threads sum up the stages and costs of all KV heads (a scan over the block), which says how
+// much a worker gets; then its warps write the stages of the block's own part of the heads. Blocks of one layer do the
+// same scan and differ in their part only.
+#include "pdl.cuh"
+#include "work.cuh"
+
+using i64 = long long;
+constexpr int kThreads = 1024, kMaxTiers = 8;
+
+struct Params {
+  const int* requests;           // [rows] row of table and count, or null: row i is request i
+  const int* table;              // [requests, layers, kv heads, tiers, max pages]: handles
+  const int* count;              // [requests, layers, kv heads, tiers]
+  const unsigned long long* slabs;
+  Stage* stages;                 // [layers, capacity]
+  int* starts;                   // [layers, workers + 1]
+  Slots* slots;                  // [layers, 2 * rows * kv heads]
+  i64 table_request, table_layer, count_request, count_layer;  // strides, in ints
+  int layer, rows, kv_heads, tiers, max_pages, units, capacity;
+  int workers, fixed_cost;       // fixed_cost: 0, or what a worker takes of one group, whatever else is there
+  int stage_tokens[kMaxTiers], page_tokens, cost[kMaxTiers];
+};
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Exclusive sums over the block; `total` of all.
+__device__ __forceinline__ int3 scan(int3 mine, int3& total) {
+  __shared__ int3 sums[kThreads / 32];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int3 x = mine;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int a = __shfl_up_sync(~0u, x.x, d), b = __shfl_up_sync(~0u, x.y, d), c = __shfl_up_sync(~0u, x.z, d);
+    if (lane >= d) x.x += a, x.y += b, x.z += c;
+  }
+  if (lane == 31) sums[warp] = x;
+  __syncthreads();
+  if (warp == 0) {
+    int3 s = sums[lane];
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int a = __shfl_up_sync(~0u, s.x, d), b = __shfl_up_sync(~0u, s.y, d), c = __shfl_up_sync(~0u, s.z, d);
+      if (lane >= d) s.x += a, s.y += b, s.z += c;
+    }
+    sums[lane] = s;
+  }
+  __syncthreads();
+  total = sums[kThreads / 32 - 1];
+  const int3 before = warp ? sums[warp - 1] : make_int3(0, 0, 0);
+  return make_int3(before.x + x.x - mine.x, before.y + x.y - mine.y, before.z + x.z - mine.z);
+}
+
+// Stages, cost and (with fixed_cost) workers of one KV head of one request.
+__device__ __forceinline__ int3 measure(const Params& p, const int* count) {
+  int stages = 0, cost[2] = {0, 0};
+  for (int t = 0; t < p.tiers; t++) {
+    const int n = ceil_div(count[t], p.stage_tokens[t]);
+    stages += n;
+    cost[t > 0] += n * p.cost[t];
+  }
+  const int workers = p.fixed_cost ? ceil_div(cost[0], p.fixed_cost) + ceil_div(cost[1], p.fixed_cost) : 0;
+  return make_int3(stages, cost[0] + cost[1], workers);
+}
+
+__device__ __forceinline__ const int* counts_of(const Params& p, int layer, int unit) {
+  const int row = unit / p.kv_heads, request = p.requests ? p.requests[row] : row;
+  return p.count + request * p.count_request + layer * p.count_layer + unit % p.kv_heads * p.tiers;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_constant__ Params p) {
+  wait_for_previous();
+  release_next();
+  const int layer = p.layer + blockIdx.x, units = p.rows * p.kv_heads, per_thread = ceil_div(units, kThreads);
+  const int per_part = ceil_div(units, gridDim.y), part_first = blockIdx.y * per_part;
+  const int part_end = min(part_first + per_part, units);
+  Stage* stages = p.stages + static_cast<i64>(blockIdx.x) * p.capacity;
+  int* starts = p.starts + blockIdx.x * (p.workers + 1);
+  Slots* slots = p.slots + static_cast<i64>(blockIdx.x) * 2 * units;
+  extern __shared__ int3 bases[];  // of the part's units
+
+  int3 mine = make_int3(0, 0, 0), total;
+  const int first = threadIdx.x * per_thread, end = min(first + per_thread, units);
+  for (int u = first; u < end; u++) {
+    const int3 n = measure(p, counts_of(p, layer, u));
+    mine.x += n.x, mine.y += n.y, mine.z += n.z;
+  }
+  int3 base = scan(mine, total);
+  for (int u = first; u < end; u++) {
+    if (u >= part_first && u < part_end) bases[u - part_first] = base;
+    const int3 n = measure(p, counts_of(p, layer, u));
+    base.x += n.x, base.y += n.y, base.z += n.z;
+  }
+  __syncthreads();
+
+  int largest = 1;
+  for (int t = 0; t < p.tiers; t++) largest = max(largest, p.cost[t]);
+  const int chunk = p.fixed_cost ? p.fixed_cost : max(largest, ceil_div(total.y, p.workers));
+  const int used = p.fixed_cost ? total.z : ceil_div(total.y, chunk);
+  if (blockIdx.y == 0)
+    for (int w = used + threadIdx.x; w <= p.workers; w += kThreads) starts[w] = total.x;
+
+  const int lane = threadIdx.x & 31;
+  for (int u = part_first + (threadIdx.x >> 5); u < part_end; u += kThreads / 32) {
+    const int* count = counts_of(p, layer, u);
+    const int row = u / p.kv_heads, request = p.requests ? p.requests[row] : row;
+    const int* table = p.table + request * p.table_request + layer * p.table_layer +
+                       static_cast<i64>(u % p.kv_heads) * p.tiers * p.max_pages;
+    int at = bases[u - part_first].x, cost = bases[u - part_first].y, worker = bases[u - part_first].z;
+    for (int kind = 0; kind < 2; kind++) {  // the plain tier, then the others
+      int origin = cost, last = -1;         // cost where the group and its last stage begin
+      for (int t = kind; t < (kind ? p.tiers : 1); t++) {
+        const int tokens = count[t], step = p.stage_tokens[t], n = ceil_div(tokens, step);
+        const int per_page = p.page_tokens / step;
+        for (int i = lane; i < n; i += 32) {
+          const int handle = table[static_cast<i64>(t) * p.max_pages + i / per_page];
+          Stage stage;
+          stage.page = p.slabs[handle / p.units] + static_cast<unsigned long long>(handle % p.units) * 64;
+          stage.group = 2 * u + kind;
+          stage.meta = min(tokens - i * step, step) | t << 8 | i % per_page << 16;
+          stages[at + i] = stage;
+        }
+        // Workers whose share begins among these stages.
+        const int from = p.fixed_cost ? cost - origin : cost, price = p.cost[t];
+        for (int w = ceil_div(from, chunk) + lane; static_cast<i64>(w) * chunk < static_cast<i64>(from) + n * price; w += 32)
+          starts[(p.fixed_cost ? worker : 0) + w] = at + ceil_div(w * chunk - from, price);
+        at += n;
+        cost += n * price;
+        if (n) last = cost - price;
+      }
+      if (lane == 0) {
+        Slots found = {0, 0};
+        if (last >= 0) {
+          const int w = p.fixed_cost ? worker : origin / chunk;
+          found.first = w + 2 * u + kind;
+          found.count = (p.fixed_cost ? (last - origin) / chunk : last / chunk - w) + 1;
+        }
+        slots[2 * u + kind] = found;
+      }
+      if (p.fixed_cost) worker += ceil_div(cost - origin, chunk);
+    }
+  }
+}
