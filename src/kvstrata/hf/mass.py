@@ -49,20 +49,23 @@ def prompt_mass(
     at = torch.arange(queries - 1, -1, -stride, device=query.device)
     weight = asking[:, at].float()
     weight *= (asking.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
-    mass = torch.zeros(rows, kv_heads, columns, device=query.device)
-    keys = key.float().transpose(-1, -2).unsqueeze(2)
+    mass = torch.zeros(rows * kv_heads, 1, columns, device=query.device)
+    keys = key.float().flatten(0, 1).transpose(1, 2)
+    group = query.shape[1] // kv_heads
     for some, its_weight in zip(at.split(CHUNK), weight.split(CHUNK, 1), strict=True):
-        q = query[:, :, some].float().unflatten(1, (kv_heads, -1))
-        scores = q @ keys * logits.scale
+        q = query[:, :, some].float().mul_(logits.scale)
+        scores = torch.bmm(q.reshape(rows * kv_heads, -1, q.shape[-1]), keys)
         if logits.softcap is not None:
-            scores = logits.softcap * torch.tanh(scores / logits.softcap)
-        scores = scores.masked_fill(~visible[:, :, some].unsqueeze(2), -torch.inf)
+            scores = scores.div_(logits.softcap).tanh_().mul_(logits.softcap)
+        by_query = scores.view(rows, kv_heads, group, len(some), columns)
+        by_query.masked_fill_(~visible[:, :, some].unsqueeze(2), -torch.inf)
         if logits.sinks is not None:
-            logit = logits.sinks.float().view(1, kv_heads, -1, 1, 1).expand(rows, -1, -1, len(some), 1)
-            scores = torch.cat([scores, logit], -1)
-        probabilities = scores.softmax(-1)[..., :columns].nan_to_num(0.0)  # NaN: a padding row that sees nothing
-        mass += torch.einsum("bhgqc,bq->bhc", probabilities, its_weight)
-    return mass
+            sink = logits.sinks.float().view(1, -1, 1, 1).expand(rows, -1, len(some), 1)
+            scores = torch.cat([scores, sink.reshape(len(scores), -1, 1)], -1)
+        seen = scores.softmax(-1)[..., :columns].nan_to_num_(0.0)  # NaN: a padding row that sees nothing
+        stands_for = its_weight[:, None, None].expand(-1, kv_heads, group, -1).reshape(len(scores), 1, -1)
+        mass += torch.bmm(stands_for, seen)
+    return mass.view(rows, kv_heads, columns)
 
 
 class MassLedger:
