@@ -5,12 +5,13 @@ found by bisection, with the exact price in whole pages, so there is no rounding
 to cheaper tiers. Everything is a few vector operations over all tokens at once.
 
 The error of a format is that of its widths: the squared error relative to the row, from the signal-to-noise ratio
-that `tests/test_quantize.py` measures on Gaussian rows. An error in K moves the scores and counts `K_WEIGHT` times
-as much as one in V (perplexity with K2V4 against K4V2, see docs/cache.md).
+that `tests/test_quantize.py` measures on Gaussian rows. An error in K moves scores: with a relative error e the noise
+of a score has the variance `K_NOISE` e, and the weight exp(score) of the token is off by `spread` of that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,18 +21,23 @@ import torch
 from ..layout.format import Format
 
 SQNR_DB = {2: 9.3, 3: 14.4, 4: 19.5, 8: 43.8}
-K_WEIGHT = 4.0
+K_NOISE = 6.0  # E (q k)^2 over softmax's scale squared: typical of trained models
 STEPS = 40  # of a bisection
 
 Family = Callable[[float], torch.Tensor]
 
 
+def spread(variance: float) -> float:
+    """E (exp(x) - 1)^2 of a Gaussian x: about its variance where that is small, and far more where it is not."""
+    return math.exp(2 * variance) - 2 * math.exp(variance / 2) + 1
+
+
 def format_error(format: Format) -> float:
-    """Expected squared error of a token relative to losing it altogether."""
+    """Expected squared error of a token's part of the output, relative to that part."""
     if format.plain:
         return 0.0
     k, v = (10 ** (-SQNR_DB[bits] / 10) for bits in (format.k_bits, format.v_bits))
-    return (K_WEIGHT * k + v) / (K_WEIGHT + 1)
+    return spread(K_NOISE * k) + v
 
 
 @dataclass(frozen=True)

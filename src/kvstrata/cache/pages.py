@@ -193,7 +193,7 @@ class PageKind:
             else:
                 x = quant.decode(x, scale, was)
             codes = quant.encode(x, quant.step_of(x, bits), bits)
-            sides.append((codes, quant.refit(x, codes, bits)))
+            sides.append((codes, quant.refit(x, codes, bits, 1.0 if sides else quant.K_GAIN[bits])))
         (k, k_scale), (v, v_scale) = sides
         return Rows(k, v, k_scale, v_scale, rows.position, rows.importance)
 

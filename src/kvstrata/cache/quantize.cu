@@ -40,6 +40,11 @@ template <int kBits> __device__ __forceinline__ constexpr float gaussian_step() 
   return kBits == 2 ? 0.9957f : kBits == 3 ? 0.586f : 0.3352f;
 }
 
+// Restores the norm that codes lose; K only.
+template <int kBits> __device__ __forceinline__ constexpr float k_gain() {
+  return kBits == 2 ? 1.0653f : kBits == 3 ? 1.0193f : kBits == 4 ? 1.0058f : 1.f;
+}
+
 // Both 16-bit halves clamped to 0 .. largest.
 __device__ __forceinline__ unsigned clamp_halves(unsigned x, int largest) {
   unsigned out;
@@ -207,7 +212,7 @@ __device__ __forceinline__ void encode(const Tile<kSteps>& f, const float (&meas
   }
 #pragma unroll
   for (int i = 0; i < G::kRows; i++) {
-    const float scale = 2.f * factor * __fdividef(G::sum(dot[i]), G::sum(square[i]));
+    const float scale = 2.f * factor * (kIsV ? 1.f : k_gain<kBits>()) * __fdividef(G::sum(dot[i]), G::sum(square[i]));
     asm("cvt.rn.f16.f32 %0,%1;" : "=h"(scales[i]) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
   }
 }

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..layout import Format, fragments, hadamard
 from .quantize_op import Job
-from .quantize_reference import GAUSSIAN_STEP
+from .quantize_reference import GAUSSIAN_STEP, K_GAIN
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _clean_rows(x_ptr, centre_ptr, row, stride_token, offs_d, mask_d, CENTRED: t
 def _quantize_side(
     x_ptr, centre_ptr, hadamard_ptr, table_ptr, high_table_ptr, scratch_ptr, code_ptr, scale_ptr, row, stride_token,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
-    ROTATE: tl.constexpr, CENTRED: tl.constexpr, CODE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    GAIN: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, CODE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offs_d = tl.arange(0, WIDE)
     if ROTATE:
@@ -57,7 +57,7 @@ def _quantize_side(
     product = x.to(tl.float64) * inverse.to(tl.float64)[:, None]  # exact
     floor = tl.minimum(tl.maximum(tl.floor(product).to(tl.float32), -HALF), HALF - 1)
     level = tl.where(offs_d[None, :] < DIM, floor + 0.5, 0.0)
-    scale = tl.div_rn(tl.sum(x * level, axis=1), tl.sum(level * level, axis=1))
+    scale = tl.div_rn(tl.sum(x * level, axis=1), tl.sum(level * level, axis=1)) * GAIN
     offs_p = tl.arange(0, TOKENS)
     # Rows of scales: (k[g], k[g + 8], v[g], v[g + 8]) for each of 8 rows g of a tile.
     at_scale = offs_p // 16 * 32 + offs_p % 8 * 4 + offs_p % 16 // 8
@@ -89,8 +89,8 @@ def quantize_kernel(
     k_table_ptr, k_high_ptr, v_table_ptr, v_high_ptr, scratch_ptr,
     k_stride_token, k_stride_head, v_stride_token, v_stride_head,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
-    K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, ROTATE: tl.constexpr,
-    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GAIN: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
+    ROTATE: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     page = tl.program_id(0)
     row = tl.load(source_ptr + page * TOKENS + tl.arange(0, TOKENS))
@@ -103,13 +103,13 @@ def quantize_kernel(
             centre_ptr += tl.load(centres_ptr + page).to(tl.int64) * DIM
         _quantize_side(
             k_ptr + head * k_stride_head, centre_ptr, hadamard_ptr, k_table_ptr, k_high_ptr, scratch_ptr, page_ptr,
-            scale_ptr, row, k_stride_token, DIM, WIDE, TOKENS, K_BITS, K_STEP, ROTATE, CENTRED, K_BYTES, BLOCK,
+            scale_ptr, row, k_stride_token, DIM, WIDE, TOKENS, K_BITS, K_STEP, K_GAIN, ROTATE, CENTRED, K_BYTES, BLOCK,
         )  # fmt: skip
     else:
         _quantize_side(
             v_ptr + head * v_stride_head, centre_ptr, hadamard_ptr, v_table_ptr, v_high_ptr, scratch_ptr,
-            page_ptr + K_BYTES, scale_ptr + 2, row, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, ROTATE, False,
-            V_BYTES, BLOCK,
+            page_ptr + K_BYTES, scale_ptr + 2, row, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, 1.0, ROTATE,
+            False, V_BYTES, BLOCK,
         )  # fmt: skip
 
 
@@ -133,6 +133,6 @@ def quantize_pages(job: Job) -> None:
             *k.stride()[:2], *v.stride()[:2],
             DIM=dim, WIDE=triton.next_power_of_2(dim), TOKENS=tokens, K_BITS=format.k_bits, V_BITS=format.v_bits,
             K_STEP=GAUSSIAN_STEP[format.k_bits], V_STEP=GAUSSIAN_STEP[format.v_bits],
-            K_BYTES=format.k_bytes, V_BYTES=format.v_bytes, ROTATE=format.rotate, CENTRED=centre is not None,
-            BLOCK=1024, num_warps=8 if dim > 128 else 4,
+            K_GAIN=K_GAIN[format.k_bits], K_BYTES=format.k_bytes, V_BYTES=format.v_bytes, ROTATE=format.rotate,
+            CENTRED=centre is not None, BLOCK=1024, num_warps=8 if dim > 128 else 4,
         )  # fmt: skip

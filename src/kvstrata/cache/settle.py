@@ -18,6 +18,7 @@ from .importance import estimate
 
 POLICIES = ("importance", "recency", "uniform")
 TIE = 1e-3  # of a weight, over the length of the context: among equals the newer one is worth more
+FLOOR = 0.2  # of the mean weight of a head's tokens, added to each: what was not asked for yet may be tomorrow
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Plan:
     needed: int | None = None
 
 
-def _weights(scope: Scope, policy: Policy) -> torch.Tensor:
+def _weights(scope: Scope, policy: Policy, movable: torch.Tensor) -> torch.Tensor:
     """What an error in each token counts, float64, positive, no two positions of a bucket alike."""
     tokens, length = scope.tokens, scope.length[scope.tokens.bucket]
     age = (length - tokens.position).double()
@@ -62,6 +63,14 @@ def _weights(scope: Scope, policy: Policy) -> torch.Tensor:
         return 1 / age
     queries, reported = scope.queries[tokens.bucket], scope.reported[tokens.bucket]
     weight = estimate(policy.mode, tokens.importance, tokens.position, length, queries, reported).double()
+    # A table and not a sum by index: on a GPU that would add in any order.
+    table = torch.zeros(2, len(scope.length), int(scope.length.max()), dtype=torch.float64, device=weight.device)
+    table[0, tokens.bucket, tokens.position], table[1, tokens.bucket, tokens.position] = (
+        weight * movable,
+        movable.double(),
+    )
+    sums, counts = table.sum(-1)
+    weight = weight + FLOOR * (sums / counts.clamp(min=1))[tokens.bucket]
     if not policy.per_head:
         stride = int(scope.length.max()) + 1
         key = tokens.bucket // scope.kv_heads * stride + tokens.position
@@ -85,7 +94,7 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
     length = scope.length[tokens.bucket]
     kept = (current == 0) & ((tokens.position < policy.sinks) | (tokens.position >= length - policy.window))
     movable = ~kept
-    weight = _weights(scope, policy)
+    weight = _weights(scope, policy, movable)
     spare = headroom
 
     def fits(target: torch.Tensor) -> bool:
