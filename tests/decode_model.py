@@ -19,7 +19,7 @@ from kvstrata.cache import quantize_reference as quant
 from kvstrata.cache.buckets import DROP
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-BACKENDS = ["reference", pytest.param("cuda", marks=pytest.mark.gpu)]
+BACKENDS = ["reference", "triton", pytest.param("cuda", marks=pytest.mark.gpu)]
 INTERPRETED = not HAS_GPU  # Triton: keep cases small
 EPS = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 

@@ -16,10 +16,18 @@ HALF = torch.bfloat16 if HAS_GPU else torch.float32  # what the machine's models
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
+def few(backend: str, chosen: bool) -> None:
+    """Under the interpreter, where a case takes seconds, only the chosen ones."""
+    if backend == "triton" and INTERPRETED and not chosen:
+        pytest.skip("one kind is enough under the interpreter")
+
+
 @each_backend
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("bits", ["K8V8", "K4V4", "K3V3", "K2V2", "K8V2", "K4V3", "K3V2", "K2V4"])
 def test_widths_and_head_dims(backend: str, dim: int, bits: str) -> None:
+    some = {32: ("K2V2", "K3V3"), 64: ("K8V2", "K4V3", "K2V4"), 80: ("K3V2",), 128: ("K8V8",)}
+    few(backend, bits in some.get(dim, ()))
     check(case_of([70, 21], dim=dim, tiers=(bits,), page_tokens=32, dtype=HALF), backend)
 
 
@@ -27,7 +35,8 @@ def test_widths_and_head_dims(backend: str, dim: int, bits: str) -> None:
 @pytest.mark.parametrize("page_tokens", [16, 32, 64])
 @pytest.mark.parametrize("tiers", [("K8V8", "K4V4", "K3V3", "K2V2"), ("K8V4", "K4V2"), ("K4V3", "K3V2", "K2V2")])
 def test_mixes_of_tiers(backend: str, page_tokens: int, tiers: tuple[str, ...]) -> None:
-    check(case_of([1, 150, 97], tiers=tiers, page_tokens=page_tokens, dtype=HALF), backend)
+    lengths = [1, 60, 37] if backend == "triton" and INTERPRETED else [1, 150, 97]
+    check(case_of(lengths, tiers=tiers, page_tokens=page_tokens, dtype=HALF), backend)
 
 
 @each_backend
@@ -39,6 +48,7 @@ def test_dtypes(backend: str, dtype: torch.dtype) -> None:
 @each_backend
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
 def test_query_heads_per_kv_head(backend: str, group: int) -> None:
+    few(backend, group in (1, 7, 16))
     check(case_of([60, 40], group=group, dtype=HALF), backend)
     check(case_of([45], group=group, kv_heads=1, dtype=HALF), backend)
 
@@ -47,6 +57,7 @@ def test_query_heads_per_kv_head(backend: str, group: int) -> None:
 @pytest.mark.parametrize("q_len", range(1, 9))
 def test_new_tokens_see_only_earlier_ones(backend: str, q_len: int) -> None:
     """Also where the request is no longer than the queries are."""
+    few(backend, q_len in (1, 2, 5, 8))
     check(case_of([q_len, 50, 3, 0], q_len=q_len, recent=2, dtype=HALF), backend)
 
 
@@ -74,13 +85,14 @@ def test_empty_requests(backend: str) -> None:
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("window", [1, 7, 33, 1000])
 def test_window(backend: str, window: int, q_len: int) -> None:
-    check(case_of([80, 5, 40], q_len=q_len, options=dict(window=window), dtype=HALF), backend)
+    few(backend, window != 33)
+    check(case_of([60, 5, 20], q_len=q_len, options=dict(window=window), dtype=HALF), backend)
 
 
 @each_backend
 @pytest.mark.parametrize("options", [dict(softcap=5.0), dict(scale=0.3), dict(softcap=30.0, window=20)], ids=str)
 def test_score_options(backend: str, options: dict) -> None:
-    check(case_of([77, 31], q_len=2, options=options, dtype=HALF), backend)
+    check(case_of([47, 21], q_len=2, options=options, dtype=HALF), backend)
 
 
 @each_backend
@@ -97,8 +109,8 @@ def test_sinks_take_weight(backend: str) -> None:
 @each_backend
 def test_huge_scores(backend: str) -> None:
     """Scores of thousands: one token takes all the weight, and nothing overflows."""
-    case = case_of([90, 40], loud=200.0, large=20.0, q_len=2)
-    out, lse, mass = case.run("reference")
+    case = case_of([50, 20], loud=200.0, large=20.0, q_len=2)
+    lse = case.run("reference")[1]
     assert lse.abs().max() > 1000
     if backend != "cuda":  # in 16 bit ranks of such scores are rounding; see the next test
         check(case, backend)
@@ -165,7 +177,7 @@ def test_strided_queries(backend: str) -> None:
 def test_long_context(backend: str) -> None:
     """Many pages, several splits; the interpreter gets a shorter one."""
     interpreted = backend == "triton" and INTERPRETED
-    lengths = [300, 20] if interpreted else [3000, 40]
+    lengths = [200, 20] if interpreted else [3000, 40]
     check(case_of(lengths, page_tokens=64, dtype=HALF, group=2), backend)
 
 
@@ -262,6 +274,7 @@ def paged_case(
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_paged(backend: str, layout: str, dim: int) -> None:
+    few(backend, dim < 128)
     check(paged_case([40, 0, 17, 16, 1], layout=layout, dim=dim), backend)
     check(paged_case([21, 30], layout=layout, dim=dim, strided=True, page_size=8), backend)
 
@@ -313,7 +326,7 @@ BAD = {
     "rows": (lambda q, c: dict(q=q[:1]), ValueError, "q: expected 2 rows, one per request, got 1"),
     "q_len": (lambda q, c: dict(q=q[:, :0]), ValueError, "q: expected at least one query"),
     "stride": (lambda q, c: dict(q=q.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "q: expected an inner stride of 1"),
-    "dtype": (lambda q, c: dict(q=q.double()), TypeError, "q: expected torch.float32 for this cache, got torch.float64"),
+    "dtype": (lambda q, c: dict(q=q.double()), TypeError, "q: expected torch.float32 for this cache, got"),
     "layer": (lambda q, c: dict(layer=1), ValueError, "layer: expected an int from 0 to 0, got 1"),
     "requests": (lambda q, c: dict(requests=[0, 5]), ValueError, r"requests: expected some of \(0, 1\), got 5"),
     "scale": (lambda q, c: dict(scale=-1.0), ValueError, "scale: expected a positive number, got -1.0"),

@@ -213,24 +213,29 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-module, name, arch, types, constants = sys.argv[1], sys.argv[2], int(sys.argv[3]), *map(json.loads, sys.argv[4:6])
+module, name, arch = sys.argv[1], sys.argv[2], int(sys.argv[3])
+types, constants, options = map(json.loads, sys.argv[4:7])
 kernel = getattr(import_module(module), name)
 signature = {a: "constexpr" if a in constants else types.get(a, "i64") for a in kernel.arg_names}
-built = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", arch, 32))
+built = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", arch, 32), options=options)
 cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
     Path(file.name).write_bytes(built.asm["cubin"])
     print(subprocess.run([cuobjdump, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout)
+    print("DYNAMIC:", built.metadata.shared, sep="")
 """
 
 
-def compile_triton(module: str, kernel: str, arch: int, types: dict[str, str], constants: dict) -> dict[str, int]:
-    """Registers, stack and local memory of a Triton kernel, compiled in a process without the interpreter."""
+def compile_triton(
+    module: str, kernel: str, arch: int, types: dict[str, str], constants: dict, **options: int
+) -> dict[str, int]:
+    """What a Triton kernel uses (dynamic: shared memory), compiled in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", AHEAD_OF_TIME, module, kernel, str(arch), json.dumps(types), json.dumps(constants)]
+    given = [json.dumps(x) for x in (types, constants, options)]
+    command = [sys.executable, "-c", AHEAD_OF_TIME, module, kernel, str(arch), *given]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|DYNAMIC):(\d+)", done.stdout)}
 
 
 @pytest.mark.parametrize("mantissa", [0, 3])

@@ -1,7 +1,7 @@
 // The partial results of decode.cu to outputs: a block makes one column (a query and a query head).
 //
-// Weighted by what each partial result's sum is of the whole; those of quantised tiers are added up in the rotated
-// space and rotated back once.
+// Its warps share out the partial results, each with a streaming softmax of its own; then they are put together. What
+// comes from quantised tiers is added up in the rotated space and rotated back once.
 #include "mma.cuh"
 #include "pdl.cuh"
 #include "work.cuh"
@@ -21,71 +21,78 @@ struct Params {
 #define kInfinity __int_as_float(0x7f800000)
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-template <class In, int kDim, int kSplit>
-__global__ void __launch_bounds__((kDim + 31) / 32 * 32 * kSplit) combine(const __grid_constant__ Params p) {
-  constexpr int kRow = (kDim + 31) / 32 * 32, kThreads = kRow * kSplit, kWarps = kThreads / 32;
-  __shared__ float top[kWarps], sums[kSplit], out[2][kSplit][kRow];
+template <class In, int kDim, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32) combine(const __grid_constant__ Params p) {
+  constexpr int kPer = (kDim + 31) / 32, kAhead = 4;
+  static_assert(kWarps >= kPer, "a thread for every dim");
+  __shared__ float tops[kWarps], sums[kWarps], outs[2][kWarps][kPer * 32];
   const int columns = p.queries * p.group, unit = blockIdx.x / columns, column = blockIdx.x % columns;
-  const int d = threadIdx.x % kRow, split = threadIdx.x / kRow, lane = threadIdx.x & 31;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const i64 stride = static_cast<i64>(p.blocks) * p.block_columns;
-  const int within = column / p.block_columns * p.block_columns + column % p.block_columns;
   const int head = unit % p.kv_heads * p.group + column % p.group;
   wait_for_previous();
   release_next();
-  const Slots groups[2] = {p.slots[2 * unit], p.slots[2 * unit + 1]};
 
-  float m = -kInfinity;
+  float m = -kInfinity, sum = 0.f, found[2][kPer] = {};
 #pragma unroll
-  for (int kind = 0; kind < 2; kind++)
-    for (int i = threadIdx.x; i < groups[kind].count; i += kThreads) {
-      const float2 s = p.partial_sum[(groups[kind].first + i) * stride + within];
-      if (s.y != 0.f) m = fmaxf(m, s.x);  // 0: nothing was seen
-    }
+  for (int kind = 0; kind < 2; kind++) {
+    const Slots group = p.slots[2 * unit + kind];
+    for (int first = warp; first < group.count; first += kWarps * kAhead) {
+      float2 part[kAhead];
+      float value[kAhead][kPer];
 #pragma unroll
-  for (int lanes = 16; lanes; lanes /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, lanes));
-  if (lane == 0) top[threadIdx.x >> 5] = m;
-  __syncthreads();
+      for (int a = 0; a < kAhead; a++) {
+        const int i = first + a * kWarps;
+        const i64 row = (group.first + i) * stride + column;
+        part[a] = i < group.count ? p.partial_sum[row] : make_float2(0.f, 0.f);
 #pragma unroll
-  for (int w = 0; w < kWarps; w++) m = fmaxf(m, top[w]);
-  const float sink = p.sinks ? p.sinks[head] * kLog2e : -kInfinity;
-  m = fmaxf(m, sink);
-
-  float sum = 0.f, found[2] = {0.f, 0.f};
-#pragma unroll
-  for (int kind = 0; kind < 2; kind++)
-#pragma unroll 4
-    for (int i = split; i < groups[kind].count; i += kSplit) {
-      const i64 row = (groups[kind].first + i) * stride + within;
-      const float2 s = p.partial_sum[row];
-      const float value = d < kDim ? p.partial_out[row * kDim + d] : 0.f, weight = exp2f(s.x - m);
-      if (s.y != 0.f) {
-        sum += weight * s.y;
-        found[kind] += weight * value;
+        for (int j = 0; j < kPer; j++) {
+          const int d = lane + 32 * j;
+          value[a][j] = i < group.count && d < kDim ? p.partial_out[row * kDim + d] : 0.f;
+        }
       }
+#pragma unroll
+      for (int a = 0; a < kAhead; a++)
+        if (part[a].y != 0.f) {  // 0: nothing was seen
+          const float top = fmaxf(m, part[a].x), before = exp2f(m - top), now = exp2f(part[a].x - top);
+          m = top;
+          sum = sum * before + now * part[a].y;
+#pragma unroll
+          for (int j = 0; j < kPer; j++) {
+            found[0][j] *= before;
+            found[1][j] *= before;
+            found[kind][j] += now * value[a][j];
+          }
+        }
     }
-  out[0][split][d] = found[0];
-  out[1][split][d] = found[1];
-  if (d == 0) sums[split] = sum;
+  }
+#pragma unroll
+  for (int j = 0; j < kPer; j++) {
+    outs[0][warp][lane + 32 * j] = found[0][j];
+    outs[1][warp][lane + 32 * j] = found[1][j];
+  }
+  if (lane == 0) tops[warp] = m, sums[warp] = sum;
   __syncthreads();
+
+  const float sink = p.sinks ? p.sinks[head] * kLog2e : -kInfinity;
+  m = sink;
+#pragma unroll
+  for (int w = 0; w < kWarps; w++) m = fmaxf(m, tops[w]);
+  const int d = threadIdx.x;
+  float plain = 0.f, x = 0.f;
   sum = p.sinks ? exp2f(sink - m) : 0.f;
 #pragma unroll
-  for (int i = 0; i < kSplit; i++) sum += sums[i];
-  if (kSplit > 1) {
-    if (split == 0) {
-      found[0] = found[1] = 0.f;
-#pragma unroll
-      for (int i = 0; i < kSplit; i++) {
-        found[0] += out[0][i][d];
-        found[1] += out[1][i][d];
+  for (int w = 0; w < kWarps; w++)
+    if (sums[w] != 0.f) {
+      const float weight = exp2f(tops[w] - m);
+      sum += weight * sums[w];
+      if (d < kPer * 32) {
+        plain += weight * outs[0][w][d];
+        x += weight * outs[1][w][d];
       }
     }
-    __syncthreads();
-    if (split == 0) out[1][0][d] = found[1];
-    __syncthreads();
-  }
   // Butterflies at distance 1, 2, 4 .. of the block, each value in its own thread.
   constexpr int kBlock = kDim & -kDim;
-  float x = found[1];
 #pragma unroll
   for (int distance = 1; distance < kBlock; distance *= 2) {
     float other;
@@ -93,15 +100,15 @@ __global__ void __launch_bounds__((kDim + 31) / 32 * 32 * kSplit) combine(const 
       other = __shfl_xor_sync(~0u, x, distance);
     } else {
       __syncthreads();
-      if (split == 0) out[1][0][d] = x;
+      if (d < kDim) outs[1][0][d] = x;
       __syncthreads();
-      other = split == 0 ? out[1][0][d ^ distance] : 0.f;
+      other = d < kDim ? outs[1][0][d ^ distance] : 0.f;
     }
     x = d & distance ? other - x : x + other;
   }
-  if (split || d >= kDim) return;
+  if (d >= kDim) return;
   const i64 to = (static_cast<i64>(unit / p.kv_heads) * p.queries + column / p.group) * (p.kv_heads * p.group) + head;
-  const float value = sum != 0.f ? (found[0] + x * rsqrtf(static_cast<float>(kBlock))) / sum : 0.f;
+  const float value = sum != 0.f ? (plain + x * rsqrtf(static_cast<float>(kBlock))) / sum : 0.f;
   p.out[to * kDim + d] = static_cast<unsigned short>(pair_of(In{}, value, 0.f));
   if (p.lse && d == 0) p.lse[to] = sum != 0.f ? (m + log2f(sum)) * kLn2 : -kInfinity;
 }

@@ -116,6 +116,7 @@ struct State {
   float centre[kN][2];   // score of the centre, in powers of two
   float score;           // what makes a product of q a score in powers of two
   int shift;             // how much smaller the second half of q stands
+  int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24
   int last[kN][2];       // the last position that the column sees; without positions not used
   bool fresh;
 };
@@ -155,6 +156,7 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
   const int columns = p.queries * p.group;
   st.fresh = true;
   st.shift = 0;
+  st.unit = 24;
   float largest = 0.f;
 #pragma unroll
   for (int n = 0; n < kN; n++) {
@@ -240,11 +242,12 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
   for (int d = 1; d < 32; d *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
   // The largest becomes 2^14 to 2^15; a power of two, so nothing is rounded that fp16 would have kept.
   const int exponent = static_cast<int>(__float_as_uint(fmaxf(largest, 1e-30f)) >> 23) - 127;
-  const float longer = __uint_as_float(static_cast<unsigned>(min(max(14 - exponent, -126), 127) + 127) << 23);
+  const int power = min(max(14 - exponent, -126), 126);
+  const float longer = __uint_as_float(static_cast<unsigned>(127 + power) << 23);
   constexpr int kBlock = kSteps & -kSteps;
   constexpr float kFactor = kBlock == 1 ? 0.25f : kBlock == 2 ? 0.17677669529663687f : kBlock == 4 ? 0.125f
                           : kBlock == 8 ? 0.08838834764831845f : 0.0625f;
-  st.score = p.scale_log2 * kFactor / longer;
+  st.score = p.scale_log2 * kFactor * __uint_as_float(static_cast<unsigned>(127 - power) << 23);
 #pragma unroll
   for (int n = 0; n < kN; n++) {
     float sum = 0.f;
@@ -275,6 +278,21 @@ __device__ __forceinline__ void shift_query(State<kDim, kN>& st, int shift) {
       asm("mul.f16x2 %0,%0,%1;" : "+r"(st.q[n][s][1]) : "r"(power | power << 16));
 }
 
+// The unit of rows g + 8, for V of other widths.
+template <int kDim, int kN>
+__device__ __forceinline__ void change_unit(State<kDim, kN>& st, int unit) {
+  if (st.unit == unit) return;
+  const float power = __uint_as_float(static_cast<unsigned>(st.unit - unit + 127) << 23);
+  st.unit = unit;
+#pragma unroll
+  for (int n = 0; n < kN; n++)
+#pragma unroll
+    for (int s = 0; s < kDim / 16; s++) {
+      st.out[n][s][2] *= power;
+      st.out[n][s][3] *= power;
+    }
+}
+
 // Scores of a stage, already less m: x[tile][column block][row (token g, g + 8)][column]. Scales of V beside them.
 template <int kTiles, int kN>
 struct Scores {
@@ -303,9 +321,9 @@ __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st,
         for (int c = 0; c < 2; c++) {
           float& x = sc.x[i][n][r][c];
           if (p.softcap_log2 > 0.f) {
-            const float y = (x + st.m[n][c]) / p.softcap_log2;
+            const float y = __fdividef(x + st.m[n][c], p.softcap_log2);
             const float e = exp2_of(2.885390081777927f * fabsf(y));
-            x = p.softcap_log2 * copysignf(1.f - 2.f / (e + 1.f), y) - st.m[n][c];
+            x = p.softcap_log2 * copysignf(1.f - __fdividef(2.f, e + 1.f), y) - st.m[n][c];
           }
           bool seen = there;
           if (p.position_bytes) {
@@ -447,10 +465,29 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
         sc.x[i][n][1][c] = fmaf(s[n][2 + c], k1, bias[n][c]);
       }
     sc.v[i][0] = vs.x;
-    sc.v[i][1] = vs.y;
+    sc.v[i][1] = vs.y * kSecondHalf<T::kV>;
   }
   unsigned w[kTiles][kN][2];
   soften<f16, kTiles>(p, st, sc, tokens, stage + P::kBytes, w);
+
+  // The middle of the levels times the sum of weights, as the tensor cores sum them, comes off first.
+  change_unit(st, place<T::kV>(1));
+  constexpr unsigned kOnes = 0x00010001u, kOnes8 = kOnes << (24 - place<T::kV>(2));
+  const unsigned ones[4] = {kOnes, kOnes, kOnes8, kOnes8};
+#pragma unroll
+  for (int n = 0; n < kN; n++) {
+    float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kTiles; i++) mma_16x8x16(f16{}, sum, ones, w[i][n][0], w[i][n][1]);
+    constexpr float kLess0 = -middle<T::kV>(), kLess1 = kLess0 * (1 << (24 - place<T::kV>(1)));
+#pragma unroll
+    for (int k = 0; k < kSteps; k++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        st.out[n][k][c] = fmaf(kLess0, sum[c], st.out[n][k][c]);
+        st.out[n][k][2 + c] = fmaf(kLess1, sum[c], st.out[n][k][2 + c]);
+      }
+  }
 #pragma unroll
   for (int i = 0; i < kTiles; i++) {
     Words<T::kV, kSteps, kTiles> words;
@@ -459,7 +496,6 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
     for (int k = 0; k < kSteps; k++) {
       unsigned a[4];
       words.codes(i, k, a);
-      centre_codes<T::kV>(a);
 #pragma unroll
       for (int n = 0; n < kN; n++) mma_16x8x16(f16{}, st.out[n][k], a, w[i][n][0], w[i][n][1]);
     }
@@ -578,6 +614,8 @@ template <int kDim, int kN>
 __device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, int group, int worker, int block) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, columns = p.queries * p.group;
   const bool lossy = group & 1;
+  const float low_unit = lossy ? 16777216.f : 1.f;
+  const float high_unit = lossy ? __uint_as_float(static_cast<unsigned>(st.unit + 127) << 23) : 1.f;
   const i64 first = (static_cast<i64>(worker + group) * gridDim.y + block) * (8 * kN);
 #pragma unroll
   for (int n = 0; n < kN; n++)
@@ -593,8 +631,8 @@ __device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, 
 #pragma unroll
       for (int s = 0; s < kDim / 16; s++) {
         const int low = lossy ? 16 * s + g : plain_out_dim<kDim>(s, 0), high = lossy ? low + 8 : plain_out_dim<kDim>(s, 1);
-        to[low] = st.out[n][s][c] * (lossy ? kCentredUnit : 1.f);
-        to[high] = st.out[n][s][2 + c] * (lossy ? kCentredUnit : 1.f);
+        to[low] = st.out[n][s][c] * low_unit;
+        to[high] = st.out[n][s][2 + c] * high_unit;
       }
     }
 }
@@ -668,14 +706,14 @@ __global__ void __launch_bounds__(kWarps * 32, (kDim * kN > 128 ? 8 : 12) / kWar
     State<kDim, kN> st;
     int group = -1, at = 0;
     for (int i = first; i < end; i++) {
-      ring.wait(at);
       __syncwarp();
       const int2 now = what[at];
-      if (now.x != group) {
+      if (now.x != group) {  // while the page is on its way
         if (group >= 0) end_group(p, st, group, worker, block);
         group = now.x;
         begin_group<In>(p, st, group, block);
       }
+      ring.wait(at);
       attend<In, kDim, kPageTokens, kN, 0>(TierList{}, p, st, stages + at * kStageBytes, now.y & 0xff, now.y >> 8 & 0xff);
       __syncwarp();
       if (i + kStages < end) {

@@ -84,8 +84,8 @@ def decode_entry(formats: tuple[Format, ...], dtype: torch.dtype, width: int, wa
     return f"decode<{NAMES[dtype]},{first.head_dim},{first.page_tokens},{width},{warps},{STAGES},Tiers<{tiers}>>"
 
 
-def combine_entry(dtype: torch.dtype, head_dim: int, split: int) -> str:
-    return f"combine<{NAMES[dtype]},{head_dim},{split}>"
+def combine_entry(dtype: torch.dtype, head_dim: int, warps: int) -> str:
+    return f"combine<{NAMES[dtype]},{head_dim},{warps}>"
 
 
 def missing(job: Job) -> str | None:
@@ -119,8 +119,8 @@ def _decode_kernel(formats: tuple[Format, ...], dtype: torch.dtype, width: int, 
 
 
 @functools.lru_cache(maxsize=256)
-def _combine_kernel(dtype: torch.dtype, head_dim: int, split: int, device: int) -> jit.Kernel:
-    return jit.load(FOLDER / "combine.cu", combine_entry(dtype, head_dim, split), jit.arch_of(device))
+def _combine_kernel(dtype: torch.dtype, head_dim: int, warps: int, device: int) -> jit.Kernel:
+    return jit.load(FOLDER / "combine.cu", combine_entry(dtype, head_dim, warps), jit.arch_of(device))
 
 
 def _pointer(x: torch.Tensor | None) -> int:
@@ -231,10 +231,10 @@ class Plan:
             _pointer(lse), _pointer(job.sinks), self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width,
         )  # fmt: skip
         head_dim = q.shape[3]
-        split = 1 if self.units >= 64 or head_dim > 128 else 4
-        kernel = _combine_kernel(q.dtype, head_dim, split, self.device)
-        grid, block = self.units * self.q_len * job.group, -(-head_dim // 32) * 32 * split
-        jit.Launch(kernel, grid, block, params, overlap=True)(stream)
+        warps = 16 if self.units * self.q_len * job.group < 2 * self.grid else max(4, -(-head_dim // 32))
+        kernel = _combine_kernel(q.dtype, head_dim, warps, self.device)
+        grid = self.units * self.q_len * job.group
+        jit.Launch(kernel, grid, 32 * warps, params, overlap=True)(stream)
         return out, lse, None
 
 
