@@ -1,4 +1,4 @@
-"""The command line: `kvstrata bench`, `kvstrata report`, `kvstrata info`. Commands import what they need when run."""
+"""The command line: `kvstrata bench`, `report`, `info`, `eval`, `advise`. Commands import what they need when run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+from kvstrata.eval.cli import advise, evaluate
 
 if TYPE_CHECKING:
     import torch
@@ -186,6 +188,13 @@ def info(as_json: AsJson = False) -> None:
         lines = value.items() if isinstance(value, dict) else [("", value)]
         for name, entry in lines:
             typer.echo(f"{key:12} {f'{name} ' if name else ''}{'-' if entry is None else entry}")
+
+
+app.command("eval")(evaluate)
+app.command()(advise)
+
+
+app.command()(generate)
 
 
 def _device(wanted: Device) -> torch.device:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvstrata.bench.plot import groups, plot
 from kvstrata.bench.render import inject, markdown
 from kvstrata.bench.results import Report, load
+from kvstrata.eval import plot as quality_plot
+from kvstrata.eval import render as quality_render
+from kvstrata.eval import results as quality
+from kvstrata.eval.results import Quality
 
 
-def load_all(root: Path) -> list[Report]:
+def load_all(root: Path) -> list[Report | Quality]:
     """Every result under `<root>/<machine>/`, GPUs before CPUs."""
-    reports = [load(path) for path in sorted(root.glob("*/*.json"))]
+    paths = sorted(root.glob("*/*.json"))
+    reports = [quality.load(path) if path.stem == quality.OP else load(path) for path in paths]
     return sorted(reports, key=lambda report: report.machine["slug"].startswith("cpu"))
 
 
-def pick(reports: Iterable[Report], op: str, machine: str | None = None) -> Report:
+def pick(reports: Iterable[Report | Quality], op: str, machine: str | None = None) -> Report | Quality:
     """The result of an op, on the machine named or on the first that has one."""
     for report in reports:
         if report.op == op and machine in (None, report.machine["slug"]):
@@ -25,17 +30,24 @@ def pick(reports: Iterable[Report], op: str, machine: str | None = None) -> Repo
     raise LookupError(f"no result of {op!r}{f' on {machine}' if machine else ''}: run kvstrata bench {op} --save")
 
 
-def render_document(text: str, reports: list[Report]) -> str:
+def _table(report: Report | Quality, options: dict[str, str]) -> str:
+    return quality_render.markdown(report, options) if isinstance(report, Quality) else markdown(report, options)
+
+
+def render_document(text: str, reports: Sequence[Report | Quality]) -> str:
     """The document with every `kvstrata:<op>` block made anew."""
     for op in dict.fromkeys(re.findall(r"<!--\s*kvstrata:([\w-]+)(?=\s)", text)):
-        text = inject(text, f"kvstrata:{op}", lambda o, op=op: markdown(pick(reports, op, o.get("on")), o))  # type: ignore[misc]
+        text = inject(text, f"kvstrata:{op}", lambda o, op=op: _table(pick(reports, op, o.get("on")), o))  # type: ignore[misc]
     return text
 
 
-def figures(reports: Iterable[Report], folder: Path, suffix: str = ".svg") -> list[Path]:
-    """One figure per op, machine and group of cases that differ in T alone."""
-    return [
-        plot(report, cases, folder / f"{report.op}-{report.machine['slug']}-{name}{suffix}")
-        for report in reports
-        for name, cases in groups(report).items()
-    ]
+def figures(reports: Iterable[Report | Quality], folder: Path, suffix: str = ".svg") -> list[Path]:
+    """One figure per op, machine and group of cases that differ in T alone; one of quality against bytes."""
+    made = []
+    for report in reports:
+        stem = f"{report.op}-{report.machine['slug']}"
+        if isinstance(report, Quality):
+            made.append(quality_plot.plot(report, folder / f"{stem}{suffix}"))
+        else:
+            made += [plot(report, cases, folder / f"{stem}-{name}{suffix}") for name, cases in groups(report).items()]
+    return made

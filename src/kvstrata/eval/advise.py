@@ -1,0 +1,116 @@
+"""The fewest bytes that keep a model's predictions: sensitivity first, then a search over budgets.
+
+Sensitivity says whether K or V deserves the wider codes, which picks a list of tiers. Then the smallest budget whose KL
+against 16 bit stays below the bound is found by halving the interval, each step decoding the user's text through the
+cache. The answer is a JSON object of `StrataCache` arguments; `StrataCache.from_file` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import contenders
+from .measure import decode
+from .sensitivity import Sensitivity
+
+# By how much more an error in K costs than one in V.
+TIERS: dict[str, tuple[str, ...]] = {
+    "K over V": ("K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2"),
+    "balanced": ("K8V8", "K4V4", "K4V3", "K3V3", "K3V2", "K2V2"),
+    "V over K": ("K8V8", "K4V8", "K4V4", "K3V4", "K3V3", "K2V3", "K2V2"),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    budget: float
+    kl: float
+    fraction: float  # bytes at the end, of 16 bit
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``arguments`` is None where no budget keeps the bound."""
+
+    family: str
+    arguments: dict[str, Any] | None
+    steps: list[Step]
+
+
+def family(sensitivity: Sensitivity) -> str:
+    """Which list of tiers fits the model."""
+    return "K over V" if sensitivity.ratio > 1.5 else "V over K" if sensitivity.ratio < 0.67 else "balanced"
+
+
+def advise(
+    model: Any,
+    ids: torch.Tensor,
+    sensitivity: Sensitivity,
+    bound: float,
+    *,
+    prompt: int,
+    chunk: int,
+    steps: int = 5,
+    low: float = 0.15,
+    high: float = 0.6,
+    tick: Callable[[Step], None] = lambda step: None,
+    **options: Any,
+) -> Advice:
+    """Search between ``low`` and ``high``; ``bound`` is the mean KL in nats."""
+    if not bound > 0:
+        raise ValueError(f"bound: expected a positive KL in nats, got {bound!r}")
+    rows, tokens = ids.shape
+    name = family(sensitivity)
+    options = {"tiers": list(TIERS[name]), **options}
+    _, exact = decode(
+        model, ids, contenders.exact().make(model.config, rows, tokens), prompt=prompt, chunk=chunk, keep=True
+    )
+    tried: list[Step] = []
+
+    def measure(budget: float) -> Step:
+        contender = contenders.strata(budget, **options)
+        try:
+            cache = contender.make(model.config, rows, tokens)
+            scores, _ = decode(model, ids, cache, prompt=prompt, chunk=chunk, exact=exact)
+        except (RuntimeError, ValueError) as error:
+            # Below the lowest tier nothing fits; any other failure is one.
+            if "budget" not in str(error):
+                raise
+            return Step(budget, float("inf"), budget, False)
+        kl = sum(map(sum, scores.kl)) / (rows * sum(scores.count))
+        return Step(budget, kl, contender.size(cache) / contenders.full(model.config, rows, tokens), kl <= bound)
+
+    def record(budget: float) -> Step:
+        step = measure(budget)
+        tried.append(step)
+        tick(step)
+        return step
+
+    best = record(high)
+    if best.fits:
+        under = low
+        for _ in range(steps):
+            middle = round((under + best.budget) / 2, 3)
+            if not under < middle < best.budget:
+                break
+            step = record(middle)
+            if step.fits:
+                best = step
+            else:
+                under = middle
+    arguments = {"budget": best.budget, **options} if best.fits else None
+    return Advice(name, arguments, tried)
+
+
+def write(advice: Advice, path: Path) -> None:
+    """The arguments as `StrataCache.from_file` reads them."""
+    if advice.arguments is None:
+        raise ValueError("advice: expected one that keeps the bound, got none")
+    path.write_text(json.dumps(advice.arguments, indent=1) + "\n", encoding="utf-8")

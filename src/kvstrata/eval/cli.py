@@ -1,0 +1,238 @@
+"""`kvstrata eval` and `kvstrata advise`. Everything heavy is imported when a command runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+Model = Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M from its wheel if none is given.")]
+Texts = Annotated[
+    list[str] | None, typer.Option("--text", help="A text file, or one of the texts that come with Python; repeat it.")
+]
+Chunk = Annotated[int, typer.Option(help="Tokens decoded at a time; 1 is what a server does, and slow.")]
+LIBRARIES = ("transformers", "numpy")
+
+
+def evaluate(
+    model: Model = None,
+    text: Texts = None,
+    budget: Annotated[list[float] | None, typer.Option(help="Fraction of 16 bit; repeat it.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Length of the text; repeat it.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="importance, recency, uniform; repeat it.")] = None,
+    tiers: Annotated[list[str] | None, typer.Option(help="Formats, best first: K4V4,K3V2,K2V2; repeat it.")] = None,
+    chunk: Chunk = 32,
+    needles: Annotated[bool, typer.Option(help="Needles in a haystack too.")] = True,
+    peers: Annotated[bool, typer.Option(help="KIVI-style and transformers' quantised caches too.")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="One text, one length: a look, not evidence.")] = False,
+    out: Annotated[Path, typer.Option(help="JSON to write and to go on from; the plot lies beside it.")] = Path(
+        "quality.json"
+    ),
+    save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/quality.json instead.")] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder of results.")] = Path("results"),
+    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+) -> None:
+    """Measure what a compressed cache costs in quality, beside its peers at the same bytes.
+
+    The first half of each text is a prompt, the rest is decoded through the cache: perplexity, KL and top-1 agreement
+    against 16 bit, and needles in a haystack. A run that was stopped goes on where it was.
+
+    Example: kvstrata eval --quick
+
+    Example: kvstrata eval --model ./my-model --text notes.txt --budget 0.25 --budget 0.2 --tokens 4096
+    """
+    _need()
+    import torch
+
+    from kvstrata.bench.machine import describe
+
+    from . import contenders as known
+    from . import model as models
+    from . import plot, quality, render, texts
+    from . import results as kept
+
+    say = _console()
+    chosen = text or list(texts.DEFAULT[:1] if quick else texts.DEFAULT)
+    budgets = budget or ([0.5, 0.25, 0.2] if quick else [0.5, 0.35, 0.25, 0.2])
+    lengths = tokens or ([1024] if quick else [1024, 4096])
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = describe(where, revision)
+    path = results / machine["slug"] / "quality.json" if save else out
+    try:
+        lists = [entry.split(",") for entry in tiers or []]
+        words = texts.load(chosen)
+        state = kept.load(path) if path.exists() else None
+        say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
+        loaded, tokenizer = models.load(model, where)
+    except (LookupError, ValueError, OSError) as error:
+        _refuse(str(error))
+    name = model or "SmolLM2-135M-Instruct"
+    if state is None or (state.model, state.texts) != (name, list(words)):
+        if state is not None:
+            _refuse(f"--out: expected a new file or results of {name} on {list(words)}, got those of {state.model}")
+        state = kept.Quality(machine, name, list(words))
+    state.machine, state.absent = machine, known.absent()
+    with _progress(say) as bar:
+        for length in lengths:
+            try:
+                ids = models.encode(tokenizer, words, length).to(where)
+            except ValueError as error:
+                _refuse(str(error))
+            wanted = _wanted(known, loaded.config, budgets, policy or ["importance"], lists, length, peers)
+            task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - length // 2))
+            quality.run(
+                loaded,
+                ids,
+                wanted,
+                state,
+                prompt=length // 2,
+                chunk=chunk,
+                after=lambda: kept.save(state, path),
+                tick=_ticker(bar, task, length // 2, chunk),
+            )
+            bar.update(task, completed=(len(wanted) + 1) * (length - length // 2))
+        if needles:
+            sizes = [512] if quick else [1024, 2048]
+            depths = [0.5] if quick else [0.1, 0.5, 0.9]
+            ours = [known.strata(b, **known.fitting()) for b in budgets]
+            task = bar.add_task("needles", total=(len(ours) + 1) * len(sizes) * len(depths))
+            quality.run_needles(
+                loaded,
+                tokenizer,
+                next(iter(words.values())),
+                ours,
+                state,
+                lengths=sizes,
+                depths=depths,
+                asked=2 if quick else 4,
+                after=lambda: kept.save(state, path),
+                tick=lambda name, n: bar.advance(task),
+            )
+            bar.update(task, completed=(len(ours) + 1) * len(sizes) * len(depths))
+    kept.save(state, path)
+    say.print(render.terminal(state))
+    if state.needles:
+        say.print(render.terminal(state, "needles"))
+    say.print(f"Saved: {path}", highlight=False)
+    if importlib.util.find_spec("matplotlib") is None:
+        say.print("No plot: it needs matplotlib, pip install 'kvstrata[bench]'")
+    else:
+        say.print(f"Plot: {plot.plot(state, path.with_suffix('.png'))}", highlight=False)
+
+
+def advise(
+    model: Model = None,
+    text: Texts = None,
+    kl: Annotated[float, typer.Option("--kl", help="Bound of the mean KL against 16 bit, in nats.")] = 0.02,
+    tokens: Annotated[int, typer.Option(help="Length of the text.")] = 2048,
+    chunk: Chunk = 64,
+    out: Annotated[Path, typer.Option(help="The configuration to write.")] = Path("kvstrata.json"),
+) -> None:
+    """Find the format and budget that keep the predictions of your model on your text, at the fewest bytes.
+
+    Measures how much each layer suffers from codes in K and in V, picks the tiers by it, then searches the smallest
+    budget with a KL below the bound. The file holds the arguments of a cache: StrataCache.from_file(config, file).
+
+    Example: kvstrata advise --text notes.txt --kl 0.02
+    """
+    _need()
+    import torch
+
+    from . import advise as advice
+    from . import contenders as known
+    from . import model as models
+    from . import sensitivity, texts
+
+    say = _console()
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        words = texts.load(text or list(texts.DEFAULT[:1]))
+        say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
+        loaded, tokenizer = models.load(model, where)
+        ids = models.encode(tokenizer, words, tokens).to(where)
+    except (LookupError, ValueError, OSError) as error:
+        _refuse(str(error))
+    with _progress(say) as bar:
+        layers = loaded.config.get_text_config(decoder=True).num_hidden_layers
+        task = bar.add_task("sensitivity", total=2 * layers)
+        found = sensitivity.measure_sensitivity(
+            loaded, ids[:, : min(tokens, 256)], tick=lambda name, done: bar.update(task, completed=done)
+        )
+        task = bar.add_task("budget", total=6)
+        made = advice.advise(
+            loaded,
+            ids,
+            found,
+            kl,
+            prompt=tokens // 2,
+            chunk=chunk,
+            tick=lambda step: bar.advance(task),
+            **{k: v for k, v in known.fitting().items() if k != "tiers"},
+        )
+    worst = sorted(range(len(found.k)), key=lambda i: -found.k[i] - found.v[i])[:5]
+    say.print(f"K costs {found.ratio:.1f} times as much as V at {found.bits} bits: {made.family}.", highlight=False)
+    for place in worst:
+        say.print(f"  layer {place}: KL {found.k[place]:.4f} by K, {found.v[place]:.4f} by V", highlight=False)
+    for step in made.steps:
+        mark = "kept" if step.fits else "not kept"
+        say.print(f"  budget {step.budget:g}: {step.fraction:.3f} of 16 bit, KL {step.kl:.4f}, {mark}", highlight=False)
+    if made.arguments is None:
+        _refuse(f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {made.steps[0].budget}")
+    advice.write(made, out)
+    say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))", highlight=False)
+
+
+def _wanted(
+    known: Any, config: Any, budgets: list[float], policies: list[str], tiers: list[list[str]], length: int, peers: bool
+) -> list[Any]:
+    wanted = []
+    choices: list[list[str] | None] = [*tiers] or [None]
+    for budget in budgets:
+        for policy in policies:
+            for entry in choices:
+                options = known.fitting() | ({} if entry is None else {"tiers": entry})
+                name = "kvstrata" if policy == "importance" else f"kvstrata {policy}"
+                name += "" if entry is None else f" {','.join(entry)}"
+                kind = "ours" if name == "kvstrata" else "variant"
+                wanted.append(known.strata(budget, name, kind, **options, policy=policy))
+        if peers and (baseline := known.kivi(budget, config, length)) is not None:
+            wanted.append(baseline)
+    return wanted + (known.peers() if peers else [])
+
+
+def _ticker(bar: Progress, task: Any, prompt: int, chunk: int) -> Any:
+    def tick(name: str, done: int) -> None:
+        bar.update(task, description=name, advance=min(chunk, done - prompt))
+
+    return tick
+
+
+def _progress(say: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=say)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+def _need() -> None:
+    for name in LIBRARIES:
+        if importlib.util.find_spec(name) is None:
+            _refuse(f"this needs {name}: pip install 'kvstrata[hf]'")
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"kvstrata: {message}", err=True)
+    raise typer.Exit(2)

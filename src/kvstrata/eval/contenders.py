@@ -1,0 +1,166 @@
+"""The caches that stand in one table: ours, and its peers, each with the bytes that it really holds.
+
+Bytes are those of the tensors that a cache keeps after the text. A float32 model is only the way to compute on a CPU,
+so tensors that hold rows in its precision count as 16 bit, for every contender alike.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .kivi import KiviCache
+
+SIDE = 4  # bytes of scale and zero of a group
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``make(config, rows, tokens)`` gives a transformers cache, ``size(cache)`` its bytes."""
+
+    name: str
+    kind: str  # exact, ours, variant, baseline, peer
+    make: Callable[[Any, int, int], Any]
+    size: Callable[[Any], int]
+    budget: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def exact() -> Contender:
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=config)
+
+    return Contender("16 bit", "exact", make, held)
+
+
+def fitting() -> dict[str, Any]:
+    """Options of a cache for some thousand tokens: small pages, a short window that fills them, close tiers."""
+    tiers = ["K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2"]
+    return dict(tiers=tiers, window=28, sinks=4, page_tokens=16, settle_every=16)
+
+
+def strata(budget: float, name: str | None = None, kind: str = "ours", **options: Any) -> Contender:
+    """`StrataCache` at a fraction of 16 bit."""
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        from ..hf import StrataCache
+
+        return StrataCache(config, budget=budget, max_batch=rows, max_tokens=tokens, **options)
+
+    return Contender(name or "kvstrata", kind, make, lambda cache: cache.memory().total, budget, options)
+
+
+def kivi(budget: float, config: Any, tokens: int) -> Contender | None:
+    """The KIVI-style cache with the most bits that fit the budget at this length, K before V, small groups first."""
+    text = config.get_text_config(decoder=True)
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    best = None
+    for group in (32, 64):
+        if dim % group:
+            continue
+        old = (tokens - 32) // group * group
+        for k_bits, v_bits in ((8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2)):
+            per_token = dim * (k_bits + v_bits) / 8 + 2 * SIDE * dim / group
+            share = (per_token * old + 4 * dim * (tokens - old)) / (4 * dim * tokens)
+            # Small groups first where the bits are equal: that is the stronger of the two.
+            if share <= budget and (best is None or k_bits + v_bits > best[0]):
+                best = (k_bits + v_bits, k_bits, v_bits, group)
+    if best is None:
+        return None
+    _, k_bits, v_bits, group = best
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        return KiviCache(config, k_bits, v_bits, group)
+
+    options = dict(k_bits=k_bits, v_bits=v_bits, group=group)
+    return Contender(f"KIVI-style K{k_bits}V{v_bits} g{group}", "baseline", make, lambda c: c.nbytes, budget, options)
+
+
+def quantized(backend: str, bits: int) -> Contender:
+    """transformers' `QuantizedCache`, as it comes but for the shorter residual that our window is."""
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        from transformers import QuantizedCache
+
+        axis = dict(axis_key=0, axis_value=0) if backend == "quanto" else dict(axis_key=1, axis_value=1)
+        return QuantizedCache(backend, config, nbits=bits, q_group_size=64, residual_length=128, **axis)
+
+    return Contender(f"QuantizedCache {backend} {bits} bit", "peer", make, held)
+
+
+def absent() -> dict[str, str]:
+    """Peers that cannot run here, and why."""
+    needs = {"quanto": "optimum.quanto", "hqq": "hqq"}
+    found = {}
+    for name, module in needs.items():
+        try:
+            there = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            there = False
+        if not there:
+            found[f"QuantizedCache {name}"] = f"{module} is not installed"
+    return found
+
+
+def peers() -> list[Contender]:
+    away = absent()
+    return [
+        quantized(backend, bits)
+        for backend, widths in (("quanto", (4, 2)), ("hqq", (8, 4, 3, 2)))
+        if f"QuantizedCache {backend}" not in away
+        for bits in widths
+    ]
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        names = () if type(value) is torch.Tensor else ("_data", "_scale", "_shift")  # of quanto's subclasses
+        inner = [getattr(value, name) for name in names if hasattr(value, name)]
+        if not inner:
+            yield value
+        for part in inner:
+            yield from _tensors(part, seen)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part, seen)
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        for part in value:
+            yield from _tensors(part, seen)
+
+
+def held(cache: Any) -> int:
+    """Bytes of the tensors that the layers of a cache keep; float32 counts as 16 bit."""
+    seen: set[int] = set()
+    total = 0
+    for layer in cache.layers:
+        for tensor in _tensors(dict(vars(layer)), seen):
+            total += tensor.numel() * min(tensor.element_size(), 2 if tensor.dtype == torch.float32 else 8)
+    return total
+
+
+def full(config: Any, rows: int, tokens: int) -> int:
+    """K and V of these tokens at 16 bit."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 4 * rows * tokens * heads * dim * text.num_hidden_layers
+
+
+def bits(width: float, name: str, kind: str = "ours", **options: Any) -> Contender:
+    """`BitsCache`: older tokens at ``width`` bits of codes, whatever the rest costs."""
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        from .bits import BitsCache
+
+        return BitsCache(config, width, max_batch=rows, max_tokens=tokens, **options)
+
+    return Contender(name, kind, make, lambda cache: cache.memory().total, None, {"bits": width, **options})

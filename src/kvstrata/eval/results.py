@@ -1,0 +1,152 @@
+"""What a measurement of quality leaves behind: rows as JSON, one line each, under results/<machine>/quality.json.
+
+A row is one contender at one length: bytes after the text, perplexity and loss against 16 bit per text, KL and top-1
+agreement. Sums per chunk are kept, so that an interval can be taken over chunks: both caches read the same chunks,
+the difference of their log-likelihoods is resampled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .contenders import Contender
+
+SCHEMA = 1
+OP = "quality"
+
+
+@dataclass
+class Row:
+    name: str
+    kind: str
+    tokens: int
+    prompt: int
+    chunk: int
+    budget: float | None
+    options: dict[str, Any]
+    bytes: int
+    full: int
+    nll: list[list[float]]  # [text][chunk], sums
+    kl: list[list[float]]
+    agree: list[list[int]]
+    count: list[int]
+    tiers: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def fraction(self) -> float:
+        return self.bytes / self.full
+
+    def perplexity(self, text: int) -> float:
+        return math.exp(sum(self.nll[text]) / sum(self.count))
+
+    @property
+    def mean_kl(self) -> float:
+        return sum(map(sum, self.kl)) / (len(self.kl) * sum(self.count)) if self.kl[0] else 0.0
+
+    @property
+    def agreement(self) -> float:
+        return sum(map(sum, self.agree)) / (len(self.agree) * sum(self.count)) if self.agree[0] else 1.0
+
+    def loss(self, exact: Row) -> tuple[float, float, float]:
+        """Relative rise of perplexity over all texts, and its 95 % interval over chunks (seeded bootstrap)."""
+        difference = np.asarray(self.nll) - np.asarray(exact.nll)  # [text, chunk]
+        counts = np.broadcast_to(np.asarray(self.count, float), difference.shape)
+        flat, weight = difference.ravel(), counts.ravel()
+        picks = np.random.default_rng(0).integers(flat.size, size=(2000, flat.size))
+        means = flat[picks].sum(1) / weight[picks].sum(1)
+        low, high = np.percentile(means, [2.5, 97.5])
+        return math.expm1(flat.sum() / weight.sum()), math.expm1(low), math.expm1(high)
+
+
+@dataclass
+class Needle:
+    name: str
+    kind: str
+    budget: float | None
+    tokens: int
+    depth: float
+    found: int
+    asked: int
+    logprob: float  # of the answer, mean
+
+
+@dataclass
+class Quality:
+    op: ClassVar[str] = OP
+
+    machine: dict[str, Any]
+    model: str
+    texts: list[str]
+    absent: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    needles: list[Needle] = field(default_factory=list)
+
+    def exact(self, like: Row) -> Row:
+        """The 16-bit row that a row is compared with."""
+        for row in self.rows:
+            if row.kind == "exact" and (row.tokens, row.prompt, row.chunk) == (like.tokens, like.prompt, like.chunk):
+                return row
+        raise LookupError(f"no 16-bit row of {like.tokens} tokens")
+
+    def row(self, contender: Contender, tokens: int, prompt: int, chunk: int) -> Row | None:
+        wanted = (contender.name, tokens, prompt, chunk, contender.budget, plain(contender.options))
+        for row in self.rows:
+            if (row.name, row.tokens, row.prompt, row.chunk, row.budget, row.options) == wanted:
+                return row
+        return None
+
+
+def plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(value))
+
+
+def dumps(quality: Quality) -> str:
+    def short(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: short(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [short(v) for v in value]
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+
+    data = {"schema": SCHEMA, "op": OP, **short(asdict(quality))}
+    parts = [f' "{k}": {json.dumps(v)}' for k, v in data.items() if k not in ("rows", "needles")]
+    for key in ("rows", "needles"):
+        lines = ",\n  ".join(json.dumps(row) for row in data[key])
+        parts.append(f' "{key}": [\n  {lines}\n ]' if lines else f' "{key}": []')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def save(quality: Quality, path: Path) -> None:
+    """In one step: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(dumps(quality))
+        os.chmod(draft, 0o644)
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise
+
+
+def load(path: Path) -> Quality:
+    """What `save` wrote; ValueError for anything else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if (data.pop("schema"), data.pop("op")) != (SCHEMA, OP):
+            raise ValueError("another schema")
+        rows, needles = [Row(**row) for row in data.pop("rows")], [Needle(**n) for n in data.pop("needles")]
+        return Quality(**data, rows=rows, needles=needles)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: not a result of kvstrata eval: {error}") from error
