@@ -70,9 +70,9 @@ struct Tier {
 };
 
 // How a page of a tier comes in: in parts of kTokens tokens, each one stage.
-template <class T, int kDim, int kPageTokens>
+template <class T, int kDim, int kPageTokens, int kLimit>
 struct Part {
-  static constexpr int kSteps = kDim / 16, kTiles = kPageTokens / 16, kLimit = 8704;
+  static constexpr int kSteps = kDim / 16, kTiles = kPageTokens / 16;
   template <int kBits> static constexpr bool whole_tiles = kSteps * kBits % 16 == 0 && kBits != 3;
   static constexpr bool kCuts = T::kPlain || (whole_tiles<T::kK> && whole_tiles<T::kV>);
   static __device__ constexpr int bytes_of(int tiles) {
@@ -98,11 +98,19 @@ struct Part {
 
 template <class... Ts> struct Tiers {};
 
-template <int kDim, int kPageTokens, class... Ts>
-__device__ constexpr int stage_bytes(Tiers<Ts...>) {
+// Bytes of a slot of the ring: of the largest stage of codes; plain rows may take two slots.
+template <int kDim, int kPageTokens, int kLimit, class... Ts>
+__device__ constexpr int slot_bytes(Tiers<Ts...>) {
+  constexpr int kPositions = kPageTokens * 4;
   int most = 0;
-  ((most = Part<Ts, kDim, kPageTokens>::kBytes > most ? Part<Ts, kDim, kPageTokens>::kBytes : most), ...);
-  return most + kPageTokens * 4;  // positions
+  (
+      [&] {
+        using P = Part<Ts, kDim, kPageTokens, kLimit>;
+        const int bytes = Ts::kPlain && sizeof...(Ts) > 1 ? (P::kBytes + kPositions + 1) / 2 : P::kBytes + kPositions;
+        most = bytes > most ? bytes : most;
+      }(),
+      ...);
+  return (most + 127) / 128 * 128;
 }
 
 // A column of the products: a query and a query head of the KV head. A lane has columns 2t and 2t + 1 of each block of 8.
@@ -638,28 +646,28 @@ __device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, 
 }
 
 // The tier's own code for a stage, found by its number.
-template <class In, int kDim, int kPageTokens, int kN, int kNumber>
+template <class In, int kDim, int kPageTokens, int kLimit, int kN, int kNumber>
 __device__ __forceinline__ void attend(Tiers<>, const Params&, State<kDim, kN>&, unsigned char*, int, int) {}
-template <class In, int kDim, int kPageTokens, int kN, int kNumber, class T, class... Ts>
+template <class In, int kDim, int kPageTokens, int kLimit, int kN, int kNumber, class T, class... Ts>
 __device__ __forceinline__ void attend(Tiers<T, Ts...>, const Params& p, State<kDim, kN>& st, unsigned char* stage, int tokens,
                                        int tier) {
-  using P = Part<T, kDim, kPageTokens>;
+  using P = Part<T, kDim, kPageTokens, kLimit>;
   if (tier == kNumber) {
     if constexpr (T::kPlain) attend_rows<In, P>(p, st, stage, tokens);
     else attend_codes<T, P>(p, st, stage, tokens);
   } else {
-    attend<In, kDim, kPageTokens, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, tokens, tier);
+    attend<In, kDim, kPageTokens, kLimit, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, tokens, tier);
   }
 }
 
-template <int kDim, int kPageTokens, int kStages, int kNumber>
-__device__ __forceinline__ void fill(Tiers<>, Ring<kStages>&, int, unsigned char*, const Stage&, int) {}
-template <int kDim, int kPageTokens, int kStages, int kNumber, class T, class... Ts>
-__device__ __forceinline__ void fill(Tiers<T, Ts...>, Ring<kStages>& ring, int at, unsigned char* to, const Stage& stage,
+template <int kDim, int kPageTokens, int kLimit, int kNumber>
+__device__ __forceinline__ void fill(Tiers<>, Ring<2>&, int, unsigned char*, const Stage&, int) {}
+template <int kDim, int kPageTokens, int kLimit, int kNumber, class T, class... Ts>
+__device__ __forceinline__ void fill(Tiers<T, Ts...>, Ring<2>& ring, int at, unsigned char* to, const Stage& stage,
                                      int position_bytes) {
-  using P = Part<T, kDim, kPageTokens>;
+  using P = Part<T, kDim, kPageTokens, kLimit>;
   if ((stage.meta >> 8 & 0xff) != kNumber) {
-    fill<kDim, kPageTokens, kStages, kNumber + 1>(Tiers<Ts...>{}, ring, at, to, stage, position_bytes);
+    fill<kDim, kPageTokens, kLimit, kNumber + 1>(Tiers<Ts...>{}, ring, at, to, stage, position_bytes);
     return;
   }
   const char* page = reinterpret_cast<const char*>(stage.page);
@@ -678,34 +686,39 @@ __device__ __forceinline__ void fill(Tiers<T, Ts...>, Ring<kStages>& ring, int a
   }
 }
 
-template <class In, int kDim, int kPageTokens, int kN, int kWarps, int kStages, class TierList>
-__global__ void __launch_bounds__(kWarps * 32, (kDim * kN > 128 ? 8 : 12) / kWarps) decode(const __grid_constant__ Params p) {
-  constexpr int kStageBytes = stage_bytes<kDim, kPageTokens>(TierList{});
+// Two slots a warp; a stage takes one, or both where it is of plain rows and larger than a slot.
+template <class In, int kDim, int kPageTokens, int kN, int kWarps, int kResident, int kLimit, class TierList>
+__global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const __grid_constant__ Params p) {
+  constexpr int kSlot = slot_bytes<kDim, kPageTokens, kLimit>(TierList{});
+  constexpr bool kWidePlain = Part<Tier<16, 16>, kDim, kPageTokens, kLimit>::kBytes + kPageTokens * 4 > kSlot;
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ unsigned long long bars[kWarps * kStages];
-  __shared__ int2 described[kWarps * kStages];
+  __shared__ unsigned long long bars[kWarps * 2];
+  __shared__ int2 described[kWarps * 2];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, block = blockIdx.y;
-  unsigned char* stages = shared + warp * kStages * kStageBytes;
-  int2* what = described + warp * kStages;
-  Ring<kStages> ring(bars + warp * kStages);
+  unsigned char* slots = shared + warp * 2 * kSlot;
+  int2* what = described + warp * 2;
+  Ring<2> ring(bars + warp * 2);
   wait_for_previous();
   release_next();
 
   for (int worker = blockIdx.x * kWarps + warp; worker < p.workers; worker += gridDim.x * kWarps) {
     const int first = p.starts[worker], end = p.starts[worker + 1];
     if (first >= end) continue;
-    const auto produce = [&](int at, const Stage& stage) {
-      if (lane == 0) what[at] = make_int2(stage.group, static_cast<int>(stage.meta));
-      fill<kDim, kPageTokens, kStages, 0>(TierList{}, ring, at, stages + at * kStageBytes, stage, p.position_bytes);
-    };
-    for (int i = 0; i < kStages; i++) {
-      if (first + i < end) produce(i, p.stages[first + i]);
-      ring.commit();
-    }
-    Stage next = p.stages[min(first + kStages, end - 1)];
+    Stage next = p.stages[first];
     State<kDim, kN> st;
-    int group = -1, at = 0;
+    int group = -1, at = 0, head = 0, free = 2, ahead = first;  // `ahead`: the stage that `next` is
     for (int i = first; i < end; i++) {
+      while (ahead < end) {
+        const int takes = kWidePlain && (next.meta >> 8 & 0xff) == 0 ? 2 : 1;
+        if (takes > free) break;
+        if (takes == 2) head = at = 0;
+        if (lane == 0) what[head] = make_int2(next.group, static_cast<int>(next.meta));
+        fill<kDim, kPageTokens, kLimit, 0>(TierList{}, ring, head, slots + head * kSlot, next, p.position_bytes);
+        ring.commit();
+        head ^= takes & 1;
+        free -= takes;
+        if (++ahead < end) next = p.stages[ahead];
+      }
       __syncwarp();
       const int2 now = what[at];
       if (now.x != group) {  // while the page is on its way
@@ -713,15 +726,12 @@ __global__ void __launch_bounds__(kWarps * 32, (kDim * kN > 128 ? 8 : 12) / kWar
         group = now.x;
         begin_group<In>(p, st, group, block);
       }
-      ring.wait(at);
-      attend<In, kDim, kPageTokens, kN, 0>(TierList{}, p, st, stages + at * kStageBytes, now.y & 0xff, now.y >> 8 & 0xff);
+      ring.wait(at, ahead - i);
+      attend<In, kDim, kPageTokens, kLimit, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.y & 0xff, now.y >> 8 & 0xff);
       __syncwarp();
-      if (i + kStages < end) {
-        produce(at, next);
-        next = p.stages[min(i + kStages + 1, end - 1)];
-      }
-      ring.commit();
-      at = at + 1 == kStages ? 0 : at + 1;
+      const int took = kWidePlain && (now.y >> 8 & 0xff) == 0 ? 2 : 1;
+      free += took;
+      at ^= took & 1;
     }
     end_group(p, st, group, worker, block);
     __syncwarp();

@@ -14,7 +14,7 @@ import functools
 import math
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 WARPS = 4  # of a block
-STAGES = 2  # of a warp's ring
-STAGE_LIMIT = 8704  # bytes of a stage where a page can be cut; as in decode.cu
+SLOTS = 2  # of a warp's ring
 MAX_TIERS = 8
 PARTS = 16  # blocks that write one layer's list
 MIN_STAGES = 2  # per worker, before another one is worth its partial result
@@ -44,11 +43,28 @@ def code_bytes(bits: int, steps: int, tiles: int) -> int:
     return 128 * (-(-n * 2 // 4) + -(-n // 4) if bits == 3 else -(-n * bits // 4))
 
 
-def stage_tokens(format: Format) -> int:
+class Cut(NamedTuple):
+    """How pages come in: stages of at most ``limit`` bytes where a page can be cut, ``resident`` warps on an SM."""
+
+    limit: int
+    resident: int
+
+
+NARROW, WIDE, LARGE = Cut(6400, 16), Cut(8704, 12), Cut(8704, 8)
+
+
+def cut_of(formats: tuple[Format, ...], width: int) -> Cut:
+    """More warps hide the latency of instructions, as long as registers and shared memory last."""
+    if formats[0].head_dim * width > 128:
+        return LARGE
+    return WIDE if len(formats) == 1 else NARROW
+
+
+def stage_tokens(format: Format, limit: int) -> int:
     """Tokens that come in together: the page, or the part of it that decode.cu cuts it into."""
     steps, tiles = format.head_dim // 16, format.page_tokens // 16
     cuts = format.plain or all(bits != 3 and steps * bits % 16 == 0 for bits in (format.k_bits, format.v_bits))
-    while cuts and tiles > 1 and _stage_bytes(format, tiles) > STAGE_LIMIT:
+    while cuts and tiles > 1 and _stage_bytes(format, tiles) > limit:
         tiles //= 2
     return tiles * 16
 
@@ -60,14 +76,17 @@ def _stage_bytes(format: Format, tiles: int) -> int:
     return code_bytes(format.k_bits, steps, tiles) + code_bytes(format.v_bits, steps, tiles) + 64 * tiles
 
 
-def stage_bytes(formats: tuple[Format, ...]) -> int:
-    """Of a stage in shared memory: the largest of any tier, and positions."""
-    return max(_stage_bytes(f, stage_tokens(f) // 16) for f in formats) + 4 * formats[0].page_tokens
+def slot_bytes(formats: tuple[Format, ...], limit: int) -> int:
+    """Of a slot in shared memory, as decode.cu has it: the largest stage of codes with positions, half a plain one."""
+    sizes = [_stage_bytes(f, stage_tokens(f, limit) // 16) + 4 * f.page_tokens for f in formats]
+    if len(formats) > 1:
+        sizes[0] = (sizes[0] + 1) // 2
+    return -(-max(sizes) // 128) * 128
 
 
-def cost(format: Format) -> int:
+def cost(format: Format, limit: int) -> int:
     """What a stage takes, in 64 bytes at full bandwidth: narrow codes are bound by instructions, not by bytes."""
-    tokens = stage_tokens(format)
+    tokens = stage_tokens(format, limit)
     share = {2: 0.65, 3: 0.75, 4: 0.88, 8: 0.93, 16: 0.93}[min(format.k_bits, format.v_bits)]
     return round(_stage_bytes(format, tokens // 16) / 64 / share)
 
@@ -78,10 +97,10 @@ def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:
     return width, -(-columns // (8 * width))
 
 
-def decode_entry(formats: tuple[Format, ...], dtype: torch.dtype, width: int, warps: int = WARPS) -> str:
+def decode_entry(formats: tuple[Format, ...], dtype: torch.dtype, width: int, cut: Cut) -> str:
     tiers = ",".join(f"Tier<{f.k_bits},{f.v_bits}>" for f in formats)
-    first = formats[0]
-    return f"decode<{NAMES[dtype]},{first.head_dim},{first.page_tokens},{width},{warps},{STAGES},Tiers<{tiers}>>"
+    sizes = f"{formats[0].head_dim},{formats[0].page_tokens},{width},{WARPS},{cut.resident},{cut.limit}"
+    return f"decode<{NAMES[dtype]},{sizes},Tiers<{tiers}>>"
 
 
 def combine_entry(dtype: torch.dtype, head_dim: int, warps: int) -> str:
@@ -114,8 +133,8 @@ def _rows(requests: tuple[int, ...], device: torch.device) -> torch.Tensor | Non
 
 
 @functools.lru_cache(maxsize=256)
-def _decode_kernel(formats: tuple[Format, ...], dtype: torch.dtype, width: int, device: int) -> jit.Kernel:
-    return jit.load(FOLDER / "decode.cu", decode_entry(formats, dtype, width), jit.arch_of(device))
+def _decode_kernel(formats: tuple[Format, ...], dtype: torch.dtype, width: int, cut: Cut, device: int) -> jit.Kernel:
+    return jit.load(FOLDER / "decode.cu", decode_entry(formats, dtype, width, cut), jit.arch_of(device))
 
 
 @functools.lru_cache(maxsize=256)
@@ -154,13 +173,13 @@ class Plan:
         first = self.formats[0]
         self.width, self.blocks = column_blocks(q_len * heads // self.kv_heads, first.head_dim)
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        resident = 8 if first.head_dim * self.width > 128 else 12
-        self.shared = WARPS * STAGES * stage_bytes(self.formats)
-        per_sm = max(min(resident // WARPS, 227 * 1024 // (self.shared + 1280)), 1)
+        self.cut = cut_of(self.formats, self.width)
+        self.shared = WARPS * SLOTS * slot_bytes(self.formats, self.cut.limit)
+        per_sm = max(min(self.cut.resident // WARPS, 227 * 1024 // (self.shared + 1280)), 1)
         self.grid = multiprocessors * per_sm
         self.workers = self.grid * WARPS
-        self.costs = [cost(f) for f in self.formats]
-        self.tokens = [stage_tokens(f) for f in self.formats]
+        self.costs = [cost(f, self.cut.limit) for f in self.formats]
+        self.tokens = [stage_tokens(f, self.cut.limit) for f in self.formats]
         units = len(requests) * self.kv_heads
         per_unit = max_pages * (first.page_tokens // min(self.tokens)) + tiers
         self.capacity = units * per_unit
@@ -224,7 +243,7 @@ class Plan:
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.window or 0, positions,
         )  # fmt: skip
         stream = jit.current_stream(self.device)
-        kernel = _decode_kernel(self.formats, q.dtype, self.width, self.device)
+        kernel = _decode_kernel(self.formats, q.dtype, self.width, self.cut, self.device)
         jit.Launch(kernel, (self.grid, self.blocks), 32 * WARPS, params, shared=self.shared, overlap=True)(stream)
         params = COMBINE.pack(
             self.partial_out.data_ptr(), self.partial_sum.data_ptr(), self.slots[index].data_ptr(), out.data_ptr(),

@@ -60,7 +60,7 @@ def _step(s, v, v_scale, top, total, acc, PRECISION: tl.constexpr):
 @triton.jit
 def _add_mass(s, seen, lse, mass_ptr, position, live):
     """The weights of a block, summed over rows, to their positions."""
-    p = tl.where(seen, tl.exp(s - lse[:, None]), 0.0)
+    p = tl.exp(tl.where(seen, s - lse[:, None], float("-inf")))
     tl.atomic_add(mass_ptr + position, tl.sum(p, 0), mask=live)
 
 

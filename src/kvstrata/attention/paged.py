@@ -24,6 +24,13 @@ class PagedCache:
         k_scale, v_scale: for fp8: float32, one value or ``[kv_heads]``; what is read is the stored value times it.
 
     Raises ValueError or TypeError, naming the argument. Pages and lengths are not checked against their bounds.
+
+    Example:
+        >>> k, v = torch.randn(2, 4, 16, 8, 64)  # 4 pages of 16 slots, 8 KV heads
+        >>> table = torch.tensor([[2, 0], [3, 0]], dtype=torch.int32)
+        >>> cache = kvstrata.PagedCache(k, v, table, torch.tensor([20, 5], dtype=torch.int32))
+        >>> kvstrata.decode_attention(torch.randn(2, 1, 32, 64), cache).shape
+        torch.Size([2, 1, 32, 64])
     """
 
     k: torch.Tensor
