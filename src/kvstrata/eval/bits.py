@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..cache import TieredCache
@@ -24,22 +25,21 @@ class CodeBudget(Budget):
     old_price: float = 0.0
 
     def granted(self, tokens: int) -> int:
-        plain = -(-min(tokens, self.kept) // self.page_tokens) * self.page_price[0]
+        plain = -(-min(tokens, self.kept + 1) // self.page_tokens) * self.page_price[0]
         old = max(tokens - self.kept, 0)
-        # A page of slack per tier: pages are paid whole, and the width is what is asked for here.
-        slack = sum(self.page_price[1:]) // 2
+        # Half a page per tier: pages are paid whole, and the width is what is asked for here.
+        slack = max(sum(self.page_price[1:]) // 2, self.page_price[1])
         return self.overhead + self.kv_heads * int(plain + old * self.old_price + slack)
 
 
 def code_budget(cache: TieredCache, bits: float) -> CodeBudget:
     """The budget with which older tokens have ``bits`` per value, K and V averaged."""
     given = {f.name: getattr(cache.budget, f.name) for f in dataclasses.fields(Budget)}
-    # What a token costs beside its codes is the same in all tiers but for the rounding of pages.
-    side = [
-        price / cache.page_tokens - (f.k_bits + f.v_bits) * cache.head_dim / 8
-        for f, price in zip(cache.formats[1:], cache.budget.page_price[1:], strict=True)
-    ]
-    return CodeBudget(**given | {"amount": 0.5}, old_price=min(side) + 2 * bits * cache.head_dim / 8)
+    widths = [(f.k_bits + f.v_bits) / 2 for f in cache.formats[1:]]
+    if not min(widths) <= bits <= max(widths):
+        raise ValueError(f"bits: expected {min(widths):g} to {max(widths):g} with these tiers, got {bits!r}")
+    price = np.interp(bits, *zip(*sorted(zip(widths, cache.budget.page_price[1:], strict=True)), strict=True))
+    return CodeBudget(**given | {"amount": 0.5}, old_price=float(price) / cache.page_tokens)
 
 
 def mean_bits(cache: TieredCache) -> float:
@@ -60,8 +60,11 @@ class BitsCache(StrataCache):
     """``StrataCache(config, ...)`` with ``bits`` in place of a budget."""
 
     def __init__(self, config: Any, bits: float, **options: Any) -> None:
-        super().__init__(config, budget=0.5, **options)
+        super().__init__(config, budget=0.5, **options | {"settle_every": 1})
         self.bits = bits
+
+    def _check_budget(self, tiered: TieredCache) -> None:
+        """The fraction is replaced, so it says nothing."""
 
     def build(self, key: torch.Tensor) -> None:
         fresh = self._tiered is None

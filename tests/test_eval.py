@@ -1,0 +1,229 @@
+"""`kvstrata eval` and `advise` on a tiny random model; what SmolLM2 makes of it is in test_quality.py, marked slow."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvstrata.eval import advise, bits, contenders, measure, needle, plot, quality, render, results, sensitivity, texts
+from kvstrata.eval.kivi import KiviCache, dequantize_groups, quantize_groups
+from kvstrata.hf import StrataCache
+
+OPTIONS = dict(tiers=["K4V4", "K2V2"], window=12, sinks=4, page_tokens=16, settle_every=16)
+
+
+def model(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def tokens(n: int, rows: int = 1) -> torch.Tensor:
+    return torch.randint(0, 96, (rows, n), generator=torch.Generator().manual_seed(1))
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    def __call__(self, text: str, return_tensors: str = "pt", add_special_tokens: bool = True) -> object:
+        ids = torch.tensor([[ord(c) % 96 for c in text]])
+        return type("Encoding", (), {"input_ids": ids})()
+
+
+def test_decoding_in_chunks_equals_one_forward() -> None:
+    net, ids = model(), tokens(70, rows=2)
+    whole = net(ids).logits.float().log_softmax(-1)[:, :-1]
+    expected = -whole.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    for prompt, chunk in ((0, 70), (0, 16), (33, 16), (40, 1)):
+        scores, exact = measure.decode(net, ids, DynamicCache(config=net.config), prompt=prompt, chunk=chunk, keep=True)
+        assert sum(scores.count) == 69 - max(prompt - 1, 0)
+        got = torch.tensor([sum(row) for row in scores.nll])
+        torch.testing.assert_close(got, expected[:, max(prompt - 1, 0) :].sum(-1), rtol=1e-4, atol=1e-3)
+        again, _ = measure.decode(net, ids, DynamicCache(config=net.config), prompt=prompt, chunk=chunk, exact=exact)
+        assert abs(sum(map(sum, again.kl))) < 0.05  # of fp16 log-probabilities
+        assert sum(map(sum, again.agree)) == 2 * sum(scores.count)
+
+
+def test_a_budget_of_one_measures_like_16_bit() -> None:
+    net, ids = model(), tokens(60)
+    exact = results.Quality({}, "tiny", ["text"])
+    quality.run(net, ids, [contenders.strata(1.0, **OPTIONS)], exact, prompt=20, chunk=20)
+    first, ours = exact.rows
+    assert first.kind == "exact"
+    assert ours.loss(first)[0] == pytest.approx(0, abs=1e-4)
+    assert ours.agreement == 1
+
+
+def test_fewer_bits_cost_more() -> None:
+    net, ids = model(), tokens(400)
+    state = results.Quality({}, "tiny", ["text"])
+    options = dict(policy="uniform", window=12, sinks=4, page_tokens=16)
+    wanted = [contenders.bits(w, f"{w}", tiers=[f"K{w}V{w}"], **options) for w in (8, 4, 3, 2)]
+    quality.run(net, ids, wanted, state, prompt=200, chunk=50)
+    kl = [row.mean_kl for row in state.rows[1:]]
+    assert kl[0] < kl[1] < kl[2] < kl[3]
+    assert kl[3] > 1e-3
+
+
+def test_bits_of_codes_are_what_was_asked_for() -> None:
+    net, ids = model(), tokens(600)
+    for wanted in (2.5, 3.0, 3.5):
+        cache = bits.BitsCache(net.config, wanted, **OPTIONS | dict(tiers=["K4V4", "K3V2", "K2V2"]), max_tokens=600)
+        measure.decode(net, ids, cache, prompt=300, chunk=50)
+        assert wanted - 0.15 < bits.mean_bits(cache.tiered) <= wanted + 0.25  # whole pages
+        cache.tiered.check()
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 8])
+def test_groups_round_trip(width: int) -> None:
+    x = torch.randn(2, 3, 64, 96)
+    block = quantize_groups(x, width, 32)
+    assert block.nbytes == x.numel() * width // 8 + x.numel() // 32 * 4
+    step = (x.unflatten(-1, (-1, 32)).amax(-1) - x.unflatten(-1, (-1, 32)).amin(-1)) / (2**width - 1)
+    error = (dequantize_groups(block, 32) - x).unflatten(-1, (-1, 32)).abs().amax(-1)
+    assert bool((error <= 0.51 * step + 4e-3).all())
+
+
+def test_the_baseline_keeps_order_and_counts_its_bytes() -> None:
+    net, ids = model(), tokens(300)
+    cache = KiviCache(net.config, 8, 8, group=32, residual=32)
+    scores, _ = measure.decode(net, ids, cache, prompt=100, chunk=40)
+    exact, _ = measure.decode(net, ids, DynamicCache(config=net.config), prompt=100, chunk=40)
+    assert sum(scores.nll[0]) == pytest.approx(sum(exact.nll[0]), rel=0.02)
+    assert cache.get_seq_length() == 300
+    layer = cache.layers[0]
+    old, recent = layer.quantised, 300 - layer.quantised
+    assert 32 <= recent < 64
+    per_token = 2 * 2 * (64 + 64 // 32 * 4)  # K and V, two heads: codes, and scale and zero of a group
+    assert layer.nbytes == old * per_token + recent * 2 * 2 * 64 * 2
+
+
+def test_a_baseline_fits_its_budget() -> None:
+    net, ids = model(), tokens(512)
+    for budget in (0.5, 0.35, 0.25):
+        contender = contenders.kivi(budget, net.config, 512)
+        assert contender is not None
+        cache = contender.make(net.config, 1, 512)
+        measure.decode(net, ids, cache, prompt=500, chunk=12)
+        assert contender.size(cache) <= (budget + 0.02) * contenders.full(net.config, 1, 512)
+    assert contenders.kivi(0.05, net.config, 512) is None
+
+
+def test_held_bytes_count_a_float32_model_as_16_bit() -> None:
+    net, ids = model(), tokens(40)
+    cache = DynamicCache(config=net.config)
+    measure.decode(net, ids, cache, chunk=40)
+    assert contenders.held(cache) == contenders.full(net.config, 1, 40)
+
+
+def test_results_come_back_and_a_run_goes_on(tmp_path: Path) -> None:
+    net, ids = model(), tokens(120)
+    state = results.Quality({"name": "x", "date": "2026-01-01", "revision": None}, "tiny", ["text"])
+    wanted = [contenders.strata(0.5, **OPTIONS), contenders.strata(0.3, **OPTIONS)]
+    saved: list[int] = []
+
+    def after() -> None:
+        results.save(state, tmp_path / "quality.json")
+        saved.append(len(state.rows))
+
+    quality.run(net, ids, wanted[:1], state, prompt=60, chunk=20, after=after)
+    again = results.load(tmp_path / "quality.json")
+    assert [row.name for row in again.rows] == ["16 bit", "kvstrata"]
+    assert again.rows[1].perplexity(0) == pytest.approx(state.rows[1].perplexity(0), rel=1e-4)
+    ran: list[str] = []
+    quality.run(net, ids, wanted, again, prompt=60, chunk=20, tick=lambda name, n: ran.append(name))
+    assert [row.budget for row in again.rows] == [None, 0.5, 0.3]
+    assert ran.count("kvstrata") == 3  # one contender of three chunks, the other was there
+    (tmp_path / "quality.json").write_text('{"schema": 9}')
+    with pytest.raises(ValueError, match="not a result of kvstrata eval"):
+        results.load(tmp_path / "quality.json")
+
+
+def test_tables_and_plot(tmp_path: Path) -> None:
+    net, ids = model(), tokens(120, rows=2)
+    state = results.Quality({"name": "x", "date": "2026-01-01", "revision": None}, "tiny", ["a", "b"])
+    quality.run(net, ids, [contenders.strata(0.5, **OPTIONS)], state, prompt=60, chunk=20)
+    quality.run_needles(
+        net, Letters(), "hay " * 200, [contenders.strata(0.5, **OPTIONS)], state, lengths=[220], depths=[0.5], asked=1
+    )
+    table = render.markdown(state, {"table": "budgets", "names": "kv*"})
+    assert "| 60 after 60 | kvstrata | 0.5 |" in table
+    assert "16 bit |" not in table.splitlines()[2]
+    assert "depth 0.5" in render.markdown(state, {"table": "needles"})
+    with pytest.raises(ValueError, match="table 'x'"):
+        render.markdown(state, {"table": "x"})
+    pytest.importorskip("matplotlib")
+    assert plot.plot(state, tmp_path / "q.png").stat().st_size > 1000
+
+
+def test_a_needle_is_where_it_should_be() -> None:
+    hay = "0123456789" * 60
+    given = needle.task(Letters(), hay, 400, 0.5, seed=3)
+    text = "".join(chr(int(i)) if int(i) >= 32 else "?" for i in given.ids)
+    assert len(given.ids) == 400
+    assert len(given.answer) == 5
+    net = model()
+    found, logprob = needle.ask(net, given, DynamicCache(config=net.config))
+    assert isinstance(found, bool)
+    assert math.isfinite(logprob)
+    assert logprob < 0
+    with pytest.raises(ValueError, match="depth"):
+        needle.task(Letters(), text, 400, 1.5, seed=0)
+
+
+def test_sensitivity_finds_the_layer_that_matters() -> None:
+    net = model()
+    with torch.no_grad():
+        net.model.layers[1].self_attn.o_proj.weight.zero_()  # what this layer attends to goes nowhere
+    found = sensitivity.measure_sensitivity(net, tokens(64))
+    assert found.k[1] == pytest.approx(0, abs=1e-4)
+    assert found.v[1] == pytest.approx(0, abs=1e-4)
+    assert found.v[0] > 1e-3
+
+
+def test_advice_keeps_its_bound_and_loads(tmp_path: Path) -> None:
+    net, ids = model(), tokens(400)
+    found = sensitivity.Sensitivity(2, [1.0], [0.1])
+    options = dict(window=12, sinks=4, page_tokens=16, settle_every=16)
+    loose = advise.advise(net, ids, found, 0.5, prompt=200, chunk=50, steps=3, **options)
+    assert loose.family == "K over V"
+    assert loose.arguments is not None
+    kept = [step for step in loose.steps if step.fits]
+    assert loose.arguments["budget"] == min(step.budget for step in kept)
+    assert all(step.kl <= 0.5 for step in kept)
+    advise.write(loose, tmp_path / "advice.json")
+    assert json.loads((tmp_path / "advice.json").read_text()) == loose.arguments
+    cache = StrataCache.from_file(net.config, tmp_path / "advice.json", max_tokens=400)
+    measure.decode(net, ids, cache, prompt=200, chunk=50)
+    assert cache.memory().fraction <= loose.arguments["budget"] + 0.01
+    none = advise.advise(net, ids, found, 1e-9, prompt=200, chunk=50, **options)
+    assert none.arguments is None
+    with pytest.raises(ValueError, match="keeps the bound"):
+        advise.write(none, tmp_path / "none.json")
+    with pytest.raises(ValueError, match="bound: expected"):
+        advise.advise(net, ids, found, 0.0, prompt=200, chunk=50)
+
+
+def test_texts_are_there() -> None:
+    for name in texts.DEFAULT + texts.HELD_OUT:
+        assert len(texts.text(name)) > 10_000, name
+    with pytest.raises(ValueError, match="text: expected"):
+        texts.load(["no such file"])
