@@ -26,9 +26,10 @@ LAYERS, HEADS, DIM, REQUESTS, TOKENS = 2, 2, 32, 4, 256
 TIERS = [("K4V4", "K3V3", "K2V2"), ("K8V8", "K4V2"), ("K4V3", "K4V2", "K3V2", "K2V2"), ("K2V2",)]
 
 
-def requantized(x: torch.Tensor, bits: int) -> torch.Tensor:
+def requantized(x: torch.Tensor, bits: int, side: int) -> torch.Tensor:
     codes = quant.encode(x, quant.step_of(x, bits), bits)
-    return quant.decode(codes, quant.refit(x, codes, bits), bits)
+    gain = quant.K_GAIN[bits] if side == 0 else 1.0
+    return quant.decode(codes, quant.refit(x, codes, bits, gain), bits)
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Layer:
                         continue
                     else:
                         x = self.stored[side][moved]
-                    self.stored[side][moved] = requantized(x, bits)
+                    self.stored[side][moved] = requantized(x, bits, side)
         self.tier = tiers.clone()
 
     def expected(self, dtype: torch.dtype, centre: torch.Tensor) -> list[torch.Tensor]:

@@ -273,7 +273,7 @@ class Buckets:
         stored = some.tier >= 0
         slot = torch.where(stored, some.slot % p, some.slot)
         group = some.bucket * tiers + some.tier.clamp(min=0)
-        source = self._handles_at(bases, group, torch.where(stored, some.slot, 0))
+        source = torch.where(stored, self._handles_at(bases, group, torch.where(stored, some.slot, 0)), 0)
         columns = [
             source, slot, some.tier, torch.zeros_like(slot), plan.slot % p, plan.group % tiers, some.bucket,
             plan.after, plan.head, some.position,

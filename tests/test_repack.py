@@ -1,0 +1,386 @@
+"""Tokens from page to page: the plan against a model of slots, every backend of this machine against the reference."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import test_cache_machine
+from conftest import HAS_GPU
+from kvstrata import jit
+from kvstrata.cache import TieredCache, moves, repack_cuda, repack_op, repack_reference
+from kvstrata.cache.buckets import Buckets
+from kvstrata.cache.pages import PageKind, Rows
+from kvstrata.cache.pool import Pool
+from kvstrata.cache.tokens import DROP, NEW, Tokens
+from kvstrata.layout import Format
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+BACKENDS = ["triton"] + (["cuda"] if HAS_GPU else [])
+
+
+# The plan
+
+
+def tokens_of(counts: list[list[int]], new: list[int]) -> Tokens:
+    """Buckets with these counts per tier, as a snapshot lists them, and new tokens; positions are just numbers."""
+    lines = [(b, t, s) for t in range(len(counts[0])) for b in range(len(counts)) for s in range(counts[b][t])]
+    lines += [(b, NEW, i) for i, b in enumerate(new)]
+    columns = torch.tensor(lines, dtype=torch.int64).view(-1, 3)
+    n = len(lines)
+    return Tokens(columns[:, 0], columns[:, 1], columns[:, 2], torch.arange(n), torch.zeros(n))
+
+
+@settings(max_examples=150)
+@given(
+    counts=st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=3),
+    new=st.integers(0, 6),
+    leave=st.sampled_from([0.0, 0.2, 0.6, 1.0]),
+    drop=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_chains_in_any_order_do_what_all_at_once_does(counts, new, leave, drop, seed) -> None:
+    """A model of slots: reads and writes happen as the chains say, and nothing is lost or read after it was written."""
+    rng = random.Random(seed)
+    tokens = tokens_of(counts, [rng.randrange(len(counts)) for _ in range(new)])
+    target = []
+    for tier in tokens.tier.tolist():
+        stays = tier >= 0 and rng.random() >= leave
+        target.append(tier if stays else DROP if rng.random() < drop and tier >= 0 else rng.randint(max(tier, 0), 2))
+    target = torch.tensor(target, dtype=torch.int64)
+    before = torch.tensor(counts).flatten()
+    change = moves.change(tokens, target, before, 3)
+    left, came, holes = change.to_host()
+    plan = moves.plan(change, tokens, target, int(came.sum()), int(holes.sum()))
+    count = (before - torch.from_numpy(left) + torch.from_numpy(came)).tolist()
+
+    where = {(b * 3 + t, s): i for i, (b, t, s) in enumerate(
+        zip(tokens.bucket.tolist(), tokens.tier.tolist(), tokens.slot.tolist(), strict=True)) if t >= 0}  # fmt: skip
+    slots = dict(where)
+    chains = []
+    for first in plan.head.nonzero().flatten().tolist():
+        chain = [first]
+        while plan.after[chain[-1]] >= 0:
+            chain.append(int(plan.after[chain[-1]]))
+        chains.append(chain)
+    assert sorted(move for chain in chains for move in chain) == list(range(len(plan))), "each move in one chain"
+    while chains:  # a step of any chain at a time
+        chain = rng.choice(chains)
+        move = chain.pop(0)
+        token = int(plan.token[move])
+        if tokens.tier[token] >= 0:
+            source = int(tokens.bucket[token] * 3 + tokens.tier[token]), int(tokens.slot[token])
+            assert slots[source] == token, "read after somebody wrote there"
+        slots[int(plan.group[move]), int(plan.slot[move])] = token
+        chains = [c for c in chains if c]
+
+    found = {}
+    for group, n in enumerate(count):
+        for slot in range(n):
+            found[slots[group, slot]] = group
+    kept = [i for i, t in enumerate(target.tolist()) if t != DROP]
+    assert found == {i: int(tokens.bucket[i]) * 3 + int(target[i]) for i in kept}, "pages are not full up to the count"
+
+
+def test_nothing_moves() -> None:
+    tokens = tokens_of([[3, 2, 0]], [])
+    change = moves.change(tokens, tokens.tier, torch.tensor([3, 2, 0]), 3)
+    left, came, holes = change.to_host()
+    assert not left.any()
+    assert not came.any()
+    assert len(moves.plan(change, tokens, tokens.tier, 0, 0)) == int(holes.sum()) == 0
+
+
+# The backends
+
+
+class Setup:
+    """Buckets of some requests and layers with random tokens in all tiers, always the same for a seed."""
+
+    def __init__(self, tiers: tuple[str, ...], dim: int = 32, page_tokens: int = 16, dtype: torch.dtype = torch.float32,
+                 tokens: int = 24, wide: bool = False, keeps: bool = True, seed: int = 0) -> None:  # fmt: skip
+        plain = f"K{8 * dtype.itemsize}V{8 * dtype.itemsize}"
+        position = torch.int32 if wide else torch.int16
+        formats = [Format.parse(name, dim, page_tokens) for name in (plain, *tiers)]
+        self.kinds = [PageKind(f, dtype, position, keeps, DEVICE) for f in formats]
+        strides = [kind.stride for kind in self.kinds]
+        self.pool = Pool(strides, 2 * strides[0], 64, DEVICE, debug=True)
+        self.buckets = Buckets(self.pool, self.kinds, 3, 2, 2, 8)
+        self.where = [0, 1, 2], [2, 0, 1]  # layers and requests
+        self.random = torch.Generator().manual_seed(seed)
+        self.centre = torch.randn(6, dim, generator=self.random).to(DEVICE)
+        self.dtype, self.dim = dtype, dim
+        self.layers, self.requests = [1, 0, 1], [2, 0, 1]
+        coming = self.fresh(6 * tokens)
+        bucket = torch.arange(6).repeat_interleave(tokens)
+        target = torch.randint(0, len(self.kinds), (6 * tokens,), generator=self.random)
+        self.move(self.new(bucket, 0), target, coming, "reference")
+
+    def fresh(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (torch.randn(2, n, self.dim, generator=self.random) + 1).to(self.dtype).to(DEVICE)
+        return k, v
+
+    def new(self, bucket: torch.Tensor, first: int) -> Tokens:
+        n = len(bucket)
+        tier = torch.full((n,), NEW)
+        importance = torch.rand(n, generator=self.random)
+        return Tokens(*(x.to(DEVICE) for x in (bucket, tier, torch.arange(n), first + torch.arange(n), importance)))
+
+    def tokens(self) -> Tokens:
+        """All of them, places in the order of `requests`."""
+        parts = []
+        for i, (layer, request) in enumerate(zip(self.layers, self.requests, strict=True)):
+            part = self.buckets.snapshot(layer, [request])
+            parts.append(Tokens(part.bucket + 2 * i, part.tier, part.slot, part.position, part.importance))
+        return Tokens.cat(parts)
+
+    def move(self, tokens: Tokens, target: torch.Tensor, rows, backend: str) -> None:
+        fresh = None if rows is None else Rows(*rows, None, None, tokens.position, tokens.importance)
+        self.buckets.backend = backend
+        self.buckets.move(self.layers, self.requests, tokens, target.to(DEVICE), fresh, self.centre)
+
+    def demote(self, backend: str, leave: float, new: int = 0) -> None:
+        """Each token goes down with this chance, a fifth of those out; new tokens come to any tier."""
+        tokens = self.tokens()
+        n, tiers = len(tokens), len(self.kinds)
+        dice = torch.rand(3, n, generator=self.random)
+        down = tokens.tier.cpu() + 1 + (dice[1] * (tiers - 1 - tokens.tier.cpu())).long()
+        down[(dice[2] < 0.2) | (down >= tiers)] = DROP
+        target = torch.where(dice[0] < leave, down, tokens.tier.cpu())
+        rows = None
+        if new:
+            coming = self.new(torch.randint(0, 6, (new,), generator=self.random), 1000)
+            rows = self.fresh(new)
+            tokens = Tokens.cat([tokens, coming])
+            target = torch.cat([target, torch.randint(0, tiers, (new,), generator=self.random)])
+        self.move(tokens, target, rows, backend)
+
+    def state(self) -> list[torch.Tensor]:
+        """Codes or rows, scales, positions and importance by place, tier, bucket and slot; and the counts."""
+        parts = [torch.from_numpy(self.buckets.host_count.copy())]
+        for layer, request in zip(self.layers, self.requests, strict=True):
+            tokens = self.buckets.snapshot(layer, [request])
+            for tier in range(len(self.kinds)):
+                some = tokens[(tokens.tier == tier).nonzero().flatten()]
+                rows = self.buckets.read(layer, [request], some, tier)
+                found = (rows.k, rows.v, rows.k_scale, rows.v_scale, rows.position, rows.importance)
+                parts += [x.cpu() for x in found if x is not None]
+        return parts
+
+    def check(self) -> None:
+        """Owners, tables and counts, here and on the device."""
+        table = self.buckets.host_table
+        handles, owned = np.unique(table[table >= 0], return_counts=True)
+        assert (self.pool.owners(handles) == owned).all()
+        assert int((self.pool.refs > 0).sum()) == len(handles)
+        assert torch.equal(self.buckets.table.cpu(), torch.from_numpy(table))
+        assert torch.equal(self.buckets.count.cpu(), torch.from_numpy(self.buckets.host_count))
+
+
+CASES = {
+    "three tiers": dict(tiers=("K4V4", "K3V3", "K2V2")),
+    "all widths, bf16": dict(tiers=("K8V8", "K8V3", "K4V2", "K2V2"), dtype=torch.bfloat16),
+    "shared words": dict(tiers=("K3V3", "K2V3"), dim=48),
+    "a width that stays": dict(tiers=("K4V4", "K4V2"), dtype=torch.float16, wide=True, keeps=False),
+}
+MORE = {
+    "pages of 64": dict(tiers=("K4V4", "K3V3", "K2V2"), dim=128, page_tokens=64, dtype=torch.bfloat16, tokens=300),
+    "blocks of 16": dict(tiers=("K8V4", "K3V4", "K2V3"), dim=80, page_tokens=32, dtype=torch.float16, tokens=150),
+    "256 dims": dict(tiers=("K8V8", "K4V4", "K3V2"), dim=256, page_tokens=64, dtype=torch.float32, tokens=150),
+    "192 dims": dict(tiers=("K4V3", "K2V2"), dim=192, dtype=torch.bfloat16, tokens=100),
+    "one tier": dict(tiers=("K2V2",), dim=64, tokens=200, dtype=torch.bfloat16),
+}
+
+
+def assert_alike(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> None:
+    """Bytes are equal, but for codes on the edge of two levels, whose step another order of a sum may move."""
+    for a, b in zip(ours, reference, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        if a.dtype == torch.uint8:
+            off = (a.int() - b.int()).abs()
+            assert off.max() <= 1 if off.numel() else True
+            assert (off > 0).sum() <= 1 + 2e-3 * off.numel()
+        elif a.dtype == torch.float16 and a.dim() == 1:
+            torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=1e-7)
+        else:
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", list(CASES) + (list(MORE) if HAS_GPU else []))
+def test_moves_are_those_of_the_reference(name: str, backend: str) -> None:
+    """Leavers, fillers and arrivals of middle tiers at once, new rows among them, twice in a row."""
+    options = (CASES | MORE)[name]
+    small = {} if HAS_GPU else dict(tokens=7)
+    ours, reference = Setup(**(options | small)), Setup(**(options | small))
+    for leave, new in ((0.4, 9), (0.5, 0)):
+        ours.demote(backend, leave, new)
+        reference.demote("reference", leave, new)
+        ours.check()
+        reference.check()
+        assert_alike(ours.state(), reference.state())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("leave", [0.0, 1.0])
+def test_all_leave_and_none_leave(backend: str, leave: float) -> None:
+    ours, reference = (Setup(("K4V4", "K2V2"), dim=64, tokens=90) for _ in range(2))
+    ours.demote(backend, leave)
+    reference.demote("reference", leave)
+    ours.check()
+    assert_alike(ours.state(), reference.state())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(30))
+def test_any_buckets_on_a_gpu(seed: int) -> None:
+    rng = random.Random(seed)
+    names = sorted({f"K{rng.choice([8, 4, 3, 2])}V{rng.choice([8, 4, 3, 2])}" for _ in range(4)}, reverse=True)
+    options = dict(
+        tiers=tuple(names), dim=rng.choice(range(32, 257, 16)), page_tokens=rng.choice([16, 32, 64]),
+        tokens=rng.randint(1, 99),
+        dtype=rng.choice([torch.float32, torch.float16, torch.bfloat16]), seed=seed, wide=rng.random() < 0.5,
+    )  # fmt: skip
+    ours, reference = Setup(**options), Setup(**options)
+    for _ in range(3):
+        leave, new = rng.random(), rng.randint(0, 60)
+        ours.demote("cuda", leave, new)
+        reference.demote("reference", leave, new)
+        ours.check()
+    assert_alike(ours.state(), reference.state())
+
+
+def test_bad_backends_are_named() -> None:
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        repack_op.resolve("fast", DEVICE)
+    if not HAS_GPU:
+        with pytest.raises(RuntimeError, match="cuda needs a CUDA tensor"):
+            repack_op.resolve("cuda", DEVICE)
+
+
+# The cache above it
+
+
+@pytest.fixture
+def page_to_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of a GPU, pages taken before any are given back, with the reference in the kernel's place."""
+
+    def repack(job: repack_op.Job, backend: str) -> None:
+        assert backend == "triton"
+        repack_reference.put(job, repack_reference.take(job))
+
+    monkeypatch.setattr(repack_op, "repack", repack)
+    monkeypatch.setattr(repack_op, "resolve", lambda backend, device: "triton")
+
+
+def test_state_machine_in_the_order_of_a_gpu(page_to_page: None) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(test_cache_machine.Machine, settings=settings(max_examples=25, stateful_step_count=20))
+
+
+def through(backend: str, device: torch.device, **options) -> TieredCache:
+    """Append, settle, fork, crop, reorder and free."""
+    options = (
+        dict(budget=0.3, window=16, page_tokens=16, dtype=torch.bfloat16, max_requests=4, max_tokens=1024) | options
+    )
+    cache = TieredCache(2, 2, 64, device=device, debug=True, **options)
+    cache.buckets.backend = backend
+    random = torch.Generator().manual_seed(0)
+
+    def append(requests: list[int], lengths: list[int]) -> None:
+        for layer in range(2):
+            k, v = torch.randn(2, sum(lengths), 2, 64, generator=random).bfloat16().to(device)
+            cache.append(layer, k, v, requests, lengths)
+        cache.check()
+
+    append([0, 1], [300, 45])
+    for layer in range(2):
+        mass = torch.rand(2, 2, 1024, generator=random)
+        cache.update_importance(layer, (mass / 1024).to(device))
+    append([1, 0], [100, 1])
+    twin = cache.fork(0)
+    append([0, 1, twin], [1, 1, 1])
+    append([twin], [40])
+    cache.settle()
+    cache.check()
+    cache.crop(twin, 310)
+    cache.check()
+    cache.reorder([1, 0, 2])
+    append([0, 1, 2], [5, 0, 17])
+    cache.free(1)
+    cache.compact()
+    cache.check()
+    append([0], [200])
+    return cache
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "triton", "cuda"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"policy": "recency"}, {"budget": 400_000}, {"evict": True, "budget": 0.1}, {"per_head": False}],
+    ids=str,
+)
+def test_the_cache_on_a_gpu_holds_what_it_holds_on_the_cpu(backend: str, options: dict) -> None:
+    ours, wanted = through(backend, DEVICE, **options), through("auto", torch.device("cpu"), **options)
+    assert ours.requests == wanted.requests
+    for request in wanted.requests:
+        for layer in range(2):
+            assert ours.length(request, layer) == wanted.length(request, layer)
+            same = ours.tier_map(layer, request).cpu() == wanted.tier_map(layer, request)
+            assert same.float().mean() > 0.98, "sums on another device may move a few tokens"
+            for a, b in zip(ours.gather(layer, request)[:2], wanted.gather(layer, request)[:2], strict=True):
+                off = (a.cpu().float() - b.float()).abs()[same]
+                assert (off.amax(-1) > 0.02).float().mean() < 0.02
+
+
+def test_the_cache_goes_through_everything() -> None:
+    cache = through("auto", DEVICE)
+    assert cache.length(0) > 300
+
+
+# What the compiler made of it
+
+GATES = [
+    (torch.bfloat16, 128, 64),
+    (torch.float16, 64, 64),
+    (torch.bfloat16, 80, 16),
+    (torch.float32, 256, 64),
+    (torch.float32, 48, 16),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize(("dtype", "dim", "page_tokens"), GATES)
+def test_gates(dtype: torch.dtype, dim: int, page_tokens: int, arch: str) -> None:
+    """No spills; few enough registers for 32 warps a multiprocessor."""
+    pytest.importorskip("cuda.core")
+    cpu, bits = torch.device("cpu"), 8 * dtype.itemsize
+    plain, lossy = (PageKind(Format(b, b, dim, page_tokens), dtype, torch.int16, True, cpu) for b in (bits, 3))
+    usage = jit.usage(repack_cuda.SOURCE, repack_cuda.entry_of(plain, lossy), arch=arch)
+    assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
+    assert 0 < usage.registers <= 64, usage
+
+
+@pytest.mark.parametrize(("arch", "dim", "stages"), [(80, 128, 7), (90, 80, 4)])
+def test_triton_compiles_ahead_of_time(arch: int, dim: int, stages: int) -> None:
+    from test_jit import compile_triton
+
+    types = {f"{name}_ptr": "*i32" for name in ("packed", "places", "formats")}
+    types |= {"pointers_ptr": "*i64", "side_ptr": "*i64", "k_ptr": "*bf16", "v_ptr": "*bf16"}
+    types |= {"centre_ptr": "*fp32", "steps_ptr": "*fp32"}
+    constants = dict(
+        DIM=dim, WIDE=128, STAGES=stages, PAGE=64, ROW=2 * dim, DTYPE="bfloat16", POSITION_BYTES=2, IMPORTANCE=True,
+        CENTRED=True, COLUMNS=len(moves.COLUMNS),
+    )  # fmt: skip
+    used = compile_triton("kvstrata.cache.repack_triton", "repack_kernel", arch, types, constants)
+    assert 0 < used["REG"] <= 255, used
+    assert used["LOCAL"] == 0, used
