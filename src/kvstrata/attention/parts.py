@@ -1,13 +1,12 @@
 """What a reference decode reads: one part per tier, each with the tokens of every (request, KV head) side by side.
 
-G is requests times KV heads, M the pages of the longest of these buckets, N = M * P the slots. Shorter buckets are
-padded with slots that are not ``valid``. Bytes of such slots are never trusted: scores there are masked, and values are
-either codes, which are finite whatever the bits are, or set to zero.
+G is requests times KV heads, M the pages of the longest of these buckets, N the slots. Shorter buckets are padded with
+slots that are not ``valid``. Bytes of such slots are never trusted: scores there are masked, and values are either
+codes, which are finite whatever the bits are, or set to zero.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import numpy as np
@@ -26,7 +25,7 @@ UNIT = 64  # bytes a handle counts in
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``b @ a.mT`` for ``a [G, n, k]``, ``b [G, m, k]`` with few m.
 
-    Products with a transposed right side are slow on some CPUs (twelve times, m 9 on a Neoverse); a copy of b is small.
+    Products with a transposed right side are slow on some CPUs (ten times with m 9 and n 1024); a copy of b is small.
     """
     return torch.bmm(a, b.transpose(1, 2).contiguous()).transpose(1, 2)
 
@@ -34,10 +33,16 @@ def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class Plain:
     """Rows in the model's dtype, or fp8 with scales."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, position: torch.Tensor) -> None:
-        self.k, self.v = k, v  # float32 [G, N, D]; v is zero where not valid
-        self.valid = valid  # bool [G, N]
-        self.position = position  # int [G, N], anything where not valid
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, count: np.ndarray, position: torch.Tensor | None) -> None:
+        """Copies of rows ``[G, slots, D]``; past the end of a bucket (``count [G]``) they may be anything."""
+        longest, self.least = int(count.max()), int(count.min())
+        self.k, self.v = k[:, :longest].float(), v[:, :longest].float()
+        self.valid: torch.Tensor | None = None  # bool [G, N], or all are
+        if self.least < longest:
+            counts = torch.from_numpy(count).to(k.device).unsqueeze(1)
+            self.valid = torch.arange(longest, device=k.device) < counts
+            self.v[:, self.least :].masked_fill_(~self.valid[:, self.least :].unsqueeze(2), 0.0)
+        self.position = None if position is None else position[:, :longest]  # [G, N], anything where not valid
 
     def scores(self, q: torch.Tensor) -> torch.Tensor:
         """``q [G, R, D]`` -> ``[G, R, N]``."""
@@ -66,94 +71,90 @@ class Coded:
     """Codes as floats; scales and mid-rise offsets go to scores and weights, rotation to query and output."""
 
     def __init__(
-        self, pages: torch.Tensor, format: Format, centre: torch.Tensor, count: torch.Tensor, position: torch.Tensor
+        self,
+        pages: torch.Tensor,
+        format: Format,
+        centre: torch.Tensor,
+        count: np.ndarray,
+        position: torch.Tensor | None,
     ) -> None:
-        self.format, self.centre, self.pages = format, centre, pages.shape[1]
+        """``pages`` uint8 ``[G, M, bytes]``, ``centre [G, 1, D]``, ``position [G, M, P]``."""
+        self.format, self.centre, self.pages, self.least = format, centre, pages.shape[1], int(count.min())
         raw = pages[:, :, format.scale_offset : format.page_bytes].view(torch.float16)
         # [G, M, tile, g, side, r] -> side, G, r, tile, g, M: the order of K's codes
-        scales = raw.unflatten(2, (-1, 8, 2, 2)).permute(4, 0, 5, 2, 3, 1).float().flatten(2)
-        self.valid = _slots(self.pages, format.page_tokens, pages.device) < count.unsqueeze(1)
-        self.k_scale, self.v_scale = scales.masked_fill_(~self.valid, 0.0).unsqueeze(2).unbind(0)
+        scales = raw.unflatten(2, (-1, 8, 2, 2)).permute(4, 0, 5, 2, 3, 1).float().flatten(2).unsqueeze(2)
+        self.valid: torch.Tensor | None = None
+        if self.least < self.pages * format.page_tokens:
+            counts = torch.from_numpy(count).to(pages.device).unsqueeze(1)
+            self.valid = _slots(self.pages, format.page_tokens, pages.device) < counts
+            scales.masked_fill_(~self.valid.unsqueeze(1), 0.0)
+        self.k_scale, self.v_scale = scales.unbind(0)
         words = turn(pages, format)
         self.k, self.v = unpack(words, format, "k"), unpack(words, format, "v")
-        self._position = position
-
-    @property
-    def position(self) -> torch.Tensor:
-        """As `Plain` has it."""
-        return k_order(self._position)
+        self.position = None if position is None else k_order(position)
 
     def scores(self, q: torch.Tensor) -> torch.Tensor:
         """``q [G, R, D]`` -> ``[G, R, N]``."""
         turned = q @ _turn(q.shape[2], self.format.rotate, "k", q.device)
-        middle = turned.sum(2, keepdim=True) * (2**self.format.k_bits - 1) * 0.5
+        middle = turned.sum(2, keepdim=True).mul_((2**self.format.k_bits - 1) * 0.5)
         scores = torch.bmm(turned, self.k).sub_(middle).mul_(self.k_scale)
         return scores.add_((q * self.centre).sum(2, keepdim=True)) if self.format.centre else scores
 
     def values(self, weights: torch.Tensor) -> torch.Tensor:
         """``weights [G, R, N]``, zero where not valid -> ``[G, R, D]``."""
         scaled = weights * self.v_scale
-        middle = scaled.sum(2, keepdim=True) * (2**self.format.v_bits - 1) * 0.5
+        middle = scaled.sum(2, keepdim=True).mul_((2**self.format.v_bits - 1) * 0.5)
         out = _times(self.v, v_order(scaled, self.pages)).sub_(middle)
         return out @ _turn(out.shape[2], self.format.rotate, "v", out.device)
 
 
-def _read(buckets: BucketedCacheLayer, handles: np.ndarray, size: int) -> torch.Tensor:
-    """The first ``size`` bytes of pages: uint8 ``[*handles.shape, size]``."""
-    device = buckets.slab_pointers.device
-    out = torch.empty(*handles.shape, size, dtype=torch.uint8, device=device)
-    slab, offset = handles.ravel() // buckets.units, handles.ravel() % buckets.units * UNIT
-    if device.type == "cpu":
-        source = buckets.slab_pointers.numpy()[slab] + offset
-        start = out.data_ptr()
-        for target, at in zip(range(start, start + out.numel(), size), source.tolist(), strict=True):
-            ctypes.memmove(target, at, size)
-        return out
-    for row, s, o in zip(out.view(-1, size), slab.tolist(), offset.tolist(), strict=True):
-        row.copy_(buckets.slabs[s][o : o + size])
+def _read(buckets: BucketedCacheLayer, handles: np.ndarray, start: int, size: int) -> torch.Tensor:
+    """Bytes ``start .. start + size`` of pages: uint8 ``[*handles.shape, size]``, a copy."""
+    if buckets.space is not None and start % 4 == size % 4 == 0:
+        words = buckets.space.view(torch.int32)
+        pages = (buckets.space.numel() - start - size) // UNIT + 1
+        rows = words.as_strided((pages, size // 4), (UNIT // 4, 1), start // 4)
+        found = rows.index_select(0, torch.from_numpy(handles.ravel()))
+        return found.view(torch.uint8).view(*handles.shape, size)
+    out = torch.empty(*handles.shape, size, dtype=torch.uint8, device=buckets.slab_pointers.device)
+    for row, handle in zip(out.view(-1, size), handles.ravel().tolist(), strict=True):
+        slab, at = buckets.slabs[handle // buckets.units], handle % buckets.units * UNIT + start
+        assert slab is not None
+        row.copy_(slab[at : at + size])
     return out
 
 
-def tier_parts(buckets: BucketedCacheLayer, requests: list[int], dtype: torch.dtype) -> list[Plain | Coded]:
-    """The tiers that hold a token of these requests."""
-    device = buckets.slab_pointers.device
-    counts = buckets.count.cpu().numpy()[requests]  # [B, H, tiers]
+def tier_parts(
+    buckets: BucketedCacheLayer, requests: list[int], dtype: torch.dtype, positions: bool
+) -> list[Plain | Coded]:
+    """The tiers that hold a token of these requests; their positions only where asked for."""
+    counts = buckets.count.cpu().numpy()[requests].astype(np.int64)  # [B, H, tiers]
     table = buckets.table.cpu().numpy()
     parts: list[Plain | Coded] = []
     for tier, format in enumerate(buckets.formats):
-        count = counts[:, :, tier].reshape(-1).astype(np.int64)
+        count = np.ascontiguousarray(counts[:, :, tier]).reshape(-1)
         longest = int(count.max(initial=0))
         if longest == 0:
             continue
-        tokens = format.page_tokens
+        tokens, groups = format.page_tokens, len(count)
         pages = -(-longest // tokens)
-        handles = table[requests, :, tier, :pages].reshape(-1, pages).astype(np.int64)
+        handles = table[requests, :, tier, :pages].reshape(groups, pages).astype(np.int64)
         used = np.arange(pages) * tokens < count[:, None]
         handles = np.where(used, handles, handles[used][0])
-        at = buckets.position_offsets[tier]
-        read = _read(buckets, handles, at + tokens * buckets.position_dtype.itemsize)
-        position = read[:, :, at:].view(buckets.position_dtype)
-        if not format.plain:
+        position = None
+        if positions:
+            size = tokens * buckets.position_dtype.itemsize
+            position = _read(buckets, handles, buckets.position_offsets[tier], size).view(buckets.position_dtype)
+        if format.plain:
+            k, v = (
+                _read(buckets, handles, start, format.k_bytes).view(dtype).view(groups, pages * tokens, -1)
+                for start in (format.k_offset, format.v_offset)
+            )
+            parts.append(Plain(k, v, count, None if position is None else position.flatten(1)))
+        else:
             centre = buckets.centre[requests].flatten(0, 1).unsqueeze(1)
-            parts.append(Coded(read, format, centre, torch.from_numpy(count).to(device), position))
-            continue
-        rows = [
-            read[:, :, start : start + format.k_bytes].view(dtype).view(len(count), pages, tokens, -1).flatten(1, 2)
-            for start in (format.k_offset, format.v_offset)
-        ]
-        parts.append(_plain(rows[0], rows[1], count, longest, position.flatten(1)))
+            parts.append(Coded(_read(buckets, handles, 0, format.page_bytes), format, centre, count, position))
     return parts
-
-
-def _plain(k: torch.Tensor, v: torch.Tensor, count: np.ndarray, longest: int, position: torch.Tensor) -> Plain:
-    """Rows ``[G, slots, D]`` cut to the longest bucket; what is past the end of a shorter one may be anything."""
-    k, v = k[:, :longest].float(), v[:, :longest].float()
-    valid = torch.arange(longest, device=k.device) < torch.from_numpy(count).to(k.device).unsqueeze(1)
-    shortest = int(count.min())
-    if shortest < longest:
-        tail = v[:, shortest:].masked_fill(~valid[:, shortest:].unsqueeze(2), 0.0)
-        v = torch.cat([v[:, :shortest], tail], 1)
-    return Plain(k, v, valid, position[:, :longest])
 
 
 def paged_parts(cache: PagedCache, requests: list[int]) -> list[Plain | Coded]:
@@ -173,4 +174,4 @@ def paged_parts(cache: PagedCache, requests: list[int]) -> list[Plain | Coded]:
             rows = rows * scale.view(-1, 1, 1)
         sides.append(rows.flatten(0, 1))
     position = torch.arange(pages * cache.page_size, device=cache.device).expand(len(sides[0]), -1)
-    return [_plain(sides[0], sides[1], np.repeat(length, cache.kv_heads), longest, position)]
+    return [Plain(sides[0], sides[1], np.repeat(length, cache.kv_heads), position)]

@@ -36,62 +36,77 @@ def _lengths(job: Job) -> list[int]:
     return source.cpu()[job.requests].tolist()
 
 
-def _hidden(part: Plain | Coded, lengths: list[int], job: Job) -> torch.Tensor:
-    """What a query must not see: bool ``[G, q_len or 1, 1, N]``."""
-    hidden = ~part.valid
-    q_len = job.q.shape[1]
-    if q_len == 1 and job.window is None:
-        return hidden[:, None, None]
-    last = torch.tensor(lengths, device=hidden.device).repeat_interleave(job.kv_heads).unsqueeze(1) - q_len
-    last = (last + torch.arange(q_len, device=hidden.device)).view(-1, q_len, 1, 1)  # a query's own position
-    position = part.position[:, None, None].long()
-    hidden = hidden[:, None, None] | (position > last)
-    return hidden if job.window is None else hidden | (position <= last - job.window)
+def _hide(scores: torch.Tensor, part: Plain | Coded, own: torch.Tensor | None, job: Job) -> torch.Tensor:
+    """``scores [G, R, N]``, in place, -inf where a query at position ``own [G, q_len, 1, 1]`` must not look."""
+    if part.valid is not None:
+        scores.masked_fill_(~part.valid.unsqueeze(1), -torch.inf)
+    if own is not None:
+        assert part.position is not None
+        position = part.position[:, None, None].long()
+        hidden = position > own
+        if job.window is not None:
+            hidden |= position <= own - job.window
+        by_query = scores.unflatten(1, (own.shape[1], -1))
+        by_query.masked_fill_(hidden, -torch.inf)
+    return scores
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, certain: bool) -> torch.Tensor:
+    """Over the last axis; zeros for a row of -inf, which cannot be where ``certain``."""
+    if sinks is not None:
+        return torch.softmax(torch.cat([scores, sinks], 2), 2)[:, :, :-1]
+    weights = torch.softmax(scores, 2)
+    if not certain:
+        weights = weights.masked_fill_((scores == -torch.inf).all(2, keepdim=True), 0.0)
+    return weights
 
 
 def _decode(job: Job, lengths: list[int]) -> Result:
     batch, q_len, heads, dim = job.q.shape
-    kv_heads, group = job.kv_heads, job.group
+    kv_heads, group, device = job.kv_heads, job.group, job.q.device
+    groups, rows = batch * kv_heads, q_len * group
+    ordered = q_len > 1 or job.window is not None
     if job.buckets is not None:
-        parts = tier_parts(job.buckets, job.requests, job.q.dtype)
+        parts = tier_parts(job.buckets, job.requests, job.q.dtype, ordered or job.return_mass)
     else:
         assert job.paged is not None
         parts = paged_parts(job.paged, job.requests)
-    device = job.q.device
+    own = None
+    if ordered:
+        first = torch.tensor(lengths, device=device).repeat_interleave(kv_heads) - q_len
+        own = (first.unsqueeze(1) + torch.arange(q_len, device=device)).view(groups, q_len, 1, 1)
+
+    def by_query(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(batch, kv_heads, q_len, group, -1).transpose(1, 2).reshape(batch, q_len, heads, -1)
+
     # Rows of a KV head: its query heads, query by query.
     q = job.q.float().mul(job.scale).view(batch, q_len, kv_heads, group, dim).transpose(1, 2)
-    q = q.reshape(batch * kv_heads, q_len * group, dim)
-    scores = []
+    q = q.reshape(groups, rows, dim)
+    parts_scores = []
     for part in parts:
         s = part.scores(q)
         if job.softcap is not None:
-            s = job.softcap * torch.tanh(s / job.softcap)
-        shape = (len(s), q_len, group, -1)
-        scores.append(s.reshape(shape).masked_fill_(_hidden(part, lengths, job), -torch.inf).flatten(1, 2))
-    empty = torch.empty(*q.shape[:2], 0, device=device)
-    weights = torch.cat(scores, 2) if scores else empty
-    sink = torch.full((1,), -torch.inf, device=device)
+            s = torch.tanh(s / job.softcap) * job.softcap
+        parts_scores.append(_hide(s, part, own, job))
+    scores = torch.cat(parts_scores, 2) if parts else torch.zeros(groups, rows, 0, device=device)
+    sinks = None
     if job.sinks is not None:
-        sink = job.sinks.view(1, kv_heads, 1, group).expand(batch, -1, q_len, -1).reshape(*q.shape[:2], 1)
-    top = torch.maximum(weights.amax(2, keepdim=True), sink) if scores else sink.expand(*q.shape[:2], 1)
-    finite = torch.where(top == -torch.inf, 0.0, top)
-    weights = weights.sub_(finite).exp_()
-    total = weights.sum(2, keepdim=True) + torch.exp(sink - finite)
-    weights.div_(torch.where(total == 0, 1.0, total))
+        sinks = job.sinks.view(1, kv_heads, 1, group).expand(batch, -1, q_len, -1).reshape(groups, rows, 1)
+    certain = not ordered and any(part.least > 0 for part in parts)
+    weights = _softmax(scores, sinks, certain)
 
-    out = torch.zeros_like(q)
-    mass = torch.zeros(batch * kv_heads, job.max_length, device=device) if job.return_mass else None
-    at = 0
-    for part in parts:
-        n = part.valid.shape[1]
-        own = weights[:, :, at : at + n]
-        at += n
-        out += part.values(own)
+    out = None
+    mass = torch.zeros(groups, job.max_length, device=device) if job.return_mass else None
+    sizes = [s.shape[2] for s in parts_scores]
+    for part, mine in zip(parts, weights.split(sizes, 2), strict=True):
+        value = part.values(mine)
+        out = value if out is None else out.add_(value)
         if mass is not None:
-            mass.scatter_add_(1, part.position.long().masked_fill(~part.valid, 0), own.sum(1))
-
-    def by_query(x: torch.Tensor) -> torch.Tensor:
-        return x.view(batch, kv_heads, q_len, group, -1).transpose(1, 2).reshape(batch, q_len, heads, -1)
-
-    lse = by_query(finite + total.log())[..., 0] if job.return_lse else None
+            assert part.position is not None
+            at = part.position.long()
+            mass.scatter_add_(1, at if part.valid is None else at.masked_fill(~part.valid, 0), mine.sum(1))
+    out = torch.zeros_like(q) if out is None else out
+    lse = None
+    if job.return_lse:
+        lse = by_query(torch.logsumexp(scores if sinks is None else torch.cat([scores, sinks], 2), 2))[..., 0]
     return by_query(out).to(job.q.dtype), lse, None if mass is None else mass.view(batch, kv_heads, -1)

@@ -42,6 +42,7 @@ class _Plan(NamedTuple):
     high_rows: torch.Tensor | None  # 3 bit: words of the high plane; and, shaped as rows,
     low_shift: torch.Tensor  # what brings a fragment of the low plane to bit 0
     high_turn: torch.Tensor  # how far the high plane is to be rotated
+    high_kept: torch.Tensor  # the bits that stay in it when it is
     odd_axis: int  # of r % 2
 
 
@@ -75,7 +76,8 @@ def _plan(bits: int, offset: int, head_dim: int, page_tokens: int, side: Side, d
         base = _in_order(2 * (high // 8 % 2 + 2 * (near // 8 % 2)) + 16 * (near % 2), side)  # 2 r + 16 half
         low_shift, high_turn = _narrow(shift - base), _narrow((shifts[1] - base - 2) % 32)
         high_rows, shift = _narrow(words[1]).expand(rows.shape).flatten().to(device), base
-    ints = [x.to(device, torch.int32).unsqueeze(-1) for x in (_narrow(shift), low_shift, high_turn)]
+    kept = 2 ** (32 - high_turn.clamp(min=1)) - 1  # turns of 0 have no use for the sign bit
+    ints = [x.to(device, torch.int32).unsqueeze(-1) for x in (_narrow(shift), low_shift, high_turn, kept)]
     odd_axis = 4 if side == "k" else 0
     return _Plan(
         tuple(words[0].shape),
@@ -86,6 +88,7 @@ def _plan(bits: int, offset: int, head_dim: int, page_tokens: int, side: Side, d
         high_rows,
         ints[1],
         ints[2],
+        ints[3],
         odd_axis,
     )
 
@@ -103,11 +106,12 @@ def _pick(words: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> to
 def _join(plan: _Plan, low: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """The two planes of 3-bit codes as fields of three bits, at 2 r + 16 half of a word for even or odd r."""
     assert plan.high_rows is not None
-    high = _pick(words, plan.high_rows, plan.shape).long() & 0xFFFFFFFF
-    high = ((high | high << 32) >> plan.high_turn).to(torch.int32)  # wraps: the low 32 bits of the turned word
+    word = _pick(words, plan.high_rows, plan.shape)
+    high = (word >> plan.high_turn).bitwise_and_(plan.high_kept)  # a rotation: what the sign filled is cut off,
+    high.bitwise_or_(word << (32 - plan.high_turn))  # what fell out comes in (all of it is 0 for a turn of 0)
     low = low >> plan.low_shift
-    axis = plan.odd_axis + 1
-    return torch.cat([low & LOW_EVEN | high & HIGH_EVEN, low & LOW_ODD | high & HIGH_ODD], axis)
+    even, odd = (low & LOW_EVEN).bitwise_or_(high & HIGH_EVEN), (low & LOW_ODD).bitwise_or_(high & HIGH_ODD)
+    return torch.cat([even, odd], plan.odd_axis + 1)
 
 
 def unpack(words: torch.Tensor, format: Format, side: Side) -> torch.Tensor:

@@ -202,6 +202,7 @@ class TieredCache:
             tuple(kind.position_offset for kind in self.kinds),
             tuple(kind.importance_offset for kind in self.kinds),
             self.position_dtype,
+            None if self.pool.space is None else self.pool.space.bytes,
         )
 
     def gather(self, layer: int, request: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

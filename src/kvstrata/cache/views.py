@@ -30,3 +30,4 @@ class BucketedCacheLayer:
     position_offsets: tuple[int, ...]
     importance_offsets: tuple[int, ...]
     position_dtype: torch.dtype
+    space: torch.Tensor | None = None  # on the CPU: uint8, all slabs end to end, so a page begins at handle * 64
