@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -444,3 +446,78 @@ def test_arguments_from_a_file(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(ValueError, match="a JSON object"):
         StrataCache.from_file(model.config, path)
+
+
+# Tensor parallel
+
+
+def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
+    """Under torchrun with tp_plan="auto" each rank keeps its own heads.
+
+    By recency: with importance the heads of a rank share its bytes, so that another number of ranks chooses otherwise.
+    """
+    model, ids = make("llama"), prompt(2, 50)
+    model.save_pretrained(tmp_path)
+    torch.save(ids, tmp_path / "ids.pt")
+    caches = [dict(budget=1.0), dict(EXACT, policy="recency")]
+    alone = [greedy(model, ids, StrataCache(model.config, **options)) for options in caches]
+    script = Path(__file__).parent / "hf_ranks.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        made = torch.load(tmp_path / f"rank{rank}.pt")
+        assert made["kv_heads"] == [1, 1], "a rank holds more than its own heads"
+        for expected, given in zip(alone, made["tokens"], strict=True):
+            assert torch.equal(given, expected)
+
+
+# The command
+
+
+def test_generate_command(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from typer.testing import CliRunner
+
+    from kvstrata.cli import app
+
+    words = {f"w{i}": i for i in range(126)} | {"<unk>": 126, "<pad>": 127}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>").save_pretrained(tmp_path)
+    make("llama").save_pretrained(tmp_path)
+    (tmp_path / "before.txt").write_text(" ".join(f"w{i % 120}" for i in range(200)))
+    (tmp_path / "settings.json").write_text(json.dumps(dict(budget=0.5, window=16, page_tokens=16)))
+
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["generate", *arguments, "--model", str(tmp_path), "--max-new-tokens", "12"])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    out = run("w3 w4 w5", "--compare", "--budget", "1")
+    assert "3 + 12" in out
+    assert "the same text" in out
+    settings = str(tmp_path / "settings.json")
+    out = run("w3", "--context", str(tmp_path / "before.txt"), "--compare", "--settings", settings)
+    assert "201 + 12" in out
+    assert "K2V2" in out
+    assert "first difference" in out
+    for wrong, said in ((["--budget", "2"], "budget: expected"), (["--device", "tpu"], "--device: expected")):
+        done = CliRunner().invoke(app, ["generate", "w3", "--model", str(tmp_path), *wrong])
+        assert done.exit_code == 2
+        assert said in done.output
+
+
+@pytest.mark.slow
+def test_small_real_model() -> None:
+    """SmolLM2, where it is installed: nothing compressed gives DynamicCache's text."""
+    from kvstrata.eval.model import default_folder, load
+
+    try:
+        default_folder()
+    except LookupError as error:
+        pytest.skip(str(error))
+    model, tokenizer = load(None)
+    ids = tokenizer("The first ten prime numbers are", return_tensors="pt").input_ids
+    assert torch.equal(greedy(model, ids, StrataCache(model.config, budget=1.0)), greedy(model, ids))

@@ -1,4 +1,4 @@
-"""The command line: `kvstrata bench`, `report`, `info`, `eval`, `advise`. Commands import what they need when run."""
+"""The command line: one function per command, here or in its own module. Commands import what they need when run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from kvstrata.eval.cli import advise, evaluate
+from kvstrata.hf.cli import generate
 
 if TYPE_CHECKING:
     import torch
@@ -190,11 +191,9 @@ def info(as_json: AsJson = False) -> None:
             typer.echo(f"{key:12} {f'{name} ' if name else ''}{'-' if entry is None else entry}")
 
 
+app.command()(generate)
 app.command("eval")(evaluate)
 app.command()(advise)
-
-
-app.command()(generate)
 
 
 def _device(wanted: Device) -> torch.device:

@@ -1,10 +1,21 @@
 """kvstrata for transformers: `model.generate(..., past_key_values=StrataCache(model.config, budget=0.25))`."""
 
-try:
-    import transformers  # noqa: F401
-except ImportError as error:
-    raise ImportError("kvstrata.hf needs transformers 5.17 or newer: pip install 'kvstrata[hf]'") from error
+from __future__ import annotations
 
-from .cache import StrataCache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cache import StrataCache
 
 __all__ = ["StrataCache"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when asked for: transformers takes seconds, and is an extra."""
+    if name != "StrataCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from .cache import StrataCache
+    except ImportError as error:
+        raise ImportError("kvstrata.hf needs transformers 5.17 or newer: pip install 'kvstrata[hf]'") from error
+    return StrataCache

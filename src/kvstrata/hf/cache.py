@@ -230,6 +230,9 @@ class StrataCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
+        for layer in self._plain():
+            layer.keys = layer.values = None  # 5.17 would zero them and keep their rows
+            layer.is_initialized = False
         for layer in self.layers:
             layer.reset()
         self._tiered, self._shape, self._real = None, None, np.ones((0, 0), bool)

@@ -1,0 +1,116 @@
+"""`kvstrata generate`: a real model's text over a compressed cache, and what that cost beside the 16-bit one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import DynamicCache, TextStreamer
+
+from .cache import StrataCache
+
+
+@dataclass(frozen=True)
+class Run:
+    """One text. Seconds: to the first token, and for all later ones."""
+
+    name: str
+    prompt: int
+    tokens: list[int]
+    first: float
+    rest: float
+    cache: StrataCache | None  # None: 16 bit
+
+    @property
+    def speed(self) -> float | None:
+        """Decoded tokens per second; None for a text of one token."""
+        return (len(self.tokens) - 1) / self.rest if len(self.tokens) > 1 else None
+
+
+class _Clock(TextStreamer):
+    """Hands text on as it comes, and remembers when tokens came."""
+
+    def __init__(self, tokenizer: Any, say: Callable[[str], None] | None) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.say, self.times = say, [time.perf_counter()]
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.times.append(time.perf_counter())
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if self.say:
+            self.say(text + ("\n" if stream_end else ""))
+
+
+def encode(tokenizer: Any, prompt: str, raw: bool) -> torch.Tensor:
+    """Token ids ``[1, n]``: as a user's message where the model knows chats, else as it is."""
+    if not raw and tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    return tokenizer(prompt, return_tensors="pt").input_ids
+
+
+def run(
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    new: int,
+    cache: StrataCache | None,
+    say: Callable[[str], None] | None = None,
+) -> Run:
+    """Greedy text after ``ids``, streamed to ``say``."""
+    clock = _Clock(tokenizer, say)
+    held = DynamicCache(config=model.config) if cache is None else cache
+    ids = ids.to(model.device)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=held,
+        max_new_tokens=new,
+        do_sample=False,
+        streamer=clock,
+    )
+    start, first, *_ = clock.times
+    name = "16 bit" if cache is None else f"budget {cache.options['budget']}"
+    return Run(name, ids.shape[1], out[0, ids.shape[1] :].tolist(), first - start, clock.times[-1] - first, cache)
+
+
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    """The first place where two texts differ, None if they are one."""
+    both = min(len(ours), len(theirs))
+    differ = (i for i in range(both) if ours[i] != theirs[i])
+    return next(differ, None if len(ours) == len(theirs) else both)
+
+
+def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
+    """What was measured, and where the texts part."""
+    assert ours.cache is not None
+    memory = ours.cache.memory()
+    runs = [run for run in (ours, plain) if run]
+    made = Table("", *(run.name for run in runs))
+    made.add_row("prompt + new tokens", *(f"{run.prompt} + {len(run.tokens)}" for run in runs))
+    made.add_row("to the first token", *(f"{run.first:.2f} s" for run in runs))
+    made.add_row("decode", *("-" if run.speed is None else f"{run.speed:.2f} tokens/s" for run in runs))
+    made.add_row("cache", *(f"{size / 1e6:.2f} MB" for size in (memory.total, memory.full)[: len(runs)]))
+    made.add_row("of 16 bit", *(f"{share:.3f}" for share in (memory.fraction, 1.0)[: len(runs)]))
+    held = sum(memory.tokens.values())
+    tiers = ", ".join(f"{name} {count / held:.0%}" for name, count in memory.tokens.items() if count)
+    made.add_row("tokens by tier", tiers or "-", *["all at 16 bit"] * bool(plain))
+    if ours.cache.plain_layers:
+        made.add_row("layers not compressed", f"{len(ours.cache.plain_layers)} of {len(ours.cache.layers)}")
+    if plain:
+        at = first_difference(ours.tokens, plain.tokens)
+        words = ("the same text", "") if at is None else (_words(run.tokens, at, tokenizer) for run in runs)
+        made.add_row("first difference", *words)
+    return made
+
+
+def _words(tokens: list[int], at: int, tokenizer: Any) -> str:
+    return f"token {at + 1}: {tokenizer.decode(tokens[at : at + 6])!r}"

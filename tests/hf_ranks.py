@@ -1,0 +1,26 @@
+"""One rank of `test_hf.py::test_two_ranks_write_what_one_does`: run by torchrun, writes what it generated."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from kvstrata.hf import StrataCache
+
+folder = Path(sys.argv[1])
+dist.init_process_group("gloo")
+model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto")).eval()
+ids = torch.load(folder / "ids.pt")
+tokens, kv_heads = [], []
+small = dict(budget=0.5, page_tokens=16, window=16, sinks=2, dtype=torch.float32, policy="recency")
+for options in (dict(budget=1.0), small):
+    cache = StrataCache(model.config, **options)
+    tokens.append(model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False))
+    kv_heads.append(cache.tiered.kv_heads)
+torch.save(dict(tokens=tokens, kv_heads=kv_heads), folder / f"rank{dist.get_rank()}.pt")
+dist.destroy_process_group()
