@@ -27,8 +27,8 @@ class CodeBudget(Budget):
     def granted(self, tokens: int) -> int:
         plain = -(-min(tokens, self.kept + 1) // self.page_tokens) * self.page_price[0]
         old = max(tokens - self.kept, 0)
-        # Half a page per tier: pages are paid whole, and the width is what is asked for here.
-        slack = max(sum(self.page_price[1:]) // 2, self.page_price[1])
+        # A third of a page per tier: pages are paid whole, and the width is what is asked for here.
+        slack = max(sum(self.page_price[1:]) // 3, self.page_price[1])
         return self.overhead + self.kv_heads * int(plain + old * self.old_price + slack)
 
 

@@ -41,7 +41,7 @@ def exact() -> Contender:
 
 def fitting() -> dict[str, Any]:
     """Options of a cache for some thousand tokens: small pages, a short window that fills them, close tiers."""
-    tiers = ["K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2"]
+    tiers = ["K4V4", "K4V3", "K3V2", "K2V2"]
     return dict(tiers=tiers, window=28, sinks=4, page_tokens=16, settle_every=16)
 
 
@@ -118,33 +118,30 @@ def peers() -> list[Contender]:
     ]
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         names = () if type(value) is torch.Tensor else ("_data", "_scale", "_shift")  # of quanto's subclasses
         inner = [getattr(value, name) for name in names if hasattr(value, name)]
         if not inner:
             yield value
         for part in inner:
-            yield from _tensors(part, seen)
+            yield from _tensors(part)
     elif isinstance(value, dict):
         for part in value.values():
-            yield from _tensors(part, seen)
+            yield from _tensors(part)
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         for part in value:
-            yield from _tensors(part, seen)
+            yield from _tensors(part)
 
 
 def held(cache: Any) -> int:
-    """Bytes of the tensors that the layers of a cache keep; float32 counts as 16 bit."""
-    seen: set[int] = set()
-    total = 0
-    for layer in cache.layers:
-        for tensor in _tensors(dict(vars(layer)), seen):
-            total += tensor.numel() * min(tensor.element_size(), 2 if tensor.dtype == torch.float32 else 8)
-    return total
+    """Bytes of the tensors that the layers of a cache keep, each once; float32 counts as 16 bit."""
+    sizes = {
+        id(tensor): tensor.numel() * min(tensor.element_size(), 2 if tensor.dtype == torch.float32 else 8)
+        for layer in cache.layers
+        for tensor in _tensors(vars(layer))
+    }
+    return sum(sizes.values())
 
 
 def full(config: Any, rows: int, tokens: int) -> int:
