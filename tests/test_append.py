@@ -55,6 +55,7 @@ def test_rows_land_where_the_tables_say(forced: str, dtype: torch.dtype, dim: in
             at += n
 
     append([0, 2], [5, 30], 0)
+    append([0, 2], [2, 0], 20)
     append([2, 0, 1], [1, 0, 16], 1)
     for step in range(3):
         append([0, 1, 2], [1, 1, 1], 2 + step)
@@ -68,8 +69,8 @@ def test_rows_land_where_the_tables_say(forced: str, dtype: torch.dtype, dim: in
         assert torch.equal(positions.cpu(), torch.arange(len(k)).expand(3, -1))
     if cache.policy.name == "importance":
         tokens = cache.buckets.snapshot(1, [0])
-        first = tokens.importance[tokens.position == 5]
-        assert torch.equal(first.cpu(), torch.full((3,), 0.0 if cache.policy.mode == "mean" else 1 / np.float32(6)))
+        first = tokens.importance[tokens.position == 7]
+        assert torch.equal(first.cpu(), torch.full((3,), 0.0 if cache.policy.mode == "mean" else 1 / np.float32(8)))
 
 
 def test_a_token_into_an_open_page_takes_no_page() -> None:
