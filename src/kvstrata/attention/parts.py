@@ -25,8 +25,10 @@ UNIT = 64  # bytes a handle counts in
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``b @ a.mT`` for ``a [G, n, k]``, ``b [G, m, k]`` with few m.
 
-    Products with a transposed right side are slow on some CPUs (ten times with m 9 and n 1024); a copy of b is small.
+    From m 9 on, products with a transposed right side are ten times slower on some CPUs; a copy of b is small.
     """
+    if b.shape[1] <= 8:
+        return torch.bmm(b, a.transpose(1, 2))
     return torch.bmm(a, b.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
@@ -68,7 +70,7 @@ def _slots(pages: int, tokens: int, device: torch.device) -> torch.Tensor:
 
 
 class Coded:
-    """Codes as floats; scales and mid-rise offsets go to scores and weights, rotation to query and output."""
+    """Codes; scales and mid-rise offsets go to scores and weights, rotation to query and output."""
 
     def __init__(
         self,
@@ -80,31 +82,31 @@ class Coded:
     ) -> None:
         """``pages`` uint8 ``[G, M, bytes]``, ``centre [G, 1, D]``, ``position [G, M, P]``."""
         self.format, self.centre, self.pages, self.least = format, centre, pages.shape[1], int(count.min())
-        raw = pages[:, :, format.scale_offset : format.page_bytes].view(torch.float16)
+        raw = pages[:, :, format.scale_offset : format.page_bytes].view(torch.float16).float()
         # [G, M, tile, g, side, r] -> side, G, r, tile, g, M: the order of K's codes
-        scales = raw.unflatten(2, (-1, 8, 2, 2)).permute(4, 0, 5, 2, 3, 1).float().flatten(2).unsqueeze(2)
+        scales = raw.unflatten(2, (-1, 8, 2, 2)).permute(4, 0, 5, 2, 3, 1).flatten(2).unsqueeze(2)
         self.valid: torch.Tensor | None = None
         if self.least < self.pages * format.page_tokens:
             counts = torch.from_numpy(count).to(pages.device).unsqueeze(1)
             self.valid = _slots(self.pages, format.page_tokens, pages.device) < counts
             scales.masked_fill_(~self.valid.unsqueeze(1), 0.0)
         self.k_scale, self.v_scale = scales.unbind(0)
-        words = turn(pages, format)
-        self.k, self.v = unpack(words, format, "k"), unpack(words, format, "v")
+        self.words = turn(pages, format)
         self.position = None if position is None else k_order(position)
 
     def scores(self, q: torch.Tensor) -> torch.Tensor:
         """``q [G, R, D]`` -> ``[G, R, N]``."""
         turned = q @ _turn(q.shape[2], self.format.rotate, "k", q.device)
         middle = turned.sum(2, keepdim=True).mul_((2**self.format.k_bits - 1) * 0.5)
-        scores = torch.bmm(turned, self.k).sub_(middle).mul_(self.k_scale)
+        scores = torch.bmm(turned, unpack(self.words, self.format, "k")).sub_(middle).mul_(self.k_scale)
         return scores.add_((q * self.centre).sum(2, keepdim=True)) if self.format.centre else scores
 
     def values(self, weights: torch.Tensor) -> torch.Tensor:
         """``weights [G, R, N]``, zero where not valid -> ``[G, R, D]``."""
         scaled = weights * self.v_scale
         middle = scaled.sum(2, keepdim=True).mul_((2**self.format.v_bits - 1) * 0.5)
-        out = _times(self.v, v_order(scaled, self.pages)).sub_(middle)
+        values = unpack(self.words, self.format, "v")
+        out = _times(values, v_order(scaled, self.pages)).sub_(middle)
         return out @ _turn(out.shape[2], self.format.rotate, "v", out.device)
 
 

@@ -31,19 +31,28 @@ from ..layout.fragments import STEP_DIMS, TILE_TOKENS, Side
 LOW_EVEN, LOW_ODD, HIGH_EVEN, HIGH_ODD = 0x00330033, 0x00CC00CC, 0x00440044, 0x01100110
 
 
+class _High(NamedTuple):
+    """How the high plane of 3-bit codes comes to stand above the low one; all but ``rows`` shaped to broadcast."""
+
+    rows: torch.Tensor  # int64, flat: its words
+    turn: torch.Tensor  # how far they are rotated to the right,
+    back: torch.Tensor  # or to the left,
+    kept: torch.Tensor  # and the bits that stay in the word
+    low_shift: torch.Tensor  # what brings a fragment of the low plane to bit 0
+    low_mask: torch.Tensor  # along r % 2
+    high_mask: torch.Tensor
+
+
 class _Plan(NamedTuple):
     """Index and shift tensors for one side of a format; axes as above, of size 1 where nothing changes along them."""
 
     full: tuple[int, ...]  # all axes
     shape: tuple[int, ...]  # of ``rows``
+    joined: tuple[int, ...]  # of the words that fields are taken from; for 3 bits these are made
     rows: torch.Tensor  # int64, flat: which word of the page
     shift: torch.Tensor  # int32, brings a field of the word to bit 0
     mask: int
-    high_rows: torch.Tensor | None  # 3 bit: words of the high plane; and, shaped as rows,
-    low_shift: torch.Tensor  # what brings a fragment of the low plane to bit 0
-    high_turn: torch.Tensor  # how far the high plane is to be rotated
-    high_kept: torch.Tensor  # the bits that stay in it when it is
-    odd_axis: int  # of r % 2
+    high: _High | None  # 3 bit
 
 
 def _in_order(x: torch.Tensor, side: Side) -> torch.Tensor:
@@ -68,28 +77,35 @@ def _plan(bits: int, offset: int, head_dim: int, page_tokens: int, side: Side, d
     tables = fragments.places(bits, head_dim, page_tokens, side)
     words = [_in_order((offset + byte) // 4, side) for byte, _ in tables]
     shifts = [_in_order(byte % 4 * 8 + bit, side) for byte, bit in tables]
-    rows, shift, high_rows = _narrow(words[0]), shifts[0], None
-    low_shift = high_turn = torch.zeros(1, dtype=torch.int64)
+    rows, shift, high = _narrow(words[0]), shifts[0], None
+    joined = tuple(rows.shape)
+
+    def ints(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [x.to(device, torch.int32).unsqueeze(-1) for x in tensors]
+
     if bits == 3:
+        odd_axis = 4 if side == "k" else 0
         token, dim = torch.meshgrid(torch.arange(page_tokens), torch.arange(head_dim), indexing="ij")
-        high, near = (token, dim) if side == "k" else (dim, token)  # r % 2 picks 8 of one, r // 2 and half of the other
-        base = _in_order(2 * (high // 8 % 2 + 2 * (near // 8 % 2)) + 16 * (near % 2), side)  # 2 r + 16 half
-        low_shift, high_turn = _narrow(shift - base), _narrow((shifts[1] - base - 2) % 32)
-        high_rows, shift = _narrow(words[1]).expand(rows.shape).flatten().to(device), base
-    kept = 2 ** (32 - high_turn.clamp(min=1)) - 1  # turns of 0 have no use for the sign bit
-    ints = [x.to(device, torch.int32).unsqueeze(-1) for x in (_narrow(shift), low_shift, high_turn, kept)]
-    odd_axis = 4 if side == "k" else 0
+        far, near = (token, dim) if side == "k" else (dim, token)  # r % 2 picks 8 of one, r // 2 and half of the other
+        base = _in_order(2 * (far // 8 % 2 + 2 * (near // 8 % 2)) + 16 * (near % 2), side)  # 2 r + 16 half
+        turn = _narrow((shifts[1] - base - 2) % 32)
+        kept = 2 ** (32 - turn.clamp(min=1)) - 1  # turns of 0 have no use for the sign bit
+        along = [1] * 7
+        along[odd_axis] = 2
+        masks = [torch.tensor(m).view(along) for m in ((LOW_EVEN, LOW_ODD), (HIGH_EVEN, HIGH_ODD))]
+        high_rows = _narrow(words[1]).expand(rows.shape).flatten().to(device)
+        low_shift = _narrow(shift - base)
+        high = _High(high_rows, *ints(turn, 32 - turn, kept, low_shift, *masks))
+        joined = tuple(torch.broadcast_shapes(rows.shape, turn.shape, low_shift.shape, tuple(along)))
+        shift = base
     return _Plan(
         tuple(words[0].shape),
         tuple(rows.shape),
+        joined,
         rows.flatten().to(device),
-        ints[0],
+        ints(_narrow(shift))[0],
         2**bits - 1,
-        high_rows,
-        ints[1],
-        ints[2],
-        ints[3],
-        odd_axis,
+        high,
     )
 
 
@@ -105,13 +121,14 @@ def _pick(words: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> to
 
 def _join(plan: _Plan, low: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """The two planes of 3-bit codes as fields of three bits, at 2 r + 16 half of a word for even or odd r."""
-    assert plan.high_rows is not None
-    word = _pick(words, plan.high_rows, plan.shape)
-    high = (word >> plan.high_turn).bitwise_and_(plan.high_kept)  # a rotation: what the sign filled is cut off,
-    high.bitwise_or_(word << (32 - plan.high_turn))  # what fell out comes in (all of it is 0 for a turn of 0)
-    low = low >> plan.low_shift
-    even, odd = (low & LOW_EVEN).bitwise_or_(high & HIGH_EVEN), (low & LOW_ODD).bitwise_or_(high & HIGH_ODD)
-    return torch.cat([even, odd], plan.odd_axis + 1)
+    assert plan.high is not None
+    rows, turn, back, kept, low_shift, low_mask, high_mask = plan.high
+    word = _pick(words, rows, plan.shape)
+    high = (word >> turn).bitwise_and_(kept)  # a rotation: what the sign filled is cut off,
+    high.bitwise_or_(word << back)  # what fell out comes in (nothing, for a turn of 0: back is 32)
+    joined = torch.empty(words.shape[0], *plan.joined, words.shape[2], dtype=torch.int32, device=words.device)
+    torch.bitwise_and(low >> low_shift, low_mask, out=joined)
+    return joined.bitwise_or_(torch.bitwise_and(high, high_mask, out=torch.empty_like(joined)))
 
 
 def unpack(words: torch.Tensor, format: Format, side: Side) -> torch.Tensor:
