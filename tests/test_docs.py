@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 import subprocess
 import sys
@@ -22,17 +23,38 @@ BLOCKS = [
 ]
 
 
+def _given(block: str) -> dict[str, object]:
+    """The model and the prompt that a block about transformers takes for granted, tiny and random."""
+    if "model." not in block or "model =" in block:
+        return {}
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=64)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    ids = torch.randint(2, 128, (1, 400))
+    return {"model": model, "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}}
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_python_block_runs(block: str) -> None:
-    exec(compile(block, "document", "exec"), {})
+    exec(compile(block, "document", "exec"), _given(block))
 
 
-@pytest.mark.parametrize("name", [name for name in kvstrata.__all__ if callable(getattr(kvstrata, name))])
+PUBLIC = [name for name in kvstrata.__all__ if callable(getattr(kvstrata, name))]
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, "hf.StrataCache"])
 def test_doctest(name: str) -> None:
+    if name.startswith("hf."):
+        pytest.importorskip("transformers")
+    *package, last = name.split(".")
+    owner = importlib.import_module(".".join(["kvstrata", *package]))
     runner = doctest.DocTestRunner()
-    found = doctest.DocTestFinder(recurse=False).find(
-        getattr(kvstrata, name), name, globs=vars(kvstrata) | {"torch": torch, "kvstrata": kvstrata}
-    )
+    shown = {"torch": torch, "kvstrata": kvstrata, last: getattr(owner, last)}
+    found = doctest.DocTestFinder(recurse=False).find(getattr(owner, last), name, globs=vars(kvstrata) | shown)
     assert sum(len(test.examples) for test in found) > 0, f"{name} shows no example"
     for test in found:
         runner.run(test)

@@ -159,6 +159,17 @@ def test_sampling_is_dynamic_cache() -> None:
     assert torch.equal(*runs)
 
 
+def test_compiled_model() -> None:
+    """Dynamo leaves its graph for the cache and comes back; the backend does not matter to that."""
+    model, ids = make("llama"), prompt(2, 30)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    expected = greedy(model, ids, StrataCache(model.config, **SMALL), attention_mask=mask, new=8)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(greedy(model, ids, StrataCache(model.config, **SMALL), attention_mask=mask, new=8), expected)
+    torch._dynamo.reset()
+
+
 def test_several_turns_on_one_cache() -> None:
     model = make("qwen3")
     caches = DynamicCache(config=model.config), StrataCache(model.config, budget=1.0)

@@ -88,6 +88,7 @@ def _check(base: str, mask: torch.Tensor | None, options: dict[str, Any]) -> Non
 
 
 def _attend_over(base: str) -> Attend:
+    @torch.compiler.disable
     def attend(
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -113,6 +114,7 @@ def _attend_over(base: str) -> Attend:
 
 
 def _mask_over(base: str) -> Callable[..., torch.Tensor | None]:
+    @torch.compiler.disable
     def mask(*args: Any, **options: Any) -> torch.Tensor | None:
         made = ALL_MASK_ATTENTION_FUNCTIONS[base](*args, **options)
         if made is not None and options.get("mask_function", causal_mask_function) is causal_mask_function:

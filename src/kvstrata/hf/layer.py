@@ -42,6 +42,7 @@ class StrataLayer(CacheLayerMixin):
         self.owner.build(key_states)
         self.is_initialized = True
 
+    @torch.compiler.disable  # a compiled model steps out of its graph for the cache
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The new rows, for `attend`; a layer whose shape does not fit becomes a plain one here."""
         if not self.is_initialized:
