@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,9 @@ def load(name: str | None, device: torch.device | str = "cpu") -> tuple[Any, Any
     device = torch.device(device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     where, extra = (str(default_folder()), dict(gguf_file=GGUF)) if name is None else (name, {})
-    tokenizer = AutoTokenizer.from_pretrained(where, **extra)
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **extra).eval().to(device)
+    with contextlib.redirect_stderr(io.StringIO()):  # a .gguf file has a progress bar that no switch turns off
+        tokenizer = AutoTokenizer.from_pretrained(where, **extra)
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **extra).eval().to(device)
     return model, tokenizer
 
 
