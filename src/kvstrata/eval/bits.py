@@ -38,8 +38,9 @@ def code_budget(cache: TieredCache, bits: float) -> CodeBudget:
     widths = [(f.k_bits + f.v_bits) / 2 for f in cache.formats[1:]]
     if not min(widths) <= bits <= max(widths):
         raise ValueError(f"bits: expected {min(widths):g} to {max(widths):g} with these tiers, got {bits!r}")
-    price = np.interp(bits, *zip(*sorted(zip(widths, cache.budget.page_price[1:], strict=True)), strict=True))
-    return CodeBudget(**given | {"amount": 0.5}, old_price=float(price) / cache.page_tokens)
+    pairs = sorted(zip(widths, cache.budget.page_price[1:], strict=True))
+    price = float(np.interp(bits, [width for width, _ in pairs], [price for _, price in pairs]))
+    return CodeBudget(**given | {"amount": 0.5}, old_price=price / cache.page_tokens)
 
 
 def mean_bits(cache: TieredCache) -> float:
