@@ -26,7 +26,7 @@ struct Params {
   float2* partial_sum;    // [slots, column blocks, columns]: m, l
   i64 q_row, q_query, q_head;  // strides in bytes
   i64 length_stride, centre_request;
-  int queries, group, kv_heads, workers;
+  int queries, group, kv_heads, chunks;
   float scale_log2, softcap_log2;  // softcap 0: none
   int window, position_bytes;      // window 0: none; position_bytes 0: positions are not needed
 };
@@ -70,9 +70,9 @@ struct Tier {
 };
 
 // How a page of a tier comes in: in parts of kTokens tokens, each one stage.
-template <class T, int kDim, int kPageTokens, int kLimit>
+template <class T, int kDim, int kPageTokens>
 struct Part {
-  static constexpr int kSteps = kDim / 16, kTiles = kPageTokens / 16;
+  static constexpr int kSteps = kDim / 16, kTiles = kPageTokens / 16, kLimit = 8704;
   template <int kBits> static constexpr bool whole_tiles = kSteps * kBits % 16 == 0 && kBits != 3;
   static constexpr bool kCuts = T::kPlain || (whole_tiles<T::kK> && whole_tiles<T::kV>);
   static __device__ constexpr int bytes_of(int tiles) {
@@ -98,19 +98,12 @@ struct Part {
 
 template <class... Ts> struct Tiers {};
 
-// Bytes of a slot of the ring: of the largest stage of codes; plain rows may take two slots.
-template <int kDim, int kPageTokens, int kLimit, class... Ts>
+// Bytes of a slot of the ring: the largest stage of any tier, and positions.
+template <int kDim, int kPageTokens, class... Ts>
 __device__ constexpr int slot_bytes(Tiers<Ts...>) {
-  constexpr int kPositions = kPageTokens * 4;
   int most = 0;
-  (
-      [&] {
-        using P = Part<Ts, kDim, kPageTokens, kLimit>;
-        const int bytes = Ts::kPlain && sizeof...(Ts) > 1 ? (P::kBytes + kPositions + 1) / 2 : P::kBytes + kPositions;
-        most = bytes > most ? bytes : most;
-      }(),
-      ...);
-  return (most + 127) / 128 * 128;
+  ((most = Part<Ts, kDim, kPageTokens>::kBytes > most ? Part<Ts, kDim, kPageTokens>::kBytes : most), ...);
+  return most + kPageTokens * 4;
 }
 
 // A column of the products: a query and a query head of the KV head. A lane has columns 2t and 2t + 1 of each block of 8.
@@ -120,6 +113,7 @@ struct State {
   unsigned q[kN][kSteps][2];  // B operands; rotated, fp16, as long as fits (lossy), or as they are (plain)
   float out[kN][kSteps][4];
   float m[kN][2], l[kN][2];
+  float weights[kN][4];  // of the stage, summed by the tensor cores; every row is the same
   float middle[kN][2];   // sum of a column's q
   float centre[kN][2];   // score of the centre, in powers of two
   float score;           // what makes a product of q a score in powers of two
@@ -205,7 +199,8 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
   const float* centre = p.centre + request * p.centre_request + head * kDim;
 #pragma unroll
   for (int n = 0; n < kN; n++) {
-    float dot = 0.f, x[kSteps][4];
+    float dot = 0.f;
+    auto& x = st.out[n];  // not in use yet
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
 #pragma unroll
@@ -236,15 +231,21 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
             x[s][i] = sum;
             x[s + d][i] = difference;
           }
-    // Kept as float32 pairs in `out`, which is not in use yet, until the largest of all columns is known.
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        st.out[n][s][i] = x[s][i];
-        const float size = fabsf(x[s][i]);
-        if (size < 1e38f) largest = fmaxf(largest, size);
-      }
+      for (int i = 0; i < 4; i++)
+        largest = fmaxf(largest, fabsf(x[s][i]));
+  }
+  if (__any_sync(~0u, largest > 1e38f)) {  // an infinite query must not make its neighbours small
+    largest = 0.f;
+#pragma unroll
+    for (int n = 0; n < kN; n++)
+#pragma unroll
+      for (int s = 0; s < kSteps; s++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (fabsf(st.out[n][s][i]) <= 1e38f) largest = fmaxf(largest, fabsf(st.out[n][s][i]));
   }
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
@@ -369,6 +370,7 @@ __device__ __forceinline__ void rebase(State<kDim, kN>& st, Scores<kTiles, kN>& 
           st.out[n][s][c] *= shrink;
           st.out[n][s][2 + c] *= shrink;
         }
+        st.weights[n][c] *= shrink;
       }
 #pragma unroll
       for (int i = 0; i < kTiles; i++)
@@ -428,86 +430,99 @@ __device__ __forceinline__ void soften(const Params& p, State<kDim, kN>& st, Sco
       for (int r = 0; r < 2; r++) w[i][n][r] = transpose8x8(w[i][n][r]);
 }
 
-// A stage of codes.
+// A stage of codes, kUnit tiles at a time: enough for the tensor cores to have work, and little code.
 template <class T, class P, int kDim, int kN>
 __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& st, const unsigned char* stage, int tokens) {
-  constexpr int kSteps = kDim / 16, kTiles = P::kMine;
+  constexpr int kSteps = kDim / 16, kMost = kDim <= 64 ? 4 : 2, kUnit = P::kMine < kMost ? P::kMine : kMost;
+  using KWords = Words<T::kK, kSteps, P::kMine, kUnit>;
+  using VWords = Words<T::kV, kSteps, P::kMine, kUnit>;
   const int g = (threadIdx.x & 31) >> 2;
   const unsigned char *v_codes = stage + P::kKBytes, *scales = v_codes + P::kVBytes;
   shift_query(st, kQueryShift<T::kK>);
+  change_unit(st, place<T::kV>(1));
   constexpr float kUnit0 = 16777216.f, kUnit1 = place<T::kK>(1) == 24   ? 16777216.f
                                                 : place<T::kK>(1) == 22 ? 4194304.f
                                                                         : 1048576.f;  // 2^place of rows g and g + 8
-  Scores<kTiles, kN> sc;
-  float first[kN][2][2], bias[kN][2];
 #pragma unroll
-  for (int n = 0; n < kN; n++)
+  for (int n = 0; n < kN; n++) st.weights[n][0] = st.weights[n][1] = st.weights[n][2] = st.weights[n][3] = 0.f;
+  const auto attend_unit = [&](int unit) {
+    Scores<kUnit, kN> sc;
+    KWords words;
+    words.load_unit(stage, unit);
+    float s[kUnit][kN][4];
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      first[n][0][c] = -middle<T::kK>() * st.middle[n][c] / kUnit0;
-      first[n][1][c] = -middle<T::kK>() * st.middle[n][c] / kUnit1;
-      bias[n][c] = st.centre[n][c] - st.m[n][c];
+    for (int i = 0; i < kUnit; i++)
+#pragma unroll
+      for (int n = 0; n < kN; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) s[i][n][c] = st.middle[n][c & 1] * (-middle<T::kK>() / (c < 2 ? kUnit0 : kUnit1));
+#pragma unroll
+    for (int k = 0; k < kSteps; k++)
+#pragma unroll
+      for (int i = 0; i < kUnit; i++) {
+        unsigned a[4];
+        words.codes(unit, i, k, a);
+#pragma unroll
+        for (int n = 0; n < kN; n++) mma_16x8x16(f16{}, s[i][n], a, st.q[n][k][0], st.q[n][k][1]);
+      }
+#pragma unroll
+    for (int i = 0; i < kUnit; i++) {
+      const uint2 scale = *reinterpret_cast<const uint2*>(scales + (unit * kUnit + i) * 64 + g * 8);
+      const float2 ks = halves_of(scale.x), vs = halves_of(scale.y);
+      const float k0 = ks.x * (st.score * kUnit0), k1 = ks.y * (st.score * kUnit1);
+#pragma unroll
+      for (int n = 0; n < kN; n++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          const float bias = st.centre[n][c] - st.m[n][c];
+          sc.x[i][n][0][c] = fmaf(s[i][n][c], k0, bias);
+          sc.x[i][n][1][c] = fmaf(s[i][n][2 + c], k1, bias);
+        }
+      sc.v[i][0] = vs.x;
+      sc.v[i][1] = vs.y * kSecondHalf<T::kV>;
     }
-#pragma unroll
-  for (int i = 0; i < kTiles; i++) {
-    Words<T::kK, kSteps, kTiles> words;
-    words.load_tile(stage, i);
-    const uint2 scale = *reinterpret_cast<const uint2*>(scales + i * 64 + g * 8);
-    float s[kN][4];
-#pragma unroll
-    for (int n = 0; n < kN; n++) s[n][0] = first[n][0][0], s[n][1] = first[n][0][1], s[n][2] = first[n][1][0], s[n][3] = first[n][1][1];
-#pragma unroll
-    for (int k = 0; k < kSteps; k++) {
-      unsigned a[4];
-      words.codes(i, k, a);
-#pragma unroll
-      for (int n = 0; n < kN; n++) mma_16x8x16(f16{}, s[n], a, st.q[n][k][0], st.q[n][k][1]);
-    }
-    const float2 ks = halves_of(scale.x), vs = halves_of(scale.y);
-    const float k0 = ks.x * (st.score * kUnit0), k1 = ks.y * (st.score * kUnit1);
+    unsigned w[kUnit][kN][2];
+    const int before = unit * kUnit * 16;
+    soften<f16, kUnit>(p, st, sc, tokens - before, stage + P::kBytes + before * p.position_bytes, w);
+
+    constexpr unsigned kOnes = 0x00010001u, kOnes8 = kOnes << (24 - place<T::kV>(2));
+    const unsigned ones[4] = {kOnes, kOnes, kOnes8, kOnes8};
+    VWords values;
+    values.load_unit(v_codes, unit);
 #pragma unroll
     for (int n = 0; n < kN; n++)
 #pragma unroll
-      for (int c = 0; c < 2; c++) {
-        sc.x[i][n][0][c] = fmaf(s[n][c], k0, bias[n][c]);
-        sc.x[i][n][1][c] = fmaf(s[n][2 + c], k1, bias[n][c]);
+      for (int i = 0; i < kUnit; i++) mma_16x8x16(f16{}, st.weights[n], ones, w[i][n][0], w[i][n][1]);
+#pragma unroll
+    for (int i = 0; i < kUnit; i++)
+#pragma unroll
+      for (int k = 0; k < kSteps; k++) {
+        unsigned a[4];
+        values.codes(unit, i, k, a);
+#pragma unroll
+        for (int n = 0; n < kN; n++) mma_16x8x16(f16{}, st.out[n][k], a, w[i][n][0], w[i][n][1]);
       }
-    sc.v[i][0] = vs.x;
-    sc.v[i][1] = vs.y * kSecondHalf<T::kV>;
+  };
+  const int units = (tokens + kUnit * 16 - 1) / (kUnit * 16);
+  if constexpr (KWords::kRegular && VWords::kRegular) {
+#pragma unroll 1
+    for (int unit = 0; unit < units; unit++) attend_unit(unit);
+  } else {
+#pragma unroll
+    for (int unit = 0; unit < P::kMine / kUnit; unit++)
+      if (unit < units) attend_unit(unit);
   }
-  unsigned w[kTiles][kN][2];
-  soften<f16, kTiles>(p, st, sc, tokens, stage + P::kBytes, w);
-
-  // The middle of the levels times the sum of weights, as the tensor cores sum them, comes off first.
-  change_unit(st, place<T::kV>(1));
-  constexpr unsigned kOnes = 0x00010001u, kOnes8 = kOnes << (24 - place<T::kV>(2));
-  const unsigned ones[4] = {kOnes, kOnes, kOnes8, kOnes8};
+  // The middle of the levels times the sum of weights comes off, stage by stage: the sums stay small.
+  constexpr float kLess0 = -middle<T::kV>(), kLess1 = kLess0 * (1 << (24 - place<T::kV>(1)));
 #pragma unroll
-  for (int n = 0; n < kN; n++) {
-    float sum[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < kTiles; i++) mma_16x8x16(f16{}, sum, ones, w[i][n][0], w[i][n][1]);
-    constexpr float kLess0 = -middle<T::kV>(), kLess1 = kLess0 * (1 << (24 - place<T::kV>(1)));
+  for (int n = 0; n < kN; n++)
 #pragma unroll
     for (int k = 0; k < kSteps; k++)
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        st.out[n][k][c] = fmaf(kLess0, sum[c], st.out[n][k][c]);
-        st.out[n][k][2 + c] = fmaf(kLess1, sum[c], st.out[n][k][2 + c]);
+        st.out[n][k][c] = fmaf(kLess0, st.weights[n][c], st.out[n][k][c]);
+        st.out[n][k][2 + c] = fmaf(kLess1, st.weights[n][c], st.out[n][k][2 + c]);
       }
-  }
-#pragma unroll
-  for (int i = 0; i < kTiles; i++) {
-    Words<T::kV, kSteps, kTiles> words;
-    words.load_tile(v_codes, i);
-#pragma unroll
-    for (int k = 0; k < kSteps; k++) {
-      unsigned a[4];
-      words.codes(i, k, a);
-#pragma unroll
-      for (int n = 0; n < kN; n++) mma_16x8x16(f16{}, st.out[n][k], a, w[i][n][0], w[i][n][1]);
-    }
-  }
 }
 
 // Dims of the plain second product: row `upper` (0: g, 1: g + 8) of its k-th result. Per 64 dims a lane has 8 in a row,
@@ -619,12 +634,23 @@ __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st
 
 // What a warp has summed up over its stages of a group.
 template <int kDim, int kN>
-__device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, int group, int worker, int block) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, columns = p.queries * p.group;
-  const bool lossy = group & 1;
-  const float low_unit = lossy ? 16777216.f : 1.f;
-  const float high_unit = lossy ? __uint_as_float(static_cast<unsigned>(st.unit + 127) << 23) : 1.f;
-  const i64 first = (static_cast<i64>(worker + group) * gridDim.y + block) * (8 * kN);
+__device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, int group, int chunk, int block) {
+  constexpr int kSteps = kDim / 16;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int columns = p.queries * p.group - block * 8 * kN;
+  const i64 first = (static_cast<i64>(chunk + group) * gridDim.y + block) * (8 * kN);
+  if (group & 1) {
+    const float high = __uint_as_float(static_cast<unsigned>(st.unit + 127) << 23);
+#pragma unroll
+    for (int n = 0; n < kN; n++)
+#pragma unroll
+      for (int s = 0; s < kSteps; s++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          st.out[n][s][c] *= 16777216.f;
+          st.out[n][s][2 + c] *= high;
+        }
+  }
 #pragma unroll
   for (int n = 0; n < kN; n++)
 #pragma unroll
@@ -633,107 +659,116 @@ __device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, 
 #pragma unroll
       for (int d = 4; d < 32; d *= 2) l += __shfl_xor_sync(~0u, l, d);
       const int column = n * 8 + 2 * t + c;
-      if (block * 8 * kN + column >= columns) continue;
+      if (column >= columns) continue;
       if (g == 0) p.partial_sum[first + column] = make_float2(st.m[n][c], l);
       float* to = p.partial_out + (first + column) * kDim;
+      if (group & 1) {
+        to += g;
 #pragma unroll
-      for (int s = 0; s < kDim / 16; s++) {
-        const int low = lossy ? 16 * s + g : plain_out_dim<kDim>(s, 0), high = lossy ? low + 8 : plain_out_dim<kDim>(s, 1);
-        to[low] = st.out[n][s][c] * low_unit;
-        to[high] = st.out[n][s][2 + c] * high_unit;
+        for (int s = 0; s < kSteps; s++) {
+          to[16 * s] = st.out[n][s][c];
+          to[16 * s + 8] = st.out[n][s][2 + c];
+        }
+      } else {
+#pragma unroll
+        for (int s = 0; s < kSteps; s++) {
+          to[plain_out_dim<kDim>(s, 0)] = st.out[n][s][c];
+          to[plain_out_dim<kDim>(s, 1)] = st.out[n][s][2 + c];
+        }
       }
     }
 }
 
 // The tier's own code for a stage, found by its number.
-template <class In, int kDim, int kPageTokens, int kLimit, int kN, int kNumber>
+template <class In, int kDim, int kPageTokens, int kN, int kNumber>
 __device__ __forceinline__ void attend(Tiers<>, const Params&, State<kDim, kN>&, unsigned char*, int, int) {}
-template <class In, int kDim, int kPageTokens, int kLimit, int kN, int kNumber, class T, class... Ts>
+template <class In, int kDim, int kPageTokens, int kN, int kNumber, class T, class... Ts>
 __device__ __forceinline__ void attend(Tiers<T, Ts...>, const Params& p, State<kDim, kN>& st, unsigned char* stage, int tokens,
                                        int tier) {
-  using P = Part<T, kDim, kPageTokens, kLimit>;
+  using P = Part<T, kDim, kPageTokens>;
   if (tier == kNumber) {
     if constexpr (T::kPlain) attend_rows<In, P>(p, st, stage, tokens);
     else attend_codes<T, P>(p, st, stage, tokens);
   } else {
-    attend<In, kDim, kPageTokens, kLimit, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, tokens, tier);
+    attend<In, kDim, kPageTokens, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, tokens, tier);
   }
 }
 
-template <int kDim, int kPageTokens, int kLimit, int kNumber>
-__device__ __forceinline__ void fill(Tiers<>, Ring<2>&, int, unsigned char*, const Stage&, int) {}
-template <int kDim, int kPageTokens, int kLimit, int kNumber, class T, class... Ts>
-__device__ __forceinline__ void fill(Tiers<T, Ts...>, Ring<2>& ring, int at, unsigned char* to, const Stage& stage,
+// Bytes of a stage of a tier: K, V and scales, and how many stages a page is.
+struct Sizes {
+  int k, v, scales, parts, tokens;
+};
+template <int kDim, int kPageTokens, class... Ts>
+__device__ __forceinline__ Sizes sizes_of(Tiers<Ts...>, int tier) {
+  Sizes found = {};
+  int number = 0;
+  (
+      [&] {
+        using P = Part<Ts, kDim, kPageTokens>;
+        if (tier == number++) found = {P::kKBytes, P::kVBytes, P::kScaleBytes, P::kParts, P::kTokens};
+      }(),
+      ...);
+  return found;
+}
+
+__device__ __forceinline__ void fill(Ring<2>& ring, int at, unsigned char* to, const Stage& stage, const Sizes& size,
                                      int position_bytes) {
-  using P = Part<T, kDim, kPageTokens, kLimit>;
-  if ((stage.meta >> 8 & 0xff) != kNumber) {
-    fill<kDim, kPageTokens, kLimit, kNumber + 1>(Tiers<Ts...>{}, ring, at, to, stage, position_bytes);
-    return;
-  }
+  if (!ring.mine()) return;
   const char* page = reinterpret_cast<const char*>(stage.page);
-  const int positions = P::kTokens * position_bytes;
-  ring.begin(at, P::kBytes + positions);
-  if constexpr (P::kParts == 1) {
-    ring.copy(at, to, page, P::kBytes + positions);
+  const int positions = size.tokens * position_bytes, codes = size.k + size.v + size.scales;
+  ring.begin(at, codes + positions);
+  if (size.parts == 1) {
+    ring.copy(at, to, page, codes + positions);
   } else {
     const int part = stage.meta >> 16;
-    ring.copy(at, to, page + part * P::kKBytes, P::kKBytes);
-    ring.copy(at, to + P::kKBytes, page + P::kParts * P::kKBytes + part * P::kVBytes, P::kVBytes);
-    if constexpr (P::kScaleBytes > 0)
-      ring.copy(at, to + P::kKBytes + P::kVBytes,
-                page + P::kParts * (P::kKBytes + P::kVBytes) + part * P::kScaleBytes, P::kScaleBytes);
-    if (positions) ring.copy(at, to + P::kBytes, page + P::kPageBytes + part * positions, positions);
+    ring.copy(at, to, page + part * size.k, size.k);
+    ring.copy(at, to + size.k, page + size.parts * size.k + part * size.v, size.v);
+    if (size.scales) ring.copy(at, to + size.k + size.v, page + size.parts * (size.k + size.v) + part * size.scales, size.scales);
+    if (positions) ring.copy(at, to + codes, page + size.parts * codes + part * positions, positions);
   }
 }
 
-// Two slots a warp; a stage takes one, or both where it is of plain rows and larger than a slot.
-template <class In, int kDim, int kPageTokens, int kN, int kWarps, int kResident, int kLimit, class TierList>
+// kResident warps on a multiprocessor.
+template <class In, int kDim, int kPageTokens, int kN, int kWarps, int kResident, class TierList>
 __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const __grid_constant__ Params p) {
-  constexpr int kSlot = slot_bytes<kDim, kPageTokens, kLimit>(TierList{});
-  constexpr bool kWidePlain = Part<Tier<16, 16>, kDim, kPageTokens, kLimit>::kBytes + kPageTokens * 4 > kSlot;
+  constexpr int kSlot = slot_bytes<kDim, kPageTokens>(TierList{});
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ unsigned long long bars[kWarps * 2];
-  __shared__ int2 described[kWarps * 2];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, block = blockIdx.y;
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), block = blockIdx.y;
   unsigned char* slots = shared + warp * 2 * kSlot;
-  int2* what = described + warp * 2;
   Ring<2> ring(bars + warp * 2);
   wait_for_previous();
   release_next();
 
-  for (int worker = blockIdx.x * kWarps + warp; worker < p.workers; worker += gridDim.x * kWarps) {
-    const int first = p.starts[worker], end = p.starts[worker + 1];
+  for (int chunk = blockIdx.x * kWarps + warp; chunk < p.chunks; chunk += gridDim.x * kWarps) {
+    const int first = p.starts[chunk], end = p.starts[chunk + 1];
     if (first >= end) continue;
-    Stage next = p.stages[first];
+    const auto produce = [&](int at, const Stage& stage) {
+      const Sizes size = sizes_of<kDim, kPageTokens>(TierList{}, stage.meta >> 8 & 0xff);
+      fill(ring, at, slots + at * kSlot, stage, size, p.position_bytes);
+    };
+    Stage now = p.stages[first], next = p.stages[min(first + 1, end - 1)], after = p.stages[min(first + 2, end - 1)];
+    produce(0, now);
+    ring.commit();
     State<kDim, kN> st;
-    int group = -1, at = 0, head = 0, free = 2, ahead = first;  // `ahead`: the stage that `next` is
+    int group = -1;
     for (int i = first; i < end; i++) {
-      while (ahead < end) {
-        const int takes = kWidePlain && (next.meta >> 8 & 0xff) == 0 ? 2 : 1;
-        if (takes > free) break;
-        if (takes == 2) head = at = 0;
-        if (lane == 0) what[head] = make_int2(next.group, static_cast<int>(next.meta));
-        fill<kDim, kPageTokens, kLimit, 0>(TierList{}, ring, head, slots + head * kSlot, next, p.position_bytes);
-        ring.commit();
-        head ^= takes & 1;
-        free -= takes;
-        if (++ahead < end) next = p.stages[ahead];
-      }
-      __syncwarp();
-      const int2 now = what[at];
-      if (now.x != group) {  // while the page is on its way
-        if (group >= 0) end_group(p, st, group, worker, block);
-        group = now.x;
+      const int at = (i - first) & 1;
+      if (i + 1 < end) produce(at ^ 1, next);
+      ring.commit();
+      if (now.group != group) {  // while the page is on its way
+        if (group >= 0) end_group(p, st, group, chunk, block);
+        group = now.group;
         begin_group<In>(p, st, group, block);
       }
-      ring.wait(at, ahead - i);
-      attend<In, kDim, kPageTokens, kLimit, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.y & 0xff, now.y >> 8 & 0xff);
+      ring.wait(at, 2);
+      attend<In, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta & 0xff, now.meta >> 8 & 0xff);
       __syncwarp();
-      const int took = kWidePlain && (now.y >> 8 & 0xff) == 0 ? 2 : 1;
-      free += took;
-      at ^= took & 1;
+      now = next;
+      next = after;
+      after = p.stages[min(i + 3, end - 1)];
     }
-    end_group(p, st, group, worker, block);
+    end_group(p, st, group, chunk, block);
     __syncwarp();
   }
 }

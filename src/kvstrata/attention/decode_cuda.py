@@ -14,7 +14,7 @@ import functools
 import math
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,11 +29,11 @@ FOLDER = Path(__file__).parent
 NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 WARPS = 4  # of a block
 SLOTS = 2  # of a warp's ring
+STAGE_LIMIT = 8704  # bytes of a stage where a page can be cut; as in decode.cu
 MAX_TIERS = 8
 PARTS = 16  # blocks that write one layer's list
-MIN_STAGES = 2  # per worker, before another one is worth its partial result
 
-WORKLIST = struct.Struct(f"7q4q9i{MAX_TIERS}ii{MAX_TIERS}i")
+WORKLIST = struct.Struct(f"7q4q10i{2 * MAX_TIERS}i")
 DECODE = struct.Struct("8q5q4i2f2i")
 COMBINE = struct.Struct("6q5i4x")
 
@@ -43,28 +43,16 @@ def code_bytes(bits: int, steps: int, tiles: int) -> int:
     return 128 * (-(-n * 2 // 4) + -(-n // 4) if bits == 3 else -(-n * bits // 4))
 
 
-class Cut(NamedTuple):
-    """How pages come in: stages of at most ``limit`` bytes where a page can be cut, ``resident`` warps on an SM."""
-
-    limit: int
-    resident: int
+def resident_warps(head_dim: int, width: int) -> int:
+    """On a multiprocessor; what their registers allow."""
+    return 8 if head_dim * width > 128 else 12
 
 
-NARROW, WIDE, LARGE = Cut(6400, 16), Cut(8704, 12), Cut(8704, 8)
-
-
-def cut_of(formats: tuple[Format, ...], width: int) -> Cut:
-    """More warps hide the latency of instructions, as long as registers and shared memory last."""
-    if formats[0].head_dim * width > 128:
-        return LARGE
-    return WIDE if len(formats) == 1 else NARROW
-
-
-def stage_tokens(format: Format, limit: int) -> int:
+def stage_tokens(format: Format) -> int:
     """Tokens that come in together: the page, or the part of it that decode.cu cuts it into."""
     steps, tiles = format.head_dim // 16, format.page_tokens // 16
     cuts = format.plain or all(bits != 3 and steps * bits % 16 == 0 for bits in (format.k_bits, format.v_bits))
-    while cuts and tiles > 1 and _stage_bytes(format, tiles) > limit:
+    while cuts and tiles > 1 and _stage_bytes(format, tiles) > STAGE_LIMIT:
         tiles //= 2
     return tiles * 16
 
@@ -76,19 +64,19 @@ def _stage_bytes(format: Format, tiles: int) -> int:
     return code_bytes(format.k_bits, steps, tiles) + code_bytes(format.v_bits, steps, tiles) + 64 * tiles
 
 
-def slot_bytes(formats: tuple[Format, ...], limit: int) -> int:
-    """Of a slot in shared memory, as decode.cu has it: the largest stage of codes with positions, half a plain one."""
-    sizes = [_stage_bytes(f, stage_tokens(f, limit) // 16) + 4 * f.page_tokens for f in formats]
-    if len(formats) > 1:
-        sizes[0] = (sizes[0] + 1) // 2
-    return -(-max(sizes) // 128) * 128
+def slot_bytes(formats: tuple[Format, ...]) -> int:
+    """Of a stage in shared memory: the largest of any tier, and positions."""
+    return max(_stage_bytes(f, stage_tokens(f) // 16) for f in formats) + 4 * formats[0].page_tokens
 
 
-def cost(format: Format, limit: int) -> int:
-    """What a stage takes, in 64 bytes at full bandwidth: narrow codes are bound by instructions, not by bytes."""
-    tokens = stage_tokens(format, limit)
-    share = {2: 0.65, 3: 0.75, 4: 0.88, 8: 0.93, 16: 0.93}[min(format.k_bits, format.v_bits)]
-    return round(_stage_bytes(format, tokens // 16) / 64 / share)
+# What 64 tokens of a stage take, relative to 4 bit at head_dim 128: measured one width at a time.
+COSTS = {16: 588, 8: 267, 4: 150, 3: 158, 2: 107}
+
+
+def cost(format: Format) -> int:
+    """What a stage takes; chunks of the work list are equal in it."""
+    per_page = (COSTS[format.k_bits] + COSTS[format.v_bits]) / 2 * format.head_dim / 128
+    return max(round(per_page * stage_tokens(format) / 64), 1)
 
 
 def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:
@@ -97,9 +85,10 @@ def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:
     return width, -(-columns // (8 * width))
 
 
-def decode_entry(formats: tuple[Format, ...], dtype: torch.dtype, width: int, cut: Cut) -> str:
+def decode_entry(formats: tuple[Format, ...], dtype: torch.dtype, width: int) -> str:
     tiers = ",".join(f"Tier<{f.k_bits},{f.v_bits}>" for f in formats)
-    sizes = f"{formats[0].head_dim},{formats[0].page_tokens},{width},{WARPS},{cut.resident},{cut.limit}"
+    head_dim = formats[0].head_dim
+    sizes = f"{head_dim},{formats[0].page_tokens},{width},{WARPS},{resident_warps(head_dim, width)}"
     return f"decode<{NAMES[dtype]},{sizes},Tiers<{tiers}>>"
 
 
@@ -133,8 +122,8 @@ def _rows(requests: tuple[int, ...], device: torch.device) -> torch.Tensor | Non
 
 
 @functools.lru_cache(maxsize=256)
-def _decode_kernel(formats: tuple[Format, ...], dtype: torch.dtype, width: int, cut: Cut, device: int) -> jit.Kernel:
-    return jit.load(FOLDER / "decode.cu", decode_entry(formats, dtype, width, cut), jit.arch_of(device))
+def _decode_kernel(formats: tuple[Format, ...], dtype: torch.dtype, width: int, device: int) -> jit.Kernel:
+    return jit.load(FOLDER / "decode.cu", decode_entry(formats, dtype, width), jit.arch_of(device))
 
 
 @functools.lru_cache(maxsize=256)
@@ -173,30 +162,30 @@ class Plan:
         first = self.formats[0]
         self.width, self.blocks = column_blocks(q_len * heads // self.kv_heads, first.head_dim)
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.cut = cut_of(self.formats, self.width)
-        self.shared = WARPS * SLOTS * slot_bytes(self.formats, self.cut.limit)
-        per_sm = max(min(self.cut.resident // WARPS, 227 * 1024 // (self.shared + 1280)), 1)
+        resident = resident_warps(first.head_dim, self.width)
+        self.shared = WARPS * SLOTS * slot_bytes(self.formats)
+        per_sm = max(min(resident // WARPS, 227 * 1024 // (self.shared + 1280)), 1)
         self.grid = multiprocessors * per_sm
         self.workers = self.grid * WARPS
-        self.costs = [cost(f, self.cut.limit) for f in self.formats]
-        self.tokens = [stage_tokens(f, self.cut.limit) for f in self.formats]
+        self.costs = [cost(f) for f in self.formats]
+        self.tokens = [stage_tokens(f) for f in self.formats]
         units = len(requests) * self.kv_heads
         per_unit = max_pages * (first.page_tokens // min(self.tokens)) + tiers
         self.capacity = units * per_unit
-        self.fixed_cost = 0
+        self.fixed_cost, self.chunks = 0, self.workers
         if fixed_split is not None:
             self.fixed_cost = max(fixed_split // 64, max(self.costs))
-            self.workers = units * (-(-per_unit * max(self.costs) // self.fixed_cost) + 2)
+            self.chunks = units * (-(-per_unit * max(self.costs) // self.fixed_cost) + 2)
         self.units = units
         self.rows = _rows(requests, device)
         ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
         self.stages = ints(layers, max(self.capacity, 1), 4)
-        self.starts = ints(layers, self.workers + 1)
+        self.starts = ints(layers, self.chunks + 1)
         self.slots = ints(layers, max(2 * units, 1), 2)
         columns = 8 * self.width * self.blocks
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
-        self.partial_out = floats(self.workers + 2 * units, columns, first.head_dim)
-        self.partial_sum = floats(self.workers + 2 * units, columns, 2)
+        self.partial_out = floats(self.chunks + 2 * units, columns, first.head_dim)
+        self.partial_sum = floats(self.chunks + 2 * units, columns, 2)
         self._worklist = self._make_worklist()
 
     def _make_worklist(self) -> jit.Launch:
@@ -207,17 +196,14 @@ class Plan:
             self.slots.data_ptr(),
             b.table.stride(0), self.layer_strides[0], b.count.stride(0), self.layer_strides[1],
             0, len(self.requests), self.kv_heads, len(self.formats), b.table.shape[3], b.units, self.capacity,
-            self.workers if self.fixed_cost else self._even_workers(), self.fixed_cost,
-            *self.tokens, *pad, self.formats[0].page_tokens, *self.costs, *pad,
+            self.chunks, self.fixed_cost, self.formats[0].page_tokens,
+            *self.tokens, *pad, *self.costs, *pad,
         )  # fmt: skip
         kernel = jit.load(FOLDER / "worklist.cu", "worklist", jit.arch_of(self.device))
         parts = min(PARTS, max(self.units // 8, 1))
         shared = -(-self.units // parts) * 12
         jit.bind_context(self.device)
         return jit.Launch(kernel, (self.layers, parts), 1024, params, shared=shared)
-
-    def _even_workers(self) -> int:
-        return self.workers
 
     def update(self) -> None:
         """Make the list from what the cache holds now; on torch's current stream."""
@@ -239,15 +225,16 @@ class Plan:
             q.data_ptr(), self.stages[index].data_ptr(), self.starts[index].data_ptr(), _pointer(self.rows),
             b.length.data_ptr(), b.centre.data_ptr(), self.partial_out.data_ptr(), self.partial_sum.data_ptr(),
             *(n * size for n in q.stride()[:3]), b.length.stride(0), b.centre.stride(0),
-            self.q_len, job.group, self.kv_heads, self.workers,
+            self.q_len, job.group, self.kv_heads, self.chunks,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.window or 0, positions,
         )  # fmt: skip
         stream = jit.current_stream(self.device)
-        kernel = _decode_kernel(self.formats, q.dtype, self.width, self.cut, self.device)
+        kernel = _decode_kernel(self.formats, q.dtype, self.width, self.device)
         jit.Launch(kernel, (self.grid, self.blocks), 32 * WARPS, params, shared=self.shared, overlap=True)(stream)
         params = COMBINE.pack(
             self.partial_out.data_ptr(), self.partial_sum.data_ptr(), self.slots[index].data_ptr(), out.data_ptr(),
-            _pointer(lse), _pointer(job.sinks), self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width,
+            _pointer(lse), _pointer(job.sinks),
+            self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width,
         )  # fmt: skip
         head_dim = q.shape[3]
         warps = 16 if self.units * self.q_len * job.group < 2 * self.grid else max(4, -(-head_dim // 32))

@@ -15,12 +15,13 @@ struct Params {
   const int* count;              // [requests, layers, kv heads, tiers]
   const unsigned long long* slabs;
   Stage* stages;                 // [layers, capacity]
-  int* starts;                   // [layers, workers + 1]
+  int* starts;                   // [layers, chunks + 1]
   Slots* slots;                  // [layers, 2 * rows * kv heads]
   i64 table_request, table_layer, count_request, count_layer;  // strides, in ints
   int layer, rows, kv_heads, tiers, max_pages, units, capacity;
-  int workers, fixed_cost;       // fixed_cost: 0, or what a worker takes of one group, whatever else is there
-  int stage_tokens[kMaxTiers], page_tokens, cost[kMaxTiers];
+  int most;                      // chunks that there is room for; without fixed_cost, those to make
+  int fixed_cost;                // 0, or what a chunk takes of one group, whatever else is there
+  int page_tokens, stage_tokens[kMaxTiers], cost[kMaxTiers];
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -52,7 +53,7 @@ __device__ __forceinline__ int3 scan(int3 mine, int3& total) {
   return make_int3(before.x + x.x - mine.x, before.y + x.y - mine.y, before.z + x.z - mine.z);
 }
 
-// Stages, cost and (with fixed_cost) workers of one KV head of one request.
+// Stages, cost and (with fixed_cost) chunks of one KV head of one request.
 __device__ __forceinline__ int3 measure(const Params& p, const int* count) {
   int stages = 0, cost[2] = {0, 0};
   for (int t = 0; t < p.tiers; t++) {
@@ -60,8 +61,8 @@ __device__ __forceinline__ int3 measure(const Params& p, const int* count) {
     stages += n;
     cost[t > 0] += n * p.cost[t];
   }
-  const int workers = p.fixed_cost ? ceil_div(cost[0], p.fixed_cost) + ceil_div(cost[1], p.fixed_cost) : 0;
-  return make_int3(stages, cost[0] + cost[1], workers);
+  const int chunks = p.fixed_cost ? ceil_div(cost[0], p.fixed_cost) + ceil_div(cost[1], p.fixed_cost) : 0;
+  return make_int3(stages, cost[0] + cost[1], chunks);
 }
 
 __device__ __forceinline__ const int* counts_of(const Params& p, int layer, int unit) {
@@ -76,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   const int per_part = ceil_div(units, gridDim.y), part_first = blockIdx.y * per_part;
   const int part_end = min(part_first + per_part, units);
   Stage* stages = p.stages + static_cast<i64>(blockIdx.x) * p.capacity;
-  int* starts = p.starts + blockIdx.x * (p.workers + 1);
+  int* starts = p.starts + static_cast<i64>(blockIdx.x) * (p.most + 1);
   Slots* slots = p.slots + static_cast<i64>(blockIdx.x) * 2 * units;
   extern __shared__ int3 bases[];  // of the part's units
 
@@ -96,10 +97,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
 
   int largest = 1;
   for (int t = 0; t < p.tiers; t++) largest = max(largest, p.cost[t]);
-  const int chunk = p.fixed_cost ? p.fixed_cost : max(largest, ceil_div(total.y, p.workers));
-  const int used = p.fixed_cost ? total.z : ceil_div(total.y, chunk);
+  const int size = p.fixed_cost ? p.fixed_cost : max(2 * largest, ceil_div(total.y, p.most));
+  const int used = p.fixed_cost ? total.z : ceil_div(total.y, size);
   if (blockIdx.y == 0)
-    for (int w = used + threadIdx.x; w <= p.workers; w += kThreads) starts[w] = total.x;
+    for (int c = used + threadIdx.x; c <= p.most; c += kThreads) starts[c] = total.x;
 
   const int lane = threadIdx.x & 31;
   for (int u = part_first + (threadIdx.x >> 5); u < part_end; u += kThreads / 32) {
@@ -107,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
     const int row = u / p.kv_heads, request = p.requests ? p.requests[row] : row;
     const int* table = p.table + request * p.table_request + layer * p.table_layer +
                        static_cast<i64>(u % p.kv_heads) * p.tiers * p.max_pages;
-    int at = bases[u - part_first].x, cost = bases[u - part_first].y, worker = bases[u - part_first].z;
+    int at = bases[u - part_first].x, cost = bases[u - part_first].y, chunk = bases[u - part_first].z;
     for (int kind = 0; kind < 2; kind++) {  // the plain tier, then the others
       int origin = cost, last = -1;         // cost where the group and its last stage begin
       for (int t = kind; t < (kind ? p.tiers : 1); t++) {
@@ -121,10 +122,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
           stage.meta = min(tokens - i * step, step) | t << 8 | i % per_page << 16;
           stages[at + i] = stage;
         }
-        // Workers whose share begins among these stages.
-        const int from = p.fixed_cost ? cost - origin : cost, price = p.cost[t];
-        for (int w = ceil_div(from, chunk) + lane; static_cast<i64>(w) * chunk < static_cast<i64>(from) + n * price; w += 32)
-          starts[(p.fixed_cost ? worker : 0) + w] = at + ceil_div(w * chunk - from, price);
+        // Chunks that begin among these stages.
+        const int begin = p.fixed_cost ? cost - origin : cost, price = p.cost[t];
+        for (int c = ceil_div(begin, size) + lane; static_cast<i64>(c) * size < static_cast<i64>(begin) + n * price; c += 32)
+          starts[(p.fixed_cost ? chunk : 0) + c] = at + ceil_div(c * size - begin, price);
         at += n;
         cost += n * price;
         if (n) last = cost - price;
@@ -132,13 +133,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
       if (lane == 0) {
         Slots found = {0, 0};
         if (last >= 0) {
-          const int w = p.fixed_cost ? worker : origin / chunk;
-          found.first = w + 2 * u + kind;
-          found.count = (p.fixed_cost ? (last - origin) / chunk : last / chunk - w) + 1;
+          const int c = p.fixed_cost ? chunk : origin / size;
+          found.first = c + 2 * u + kind;
+          found.count = (p.fixed_cost ? (last - origin) / size : last / size - c) + 1;
         }
         slots[2 * u + kind] = found;
       }
-      if (p.fixed_cost) worker += ceil_div(cost - origin, chunk);
+      if (p.fixed_cost) chunk += ceil_div(cost - origin, p.fixed_cost);
     }
   }
 }

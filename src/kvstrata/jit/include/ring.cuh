@@ -1,8 +1,8 @@
 // A ring of stages in shared memory that one warp fills and drains on its own: no other warp is waited for.
 //
-// On sm_90 a stage is filled by bulk copies, which an mbarrier counts; before that by cp.async of every lane. A warp
-// calls begin(), copy() for each run of bytes, and commit(); when it needs the stage, wait(). The lanes must agree
-// (__syncwarp) that a stage has been read before it is filled again.
+// On sm_90 a stage is filled by bulk copies, which an mbarrier counts; before that by cp.async of every lane. Lanes that are
+// mine() call begin() and copy() for each run of bytes, all call commit() and, when they need the stage, wait(). The lanes
+// must agree (__syncwarp) that a stage has been read before it is filled again.
 #pragma once
 #include "cp_async.cuh"
 
@@ -20,35 +20,33 @@ struct Ring {
 #endif
   }
 
+  // Whether this lane has to do with filling: one lane asks for bulk copies, otherwise all do their part.
+  static __device__ __forceinline__ bool mine() {
+#if __CUDA_ARCH__ >= 900
+    return (threadIdx.x & 31) == 0;
+#else
+    return true;
+#endif
+  }
+
   // All bytes that the stage's copies will bring.
   __device__ __forceinline__ void begin(int stage, int bytes) {
 #if __CUDA_ARCH__ >= 900
-    if ((threadIdx.x & 31) == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(shared_address(bars + stage)), "r"(bytes)
-                   : "memory");
-    __syncwarp();
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(shared_address(bars + stage)), "r"(bytes)
+                 : "memory");
 #endif
   }
 
-  // `bytes`, a multiple of 16, from and to addresses that are multiples of 16. Called by all lanes.
+  // `bytes`, a multiple of 16, from and to addresses that are multiples of 16.
   __device__ __forceinline__ void copy(int stage, void* to, const void* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    if ((threadIdx.x & 31) == 0) copy_of_lane(stage, to, from, bytes);
-#else
-    for (int i = (threadIdx.x & 31) * 16; i < bytes; i += 512)
-      cp_async<16>(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
-#endif
-  }
-
-  // The same for a run that only this lane copies.
-  __device__ __forceinline__ void copy_of_lane(int stage, void* to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(
                      shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(bars + stage))
                  : "memory");
 #else
-    for (int i = 0; i < bytes; i += 16) cp_async<16>(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
+    for (int i = (threadIdx.x & 31) * 16; i < bytes; i += 512)
+      cp_async<16>(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
 #endif
   }
 
@@ -58,8 +56,8 @@ struct Ring {
 #endif
   }
 
-  // The oldest stage under way is there. Every stage must have been committed, an empty one too (before sm_90).
-  __device__ __forceinline__ void wait(int stage) {
+  // The oldest of `pending` stages under way is there.
+  __device__ __forceinline__ void wait(int stage, int pending) {
 #if __CUDA_ARCH__ >= 900
     const unsigned address = shared_address(bars + stage), parity = phase >> stage & 1;
     unsigned done;
@@ -71,7 +69,8 @@ struct Ring {
     } while (!done);
     phase ^= 1u << stage;
 #else
-    wait_group<kStages - 1>();
+    if (pending == kStages) wait_group<kStages - 1>();
+    else wait_group<0>();
     __syncwarp();
 #endif
   }

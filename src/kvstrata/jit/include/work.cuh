@@ -1,9 +1,9 @@
 // The work list of a decode step: what worklist.cu writes, decode.cu reads and combine.cu looks up.
 //
 // A stage is up to 64 tokens of one page. Stages stand in the order of (request, KV head, tier); those of a KV head's
-// plain tier are one group, those of its other tiers the next, because rotated and plain values do not add. A worker
-// takes stages starts[w] .. starts[w + 1] - 1. Both workers and groups only ever go up along the list, so w + group names
-// one partial result and no other.
+// plain tier are one group, those of its other tiers the next, because rotated and plain values do not add. A chunk is
+// stages starts[c] .. starts[c + 1] - 1. Both chunks and groups only ever go up along the list, so chunk + group names one
+// partial result and no other.
 #pragma once
 
 struct alignas(16) Stage {
