@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import test_cache_machine
 from conftest import HAS_GPU
 from kvstrata import jit
-from kvstrata.cache import TieredCache, moves, repack_cuda, repack_op, repack_reference
+from kvstrata.cache import TieredCache, moves, quantize_op, repack_cuda, repack_op, repack_reference
 from kvstrata.cache.buckets import Buckets
 from kvstrata.cache.pages import PageKind, Rows
 from kvstrata.cache.pool import Pool
@@ -386,3 +386,14 @@ def test_triton_compiles_ahead_of_time(arch: int, dim: int, stages: int) -> None
     used = compile_triton("kvstrata.cache.repack_triton", "repack_kernel", arch, types, constants)
     assert 0 < used["REG"] <= 255, used
     assert used["LOCAL"] == 0, used
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize(("name", "dim", "registers"), [("K4V4", 128, 96), ("K3V3", 64, 80), ("K2V2", 80, 168)])
+def test_gates_of_whole_pages(name: str, dim: int, registers: int, arch: str) -> None:
+    """Rows by address cost the quantise kernel no more than a few bytes of local memory."""
+    pytest.importorskip("cuda.core")
+    entry = quantize_op.entry_of(Format.parse(name, dim), torch.bfloat16, by_address=True)
+    usage = jit.usage(quantize_op.SOURCE, entry, arch=arch)
+    assert usage.spill_bytes <= (64 if registers == 96 else 0), usage
+    assert 0 < usage.registers <= registers, usage

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvstrata.cache import TieredCache
 from kvstrata.layout import Format
 from store_model import make
 from test_quantize_pages import Call as PageCall
 from test_quantize_pages import assert_close_enough
+from test_repack import CASES as REPACKS
+from test_repack import Setup
 from test_store import check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
@@ -37,3 +40,22 @@ def test_quantize_pages(k_bits: int, v_bits: int, dim: int, dtype: torch.dtype) 
     call = PageCall(Format(k_bits, v_bits, dim), dtype, centred=True)
     call.k[0, 0, 0] = float("nan")  # so that the way for such rows is taken too
     assert_close_enough(call, "cuda")
+
+
+@pytest.mark.parametrize("name", ["three tiers", "all widths, bf16", "shared words", "a width that stays"])
+def test_repack(name: str) -> None:
+    setup = Setup(**REPACKS[name])
+    for leave, new in ((0.4, 9), (1.0, 40)):
+        setup.demote("cuda", leave, new)
+        setup.check()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dim", [32, 48, 128])
+def test_append(dim: int) -> None:
+    cache = TieredCache(2, 3, dim, budget=None, page_tokens=16, max_requests=3, max_tokens=64, device="cuda")
+    for lengths in ([5, 0, 20], [1, 1, 1], [2, 1, 0]):
+        k, v = torch.randn(2, sum(lengths), 3, dim, device="cuda").bfloat16()
+        cache.append(1, k, v, [0, 1, 2], lengths)
+    cache.check()
+    torch.cuda.synchronize()

@@ -17,6 +17,7 @@ and copied before anything is written to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -35,6 +36,29 @@ def _spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     counts = np.maximum(end - first, 0)
     which = np.repeat(np.arange(len(counts)), counts)
     return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Moves whose pages are taken."""
+
+    buckets: Buckets
+    job: repack_op.Job
+    plan: moves.Moves
+    backend: str
+    taken: repack_reference.Taken | None  # rows that the reference has read
+    new: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # group, page and handle of new pages to be made whole
+    freed: np.ndarray  # pages that go when the moves are done, unless rows were taken before
+
+    def run(self) -> None:
+        if self.taken is not None:
+            repack_reference.put(self.job, self.taken)
+            return
+        if self.new is not None:
+            from .whole_pages import fill
+
+            fill(self.buckets, self.job, self.plan, *self.new)
+        repack_op.repack(self.job, self.backend)
 
 
 class Buckets:
@@ -191,7 +215,23 @@ class Buckets:
         fresh: Rows | None,
         centre: torch.Tensor,
     ) -> None:
-        """Bring every token to its target tier, or out (`DROP`).
+        """Bring every token to its target tier, or out (`DROP`); see `prepare`."""
+        prepared = self.prepare(layer, requests, tokens, target, fresh, centre)
+        if prepared is not None:
+            prepared.run()
+            if prepared.taken is None:
+                self.pool.release(prepared.freed)
+
+    def prepare(
+        self,
+        layer: int | Sequence[int],
+        requests: Sequence[int],
+        tokens: Tokens,
+        target: torch.Tensor,
+        fresh: Rows | None,
+        centre: torch.Tensor,
+    ) -> Prepared | None:
+        """Moves, pages, tables and counts; what is left to do is the moves themselves. None if nothing moves.
 
         ``layer``: one for all requests, or one for each; then a bucket is (number of the pair) * kv_heads + head.
         ``tokens`` are all tokens of the buckets, those of a bucket and tier one after the other, by slot. ``fresh`` are
@@ -203,13 +243,14 @@ class Buckets:
         change = moves.change(tokens, target, self.pool.to_device(before), tiers)
         left, came, holes = change.to_host()
         if not left.any() and not came.any():
-            return
-        plan = moves.plan(change, tokens, target, int(came.sum()), int(holes.sum()))
+            return None
+        backend = repack_op.resolve(self.backend, self.device)
+        by_page = self.page_tokens if backend == "cuda" else None
+        plan = moves.plan(change, tokens, target, int(came.sum()), int(holes.sum()), by_page)
         bases = self._bases(requests_, layers)
         packed = self._pack(plan, tokens, bases)
         k, v = (None, None) if fresh is None else (fresh.k, fresh.v)
         job = repack_op.Job(self.pool, self.kinds, packed, k, v, centre)
-        backend = repack_op.resolve(self.backend, self.device)
         taken = repack_reference.take(job) if backend == "reference" else None
 
         # Pages past the end go, pages that are written and not ours alone are copied, new ones are taken.
@@ -229,7 +270,8 @@ class Buckets:
         for t in range(tiers):
             mine, theirs = at_added[3] == t, at_shared[3] == t
             new[mine] = self.pool.allocate(t, int(mine.sum()))
-            self.pool.clear(new[mine], t)
+            if t == 0 or by_page is None:  # else all slots of the page are written
+                self.pool.clear(new[mine], t)
             own[theirs] = self.pool.allocate(t, int(theirs.sum()))
             if taken is not None:
                 self.pool.write(own[theirs], 0, copies[t])
@@ -243,11 +285,9 @@ class Buckets:
             self.count.flatten(0, 1)[place] = change.count.view(-1, self.kv_heads, tiers).int()
 
         packed[:, 3] = self._handles_at(bases, plan.group, plan.slot)
-        if taken is not None:
-            repack_reference.put(job, taken)
-        else:
-            repack_op.repack(job, backend)
-            self.pool.release(freed)
+        lossy = at_added[3] > 0
+        pages_made = None if by_page is None else (added[0][lossy], added[1][lossy], new[lossy])
+        return Prepared(self, job, plan, backend, taken, pages_made, freed)
 
     def _at(
         self, requests: np.ndarray, layers: np.ndarray, group: np.ndarray, page: np.ndarray

@@ -92,15 +92,19 @@ class Moves:
     slot: torch.Tensor  # and the slot there, counted in the bucket
     after: torch.Tensor  # the move that writes where this one has read, or -1
     head: torch.Tensor  # bool: this one writes where nobody reads
+    whole: torch.Tensor | None = None  # bool: done before all others, as part of a new page; in no chain
 
     def __len__(self) -> int:
         return len(self.token)
 
 
-def plan(change: Change, tokens: Tokens, target: torch.Tensor, arrivals: int, fillers: int) -> Moves:
+def plan(
+    change: Change, tokens: Tokens, target: torch.Tensor, arrivals: int, fillers: int, page_tokens: int | None = None
+) -> Moves:
     """The moves of a change, given how many there are.
 
-    The stored tokens of a group must stand one after the other, by slot, all of them.
+    The stored tokens of a group must stand one after the other, by slot, all of them. With ``page_tokens`` those that
+    go from plain rows into new pages of codes are kept out of the chains.
     """
     tiers, device = change.tiers, tokens.bucket.device
     coming = _pick(change.arrives, arrivals)
@@ -119,11 +123,16 @@ def plan(change: Change, tokens: Tokens, target: torch.Tensor, arrivals: int, fi
     stored = torch.where(tokens.tier >= 0, tokens.bucket * tiers + tokens.tier, groups)
     every = torch.arange(n, device=device)
     start = torch.full((groups + 1,), n, device=device).scatter_reduce_(0, stored, every, "amin")
-    number = torch.arange(len(token), device=device)
-    move_of = torch.full((n + 1,), -1, device=device).scatter_(0, token, number)
+    number, whole = torch.arange(len(token), device=device), None
+    in_chain = number
+    if page_tokens is not None:
+        new_page = slot // page_tokens * page_tokens >= change.before[group]
+        whole = new_page & (group % tiers > 0) & (tokens.tier[token] <= 0)
+        in_chain = torch.where(whole, -1, number)
+    move_of = torch.full((n + 1,), -1, device=device).scatter_(0, token, in_chain)
     occupant = torch.where(slot < change.before[group], start[group] + slot, n)
     ahead = move_of[occupant]
     head = ahead < 0
     after = torch.full((len(token) + 1,), -1, device=device)
     after.scatter_(0, torch.where(head, len(token), ahead), number)
-    return Moves(token, group, slot, after[:-1], head)
+    return Moves(token, group, slot, after[:-1], head if whole is None else head & ~whole, whole)

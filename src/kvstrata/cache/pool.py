@@ -204,8 +204,11 @@ class Pool:
             clear(self, self.to_device(handles), self.strides[tier])
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """A copy of a small host array; on a GPU the host does not wait (pageable memory is staged by the driver)."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        """A copy of a small host array; on a GPU it goes through pinned memory, and the host does not wait."""
+        copy = torch.from_numpy(np.ascontiguousarray(array))
+        if self.space is not None or copy.numel() == 0:
+            return copy.to(self.device)
+        return copy.pin_memory().to(self.device, non_blocking=True)
 
     def trim(self, spare: int = 0) -> None:
         """Give empty slabs back, all but ``spare``."""

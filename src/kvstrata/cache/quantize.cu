@@ -24,8 +24,9 @@ struct Params {
   const char* k;
   const char* v;
   unsigned char* pool;
-  const int* pages;      // [n] destination, in units of 64 bytes
-  const int* source;     // [n, tokens of a page] row of k and v; negative: an empty slot
+  const void* pages;     // Index [n] destination, in units of 64 bytes
+  const void* source;    // Index [n, tokens of a page] row of k; negative: an empty slot
+  const void* v_source;  // the same for v
   const int* heads;      // [n]
   const float* centre;   // [m, D], subtracted from K, in the model's space
   const float* rotated;  // the same through the butterflies, without their factor
@@ -92,7 +93,8 @@ struct Source {
   using Raw = typename Quad<In>::type;
   const char* at[2];  // null: an empty slot
 
-  __device__ __forceinline__ Source(const char* side, i64 token_stride, const int (&rows)[2]) {
+  template <class Index>
+  __device__ __forceinline__ Source(const char* side, i64 token_stride, const Index (&rows)[2]) {
     const int t = threadIdx.x & 3;
 #pragma unroll
     for (int i = 0; i < 2; i++) at[i] = rows[i] < 0 ? nullptr : side + rows[i] * token_stride + 4 * t * sizeof(In);
@@ -286,8 +288,9 @@ template <class In, int kKBits, int kVBits, int kSteps, int kTiles> struct Cut {
                                                        : 16;
 };
 
-template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, int kSteps = kDim / 16,
-          int kTiles = kTokens / 16>
+// Index: int, or i64 for rows and pages that lie anywhere, given by their addresses.
+template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, class Index = int,
+          int kSteps = kDim / 16, int kTiles = kTokens / 16>
 __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThreads,
                                   Cut<In, kKBits, kVBits, kSteps, kTiles>::kBlocks)
     quantize_pages(const __grid_constant__ Params p) {
@@ -300,10 +303,11 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
   const int n = kStaged ? blockIdx.x : blockIdx.x / (2 * kTiles);
   const int warp = kStaged ? threadIdx.x >> 5 : blockIdx.x % (2 * kTiles);
   const int tile = warp % kTiles;
-  const int* slots = p.source + static_cast<i64>(n) * kTokens + tile * 16 + g;
-  const int rows[2] = {__ldg(slots), __ldg(slots + 8)};
+  const Index* slots = static_cast<const Index*>(warp < kTiles ? p.source : p.v_source);
+  slots += static_cast<i64>(n) * kTokens + tile * 16 + g;
+  const Index rows[2] = {__ldg(slots), __ldg(slots + 8)};
   const int head = __ldg(p.heads + n);
-  unsigned char* page = p.pool + static_cast<i64>(__ldg(p.pages + n)) * 64;
+  unsigned char* page = p.pool + static_cast<i64>(__ldg(static_cast<const Index*>(p.pages) + n)) * 64;
   unsigned char* codes = page;
   if constexpr (kStaged) {
     codes = stage;

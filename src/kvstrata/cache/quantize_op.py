@@ -22,14 +22,15 @@ SOURCE = Path(__file__).with_name("quantize.cu")
 BACKENDS = ("auto", "reference", "triton", "cuda")
 UNIT = 64  # bytes that a page handle counts in
 CXX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-# struct Params: k, v, pool, pages, source, heads, centre, rotated centre, centres; four strides in bytes.
-PARAMS = struct.Struct("9Q4q")
+# struct Params: k, v, pool, pages, source of k and of v, heads, centre, rotated centre, centres; four strides in bytes.
+PARAMS = struct.Struct("10Q4q")
 
 
-def entry_of(format: Format, dtype: torch.dtype) -> str:
-    """The template instantiation for a format and the dtype of the rows."""
+def entry_of(format: Format, dtype: torch.dtype, by_address: bool = False) -> str:
+    """The template instantiation for a format and the dtype of the rows; ``by_address``: see whole_pages.py."""
     widths = f"{format.k_bits}, {format.v_bits}, {format.page_tokens}"
-    return f"quantize_pages<{CXX[dtype]}, {format.head_dim}, {widths}, {str(format.rotate).lower()}>"
+    index = ", long long" if by_address else ""
+    return f"quantize_pages<{CXX[dtype]}, {format.head_dim}, {widths}, {str(format.rotate).lower()}{index}>"
 
 
 def grid_of(format: Format, pages: int) -> tuple[int, int]:
@@ -192,16 +193,21 @@ def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
     return jit.load(SOURCE, entry_of(format, dtype), jit.arch_of(device))
 
 
+def rotated_centre(centre: torch.Tensor, format: Format) -> torch.Tensor:
+    """Centres as the kernel's rows are when it subtracts them: rotated, without the rotation's factor."""
+    return rotate(centre) * block_of(format.head_dim) ** 0.5 if format.rotate else centre
+
+
 def _cuda(job: Job) -> None:
     k, v, pool, pages, source, heads, format, centre, centres = job
     size, device = k.element_size(), pool.get_device()
     addresses = [0, 0, 0]
     if centre is not None and centres is not None:
         centre = centre.contiguous()
-        rotated = rotate(centre) * block_of(format.head_dim) ** 0.5 if format.rotate else centre
+        rotated = rotated_centre(centre, format)
         addresses = [centre.data_ptr(), rotated.data_ptr(), centres.data_ptr()]
     params = PARAMS.pack(
-        *(x.data_ptr() for x in (k, v, pool, pages, source, heads)),
+        *(x.data_ptr() for x in (k, v, pool, pages, source, source, heads)),
         *addresses,
         *(n * size for x in (k, v) for n in x.stride()[:2]),
     )
