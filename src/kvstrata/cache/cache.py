@@ -32,6 +32,7 @@ from .pool import EMPTY, UNIT, Pool
 from .settle import POLICIES, Plan, Policy, Scope, plan
 from .views import BucketedCacheLayer
 
+MANY_SLABS = 1 << 15
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -128,13 +129,14 @@ class TieredCache:
         self.kinds = tuple(PageKind(f, dtype, self.position_dtype, keeps, self.device) for f in self.formats)
         strides = [kind.stride for kind in self.kinds]
 
-        if slab_bytes is None:
-            slab_bytes = strides[0] * min(max(layers * kv_heads // 16, 1), 8)
-        check_int("slab_bytes", slab_bytes, strides[0])
-        slab_bytes = slab_bytes // UNIT * UNIT
         max_pages = -(-max_tokens // page_tokens)
         pages = max_requests * layers * kv_heads * (max_pages + len(strides) - 1)
+        if slab_bytes is None:  # small ones waste less; large caches need not have millions of them
+            slab_bytes = strides[0] * max(min(max(layers * kv_heads // 16, 1), 8), pages // MANY_SLABS)
+        check_int("slab_bytes", slab_bytes, strides[0])
+        slab_bytes = slab_bytes // UNIT * UNIT
         capacity = 2 * (-(-pages // (slab_bytes // strides[0])) + len(strides))
+        capacity = min(capacity, 2**31 // (slab_bytes // UNIT))  # what handles can name
         self.pool = Pool(strides, slab_bytes, capacity, self.device, debug)
         self.buckets = Buckets(self.pool, self.kinds, max_requests, layers, kv_heads, max_pages)
         centre_shape = (max_requests, layers, kv_heads, head_dim)
@@ -357,11 +359,25 @@ class TieredCache:
             raise BudgetExceeded(where, made.needed, allowed)
         return made.target
 
-    def _apply(
-        self, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor, fresh: Rows | None = None
+    def _apply(self, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor) -> None:
+        self._apply_all([(layer, requests, tokens, target)])
+
+    def _apply_all(
+        self, jobs: Sequence[tuple[int, list[int], Tokens, torch.Tensor]], fresh: Rows | None = None
     ) -> None:
-        fix_centres(self, layer, requests, tokens, target, fresh)
-        self.buckets.move(layer, requests, tokens, target, fresh, self.centre[requests, layer].flatten(0, 1))
+        """The targets of several layers and scopes, in one go; new tokens are rows of ``fresh``."""
+        layers: list[int] = []
+        requests: list[int] = []
+        parts, targets, centres = [], [], []
+        for layer, scope, tokens, target in jobs:
+            fix_centres(self, layer, scope, tokens, target, fresh)
+            parts.append(replace(tokens, bucket=tokens.bucket + len(requests) * self.kv_heads))
+            targets.append(target)
+            centres.append(self.centre[scope, layer].flatten(0, 1))
+            layers += [layer] * len(scope)
+            requests += scope
+        if requests:
+            self.buckets.move(layers, requests, Tokens.cat(parts), torch.cat(targets), fresh, torch.cat(centres))
 
     def _set_length(self, request: int, layer: int, length: int) -> None:
         self._lengths[request, layer] = length
@@ -483,8 +499,7 @@ class TieredCache:
                     undo()
                 raise
         self._active.update(asked)
-        for scope, tokens, target in jobs:
-            self._apply(layer, scope, tokens, target, fresh)
+        self._apply_all([(layer, *job) for job in jobs], fresh)
         for i, (request, count) in enumerate(zip(asked, lengths, strict=True)):
             if i not in plain:
                 self._set_length(request, layer, int(self._lengths[request, layer]) + count)
@@ -537,9 +552,7 @@ class TieredCache:
                 tokens = self.buckets.snapshot(at, scope)
                 target = self._plan(at, scope, tokens, [int(self._lengths[r, at]) for r in scope])
                 jobs.append((at, scope, tokens, target))
-        for at, scope, tokens, target in jobs:
-            if not torch.equal(target, tokens.tier):
-                self._apply(at, scope, tokens, target)
+        self._apply_all(jobs)
         self._tidy()
 
     def update_importance(
@@ -694,8 +707,8 @@ class TieredCache:
                 target = torch.full_like(tokens.tier, DROP)
                 target[at] = self._plan(layer, scope, tokens[at], lengths)
             jobs.append((layer, scope, tokens, target))
-        for layer, scope, tokens, target in jobs:
-            self._apply(layer, scope, tokens, target)
+        self._apply_all(jobs)
+        for layer, *_ in jobs:
             self._set_length(request, layer, length)
             self._reported[request, layer] = min(length, self._reported[request, layer])
         self._tidy()

@@ -229,6 +229,5 @@ def _fit(cache: TieredCache, request: int) -> None:
             tokens = cache.buckets.snapshot(layer, scope)
             lengths = [int(cache._lengths[r, layer]) for r in scope]
             jobs.append((layer, scope, tokens, cache._plan(layer, scope, tokens, lengths)))
-    for layer, scope, tokens, target in jobs:
-        cache._apply(layer, scope, tokens, target)
+    cache._apply_all(jobs)
     cache._tidy()
