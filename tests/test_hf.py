@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -323,6 +324,31 @@ def test_evicting_prompt_in_chunks(reference) -> None:
     torch.testing.assert_close(logits(), reference(logits), atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cuda_agrees_with_cpu(dtype: torch.dtype) -> None:
+    """A random model of SmolLM2's shape, less deep: logits of prompt and decode steps through the fused path."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+    config = LlamaConfig(**SIZES | shape | dict(num_hidden_layers=4))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    ids, following = prompt(2, 500), prompt(2, 24, seed=2)
+
+    def logits(device: str) -> torch.Tensor:
+        model.to(device)
+        cache = StrataCache(model.config, budget=0.3, dtype=dtype, policy="recency", window=32, page_tokens=16)
+        with torch.no_grad():
+            made = [model(ids.to(device), past_key_values=cache).logits[:, -1:]]
+            for some in following.to(device).split([1, 1, 4, 1, 8, 1, *[1] * 8], 1):
+                made.append(model(some, past_key_values=cache).logits)
+        assert cache.tiered.memory().tokens["K2V2"] > 0
+        return torch.cat(made, 1).cpu()
+
+    expected, given = logits("cpu"), logits("cuda")
+    # Queries and outputs are rounded to the cache's dtype on both sides; codes may differ where K was at an edge.
+    assert (given - expected).abs().max() <= 16 * torch.finfo(dtype).eps * expected.std()
+
+
 # Rows
 
 
@@ -474,7 +500,8 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
     alone = [greedy(model, ids, StrataCache(model.config, **options)) for options in caches]
     script = Path(__file__).parent / "hf_ranks.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    env = os.environ | dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    done = subprocess.run([*torchrun, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         made = torch.load(tmp_path / f"rank{rank}.pt")

@@ -37,7 +37,7 @@ def generate(
 
     Example: kvstrata generate "What does this allow?" --context LICENSE --compare
     """
-    for package in ("transformers", "accelerate", "gguf"):
+    for package in ("transformers",) if model else ("transformers", "accelerate", "gguf"):
         if importlib.util.find_spec(package) is None:
             _refuse(f"generate needs {package}: pip install 'kvstrata[hf]'")
     os.environ.setdefault("TQDM_DISABLE", "1")  # the reader of .gguf files has a progress bar of its own
