@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from decode_model import case_of
+from decode_model import check as check_decode
 from kvstrata.cache import TieredCache
 from kvstrata.layout import Format
 from store_model import make
@@ -58,4 +60,12 @@ def test_append(dim: int) -> None:
         k, v = torch.randn(2, sum(lengths), 3, dim, device="cuda").bfloat16()
         cache.append(1, k, v, [0, 1, 2], lengths)
     cache.check()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_decode(dim: int, q_len: int) -> None:
+    case = case_of([70, 0, 33, 1], dim=dim, page_tokens=32, q_len=q_len, dtype=torch.bfloat16, group=4)
+    check_decode(case, "cuda")
     torch.cuda.synchronize()

@@ -5,6 +5,9 @@
 //   K: tokens are the 16 rows of the product, columns (query heads of the KV head, times queries) its 8 columns
 //   V: dims are the rows; the weights are transposed between the two products by movmatrix
 //
+// With kMass the same way is gone over K alone, after combine.cu: m is then the log of the sum of all weights, and what is
+// written is the weight of every token, summed over the columns.
+//
 // Scores are in powers of two. The reference m of a column is such that weight * (scale of V) fits fp16; it is not the
 // largest score, and changes only when a stage does not fit (`rebase`): one vote a stage instead of a reduction.
 #include "mma.cuh"
@@ -22,13 +25,16 @@ struct Params {
   const int* requests;    // [rows], or null
   const int* lengths;     // [requests], stride in ints below
   const float* centre;    // [requests, kv heads, D], stride below
-  float* partial_out;     // [slots, column blocks, columns, D]
+  float* partial_out;     // [slots, column blocks, columns, D]; kMass: the mass [rows, kv heads, mass_length], zeros
   float2* partial_sum;    // [slots, column blocks, columns]: m, l
+  const float* lse;       // kMass: [rows, queries, heads]
   i64 q_row, q_query, q_head;  // strides in bytes
   i64 length_stride, centre_request;
   int queries, group, kv_heads, chunks;
   float scale_log2, softcap_log2;  // softcap 0: none
-  int window, position_bytes;      // window 0: none; position_bytes 0: positions are not needed
+  int window, position_bytes;      // window 0: none; position_bytes 0: positions are not read
+  int mass_length, ordered;        // whether positions decide what is seen
+  i64 row_bytes, v_offset;         // rows in pages: from one token to the next, from K to V; 0: pages of a tiered cache
 };
 
 constexpr float kNone = -1e30f;
@@ -148,7 +154,7 @@ __device__ __forceinline__ int plain_dim(int s, int part) {
   return 32 * (s / 2) + 8 * t + 4 * (s % 2) + 2 * part;
 }
 
-template <class In, int kDim, int kN>
+template <class In, bool kMass, int kDim, int kN>
 __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st, int group, int block) {
   constexpr int kSteps = kDim / 16;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -175,12 +181,19 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
       }
     st.m[n][0] = st.m[n][1] = st.l[n][0] = st.l[n][1] = 0.f;
     st.centre[n][0] = st.centre[n][1] = st.middle[n][0] = st.middle[n][1] = 0.f;
-    if (p.position_bytes) {
+    if (p.ordered) {
       const int length = __ldg(p.lengths + request * p.length_stride);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         const int mine = (block * kN + n) * 8 + 2 * t + c;
         st.last[n][c] = length - p.queries + mine / p.group;
+        if constexpr (kMass) {  // columns that are not there, or see nothing, have no weight
+          float lse = -kNone;
+          if (mine < columns)
+            lse = __ldg(p.lse + (static_cast<i64>(row) * p.queries + mine / p.group) * (p.kv_heads * p.group) + head * p.group +
+                        mine % p.group);
+          st.m[n][c] = lse > kNone ? lse * 1.4426950408889634f : -kNone;
+        }
       }
     }
   }
@@ -312,7 +325,7 @@ struct Scores {
 // Softcap, and what may not be seen: past the count, after the query, before its window.
 template <int kTiles, int kDim, int kN>
 __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, int tokens,
-                                  const unsigned char* positions) {
+                                  const unsigned char* positions, int first) {
   const int g = (threadIdx.x & 31) >> 2;
 #pragma unroll
   for (int i = 0; i < kTiles; i++)
@@ -320,7 +333,7 @@ __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st,
     for (int r = 0; r < 2; r++) {
       const int token = i * 16 + g + 8 * r;
       const bool there = token < tokens;
-      int position = 0;
+      int position = first + token;
       if (p.position_bytes == 2) position = reinterpret_cast<const unsigned short*>(positions)[token];
       if (p.position_bytes == 4) position = reinterpret_cast<const int*>(positions)[token];
       if (!there) sc.v[i][r] = 0.f;
@@ -335,7 +348,7 @@ __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st,
             x = p.softcap_log2 * copysignf(1.f - __fdividef(2.f, e + 1.f), y) - st.m[n][c];
           }
           bool seen = there;
-          if (p.position_bytes) {
+          if (p.ordered) {
             seen = seen && position <= st.last[n][c];
             if (p.window) seen = seen && position > st.last[n][c] - p.window;
           }
@@ -410,8 +423,8 @@ __device__ __forceinline__ bool weigh(const State<kDim, kN>& st, const Scores<kT
 
 template <class W, int kTiles, int kDim, int kN>
 __device__ __forceinline__ void soften(const Params& p, State<kDim, kN>& st, Scores<kTiles, kN>& sc, int tokens,
-                                       const unsigned char* positions, unsigned (&w)[kTiles][kN][2]) {
-  if (tokens < kTiles * 16 || p.position_bytes || p.softcap_log2 > 0.f) mask<kTiles>(p, st, sc, tokens, positions);
+                                       const unsigned char* positions, int first, unsigned (&w)[kTiles][kN][2]) {
+  if (tokens < kTiles * 16 || p.ordered || p.softcap_log2 > 0.f) mask<kTiles>(p, st, sc, tokens, positions, first);
   float l[kN][2];
   if (!weigh<W>(st, sc, w, l)) {
     rebase<kTiles>(st, sc);
@@ -430,9 +443,34 @@ __device__ __forceinline__ void soften(const Params& p, State<kDim, kN>& st, Sco
       for (int r = 0; r < 2; r++) w[i][n][r] = transpose8x8(w[i][n][r]);
 }
 
+// The weight of every token, all columns together, to its position.
+template <int kTiles, int kDim, int kN>
+__device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, int group,
+                                           int tokens, const unsigned char* positions, int first) {
+  const int lane = threadIdx.x & 31, g = lane >> 2;
+  mask<kTiles>(p, st, sc, tokens, positions, first);
+  float* mass = p.partial_out + static_cast<i64>(group >> 1) * p.mass_length;
+#pragma unroll
+  for (int i = 0; i < kTiles; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float sum = 0.f;
+#pragma unroll
+      for (int n = 0; n < kN; n++) sum += exp2_of(sc.x[i][n][r][0]) + exp2_of(sc.x[i][n][r][1]);
+      sum = sum_over_t(sum);
+      const int token = i * 16 + g + 8 * r;
+      if ((lane & 3) || token >= tokens) continue;
+      const int position = p.position_bytes == 2   ? reinterpret_cast<const unsigned short*>(positions)[token]
+                           : p.position_bytes == 4 ? reinterpret_cast<const int*>(positions)[token]
+                                                   : first + token;
+      atomicAdd(mass + position, sum);
+    }
+}
+
 // A stage of codes, kUnit tiles at a time: enough for the tensor cores to have work, and little code.
-template <class T, class P, int kDim, int kN>
-__device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& st, const unsigned char* stage, int tokens) {
+template <class T, class P, bool kMass, int kDim, int kN>
+__device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& st, const unsigned char* stage, int tokens,
+                                             int group) {
   constexpr int kSteps = kDim / 16, kMost = kDim <= 64 ? 4 : 2, kUnit = P::kMine < kMost ? P::kMine : kMost;
   using KWords = Words<T::kK, kSteps, P::kMine, kUnit>;
   using VWords = Words<T::kV, kSteps, P::kMine, kUnit>;
@@ -483,7 +521,12 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
     }
     unsigned w[kUnit][kN][2];
     const int before = unit * kUnit * 16;
-    soften<f16, kUnit>(p, st, sc, tokens - before, stage + P::kBytes + before * p.position_bytes, w);
+    const unsigned char* positions = stage + P::kBytes + before * p.position_bytes;
+    if constexpr (kMass) {
+      share_mass<kUnit>(p, st, sc, group, tokens - before, positions, 0);
+      return;
+    }
+    soften<f16, kUnit>(p, st, sc, tokens - before, positions, 0, w);
 
     constexpr unsigned kOnes = 0x00010001u, kOnes8 = kOnes << (24 - place<T::kV>(2));
     const unsigned ones[4] = {kOnes, kOnes, kOnes8, kOnes8};
@@ -512,6 +555,7 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
     for (int unit = 0; unit < P::kMine / kUnit; unit++)
       if (unit < units) attend_unit(unit);
   }
+  if constexpr (kMass) return;
   // The middle of the levels times the sum of weights comes off, stage by stage: the sums stay small.
   constexpr float kLess0 = -middle<T::kV>(), kLess1 = kLess0 * (1 << (24 - place<T::kV>(1)));
 #pragma unroll
@@ -572,12 +616,13 @@ __device__ __forceinline__ void attend_values(State<kDim, kN>& st, const unsigne
 }
 
 // A stage of plain rows.
-template <class In, class P, int kDim, int kN>
-__device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st, unsigned char* stage, int tokens) {
+template <class In, class P, bool kMass, int kDim, int kN>
+__device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st, unsigned char* stage, int tokens, int group,
+                                            int first) {
   constexpr int kSteps = kDim / 16, kTiles = P::kMine;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   unsigned char* v_rows = stage + P::kKBytes;
-  if (tokens < P::kTokens) {  // weight 0 times what stands there must be 0
+  if (!kMass && tokens < P::kTokens) {  // weight 0 times what stands there must be 0
     for (int i = tokens * kDim * 2 + lane * 16; i < P::kVBytes; i += 512)
       *reinterpret_cast<uint4*>(v_rows + i) = make_uint4(0, 0, 0, 0);
     Ring<1>::fence();
@@ -619,8 +664,12 @@ __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st
       }
     sc.v[i][0] = sc.v[i][1] = 1.f;
   }
+  if constexpr (kMass) {
+    share_mass<kTiles>(p, st, sc, group, tokens, stage + P::kBytes, first);
+    return;
+  }
   unsigned w[kTiles][kN][2];
-  soften<In, kTiles>(p, st, sc, tokens, stage + P::kBytes, w);
+  soften<In, kTiles>(p, st, sc, tokens, stage + P::kBytes, first, w);
 #pragma unroll
   for (int i = 0; i < kTiles; i++) {
     const unsigned char* rows = v_rows + i * 16 * kDim * 2;
@@ -680,17 +729,17 @@ __device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, 
 }
 
 // The tier's own code for a stage, found by its number.
-template <class In, int kDim, int kPageTokens, int kN, int kNumber>
-__device__ __forceinline__ void attend(Tiers<>, const Params&, State<kDim, kN>&, unsigned char*, int, int) {}
-template <class In, int kDim, int kPageTokens, int kN, int kNumber, class T, class... Ts>
-__device__ __forceinline__ void attend(Tiers<T, Ts...>, const Params& p, State<kDim, kN>& st, unsigned char* stage, int tokens,
-                                       int tier) {
+template <class In, bool kMass, int kDim, int kPageTokens, int kN, int kNumber>
+__device__ __forceinline__ void attend(Tiers<>, const Params&, State<kDim, kN>&, unsigned char*, unsigned, int) {}
+template <class In, bool kMass, int kDim, int kPageTokens, int kN, int kNumber, class T, class... Ts>
+__device__ __forceinline__ void attend(Tiers<T, Ts...>, const Params& p, State<kDim, kN>& st, unsigned char* stage,
+                                       unsigned meta, int group) {
   using P = Part<T, kDim, kPageTokens>;
-  if (tier == kNumber) {
-    if constexpr (T::kPlain) attend_rows<In, P>(p, st, stage, tokens);
-    else attend_codes<T, P>(p, st, stage, tokens);
+  if ((meta >> 8 & 0xff) == kNumber) {
+    if constexpr (T::kPlain) attend_rows<In, P, kMass>(p, st, stage, meta & 0xff, group, static_cast<int>(meta >> 16) * P::kTokens);
+    else attend_codes<T, P, kMass>(p, st, stage, meta & 0xff, group);
   } else {
-    attend<In, kDim, kPageTokens, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, tokens, tier);
+    attend<In, kMass, kDim, kPageTokens, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, meta, group);
   }
 }
 
@@ -711,25 +760,47 @@ __device__ __forceinline__ Sizes sizes_of(Tiers<Ts...>, int tier) {
   return found;
 }
 
+template <bool kMass>
 __device__ __forceinline__ void fill(Ring<2>& ring, int at, unsigned char* to, const Stage& stage, const Sizes& size,
                                      int position_bytes) {
   if (!ring.mine()) return;
   const char* page = reinterpret_cast<const char*>(stage.page);
   const int positions = size.tokens * position_bytes, codes = size.k + size.v + size.scales;
-  ring.begin(at, codes + positions);
-  if (size.parts == 1) {
+  ring.begin(at, codes + positions - (kMass ? size.v : 0));
+  if (size.parts == 1 && !kMass) {
     ring.copy(at, to, page, codes + positions);
   } else {
     const int part = stage.meta >> 16;
     ring.copy(at, to, page + part * size.k, size.k);
-    ring.copy(at, to + size.k, page + size.parts * size.k + part * size.v, size.v);
+    if (!kMass) ring.copy(at, to + size.k, page + size.parts * size.k + part * size.v, size.v);
     if (size.scales) ring.copy(at, to + size.k + size.v, page + size.parts * (size.k + size.v) + part * size.scales, size.scales);
     if (positions) ring.copy(at, to + codes, page + size.parts * codes + part * positions, positions);
   }
 }
 
+// Rows of a page of store_kv: together where they follow each other, else a lane a row, of K and of V.
+template <bool kMass, int kDim>
+__device__ __forceinline__ void fill_rows(const Params& p, Ring<2>& ring, int at, unsigned char* to, const Stage& stage,
+                                          const Sizes& size) {
+  constexpr int kRow = kDim * 2;
+  const int lane = threadIdx.x & 31, tokens = stage.meta & 0xff, sides = kMass ? 1 : 2;
+  const char* rows = reinterpret_cast<const char*>(stage.page);
+  if (ring.mine()) ring.begin(at, sides * tokens * kRow);
+  if (p.row_bytes == kRow) {
+    if (!ring.mine()) return;
+    ring.copy(at, to, rows, tokens * kRow);
+    if (!kMass) ring.copy(at, to + size.k, rows + p.v_offset, tokens * kRow);
+    return;
+  }
+  __syncwarp();
+  for (int i = lane; i < sides * tokens; i += 32) {
+    const int side = i >= tokens, token = i - side * tokens;
+    ring.copy_of_lane(at, to + side * size.k + token * kRow, rows + side * p.v_offset + token * p.row_bytes, kRow);
+  }
+}
+
 // kResident warps on a multiprocessor.
-template <class In, int kDim, int kPageTokens, int kN, int kWarps, int kResident, class TierList>
+template <class In, bool kMass, bool kRows, int kDim, int kPageTokens, int kN, int kWarps, int kResident, class TierList>
 __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const __grid_constant__ Params p) {
   constexpr int kSlot = slot_bytes<kDim, kPageTokens>(TierList{});
   extern __shared__ __align__(128) unsigned char shared[];
@@ -745,7 +816,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
     if (first >= end) continue;
     const auto produce = [&](int at, const Stage& stage) {
       const Sizes size = sizes_of<kDim, kPageTokens>(TierList{}, stage.meta >> 8 & 0xff);
-      fill(ring, at, slots + at * kSlot, stage, size, p.position_bytes);
+      if constexpr (kRows) fill_rows<kMass, kDim>(p, ring, at, slots + at * kSlot, stage, size);
+      else fill<kMass>(ring, at, slots + at * kSlot, stage, size, p.position_bytes);
     };
     Stage now = p.stages[first], next = p.stages[min(first + 1, end - 1)], after = p.stages[min(first + 2, end - 1)];
     produce(0, now);
@@ -757,18 +829,18 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
       if (i + 1 < end) produce(at ^ 1, next);
       ring.commit();
       if (now.group != group) {  // while the page is on its way
-        if (group >= 0) end_group(p, st, group, chunk, block);
+        if (group >= 0 && !kMass) end_group(p, st, group, chunk, block);
         group = now.group;
-        begin_group<In>(p, st, group, block);
+        begin_group<In, kMass>(p, st, group, block);
       }
       ring.wait(at, 2);
-      attend<In, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta & 0xff, now.meta >> 8 & 0xff);
+      attend<In, kMass, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, group);
       __syncwarp();
       now = next;
       next = after;
       after = p.stages[min(i + 3, end - 1)];
     }
-    end_group(p, st, group, chunk, block);
+    if (!kMass) end_group(p, st, group, chunk, block);
     __syncwarp();
   }
 }

@@ -1,7 +1,7 @@
 """Decode attention in CUDA C++: a work list, one launch over all tiers, one that combines.
 
-    worklist.cu   counts, page tables --> stages in the order of (request, KV head, tier), evenly dealt out to workers
-    decode.cu     a warp is a worker: pages --> partial results
+    worklist.cu   counts, page tables --> stages in the order of (request, KV head, tier), cut into equal chunks
+    decode.cu     a warp takes a chunk: pages --> partial results
     combine.cu    partial results --> out, lse
 
 `Plan` holds the list and the scratch of one shape of call. It is made anew by the device before every use or, when the
@@ -14,7 +14,7 @@ import functools
 import math
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,8 +22,8 @@ from .. import jit
 from ..layout.format import Format
 
 if TYPE_CHECKING:
-    from ..cache.views import BucketedCacheLayer
     from .op import Job, Result
+    from .paged import PagedCache
 
 FOLDER = Path(__file__).parent
 NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -33,8 +33,8 @@ STAGE_LIMIT = 8704  # bytes of a stage where a page can be cut; as in decode.cu
 MAX_TIERS = 8
 PARTS = 16  # blocks that write one layer's list
 
-WORKLIST = struct.Struct(f"7q4q10i{2 * MAX_TIERS}i")
-DECODE = struct.Struct("8q5q4i2f2i")
+WORKLIST = struct.Struct(f"7q4q4q10i{2 * MAX_TIERS}i")
+DECODE = struct.Struct("9q5q4i2f4i2q")
 COMBINE = struct.Struct("6q5i4x")
 
 
@@ -85,11 +85,15 @@ def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:
     return width, -(-columns // (8 * width))
 
 
-def decode_entry(formats: tuple[Format, ...], dtype: torch.dtype, width: int) -> str:
+def decode_entry(
+    formats: tuple[Format, ...], dtype: torch.dtype, width: int, mass: bool = False, rows: bool = False
+) -> str:
+    """``mass``: the pass that gives weights; ``rows``: pages as store_kv writes them."""
     tiers = ",".join(f"Tier<{f.k_bits},{f.v_bits}>" for f in formats)
     head_dim = formats[0].head_dim
     sizes = f"{head_dim},{formats[0].page_tokens},{width},{WARPS},{resident_warps(head_dim, width)}"
-    return f"decode<{NAMES[dtype]},{sizes},Tiers<{tiers}>>"
+    flags = f"{str(mass).lower()},{str(rows).lower()}"
+    return f"decode<{NAMES[dtype]},{flags},{sizes},Tiers<{tiers}>>"
 
 
 def combine_entry(dtype: torch.dtype, head_dim: int, warps: int) -> str:
@@ -100,17 +104,64 @@ def missing(job: Job) -> str | None:
     """Why these kernels cannot run the job, or None."""
     if reason := jit.missing():
         return reason
-    if job.buckets is None:
-        return "cuda: expected a TieredCache, got a PagedCache"
     if job.q.dtype not in NAMES:
         return f"cuda: expected q in float16 or bfloat16, got {job.q.dtype}"
-    if job.return_mass:
-        return "cuda: return_mass is not there yet"
-    if len(job.buckets.formats) > MAX_TIERS:
+    if job.buckets is not None and len(job.buckets.formats) > MAX_TIERS:
         return f"cuda: expected at most {MAX_TIERS} tiers, got {len(job.buckets.formats)}"
+    if job.paged is not None and (reason := _missing_rows(job.paged)):
+        return reason
     if any(stride * job.q.element_size() % 4 for stride in job.q.stride()[:3]) or job.q.data_ptr() % 4:
         return f"cuda: expected rows of q at multiples of 4 bytes, got strides {job.q.stride()}"
     return None
+
+
+def _missing_rows(cache: PagedCache) -> str | None:
+    if cache.k.dtype not in NAMES:
+        return f"cuda: expected pages in float16 or bfloat16, got {cache.k.dtype}"
+    if cache.head_dim % 16 or not 32 <= cache.head_dim <= 256:
+        return f"cuda: expected a head_dim that is a multiple of 16 from 32 to 256, got {cache.head_dim}"
+    if cache.page_size % 16:
+        return f"cuda: expected pages of a multiple of 16 tokens, got {cache.page_size}"
+    if cache.k.stride() != cache.v.stride():
+        return f"cuda: expected k and v with the same strides, got {cache.k.stride()} and {cache.v.stride()}"
+    if any(n * 2 % 16 for n in cache.k.stride()[:3]) or cache.k.data_ptr() % 16 or cache.v.data_ptr() % 16:
+        return f"cuda: expected rows at multiples of 16 bytes, got strides {cache.k.stride()}"
+    return None
+
+
+class Source(NamedTuple):
+    """What the kernels read of a layer: of a `TieredCache`, or of plain pages as if it had one tier."""
+
+    formats: tuple[Format, ...]
+    table: torch.Tensor  # [requests, kv_heads, tiers, pages], or [requests, pages]
+    counts: torch.Tensor  # [requests, kv_heads, tiers], or [requests]
+    slabs: torch.Tensor | None
+    units: int
+    page_tokens: int
+    lengths: torch.Tensor
+    centre: torch.Tensor | None
+    position_bytes: int
+    rows: tuple[int, int, int, int]  # address of K, bytes of a page, a head and a row; zeros for a TieredCache
+    v_offset: int
+
+    @classmethod
+    def of(cls, job: Job) -> Source:
+        if job.paged is None:
+            b = job.buckets
+            assert b is not None
+            size = b.formats[0].page_tokens
+            return cls(
+                b.formats, b.table, b.count, b.slab_pointers, b.units, size, b.length, b.centre,
+                b.position_dtype.itemsize, (0, 0, 0, 0), 0,
+            )  # fmt: skip
+        c = job.paged
+        k, _ = c.by_head()
+        tokens = 32 if c.head_dim <= 64 and c.page_size % 32 == 0 else 16
+        format = Format(16, 16, c.head_dim, tokens)
+        page, head, row, _ = (2 * n for n in k.stride())
+        rows = (c.k.data_ptr(), page, head, row)
+        v_offset = c.v.data_ptr() - c.k.data_ptr()
+        return cls((format,), c.table, c.lengths, None, 1, c.page_size, c.lengths, None, 0, rows, v_offset)
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,8 +173,8 @@ def _rows(requests: tuple[int, ...], device: torch.device) -> torch.Tensor | Non
 
 
 @functools.lru_cache(maxsize=256)
-def _decode_kernel(formats: tuple[Format, ...], dtype: torch.dtype, width: int, device: int) -> jit.Kernel:
-    return jit.load(FOLDER / "decode.cu", decode_entry(formats, dtype, width), jit.arch_of(device))
+def _decode_kernel(formats: tuple[Format, ...], dtype: torch.dtype, width: int, mass: bool, device: int) -> jit.Kernel:
+    return jit.load(FOLDER / "decode.cu", decode_entry(formats, dtype, width, mass), jit.arch_of(device))
 
 
 @functools.lru_cache(maxsize=256)
@@ -144,8 +195,9 @@ class Plan:
 
     def __init__(
         self,
-        buckets: BucketedCacheLayer,
+        source: Source,
         requests: tuple[int, ...],
+        kv_heads: int,
         heads: int,
         q_len: int,
         *,
@@ -153,11 +205,11 @@ class Plan:
         layer_strides: tuple[int, int] = (0, 0),
         fixed_split: int | None = None,
     ) -> None:
-        device = buckets.table.device
+        device = source.table.device
         self.device = device.index if device.index is not None else torch.cuda.current_device()
-        self.buckets, self.requests, self.heads, self.q_len = buckets, requests, heads, q_len
-        self.formats = buckets.formats
-        self.kv_heads, tiers, max_pages = buckets.table.shape[1:]
+        self.source, self.requests, self.q_len, self.kv_heads = source, requests, q_len, kv_heads
+        self.formats = source.formats
+        tiers, max_pages = len(self.formats), source.table.shape[-1]
         self.layers, self.layer_strides = layers, layer_strides
         first = self.formats[0]
         self.width, self.blocks = column_blocks(q_len * heads // self.kv_heads, first.head_dim)
@@ -169,8 +221,8 @@ class Plan:
         self.workers = self.grid * WARPS
         self.costs = [cost(f) for f in self.formats]
         self.tokens = [stage_tokens(f) for f in self.formats]
-        units = len(requests) * self.kv_heads
-        per_unit = max_pages * (first.page_tokens // min(self.tokens)) + tiers
+        units = len(requests) * kv_heads
+        per_unit = max_pages * (source.page_tokens // min(self.tokens)) + tiers
         self.capacity = units * per_unit
         self.fixed_cost, self.chunks = 0, self.workers
         if fixed_split is not None:
@@ -189,15 +241,14 @@ class Plan:
         self._worklist = self._make_worklist()
 
     def _make_worklist(self) -> jit.Launch:
-        b = self.buckets
+        x = self.source
         pad = [0] * (MAX_TIERS - len(self.formats))
         params = WORKLIST.pack(
-            _pointer(self.rows), *(x.data_ptr() for x in (b.table, b.count, b.slab_pointers, self.stages, self.starts)),
-            self.slots.data_ptr(),
-            b.table.stride(0), self.layer_strides[0], b.count.stride(0), self.layer_strides[1],
-            0, len(self.requests), self.kv_heads, len(self.formats), b.table.shape[3], b.units, self.capacity,
-            self.chunks, self.fixed_cost, self.formats[0].page_tokens,
-            *self.tokens, *pad, *self.costs, *pad,
+            _pointer(self.rows), x.table.data_ptr(), x.counts.data_ptr(), _pointer(x.slabs),
+            *(y.data_ptr() for y in (self.stages, self.starts, self.slots)),
+            x.table.stride(0), self.layer_strides[0], x.counts.stride(0), self.layer_strides[1], *x.rows,
+            0, len(self.requests), self.kv_heads, len(self.formats), x.table.shape[-1], x.units, self.capacity,
+            self.chunks, self.fixed_cost, x.page_tokens, *self.tokens, *pad, *self.costs, *pad,
         )  # fmt: skip
         kernel = jit.load(FOLDER / "worklist.cu", "worklist", jit.arch_of(self.device))
         parts = min(PARTS, max(self.units // 8, 1))
@@ -212,36 +263,50 @@ class Plan:
 
     def run(self, job: Job, index: int = 0) -> Result:
         """``job`` over the layer whose list is the ``index``-th."""
-        b, q = job.buckets, job.q
-        assert b is not None
+        q = job.q
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if job.return_lse else None
-        if not self.units:
-            return out, lse, None
-        size = q.element_size()
-        positions = b.position_dtype.itemsize if job.window is not None or self.q_len > 1 else 0
-        log2e = math.log2(math.e)
+        lse = mass = None
+        if job.return_lse or job.return_mass:
+            lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        if self.units:
+            self._decode(job, index, None, None)
+            self._combine(job, index, out, lse)
+        if job.return_mass:
+            mass = torch.zeros(q.shape[0], self.kv_heads, job.max_length, dtype=torch.float32, device=q.device)
+            if self.units:
+                self._decode(job, index, lse, mass)
+        return out, lse if job.return_lse else None, mass
+
+    def _decode(self, job: Job, index: int, lse: torch.Tensor | None, mass: torch.Tensor | None) -> None:
+        x, q = self.source, job.q
+        size, log2e = q.element_size(), math.log2(math.e)
+        ordered = mass is not None or job.window is not None or self.q_len > 1
+        centre_stride = 0 if x.centre is None else x.centre.stride(0)
         params = DECODE.pack(
             q.data_ptr(), self.stages[index].data_ptr(), self.starts[index].data_ptr(), _pointer(self.rows),
-            b.length.data_ptr(), b.centre.data_ptr(), self.partial_out.data_ptr(), self.partial_sum.data_ptr(),
-            *(n * size for n in q.stride()[:3]), b.length.stride(0), b.centre.stride(0),
+            x.lengths.data_ptr(), _pointer(x.centre), _pointer(self.partial_out if mass is None else mass),
+            self.partial_sum.data_ptr(), _pointer(lse),
+            *(n * size for n in q.stride()[:3]), x.lengths.stride(0), centre_stride,
             self.q_len, job.group, self.kv_heads, self.chunks,
-            job.scale * log2e, (job.softcap or 0.0) * log2e, job.window or 0, positions,
+            job.scale * log2e, (job.softcap or 0.0) * log2e, job.window or 0,
+            x.position_bytes if ordered else 0, job.max_length, ordered, x.rows[3], x.v_offset,
         )  # fmt: skip
-        stream = jit.current_stream(self.device)
-        kernel = _decode_kernel(self.formats, q.dtype, self.width, self.device)
-        jit.Launch(kernel, (self.grid, self.blocks), 32 * WARPS, params, shared=self.shared, overlap=True)(stream)
+        rows = x.rows[1] > 0
+        kernel = _decode_kernel(self.formats, q.dtype, self.width, mass is not None, rows, self.device)
+        grid = (self.grid, self.blocks)
+        launch = jit.Launch(kernel, grid, 32 * WARPS, params, shared=self.shared, overlap=mass is None)
+        launch(jit.current_stream(self.device))
+
+    def _combine(self, job: Job, index: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         params = COMBINE.pack(
             self.partial_out.data_ptr(), self.partial_sum.data_ptr(), self.slots[index].data_ptr(), out.data_ptr(),
             _pointer(lse), _pointer(job.sinks),
             self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width,
         )  # fmt: skip
-        head_dim = q.shape[3]
-        warps = 16 if self.units * self.q_len * job.group < 2 * self.grid else max(4, -(-head_dim // 32))
-        kernel = _combine_kernel(q.dtype, head_dim, warps, self.device)
-        grid = self.units * self.q_len * job.group
-        jit.Launch(kernel, grid, 32 * warps, params, overlap=True)(stream)
-        return out, lse, None
+        head_dim, grid = out.shape[3], self.units * self.q_len * job.group
+        warps = 16 if grid < 2 * self.grid else max(4, -(-head_dim // 32))
+        kernel = _combine_kernel(out.dtype, head_dim, warps, self.device)
+        jit.Launch(kernel, grid, 32 * warps, params, overlap=True)(jit.current_stream(self.device))
 
 
 _PLANS: dict[tuple, Plan] = {}
@@ -249,15 +314,14 @@ _PLANS: dict[tuple, Plan] = {}
 
 def decode(job: Job) -> Result:
     """One call with a list of its own; the scratch is kept for the next call of the same shape on the stream."""
-    b = job.buckets
-    assert b is not None
-    device = job.q.get_device()
+    source, device = Source.of(job), job.q.get_device()
     with torch.cuda.device(device):
         jit.bind_context(device)
-        key = (b.table.data_ptr(), tuple(job.requests), job.q.shape[1:3], jit.current_stream(device),
-               torch.cuda.is_current_stream_capturing())  # fmt: skip
-        plan = _PLANS.get(key)
-        if plan is None or plan.buckets.table.shape != b.table.shape or plan.formats != b.formats:
-            plan = _PLANS[key] = Plan(b, tuple(job.requests), job.q.shape[2], job.q.shape[1])
+        capturing = torch.cuda.is_current_stream_capturing()
+        same = (source.table.data_ptr(), source.table.shape, source.formats, source.rows, source.v_offset)
+        key = (*same, tuple(job.requests), job.q.shape[1:3], jit.current_stream(device), capturing)
+        if key not in _PLANS:
+            _PLANS[key] = Plan(source, tuple(job.requests), job.kv_heads, job.q.shape[2], job.q.shape[1])
+        plan = _PLANS[key]
         plan.update()
         return plan.run(job)

@@ -1,4 +1,5 @@
-// From counts and page tables to the work list of decode.cu, for every layer, on the device.
+// From counts and page tables to the work list of decode.cu, for every layer, on the device. Plain pages of rows, as
+// store_kv writes them, are a cache of one tier.
 //
 // A block sees a layer. Its threads sum up the stages and costs of all KV heads (a scan over the block), which says how
 // much a worker gets; then its warps write the stages of the block's own part of the heads. Blocks of one layer do the
@@ -18,6 +19,8 @@ struct Params {
   int* starts;                   // [layers, chunks + 1]
   Slots* slots;                  // [layers, 2 * rows * kv heads]
   i64 table_request, table_layer, count_request, count_layer;  // strides, in ints
+  unsigned long long plain;      // plain pages of one layer (page_bytes > 0): K of page 0; the table is [requests, pages]
+  i64 page_bytes, head_bytes, row_bytes;
   int layer, rows, kv_heads, tiers, max_pages, units, capacity;
   int most;                      // chunks that there is room for; without fixed_cost, those to make
   int fixed_cost;                // 0, or what a chunk takes of one group, whatever else is there
@@ -67,7 +70,8 @@ __device__ __forceinline__ int3 measure(const Params& p, const int* count) {
 
 __device__ __forceinline__ const int* counts_of(const Params& p, int layer, int unit) {
   const int row = unit / p.kv_heads, request = p.requests ? p.requests[row] : row;
-  return p.count + request * p.count_request + layer * p.count_layer + unit % p.kv_heads * p.tiers;
+  const int head = p.page_bytes ? 0 : unit % p.kv_heads;  // plain pages: one length for all heads
+  return p.count + request * p.count_request + layer * p.count_layer + head * p.tiers;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_constant__ Params p) {
@@ -106,8 +110,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   for (int u = part_first + (threadIdx.x >> 5); u < part_end; u += kThreads / 32) {
     const int* count = counts_of(p, layer, u);
     const int row = u / p.kv_heads, request = p.requests ? p.requests[row] : row;
+    const int head = u % p.kv_heads;
     const int* table = p.table + request * p.table_request + layer * p.table_layer +
-                       static_cast<i64>(u % p.kv_heads) * p.tiers * p.max_pages;
+                       (p.page_bytes ? 0 : static_cast<i64>(head) * p.tiers * p.max_pages);
     int at = bases[u - part_first].x, cost = bases[u - part_first].y, chunk = bases[u - part_first].z;
     for (int kind = 0; kind < 2; kind++) {  // the plain tier, then the others
       int origin = cost, last = -1;         // cost where the group and its last stage begin
@@ -117,9 +122,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         for (int i = lane; i < n; i += 32) {
           const int handle = table[static_cast<i64>(t) * p.max_pages + i / per_page];
           Stage stage;
-          stage.page = p.slabs[handle / p.units] + static_cast<unsigned long long>(handle % p.units) * 64;
+          const int part = i % per_page;
+          if (p.page_bytes) stage.page = p.plain + handle * p.page_bytes + head * p.head_bytes + part * step * p.row_bytes;
+          else stage.page = p.slabs[handle / p.units] + static_cast<unsigned long long>(handle % p.units) * 64;
           stage.group = 2 * u + kind;
-          stage.meta = min(tokens - i * step, step) | t << 8 | i % per_page << 16;
+          stage.meta = min(tokens - i * step, step) | t << 8 | (p.page_bytes ? i : part) << 16;
           stages[at + i] = stage;
         }
         // Chunks that begin among these stages.

@@ -50,6 +50,15 @@ struct Ring {
 #endif
   }
 
+  // The same for a run that this lane alone copies.
+  __device__ __forceinline__ void copy_of_lane(int stage, void* to, const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    copy(stage, to, from, bytes);
+#else
+    for (int i = 0; i < bytes; i += 16) cp_async<16>(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
+#endif
+  }
+
   __device__ __forceinline__ void commit() {
 #if __CUDA_ARCH__ < 900
     commit_group();

@@ -9,7 +9,7 @@
 struct alignas(16) Stage {
   unsigned long long page;  // its first byte
   int group;                // 2 * (request row * KV heads + head) + (is quantised)
-  unsigned meta;            // tokens | tier << 8 | part of the page << 16
+  unsigned meta;            // tokens | tier << 8 | part of the page << 16 (rows: number of the stage in its request)
 };
 
 struct Slots {  // the partial results of a group
