@@ -471,7 +471,7 @@ __device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN
 template <class T, class P, bool kMass, int kDim, int kN>
 __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& st, const unsigned char* stage, int tokens,
                                              int group) {
-  constexpr int kSteps = kDim / 16, kMost = kDim <= 64 ? 4 : 2, kUnit = P::kMine < kMost ? P::kMine : kMost;
+  constexpr int kSteps = kDim / 16, kMost = kDim <= 64 || (T::kK <= 3 && T::kV <= 3) ? 4 : 2, kUnit = P::kMine < kMost ? P::kMine : kMost;
   using KWords = Words<T::kK, kSteps, P::kMine, kUnit>;
   using VWords = Words<T::kV, kSteps, P::kMine, kUnit>;
   const int g = (threadIdx.x & 31) >> 2;
