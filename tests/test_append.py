@@ -107,9 +107,10 @@ def test_gates(arguments: tuple, arch: str) -> None:
     pytest.importorskip("cuda.core")
     from kvstrata import jit
 
-    usage = jit.usage(append_op.SOURCE, append_op.entry_of(*arguments), arch=arch)
-    assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
-    assert 0 < usage.registers <= 64, usage
+    for one in (False, True):
+        usage = jit.usage(append_op.SOURCE, append_op.entry_of(*arguments, one), arch=arch)
+        assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
+        assert 0 < usage.registers <= 64, usage
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -3,7 +3,7 @@
 //   row i = (request, its j-th new token) --> slot = plain tokens before + j --> table[request, head, slot / P]
 //
 // Counts before come from the host, so no warp waits for another; the warp of a request's last row sets the count
-// after, and for head 0 the length.
+// after, and for head 0 the length. A decode step has a kernel of its own (append_one).
 #include "vec.cuh"
 
 using i64 = long long;
@@ -20,21 +20,20 @@ struct Params {
   i64 k_token, k_head, v_token, v_head;  // strides in bytes
   int tokens, heads, given, layer, layers, tiers, max_pages, page_tokens, units;
   int v_offset, position_offset, importance_offset;
+  int reciprocal;  // append_one: whether importance begins as 1 / length, else as 0
 };
 
+__device__ __forceinline__ i64 bucket_of(const Params& p, int request, int head) {
+  return ((static_cast<i64>(request) * p.layers + p.layer) * p.heads + head) * p.tiers;
+}
+
+// One token of one head into its slot, by a warp.
 template <int kRow, int kWidth, class Position, bool kKeeps>
-__global__ void __launch_bounds__(256) append_rows(const __grid_constant__ Params p) {
-  const int warp = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
-  if (warp >= p.tokens * p.heads) return;
-  const int token = warp / p.heads, head = warp % p.heads;
-  const int index = p.meta[p.given * (8 + p.heads) + token];
-  const int4 about = *reinterpret_cast<const int4*>(p.meta + index * 8);
-  const int number = token - about.z, before = p.meta[p.given * 8 + index * p.heads + head];
-  const int slot = before + number, row = slot % p.page_tokens;
-  const i64 bucket = ((static_cast<i64>(about.x) * p.layers + p.layer) * p.heads + head) * p.tiers;
+__device__ __forceinline__ void copy_token(const Params& p, int token, int head, i64 bucket, int slot, int position,
+                                           float importance) {
+  const int lane = threadIdx.x & 31, row = slot % p.page_tokens;
   const int handle = p.table[bucket * p.max_pages + slot / p.page_tokens];
   char* page = reinterpret_cast<char*>(p.pointers[handle / p.units]) + static_cast<i64>(handle % p.units) * 64;
-
   constexpr int kUnits = kRow / kWidth;
   const char* k = p.k + token * p.k_token + head * p.k_head;
   const char* v = p.v + token * p.v_token + head * p.v_head;
@@ -48,15 +47,44 @@ __global__ void __launch_bounds__(256) append_rows(const __grid_constant__ Param
     }
   }
   if (lane == 0) {
-    reinterpret_cast<Position*>(page + p.position_offset)[row] = static_cast<Position>(about.y + number);
-    if constexpr (kKeeps) {
-      const float first = __int_as_float(p.meta[index * 8 + 4]);
-      reinterpret_cast<float*>(page + p.importance_offset)[row] =
-          p.importance ? p.importance[static_cast<i64>(token) * p.heads + head] : first;
-    }
-    if (number == about.w - 1) {
-      p.count[bucket] = slot + 1;
-      if (head == 0) p.length[about.x * p.layers + p.layer] = about.y + about.w;
-    }
+    reinterpret_cast<Position*>(page + p.position_offset)[row] = static_cast<Position>(position);
+    if constexpr (kKeeps) reinterpret_cast<float*>(page + p.importance_offset)[row] = importance;
   }
+}
+
+template <int kRow, int kWidth, class Position, bool kKeeps>
+__global__ void __launch_bounds__(256) append_rows(const __grid_constant__ Params p) {
+  const int warp = blockIdx.x * 8 + (threadIdx.x >> 5);
+  if (warp >= p.tokens * p.heads) return;
+  const int token = warp / p.heads, head = warp % p.heads;
+  const int index = p.meta[p.given * (8 + p.heads) + token];
+  const int4 about = *reinterpret_cast<const int4*>(p.meta + index * 8);
+  const int number = token - about.z, slot = p.meta[p.given * 8 + index * p.heads + head] + number;
+  const float first = p.importance ? p.importance[static_cast<i64>(token) * p.heads + head]
+                                   : __int_as_float(p.meta[index * 8 + 4]);
+  const i64 bucket = bucket_of(p, about.x, head);
+  copy_token<kRow, kWidth, Position, kKeeps>(p, token, head, bucket, slot, about.y + number, first);
+  if ((threadIdx.x & 31) == 0 && number == about.w - 1) {
+    p.count[bucket] = slot + 1;
+    if (head == 0) p.length[about.x * p.layers + p.layer] = about.y + about.w;
+  }
+}
+
+// A token for each request, a block for its heads: counts and lengths are those on the device, so that the host need
+// not tell anything but which requests (meta).
+template <int kRow, int kWidth, class Position, bool kKeeps>
+__global__ void __launch_bounds__(256) append_one(const __grid_constant__ Params p) {
+  const int request = p.meta[blockIdx.x], warps = blockDim.x >> 5;
+  int* length = p.length + request * p.layers + p.layer;
+  const int position = *length;
+  const float first = p.reciprocal ? __fdiv_rn(1.f, static_cast<float>(position + 1)) : 0.f;
+  for (int head = threadIdx.x >> 5; head < p.heads; head += warps) {
+    const i64 bucket = bucket_of(p, request, head);
+    const int slot = p.count[bucket];
+    copy_token<kRow, kWidth, Position, kKeeps>(p, blockIdx.x, head, bucket, slot, position, first);
+    __syncwarp();  // all lanes have read the count
+    if ((threadIdx.x & 31) == 0) p.count[bucket] = slot + 1;
+  }
+  __syncthreads();  // all warps have read the length
+  if (threadIdx.x == 0) *length = position + 1;
 }

@@ -3,7 +3,8 @@
     k, v [T, H, D] ──▶ page table[request, head, 0, slot // P], row slot % P,  slot = count[request, head, 0] + j
 
 for row j of a request's new rows. Position and first importance go into the page, too. On a GPU the same kernel sets
-the counts and the lengths; what it has to be told comes in one small copy, and the host never waits.
+the counts and the lengths; what it has to be told comes in one small copy, and the host never waits. For a decode step,
+one token a request, it has to be told nothing new: it goes by the counts and lengths on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BACKENDS = ("auto", "reference", "triton", "cuda")
 STEP = 32  # bytes: every row of a plain page begins at a multiple
 WARPS = 8  # a block; a warp copies K and V of one token and head
 # struct Params: k, v, pointers, table, count, length, meta, importance; strides in bytes; int32 sizes.
-PARAMS = struct.Struct("8Q 4q 12i")
+PARAMS = struct.Struct("8Q 4q 13i4x")
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,21 @@ def width_of(job: Job) -> int:
     return together & -together
 
 
-def entry_of(head_dim: int, itemsize: int, width: int, position_bytes: int, keeps_importance: bool) -> str:
-    kept = str(keeps_importance).lower()
-    return f"append_rows<{head_dim * itemsize}, {width}, {'short' if position_bytes == 2 else 'int'}, {kept}>"
+def entry_of(
+    head_dim: int, itemsize: int, width: int, position_bytes: int, keeps_importance: bool, one: bool = False
+) -> str:
+    kept, kernel = str(keeps_importance).lower(), "append_one" if one else "append_rows"
+    return f"{kernel}<{head_dim * itemsize}, {width}, {'short' if position_bytes == 2 else 'int'}, {kept}>"
+
+
+def _ids(job: Job) -> torch.Tensor:
+    """The requests on the device, int32; the same from step to step, so they are kept."""
+    kept, key = job.buckets.ids, job.requests.tobytes()
+    if key not in kept:
+        if len(kept) >= 64:
+            kept.clear()
+        kept[key] = job.buckets.pool.to_device(job.requests.astype(np.int32))
+    return kept[key]
 
 
 @functools.lru_cache(maxsize=64)
@@ -134,17 +147,22 @@ def _cuda(job: Job) -> None:
     buckets, kind, pool = job.buckets, job.buckets.kinds[0], job.buckets.pool
     k, v, size, device = job.k, job.v, job.k.element_size(), job.k.get_device()
     tokens, heads, dim = k.shape
-    meta = pool.to_device(meta_of(job))
+    ones = (job.position + 1).astype(np.float32)
+    reciprocal = bool(job.importance.any())
+    one = job.by_token is None and bool((job.lengths == 1).all())
+    one = one and np.array_equal(job.importance, 1 / ones if reciprocal else np.zeros_like(ones))
+    meta = _ids(job) if one else pool.to_device(meta_of(job))
     _, layers, _, tiers, max_pages = buckets.table.shape
     params = PARAMS.pack(
         k.data_ptr(), v.data_ptr(), pool.pointers.data_ptr(), buckets.table.data_ptr(), buckets.count.data_ptr(),
         job.device_length.data_ptr(), meta.data_ptr(), 0 if job.by_token is None else job.by_token.data_ptr(),
         *(n * size for x in (k, v) for n in x.stride()[:2]),
         tokens, heads, len(job.requests), job.layer, layers, tiers, max_pages, buckets.page_tokens, pool.units,
-        kind.format.v_offset, kind.position_offset, kind.importance_offset,
+        kind.format.v_offset, kind.position_offset, kind.importance_offset, reciprocal,
     )  # fmt: skip
-    entry = entry_of(dim, size, width_of(job), kind.position_dtype.itemsize, kind.keeps_importance)
+    entry = entry_of(dim, size, width_of(job), kind.position_dtype.itemsize, kind.keeps_importance, one)
+    grid, warps = (tokens, min(heads, WARPS)) if one else (-(-tokens * heads // WARPS), WARPS)
     with torch.cuda.device(device):
         jit.bind_context(device)
-        launch = jit.Launch(_kernel(entry, device), -(-tokens * heads // WARPS), 32 * WARPS, params)
+        launch = jit.Launch(_kernel(entry, device), grid, 32 * warps, params)
         launch(jit.current_stream(device))

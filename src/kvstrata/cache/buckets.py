@@ -73,6 +73,7 @@ class Buckets:
         self.device = pool.device
         self.heads = np.arange(kv_heads)
         self.backend = "auto"  # of repack
+        self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
         offsets = [[kind.position_offset, kind.importance_offset] for kind in kinds]
         self.side_offsets = torch.tensor(offsets, device=self.device)
         shape = (requests, layers, kv_heads, len(kinds))
