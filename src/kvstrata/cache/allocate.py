@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ SQNR_DB = {2: 9.3, 3: 14.4, 4: 19.5, 8: 43.8}
 K_NOISE = 2.0  # variance of a score by the relative error of K; chosen by KL on packed bytes (docs/quality.md)
 STEPS = 40  # of a bisection
 
-Family = Callable[[float], torch.Tensor]
+Family = Callable[[Any], torch.Tensor]  # the tiers for a float, or for a number per bucket
 
 
 def spread(variance: float) -> float:
@@ -58,6 +59,13 @@ class Prices:
         pages[:, 0] += headroom
         return int((-(-pages // self.page_tokens) @ np.asarray(self.page)).sum())
 
+    def each(self, counts: torch.Tensor, headroom: int = 0) -> torch.Tensor:
+        """The same for every bucket on its own: int64 ``[buckets]``, on the device."""
+        plain = torch.zeros_like(counts)
+        plain[:, 0] = headroom
+        pages = (counts + plain + self.page_tokens - 1) // self.page_tokens
+        return (pages * torch.tensor(self.page, device=counts.device)).sum(1)
+
 
 def hull(cost: Sequence[float], error: Sequence[float]) -> tuple[list[int], list[float]]:
     """Tiers on the lower convex hull of (cost, error), dearest first, and the error a byte saved costs between them."""
@@ -78,7 +86,7 @@ def by_weight(weight: torch.Tensor, cost: Sequence[float], error: Sequence[float
     weight = weight.clamp(min=max(float(weight.max()) * 1e-12, 1e-300))
     index = torch.tensor(tiers, device=weight.device)
 
-    def family(price: float) -> torch.Tensor:
+    def family(price: float | torch.Tensor) -> torch.Tensor:
         steps = torch.zeros_like(weight, dtype=torch.int64)
         for slope in slopes:
             steps += weight * slope < price
@@ -112,4 +120,24 @@ def cheapest(family: Family, fits: Callable[[torch.Tensor], bool], low: float, h
             best, high = tried, middle
         else:
             low = middle
+    return best
+
+
+def cheapest_each(
+    family: Family,
+    cost: Callable[[torch.Tensor], torch.Tensor],
+    bucket: torch.Tensor,
+    allowed: torch.Tensor,
+    low: float,
+    high: float,
+) -> torch.Tensor:
+    """The same for every bucket on its own; the greatest number must fit all. Never waits for the device."""
+    under, over = (torch.full(allowed.shape, x, dtype=torch.float64, device=allowed.device) for x in (low, high))
+    best = family(over)
+    for _ in range(STEPS):
+        middle = (under * over).sqrt()
+        tried = family(middle)
+        fits = cost(tried) <= allowed
+        best = torch.where(fits[bucket], tried, best)
+        over, under = torch.where(fits, middle, over), torch.where(fits, under, middle)
     return best

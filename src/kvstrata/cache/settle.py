@@ -1,6 +1,8 @@
 """Settling: from importance or age to the tier of every token, under the bytes of a scope.
 
 A scope is what shares one sum of bytes: a request in a layer (fraction) or all requests of a layer (absolute).
+By importance each head has its own part of them, as much per token as the others: heads differ in the size of q, k and
+v, so that the mass of one says nothing beside that of another.
 Sinks and the recent window stay at the model's precision as long as they are; what was quantised before may only get
 cheaper. With hysteresis h a quantised token counts 1 + h times its weight, so that a small change of importance does
 not re-encode it.
@@ -70,7 +72,8 @@ def _weights(scope: Scope, policy: Policy, movable: torch.Tensor) -> torch.Tenso
         movable.double(),
     )
     sums, counts = table.sum(-1)
-    weight = weight + FLOOR * (sums / counts.clamp(min=1))[tokens.bucket]
+    mean = (sums / counts.clamp(min=1)).clamp(min=torch.finfo(torch.float32).tiny)
+    weight = weight / mean[tokens.bucket] + FLOOR
     if not policy.per_head:
         stride = int(scope.length.max()) + 1
         key = tokens.bucket // scope.kv_heads * stride + tokens.position
@@ -109,28 +112,43 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
     elif bool(movable.any()):
         cost = [price / prices.page_tokens for price in prices.page]
         within, low, high = allocate.by_weight(weight[movable], cost, policy.error)
+        bucket = tokens.bucket[movable]
 
-        def wanted(x: float) -> torch.Tensor:
-            return torch.zeros_like(current).masked_scatter(movable, within(x))
+        def wanted(x: float | torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(current).masked_scatter(movable, within(x if isinstance(x, float) else x[bucket]))
     else:
         low, high = 0.0, 1.0
 
-        def wanted(x: float) -> torch.Tensor:
+        def wanted(x: float | torch.Tensor) -> torch.Tensor:
             return current
 
-    def family(x: float) -> torch.Tensor:
+    def family(x: float | torch.Tensor) -> torch.Tensor:
         return torch.where(movable, torch.maximum(current, wanted(x)), current)
 
-    def search(kind: allocate.Family, low: float, high: float) -> torch.Tensor | None:
+    def each(low: float, high: float) -> torch.Tensor | None:
+        """Every head under its own part of the bytes: what its lowest tier takes, and more by its tokens."""
+        least = family(high)
+        if not fits(least):
+            return None
+
+        def cost(target: torch.Tensor) -> torch.Tensor:
+            return prices.each(prices.counts(tokens.bucket, target, buckets), spare)
+
+        lowest, count = cost(least), torch.bincount(bucket, minlength=buckets)
+        more = (scope.allowed - int(lowest.sum())) * count // max(int(count.sum()), 1)
+        return allocate.cheapest_each(family, cost, tokens.bucket, lowest + more, low, high)
+
+    def search(kind: allocate.Family, low: float, high: float, apart: bool = False) -> torch.Tensor | None:
         nonlocal spare
         spare = headroom
-        while (target := allocate.cheapest(kind, fits, low, high)) is None and spare:
+        while (target := each(low, high) if apart else allocate.cheapest(kind, fits, low, high)) is None and spare:
             spare //= 2
             if fits(current):
                 return current
         return target
 
-    target = search(family, low, high)
+    apart = policy.name == "importance" and policy.per_head and bool(movable.any())
+    target = search(family, low, high, apart)
     if target is None and policy.evict:
         lowest = family(high)
         # Equal over the heads where they choose alike, so that they go together; else one by one.
