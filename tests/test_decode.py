@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from conftest import HAS_GPU
 from decode_model import BACKENDS, DEVICE, INTERPRETED, Case, case_of, check, filled, poison_tails
-from kvstrata import PagedCache, TieredCache, decode_attention, store_kv
+from kvstrata import DecodePlan, PagedCache, TieredCache, decode_attention, store_kv
 from kvstrata.attention import op
 
 HALF = torch.bfloat16 if HAS_GPU else torch.float32  # what the machine's models run in
@@ -294,6 +294,68 @@ def test_paged_options(backend: str) -> None:
     check(case, backend)
     some = Case(case.cache, case.q[:1], [2], [26], options=options)
     check(some, backend)
+
+
+@each_backend
+def test_one_plan_for_all_layers(backend: str) -> None:
+    """Made before the last tokens came and renewed after; outputs are those of calls without one."""
+    few(backend, False)
+    cache = filled([70, 33], layers=3, dtype=HALF)
+    plan = DecodePlan(cache, heads=6, requests=[1, 0])
+    k, v = torch.randn(2, 2, 2, 64, dtype=HALF, device=DEVICE)
+    for layer in range(3):
+        cache.append(layer, k, v, requests=[0, 1], lengths=[1, 1])
+    plan.update()
+    q = torch.randn(2, 1, 6, 64, dtype=HALF, device=DEVICE)
+    for layer in range(3):
+        with_plan = decode_attention(q, cache, layer, requests=[1, 0], plan=plan, backend=backend)
+        assert torch.equal(with_plan, decode_attention(q, cache, layer, requests=[1, 0], backend=backend))
+
+
+@pytest.mark.gpu
+def test_fixed_split_does_not_know_the_batch() -> None:
+    """The same bits alone and among others, with contexts long enough to be split."""
+    cache = filled([900, 20, 400, 1500], dtype=torch.bfloat16)
+    q = torch.randn(4, 1, 6, 64, device="cuda").bfloat16()
+    together = DecodePlan(cache, 6, fixed_split=128)
+    together.update()
+    out = decode_attention(q, cache, plan=together, backend="cuda")
+    for request in range(4):
+        alone = DecodePlan(cache, 6, requests=[request], fixed_split=128)
+        alone.update()
+        one = decode_attention(q[request : request + 1], cache, requests=[request], plan=alone, backend="cuda")
+        assert torch.equal(out[request : request + 1], one)
+
+
+@pytest.mark.gpu
+def test_captured_step_follows_the_cache() -> None:
+    """A graph of append's effects: replayed after tokens were added and settled, it gives what an eager call gives."""
+    cache = filled([100, 40], dtype=torch.bfloat16)
+    q = torch.randn(2, 1, 6, 64, device="cuda").bfloat16()
+    plan = DecodePlan(cache, 6)
+    plan.update()
+    decode_attention(q, cache, plan=plan, backend="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.update()
+        out = decode_attention(q, cache, plan=plan, backend="cuda")
+    for _ in range(3):
+        cache.append(0, *torch.randn(2, 2, 2, 64, device="cuda").bfloat16(), requests=[0, 1], lengths=[1, 1])
+        graph.replay()
+        assert torch.equal(out, decode_attention(q, cache, backend="cuda"))
+
+
+def test_plans_that_do_not_fit() -> None:
+    cache, other = filled([20]), filled([20])
+    q = torch.randn(1, 1, 6, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="plan: expected one of the cache given"):
+        decode_attention(q, cache, plan=DecodePlan(other, 6))
+    with pytest.raises(ValueError, match=r"plan: expected one for .*\(6, 1, \(0,\)\), got one for \(8, 1, \(0,\)\)"):
+        decode_attention(q, cache, plan=DecodePlan(cache, 8))
+    with pytest.raises(ValueError, match="heads: expected a multiple of 2, got 5"):
+        DecodePlan(cache, 5)
+    with pytest.raises(ValueError, match="fixed_split: expected an int of at least 1, got 0"):
+        DecodePlan(cache, 6, fixed_split=0)
 
 
 def test_what_is_returned() -> None:

@@ -1,10 +1,14 @@
-"""The Triton decode kernels, compiled ahead of time: no GPU needed, and shared memory that every GPU has."""
+"""The decode kernels, compiled ahead of time: no GPU needed, and shared memory that every GPU has."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from test_jit import compile_triton
+from kvstrata import jit
+from kvstrata.attention import decode_cuda, stages
+from kvstrata.layout import Format
+from test_jit import ARCHITECTURES, compile_triton
 
 MODULE = "kvstrata.attention.decode_triton"
 TYPES = {f"{name}_ptr": "*i32" for name in ("requests", "length", "table", "count", "offsets")}
@@ -47,3 +51,53 @@ def test_combine_compiles_ahead_of_time(arch: int) -> None:
     )  # fmt: skip
     used = compile_triton(MODULE, "combine_kernel", arch, types, constants)
     assert used["STACK"] == 0, used
+
+
+def formats(head_dim: int, page_tokens: int, *names: str) -> tuple[Format, ...]:
+    return tuple(Format.parse(name, head_dim, page_tokens) for name in ("K16V16", *names))
+
+
+KERNELS = {
+    "three tiers": (formats(128, 64, "K4V4", "K3V3", "K2V2"), 1, {}),
+    "two blocks of columns": (formats(128, 64, "K8V8", "K2V2"), 2, {}),
+    "D 256": (formats(256, 64, "K4V2"), 1, {}),
+    "D 80, small pages, mass": (formats(80, 16, "K8V4", "K3V2"), 1, {"mass": True}),
+    "rows of store_kv": (formats(128, 16), 1, {"rows": True}),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_cuda_gates(name: str, arch: str) -> None:
+    """No spills; registers for the warps that are to be resident; 48 KB of shared memory but on Hopper."""
+    if arch == "sm_89" and name != "three tiers":
+        pytest.skip("the same code as for sm_80")
+    tiers, width, flags = KERNELS[name]
+    entry = stages.decode_entry(tiers, torch.bfloat16, width, arch, **flags)
+    usage = jit.usage(decode_cuda.FOLDER / "decode.cu", entry, arch=arch)
+    assert usage.spill_bytes == usage.stack_bytes == 0, usage
+    assert 0 < usage.registers <= (255 if stages.resident_warps(tiers[0].head_dim, width) == 8 else 168), usage
+    dynamic = stages.block_warps(tiers, arch) * stages.SLOTS * stages.slot_bytes(tiers)
+    assert dynamic + usage.shared_bytes <= (227 if arch == "sm_90" else 48) * 1024
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_list_and_combine_gates(arch: str) -> None:
+    assert jit.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch=arch).registers <= 64
+    for dim, warps in ((128, 4), (128, 16), (80, 4), (256, 8)):
+        entry = stages.combine_entry(torch.float16, dim, warps)
+        usage = jit.usage(decode_cuda.FOLDER / "combine.cu", entry, arch=arch)
+        assert usage.spill_bytes == usage.stack_bytes == 0, usage
+
+
+def test_stages_fit_their_slots() -> None:
+    """Whatever the format: a stage divides the page, fits its slot, and is the page where that cannot be cut."""
+    for head_dim in range(32, 257, 16):
+        for page_tokens in (16, 32, 64):
+            for name in ("K16V16", "K8V8", "K8V2", "K4V4", "K3V3", "K4V3", "K2V2"):
+                f = Format.parse(name, head_dim, page_tokens)
+                tokens = stages.stage_tokens(f)
+                assert page_tokens % tokens == 0
+                assert tokens * f.bytes_per_token <= stages.slot_bytes((f,))
+                if "3" in name:
+                    assert tokens == page_tokens

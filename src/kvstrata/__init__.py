@@ -5,9 +5,18 @@ writes rows into pages, `layout` says what the bytes mean, `cache` keeps tiers o
 them. Beside it: `jit` turns CUDA C++ into callables, `bench` measures and proves.
 """
 
-from .attention import PagedCache, decode_attention
+from .attention import DecodePlan, PagedCache, decode_attention
 from .cache import TieredCache, dequantize, quantize
 from .store import store_kv
 
 __version__ = "0.1.0"
-__all__ = ["PagedCache", "TieredCache", "__version__", "decode_attention", "dequantize", "quantize", "store_kv"]
+__all__ = [
+    "DecodePlan",
+    "PagedCache",
+    "TieredCache",
+    "__version__",
+    "decode_attention",
+    "dequantize",
+    "quantize",
+    "store_kv",
+]

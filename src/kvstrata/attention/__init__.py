@@ -2,5 +2,6 @@
 
 from .op import decode_attention
 from .paged import PagedCache
+from .plan import DecodePlan
 
-__all__ = ["PagedCache", "decode_attention"]
+__all__ = ["DecodePlan", "PagedCache", "decode_attention"]

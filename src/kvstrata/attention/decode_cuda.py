@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,84 +21,33 @@ import torch
 
 from .. import jit
 from ..layout.format import Format
+from .stages import (
+    COSTS,
+    NAMES,
+    SLOTS,
+    block_warps,
+    column_blocks,
+    combine_entry,
+    cost,
+    decode_entry,
+    resident_warps,
+    slot_bytes,
+    stage_tokens,
+)
 
 if TYPE_CHECKING:
+    from ..cache.views import BucketedCacheLayer
     from .op import Job, Result
     from .paged import PagedCache
 
 FOLDER = Path(__file__).parent
-NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-WARPS = 4  # of a block
-SLOTS = 2  # of a warp's ring
-STAGE_LIMIT = 8704  # bytes of a stage where a page can be cut; as in decode.cu
 MAX_TIERS = 8
 PARTS = 16  # blocks that write one layer's list
+KEPT = 64  # plans of calls that bring none
 
 WORKLIST = struct.Struct(f"7q4q4q10i{2 * MAX_TIERS}i")
 DECODE = struct.Struct("9q5q4i2f4i2q")
 COMBINE = struct.Struct("6q5i4x")
-
-
-def code_bytes(bits: int, steps: int, tiles: int) -> int:
-    n = steps * tiles
-    return 128 * (-(-n * 2 // 4) + -(-n // 4) if bits == 3 else -(-n * bits // 4))
-
-
-def resident_warps(head_dim: int, width: int) -> int:
-    """On a multiprocessor; what their registers allow."""
-    return 8 if head_dim * width > 128 else 12
-
-
-def stage_tokens(format: Format) -> int:
-    """Tokens that come in together: the page, or the part of it that decode.cu cuts it into."""
-    steps, tiles = format.head_dim // 16, format.page_tokens // 16
-    cuts = format.plain or all(bits != 3 and steps * bits % 16 == 0 for bits in (format.k_bits, format.v_bits))
-    while cuts and tiles > 1 and _stage_bytes(format, tiles) > STAGE_LIMIT:
-        tiles //= 2
-    return tiles * 16
-
-
-def _stage_bytes(format: Format, tiles: int) -> int:
-    steps = format.head_dim // 16
-    if format.plain:
-        return tiles * 16 * format.head_dim * 4
-    return code_bytes(format.k_bits, steps, tiles) + code_bytes(format.v_bits, steps, tiles) + 64 * tiles
-
-
-def slot_bytes(formats: tuple[Format, ...]) -> int:
-    """Of a stage in shared memory: the largest of any tier, and positions."""
-    return max(_stage_bytes(f, stage_tokens(f) // 16) for f in formats) + 4 * formats[0].page_tokens
-
-
-# What 64 tokens of a stage take, relative to 4 bit at head_dim 128: measured one width at a time.
-COSTS = {16: 588, 8: 267, 4: 150, 3: 158, 2: 107}
-
-
-def cost(format: Format) -> int:
-    """What a stage takes; chunks of the work list are equal in it."""
-    per_page = (COSTS[format.k_bits] + COSTS[format.v_bits]) / 2 * format.head_dim / 128
-    return max(round(per_page * stage_tokens(format) / 64), 1)
-
-
-def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:
-    """(blocks of 8 columns in one warp, how often pages are read)."""
-    width = 2 if columns > 8 and head_dim <= 128 else 1
-    return width, -(-columns // (8 * width))
-
-
-def decode_entry(
-    formats: tuple[Format, ...], dtype: torch.dtype, width: int, mass: bool = False, rows: bool = False
-) -> str:
-    """``mass``: the pass that gives weights; ``rows``: pages as store_kv writes them."""
-    tiers = ",".join(f"Tier<{f.k_bits},{f.v_bits}>" for f in formats)
-    head_dim = formats[0].head_dim
-    sizes = f"{head_dim},{formats[0].page_tokens},{width},{WARPS},{resident_warps(head_dim, width)}"
-    flags = f"{str(mass).lower()},{str(rows).lower()}"
-    return f"decode<{NAMES[dtype]},{flags},{sizes},Tiers<{tiers}>>"
-
-
-def combine_entry(dtype: torch.dtype, head_dim: int, warps: int) -> str:
-    return f"combine<{NAMES[dtype]},{head_dim},{warps}>"
 
 
 def missing(job: Job) -> str | None:
@@ -147,13 +97,8 @@ class Source(NamedTuple):
     @classmethod
     def of(cls, job: Job) -> Source:
         if job.paged is None:
-            b = job.buckets
-            assert b is not None
-            size = b.formats[0].page_tokens
-            return cls(
-                b.formats, b.table, b.count, b.slab_pointers, b.units, size, b.length, b.centre,
-                b.position_dtype.itemsize, (0, 0, 0, 0), 0,
-            )  # fmt: skip
+            assert job.buckets is not None
+            return cls.of_buckets(job.buckets)
         c = job.paged
         k, _ = c.by_head()
         tokens = 32 if c.head_dim <= 64 and c.page_size % 32 == 0 else 16
@@ -162,6 +107,14 @@ class Source(NamedTuple):
         rows = (c.k.data_ptr(), page, head, row)
         v_offset = c.v.data_ptr() - c.k.data_ptr()
         return cls((format,), c.table, c.lengths, None, 1, c.page_size, c.lengths, None, 0, rows, v_offset)
+
+    @classmethod
+    def of_buckets(cls, b: BucketedCacheLayer) -> Source:
+        size = b.formats[0].page_tokens
+        return cls(
+            b.formats, b.table, b.count, b.slab_pointers, b.units, size, b.length, b.centre,
+            b.position_dtype.itemsize, (0, 0, 0, 0), 0,
+        )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
@@ -173,8 +126,11 @@ def _rows(requests: tuple[int, ...], device: torch.device) -> torch.Tensor | Non
 
 
 @functools.lru_cache(maxsize=256)
-def _decode_kernel(formats: tuple[Format, ...], dtype: torch.dtype, width: int, mass: bool, device: int) -> jit.Kernel:
-    return jit.load(FOLDER / "decode.cu", decode_entry(formats, dtype, width, mass), jit.arch_of(device))
+def _decode_kernel(
+    formats: tuple[Format, ...], dtype: torch.dtype, width: int, mass: bool, rows: bool, device: int
+) -> jit.Kernel:
+    arch = jit.arch_of(device)
+    return jit.load(FOLDER / "decode.cu", decode_entry(formats, dtype, width, arch, mass=mass, rows=rows), arch)
 
 
 @functools.lru_cache(maxsize=256)
@@ -189,8 +145,8 @@ def _pointer(x: torch.Tensor | None) -> int:
 class Plan:
     """The work list and scratch of calls with these sizes, for one layer or several that follow each other.
 
-    ``fixed_split``: every so many bytes of a KV head's tokens are a partial result of their own, whatever else is in
-    the batch, so a request's output does not depend on the others.
+    ``fixed_split``: every so many tokens (at 4 bit; in proportion to what others take) of a KV head are a partial
+    result of their own, whatever else is in the batch, so a request's output does not depend on the others.
     """
 
     def __init__(
@@ -213,20 +169,20 @@ class Plan:
         self.layers, self.layer_strides = layers, layer_strides
         first = self.formats[0]
         self.width, self.blocks = column_blocks(q_len * heads // self.kv_heads, first.head_dim)
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        resident = resident_warps(first.head_dim, self.width)
-        self.shared = WARPS * SLOTS * slot_bytes(self.formats)
-        per_sm = max(min(resident // WARPS, 227 * 1024 // (self.shared + 1280)), 1)
-        self.grid = multiprocessors * per_sm
-        self.workers = self.grid * WARPS
+        properties = torch.cuda.get_device_properties(device)
+        self.warps = block_warps(self.formats, jit.arch_of(self.device))
+        self.shared = self.warps * SLOTS * slot_bytes(self.formats)
+        fit = properties.shared_memory_per_multiprocessor // (self.shared + 1280)
+        resident = resident_warps(first.head_dim, self.width) // self.warps
+        self.grid = properties.multi_processor_count * max(min(resident, fit), 1)
         self.costs = [cost(f) for f in self.formats]
         self.tokens = [stage_tokens(f) for f in self.formats]
         units = len(requests) * kv_heads
         per_unit = max_pages * (source.page_tokens // min(self.tokens)) + tiers
         self.capacity = units * per_unit
-        self.fixed_cost, self.chunks = 0, self.workers
+        self.fixed_cost, self.chunks = 0, self.grid * self.warps
         if fixed_split is not None:
-            self.fixed_cost = max(fixed_split // 64, max(self.costs))
+            self.fixed_cost = max(fixed_split * COSTS[4] * first.head_dim // (64 * 128), max(self.costs))
             self.chunks = units * (-(-per_unit * max(self.costs) // self.fixed_cost) + 2)
         self.units = units
         self.rows = _rows(requests, device)
@@ -278,7 +234,7 @@ class Plan:
         return out, lse if job.return_lse else None, mass
 
     def _decode(self, job: Job, index: int, lse: torch.Tensor | None, mass: torch.Tensor | None) -> None:
-        x, q = self.source, job.q
+        x, q = Source.of(job), job.q  # of the job's own layer
         size, log2e = q.element_size(), math.log2(math.e)
         ordered = mass is not None or job.window is not None or self.q_len > 1
         centre_stride = 0 if x.centre is None else x.centre.stride(0)
@@ -294,7 +250,7 @@ class Plan:
         rows = x.rows[1] > 0
         kernel = _decode_kernel(self.formats, q.dtype, self.width, mass is not None, rows, self.device)
         grid = (self.grid, self.blocks)
-        launch = jit.Launch(kernel, grid, 32 * WARPS, params, shared=self.shared, overlap=mass is None)
+        launch = jit.Launch(kernel, grid, 32 * self.warps, params, shared=self.shared, overlap=mass is None)
         launch(jit.current_stream(self.device))
 
     def _combine(self, job: Job, index: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -304,24 +260,37 @@ class Plan:
             self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width,
         )  # fmt: skip
         head_dim, grid = out.shape[3], self.units * self.q_len * job.group
-        warps = 16 if grid < 2 * self.grid else max(4, -(-head_dim // 32))
+        warps = max(4, -(-head_dim // 32))
+        if not self.fixed_cost and grid < 2 * self.grid:
+            warps = 16
         kernel = _combine_kernel(out.dtype, head_dim, warps, self.device)
         jit.Launch(kernel, grid, 32 * warps, params, overlap=True)(jit.current_stream(self.device))
 
 
-_PLANS: dict[tuple, Plan] = {}
+_PLANS: OrderedDict[tuple, Plan] = OrderedDict()
+_CAPTURED: list[Plan] = []  # a graph may replay at any time
 
 
 def decode(job: Job) -> Result:
-    """One call with a list of its own; the scratch is kept for the next call of the same shape on the stream."""
+    """One call; without a plan it makes a list of its own, and keeps the scratch for the next call of this shape."""
     source, device = Source.of(job), job.q.get_device()
+    if job.plan is not None:
+        with torch.cuda.device(device):
+            jit.bind_context(device)
+            return job.plan.cuda().run(job, job.layer)
     with torch.cuda.device(device):
         jit.bind_context(device)
-        capturing = torch.cuda.is_current_stream_capturing()
         same = (source.table.data_ptr(), source.table.shape, source.formats, source.rows, source.v_offset)
-        key = (*same, tuple(job.requests), job.q.shape[1:3], jit.current_stream(device), capturing)
-        if key not in _PLANS:
-            _PLANS[key] = Plan(source, tuple(job.requests), job.kv_heads, job.q.shape[2], job.q.shape[1])
-        plan = _PLANS[key]
+        key = (*same, tuple(job.requests), job.q.shape[1:3], jit.current_stream(device))
+        captured = torch.cuda.is_current_stream_capturing()
+        plan = None if captured else _PLANS.get(key)
+        if plan is None:
+            plan = Plan(source, tuple(job.requests), job.kv_heads, job.q.shape[2], job.q.shape[1])
+            if captured:
+                _CAPTURED.append(plan)
+            else:
+                _PLANS[key] = plan
+                if len(_PLANS) > KEPT:
+                    _PLANS.popitem(last=False)
         plan.update()
         return plan.run(job)

@@ -17,6 +17,7 @@ import torch
 from ..cache.cache import TieredCache
 from ..cache.views import BucketedCacheLayer
 from .paged import PagedCache
+from .plan import DecodePlan
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -39,6 +40,8 @@ class Job(NamedTuple):
     sinks: torch.Tensor | None  # float32 [Hq]
     return_lse: bool
     return_mass: bool
+    plan: DecodePlan | None = None  # of the step
+    layer: int = 0
 
     @property
     def group(self) -> int:
@@ -164,6 +167,7 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     return_mass: bool = False,
+    plan: DecodePlan | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention of the newest queries of each request over all tokens its cache holds, whatever tier they are in.
@@ -182,6 +186,7 @@ def decode_attention(
         return_mass: also float32 ``[B, Hkv, max length]``: what `TieredCache.update_importance` takes. By position, the
             softmax weight of a token, summed over queries and the query heads of its KV head; 0 where no token is. For
             a PagedCache the last size is what its table can name.
+        plan: of the step, made once for all layers; None makes one for this call.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     Query i of q_len stands at position ``length - q_len + i`` and sees no later one. One that sees no token gives zeros
@@ -201,6 +206,9 @@ def decode_attention(
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     job = _job(q, cache, layer, requests, scale, window, softcap, sinks, return_lse, return_mass)
+    if plan is not None:
+        plan.check(job, cache)
+        job = job._replace(plan=plan, layer=layer)
     out, lse, mass = run(job, _choose(backend, job))
     extra = tuple(x for x in (lse, mass) if x is not None)
     return (out, *extra) if extra else out
