@@ -85,6 +85,19 @@ def test_a_token_into_an_open_page_takes_no_page() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("budget", [None, 0.3])
+def test_rows_with_any_strides(tokens: int, budget: float | None) -> None:
+    k, v = rows(tokens, 64, torch.bfloat16)
+    strange = [x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in (k, v)]
+    assert strange[0].stride(2) != 1
+    straight, other = (build(DEVICE, torch.bfloat16, 64, budget=budget, window=16) for _ in range(2))
+    straight.append(0, k, v)
+    other.append(0, *strange)
+    for a, b in zip(straight.gather(0), other.gather(0), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_unknown_backend_is_named() -> None:
     cache = build(torch.device("cpu"), torch.float32, 32)
     zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)

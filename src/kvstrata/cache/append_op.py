@@ -9,6 +9,7 @@ one token a request, it has to be told nothing new: it goes by the counts and le
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("append.cu")
 BACKENDS = ("auto", "reference", "triton", "cuda")
+FEW = 32  # rows
 STEP = 32  # bytes: every row of a plain page begins at a multiple
 WARPS = 8  # a block; a warp copies K and V of one token and head
 # struct Params: k, v, pointers, table, count, length, meta, importance; strides in bytes; int32 sizes.
@@ -87,19 +89,27 @@ def _reference(job: Job) -> None:
         index, number = job.rows()
         request, slot = job.requests[index], job.count[index] + number[:, None]
         position, importance = job.position[index] + number, job.importance[index]
-    page, row = slot // p, slot % p
+    page, row = np.divmod(slot, p)
     handle = buckets.host_table[request[:, None], layer, buckets.heads, 0, page].astype(np.int64)
     size = kind.row_bytes
-    at = handle * (64 // STEP) + row * (size // STEP)
+    if at_once := handle.size > FEW:
+        at = handle * (64 // STEP) + row * (size // STEP)
+    else:  # a copy each is sooner done than an indexed write
+        to, heads = (handle * 64 + row * size + space.address).reshape(-1).tolist(), handle.shape[1]
     for x, start in ((job.k, 0), (job.v, kind.v_offset)):
+        if not at_once:
+            base, token, head = x.data_ptr(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
+            for i, address in enumerate(to):
+                ctypes.memmove(address + start, base + i // heads * token + i % heads * head, size)
+            continue
         rows = x.detach().contiguous().view(torch.int16).numpy().view(f"V{size}")
         space.runs(start, size, STEP)[at] = rows[..., 0]
     step = kind.position_dtype.itemsize
     positions = space.typed(np.int16 if step == 2 else np.int32)
-    positions[(handle * 64 + kind.position_offset) // step + row] = position[:, None]
+    positions[handle * (64 // step) + (row + kind.position_offset // step)] = position[:, None]
     if kind.keeps_importance:
         values = importance[:, None] if job.by_token is None else job.by_token.numpy()
-        space.typed(np.float32)[(handle * 64 + kind.importance_offset) // 4 + row] = values
+        space.typed(np.float32)[handle * 16 + (row + kind.importance_offset // 4)] = values
 
 
 def meta_of(job: Job) -> np.ndarray:

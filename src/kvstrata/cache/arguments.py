@@ -36,10 +36,12 @@ def ragged(
             )
         if x.dtype != cache.dtype:
             raise TypeError(f"{name}: expected {cache.dtype}, got {x.dtype}")
-        if x.device.type != cache.device.type:
+        if x.is_cuda != (cache.device.type == "cuda"):
             raise ValueError(f"{name}: expected a tensor on {cache.device}, got one on {x.device}")
     if v.shape != k.shape:
         raise ValueError(f"v: expected shape {tuple(k.shape)} as k, got {tuple(v.shape)}")
+    if k.stride(-1) != 1 or v.stride(-1) != 1:
+        k, v = k.contiguous(), v.contiguous()
     if k.dim() == 4:
         if lengths is not None:
             raise ValueError("lengths: expected None for [requests, tokens, ..], got a list")
@@ -55,7 +57,7 @@ def ragged(
         raise ValueError(f"requests: expected {len(lengths)} different ones, got {requests}")
     for request, count in zip(requests, lengths, strict=True):
         check_int("requests", request, 0, cache.max_requests - 1)
-        room = cache.max_tokens - cache.length(request, layer)
+        room = cache.max_tokens - int(cache._lengths[request, layer])
         if count > room:
             raise ValueError(
                 f"k: expected at most {room} more tokens for request {request} (max_tokens {cache.max_tokens}),"

@@ -529,7 +529,10 @@ class TieredCache:
             return False
         starts = self._lengths[ids, layer].astype(np.int64)
         ends = starts + counts
-        first = importance_module.initial(self.policy.mode, torch.from_numpy(ends)).numpy()  # of all new tokens alike
+        if self.policy.mode == "mean":  # begins at 0, whatever the length
+            first = np.zeros(len(ids), np.float32)
+        else:
+            first = importance_module.initial(self.policy.mode, torch.from_numpy(ends)).numpy()
         by_token = None if importance is None else importance.view(-1, self.kv_heads).contiguous()
         self.buckets.append(
             Job(self.buckets, layer, ids, counts, starts, before, k, v, first, by_token, self._device_lengths)

@@ -31,6 +31,7 @@ class Space:
                 " ask for fewer max_requests or max_tokens"
             ) from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.address = self.bytes.data_ptr()
         self._typed: dict[type, np.ndarray] = {}
         self._runs: dict[tuple[int, int, int], np.ndarray] = {}
 
