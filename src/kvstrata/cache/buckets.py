@@ -151,6 +151,10 @@ class Buckets:
 
     def snapshot(self, layer: int, requests: Sequence[int]) -> Tokens:
         """All tokens of these requests: tier by tier, bucket by bucket, slot by slot. Does not wait for the device."""
+        return self.look(layer, requests)[0]
+
+    def look(self, layer: int, requests: Sequence[int]) -> tuple[Tokens, torch.Tensor]:
+        """The same, and the handles of their pages."""
         tiers, where = len(self.kinds), np.array(requests, np.int64)
         host = self.host_count[where, layer].reshape(-1, tiers).astype(np.int64)
         n, buckets = int(host.sum()), len(host)
@@ -161,7 +165,7 @@ class Buckets:
         tier, bucket = group // buckets, group % buckets
         handle = self._handles_at(self._bases(where, np.full_like(where, layer)), bucket * tiers + tier, slot)
         position, importance = self._side(handle, slot, tier)
-        return Tokens(bucket, tier, slot, position, importance)
+        return Tokens(bucket, tier, slot, position, importance), handle
 
     def _bases(self, requests: np.ndarray, layers: np.ndarray) -> torch.Tensor:
         """Where the page list of each group of these places begins in the flat table."""
@@ -192,6 +196,30 @@ class Buckets:
                 kind.keeps_importance, write=False,
             )  # fmt: skip
         return position, importance
+
+    def set_side(self, handle: torch.Tensor, tokens: Tokens) -> None:
+        """Write the tokens' importance into their pages; positions are what they were."""
+        kind, slot = self.kinds[0], tokens.slot % self.page_tokens
+        space = self.pool.space
+        if space is not None:
+            at = (handle * 64 + self.side_offsets[tokens.tier, 1]) // 4 + slot
+            space.bytes.view(torch.float32)[at] = tokens.importance
+            return
+        from .pages_triton import side
+
+        side(
+            self.pool, handle, slot, tokens.tier, self.side_offsets, tokens.position, tokens.importance.contiguous(),
+            kind.position_dtype, kind.keeps_importance, write=True,
+        )  # fmt: skip
+
+    def owners(self, layer: int, requests: Sequence[int], tokens: Tokens) -> torch.Tensor:
+        """Of the page of every token; a 1 where no page ever had two."""
+        if not self.pool.shares:
+            return torch.ones((), device=self.device)
+        table = self.host_table[list(requests), layer].reshape(-1, len(self.kinds), self.max_pages)
+        owned = np.ones(table.shape, np.int32)
+        owned[table >= 0] = self.pool.owners(table[table >= 0])
+        return self.pool.to_device(owned)[tokens.bucket, tokens.tier, tokens.slot // self.page_tokens]
 
     def read(self, layer: int, requests: Sequence[int], tokens: Tokens, tier: int) -> Rows:
         """The rows of tokens that are all in one tier."""

@@ -593,33 +593,24 @@ class TieredCache:
         self, layer: int, requests: Sequence[int], mass: torch.Tensor, queries: int, ends: Sequence[int]
     ) -> Callable[[], None]:
         """Write mass into pages; ``ends``: the lengths when it was given. Returns what undoes it."""
-        before: list[tuple[np.ndarray, int, torch.Tensor]] = []
+        before: list[tuple[Tokens, torch.Tensor]] = []
         told = self._queries[:, layer].copy(), self._reported[:, layer].copy()
-        for request, own, end in zip(requests, mass, ends, strict=True):
-            for tier, kind in enumerate(self.kinds):
-                bucket, index, handles = self.buckets._pages_of(layer, [request], tier)
-                if not len(handles):
-                    continue
-                start = kind.format.page_bytes
-                side = self.pool.read(handles, start, kind.side_bytes)
-                before.append((handles, start, side.clone()))
-                count = self.buckets.host_count[request, layer, :, tier].astype(np.int64)
-                slot = index[:, None] * self.page_tokens + np.arange(self.page_tokens)
-                used = torch.from_numpy(slot < count[bucket][:, None]).to(self.device)
-                heads = torch.from_numpy(bucket).to(self.device).unsqueeze(1).expand(used.shape)[used]
-                owners = torch.from_numpy(self.pool.owners(handles)).to(self.device).unsqueeze(1).expand(used.shape)
-                state = kind.importance(side, start)
-                positions = kind.positions(side, start)[used].long()
-                state[used] = importance_module.updated(
-                    self.policy.mode, state[used], own[heads, positions], queries, owners[used], self.decay
-                )
-                self.pool.write(handles, start, side)
-            self._queries[request, layer] += queries
-            self._reported[request, layer] = end
+        # A page that several share hears from one after the other.
+        for part in [[i] for i in range(len(requests))] if self.pool.shares else [list(range(len(requests)))]:
+            mine = [requests[i] for i in part]
+            tokens, handle = self.buckets.look(layer, mine)
+            own = mass if len(part) == len(mass) else mass[part]
+            own = own[tokens.bucket // self.kv_heads, tokens.bucket % self.kv_heads, tokens.position]
+            owners = self.buckets.owners(layer, mine, tokens)
+            heard = importance_module.updated(self.policy.mode, tokens.importance, own, queries, owners, self.decay)
+            before.append((tokens, handle))
+            self.buckets.set_side(handle, replace(tokens, importance=heard))
+        self._queries[list(requests), layer] += queries
+        self._reported[list(requests), layer] = ends
 
         def undo() -> None:
-            for handles, start, side in reversed(before):
-                self.pool.write(handles, start, side)
+            for tokens, handle in reversed(before):
+                self.buckets.set_side(handle, tokens)
             self._queries[:, layer], self._reported[:, layer] = told
 
         return undo
