@@ -104,3 +104,12 @@ def test_noise_in_scores_costs_more_than_its_variance() -> None:
     errors = [format_error(Format.parse(name, 64)) for name in names]
     assert errors == sorted(errors)
     assert format_error(Format.parse("K2V4", 64)) > format_error(Format.parse("K4V2", 64))
+
+
+def test_slots_that_are_paid_for_are_used() -> None:
+    cache = make(budget=0.35, max_tokens=1024, settle_every=16, window=28)
+    cache.append(0, *rows(1000), mass=some_mass(1, 1000))
+    cache.check()
+    count = cache.bucket_views(0).count[0]
+    assert bool((count[:, 1:-1] % 16 == 0).all())  # a tier above the lowest has no empty slot
+    assert bool((count[:, 1:-1] > 0).any())

@@ -84,6 +84,32 @@ def _weights(scope: Scope, policy: Policy, movable: torch.Tensor) -> torch.Tenso
     return torch.where(tokens.tier > 0, weight * (1 + policy.hysteresis), weight)
 
 
+def _fill(
+    target: torch.Tensor,
+    current: torch.Tensor,
+    movable: torch.Tensor,
+    weight: torch.Tensor,
+    scope: Scope,
+    policy: Policy,
+    spare: int,
+) -> torch.Tensor:
+    """Slots that are paid for and empty go to the weightiest tokens of lower tiers; no page is taken by it."""
+    bucket, prices = scope.tokens.bucket, policy.prices
+    order = torch.sort(weight, descending=True, stable=True).indices
+    order = order[torch.sort(bucket[order], stable=True).indices]
+    for tier in range(len(prices.page) - 1):
+        counts = prices.counts(bucket, target, len(scope.length))[:, tier] + (spare if tier == 0 else 0)
+        free = -counts % prices.page_tokens
+        able = (movable & (target > tier) & (current <= tier))[order].long()
+        before = able.cumsum(0) - able  # candidates of earlier buckets, and of this one
+        first = torch.searchsorted(bucket[order].contiguous(), torch.arange(len(free), device=free.device))
+        start = torch.cat([before, before[-1:] + able[-1:]])[first]
+        chosen = (able > 0) & (before - start[bucket[order]] < free[bucket[order]])
+        target = target.clone()
+        target[order] = torch.where(chosen, tier, target[order])
+    return target
+
+
 def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
     """The least bad assignment that fits, with room for as many as ``headroom`` more plain tokens per bucket.
 
@@ -162,6 +188,6 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
 
         target = search(evicted, float(rank.min()) / 2, float(rank.max()))
     if target is not None:
-        return Plan(target)
+        return Plan(_fill(target, current, movable, weight, scope, policy, spare) if apart else target)
     spare = 0
     return Plan(current, prices.total(prices.counts(tokens.bucket, family(high), buckets)))
