@@ -86,7 +86,8 @@ def test_fewer_bits_cost_more() -> None:
 def test_bits_of_codes_are_what_was_asked_for() -> None:
     net, ids = model(), tokens(600)
     for wanted in (2.5, 3.0, 3.5):
-        cache = bits.BitsCache(net.config, wanted, **OPTIONS | dict(tiers=["K4V4", "K3V2", "K2V2"]), max_tokens=600)
+        options = OPTIONS | dict(tiers=["K4V4", "K3V2", "K2V2"], window=11)  # 15 and the next token fill a page
+        cache = bits.BitsCache(net.config, wanted, **options, max_tokens=600)
         measure.decode(net, ids, cache, prompt=300, chunk=50)
         assert wanted - 0.15 < bits.mean_bits(cache.tiered) <= wanted + 0.25  # whole pages
         cache.tiered.check()
