@@ -12,8 +12,11 @@ import torch
 pytest.importorskip("transformers")
 
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from kvstrata.cli import app
 from kvstrata.eval import advise, bits, contenders, measure, needle, plot, quality, render, results, sensitivity, texts
+from kvstrata.eval import model as models
 from kvstrata.eval.kivi import KiviCache, dequantize_groups, quantize_groups
 from kvstrata.hf import StrataCache
 
@@ -228,3 +231,44 @@ def test_texts_are_there() -> None:
         assert len(texts.text(name)) > 10_000, name
     with pytest.raises(ValueError, match="text: expected"):
         texts.load(["no such file"])
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """`kvstrata` with the tiny model in place of a real one, and a text of its letters."""
+    monkeypatch.setattr(models, "load", lambda name, device="cpu": (model(), Letters()))
+    (tmp_path / "words.txt").write_text(texts.text("prose")[:6000])
+
+    def run(*arguments: str):
+        return CliRunner().invoke(app, [*arguments, "--text", str(tmp_path / "words.txt")])
+
+    return run
+
+
+def test_the_command_measures_and_goes_on(command, tmp_path: Path) -> None:
+    out = tmp_path / "q.json"
+    arguments = ("eval", "--quick", "--tokens", "600", "--budget", "0.5", "--out", str(out))
+    first = command(*arguments)
+    assert first.exit_code == 0, first.output
+    assert "kvstrata" in first.output
+    assert "KIVI-style" in first.output
+    assert out.with_suffix(".png").exists()
+    kept = results.load(out)
+    assert {row.kind for row in kept.rows} >= {"exact", "ours", "baseline"}
+    assert kept.needles
+    second = command(*arguments)
+    assert second.exit_code == 0, second.output
+    assert len(results.load(out).rows) == len(kept.rows)
+    refused = CliRunner().invoke(app, ["eval", "--text", "no such file"])
+    assert refused.exit_code == 2
+    assert "text: expected" in refused.output
+
+
+def test_the_command_advises(command, tmp_path: Path) -> None:
+    out = tmp_path / "advice.json"
+    made = command("advise", "--tokens", "512", "--kl", "0.5", "--out", str(out))
+    assert made.exit_code == 0, made.output
+    assert 0 < json.loads(out.read_text())["budget"] <= 0.6
+    none = command("advise", "--tokens", "512", "--kl", "1e-9", "--out", str(tmp_path / "none.json"))
+    assert none.exit_code == 2
+    assert not (tmp_path / "none.json").exists()
