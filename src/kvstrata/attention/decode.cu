@@ -14,6 +14,7 @@
 #include "operands.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
+#include "warp.cuh"
 #include "work.cuh"
 
 using i64 = long long;
@@ -39,31 +40,6 @@ struct Params {
 
 constexpr float kNone = -1e30f;
 
-__device__ __forceinline__ float exp2_of(float x) {
-  float out;
-  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(out) : "f"(x));
-  return out;
-}
-__device__ __forceinline__ float log2_of(float x) {
-  float out;
-  asm("lg2.approx.f32 %0,%1;" : "=f"(out) : "f"(x));
-  return out;
-}
-__device__ __forceinline__ unsigned transpose8x8(unsigned x) {
-  unsigned out;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(out) : "r"(x));
-  return out;
-}
-__device__ __forceinline__ unsigned max_halves(f16, unsigned a, unsigned b) {
-  unsigned out;
-  asm("max.f16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-__device__ __forceinline__ unsigned max_halves(bf16, unsigned a, unsigned b) {
-  unsigned out;
-  asm("max.bf16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
 __device__ __forceinline__ float2 halves_of(unsigned x) {
   return make_float2(to_float(f16{static_cast<unsigned short>(x)}), to_float(f16{static_cast<unsigned short>(x >> 16)}));
 }
@@ -297,7 +273,7 @@ __device__ __forceinline__ void shift_query(State<kDim, kN>& st, int shift) {
   for (int n = 0; n < kN; n++)
 #pragma unroll
     for (int s = 0; s < kDim / 16; s++)
-      asm("mul.f16x2 %0,%0,%1;" : "+r"(st.q[n][s][1]) : "r"(power | power << 16));
+      st.q[n][s][1] = multiply_pair(f16{}, st.q[n][s][1], power | power << 16);
 }
 
 // The unit of rows g + 8, for V of other widths.
@@ -412,7 +388,7 @@ __device__ __forceinline__ bool weigh(const State<kDim, kN>& st, const Scores<kT
         l[n][0] += a;
         l[n][1] += b;
         w[i][n][r] = pair_of(W{}, a * sc.v[i][r], b * sc.v[i][r]);
-        most = max_halves(W{}, most, w[i][n][r]);
+        most = max_pair(W{}, most, w[i][n][r]);
       }
 #pragma unroll
   for (int n = 0; n < kN; n++) sum = fmaxf(sum, fmaxf(l[n][0], l[n][1]));

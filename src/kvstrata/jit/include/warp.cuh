@@ -1,0 +1,38 @@
+// Single instructions that C++ has no name for.
+#pragma once
+#include "fp8.cuh"
+
+__device__ __forceinline__ float exp2_of(float x) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(out) : "f"(x));
+  return out;
+}
+__device__ __forceinline__ float log2_of(float x) {
+  float out;
+  asm("lg2.approx.f32 %0,%1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
+// Two values a register: the larger of each, and the product.
+__device__ __forceinline__ unsigned max_pair(f16, unsigned a, unsigned b) {
+  unsigned out;
+  asm("max.f16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+__device__ __forceinline__ unsigned max_pair(bf16, unsigned a, unsigned b) {
+  unsigned out;
+  asm("max.bf16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+__device__ __forceinline__ unsigned multiply_pair(f16, unsigned a, unsigned b) {
+  unsigned out;
+  asm("mul.f16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+// An 8x8 matrix over the lanes of a warp, row g in lanes 4g .. 4g + 3, becomes its transpose.
+__device__ __forceinline__ unsigned transpose8x8(unsigned x) {
+  unsigned out;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(out) : "r"(x));
+  return out;
+}

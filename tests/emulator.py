@@ -1,0 +1,90 @@
+"""CUDA C++ kernels on the CPU: the sources as they are, compiled with g++ against headers that emulate a block.
+
+For tests on machines without a GPU. `launcher()` stands in for `kvstrata.jit` in a module under test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvstrata import jit
+from kvstrata.jit.compiler import INCLUDE
+
+HERE = Path(__file__).parent / "emulator"
+PTX = {"fp8.cuh", "mma.cuh", "warp.cuh", "ring.cuh", "pdl.cuh", "cp_async.cuh", "vec.cuh"}  # instructions.h has these
+MAIN = """
+extern "C" void start(const Params* params, int grid_x, int grid_y, int threads, int shared_bytes) {{
+  run(static_cast<void (*)(const Params)>({entry}), *params, grid_x, grid_y, threads, shared_bytes);
+}}
+"""
+
+
+def missing() -> str | None:
+    return None if shutil.which("g++") else "g++ is not installed"
+
+
+@functools.cache
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="kvstrata-emulated-"))
+
+
+def _text(path: Path) -> str:
+    """The source with its headers in place, dynamic shared memory as a pointer."""
+
+    def header(match: re.Match[str]) -> str:
+        return "" if match[1] in PTX else (INCLUDE / match[1]).read_text().replace("#pragma once", "")
+
+    text = re.sub(r'#include "(.*)"\n', header, path.read_text())
+    text = re.sub(r'#include "(.*)"\n', "", text)  # headers of headers: each stands once already
+    pattern = r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];"
+    return re.sub(pattern, r"\1* \2 = reinterpret_cast<\1*>(dynamic_shared);", text).replace(
+        'extern "C" __global__', ""
+    )
+
+
+class Kernel:
+    def __init__(self, source: Path, entry: str) -> None:
+        body = f'#include "instructions.h"\n{_text(source)}{MAIN.format(entry=entry)}'
+        name = hashlib.sha256(body.encode()).hexdigest()[:16]
+        library = folder() / f"{name}.so"
+        if not library.exists():
+            (folder() / f"{name}.cpp").write_text(body)
+            command = ["g++", "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-I", str(HERE)]
+            done = subprocess.run(
+                [*command, "-o", str(library), f"{name}.cpp"], cwd=folder(), capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stderr[:4000]
+        self.start = ctypes.CDLL(str(library)).start
+
+
+class Launch:
+    def __init__(
+        self, kernel: Kernel, grid: Any, block: int, params: bytes, *, shared: int = 0, **options: Any
+    ) -> None:
+        self.call = (*((grid, 1) if isinstance(grid, int) else grid), block, shared)
+        self.kernel, self.params = kernel, params
+
+    def __call__(self, stream: int) -> None:
+        self.kernel.start(self.params, *self.call)
+
+
+def launcher() -> SimpleNamespace:
+    """A module like `kvstrata.jit`, whose kernels run here."""
+    return SimpleNamespace(
+        missing=lambda: None,
+        arch_of=lambda device=None: "sm_90",
+        current_stream=lambda device: 0,
+        bind_context=lambda device: None,
+        load=lambda source, entry, arch=None: Kernel(source, entry),
+        Launch=Launch,
+        Kernel=jit.Kernel,
+    )

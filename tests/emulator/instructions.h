@@ -1,0 +1,100 @@
+// What the headers of jit/include write as PTX: fp8.cuh, mma.cuh, warp.cuh, ring.cuh and pdl.cuh, in plain C++.
+#pragma once
+#include "cuda.h"
+
+struct f32 { unsigned bits; };
+struct f16 { unsigned short bits; };
+struct bf16 { unsigned short bits; };
+
+inline float to_float(f16 x) {
+  const int sign = x.bits >> 15, exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
+  const float size = exponent == 31  ? (mantissa ? NAN : INFINITY)
+                     : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
+                                     : std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
+  return sign ? -size : size;
+}
+inline float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+inline unsigned short bits_of(f16, float x) {  // to nearest, ties to even
+  const unsigned short sign = std::signbit(x) ? 0x8000 : 0;
+  if (x != x) return 0x7fff;
+  const float size = std::fabs(x);
+  if (size == 0.f) return sign;
+  if (size >= 65520.f) return sign | 0x7c00;
+  int exponent = 0;
+  std::frexp(size, &exponent);
+  const int unit = std::max(exponent - 11, -24);  // of the last place
+  const int places = static_cast<int>(std::nearbyint(std::ldexp(size, -unit)));
+  return static_cast<unsigned short>(sign | (unit == -24 ? places : (unit + 24) * 1024 + places));
+}
+inline unsigned short bits_of(bf16, float x) {
+  if (x != x) return 0x7fff;
+  const unsigned u = __float_as_uint(x);
+  return static_cast<unsigned short>((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+template <class In> inline unsigned pair_of(In in, float first, float second) {
+  return bits_of(in, first) | static_cast<unsigned>(bits_of(in, second)) << 16;
+}
+template <class In> inline float low(unsigned x) { return to_float(In{static_cast<unsigned short>(x)}); }
+template <class In> inline float high(unsigned x) { return to_float(In{static_cast<unsigned short>(x >> 16)}); }
+
+inline float exp2_of(float x) { return std::exp2(x); }
+inline float log2_of(float x) { return std::log2(x); }
+template <class In> inline unsigned max_pair(In in, unsigned a, unsigned b) {
+  return pair_of(in, std::fmax(low<In>(a), low<In>(b)), std::fmax(high<In>(a), high<In>(b)));
+}
+inline unsigned multiply_pair(f16 in, unsigned a, unsigned b) {
+  return pair_of(in, low<f16>(a) * low<f16>(b), high<f16>(a) * high<f16>(b));
+}
+inline unsigned transpose8x8(unsigned x) {
+  const auto all = exchange(x);
+  const int lane = threadIdx.x & 31, row = lane >> 2;
+  unsigned out = 0;
+  for (int half = 0; half < 2; half++) {
+    const int column = (lane & 3) * 2 + half;  // of the transpose: row `column` of the matrix, its element `row`
+    const unsigned pair = from<unsigned>(all, column * 4 + row / 2);
+    out |= (row % 2 ? pair >> 16 : pair & 0xffff) << 16 * half;
+  }
+  return out;
+}
+
+struct Operands { unsigned a[4], b[2]; };
+template <class In> inline void mma_16x8x16(In, float* c, const unsigned* a, unsigned b0, unsigned b1) {
+  const auto all = exchange(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  for (int i = 0; i < 4; i++) {
+    const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+    double sum = c[i];
+    for (int k = 0; k < 16; k++) {
+      const Operands x = from<Operands>(all, row % 8 * 4 + k % 8 / 2), y = from<Operands>(all, column * 4 + k % 8 / 2);
+      const unsigned p = x.a[row / 8 + k / 8 * 2], q = y.b[k / 8];
+      sum += static_cast<double>(k % 2 ? high<In>(p) : low<In>(p)) * (k % 2 ? high<In>(q) : low<In>(q));
+    }
+    c[i] = static_cast<float>(sum);
+  }
+}
+
+inline void wait_for_previous() {}
+inline void release_next() {}
+
+template <int kStages>
+struct Ring {
+  int expected[kStages] = {}, came[kStages] = {};
+  explicit Ring(unsigned long long*) {}
+  static bool mine() { return (threadIdx.x & 31) == 0; }
+  void begin(int stage, int bytes) { expected[stage] = bytes; came[stage] = 0; }
+  void copy(int stage, void* to, const void* from, int bytes) {
+    if (bytes % 16 || reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) std::abort();
+    std::memcpy(to, from, bytes);
+    came[stage] += bytes;
+  }
+  void copy_of_lane(int stage, void* to, const void* from, int bytes) { copy(stage, to, from, bytes); }
+  void commit() {}
+  void wait(int stage, int) {
+    const auto all = exchange(came[stage]);
+    int sum = 0;
+    for (int i = 0; i < 32; i++) sum += ::from<int>(all, i);
+    if (mine() && sum != expected[stage]) std::abort();  // the barrier would wait for ever, or not long enough
+    came[stage] = 0;
+  }
+  static void fence() {}
+};

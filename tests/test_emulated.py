@@ -1,0 +1,85 @@
+"""The CUDA C++ decode kernels themselves, run on the CPU (emulator.py), against the float32 model."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import emulator
+from conftest import HAS_GPU
+from decode_model import Case, case_of, check, filled
+from kvstrata import DecodePlan, PagedCache, decode_attention
+from kvstrata.attention import decode_cuda, op, plan
+
+pytestmark = [
+    pytest.mark.skipif(HAS_GPU, reason="the kernels run on the GPU here"),
+    pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing())),
+]
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA backend without CUDA: three multiprocessors."""
+    properties = SimpleNamespace(multi_processor_count=3, shared_memory_per_multiprocessor=233472)
+    monkeypatch.setattr(decode_cuda, "jit", emulator.launcher())
+    monkeypatch.setattr(decode_cuda, "_PLANS", type(decode_cuda._PLANS)())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(op, "missing", lambda backend, job: decode_cuda.missing(job) if backend == "cuda" else None)
+    monkeypatch.setattr(plan.DecodePlan, "update", lambda self: self.cuda().update())
+    for kernel in (decode_cuda._decode_kernel, decode_cuda._combine_kernel):
+        kernel.cache_clear()
+
+
+CASES: dict[str, tuple[list[int], dict]] = {
+    "four tiers": ([150, 1, 97], dict(tiers=("K8V8", "K4V4", "K3V3", "K2V2"), page_tokens=64, group=4)),
+    "queries, softcap": ([70, 33], dict(q_len=3, group=4, options=dict(softcap=5.0), tiers=("K4V3", "K2V4"))),
+    "odd head_dim, window": ([70, 21], dict(dim=80, tiers=("K3V2",), page_tokens=32, options=dict(window=33))),
+    "D 128": ([200], dict(dim=128, tiers=("K8V4", "K3V3"), page_tokens=64, group=8)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tiers(name: str) -> None:
+    lengths, options = CASES[name]
+    check(case_of(lengths, dtype=torch.bfloat16, **options), "cuda")
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_rows_of_store_kv(layout: str) -> None:
+    shape = (9, 32, 2, 64) if layout == "NHD" else (9, 2, 32, 64)
+    k, v = torch.randn(2, *shape).half()
+    table = torch.tensor([[3, 1, 8], [5, 0, -7]], dtype=torch.int32)
+    lengths = torch.tensor([70, 33], dtype=torch.int32)
+    cache = PagedCache(k, v, table, lengths, layout=layout)
+    case = Case(cache, torch.randn(2, 2, 6, 64).half(), [0, 1], [70, 33], options=dict(window=40))
+    check(case, "cuda")
+
+
+def test_fixed_split_does_not_know_the_batch() -> None:
+    cache = filled([300, 20, 150], dtype=torch.bfloat16)
+    q = torch.randn(3, 1, 6, 64).bfloat16()
+    together = DecodePlan(cache, 6, fixed_split=64)
+    together.update()
+    out = decode_attention(q, cache, plan=together, backend="cuda")
+    assert together.cuda().chunks > 3
+    for request in range(3):
+        alone = DecodePlan(cache, 6, requests=[request], fixed_split=64)
+        alone.update()
+        one = decode_attention(q[request : request + 1], cache, requests=[request], plan=alone, backend="cuda")
+        assert torch.equal(out[request : request + 1], one)
+
+
+def test_one_list_for_all_layers() -> None:
+    cache = filled([70, 33], layers=2, dtype=torch.bfloat16, tiers=("K4V4",))
+    step = DecodePlan(cache, 6)
+    step.update()
+    q = torch.randn(2, 1, 6, 64).bfloat16()
+    for layer in range(2):
+        got = decode_attention(q, cache, layer, plan=step, backend="cuda")
+        assert torch.equal(got, decode_attention(q, cache, layer, backend="cuda"))
