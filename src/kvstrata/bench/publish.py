@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvstrata.bench.plot import groups, plot
-from kvstrata.bench.render import inject, markdown
+from kvstrata.bench.render import OPTIONS, inject, markdown
 from kvstrata.bench.results import Report, load
 from kvstrata.eval import plot as quality_plot
 from kvstrata.eval import render as quality_render
@@ -37,7 +37,8 @@ def _table(report: Report | Quality, options: dict[str, str]) -> str:
 def render_document(text: str, reports: Sequence[Report | Quality]) -> str:
     """The document with every `kvstrata:<op>` block made anew."""
     for op in dict.fromkeys(re.findall(r"<!--\s*kvstrata:([\w-]+)(?=\s)", text)):
-        text = inject(text, f"kvstrata:{op}", lambda o, op=op: _table(pick(reports, op, o.get("on")), o))  # type: ignore[misc]
+        known = quality_render.OPTIONS if op == quality.OP else OPTIONS
+        text = inject(text, f"kvstrata:{op}", lambda o, op=op: _table(pick(reports, op, o.get("on")), o), known)  # type: ignore[misc]
     return text
 
 

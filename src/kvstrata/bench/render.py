@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from fnmatch import fnmatch
 
 from rich.console import Group
@@ -144,10 +144,12 @@ def verdict(report: Report) -> str:
     )
 
 
-def inject(text: str, marker: str, table: str | Callable[[dict[str, str]], str]) -> str:
+def inject(
+    text: str, marker: str, table: str | Callable[[dict[str, str]], str], options: Collection[str] = OPTIONS
+) -> str:
     """Replace what stands between `<!-- marker options -->` and `<!-- /marker -->`, wherever it does.
 
-    `table` is the new text, or a function that makes it from the options of each marker.
+    `table` is the new text, or a function that makes it from the options of each marker; `options` may stand there.
     """
     name = re.escape(marker)
     begins, ends = (len(re.findall(rf"<!--\s*{slash}{name}(?=\s)", text)) for slash in ("", "/"))
@@ -155,17 +157,17 @@ def inject(text: str, marker: str, table: str | Callable[[dict[str, str]], str])
         raise ValueError(f"{marker}: {begins} opening and {ends} closing markers")
 
     def fill(match: re.Match[str]) -> str:
-        body = table if isinstance(table, str) else table(_options(match.group(2)))
+        body = table if isinstance(table, str) else table(_options(match.group(2), options))
         return f"{match.group(1)}\n{body}\n{match.group(3)}"
 
     pattern = rf"(<!--\s*{name}(?=\s)(.*?)-->).*?(<!--\s*/{name}\s*-->)"
     return re.sub(pattern, fill, text, flags=re.DOTALL)
 
 
-def _options(text: str) -> dict[str, str]:
+def _options(text: str, known: Collection[str] = OPTIONS) -> dict[str, str]:
     pairs = [word.partition("=") for word in shlex.split(text)]
-    if unknown := [key for key, sep, value in pairs if key not in OPTIONS or not value]:
-        raise ValueError(f"marker option {unknown[0]!r}: expected one of {', '.join(sorted(OPTIONS))}, as key=value")
+    if unknown := [key for key, sep, value in pairs if key not in known or not value]:
+        raise ValueError(f"marker option {unknown[0]!r}: expected one of {', '.join(sorted(known))}, as key=value")
     return {key: value for key, _, value in pairs}
 
 
