@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvstrata import jit
-from kvstrata.jit.compiler import INCLUDE
+from kvstrata.jit.compiler import header_folders
 
 HERE = Path(__file__).parent / "emulator"
 PTX = {"fp8.cuh", "mma.cuh", "warp.cuh", "ring.cuh", "pdl.cuh", "cp_async.cuh", "vec.cuh"}  # instructions.h has these
@@ -38,17 +38,22 @@ def folder() -> Path:
 
 
 def _text(path: Path) -> str:
-    """The source with its headers in place, dynamic shared memory as a pointer."""
+    """The source with its headers in place, each once; dynamic shared memory as a pointer."""
+    seen: set[str] = set(PTX)
 
-    def header(match: re.Match[str]) -> str:
-        return "" if match[1] in PTX else (INCLUDE / match[1]).read_text().replace("#pragma once", "")
+    def whole(text: str) -> str:
+        def header(match: re.Match[str]) -> str:
+            if match[1] in seen:
+                return ""
+            seen.add(match[1])
+            found = next(folder / match[1] for folder in header_folders(path) if (folder / match[1]).exists())
+            return whole(found.read_text().replace("#pragma once", ""))
 
-    text = re.sub(r'#include "(.*)"\n', header, path.read_text())
-    text = re.sub(r'#include "(.*)"\n', "", text)  # headers of headers: each stands once already
+        return re.sub(r'#include "(.*)"\n', header, text)
+
     pattern = r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];"
-    return re.sub(pattern, r"\1* \2 = reinterpret_cast<\1*>(dynamic_shared);", text).replace(
-        'extern "C" __global__', ""
-    )
+    text = re.sub(pattern, r"\1* \2 = reinterpret_cast<\1*>(dynamic_shared);", whole(path.read_text()))
+    return text.replace('extern "C" __global__', "")
 
 
 class Kernel:

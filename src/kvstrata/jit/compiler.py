@@ -50,19 +50,26 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstrata"
 
 
-@functools.lru_cache(maxsize=1)
-def _headers_digest() -> bytes:
+def header_folders(source: Path) -> list[Path]:
+    """Where a kernel's headers are: ideas that any may use, and those beside it."""
+    return [INCLUDE, source.parent] if any(source.parent.glob("*.cuh")) else [INCLUDE]
+
+
+@functools.lru_cache(maxsize=64)
+def _headers_digest(folder: Path) -> bytes:
     digest = hashlib.sha256()
-    for header in sorted(INCLUDE.glob("*.cuh")):
-        digest.update(header.name.encode() + b"\0" + header.read_bytes() + b"\0")
+    for where in header_folders(folder / "any.cu"):
+        for header in sorted(where.glob("*.cuh")):
+            digest.update(header.name.encode() + b"\0" + header.read_bytes() + b"\0")
     return digest.digest()
 
 
-def _options(arch: str, verbose: bool = False):
+def _options(source: Path, arch: str, verbose: bool = False):
     from cuda.core import ProgramOptions
 
+    folders = [str(folder) for folder in header_folders(source)]
     return ProgramOptions(
-        arch=arch, std="c++17", include_path=str(INCLUDE), lineinfo=True, ptxas_options=["-v"] if verbose else None
+        arch=arch, std="c++17", include_path=folders, lineinfo=True, ptxas_options=["-v"] if verbose else None
     )
 
 
@@ -71,7 +78,7 @@ def _run_nvrtc(source: Path, entry: str, arch: str, verbose: bool = False) -> tu
 
     log = io.StringIO()
     try:
-        program = Program(source.read_text(), "c++", _options(arch, verbose))
+        program = Program(source.read_text(), "c++", _options(source, arch, verbose))
         code = program.compile("cubin", name_expressions=(entry,), logs=log)
     except Exception as error:
         raise CompileError(f"{source.name}: cannot compile {entry} for {arch}\n{error}") from error
@@ -85,10 +92,10 @@ def compile(source: Path, entry: str, *, arch: str) -> Cubin:
     key = make_program_cache_key(
         code=source.read_text(),
         code_type="c++",
-        options=_options(arch),
+        options=_options(source, arch),
         target_type="cubin",
         name_expressions=(entry,),
-        extra_digest=_headers_digest(),
+        extra_digest=_headers_digest(source.parent),
     )
     try:
         cache = FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=CACHE_BYTES)

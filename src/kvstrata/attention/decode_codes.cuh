@@ -1,0 +1,122 @@
+// A stage of codes: both products straight from the words of a page.
+#pragma once
+#include "decode_query.cuh"
+#include "decode_softmax.cuh"
+#include "operands.cuh"
+
+// The unit of rows g + 8, for V of other widths.
+template <int kDim, int kN>
+__device__ __forceinline__ void change_unit(State<kDim, kN>& st, int unit) {
+  if (st.unit == unit) return;
+  const float power = __uint_as_float(static_cast<unsigned>(st.unit - unit + 127) << 23);
+  st.unit = unit;
+#pragma unroll
+  for (int n = 0; n < kN; n++)
+#pragma unroll
+    for (int s = 0; s < kDim / 16; s++) {
+      st.out[n][s][2] *= power;
+      st.out[n][s][3] *= power;
+    }
+}
+
+// A stage of codes, kUnit tiles at a time: enough for the tensor cores to have work, and little code.
+template <class T, class P, bool kMass, int kDim, int kN>
+__device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& st, const unsigned char* stage, int tokens,
+                                             int group) {
+  constexpr int kSteps = kDim / 16, kMost = kDim <= 64 || (T::kK <= 3 && T::kV <= 3) ? 4 : 2, kUnit = P::kMine < kMost ? P::kMine : kMost;
+  using KWords = Words<T::kK, kSteps, P::kMine, kUnit>;
+  using VWords = Words<T::kV, kSteps, P::kMine, kUnit>;
+  const int g = (threadIdx.x & 31) >> 2;
+  const unsigned char *v_codes = stage + P::kKBytes, *scales = v_codes + P::kVBytes;
+  shift_query(st, kQueryShift<T::kK>);
+  change_unit(st, place<T::kV>(1));
+  constexpr float kUnit0 = 16777216.f, kUnit1 = place<T::kK>(1) == 24   ? 16777216.f
+                                                : place<T::kK>(1) == 22 ? 4194304.f
+                                                                        : 1048576.f;  // 2^place of rows g and g + 8
+#pragma unroll
+  for (int n = 0; n < kN; n++) st.weights[n][0] = st.weights[n][1] = st.weights[n][2] = st.weights[n][3] = 0.f;
+  const auto attend_unit = [&](int unit) {
+    Scores<kUnit, kN> sc;
+    KWords words;
+    words.load_unit(stage, unit);
+    float s[kUnit][kN][4];
+#pragma unroll
+    for (int i = 0; i < kUnit; i++)
+#pragma unroll
+      for (int n = 0; n < kN; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) s[i][n][c] = st.middle[n][c & 1] * (-middle<T::kK>() / (c < 2 ? kUnit0 : kUnit1));
+#pragma unroll
+    for (int k = 0; k < kSteps; k++)
+#pragma unroll
+      for (int i = 0; i < kUnit; i++) {
+        unsigned a[4];
+        words.codes(unit, i, k, a);
+#pragma unroll
+        for (int n = 0; n < kN; n++) mma_16x8x16(f16{}, s[i][n], a, st.q[n][k][0], st.q[n][k][1]);
+      }
+#pragma unroll
+    for (int i = 0; i < kUnit; i++) {
+      const uint2 scale = *reinterpret_cast<const uint2*>(scales + (unit * kUnit + i) * 64 + g * 8);
+      const float2 ks = halves_of(scale.x), vs = halves_of(scale.y);
+      const float k0 = ks.x * (st.score * kUnit0), k1 = ks.y * (st.score * kUnit1);
+#pragma unroll
+      for (int n = 0; n < kN; n++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          const float bias = st.centre[n][c] - st.m[n][c];
+          sc.x[i][n][0][c] = fmaf(s[i][n][c], k0, bias);
+          sc.x[i][n][1][c] = fmaf(s[i][n][2 + c], k1, bias);
+        }
+      sc.v[i][0] = vs.x;
+      sc.v[i][1] = vs.y * kSecondHalf<T::kV>;
+    }
+    unsigned w[kUnit][kN][2];
+    const int before = unit * kUnit * 16;
+    const unsigned char* positions = stage + P::kBytes + before * p.position_bytes;
+    if constexpr (kMass) {
+      share_mass<kUnit>(p, st, sc, group, tokens - before, positions, 0);
+      return;
+    }
+    soften<f16, kUnit>(p, st, sc, tokens - before, positions, 0, w);
+
+    constexpr unsigned kOnes = 0x00010001u, kOnes8 = kOnes << (24 - place<T::kV>(2));
+    const unsigned ones[4] = {kOnes, kOnes, kOnes8, kOnes8};
+    VWords values;
+    values.load_unit(v_codes, unit);
+#pragma unroll
+    for (int n = 0; n < kN; n++)
+#pragma unroll
+      for (int i = 0; i < kUnit; i++) mma_16x8x16(f16{}, st.weights[n], ones, w[i][n][0], w[i][n][1]);
+#pragma unroll
+    for (int i = 0; i < kUnit; i++)
+#pragma unroll
+      for (int k = 0; k < kSteps; k++) {
+        unsigned a[4];
+        values.codes(unit, i, k, a);
+#pragma unroll
+        for (int n = 0; n < kN; n++) mma_16x8x16(f16{}, st.out[n][k], a, w[i][n][0], w[i][n][1]);
+      }
+  };
+  const int units = (tokens + kUnit * 16 - 1) / (kUnit * 16);
+  if constexpr (KWords::kRegular && VWords::kRegular) {
+#pragma unroll 1
+    for (int unit = 0; unit < units; unit++) attend_unit(unit);
+  } else {
+#pragma unroll
+    for (int unit = 0; unit < P::kMine / kUnit; unit++)
+      if (unit < units) attend_unit(unit);
+  }
+  if constexpr (kMass) return;
+  // The middle of the levels times the sum of weights comes off, stage by stage: the sums stay small.
+  constexpr float kLess0 = -middle<T::kV>(), kLess1 = kLess0 * (1 << (24 - place<T::kV>(1)));
+#pragma unroll
+  for (int n = 0; n < kN; n++)
+#pragma unroll
+    for (int k = 0; k < kSteps; k++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        st.out[n][k][c] = fmaf(kLess0, st.weights[n][c], st.out[n][k][c]);
+        st.out[n][k][2 + c] = fmaf(kLess1, st.weights[n][c], st.out[n][k][2 + c]);
+      }
+}

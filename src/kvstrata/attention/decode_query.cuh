@@ -1,0 +1,159 @@
+// The queries of a KV head as operands: as they are for plain rows, rotated and as long as fp16 allows for codes.
+#pragma once
+#include "decode_state.cuh"
+#include "warp.cuh"
+
+// Dims of the plain product: element e of a lane's chunk of step s. Chunks are 16 bytes of a pair of steps, and 8 bytes
+// of a last odd step, so that a lane loads them at once.
+template <int kDim>
+__device__ __forceinline__ int plain_dim(int s, int part) {
+  const int t = threadIdx.x & 3;
+  if (kDim % 32 && s == kDim / 16 - 1) return 16 * s + 4 * t + 2 * part;
+  return 32 * (s / 2) + 8 * t + 4 * (s % 2) + 2 * part;
+}
+
+template <class In, bool kMass, int kDim, int kN>
+__device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st, int group, int block) {
+  constexpr int kSteps = kDim / 16;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int unit = group >> 1, head = unit % p.kv_heads, row = unit / p.kv_heads;
+  const bool lossy = group & 1;
+  const int request = p.requests ? __ldg(p.requests + row) : row;
+  const int columns = p.queries * p.group;
+  st.fresh = true;
+  st.shift = 0;
+  st.unit = 24;
+  float largest = 0.f;
+#pragma unroll
+  for (int n = 0; n < kN; n++) {
+    const int column = (block * kN + n) * 8 + g;
+    const bool there = column < columns;
+    const char* from = p.q + row * p.q_row + column / p.group * p.q_query + (head * p.group + column % p.group) * p.q_head;
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+#pragma unroll
+      for (int part = 0; part < 2; part++) {
+        const int dim = lossy ? 16 * s + 2 * t + 8 * part : plain_dim<kDim>(s, part);
+        st.q[n][s][part] = there ? *reinterpret_cast<const unsigned*>(from + dim * 2) : 0u;
+        st.out[n][s][2 * part] = st.out[n][s][2 * part + 1] = 0.f;
+      }
+    st.m[n][0] = st.m[n][1] = st.l[n][0] = st.l[n][1] = 0.f;
+    st.centre[n][0] = st.centre[n][1] = st.middle[n][0] = st.middle[n][1] = 0.f;
+    if (p.ordered) {
+      const int length = __ldg(p.lengths + request * p.length_stride);
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        const int mine = (block * kN + n) * 8 + 2 * t + c;
+        st.last[n][c] = length - p.queries + mine / p.group;
+        if constexpr (kMass) {  // columns that are not there, or see nothing, have no weight
+          float lse = -kNone;
+          if (mine < columns)
+            lse = __ldg(p.lse + (static_cast<i64>(row) * p.queries + mine / p.group) * (p.kv_heads * p.group) + head * p.group +
+                        mine % p.group);
+          st.m[n][c] = lse > kNone ? lse * 1.4426950408889634f : -kNone;
+        }
+      }
+    }
+  }
+  st.score = p.scale_log2;
+  if (!lossy) return;
+
+  // Rotate 16 dims by a product with a matrix of +-1, the rest by butterflies over steps.
+  unsigned h[2][2];
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+      const int in = 2 * t + 8 * part, to = 8 * n + g;
+      h[n][part] = pair_of(In{}, __popc(in & to) & 1 ? -1.f : 1.f, __popc((in + 1) & to) & 1 ? -1.f : 1.f);
+    }
+  const float* centre = p.centre + request * p.centre_request + head * kDim;
+#pragma unroll
+  for (int n = 0; n < kN; n++) {
+    float dot = 0.f;
+    auto& x = st.out[n];  // not in use yet
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+#pragma unroll
+      for (int part = 0; part < 2; part++) {
+        const float2 pair = pair_to_float<In>(st.q[n][s][part]);
+        const float2 c = __ldg(reinterpret_cast<const float2*>(centre + 16 * s + 2 * t + 8 * part));
+        dot += pair.x * c.x + pair.y * c.y;
+      }
+      const unsigned a[4] = {st.q[n][s][0], 0u, st.q[n][s][1], 0u};
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float c[4] = {0.f, 0.f, 0.f, 0.f};
+        mma_16x8x16(In{}, c, a, h[half][0], h[half][1]);
+        x[s][2 * half] = c[0];
+        x[s][2 * half + 1] = c[1];
+      }
+    }
+    to_columns(sum_over_t(dot) * p.scale_log2, st.centre[n]);
+    constexpr int kBlock = kSteps & -kSteps;
+#pragma unroll
+    for (int d = 1; d < kBlock; d *= 2)
+#pragma unroll
+      for (int s = 0; s < kSteps; s++)
+        if (!(s & d))
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const float sum = x[s][i] + x[s + d][i], difference = x[s][i] - x[s + d][i];
+            x[s][i] = sum;
+            x[s + d][i] = difference;
+          }
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        largest = fmaxf(largest, fabsf(x[s][i]));
+  }
+  if (__any_sync(~0u, largest > 1e38f)) {  // an infinite query must not make its neighbours small
+    largest = 0.f;
+#pragma unroll
+    for (int n = 0; n < kN; n++)
+#pragma unroll
+      for (int s = 0; s < kSteps; s++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (fabsf(st.out[n][s][i]) <= 1e38f) largest = fmaxf(largest, fabsf(st.out[n][s][i]));
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
+  // The largest becomes 2^14 to 2^15; a power of two, so nothing is rounded that fp16 would have kept.
+  const int exponent = static_cast<int>(__float_as_uint(fmaxf(largest, 1e-30f)) >> 23) - 127;
+  const int power = min(max(14 - exponent, -126), 126);
+  const float longer = __uint_as_float(static_cast<unsigned>(127 + power) << 23);
+  constexpr int kBlock = kSteps & -kSteps;
+  constexpr float kFactor = kBlock == 1 ? 0.25f : kBlock == 2 ? 0.17677669529663687f : kBlock == 4 ? 0.125f
+                          : kBlock == 8 ? 0.08838834764831845f : 0.0625f;
+  st.score = p.scale_log2 * kFactor * __uint_as_float(static_cast<unsigned>(127 - power) << 23);
+#pragma unroll
+  for (int n = 0; n < kN; n++) {
+    float sum = 0.f;
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+#pragma unroll
+      for (int part = 0; part < 2; part++) {
+        const unsigned pair = pair_of(f16{}, st.out[n][s][2 * part] * longer, st.out[n][s][2 * part + 1] * longer);
+        st.q[n][s][part] = pair;
+        const float2 rounded = halves_of(pair);
+        sum += rounded.x + rounded.y;
+        st.out[n][s][2 * part] = st.out[n][s][2 * part + 1] = 0.f;
+      }
+    to_columns(sum_over_t(sum), st.middle[n]);
+  }
+}
+
+// The second half of q, for K of other widths: exact but for what is 2^-24 of the largest.
+template <int kDim, int kN>
+__device__ __forceinline__ void shift_query(State<kDim, kN>& st, int shift) {
+  if (st.shift == shift) return;
+  const unsigned power = static_cast<unsigned>(st.shift - shift + 15) << 10;
+  st.shift = shift;
+#pragma unroll
+  for (int n = 0; n < kN; n++)
+#pragma unroll
+    for (int s = 0; s < kDim / 16; s++)
+      st.q[n][s][1] = multiply_pair(f16{}, st.q[n][s][1], power | power << 16);
+}

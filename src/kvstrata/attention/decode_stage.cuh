@@ -1,0 +1,104 @@
+// How pages come in: cut into stages that fit a slot of the ring, copied from where they rest.
+#pragma once
+#include "decode_state.cuh"
+#include "ring.cuh"
+
+// One tier: widths of K and V; 16 bits are plain rows of In.
+template <int kKBits, int kVBits>
+struct Tier {
+  static constexpr int kK = kKBits, kV = kVBits;
+  static constexpr bool kPlain = kKBits == 16;
+};
+
+// How a page of a tier comes in: in parts of kTokens tokens, each one stage.
+template <class T, int kDim, int kPageTokens>
+struct Part {
+  static constexpr int kSteps = kDim / 16, kTiles = kPageTokens / 16, kLimit = 8704;
+  template <int kBits> static constexpr bool whole_tiles = kSteps * kBits % 16 == 0 && kBits != 3;
+  static constexpr bool kCuts = T::kPlain || (whole_tiles<T::kK> && whole_tiles<T::kV>);
+  static __device__ constexpr int bytes_of(int tiles) {
+    return T::kPlain ? tiles * 16 * kDim * 4
+                     : code_bytes(T::kK, tiles) + code_bytes(T::kV, tiles) + tiles * 64;
+  }
+  static __device__ constexpr int code_bytes(int bits, int tiles) {
+    const int n = tiles * kSteps;
+    return 128 * (bits == 3 ? (n * 2 + 3) / 4 + (n + 3) / 4 : (n * bits + 3) / 4);
+  }
+  static __device__ constexpr int tiles_of() {
+    int tiles = kTiles;
+    while (kCuts && tiles > 1 && bytes_of(tiles) > kLimit) tiles /= 2;
+    return tiles;
+  }
+  static constexpr int kMine = tiles_of(), kTokens = kMine * 16, kParts = kTiles / kMine;
+  static constexpr int kKBytes = T::kPlain ? kTokens * kDim * 2 : code_bytes(T::kK, kMine);
+  static constexpr int kVBytes = T::kPlain ? kTokens * kDim * 2 : code_bytes(T::kV, kMine);
+  static constexpr int kScaleBytes = T::kPlain ? 0 : kMine * 64;
+  static constexpr int kBytes = kKBytes + kVBytes + kScaleBytes;  // positions follow
+  static constexpr int kPageBytes = bytes_of(kTiles);
+};
+
+template <class... Ts> struct Tiers {};
+
+// Bytes of a slot of the ring: the largest stage of any tier, and positions.
+template <int kDim, int kPageTokens, class... Ts>
+__device__ constexpr int slot_bytes(Tiers<Ts...>) {
+  int most = 0;
+  ((most = Part<Ts, kDim, kPageTokens>::kBytes > most ? Part<Ts, kDim, kPageTokens>::kBytes : most), ...);
+  return most + kPageTokens * 4;
+}
+
+// Bytes of a stage of a tier: K, V and scales, and how many stages a page is.
+struct Sizes {
+  int k, v, scales, parts, tokens;
+};
+template <int kDim, int kPageTokens, class... Ts>
+__device__ __forceinline__ Sizes sizes_of(Tiers<Ts...>, int tier) {
+  Sizes found = {};
+  int number = 0;
+  (
+      [&] {
+        using P = Part<Ts, kDim, kPageTokens>;
+        if (tier == number++) found = {P::kKBytes, P::kVBytes, P::kScaleBytes, P::kParts, P::kTokens};
+      }(),
+      ...);
+  return found;
+}
+
+template <bool kMass>
+__device__ __forceinline__ void fill(Ring<2>& ring, int at, unsigned char* to, const Stage& stage, const Sizes& size,
+                                     int position_bytes) {
+  if (!ring.mine()) return;
+  const char* page = reinterpret_cast<const char*>(stage.page);
+  const int positions = size.tokens * position_bytes, codes = size.k + size.v + size.scales;
+  ring.begin(at, codes + positions - (kMass ? size.v : 0));
+  if (size.parts == 1 && !kMass) {
+    ring.copy(at, to, page, codes + positions);
+  } else {
+    const int part = stage.meta >> 16;
+    ring.copy(at, to, page + part * size.k, size.k);
+    if (!kMass) ring.copy(at, to + size.k, page + size.parts * size.k + part * size.v, size.v);
+    if (size.scales) ring.copy(at, to + size.k + size.v, page + size.parts * (size.k + size.v) + part * size.scales, size.scales);
+    if (positions) ring.copy(at, to + codes, page + size.parts * codes + part * positions, positions);
+  }
+}
+
+// Rows of a page of store_kv: together where they follow each other, else a lane a row, of K and of V.
+template <bool kMass, int kDim>
+__device__ __forceinline__ void fill_rows(const Params& p, Ring<2>& ring, int at, unsigned char* to, const Stage& stage,
+                                          const Sizes& size) {
+  constexpr int kRow = kDim * 2;
+  const int lane = threadIdx.x & 31, tokens = stage.meta & 0xff, sides = kMass ? 1 : 2;
+  const char* rows = reinterpret_cast<const char*>(stage.page);
+  if (ring.mine()) ring.begin(at, sides * tokens * kRow);
+  if (p.row_bytes == kRow) {
+    if (!ring.mine()) return;
+    ring.copy(at, to, rows, tokens * kRow);
+    if (!kMass) ring.copy(at, to + size.k, rows + p.v_offset, tokens * kRow);
+    return;
+  }
+  __syncwarp();
+  for (int i = lane; i < sides * tokens; i += 32) {
+    const int side = i >= tokens, token = i - side * tokens;
+    ring.copy_of_lane(at, to + side * size.k + token * kRow, rows + side * p.v_offset + token * p.row_bytes, kRow);
+  }
+}

@@ -1,0 +1,64 @@
+// What the parts of decode.cu share: its parameters, and what a warp keeps in registers.
+#pragma once
+#include "mma.cuh"
+#include "work.cuh"
+
+using i64 = long long;
+
+struct Params {
+  const char* q;          // [rows, queries, heads, D]
+  const Stage* stages;    // the layer's
+  const int* starts;
+  const int* requests;    // [rows], or null
+  const int* lengths;     // [requests], stride in ints below
+  const float* centre;    // [requests, kv heads, D], stride below
+  float* partial_out;     // [slots, column blocks, columns, D]; kMass: the mass [rows, kv heads, mass_length], zeros
+  float2* partial_sum;    // [slots, column blocks, columns]: m, l
+  const float* lse;       // kMass: [rows, queries, heads]
+  i64 q_row, q_query, q_head;  // strides in bytes
+  i64 length_stride, centre_request;
+  int queries, group, kv_heads, chunks;
+  float scale_log2, softcap_log2;  // softcap 0: none
+  int window, position_bytes;      // window 0: none; position_bytes 0: positions are not read
+  int mass_length, ordered;        // whether positions decide what is seen
+  i64 row_bytes, v_offset;         // rows in pages: from one token to the next, from K to V; 0: pages of a tiered cache
+};
+
+constexpr float kNone = -1e30f;
+
+__device__ __forceinline__ float2 halves_of(unsigned x) {
+  return make_float2(to_float(f16{static_cast<unsigned short>(x)}), to_float(f16{static_cast<unsigned short>(x >> 16)}));
+}
+
+// A column of the products: a query and a query head of the KV head. A lane has columns 2t and 2t + 1 of each block of 8.
+template <int kDim, int kN>
+struct State {
+  static constexpr int kSteps = kDim / 16;
+  unsigned q[kN][kSteps][2];  // B operands; rotated, fp16, as long as fits (lossy), or as they are (plain)
+  float out[kN][kSteps][4];
+  float m[kN][2], l[kN][2];
+  float weights[kN][4];  // of the stage, summed by the tensor cores; every row is the same
+  float middle[kN][2];   // sum of a column's q
+  float centre[kN][2];   // score of the centre, in powers of two
+  float score;           // what makes a product of q a score in powers of two
+  int shift;             // how much smaller the second half of q stands
+  int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24
+  int last[kN][2];       // the last position that the column sees; without positions not used
+  bool fresh;
+};
+
+template <class In>
+__device__ __forceinline__ float2 pair_to_float(unsigned x) {
+  return make_float2(to_float(In{static_cast<unsigned short>(x)}), to_float(In{static_cast<unsigned short>(x >> 16)}));
+}
+
+// From the lane that has column g (any t) to those that have columns 2t and 2t + 1.
+__device__ __forceinline__ void to_columns(float of_g, float (&columns)[2]) {
+  const int t = threadIdx.x & 3;
+  columns[0] = __shfl_sync(~0u, of_g, 8 * t);
+  columns[1] = __shfl_sync(~0u, of_g, 8 * t + 4);
+}
+__device__ __forceinline__ float sum_over_t(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
