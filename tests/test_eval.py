@@ -272,3 +272,13 @@ def test_the_command_advises(command, tmp_path: Path) -> None:
     none = command("advise", "--tokens", "512", "--kl", "1e-9", "--out", str(tmp_path / "none.json"))
     assert none.exit_code == 2
     assert not (tmp_path / "none.json").exists()
+
+
+def test_the_command_compares_widths(command, tmp_path: Path) -> None:
+    out = tmp_path / "bits.json"
+    made = command("eval", "--bits", "2.5", "--tokens", "300", "--chunk", "50", "--out", str(out))
+    assert made.exit_code == 0, made.output
+    kept = results.load(out)
+    assert [row.name for row in kept.rows] == ["16 bit", "tiers, 2.5 bits", "uniform K3V2, 2.5 bits"]
+    assert not kept.needles
+    assert command("eval", "--bits", "5", "--out", str(out)).exit_code == 2

@@ -27,6 +27,10 @@ def evaluate(
     tokens: Annotated[list[int] | None, typer.Option(help="Length of the text; repeat it.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="importance, recency, uniform; repeat it.")] = None,
     tiers: Annotated[list[str] | None, typer.Option(help="Formats, best first: K4V4,K3V2,K2V2; repeat it.")] = None,
+    bits: Annotated[
+        list[float] | None,
+        typer.Option(help="Compare tiers with one format at this mean width of codes, not at bytes; repeat it."),
+    ] = None,
     chunk: Chunk = 32,
     needles: Annotated[bool, typer.Option(help="Needles in a haystack too.")] = True,
     peers: Annotated[bool, typer.Option(help="KIVI-style and transformers' quantised caches too.")] = True,
@@ -46,6 +50,8 @@ def evaluate(
     Example: kvstrata eval --quick
 
     Example: kvstrata eval --model ./my-model --text notes.txt --budget 0.25 --budget 0.2 --tokens 4096
+
+    Example: kvstrata eval --bits 2.5 --bits 3 --tokens 1024 --chunk 64
     """
     _need()
     import torch
@@ -65,6 +71,7 @@ def evaluate(
     machine = describe(where, revision)
     path = results / machine["slug"] / "quality.json" if save else out
     try:
+        widths = [contender for width in bits or [] for contender in known.at_bits(width)]
         lists = [entry.split(",") for entry in tiers or []]
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
@@ -84,20 +91,21 @@ def evaluate(
                 ids = models.encode(tokenizer, words, length).to(where)
             except ValueError as error:
                 _refuse(str(error))
-            wanted = _wanted(known, loaded.config, budgets, policy or ["importance"], lists, length, peers)
-            task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - length // 2))
+            wanted = widths or _wanted(known, loaded.config, budgets, policy or ["importance"], lists, length, peers)
+            prompt = 0 if widths else length // 2  # a width holds at every length
+            task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
             quality.run(
                 loaded,
                 ids,
                 wanted,
                 state,
-                prompt=length // 2,
+                prompt=prompt,
                 chunk=chunk,
                 after=lambda: kept.save(state, path),
-                tick=_ticker(bar, task, length // 2, chunk),
+                tick=_ticker(bar, task, prompt, chunk),
             )
-            bar.update(task, completed=(len(wanted) + 1) * (length - length // 2))
-        if needles:
+            bar.update(task, completed=(len(wanted) + 1) * (length - prompt))
+        if needles and not widths:
             sizes = [512] if quick else [1024, 2048]
             depths = [0.5] if quick else [0.1, 0.5, 0.9]
             ours = [known.strata(b, **known.fitting()) for b in budgets]

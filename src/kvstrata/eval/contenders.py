@@ -56,6 +56,31 @@ def strata(budget: float, name: str | None = None, kind: str = "ours", **options
     return Contender(name or "kvstrata", kind, make, lambda cache: cache.memory().total, budget, options)
 
 
+UNIFORM = ("K4V4", "K4V3", "K4V2", "K3V3", "K3V2", "K2V2")
+WHOLE_PAGES = dict(window=27, sinks=4, page_tokens=16)  # 31 tokens and the next one fill two pages
+
+
+def at_bits(bits: float) -> list[Contender]:
+    """Older tokens at this mean width of codes: tiers by importance, and every single format that has it."""
+
+    def contender(name: str, kind: str, **options: Any) -> Contender:
+        def make(config: Any, rows: int, tokens: int) -> Any:
+            from .bits import BitsCache
+
+            return BitsCache(config, max_batch=rows, max_tokens=tokens, **options)
+
+        return Contender(f"{name}, {bits:g} bits", kind, make, lambda cache: cache.memory().total, None, options)
+
+    found = [contender("tiers", "ours", bits=bits, tiers=fitting()["tiers"], **WHOLE_PAGES)]
+    if not 2 <= bits <= 4:
+        raise ValueError(f"--bits: expected 2 to 4, got {bits:g}")
+    for name in UNIFORM:
+        if (int(name[1]) + int(name[3])) / 2 == bits:
+            options = dict(bits=bits, policy="uniform", tiers=[name], **WHOLE_PAGES)
+            found.append(contender(f"uniform {name}", "variant", **options))
+    return found if bits not in (2, 4) else found[1:]  # at the ends tiers are one format
+
+
 def kivi(budget: float, config: Any, tokens: int) -> Contender | None:
     """The KIVI-style cache with the most bits that fit the budget at this length, K before V, small groups first."""
     text = config.get_text_config(decoder=True)
