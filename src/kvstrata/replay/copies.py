@@ -1,0 +1,217 @@
+"""One copy of a plan, checked: a source into the corner of a buffer, and what happens to the rest of the buffer.
+
+::
+
+    dst [D0, D1]   +--------------+-------+      covered: row < live rows and column < the row's length
+                   |  src [n0, n1]| fill  |      fill, where one is given, goes to everything else
+                   +--------------+       |
+                   |         fill         |
+                   +----------------------+
+
+Kernels see three dimensions of bytes (``Move``): a 1-D copy is one row, and dimensions that adjoin on both sides merge.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# The dtypes between which values can be cast, by the number the kernels know them by.
+KINDS = {
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.bfloat16: 6,
+    torch.float32: 7,
+    torch.bool: 8,
+}
+BITS = 255  # a copy without a cast
+LAST = "last"
+MOST_ELEMENTS = (1 << 31) - 1
+Fill = float | int | bool | str | None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A count that lives on the device: ``ceil(tensor / per) + extra``, at least 0 and at most what the source has.
+
+    ``Bound(seq_lens, per=16)`` are the live pages of a page table's rows, ``Bound(batch, extra=1)`` those of offsets.
+    """
+
+    tensor: torch.Tensor
+    per: int = 1
+    extra: int = 0
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a kernel can tell of a tensor: everything but its address."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Look:
+        return Look(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+
+Three = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A copy as kernels see it; strides in bytes. ``size`` is the source's, ``extent`` what is gone through."""
+
+    size: Three
+    extent: Three
+    source_stride: Three
+    target_stride: Three
+    source_kind: int
+    target_kind: int  # BITS: no cast
+    itemsize: int
+    fill: int | None  # eight bytes of the value, repeated
+    fill_last: bool
+
+    @property
+    def rows(self) -> int:
+        return self.extent[0] * self.extent[1]
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.extent[2]
+
+
+def fill_bits(value: float | int | bool, dtype: torch.dtype) -> int:
+    """The bytes of a value of at most 8 bytes, repeated to fill eight."""
+    raw = torch.tensor([value], dtype=dtype).view(torch.uint8).numpy().tobytes()
+    return struct.unpack("<Q", raw * (8 // len(raw)))[0]
+
+
+def check_fill(fill: Fill, dst: torch.Tensor, name: str) -> None:
+    if fill is None:
+        return
+    if isinstance(fill, str):
+        if fill != LAST:
+            raise ValueError(f"{name}: expected a number, None or {LAST!r}, got {fill!r}")
+        if dst.dim() > 1:
+            raise ValueError(f"{name}: expected {LAST!r} for a 1-D destination only, got one of shape {shape(dst)}")
+        if dst.itemsize > 8:
+            raise TypeError(f"{name}: expected None for {dst.dtype}, got {fill!r}")
+        return
+    if not isinstance(fill, (int, float)):
+        raise TypeError(f"{name}: expected a number, None or {LAST!r}, got {type(fill).__name__}")
+    if dst.itemsize > 8 or dst.is_complex():
+        raise TypeError(f"{name}: expected None for {dst.dtype}, got {fill!r}")
+    if not dst.is_floating_point():
+        if dst.dtype is not torch.bool and not torch.iinfo(dst.dtype).min <= fill <= torch.iinfo(dst.dtype).max:
+            raise ValueError(f"{name}: expected a value of {dst.dtype}, got {fill!r}")
+        if fill != int(fill):
+            raise ValueError(f"{name}: expected a whole number for {dst.dtype}, got {fill!r}")
+
+
+def shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def check_source(src: torch.Tensor, dst: torch.Tensor, cast: bool, i: int) -> None:
+    """Whether ``src`` fits into ``dst``; errors name the copy."""
+    if src.dim() != dst.dim():
+        raise ValueError(f"src[{i}]: expected {dst.dim()} dimensions as dst[{i}] {shape(dst)} has, got {shape(src)}")
+    if any(n > most for n, most in zip(src.shape, dst.shape, strict=True)):
+        raise ValueError(f"src[{i}]: expected at most {shape(dst)}, the shape of dst[{i}], got {shape(src)}")
+    if src.device != dst.device:
+        raise ValueError(f"src[{i}]: expected a tensor on {dst.device} as dst[{i}] is, got one on {src.device}")
+    if src.dtype == dst.dtype:
+        return
+    if not cast:
+        raise TypeError(
+            f"src[{i}]: expected {dst.dtype} as dst[{i}] has, got {src.dtype}; cast=True converts, .view keeps the bits"
+        )
+    for name, dtype in (("src", src.dtype), ("dst", dst.dtype)):
+        if dtype not in KINDS:
+            raise TypeError(f"{name}[{i}]: expected one of {', '.join(map(str, KINDS))} for a cast, got {dtype}")
+
+
+def check_bound(bound: Bound, name: str, device: torch.device, rows: int | None) -> None:
+    """A bound of one value (``rows=None``) or of at least ``rows`` values."""
+    tensor = bound.tensor
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor or a Bound, got {type(tensor).__name__}")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
+    if rows is None and tensor.numel() != 1:
+        raise ValueError(f"{name}: expected one element, got shape {shape(tensor)}")
+    if rows is not None and (tensor.dim() != 1 or tensor.shape[0] < rows):
+        raise ValueError(f"{name}: expected shape [at least {rows}], got {shape(tensor)}")
+    if bound.per < 1:
+        raise ValueError(f"{name}: expected per of at least 1, got {bound.per}")
+
+
+def move_of(source: Look, target: Look, fill: Fill, bounded: bool) -> Move:
+    """The kernels' view of a copy that was checked."""
+    filled = fill is not None
+    inner, outer = source.dtype.itemsize, target.dtype.itemsize
+    # size, extent, stride of the source, stride of the target; a stride of one step is never used, and 0 aligns.
+    dims = [
+        (n, most if filled else n, s * inner if n > 1 else 0, t * outer if (most if filled else n) > 1 else 0)
+        for n, most, s, t in zip(source.shape, target.shape, source.stride, target.stride, strict=True)
+    ]
+    if not bounded:
+        dims = merged(dims)
+    size, extent, source_stride, target_stride = _three(dims, inner, outer)
+    cast = source.dtype != target.dtype
+    bits = fill_bits(fill, target.dtype) if isinstance(fill, (int, float)) else (0 if filled else None)
+    move = Move(
+        size, extent, source_stride, target_stride,
+        KINDS[source.dtype] if cast else BITS, KINDS[target.dtype] if cast else BITS,
+        target.dtype.itemsize, bits, fill == LAST,
+    )  # fmt: skip
+    if move.elements > MOST_ELEMENTS:
+        raise ValueError(f"dst: expected at most {MOST_ELEMENTS} elements in one copy, got {move.elements}")
+    return move
+
+
+Dim = tuple[int, int, int, int]
+
+
+def merged(dims: Sequence[Dim]) -> list[Dim]:
+    """Dimensions that adjoin in source and target become one."""
+    out: list[Dim] = []
+    for dim in dims:
+        n, extent, source, target = dim
+        if out:
+            above = out[-1]
+            if n == extent == 1:
+                continue
+            if above[0] == above[1] == 1:
+                out[-1] = dim
+                continue
+            whole = n == extent and above[0] > 0  # a row ends with the source: nothing to fill between two of them
+            if whole and (above[0] == 1 or above[2] == source * n) and (above[1] <= 1 or above[3] == target * n):
+                out[-1] = (above[0] * n, above[1] * n, source, target)
+                continue
+        out.append(dim)
+    return out
+
+
+def _three(dims: Sequence[Dim], inner: int, outer: int) -> tuple[Three, Three, Three, Three]:
+    """Rows of rows; a stride of the innermost dimension is always set, since vectors depend on it."""
+    n, extent, source, target = dims[-1] if dims else (1, 1, 0, 0)
+    last = (n, extent, source or inner if n <= 1 else source, target or outer if extent <= 1 else target)
+    above = list(dims[:-1])
+    one = (1, 1, 0, 0)
+    first = above[0] if above else one
+    second = above[1] if len(above) > 1 else one
+    columns: Any = tuple(zip(first, second, last, strict=True))
+    return columns

@@ -1,0 +1,307 @@
+// Many small copies in one launch. A block belongs to one copy; which one, it reads from the first block of each.
+//
+//   copy i   source  [size0, size1, size2]          any strides; 16 bytes at a time where rows are unbroken and addresses
+//            target  [extent0, extent1, extent2]    and strides allow, narrower otherwise: each block works that out
+//
+// Extents are the source's sizes, or the target's where what the source does not cover is filled. An element is covered
+// when its row is below the live rows and its column below the row's length: counts that may live on the device.
+//
+// Staged: sources lie in one of two slots of pinned memory that the host fills in turn. A slot carries the number of
+// its step; a launch copies the step it is due, the last block to finish says so to the host, and a launch for which
+// there is no new step does nothing.
+#include "fp8.cuh"
+#include "pdl.cuh"
+#include "vec.cuh"
+
+using i64 = long long;
+using u64 = unsigned long long;
+constexpr int kThreads = 256;
+constexpr int kPer = 2;            // units of a thread under way at once
+constexpr unsigned char kBits = 255;  // the kind of a copy without a cast
+enum Flags { kFill = 1, kWideLengths = 2, kWideRows = 4, kFillLast = 8, kSkips = 16 };
+
+struct Copy {
+  char* target;
+  const char* lengths;  // null: rows are as long as the source has them
+  const char* rows;     // null: all rows of the source are live
+  i64 source_stride[3], target_stride[3];  // in bytes
+  u64 fill;
+  unsigned size[3], extent[3];
+  int lengths_step, lengths_per, lengths_extra;  // bytes from one row's length to the next
+  int rows_per, rows_extra;
+  unsigned char bytes, source_kind, target_kind, flags;
+};
+static_assert(sizeof(Copy) == 128, "the host packs this");
+
+struct Stage {
+  unsigned* turn;       // on the device: steps done, blocks done
+  volatile unsigned* done;  // on the host: steps done
+  const char* number;  // of the step that the first slot holds
+  i64 slot_bytes;
+};
+
+// What changes from call to call comes first.
+template <int kCopies>
+struct Params {
+  const char* source[kCopies];
+  Stage stage;
+  Copy copies[kCopies];
+  unsigned first[kCopies];  // block
+};
+
+__device__ __forceinline__ i64 count_at(const char* at, bool wide) {
+  return wide ? *reinterpret_cast<const volatile i64*>(at) : *reinterpret_cast<const volatile int*>(at);
+}
+
+__device__ __forceinline__ i64 live(i64 count, int per, int extra) {
+  if (per > 1) count = count > 0 ? (count + per - 1) / per : count / per;
+  return count + extra;
+}
+
+__device__ __forceinline__ void copy_element(char* to, const char* from, int bytes) {
+  switch (bytes) {
+    case 1: store<1>(to, load_once<1>(from)); break;
+    case 2: store<2>(to, load_once<2>(from)); break;
+    case 4: store<4>(to, load_once<4>(from)); break;
+    case 8: store<8>(to, load_once<8>(from)); break;
+    default: store<16>(to, load_once<16>(from));
+  }
+}
+
+__device__ __forceinline__ void fill_element(char* to, u64 value, int bytes) {
+  switch (bytes) {
+    case 1: *reinterpret_cast<unsigned char*>(to) = static_cast<unsigned char>(value); break;
+    case 2: *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(value); break;
+    case 4: *reinterpret_cast<unsigned*>(to) = static_cast<unsigned>(value); break;
+    default: *reinterpret_cast<u64*>(to) = value;
+  }
+}
+
+template <int kBytes>
+__device__ __forceinline__ void fill_unit(char* to, u64 value) {
+  Vec<kBytes> out;
+#pragma unroll
+  for (int i = 0; i < Vec<kBytes>::kWords; i++)
+    out.words[i] = static_cast<typename Vec<kBytes>::word>(i % 2 ? value >> 32 : value);
+  store<kBytes>(to, out);
+}
+
+// A value on its way from one dtype to another, as torch converts: integers wrap, floats become integers towards zero.
+__device__ void cast_element(char* to, int target, const char* from, int source) {
+  i64 whole = 0;
+  float real = 0.f;
+  switch (source) {
+    case 0: case 8: whole = *reinterpret_cast<const volatile unsigned char*>(from); break;
+    case 1: whole = *reinterpret_cast<const volatile signed char*>(from); break;
+    case 2: whole = *reinterpret_cast<const volatile short*>(from); break;
+    case 3: whole = *reinterpret_cast<const volatile int*>(from); break;
+    case 4: whole = *reinterpret_cast<const volatile i64*>(from); break;
+    case 5: real = to_float(f16{*reinterpret_cast<const volatile unsigned short*>(from)}); break;
+    case 6: real = to_float(bf16{*reinterpret_cast<const volatile unsigned short*>(from)}); break;
+    default: real = *reinterpret_cast<const volatile float*>(from);
+  }
+  const bool from_real = source >= 5 && source != 8;
+  if (target >= 5 && target != 8) {
+    if (!from_real) real = static_cast<float>(whole);
+    unsigned short half;
+    switch (target) {
+      case 5:
+        asm("cvt.rn.f16.f32 %0,%1;" : "=h"(half) : "f"(real));
+        *reinterpret_cast<unsigned short*>(to) = half;
+        break;
+      case 6:
+        asm("cvt.rn.bf16.f32 %0,%1;" : "=h"(half) : "f"(real));
+        *reinterpret_cast<unsigned short*>(to) = half;
+        break;
+      default: *reinterpret_cast<float*>(to) = real;
+    }
+    return;
+  }
+  if (target == 8) {
+    *reinterpret_cast<unsigned char*>(to) = from_real ? real != 0.f : whole != 0;
+    return;
+  }
+  if (from_real) whole = static_cast<i64>(real);
+  switch (target) {
+    case 0: case 1: *reinterpret_cast<unsigned char*>(to) = static_cast<unsigned char>(whole); break;
+    case 2: *reinterpret_cast<short*>(to) = static_cast<short>(whole); break;
+    case 3: *reinterpret_cast<int*>(to) = static_cast<int>(whole); break;
+    default: *reinterpret_cast<i64*>(to) = whole;
+  }
+}
+
+// A block's view of its copy.
+struct Work {
+  const Copy& c;
+  const char* source;
+  i64 slot;            // bytes to the slot in use; 0 when not staged
+  unsigned rows;       // live
+  unsigned per_unit;   // elements
+  unsigned per_row;    // units
+  i64 source_step, target_step;  // bytes from unit to unit of a row
+
+  struct Place {
+    const char* from;
+    char* to;
+    int covered, room;  // elements from here to the end of what is covered, and of the row
+  };
+
+  __device__ __forceinline__ Place at(unsigned n) const {
+    const unsigned row = n / per_row, unit = n - row * per_row;
+    const unsigned i0 = row / c.extent[1], i1 = row - i0 * c.extent[1];
+    i64 end = i0 < rows && i1 < c.size[1] ? c.size[2] : 0;
+    if (c.lengths && end) {
+      const char* at = c.lengths + slot + static_cast<i64>(i0) * c.lengths_step;
+      const i64 length = live(count_at(at, c.flags & kWideLengths), c.lengths_per, c.lengths_extra);
+      end = length < 0 ? 0 : length < end ? length : end;
+    }
+    Place place;
+    const int first = static_cast<int>(unit * per_unit);
+    place.covered = static_cast<int>(end) - first;
+    place.room = static_cast<int>(c.extent[2]) - first;
+    place.from = source + i0 * c.source_stride[0] + i1 * c.source_stride[1] + unit * source_step;
+    place.to = c.target + i0 * c.target_stride[0] + i1 * c.target_stride[1] + unit * target_step;
+    return place;
+  }
+};
+
+// The element of a 1-D copy that what is behind it repeats.
+__device__ __forceinline__ u64 last_of(const Work& w, int covered_from_start) {
+  if (covered_from_start <= 0) return 0;
+  const char* from = w.source + (covered_from_start - 1) * w.c.source_stride[2];
+  switch (w.c.bytes) {
+    case 1: return *reinterpret_cast<const volatile unsigned char*>(from);
+    case 2: return *reinterpret_cast<const volatile unsigned short*>(from);
+    case 4: return *reinterpret_cast<const volatile unsigned*>(from);
+    default: return *reinterpret_cast<const volatile u64*>(from);
+  }
+}
+
+template <int kBytes>
+__device__ __forceinline__ void move_units(const Work& w, unsigned begin, unsigned end) {
+  const int per_unit = static_cast<int>(w.per_unit), bytes = w.c.bytes;
+  const bool fills = w.c.flags & kFill;
+  for (unsigned n = begin + threadIdx.x; n < end; n += kThreads * kPer) {
+    Work::Place place[kPer];
+    Vec<kBytes> data[kPer];
+#pragma unroll
+    for (int i = 0; i < kPer; i++) {
+      place[i].covered = place[i].room = 0;
+      if (n + i * kThreads < end) {
+        place[i] = w.at(n + i * kThreads);
+        if (place[i].covered >= per_unit) data[i] = load_once<kBytes>(place[i].from);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPer; i++) {
+      const auto& at = place[i];
+      if (at.covered >= per_unit) {
+        store<kBytes>(at.to, data[i]);
+      } else if (at.room > 0) {
+        u64 value = w.c.fill;
+        if (w.c.flags & kFillLast) {
+          const unsigned unit = n + i * kThreads;  // one row, so the number of the unit is its place in the row
+          value = last_of(w, at.covered + static_cast<int>(unit) * per_unit);
+          for (int k = bytes; k < 8; k *= 2) value |= value << (8 * k);
+        }
+        if (kBytes <= 8 || bytes <= 8) {
+          if (fills && at.covered <= 0 && at.room >= per_unit) {
+            fill_unit<kBytes>(at.to, value);
+            continue;
+          }
+        }
+        const int room = at.room < per_unit ? at.room : per_unit;
+        for (int e = 0; e < room; e++) {
+          if (e < at.covered) copy_element(at.to + e * bytes, at.from + e * bytes, bytes);
+          else if (fills) fill_element(at.to + e * bytes, value, bytes);
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void cast_units(const Work& w, unsigned begin, unsigned end) {
+  for (unsigned n = begin + threadIdx.x; n < end; n += kThreads) {
+    const Work::Place at = w.at(n);
+    if (at.covered > 0) {
+      cast_element(at.to, w.c.target_kind, at.from, w.c.source_kind);
+    } else if (w.c.flags & kFillLast) {
+      const int last = at.covered + static_cast<int>(n) - 1;
+      if (last >= 0) cast_element(at.to, w.c.target_kind, w.source + last * w.c.source_stride[2], w.c.source_kind);
+      else fill_element(at.to, 0, w.c.bytes);
+    } else if (w.c.flags & kFill) {
+      fill_element(at.to, w.c.fill, w.c.bytes);
+    }
+  }
+}
+
+template <int kCopies, bool kCasts, bool kStaged>
+__global__ void __launch_bounds__(kThreads, 4) copy_all(const __grid_constant__ Params<kCopies> p) {
+  wait_for_previous();
+  unsigned turn = 0;
+  i64 slot = 0;
+  bool due = true;
+  if constexpr (kStaged) {
+    __shared__ unsigned said[2];
+    if (threadIdx.x == 0) {  // one read over the bus, not one a warp
+      said[0] = *static_cast<volatile unsigned*>(p.stage.turn);
+      said[1] = *reinterpret_cast<const volatile unsigned*>(p.stage.number + (said[0] & 1) * p.stage.slot_bytes);
+    }
+    __syncthreads();
+    turn = said[0];
+    slot = (turn & 1) * p.stage.slot_bytes;
+    due = said[1] == turn + 1;
+  }
+  int index = -1;
+#pragma unroll
+  for (int i = 0; i < kCopies; i++) index += p.first[i] <= blockIdx.x;
+  bool here = due && index >= 0;
+  if constexpr (kStaged) {  // a count below zero: this step leaves the target alone, fill and all
+    if (here && p.copies[index].flags & kSkips) {
+      const char* at = p.copies[index].rows ? p.copies[index].rows : p.copies[index].lengths;
+      here = count_at(at + slot, false) >= 0;
+    }
+  }
+  if (here) {
+    const Copy& c = p.copies[index];
+    const unsigned behind = index + 1 < kCopies ? p.first[index + 1] : gridDim.x;
+    const unsigned blocks = (behind < gridDim.x ? behind : gridDim.x) - p.first[index];
+    Work w{c, p.source[index] + slot, slot, c.size[0], 1, c.extent[2], c.source_stride[2], c.target_stride[2]};
+    if (c.rows) {
+      const i64 rows = live(count_at(c.rows + slot, c.flags & kWideRows), c.rows_per, c.rows_extra);
+      w.rows = rows < 0 ? 0 : rows < c.size[0] ? static_cast<unsigned>(rows) : c.size[0];
+    }
+    int width = c.bytes;
+    const bool casts = kCasts && c.target_kind != kBits;
+    if (!casts && w.source_step == width && w.target_step == width) {
+      const u64 bits = reinterpret_cast<u64>(w.source) | reinterpret_cast<u64>(c.target) | c.source_stride[0] |
+                       c.source_stride[1] | c.target_stride[0] | c.target_stride[1] | 16;
+      const int aligned = static_cast<int>(bits & (~bits + 1));
+      width = aligned > width ? aligned : width;
+      w.per_unit = width / c.bytes;
+      w.per_row = (c.extent[2] + w.per_unit - 1) / w.per_unit;
+      w.source_step = w.target_step = width;
+    }
+    const unsigned units = c.extent[0] * c.extent[1] * w.per_row;
+    const unsigned share = (units + blocks - 1) / blocks, begin = (blockIdx.x - p.first[index]) * share;
+    const unsigned end = begin + share < units ? begin + share : units;
+    if (casts) cast_units(w, begin, end);
+    else if (width == 16) move_units<16>(w, begin, end);
+    else if (width == 8) move_units<8>(w, begin, end);
+    else if (width == 4) move_units<4>(w, begin, end);
+    else if (width == 2) move_units<2>(w, begin, end);
+    else move_units<1>(w, begin, end);
+  }
+  if constexpr (kStaged) {
+    __syncthreads();  // whatever this block reads of the slot has been read
+    if (threadIdx.x == 0 && atomicAdd(p.stage.turn + 1, 1) == gridDim.x - 1) {
+      p.stage.turn[1] = 0;
+      if (due) {
+        p.stage.turn[0] = turn + 1;
+        __threadfence_system();
+        *p.stage.done = turn + 1;
+      }
+    }
+  }
+  release_next();
+}

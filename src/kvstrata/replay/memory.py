@@ -1,0 +1,58 @@
+"""Which bytes a strided tensor covers, and whether two tensors share any.
+
+An answer by first and last address would refuse columns of one buffer that lie between each other; so where the spans
+meet, the unbroken runs of both are compared.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the first byte and the one past the last; equal when there are no elements."""
+    first = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return first, first
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.itemsize
+
+
+def runs(tensor: torch.Tensor) -> np.ndarray:
+    """Starts of the unbroken runs of bytes in ascending order, and their one length: ``[n, 2]`` of start and end."""
+    if tensor.numel() == 0:
+        return np.zeros((0, 2), dtype=np.int64)
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    length = 1
+    while dims and dims[0][0] == length:
+        length *= dims.pop(0)[1]
+    starts = np.zeros(1, dtype=np.int64)
+    for stride, size in dims:
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
+    starts = np.sort(starts) * tensor.itemsize + tensor.data_ptr()
+    return np.stack([starts, starts + length * tensor.itemsize], axis=1)
+
+
+def folds(tensor: torch.Tensor) -> bool:
+    """Whether two elements of the tensor share memory."""
+    end = 1
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride < end:
+            break
+        end += stride * (size - 1)
+    else:
+        return False
+    found = runs(tensor)
+    return bool((found[1:, 0] < found[:-1, 1]).any())
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether any byte belongs to both."""
+    (a_first, a_end), (b_first, b_end) = span(a), span(b)
+    if a_first >= b_end or b_first >= a_end or a.numel() == 0 or b.numel() == 0:
+        return False
+    a_runs, b_runs = runs(a), runs(b)
+    # Of b's runs, the last that begins before a run of a ends is the only one that can reach into it from below.
+    before = np.searchsorted(b_runs[:, 0], a_runs[:, 1], side="left") - 1
+    return bool((np.maximum.accumulate(b_runs[:, 1])[before] > a_runs[:, 0])[before >= 0].any())

@@ -1,0 +1,340 @@
+"""``CopyPlan``: many copies into fixed buffers, planned once, run in one launch.
+
+Buffers, fills and bounds are checked when the plan is made; sources when they first look the way they do, and again
+when they first lie where they do. Later runs of the same looks cost one comparison in C++, the addresses and the
+launch.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from . import reference
+from .backends import guard_of, resolve
+from .copies import Bound, Fill, Look, Move, check_bound, check_fill, check_source, move_of, shape
+from .memory import folds, overlap, span
+
+REMEMBERED = 4096
+Source = torch.Tensor | None
+DATA_PTR = torch.Tensor.data_ptr
+Addresses = tuple[int, ...]
+
+
+class Described:
+    """One copy from sources of one look: its move, and the bytes and blocks of its descriptor in CUDA C++."""
+
+    def __init__(self, move: Move, packed: bytes = b"", blocks: int = 0) -> None:
+        self.move, self.packed, self.blocks = move, packed, blocks
+
+
+class Looks:
+    """Sources that look alike: how to recognise them, where they were seen, and what the backend prepared for them."""
+
+    def __init__(self, copies: list[Described | None]) -> None:
+        self.copies = copies
+        self.guard: Callable[..., bool] = lambda *given: False  # some are None: recognised by the slow way
+        self.seen: set[Addresses] = set()
+        self.prepared: Any = None
+
+
+def _spread(value: Any, count: int, name: str) -> list[Any]:
+    """One value for all copies, or one for each."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != count:
+            raise ValueError(f"{name}: expected one value or {count}, one for each copy, got {len(value)}")
+        return list(value)
+    return [value] * count
+
+
+def _bounds(value: Any, count: int, name: str) -> list[Bound | None]:
+    out: list[Bound | None] = []
+    for i, bound in enumerate(_spread(value, count, name)):
+        if bound is None or isinstance(bound, Bound):
+            out.append(bound)
+        elif isinstance(bound, torch.Tensor):
+            out.append(Bound(bound))
+        else:
+            raise TypeError(f"{name}[{i}]: expected a tensor, a Bound or None, got {type(bound).__name__}")
+    return out
+
+
+class CopyPlan:
+    """Copies into fixed buffers, all of them in one launch.
+
+    Args:
+        dst: the buffers: tensors of up to three dimensions and any strides, on one device. Mutated by ``run``. None may
+            share memory with another, or with itself.
+        src: what ``run()`` copies, one tensor for each buffer or None where nothing is to be copied; the same tensor
+            may be given several times. A source has as many dimensions as its buffer and at most its size; it lands in
+            the corner at index 0. None: every ``run`` brings its own.
+        fill: a number, ``"last"`` or None for all copies, or a sequence with one for each. What the source does not
+            cover of its buffer gets that value; ``"last"`` (1-D only) repeats the last element that is covered, as the
+            offsets of padding rows need it. None leaves it as it is.
+        rows: a bound of the rows (dimension 0) that are copied, read on the device: a tensor of one int32 or int64, a
+            ``Bound``, or a sequence with one or None for each copy.
+        lengths: bounds of each row's columns (the last dimension): a tensor ``[rows]`` or a ``Bound`` for a 2-D copy,
+            of one element for a 1-D copy; also a sequence. ``Bound(seq_lens, per=16)`` copies the live pages of a page
+            table.
+        cast: whether values are converted where dtypes differ, as ``Tensor.copy_`` does; also a sequence. Without it
+            that is an error, and all copies move bits.
+        backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
+
+    Raises ValueError or TypeError, naming the argument, before anything is written. ``run`` is safe on any stream and
+    under graph capture (with Triton, once the same addresses were seen before); a captured run reads the same addresses
+    at every replay. A launch of the CUDA backend holds 28 copies; more take another launch. Not for use by two
+    threads at once.
+
+    Example:
+        >>> ids, table = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
+        >>> plan = CopyPlan([ids, table], fill=-1)
+        >>> plan.run([torch.tensor([7, 8], dtype=torch.int32), torch.ones(2, 2, dtype=torch.int32)])
+        >>> ids.tolist(), table.tolist()
+        ([7, 8, -1, -1], [[1, 1, -1], [1, 1, -1], [-1, -1, -1], [-1, -1, -1]])
+    """
+
+    def __init__(
+        self,
+        dst: Sequence[torch.Tensor],
+        src: Sequence[Source] | None = None,
+        *,
+        fill: Fill | Sequence[Fill] = None,
+        rows: torch.Tensor | Bound | Sequence[Any] | None = None,
+        lengths: torch.Tensor | Bound | Sequence[Any] | None = None,
+        cast: bool | Sequence[bool] = False,
+        backend: str = "auto",
+    ) -> None:
+        self.dst = tuple(dst)
+        count = len(self.dst)
+        _check_buffers(self.dst)
+        self.fill = _spread(fill, count, "fill")
+        self.rows, self.lengths = _bounds(rows, count, "rows"), _bounds(lengths, count, "lengths")
+        self.cast = [bool(value) for value in _spread(cast, count, "cast")]
+        self.device = self.dst[0].device if self.dst else torch.device("cpu")
+        self.backend = resolve(backend, self.device)
+        self._targets = [Look.of(t) for t in self.dst]
+        self._spans = sorted((*span(t), i) for i, t in enumerate(self.dst) if t.numel())
+        self._starts = [first for first, _, _ in self._spans]
+        for i, buffer in enumerate(self.dst):
+            check_fill(self.fill[i], buffer, f"fill[{i}]")
+            self._check_bounds(i)
+        self._described: list[dict[Look, Described]] = [{} for _ in self.dst]
+        self._by_look: dict[tuple[Look | None, ...], Looks] = {}
+        self._latest: Looks | None = None
+        self._loaded: tuple[Looks, Addresses] | None = None
+        self._groups = self._kernels()
+        self._src: tuple[Source, ...] | None = None
+        self._bound: tuple[Looks, Addresses] | None = None
+        if src is not None:
+            self._src = tuple(src)
+            self._bound = self._bind(self._src)
+
+    def _check_bounds(self, i: int) -> None:
+        rows, lengths, buffer = self.rows[i], self.lengths[i], self.dst[i]
+        if rows is not None:
+            check_bound(rows, f"rows[{i}]", self.device, None)
+        if lengths is not None:
+            if rows is not None and buffer.dim() < 2:
+                raise ValueError(f"lengths[{i}]: expected None for a 1-D copy whose rows are bounded, got both")
+            if buffer.dim() > 2:
+                raise ValueError(f"lengths[{i}]: expected None for a 3-D copy, got one for {shape(buffer)}")
+            check_bound(lengths, f"lengths[{i}]", self.device, 0 if buffer.dim() == 2 else None)
+        for name, bound in (("rows", rows), ("lengths", lengths)):
+            if bound is not None and (other := self._written(bound.tensor)) is not None:
+                raise ValueError(f"{name}[{i}]: expected memory that no copy writes, got some of dst[{other}]")
+
+    def _kernels(self) -> list[Any]:
+        """The launches of the CUDA backend, compiled and loaded here so that any run may be captured."""
+        if self.backend != "cuda":
+            return []
+        from . import copy_cuda
+
+        count = len(self.dst)
+        firsts = range(0, count, copy_cuda.MOST)
+        return [
+            copy_cuda.Copies(min(copy_cuda.MOST, count - i), any(self.cast[i : i + copy_cuda.MOST]), self.device)
+            for i in firsts
+        ]
+
+    def run(self, src: Sequence[Source] | None = None) -> None:
+        """Copy ``src``, or the sources that the plan was made with; one launch, nothing waits."""
+        if src is None:
+            if self._bound is None:
+                raise ValueError("src: expected a tensor for each of dst (the plan was made without), got None")
+            self._start(*self._bound)
+            return
+        looks = self._latest
+        if looks is not None and len(src) == len(self.dst) and looks.guard(*src):
+            at = tuple(map(DATA_PTR, src))  # type: ignore[arg-type]
+            if at in looks.seen:
+                self._start(looks, at, src)
+                return
+        looks, at = self._bind(src)
+        self._latest = looks
+        self._start(looks, at, src)
+
+    def _start(self, looks: Looks, at: Addresses, src: Sequence[Source] | None = None) -> None:
+        groups = self._groups
+        if groups:
+            loaded = self._loaded
+            if loaded is None or loaded[0] is not looks:
+                self._load(looks, at)
+            elif loaded[1] != at:
+                if len(groups) == 1:
+                    groups[0].write(groups[0].params, 0, *at)
+                else:
+                    self._point(at)
+                self._loaded = (looks, at)
+            for group in groups:
+                group.go()
+        elif self.backend == "triton":
+            self._run_triton(looks, at)
+        else:
+            with torch.no_grad():
+                for i, source in enumerate(self._src or () if src is None else src):
+                    if source is not None:
+                        reference.copy(self.dst[i], source, self.fill[i], self.rows[i], self.lengths[i])
+
+    def _point(self, at: Addresses) -> None:
+        first = 0
+        for group in self._groups:
+            group.write(group.params, 0, *at[first : first + group.count])
+            first += group.count
+
+    def _load(self, looks: Looks, at: Addresses) -> None:
+        """Descriptors of these looks into the launches."""
+        from .copy_cuda import NOTHING
+
+        if looks.prepared is None:
+            tails, first = [], 0
+            for group in self._groups:
+                copies = looks.copies[first : first + group.count]
+                tails.append(
+                    group.tail([c.packed if c else NOTHING for c in copies], [c.blocks if c else 0 for c in copies])
+                )
+                first += group.count
+            looks.prepared = tails
+        for group, tail in zip(self._groups, looks.prepared, strict=True):
+            group.load(*tail)
+        self._point(at)
+        self._loaded = (looks, at)
+
+    def _run_triton(self, looks: Looks, at: Addresses) -> None:
+        from . import copy_triton
+
+        looks.prepared = tables = looks.prepared or {}
+        if at not in tables:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("run: Triton can capture only sources it has seen; run once before capturing")
+            lines, first = [], 0
+            for i, copy in enumerate(looks.copies):
+                if copy is None or copy.move.elements == 0:
+                    continue
+                target = self.dst[i].data_ptr()
+                lines.append(copy_triton.row_of(first, at[i], target, copy.move, *self._kernel_bounds(i)))
+                first += copy_triton.blocks_of(copy.move)
+            casts = copy_triton.has_casts([copy.move for copy in looks.copies if copy])
+            tables[at] = (torch.tensor(lines, dtype=torch.int64).to(self.device), first, casts)
+        copy_triton.launch(*tables[at])
+
+    def _kernel_bounds(self, i: int) -> tuple[Bound | None, int, Bound | None]:
+        """Lengths, bytes from one row's length to the next, rows: a 1-D copy is one row, so its rows are a length."""
+        rows, lengths = self.rows[i], self.lengths[i]
+        if self.dst[i].dim() < 2:
+            return rows or lengths, 0, None
+        step = lengths.tensor.stride(0) * lengths.tensor.itemsize if lengths else 0
+        return lengths, step, rows
+
+    def _bind(self, src: Sequence[Source]) -> tuple[Looks, Addresses]:
+        """Check sources that were not seen so far, or not there."""
+        if len(src) != len(self.dst):
+            raise ValueError(f"src: expected {len(self.dst)} tensors, one for each of dst, got {len(src)}")
+        for i, source in enumerate(src):
+            if not isinstance(source, torch.Tensor) and source is not None:
+                raise TypeError(f"src[{i}]: expected a tensor or None, got {type(source).__name__}")
+        signature = tuple(None if t is None else Look.of(t) for t in src)
+        looks = self._by_look.get(signature)
+        if looks is None:
+            looks = Looks([None if t is None else self._describe(i, t, signature[i]) for i, t in enumerate(src)])
+            if len(self._by_look) >= REMEMBERED:
+                self._by_look.clear()
+            self._by_look[signature] = looks
+        given = [t for t in src if t is not None]
+        if len(given) == len(src) and given:
+            looks.guard = guard_of(given)
+        at = tuple(0 if t is None else t.data_ptr() for t in src)
+        if at not in looks.seen:
+            self._check_addresses(src)
+            if len(looks.seen) >= REMEMBERED:
+                looks.seen.clear()
+            looks.seen.add(at)
+        return looks, at
+
+    def _describe(self, i: int, source: torch.Tensor, look: Look | None) -> Described:
+        assert look is not None
+        if (known := self._described[i].get(look)) is not None:
+            return known
+        check_source(source, self.dst[i], self.cast[i], i)
+        rows, lengths = self.rows[i], self.lengths[i]
+        if lengths is not None and source.dim() == 2:
+            check_bound(lengths, f"lengths[{i}]", self.device, source.shape[0])
+        bounded = rows is not None or lengths is not None
+        move = move_of(look, self._targets[i], self.fill[i], bounded)
+        described = Described(move)
+        if self._groups:
+            from . import copy_cuda
+
+            packed = copy_cuda.pack(move, self.dst[i].data_ptr(), *self._kernel_bounds(i))
+            described = Described(move, packed, copy_cuda.blocks_of(move))
+        if len(self._described[i]) >= REMEMBERED:
+            self._described[i].clear()
+        self._described[i][look] = described
+        return described
+
+    def _written(self, tensor: torch.Tensor) -> int | None:
+        """The first buffer that shares memory with ``tensor``."""
+        first, end = span(tensor)
+        k = bisect.bisect_left(self._starts, end) - 1  # spans may lie within each other, so all below are candidates
+        for start, stop, i in self._spans[: k + 1]:
+            if stop > first and start < end and overlap(tensor, self.dst[i]):
+                return i
+        return None
+
+    def _check_addresses(self, src: Sequence[Source]) -> None:
+        for i, source in enumerate(src):
+            if source is None or source.numel() == 0:
+                continue
+            _check_aligned(source, f"src[{i}]")
+            if (other := self._written(source)) is not None:
+                raise ValueError(f"src[{i}]: expected memory that no copy writes, got some of dst[{other}]")
+
+
+def _check_aligned(tensor: torch.Tensor, name: str) -> None:
+    if tensor.data_ptr() % tensor.itemsize:
+        raise ValueError(f"{name}: expected an address aligned to {tensor.itemsize}, got {tensor.data_ptr():#x}")
+
+
+def _check_buffers(dst: Sequence[torch.Tensor]) -> None:
+    for i, buffer in enumerate(dst):
+        if not isinstance(buffer, torch.Tensor):
+            raise TypeError(f"dst[{i}]: expected a tensor, got {type(buffer).__name__}")
+        if buffer.dim() > 3:
+            raise ValueError(f"dst[{i}]: expected at most 3 dimensions, got {shape(buffer)}")
+        if buffer.device != dst[0].device:
+            raise ValueError(f"dst[{i}]: expected a tensor on {dst[0].device} as dst[0] is, got one on {buffer.device}")
+        if folds(buffer):
+            raise ValueError(f"dst[{i}]: expected elements that do not share memory, got strides {buffer.stride()}")
+        _check_aligned(buffer, f"dst[{i}]")
+    spans = sorted((*span(t), i) for i, t in enumerate(dst) if t.numel())
+    if all(end <= start for (_, end, _), (start, _, _) in pairwise(spans)):
+        return
+    for k, (_, end, i) in enumerate(spans):
+        for start, _, j in spans[k + 1 :]:
+            if start >= end:
+                break
+            if overlap(dst[i], dst[j]):
+                raise ValueError(f"dst[{max(i, j)}]: expected memory of its own, got some of dst[{min(i, j)}]")

@@ -1,0 +1,220 @@
+"""``HostStage``: a step's metadata written by the host into pinned memory, and scattered by a node of the graph.
+
+::
+
+    host      write step k      write k+1       write k+2 (waits for k)
+                 |                 |               |
+    pinned    [slot 0]          [slot 1]        [slot 0]          a slot: its step's number, sizes, one area a buffer
+                 |                 |
+    graph     scatter k, ...    scatter k+1, ...                  reads the slot over the bus, writes the buffers
+
+The scatter is one kernel that reads the slot in place, so only what is live crosses the bus. How many steps were done
+it counts itself, on the device and in a word that the host reads: the host calls nothing but the replay, and a slot
+is written again only when its step has been read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from . import reference
+from .backends import resolve
+from .copies import Bound, Fill, Look, check_fill, check_source, move_of, shape
+from .plan import _check_buffers, _spread
+
+if TYPE_CHECKING:
+    from . import copy_cuda
+
+ALIGN = 256
+PATIENCE = 0.001  # seconds of looking at the word before the stream is waited for
+
+
+class HostStage:
+    """Two slots of pinned memory in front of fixed buffers.
+
+    Args:
+        dst: the buffers, as for ``CopyPlan``: up to three dimensions, on one device. Mutated by what ``node`` returns.
+        fill: as for ``CopyPlan``: what happens to what a step does not cover.
+
+    ``write(src)`` puts a step's tensors (on the CPU, at most the shape of their buffers) into the next slot;
+    ``node()`` is the copy to capture: a callable that moves the next step into the buffers, or does nothing if there is
+    none. Every ``write`` is to be followed by one replay. To save the copy, write into ``views()`` and then ``commit``.
+
+    Raises RuntimeError when two steps were written and not replayed. The CUDA C++ backend is needed on a GPU; on the
+    CPU the same protocol runs in Python.
+
+    Example:
+        >>> from kvstrata.replay import HostStage
+        >>> ids = torch.zeros(4, dtype=torch.int32)
+        >>> stage = HostStage([ids], fill=-1)
+        >>> scatter = stage.node()  # captured, on a GPU
+        >>> stage.write([torch.tensor([5, 6], dtype=torch.int32)])
+        >>> scatter()
+        >>> ids.tolist()
+        [5, 6, -1, -1]
+    """
+
+    def __init__(self, dst: Sequence[torch.Tensor], *, fill: Fill | Sequence[Fill] = None) -> None:
+        self.dst = tuple(dst)
+        _check_buffers(self.dst)
+        if not self.dst:
+            raise ValueError("dst: expected at least one buffer, got none")
+        self.fill = _spread(fill, len(self.dst), "fill")
+        for i, buffer in enumerate(self.dst):
+            check_fill(self.fill[i], buffer, f"fill[{i}]")
+        self.device = self.dst[0].device
+        self._cuda = self.device.type == "cuda"
+        if self._cuda:
+            resolve("cuda", self.device)  # says what is missing
+        count = len(self.dst)
+        header = ALIGN * -(-(8 + 8 * count) // ALIGN)  # number of the step, then rows and columns of each source
+        at, offsets = header, []
+        for buffer in self.dst:
+            offsets.append(at)
+            at += ALIGN * -(-buffer.numel() * buffer.itemsize // ALIGN)
+        self._slot_bytes = at
+        self._pinned = torch.zeros(2 * at + ALIGN, dtype=torch.uint8, pin_memory=self._cuda)
+        self._turn = torch.zeros(2, dtype=torch.int32, device=self.device)  # steps done, blocks done
+        words = self._pinned.numpy()
+        self._done = words[2 * at : 2 * at + 4].view(np.uint32)
+        self._number = [words[s * at : s * at + 4].view(np.uint32) for s in (0, 1)]
+        self._sizes = [words[s * at + 8 : s * at + 8 + 8 * count].view(np.int32).reshape(count, 2) for s in (0, 1)]
+        self._views = [[self._area(s * at + offset, buffer) for offset, buffer in zip(offsets, self.dst, strict=True)]
+                       for s in (0, 1)]  # fmt: skip
+        self._offsets = offsets
+        self._written = 0
+
+    def _area(self, at: int, buffer: torch.Tensor) -> torch.Tensor:
+        raw = self._pinned[at : at + buffer.numel() * buffer.itemsize]
+        return raw.view(buffer.dtype).view(buffer.shape) if buffer.numel() else torch.empty_like(buffer, device="cpu")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pinned memory."""
+        return self._pinned.numel()
+
+    def views(self) -> list[torch.Tensor]:
+        """The areas of the next slot, as CPU tensors of the buffers' shapes; waits until the GPU has read it."""
+        if int(self._done[0]) + 2 <= self._written:
+            self._wait()
+        return self._views[self._written & 1]
+
+    def commit(self, shapes: Sequence[Sequence[int] | None]) -> None:
+        """The slot is filled: of each area the corner of this shape counts (None: leave that buffer as it is)."""
+        if len(shapes) != len(self.dst):
+            raise ValueError(f"shapes: expected {len(self.dst)}, one for each of dst, got {len(shapes)}")
+        sizes = self._sizes[self._written & 1]
+        for i, (given, buffer) in enumerate(zip(shapes, self.dst, strict=True)):
+            if given is None:
+                sizes[i] = (-1, -1)
+                continue
+            if len(given) != buffer.dim() or any(n > most for n, most in zip(given, buffer.shape, strict=True)):
+                raise ValueError(f"shapes[{i}]: expected at most {shape(buffer)}, got {list(given)}")
+            if buffer.dim() == 3 and tuple(given[1:]) != tuple(buffer.shape[1:]):
+                raise ValueError(
+                    f"shapes[{i}]: expected [rows, {buffer.shape[1]}, {buffer.shape[2]}], got {list(given)}"
+                )
+            sizes[i] = (given[0], given[-1]) if given else (1, 1)
+        self._number[self._written & 1][0] = self._written + 1  # last: this is what makes the slot a step
+        self._written += 1
+
+    def write(self, src: Sequence[torch.Tensor | None]) -> None:
+        """A step's tensors into the next slot."""
+        if len(src) != len(self.dst):
+            raise ValueError(f"src: expected {len(self.dst)} tensors, one for each of dst, got {len(src)}")
+        views = self.views()
+        for i, (area, source) in enumerate(zip(views, src, strict=True)):
+            if source is None:
+                continue
+            if not isinstance(source, torch.Tensor):
+                raise TypeError(f"src[{i}]: expected a tensor or None, got {type(source).__name__}")
+            check_source(source, area, False, i)
+            area[tuple(slice(0, n) for n in source.shape)].copy_(source)
+        self.commit([None if t is None else t.shape for t in src])
+
+    def _wait(self) -> None:
+        """Until the step that used the next slot has been read."""
+        limit = time.perf_counter() + PATIENCE
+        while int(self._done[0]) + 2 <= self._written:
+            if time.perf_counter() < limit and self._cuda:
+                continue
+            if self._cuda:
+                torch.cuda.synchronize(self.device)  # errors of the GPU come out here
+            if int(self._done[0]) + 2 <= self._written:
+                raise RuntimeError(
+                    f"write: expected a replay after every write, got {self._written} writes and "
+                    f"{int(self._done[0])} steps that a replay has read"
+                )
+
+    def node(self, dst: Sequence[torch.Tensor] | None = None) -> Scatter:
+        """The copy of the next step into ``dst``: the buffers, or parts of them that begin where they begin."""
+        targets = self.dst if dst is None else tuple(dst)
+        for i, (part, whole) in enumerate(zip(targets, self.dst, strict=True)):
+            if part.data_ptr() != whole.data_ptr() or part.dtype != whole.dtype or part.stride() != whole.stride():
+                raise ValueError(f"dst[{i}]: expected a part of the stage's buffer from its first element on")
+        return Scatter(self, targets)
+
+
+class Scatter:
+    """One copy of the stage's next step into buffers; safe under capture, one launch for 28 buffers."""
+
+    def __init__(self, stage: HostStage, dst: Sequence[torch.Tensor]) -> None:
+        self._stage, self._dst = stage, tuple(dst)
+        self._copies = self._launch() if stage._cuda else None
+
+    def __call__(self) -> None:
+        if self._copies is not None:
+            self._copies.go()
+        else:
+            self._on_cpu()
+
+    def _launch(self) -> copy_cuda.Copies:
+        from . import copy_cuda
+
+        stage = self._stage
+        if len(self._dst) > copy_cuda.MOST:
+            raise ValueError(f"dst: expected at most {copy_cuda.MOST} buffers on a GPU, got {len(self._dst)}")
+        base = stage._pinned.data_ptr()
+        done = base + 2 * stage._slot_bytes
+        packed = copy_cuda.STAGE.pack(stage._turn.data_ptr(), done, base, stage._slot_bytes)
+        copies = copy_cuda.Copies(len(self._dst), False, stage.device, packed)
+        sizes = stage._pinned[8 : 8 + 8 * len(self._dst)].view(torch.int32)
+        descriptors, blocks = [], []
+        for i, target in enumerate(self._dst):
+            area = stage._views[0][i]
+            source = area[tuple(slice(0, n) for n in target.shape)]
+            move = move_of(Look.of(source), Look.of(target), stage.fill[i], True)
+            rows, columns = Bound(sizes[2 * i : 2 * i + 1]), Bound(sizes[2 * i + 1 : 2 * i + 2])
+            if target.dim() < 2:
+                bounds: tuple[Bound | None, int, Bound | None] = (rows, 0, None)
+            else:
+                bounds = (columns if target.dim() == 2 else None, 0, rows)
+            descriptors.append(copy_cuda.pack(move, target.data_ptr(), *bounds, skips=True))
+            blocks.append(copy_cuda.blocks_of(move))
+        blocks[0] = max(blocks[0], 1)  # at least one block, which counts the step
+        copies.load(*copies.tail(descriptors, blocks))
+        copies.write(copies.params, 0, *(base + offset for offset in stage._offsets))
+        return copies
+
+    def _on_cpu(self) -> None:
+        stage = self._stage
+        slot = int(stage._turn[0]) & 1
+        if int(stage._number[slot][0]) != int(stage._turn[0]) + 1:
+            return
+        for i, target in enumerate(self._dst):
+            rows, columns = (int(n) for n in stage._sizes[slot][i])
+            if rows < 0:
+                continue
+            area = stage._views[slot][i]
+            live = [rows, *area.shape[1:]][: area.dim()]
+            if area.dim() == 2:
+                live[1] = columns
+            live = [min(n, most) for n, most in zip(live, target.shape, strict=True)]
+            reference.copy(target, area[tuple(slice(0, n) for n in live)], stage.fill[i])
+        stage._turn[0] += 1
+        stage._done[0] = int(stage._turn[0])
