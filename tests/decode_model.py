@@ -8,6 +8,7 @@ and the cache's dtype does, plus a floor for rounding.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -19,7 +20,15 @@ from kvstrata.cache import quantize_reference as quant
 from kvstrata.cache.buckets import DROP
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-BACKENDS = ["reference", "triton", pytest.param("cuda", marks=pytest.mark.gpu)]
+HAS_NUMBA = find_spec("numba") is not None
+BACKENDS = [
+    "reference",
+    pytest.param(
+        "numba", marks=pytest.mark.skipif(HAS_GPU or not HAS_NUMBA, reason="numba, a CPU backend, is not there")
+    ),
+    "triton",
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
 INTERPRETED = not HAS_GPU  # Triton: keep cases small
 EPS = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
@@ -120,7 +129,7 @@ class Case:
 
 def check(case: Case, backend: str) -> None:
     """A backend against the model."""
-    if backend == "cuda":  # float32 and fp8 are left to Triton
+    if backend in ("cuda", "numba"):  # float32 and fp8 are left to Triton, plain pages to the reference
         options = (case.options.get(name) for name in ("window", "softcap", "sinks"))
         job = op._job(case.q, case.cache, case.layer, case.requests, None, *options, True, True)
         if reason := op.missing(backend, job):

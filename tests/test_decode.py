@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import HAS_GPU
-from decode_model import BACKENDS, DEVICE, INTERPRETED, Case, case_of, check, filled, poison_tails
+from decode_model import BACKENDS, DEVICE, HAS_NUMBA, INTERPRETED, Case, case_of, check, filled, poison_tails
 from kvstrata import DecodePlan, PagedCache, TieredCache, decode_attention, store_kv
 from kvstrata.attention import op
 
@@ -358,6 +359,25 @@ def test_plans_that_do_not_fit() -> None:
         DecodePlan(cache, 6, fixed_split=0)
 
 
+@pytest.mark.skipif(not HAS_NUMBA, reason="numba is not there")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_plain_numbers_in_compiled_loops(dtype: torch.dtype) -> None:
+    """Every 16-bit number, subnormal ones too, is what torch says; NaN of fp16 becomes infinite."""
+    from kvstrata.attention import unpack_numba
+    from kvstrata.attention.decode_numba import KINDS
+
+    given = torch.arange(2**16).to(torch.uint16).view(torch.int16)
+    x = given.view(dtype) if dtype != torch.float32 else given.float() * 1e-3
+    want, bytes_ = x.float().numpy(), x.view(torch.uint8).numpy()
+    bits = np.zeros(len(want), np.uint32)
+    found = bits.view(np.float32)
+    unpack_numba.floats(bytes_.view(np.uint32), bytes_.view(np.uint16), 0, len(want), KINDS[dtype], bits, found)
+    finite = np.isfinite(want)
+    assert np.array_equal(found[finite], want[finite])
+    assert not np.isfinite(found[~finite]).any()
+    assert np.array_equal(np.signbit(found)[finite], np.signbit(want)[finite])
+
+
 def test_what_is_returned() -> None:
     case = case_of([20])
     q, cache = case.q, case.cache
@@ -433,10 +453,14 @@ def test_bad_pages_are_named(name: str) -> None:
         _paged(**changes)
 
 
-def test_backends_that_are_not_there() -> None:
+def test_backends_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of([10])
     job = op._job(case.q, case.cache, 0, None, None, None, None, None, False, False)
+    assert op._choose("auto", job) == ("numba" if HAS_NUMBA else "reference") or HAS_GPU
+    monkeypatch.setattr(op, "_has_numba", lambda: False)
     assert op._choose("auto", job) == "reference" or HAS_GPU
+    with pytest.raises(RuntimeError, match="backend: numba is not installed"):
+        case.run("numba")
     if not HAS_GPU:
         with pytest.raises(RuntimeError, match="backend: cuda needs a CUDA tensor"):
             case.run("cuda")

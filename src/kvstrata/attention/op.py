@@ -1,14 +1,17 @@
 """``decode_attention``: a few queries of each request over everything its cache holds, in one pass over the bytes.
 
 The arguments are checked here and become a `Job`, which every backend takes: ``reference.decode``,
-``decode_triton.decode`` and ``decode_cuda.decode`` return (out, lse, mass), None for what was not asked for.
+``decode_numba.decode``, ``decode_triton.decode`` and ``decode_cuda.decode`` return (out, lse, mass), None for what was
+not asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
 
@@ -19,7 +22,7 @@ from ..cache.views import BucketedCacheLayer
 from .paged import PagedCache
 from .plan import DecodePlan
 
-BACKENDS = ("auto", "reference", "triton", "cuda")
+BACKENDS = ("auto", "reference", "numba", "triton", "cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -55,10 +58,17 @@ def _module(backend: str) -> ModuleType:
     return import_module(f"{__package__}.{name}")
 
 
+@functools.cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
+
+
 def missing(backend: str, job: Job) -> str | None:
     """Why ``backend`` cannot run this job, or None when it can."""
     from ..store.op import missing as not_there
 
+    if backend == "numba":
+        return _module("numba").missing(job) if _has_numba() else "numba is not installed"
     if reason := not_there(backend, job.q.device):
         return reason
     if backend == "cuda":
@@ -74,7 +84,7 @@ def _choose(backend: str, job: Job) -> str:
         if reason := missing(backend, job):
             raise RuntimeError(f"backend: {reason}")
         return backend
-    ranked = ("cuda", "triton") if job.q.device.type == "cuda" else ()
+    ranked = ("cuda", "triton") if job.q.device.type == "cuda" else ("numba",)
     return next((name for name in ranked if missing(name, job) is None), "reference")
 
 
@@ -187,7 +197,7 @@ def decode_attention(
             softmax weight of a token, summed over queries and the query heads of its KV head; 0 where no token is. For
             a PagedCache the last size is what its table can name.
         plan: of the step, made once for all layers; None makes one for this call.
-        backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
+        backend: ``auto``, ``reference``, ``numba`` (CPU), ``triton`` or ``cuda``.
 
     Query i of q_len stands at position ``length - q_len + i`` and sees no later one. One that sees no token gives zeros
     and -inf (with a sink: its logit).
