@@ -116,6 +116,7 @@ class CopyPlan:
         self.cast = [bool(value) for value in _spread(cast, count, "cast")]
         self.device = self.dst[0].device if self.dst else torch.device("cpu")
         self.backend = resolve(backend, self.device)
+        self.addresses = tuple(t.data_ptr() for t in self.dst)
         self._targets = [Look.of(t) for t in self.dst]
         self._spans = sorted((*span(t), i) for i, t in enumerate(self.dst) if t.numel())
         self._starts = [first for first, _, _ in self._spans]
@@ -234,7 +235,7 @@ class CopyPlan:
             for i, copy in enumerate(looks.copies):
                 if copy is None or copy.move.elements == 0:
                     continue
-                target = self.dst[i].data_ptr()
+                target = self.addresses[i]
                 lines.append(copy_triton.row_of(first, at[i], target, copy.move, *self._kernel_bounds(i)))
                 first += copy_triton.blocks_of(copy.move)
             casts = copy_triton.has_casts([copy.move for copy in looks.copies if copy])
@@ -288,7 +289,7 @@ class CopyPlan:
         if self._groups:
             from . import copy_cuda
 
-            packed = copy_cuda.pack(move, self.dst[i].data_ptr(), *self._kernel_bounds(i))
+            packed = copy_cuda.pack(move, self.addresses[i], *self._kernel_bounds(i))
             described = Described(move, packed, copy_cuda.blocks_of(move))
         if len(self._described[i]) >= REMEMBERED:
             self._described[i].clear()

@@ -1,0 +1,295 @@
+"""``GraphRunner``: a step captured once for each batch size, replayed with padding.
+
+::
+
+    call(ids=[5], table=[5, 9])  ->  the next size, 8  ->  rows 5..7 filled  ->  replay of graph 8  ->  outputs[:5]
+
+The step reads its inputs from buffers at fixed addresses. How a call's tensors get there is the runner's ``staging``:
+``copy``, one launch before the replay; ``graph``, the same launch as the first node of the graph, from staging
+buffers that the caller fills on the device; ``host``, a node that reads pinned memory which the caller fills.
+On a CPU the step runs eagerly on the same buffers with the same padding.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .copies import Bound, Fill
+from .plan import CopyPlan
+from .staging import HostStage
+
+STAGINGS = ("copy", "graph", "host")
+ALIGN = 256
+Step = Callable[..., Any]
+Input = torch.Tensor | tuple[Sequence[int], torch.dtype]
+
+
+def arena(specs: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Zeroed buffers in one allocation of torch's stream-ordered allocator, each aligned to 256 bytes."""
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in specs.items()}
+    offsets, at = {}, 0
+    for name, size in sizes.items():
+        offsets[name], at = at, at + ALIGN * -(-size // ALIGN)
+    pool = torch.zeros(at, dtype=torch.uint8, device=device)
+    return {
+        name: pool[offsets[name] : offsets[name] + sizes[name]].view(dtype).view(tuple(shape))
+        for name, (shape, dtype) in specs.items()
+    }
+
+
+class Captured:
+    """One size: its parts of the buffers, how they are filled, the graph, and what the step returned."""
+
+    def __init__(self, size: int, inputs: dict[str, torch.Tensor], fill: Callable[..., None] | None) -> None:
+        self.size, self.inputs, self.fill = size, inputs, fill
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.outputs: Any = None
+        self.memory = 0
+
+
+class GraphRunner:
+    """Runs a step of any batch size by replaying the graph of the next size that was captured.
+
+    Args:
+        step: called as ``step(**inputs)`` with the buffers cut to a size; returns tensors whose dimension 0 is the
+            batch, alone or in a tuple, list or dict, or None. It may write other tensors that it holds, such as a KV
+            cache.
+        inputs: by name the buffers, or ``(shape, dtype)`` for the runner to allocate (``device`` says where). Dimension
+            0 is the largest batch, or more by a constant: offsets with one more than the batch stay one longer at every
+            size.
+        sizes: the batch sizes to capture.
+        fill: by name what padding rows, and columns that a call does not bring, get: a number, ``"last"`` (1-D), or
+            None to leave them as they were. Names that are not given get 0.
+        staging: ``copy``, ``graph`` or ``host``.
+        watch: further tensors that the step reads or writes, checked with the buffers before each replay: a graph does
+            not notice when a tensor has moved.
+        warmup: eager runs before each capture, in which kernels are compiled and allocators settle.
+        pool: a graph memory pool to share with other runners.
+        progress: show a bar while capturing; None shows it on a terminal.
+
+    ``runner(**tensors)`` pads, fills and replays, and returns the outputs of the live rows: views of memory that the
+    next call overwrites. With ``staging="graph"`` write ``runner.staged[name]`` on the device and call
+    ``runner.replay(batch)``; with ``"host"`` the tensors of a call are on the CPU.
+
+    Raises ValueError for tensors that do not fit, RuntimeError when nothing was captured, when the step cannot be
+    captured and when a tensor has moved.
+
+    Example:
+        >>> buffers = {"x": ((4, 2), torch.float32)}
+        >>> runner = GraphRunner(lambda x: x * 2, buffers, sizes=[2, 4], device="cpu").capture()
+        >>> runner(x=torch.ones(3, 2)).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        inputs: Mapping[str, Input],
+        sizes: Iterable[int],
+        *,
+        fill: Mapping[str, Fill] | None = None,
+        staging: str = "copy",
+        watch: Sequence[torch.Tensor] = (),
+        device: torch.device | str | None = None,
+        warmup: int = 2,
+        pool: Any = None,
+        progress: bool | None = None,
+    ) -> None:
+        if staging not in STAGINGS:
+            raise ValueError(f"staging: expected one of {STAGINGS}, got {staging!r}")
+        self.sizes = sorted(set(sizes))
+        if not self.sizes or self.sizes[0] < 1:
+            raise ValueError(f"sizes: expected at least one size of at least 1, got {self.sizes}")
+        self.step, self.staging, self.warmup, self.pool, self.progress = step, staging, warmup, pool, progress
+        self.buffers = _buffers(inputs, device)
+        self.device = next(iter(self.buffers.values())).device
+        if unknown := set(fill or {}) - set(self.buffers):
+            raise ValueError(f"fill: expected names of inputs {sorted(self.buffers)}, got {sorted(unknown)}")
+        self.fill: dict[str, Fill] = {name: (fill or {}).get(name, 0) for name in self.buffers}
+        self._extra: dict[str, int] = {}
+        for name, buffer in self.buffers.items():
+            if buffer.dim() == 0 or buffer.shape[0] < self.sizes[-1]:
+                raise ValueError(f"{name}: expected at least {self.sizes[-1]} rows, got shape {list(buffer.shape)}")
+            if buffer.device != self.device:
+                raise ValueError(f"{name}: expected a buffer on {self.device}, got one on {buffer.device}")
+            self._extra[name] = buffer.shape[0] - self.sizes[-1]
+        self._by_size: dict[int, Captured] = {}
+        self._watched = [*self.buffers.values(), *watch]
+        self._addresses: tuple[int, ...] = ()
+        self.staged: dict[str, torch.Tensor] = {}
+        self._live: torch.Tensor | None = None
+        self._live_batch = 0
+        self._stage: HostStage | None = None
+        self._prepare_staging()
+
+    def _prepare_staging(self) -> None:
+        fills = [self.fill[name] for name in self.buffers]
+        if self.staging == "graph":
+            self.staged = {name: torch.zeros_like(buffer) for name, buffer in self.buffers.items()}
+            self._live = torch.zeros(1, dtype=torch.int32, device=self.device)
+        elif self.staging == "host":
+            self._stage = HostStage(list(self.buffers.values()), fill=fills)
+
+    @property
+    def memory(self) -> dict[int, int]:
+        """Bytes that each captured size added to the device's use; sizes share a pool, so the largest comes first."""
+        return {size: self._by_size[size].memory for size in sorted(self._by_size)}
+
+    def capture(self) -> GraphRunner:
+        """Capture every size, the largest first, so that smaller ones fit into its memory. Returns the runner."""
+        if self.device.type == "cuda" and self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        for size in _progress(self.sizes[::-1], self.progress):
+            self._by_size[size] = self._capture(size)
+        self._addresses = tuple(t.data_ptr() for t in self._watched)
+        return self
+
+    def _capture(self, size: int) -> Captured:
+        parts = {name: buffer[: size + self._extra[name]] for name, buffer in self.buffers.items()}
+        one = Captured(size, parts, self._filler(parts))
+        if self.device.type != "cuda":
+            return one
+        with torch.cuda.device(self.device):
+            self._warm_up(one)
+            before = torch.cuda.mem_get_info()[0]
+            one.graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(one.graph, pool=self.pool):
+                    one.outputs = self._body(one)
+            except Exception as error:
+                raise RuntimeError(
+                    f"step: size {size} cannot be captured. Under capture a step may not wait for the GPU (.item(), "
+                    f".cpu(), printing, a branch on a tensor), copy from memory that is not pinned, or allocate "
+                    f"other than through torch; what was said: {error}"
+                ) from error
+            one.memory = max(before - torch.cuda.mem_get_info()[0], 0)
+        return one
+
+    def _warm_up(self, one: Captured) -> None:
+        """Run the step on rows that are all padding, so that it writes nothing anywhere else."""
+        for name, part in one.inputs.items():
+            value = self.fill[name]
+            if value is not None:
+                part.fill_(0 if isinstance(value, str) else value)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(self.warmup):
+                self._body(one)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+
+    def _filler(self, parts: dict[str, torch.Tensor]) -> Callable[..., None]:
+        """What brings a step's tensors into the parts of the buffers: before the graph, or as its first node."""
+        fills = [self.fill[name] for name in parts]
+        if self._stage is not None:
+            return self._stage.node(list(parts.values()))
+        if self._live is None:
+            return CopyPlan(list(parts.values()), fill=fills).run
+        sources = [self.staged[name][: part.shape[0]] for name, part in parts.items()]
+        rows = [Bound(self._live, extra=self._extra[name]) for name in parts]
+        return CopyPlan(list(parts.values()), sources, fill=fills, rows=rows).run
+
+    def _body(self, one: Captured) -> Any:
+        """What is captured: the step, after its metadata where that is part of the graph."""
+        if self.staging != "copy" and one.fill is not None:
+            one.fill()
+        return self.step(**one.inputs)
+
+    def __call__(self, **tensors: torch.Tensor) -> Any:
+        batch = self._batch(tensors)
+        one = self._of(batch)
+        given = [tensors[name] for name in self.buffers]
+        if self.staging == "copy":
+            if one.fill is not None:
+                one.fill(given)
+        elif self._stage is not None:
+            self._stage.write(given)
+        else:
+            for name, tensor in tensors.items():
+                self.staged[name][tuple(slice(0, n) for n in tensor.shape)].copy_(tensor)
+        return self.replay(batch)
+
+    def replay(self, batch: int) -> Any:
+        """Replay for this batch with what was staged, and return the outputs of its rows."""
+        one = self._of(batch)
+        if self._live is not None and self._live_batch != batch:
+            self._live.fill_(batch)
+            self._live_batch = batch
+        self._check_moved()
+        if one.graph is None:
+            one.outputs = self._body(one)
+        else:
+            one.graph.replay()
+        return _cut(one.outputs, one.size, batch)
+
+    def _batch(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        if missing := set(self.buffers) - set(tensors):
+            raise ValueError(f"inputs: expected {sorted(self.buffers)}, {sorted(missing)} not given")
+        if unknown := set(tensors) - set(self.buffers):
+            raise ValueError(f"inputs: expected {sorted(self.buffers)}, got {sorted(unknown)} too")
+        batches = {name: tensor.shape[0] - self._extra[name] for name, tensor in tensors.items()}
+        batch = next(iter(batches.values()))
+        if any(n != batch for n in batches.values()):
+            raise ValueError(f"inputs: expected one batch, got {batches}")
+        return batch
+
+    def _of(self, batch: int) -> Captured:
+        if not self._by_size:
+            raise RuntimeError("runner: expected capture() before the first call")
+        if not 0 <= batch <= self.sizes[-1]:
+            raise ValueError(
+                f"batch: expected at most {self.sizes[-1]}, the largest size that was captured, got {batch}"
+            )
+        return self._by_size[self.sizes[bisect.bisect_left(self.sizes, batch)]]
+
+    def _check_moved(self) -> None:
+        if tuple(map(torch.Tensor.data_ptr, self._watched)) == self._addresses:
+            return
+        for i, (tensor, was) in enumerate(zip(self._watched, self._addresses, strict=True)):
+            if tensor.data_ptr() != was:
+                names = list(self.buffers)
+                name = names[i] if i < len(names) else f"watch[{i - len(names)}]"
+                raise RuntimeError(
+                    f"{name}: expected address {was:#x} as when it was captured, got {tensor.data_ptr():#x}; "
+                    f"capture() again after replacing a tensor"
+                )
+
+
+def _buffers(inputs: Mapping[str, Input], device: torch.device | str | None) -> dict[str, torch.Tensor]:
+    if not inputs:
+        raise ValueError("inputs: expected at least one buffer, got none")
+    specs = {name: given for name, given in inputs.items() if not isinstance(given, torch.Tensor)}
+    given = {name: buffer for name, buffer in inputs.items() if isinstance(buffer, torch.Tensor)}
+    if device is None:
+        if not given:
+            raise ValueError("device: expected one, since no input is a tensor, got None")
+        device = next(iter(given.values())).device
+    made = arena(specs, torch.device(device)) if specs else {}
+    return {name: given[name] if name in given else made[name] for name in inputs}
+
+
+def _cut(outputs: Any, size: int, batch: int) -> Any:
+    """The live rows of everything that has the padded batch in dimension 0."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs[:batch] if outputs.dim() and outputs.shape[0] == size and batch != size else outputs
+    if isinstance(outputs, dict):
+        return {name: _cut(value, size, batch) for name, value in outputs.items()}
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*(_cut(value, size, batch) for value in outputs))
+    if isinstance(outputs, (tuple, list)):
+        return type(outputs)(_cut(value, size, batch) for value in outputs)
+    return outputs
+
+
+def _progress(sizes: Sequence[int], show: bool | None) -> Iterable[int]:
+    from rich.console import Console
+    from rich.progress import track
+
+    show = sys.stderr.isatty() if show is None else show
+    return track(sizes, "capture", console=Console(stderr=True), transient=True, disable=not show)

@@ -1,0 +1,397 @@
+"""Staging, GraphRunner and the metadata adaptors: on the CPU the same logic without graphs, on a GPU with them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import kvstrata
+from conftest import HAS_GPU
+from kvstrata.replay import GraphRunner, HostStage, PrecomputedMetadata, fused_copy_replay_data, metadata
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+gpu = pytest.mark.gpu
+INT = torch.int32
+
+
+def ints(*shape: int, seed: int = 0, device: torch.device = DEVICE) -> torch.Tensor:
+    return torch.randint(1, 1 << 30, shape, generator=torch.Generator().manual_seed(seed)).to(INT).to(device)
+
+
+class TestHostStage:
+    def test_steps_of_any_shape_arrive_in_order(self) -> None:
+        """One write, one scatter, hundreds of times, with shapes that change, narrow tables and buffers left out."""
+        dst = [
+            torch.empty(9, dtype=INT, device=DEVICE),
+            torch.empty(8, 24, dtype=INT, device=DEVICE),
+            torch.empty(8, 2, 3, dtype=torch.int64, device=DEVICE),
+            torch.empty(9, dtype=INT, device=DEVICE),
+        ]
+        stage = HostStage(dst, fill=[-1, 0, None, "last"])
+        scatter = stage.node()
+        for step in range(300):
+            rows, width = step * 5 % 9, step * 7 % 25
+            src = [
+                ints(rows, seed=step, device="cpu"),
+                ints(rows, width, seed=step, device="cpu"),
+                ints(rows, 2, 3, seed=step, device="cpu").long(),
+                ints(rows + 1, seed=step, device="cpu"),
+            ]
+            for buffer in dst:
+                buffer.fill_(99)
+            left_out = step % 4
+            stage.write([None if i == left_out else t for i, t in enumerate(src)])
+            scatter()
+            got = [t.cpu() for t in dst]
+            for i, (buffer, source) in enumerate(zip(got, src, strict=True)):
+                if i == left_out:
+                    assert (buffer == 99).all(), (step, i)
+                    continue
+                want = torch.full_like(buffer, [-1, 0, 99, int(source[-1]) if i == 3 else 0][i])
+                want[tuple(slice(0, n) for n in source.shape)] = source
+                assert torch.equal(buffer, want), (step, i)
+
+    def test_host_runs_one_step_ahead_and_no_further(self) -> None:
+        """A slot is not written while it is still to be read: the bug of TensorRT-LLM#15546."""
+        dst = torch.zeros(4, dtype=INT, device=DEVICE)
+        stage = HostStage([dst])
+        scatter = stage.node()
+        stage.write([torch.full((4,), 1, dtype=INT)])
+        stage.write([torch.full((4,), 2, dtype=INT)])
+        with pytest.raises(RuntimeError, match="expected a replay after every write, got 2 writes and 0 steps"):
+            stage.write([torch.full((4,), 3, dtype=INT)])
+        for want in (1, 2, 2):  # the last one finds nothing new
+            scatter()
+            assert (dst == want).all()
+        stage.write([torch.full((4,), 3, dtype=INT)])
+        scatter()
+        assert (dst == 3).all()
+
+    def test_views_save_the_copy(self) -> None:
+        dst = torch.zeros(4, 6, dtype=INT, device=DEVICE)
+        stage = HostStage([dst], fill=-1)
+        scatter = stage.node()
+        for step in range(5):
+            (area,) = stage.views()
+            area[:2, :3] = step
+            stage.commit([(2, 3)])
+            scatter()
+            assert (dst[:2, :3] == step).all()
+            assert (dst[2:] == -1).all()
+            assert (dst[:, 3:] == -1).all()
+
+    def test_bad_input_is_named(self) -> None:
+        dst = [torch.zeros(4, dtype=INT, device=DEVICE), torch.zeros(4, 2, 3, dtype=INT, device=DEVICE)]
+        stage = HostStage(dst)
+        with pytest.raises(ValueError, match="dst: expected at least one"):
+            HostStage([])
+        with pytest.raises(ValueError, match="src: expected 2 tensors"):
+            stage.write([None])
+        with pytest.raises(ValueError, match=r"src\[0\]: expected at most \[4\]"):
+            stage.write([torch.zeros(5, dtype=INT), None])
+        with pytest.raises(TypeError, match=r"src\[0\]: expected torch.int32"):
+            stage.write([torch.zeros(4), None])
+        with pytest.raises(ValueError, match=r"shapes\[1\]: expected \[rows"):
+            stage.write([None, torch.zeros(4, 1, 3, dtype=INT)])
+        with pytest.raises(ValueError, match=r"dst\[0\]: expected a part of the stage's buffer"):
+            stage.node([dst[0][1:], dst[1]])
+
+    @gpu
+    def test_the_host_fills_while_the_gpu_runs(self) -> None:
+        """Long steps, a host that is always ahead, slots overwritten with the next step as soon as that is allowed."""
+        dst = torch.zeros(64, 512, dtype=INT, device=DEVICE)
+        seen = torch.zeros(200, dtype=INT, device=DEVICE)
+        at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        stage = HostStage([dst], fill=0)
+        scatter = stage.node()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            scatter()
+            torch.cuda._sleep(200_000)
+            seen.index_copy_(0, at, dst.amin().reshape(1))
+            at.add_(1)
+        for step in range(200):
+            stage.write([torch.full((64, 512), step + 1, dtype=INT)])
+            graph.replay()
+        assert seen.tolist() == list(range(1, 201))
+
+
+def step_of(pool: torch.Tensor):
+    """A decode step in miniature: writes a row by slot (skipping slot -1), reads rows through a table up to a
+    length."""
+
+    def step(ids, slots, lengths, offsets, table):
+        keep = slots >= 0
+        at = torch.where(keep, slots, 0).long()
+        pool.index_put_((at,), torch.where(keep, ids.float(), pool[at]))
+        columns = torch.arange(table.shape[1], device=table.device)
+        live = columns < lengths[:, None]
+        read = torch.where(live, pool[torch.where(live, table, 0).long()], 0)
+        return read.sum(1), {"span": offsets.diff()}
+
+    return step
+
+
+def inputs_of(step: int, most: int, width: int) -> dict[str, torch.Tensor]:
+    """Requests whose number, lengths and pages change from step to step; slots of their own."""
+    generator = torch.Generator().manual_seed(step)
+    batch = int(torch.randint(0, most + 1, (), generator=generator))
+    lengths = torch.randint(1, width + 1, (batch,), generator=generator)
+    wide = int(torch.randint(int(lengths.max()) if batch else 0, width + 1, (), generator=generator))
+    return dict(
+        ids=torch.randint(1, 1000, (batch,), generator=generator).to(INT),
+        slots=(1 + torch.randperm(200, generator=generator)[:batch]).to(INT),
+        lengths=lengths.to(INT),
+        offsets=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(INT),
+        table=torch.randint(0, 256, (batch, wide), generator=generator).to(INT),
+    )
+
+
+def runner_of(pool: torch.Tensor, staging: str, most: int = 16, width: int = 12) -> GraphRunner:
+    shapes = dict(ids=(most,), slots=(most,), lengths=(most,), offsets=(most + 1,), table=(most, width))
+    return GraphRunner(
+        step_of(pool),
+        {name: (shape, INT) for name, shape in shapes.items()},
+        [1, 2, 4, 8, most],
+        fill={"slots": -1, "offsets": "last"},
+        staging=staging,
+        watch=[pool],
+        device=DEVICE,
+    )
+
+
+@pytest.mark.parametrize("staging", ["copy", "graph", "host"])
+def test_many_replays_equal_eager(staging: str) -> None:
+    """Lengths, pages, widths and batches of every kind: nothing of a step is left in the next (vllm#44868), padding
+    rows write nowhere (vllm#43810, #37442)."""
+    pool, plain = torch.zeros(256, device=DEVICE), torch.zeros(256, device=DEVICE)
+    runner, eager = runner_of(pool, staging).capture(), step_of(plain)
+    assert (pool == 0).all(), "capturing wrote"
+    for step in range(2000 if HAS_GPU else 200):
+        given = inputs_of(step, 16, 12)
+        here = {name: t.to(DEVICE) for name, t in given.items()}
+        out, more = runner(**(given if staging == "host" else here))
+        want, want_more = eager(**here)
+        assert torch.equal(out, want), step
+        if len(given["ids"]):
+            assert torch.equal(more["span"], want_more["span"]), step
+        assert torch.equal(pool, plain), step
+
+
+def test_padding_rows_hold_the_fill() -> None:
+    runner = runner_of(torch.zeros(256, device=DEVICE), "copy").capture()
+    for buffer in runner.buffers.values():
+        buffer.fill_(77)
+    cases = (inputs_of(step, 16, 12) for step in range(100))
+    given = {name: t.to(DEVICE) for name, t in next(c for c in cases if len(c["ids"]) == 5).items()}
+    batch, size = 5, 8
+    runner(**given)
+    assert (runner.buffers["slots"][batch:size] == -1).all()
+    assert (runner.buffers["lengths"][batch:size] == 0).all()
+    assert (runner.buffers["offsets"][batch:][: size - batch + 1] == given["offsets"][-1]).all()
+    assert (runner.buffers["table"][:size, given["table"].shape[1] :] == 0).all()
+    assert (runner.buffers["slots"][size:] == 77).all(), "rows of larger sizes are not touched"
+
+
+def test_errors_of_the_runner() -> None:
+    pool = torch.zeros(256, device=DEVICE)
+    runner = runner_of(pool, "copy")
+    given = {name: t.to(DEVICE) for name, t in inputs_of(3, 16, 12).items()}
+    with pytest.raises(RuntimeError, match=r"expected capture\(\) before the first call"):
+        runner(**given)
+    runner.capture()
+    with pytest.raises(ValueError, match=r"batch: expected at most 16, the largest size that was captured, got 17"):
+        runner.replay(17)
+    with pytest.raises(ValueError, match=r"inputs: expected .* \['table'\] not given"):
+        runner(**{name: t for name, t in given.items() if name != "table"})
+    with pytest.raises(ValueError, match=r"inputs: expected .* got \['more'\] too"):
+        runner(**given, more=pool)
+    with pytest.raises(ValueError, match="inputs: expected one batch, got"):
+        runner(**{**given, "ids": given["ids"][:1]})
+    pool.data = torch.zeros(256, device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"watch\[0\]: expected address .* as when it was captured"):
+        runner(**given)
+    runner.capture()
+    runner(**given)
+    for wrong, message in (
+        (dict(sizes=[]), "sizes: expected"),
+        (dict(staging="fast"), "staging: expected one of"),
+        (dict(sizes=[64]), "x: expected at least 64 rows"),
+        (dict(fill={"y": 0}), "fill: expected names"),
+        (dict(inputs={}), "inputs: expected at least one"),
+        (dict(device=None), "device: expected one"),
+    ):
+        arguments = dict(step=lambda x: x, inputs={"x": ((8,), INT)}, sizes=[8], device=DEVICE) | wrong
+        with pytest.raises(ValueError, match=message):
+            GraphRunner(**arguments)
+
+
+def test_outputs_are_cut_in_any_container() -> None:
+    runner = GraphRunner(lambda x: {"a": [x, (x + 1, None)], "b": x.sum()}, {"x": ((4, 2), INT)}, [4], device=DEVICE)
+    out = runner.capture()(x=torch.ones(3, 2, dtype=INT, device=DEVICE))
+    assert out["a"][0].shape == out["a"][1][0].shape == (3, 2)
+    assert out["a"][1][1] is None
+    assert int(out["b"]) == 6
+
+
+def test_the_runners_buffers_are_one_allocation() -> None:
+    runner = runner_of(torch.zeros(256, device=DEVICE), "copy")
+    assert len({t.untyped_storage().data_ptr() for t in runner.buffers.values()}) == 1
+    assert all(t.data_ptr() % 64 == 0 for t in runner.buffers.values())
+
+
+@gpu
+def test_a_step_that_cannot_be_captured_is_explained() -> None:
+    runner = GraphRunner(lambda x: x * x.sum().item(), {"x": ((4,), torch.float32)}, [4], device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"size 4 cannot be captured.*\.item\(\)"):
+        runner.capture()
+    torch.cuda.synchronize()
+
+
+@gpu
+def test_sizes_share_memory() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x[:, None] * torch.ones(1 << 20, device=x.device)).sum(1)
+
+    runner = GraphRunner(step, {"x": ((16,), torch.float32)}, [1, 2, 4, 8, 16], device=DEVICE).capture()
+    assert sum(runner.memory.values()) < 3 * 16 * (1 << 22), runner.memory
+
+
+@gpu
+@pytest.mark.parametrize("staging", ["copy", "graph", "host"])
+def test_a_decode_loop_as_one_graph(staging: str) -> None:
+    """store_kv, decode_attention and the next rows from its output, replayed with each way of staging, equal eager."""
+    most, heads, dim, pages, page = 8, 2, 64, 64, 16
+
+    def caches() -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = torch.zeros(2, pages, page, heads, dim, device=DEVICE, dtype=torch.float16)
+        return k, v
+
+    def step_with(k_cache: torch.Tensor, v_cache: torch.Tensor):
+        def step(x, slots, lengths, table):
+            row = x[:, None, None].expand(-1, heads, dim).half().contiguous()
+            kvstrata.store_kv(row, row + 1, k_cache, v_cache, slots)
+            cache = kvstrata.PagedCache(k_cache, v_cache, table, lengths)
+            out = kvstrata.decode_attention(row[:, None], cache)
+            return out.float().mean((1, 2, 3))
+
+        return step
+
+    ours, theirs = caches(), caches()
+    shapes = dict(x=((most,), torch.float32), slots=((most,), INT), lengths=((most,), INT), table=((most, 4), INT))
+    runner = GraphRunner(
+        step_with(*ours), shapes, [2, 4, most], fill={"slots": -1}, staging=staging, watch=ours, device=DEVICE
+    ).capture()
+    eager = step_with(*theirs)
+    batch, x = 5, torch.linspace(-1, 1, 5)
+    plain = x.clone()
+    for step in range(40):
+        length = torch.full((batch,), step + 1, dtype=INT)
+        table = (torch.arange(batch)[:, None] * 4 + torch.arange(4)).to(INT)
+        slots = (torch.arange(batch) * 4 * page + step).to(INT)
+        given = dict(x=x, slots=slots, lengths=length, table=table)
+        here = {name: t if staging == "host" else t.to(DEVICE) for name, t in given.items()}
+        x = runner(**here).clone().cpu() + 0.01
+        plain = eager(**{n: t.to(DEVICE) for n, t in {**given, "x": plain}.items()}).cpu() + 0.01
+        assert torch.equal(x, plain), step
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def fa_style(batch: int, width: int, most: int = 8, most_width: int = 32) -> dict:
+    names = ("input_ids", "out_loc", "cu_seqlens_k", "positions", "seq_lens")
+    src = {f"src_{name}": ints(batch + (name == "cu_seqlens_k"), seed=i) for i, name in enumerate(names)}
+    dst = {f"dst_{name}": torch.full((most + 1,), 99, dtype=INT, device=DEVICE) for name in names}
+    src["src_page_table"] = ints(batch, width, seed=9)
+    dst["dst_page_table"] = torch.full((most, most_width), 99, dtype=INT, device=DEVICE)
+    return src | dst | dict(batch_size=batch, max_seqlen_k=width)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_fused_copy_replay_data(fused: bool) -> None:
+    first = fa_style(1, 1)
+    buffers = {name: t for name, t in first.items() if name.startswith("dst_")}
+    for batch, width in itertools.product((8, 3, 1, 0), (32, 5, 0)):
+        arguments = fa_style(batch, width) | buffers
+        for buffer in buffers.values():
+            buffer.fill_(99)
+        fused_copy_replay_data(**arguments, fused=fused)
+        for name, buffer in buffers.items():
+            src = arguments[name.replace("dst_", "src_")]
+            want = torch.full_like(buffer, 99)
+            want[tuple(slice(0, n) for n in src.shape)] = src
+            assert torch.equal(buffer, want), (name, batch, width)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_fused_copy_takes_slices_of_larger_sources(fused: bool) -> None:
+    arguments = fa_style(6, 20)
+    arguments |= dict(batch_size=4, max_seqlen_k=7)
+    fused_copy_replay_data(**arguments, fused=fused)
+    assert torch.equal(arguments["dst_page_table"][:4, :7], arguments["src_page_table"][:4, :7])
+    assert (arguments["dst_page_table"][4:] == 99).all()
+    assert (arguments["dst_page_table"][:, 7:] == 99).all()
+    assert torch.equal(arguments["dst_cu_seqlens_k"][:5], arguments["src_cu_seqlens_k"][:5])
+    assert (arguments["dst_cu_seqlens_k"][5:] == 99).all()
+    with pytest.raises(ValueError, match="src_input_ids: expected at least 7 rows"):
+        fused_copy_replay_data(**(arguments | dict(batch_size=7)))
+    with pytest.raises(ValueError, match="max_seqlen_k: expected at most 20 columns, got 21"):
+        fused_copy_replay_data(**(arguments | dict(max_seqlen_k=21)))
+
+
+def nsa_style(batch: int, width: int, optional: tuple[str, ...], buffers: bool) -> PrecomputedMetadata:
+    def make(*shape: int, seed: int) -> torch.Tensor:
+        return torch.full(shape, 99, dtype=INT, device=DEVICE) if buffers else ints(*shape, seed=seed)
+
+    out = PrecomputedMetadata(
+        make(batch, seed=0),
+        make(batch + 1, seed=1),
+        make(batch, width, seed=2),
+        make(batch, seed=3),
+        make(batch + 1, seed=4),
+    )
+    shapes = dict(seqlens_expanded=(2 * batch,), real_page_table=(batch, width // 2), flashmla_metadata=(16, 8))
+    for i, name in enumerate(optional):
+        setattr(out, name, make(*shapes[name], seed=5 + i))
+    return out
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_precomputed_metadata_with_every_choice_of_fields(fused: bool) -> None:
+    names = ("seqlens_expanded", "real_page_table", "flashmla_metadata")
+    buffers = nsa_style(8, 32, names, True)
+    for count in range(4):
+        for optional in itertools.combinations(names, count):
+            step = nsa_style(5, 20, optional, False)
+            fields = [name for name in vars(buffers) if not name.startswith("_")]
+            for name in fields:
+                getattr(buffers, name).fill_(99)
+            for _ in range(2):
+                buffers.copy_from(step, fused=fused)
+            for name in fields:
+                got, src = getattr(buffers, name), getattr(step, name)
+                want = torch.full_like(got, 99)
+                if src is not None and "cu_seqlens" in name:
+                    want[1 : len(src)] = src[1:]
+                elif src is not None:
+                    want[tuple(slice(0, n) for n in src.shape)] = src
+                assert torch.equal(got, want), (name, optional)
+    with pytest.raises(ValueError, match="flashmla_metadata: expected None as in the buffers"):
+        nsa_style(8, 32, names[:2], True).copy_from(step)
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+    plan_of = metadata._plan_of
+    monkeypatch.setattr(metadata, "_plan_of", lambda dst: planned.append(1) or plan_of(dst))
+    for flag, runs in ((True, 1), (False, 1)):
+        monkeypatch.setattr(metadata, "FUSED", flag)
+        fused_copy_replay_data(**fa_style(3, 4))
+        assert len(planned) == runs
+
+
+def test_plans_of_the_adaptors_are_few() -> None:
+    for _ in range(metadata.REMEMBERED + 5):
+        fused_copy_replay_data(**fa_style(3, 4), fused=True)
+    assert len(metadata._plans) <= metadata.REMEMBERED
