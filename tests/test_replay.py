@@ -346,6 +346,28 @@ def test_captured_on_a_side_stream_and_in_threads(backend: str) -> None:
 
 
 @gpu
+@pytest.mark.sanitizer
+def test_odd_copies_under_the_sanitizer() -> None:
+    """Every width, tails of rows, fills, bounds and a cast; every tensor is an allocation of its own there."""
+    live = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    for dtype, width in (
+        (torch.uint8, 37),
+        (torch.int16, 21),
+        (torch.int32, 19),
+        (torch.int64, 5),
+        (torch.float32, 64),
+    ):
+        src = [torch.ones(5, width, device=DEVICE).to(dtype), torch.ones(width, device=DEVICE).to(dtype)]
+        dst = [torch.zeros(7, width + 3, device=DEVICE).to(dtype), torch.zeros(width, device=DEVICE).to(dtype)]
+        dst.append(torch.zeros(width, dtype=torch.float16, device=DEVICE))
+        options = dict(fill=[2, "last", None], rows=[live, Bound(live, extra=1), None], cast=[False, False, True])
+        CopyPlan(dst, [*src, src[1]], backend="cuda", **options).run()
+        assert dst[0].float().sum() == 3 * width + 2 * (7 * (width + 3) - 3 * width)
+        assert (dst[1] == 1).all()
+        assert (dst[2] == 1).all()
+
+
+@gpu
 def test_first_run_may_be_captured() -> None:
     src, dst = int32(64), torch.zeros(64, dtype=torch.int32, device=DEVICE)
     plan = CopyPlan([dst], [src], backend="cuda")

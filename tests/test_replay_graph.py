@@ -9,6 +9,7 @@ import torch
 
 import kvstrata
 from conftest import HAS_GPU
+from kvstrata.bench.cases.replay import cases
 from kvstrata.replay import GraphRunner, HostStage, PrecomputedMetadata, fused_copy_replay_data, metadata
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -395,3 +396,24 @@ def test_plans_of_the_adaptors_are_few() -> None:
     for _ in range(metadata.REMEMBERED + 5):
         fused_copy_replay_data(**fa_style(3, 4), fused=True)
     assert len(metadata._plans) <= metadata.REMEMBERED
+
+
+def test_what_is_timed_is_right() -> None:
+    """Every contender of the benchmark on its own inputs, and a wrong one is found out."""
+    for case in cases(torch.device("cpu"), True):
+        bench = case.build(torch.device("cpu"))
+        for (name, call), i in itertools.product(bench.contenders.items(), range(case.sets)):
+            bench.poison(name, i)
+            bench.check(name, i, call(i))
+        bench.poison("none", 0)
+        with pytest.raises(AssertionError, match="is wrong"):
+            bench.check("none", 0, None)
+
+
+@gpu
+@pytest.mark.sanitizer
+def test_staged_under_the_sanitizer() -> None:
+    stage = TestHostStage()
+    stage.test_host_runs_one_step_ahead_and_no_further()
+    stage.test_views_save_the_copy()
+    torch.cuda.synchronize()

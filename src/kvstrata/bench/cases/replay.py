@@ -1,0 +1,258 @@
+"""The replay benchmark: a decode step's metadata into the buffers of a captured graph, by every way the notes name.
+
+``fa`` are the six copies of FA-style metadata, ``nsa`` the eight of NSA-style, both into buffers of 256 rows and 8,192
+columns. Cases named ``-graph`` capture each contender first: the device alone. In the others every contender is called
+from Python, and what a call costs the host is measured beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvstrata import jit
+from kvstrata.bench import Bench, Case, sets_for
+from kvstrata.bench.clock import Call
+from kvstrata.bench.probes import EMPTY
+from kvstrata.replay import CopyPlan, HostStage, PrecomputedMetadata, backends, fused_copy_replay_data
+
+ROWS, COLUMNS = 256, 8192
+POISON = 0xA5
+FA = ("input_ids", "out_loc", "cu_seqlens_k", "positions", "seq_lens", "page_table")
+NSA = (
+    "cache_seqlens", "cu_seqlens_k", "page_indices", "nsa_cache_seqlens", "nsa_cu_seqlens_k", "seqlens_expanded",
+    "real_page_table", "flashmla_metadata",
+)  # fmt: skip
+TABLES = {"page_table": 1, "page_indices": 1, "real_page_table": 64}  # columns of the page table to one of theirs
+OFFSETS = ("cu_seqlens_k", "nsa_cu_seqlens_k")
+
+
+def shape_of(name: str, rows: int, columns: int) -> tuple[int, ...]:
+    if name in TABLES:
+        return rows, max(columns // TABLES[name], 1)
+    if name == "flashmla_metadata":
+        return 132, 8
+    return (rows + (name in OFFSETS),)
+
+
+class Inputs:
+    """One input set: a step's metadata on the device and on the host, and buffers of full size."""
+
+    def __init__(self, style: str, rows: int, columns: int, device: torch.device, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.style, self.rows, self.columns, self.device = style, rows, columns, device
+        self.names = FA if style == "fa" else NSA
+        shapes = [shape_of(name, rows, columns) for name in self.names]
+        self.on_host = [torch.randint(0, 1 << 30, shape, generator=generator).int() for shape in shapes]
+        if style == "nsa":  # offsets begin with a zero that stays where it is
+            for name, tensor in zip(self.names, self.on_host, strict=True):
+                if name in OFFSETS:
+                    tensor[0] = 0
+        self.src = [tensor.to(device) for tensor in self.on_host]
+        self.dst = [torch.zeros(shape_of(name, ROWS, COLUMNS), dtype=torch.int32, device=device) for name in self.names]
+
+    def views(self) -> list[torch.Tensor]:
+        return [d[tuple(slice(0, n) for n in s.shape)] for d, s in zip(self.dst, self.src, strict=True)]
+
+    def poison(self) -> None:
+        for name, buffer in zip(self.names, self.dst, strict=True):
+            buffer.view(torch.uint8).fill_(POISON)
+            if self.style == "nsa" and name in OFFSETS:
+                buffer[0] = 0
+
+    def assert_copied(self) -> None:
+        """Every byte of the buffers: the step in the corner, poison everywhere else."""
+        for name, source, buffer in zip(self.names, self.src, self.dst, strict=True):
+            want = torch.full_like(buffer.view(torch.uint8), POISON).view(torch.int32)
+            want[tuple(slice(0, n) for n in source.shape)] = source
+            assert torch.equal(buffer, want), f"{name} is wrong"
+
+
+def _sliced(inputs: Sequence[Inputs]) -> Call:
+    """What engines do: a slice and a ``.copy_`` for each."""
+
+    def run(i: int) -> None:
+        one = inputs[i]
+        rows = one.rows
+        for name, d, s in zip(one.names, one.dst, one.src, strict=True):
+            if name in TABLES:
+                d[:rows, : s.shape[1]].copy_(s)
+            elif name == "flashmla_metadata":
+                d.copy_(s)
+            else:
+                d[: rows + (name in OFFSETS)].copy_(s)
+
+    return run
+
+
+def _pre_sliced(inputs: Sequence[Inputs]) -> Call:
+    views = [one.views() for one in inputs]
+
+    def run(i: int) -> None:
+        for view, source in zip(views[i], inputs[i].src, strict=True):
+            view.copy_(source)
+
+    return run
+
+
+def _foreach(inputs: Sequence[Inputs]) -> Call:
+    views = [one.views() for one in inputs]
+    return lambda i: torch._foreach_copy_(views[i], inputs[i].src)
+
+
+def _cat(inputs: Sequence[Inputs]) -> Call:
+    """The note's flattening: all sources into one buffer, and out of it again."""
+    views = [one.views() for one in inputs]
+    flat = torch.empty(sum(s.numel() for s in inputs[0].src), dtype=torch.int32, device=inputs[0].device)
+
+    def run(i: int) -> None:
+        flat.copy_(torch.cat([s.view(-1) for s in inputs[i].src]))
+        at = 0
+        for view in views[i]:
+            view.copy_(flat[at : at + view.numel()].view(view.shape))
+            at += view.numel()
+
+    return run
+
+
+def _streams(inputs: Sequence[Inputs]) -> Call:
+    """One stream a copy."""
+    views = [one.views() for one in inputs]
+    streams = [torch.cuda.Stream(inputs[0].device) for _ in views[0]]
+
+    def run(i: int) -> None:
+        here = torch.cuda.current_stream(inputs[i].device)
+        for stream, view, source in zip(streams, views[i], inputs[i].src, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                view.copy_(source)
+        for stream in streams:
+            here.wait_stream(stream)
+
+    return run
+
+
+def _plan(inputs: Sequence[Inputs], backend: str) -> Call:
+    plans = [CopyPlan(one.dst, backend=backend) for one in inputs]
+    return lambda i: plans[i].run(inputs[i].src)
+
+
+def _adaptor(inputs: Sequence[Inputs]) -> Call:
+    """The same through the adaptor's own arguments."""
+    if inputs[0].style == "nsa":
+        buffers = [PrecomputedMetadata(**dict(zip(one.names, one.dst, strict=True))) for one in inputs]
+        steps = [PrecomputedMetadata(**dict(zip(one.names, one.src, strict=True))) for one in inputs]
+        return lambda i: buffers[i].copy_from(steps[i], fused=True)
+
+    def arguments(one: Inputs) -> dict[str, Any]:
+        src = {f"src_{name}": t for name, t in zip(one.names, one.src, strict=True)}
+        dst = {f"dst_{name}": t for name, t in zip(one.names, one.dst, strict=True)}
+        return src | dst | dict(batch_size=one.rows, max_seqlen_k=one.columns)
+
+    prepared = [arguments(one) for one in inputs]
+    return lambda i: fused_copy_replay_data(**prepared[i], fused=True)
+
+
+def _captured(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        body()
+    return graph
+
+
+def _replays(inputs: Sequence[Inputs]) -> dict[str, Call]:
+    """Graphs of which the copies are a node: from fixed addresses, from pinned memory, and one without copies."""
+    plans = [CopyPlan(one.dst, one.src, backend="cuda") for one in inputs]
+    stages = [HostStage(one.dst) for one in inputs]
+    nodes = [stage.node() for stage in stages]
+    in_graph = [_captured(plan.run) for plan in plans]
+    staged = [_captured(node) for node in nodes]
+    kernel = jit.load(EMPTY, "empty")
+    empty = _captured(lambda: kernel.launch(grid=1, block=32))
+    shapes = [[tuple(s.shape) for s in one.src] for one in inputs]
+
+    def host_staged(i: int) -> None:
+        stages[i].write(inputs[i].on_host)
+        staged[i].replay()
+
+    def in_place(i: int) -> None:
+        stages[i].views()  # the slot that is next holds this step already: it was written twice
+        stages[i].commit(shapes[i])
+        staged[i].replay()
+
+    for i in range(len(inputs)):
+        host_staged(i)
+        host_staged(i)
+    return {
+        "in graph": lambda i: in_graph[i].replay(),
+        "host-staged": host_staged,
+        "host-staged, in place": in_place,
+        "empty graph": lambda i: empty.replay(),
+    }
+
+
+def build(style: str, rows: int, columns: int, sets: int, graph: bool, device: torch.device) -> Bench:
+    inputs = [Inputs(style, rows, columns, device, seed) for seed in range(sets)]
+    contenders: dict[str, Call] = {
+        "kvstrata": _plan(inputs, "auto"),
+        "sliced": _sliced(inputs),
+        "pre-sliced": _pre_sliced(inputs),
+        "foreach": _foreach(inputs),
+        "cat": _cat(inputs),
+    }
+    bench = Bench(
+        contenders=contenders,
+        poison=lambda name, i: inputs[i].poison(),
+        check=lambda name, i, out: inputs[i].assert_copied(),
+        ours="kvstrata",
+        baseline="sliced",
+    )
+    variants: dict[str, Call] = {"adaptor": _adaptor(inputs)}
+    if device.type != "cuda":
+        bench.absent["streams"] = bench.absent["triton"] = "needs a CUDA device"
+    else:
+        contenders["streams"] = _streams(inputs)
+        if reason := backends.missing("triton", device):
+            bench.absent["triton"] = reason
+        else:
+            variants["triton"] = _plan(inputs, "triton")
+        if reason := backends.missing("cuda", device):
+            bench.absent["in graph"] = reason
+        elif not graph:
+            replays = _replays(inputs)
+            bench.host["empty graph"] = replays.pop("empty graph")
+            bound = [CopyPlan(one.dst, one.src, backend="cuda") for one in inputs]
+            for plan in bound:
+                plan.run()  # its parameters stay as they are from here on
+            replays["bare launch"] = lambda i: bound[i]._groups[0].go()
+            variants |= replays
+    contenders.update(variants)
+    bench.variants.update(variants)
+    if not graph:
+        bench.host |= contenders
+    return bench
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    cuda = device.type == "cuda"
+    found = []
+    for style in ("fa", "nsa"):
+        rows: tuple[int, ...] = (1, 16, 64, 256)
+        columns: tuple[int, ...] = (16, 512, 4096, 8192) if style == "fa" else (16, 4096)
+        if quick or not cuda:
+            rows, columns = (64,), (4096,) if style == "fa" else (512,)
+        names = FA if style == "fa" else NSA
+        for n in rows:
+            for width in columns:
+                moved = 2 * 4 * sum(torch.Size(shape_of(name, n, width)).numel() for name in names)
+                sets = sets_for(moved, device, memory=1 << 30)
+                params = {"style": style, "bs": n, "columns": width}
+                for graph in (False, True) if cuda else (False,):
+                    name = f"{style}-{n}x{width}{'-graph' if graph else ''}"
+                    make = partial(build, style, n, width, sets, graph)
+                    found.append(Case("replay", name, params, moved, make, sets=sets, graph=graph))
+    return found
