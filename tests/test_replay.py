@@ -43,7 +43,7 @@ def check(call: Copies, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_copies_equal_the_loop(backend: str) -> None:
-    @settings(max_examples=40 if backend == "triton" and not HAS_GPU else 200)
+    @settings(max_examples=30 if backend == "triton" and not HAS_GPU else 200)
     @given(any_copies(DEVICE))
     def run(call: Copies) -> None:
         check(call, backend)
@@ -159,7 +159,7 @@ def test_casts_as_torch_does(source: torch.dtype, target: torch.dtype, backend: 
 
 
 def test_every_half_of_bf16_rounds_alike() -> None:
-    bits = torch.cat([torch.arange(0, 2**32, 65521), torch.arange(0x3F800000, 0x3F820000, 1)])
+    bits = torch.cat([torch.arange(0, 2**32, 655211), 0x3F807000 + torch.arange(0x2000)])  # ties and their neighbours
     x = bits.to(torch.int64).sub(2**32 * (bits >= 2**31)).to(torch.int32).view(torch.float32)
     x = x[~x.isnan()].to(DEVICE)
     for backend in BACKENDS:
@@ -280,10 +280,11 @@ def test_contiguous_copies_merge() -> None:
     assert (filled.size, filled.extent) == ((4, 1, 21), (6, 1, 35))
 
 
+KERNELS = [(8, False, False), (28, False, False), (28, True, False), (28, False, True)]  # copies, casts, staged
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("casts", [False, True])
-@pytest.mark.parametrize("count", copy_cuda.CAPACITIES)
+@pytest.mark.parametrize(("count", "casts", "staged"), KERNELS)
 def test_copy_gates(count: int, casts: bool, staged: bool, arch: str) -> None:
     """No spills and no stack: descriptors are read where they are, in the parameters."""
     pytest.importorskip("cuda.core")

@@ -64,6 +64,12 @@ def first_blocks(blocks: Sequence[int]) -> list[int]:
     return first
 
 
+def empty_params(room: int, stage: bytes | None) -> bytes:
+    """struct Params without a copy."""
+    firsts = struct.pack(f"<{room}I", *(NO_BLOCK,) * room)
+    return bytes(8 * room) + (stage or bytes(STAGE.size)) + NOTHING * room + firsts
+
+
 class Copies:
     """Up to ``MOST`` copies in one launch; the parameters stay in place and are rewritten where they changed.
 
@@ -77,9 +83,7 @@ class Copies:
             jit.bind_context(self.device)
             kernel = jit.load(SOURCE, entry_of(count, casts, stage is not None), jit.arch_of(device))
         self._tail_at = 8 * self.room
-        params = bytes(8 * self.room) + (stage or bytes(STAGE.size)) + NOTHING * self.room
-        params += struct.pack(f"<{self.room}I", *(NO_BLOCK,) * self.room)
-        self.launch = jit.Launch(kernel, 1, THREADS, params + bytes(-len(params) % 8))
+        self.launch = jit.Launch(kernel, 1, THREADS, empty_params(self.room, stage))
         self.params, self.args = self.launch.params, self.launch.args
         # Launch fixes its grid; here the shapes choose it.
         self._call: Any = self.launch.call.func

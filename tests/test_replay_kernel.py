@@ -1,0 +1,68 @@
+"""The CUDA kernel's own code on the CPU: the tests of CopyPlan and HostStage with ``copy.cu`` built for the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import host_kernel
+import test_replay
+import test_replay_graph
+from kvstrata.replay import backends, copies, copy_cuda, plan, staging
+from replay_model import Copies
+from replay_model import copies as any_copies
+
+pytestmark = pytest.mark.skipif(test_replay.HAS_GPU, reason="the GPU runs it itself")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory):
+    found = host_kernel.build(tmp_path_factory.mktemp("kernel"))
+    if found is None:
+        pytest.skip("no C++ compiler that takes the kernel")
+    return found
+
+
+@pytest.fixture(params=[8192, 64], ids=lambda n: f"blocks of {n} bytes", autouse=True)
+def on_host(request: pytest.FixtureRequest, library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_kernel.HostCopies, "library", library, raising=False)
+    monkeypatch.setattr(copy_cuda, "Copies", host_kernel.HostCopies)
+    monkeypatch.setattr(copy_cuda, "CHUNK", request.param)
+    monkeypatch.setattr(backends, "missing", lambda backend, device: None)
+    assert plan.resolve("cuda", CPU) == "cuda"
+
+
+def test_any_copies_equal_the_loop() -> None:
+    @settings(max_examples=200)
+    @given(any_copies(CPU, most=12))
+    def run(call: Copies) -> None:
+        test_replay.check(call, "cuda")
+
+    run()
+
+
+def test_the_cases_of_copy_plan() -> None:
+    test_replay.test_more_copies_than_a_launch_holds("cuda")
+    test_replay.test_shapes_shrink_and_grow_and_pointers_change("cuda")
+    test_replay.test_one_source_to_many_and_columns_of_one_buffer("cuda")
+    test_replay.test_live_pages_of_a_page_table("cuda")
+    test_replay.test_live_rows_come_from_the_device("cuda")
+    test_replay.test_nothing_to_copy("cuda")
+    for source in copies.KINDS:
+        for target in copies.KINDS:
+            test_replay.test_casts_as_torch_does(source, target, "cuda")
+
+
+def test_the_cases_of_host_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(self: staging.Scatter, stage: staging.HostStage, dst: list[torch.Tensor]) -> None:
+        self._stage, self._dst = stage, tuple(dst)
+        self._copies = self._launch()
+
+    monkeypatch.setattr(staging.Scatter, "__init__", launch)
+    cases = test_replay_graph.TestHostStage()
+    cases.test_steps_of_any_shape_arrive_in_order()
+    cases.test_host_runs_one_step_ahead_and_no_further()
+    cases.test_views_save_the_copy()
+    test_replay_graph.test_many_replays_equal_eager("host")
