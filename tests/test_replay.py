@@ -326,17 +326,18 @@ def test_large_tables_at_every_alignment(backend: str) -> None:
 
 @gpu
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_captured_on_a_side_stream_and_in_threads(backend: str) -> None:
+def test_captured_runs_follow_the_device(backend: str) -> None:
     live = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     src, dst = int32(64, 100), torch.empty(64, 128, dtype=torch.int32, device=DEVICE)
     plan = CopyPlan([dst], [src], fill=-1, rows=live, backend=backend)
     plan.run()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
         plan.run()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "a run allocated"
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    assert allocated == 0, "a run allocated"
     for step in range(200):
         live.fill_(step % 65)
         src.add_(1)
@@ -366,6 +367,23 @@ def test_odd_copies_under_the_sanitizer() -> None:
         assert dst[0].float().sum() == 3 * width + 2 * (7 * (width + 3) - 3 * width)
         assert (dst[1] == 1).all()
         assert (dst[2] == 1).all()
+
+
+@gpu
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_side_stream_does_not_wait(backend: str) -> None:
+    src, dst = int32(64, 100), torch.zeros(64, 128, dtype=torch.int32, device=DEVICE)
+    plan = CopyPlan([dst], backend=backend)
+    plan.run([src])
+    dst.zero_()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        plan.run([src])
+    assert not stream.query(), "the run waited for the stream"
+    stream.synchronize()
+    assert torch.equal(dst[:, :100], src)
 
 
 @gpu

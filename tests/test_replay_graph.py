@@ -260,44 +260,41 @@ def test_sizes_share_memory() -> None:
     assert sum(runner.memory.values()) < 3 * 16 * (1 << 22), runner.memory
 
 
-@gpu
 @pytest.mark.parametrize("staging", ["copy", "graph", "host"])
 def test_a_decode_loop_as_one_graph(staging: str) -> None:
-    """store_kv, decode_attention and the next rows from its output, replayed with each way of staging, equal eager."""
-    most, heads, dim, pages, page = 8, 2, 64, 64, 16
-
-    def caches() -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = torch.zeros(2, pages, page, heads, dim, device=DEVICE, dtype=torch.float16)
-        return k, v
+    """store_kv, decode_attention and the next rows from its output, replayed with each staging, against eager."""
+    most, heads, dim, pages, page, batch = 8, 2, 64, 64, 16, 5
+    dtype = torch.float16 if HAS_GPU else torch.float32
 
     def step_with(k_cache: torch.Tensor, v_cache: torch.Tensor):
         def step(x, slots, lengths, table):
-            row = x[:, None, None].expand(-1, heads, dim).half().contiguous()
+            row = (x[:, None, None] * torch.linspace(0.5, 1, dim, device=x.device)).expand(-1, heads, -1)
+            row = row.to(dtype).contiguous()
             kvstrata.store_kv(row, row + 1, k_cache, v_cache, slots)
             cache = kvstrata.PagedCache(k_cache, v_cache, table, lengths)
-            out = kvstrata.decode_attention(row[:, None], cache)
-            return out.float().mean((1, 2, 3))
+            return kvstrata.decode_attention(row[:, None], cache).float().mean((1, 2, 3))
 
         return step
 
-    ours, theirs = caches(), caches()
+    ours, theirs = (tuple(torch.zeros(2, pages, page, heads, dim, device=DEVICE, dtype=dtype)) for _ in range(2))
     shapes = dict(x=((most,), torch.float32), slots=((most,), INT), lengths=((most,), INT), table=((most, 4), INT))
     runner = GraphRunner(
         step_with(*ours), shapes, [2, 4, most], fill={"slots": -1}, staging=staging, watch=ours, device=DEVICE
     ).capture()
+    assert all((cache == 0).all() for cache in ours), "capturing wrote"
     eager = step_with(*theirs)
-    batch, x = 5, torch.linspace(-1, 1, 5)
-    plain = x.clone()
+    x = plain = torch.linspace(-1, 1, batch)
+    table = (torch.arange(batch)[:, None] * 4 + torch.arange(4)).to(INT)
     for step in range(40):
-        length = torch.full((batch,), step + 1, dtype=INT)
-        table = (torch.arange(batch)[:, None] * 4 + torch.arange(4)).to(INT)
         slots = (torch.arange(batch) * 4 * page + step).to(INT)
-        given = dict(x=x, slots=slots, lengths=length, table=table)
+        given = dict(x=x, slots=slots, lengths=torch.full((batch,), step + 1, dtype=INT), table=table)
         here = {name: t if staging == "host" else t.to(DEVICE) for name, t in given.items()}
-        x = runner(**here).clone().cpu() + 0.01
-        plain = eager(**{n: t.to(DEVICE) for n, t in {**given, "x": plain}.items()}).cpu() + 0.01
-        assert torch.equal(x, plain), step
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        x = runner(**here).clone().cpu() * 0.5
+        plain = eager(**{n: t.to(DEVICE) for n, t in {**given, "x": plain}.items()}).cpu() * 0.5
+        # Padding may change how a sequence is split, so sums differ in the last bits of the dtype.
+        torch.testing.assert_close(x, plain, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
 def fa_style(batch: int, width: int, most: int = 8, most_width: int = 32) -> dict:

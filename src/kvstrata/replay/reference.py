@@ -6,6 +6,8 @@ import torch
 
 from .copies import LAST, Bound, Fill
 
+INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def live(bound: Bound, most: int) -> torch.Tensor:
     """The counts of a bound, as int64 on its device."""
@@ -34,23 +36,30 @@ def copy(
     """``src`` into the corner of ``dst``; with ``fill`` the rest gets that value. Never waits for the GPU."""
     if dst.dim() == 0:
         dst, src = dst.reshape(1), src.reshape(1)
-    corner = dst[tuple(slice(0, n) for n in src.shape)]
     mask = covered(src, rows, lengths)
-    if fill is None:
-        corner.copy_(src if mask is None else torch.where(mask, src.to(dst.dtype), corner))
-        return
-    new = src.to(dst.dtype) if mask is None else torch.where(mask, src.to(dst.dtype), torch.zeros_like(corner))
-    if fill == LAST:
-        last = torch.zeros((), dtype=dst.dtype, device=dst.device)
-        if src.numel():
-            count = src.shape[0] if mask is None else mask.sum()
-            at = torch.as_tensor(count, device=src.device) - 1
-            last = torch.where(at >= 0, new[at.clamp(min=0)], last)
-        value = last
-    else:
+    value = None
+    if fill is not None and fill != LAST:
         value = torch.full((), fill, dtype=dst.dtype, device=dst.device)  # type: ignore[arg-type]
-    if mask is not None:
-        new = torch.where(mask, new, value)
-    rest = torch.empty_like(dst).copy_(value.expand(dst.shape))
-    rest[tuple(slice(0, n) for n in src.shape)].copy_(new)
+    src = src.to(dst.dtype)
+    if (whole := INTEGER.get(dst.itemsize)) is not None:  # as integers, so that every bit pattern survives
+        dst, src, value = dst.view(whole), src.view(whole), None if value is None else value.view(whole)
+    at = tuple(slice(0, n) for n in src.shape)
+    if fill is None:
+        dst[at].copy_(src if mask is None else torch.where(mask, src, dst[at]))
+        return
+    if value is None:
+        value = _last(src, mask)
+    rest = value.expand(dst.shape).clone()
+    rest[at].copy_(src if mask is None else torch.where(mask, src, value))
     dst.copy_(rest)
+
+
+def _last(src: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The last element of a 1-D source that is copied, or 0."""
+    zero = torch.zeros((), dtype=src.dtype, device=src.device)
+    if src.numel() == 0:
+        return zero
+    if mask is None:
+        return src[-1]
+    count = mask.sum()
+    return torch.where(count > 0, src[(count - 1).clamp(min=0)], zero)
