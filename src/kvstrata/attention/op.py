@@ -52,6 +52,7 @@ class Job(NamedTuple):
         return self.q.shape[2] // self.kv_heads
 
 
+@functools.cache
 def _module(backend: str) -> ModuleType:
     """Imported when first asked for: not every machine has what every backend needs."""
     name = "reference" if backend == "reference" else f"decode_{backend}"
