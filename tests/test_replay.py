@@ -405,11 +405,24 @@ def test_the_fast_way_is_taken_when_it_fits(monkeypatch: pytest.MonkeyPatch) -> 
     bind = plan._bind
     monkeypatch.setattr(plan, "_bind", lambda src: bound.append(1) or bind(src))
     src = [torch.ones(4, dtype=torch.int32, device=DEVICE), torch.ones(4, 4, dtype=torch.int32, device=DEVICE)]
-    for given_, binds in ((src, 1), (src, 1), ([t[:3] for t in src], 2), (src, 3), ([None, src[1]], 4), (src, 5)):
-        plan.run(given_)
+    less, without = [t[:3] for t in src], [None, src[1]]
+    for given_, binds in (
+        (src, 1),
+        (src, 2),
+        (src, 2),
+        (less, 3),
+        (src, 4),
+        (src, 4),
+        (without, 5),
+        (src, 6),
+        (src, 6),
+    ):
+        plan.run(given_)  # what is seen the second time gets a guard
         assert len(bound) == binds
-    plan.run([t.clone() for t in src])
-    assert len(bound) == 6, "a new place is looked at once"
+    moved = [t.clone() for t in src]
+    for _ in range(3):
+        plan.run(moved)
+    assert len(bound) == 7, "a new place is looked at once"
 
 
 def test_descriptors_are_immutable() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,8 +50,7 @@ class Bound:
     extra: int = 0
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """What a kernel can tell of a tensor: everything but its address."""
 
     shape: tuple[int, ...]
@@ -61,7 +60,7 @@ class Look:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Look:
-        return Look(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+        return Look(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 Three = tuple[int, int, int]

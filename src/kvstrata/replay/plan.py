@@ -30,6 +30,7 @@ class Described:
 
     def __init__(self, move: Move, packed: bytes = b"", blocks: int = 0) -> None:
         self.move, self.packed, self.blocks = move, packed, blocks
+        self.safe: set[int] = set()  # addresses at which such a source was found to be clear of all buffers
 
 
 class Looks:
@@ -120,6 +121,8 @@ class CopyPlan:
         self._targets = [Look.of(t) for t in self.dst]
         self._spans = sorted((*span(t), i) for i, t in enumerate(self.dst) if t.numel())
         self._starts = [first for first, _, _ in self._spans]
+        # Where spans do not meet, only the last one that begins before a tensor ends can reach into it.
+        self._apart = all(end <= start for (_, end, _), (start, _, _) in pairwise(self._spans))
         for i, buffer in enumerate(self.dst):
             check_fill(self.fill[i], buffer, f"fill[{i}]")
             self._check_bounds(i)
@@ -257,31 +260,41 @@ class CopyPlan:
         """Check sources that were not seen so far, or not there."""
         if len(src) != len(self.dst):
             raise ValueError(f"src: expected {len(self.dst)} tensors, one for each of dst, got {len(src)}")
+        signature: list[Look | None] = []
+        at: list[int] = []
+        copies: list[Described | None] = []
         for i, source in enumerate(src):
-            if not isinstance(source, torch.Tensor) and source is not None:
+            if source is None:
+                signature.append(None)
+                at.append(0)
+                copies.append(None)
+                continue
+            if not isinstance(source, torch.Tensor):
                 raise TypeError(f"src[{i}]: expected a tensor or None, got {type(source).__name__}")
-        signature = tuple(None if t is None else Look.of(t) for t in src)
-        looks = self._by_look.get(signature)
+            look, address = Look.of(source), source.data_ptr()
+            copy = self._described[i].get(look) or self._describe(i, source, look)
+            if address not in copy.safe:
+                self._check_address(i, source)
+                if len(copy.safe) >= REMEMBERED:
+                    copy.safe.clear()
+                copy.safe.add(address)
+            signature.append(look)
+            at.append(address)
+            copies.append(copy)
+        where, key = tuple(at), tuple(signature)
+        looks = self._by_look.get(key)
         if looks is None:
-            looks = Looks([None if t is None else self._describe(i, t, signature[i]) for i, t in enumerate(src)])
             if len(self._by_look) >= REMEMBERED:
                 self._by_look.clear()
-            self._by_look[signature] = looks
-        given = [t for t in src if t is not None]
-        if len(given) == len(src) and given:
-            looks.guard = guard_of(given)
-        at = tuple(0 if t is None else t.data_ptr() for t in src)
-        if at not in looks.seen:
-            self._check_addresses(src)
-            if len(looks.seen) >= REMEMBERED:
-                looks.seen.clear()
-            looks.seen.add(at)
-        return looks, at
+            looks = self._by_look[key] = Looks(copies)
+        elif copies and None not in copies:  # seen again, so worth a guard; a new one, since grad modes count for it
+            looks.guard = guard_of(src)  # type: ignore[arg-type]
+        if len(looks.seen) >= REMEMBERED:
+            looks.seen.clear()
+        looks.seen.add(where)
+        return looks, where
 
-    def _describe(self, i: int, source: torch.Tensor, look: Look | None) -> Described:
-        assert look is not None
-        if (known := self._described[i].get(look)) is not None:
-            return known
+    def _describe(self, i: int, source: torch.Tensor, look: Look) -> Described:
         check_source(source, self.dst[i], self.cast[i], i)
         rows, lengths = self.rows[i], self.lengths[i]
         if lengths is not None and source.dim() == 2:
@@ -302,16 +315,14 @@ class CopyPlan:
     def _written(self, tensor: torch.Tensor) -> int | None:
         """The first buffer that shares memory with ``tensor``."""
         first, end = span(tensor)
-        k = bisect.bisect_left(self._starts, end) - 1  # spans may lie within each other, so all below are candidates
-        for start, stop, i in self._spans[: k + 1]:
+        k = bisect.bisect_left(self._starts, end)
+        for start, stop, i in self._spans[max(k - 1, 0) if self._apart else 0 : k]:
             if stop > first and start < end and overlap(tensor, self.dst[i]):
                 return i
         return None
 
-    def _check_addresses(self, src: Sequence[Source]) -> None:
-        for i, source in enumerate(src):
-            if source is None or source.numel() == 0:
-                continue
+    def _check_address(self, i: int, source: torch.Tensor) -> None:
+        if source.numel():
             _check_aligned(source, f"src[{i}]")
             if (other := self._written(source)) is not None:
                 raise ValueError(f"src[{i}]: expected memory that no copy writes, got some of dst[{other}]")
