@@ -55,7 +55,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(help="What to measure: store or quantize.")],
+    op: Annotated[str, typer.Argument(help="What to measure: decode, quantize, replay, settle or store.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json.")] = False,
     device: Annotated[Device, typer.Option(help="Where to run; auto takes a GPU if there is one.")] = Device.auto,
