@@ -113,27 +113,15 @@ def _fill(
 def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
     """The least bad assignment that fits, with room for as many as ``headroom`` more plain tokens per bucket.
 
-    Less headroom is left where it does not fit. Where that is none, the older half of the window makes it, so that not
-    every token settles. Nothing is changed here.
+    Less headroom is left where it does not fit. Nothing is changed here.
     """
-    found, room = _plan(scope, policy, headroom, policy.window)
-    slack = min(headroom, policy.window // 2)
-    if found.needed is None and not room and slack:
-        rather, room = _plan(scope, policy, slack, policy.window - slack)
-        if rather.needed is None and room:
-            return rather
-    return found
-
-
-def _plan(scope: Scope, policy: Policy, headroom: int, window: int) -> tuple[Plan, int]:
-    """A plan that keeps this window, and the headroom that it leaves."""
     tokens, prices = scope.tokens, policy.prices
     current = tokens.tier.clamp(min=0)
     if len(tokens) == 0:
-        return Plan(current), headroom
+        return Plan(current)
     buckets = len(scope.length)
     length = scope.length[tokens.bucket]
-    kept = (current == 0) & ((tokens.position < policy.sinks) | (tokens.position >= length - window))
+    kept = (current == 0) & ((tokens.position < policy.sinks) | (tokens.position >= length - policy.window))
     movable = ~kept
     weight = _weights(scope, policy, movable)
     spare = headroom
@@ -142,7 +130,7 @@ def _plan(scope: Scope, policy: Policy, headroom: int, window: int) -> tuple[Pla
         return prices.total(prices.counts(tokens.bucket, target, buckets), spare) <= scope.allowed
 
     if fits(current):
-        return Plan(current), headroom
+        return Plan(current)
     wanted: allocate.Family
     if policy.name == "uniform":
         age = 1 - (tokens.position.double() + 0.5) / length
@@ -200,6 +188,6 @@ def _plan(scope: Scope, policy: Policy, headroom: int, window: int) -> tuple[Pla
 
         target = search(evicted, float(rank.min()) / 2, float(rank.max()))
     if target is not None:
-        return Plan(_fill(target, current, movable, weight, scope, policy, spare) if apart else target), spare
+        return Plan(_fill(target, current, movable, weight, scope, policy, spare) if apart else target)
     spare = 0
-    return Plan(current, prices.total(prices.counts(tokens.bucket, family(high), buckets))), 0
+    return Plan(current, prices.total(prices.counts(tokens.bucket, family(high), buckets)))
