@@ -106,7 +106,7 @@ class HostCopies(copy_cuda.Copies):
         self.count, self.room = count, copy_cuda.capacity(count)
         self._tail_at = 8 * self.room
         params = copy_cuda.empty_params(self.room, stage)
-        assert len(params) == getattr(self.library, f"size_{self.room}")()
+        assert len(params) == getattr(self.compiled, f"size_{self.room}")()
         self.params = bytearray(params)
         self._view = (ctypes.c_char * len(params)).from_buffer(self.params)
         self.write = struct.Struct(f"<{count}Q").pack_into
@@ -114,7 +114,7 @@ class HostCopies(copy_cuda.Copies):
         self._flags = int(casts), int(stage is not None)
 
     def go(self) -> None:
-        run = getattr(self.library, f"run_{self.room}")
+        run = getattr(self.compiled, f"run_{self.room}")
         run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_int]
         if self.grid:
             run(ctypes.addressof(self._view), self.grid, *self._flags)
