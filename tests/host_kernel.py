@@ -80,7 +80,7 @@ SANITIZER = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined")
 
 
 def build(folder: Path) -> ctypes.CDLL | None:
-    """The library, or None where there is no compiler that takes it."""
+    """The compiled kernel, or None where there is no compiler that takes it."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None
@@ -88,19 +88,19 @@ def build(folder: Path) -> ctypes.CDLL | None:
     kernel, halves = re.subn(r'asm\("cvt\.rn\.f16\.f32.*?\);', "half = to_half(real);", kernel)
     kernel, bfloats = re.subn(r'asm\("cvt\.rn\.bf16\.f32.*?\);', "half = to_bfloat(real);", kernel)
     assert (halves, bfloats) == (1, 1), "the conversions of copy.cu look different"
-    source, library = folder / "copy.cpp", folder / "copy.so"
+    source, compiled = folder / "copy.cpp", folder / "copy.so"
     source.write_text(BEFORE + kernel + AFTER)
     for flags in (FLAGS + SANITIZER, FLAGS):
-        done = subprocess.run([compiler, *flags, "-o", str(library), str(source)], capture_output=True, text=True)
+        done = subprocess.run([compiler, *flags, "-o", str(compiled), str(source)], capture_output=True, text=True)
         if done.returncode == 0:
-            return ctypes.CDLL(str(library))
+            return ctypes.CDLL(str(compiled))
     return None
 
 
 class HostCopies(copy_cuda.Copies):
     """``copy_cuda.Copies`` that launches on the CPU."""
 
-    library: ctypes.CDLL
+    compiled: ctypes.CDLL
 
     def __init__(self, count: int, casts: bool, device: object, stage: bytes | None = None) -> None:
         self.count, self.room = count, copy_cuda.capacity(count)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory):
+def compiled(tmp_path_factory: pytest.TempPathFactory):
     found = host_kernel.build(tmp_path_factory.mktemp("kernel"))
     if found is None:
         pytest.skip("no C++ compiler that takes the kernel")
@@ -26,8 +26,8 @@ def library(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(params=[8192, 64], ids=lambda n: f"blocks of {n} bytes", autouse=True)
-def on_host(request: pytest.FixtureRequest, library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_kernel.HostCopies, "library", library, raising=False)
+def on_host(request: pytest.FixtureRequest, compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_kernel.HostCopies, "compiled", compiled, raising=False)
     monkeypatch.setattr(copy_cuda, "Copies", host_kernel.HostCopies)
     monkeypatch.setattr(copy_cuda, "CHUNK", request.param)
     monkeypatch.setattr(backends, "missing", lambda backend, device: None)
