@@ -66,7 +66,8 @@ def run(job: PrefillJob) -> Result:
         ends_q, ends_k = job.cu_seqlens_q.tolist(), job.cu_seqlens_k.tolist()
         for i in range(job.sequences):
             rows, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
-            o, s = _sequence(*(x.transpose(0, 1) for x in (job.q[rows], job.k[keys], job.v[keys])), job)
+            q, k, v = (x.transpose(0, 1) for x in (job.q[rows], job.k[keys], job.v[keys]))
+            o, s = _sequence(q, k, v, job)
             out[rows] = o.transpose(0, 1)
             if lse is not None:
                 lse[rows] = s.transpose(0, 1)

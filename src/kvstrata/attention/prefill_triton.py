@@ -1,0 +1,336 @@
+"""``prefill_attention`` in Triton: the portable GPU path, the Hopper path by descriptors, and in CI the interpreter's.
+
+A program owns BLOCK_M queries of one head. Their sums stay in registers while it walks over blocks of BLOCK_N keys with
+an online softmax in base 2; scores never reach memory. Blocks that every query of the program sees as a whole run
+without any mask:
+
+    keys ->   |  window's edge  |  seen by all  |  diagonal, end of the keys  |
+                   masked            no mask               masked
+
+    k, v      by pointers (any strides, packed sequences), or TMA: blocks come by tensor descriptors, and what lies
+              past the end of a sequence is zero without a mask (dense, 16-byte strides, sm_90)
+    PERSISTENT a program walks over many tiles; else a tile is a program
+    ORDER     0: the tiles of a head side by side; 1: the longest tiles of all heads first; 2: as 1, every second
+              round of the multiprocessors backwards, so that a causal triangle weighs the same on each
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .prefill import PrefillJob, Result
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _rows(base, desc, batch, head, start, count, stride_row, BLOCK: tl.constexpr, DIM: tl.constexpr,
+          WIDE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """``[BLOCK, WIDE]`` from row ``start`` on; zero past ``count`` (where MASKED, or by the descriptor) and past DIM."""
+    if TMA:
+        x = desc.load([batch, head, start, 0]).reshape(BLOCK, WIDE)
+    else:
+        offs, dim = tl.arange(0, BLOCK), tl.arange(0, WIDE)
+        ptrs = base + start.to(tl.int64) * stride_row + offs[:, None] * stride_row + dim[None, :]
+        if MASKED:
+            x = tl.load(ptrs, mask=((start + offs) < count)[:, None] & (dim < DIM)[None, :], other=0.0)
+        elif DIM != WIDE:
+            x = tl.load(ptrs, mask=(dim < DIM)[None, :], other=0.0)
+        else:
+            x = tl.load(ptrs)
+    return x
+
+
+@triton.jit
+def _blocks(
+    q, own, top, total, acc, k, k_desc, v, v_desc, batch, kv_head, low, high, keys, stride_ks, stride_vs, factor,
+    softcap, window,
+    DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys ``low .. high`` (low is a multiple of BLOCK_N) join the sums. ``factor``: of a raw score, to base 2."""
+    for start in tl.range(low, high, BLOCK_N, warp_specialize=SPECIALIZE):
+        start = tl.multiple_of(start, BLOCK_N)
+        key = _rows(k, k_desc, batch, kv_head, start, keys, stride_ks, BLOCK_N, DIM, WIDE, MASKED, TMA)
+        s = tl.dot(q, tl.trans(key), input_precision=PRECISION)
+        scaled = factor
+        if CAPPED:  # factor: 2 scale / softcap; softcap tanh(s scale / softcap), already in base 2
+            s = (softcap - 2.0 * softcap / (tl.exp2(s * (factor * LOG2E)) + 1.0)) * LOG2E
+            scaled = 1.0
+        if MASKED:
+            position = start + tl.arange(0, BLOCK_N)[None, :]
+            seen = position < keys
+            if CAUSAL:
+                seen = seen & (position <= own[:, None])
+            if WINDOWED:
+                seen = seen & (position > own[:, None] - window)
+            s = tl.where(seen, s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1) * scaled)
+        safe = new_top
+        if MASKED:
+            safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s * scaled - safe[:, None])
+        old = tl.exp2(top - safe)
+        value = _rows(v, v_desc, batch, kv_head, start, keys, stride_vs, BLOCK_N, DIM, WIDE, MASKED, TMA)
+        acc = acc * old[:, None]
+        total = total * old + tl.sum(p, 1)
+        acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
+        top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def _tile(
+    block, head, batch, q, k, v, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qh, stride_qs,
+    stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os, stride_lb,
+    stride_lh, stride_ls, queries, keys, factor, softcap, window,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    PACKED: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Queries ``block * BLOCK_M ..`` of a head."""
+    kv_head = head // GROUP
+    batch = batch.to(tl.int64)
+    if PACKED:
+        first_q, first_k = tl.load(cu_q_ptr + batch), tl.load(cu_k_ptr + batch)
+        queries, keys = tl.load(cu_q_ptr + batch + 1) - first_q, tl.load(cu_k_ptr + batch + 1) - first_k
+        q_at, out_at, lse_at = first_q.to(tl.int64) * stride_qs, first_q.to(tl.int64) * stride_os, first_q * stride_ls
+        k_at, v_at = first_k.to(tl.int64) * stride_ks, first_k.to(tl.int64) * stride_vs
+    else:
+        q_at, out_at, lse_at = batch * stride_qb, batch * stride_ob, batch * stride_lb
+        k_at, v_at = batch * stride_kb, batch * stride_vb
+    begin = block * BLOCK_M
+    if begin < queries:
+        own = begin + tl.arange(0, BLOCK_M) + (keys - queries)
+        if TMA:
+            q_base, k_base, v_base = out_ptr, out_ptr, out_ptr  # not used
+        else:
+            q_base = q + q_at + head * stride_qh
+            k_base, v_base = k + k_at + kv_head * stride_kh, v + v_at + kv_head * stride_vh
+        at, at_kv = batch.to(tl.int32), kv_head.to(tl.int32)
+        query = _rows(q_base, q, at, head, begin, queries, stride_qs, BLOCK_M, DIM, WIDE, True, TMA)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, WIDE), tl.float32)
+        low, full, end = 0, keys // BLOCK_N * BLOCK_N, keys
+        if CAUSAL:
+            first = begin + keys - queries  # position of the first query
+            full = tl.maximum(first + 1, 0) // BLOCK_N * BLOCK_N
+            end = tl.maximum(tl.minimum(keys, first + BLOCK_M), 0)
+        if WINDOWED:
+            low = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
+            edge = tl.cdiv(tl.maximum(first + BLOCK_M - window, 0), BLOCK_N) * BLOCK_N
+            edge = tl.minimum(edge, full)
+            top, total, acc = _blocks(
+                query, own, top, total, acc, k_base, k, v_base, v, at, at_kv, low, edge, keys, stride_ks, stride_vs,
+                factor, softcap, window, DIM, WIDE, BLOCK_N, True, CAUSAL, True, CAPPED, TMA, False, PRECISION,
+            )  # fmt: skip
+            low = tl.maximum(low, edge)
+        top, total, acc = _blocks(
+            query, own, top, total, acc, k_base, k, v_base, v, at, at_kv, low, full, keys, stride_ks, stride_vs,
+            factor, softcap, window, DIM, WIDE, BLOCK_N, False, CAUSAL, WINDOWED, CAPPED, TMA, SPECIALIZE, PRECISION,
+        )  # fmt: skip
+        if TAIL:
+            top, total, acc = _blocks(
+                query, own, top, total, acc, k_base, k, v_base, v, at, at_kv, tl.maximum(low, full), end, keys,
+                stride_ks, stride_vs, factor, softcap, window, DIM, WIDE, BLOCK_N, True, CAUSAL, WINDOWED, CAPPED, TMA,
+                False, PRECISION,
+            )  # fmt: skip
+        row = begin + tl.arange(0, BLOCK_M)
+        live = row < queries
+        if SINKS:
+            sink = tl.load(sinks_ptr + head) * LOG2E
+            new_top = tl.maximum(top, sink)
+            safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+            old = tl.exp2(top - safe)
+            total = total * old + tl.exp2(sink - safe)
+            acc = acc * old[:, None]
+            top = new_top
+        some = tl.where(total == 0.0, 1.0, total)
+        acc = acc * (1.0 / some)[:, None]
+        dim = tl.arange(0, WIDE)
+        out_ptrs = out_ptr + out_at + head * stride_oh + row[:, None].to(tl.int64) * stride_os + dim[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < DIM)[None, :])
+        if LSE:
+            lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(some)) * LN2)
+            tl.store(lse_ptr + lse_at + head * stride_lh + row.to(tl.int64) * stride_ls, lse, mask=live)
+
+
+@triton.jit
+def _place(tile, sequences, blocks, processors, HEADS: tl.constexpr, CAUSAL: tl.constexpr, ORDER: tl.constexpr):
+    """Block, head and sequence of a tile."""
+    if ORDER == 2:
+        line, place = tile // processors, tile % processors
+        wide = tl.minimum(processors, sequences * HEADS * blocks - line * processors)
+        tile = tl.where(line % 2 == 1, line * processors + wide - 1 - place, tile)
+    if ORDER == 0:
+        block, head, batch = tile % blocks, tile // blocks % HEADS, tile // blocks // HEADS
+    else:
+        block, head, batch = tile // (sequences * HEADS), tile % HEADS, tile // HEADS % sequences
+    if CAUSAL:
+        block = blocks - 1 - block  # the longest first
+    return block, head, batch
+
+
+@triton.jit
+def prefill_kernel(
+    q, k, v, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh,
+    stride_ks, stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os, stride_lb, stride_lh, stride_ls,
+    sequences, queries, keys, blocks, processors, factor, softcap, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    LSE: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr,
+    PERSISTENT: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``q, k, v``: pointers, or with TMA descriptors ``[B, H, S, D]``. ``blocks``: of a sequence's queries."""
+    if PERSISTENT:
+        for tile in range(tl.program_id(0), sequences * HEADS * blocks, tl.num_programs(0)):
+            block, head, batch = _place(tile, sequences, blocks, processors, HEADS, CAUSAL, ORDER)
+            _tile(
+                block, head, batch, q, k, v, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qh,
+                stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_ob, stride_oh,
+                stride_os, stride_lb, stride_lh, stride_ls, queries, keys, factor, softcap, window, GROUP, DIM, WIDE,
+                BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, CAPPED, SINKS, LSE, PACKED, TAIL, TMA, SPECIALIZE, PRECISION,
+            )  # fmt: skip
+    else:
+        block, head, batch = _place(tl.program_id(0), sequences, blocks, processors, HEADS, CAUSAL, ORDER)
+        _tile(
+            block, head, batch, q, k, v, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qh,
+            stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_ob, stride_oh,
+            stride_os, stride_lb, stride_lh, stride_ls, queries, keys, factor, softcap, window, GROUP, DIM, WIDE,
+            BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, CAPPED, SINKS, LSE, PACKED, TAIL, TMA, SPECIALIZE, PRECISION,
+        )  # fmt: skip
+
+
+class Config(NamedTuple):
+    """How a shape runs. ``registers``: at most so many a thread, None as the compiler likes."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    tma: bool = False
+    specialize: bool = False
+    persistent: bool = False
+    order: int = 0
+    registers: int | None = None
+
+
+# (head_dim, longest of queries and keys, causal, few): few tiles of 128 queries, no more than multiprocessors. A length
+# is looked up as the smallest that is not shorter, or the last. Overrides `_default` on Hopper.
+TABLE: dict[tuple[int, int, bool, bool], Config] = {}
+LENGTHS = (128, 256, 512, 1024, 2048, 8192)
+
+
+def _default(dim: int, hopper: bool) -> Config:
+    """What runs well without having been measured."""
+    if dim <= 64:
+        return Config(64, 64, 4, 3)
+    if dim <= 128:
+        return Config(128, 128 if hopper else 64, 8, 3 if hopper else 2)
+    return Config(64, 32, 4, 2) if not hopper else Config(128, 64, 8, 2)
+
+
+def config_of(job: PrefillJob, processors: int, hopper: bool) -> Config:
+    """From the table, or the default; small blocks under the interpreter, which has no processors."""
+    if processors == 0:
+        return Config(16, 16, 4, 1)
+    if job.q.dtype == torch.float32:
+        return Config(64, 32, 4, 1) if job.head_dim <= 128 else Config(32, 16, 4, 1)
+    length = max(job.max_seqlen_q, job.max_seqlen_k)
+    nearest = next((n for n in LENGTHS if n >= length), LENGTHS[-1])
+    few = job.sequences * job.heads * triton.cdiv(job.max_seqlen_q, 128) <= processors
+    found = TABLE.get((job.head_dim, nearest, job.causal, few)) if hopper else None
+    return found or _default(job.head_dim, hopper)
+
+
+@functools.cache
+def processors_of(device: torch.device) -> tuple[int, bool]:
+    """Multiprocessors (0: the interpreter), and whether they are Hopper's."""
+    if device.type != "cuda":
+        return 0, False
+    return torch.cuda.get_device_properties(device).multi_processor_count, torch.cuda.get_device_capability(device)[
+        0
+    ] == 9
+
+
+def missing(job: PrefillJob) -> str | None:
+    """Nothing: every job runs."""
+    return None
+
+
+def takes_descriptors(job: PrefillJob) -> bool:
+    """Whether the memory is as the copy engine wants it: dense, 16-byte strides and addresses, no empty axis."""
+    size = job.q.element_size()
+    tensors = (job.q, job.k, job.v)
+    return not job.packed and all(
+        x.data_ptr() % 16 == 0 and x.numel() > 0 and all(s > 0 and s * size % 16 == 0 for s in x.stride()[:3])
+        for x in tensors
+    )
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Of batch, head and row."""
+    return (0, x.stride(1), x.stride(0)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
+
+
+def _lse_strides(lse: torch.Tensor | None) -> tuple[int, int, int]:
+    if lse is None:
+        return 0, 0, 0
+    return (0, lse.stride(1), lse.stride(0)) if lse.dim() == 2 else (lse.stride(0), lse.stride(1), lse.stride(2))
+
+
+def run(job: PrefillJob, config: Config | None = None) -> Result:
+    """Launch for a checked job; a config that is given is taken as it is."""
+    out, lse = job.outputs()
+    if out.numel() == 0 or job.sequences == 0 or job.max_seqlen_q == 0:
+        return out, lse
+    processors, hopper = processors_of(job.q.device)
+    config = config or config_of(job, processors, hopper)
+    if config.tma and not takes_descriptors(job):
+        config = config._replace(tma=False, specialize=False)
+    blocks = triton.cdiv(job.max_seqlen_q, config.block_m)
+    tiles = job.sequences * job.heads * blocks
+    dim, wide = job.head_dim, triton.next_power_of_2(job.head_dim)
+    q, k, v = _operands(job, config, wide)
+    factor = job.scale * LOG2E.value if job.softcap is None else 2 * job.scale / job.softcap
+    ragged = job.packed or job.causal or job.max_seqlen_k % config.block_n != 0
+    precise = job.q.dtype == torch.float32
+    grid = (
+        min(tiles, 2 * processors if config.warps == 4 else processors) if config.persistent and processors else tiles
+    )
+    options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
+    with torch.cuda.device_of(job.q):
+        prefill_kernel[(grid,)](
+            q, k, v, out, out if lse is None else lse, out if job.sinks is None else job.sinks,
+            out if job.cu_seqlens_q is None else job.cu_seqlens_q, out if job.cu_seqlens_k is None else job.cu_seqlens_k,
+            *_strides(job.q), *_strides(job.k), *_strides(job.v), *_strides(out), *_lse_strides(lse), job.sequences,
+            job.max_seqlen_q, job.max_seqlen_k, blocks, max(processors, 1), factor, job.softcap or 0.0, job.window or 0,
+            HEADS=job.heads, GROUP=job.heads // job.kv_heads, DIM=dim, WIDE=wide, BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n, CAUSAL=job.causal, WINDOWED=job.window is not None,
+            CAPPED=job.softcap is not None, SINKS=job.sinks is not None, LSE=lse is not None, PACKED=job.packed,
+            TAIL=ragged, TMA=config.tma, SPECIALIZE=config.specialize, PERSISTENT=config.persistent,
+            ORDER=config.order, PRECISION="ieee" if precise else "tf32", num_warps=config.warps,
+            num_stages=config.stages, **options,
+        )  # fmt: skip
+    return out, lse
+
+
+def _operands(job: PrefillJob, config: Config, wide: int) -> tuple[Any, Any, Any]:
+    """Tensors, or descriptors of the blocks that a program asks for."""
+    if not config.tma:
+        return job.q, job.k, job.v
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    sizes = (config.block_m, config.block_n, config.block_n)
+    q, k, v = (
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, wide])
+        for x, rows in zip((job.q, job.k, job.v), sizes, strict=True)
+    )
+    return q, k, v
