@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kWarps * 32) combine(const __grid_constant__ P
   for (int w = 0; w < kWarps; w++) m = fmaxf(m, tops[w]);
   const int d = threadIdx.x;
   float plain = 0.f, x = 0.f;
-  sum = p.sinks ? exp2f(sink - m) : 0.f;
+  sum = sink > -kInfinity ? exp2f(sink - m) : 0.f;
 #pragma unroll
   for (int w = 0; w < kWarps; w++)
     if (sums[w] != 0.f) {

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .. import jit
+from ..jit import tuned
 from ..layout.format import Format
 from .stages import (
     COSTS,
     NAMES,
     SLOTS,
-    block_warps,
-    column_blocks,
+    Cut,
     combine_entry,
     cost,
+    cut_of,
     decode_entry,
-    resident_warps,
     slot_bytes,
     stage_tokens,
 )
@@ -60,9 +60,13 @@ def missing(job: Job) -> str | None:
         return f"cuda: expected at most {MAX_TIERS} tiers, got {len(job.buckets.formats)}"
     if job.paged is not None and (reason := _missing_rows(job.paged)):
         return reason
-    if any(stride * job.q.element_size() % 4 for stride in job.q.stride()[:3]) or job.q.data_ptr() % 4:
-        return f"cuda: expected rows of q at multiples of 4 bytes, got strides {job.q.stride()}"
     return None
+
+
+def _aligned(q: torch.Tensor) -> torch.Tensor:
+    """Rows at multiples of 4 bytes, which the kernel reads them in."""
+    odd = any(stride * q.element_size() % 4 for stride in q.stride()[:3]) or q.data_ptr() % 4
+    return q.clone(memory_format=torch.contiguous_format) if odd else q
 
 
 def _missing_rows(cache: PagedCache) -> str | None:
@@ -127,10 +131,11 @@ def _rows(requests: tuple[int, ...], device: torch.device) -> torch.Tensor | Non
 
 @functools.lru_cache(maxsize=256)
 def _decode_kernel(
-    formats: tuple[Format, ...], dtype: torch.dtype, width: int, mass: bool, rows: bool, device: int
+    formats: tuple[Format, ...], dtype: torch.dtype, cut: Cut, mass: bool, rows: bool, device: int
 ) -> jit.Kernel:
     arch = jit.arch_of(device)
-    return jit.load(FOLDER / "decode.cu", decode_entry(formats, dtype, width, arch, mass=mass, rows=rows), arch)
+    entry = decode_entry(formats, dtype, cut.width, arch, mass=mass, rows=rows, cut=cut)
+    return jit.load(FOLDER / "decode.cu", entry, arch)
 
 
 @functools.lru_cache(maxsize=256)
@@ -140,6 +145,19 @@ def _combine_kernel(dtype: torch.dtype, head_dim: int, warps: int, device: int) 
 
 def _pointer(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
+
+
+def features(formats: tuple[Format, ...], rows: bool, units: int, tokens: int, columns: int) -> dict[str, int | str]:
+    """What a tuned table knows a step by: (request, KV head) pairs, tokens that the page table can name for one,
+    columns of the product; bits of K and V together, mean over the tiers."""
+    bits = sum(f.k_bits + f.v_bits for f in formats) // len(formats)
+    sizes = {"units": units, "tokens": tokens, "columns": columns, "bits": bits}
+    return {"pages": "rows" if rows else "tiers", "head_dim": str(formats[0].head_dim), **sizes}
+
+
+def shared_of(formats: tuple[Format, ...], cut: Cut) -> int:
+    """Bytes of shared memory of a block, as asked for at the launch."""
+    return cut.warps * SLOTS * slot_bytes(formats)
 
 
 class Plan:
@@ -160,6 +178,7 @@ class Plan:
         layers: int = 1,
         layer_strides: tuple[int, int] = (0, 0),
         fixed_split: int | None = None,
+        cut: Cut | None = None,
     ) -> None:
         device = source.table.device
         self.device = device.index if device.index is not None else torch.cuda.current_device()
@@ -168,19 +187,27 @@ class Plan:
         tiers, max_pages = len(self.formats), source.table.shape[-1]
         self.layers, self.layer_strides = layers, layer_strides
         first = self.formats[0]
-        self.width, self.blocks = column_blocks(q_len * heads // self.kv_heads, first.head_dim)
+        columns = q_len * heads // self.kv_heads
         properties = torch.cuda.get_device_properties(device)
-        self.warps = block_warps(self.formats, jit.arch_of(self.device))
-        self.shared = self.warps * SLOTS * slot_bytes(self.formats)
+        if cut is None:
+            tokens = max_pages * source.page_tokens
+            shape = features(self.formats, source.rows[1] > 0, len(requests) * kv_heads, tokens, columns)
+            choice = tuned.lookup("decode", properties.name, shape)
+            cut = Cut(**choice) if choice else None
+            if cut is None or shared_of(self.formats, cut) + 1280 > properties.shared_memory_per_multiprocessor:
+                cut = cut_of(self.formats, columns, jit.arch_of(self.device))
+        self.cut, self.width, self.warps = cut, cut.width, cut.warps
+        self.blocks = -(-columns // (8 * self.width))
+        self.shared = shared_of(self.formats, cut)
         fit = properties.shared_memory_per_multiprocessor // (self.shared + 1280)
-        resident = resident_warps(first.head_dim, self.width) // self.warps
+        resident = cut.resident // self.warps
         self.grid = properties.multi_processor_count * max(min(resident, fit), 1)
         self.costs = [cost(f) for f in self.formats]
         self.tokens = [stage_tokens(f) for f in self.formats]
         units = len(requests) * kv_heads
         per_unit = max_pages * (source.page_tokens // min(self.tokens)) + tiers
         self.capacity = units * per_unit
-        self.fixed_cost, self.chunks = 0, self.grid * self.warps
+        self.fixed_cost, self.chunks = 0, self.grid * self.warps * cut.waves
         if fixed_split is not None:
             self.fixed_cost = max(fixed_split * COSTS[4] * first.head_dim // (64 * 128), max(self.costs))
             self.chunks = units * (-(-per_unit * max(self.costs) // self.fixed_cost) + 2)
@@ -190,7 +217,7 @@ class Plan:
         self.stages = ints(layers, max(self.capacity, 1), 4)
         self.starts = ints(layers, self.chunks + 1)
         self.slots = ints(layers, max(2 * units, 1), 2)
-        columns = 8 * self.width * self.blocks
+        columns = 8 * self.width * self.blocks  # with what fills the last block
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
         self.partial_out = floats(self.chunks + 2 * units, columns, first.head_dim)
         self.partial_sum = floats(self.chunks + 2 * units, columns, 2)
@@ -248,7 +275,7 @@ class Plan:
             x.position_bytes if ordered else 0, job.max_length, ordered, x.rows[3], x.v_offset,
         )  # fmt: skip
         rows = x.rows[1] > 0
-        kernel = _decode_kernel(self.formats, q.dtype, self.width, mass is not None, rows, self.device)
+        kernel = _decode_kernel(self.formats, q.dtype, self.cut, mass is not None, rows, self.device)
         grid = (self.grid, self.blocks)
         launch = jit.Launch(kernel, grid, 32 * self.warps, params, shared=self.shared, overlap=mass is None)
         launch(jit.current_stream(self.device))
@@ -261,7 +288,9 @@ class Plan:
         )  # fmt: skip
         head_dim, grid = out.shape[3], self.units * self.q_len * job.group
         warps = max(4, -(-head_dim // 32))
-        if not self.fixed_cost and grid < 2 * self.grid:
+        if self.cut.combine:
+            warps = max(warps, self.cut.combine)
+        elif not self.fixed_cost and grid < 2 * self.grid:
             warps = 16
         kernel = _combine_kernel(out.dtype, head_dim, warps, self.device)
         jit.Launch(kernel, grid, 32 * warps, params, overlap=True)(jit.current_stream(self.device))
@@ -273,6 +302,7 @@ _CAPTURED: list[Plan] = []  # a graph may replay at any time
 
 def decode(job: Job) -> Result:
     """One call; without a plan it makes a list of its own, and keeps the scratch for the next call of this shape."""
+    job = job._replace(q=_aligned(job.q))
     source, device = Source.of(job), job.q.get_device()
     if job.plan is not None:
         with torch.cuda.device(device):
@@ -280,7 +310,8 @@ def decode(job: Job) -> Result:
             return job.plan.cuda().run(job, job.layer)
     with torch.cuda.device(device):
         jit.bind_context(device)
-        same = (source.table.data_ptr(), source.table.shape, source.formats, source.rows, source.v_offset)
+        tables = (source.table, source.counts, source.slabs)
+        same = (*map(_pointer, tables), source.table.shape, source.units, source.formats, source.rows, source.v_offset)
         key = (*same, tuple(job.requests), job.q.shape[1:3], jit.current_stream(device))
         captured = torch.cuda.is_current_stream_capturing()
         plan = None if captured else _PLANS.get(key)

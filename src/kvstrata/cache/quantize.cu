@@ -67,25 +67,45 @@ __device__ __forceinline__ float quad_value(const typename Quad<In>::type& q, in
   else return to_float(In{static_cast<unsigned short>((i < 2 ? q.x : q.y) >> (i % 2 * 16))});
 }
 
-// Which values of a lane belong to one token: K: r % 2; V: r / 2 and half. And which lanes share it: K: t; V: g.
+// Tokens in a tile's fragments. A lane has values of several: K: tokens g + 8 (r % 2), shared by the 4 lanes of equal g;
+// V: tokens 2t + half + 8 (r / 2), shared by the 8 lanes of equal t. Reductions leave each lane with one token of its
+// own; what is found for it goes back to all lanes with `spread`.
 template <bool kIsV> struct Group {
   static constexpr int kRows = kIsV ? 4 : 2;
   static __device__ __forceinline__ constexpr int row(int r, int half) { return kIsV ? (r >> 1) * 2 + half : r & 1; }
-  static __device__ __forceinline__ float sum(float x) {
-#pragma unroll
-    for (int d = kIsV ? 4 : 1; d < (kIsV ? 32 : 4); d *= 2) x += __shfl_xor_sync(~0u, x, d);
-    return x;
+  // The lane's own token in the tile, and whether of the lanes that have it this one writes.
+  static __device__ __forceinline__ int token() {
+    const int lane = threadIdx.x & 31;
+    return kIsV ? 2 * (lane & 3) + (lane >> 3 & 1) + 8 * (lane >> 4) : (lane >> 2) + 8 * (lane >> 1 & 1);
   }
-  // Of magnitudes, compared as integers: a NaN counts as the largest.
-  static __device__ __forceinline__ float largest(float x) {
-#pragma unroll
-    for (int d = kIsV ? 4 : 1; d < (kIsV ? 32 : 4); d *= 2) x = larger(x, __shfl_xor_sync(~0u, x, d));
-    return x;
+  static __device__ __forceinline__ bool writes() { return !(threadIdx.x & (kIsV ? 4 : 1)); }
+  template <class F>
+  static __device__ __forceinline__ float reduce(const float (&x)[kRows], F combine) {
+    const int lane = threadIdx.x & 31;
+    if constexpr (kIsV) {
+      const bool upper = lane & 16, odd = lane & 8;
+      const float a = combine(upper ? x[2] : x[0], __shfl_xor_sync(~0u, upper ? x[0] : x[2], 16));
+      const float b = combine(upper ? x[3] : x[1], __shfl_xor_sync(~0u, upper ? x[1] : x[3], 16));
+      const float out = combine(odd ? b : a, __shfl_xor_sync(~0u, odd ? a : b, 8));
+      return combine(out, __shfl_xor_sync(~0u, out, 4));
+    } else {
+      const bool odd = lane & 2;
+      const float out = combine(odd ? x[1] : x[0], __shfl_xor_sync(~0u, odd ? x[0] : x[1], 2));
+      return combine(out, __shfl_xor_sync(~0u, out, 1));
+    }
   }
-  static __device__ __forceinline__ float larger(float a, float b) {
-    return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+  static __device__ __forceinline__ void spread(float found, float (&x)[kRows]) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < kRows; i++) x[i] = __shfl_sync(~0u, found, kIsV ? i * 8 + (lane & 3) : (lane & 28) + i * 2);
   }
 };
+
+__device__ __forceinline__ float add(float a, float b) { return a + b; }
+// Of magnitudes, compared as integers: a NaN counts as the largest.
+__device__ __forceinline__ float larger(float a, float b) {
+  return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+}
 
 // Where a lane finds its two rows of a side: tokens g and g + 8 of the tile, dims 4t .. 4t + 3 of every step.
 template <class In>
@@ -111,6 +131,15 @@ struct Source {
   }
 };
 
+// What comes off K. Whether there is one is asked of the arguments, not of the address: code that set an address to null
+// or to a row was compiled (NVRTC 13.0, sm_90) to test it two cycles before the null was there.
+struct Centre {
+  bool there;
+  const float* rotated;  // through the butterflies, without their factor
+  const float* all;      // in the model's space, from row 0
+  const int* row;        // read where it is needed, which is rare
+};
+
 template <class In, int kSteps> using RawRows = typename Quad<In>::type[kSteps][2];
 
 template <class In, int kSteps>
@@ -133,29 +162,31 @@ __device__ __forceinline__ void clear(Tile<kSteps>& f) {
 // slots stay zero.
 template <class In, int kSteps, bool kIsV, bool kRotate>
 __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const RawRows<In, kSteps>& raw, const Source<In>& source,
-                                            const float* centre) {
+                                            const Centre& centre) {
   unsigned h[2][2];
   rotation_operand<In, kRotate>(h);
   clear<kSteps>(f);
 #pragma unroll
   for (int s = 0; s < kSteps; s++) rotate_step<In, kIsV>(f[s], raw[s], h);
   rotate_steps<kSteps, kRotate>(f);
-  if (!kIsV && centre) {
+  if (!kIsV && centre.there) {
     const int t = threadIdx.x & 3;
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        if (source.at[i >> 1 & 1]) f[s][i >> 1][i & 1] -= __ldg(centre + 16 * s + 2 * t + 8 * (i >> 2) + (i & 1));
+        if (source.at[i >> 1 & 1]) f[s][i >> 1][i & 1] -= __ldg(centre.rotated + 16 * s + 2 * t + 8 * (i >> 2) + (i & 1));
   }
 }
 
 // The same from memory, with every value centred and cleaned before the rotation, as the reference does it.
 template <class In, int kSteps, bool kIsV, bool kRotate>
-__device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source<In>& source, const float* centre) {
+__device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source<In>& source, const Centre& centre) {
   unsigned h[2][2];
   rotation_operand<bf16, kRotate>(h);
   const int t = threadIdx.x & 3;
+  const float* plain = centre.all;
+  if (!kIsV && centre.there) plain += *static_cast<const volatile int*>(centre.row) * (16 * kSteps) + 4 * t;
   clear<kSteps>(f);
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
@@ -166,7 +197,7 @@ __device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source<In>
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         float value = quad_value<In>(raw, e);
-        if (!kIsV && centre && source.at[i]) value -= __ldg(centre + 16 * s + 4 * t + e);
+        if (!kIsV && centre.there && source.at[i]) value -= __ldg(plain + 16 * s + e);
         x[i][e] = value != value ? 0.f : fminf(fmaxf(value, -kLargest), kLargest);
       }
     }
@@ -175,23 +206,38 @@ __device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source<In>
   rotate_steps<kSteps, kRotate>(f);
 }
 
-// Rotated rows to codes and fp16 scales: step, encode, refit. `factor`: what rows are too long by.
+// Correctly rounded for what lies well within the normal range, without the branch that the other values need.
+__device__ __forceinline__ float square_root(float x) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
+  const float root = x * r;
+  return fmaf(fmaf(-root, root, x), 0.5f * r, root);
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
+  return fmaf(r, -fmaf(x, r, -1.f), r);
+}
+
+// A token's step. `measure`: the sum of squares, or for 8 bit the largest magnitude.
+template <int kBits, int kDim>
+__device__ __forceinline__ float step_of(float measure) {
+  if constexpr (kBits == 8) return __fmul_rn(measure, 2.f / 255.f);
+  constexpr float kShare = 1.f / kDim;
+  float mean = measure * kShare;
+  if constexpr (kDim & (kDim - 1)) mean = fmaf(fmaf(-mean, static_cast<float>(kDim), measure), kShare, mean);
+  return __fmul_rn(square_root(fmaxf(mean, 1e-20f)), gaussian_step<kBits>());
+}
+
+// Rotated rows to codes and the fp16 scale of the lane's own token: step, encode, refit. `factor`: what rows are too
+// long by.
 template <int kBits, int kSteps, bool kIsV>
-__device__ __forceinline__ void encode(const Tile<kSteps>& f, const float (&measure)[Group<kIsV>::kRows],
-                                       float factor, Codes<kBits, kSteps>& codes,
-                                       unsigned short (&scales)[Group<kIsV>::kRows]) {
+__device__ __forceinline__ unsigned short encode(const Tile<kSteps>& f, float measure, float factor,
+                                                 Codes<kBits, kSteps>& codes) {
   using G = Group<kIsV>;
-  constexpr int kDim = 16 * kSteps, kLevels = 1 << kBits;
-  constexpr bool kPowerOfTwo = (kDim & (kDim - 1)) == 0;
+  constexpr int kLevels = 1 << kBits;
   float inverse[G::kRows], dot[G::kRows] = {}, square[G::kRows] = {};
-#pragma unroll
-  for (int i = 0; i < G::kRows; i++) {
-    float step;
-    if constexpr (kBits == 8) step = __fmul_rn(measure[i], 2.f / 255.f);
-    else if constexpr (kPowerOfTwo) step = __fmul_rn(__fsqrt_rn(measure[i] * (1.f / kDim)), gaussian_step<kBits>());
-    else step = __fmul_rn(__fsqrt_rn(__fdiv_rn(measure[i], static_cast<float>(kDim))), gaussian_step<kBits>());
-    inverse[i] = __frcp_rn(fmaxf(step, kSmallestStep / factor));
-  }
+  G::spread(reciprocal(fmaxf(step_of<kBits, 16 * kSteps>(measure), kSmallestStep / factor)), inverse);
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
     unsigned p[4];
@@ -212,21 +258,18 @@ __device__ __forceinline__ void encode(const Tile<kSteps>& f, const float (&meas
     }
     codes.set(s, p);
   }
-#pragma unroll
-  for (int i = 0; i < G::kRows; i++) {
-    const float scale = 2.f * factor * (kIsV ? 1.f : k_gain<kBits>()) * __fdividef(G::sum(dot[i]), G::sum(square[i]));
-    asm("cvt.rn.f16.f32 %0,%1;" : "=h"(scales[i]) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
-  }
+  const float gain = 2.f * factor * (kIsV ? 1.f : k_gain<kBits>());
+  const float scale = gain * __fdividef(G::reduce(dot, add), G::reduce(square, add));
+  unsigned short out;
+  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(out) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
+  return out;
 }
 
-// What the step is made of: the sum of squares, or for 8 bit the largest magnitude. True if every row can be trusted to
-// have been finite and within +-65504 before the rotation, which preserves the norm but for the factor.
+// What the step of the lane's own token is made of: the sum of squares, or for 8 bit the largest magnitude.
 template <int kBits, int kSteps, bool kIsV>
-__device__ __forceinline__ bool measure_rows(const Tile<kSteps>& f, float factor, float (&measure)[Group<kIsV>::kRows]) {
+__device__ __forceinline__ float measure_rows(const Tile<kSteps>& f) {
   using G = Group<kIsV>;
-  bool fine = true;
-#pragma unroll
-  for (int i = 0; i < G::kRows; i++) measure[i] = 0.f;
+  float part[G::kRows] = {};
 #pragma unroll
   for (int s = 0; s < kSteps; s++)
 #pragma unroll
@@ -234,45 +277,50 @@ __device__ __forceinline__ bool measure_rows(const Tile<kSteps>& f, float factor
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float x = f[s][r][half];
-        float& m = measure[G::row(r, half)];
-        if constexpr (kBits == 8) m = G::larger(m, fabsf(x));
+        float& m = part[G::row(r, half)];
+        if constexpr (kBits == 8) m = larger(m, fabsf(x));
         else m += x * x;
       }
-#pragma unroll
-  for (int i = 0; i < G::kRows; i++) {
-    if constexpr (kBits == 8) {
-      measure[i] = G::largest(measure[i]);
-      fine = fine && measure[i] * factor <= kLargest / 16.f;  // 16 is the largest sqrt(D); false for NaN
-    } else {
-      measure[i] = G::sum(measure[i]);
-      fine = fine && measure[i] * factor * factor <= kLargest * kLargest;
-    }
-  }
+  if constexpr (kBits == 8) return G::reduce(part, larger);
+  else return G::reduce(part, add);
+}
+
+// Whether every row of the tile can be trusted to have been finite and within +-65504 before the rotation, which
+// preserves the norm but for `factor`. False for NaN.
+template <int kBits>
+__device__ __forceinline__ bool all_fine(float measure, float factor) {
+  constexpr float kLongest = 16.f;  // the largest sqrt(D)
+  const bool fine = kBits == 8 ? measure * factor <= kLargest / kLongest : measure * factor * factor <= kLargest * kLargest;
   return __all_sync(~0u, fine);
 }
 
-// One side of a tile, from rows in memory to codes in the page.
+// One side of a tile, from rows in memory to codes and scales in the page.
 template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate>
-__device__ __forceinline__ void quantize_side(const Source<In>& source, const float* centre, const float* rotated,
-                                              unsigned char* to, int tile,
-                                              unsigned short (&scales)[Group<kIsV>::kRows]) {
+__device__ __forceinline__ void quantize_side(const Source<In>& source, const Centre& centre, unsigned char* to, int tile,
+                                              unsigned char* scales) {
   constexpr float kFactor = rotation_factor<kSteps, kRotate>();
+  using G = Group<kIsV>;
   Tile<kSteps> f;
-  float measure[Group<kIsV>::kRows];
+  float measure = 0.f;
   bool fine = false;
   if constexpr (sizeof(In) == 2) {  // float32 has no fast way
     RawRows<In, kSteps> raw;
     load_rows<In, kSteps>(source, raw);
-    rotate_rows<In, kSteps, kIsV, kRotate>(f, raw, source, rotated);
-    fine = measure_rows<kBits, kSteps, kIsV>(f, kFactor, measure);
+    rotate_rows<In, kSteps, kIsV, kRotate>(f, raw, source, centre);
+    measure = measure_rows<kBits, kSteps, kIsV>(f);
+    fine = all_fine<kBits>(measure, kFactor);
   }
   if (!fine) {
     rotate_cleaned<In, kSteps, kIsV, kRotate>(f, source, centre);
-    measure_rows<kBits, kSteps, kIsV>(f, kFactor, measure);
+    measure = measure_rows<kBits, kSteps, kIsV>(f);
   }
   Codes<kBits, kSteps> codes;
-  encode<kBits, kSteps, kIsV>(f, measure, kFactor, codes, scales);
+  const unsigned short scale = encode<kBits, kSteps, kIsV>(f, measure, kFactor, codes);
   codes.template flush<kTiles>(to, tile);
+  // (k[g], k[g + 8], v[g], v[g + 8]) for each row g
+  const int token = G::token();
+  if (G::writes())
+    *reinterpret_cast<unsigned short*>(scales + tile * 64 + token % 8 * 8 + (kIsV ? 4 : 0) + token / 8 * 2) = scale;
 }
 
 // A block is a page where its tiles share words, else one warp: warps that start apart load and compute at
@@ -299,7 +347,7 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
   constexpr int kThreads = Cut<In, kKBits, kVBits, kSteps, kTiles>::kThreads;
   __shared__ alignas(16) unsigned char stage[kStaged ? kKBytes + kVBytes : 16];
 
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int g = (threadIdx.x & 31) >> 2;
   const int n = kStaged ? blockIdx.x : blockIdx.x / (2 * kTiles);
   const int warp = kStaged ? threadIdx.x >> 5 : blockIdx.x % (2 * kTiles);
   const int tile = warp % kTiles;
@@ -315,24 +363,15 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
       *reinterpret_cast<uint4*>(stage + i) = make_uint4(0, 0, 0, 0);
     __syncthreads();
   }
-  unsigned* scales = reinterpret_cast<unsigned*>(page + kKBytes + kVBytes + tile * 64 + g * 8);
+  unsigned char* scales = page + kKBytes + kVBytes;
   if (warp < kTiles) {
-    const float *centre = nullptr, *rotated = nullptr;
-    if (p.centres) {
-      const i64 row = static_cast<i64>(__ldg(p.centres + n)) * kDim;
-      centre = p.centre + row;
-      rotated = p.rotated + row;
-    }
-    unsigned short found[2];
+    Centre centre = {p.centres != nullptr, p.rotated, p.centre, p.centres + n};
+    if (centre.there) centre.rotated += static_cast<i64>(__ldg(centre.row)) * kDim;
     const Source<In> k(p.k + head * p.k_head, p.k_token, rows);
-    quantize_side<In, kSteps, kKBits, kTiles, false, kRotate>(k, centre, rotated, codes, tile, found);
-    if (t == 0) scales[0] = found[0] | static_cast<unsigned>(found[1]) << 16;
+    quantize_side<In, kSteps, kKBits, kTiles, false, kRotate>(k, centre, codes, tile, scales);
   } else {
-    unsigned short found[4];
     const Source<In> v(p.v + head * p.v_head, p.v_token, rows);
-    quantize_side<In, kSteps, kVBits, kTiles, true, kRotate>(v, nullptr, nullptr, codes + kKBytes, tile, found);
-    // The lane whose tokens 2t + half and 2t + half + 8 are g and g + 8.
-    if (t == g >> 1) scales[1] = (g & 1 ? found[1] : found[0]) | static_cast<unsigned>(g & 1 ? found[3] : found[2]) << 16;
+    quantize_side<In, kSteps, kVBits, kTiles, true, kRotate>(v, Centre{}, codes + kKBytes, tile, scales);
   }
   if constexpr (kStaged) {
     __syncthreads();

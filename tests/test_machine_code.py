@@ -1,0 +1,84 @@
+"""Machine code that the assembler got wrong once: a pair of registers read before the zero that was written is there.
+
+``CS2R R50, SRZ`` clears two registers. NVRTC 13.0 let ``ISETP`` read them five cycles later when a predicated
+instruction stood between, and on an H200 it then saw the old value: a null pointer passed as an
+address. The stall counts are in bits 105 to 108 of an instruction.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from kvstrata import jit
+from kvstrata.attention import decode_cuda, stages
+from kvstrata.cache import quantize_op
+from kvstrata.layout import Format
+
+NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+CYCLES = 6  # the least that it leaves elsewhere
+LINE = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;\s+/\* (0x[0-9a-f]{16}) \*/\n\s+/\* (0x[0-9a-f]{16}) \*/")
+
+
+def instructions(source: Path, entry: str, folder: Path) -> list[tuple[str, int]]:
+    """Text and stall count of every instruction."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(jit.compile(source, entry, arch="sm_90").code)
+    listing = subprocess.run([NVDISASM, "-c", "-hex", file], capture_output=True, text=True, check=True).stdout
+    return [(text, int(high, 16) >> 41 & 15) for text, _, high in LINE.findall(listing)]
+
+
+def read_too_early(code: list[tuple[str, int]]) -> list[str]:
+    found = []
+    for i, (text, stall) in enumerate(code):
+        match = re.match(r"CS2R R(\d+), SRZ", text)
+        if not match:
+            continue
+        pair, cycles = {f"R{int(match[1])}", f"R{int(match[1]) + 1}"}, stall
+        for after, wait in code[i + 1 :]:
+            written, _, read = after.partition(",")
+            if cycles >= CYCLES or "BRA" in after or "EXIT" in after:
+                break
+            if pair & set(re.findall(r"\bR\d+", read)):
+                found.append(f"{text}, {cycles} cycles before {after}")
+            if pair & set(re.findall(r"\bR\d+", written)) and not after.startswith("@"):
+                break
+            cycles += wait
+    return found
+
+
+def test_the_search_finds_one() -> None:
+    code = [
+        ("CS2R R50, SRZ", 2),
+        ("@P2 IMAD.WIDE R50, R23, 0x100, R54", 3),
+        ("ISETP.NE.U32.AND P3, PT, R50, RZ, PT", 1),
+    ]
+    assert len(read_too_early(code)) == 1
+    assert not read_too_early([code[0], ("FADD R1, R2, R3", 5), code[2]])
+    assert not read_too_early([code[0], ("MOV R50, R2", 4), code[2]])
+
+
+KERNELS = [
+    *(
+        (quantize_op.SOURCE, quantize_op.entry_of(Format(bits, bits, dim), dtype))
+        for bits in (2, 3, 4, 8)
+        for dim in (64, 128)
+        for dtype in (torch.float16, torch.bfloat16)
+    ),
+    *(
+        (decode_cuda.FOLDER / "decode.cu", stages.decode_entry(formats, torch.bfloat16, 1, "sm_90"))
+        for formats in [tuple(Format.parse(name, 128) for name in ("K16V16", "K4V4", "K3V3", "K2V2"))]
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "entry"), KERNELS, ids=lambda x: str(x).split("/")[-1])
+def test_zeros_are_there_when_read(source: Path, entry: str, tmp_path: Path) -> None:
+    code = instructions(source, entry, tmp_path)
+    assert len(code) > 500
+    assert not read_too_early(code)
