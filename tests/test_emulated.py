@@ -23,7 +23,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA backend without CUDA: three multiprocessors."""
-    properties = SimpleNamespace(multi_processor_count=3, shared_memory_per_multiprocessor=233472)
+    properties = SimpleNamespace(name="emulated", multi_processor_count=3, shared_memory_per_multiprocessor=233472)
     monkeypatch.setattr(decode_cuda, "jit", emulator.launcher())
     monkeypatch.setattr(decode_cuda, "_PLANS", type(decode_cuda._PLANS)())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

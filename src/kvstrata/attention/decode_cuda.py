@@ -193,7 +193,7 @@ class Plan:
             tokens = max_pages * source.page_tokens
             shape = features(self.formats, source.rows[1] > 0, len(requests) * kv_heads, tokens, columns)
             choice = tuned.lookup("decode", properties.name, shape)
-            cut = Cut(**choice) if choice else None
+            cut = Cut(**choice) if choice and fixed_split is None else None
             if cut is None or shared_of(self.formats, cut) + 1280 > properties.shared_memory_per_multiprocessor:
                 cut = cut_of(self.formats, columns, jit.arch_of(self.device))
         self.cut, self.width, self.warps = cut, cut.width, cut.warps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..layout.format import Format
@@ -63,6 +65,24 @@ def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:
     return width, -(-columns // (8 * width))
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a step is launched: warps of a block, and resident on a multiprocessor (which bounds their registers);
+    blocks of 8 columns in one warp; chunks of the work list for a warp; warps of combine.cu (0: by its grid)."""
+
+    warps: int
+    resident: int
+    width: int
+    waves: int = 1
+    combine: int = 0
+
+
+def cut_of(formats: tuple[Format, ...], columns: int, arch: str) -> Cut:
+    """The one for what is not in a tuned table."""
+    width, _ = column_blocks(columns, formats[0].head_dim)
+    return Cut(block_warps(formats, arch), resident_warps(formats[0].head_dim, width), width)
+
+
 def decode_entry(
     formats: tuple[Format, ...],
     dtype: torch.dtype,
@@ -71,12 +91,14 @@ def decode_entry(
     *,
     mass: bool = False,
     rows: bool = False,
+    cut: Cut | None = None,
 ) -> str:
     """``mass``: the pass that gives weights; ``rows``: pages as store_kv writes them."""
     tiers = ",".join(f"Tier<{f.k_bits},{f.v_bits}>" for f in formats)
-    head_dim, warps = formats[0].head_dim, block_warps(formats, arch)
+    head_dim = formats[0].head_dim
+    cut = cut or Cut(block_warps(formats, arch), resident_warps(head_dim, width), width)
     flags = f"{str(mass).lower()},{str(rows).lower()}"
-    sizes = f"{head_dim},{formats[0].page_tokens},{width},{warps},{resident_warps(head_dim, width)}"
+    sizes = f"{head_dim},{formats[0].page_tokens},{cut.width},{cut.warps},{cut.resident}"
     return f"decode<{NAMES[dtype]},{flags},{sizes},Tiers<{tiers}>>"
 
 

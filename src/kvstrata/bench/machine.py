@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvstrata import __version__
+from kvstrata.jit.tuned import slug as slug
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CLOCKS = {
@@ -50,11 +51,6 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def slug(name: str) -> str:
-    """A name fit for a folder: 'NVIDIA H200' is nvidia-h200."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from .. import jit
+from ..jit import tuned
 from .rows import Rows, Task
 
 SOURCE = Path(__file__).with_name("store.cu")
@@ -84,6 +85,28 @@ def shape_of(task: Task, address_bits: int) -> Shape:
     return Shape(task, elements, k_units, v_units, units >= 1 << 30)
 
 
+def op_of(shape: Shape) -> str:
+    """What happens to a unit on its way."""
+    task = shape.task
+    if task.rounds:
+        return f"Round<{CXX[task.source_dtype]}, {CXX[task.cache_dtype]}, {shape.elements}>"
+    return f"Copy<{shape.elements * task.cache_dtype.itemsize}>"
+
+
+def features(shape: Shape) -> dict[str, int | str]:
+    """What a tuned table knows a task by: tokens, heads apart, bytes of an unbroken row; sides and units."""
+    task = shape.task
+    sizes = {"tokens": task.tokens, "heads": task.k.heads, "row": _longest(task)}
+    return {**sizes, "sides": "kv" if task.v else "k", "unit": op_of(shape)}
+
+
+def tuned_config(shape: Shape, device: torch.device) -> Config | None:
+    """The cut that a tuned table has for this GPU and shape, if it has one that the kernel can run."""
+    choice = tuned.lookup("store", torch.cuda.get_device_name(device), features(shape))
+    config = Config(**choice) if choice else None
+    return config if config and takes(shape, config) else None
+
+
 def entry_of(shape: Shape, slots_dtype: torch.dtype, config: Config) -> str:
     """The template instantiation for a shape."""
     task = shape.task
@@ -91,14 +114,10 @@ def entry_of(shape: Shape, slots_dtype: torch.dtype, config: Config) -> str:
     if config.kernel == "bulk":
         row_bytes = [rows.dim * task.cache_dtype.itemsize if rows else 0 for rows in (task.k, task.v)]
         return f"store_bulk<{task.k.heads}, {row_bytes[0]}, {row_bytes[1]}, {task.k.page_size}, {slot}, {config.per}>"
-    if task.rounds:
-        op = f"Round<{CXX[task.source_dtype]}, {CXX[task.cache_dtype]}, {shape.elements}>"
-    else:
-        op = f"Copy<{shape.elements * task.cache_dtype.itemsize}>"
     index = "unsigned long long" if shape.wide_index else "unsigned"
     return (
-        f"store_{config.kernel}<{op}, {task.k.heads}, {shape.k_units}, {shape.v_units}, {task.k.page_size}, {slot}, "
-        f"{index}, {per_head}, {config.threads}, {config.per}>"
+        f"store_{config.kernel}<{op_of(shape)}, {task.k.heads}, {shape.k_units}, {shape.v_units}, {task.k.page_size}, "
+        f"{slot}, {index}, {per_head}, {config.threads}, {config.per}>"
     )
 
 
@@ -187,7 +206,9 @@ def plan(
     """Everything of a launch but the pointers."""
     shape = shape_of(task, address_bits)
     arch = jit.arch_of(slots.device)
-    config = config or config_of(backend, shape, arch)
+    if config is None:
+        config = tuned_config(shape, slots.device) if backend == "cuda" else None
+        config = config or config_of(backend, shape, arch)
     if not takes(shape, config):
         unit = shape.elements * task.source_dtype.itemsize
         raise ValueError(

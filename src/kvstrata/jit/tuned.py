@@ -1,0 +1,107 @@
+"""What `kvstrata tune` found, read at run time: the configuration of the nearest measured shape on this GPU.
+
+    kvstrata/tune/tables/<gpu>.json        shipped; a GPU without one gets what the kernels choose by themselves
+    $KVSTRATA_CACHE/tables/<gpu>.json      one's own; an op that it names takes the place of the shipped one
+
+A shape is a few numbers and words. Its distance to another is the sum of |log2(a / b)| over the numbers (1 is a factor
+of two in one of them), infinite where a word differs. Further than `FARTHEST` from all that was measured, nothing is
+known.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .compiler import cache_folder
+
+SCHEMA = 1
+FARTHEST = 2.0
+SHIPPED = Path(__file__).parents[1] / "tune" / "tables"
+
+Value = int | str
+Choice = dict[str, Any]  # the values of the parameters that were tuned
+Entry = dict[str, Any]  # "case", "shape", "choice" (None: the kernel's own), "top" (choices, best first)
+
+
+def slug(name: str) -> str:
+    """A name fit for a file: 'NVIDIA H200' is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def user_folder() -> Path:
+    """Where `kvstrata tune` puts its tables: read before the shipped ones."""
+    return cache_folder() / "tables"
+
+
+def distance(a: Mapping[str, Value], b: Mapping[str, Value]) -> float:
+    """Between two shapes; infinite where they differ in kind."""
+    if a.keys() != b.keys():
+        return math.inf
+    total = 0.0
+    for name, x in a.items():
+        y = b[name]
+        if isinstance(x, int) and isinstance(y, int) and x > 0 and y > 0:
+            total += abs(math.log2(x / y))
+        elif x != y:
+            return math.inf
+    return total
+
+
+def read(path: Path) -> dict[str, list[Entry]]:
+    """The entries of a table by op; ValueError for a file that is none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA}")
+        ops: dict[str, list[Entry]] = data["ops"]
+        for entry in (entry for entries in ops.values() for entry in entries):
+            if not isinstance(entry["shape"], dict) or not isinstance(entry["choice"], dict | None):
+                raise ValueError(f"entry {entry.get('case')!r}")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: not a tuned table: {error}") from error
+    return ops
+
+
+@functools.lru_cache(maxsize=16)
+def table(gpu: str) -> dict[str, list[Entry]]:
+    """The entries of a GPU (its slug) by op; empty for one that is not known."""
+    found: dict[str, list[Entry]] = {}
+    for folder in (SHIPPED, user_folder()):
+        try:
+            found |= read(folder / f"{gpu}.json")
+        except OSError:
+            continue
+        except ValueError as error:
+            warnings.warn(f"{error}; it is left out", stacklevel=2)
+    return found
+
+
+def nearest(op: str, gpu: str, shape: Mapping[str, Value]) -> Entry | None:
+    """The entry nearest to a shape, if one is near enough."""
+    entries = table(gpu).get(op, [])
+    best = min(entries, key=lambda entry: distance(shape, entry["shape"]), default=None)
+    return best if best is not None and distance(shape, best["shape"]) <= FARTHEST else None
+
+
+def lookup(op: str, gpu_name: str, shape: Mapping[str, Value]) -> Choice | None:
+    """What is best for a shape on the GPU of that name; None: nothing is known, or the kernel's own choice."""
+    return _lookup(op, gpu_name, tuple(shape.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _lookup(op: str, gpu_name: str, shape: tuple[tuple[str, Value], ...]) -> Choice | None:
+    entry = nearest(op, slug(gpu_name), dict(shape))
+    return None if entry is None else entry["choice"]
+
+
+def forget() -> None:
+    """Read the tables anew: one was written."""
+    table.cache_clear()
+    _lookup.cache_clear()
