@@ -14,8 +14,9 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, first: int, job: PrefillJob
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``q [Hq, m, D]`` at positions ``own [m]`` over ``k, v [Hkv, n, D]`` from position ``first`` on, float32."""
-    kv_heads, n, dim = k.shape
-    scores = torch.bmm(q.reshape(kv_heads, -1, dim), k.transpose(1, 2)).mul_(job.scale).view(q.shape[0], -1, n)
+    (heads, m, dim), (kv_heads, n) = q.shape, k.shape[:2]
+    rows = heads // kv_heads * m
+    scores = torch.bmm(q.reshape(kv_heads, rows, dim), k.transpose(1, 2)).mul_(job.scale).view(heads, m, n)
     if job.softcap is not None:
         scores = scores.div_(job.softcap).tanh_().mul_(job.softcap)
     if job.causal:
@@ -24,12 +25,14 @@ def _attend(
         if job.window is not None:
             hidden |= position <= own.unsqueeze(1) - job.window
         scores.masked_fill_(hidden, -torch.inf)
-    logits = scores
-    if job.sinks is not None:
-        logits = torch.cat([scores, job.sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)], 2)
-    lse = torch.logsumexp(logits, 2) if logits.shape[2] else torch.full(logits.shape[:2], -torch.inf, device=q.device)
-    weights = torch.exp(scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(2)))
-    return torch.bmm(weights.view(kv_heads, -1, n), v).view(q.shape), lse
+    # A sink is one more score; without one, a score of -inf, so that there always is a largest.
+    sink = torch.full((heads, 1, 1), -torch.inf, device=q.device) if job.sinks is None else job.sinks.view(-1, 1, 1)
+    top = torch.cat([scores, sink.expand(heads, m, 1)], 2).amax(2, keepdim=True)
+    safe = top.masked_fill(top == -torch.inf, 0.0)
+    weights = scores.sub_(safe).exp_()
+    total = weights.sum(2, keepdim=True) + torch.exp(sink - safe)
+    out = torch.bmm(weights.view(kv_heads, rows, n), v).view(q.shape) / total.masked_fill(total == 0.0, 1.0)
+    return out, (safe + total.log()).squeeze(2)
 
 
 def _sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: PrefillJob) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,7 +32,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _rows(base, desc, batch, head, start, count, stride_row, BLOCK: tl.constexpr, DIM: tl.constexpr,
           WIDE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """``[BLOCK, WIDE]`` from row ``start`` on; zero past ``count`` (where MASKED, or by the descriptor) and past DIM."""
+    """``[BLOCK, WIDE]`` from row ``start`` on; zero past DIM, and past ``count`` where MASKED or by descriptors."""
     if TMA:
         x = desc.load([batch, head, start, 0]).reshape(BLOCK, WIDE)
     else:
@@ -308,8 +308,7 @@ def run(job: PrefillJob, config: Config | None = None) -> Result:
     options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
     with torch.cuda.device_of(job.q):
         prefill_kernel[(grid,)](
-            q, k, v, out, out if lse is None else lse, out if job.sinks is None else job.sinks,
-            out if job.cu_seqlens_q is None else job.cu_seqlens_q, out if job.cu_seqlens_k is None else job.cu_seqlens_k,
+            q, k, v, out, *(out if x is None else x for x in (lse, job.sinks, job.cu_seqlens_q, job.cu_seqlens_k)),
             *_strides(job.q), *_strides(job.k), *_strides(job.v), *_strides(out), *_lse_strides(lse), job.sequences,
             job.max_seqlen_q, job.max_seqlen_k, blocks, max(processors, 1), factor, job.softcap or 0.0, job.window or 0,
             HEADS=job.heads, GROUP=job.heads // job.kv_heads, DIM=dim, WIDE=wide, BLOCK_M=config.block_m,

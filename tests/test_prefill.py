@@ -1,0 +1,382 @@
+"""prefill_attention: every backend against a float64 model of it (prefill_model.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import HAS_GPU
+from kvstrata import prefill_attention
+from kvstrata.attention import prefill, prefill_triton
+from kvstrata.attention.prefill_triton import Config
+from prefill_model import BACKENDS, DEVICE, DTYPES, HALF, INTERPRETED, Case, case_of, check
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def few(backend: str, chosen: bool) -> None:
+    """Under the interpreter, where a program takes milliseconds, only the chosen ones."""
+    if backend == "triton" and INTERPRETED and not chosen:
+        pytest.skip("one kind is enough under the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def runs_or_skips(request: pytest.FixtureRequest) -> None:
+    """A backend may leave a kind of job to another one, and says why."""
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend") == "cuda":
+        original = prefill._choose
+
+        def choose(backend: str, job: prefill.PrefillJob) -> str:
+            if reason := prefill.missing(backend, job):
+                pytest.skip(reason)
+            return original(backend, job)
+
+        request.getfixturevalue("monkeypatch").setattr(prefill, "_choose", choose)
+
+
+# The seven cases that the work began with: (batch, heads, length, head_dim), causal or not.
+SEVEN = {
+    "one head": ([(64, 64)], dict(heads=1, dim=64, causal=False)),
+    "small": ([(128, 128)] * 2, dict(heads=2, kv_heads=2, dim=64, causal=False)),
+    "causal": ([(128, 128)] * 2, dict(heads=2, kv_heads=2, dim=64)),
+    "the shape of the note": ([(512, 512)] * 2, dict(heads=8, kv_heads=8, dim=64, causal=False)),
+    "the same, causal": ([(512, 512)] * 2, dict(heads=8, kv_heads=8, dim=64)),
+    "not a multiple of a tile": ([(509, 509)], dict(heads=4, kv_heads=4, dim=64)),
+    "large scores": ([(256, 256)], dict(heads=2, kv_heads=2, dim=64, loud=30.0)),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("name", SEVEN)
+def test_the_seven_cases(backend: str, name: str) -> None:
+    lengths, options = SEVEN[name]
+    few(backend, name in ("one head", "causal"))
+    check(case_of(lengths, **options), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+def test_head_dims_and_dtypes(backend: str, dim: int, dtype: torch.dtype, causal: bool) -> None:
+    few(backend, (dim in (96, 256)) == causal)
+    check(case_of([(37, 53)], dim=dim, dtype=dtype, causal=causal), backend)
+
+
+@each_backend
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (1, 40), (40, 1), (17, 16), (16, 17), (15, 33), (33, 15), (31, 65)], ids=str
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_odd_lengths(backend: str, lengths: tuple[int, int], causal: bool) -> None:
+    """More queries than keys: the first ones see nothing when causal."""
+    check(case_of([lengths], causal=causal), backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("queries", [1, 63, 64, 65, 127, 129, 200, 257])
+def test_around_every_tile(backend: str, queries: int, dim: int) -> None:
+    for keys in (1, 31, 63, 64, 65, 127, 128, 129, 191, 255, 257, 400):
+        for causal in (True, False):
+            check(case_of([(queries, keys)], dim=dim, causal=causal), backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4100])
+def test_lengths_of_the_table(backend: str, length: int, causal: bool, dim: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        check(case_of([(length, length)], heads=4, kv_heads=2, dim=dim, dtype=dtype, causal=causal), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
+def test_query_heads_per_kv_head(backend: str, group: int) -> None:
+    few(backend, group in (1, 3))
+    check(case_of([(20, 20)], heads=2 * group, kv_heads=2), backend)
+    check(case_of([(5, 30)], heads=group, kv_heads=1), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 1000])
+def test_window(backend: str, window: int) -> None:
+    few(backend, window in (1, 17, 40))
+    check(case_of([(50, 70)], window=window), backend)
+    check(case_of([(40, 40)], window=window, heads=1), backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("window", [1, 64, 100, 128, 500])
+def test_window_over_many_blocks(backend: str, window: int) -> None:
+    for dim in (64, 128):
+        check(case_of([(700, 900)], window=window, dim=dim), backend)
+
+
+@each_backend
+@pytest.mark.parametrize(
+    "options",
+    [dict(softcap=2.0), dict(scale=0.4), dict(softcap=20.0, window=9), dict(softcap=5.0, causal=False)],
+    ids=str,
+)
+def test_score_options(backend: str, options: dict) -> None:
+    check(case_of([(35, 41)], **options), backend)
+
+
+@each_backend
+def test_sinks_take_weight(backend: str) -> None:
+    sinks = torch.tensor([-torch.inf, 0.0, 4.0, 30.0], device=DEVICE)
+    check(case_of([(25, 18)], heads=4, kv_heads=2, sinks=sinks), backend)
+    check(case_of([(18, 25)], heads=4, kv_heads=2, sinks=sinks, window=4, softcap=8.0), backend)
+    case = case_of([(3, 1)], heads=4, sinks=sinks)
+    ((out, lse),) = case.dense(backend)
+    assert (out[:, :2] == 0).all()
+    torch.testing.assert_close(lse[:, 0], sinks)
+
+
+@each_backend
+def test_nothing_is_seen(backend: str) -> None:
+    check(case_of([(5, 0)]), backend)
+    check(case_of([(5, 0)], causal=False), backend)
+    check(case_of([(0, 9)]), backend)
+    ((out, lse),) = case_of([(20, 3)]).dense(backend)
+    assert (out[:, :17] == 0).all()
+    assert (lse[:, :17] == -torch.inf).all()
+    assert prefill_attention(*torch.zeros(3, 0, 2, 4, 64, device=DEVICE), backend=backend).shape == (0, 2, 4, 64)
+
+
+@each_backend
+def test_one_key_is_its_value(backend: str) -> None:
+    q, (k, v) = torch.randn(1, 3, 40, 64).to(HALF).to(DEVICE), torch.randn(2, 1, 3, 1, 64).to(HALF).to(DEVICE)
+    out = prefill_attention(q, k, v, causal=False, backend=backend)
+    torch.testing.assert_close(out, v.expand_as(out), rtol=0, atol=0)
+
+
+@each_backend
+@pytest.mark.parametrize("causal", [True, False])
+def test_equal_huge_scores_average(backend: str, causal: bool) -> None:
+    """Scores of tens of thousands, all equal: means of the values, and nothing overflows."""
+    k = torch.full((1, 1, 40, 64), 100.0, dtype=HALF, device=DEVICE)
+    v = torch.randn(1, 1, 40, 64).to(HALF).to(DEVICE)
+    out, lse = prefill_attention(k, k, v, causal=causal, return_lse=True, backend=backend)
+    count = torch.arange(1, 41, device=DEVICE).unsqueeze(1) if causal else 40
+    want = (v.float().cumsum(2) if causal else v.float().sum(2, keepdim=True)) / count
+    torch.testing.assert_close(out.float(), want.expand_as(v), rtol=0, atol=2e-3)
+    assert lse.min() > 7.9e4
+
+
+@each_backend
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_large_scores(backend: str, sign: float) -> None:
+    """One key takes all the weight; scores of thousands, also all of them negative."""
+    case = case_of([(30, 30)], loud=3.0)
+    q, k, v = case.sequences[0]
+    k = sign * k.abs() * 20
+    q = q.abs() * 3
+    check(Case([(q, k, v)], {}), "reference")
+    ((out, lse),) = Case([(q, k, v)], {}).dense(backend)
+    assert out.isfinite().all()
+    assert (lse.abs() > 100).all()
+
+
+@each_backend
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_memory_around_is_never_read(backend: str, value: float) -> None:
+    """Views into memory full of NaN and inf: rows before and after, heads beside, the rest of a row."""
+    case = case_of([(21, 37)] * 2, heads=4, kv_heads=2)
+    q, k, v = (torch.stack(x) for x in zip(*case.sequences, strict=True))
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        room = torch.full((x.shape[0] + 2, x.shape[1] + 2, x.shape[2] + 70, x.shape[3] + 16), value, dtype=x.dtype)
+        view = room.to(DEVICE)[1:-1, 1:-1, 3:-67, 8:-8]
+        return view.copy_(x)
+
+    for causal in (True, False):
+        want = prefill_attention(q, k, v, causal=causal, backend=backend)
+        got = prefill_attention(inside(q), inside(k), inside(v), causal=causal, backend=backend)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@each_backend
+def test_strided_inputs(backend: str) -> None:
+    """Of a fused projection, heads before tokens and after, an expanded head; out has q's order of axes."""
+    qkv = torch.randn(2, 30, 8, 64).to(HALF).to(DEVICE)
+    q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 2, 2], 2))
+    want = prefill_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend=backend)
+    got = prefill_attention(q, k, v, backend=backend)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert got.transpose(1, 2).is_contiguous()
+    one = k[:, :1].expand(-1, 2, -1, -1)
+    torch.testing.assert_close(
+        prefill_attention(q, one, v, backend=backend), prefill_attention(q, one.contiguous(), v, backend=backend)
+    )
+    odd = torch.randn(2, 4, 30, 65).to(HALF).to(DEVICE)[..., 1:]  # not 16-byte aligned
+    torch.testing.assert_close(
+        prefill_attention(odd, k, v, backend=backend), prefill_attention(odd.contiguous(), k, v, backend=backend)
+    )
+
+
+@each_backend
+@pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window=6, softcap=4.0)], ids=str)
+def test_packed(backend: str, options: dict) -> None:
+    """Empty sequences, single tokens, sequences without keys, chunks after a prefix; NaN around them."""
+    lengths = [(0, 0), (5, 5), (1, 30), (0, 7), (33, 40), (3, 0), (20, 9)]
+    check(case_of(lengths, **options), backend, packed=True)
+
+
+@each_backend
+def test_packed_with_given_lengths(backend: str) -> None:
+    """Upper bounds are enough; all empty is fine."""
+    check(case_of([(5, 9), (20, 20)]), backend, packed=True, max_seqlen_q=50, max_seqlen_k=90)
+    check(case_of([(0, 0), (0, 0)]), backend, packed=True)
+
+
+@each_backend
+def test_packed_is_dense(backend: str) -> None:
+    """The same numbers either way."""
+    case = case_of([(24, 24)] * 3, heads=4, kv_heads=2)
+    for (a, b), (c, d) in zip(case.dense(backend), case.packed(backend), strict=True):
+        torch.testing.assert_close(a, c, rtol=0, atol=1e-3)
+        torch.testing.assert_close(b, d)
+
+
+@each_backend
+@settings(max_examples=60 if HAS_GPU else 8)
+@given(data=st.data())
+def test_any_case(backend: str, data: st.DataObject) -> None:
+    most = 40 if INTERPRETED else 300
+    sizes = st.integers(0, most) | st.sampled_from([1, 15, 16, 17, 32, 33])
+    count = data.draw(st.integers(1, 3))
+    lengths = [(data.draw(sizes), data.draw(sizes)) for _ in range(count)]
+    kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    options: dict = dict(causal=data.draw(st.booleans()))
+    if options["causal"]:
+        options["window"] = data.draw(st.none() | st.integers(1, most + 5))
+    options["softcap"] = data.draw(st.none() | st.floats(1.0, 50.0))
+    if data.draw(st.booleans()):
+        options["sinks"] = torch.randn(kv_heads * group, device=DEVICE)
+    dim, dtype = data.draw(st.sampled_from([64, 96, 128])), data.draw(st.sampled_from(DTYPES))
+    case = case_of(lengths, heads=kv_heads * group, kv_heads=kv_heads, dim=dim, dtype=dtype, **options)
+    packed = count > 1 and len(set(lengths)) > 1
+    check(case, backend, packed=packed)
+
+
+def test_long_sequences_stay_within_memory() -> None:
+    """8k by 8k in blocks of queries: no matrix of all scores."""
+    q, k, v = torch.randn(3, 1, 1, 8192, 64)
+    out = prefill_attention(q, k, v, backend="reference")
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+
+VARIANTS = [
+    Config(16, 32, 4, 1),
+    Config(32, 16, 4, 1, order=1),
+    Config(16, 16, 4, 1, order=2),
+    Config(16, 32, 4, 1, tma=True),
+    Config(32, 16, 4, 1, tma=True, persistent=True, order=1),
+    Config(16, 16, 4, 1, persistent=True, order=2),
+]
+if HAS_GPU:
+    VARIANTS = [
+        *(Config(m, n, 4 if m == 64 else 8, 2, order=o) for m in (64, 128) for n in (32, 64, 128) for o in (0, 1, 2)),
+        *(Config(64, 64, 4, 3, persistent=True, order=o) for o in (0, 1, 2)),
+    ]
+    if torch.cuda.get_device_capability()[0] == 9:
+        VARIANTS += [Config(m, n, 4 if m == 64 else 8, 2, tma=True) for m in (64, 128) for n in (64, 128)]
+        VARIANTS += [Config(128, 64, 8, 3, tma=True, persistent=True), Config(64, 128, 4, 2, tma=True, registers=128)]
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=lambda config: "-".join(map(str, config)))
+@pytest.mark.parametrize("causal", [True, False])
+def test_triton_variants(config: Config, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way that a table may name, on tiles that overhang."""
+    monkeypatch.setattr(prefill_triton, "config_of", lambda *_: config)
+    size = 1 if INTERPRETED else 7
+    check(case_of([(35 * size, 51 * size)] * 2, heads=4, kv_heads=2, dim=96, causal=causal), "triton")
+    if not causal or HAS_GPU:
+        check(case_of([(32 * size, 64 * size)], causal=causal), "triton")
+
+
+def test_auto_runs() -> None:
+    check(case_of([(20, 30)]), "auto")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton", "cuda"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_captured(backend: str, packed: bool) -> None:
+    """A replay reads what is in the inputs then."""
+    q, k, v = torch.randn(3, 2, 4, 100, 64, device=DEVICE).to(HALF)
+    more: dict = {}
+    if packed:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        ends = torch.tensor([0, 100, 200], dtype=torch.int32, device=DEVICE)
+        more = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=100, max_seqlen_k=100)
+    prefill_attention(q, k, v, backend=backend, **more)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = prefill_attention(q, k, v, backend=backend, **more)
+    q.normal_()
+    graph.replay()
+    torch.testing.assert_close(out, prefill_attention(q, k, v, backend=backend, **more), rtol=0, atol=0)
+
+
+X = torch.zeros(1, 2, 8, 64)
+CU = torch.tensor([0, 8], dtype=torch.int32)
+BAD = {
+    "q: expected a tensor": dict(q=3),
+    "k: expected \\[batch": dict(k=X[0]),
+    "q: expected \\[tokens": dict(cu_seqlens_q=CU, cu_seqlens_k=CU),
+    "q: expected one of": dict(q=X.double()),
+    "k: expected torch.float32 as q": dict(k=X.half()),
+    "q: expected a head_dim of \\(64": dict(q=X[..., :32]),
+    "k: expected a head_dim of 64 as q": dict(k=torch.zeros(1, 2, 8, 128)),
+    "v: expected an inner stride of 1": dict(v=torch.zeros(1, 2, 8, 128)[..., ::2]),
+    "v: expected shape": dict(v=X[:, :, :7]),
+    "k: expected a batch of 1": dict(k=X.expand(2, -1, -1, -1), v=X.expand(2, -1, -1, -1)),
+    "q: expected a multiple of 2 heads": dict(q=torch.zeros(1, 3, 8, 64)),
+    "scale: expected a positive": dict(scale=0.0),
+    "softcap: expected a positive": dict(softcap=-1.0),
+    "window: expected an int": dict(window=0),
+    "window: expected None without causal": dict(window=3, causal=False),
+    "sinks: expected floats \\[2\\]": dict(sinks=torch.zeros(3)),
+    "cu_seqlens_k: expected to be given": dict(cu_seqlens_q=CU),
+    "max_seqlen_q: expected None": dict(max_seqlen_q=8),
+    "backend: expected one of": dict(backend="fast"),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        prefill_attention(**(dict(q=X, k=X, v=X) | BAD[message]))
+
+
+PACKED = dict(q=X[0].transpose(0, 1), k=X[0].transpose(0, 1), v=X[0].transpose(0, 1), cu_seqlens_q=CU, cu_seqlens_k=CU)
+BAD_PACKED = {
+    "cu_seqlens_q: expected int32": dict(cu_seqlens_q=CU.long()),
+    "cu_seqlens_k: expected int32": dict(cu_seqlens_k=CU[:0]),
+    "cu_seqlens_k: expected 2 as": dict(cu_seqlens_k=torch.zeros(3, dtype=torch.int32)),
+    "cu_seqlens_q: expected contiguous": dict(cu_seqlens_q=torch.zeros(4, dtype=torch.int32)[::2]),
+    "max_seqlen_k: expected an int": dict(max_seqlen_k=-1),
+}
+
+
+@pytest.mark.parametrize("message", BAD_PACKED)
+def test_bad_packed_input(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prefill_attention(**(PACKED | BAD_PACKED[message]))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there it is")
+def test_a_backend_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="backend: cuda"):
+        prefill_attention(X, X, X, backend="cuda")
