@@ -13,6 +13,7 @@ import typer
 
 from kvstrata.eval.cli import advise, evaluate
 from kvstrata.hf.cli import generate
+from kvstrata.tune.cli import tune, warmup
 
 if TYPE_CHECKING:
     import torch
@@ -194,6 +195,8 @@ def info(as_json: AsJson = False) -> None:
 app.command()(generate)
 app.command("eval")(evaluate)
 app.command()(advise)
+app.command()(tune)
+app.command()(warmup)
 
 
 def _device(wanted: Device) -> torch.device:

@@ -13,40 +13,57 @@ from kvstrata.eval import plot as quality_plot
 from kvstrata.eval import render as quality_render
 from kvstrata.eval import results as quality
 from kvstrata.eval.results import Quality
+from kvstrata.tune import render as tune_render
+from kvstrata.tune import results as tune
+from kvstrata.tune.results import Gate, Tuning
+
+Result = Report | Quality | Tuning | Gate
 
 
-def load_all(root: Path) -> list[Report | Quality]:
+def load_all(root: Path) -> list[Result]:
     """Every result under `<root>/<machine>/`, GPUs before CPUs."""
     paths = sorted(root.glob("*/*.json"))
-    reports = [quality.load(path) if path.stem == quality.OP else load(path) for path in paths]
+    reports = [_load(path) for path in paths]
     return sorted(reports, key=lambda report: report.machine["slug"].startswith("cpu"))
 
 
-def pick(reports: Iterable[Report | Quality], op: str, machine: str | None = None) -> Report | Quality:
+def _load(path: Path) -> Result:
+    if tune.is_ours(path):
+        return tune.load(path)
+    return quality.load(path) if path.stem == quality.OP else load(path)
+
+
+def pick(reports: Iterable[Result], op: str, machine: str | None = None) -> Result:
     """The result of an op, on the machine named or on the first that has one."""
     for report in reports:
         if report.op == op and machine in (None, report.machine["slug"]):
             return report
-    raise LookupError(f"no result of {op!r}{f' on {machine}' if machine else ''}: run kvstrata bench {op} --save")
+    command = f"tune {op.removeprefix(tune.PREFIX)}" if op.startswith(tune.PREFIX) else f"bench {op}"
+    raise LookupError(f"no result of {op!r}{f' on {machine}' if machine else ''}: run kvstrata {command} --save")
 
 
-def _table(report: Report | Quality, options: dict[str, str]) -> str:
+def _table(report: Result, options: dict[str, str]) -> str:
+    if isinstance(report, (Tuning, Gate)):
+        return tune_render.markdown(report, options)
     return quality_render.markdown(report, options) if isinstance(report, Quality) else markdown(report, options)
 
 
-def render_document(text: str, reports: Sequence[Report | Quality]) -> str:
+def render_document(text: str, reports: Sequence[Result]) -> str:
     """The document with every `kvstrata:<op>` block made anew."""
     for op in dict.fromkeys(re.findall(r"<!--\s*kvstrata:([\w-]+)(?=\s)", text)):
-        known = quality_render.OPTIONS if op == quality.OP else OPTIONS
+        ours = tune_render.OPTIONS if tune.is_ours(Path(op)) else OPTIONS
+        known = quality_render.OPTIONS if op == quality.OP else ours
         text = inject(text, f"kvstrata:{op}", lambda o, op=op: _table(pick(reports, op, o.get("on")), o), known)  # type: ignore[misc]
     return text
 
 
-def figures(reports: Iterable[Report | Quality], folder: Path, suffix: str = ".svg") -> list[Path]:
+def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> list[Path]:
     """One figure per op, machine and group of cases that differ in T alone; one of quality against bytes."""
     made = []
     for report in reports:
         stem = f"{report.op}-{report.machine['slug']}"
+        if isinstance(report, (Tuning, Gate)):
+            continue
         if isinstance(report, Quality):
             made.append(quality_plot.plot(report, folder / f"{stem}{suffix}"))
         else:

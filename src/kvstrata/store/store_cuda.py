@@ -47,6 +47,11 @@ class Config:
         if self.kernel not in ("direct", "staged", "bulk"):
             raise ValueError(f"kernel: expected direct, staged or bulk, got {self.kernel!r}")
 
+    @classmethod
+    def of(cls, choice: tuned.Choice) -> Config:
+        """From the parameters of `space.py`."""
+        return cls("bulk", threads=32, per=choice["rows"]) if choice["kernel"] == "bulk" else cls(**choice)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -103,7 +108,7 @@ def features(shape: Shape) -> dict[str, int | str]:
 def tuned_config(shape: Shape, device: torch.device) -> Config | None:
     """The cut that a tuned table has for this GPU and shape, if it has one that the kernel can run."""
     choice = tuned.lookup("store", torch.cuda.get_device_name(device), features(shape))
-    config = Config(**choice) if choice else None
+    config = Config.of(choice) if choice else None
     return config if config and takes(shape, config) else None
 
 

@@ -1,0 +1,316 @@
+"""The commands `kvstrata tune` and `kvstrata warmup`; `kvstrata.cli` registers them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kvstrata.tune.problems import Problem
+    from kvstrata.tune.results import Gate, Tuning
+    from kvstrata.tune.search import Settings, State
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+TOY_FLUSH = 4 << 20  # bytes, on a CPU
+SIMULATED = 400  # experiments
+NOISE = (0.02, 0.05)
+
+
+def tune(
+    op: Annotated[str, typer.Argument(help="What to tune: store or decode.")],
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Trials of each case; all processes and earlier runs count.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.01, help="Time for all cases; 5 if neither is given.")] = None,
+    only: Annotated[str, typer.Option(metavar="GLOB", help="Only cases whose name matches.")] = "*",
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="FILE_OR_URL", help="Where studies live: a journal file, or sqlite:///tune.db."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest study, or join a process at work on it.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Where to run: auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str, typer.Option(help="cuda, or reference: a toy, to see how it works.")] = "cuda",
+    shared_cap: Annotated[
+        int | None, typer.Option(metavar="BYTES", help="Shared memory of a block; 49152 runs on every GPU.")
+    ] = None,
+    max_registers: Annotated[int, typer.Option(min=16, max=255, help="Registers of a thread.")] = 255,
+    min_occupancy: Annotated[float, typer.Option(min=0, max=1, help="Resident warps, of those possible.")] = 0.1,
+    aa: Annotated[
+        int | None, typer.Option("--aa", metavar="N", min=1, help="No search: N experiments with the gate itself.")
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write RESULTS/<machine>/tune_<op>.json (gate.json), and the table.")
+    ] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder of results.")] = Path("results"),
+    tables: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the table; the cache folder's if none is named.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampler.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search for the fastest configuration of a kernel, and keep it only if statistics say so.
+
+    A configuration is stopped before any launch if its compiled code spills, needs too much shared memory or too many
+    registers, or leaves too few warps resident; then if its output is wrong; then if 40 samples do not show 5 %; and it
+    wins only if 100 more are faster beyond noise. Winners become a table that backend="auto" reads from then on.
+
+    A study may be killed and resumed, and several processes, GPUs or hosts may share it.
+
+    Example: kvstrata tune store --minutes 2 --save
+
+    Example: kvstrata tune decode --only 'mixed*' --trials 60 --storage sqlite:///tune.db --resume
+
+    Example: kvstrata tune store --backend reference --device cpu --trials 4
+
+    Example: kvstrata tune store --aa 200 --save
+    """
+    for package in ("optuna", "scipy"):
+        if importlib.util.find_spec(package) is None:
+            _refuse(f"tune needs {package}: pip install 'kvstrata[tune]'")
+    from kvstrata.tune import render
+    from kvstrata.tune.gates import Limits
+    from kvstrata.tune.results import dumps
+    from kvstrata.tune.search import Settings
+
+    say = _console(stderr=as_json)
+    try:
+        where, arch = _where(device, backend)
+        chosen = _chosen(op, arch, where, backend, only)
+        limits = Limits(shared_cap, max_registers, 0, min_occupancy)
+        if trials is None and minutes is None:
+            minutes = 5.0
+        settings = Settings(trials, None if minutes is None else 60 * minutes, limits)
+        if aa is not None:
+            result: Tuning | Gate = _experiment(chosen, where, aa, revision)
+        else:
+            result = _search(op, chosen, where, arch, backend, settings, storage, resume, seed, revision)
+    except (LookupError, ValueError, OSError, RuntimeError) as error:
+        _refuse(str(error))
+    if as_json:
+        sys.stdout.write(dumps(result))
+    say.print(render.terminal(result))
+    if aa is None:
+        say.print(render.terminal(result, "configurations"), render.terminal(result, "rejected"))
+    for note in render.notes(result):
+        say.print(note, markup=False, highlight=False)
+    if save:
+        for path in _save(op, result, arch, backend, results, tables):
+            say.print(f"Saved: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def warmup(
+    op: Annotated[str | None, typer.Argument(help="store or decode; both if none is named.")] = None,
+    arch: Annotated[str | None, typer.Option(help="Compile for this, such as sm_90; no GPU needed.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Whose table, such as nvidia-h200; all of the architecture if none is named.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=0, help="Processes; 0 compiles in this one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile kernels before they are asked for: the top five of each entry of the tuned table, and the defaults.
+
+    Cubins go to the cache folder, so a first call does not wait. In an image build, name the architecture.
+
+    Example: kvstrata warmup
+
+    Example: kvstrata warmup decode --arch sm_90 --gpu nvidia-h200
+    """
+    from kvstrata import jit
+    from kvstrata.jit.tuned import slug
+    from kvstrata.tune import problems
+    from kvstrata.tune import warmup as heat
+
+    if reason := jit.missing():
+        _refuse(f"warmup: {reason}")
+    import torch
+
+    if op is not None and op not in problems.names():
+        _refuse(f"nothing to compile for {op!r}; there are: {', '.join(problems.names())}")
+    if arch is None:
+        if not torch.cuda.is_available():
+            _refuse("no GPU here: name the architecture, as in kvstrata warmup --arch sm_90")
+        arch, gpu = jit.arch_of(), gpu or slug(torch.cuda.get_device_name())
+    if not arch.startswith("sm_") or not arch[3:].isdigit():
+        _refuse(f"--arch: expected a name such as sm_90, got {arch!r}")
+    start = time.monotonic()
+    result = heat.Warmed(arch, heat.tables_for(arch, gpu))
+    wanted = heat.kernels([op] if op else problems.names(), arch, result.tables)
+    with _progress() as progress:
+        task = progress.add_task(f"compiling for {arch}", total=len(wanted), best="")
+        for _ in heat.compile_all(wanted, jobs, result):
+            progress.advance(task)
+    if as_json:
+        typer.echo(
+            json.dumps({**asdict(result), "cache": str(jit.cache_folder()), "seconds": time.monotonic() - start})
+        )
+    else:
+        known = ", ".join(result.tables) or "none"
+        took = f"{time.monotonic() - start:.1f} s"
+        typer.echo(f"{result.kernels} kernels for {arch} in {jit.cache_folder()} (tables: {known}), {took}")
+        for entry, why in result.failed.items():
+            typer.echo(f"failed: {entry}: {why.splitlines()[0]}", err=True)
+    if result.failed:
+        raise typer.Exit(1)
+
+
+def _where(device: str, backend: str) -> tuple[torch.device, str]:
+    """The device, and the architecture to compile for (its type where nothing is compiled)."""
+    import torch
+
+    from kvstrata import jit
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device: expected auto, cpu or cuda, got {device!r}")
+    if backend not in ("cuda", "reference"):
+        raise ValueError(f"--backend: expected cuda or reference, got {backend!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device")
+    gpu = torch.cuda.is_available() and device != "cpu"
+    if backend == "reference":
+        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), "none"
+    if not gpu:
+        raise ValueError("no GPU here: --backend reference --device cpu tunes a toy, to see how it works")
+    if reason := jit.missing():
+        raise ValueError(f"--backend cuda: {reason}")
+    return torch.device("cuda", torch.cuda.current_device()), jit.arch_of()
+
+
+def _chosen(op: str, arch: str, where: torch.device, backend: str, only: str) -> list[Problem]:
+    from kvstrata.tune import problems
+
+    there = problems.find(op, arch, where, backend)
+    chosen = [problem for problem in there if fnmatch(problem.case, only)]
+    if not chosen:
+        raise ValueError(f"no case matches {only!r}; there are: {', '.join(problem.case for problem in there)}")
+    return chosen
+
+
+def _search(
+    op: str,
+    chosen: list[Problem],
+    where: torch.device,
+    arch: str,
+    backend: str,
+    settings: Settings,
+    storage: str | None,
+    resume: bool,
+    seed: int | None,
+    revision: str | None,
+) -> Tuning:
+    import gc
+    from dataclasses import replace
+
+    import optuna
+    import torch
+
+    from kvstrata.bench.machine import describe
+    from kvstrata.bench.timer import Timer
+    from kvstrata.jit import cache_folder
+    from kvstrata.tune.compiler import Compiler
+    from kvstrata.tune.results import PREFIX, Tuning
+    from kvstrata.tune.search import Search
+    from kvstrata.tune.storage import open_storage, open_study
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    machine = describe(where, revision)
+    method = {"backend": backend, "quick": settings.quick, "confirm": settings.confirm, "final": settings.final}
+    method |= {"limits": asdict(settings.limits), "trials": settings.trials, "seconds": settings.seconds}
+    tuning = Tuning(PREFIX + op, machine, method)
+    studies = open_storage(storage or cache_folder() / "tune" / f"{machine['slug']}.journal")
+    timer = Timer(where, TOY_FLUSH if where.type == "cpu" else None)
+    end = None if settings.seconds is None else time.monotonic() + settings.seconds
+    with Compiler(arch) as compiler, _progress() as progress:
+        for problem in chosen:
+            valid = [choice for choice in problem.space if not problem.invalid(choice)]
+            compiler.ahead(kernel for choice in [problem.default, *valid] for kernel in problem.kernels(choice))
+        for number, problem in enumerate(chosen):
+            task = progress.add_task(problem.case, total=settings.trials or len(problem.space), best="")
+
+            def watch(state: State, task: object = task) -> None:
+                best = f"best {state.best:.2f}x  last: {state.last}"
+                progress.update(task, completed=state.finished, best=best)  # type: ignore[arg-type]
+
+            seconds = None if end is None else max(end - time.monotonic(), 0) / (len(chosen) - number)
+            study = open_study(studies, f"{op}/{problem.case}/{backend}/{machine['slug']}", resume, seed)
+            row = Search(problem, study, timer, compiler, replace(settings, seconds=seconds), watch).run()
+            tuning.rows.append(row)
+            gc.collect()
+            if where.type == "cuda":
+                torch.cuda.empty_cache()
+    return tuning
+
+
+def _experiment(chosen: list[Problem], where: torch.device, n: int, revision: str | None) -> Gate:
+    """A/A and A/B on the longest of the cases, and simulated."""
+    from kvstrata.bench.machine import describe
+    from kvstrata.bench.timer import Timer
+    from kvstrata.tune import decide, experiment
+    from kvstrata.tune.results import GATE, Gate
+
+    problem = max(chosen, key=lambda problem: int(problem.shape["tokens"]))
+    timer = Timer(where, TOY_FLUSH if where.type == "cpu" else None)
+    method = {"quick": decide.QUICK, "confirm": decide.CONFIRM, "case": problem.case}
+    gate = Gate(GATE, describe(where, revision), method)
+    with _progress() as progress:
+        for factor in experiment.FACTORS:
+            task = progress.add_task(f"{problem.case} {factor:g}x", total=n, best="")
+            gate.rows.append(experiment.on_device(problem, timer, factor, n, lambda task=task: progress.advance(task)))  # type: ignore[misc]
+        for noise in NOISE:
+            gate.rows += [experiment.simulated(noise, factor, SIMULATED) for factor in experiment.FACTORS]
+    return gate
+
+
+def _save(
+    op: str, result: Tuning | Gate, arch: str, backend: str, results: Path, tables: Path | None
+) -> Iterator[Path]:
+    from kvstrata.jit.tuned import user_folder
+    from kvstrata.tune import tables as table
+    from kvstrata.tune.results import Tuning
+    from kvstrata.tune.results import save as write
+
+    yield write(result, results)
+    if isinstance(result, Tuning) and backend == "cuda":
+        yield table.save(op, result, arch, tables or user_folder())
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Bars on a terminal; nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TextColumn("{task.fields[best]}"), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        yield progress
+
+
+def _console(stderr: bool) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=200)
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"kvstrata: {message}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,66 @@
+"""Whether a candidate is faster than the incumbent: a cheap look that saves time, then a gate that decides.
+
+    quick     40 samples: at least 5 % faster, or no slower with a better profile
+    confirm   100 samples: 95 % intervals of the medians apart, Hedges' g of at least 0.8, rank test below 0.05
+
+Samples of both are taken in turn (`bench.timer`), so drift falls on both. One sample, however lucky, moves neither a
+median nor a rank; and it widens the spread that g divides by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstrata.bench.stats import Array, Summary, hedges_g, rank_test, summary
+from kvstrata.tune.gates import Profile
+
+QUICK, CONFIRM = 40, 100  # samples
+FASTER = 1.05  # incumbent over candidate
+EFFECT = 0.8
+LEVEL = 0.05
+BETTER_OCCUPANCY = 0.08  # of a multiprocessor's warps
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Two sets of samples compared; `ratio` above 1: the candidate is faster. `failed` says why it is not taken."""
+
+    incumbent: Summary
+    candidate: Summary
+    ratio: float
+    g: float
+    p: float
+    failed: str | None
+
+    @property
+    def faster(self) -> bool:
+        return self.failed is None
+
+
+def better_profile(candidate: Profile, incumbent: Profile) -> bool:
+    """More warps resident, and nothing spilled that was not."""
+    return candidate.spills <= incumbent.spills and candidate.occupancy >= incumbent.occupancy + BETTER_OCCUPANCY
+
+
+def passes_quick(incumbent: Array, candidate: Array, profile_is_better: bool = False) -> bool:
+    """Whether it is worth confirming."""
+    ratio = float(np.median(incumbent) / np.median(candidate))
+    return ratio >= (1.0 if profile_is_better else FASTER)
+
+
+def confirm(incumbent: Array, candidate: Array) -> Verdict:
+    """Whether the candidate is faster beyond noise."""
+    a, b = summary(incumbent), summary(candidate, seed=1)
+    g, p = hedges_g(incumbent, candidate), rank_test(incumbent, candidate)
+    failed = None
+    if b.median >= a.median:
+        failed = f"not faster: {b.median:.2f} us against {a.median:.2f}"
+    elif b.hi >= a.lo:
+        failed = f"the intervals overlap: up to {b.hi:.2f} us against from {a.lo:.2f}"
+    elif g < EFFECT:
+        failed = f"Hedges' g is {g:.2f}, expected at least {EFFECT}"
+    elif p >= LEVEL:
+        failed = f"the rank test says p = {p:.2g}, expected below {LEVEL}"
+    return Verdict(a, b, a.median / b.median, g, p, failed)

@@ -1,0 +1,124 @@
+"""Gates before any launch: what a compiled kernel needs, against what a multiprocessor has.
+
+Registers, spills and static shared memory come from the assembler's report (`jit.usage`), so they are judged on a host
+without a GPU as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstrata import jit
+
+PORTABLE_SHARED = 48 * 1024  # bytes that a block may have on every GPU
+RESERVED = 1024  # bytes of shared memory that the system takes of every block
+KIB = 1024
+
+
+class Rejected(Exception):
+    """A configuration that goes no further: `kind` is one of a few words, the message says why."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Needs:
+    """One kernel of a configuration, as it is launched: threads of a block, bytes asked for at the launch."""
+
+    source: Path
+    entry: str
+    threads: int
+    dynamic: int = 0
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """Of an architecture: bytes of shared memory in all and for one block, warps, blocks, registers."""
+
+    shared: int
+    shared_block: int
+    warps: int = 64
+    blocks: int = 32
+    registers: int = 65536
+
+
+# From the CUDA programming guide's table of compute capabilities.
+SMALL = Multiprocessor(100 * KIB, 99 * KIB, warps=48, blocks=16)
+LARGE = Multiprocessor(228 * KIB, 227 * KIB)
+KNOWN = {"sm_80": Multiprocessor(164 * KIB, 163 * KIB), "sm_90": LARGE, "sm_100": LARGE, "sm_103": LARGE}
+
+
+def multiprocessor(arch: str) -> Multiprocessor:
+    """What one of an architecture has; of one that is not known, what all have."""
+    return KNOWN.get(arch, SMALL)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where configurations stop: bytes of shared memory of a block (None: what the architecture has), registers of a
+    thread, bytes spilled, warps that must be resident as a share of those a multiprocessor can hold."""
+
+    shared: int | None = None
+    registers: int = 255
+    spills: int = 0
+    occupancy: float = 0.1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the compiled kernels of a configuration take: the worst of each."""
+
+    registers: int
+    spills: int
+    shared: int
+    occupancy: float
+
+
+def occupancy(registers: int, shared: int, threads: int, arch: str) -> float:
+    """Resident warps of a kernel as a share of those a multiprocessor can hold."""
+    has, warps = multiprocessor(arch), -(-threads // 32)
+    per_warp = -(-max(registers, 1) * 32 // 256) * 256
+    by_registers = has.registers // per_warp // warps
+    by_shared = has.shared // (shared + RESERVED)
+    return min(by_registers, by_shared, has.warps // warps, has.blocks) * warps / has.warps
+
+
+def check(kernels: Sequence[Needs], usage: Callable[[Needs], jit.Usage], arch: str, limits: Limits) -> Profile:
+    """The profile of a configuration whose kernels pass; Rejected otherwise. `usage` compiles."""
+    has = multiprocessor(arch)
+    cap = has.shared_block if limits.shared is None else min(limits.shared, has.shared_block)
+    found = []
+    for kernel in kernels:
+        if not 32 <= kernel.threads <= 1024 or kernel.threads % 32:
+            raise Rejected("divisibility", f"{kernel.threads} threads: expected whole warps, at most 1024 threads")
+        if kernel.dynamic > cap:
+            raise Rejected("shared memory", f"{kernel.dynamic} bytes of shared memory, the cap is {cap}")
+        try:
+            used = usage(kernel)
+        except jit.CompileError as error:
+            text = str(error)
+            kind = "shared memory" if "too much shared data" in text else "does not compile"
+            raise Rejected(kind, text.splitlines()[-1] if text else kernel.entry) from error
+        shared = kernel.dynamic + used.shared_bytes
+        if shared > cap:
+            raise Rejected("shared memory", f"{shared} bytes of shared memory, the cap is {cap}")
+        if used.spill_bytes > limits.spills:
+            raise Rejected("spills", f"{used.spill_bytes} bytes spilled, {limits.spills} are allowed")
+        if used.registers > limits.registers:
+            raise Rejected("registers", f"{used.registers} registers, {limits.registers} are allowed")
+        resident = occupancy(used.registers, shared, kernel.threads, arch)
+        if resident == 0 or resident < limits.occupancy:
+            raise Rejected("occupancy", f"{resident:.0%} of the warps are resident, at least {limits.occupancy:.0%}")
+        found.append(Profile(used.registers, used.spill_bytes, shared, resident))
+    if not found:
+        return Profile(0, 0, 0, 1.0)
+    return Profile(
+        max(p.registers for p in found),
+        max(p.spills for p in found),
+        max(p.shared for p in found),
+        min(p.occupancy for p in found),
+    )

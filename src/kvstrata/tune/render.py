@@ -1,0 +1,108 @@
+"""Tables of searches and of the gate: in the terminal, and as Markdown between the markers of a document.
+
+    <!-- kvstrata:tune_store -->
+    <!-- /kvstrata:tune_store -->
+
+`table` is `speed` (winners against defaults), `configurations` or `rejected`; of a gate, `rates`. `on` names the
+machine.
+"""
+
+from __future__ import annotations
+
+from rich.markup import escape
+from rich.table import Table
+
+from kvstrata.tune import decide
+from kvstrata.tune.results import Gate, Rate, Tuning
+from kvstrata.tune.space import show
+
+OPTIONS = {"table", "on"}
+Grid = tuple[list[str], list[list[str]]]
+
+
+def _speed(tuning: Tuning) -> Grid:
+    header = ["case", "default us", "95 %", "tuned us", "95 %", "speed-up", "trials"]
+    lines = []
+    for row in tuning.rows:
+        finished = str(row.trials["complete"] + row.trials["pruned"])
+        tuned = ["default stays", "", ""]
+        if row.tuned is not None:
+            speed = f"{row.ratio:.2f}x [{row.lo:.2f}, {row.hi:.2f}]"
+            tuned = [f"{row.tuned.median:.2f}", f"{row.tuned.lo:.2f}-{row.tuned.hi:.2f}", speed]
+        default = [f"{row.default.median:.2f}", f"{row.default.lo:.2f}-{row.default.hi:.2f}"]
+        lines.append([row.case, *default, *tuned, f"{finished} of {row.space}"])
+    return header, lines
+
+
+def _configurations(tuning: Tuning) -> Grid:
+    lines = [[row.case, show(row.default_choice), show(row.choice)] for row in tuning.rows]
+    return ["case", "default", "tuned"], lines
+
+
+def _rejected(tuning: Tuning) -> Grid:
+    kinds = sorted({kind for row in tuning.rows for kind in row.rejected})
+    lines = [[row.case, *(str(row.rejected.get(kind, "")) for kind in kinds)] for row in tuning.rows]
+    return ["case", *kinds], lines
+
+
+def _rates(gate: Gate) -> Grid:
+    def share(row: Rate, count: int) -> str:
+        from scipy.stats import binomtest
+
+        interval = binomtest(count, row.n).proportion_ci()
+        return f"{100 * count / row.n:.1f} % [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+
+    header = ["samples", "candidate is", "measured", "experiments", "past the quick gate", "confirmed", "both"]
+    lines = []
+    for row in gate.rows:
+        faster = "the same" if row.factor == 1 else f"{row.factor:g}x as fast"
+        measured = "" if row.measured is None else f"{row.measured:.3f}x"
+        shares = [share(row, count) for count in (row.quick, row.confirm, row.promoted)]
+        lines.append([row.samples, faster, measured, str(row.n), *shares])
+    return header, lines
+
+
+TABLES = {"speed": _speed, "configurations": _configurations, "rejected": _rejected}
+
+
+def grid(result: Tuning | Gate, table: str | None = None) -> Grid:
+    if isinstance(result, Gate):
+        if table not in (None, "rates"):
+            raise ValueError(f"table {table!r}: expected rates")
+        return _rates(result)
+    if (table or "speed") not in TABLES:
+        raise ValueError(f"table {table!r}: expected one of {', '.join(TABLES)}")
+    return TABLES[table or "speed"](result)
+
+
+def caption(result: Tuning | Gate) -> str:
+    machine, v = result.machine, result.machine["versions"]
+    revision = (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
+    where = f"{result.op} on {machine['name']}, torch {v['torch']}, revision {revision}, {machine['date'][:10]}"
+    if isinstance(result, Gate):
+        return f"{where}: {decide.QUICK} samples, then {decide.CONFIRM}; rates with their exact 95 % intervals"
+    backend, seconds = result.method["backend"], sum(row.seconds for row in result.rows)
+    return f"{where}, backend {backend}: medians of {result.method['final']} fresh samples, {seconds:.0f} s of search"
+
+
+def notes(result: Tuning | Gate) -> list[str]:
+    """What the table cannot hold."""
+    return [f"{row.case}: {row.note}" for row in result.rows if row.note] if isinstance(result, Tuning) else []
+
+
+def markdown(result: Tuning | Gate, options: dict[str, str]) -> str:
+    header, lines = grid(result, options.get("table"))
+    words = 3 if options.get("table") == "configurations" else 2 if isinstance(result, Gate) else 1
+    rule = ["---"] * words + ["---:"] * (len(header) - words)
+    rows = ["| " + " | ".join(line) + " |" for line in [header, rule, *lines]]
+    return "\n".join([*rows, "", f"<sub>{caption(result)}.</sub>"])
+
+
+def terminal(result: Tuning | Gate, table: str | None = None) -> Table:
+    header, lines = grid(result, table)
+    made = Table(title=escape(caption(result)) if table is None else table, title_justify="left")
+    for i, name in enumerate(header):
+        made.add_column(name, justify="left" if i == 0 or table == "configurations" else "right", no_wrap=i == 0)
+    for line in lines:
+        made.add_row(*(escape(cell) for cell in line))
+    return made

@@ -1,0 +1,120 @@
+"""Studies that outlive a kill and that several processes share: a journal file, or any SQL database by URL.
+
+A trial says who works on it. One whose process is gone (or, of another host, that nobody finished in ten minutes) is
+put back into the queue by whoever asks next. The journal is guarded by a lock that the kernel takes back from the dead,
+and a line that was cut off by a kill is removed before the next one is written.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import optuna
+from optuna.storages import JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+OWNER = "owner"
+STALE = datetime.timedelta(minutes=10)  # of a trial on another host; one takes seconds
+BLOCK = 1 << 16
+
+
+class Lock:
+    """`flock` on a file beside the journal: gone with the process that holds it, however that ends."""
+
+    def __init__(self, journal: Path) -> None:
+        self.journal, self.path = journal, journal.with_name(journal.name + ".lock")
+
+    def acquire(self) -> bool:
+        self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(self.handle, fcntl.LOCK_EX)
+        if self.journal.exists():
+            _cut_half_line(self.journal)
+        return True
+
+    def release(self) -> None:
+        os.close(self.handle)
+
+
+def _cut_half_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        end = at = file.seek(0, os.SEEK_END)
+        while at > 0:
+            start = max(at - BLOCK, 0)
+            file.seek(start)
+            if (found := file.read(at - start).rfind(b"\n")) >= 0:
+                at = start + found + 1
+                break
+            at = start
+        if at < end:
+            file.truncate(at)
+
+
+def open_storage(where: str | Path) -> optuna.storages.BaseStorage:
+    """A storage from a URL such as sqlite:///tune.db, or from the path of a journal file."""
+    if "://" in str(where):
+        try:
+            return RDBStorage(str(where))
+        except ImportError as error:
+            raise ValueError(f"storage: {where} needs a package that is not here: {error}") from error
+    path = Path(where)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return JournalStorage(JournalFileBackend(str(path), Lock(path)))  # type: ignore[arg-type]
+
+
+def open_study(storage: optuna.storages.BaseStorage, name: str, resume: bool, seed: int | None = None) -> optuna.Study:
+    """A new study of that name; with `resume` the newest that is there, which another process may be at work on."""
+    there = [summary.study_name for summary in optuna.get_all_study_summaries(storage, include_best_trial=False)]
+    numbers = [int(n.rpartition("#")[2]) for n in there if n.rpartition("#")[0] == name]
+    number = max(numbers, default=0 if not resume else 1) + (0 if resume else 1)
+    return optuna.create_study(
+        storage=storage,
+        study_name=f"{name}#{number}",
+        load_if_exists=True,
+        sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=8),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=6, n_warmup_steps=10),
+    )
+
+
+def owner() -> str:
+    """Who works on a trial: a host, which is not named, and a process."""
+    return f"{hashlib.sha256(platform.node().encode()).hexdigest()[:12]}:{os.getpid()}"
+
+
+def _alone(trial: FrozenTrial) -> bool:
+    """Whether nobody works on a running trial any more."""
+    host, _, pid = str(trial.user_attrs.get(OWNER, "")).rpartition(":")
+    if host and host == owner().rpartition(":")[0]:
+        return not _alive(int(pid))
+    return trial.datetime_start is not None and datetime.datetime.now() - trial.datetime_start > STALE
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def put_back(study: optuna.Study) -> int:
+    """Queue again what a dead process left; how many there were."""
+    found = 0
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        if not _alone(trial):
+            continue
+        try:
+            study.tell(trial.number, state=TrialState.FAIL)
+        except (ValueError, RuntimeError):  # another process was faster
+            continue
+        if trial.params:
+            study.enqueue_trial(trial.params)
+        found += 1
+    return found
