@@ -6,7 +6,7 @@ them, `replay` feeds a step's metadata to a captured graph. Beside it: `jit` tur
 measures and proves.
 """
 
-from .attention import DecodePlan, PagedCache, decode_attention, prefill_attention
+from .attention import DecodePlan, PagedCache, decode_attention, prefill_attention, prefill_attention_cached
 from .cache import TieredCache, dequantize, quantize
 from .replay import CopyPlan, GraphRunner, fused_copy_replay_data
 from .store import store_kv
@@ -23,6 +23,7 @@ __all__ = [
     "dequantize",
     "fused_copy_replay_data",
     "prefill_attention",
+    "prefill_attention_cached",
     "quantize",
     "store_kv",
 ]

@@ -17,9 +17,9 @@ def decode(job: Job) -> Result:
     with torch.no_grad():
         lengths = _lengths(job)
         if sum(lengths) * 2 >= max(lengths, default=0) * len(lengths):
-            return _decode(job, lengths)
+            return decode_at(job, lengths)
         results = [
-            _decode(job._replace(q=job.q[i : i + 1], requests=[request]), lengths[i : i + 1])
+            decode_at(job._replace(q=job.q[i : i + 1], requests=[request]), lengths[i : i + 1])
             for i, request in enumerate(job.requests)
         ]
         out, lse, mass = zip(*results, strict=True)
@@ -61,7 +61,8 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, certain: bool) ->
     return weights
 
 
-def _decode(job: Job, lengths: list[int]) -> Result:
+def decode_at(job: Job, lengths: list[int]) -> Result:
+    """Requests as if they were ``lengths`` long: later tokens are hidden, but from a single query, which is the last."""
     batch, q_len, heads, dim = job.q.shape
     kv_heads, group, device = job.kv_heads, job.group, job.q.device
     groups, rows = batch * kv_heads, q_len * group

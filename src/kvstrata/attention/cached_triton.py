@@ -1,0 +1,319 @@
+"""``prefill_attention_cached`` in Triton: a chunk of the cache as 16-bit rows, then attention over it, and so on.
+
+    pages of all tiers ──stage_kernel──▶ rows of a chunk (stay in the L2 cache) ──chunk_kernel──▶ sums ──▶ .. ──▶ out
+
+Hundreds of queries read the same tokens, so a token is unpacked once, to the model's space, by whole pages: levels
+times a Hadamard matrix of +-1, which tensor cores do exactly, then scale and centre. The tokens of a (request, KV head)
+are numbered page by page, tier after tier; order does not matter, positions decide what a query sees. Slots of a page
+without a token get the position AFTER_ALL. For every page the smallest and largest position are kept, so that blocks
+which all queries see run without a mask.
+
+Rows of a program of chunk_kernel: the query heads of one KV head, query by query. Its sums wait in memory between
+chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..cache.pages_triton import page_address
+from ..layout.rotation import hadamard
+from .cached import CachedJob
+from .decode_triton import _on_device, _positions
+from .prefill import Result
+from .prefill_triton import LN2, LOG2E, processors_of
+from .unpack_triton import load_levels, load_scales, widen
+
+AFTER_ALL = tl.constexpr(0x7FFFFFFF)
+STAGED = 24 << 20  # bytes of K and V rows in a chunk, that the L2 cache may keep them
+
+
+@triton.jit
+def _pages(count_ptr, length, TIERS: tl.constexpr, TOKENS: tl.constexpr):
+    """Of a (request, KV head)."""
+    if TIERS == 0:
+        total = tl.cdiv(length, TOKENS)
+    else:
+        total = 0
+        for tier in tl.static_range(TIERS):
+            total += tl.cdiv(tl.load(count_ptr + tier), TOKENS)
+    return total
+
+
+@triton.jit
+def _restore(levels, scales, hadamard_ptr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows in the model's space, float32, from levels ``[TOKENS, WIDE]`` and their scales."""
+    if BLOCK > 1:
+        dim = tl.arange(0, WIDE)
+        inside = (dim < DIM)[:, None] & (dim < DIM)[None, :]
+        turn = tl.load(hadamard_ptr + dim[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+        levels = tl.dot(levels.to(tl.float16), turn)  # both exact in float16
+        scales *= BLOCK**-0.5
+    return levels * scales[:, None]
+
+
+@triton.jit
+def stage_kernel(
+    k_rows_ptr, v_rows_ptr, position_ptr, bounds_ptr, requests_ptr, length_ptr, table_ptr, count_ptr, centre_ptr,
+    pointers_ptr, offsets_ptr, hadamard_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_length, stride_table_r,
+    stride_table_h, stride_table_t, stride_count_r, stride_count_h, stride_centre_r, stride_centre_h, stride_k_page,
+    stride_k_row, stride_k_head, stride_v_page, stride_v_row, stride_v_head, units, first, slots,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TIERS: tl.constexpr, FORMATS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, POSITION_BYTES: tl.constexpr,
+    MANTISSA: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Page ``first + program_id(1)`` of a (request, KV head) to its rows of the chunk.
+
+    TIERS 0: TOKENS tokens of a PagedCache, whose own pages have PAGE slots.
+    """
+    bucket, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
+    request = tl.load(requests_ptr + batch).to(tl.int64)
+    length = tl.load(length_ptr + request * stride_length)
+    count_ptr += request * stride_count_r + kv_head * stride_count_h
+    total = _pages(count_ptr, length, TIERS, TOKENS)
+    token, dim = tl.arange(0, TOKENS), tl.arange(0, WIDE)
+    mask_d = (dim < DIM)[None, :]
+    number = first + place  # of the page; past the last, up to a whole block, rows are empty
+    row = bucket * slots + place * TOKENS + token
+    out = row[:, None] * DIM + dim[None, :]
+    mask_out = mask_d & (token >= 0)[:, None]
+    bounds = bounds_ptr + (bucket * (slots // TOKENS) + place) * 2
+    if number >= total:
+        if place * TOKENS < tl.cdiv((total - first) * TOKENS, BLOCK_N) * BLOCK_N:
+            zero = tl.zeros((TOKENS, WIDE), k_rows_ptr.dtype.element_ty)
+            tl.store(k_rows_ptr + out, zero, mask=mask_out)
+            tl.store(v_rows_ptr + out, zero, mask=mask_out)
+            tl.store(position_ptr + row, tl.full((TOKENS,), AFTER_ALL, tl.int32))
+            tl.store(bounds, AFTER_ALL)
+            tl.store(bounds + 1, AFTER_ALL)
+    else:
+        k = tl.zeros((TOKENS, WIDE), tl.float32)
+        v = tl.zeros((TOKENS, WIDE), tl.float32)
+        position = tl.zeros((TOKENS,), tl.int32)
+        live = token < 0
+        if TIERS == 0:
+            k_scale, v_scale = 1.0, 1.0
+            if SCALED > 0:
+                k_scale = tl.load(k_scale_ptr + kv_head % SCALED)
+                v_scale = tl.load(v_scale_ptr + kv_head % SCALED)
+            position = number * TOKENS + token
+            live = position < length
+            entry = table_ptr + request * stride_table_r + position // PAGE
+            page, slot = tl.load(entry, mask=live, other=0).to(tl.int64), position % PAGE
+            mask = live[:, None] & mask_d
+            k_at = page * stride_k_page + slot * stride_k_row + kv_head * stride_k_head
+            v_at = page * stride_v_page + slot * stride_v_row + kv_head * stride_v_head
+            k = widen(tl.load(k_ptr + k_at[:, None] + dim[None, :], mask=mask, other=0), MANTISSA) * k_scale
+            v = widen(tl.load(v_ptr + v_at[:, None] + dim[None, :], mask=mask, other=0), MANTISSA) * v_scale
+        else:
+            pages_ptr = table_ptr + request * stride_table_r + kv_head * stride_table_h
+            before = 0
+            for tier in tl.static_range(TIERS):
+                count = tl.load(count_ptr + tier)
+                mine = number - before
+                before += tl.cdiv(count, TOKENS)
+                if (mine >= 0) & (number < before):
+                    page = page_address(pointers_ptr, tl.load(pages_ptr + tier * stride_table_t + mine), units)
+                    live = mine * TOKENS + token < count
+                    mask = live[:, None] & mask_d
+                    at = offsets_ptr + 3 * tier
+                    v_offset, scale_offset = tl.load(at), tl.load(at + 1)
+                    position = _positions(page, tl.load(at + 2), token, live, POSITION_BYTES)
+                    if tier == 0:
+                        pair = token[:, None] * DIM + dim[None, :]
+                        rows = tl.pointer_type(k_rows_ptr.dtype.element_ty)
+                        k = tl.load(page.to(rows) + pair, mask=mask, other=0.0).to(tl.float32)
+                        v = tl.load((page + v_offset).to(rows) + pair, mask=mask, other=0.0).to(tl.float32)
+                    else:
+                        K_BITS: tl.constexpr = (FORMATS >> (8 * tier)) & 15
+                        V_BITS: tl.constexpr = (FORMATS >> (8 * tier + 4)) & 15
+                        words = tl.pointer_type(tl.int32)
+                        scale_ptr = (page + scale_offset).to(tl.pointer_type(tl.float16))
+                        k = load_levels(page.to(words), token[:, None], dim[None, :], mask, K_BITS, DIM, TOKENS, True)
+                        k = _restore(k, load_scales(scale_ptr, token, live, 0), hadamard_ptr, DIM, WIDE, BLOCK)
+                        if CENTRED:
+                            at = request * stride_centre_r + kv_head * stride_centre_h + dim
+                            k += tl.load(centre_ptr + at, mask=dim < DIM, other=0.0)[None, :]
+                        v = load_levels(
+                            (page + v_offset).to(words), token[:, None], dim[None, :], mask, V_BITS, DIM, TOKENS, False
+                        )
+                        v = _restore(v, load_scales(scale_ptr, token, live, 1), hadamard_ptr, DIM, WIDE, BLOCK)
+        position = tl.where(live, position, AFTER_ALL)
+        tl.store(k_rows_ptr + out, k.to(k_rows_ptr.dtype.element_ty), mask=mask_out)
+        tl.store(v_rows_ptr + out, v.to(v_rows_ptr.dtype.element_ty), mask=mask_out)
+        tl.store(position_ptr + row, position)
+        tl.store(bounds, tl.min(position, 0))
+        tl.store(bounds + 1, tl.max(position, 0))
+
+
+@triton.jit
+def chunk_kernel(
+    q_ptr, k_ptr, v_ptr, position_ptr, bounds_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr, requests_ptr,
+    starts_ptr, length_ptr, count_ptr, stride_qt, stride_qh, stride_length, stride_count_r, stride_count_h, first,
+    slots, rows_of_all, factor, softcap, window,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TIERS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M query rows of a (request, KV head) over the chunk; the FIRST of all chunks begins the sums, LAST ends."""
+    bucket = tl.program_id(1).to(tl.int64)
+    batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
+    begin = tl.load(starts_ptr + batch)
+    new = tl.load(starts_ptr + batch + 1) - begin
+    start_row = tl.program_id(0) * BLOCK_M
+    if start_row < new * GROUP:
+        request = tl.load(requests_ptr + batch).to(tl.int64)
+        length = tl.load(length_ptr + request * stride_length)
+        count_ptr += request * stride_count_r + kv_head * stride_count_h
+        row, dim = start_row + tl.arange(0, BLOCK_M), tl.arange(0, WIDE)
+        mask_row = row < new * GROUP
+        query, head = row // GROUP, kv_head * GROUP + row % GROUP
+        own = length - new + query
+        first_own = length - new + start_row // GROUP
+        mask_q = mask_row[:, None] & (dim < DIM)[None, :]
+        at = (begin + query).to(tl.int64)
+        q = tl.load(q_ptr + (at * stride_qt + head * stride_qh)[:, None] + dim[None, :], mask=mask_q, other=0.0)
+        state = kv_head * rows_of_all + begin.to(tl.int64) * GROUP + row
+        if FIRST:
+            top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            acc = tl.zeros((BLOCK_M, WIDE), tl.float32)
+        else:
+            top = tl.load(stats_ptr + state * 2, mask=mask_row, other=float("-inf"))
+            total = tl.load(stats_ptr + state * 2 + 1, mask=mask_row, other=0.0)
+            acc = tl.load(acc_ptr + state[:, None] * DIM + dim[None, :], mask=mask_q, other=0.0)
+        pages = tl.minimum(tl.maximum(_pages(count_ptr, length, TIERS, TOKENS) - first, 0), slots // TOKENS)
+        offs = tl.arange(0, BLOCK_N)
+        k_base, v_base = k_ptr + bucket * slots * DIM, v_ptr + bucket * slots * DIM
+        position_ptr += bucket * slots
+        bounds_ptr += bucket * (slots // TOKENS) * 2
+        mask_d = (dim < DIM)[None, :]
+        for start in tl.range(0, pages * TOKENS, BLOCK_N):
+            tile = (start + offs)[:, None] * DIM + dim[None, :]
+            k = tl.load(k_base + tile) if DIM == WIDE else tl.load(k_base + tile, mask=mask_d, other=0.0)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scaled = factor
+            if CAPPED:
+                s = (softcap - 2.0 * softcap / (tl.exp2(s * (factor * LOG2E)) + 1.0)) * LOG2E
+                scaled = 1.0
+            latest = tl.load(bounds_ptr + start // TOKENS * 2 + 1)
+            earliest = tl.load(bounds_ptr + start // TOKENS * 2)
+            for page in tl.static_range(1, BLOCK_N // TOKENS):
+                latest = tl.maximum(latest, tl.load(bounds_ptr + (start // TOKENS + page) * 2 + 1))
+                earliest = tl.minimum(earliest, tl.load(bounds_ptr + (start // TOKENS + page) * 2))
+            hidden = latest > first_own
+            if WINDOWED:
+                hidden = hidden | (earliest <= first_own + (BLOCK_M - 1) // GROUP + 1 - window)
+            if hidden:
+                position = tl.load(position_ptr + start + offs)[None, :]
+                seen = position <= own[:, None]
+                if WINDOWED:
+                    seen = seen & (position > own[:, None] - window)
+                s = tl.where(seen, s, float("-inf"))
+            new_top = tl.maximum(top, tl.max(s, 1) * scaled)
+            safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(s * scaled - safe[:, None])
+            old = tl.exp2(top - safe)
+            v = tl.load(v_base + tile) if DIM == WIDE else tl.load(v_base + tile, mask=mask_d, other=0.0)
+            total = total * old + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+            top = new_top
+        if LAST:
+            if SINKS:
+                sink = tl.load(sinks_ptr + head) * LOG2E
+                new_top = tl.maximum(top, sink)
+                safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+                old = tl.exp2(top - safe)
+                total = total * old + tl.exp2(sink - safe)
+                acc = acc * old[:, None]
+                top = new_top
+            some = tl.where(total == 0.0, 1.0, total)
+            at = (begin + query).to(tl.int64) * (KV_HEADS * GROUP) + head
+            value = (acc / some[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + at[:, None] * DIM + dim[None, :], value, mask=mask_q)
+            if LSE:
+                lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(some)) * LN2)
+                tl.store(lse_ptr + at, lse, mask=mask_row)
+        else:
+            tl.store(stats_ptr + state * 2, top, mask=mask_row)
+            tl.store(stats_ptr + state * 2 + 1, total, mask=mask_row)
+            tl.store(acc_ptr + state[:, None] * DIM + dim[None, :], acc, mask=mask_q)
+
+
+@functools.lru_cache(maxsize=16)
+def _signs(dim: int, device: torch.device) -> torch.Tensor:
+    """The rotation without its factor: 1, -1 and 0."""
+    return hadamard(dim).sign().half().to(device)
+
+
+def _source(job: CachedJob) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Tensors, numbers and constants that say where the tokens are; as decode's kernel takes them."""
+    from . import op
+    from .decode_triton import _paged, _tiered
+
+    q = job.q.unsqueeze(0)
+    like = op.Job(q, job.buckets, job.paged, job.requests, job.kv_heads, job.max_length, job.scale, None, None, None,
+                  False, False)  # fmt: skip
+    return _tiered(like) if job.buckets is not None else _paged(like)
+
+
+def run(job: CachedJob) -> Result:
+    """Launches for a checked job: two a chunk."""
+    q, device = job.q, job.q.device
+    tokens, heads, dim = q.shape
+    group, buckets = heads // job.kv_heads, len(job.requests) * job.kv_heads
+    out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    lse = torch.empty(tokens, heads, device=device) if job.return_lse else None
+    if tokens == 0:
+        return out, lse
+    tensors, numbers, constants = _source(job)
+    length, table, count, centre, pointers, offsets, k, v, k_scale, v_scale = tensors
+    interpreted, hopper = device.type != "cuda", processors_of(device)[1]
+    tiers, constants["PAGE"] = constants["TIERS"], constants["TOKENS"]
+    if tiers == 0:
+        constants["TOKENS"] = 16 if interpreted else 64
+    page_tokens = constants["TOKENS"]
+    wide, size = triton.next_power_of_2(dim), q.element_size()
+    narrow = interpreted or size == 4 or (dim > 128 and not hopper)
+    block_m, block_n = (16, 16) if interpreted else (64, 32) if narrow else (128, 64)
+    block_n = max(block_n, page_tokens)
+    # Slots of a chunk: a whole number of blocks and pages; all tokens, each tier with a page that is not full.
+    needed = triton.cdiv(job.max_length + max(tiers, 1) * page_tokens, block_n) * block_n
+    slots = max(STAGED // (buckets * dim * size * 2) // block_n, 1) * block_n
+    slots = min(slots, needed)
+    chunks = triton.cdiv(needed, slots)
+    rows = torch.empty(2, buckets * slots, dim, dtype=q.dtype, device=device)
+    positions = torch.empty(buckets * slots, dtype=torch.int32, device=device)
+    bounds = torch.empty(buckets * (slots // page_tokens), 2, dtype=torch.int32, device=device)
+    sums = torch.empty(job.kv_heads * tokens * group * (dim + 2) if chunks > 1 else 1, device=device)
+    acc, stats = sums[: -2 * job.kv_heads * tokens * group], sums[-2 * job.kv_heads * tokens * group :]
+    requests = _on_device(tuple(job.requests), device)
+    starts = [0]
+    for new in job.new:
+        starts.append(starts[-1] + new)
+    factor = job.scale * LOG2E.value if job.softcap is None else 2 * job.scale / job.softcap
+    grid = (triton.cdiv(max(job.new) * group, block_m), buckets)
+    shape = dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=wide, BLOCK_N=block_n)
+    with torch.cuda.device_of(q):
+        for chunk in range(chunks):
+            first = chunk * slots // page_tokens
+            stage_kernel[(buckets, slots // page_tokens)](
+                rows[0], rows[1], positions, bounds, requests, length, table, count, centre, pointers, offsets,
+                _signs(dim, device), k, v, k_scale, v_scale, *numbers, first, slots, **shape, **constants, num_warps=8,
+            )  # fmt: skip
+            chunk_kernel[grid](
+                q, rows[0], rows[1], positions, bounds, acc, stats, out, out if lse is None else lse,
+                out if job.sinks is None else job.sinks, requests, _on_device(tuple(starts), device), length, count,
+                *q.stride()[:2], numbers[0], *numbers[4:6], first, slots, tokens * group, factor, job.softcap or 0.0,
+                job.window or 0, GROUP=group, TIERS=tiers, TOKENS=page_tokens, BLOCK_M=block_m, FIRST=chunk == 0,
+                LAST=chunk == chunks - 1, WINDOWED=job.window is not None, CAPPED=job.softcap is not None,
+                SINKS=job.sinks is not None, LSE=lse is not None, PRECISION="ieee" if size == 4 else "tf32",
+                num_warps=4 if narrow else 8, num_stages=1 if narrow else 2, **shape,
+            )  # fmt: skip
+    return out, lse

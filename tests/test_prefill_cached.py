@@ -1,0 +1,193 @@
+"""prefill_attention_cached: every backend against decode's float32 model on the packed bytes (decode_model.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import HAS_GPU
+from decode_model import DEVICE, EPS, INTERPRETED, Case, filled, poison_tails
+from kvstrata import PagedCache, TieredCache, decode_attention, prefill_attention_cached
+from kvstrata.attention import cached_triton
+
+HALF = torch.bfloat16 if HAS_GPU else torch.float16
+each_backend = pytest.mark.parametrize("backend", ["reference", "triton"])
+
+
+def few(backend: str, chosen: bool) -> None:
+    if backend == "triton" and INTERPRETED and not chosen:
+        pytest.skip("one kind is enough under the interpreter")
+
+
+def check(
+    cache: TieredCache | PagedCache, lengths: list[int], new: list[int], backend: str, group: int = 2, **options: object
+) -> None:
+    """Ragged new tokens, request by request against the model."""
+    dtype = cache.dtype if isinstance(cache, TieredCache) else HALF
+    heads = cache.kv_heads * group
+    generator = torch.Generator().manual_seed(7)
+    q = torch.randn(sum(new), heads, cache.head_dim, generator=generator).to(dtype).to(DEVICE)
+    out, lse = prefill_attention_cached(q, cache, lengths=new, return_lse=True, backend=backend, **options)
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:2]
+    first = 0
+    for request, (length, n) in enumerate(zip(lengths, new, strict=True)):
+        part = slice(first, first + n)
+        first += n
+        if n == 0:
+            continue
+        case = Case(cache, q[part].unsqueeze(0), [request], [length], options=options)
+        (want, want_lse, _), (low, low_lse, _) = case.expected(), case.expected(low=True)
+        for a, b, c, eps in (
+            (out[part], want[0], low[0], EPS[dtype]),
+            (lse[part], want_lse[0], low_lse[0], EPS[torch.float32]),
+        ):
+            a = a.float().cpu()
+            assert torch.equal(a.isfinite(), b.isfinite())
+            live = b.isfinite()
+            assert torch.equal(a[~live], b[~live])
+            if live.any():
+                largest = b[live].abs().max().clamp(min=1e-3)
+                # rows of K and V are rounded to the dtype once more: an eps of every score
+                allowed = 2 * (c - b)[live].abs().max() + 4 * (eps + EPS[dtype]) * largest
+                assert (a - b)[live].abs().max() <= allowed
+
+
+@each_backend
+@pytest.mark.parametrize("tiers", [("K4V4",), ("K8V8", "K4V4", "K3V3", "K2V2")], ids=str)
+def test_tiers(backend: str, tiers: tuple[str, ...]) -> None:
+    lengths = [60, 9, 33]
+    check(filled(lengths, tiers=tiers, dtype=HALF), lengths, [20, 9, 1], backend)
+
+
+@each_backend
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+def test_head_dims(backend: str, dim: int) -> None:
+    few(backend, dim == 96)
+    check(filled([50], tiers=("K4V3",), dim=dim, dtype=HALF), [50], [13], backend)
+
+
+@each_backend
+@pytest.mark.parametrize("page_tokens", [16, 32, 64])
+def test_pages(backend: str, page_tokens: int) -> None:
+    few(backend, page_tokens != 32)
+    lengths = [70, 3]
+    check(filled(lengths, tiers=("K4V4", "K2V2"), page_tokens=page_tokens, dtype=HALF), lengths, [17, 2], backend)
+
+
+@each_backend
+@pytest.mark.parametrize("options", [dict(window=1), dict(window=12), dict(softcap=4.0), dict(scale=0.3)], ids=str)
+def test_options(backend: str, options: dict) -> None:
+    lengths = [55, 20]
+    check(filled(lengths, dtype=HALF, tiers=("K4V4",)), lengths, [24, 5], backend, **options)
+
+
+@each_backend
+def test_sinks_and_float32(backend: str) -> None:
+    lengths = [40, 0, 6]
+    sinks = torch.tensor([-torch.inf, 0.0, 2.0, 9.0], device=DEVICE)
+    check(filled(lengths, tiers=("K8V4",)), lengths, [7, 0, 6], backend, sinks=sinks)
+
+
+@each_backend
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_query_heads_per_kv_head(backend: str, group: int) -> None:
+    check(filled([40], tiers=("K4V4",), dtype=HALF), [40], [11], backend, group=group)
+
+
+@each_backend
+def test_several_chunks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums go from chunk to chunk; a chunk may hold nothing of a request."""
+    monkeypatch.setattr(cached_triton, "STAGED", 1)
+    lengths = [75, 16] if INTERPRETED else [500, 70]
+    cache = filled(lengths, tiers=("K4V4", "K2V2"), dtype=HALF)
+    check(cache, lengths, [18, 16], backend, window=40)
+    check(cache, lengths, [1, 3], backend)
+
+
+@each_backend
+def test_new_tokens_among_the_quantised(backend: str) -> None:
+    """Positions decide, not tiers: nothing was kept plain."""
+    check(filled([64], tiers=("K4V4",), recent=0, dtype=HALF), [64], [30], backend)
+
+
+@each_backend
+def test_evicted_tokens(backend: str) -> None:
+    check(filled([60], drop=0.5, dtype=HALF, tiers=("K4V4",)), [60], [9], backend)
+
+
+@each_backend
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_plain_pages(backend: str, layout: str, fp8: bool) -> None:
+    k, v = torch.randn(2, 8, 16, 2, 64).to(HALF).to(DEVICE)
+    if layout == "HND":
+        k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+    scale = None
+    if fp8:
+        k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+        scale = torch.tensor([0.5, 2.0], device=DEVICE)
+    table = torch.tensor([[3, 1, 6, -1], [5, -1, -1, -1]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([40, 16], dtype=torch.int32, device=DEVICE)
+    cache = PagedCache(k, v, table, lengths, k_scale=scale, v_scale=scale, layout=layout)
+    check(cache, [40, 16], [22, 3], backend)
+
+
+@each_backend
+@pytest.mark.parametrize("page_size", [1, 5, 48])
+def test_pages_of_any_size(backend: str, page_size: int) -> None:
+    k, v = torch.randn(2, 3 + 50 // page_size, page_size, 2, 64).to(HALF).to(DEVICE)
+    table = torch.randperm(len(k))[: 50 // page_size + 1].int().to(DEVICE).unsqueeze(0)
+    lengths = torch.tensor([45], dtype=torch.int32, device=DEVICE)
+    check(PagedCache(k, v, table, lengths), [45], [19], backend)
+
+
+@each_backend
+def test_as_decode_for_few_queries(backend: str) -> None:
+    cache = filled([70, 30], dtype=HALF)
+    q = torch.randn(2, 3, 4, 64).to(HALF).to(DEVICE)
+    out, lse = prefill_attention_cached(q, cache, return_lse=True, backend=backend)
+    want, want_lse = decode_attention(q, cache, return_lse=True, backend="reference")
+    assert out.shape == q.shape
+    torch.testing.assert_close(out.float(), want.float(), rtol=0, atol=0.05 if HAS_GPU else 0.01)
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=0.05 if HAS_GPU else 0.01)
+
+
+@each_backend
+def test_some_requests_of_a_forked_cache(backend: str) -> None:
+    cache = filled([60, 35, 0], dtype=HALF)
+    cache.free(2)
+    twin = cache.fork(0)
+    cache.append(0, *torch.randn(2, 4, 2, 64).to(HALF).to(DEVICE), requests=[twin])
+    poison_tails(cache)
+    q = torch.randn(9, 4, 64).to(HALF).to(DEVICE)
+    out = prefill_attention_cached(q, cache, requests=[twin, 1], lengths=[5, 4], backend=backend)
+    case = Case(cache, q[:5].unsqueeze(0), [twin], [64])
+    torch.testing.assert_close(out[:5].float().cpu(), case.expected()[0][0], rtol=0, atol=0.05 if HAS_GPU else 0.01)
+
+
+CACHE = TieredCache(1, 2, 64, budget=None, dtype=torch.float32, page_tokens=16)
+CACHE.append(0, *torch.randn(2, 20, 2, 64))
+Q = torch.zeros(1, 5, 4, 64)
+BAD = {
+    "cache: expected a TieredCache": dict(cache=3),
+    "q: expected a tensor": dict(q=3),
+    "q: expected \\[requests": dict(q=Q[..., :32]),
+    "q: expected 1 rows": dict(q=Q.expand(2, -1, -1, -1)),
+    "q: expected torch.float32": dict(q=Q.half()),
+    "q: expected an inner stride": dict(q=torch.zeros(1, 5, 4, 128)[..., ::2]),
+    "lengths: expected None": dict(lengths=[5]),
+    "lengths: expected the new tokens": dict(q=Q[0]),
+    "lengths: expected 1 that sum to 5": dict(q=Q[0], lengths=[4]),
+    "requests: expected some of": dict(requests=[7]),
+    "window: expected an int": dict(window=0),
+    "scale: expected a positive": dict(scale=-1.0),
+    "sinks: expected floats \\[4\\]": dict(sinks=torch.zeros(2)),
+    "backend: expected one of": dict(backend="cuda"),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        prefill_attention_cached(**(dict(q=Q, cache=CACHE) | BAD[message]))
