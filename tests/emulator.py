@@ -20,7 +20,8 @@ from kvstrata import jit
 from kvstrata.jit.compiler import header_folders
 
 HERE = Path(__file__).parent / "emulator"
-PTX = {"fp8.cuh", "mma.cuh", "warp.cuh", "ring.cuh", "pdl.cuh", "cp_async.cuh", "vec.cuh"}  # instructions.h has these
+PTX = {"fp8.cuh", "mma.cuh", "warp.cuh", "ring.cuh", "pdl.cuh", "cp_async.cuh", "vec.cuh", "ldmatrix.cuh"}
+PTX |= {"barrier.cuh", "wmma.cuh"}  # instructions.h has these
 MAIN = """
 extern "C" void start(const Params* params, int grid_x, int grid_y, int threads, int shared_bytes) {{
   run(static_cast<void (*)(const Params)>({entry}), *params, grid_x, grid_y, threads, shared_bytes);
@@ -68,7 +69,8 @@ class Kernel:
                 [*command, "-o", str(library), f"{name}.cpp"], cwd=folder(), capture_output=True, text=True
             )
             assert done.returncode == 0, done.stderr[:4000]
-        self.start = ctypes.CDLL(str(library)).start
+        self.library = ctypes.CDLL(str(library))
+        self.start = self.library.start
 
 
 class Launch:

@@ -27,6 +27,7 @@ struct int2 { int x, y; };
 struct int3 { int x, y, z; };
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 struct dim3 { int x, y, z; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -34,6 +35,7 @@ inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int3 make_int3(int x, int y, int z) { return {x, y, z}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 inline unsigned char* dynamic_shared;
@@ -50,7 +52,7 @@ struct Block {
   std::vector<ucontext_t> contexts;
   std::vector<bool> done;
   std::vector<Meeting> warps;
-  Meeting all;
+  Meeting all, some[16];  // by the number of their barrier
   ucontext_t scheduler;
   int current = 0;
 };
@@ -87,6 +89,10 @@ inline T from(const uint64_t (*all)[8], int lane) {
 
 inline void __syncwarp() { meet(my_warp()); }
 inline void __syncthreads() { meet(block->all); }
+inline void sync_some(int number, int threads) {
+  block->some[number].size = threads;
+  meet(block->some[number]);
+}
 template <class T> inline T __shfl_sync(unsigned, T x, int lane) { return from<T>(exchange(x), lane & 31); }
 template <class T> inline T __shfl_xor_sync(unsigned, T x, int mask) {
   return from<T>(exchange(x), (threadIdx.x & 31) ^ mask);
@@ -115,8 +121,8 @@ void run(Kernel kernel, const Params& params, int grid_x, int grid_y, int thread
   job = {kernel, &params};
   for (int y = 0; y < grid_y; y++)
     for (int x = 0; x < grid_x; x++) {
-      shared.assign(shared_bytes + 128, 0xff);
-      dynamic_shared = shared.data() + (128 - reinterpret_cast<uintptr_t>(shared.data()) % 128) % 128;
+      shared.assign(shared_bytes + 1024, 0xff);
+      dynamic_shared = shared.data() + (1024 - reinterpret_cast<uintptr_t>(shared.data()) % 1024) % 1024;
       Block here;
       block = &here;
       here.contexts.resize(threads);
@@ -155,6 +161,7 @@ void run(Kernel kernel, const Params& params, int grid_x, int grid_y, int thread
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline int __popc(unsigned x) { return std::popcount(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }

@@ -1,4 +1,5 @@
-// What the headers of jit/include write as PTX: fp8.cuh, mma.cuh, warp.cuh, ring.cuh and pdl.cuh, in plain C++.
+// What headers write as PTX: fp8.cuh, mma.cuh, warp.cuh, ring.cuh, pdl.cuh, cp_async.cuh, ldmatrix.cuh, barrier.cuh and
+// wmma.cuh, in plain C++.
 #pragma once
 #include "cuda.h"
 
@@ -37,6 +38,7 @@ template <class In> inline unsigned pair_of(In in, float first, float second) {
 template <class In> inline float low(unsigned x) { return to_float(In{static_cast<unsigned short>(x)}); }
 template <class In> inline float high(unsigned x) { return to_float(In{static_cast<unsigned short>(x >> 16)}); }
 
+inline unsigned opaque(unsigned x) { return x; }
 inline float exp2_of(float x) { return std::exp2(x); }
 inline float log2_of(float x) { return std::log2(x); }
 template <class In> inline unsigned max_pair(In in, unsigned a, unsigned b) {
@@ -71,6 +73,71 @@ template <class In> inline void mma_16x8x16(In, float* c, const unsigned* a, uns
     }
     c[i] = static_cast<float>(sum);
   }
+}
+
+// An address in shared memory is its distance from the block's first byte.
+inline unsigned shared_address(const void* shared) {
+  return static_cast<unsigned>(static_cast<const unsigned char*>(shared) - dynamic_shared);
+}
+
+// How many of eight 16-byte accesses at once, in the worst case so far, wanted different words of one bank.
+inline int most_bank_ways = 0;
+extern "C" inline int bank_ways_seen() { return most_bank_ways; }
+inline void count_banks(const unsigned* addresses) {
+  for (int bank = 0; bank < 8; bank++) {
+    int ways = 0;
+    for (int i = 0; i < 8; i++) {
+      bool seen = addresses[i] / 16 % 8 != bank;
+      for (int j = 0; j < i; j++) seen |= addresses[j] == addresses[i];
+      ways += !seen;
+    }
+    most_bank_ways = std::max(most_bank_ways, ways);
+  }
+}
+
+inline void ldmatrix(unsigned (&out)[4], unsigned address, bool transposed) {
+  if (address % 16) std::abort();
+  const auto all = exchange(address);
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  for (int i = 0; i < 4; i++) {
+    unsigned rows[8];
+    for (int row = 0; row < 8; row++) rows[row] = from<unsigned>(all, i * 8 + row);
+    if (lane == 0) count_banks(rows);
+    out[i] = 0;
+    for (int half = 0; half < 2; half++) {
+      const int row = transposed ? 2 * t + half : g, column = transposed ? g : 2 * t + half;
+      unsigned short x;
+      std::memcpy(&x, dynamic_shared + rows[row] + column * 2, 2);
+      out[i] |= static_cast<unsigned>(x) << 16 * half;
+    }
+  }
+}
+inline void ldmatrix_x4(unsigned (&out)[4], unsigned address) { ldmatrix(out, address, false); }
+inline void ldmatrix_x4_trans(unsigned (&out)[4], unsigned address) { ldmatrix(out, address, true); }
+
+// cp.async: the bytes come at the latest moment, when the thread waits for their group; until then there are NaNs.
+struct Copy { unsigned to, group; const void* from; int bytes, there; };
+struct Copies { std::vector<Copy> open; unsigned group = 0; };
+inline std::vector<Copies> copies_of_threads;
+inline Copies& my_copies() {
+  if (copies_of_threads.size() <= static_cast<size_t>(threadIdx.x)) copies_of_threads.resize(threadIdx.x + 1);
+  return copies_of_threads[threadIdx.x];
+}
+template <int kBytes> inline void cp_async_or_zero(unsigned to, const void* from, bool there) {
+  if (to % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes) std::abort();
+  std::memset(dynamic_shared + to, 0xff, kBytes);
+  Copies& mine = my_copies();
+  mine.open.push_back({to, mine.group, from, kBytes, there});
+}
+inline void commit_group() { my_copies().group++; }
+template <int kPending> inline void wait_group() {
+  Copies& mine = my_copies();
+  std::erase_if(mine.open, [&](const Copy& x) {
+    if (x.group + kPending >= mine.group) return false;
+    if (x.there) std::memcpy(dynamic_shared + x.to, x.from, x.bytes);
+    else std::memset(dynamic_shared + x.to, 0, x.bytes);
+    return true;
+  });
 }
 
 inline void wait_for_previous() {}

@@ -34,6 +34,17 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global) {
   }
 }
 
+// 4, 8 or 16 bytes to an address in shared memory, or zeros where nothing is there: `global` is then not read.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_or_zero(unsigned shared, const void* global, bool there) {
+  const int bytes = there ? kBytes : 0;
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0],[%1],%2,%3;" ::"r"(shared), "l"(global), "n"(kBytes), "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int kPending>

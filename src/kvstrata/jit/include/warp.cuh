@@ -13,6 +13,13 @@ __device__ __forceinline__ float log2_of(float x) {
   return out;
 }
 
+// The same number, of which the compiler knows nothing: what follows from it is computed where it is used, and does not
+// wait in registers from before the loop.
+__device__ __forceinline__ unsigned opaque(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Two values a register: the larger of each, and the product.
 __device__ __forceinline__ unsigned max_pair(f16, unsigned a, unsigned b) {
   unsigned out;

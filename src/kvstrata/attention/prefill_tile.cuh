@@ -1,0 +1,107 @@
+// What host and kernel agree on: parameters, the sizes of a tile, the order of the work.
+#pragma once
+#include "swizzle.cuh"
+
+using i64 = long long;
+
+struct alignas(8) Strides {  // in bytes
+  i64 batch, head;
+  unsigned token;
+};
+
+// n / by for 0 <= n < 2^31, by a product.
+struct Divisor {
+  unsigned by, factor, shift;
+  __device__ __forceinline__ int of(int n) const {
+    return static_cast<int>((__umulhi(static_cast<unsigned>(n), factor) + static_cast<unsigned>(n)) >> shift);
+  }
+  __device__ __forceinline__ int rest(int n, int quotient) const { return n - quotient * static_cast<int>(by); }
+};
+
+struct Params {
+  const char *q, *k, *v;
+  char *out, *lse;         // lse: or null
+  const float* sinks;      // [heads], or null
+  const int *cu_q, *cu_k;  // [sequences + 1]; null: q_len and k_len hold for all
+  unsigned* check;         // 4 counters of the checking build
+  Strides q_by, k_by, v_by, out_by, lse_by;
+  Divisor per_section, section, heads, group;  // items of a section, its units; a unit is a query head of a sequence
+  int items, m_blocks, q_len, k_len, causal, window;  // window 0: none
+  float scale_log2, softcap_log2;                     // in powers of two; softcap_log2 0: none
+};
+
+// A block takes kBlockM queries of a unit. Its warps are kGroups groups: group g takes every kGroups-th tile of kBlockN
+// keys, in a ring of kStages of its own, and the groups' results are added up in the end. In a group a warp has its own
+// queries, 16 or a multiple, and all keys of the tile.
+//
+//   shared memory:  Q (later: out) | ring of group 0: stages of K, V | ring of group 1 .. | stats of groups 1 .. | scores
+template <int kDim_, int kBlockM_, int kBlockN_, int kWarps_, int kGroups_, int kStages_, int kResident_>
+struct Tile {
+  static constexpr int kDim = kDim_, kM = kBlockM_, kN = kBlockN_, kWarps = kWarps_, kGroups = kGroups_;
+  static constexpr int kStages = kStages_, kResident = kResident_;  // kResident: blocks of a multiprocessor
+  static constexpr int kThreads = kWarps * 32, kRowWarps = kWarps / kGroups, kGroupThreads = kRowWarps * 32;
+  static constexpr int kRows = kM / kRowWarps, kRowTiles = kRows / 16;  // of a warp
+  static constexpr int kSteps = kDim / 16, kDimTiles = kDim / 8, kKeyTiles = kN / 8;
+  static constexpr bool kKeepQuery = kDim * kRowTiles <= 128;  // in registers
+  using Layout = Swizzle<kDim / 8>;
+  static constexpr int kQueryBytes = kM * kDim * 2, kHalfStage = kN * kDim * 2, kRingBytes = kStages * 2 * kHalfStage;
+  static constexpr int kStatsAt = kQueryBytes + kGroups * kRingBytes;
+  static constexpr int kScoresAt = kStatsAt + (kGroups - 1) * kM * 8, kScoreRow = (kN + 8) * 4;
+  static_assert(kWarps % kGroups == 0 && kM % (16 * kRowWarps) == 0 && kN % 16 == 0 && kDim % 16 == 0, "odd tile");
+  static_assert(kGroups == 1 || kM <= kStages * kN, "a group's result has to fit its ring");
+  static_assert(tile_bank_ways<Layout>() == 1, "bank conflicts");
+};
+
+enum Scores { kInRegisters, kInShared, kChecked };  // kChecked: in shared memory, and compared with plain sums
+
+// What can be switched one at a time.
+template <bool kSoftcap_, bool kPersistent_ = true, bool kVector_ = true, Scores kScores_ = kInRegisters>
+struct Ideas {
+  static constexpr bool kSoftcap = kSoftcap_, kPersistent = kPersistent_;
+  static constexpr int kWidth = kVector_ ? 16 : 4;  // bytes of a load and of a store
+  static constexpr Scores kScores = kScores_;
+};
+
+// Queries row .. row + rows - 1 of a head, and the keys begin .. end - 1 that some of them see.
+struct Item {
+  int batch, head, kv_head, q_start, k_start;  // where the sequence is
+  int row, rows, k_len, shift;                 // query i stands at position i + shift
+  int begin, end;
+};
+
+__device__ __forceinline__ const char* at(const char* base, const Strides& by, int batch, int head, int token) {
+  return base + batch * by.batch + head * by.head + static_cast<i64>(token) * by.token;
+}
+
+// The item of this block in a wave, there and back again: who has the longest of one wave has the shortest of the next.
+__device__ __forceinline__ int index_of(int wave) {
+  return wave * gridDim.x + (wave & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
+// Sections of units whose keys fit in L2 together; in a section the last queries first, which have most keys to see.
+template <class T>
+__device__ __forceinline__ Item item_of(const Params& p, int index) {
+  const int section = p.per_section.of(index), in_section = p.per_section.rest(index, section);
+  const int turn = p.section.of(in_section), unit = section * p.section.by + p.section.rest(in_section, turn);
+  const int sequence = p.heads.of(unit);
+  int q_len = p.q_len;
+  Item x;
+  x.batch = sequence;
+  x.head = p.heads.rest(unit, sequence);
+  x.kv_head = p.group.of(x.head);
+  x.q_start = x.k_start = 0;
+  x.k_len = p.k_len;
+  if (p.cu_q) {
+    x.batch = 0;
+    x.q_start = p.cu_q[sequence];
+    x.k_start = p.cu_k[sequence];
+    q_len = p.cu_q[sequence + 1] - x.q_start;
+    x.k_len = p.cu_k[sequence + 1] - x.k_start;
+  }
+  x.row = (p.m_blocks - 1 - turn) * T::kM;
+  x.rows = min(T::kM, q_len - x.row);
+  x.shift = x.k_len - q_len;
+  x.end = p.causal ? min(x.k_len, x.row + x.rows + x.shift) : x.k_len;
+  x.begin = p.window ? max(0, x.row + x.shift - p.window + 1) : 0;
+  return x;
+}
