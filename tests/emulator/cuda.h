@@ -18,7 +18,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ static
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define __CUDA_ARCH__ 900
 
 struct uint2 { unsigned x, y; };

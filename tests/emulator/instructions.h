@@ -140,6 +140,43 @@ template <int kPending> inline void wait_group() {
   });
 }
 
+// wmma: lane i has the eight values of half a row of a 16x16 tile, i / 2.
+struct Operand { unsigned x[8]; };
+struct Accumulator { float x[8]; };
+inline void load_operand(Operand& f, const void* from, int stride, bool columns) {
+  const int lane = threadIdx.x & 31;
+  for (int i = 0; i < 8; i++) {
+    const int row = lane / 2, column = lane % 2 * 8 + i;
+    f.x[i] = static_cast<const unsigned short*>(from)[columns ? column * stride + row : row * stride + column];
+  }
+  __syncwarp();
+}
+template <class In> inline void load_a_row(Operand& f, const void* from, int stride) { load_operand(f, from, stride, false); }
+template <class In> inline void load_b_row(Operand& f, const void* from, int stride) { load_operand(f, from, stride, false); }
+template <class In> inline void load_b_col(Operand& f, const void* from, int stride) { load_operand(f, from, stride, true); }
+inline void load_sum(Accumulator& f, const float* from, int stride) {
+  const int lane = threadIdx.x & 31;
+  for (int i = 0; i < 8; i++) f.x[i] = from[lane / 2 * stride + lane % 2 * 8 + i];
+  __syncwarp();
+}
+inline void store_sum(float* to, const Accumulator& f, int stride) {
+  const int lane = threadIdx.x & 31;
+  for (int i = 0; i < 8; i++) to[lane / 2 * stride + lane % 2 * 8 + i] = f.x[i];
+  __syncwarp();
+}
+template <class In, bool> inline void multiply(Accumulator& c, const Operand& a, const Operand& b) {
+  struct Both { Operand a, b; };
+  const auto all = exchange(Both{a, b});
+  const int lane = threadIdx.x & 31;
+  for (int i = 0; i < 8; i++) {
+    double sum = c.x[i];
+    for (int k = 0; k < 16; k++)
+      sum += static_cast<double>(low<In>(from<Both>(all, lane / 2 * 2 + k / 8).a.x[k % 8])) *
+             low<In>(from<Both>(all, k * 2 + lane % 2).b.x[i]);
+    c.x[i] = static_cast<float>(sum);
+  }
+}
+
 inline void wait_for_previous() {}
 inline void release_next() {}
 

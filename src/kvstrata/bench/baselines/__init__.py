@@ -1,0 +1,1 @@
+"""What the notes start from, as the thing to beat."""
