@@ -26,6 +26,7 @@ MAIN = """
 extern "C" void start(const Params* params, int grid_x, int grid_y, int threads, int shared_bytes) {{
   run(static_cast<void (*)(const Params)>({entry}), *params, grid_x, grid_y, threads, shared_bytes);
 }}
+extern "C" int bank_ways_seen() {{ return most_bank_ways; }}
 """
 
 

@@ -82,7 +82,6 @@ inline unsigned shared_address(const void* shared) {
 
 // How many of eight 16-byte accesses at once, in the worst case so far, wanted different words of one bank.
 inline int most_bank_ways = 0;
-extern "C" inline int bank_ways_seen() { return most_bank_ways; }
 inline void count_banks(const unsigned* addresses) {
   for (int bank = 0; bank < 8; bank++) {
     int ways = 0;

@@ -1,4 +1,5 @@
-// Attention of many queries over keys and values in memory; scores, weights and the output in the making stay in registers.
+// Attention of many queries over keys and values in memory; scores, weights and the output in the making stay in
+// registers.
 //
 //   K, V --cp.async--> ring in shared memory --ldmatrix--> operands of the products
 //   Q    --cp.async--> shared memory --ldmatrix--> registers, once; its place is where the output is put in order later
@@ -45,8 +46,8 @@ __device__ __forceinline__ void load_query(unsigned (&a)[4], unsigned query_rows
 
 // S = Q K^T
 template <class In, class T>
-__device__ __forceinline__ void multiply_keys(const Query<T>& query, unsigned query_rows, unsigned k_tile, ScoresOf<T>& s,
-                                              int lane) {
+__device__ __forceinline__ void multiply_keys(const Query<T>& query, unsigned query_rows, unsigned k_tile,
+                                              ScoresOf<T>& s, int lane) {
   const unsigned row = ChunksFirst::row(lane), chunk = ChunksFirst::chunk(lane);
   const unsigned here = k_tile + T::Layout::offset(row, chunk);
 #pragma unroll

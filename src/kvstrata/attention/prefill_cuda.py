@@ -66,6 +66,9 @@ class Ideas:
         return f"Ideas<{flags},{SCORES[self.scores]}>"
 
 
+IDEAS = Ideas()
+
+
 def entry(dtype: torch.dtype, tile: Tile, ideas: Ideas, softcap: bool) -> str:
     return f"prefill<{NAMES[dtype]},{tile.name},{ideas.name(softcap)}>"
 
@@ -142,7 +145,7 @@ def run(
         properties = torch.cuda.get_device_properties(device)
         processors = properties.multi_processor_count
         tile = tile or tile_of(job.head_dim, units * -(-job.max_seqlen_q // 64), processors)
-        ideas = ideas or Ideas()
+        ideas = ideas or IDEAS
         blocks = -(-job.max_seqlen_q // tile.block_m)
         section = section_of(units, 4 * job.max_seqlen_k * job.head_dim // (job.heads // job.kv_heads))
         log2e, softcap = math.log2(math.e), job.softcap or 0.0

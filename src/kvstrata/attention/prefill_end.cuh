@@ -13,7 +13,8 @@ __device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, 
     return reinterpret_cast<float4*>(shared + T::kQueryBytes + from * T::kRingBytes) + row_warp * kAll * 32 + lane;
   };
   const auto stats_of = [&](int from, int r, int half) {
-    return reinterpret_cast<float2*>(shared + T::kStatsAt) + (from - 1) * T::kM + row_warp * T::kRows + r * 16 + half * 8 + g;
+    const int row = row_warp * T::kRows + r * 16 + half * 8 + g;
+    return reinterpret_cast<float2*>(shared + T::kStatsAt) + (from - 1) * T::kM + row;
   };
   if (group) {
 #pragma unroll

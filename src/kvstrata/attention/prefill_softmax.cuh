@@ -1,7 +1,7 @@
 // The streaming softmax of a warp's queries, in registers: scores of a tile to weights, what was summed up moved along.
 //
-// A lane has rows g and g + 8 of a row tile, and keys 2t, 2t + 1 of every eight. The maximum is of scores as the product
-// leaves them; times `unit` they are powers of two.
+// A lane has rows g and g + 8 of a row tile, and keys 2t, 2t + 1 of every eight. The maximum is of scores as the
+// product leaves them; times `unit` they are powers of two.
 #pragma once
 #include "prefill_tile.cuh"
 #include "warp.cuh"

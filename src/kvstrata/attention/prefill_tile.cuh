@@ -34,7 +34,7 @@ struct Params {
 // keys, in a ring of kStages of its own, and the groups' results are added up in the end. In a group a warp has its own
 // queries, 16 or a multiple, and all keys of the tile.
 //
-//   shared memory:  Q (later: out) | ring of group 0: stages of K, V | ring of group 1 .. | stats of groups 1 .. | scores
+//   shared memory:  Q (later: out) | group 0: stages of K, V | group 1 .. | stats of groups 1 .. | scores
 template <int kDim_, int kBlockM_, int kBlockN_, int kWarps_, int kGroups_, int kStages_, int kResident_>
 struct Tile {
   static constexpr int kDim = kDim_, kM = kBlockM_, kN = kBlockN_, kWarps = kWarps_, kGroups = kGroups_;

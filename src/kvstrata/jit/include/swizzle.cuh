@@ -1,5 +1,5 @@
-// Rows of 16-byte chunks in shared memory, so placed that eight rows of one chunk, and eight chunks of one row, stand in
-// different banks; and the count that proves it, at compile time.
+// Rows of 16-byte chunks in shared memory, so placed that eight rows of one chunk, and eight chunks of one row, stand
+// in different banks; and the count that proves it, at compile time.
 //
 // Shared memory has 32 banks of 4 bytes and serves 128 bytes at once. Eight rows of kChunks chunks start in 8 / g
 // different places of these 128 bytes, g = gcd(kChunks, 8): the rows that would fall together take g different chunks.
@@ -13,8 +13,8 @@ struct Swizzle {
   static __device__ __forceinline__ constexpr unsigned offset(unsigned row, unsigned chunk) {
     return row * kBytes + (chunk ^ (row / (8 / kTogether) % kTogether)) * 16;
   }
-  // From the address of an even chunk below 2 to that of the chunk 2 * step further; `row` is the address's own. Tiles stand
-  // at multiples of kBytes where that is a power of two: one instruction then, and nothing to keep in registers.
+  // From the address of chunk 0 or 1 of a row to that of the chunk 2 * step further. Tiles stand at multiples of
+  // kBytes where that is a power of two: one instruction then, and nothing to keep in registers.
   static __device__ __forceinline__ unsigned further(unsigned address, unsigned row, unsigned chunk, unsigned step) {
     if constexpr (kTogether == 8 && (kChunks & (kChunks - 1)) == 0) return address ^ step * 32;
     else return address + offset(row, chunk + 2 * step) - offset(row, chunk);
@@ -25,7 +25,12 @@ struct Swizzle {
 template <int kChunks_>
 struct Straight {
   static constexpr int kChunks = kChunks_, kBytes = kChunks * 16;
-  static __device__ __forceinline__ constexpr unsigned offset(unsigned row, unsigned chunk) { return row * kBytes + chunk * 16; }
+  static __device__ __forceinline__ constexpr unsigned offset(unsigned row, unsigned chunk) {
+    return row * kBytes + chunk * 16;
+  }
+  static __device__ __forceinline__ unsigned further(unsigned address, unsigned, unsigned, unsigned step) {
+    return address + step * 32;
+  }
 };
 
 // What the lanes of a warp access together. ldmatrix takes a row of 16 bytes from every lane, eight lanes a matrix.
