@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from conftest import HAS_GPU
 from decode_model import Case, case_of, check, filled
 from kvstrata import DecodePlan, PagedCache, decode_attention
 from kvstrata.attention import decode_cuda, op, plan
+from kvstrata.attention.stages import Cut
 
 pytestmark = [
     pytest.mark.skipif(HAS_GPU, reason="the kernels run on the GPU here"),
@@ -83,3 +85,12 @@ def test_one_list_for_all_layers() -> None:
     for layer in range(2):
         got = decode_attention(q, cache, layer, plan=step, backend="cuda")
         assert torch.equal(got, decode_attention(q, cache, layer, backend="cuda"))
+
+
+def test_cut_of_a_tuned_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a step is cut, the result is the same."""
+    cut = Cut(warps=2, resident=8, width=1, waves=3, combine=8)  # 12 columns read pages twice
+    monkeypatch.setattr(decode_cuda.tuned, "lookup", lambda op, gpu, shape: asdict(cut))
+    case = case_of([150, 40], dtype=torch.bfloat16, tiers=("K4V4", "K2V2"), page_tokens=64, group=4, q_len=3)
+    check(case, "cuda")
+    assert all(plan.cut == cut for plan in decode_cuda._PLANS.values())

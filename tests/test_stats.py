@@ -7,6 +7,8 @@ import pytest
 import scipy.stats
 
 from kvstrata.bench.stats import hedges_g, rank_test, ratio, summary
+from kvstrata.tune import decide, experiment
+from kvstrata.tune.gates import Profile
 
 rng = np.random.default_rng(7)
 A, B = rng.lognormal(1.0, 0.1, 60), rng.lognormal(1.05, 0.1, 45)
@@ -65,6 +67,17 @@ def test_hedges_g_by_hand():
     assert hedges_g([3, 4, 5], [1, 2, 3]) == pytest.approx(1.6)
 
 
+def test_hedges_g_without_tails():
+    r = np.random.default_rng(3)
+    a, b = r.normal(102, 2, 5000), r.normal(100, 2, 5000)
+    assert hedges_g(a, b, 0.05) == pytest.approx(hedges_g(a, b), rel=0.02)  # the same for normal samples
+    clipped = scipy.stats.mstats.winsorize(a, (0.05, 0.05)).data, scipy.stats.mstats.winsorize(b, (0.05, 0.05)).data
+    assert hedges_g(a, b, 0.05) == pytest.approx(hedges_g(*clipped) * 0.9118, rel=1e-3)
+    spoiled = np.where(np.arange(5000) % 50 == 0, 300, b)
+    assert hedges_g(a, spoiled) < 0
+    assert hedges_g(a, spoiled, 0.05) == pytest.approx(hedges_g(a, b), rel=0.1)
+
+
 def test_hedges_g_without_variance():
     assert hedges_g([2, 2], [2, 2]) == 0
     assert hedges_g([3, 3], [2, 2]) == math.inf
@@ -97,3 +110,60 @@ def test_too_few_or_impossible():
         hedges_g([1.0], [1.0, 2.0])
     with pytest.raises(ValueError, match="positive"):
         ratio([1.0, 0.0], [1.0])
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
+def test_the_gate_lets_no_equal_through(noise):
+    """A/A: at most 5 %, with confidence: the upper end of the exact interval. The stages of the gate, and both."""
+    found = experiment.simulated(noise, 1.0, 200)
+    assert scipy.stats.binomtest(found.confirm, found.n).proportion_ci().high <= 0.05
+    assert found.promoted <= found.confirm
+
+
+@pytest.mark.parametrize(("noise", "factor", "least"), [(0.02, 1.05, 0.95), (0.05, 1.1, 0.95)])
+def test_the_gate_has_power(noise, factor, least):
+    """What is truly faster is confirmed; past the quick gate it must be faster by more than the 5 % asked for."""
+    found = experiment.simulated(noise, factor, 60)
+    assert found.confirm / found.n >= least
+    assert found.measured == pytest.approx(factor, rel=0.01)
+
+
+def test_a_small_difference_in_large_noise_is_not_enough():
+    """Hedges' g: half a standard deviation apart, however many samples."""
+    r = np.random.default_rng(0)
+    verdict = decide.confirm(r.normal(105, 10, 4000), r.normal(100, 10, 4000))
+    assert verdict.p < 1e-6
+    assert verdict.incumbent.lo > verdict.candidate.hi
+    assert verdict.failed.startswith("Hedges' g is 0.4")
+
+
+@pytest.mark.parametrize(
+    ("candidate", "failed"),
+    [
+        (lambda r: r.normal(90, 1, 100), None),
+        (lambda r: r.normal(110, 1, 100), "not faster"),
+        (lambda r: r.normal(99.8, 3, 100), "the intervals overlap"),
+        (lambda r: np.where(np.arange(100) == 0, 1.0, r.normal(100.5, 1, 100)), "not faster"),  # one lucky sample
+    ],
+    ids=["faster", "slower", "overlapping", "lucky"],
+)
+def test_confirm_says_why(candidate, failed):
+    r = np.random.default_rng(1)
+    verdict = decide.confirm(r.normal(100, 3, 100), candidate(r))
+    assert verdict.faster == (failed is None)
+    if failed:
+        assert verdict.failed.startswith(failed)
+    else:
+        assert verdict.ratio == pytest.approx(100 / 90, rel=0.01)
+
+
+def test_quick_gate_asks_for_five_percent_or_a_better_profile():
+    slow, fast = np.full(40, 100.0), np.full(40, 98.0)
+    assert not decide.passes_quick(slow, fast)
+    assert decide.passes_quick(slow, fast, profile_is_better=True)
+    assert decide.passes_quick(slow, np.full(40, 95.0))
+    assert not decide.passes_quick(fast, slow, profile_is_better=True)
+    here, more = Profile(128, 0, 0, 0.2), Profile(64, 0, 0, 0.3)
+    assert decide.better_profile(more, here)
+    assert not decide.better_profile(here, more)
+    assert not decide.better_profile(Profile(64, 8, 0, 0.3), here), "it spills"

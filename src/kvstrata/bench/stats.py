@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -58,17 +59,20 @@ def ratio(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Ratio:
     return Ratio(float(np.median(x) / np.median(y)), lo, hi)
 
 
-def hedges_g(a: ArrayLike, b: ArrayLike) -> float:
+def hedges_g(a: ArrayLike, b: ArrayLike, tails: float = 0.0) -> float:
     """Difference of means in pooled standard deviations, corrected for small samples; positive when a is larger.
 
-    Without any variance the result is 0 for equal means and infinite otherwise.
+    `tails`: this share of the samples at either end counts as the quantile there (winsorized), so that no outlier
+    decides about the spread; the deviation is scaled to mean the same for normal samples. Without any variance the
+    result is 0 for equal means and infinite otherwise.
     """
-    x, y = _checked(a, "a", least=2), _checked(b, "b", least=2)
+    x, y = (_winsorized(_checked(s, name, least=2), tails) for s, name in ((a, "a"), (b, "b")))
     n = x.size + y.size
     difference = float(x.mean() - y.mean())
     pooled = math.sqrt(float((x.size - 1) * x.var(ddof=1) + (y.size - 1) * y.var(ddof=1)) / (n - 2))
     if pooled == 0:
         return math.copysign(math.inf, difference) if difference else 0.0
+    pooled /= _narrowing(tails)
     return difference / pooled * (1 - 3 / (4 * n - 9))
 
 
@@ -89,6 +93,19 @@ def _checked(samples: ArrayLike, name: str, least: int = 1) -> Array:
     if not np.isfinite(x).all():
         raise ValueError(f"{name}: {int((~np.isfinite(x)).sum())} of {x.size} samples are not finite")
     return x
+
+
+def _winsorized(x: Array, tails: float) -> Array:
+    return np.clip(x, *np.quantile(x, [tails, 1 - tails])) if tails else x
+
+
+def _narrowing(tails: float) -> float:
+    """Standard deviation of a winsorized standard normal variable."""
+    if not tails:
+        return 1.0
+    normal = NormalDist()
+    z = normal.inv_cdf(1 - tails)
+    return math.sqrt(1 - 2 * tails - 2 * z * normal.pdf(z) + 2 * tails * z * z)
 
 
 def _medians(x: Array, rng: np.random.Generator) -> Array:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from fnmatch import fnmatch
@@ -55,11 +55,11 @@ def tune(
         int | None, typer.Option("--aa", metavar="N", min=1, help="No search: N experiments with the gate itself.")
     ] = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Write RESULTS/<machine>/tune_<op>.json (gate.json), and the table.")
+        bool, typer.Option("--save", help="Write RESULTS/<machine>/tune_<op>.json (or gate.json), and the table.")
     ] = False,
     results: Annotated[Path, typer.Option("--results", help="Folder of results.")] = Path("results"),
     tables: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the table; the cache folder's if none is named.")
+        Path | None, typer.Option(metavar="DIR", help="Write the table here; --save alone: into the cache folder.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampler.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
@@ -90,6 +90,14 @@ def tune(
     from kvstrata.tune.search import Settings
 
     say = _console(stderr=as_json)
+    if save and only != "*" and aa is None:
+        _refuse(
+            "--save with --only would replace the whole result by a part of it; --tables DIR writes the table alone"
+        )
+
+    def keep(result: Tuning | Gate) -> list[Path]:
+        return list(_save(op, result, arch, backend, results if save else None, tables))
+
     try:
         where, arch = _where(device, backend)
         chosen = _chosen(op, arch, where, backend, only)
@@ -100,7 +108,7 @@ def tune(
         if aa is not None:
             result: Tuning | Gate = _experiment(chosen, where, aa, revision)
         else:
-            result = _search(op, chosen, where, arch, backend, settings, storage, resume, seed, revision)
+            result = _search(op, chosen, where, arch, backend, settings, storage, resume, seed, revision, keep)
     except (LookupError, ValueError, OSError, RuntimeError) as error:
         _refuse(str(error))
     if as_json:
@@ -110,9 +118,8 @@ def tune(
         say.print(render.terminal(result, "configurations"), render.terminal(result, "rejected"))
     for note in render.notes(result):
         say.print(note, markup=False, highlight=False)
-    if save:
-        for path in _save(op, result, arch, backend, results, tables):
-            say.print(f"Saved: {path}", markup=False, highlight=False, soft_wrap=True)
+    for path in keep(result):
+        say.print(f"Saved: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def warmup(
@@ -213,7 +220,9 @@ def _search(
     resume: bool,
     seed: int | None,
     revision: str | None,
+    keep: Callable[[Tuning], object],
 ) -> Tuning:
+    """Case after case; `keep` sees what there is after each."""
     import gc
     from dataclasses import replace
 
@@ -223,6 +232,7 @@ def _search(
     from kvstrata.bench.machine import describe
     from kvstrata.bench.timer import Timer
     from kvstrata.jit import cache_folder
+    from kvstrata.jit.tuned import nearest
     from kvstrata.tune.compiler import Compiler
     from kvstrata.tune.results import PREFIX, Tuning
     from kvstrata.tune.search import Search
@@ -249,8 +259,12 @@ def _search(
 
             seconds = None if end is None else max(end - time.monotonic(), 0) / (len(chosen) - number)
             study = open_study(studies, f"{op}/{problem.case}/{backend}/{machine['slug']}", resume, seed)
+            known = nearest(op, machine["slug"], problem.shape)  # a good place to begin
+            for choice in known["top"] if known and not study.get_trials(deepcopy=False) else []:
+                study.enqueue_trial(choice)
             row = Search(problem, study, timer, compiler, replace(settings, seconds=seconds), watch).run()
             tuning.rows.append(row)
+            keep(tuning)
             gc.collect()
             if where.type == "cuda":
                 torch.cuda.empty_cache()
@@ -278,15 +292,17 @@ def _experiment(chosen: list[Problem], where: torch.device, n: int, revision: st
 
 
 def _save(
-    op: str, result: Tuning | Gate, arch: str, backend: str, results: Path, tables: Path | None
+    op: str, result: Tuning | Gate, arch: str, backend: str, results: Path | None, tables: Path | None
 ) -> Iterator[Path]:
+    """Write the result, and of what `auto` may choose the table."""
     from kvstrata.jit.tuned import user_folder
     from kvstrata.tune import tables as table
     from kvstrata.tune.results import Tuning
     from kvstrata.tune.results import save as write
 
-    yield write(result, results)
-    if isinstance(result, Tuning) and backend == "cuda":
+    if results is not None:
+        yield write(result, results)
+    if isinstance(result, Tuning) and backend == "cuda" and (tables is not None or results is not None):
         yield table.save(op, result, arch, tables or user_folder())
 
 

@@ -34,7 +34,8 @@ from kvstrata.tune.storage import OWNER, owner, put_back
 STEP = 10  # samples between two looks of the pruner
 FINAL = 200  # samples of the winner against the default, none of which chose it
 TOP = 5
-REJECTED, PROFILE, PROMOTED, SEEN = "rejected", "profile", "promoted", "seen before"
+CLAIMED, REJECTED, PROFILE, PROMOTED = "claimed", "rejected", "profile", "promoted"
+SEEN = "seen before"  # why a trial was rejected that does not count
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
@@ -73,14 +74,17 @@ class Search:
     ) -> None:
         self.problem, self.study, self.timer, self.compiler = problem, study, timer, compiler
         self.settings, self.watch = settings, watch
-        self.ready = problem.build(timer.device)
-        self._calls: dict[str, Call] = {}
-        self._random = random.Random(len(study.get_trials(deepcopy=False)))
         self.started = time.monotonic()
+        self.ready = problem.build(timer.device)
+        self._calls: dict[str, Call] = {}  # of the incumbents
+        self._random = random.Random(len(study.get_trials(deepcopy=False)))
 
     def run(self) -> Row:
         """Search, then measure the winner against the default."""
-        self._default = self._prepared(self.problem.default)
+        try:
+            self._default = self._prepared(self.problem.default)
+        except Rejected as error:
+            raise RuntimeError(f"{self.problem.case}: the default configuration is {error.kind}: {error}") from error
         while not self._over():
             put_back(self.study)
             self._next()
@@ -108,8 +112,8 @@ class Search:
         trial = self.study.ask()
         trial.set_user_attr(OWNER, owner())
         choice = self.problem.space.suggest(trial)
-        earlier = (t for t in self._trials(*DONE, TrialState.RUNNING) if t.number < trial.number)
-        if any(key(t.params) == key(choice) for t in earlier):
+        trial.set_user_attr(CLAIMED, True)
+        if self._taken(trial.number, choice):
             self._tell(trial, None, SEEN)
             if unseen := self._unseen():
                 self.study.enqueue_trial(self._random.choice(unseen))
@@ -130,6 +134,12 @@ class Search:
         done = self._trials(*DONE)
         best = self._incumbent()
         self.watch(State(len(done), 1.0 if best is None else 1 / best.value, rejected or PROMOTED))  # type: ignore[operator]
+
+    def _taken(self, number: int, choice: Choice) -> bool:
+        """Whether another trial has this choice. Whoever comes with it late sees an earlier number or an earlier claim,
+        so no choice is tried twice, whatever the timing."""
+        others = [t for t in self._trials(*DONE, TrialState.RUNNING) if key(t.params) == key(choice)]
+        return any(t.number < number or (t.number > number and CLAIMED in t.user_attrs) for t in others)
 
     def _tell(self, trial: optuna.Trial, value: float | None, rejected: str | None) -> None:
         if rejected:
