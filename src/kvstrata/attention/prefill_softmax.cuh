@@ -1,7 +1,7 @@
 // The streaming softmax of a warp's queries, in registers: scores of a tile to weights, what was summed up moved along.
 //
-// A lane has rows g and g + 8 of a row tile, and keys 2t, 2t + 1 of every eight. The maximum is of scores as the
-// product leaves them; times `unit` they are powers of two.
+// A lane has rows g and g + 8 of a row tile, and keys 2t, 2t + 1 of every eight. The reference m is a score as the
+// product leaves it; times `unit` it is a power of two.
 #pragma once
 #include "prefill_tile.cuh"
 #include "warp.cuh"
@@ -12,7 +12,7 @@ __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000);
 template <class T>
 struct State {
   float out[T::kRowTiles][T::kDimTiles][4];
-  float m[T::kRowTiles][2], l[T::kRowTiles][2];  // largest score; sum of this lane's weights
+  float m[T::kRowTiles][2], l[T::kRowTiles][2];  // reference; sum of this lane's weights
   __device__ __forceinline__ State() {
 #pragma unroll
     for (int r = 0; r < T::kRowTiles; r++) {
@@ -64,26 +64,44 @@ __device__ __forceinline__ void mask(const Params& p, int place, int end, int ke
     }
 }
 
-// The new maximum; sums so far are made to fit it. `base` is what to subtract from a score in powers of two.
+// A new reference where a score stands more than kSlack above the old one, else the old one: weights are then at most
+// 2^kSlack, which fp16 holds, and the sums so far need not be multiplied. `base` is what to subtract from a score in
+// powers of two.
+constexpr float kSlack = 8.f;
+
 template <class T>
 __device__ __forceinline__ void rebase(State<T>& st, const ScoresOf<T>& s, float unit, float (&base)[T::kRowTiles][2]) {
+  float most[T::kRowTiles][2];
+  bool grows = false;
 #pragma unroll
   for (int r = 0; r < T::kRowTiles; r++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float m = st.m[r][half];
+      float m = -infinity();
 #pragma unroll
       for (int n = 0; n < T::kKeyTiles; n++) m = fmaxf(m, fmaxf(s[r][n][half * 2], s[r][n][half * 2 + 1]));
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      base[r][half] = m == -infinity() ? 0.f : m * unit;
-      const float shrink = exp2_of(st.m[r][half] * unit - base[r][half]);
-      st.m[r][half] = m;
-      st.l[r][half] *= shrink;
-#pragma unroll
-      for (int d = 0; d < T::kDimTiles; d++) {
-        st.out[r][d][half * 2] *= shrink;
-        st.out[r][d][half * 2 + 1] *= shrink;
-      }
+      grows = grows || (m - st.m[r][half]) * unit > kSlack;
+      most[r][half] = m;
     }
+  if (__any_sync(~0u, grows))
+#pragma unroll
+    for (int r = 0; r < T::kRowTiles; r++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float m = fmaxf(st.m[r][half], most[r][half]);
+        const float shrink = m == -infinity() ? 0.f : exp2_of((st.m[r][half] - m) * unit);
+        st.m[r][half] = m;
+        st.l[r][half] *= shrink;
+#pragma unroll
+        for (int d = 0; d < T::kDimTiles; d++) {
+          st.out[r][d][half * 2] *= shrink;
+          st.out[r][d][half * 2 + 1] *= shrink;
+        }
+      }
+#pragma unroll
+  for (int r = 0; r < T::kRowTiles; r++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) base[r][half] = st.m[r][half] == -infinity() ? 0.f : st.m[r][half] * unit;
 }

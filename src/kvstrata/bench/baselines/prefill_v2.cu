@@ -1,5 +1,6 @@
-// The forward attention that the note on V3 starts from ("V2"), as the thing to beat, and correct: 24 KB of shared memory
-// hold Q, K, V, the scores and the output in the making; products by wmma; one block per (head, 32 queries); plain loads.
+// The forward attention that the note on V3 starts from ("V2"), as the thing to beat, and correct: 24 KB of shared
+// memory hold Q, K, V, the scores and the output in the making; products by wmma; one block per (head, 32 queries);
+// plain loads of 4 bytes.
 //
 //   Q [32 x 64], K [32 x 64], V [32 x 64], S [32 x 32] float32, later P in its place, O [32 x 64] float32
 //
