@@ -126,13 +126,13 @@ def test_report_says_what_is_missing(kvstrata):
 
 def test_info(kvstrata):
     facts = json.loads(kvstrata("info", "--json").stdout)
-    assert facts["backends"]["reference"] is None
-    assert "CUDA" in facts["backends"]["cuda"]
+    assert facts["backends"]["store"]["reference"] is None
+    assert "CUDA" in facts["backends"]["store"]["cuda"]
     assert facts["benchmarks"] == ["toy"]
-    assert "reference available" in kvstrata("info").stdout
+    assert "store reference available" in kvstrata("info").stdout
 
 
-@pytest.mark.parametrize("command", ["bench", "report", "info"])
+@pytest.mark.parametrize("command", ["bench", "check", "info", "profile", "report"])
 def test_help_teaches(kvstrata, command):
     assert f"Example: kvstrata {command}" in kvstrata(command, "--help").stdout
 

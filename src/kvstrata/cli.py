@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvstrata.eval.cli import advise, evaluate
 from kvstrata.hf.cli import generate
+from kvstrata.lab.cli import check, info, profile, report
+from kvstrata.lab.terminal import AsJson, Device, Results, Where, console, device_of, refuse, text_of
 from kvstrata.tune.cli import tune, warmup
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
+
+    from kvstrata.bench.results import Report
 
 app = typer.Typer(
     name="kvstrata",
@@ -44,27 +45,21 @@ def main(
     pass
 
 
-class Device(str, Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-Results = Annotated[Path, typer.Option("--results", help="Folder of results, one subfolder per machine.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-
-
 @app.command()
 def bench(
     op: Annotated[str, typer.Argument(help="What to measure: decode, quantize, replay, settle or store.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json.")] = False,
-    device: Annotated[Device, typer.Option(help="Where to run; auto takes a GPU if there is one.")] = Device.auto,
+    device: Where = Device.auto,
     only: Annotated[str, typer.Option(metavar="GLOB", help="Only cases whose name matches.")] = "*",
     as_json: AsJson = False,
     results: Results = Path("results"),
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="An earlier result; exit 1 if a case got slower beyond noise.")
+        str | None,
+        typer.Option(metavar="REV_OR_FILE", help="An earlier result; exit 1 if a case got slower beyond noise."),
+    ] = None,
+    saved: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing: take this result as the new one.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
 ) -> None:
@@ -73,148 +68,80 @@ def bench(
     Every contender is checked on the very inputs that are timed; one that is wrong gets no speed, and if it is ours
     the exit code is 1. Samples are cold (cache flushed), interleaved, and given with a 95 % interval.
 
+    --against compares our rows with an earlier result on the same machine: a file, or RESULTS/<machine>/<op>.json at a
+    git revision. A case got slower when the intervals of its medians do not overlap, the medians differ by more than
+    2 % and a rank test of the samples gives p < 0.05; then the exit code is 1.
+
     Example: kvstrata bench store --quick
 
-    Example: kvstrata bench store --only '*fp16*' --against results/nvidia-h200/store.json
+    Example: kvstrata bench store --only '*fp16*' --against HEAD
+
+    Example: kvstrata bench store --from new.json --against results/nvidia-h200/store.json
     """
     from kvstrata.bench import cases
     from kvstrata.bench.machine import describe
     from kvstrata.bench.render import terminal, verdict
-    from kvstrata.bench.results import compare, dumps, load
+    from kvstrata.bench.results import dumps, load
     from kvstrata.bench.results import save as write
     from kvstrata.bench.runner import run, select
+    from kvstrata.lab.regress import earlier
 
-    say = _console(stderr=as_json)
-    if save and only != "*":
-        _refuse("--save with --only would replace the whole result by a part of it; leave one of them out")
+    say = console(stderr=as_json)
+    if save and (only != "*" or saved):
+        refuse("--save with --only or --from would replace the whole result by a part of it; leave one of them out")
     if importlib.util.find_spec("scipy") is None:
-        _refuse("bench needs scipy for its statistics: pip install 'kvstrata[bench]'")
+        refuse("bench needs scipy for its statistics: pip install 'kvstrata[bench]'")
     try:
         module = cases.find(op)
-        where = _device(device)
-        chosen = select(module.cases(where, quick), only)
-        before = load(against) if against else None
-        there = results / describe(where)["slug"] / f"{op}.json"
-        if save and quick and there.exists() and not load(there).method["quick"]:
-            _refuse(f"--save with --quick would replace the full result in {there}; leave one of them out")
+        if saved:
+            taken = load(saved)
+        else:
+            where = device_of(device)
+            chosen = select(module.cases(where, quick), only)
+            there = results / describe(where)["slug"] / f"{op}.json"
+            if save and quick and there.exists() and not load(there).method["quick"]:
+                refuse(f"--save with --quick would replace the full result in {there}; leave one of them out")
+        slug = taken.machine["slug"] if saved else describe(where)["slug"]
+        before = earlier(against, results / slug / f"{op}.json") if against else None
     except (LookupError, ValueError, OSError) as error:
-        _refuse(str(error))
-    if where.type == "cpu" and device is Device.auto:
-        say.print("No GPU here: this times the CPU path, and says nothing about a GPU.")
-    keep = (lambda report: write(report, results)) if save else (lambda report: None)
-    report = run(chosen, where, quick, only, revision=revision, after_case=keep)
+        refuse(text_of(error))
+    if not saved:
+        if where.type == "cpu" and device is Device.auto:
+            say.print("No GPU here: this times the CPU path, and says nothing about a GPU.")
+        keep = (lambda report: write(report, results)) if save else (lambda report: None)
+        taken = run(chosen, where, quick, only, revision=revision, after_case=keep)
     if as_json:
-        sys.stdout.write(dumps(report))
-    say.print(terminal(report))
-    say.print(getattr(module, "summary", verdict)(report), markup=False, highlight=False)
+        sys.stdout.write(dumps(taken))
+    say.print(terminal(taken))
+    say.print(getattr(module, "summary", verdict)(taken), markup=False, highlight=False)
     if save:
-        say.print(f"Saved: {results / report.machine['slug'] / op}.json", highlight=False)
-    slower = []
-    if before:
-        try:
-            slower = compare(before, report)
-        except ValueError as error:
-            _refuse(str(error))
-        say.print("\n".join(["Slower than before:", *map(str, slower)] if slower else ["No case got slower."]))
-    if report.failures or slower:
+        say.print(f"Saved: {results / taken.machine['slug'] / op}.json", highlight=False)
+    slower = _judge(before, taken, say) if before else False
+    if taken.failures or slower:
         raise typer.Exit(1)
 
 
-@app.command()
-def report(
-    documents: Annotated[
-        list[Path] | None, typer.Argument(help="Markdown files; README.md and docs/**/*.md if none is named.")
-    ] = None,
-    results: Results = Path("results"),
-    figures: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("docs/figures"),
-    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 if a table is out of date.")] = False,
-) -> None:
-    """Render the tables in the documents, and the figures, from saved results.
+def _judge(before: Report, after: Report, say: Console) -> bool:
+    """Print how our rows compare with an earlier result; whether one got slower."""
+    from kvstrata.lab import regress
 
-    A table stands between <!-- kvstrata:store --> and <!-- /kvstrata:store -->; the first marker may carry options:
-    rows=GLOB contenders=GLOB columns=us,tb_s,speedup pivot=us on=nvidia-h200.
-
-    Example: kvstrata report
-
-    Example: kvstrata report --check docs/store.md
-    """
-    from kvstrata.bench import publish
-
-    changed = []
     try:
-        reports = publish.load_all(results)
-        for path in documents or [p for p in (Path("README.md"), *sorted(Path("docs").glob("**/*.md"))) if p.exists()]:
-            text = path.read_text(encoding="utf-8")
-            try:
-                fresh = publish.render_document(text, reports)
-            except (LookupError, ValueError) as error:
-                raise ValueError(f"{path}: {error}") from error
-            if fresh != text:
-                changed.append(path)
-                if not check:
-                    path.write_text(fresh, encoding="utf-8")
-        if not check:
-            changed += publish.figures(reports, figures)
-    except (LookupError, ValueError, OSError) as error:
-        _refuse(str(error))
-    for path in changed:
-        typer.echo(f"{'out of date' if check else 'written'}: {path}")
-    if check and changed:
-        raise typer.Exit(1)
+        found = regress.outcomes(before, after)
+    except ValueError as error:
+        refuse(str(error))
+    say.print(regress.table(found, before, after).terminal())
+    slower = [o for o in found if o.verdict == "slower"]
+    lines = [f"{o.case}: {o.name}" for o in slower]
+    say.print("\n".join(["Slower than before:", *lines] if slower else ["No case got slower."]), highlight=False)
+    return bool(slower)
 
 
-@app.command()
-def info(as_json: AsJson = False) -> None:
-    """Show versions, the device, which backends run here and why others do not, and the cache folder.
-
-    Example: kvstrata info --json
-    """
-    from kvstrata.bench import cases
-    from kvstrata.bench.machine import describe
-    from kvstrata.jit import cache_folder
-    from kvstrata.store.op import BACKENDS, missing
-
-    where = _device(Device.auto)
-    facts: dict[str, Any] = {
-        **describe(where),
-        "backends": {name: missing(name, where) for name in BACKENDS if name != "auto"},
-        "benchmarks": cases.names(),
-        "cache": str(cache_folder()),
-    }
-    if as_json:
-        typer.echo(json.dumps(facts, indent=1))
-        return
-    facts["backends"] = {name: reason or "available" for name, reason in facts["backends"].items()}
-    facts["benchmarks"] = ", ".join(facts["benchmarks"])
-    for key, value in facts.items():
-        lines = value.items() if isinstance(value, dict) else [("", value)]
-        for name, entry in lines:
-            typer.echo(f"{key:12} {f'{name} ' if name else ''}{'-' if entry is None else entry}")
-
-
+app.command()(check)
+app.command()(info)
+app.command()(profile)
+app.command()(report)
 app.command()(generate)
 app.command("eval")(evaluate)
 app.command()(advise)
 app.command()(tune)
 app.command()(warmup)
-
-
-def _device(wanted: Device) -> torch.device:
-    import torch
-
-    if wanted is Device.cuda and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device")
-    gpu = torch.cuda.is_available() and wanted is not Device.cpu
-    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-
-
-def _console(stderr: bool) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=200)
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"kvstrata: {message}", err=True)
-    raise typer.Exit(2)

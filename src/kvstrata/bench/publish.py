@@ -21,8 +21,8 @@ Result = Report | Quality | Tuning | Gate
 
 
 def load_all(root: Path) -> list[Result]:
-    """Every result under `<root>/<machine>/`, GPUs before CPUs."""
-    paths = sorted(root.glob("*/*.json"))
+    """Every result under `<root>/<machine>/`, GPUs before CPUs; profiles have a reader of their own."""
+    paths = sorted(path for path in root.glob("*/*.json") if not path.stem.startswith("profile_"))
     reports = [_load(path) for path in paths]
     return sorted(reports, key=lambda report: report.machine["slug"].startswith("cpu"))
 

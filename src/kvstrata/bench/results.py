@@ -129,14 +129,19 @@ def save(report: Report, root: Path | str) -> Path:
 
 def load(path: Path | str) -> Report:
     """Read what `save` wrote; ValueError for anything else."""
+    return loads(Path(path).read_text(encoding="utf-8"), str(path))
+
+
+def loads(text: str, name: str) -> Report:
+    """What `dumps` made; ValueError, which calls it `name`, for anything else."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(text)
         schema = data.pop("schema", None) if isinstance(data, dict) else None
         if schema != SCHEMA:
             raise ValueError(f"schema {schema!r}, this version reads {SCHEMA}")
         return Report(**{**data, "cases": [_case(case) for case in data["cases"]]})
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: not a kvstrata result: {error}") from error
+        raise ValueError(f"{name}: not a kvstrata result: {error}") from error
 
 
 def compare(old: Report, new: Report) -> list[Regression]:

@@ -85,12 +85,12 @@ def _measure(case: Case, timer: Timer, rounds: int, peak: float, result: CaseRes
     errors: dict[str, str] = {}
     if case.graph and timer.device.type == "cuda":
         calls, errors = _captured(calls, timer, case.sets)
-    errors |= _verify(bench, calls, case.sets)
+    errors |= verify(bench, calls, case.sets)
     timed = {name: call for name, call in calls.items() if name not in errors}
     timed["copy"] = copy_call(case.bytes, case.sets, timer.device)
     timed["empty"] = empty_call(timer.device)[0]
     samples = timer.sample(timed, rounds, case.sets, before=bench.before)
-    errors |= _verify(bench, {name: call for name, call in calls.items() if name not in errors}, case.sets)
+    errors |= verify(bench, {name: call for name, call in calls.items() if name not in errors}, case.sets)
     for name in [*bench.contenders, *PROBES]:
         row = Row(name, _kind(name, bench), name not in errors, errors.get(name), name in timer.host_bound)
         if row.correct:
@@ -112,7 +112,7 @@ def _captured(calls: dict[str, Call], timer: Timer, sets: int) -> tuple[dict[str
     return captured, errors
 
 
-def _verify(bench: Bench, calls: dict[str, Call], sets: int) -> dict[str, str]:
+def verify(bench: Bench, calls: dict[str, Call], sets: int) -> dict[str, str]:
     """Poison, run and check every contender on every input set; the messages of those that fail."""
     errors = {}
     for name, call in calls.items():

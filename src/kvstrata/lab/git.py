@@ -1,0 +1,52 @@
+"""Files as they were at earlier revisions, where a folder is in a git checkout."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Version:
+    commit: str
+    date: str  # of the commit, ISO 8601
+    text: str
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def at(path: Path, revision: str) -> str:
+    """The file's text at a revision; LookupError says what is not there."""
+    folder = next((p for p in path.resolve().parents if p.is_dir()), Path.cwd())
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    if top is None:
+        raise LookupError(f"{revision!r} is no file, and {folder} is in no git checkout where it could be a revision")
+    root = Path(top.strip())
+    if _git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}") is None:
+        raise LookupError(f"{revision!r} is neither a file nor a revision of {root.name}")
+    inside = path.resolve().relative_to(root).as_posix()
+    text = _git(root, "show", f"{revision}:{inside}")
+    if text is None:
+        raise LookupError(f"there is no {inside} at revision {revision}")
+    return text
+
+
+def versions(path: Path, most: int = 20) -> list[Version]:
+    """What the file was in the commits that changed it, oldest first; empty outside a checkout."""
+    folder = path.resolve().parent
+    log = _git(folder, "log", f"-{most}", "--format=%H %cI", "--", path.name) if folder.is_dir() else None
+    found = []
+    for line in reversed((log or "").splitlines()):
+        commit, date = line.split()
+        text = _git(folder, "show", f"{commit}:./{path.name}")
+        if text is not None:
+            found.append(Version(commit, date, text))
+    return found

@@ -1,0 +1,74 @@
+"""Small random trials of every op through its public functions, each against plain torch that shares nothing with it.
+
+A module ``sweeps/<op>.py`` has ``trial(draw, backend) -> str``, which raises AssertionError or says what it tried;
+``BACKENDS`` it can be asked for; and ``SANITIZED``, those that compute-sanitizer watches. A trial is made of a seed
+alone, so a failure can be repeated. Shapes are small and odd: ragged, empty, strided, padded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from .draw import Draw, Refused
+
+COMMON = ("draw", "__main__")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`error` is None for a trial that passed, `refused` says why one was not made."""
+
+    backend: str
+    seed: int
+    what: str = ""
+    error: str | None = None
+    refused: str | None = None
+
+
+def names() -> list[str]:
+    """The ops that have a sweep."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in COMMON)
+
+
+def find(op: str) -> ModuleType:
+    """The module of an op; LookupError lists what there is."""
+    if op not in names():
+        raise LookupError(f"no sweep named {op!r}; there are: {', '.join(names())}")
+    return importlib.import_module(f"{__name__}.{op}")
+
+
+def backends(op: str, device: torch.device) -> dict[str, str | None]:
+    """Why each backend of an op cannot run on a device; None for those that can."""
+    from kvstrata.store.op import missing
+
+    def reason(name: str) -> str | None:
+        if name == "auto":
+            return None
+        if name == "numba":
+            if device.type != "cpu":
+                return "numba needs tensors on the CPU"
+            return None if find_spec("numba") else "numba is not installed"
+        return missing(name, device)
+
+    return {name: reason(name) for name in find(op).BACKENDS}
+
+
+def run(op: str, device: torch.device, backend: str, seeds: range) -> Iterator[Outcome]:
+    """One trial a seed; what a trial raises becomes its outcome."""
+    trial = find(op).trial
+    for seed in seeds:
+        try:
+            yield Outcome(backend, seed, trial(Draw(seed, device), backend))
+        except Refused as reason:
+            yield Outcome(backend, seed, refused=str(reason))
+        except Exception as error:
+            text = " ".join(str(error).split()) or "an assertion without a message"
+            known = isinstance(error, AssertionError)
+            yield Outcome(backend, seed, error=text if known else f"{type(error).__name__}: {text}")

@@ -1,0 +1,71 @@
+"""decode_attention: queries over a ragged tiered cache, against dense attention over what the cache says it holds."""
+
+from __future__ import annotations
+
+import torch
+
+import kvstrata
+from kvstrata.attention import op
+
+from .draw import CLOSE, DIMS, FLOATS, Draw, Refused
+
+BACKENDS = ("reference", "numba", "triton", "cuda")
+SANITIZED = ("cuda",)
+
+
+def trial(draw: Draw, backend: str) -> str:
+    """Queries over a ragged tiered cache, against dense attention over what the cache says it holds."""
+    heads, group, dim, q_len = (
+        draw.size(1, 3),
+        draw.one(1, 2, 4, 7),
+        draw.one(*DIMS),
+        draw.size(1, 3),
+    )
+    dtype = draw.one(*FLOATS)
+    lengths = [draw.size(q_len, 200) for _ in range(draw.size(1, 3))]
+    window = draw.one(None, None, 33)
+    softcap = draw.one(None, None, 20.0)
+    what = f"lengths {lengths}, {heads * group}/{heads} heads, D {dim}, q_len {q_len}, {dtype}, window {window}"
+    cache = kvstrata.TieredCache(
+        1, heads, dim, budget=0.3, window=16, sinks=2, page_tokens=16, dtype=dtype, device=draw.device,
+        max_requests=len(lengths), max_tokens=256, tiers=("K8V8", "K4V4", "K3V3", "K2V2"),
+    )  # fmt: skip
+    k, v = draw.normal(2, sum(lengths), heads, dim).to(dtype).to(draw.device)
+    cache.append(0, k, v, list(range(len(lengths))), lengths)
+    q = draw.normal(len(lengths), q_len, heads * group, dim).to(dtype).to(draw.device)
+    asked = op._job(q, cache, 0, None, None, window, softcap, None, True, True)
+    if backend != "auto" and (reason := op.missing(backend, asked)):
+        raise Refused(reason)
+    options = dict(window=window, softcap=softcap, return_lse=True, return_mass=True)
+    out, lse, mass = kvstrata.decode_attention(q, cache, backend=backend, **options)  # type: ignore[arg-type]
+    assert out.shape == q.shape
+    assert not bool(out.isnan().any()), f"an output is NaN: {what}"
+    for request, length in enumerate(lengths):
+        keys, values, position = (x.cpu() for x in cache.gather(0, request))
+        want, want_lse, want_mass = _dense(q[request].cpu().float(), keys, values, position, length, window, softcap)
+        pairs = (("out", out[request], want), ("lse", lse[request], want_lse))
+        for name, a, b in (*pairs, ("mass", mass[request, :, :length], want_mass)):
+            error = float((a.cpu().float() - b).norm() / b.norm().clamp(min=1e-6))
+            assert error <= CLOSE[dtype], f"{name} of request {request} is off by {error:.1e}: {what}"
+    return what
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, length: int, window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out, lse and mass of one request: q [q_len, Hq, D], k and v [H, n, D], positions [H, n]."""
+    q_len, heads, dim = q.shape
+    group = heads // len(k)
+    wide = [x.float().repeat_interleave(group, 0) for x in (k, v)]
+    score = torch.einsum("qhd,hnd->qhn", q, wide[0]) * dim**-0.5
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    own = (length - q_len + torch.arange(q_len)).view(-1, 1, 1)
+    at = position.repeat_interleave(group, 0)
+    seen = (at <= own) & (at >= 0) & (at > own - (window or length + 1))
+    score = score.masked_fill(~seen, -torch.inf)
+    weight = score.softmax(-1)
+    mass = torch.zeros(len(k), length)
+    mass.scatter_add_(1, position, weight.sum(0).view(len(k), group, -1).sum(1))
+    return torch.einsum("qhn,hnd->qhd", weight, wide[1]), score.logsumexp(-1), mass

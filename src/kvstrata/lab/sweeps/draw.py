@@ -1,0 +1,50 @@
+"""What every sweep draws from: random choices and tensors of one seed, and how near is near enough."""
+
+from __future__ import annotations
+
+import random
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+POISON = 0xFF
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+DIMS = (32, 48, 64, 80, 128)
+# Relative error that a whole output may have: products in the dtype, K and V rounded to it when they are gathered.
+CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# Relative error that a Gaussian row of at least 32 values may have in so many bits; the usual one is half of it.
+WORST = {16: 0.0, 32: 0.0, 8: 0.02, 4: 0.3, 3: 0.5, 2: 0.75}
+AGAIN = 1.5  # as much for a row that was quantised before, to more bits
+
+
+class Refused(Exception):
+    """The backend says that it does not take such a call; no failure."""
+
+
+class Draw:
+    """Random choices and tensors of one seed; tensors are made on the CPU, so that they are the same everywhere."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device = device
+
+    def one(self, *options: T) -> T:
+        return self.random.choice(options)
+
+    def size(self, low: int, high: int) -> int:
+        """From `low` to `high`, both included."""
+        return self.random.randint(low, high)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def order(self, n: int) -> torch.Tensor:
+        return torch.randperm(n, generator=self.generator)
+
+    def integers(self, high: int, *shape: int) -> torch.Tensor:
+        """From 0 to below `high`."""
+        return torch.randint(0, high, shape, generator=self.generator)

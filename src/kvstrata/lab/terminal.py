@@ -1,0 +1,68 @@
+"""What the commands share: where they run, what they print to, and how they refuse."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+Results = Annotated[Path, typer.Option("--results", help="Folder of results, one subfolder per machine.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Where = Annotated[Device, typer.Option(help="Where to run; auto takes a GPU if there is one.")]
+
+
+def device_of(wanted: Device) -> torch.device:
+    """The device that a command runs on; ValueError where the one asked for is not there."""
+    import torch
+
+    if wanted is Device.cuda and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device")
+    gpu = torch.cuda.is_available() and wanted is not Device.cpu
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+
+def console(stderr: bool) -> Console:
+    """A terminal of its width, or wide lines for a file."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr)
+    return made if made.is_terminal else Console(stderr=stderr, width=240)
+
+
+@contextmanager
+def spinner(title: str) -> Iterator[Callable[[str], None]]:
+    """A line that says what is being done; silent when nobody watches."""
+    from rich.console import Console
+
+    if not sys.stderr.isatty():
+        yield lambda step: None
+        return
+    with Console(stderr=True).status(title) as status:
+        yield lambda step: status.update(f"{title}: {step}")
+
+
+def text_of(error: Exception) -> str:
+    """Without the quotes that a KeyError puts around its message."""
+    return str(error.args[0]) if isinstance(error, LookupError) and error.args else str(error)
+
+
+def refuse(message: str) -> NoReturn:
+    """Say in one line what is wrong with the request; exit code 2."""
+    typer.echo(f"kvstrata: {message}", err=True)
+    raise typer.Exit(2)
