@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from conftest import HAS_GPU
 from kvstrata import prefill_attention
 from kvstrata.attention import prefill, prefill_triton
-from kvstrata.attention.prefill_triton import Config
+from kvstrata.attention.prefill_configs import Config
 from prefill_model import BACKENDS, DEVICE, DTYPES, HALF, INTERPRETED, Case, case_of, check
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -291,6 +291,9 @@ if HAS_GPU:
     if torch.cuda.get_device_capability()[0] == 9:
         VARIANTS += [Config(m, n, 4 if m == 64 else 8, 2, tma=True) for m in (64, 128) for n in (64, 128)]
         VARIANTS += [Config(128, 64, 8, 3, tma=True, persistent=True), Config(64, 128, 4, 2, tma=True, registers=128)]
+        VARIANTS += [Config(64 * n, 128, 4, 2, specialize=True, order=n % 2) for n in (1, 2)]
+        VARIANTS += [Config(128, 64, 4, 3, specialize=True, pingpong=True), Config(192, 64, 4, 4, specialize=True)]
+        VARIANTS += [Config(192, 64, 4, 2, specialize=True, pingpong=True)]
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=lambda config: "-".join(map(str, config)))
@@ -302,6 +305,11 @@ def test_triton_variants(config: Config, causal: bool, monkeypatch: pytest.Monke
     check(case_of([(35 * size, 51 * size)] * 2, heads=4, kv_heads=2, dim=96, causal=causal), "triton")
     if not causal or HAS_GPU:
         check(case_of([(32 * size, 64 * size)], causal=causal), "triton")
+    if HAS_GPU:
+        sinks = torch.tensor([1.0, 5.0], device=DEVICE)
+        for dim in (64, 128):
+            for queries, keys in ((1, 1), (64, 64), (130, 1000), (1024, 1024), (511, 513)):
+                check(case_of([(queries, keys)], dim=dim, causal=causal, sinks=sinks), "triton")
 
 
 def test_auto_runs() -> None:

@@ -17,13 +17,14 @@ without any mask:
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from .prefill import PrefillJob, Result
+from .prefill_configs import Config, config_of, default_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -52,10 +53,10 @@ def _blocks(
     q, own, top, total, acc, k, k_desc, v, v_desc, batch, kv_head, low, high, keys, stride_ks, stride_vs, factor,
     softcap, window,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys ``low .. high`` (low is a multiple of BLOCK_N) join the sums. ``factor``: of a raw score, to base 2."""
-    for start in tl.range(low, high, BLOCK_N, warp_specialize=SPECIALIZE):
+    for start in tl.range(low, high, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         key = _rows(k, k_desc, batch, kv_head, start, keys, stride_ks, BLOCK_N, DIM, WIDE, MASKED, TMA)
         s = tl.dot(q, tl.trans(key), input_precision=PRECISION)
@@ -92,7 +93,7 @@ def _tile(
     stride_lh, stride_ls, queries, keys, factor, softcap, window,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    PACKED: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries ``block * BLOCK_M ..`` of a head."""
     kv_head = head // GROUP
@@ -129,18 +130,18 @@ def _tile(
             edge = tl.minimum(edge, full)
             top, total, acc = _blocks(
                 query, own, top, total, acc, k_base, k, v_base, v, at, at_kv, low, edge, keys, stride_ks, stride_vs,
-                factor, softcap, window, DIM, WIDE, BLOCK_N, True, CAUSAL, True, CAPPED, TMA, False, PRECISION,
+                factor, softcap, window, DIM, WIDE, BLOCK_N, True, CAUSAL, True, CAPPED, TMA, PRECISION,
             )  # fmt: skip
             low = tl.maximum(low, edge)
         top, total, acc = _blocks(
             query, own, top, total, acc, k_base, k, v_base, v, at, at_kv, low, full, keys, stride_ks, stride_vs,
-            factor, softcap, window, DIM, WIDE, BLOCK_N, False, CAUSAL, WINDOWED, CAPPED, TMA, SPECIALIZE, PRECISION,
+            factor, softcap, window, DIM, WIDE, BLOCK_N, False, CAUSAL, WINDOWED, CAPPED, TMA, PRECISION,
         )  # fmt: skip
         if TAIL:
             top, total, acc = _blocks(
                 query, own, top, total, acc, k_base, k, v_base, v, at, at_kv, tl.maximum(low, full), end, keys,
                 stride_ks, stride_vs, factor, softcap, window, DIM, WIDE, BLOCK_N, True, CAUSAL, WINDOWED, CAPPED, TMA,
-                False, PRECISION,
+                PRECISION,
             )  # fmt: skip
         row = begin + tl.arange(0, BLOCK_M)
         live = row < queries
@@ -185,7 +186,7 @@ def prefill_kernel(
     sequences, queries, keys, blocks, processors, factor, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr,
+    LSE: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr,
     PERSISTENT: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``q, k, v``: pointers, or with TMA descriptors ``[B, H, S, D]``. ``blocks``: of a sequence's queries."""
@@ -196,7 +197,7 @@ def prefill_kernel(
                 block, head, batch, q, k, v, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qh,
                 stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_ob, stride_oh,
                 stride_os, stride_lb, stride_lh, stride_ls, queries, keys, factor, softcap, window, GROUP, DIM, WIDE,
-                BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, CAPPED, SINKS, LSE, PACKED, TAIL, TMA, SPECIALIZE, PRECISION,
+                BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, CAPPED, SINKS, LSE, PACKED, TAIL, TMA, PRECISION,
             )  # fmt: skip
     else:
         block, head, batch = _place(tl.program_id(0), sequences, blocks, processors, HEADS, CAUSAL, ORDER)
@@ -204,50 +205,8 @@ def prefill_kernel(
             block, head, batch, q, k, v, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qh,
             stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_ob, stride_oh,
             stride_os, stride_lb, stride_lh, stride_ls, queries, keys, factor, softcap, window, GROUP, DIM, WIDE,
-            BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, CAPPED, SINKS, LSE, PACKED, TAIL, TMA, SPECIALIZE, PRECISION,
+            BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, CAPPED, SINKS, LSE, PACKED, TAIL, TMA, PRECISION,
         )  # fmt: skip
-
-
-class Config(NamedTuple):
-    """How a shape runs. ``registers``: at most so many a thread, None as the compiler likes."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    tma: bool = False
-    specialize: bool = False
-    persistent: bool = False
-    order: int = 0
-    registers: int | None = None
-
-
-# (head_dim, longest of queries and keys, causal, few): few tiles of 128 queries, no more than multiprocessors. A length
-# is looked up as the smallest that is not shorter, or the last. Overrides `_default` on Hopper.
-TABLE: dict[tuple[int, int, bool, bool], Config] = {}
-LENGTHS = (128, 256, 512, 1024, 2048, 8192)
-
-
-def _default(dim: int, hopper: bool) -> Config:
-    """What runs well without having been measured."""
-    if dim <= 64:
-        return Config(64, 64, 4, 3)
-    if dim <= 128:
-        return Config(128, 128 if hopper else 64, 8, 3 if hopper else 2)
-    return Config(64, 32, 4, 2) if not hopper else Config(128, 64, 8, 2)
-
-
-def config_of(job: PrefillJob, processors: int, hopper: bool) -> Config:
-    """From the table, or the default; small blocks under the interpreter, which has no processors."""
-    if processors == 0:
-        return Config(16, 16, 4, 1)
-    if job.q.dtype == torch.float32:
-        return Config(64, 32, 4, 1) if job.head_dim <= 128 else Config(32, 16, 4, 1)
-    length = max(job.max_seqlen_q, job.max_seqlen_k)
-    nearest = next((n for n in LENGTHS if n >= length), LENGTHS[-1])
-    few = job.sequences * job.heads * triton.cdiv(job.max_seqlen_q, 128) <= processors
-    found = TABLE.get((job.head_dim, nearest, job.causal, few)) if hopper else None
-    return found or _default(job.head_dim, hopper)
 
 
 @functools.cache
@@ -275,6 +234,19 @@ def takes_descriptors(job: PrefillJob) -> bool:
     )
 
 
+def _specialized(job: PrefillJob, config: Config, out: torch.Tensor, lse: torch.Tensor | None) -> bool:
+    """Whether the kernel of prefill_gluon.py takes the job; then it runs."""
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6):
+        return False
+    from . import prefill_gluon
+
+    if prefill_gluon.missing(job) is not None:
+        return False
+    with torch.cuda.device_of(job.q):
+        prefill_gluon.run(job, config, out, lse)
+    return True
+
+
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
     """Of batch, head and row."""
     return (0, x.stride(1), x.stride(0)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
@@ -293,8 +265,12 @@ def run(job: PrefillJob, config: Config | None = None) -> Result:
         return out, lse
     processors, hopper = processors_of(job.q.device)
     config = config or config_of(job, processors, hopper)
+    if config.specialize:
+        if _specialized(job, config, out, lse):
+            return out, lse
+        config = default_of(job.head_dim, hopper)
     if config.tma and not takes_descriptors(job):
-        config = config._replace(tma=False, specialize=False)
+        config = config._replace(tma=False)
     blocks = triton.cdiv(job.max_seqlen_q, config.block_m)
     tiles = job.sequences * job.heads * blocks
     dim, wide = job.head_dim, triton.next_power_of_2(job.head_dim)
@@ -314,7 +290,7 @@ def run(job: PrefillJob, config: Config | None = None) -> Result:
             HEADS=job.heads, GROUP=job.heads // job.kv_heads, DIM=dim, WIDE=wide, BLOCK_M=config.block_m,
             BLOCK_N=config.block_n, CAUSAL=job.causal, WINDOWED=job.window is not None,
             CAPPED=job.softcap is not None, SINKS=job.sinks is not None, LSE=lse is not None, PACKED=job.packed,
-            TAIL=ragged, TMA=config.tma, SPECIALIZE=config.specialize, PERSISTENT=config.persistent,
+            TAIL=ragged, TMA=config.tma, PERSISTENT=config.persistent,
             ORDER=config.order, PRECISION="ieee" if precise else "tf32", num_warps=config.warps,
             num_stages=config.stages, **options,
         )  # fmt: skip
