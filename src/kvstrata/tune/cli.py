@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 TOY_FLUSH = 4 << 20  # bytes, on a CPU
-SIMULATED = 400  # experiments
+SIMULATED = 200  # experiments
 NOISE = (0.02, 0.05)
 
 
