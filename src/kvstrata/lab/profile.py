@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import subprocess
@@ -78,10 +79,12 @@ class Change:
 
     @property
     def amount(self) -> float:
-        """In percentage points, or in percent."""
+        """In percentage points, or in percent; cut to what a gate may decide by."""
         if QUANTITIES[self.key].unit == "%":
-            return self.after - self.before
-        return 100 * (self.after / self.before - 1) if self.before else 0.0 if self.after == self.before else 100.0
+            return round(self.after - self.before, 6)
+        if not self.before:
+            return 0.0 if self.after == self.before else math.inf
+        return round(100 * (self.after / self.before - 1), 6)
 
     @property
     def shown(self) -> str:

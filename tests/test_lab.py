@@ -1,0 +1,437 @@
+"""The lab's commands and what they rest on: ncu's CSV, gates, sweeps that can fail, the regression gate, info."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kvstrata as library
+import toy
+from kvstrata.bench import cases, results
+from kvstrata.bench.stats import summary
+from kvstrata.cli import app
+from kvstrata.lab import check, git, launch, ncu, profile, profile_tables, regress, sweeps
+from kvstrata.lab.sweeps.draw import Draw, Refused
+
+CSV = (Path(__file__).parent / "data" / "ncu_raw.csv").read_text()
+CPU = torch.device("cpu")
+MACHINE = {"name": "NVIDIA H200", "slug": "nvidia-h200", "revision": "abc", "dirty": False, "date": "2026-01-01T00:00Z"}
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+# Nsight Compute
+
+
+def test_the_raw_page_becomes_numbers():
+    decode, combine, _ = ncu.parse(CSV)
+    assert (decode.name, decode.grid, decode.block) == ("decode", "(1, 1056, 1)", "(256, 1, 1)")
+    assert decode.values["us"] == pytest.approx(145.888)
+    assert decode.values["dram_read"] == pytest.approx(575.668224)
+    assert decode.values["conflicts"] == 1204352
+    assert decode.values["registers"] == 126
+    assert decode.values["shared"] == pytest.approx(99.328)
+    assert "l1_hit" not in decode.values  # nan
+    assert "issue" not in combine.values  # n/a
+    assert list(decode.stalls) == ["wait", "short_scoreboard", "long_scoreboard"]
+    assert sum(decode.stalls.values()) == pytest.approx(100)
+    assert decode.stalls["wait"] == pytest.approx(50)
+
+
+def test_other_units_mean_the_same():
+    scaled = CSV.replace('"ns"', '"us"').replace('"145,888"', '"145.888"').replace('"5,472"', '"5.472"')
+    scaled = scaled.replace('"byte","byte","%"', '"Mbyte","Kbyte","%"').replace('"575,668,224"', '"575.668224"')
+    decode = ncu.parse(scaled)[0]
+    assert decode.values["us"] == pytest.approx(145.888)
+    assert decode.values["dram_read"] == pytest.approx(575.668224)
+    assert decode.values["dram_write"] == pytest.approx(6332.416)  # 6,332,416 kB
+
+
+def test_one_launch_of_each_kernel_is_kept():
+    kept = profile.first_of_each(ncu.parse(CSV))
+    assert [kernel.name for kernel in kept] == ["decode", "combine"]
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "NVreg_RestrictProfilingToAdminUsers=0"),
+        ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", "does not pass the counters on"),
+        ("==WARNING== No kernels were profiled.", "no kernel of ours"),
+        ("==PROF== Connected\nkvstrata: no case named 'x'", "ncu failed: kvstrata: no case named 'x'"),
+    ],
+)
+def test_failures_are_explained(text, means):
+    with pytest.raises(ncu.NcuError, match=re.escape(means)):
+        ncu.parse(text)
+
+
+def test_metrics_that_a_gpu_does_not_have_are_left_out():
+    text = "==ERROR== Failed to find metric sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
+    (unknown,) = ncu.unknown_metrics(text)
+    assert unknown in ncu.ASKED
+    asked = ncu.command("ncu", ["x"], Path("log"), [], 1, [unknown])
+    assert unknown not in asked[asked.index("--metrics") + 1]
+    assert asked[-1] == "x"
+
+
+def test_our_kernels_are_found_in_the_sources():
+    names = ncu.own_kernels()
+    assert {"store_direct", "store_staged", "decode", "combine", "worklist", "quantize_pages", "repack", "copy_all",
+            "append_one", "store_kernel", "decode_kernel"} <= set(names)  # fmt: skip
+    assert "empty" not in names
+    chosen = ncu.command("ncu", [], Path("log"), names, 1)
+    assert "|decode|" in chosen[chosen.index("--kernel-name") + 1]
+
+
+FAKE = """#!{python}
+import pathlib, sys
+if "--version" in sys.argv:
+    print("NVIDIA (R) Nsight Compute Command Line Profiler\\nVersion 2025.3.1.0 (build 1)")
+elif "sm__pipe_tensor_cycles_active" in " ".join(sys.argv):
+    print("==ERROR== Failed to find metric sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active")
+    sys.exit(1)
+elif sys.argv[-1] == "bad":
+    print("==ERROR== ERR_NVGPUCTRPERM")
+    sys.exit(1)
+else:
+    log = sys.argv[sys.argv.index("--log-file") + 1]
+    pathlib.Path(log).write_text(pathlib.Path({csv!r}).read_text())
+"""
+
+
+@pytest.fixture
+def fake_ncu(tmp_path, monkeypatch):
+    """An ncu that does not know one metric, lacks permission for a case named bad, and gives the sample otherwise."""
+    tool = tmp_path / "bin" / "ncu"
+    tool.parent.mkdir()
+    sample = Path(__file__).parent / "data" / "ncu_raw.csv"
+    tool.write_text(FAKE.format(python=sys.executable, csv=str(sample)))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
+    profile.version.cache_clear()
+    return tool
+
+
+def test_a_profile_is_taken_kept_and_read_again(fake_ncu, tmp_path):
+    taken = profile.take("store", ["good", "bad"], MACHINE, {"good": 1000, "bad": 1})
+    assert taken.tool == "ncu 2025.3.1.0"
+    assert "ERR_NVGPUCTRPERM" in taken.failed["bad"]
+    (case,) = taken.cases
+    assert case.main.name == "decode"
+    path = profile.save(taken, tmp_path / "deep" / "profile_store.json")
+    again = profile.load(path)
+    assert profile.dumps(again) == path.read_text()
+    text = profile_tables.summary(again)
+    assert "| good | decode | 145.89 |" in text
+    assert "bad was not profiled" in text
+    assert "wait 50 %" in text
+
+
+def taken(**values):
+    kernel = ncu.Kernel("k", "(1, 1, 1)", "(32, 1, 1)", {"us": 10.0, "l2_hit": 40.0, "dram": 80.0, **values})
+    small = ncu.Kernel("other", "(1, 1, 1)", "(32, 1, 1)", {"us": 1.0, "l2_hit": 0.0})
+    return profile.Profile("store", MACHINE, "ncu", [profile.CaseProfile("c", "ours", 1, [small, kernel])])
+
+
+@pytest.mark.parametrize(
+    ("gate", "values", "holds"),
+    [
+        ("l2_hit>=+8", {"l2_hit": 48.0}, True),
+        ("l2_hit>=+8", {"l2_hit": 47.9}, False),
+        ("dram<=-10", {"dram": 70.0}, True),
+        ("dram<=-10", {"dram": 71.0}, False),
+        ("us<=-10", {"us": 9.0}, True),
+        ("us<=+5", {"us": 10.6}, False),
+        ("l2_hit >= 40", {}, True),
+        ("registers<=64", {}, False),  # there is none: it cannot hold
+    ],
+)
+def test_gates(gate, values, holds):
+    before, after = taken(), taken(**values)
+    found = profile.missed([profile.gate_of(gate)], after, profile.changes(before, after))
+    assert (found == []) is holds
+
+
+@pytest.mark.parametrize("text", ["l2_hit", "nothing>=3", "l2_hit=3", "l2_hit>=x"])
+def test_a_bad_gate_is_refused(text):
+    with pytest.raises(ValueError, match="expected QUANTITY<=NUMBER"):
+        profile.gate_of(text)
+
+
+def test_two_files_are_compared_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, hits in (("old", 40.0), ("new", 45.0)):
+        profile.save(taken(l2_hit=hits), Path(f"{name}.json"))
+    done = invoke("profile", "store", "--compare", "old.json", "new.json", "--gate", "l2_hit>=+5")
+    assert done.exit_code == 0, done.output
+    assert "+5.0 pp" in done.stdout
+    assert Path("profile_summary.md").read_text().startswith("# Profile of store")
+    assert profile.load(Path("profile_summary.json")).op == "store"
+    done = invoke("profile", "store", "--compare", "old.json", "new.json", "--gate", "l2_hit>=+8", "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["missed"] == ["l2_hit>=+8: c has +5.0 pp"]
+    assert invoke("profile", "store", "--compare", "old.json", "new.json", "--save").exit_code == 0
+    assert Path("docs/profiles/store.md").exists()
+    assert Path("results/nvidia-h200/profile_store.json").exists()
+
+
+def test_without_ncu_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = invoke("profile", "store")
+    assert done.exit_code == 3
+    assert "ncu is not on the PATH" in done.stderr
+    assert not list(tmp_path.iterdir())
+    assert invoke("profile", "nothing").exit_code == 2
+
+
+def test_profiled_cases_exist():
+    class Gpu:
+        type = "cuda"
+
+    for op, names in profile.CHOSEN.items():
+        module = cases.find(op)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "sets_for", lambda *a, **k: 2)
+            known = {case.name for case in module.cases(Gpu(), False)}
+        assert set(names) <= known
+
+
+def test_the_child_leaves_peers_out_and_puts_them_back(monkeypatch):
+    monkeypatch.setitem(sys.modules, f"{cases.__name__}.toy", toy)
+    case = toy.cases(CPU, True)[0]
+    assert "stack" not in launch.build(case, None, CPU).contenders
+    assert "stack" in launch.build(case, "stack", CPU).contenders
+    with pytest.raises(LookupError, match="no contender named 'nobody'"):
+        launch.contender_of(case.build(CPU), "nobody")
+
+
+# Check
+
+
+@pytest.mark.parametrize("op", sweeps.names())
+def test_every_sweep_passes_here(op):
+    for backend, reason in sweeps.backends(op, CPU).items():
+        if reason is None and backend != "triton":  # the interpreter has tests of its own
+            outcomes = list(sweeps.run(op, CPU, backend, range(8)))
+            assert [o.error for o in outcomes if o.error] == []
+            assert any(o.refused is None for o in outcomes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", sweeps.names())
+def test_every_sweep_passes_on_the_gpu(op):
+    device = torch.device("cuda", torch.cuda.current_device())
+    for backend, reason in sweeps.backends(op, device).items():
+        if reason is None:
+            assert [o.error for o in sweeps.run(op, device, backend, range(8)) if o.error] == []
+
+
+def test_every_op_of_bench_has_a_sweep():
+    assert set(sweeps.names()) <= set(cases.names())
+    assert {"store", "decode", "quantize", "settle", "replay"} <= set(sweeps.names())
+
+
+def forgets_the_last_row(store_kv, k, v, k_cache, v_cache, slots, **options):
+    last = slice(0, max(len(k) - 1, 0))
+    store_kv(k[last], None if v is None else v[last], k_cache, v_cache, slots[last], **options)
+
+
+def off_a_little(decode, q, cache, **options):
+    out, *rest = decode(q, cache, **options)
+    out[..., 0, 0] += 0.05
+    return (out, *rest)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "wrong"), [("store", "store_kv", forgets_the_last_row), ("decode", "decode_attention", off_a_little)]
+)
+def test_a_sweep_finds_a_wrong_kernel(monkeypatch, op, name, wrong):
+    monkeypatch.setattr(library, name, partial(wrong, getattr(library, name)))
+    assert any(o.error for o in sweeps.run(op, CPU, "reference", range(12)))
+
+
+def test_settle_finds_a_row_in_the_wrong_place(monkeypatch):
+    gather = library.TieredCache.gather
+
+    def swapped(self, layer, request=0):
+        k, v, position = gather(self, layer, request)
+        return (k.roll(1, 1) if k.shape[1] > 1 else k), v, position
+
+    monkeypatch.setattr(library.TieredCache, "gather", swapped)
+    assert any("off by" in (o.error or "") for o in sweeps.run("settle", CPU, "auto", range(4)))
+
+
+def test_what_a_backend_refuses_is_no_failure(monkeypatch):
+    def refuse(draw, backend):
+        raise Refused("not such a call")
+
+    monkeypatch.setattr(sweeps.find("replay"), "trial", refuse)
+    step = check.check_sweep("replay", CPU, "reference", 3)
+    assert (step.verdict, step.skipped) == ("skipped", "not such a call")
+
+
+def test_draws_are_the_same_for_a_seed():
+    first, again = Draw(5, CPU), Draw(5, CPU)
+    assert [first.size(0, 100) for _ in range(5)] == [again.size(0, 100) for _ in range(5)]
+    assert torch.equal(first.normal(3), again.normal(3))
+
+
+def test_check_passes_on_the_cpu_and_says_what_it_skipped():
+    done = invoke("check", "replay", "--device", "cpu", "--quick")
+    assert done.exit_code == 0, done.output
+    assert "Correctness: PASSED" in done.stdout
+    assert "compute-sanitizer, racecheck skipped: needs a GPU" in done.stdout
+    done = invoke("check", "replay", "--device", "cpu", "--quick", "--json", "--tools", "none")
+    found = json.loads(done.stdout)
+    assert found["passed"]
+    assert [step["verdict"] for step in found["steps"]][:2] == ["passed", "passed"]
+    assert not any("sanitizer" in step["name"] for step in found["steps"])
+
+
+def test_check_of_a_wrong_kernel_exits_1(monkeypatch):
+    monkeypatch.setattr(cases, "names", lambda: ["toy"])
+    monkeypatch.setitem(sys.modules, f"{cases.__name__}.toy", toy)
+    monkeypatch.setattr(toy, "cases", partial(toy.cases, wrong=("ours-too",)))
+    done = invoke("check", "toy", "--device", "cpu")
+    assert done.exit_code == 1
+    assert "bench cases: fp32-64: ours-too:" in done.stdout
+    assert "Correctness: FAILED" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["store", "--tools", "memchek"], ["store", "--device", "cuda"]])
+def test_check_refuses_in_one_line(arguments, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = invoke("check", *arguments)
+    assert done.exit_code == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+CLEAN = "========= COMPUTE-SANITIZER\n8 trials, 0 failed\n========= ERROR SUMMARY: 0 errors\n"
+RACES = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "errors"),
+    [
+        (CLEAN, 0, []),
+        ("8 trials, 0 failed\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0, []),
+        ("8 trials, 0 failed\n========= Error: Race reported\n" + RACES, 86, ["2 error(s)", "Error: Race reported"]),
+        ("cuda, seed 3: k differs\n8 trials, 1 failed\n========= ERROR SUMMARY: 0 errors", 1,
+         ["cuda, seed 3: k differs"]),
+        ("========= ERROR SUMMARY: 0 errors", 0, ["the child ended early, exit code 0"]),
+        ("========= Error: Device not supported", 1,
+         ["compute-sanitizer does not support this device or virtual machine"]),
+    ],
+)  # fmt: skip
+def test_what_the_sanitizer_said(text, code, errors):
+    assert check.read_sanitizer(text, code)[1] == errors
+
+
+def test_the_sanitizer_watches_a_child(monkeypatch, tmp_path):
+    """A stand-in that runs what it is given and adds a summary."""
+    tool = tmp_path / "compute-sanitizer"
+    rest = "sys.argv[sys.argv.index('--error-exitcode') + 2 :]"
+    tool.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\n"
+        f"subprocess.run([x if x != 'cuda' else 'cpu' for x in {rest}])\n"
+        "print('========= ERROR SUMMARY: 0 errors')\n"
+    )
+    tool.chmod(0o755)
+    step = check.check_sanitizer("memcheck", "replay", ["reference"], 3, str(tool))
+    assert (step.verdict, step.done) == ("passed", 3), step.errors
+
+
+# The regression gate
+
+
+def report(factor=1.0, seed=1, slug="nvidia-h200"):
+    samples = factor * np.random.default_rng(seed).normal(10, 0.2, 100)
+    row = results.Row("ours", "ours", us=summary(samples), samples=list(samples))
+    case = results.CaseResult("c", {}, 1 << 20, 0, 1, False, rows=[row])
+    machine = {**MACHINE, "slug": slug, "versions": {"torch": "2"}}
+    method = {"quick": False}
+    return results.Report("toy", machine, method, {"tb_s": 4.0}, {"us": 3.0, "kernel": "empty.cu"}, [case])
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "same"), (1.01, "same"), (1.1, "slower"), (0.9, "faster")])
+def test_slower_faster_or_noise(factor, verdict):
+    (found,) = regress.outcomes(report(), report(factor, seed=2))
+    assert found.verdict == verdict
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A git checkout with two committed results: the second is a tenth slower."""
+    monkeypatch.chdir(tmp_path)
+    run = partial(subprocess.run, check=True, capture_output=True)
+    run(["git", "init", "-q", "."])
+    for name, value in (("user.name", "t"), ("user.email", "t@t"), ("commit.gpgsign", "false")):
+        run(["git", "config", name, value])
+    for i, factor in enumerate((1.0, 1.1)):
+        results.save(report(factor, seed=i), tmp_path / "results")
+        run(["git", "add", "results"])
+        run(["git", "commit", "-qm", f"{i}"])
+    monkeypatch.setattr(cases, "names", lambda: ["toy"])
+    monkeypatch.setitem(sys.modules, f"{cases.__name__}.toy", toy)
+    return tmp_path
+
+
+def test_bench_against_a_revision_or_a_file(checkout):
+    now = "results/nvidia-h200/toy.json"
+    done = invoke("bench", "toy", "--from", now, "--against", "HEAD~1")
+    assert done.exit_code == 1, done.output
+    assert "Slower than before:\nc: ours" in done.stdout
+    assert invoke("bench", "toy", "--from", now, "--against", "HEAD").exit_code == 0
+    Path("old.json").write_text(git.at(Path(now), "HEAD~1"))
+    assert invoke("bench", "toy", "--from", now, "--against", "old.json").exit_code == 1
+    done = invoke("bench", "toy", "--from", "old.json", "--against", now)
+    assert done.exit_code == 0
+    assert "1 faster" in done.stdout
+    for reference, message in (("v9", "neither a file nor a revision"), ("gone.json", "no file gone.json")):
+        done = invoke("bench", "toy", "--from", now, "--against", reference)
+        assert done.exit_code == 2
+        assert message in done.stderr
+
+
+def test_versions_of_a_file(checkout):
+    path = checkout / "results" / "nvidia-h200" / "toy.json"
+    first, second = git.versions(path)
+    assert first.text == git.at(path, "HEAD~1")
+    assert second.text == path.read_text()
+    assert git.versions(checkout / "nothing.json") == []
+
+
+# Info
+
+
+def test_info_tells_tables_and_caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVSTRATA_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    slug = json.loads(invoke("info", "--json").stdout)["slug"]
+    (tmp_path / "cubin").mkdir()
+    (tmp_path / "cubin" / "x").write_bytes(bytes(100))
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / f"{slug}.json").write_text('{"schema": 1, "ops": {"store": []}}')
+    (tmp_path / "tables" / "broken.json").write_text("{}")
+    facts = json.loads(invoke("info", "--json").stdout)
+    assert facts["caches"]["cubin"]["bytes"] == 100
+    mine, other = sorted((t for t in facts["tables"] if str(tmp_path) in t["path"]), key=lambda t: not t["used"])
+    assert (mine["used"], mine["ops"]) == (True, {"store": 0})
+    assert "not a tuned table" in other["error"]
+    assert facts["backends"]["decode"]["reference"] is None
+    text = invoke("info").stdout
+    assert "cubin" in text
+    assert "in use" in text
