@@ -15,7 +15,9 @@ chunks.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,7 +28,8 @@ from ..layout.rotation import hadamard
 from .cached import CachedJob
 from .decode_triton import _on_device, _positions
 from .prefill import Result
-from .prefill_triton import LN2, LOG2E, processors_of
+from .prefill_configs import processors_of
+from .prefill_triton import LN2, LOG2E
 from .unpack_triton import load_levels, load_scales, widen
 
 AFTER_ALL = tl.constexpr(0x7FFFFFFF)
@@ -263,6 +266,61 @@ def _source(job: CachedJob) -> tuple[list[Any], list[Any], dict[str, Any]]:
     return _tiered(like) if job.buckets is not None else _paged(like)
 
 
+class Staging(NamedTuple):
+    """Rows of a chunk of tokens of every (request, KV head), and how they are filled."""
+
+    k: torch.Tensor  # [buckets, slots, D]
+    v: torch.Tensor
+    positions: torch.Tensor  # int32 [buckets, slots]
+    bounds: torch.Tensor  # int32 [buckets, pages, 2]: smallest and largest position
+    chunks: int
+    page_tokens: int
+    tiers: int
+    counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # requests, lengths, tokens of every tier
+    count_strides: tuple[int, int, int]
+    fill: Callable[[int], None]  # with chunk i
+
+
+def stage(job: CachedJob, block_n: int, most: int) -> Staging:
+    """``most`` bytes of rows, or less; blocks of ``block_n`` tokens."""
+    q, device, buckets = job.q, job.q.device, len(job.requests) * job.kv_heads
+    dim, size = q.shape[2], q.element_size()
+    tensors, numbers, constants = _source(job)
+    length, table, count, centre, pointers, offsets, k, v, k_scale, v_scale = tensors
+    tiers, constants["PAGE"] = constants["TIERS"], constants["TOKENS"]
+    if tiers == 0:
+        constants["TOKENS"] = 16 if device.type != "cuda" else 64
+    page_tokens = constants["TOKENS"]
+    # Slots of a chunk: a whole number of blocks and pages; all tokens, each tier with a page that is not full.
+    needed = triton.cdiv(job.max_length + max(tiers, 1) * page_tokens, block_n) * block_n
+    slots = min(max(most // (buckets * dim * size * 2) // block_n, 1) * block_n, needed)
+    rows = torch.empty(2, buckets, slots, dim, dtype=q.dtype, device=device)
+    positions = torch.empty(buckets, slots, dtype=torch.int32, device=device)
+    bounds = torch.empty(buckets, slots // page_tokens, 2, dtype=torch.int32, device=device)
+    requests = _on_device(tuple(job.requests), device)
+
+    def fill(chunk: int) -> None:
+        stage_kernel[(buckets, slots // page_tokens)](
+            rows[0], rows[1], positions, bounds, requests, length, table, count, centre, pointers, offsets,
+            _signs(dim, device), k, v, k_scale, v_scale, *numbers, chunk * slots // page_tokens, slots,
+            KV_HEADS=job.kv_heads, DIM=dim, WIDE=triton.next_power_of_2(dim), BLOCK_N=block_n, **constants, num_warps=8,
+        )  # fmt: skip
+
+    return Staging(
+        rows[0], rows[1], positions, bounds, triton.cdiv(needed, slots), page_tokens, tiers, (requests, length, count),
+        (numbers[0], numbers[4], numbers[5]), fill,
+    )  # fmt: skip
+
+
+def unpack(job: CachedJob) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All tokens as rows: k, v ``[B, Hkv, N, D]`` and positions ``[B, Hkv, N]``, tier by tier and page by page."""
+    staged = stage(job, 64, 1 << 62)
+    with torch.cuda.device_of(job.q):
+        staged.fill(0)
+    shape = (len(job.requests), job.kv_heads)
+    return staged.k.unflatten(0, shape), staged.v.unflatten(0, shape), staged.positions.unflatten(0, shape)
+
+
 def run(job: CachedJob) -> Result:
     """Launches for a checked job: two a chunk."""
     q, device = job.q, job.q.device
@@ -272,48 +330,28 @@ def run(job: CachedJob) -> Result:
     lse = torch.empty(tokens, heads, device=device) if job.return_lse else None
     if tokens == 0:
         return out, lse
-    tensors, numbers, constants = _source(job)
-    length, table, count, centre, pointers, offsets, k, v, k_scale, v_scale = tensors
-    interpreted, hopper = device.type != "cuda", processors_of(device)[1]
-    tiers, constants["PAGE"] = constants["TIERS"], constants["TOKENS"]
-    if tiers == 0:
-        constants["TOKENS"] = 16 if interpreted else 64
-    page_tokens = constants["TOKENS"]
-    wide, size = triton.next_power_of_2(dim), q.element_size()
-    narrow = interpreted or size == 4 or (dim > 128 and not hopper)
-    block_m, block_n = (16, 16) if interpreted else (64, 32) if narrow else (128, 64)
-    block_n = max(block_n, page_tokens)
-    # Slots of a chunk: a whole number of blocks and pages; all tokens, each tier with a page that is not full.
-    needed = triton.cdiv(job.max_length + max(tiers, 1) * page_tokens, block_n) * block_n
-    slots = max(STAGED // (buckets * dim * size * 2) // block_n, 1) * block_n
-    slots = min(slots, needed)
-    chunks = triton.cdiv(needed, slots)
-    rows = torch.empty(2, buckets * slots, dim, dtype=q.dtype, device=device)
-    positions = torch.empty(buckets * slots, dtype=torch.int32, device=device)
-    bounds = torch.empty(buckets * (slots // page_tokens), 2, dtype=torch.int32, device=device)
-    sums = torch.empty(job.kv_heads * tokens * group * (dim + 2) if chunks > 1 else 1, device=device)
-    acc, stats = sums[: -2 * job.kv_heads * tokens * group], sums[-2 * job.kv_heads * tokens * group :]
-    requests = _on_device(tuple(job.requests), device)
-    starts = [0]
-    for new in job.new:
-        starts.append(starts[-1] + new)
+    size, hopper = q.element_size(), processors_of(device)[1]
+    interpreted, narrow = device.type != "cuda", size == 4 or (dim > 128 and not hopper)
+    block_m, block_n = (16, 64) if interpreted else (64, 64) if narrow else (128, 128 if hopper and dim <= 128 else 64)
+    staged = stage(job, block_n, STAGED)
+    rows = job.kv_heads * tokens * group
+    sums = torch.empty(rows * (dim + 2) if staged.chunks > 1 else 2, device=device)
+    stats, acc = sums[: 2 * rows], sums[2 * rows :]
+    starts = _on_device(tuple(accumulate(job.new, initial=0)), device)
     factor = job.scale * LOG2E.value if job.softcap is None else 2 * job.scale / job.softcap
-    grid = (triton.cdiv(max(job.new) * group, block_m), buckets)
-    shape = dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=wide, BLOCK_N=block_n)
+    requests, length, count = staged.counts
+    slots = staged.k.shape[1]
     with torch.cuda.device_of(q):
-        for chunk in range(chunks):
-            first = chunk * slots // page_tokens
-            stage_kernel[(buckets, slots // page_tokens)](
-                rows[0], rows[1], positions, bounds, requests, length, table, count, centre, pointers, offsets,
-                _signs(dim, device), k, v, k_scale, v_scale, *numbers, first, slots, **shape, **constants, num_warps=8,
-            )  # fmt: skip
-            chunk_kernel[grid](
-                q, rows[0], rows[1], positions, bounds, acc, stats, out, out if lse is None else lse,
-                out if job.sinks is None else job.sinks, requests, _on_device(tuple(starts), device), length, count,
-                *q.stride()[:2], numbers[0], *numbers[4:6], first, slots, tokens * group, factor, job.softcap or 0.0,
-                job.window or 0, GROUP=group, TIERS=tiers, TOKENS=page_tokens, BLOCK_M=block_m, FIRST=chunk == 0,
-                LAST=chunk == chunks - 1, WINDOWED=job.window is not None, CAPPED=job.softcap is not None,
-                SINKS=job.sinks is not None, LSE=lse is not None, PRECISION="ieee" if size == 4 else "tf32",
-                num_warps=4 if narrow else 8, num_stages=1 if narrow else 2, **shape,
+        for chunk in range(staged.chunks):
+            staged.fill(chunk)
+            chunk_kernel[(triton.cdiv(max(job.new) * group, block_m), buckets)](
+                q, staged.k, staged.v, staged.positions, staged.bounds, acc if staged.chunks > 1 else stats, stats, out,
+                out if lse is None else lse, out if job.sinks is None else job.sinks, requests, starts, length, count,
+                *q.stride()[:2], *staged.count_strides, chunk * slots // staged.page_tokens, slots, tokens * group,
+                factor, job.softcap or 0.0, job.window or 0, KV_HEADS=job.kv_heads, GROUP=group, DIM=dim,
+                WIDE=triton.next_power_of_2(dim), TIERS=staged.tiers, TOKENS=staged.page_tokens, BLOCK_M=block_m,
+                BLOCK_N=block_n, FIRST=chunk == 0, LAST=chunk == staged.chunks - 1, WINDOWED=job.window is not None,
+                CAPPED=job.softcap is not None, SINKS=job.sinks is not None, LSE=lse is not None,
+                PRECISION="ieee" if size == 4 else "tf32", num_warps=4 if narrow else 8, num_stages=1 if narrow else 2,
             )  # fmt: skip
     return out, lse

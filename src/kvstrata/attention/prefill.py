@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
 
@@ -71,17 +70,10 @@ def _module(backend: str) -> ModuleType:
     return import_module(f"{__package__}.prefill_{backend}")
 
 
-@functools.cache
-def _exists(backend: str) -> bool:
-    return find_spec(f"{__package__}.prefill_{backend}") is not None
-
-
 def missing(backend: str, job: PrefillJob) -> str | None:
     """Why ``backend`` cannot run this job, or None when it can."""
     from ..store.op import missing as not_there
 
-    if backend == "cuda" and not _exists(backend):
-        return "cuda has no prefill kernel in this build"
     if reason := not_there(backend, job.q.device):
         return reason
     try:
@@ -95,7 +87,11 @@ def _choose(backend: str, job: PrefillJob) -> str:
         if reason := missing(backend, job):
             raise RuntimeError(f"backend: {reason}")
         return backend
-    ranked = ("triton", "cuda") if job.q.device.type == "cuda" else ()
+    if job.q.device.type != "cuda":
+        return "reference"
+    from .prefill_configs import cuda_first
+
+    ranked = ("cuda", "triton") if cuda_first(job) else ("triton", "cuda")
     return next((name for name in ranked if missing(name, job) is None), "reference")
 
 

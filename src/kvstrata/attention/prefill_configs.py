@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -27,17 +28,42 @@ class Config(NamedTuple):
 
 
 # (head_dim, longest of queries and keys, causal, few): few tiles of 128 queries, no more than multiprocessors. A length
-# is looked up as the smallest that is not shorter, or the last. For Hopper.
-TABLE: dict[tuple[int, int, bool, bool], Config] = {}
+# is looked up as the smallest that is not shorter, or the last. For Hopper; None: prefill.cu is faster.
+TABLE: dict[tuple[int, int, bool, bool], Config | None] = {}
+
+
+DEFAULT = Config(64, 64, 4, 3)
+
+
+@functools.cache
+def processors_of(device: torch.device) -> tuple[int, bool]:
+    """Multiprocessors (0: the interpreter), and whether they are Hopper's."""
+    if device.type != "cuda":
+        return 0, False
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.major == 9
 
 
 def default_of(dim: int, hopper: bool) -> Config:
     """What fits without having been measured."""
     if dim <= 64:
-        return Config(64, 64, 4, 3)
+        return DEFAULT
     if dim <= 128:
         return Config(128, 128, 8, 2) if hopper else Config(128, 64, 8, 2)
     return Config(128, 64, 8, 2) if hopper else Config(64, 32, 4, 2)
+
+
+def _key(job: PrefillJob, processors: int) -> tuple[int, int, bool, bool]:
+    length = max(job.max_seqlen_q, job.max_seqlen_k)
+    nearest = next((n for n in LENGTHS if n >= length), LENGTHS[-1])
+    few = job.sequences * job.heads * -(-job.max_seqlen_q // 128) <= processors
+    return job.head_dim, nearest, job.causal, few
+
+
+def cuda_first(job: PrefillJob) -> bool:
+    """Whether prefill.cu is the first choice: where the table says so, and on GPUs that it does not speak of."""
+    processors, hopper = processors_of(job.q.device)
+    return not hopper or TABLE.get(_key(job, processors), DEFAULT) is None
 
 
 def config_of(job: PrefillJob, processors: int, hopper: bool) -> Config:
@@ -46,8 +72,5 @@ def config_of(job: PrefillJob, processors: int, hopper: bool) -> Config:
         return Config(16, 16, 4, 1)
     if job.q.dtype == torch.float32:
         return Config(64, 32, 4, 1) if job.head_dim <= 128 else Config(32, 16, 4, 1)
-    length = max(job.max_seqlen_q, job.max_seqlen_k)
-    nearest = next((n for n in LENGTHS if n >= length), LENGTHS[-1])
-    few = job.sequences * job.heads * -(-job.max_seqlen_q // 128) <= processors
-    found = TABLE.get((job.head_dim, nearest, job.causal, few)) if hopper else None
+    found = TABLE.get(_key(job, processors)) if hopper else None
     return found or default_of(job.head_dim, hopper)

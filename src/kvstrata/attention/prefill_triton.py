@@ -16,7 +16,6 @@ without any mask:
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ import triton
 import triton.language as tl
 
 from .prefill import PrefillJob, Result
-from .prefill_configs import Config, config_of, default_of
+from .prefill_configs import Config, config_of, default_of, processors_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -207,16 +206,6 @@ def prefill_kernel(
             stride_os, stride_lb, stride_lh, stride_ls, queries, keys, factor, softcap, window, GROUP, DIM, WIDE,
             BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, CAPPED, SINKS, LSE, PACKED, TAIL, TMA, PRECISION,
         )  # fmt: skip
-
-
-@functools.cache
-def processors_of(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors (0: the interpreter), and whether they are Hopper's."""
-    if device.type != "cuda":
-        return 0, False
-    return torch.cuda.get_device_properties(device).multi_processor_count, torch.cuda.get_device_capability(device)[
-        0
-    ] == 9
 
 
 def missing(job: PrefillJob) -> str | None:
