@@ -11,20 +11,20 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvstrata.lab.terminal import AsJson, Device, Results, Where, console, device_of, refuse, text_of
+
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
     from rich.progress import Progress
 
     from kvstrata.tune.problems import Problem
     from kvstrata.tune.results import Gate, Tuning
     from kvstrata.tune.search import Settings, State
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 TOY_FLUSH = 4 << 20  # bytes, on a CPU
 SIMULATED = 200  # experiments
 NOISE = (0.02, 0.05)
@@ -44,7 +44,7 @@ def tune(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the newest study, or join a process at work on it.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Where to run: auto, cpu or cuda.")] = "auto",
+    device: Where = Device.auto,
     backend: Annotated[str, typer.Option(help="cuda, or reference: a toy, to see how it works.")] = "cuda",
     shared_cap: Annotated[
         int | None, typer.Option(metavar="BYTES", help="Shared memory of a block; 49152 runs on every GPU.")
@@ -57,7 +57,7 @@ def tune(
     save: Annotated[
         bool, typer.Option("--save", help="Write RESULTS/<machine>/tune_<op>.json (or gate.json), and the table.")
     ] = False,
-    results: Annotated[Path, typer.Option("--results", help="Folder of results.")] = Path("results"),
+    results: Results = Path("results"),
     tables: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the table here; --save alone: into the cache folder.")
     ] = None,
@@ -83,17 +83,15 @@ def tune(
     """
     for package in ("optuna", "scipy"):
         if importlib.util.find_spec(package) is None:
-            _refuse(f"tune needs {package}: pip install 'kvstrata[tune]'")
+            refuse(f"tune needs {package}: pip install 'kvstrata[tune]'")
     from kvstrata.tune import render
     from kvstrata.tune.gates import Limits
     from kvstrata.tune.results import dumps
     from kvstrata.tune.search import Settings
 
-    say = _console(stderr=as_json)
+    say = console(stderr=as_json)
     if save and only != "*" and aa is None:
-        _refuse(
-            "--save with --only would replace the whole result by a part of it; --tables DIR writes the table alone"
-        )
+        refuse("--save with --only would replace the whole result by a part of it; --tables DIR writes the table alone")
 
     def keep(result: Tuning | Gate) -> list[Path]:
         return list(_save(op, result, arch, backend, results if save else None, tables))
@@ -110,7 +108,7 @@ def tune(
         else:
             result = _search(op, chosen, where, arch, backend, settings, storage, resume, seed, revision, keep)
     except (LookupError, ValueError, OSError, RuntimeError) as error:
-        _refuse(str(error))
+        refuse(text_of(error))
     if as_json:
         sys.stdout.write(dumps(result))
     say.print(render.terminal(result))
@@ -145,17 +143,17 @@ def warmup(
     from kvstrata.tune import warmup as heat
 
     if reason := jit.missing():
-        _refuse(f"warmup: {reason}")
+        refuse(f"warmup: {reason}")
     import torch
 
     if op is not None and op not in problems.names():
-        _refuse(f"nothing to compile for {op!r}; there are: {', '.join(problems.names())}")
+        refuse(f"nothing to compile for {op!r}; there are: {', '.join(problems.names())}")
     if arch is None:
         if not torch.cuda.is_available():
-            _refuse("no GPU here: name the architecture, as in kvstrata warmup --arch sm_90")
+            refuse("no GPU here: name the architecture, as in kvstrata warmup --arch sm_90")
         arch, gpu = jit.arch_of(), gpu or slug(torch.cuda.get_device_name())
     if not arch.startswith("sm_") or not arch[3:].isdigit():
-        _refuse(f"--arch: expected a name such as sm_90, got {arch!r}")
+        refuse(f"--arch: expected a name such as sm_90, got {arch!r}")
     start = time.monotonic()
     result = heat.Warmed(arch, heat.tables_for(arch, gpu))
     wanted = heat.kernels([op] if op else problems.names(), arch, result.tables)
@@ -177,26 +175,20 @@ def warmup(
         raise typer.Exit(1)
 
 
-def _where(device: str, backend: str) -> tuple[torch.device, str]:
-    """The device, and the architecture to compile for (its type where nothing is compiled)."""
-    import torch
-
+def _where(device: Device, backend: str) -> tuple[torch.device, str]:
+    """The device, and the architecture to compile for, if anything is."""
     from kvstrata import jit
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device: expected auto, cpu or cuda, got {device!r}")
     if backend not in ("cuda", "reference"):
         raise ValueError(f"--backend: expected cuda or reference, got {backend!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device")
-    gpu = torch.cuda.is_available() and device != "cpu"
+    where = device_of(device)
     if backend == "reference":
-        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), "none"
-    if not gpu:
+        return where, "none"
+    if where.type != "cuda":
         raise ValueError("no GPU here: --backend reference --device cpu tunes a toy, to see how it works")
     if reason := jit.missing():
         raise ValueError(f"--backend cuda: {reason}")
-    return torch.device("cuda", torch.cuda.current_device()), jit.arch_of()
+    return where, jit.arch_of(where)
 
 
 def _chosen(op: str, arch: str, where: torch.device, backend: str, only: str) -> list[Problem]:
@@ -318,15 +310,3 @@ def _progress() -> Iterator[Progress]:
         *columns, TextColumn("{task.fields[best]}"), console=console, transient=True, disable=not console.is_terminal
     ) as progress:
         yield progress
-
-
-def _console(stderr: bool) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=200)
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"kvstrata: {message}", err=True)
-    raise typer.Exit(2)
