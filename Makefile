@@ -21,7 +21,7 @@ SANITIZER_FLAGS ?= --target-processes all --report-api-errors no
 # The revision to record where the tree is a copy without .git
 REVISION ?=
 # What make gpu measures
-OPS ?= store quantize settle decode replay
+OPS ?= store quantize settle decode prefill replay
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean

@@ -47,7 +47,7 @@ def main(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(help="What to measure: decode, quantize, replay, settle or store.")],
+    op: Annotated[str, typer.Argument(help="What to measure: decode, prefill, quantize, replay, settle or store.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json.")] = False,
     device: Where = Device.auto,
