@@ -1,4 +1,4 @@
-"""Is an op correct here: the bench cases' own checks, random sweeps, then both kinds of child under compute-sanitizer.
+"""Is an op correct here: the bench cases' own checks, random sweeps, then some of these under compute-sanitizer.
 
 The sanitizer's tools run side by side, each in a process of its own on a few small trials; without the caching
 allocator every tensor is its own allocation, so that memcheck sees one element past its end.
@@ -26,8 +26,10 @@ from . import sweeps
 from .launch import build
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-TRIALS = {"cuda": (60, 12), "cpu": (24, 6)}  # full, quick
-WATCHED = (6, 3)  # trials under a tool: full, quick
+TRIALS = (60, 12)  # of each backend: full, quick
+SWEEP_SECONDS = (20.0, 6.0)  # for them; most of it is compiling, on a GPU
+FEWEST = 4  # trials, however long they take
+WATCHED = (6, 3)  # trials under a tool
 SECONDS = 420  # for one tool
 FLAGS = ("--target-processes", "all", "--report-api-errors", "no", "--error-exitcode", "86")
 
@@ -69,10 +71,15 @@ def _check_case(case: Case, device: torch.device) -> tuple[int, dict[str, str]]:
     return len(ours), verify(bench, ours, case.sets)
 
 
-def check_sweep(op: str, device: torch.device, backend: str, trials: int, first: int = 0) -> Step:
-    """Random trials of one backend."""
-    began = time.perf_counter()
-    outcomes = list(sweeps.run(op, device, backend, range(first, first + trials)))
+def check_sweep(
+    op: str, device: torch.device, backend: str, trials: int, first: int = 0, seconds: float = 60.0
+) -> Step:
+    """Random trials of one backend, as many as there is time for."""
+    began, outcomes = time.perf_counter(), []
+    for outcome in sweeps.run(op, device, backend, range(first, first + trials)):
+        outcomes.append(outcome)
+        if len(outcomes) >= FEWEST and time.perf_counter() > began + seconds:
+            break
     errors = [f"seed {o.seed}: {o.error}" for o in outcomes if o.error]
     refused = [o.refused for o in outcomes if o.refused]
     if len(refused) == len(outcomes):
@@ -131,16 +138,17 @@ def run(
     tick: Callable[[str], object] = lambda name: None,
 ) -> list[Step]:
     """All steps of an op, in order."""
-    trials, watched = TRIALS[device.type][quick], WATCHED[quick]
+    trials, seconds, watched = TRIALS[quick], SWEEP_SECONDS[quick], WATCHED[quick]
     tick("bench cases")
     steps = [check_cases(op, device)]
     if op not in sweeps.names():
         return [*steps, Step("sweep", skipped=f"there is no sweep of {op}")]
     for backend, reason in sweeps.backends(op, device).items():
         tick(f"sweep, {backend}")
-        steps.append(
-            Step(f"sweep, {backend}", skipped=reason) if reason else check_sweep(op, device, backend, trials, seed)
-        )
+        if reason:
+            steps.append(Step(f"sweep, {backend}", skipped=reason))
+        else:
+            steps.append(check_sweep(op, device, backend, trials, seed, seconds))
     tick("compute-sanitizer")
     return steps + sanitize(op, device, tools, watched)
 

@@ -38,7 +38,9 @@ def profile(
     save: Annotated[
         bool, typer.Option("--save", help="Write RESULTS/<machine>/profile_<op>.json and docs/profiles/<op>.md.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="The summary, and its JSON beside it.")] = Path("profile_summary.md"),
+    out: Annotated[Path, typer.Option(help="The summary, its JSON beside it; --save goes before.")] = Path(
+        "profile_summary.md"
+    ),
     docs: Annotated[Path, typer.Option(help="Folder for summaries that are kept.")] = Path("docs/profiles"),
     as_json: AsJson = False,
     results: Results = Path("results"),
@@ -50,8 +52,8 @@ def profile(
     of each of our kernels, caches flushed. A summary is written to profile_summary.md, and its JSON beside it.
 
     A gate with a signed number is about the change against --against or --compare: percentage points for shares,
-    percent for the rest; without a sign it is about the value. Exit code 1: a gate was missed; 3: no ncu, or no
-    permission to read the counters.
+    percent for the rest; without a sign it is about the value. Exit code 1: a gate was missed, or a case could not be
+    profiled; 3: no ncu, or no permission to read the counters.
 
     Example: kvstrata profile store
 
@@ -98,18 +100,16 @@ def profile(
         say.print(compared.terminal())
     for line in missed:
         say.print(f"Missed: {line}", markup=False, highlight=False)
-    written = [out.with_suffix(".json"), out]
-    profiles.save(after, written[0])
-    out.write_text(tables.summary(after, compared, missed), encoding="utf-8")
+    data, text = out.with_suffix(".json"), out
     if save:
-        written = [results / after.machine["slug"] / f"profile_{op}.json", docs / f"{op}.md"]
-        profiles.save(after, written[0])
-        docs.mkdir(parents=True, exist_ok=True)
-        written[1].write_text(tables.summary(after, compared, missed), encoding="utf-8")
-    for path in written:
+        data, text = results / after.machine["slug"] / f"profile_{op}.json", docs / f"{op}.md"
+    profiles.save(after, data)
+    text.parent.mkdir(parents=True, exist_ok=True)
+    text.write_text(tables.summary(after, compared, missed), encoding="utf-8")
+    for path in (data, text):
         say.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
     if missed or after.failed:
-        raise typer.Exit(1 if missed or after.cases else NO_TOOL)
+        raise typer.Exit(1)
 
 
 def check(
@@ -125,7 +125,8 @@ def check(
     """Is the op correct on this machine? Exit code 1 if anything says no.
 
     First every kernel of ours in the quick cases of bench, by their own checks; then random small trials of every
-    backend that runs here, against plain torch; then a few of these under the tools of compute-sanitizer, side by side.
+    backend that runs here, against plain torch, for a few seconds each; then some of these under the tools of
+    compute-sanitizer, side by side.
     Without a GPU the CPU backends are checked, and the sanitizer is skipped.
 
     Example: kvstrata check store

@@ -150,9 +150,9 @@ def command(
 
 
 def unknown_metrics(text: str) -> list[str]:
-    """Metrics that ncu says it does not know on this GPU."""
-    found = re.findall(r"(?:find|unknown|unsupported|invalid)[^\n]*?metrics?:?\s+['\"]?([a-z0-9]+__[\w.]+)", text, re.I)
-    return [name.rstrip(".") for name in found]
+    """Metrics that ncu complains about: it does not have them on this GPU."""
+    lines = [line for line in text.splitlines() if line.startswith(("==ERROR==", "==WARNING=="))]
+    return [name.rstrip(".") for line in lines for name in re.findall(r"\b[a-z0-9]+__[\w.]+", line)]
 
 
 def explain(text: str) -> str:
