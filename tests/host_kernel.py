@@ -1,7 +1,8 @@
 """``copy.cu`` as a C++ function on the CPU: its threads one after the other, under the undefined-behaviour sanitizer.
 
 Where a compiler is at hand, this runs the kernel's own arithmetic, descriptors and protocol without a GPU. It says
-nothing about races: a thread of a block never waits for another but for the first, which runs first.
+nothing about races. A block runs as often as it has barriers and once more, each time one barrier further: what comes
+before a barrier may be done again, and all threads have done it before any goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ BEFORE = """
 #define __shared__ static
 struct Index { unsigned x; };
 static Index threadIdx, blockIdx, gridDim;
-inline void __syncthreads() {}
+struct Stop {};
+static int barriers, last_barrier;  // passed by this thread; where it is to stop
+static bool stopped;
+inline void __syncthreads() { if (++barriers == last_barrier) { stopped = true; throw Stop{}; } }
+inline void __threadfence() {}
 inline void __threadfence_system() {}
 inline unsigned atomicAdd(unsigned* at, int n) { unsigned old = *at; *at += n; return old; }
 inline void wait_for_previous() {}
@@ -63,8 +68,11 @@ AFTER = """
 template <int n, bool casts, bool staged> void go(const void* p, unsigned grid) {
   gridDim.x = grid;
   for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)
-    for (threadIdx.x = 0; threadIdx.x < kThreads; threadIdx.x++)
-      copy_all<n, casts, staged>(*static_cast<const Params<n>*>(p));
+    for (last_barrier = 1, stopped = true; stopped; last_barrier++)
+      for (threadIdx.x = 0, stopped = false; threadIdx.x < kThreads; threadIdx.x++) try {
+        barriers = 0;
+        copy_all<n, casts, staged>(*static_cast<const Params<n>*>(p));
+      } catch (Stop) {}
 }
 extern "C" void run_8(const void* p, unsigned grid, int casts, int staged) {
   staged ? go<8, false, true>(p, grid) : casts ? go<8, true, false>(p, grid) : go<8, false, false>(p, grid);

@@ -290,8 +290,8 @@ def test_copy_gates(count: int, casts: bool, staged: bool, arch: str) -> None:
     pytest.importorskip("cuda.core")
     usage = jit.usage(copy_cuda.SOURCE, copy_cuda.entry_of(count, casts, staged), arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
-    assert 0 < usage.registers <= 48, usage
-    assert usage.shared_bytes <= (8 if staged else 0), usage
+    assert 0 < usage.registers <= 64, usage  # four blocks of 256 threads
+    assert usage.shared_bytes <= (32 if staged else 0), usage
 
 
 def test_descriptors_fit_the_parameters() -> None:

@@ -27,7 +27,7 @@ struct int2 { int x, y; };
 struct int3 { int x, y, z; };
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct dim3 { int x, y, z; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -168,6 +168,7 @@ inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 using std::max;
 using std::min;
 template <class T> inline T __ldg(const T* p) { return *p; }
+template <class T> inline T __ldcg(const T* p) { return *p; }
 template <class T> inline T atomicAdd(T* p, T x) { const T old = *p; *p += x; return old; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;

@@ -1,7 +1,8 @@
 // The partial results of decode.cu to outputs: a block makes one column (a query and a query head).
 //
-// Its warps share out the partial results, each with a streaming softmax of its own; then they are put together. What
-// comes from quantised tiers is added up in the rotated space and rotated back once.
+// Its warps share out the partial results, eight at a time each: a lane finds one's weight, all lanes read their dims of
+// it. Then the warps are put together. What comes from quantised tiers is added up in the rotated space and rotated back
+// once. Few registers and threads: so a block finds room beside decode.cu's and waits there for its end.
 #include "mma.cuh"
 #include "pdl.cuh"
 #include "work.cuh"
@@ -11,66 +12,101 @@ using i64 = long long;
 struct Params {
   const float* partial_out;    // [slots, column blocks, columns of a block, D]
   const float2* partial_sum;   // the same without D: reference m and sum l, both in powers of two
-  const Slots* slots;          // [2 * rows * kv heads]
+  const Slots* slots;          // [tiers, rows * kv heads]
   unsigned short* out;         // [rows, queries, heads, D]
   float* lse;                  // [rows, queries, heads], or null
   const float* sinks;          // [heads], or null
-  int queries, group, kv_heads, blocks, block_columns;
+  int queries, group, kv_heads, blocks, block_columns, tiers, units;
 };
 
 #define kInfinity __int_as_float(0x7f800000)
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
+__device__ __forceinline__ void scale(float4& x, float by) { x.x *= by, x.y *= by, x.z *= by, x.w *= by; }
+__device__ __forceinline__ void add(float4& x, float weight, const float4& y) {
+  x.x += weight * y.x, x.y += weight * y.y, x.z += weight * y.z, x.w += weight * y.w;
+}
+
 template <class In, int kDim, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32) combine(const __grid_constant__ Params p) {
-  constexpr int kPer = (kDim + 31) / 32, kAhead = 4;
-  static_assert(kWarps >= kPer, "a thread for every dim");
-  __shared__ float tops[kWarps], sums[kWarps], outs[2][kWarps][kPer * 32];
+__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 9 : 1) combine(const __grid_constant__ Params p) {
+  constexpr int kPer = (kDim + 127) / 128, kRows = kPer * 128, kAhead = kWarps > 8 ? 8 : 4;
+  static_assert(kWarps * 32 >= kDim && kDim % 4 == 0, "a thread for every dim");
+  __shared__ float tops[kWarps], sums[kWarps];
+  __align__(16) __shared__ float outs[2][kWarps][kRows];
   const int columns = p.queries * p.group, unit = blockIdx.x / columns, column = blockIdx.x % columns;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const i64 stride = static_cast<i64>(p.blocks) * p.block_columns;
   const int head = unit % p.kv_heads * p.group + column % p.group;
+  // The list is older than the kernel before this one, which waited for it; the partial results are not.
+  Slots mine = {0, 0};
+  if (lane < p.tiers) {
+    const int2 found = __ldcg(reinterpret_cast<const int2*>(p.slots) + lane * p.units + unit);
+    mine.first = found.x, mine.count = found.y;
+  }
+  int all = mine.count;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) all += __shfl_xor_sync(~0u, all, d);
+  const int plain_count = __shfl_sync(~0u, mine.count, 0);
   wait_for_previous();
   release_next();
 
-  float m = -kInfinity, sum = 0.f, found[2][kPer] = {};
+  float m = -kInfinity, sum = 0.f;
+  float4 found[2][kPer];
 #pragma unroll
-  for (int kind = 0; kind < 2; kind++) {
-    const Slots group = p.slots[2 * unit + kind];
-    for (int first = warp; first < group.count; first += kWarps * kAhead) {
-      float2 part[kAhead];
-      float value[kAhead][kPer];
+  for (int j = 0; j < kPer; j++) found[0][j] = found[1][j] = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int first = warp; first < all; first += kWarps * kAhead) {
+    // A lane's own: the partial result first + lane * kWarps.
+    int left = first + lane * kWarps, slot = -1;
+    for (int t = 0; t < p.tiers; t++) {
+      const int count = __shfl_sync(~0u, mine.count, t), begin = __shfl_sync(~0u, mine.first, t);
+      if (slot < 0 && left < count) slot = begin + left;
+      left -= count;
+    }
+    if (lane >= kAhead) slot = -1;
+    float4 value[kAhead][kPer];
 #pragma unroll
-      for (int a = 0; a < kAhead; a++) {
-        const int i = first + a * kWarps;
-        const i64 row = (group.first + i) * stride + column;
-        part[a] = i < group.count ? p.partial_sum[row] : make_float2(0.f, 0.f);
+    for (int a = 0; a < kAhead; a++) {
+      const int from = __shfl_sync(~0u, slot, a);
 #pragma unroll
-        for (int j = 0; j < kPer; j++) {
-          const int d = lane + 32 * j;
-          value[a][j] = i < group.count && d < kDim ? p.partial_out[row * kDim + d] : 0.f;
-        }
+      for (int j = 0; j < kPer; j++) {
+        const int d = 4 * lane + 128 * j;
+        value[a][j] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (from >= 0 && d < kDim)
+          value[a][j] = *reinterpret_cast<const float4*>(p.partial_out + (from * stride + column) * kDim + d);
       }
+    }
+    const float2 part = slot >= 0 ? p.partial_sum[slot * stride + column] : make_float2(0.f, 0.f);
+    const float reference = part.y != 0.f ? part.x : -kInfinity;  // 0: nothing was seen
+    float top = fmaxf(m, reference);
 #pragma unroll
-      for (int a = 0; a < kAhead; a++)
-        if (part[a].y != 0.f) {  // 0: nothing was seen
-          const float top = fmaxf(m, part[a].x), before = exp2f(m - top), now = exp2f(part[a].x - top);
-          m = top;
-          sum = sum * before + now * part[a].y;
+    for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    if (top == -kInfinity) continue;
+    const float before = exp2f(m - top), weight = exp2f(reference - top);
+    float more = weight * part.y;
 #pragma unroll
-          for (int j = 0; j < kPer; j++) {
-            found[0][j] *= before;
-            found[1][j] *= before;
-            found[kind][j] += now * value[a][j];
-          }
-        }
+    for (int d = 1; d < kAhead; d *= 2) more += __shfl_xor_sync(~0u, more, d);
+    m = top;
+    sum = sum * before + more;
+#pragma unroll
+    for (int kind = 0; kind < 2; kind++)
+#pragma unroll
+      for (int j = 0; j < kPer; j++) scale(found[kind][j], before);
+#pragma unroll
+    for (int a = 0; a < kAhead; a++) {
+      const float now = __shfl_sync(~0u, weight, a);
+      const bool plain = first + a * kWarps < plain_count;
+      if (now == 0.f) continue;  // whatever it holds
+#pragma unroll
+      for (int j = 0; j < kPer; j++) {
+        if (plain) add(found[0][j], now, value[a][j]);
+        else add(found[1][j], now, value[a][j]);
+      }
     }
   }
 #pragma unroll
-  for (int j = 0; j < kPer; j++) {
-    outs[0][warp][lane + 32 * j] = found[0][j];
-    outs[1][warp][lane + 32 * j] = found[1][j];
-  }
+  for (int kind = 0; kind < 2; kind++)
+#pragma unroll
+    for (int j = 0; j < kPer; j++) *reinterpret_cast<float4*>(&outs[kind][warp][4 * lane + 128 * j]) = found[kind][j];
   if (lane == 0) tops[warp] = m, sums[warp] = sum;
   __syncthreads();
 
@@ -86,7 +122,7 @@ __global__ void __launch_bounds__(kWarps * 32) combine(const __grid_constant__ P
     if (sums[w] != 0.f) {
       const float weight = exp2f(tops[w] - m);
       sum += weight * sums[w];
-      if (d < kPer * 32) {
+      if (d < kRows) {
         plain += weight * outs[0][w][d];
         x += weight * outs[1][w][d];
       }

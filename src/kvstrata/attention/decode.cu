@@ -23,7 +23,8 @@ __device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, 
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int columns = p.queries * p.group - block * 8 * kN;
   const i64 first = (static_cast<i64>(chunk + group) * gridDim.y + block) * (8 * kN);
-  if (group & 1) {
+  const bool lossy = group >= p.units;
+  if (lossy) {
     const float high = __uint_as_float(static_cast<unsigned>(st.unit + 127) << 23);
 #pragma unroll
     for (int n = 0; n < kN; n++)
@@ -46,7 +47,7 @@ __device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, 
       if (column >= columns) continue;
       if (g == 0) p.partial_sum[first + column] = make_float2(st.m[n][c], l);
       float* to = p.partial_out + (first + column) * kDim;
-      if (group & 1) {
+      if (lossy) {
         to += g;
 #pragma unroll
         for (int s = 0; s < kSteps; s++) {
@@ -90,17 +91,21 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
   wait_for_previous();
   release_next();
 
-  for (int chunk = blockIdx.x * kWarps + warp; chunk < p.chunks; chunk += gridDim.x * kWarps) {
-    const int first = p.starts[chunk], end = p.starts[chunk + 1];
+  // Blocks that share a multiprocessor are a grid's width of multiprocessors apart; they take neighbouring chunks.
+  const int resident = gridDim.x / p.multiprocessors;
+  const int number = blockIdx.x % p.multiprocessors * resident + blockIdx.x / p.multiprocessors;
+  for (int chunk = number * kWarps + warp; chunk < p.chunks; chunk += gridDim.x * kWarps) {
+    const int first = p.parts[chunk].at, end = p.parts[chunk + 1].at;
+    Stage now = p.parts[chunk].first;
     if (first >= end) continue;
     const auto produce = [&](int at, const Stage& stage) {
       const Sizes size = sizes_of<kDim, kPageTokens>(TierList{}, stage.meta >> 8 & 0xff);
       if constexpr (kRows) fill_rows<kMass, kDim>(p, ring, at, slots + at * kSlot, stage, size);
       else fill<kMass>(ring, at, slots + at * kSlot, stage, size, p.position_bytes);
     };
-    Stage now = p.stages[first], next = p.stages[min(first + 1, end - 1)], after = p.stages[min(first + 2, end - 1)];
     produce(0, now);
     ring.commit();
+    Stage next = p.stages[min(first + 1, end - 1)], after = p.stages[min(first + 2, end - 1)];
     State<kDim, kN> st;
     int group = -1;
     for (int i = first; i < end; i++) {

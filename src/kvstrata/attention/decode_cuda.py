@@ -46,8 +46,8 @@ PARTS = 16  # blocks that write one layer's list
 KEPT = 64  # plans of calls that bring none
 
 WORKLIST = struct.Struct(f"7q4q4q10i{2 * MAX_TIERS}i")
-DECODE = struct.Struct("9q5q4i2f4i2q")
-COMBINE = struct.Struct("6q5i4x")
+DECODE = struct.Struct("9q5q6i2f4i2q")
+COMBINE = struct.Struct("6q7i4x")
 
 
 def missing(job: Job) -> str | None:
@@ -201,7 +201,8 @@ class Plan:
         self.shared = shared_of(self.formats, cut)
         fit = properties.shared_memory_per_multiprocessor // (self.shared + 1280)
         resident = cut.resident // self.warps
-        self.grid = properties.multi_processor_count * max(min(resident, fit), 1)
+        self.multiprocessors = properties.multi_processor_count
+        self.grid = self.multiprocessors * max(min(resident, fit), 1)
         self.costs = [cost(f) for f in self.formats]
         self.tokens = [stage_tokens(f) for f in self.formats]
         units = len(requests) * kv_heads
@@ -210,17 +211,17 @@ class Plan:
         self.fixed_cost, self.chunks = 0, self.grid * self.warps * cut.waves
         if fixed_split is not None:
             self.fixed_cost = max(fixed_split * COSTS[4] * first.head_dim // (64 * 128), max(self.costs))
-            self.chunks = units * (-(-per_unit * max(self.costs) // self.fixed_cost) + 2)
+            self.chunks = units * (-(-per_unit * max(self.costs) // self.fixed_cost) + tiers)
         self.units = units
         self.rows = _rows(requests, device)
         ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
         self.stages = ints(layers, max(self.capacity, 1), 4)
-        self.starts = ints(layers, self.chunks + 1)
-        self.slots = ints(layers, max(2 * units, 1), 2)
+        self.parts = ints(layers, self.chunks + 1, 8)
+        self.slots = ints(layers, max(tiers * units, 1), 2)
         columns = 8 * self.width * self.blocks  # with what fills the last block
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
-        self.partial_out = floats(self.chunks + 2 * units, columns, first.head_dim)
-        self.partial_sum = floats(self.chunks + 2 * units, columns, 2)
+        self.partial_out = floats(self.chunks + tiers * units, columns, first.head_dim)
+        self.partial_sum = floats(self.chunks + tiers * units, columns, 2)
         self._worklist = self._make_worklist()
 
     def _make_worklist(self) -> jit.Launch:
@@ -228,14 +229,14 @@ class Plan:
         pad = [0] * (MAX_TIERS - len(self.formats))
         params = WORKLIST.pack(
             _pointer(self.rows), x.table.data_ptr(), x.counts.data_ptr(), _pointer(x.slabs),
-            *(y.data_ptr() for y in (self.stages, self.starts, self.slots)),
+            *(y.data_ptr() for y in (self.stages, self.parts, self.slots)),
             x.table.stride(0), self.layer_strides[0], x.counts.stride(0), self.layer_strides[1], *x.rows,
             0, len(self.requests), self.kv_heads, len(self.formats), x.table.shape[-1], x.units, self.capacity,
             self.chunks, self.fixed_cost, x.page_tokens, *self.tokens, *pad, *self.costs, *pad,
         )  # fmt: skip
         kernel = jit.load(FOLDER / "worklist.cu", "worklist", jit.arch_of(self.device))
         parts = min(PARTS, max(self.units // 8, 1))
-        shared = -(-self.units // parts) * 12
+        shared = -(-self.units // parts) * len(self.formats) * 12
         jit.bind_context(self.device)
         return jit.Launch(kernel, (self.layers, parts), 1024, params, shared=shared)
 
@@ -266,11 +267,11 @@ class Plan:
         ordered = mass is not None or job.window is not None or self.q_len > 1
         centre_stride = 0 if x.centre is None else x.centre.stride(0)
         params = DECODE.pack(
-            q.data_ptr(), self.stages[index].data_ptr(), self.starts[index].data_ptr(), _pointer(self.rows),
+            q.data_ptr(), self.stages[index].data_ptr(), self.parts[index].data_ptr(), _pointer(self.rows),
             x.lengths.data_ptr(), _pointer(x.centre), _pointer(self.partial_out if mass is None else mass),
             self.partial_sum.data_ptr(), _pointer(lse),
             *(n * size for n in q.stride()[:3]), x.lengths.stride(0), centre_stride,
-            self.q_len, job.group, self.kv_heads, self.chunks,
+            self.q_len, job.group, self.kv_heads, self.chunks, self.units, self.multiprocessors,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.window or 0,
             x.position_bytes if ordered else 0, job.max_length, ordered, x.rows[3], x.v_offset,
         )  # fmt: skip
@@ -284,7 +285,7 @@ class Plan:
         params = COMBINE.pack(
             self.partial_out.data_ptr(), self.partial_sum.data_ptr(), self.slots[index].data_ptr(), out.data_ptr(),
             _pointer(lse), _pointer(job.sinks),
-            self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width,
+            self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width, len(self.formats), self.units,
         )  # fmt: skip
         head_dim, grid = out.shape[3], self.units * self.q_len * job.group
         warps = max(4, -(-head_dim // 32))

@@ -16,8 +16,8 @@ template <class In, bool kMass, int kDim, int kN>
 __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st, int group, int block) {
   constexpr int kSteps = kDim / 16;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int unit = group >> 1, head = unit % p.kv_heads, row = unit / p.kv_heads;
-  const bool lossy = group & 1;
+  const int unit = group % p.units, head = unit % p.kv_heads, row = unit / p.kv_heads;
+  const bool lossy = group >= p.units;
   const int request = p.requests ? __ldg(p.requests + row) : row;
   const int columns = p.queries * p.group;
   st.fresh = true;

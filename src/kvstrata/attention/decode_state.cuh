@@ -8,7 +8,7 @@ using i64 = long long;
 struct Params {
   const char* q;          // [rows, queries, heads, D]
   const Stage* stages;    // the layer's
-  const int* starts;
+  const Chunk* parts;     // [chunks + 1]
   const int* requests;    // [rows], or null
   const int* lengths;     // [requests], stride in ints below
   const float* centre;    // [requests, kv heads, D], stride below
@@ -18,6 +18,7 @@ struct Params {
   i64 q_row, q_query, q_head;  // strides in bytes
   i64 length_stride, centre_request;
   int queries, group, kv_heads, chunks;
+  int units, multiprocessors;
   float scale_log2, softcap_log2;  // softcap 0: none
   int window, position_bytes;      // window 0: none; position_bytes 0: positions are not read
   int mass_length, ordered;        // whether positions decide what is seen

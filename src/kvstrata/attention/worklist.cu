@@ -1,9 +1,9 @@
 // From counts and page tables to the work list of decode.cu, for every layer, on the device. Plain pages of rows, as
 // store_kv writes them, are a cache of one tier.
 //
-// A block sees a layer. Its threads sum up the stages and costs of all KV heads (a scan over the block), which says how
-// much a worker gets; then its warps write the stages of the block's own part of the heads. Blocks of one layer do the
-// same scan and differ in their part only.
+// A block sees a layer. Its threads sum up the stages and costs of all KV heads (a scan over the block for every tier),
+// which says how much a worker gets; then its warps write the stages of the block's own part of the heads. Blocks of one
+// layer do the same scans and differ in their part only.
 #include "pdl.cuh"
 #include "work.cuh"
 
@@ -16,8 +16,8 @@ struct Params {
   const int* count;              // [requests, layers, kv heads, tiers]
   const unsigned long long* slabs;
   Stage* stages;                 // [layers, capacity]
-  int* starts;                   // [layers, chunks + 1]
-  Slots* slots;                  // [layers, 2 * rows * kv heads]
+  Chunk* parts;                  // [layers, chunks + 1]
+  Slots* slots;                  // [layers, tiers, rows * kv heads]
   i64 table_request, table_layer, count_request, count_layer;  // strides, in ints
   unsigned long long plain;      // plain pages of one layer (page_bytes > 0): K of page 0; the table is [requests, pages]
   i64 page_bytes, head_bytes, row_bytes;
@@ -56,16 +56,10 @@ __device__ __forceinline__ int3 scan(int3 mine, int3& total) {
   return make_int3(before.x + x.x - mine.x, before.y + x.y - mine.y, before.z + x.z - mine.z);
 }
 
-// Stages, cost and (with fixed_cost) chunks of one KV head of one request.
-__device__ __forceinline__ int3 measure(const Params& p, const int* count) {
-  int stages = 0, cost[2] = {0, 0};
-  for (int t = 0; t < p.tiers; t++) {
-    const int n = ceil_div(count[t], p.stage_tokens[t]);
-    stages += n;
-    cost[t > 0] += n * p.cost[t];
-  }
-  const int chunks = p.fixed_cost ? ceil_div(cost[0], p.fixed_cost) + ceil_div(cost[1], p.fixed_cost) : 0;
-  return make_int3(stages, cost[0] + cost[1], chunks);
+// Stages, cost and (with fixed_cost) chunks of one tier of a KV head.
+__device__ __forceinline__ int3 measure(const Params& p, const int* count, int tier) {
+  const int stages = ceil_div(count[tier], p.stage_tokens[tier]), cost = stages * p.cost[tier];
+  return make_int3(stages, cost, p.fixed_cost ? ceil_div(cost, p.fixed_cost) : 0);
 }
 
 __device__ __forceinline__ const int* counts_of(const Params& p, int layer, int unit) {
@@ -81,30 +75,35 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   const int per_part = ceil_div(units, gridDim.y), part_first = blockIdx.y * per_part;
   const int part_end = min(part_first + per_part, units);
   Stage* stages = p.stages + static_cast<i64>(blockIdx.x) * p.capacity;
-  int* starts = p.starts + static_cast<i64>(blockIdx.x) * (p.most + 1);
-  Slots* slots = p.slots + static_cast<i64>(blockIdx.x) * 2 * units;
-  extern __shared__ int3 bases[];  // of the part's units
+  Chunk* parts = p.parts + static_cast<i64>(blockIdx.x) * (p.most + 1);
+  Slots* slots = p.slots + static_cast<i64>(blockIdx.x) * p.tiers * units;
+  extern __shared__ int3 bases[];  // [tiers, the part's units]
 
-  int3 mine = make_int3(0, 0, 0), total;
+  int3 total = make_int3(0, 0, 0);
   const int first = threadIdx.x * per_thread, end = min(first + per_thread, units);
-  for (int u = first; u < end; u++) {
-    const int3 n = measure(p, counts_of(p, layer, u));
-    mine.x += n.x, mine.y += n.y, mine.z += n.z;
+  for (int t = 0; t < p.tiers; t++) {
+    int3 mine = make_int3(0, 0, 0), of_tier;
+    for (int u = first; u < end; u++) {
+      const int3 n = measure(p, counts_of(p, layer, u), t);
+      mine.x += n.x, mine.y += n.y, mine.z += n.z;
+    }
+    int3 base = scan(mine, of_tier);
+    base.x += total.x, base.y += total.y, base.z += total.z;
+    for (int u = first; u < end; u++) {
+      if (u >= part_first && u < part_end) bases[t * per_part + u - part_first] = base;
+      const int3 n = measure(p, counts_of(p, layer, u), t);
+      base.x += n.x, base.y += n.y, base.z += n.z;
+    }
+    total.x += of_tier.x, total.y += of_tier.y, total.z += of_tier.z;
+    __syncthreads();
   }
-  int3 base = scan(mine, total);
-  for (int u = first; u < end; u++) {
-    if (u >= part_first && u < part_end) bases[u - part_first] = base;
-    const int3 n = measure(p, counts_of(p, layer, u));
-    base.x += n.x, base.y += n.y, base.z += n.z;
-  }
-  __syncthreads();
 
   int largest = 1;
   for (int t = 0; t < p.tiers; t++) largest = max(largest, p.cost[t]);
-  const int size = p.fixed_cost ? p.fixed_cost : max(2 * largest, ceil_div(total.y, p.most));
+  const int size = p.fixed_cost ? p.fixed_cost : max(largest, ceil_div(total.y, p.most));
   const int used = p.fixed_cost ? total.z : ceil_div(total.y, size);
   if (blockIdx.y == 0)
-    for (int c = used + threadIdx.x; c <= p.most; c += kThreads) starts[c] = total.x;
+    for (int c = used + threadIdx.x; c <= p.most; c += kThreads) parts[c].at = total.x;
 
   const int lane = threadIdx.x & 31;
   for (int u = part_first + (threadIdx.x >> 5); u < part_end; u += kThreads / 32) {
@@ -113,40 +112,36 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
     const int head = u % p.kv_heads;
     const int* table = p.table + request * p.table_request + layer * p.table_layer +
                        (p.page_bytes ? 0 : static_cast<i64>(head) * p.tiers * p.max_pages);
-    int at = bases[u - part_first].x, cost = bases[u - part_first].y, chunk = bases[u - part_first].z;
-    for (int kind = 0; kind < 2; kind++) {  // the plain tier, then the others
-      int origin = cost, last = -1;         // cost where the group and its last stage begin
-      for (int t = kind; t < (kind ? p.tiers : 1); t++) {
-        const int tokens = count[t], step = p.stage_tokens[t], n = ceil_div(tokens, step);
-        const int per_page = p.page_tokens / step;
-        for (int i = lane; i < n; i += 32) {
-          const int handle = table[static_cast<i64>(t) * p.max_pages + i / per_page];
-          Stage stage;
-          const int part = i % per_page;
-          if (p.page_bytes) stage.page = p.plain + handle * p.page_bytes + head * p.head_bytes + part * step * p.row_bytes;
-          else stage.page = p.slabs[handle / p.units] + static_cast<unsigned long long>(handle % p.units) * 64;
-          stage.group = 2 * u + kind;
-          stage.meta = min(tokens - i * step, step) | t << 8 | (p.page_bytes ? i : part) << 16;
-          stages[at + i] = stage;
-        }
-        // Chunks that begin among these stages.
-        const int begin = p.fixed_cost ? cost - origin : cost, price = p.cost[t];
-        for (int c = ceil_div(begin, size) + lane; static_cast<i64>(c) * size < static_cast<i64>(begin) + n * price; c += 32)
-          starts[(p.fixed_cost ? chunk : 0) + c] = at + ceil_div(c * size - begin, price);
-        at += n;
-        cost += n * price;
-        if (n) last = cost - price;
+    for (int t = 0; t < p.tiers; t++) {
+      const int3 base = bases[t * per_part + u - part_first];
+      const int at = base.x, chunk = p.fixed_cost ? base.z : 0, begin = p.fixed_cost ? 0 : base.y;
+      const int tokens = count[t], step = p.stage_tokens[t], n = ceil_div(tokens, step), price = p.cost[t];
+      const int per_page = p.page_tokens / step;
+      const auto stage_of = [&](int i) {
+        const int handle = table[static_cast<i64>(t) * p.max_pages + i / per_page], part = i % per_page;
+        Stage stage;
+        if (p.page_bytes) stage.page = p.plain + handle * p.page_bytes + head * p.head_bytes + part * step * p.row_bytes;
+        else stage.page = p.slabs[handle / p.units] + static_cast<unsigned long long>(handle % p.units) * 64;
+        stage.group = t * units + u;
+        stage.meta = min(tokens - i * step, step) | t << 8 | (p.page_bytes ? i : part) << 16;
+        return stage;
+      };
+      for (int i = lane; i < n; i += 32) stages[at + i] = stage_of(i);
+      // A chunk begins with the stage that its share of the cost begins in; no stage costs more than a share.
+      for (int c = ceil_div(begin, size) + lane; static_cast<i64>(c) * size < static_cast<i64>(begin) + n * price; c += 32) {
+        const int i = (c * size - begin) / price;
+        parts[chunk + c].first = stage_of(i);
+        parts[chunk + c].at = at + i;
       }
       if (lane == 0) {
         Slots found = {0, 0};
-        if (last >= 0) {
-          const int c = p.fixed_cost ? chunk : origin / size;
-          found.first = c + 2 * u + kind;
-          found.count = (p.fixed_cost ? (last - origin) / size : last / size - c) + 1;
+        if (n) {
+          const int c = (begin + price - 1) / size;
+          found.first = chunk + c + t * units + u;
+          found.count = (begin + n * price - 1) / size - c + 1;
         }
-        slots[2 * u + kind] = found;
+        slots[t * units + u] = found;
       }
-      if (p.fixed_cost) chunk += ceil_div(cost - origin, p.fixed_cost);
     }
   }
 }

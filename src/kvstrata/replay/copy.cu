@@ -6,9 +6,10 @@
 // Extents are the source's sizes, or the target's where what the source does not cover is filled. An element is covered
 // when its row is below the live rows and its column below the row's length: counts that may live on the device.
 //
-// Staged: sources lie in one of two slots of pinned memory that the host fills in turn. A slot carries the number of
-// its step; a launch copies the step it is due, the last block to finish says so to the host, and a launch for which
-// there is no new step does nothing.
+// Staged: sources lie in one of two slots of pinned memory that the host fills in turn. A slot's head carries the number
+// of its step and the sizes; block 0 fetches it over the bus for all (reads of one address by many blocks wait for each
+// other there). A launch copies the step it is due, the last block to finish says so to the host, and a launch for
+// which there is no new step does nothing.
 #include "fp8.cuh"
 #include "pdl.cuh"
 #include "vec.cuh"
@@ -33,8 +34,11 @@ struct Copy {
 };
 static_assert(sizeof(Copy) == 128, "the host packs this");
 
+
+constexpr int kHead = 64;  // words of a slot's head: number, unused, rows and columns of each source
+
 struct Stage {
-  unsigned* turn;       // on the device: steps done, blocks done
+  unsigned* turn;       // on the device: steps done, blocks done, launches done, launch whose head is there; the head
   volatile unsigned* done;  // on the host: steps done
   const char* number;  // of the step that the first slot holds
   i64 slot_bytes;
@@ -56,6 +60,10 @@ __device__ __forceinline__ i64 count_at(const char* at, bool wide) {
 __device__ __forceinline__ i64 live(i64 count, int per, int extra) {
   if (per > 1) count = count > 0 ? (count + per - 1) / per : count / per;
   return count + extra;
+}
+
+__device__ __forceinline__ unsigned within(i64 count, unsigned most) {
+  return count < 0 ? 0 : count < most ? static_cast<unsigned>(count) : most;
 }
 
 __device__ __forceinline__ void copy_element(char* to, const char* from, int bytes) {
@@ -136,6 +144,7 @@ struct Work {
   const char* source;
   i64 slot;            // bytes to the slot in use; 0 when not staged
   unsigned rows;       // live
+  unsigned columns;    // live, but for rows that have a length of their own
   unsigned per_unit;   // elements
   unsigned per_row;    // units
   i64 source_step, target_step;  // bytes from unit to unit of a row
@@ -149,8 +158,8 @@ struct Work {
   __device__ __forceinline__ Place at(unsigned n) const {
     const unsigned row = n / per_row, unit = n - row * per_row;
     const unsigned i0 = row / c.extent[1], i1 = row - i0 * c.extent[1];
-    i64 end = i0 < rows && i1 < c.size[1] ? c.size[2] : 0;
-    if (c.lengths && end) {
+    i64 end = i0 < rows && i1 < c.size[1] ? columns : 0;
+    if (c.lengths_step && end) {
       const char* at = c.lengths + slot + static_cast<i64>(i0) * c.lengths_step;
       const i64 length = live(count_at(at, c.flags & kWideLengths), c.lengths_per, c.lengths_extra);
       end = length < 0 ? 0 : length < end ? length : end;
@@ -243,34 +252,57 @@ __global__ void __launch_bounds__(kThreads, 4) copy_all(const __grid_constant__ 
   bool due = true;
   if constexpr (kStaged) {
     __shared__ unsigned said[2];
-    if (threadIdx.x == 0) {  // one read over the bus, not one a warp
-      said[0] = *static_cast<volatile unsigned*>(p.stage.turn);
-      said[1] = *reinterpret_cast<const volatile unsigned*>(p.stage.number + (said[0] & 1) * p.stage.slot_bytes);
-    }
+    volatile unsigned* shared_turn = p.stage.turn;
+    if (threadIdx.x == 0) said[0] = shared_turn[0], said[1] = shared_turn[2];
     __syncthreads();
     turn = said[0];
     slot = (turn & 1) * p.stage.slot_bytes;
-    due = said[1] == turn + 1;
+    const unsigned launch = said[1] + 1;
+    static_assert(2 + 2 * kCopies <= kHead, "room for the head");
+    if (blockIdx.x == 0) {
+      const int i = threadIdx.x;
+      if (i < 2 + 2 * kCopies) shared_turn[4 + i] = reinterpret_cast<const volatile unsigned*>(p.stage.number + slot)[i];
+      __threadfence();
+      __syncthreads();
+      if (i == 0) shared_turn[3] = launch;
+    } else {
+      if (threadIdx.x == 0)
+        while (shared_turn[3] != launch) {}
+      __syncthreads();
+    }
+    __threadfence();
   }
   int index = -1;
 #pragma unroll
   for (int i = 0; i < kCopies; i++) index += p.first[i] <= blockIdx.x;
-  bool here = due && index >= 0;
-  if constexpr (kStaged) {  // a count below zero: this step leaves the target alone, fill and all
-    if (here && p.copies[index].flags & kSkips) {
-      const char* at = p.copies[index].rows ? p.copies[index].rows : p.copies[index].lengths;
-      here = count_at(at + slot, false) >= 0;
-    }
+  bool here = index >= 0;
+  const Copy& c = p.copies[here ? index : 0];
+  i64 counts[2] = {c.size[0], c.size[2]};  // rows and columns that are live
+  if constexpr (kStaged) {
+    const volatile int* head = reinterpret_cast<volatile int*>(p.stage.turn + 4);
+    due = static_cast<unsigned>(head[0]) == turn + 1;
+    here = here && due;
+    const int* sizes = reinterpret_cast<const int*>(p.stage.number);
+    if (c.rows) counts[0] = head[reinterpret_cast<const int*>(c.rows) - sizes];
+    if (c.lengths) counts[1] = head[reinterpret_cast<const int*>(c.lengths) - sizes];
+    // A count below zero: this step leaves the target alone, fill and all.
+    if (c.flags & kSkips && (c.rows ? counts[0] : counts[1]) < 0) here = false;
+  } else if (here) {
+    if (c.rows) counts[0] = count_at(c.rows, c.flags & kWideRows);
+    if (c.lengths && !c.lengths_step) counts[1] = count_at(c.lengths, c.flags & kWideLengths);
   }
   if (here) {
-    const Copy& c = p.copies[index];
     const unsigned behind = index + 1 < kCopies ? p.first[index + 1] : gridDim.x;
     const unsigned blocks = (behind < gridDim.x ? behind : gridDim.x) - p.first[index];
-    Work w{c, p.source[index] + slot, slot, c.size[0], 1, c.extent[2], c.source_stride[2], c.target_stride[2]};
-    if (c.rows) {
-      const i64 rows = live(count_at(c.rows + slot, c.flags & kWideRows), c.rows_per, c.rows_extra);
-      w.rows = rows < 0 ? 0 : rows < c.size[0] ? static_cast<unsigned>(rows) : c.size[0];
+    Work w{c, p.source[index] + slot, slot, c.size[0], c.size[2], 1, c.extent[2], c.source_stride[2], c.target_stride[2]};
+    if (c.rows) w.rows = within(live(counts[0], c.rows_per, c.rows_extra), c.size[0]);
+    if (c.lengths && !c.lengths_step) w.columns = within(live(counts[1], c.lengths_per, c.lengths_extra), c.size[2]);
+    unsigned high = c.extent[0], wide = c.extent[2];
+    if (!(c.flags & (kFill | kFillLast))) {  // what is not covered is not looked at
+      high = high < w.rows ? high : w.rows;
+      wide = wide < w.columns ? wide : w.columns;
     }
+    w.per_row = wide;
     int width = c.bytes;
     const bool casts = kCasts && c.target_kind != kBits;
     if (!casts && w.source_step == width && w.target_step == width) {
@@ -279,10 +311,10 @@ __global__ void __launch_bounds__(kThreads, 4) copy_all(const __grid_constant__ 
       const int aligned = static_cast<int>(bits & (~bits + 1));
       width = aligned > width ? aligned : width;
       w.per_unit = width / c.bytes;
-      w.per_row = (c.extent[2] + w.per_unit - 1) / w.per_unit;
+      w.per_row = (wide + w.per_unit - 1) / w.per_unit;
       w.source_step = w.target_step = width;
     }
-    const unsigned units = c.extent[0] * c.extent[1] * w.per_row;
+    const unsigned units = high * c.extent[1] * w.per_row;
     const unsigned share = (units + blocks - 1) / blocks, begin = (blockIdx.x - p.first[index]) * share;
     const unsigned end = begin + share < units ? begin + share : units;
     if (casts) cast_units(w, begin, end);
@@ -296,6 +328,7 @@ __global__ void __launch_bounds__(kThreads, 4) copy_all(const __grid_constant__ 
     __syncthreads();  // whatever this block reads of the slot has been read
     if (threadIdx.x == 0 && atomicAdd(p.stage.turn + 1, 1) == gridDim.x - 1) {
       p.stage.turn[1] = 0;
+      p.stage.turn[2] += 1;
       if (due) {
         p.stage.turn[0] = turn + 1;
         __threadfence_system();

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import reference
-from .backends import guard_of, resolve
+from .backends import BACKENDS, guard_of, resolve
 from .copies import Bound, Fill, Look, Move, check_bound, check_fill, check_source, move_of, shape
 from .memory import folds, overlap, span
 
@@ -116,7 +116,7 @@ class CopyPlan:
         self.rows, self.lengths = _bounds(rows, count, "rows"), _bounds(lengths, count, "lengths")
         self.cast = [bool(value) for value in _spread(cast, count, "cast")]
         self.device = self.dst[0].device if self.dst else torch.device("cpu")
-        self.backend = resolve(backend, self.device)
+        self.backend = resolve(backend, self.device) if self.dst or backend not in BACKENDS else "reference"
         self.addresses = tuple(t.data_ptr() for t in self.dst)
         self._targets = [Look.of(t) for t in self.dst]
         self._spans = sorted((*span(t), i) for i, t in enumerate(self.dst) if t.numel())

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from . import copy_cuda
 
 ALIGN = 256
+STAGED_BLOCKS = 64  # of one buffer: all are to run at once, because they wait for the first
+HEAD = 64  # words of a slot's head that the device keeps
 PATIENCE = 0.001  # seconds of looking at the word before the stream is waited for
 
 
@@ -79,7 +81,8 @@ class HostStage:
             at += ALIGN * -(-buffer.numel() * buffer.itemsize // ALIGN)
         self._slot_bytes = at
         self._pinned = torch.zeros(2 * at + ALIGN, dtype=torch.uint8, pin_memory=self._cuda)
-        self._turn = torch.zeros(2, dtype=torch.int32, device=self.device)  # steps done, blocks done
+        # Steps done, blocks done, launches done, launch whose head is there; the head. As in copy.cu.
+        self._turn = torch.zeros(4 + HEAD, dtype=torch.int32, device=self.device)
         words = self._pinned.numpy()
         self._done = words[2 * at : 2 * at + 4].view(np.uint32)
         self._number = [words[s * at : s * at + 4].view(np.uint32) for s in (0, 1)]
@@ -195,7 +198,7 @@ class Scatter:
             else:
                 bounds = (columns if target.dim() == 2 else None, 0, rows)
             descriptors.append(copy_cuda.pack(move, target.data_ptr(), *bounds, skips=True))
-            blocks.append(copy_cuda.blocks_of(move))
+            blocks.append(min(copy_cuda.blocks_of(move), STAGED_BLOCKS))
         blocks[0] = max(blocks[0], 1)  # at least one block, which counts the step
         copies.load(*copies.tail(descriptors, blocks))
         copies.write(copies.params, 0, *(base + offset for offset in stage._offsets))
