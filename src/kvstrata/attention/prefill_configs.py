@@ -49,8 +49,8 @@ def default_of(dim: int, hopper: bool) -> Config:
     if dim <= 64:
         return DEFAULT
     if dim <= 128:
-        return Config(128, 128, 8, 2) if hopper else Config(128, 64, 8, 2)
-    return Config(128, 64, 8, 2) if hopper else Config(64, 32, 4, 2)
+        return Config(128, 64, 8, 3) if hopper else Config(128, 32, 8, 2)
+    return Config(128, 32, 8, 2) if hopper else Config(64, 32, 8, 2)
 
 
 def _key(job: PrefillJob, processors: int) -> tuple[int, int, bool, bool]:

@@ -1,0 +1,121 @@
+"""The Triton and Gluon kernels of prefill, compiled ahead of time: no GPU needed, no spills where it matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from kvstrata.attention.prefill_configs import TABLE, Config, default_of
+
+# Reads lines [dim, causal, packed, arch, config]; writes what each kernel takes, and its machine code, to files.
+SCRIPT = """
+import json, subprocess, sys
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+from kvstrata.attention import prefill_gluon, prefill_triton
+from kvstrata.attention.prefill_configs import Config
+
+def compile(dim, causal, packed, arch, given, path):
+    config, wide = Config(*given), triton.next_power_of_2(dim)
+    sides = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "out": 64}
+    constants = dict(HEADS=16, GROUP=4, DIM=dim, BLOCK_N=config.block_n, CAUSAL=causal, SINKS=False, LSE=True)
+    constants["TAIL"] = True
+    options = dict(num_warps=4 if config.specialize else config.warps)
+    if config.registers:
+        options["maxnreg"] = config.registers
+    if config.specialize:
+        kernel, source, layout = prefill_gluon.specialized_kernel, GluonASTSource, f",{NVMMASharedLayout(128, 16, 4)!r}"
+        sides["q"] = 64
+        consumers = config.block_m // 64
+        registers = prefill_gluon.registers_of(consumers, config.registers)
+        constants |= dict(STAGES=config.stages, CONSUMERS=consumers, PINGPONG=config.pingpong, ORDER=config.order % 2,
+                          DIM=wide, REGISTERS=registers)
+    else:
+        kernel, source, layout = prefill_triton.prefill_kernel, ASTSource, ""
+        options["num_stages"] = config.stages
+        constants |= dict(WIDE=wide, BLOCK_M=config.block_m, WINDOWED=False, CAPPED=False, PACKED=packed,
+                          TMA=config.tma, PERSISTENT=config.persistent, ORDER=config.order, PRECISION="tf32")
+    types, aligned = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        side = name.removesuffix("_desc").removesuffix("_ptr")
+        if name in constants:
+            types[name] = "constexpr"
+            continue
+        if side in sides and (config.specialize or (config.tma and side != "out")):
+            types[name] = f"tensordesc<fp16[1, 1, {sides[side]}, {wide}]{layout}>"
+            continue
+        types[name] = "*fp32" if name.endswith("_ptr") else "i32"
+        if side in sides:
+            types[name] = "*fp16"
+        elif side.startswith("cu_"):
+            types[name] = "*i32"
+        if name in ("factor", "softcap"):
+            types[name] = "fp32"
+        elif types[name][0] == "*" or name.startswith("stride_"):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    target = GPUTarget("cuda", arch, 32)
+    built = triton.compile(source(kernel, types, constants, aligned), target=target, options=options)
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    Path(path).with_suffix(".cubin").write_bytes(built.asm["cubin"])
+    command = [cuobjdump, "-res-usage", "-sass", Path(path).with_suffix(".cubin")]
+    code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    Path(path).write_text(f"SHARED:{built.metadata.shared} " + code)
+
+for line in sys.stdin:
+    compile(*json.loads(line))
+"""
+
+
+CASES: dict[str, tuple[int, bool, bool, int, Config]] = {
+    f"default, D {dim}, sm_{arch}": (dim, True, True, arch, default_of(dim, arch == 90))
+    for dim, arch in ((64, 80), (96, 80), (256, 80), (128, 90), (256, 90))
+}
+CASES |= {
+    "descriptors": (64, True, False, 90, Config(64, 64, 4, 3, tma=True, order=2)),
+    "two consumers in turns": (128, False, False, 90, Config(128, 128, 4, 2, specialize=True, pingpong=True)),
+    "three consumers": (64, True, False, 90, Config(192, 64, 4, 3, specialize=True, pingpong=True)),
+    "one consumer": (64, True, False, 90, Config(64, 64, 4, 3, specialize=True, registers=80)),
+}
+CASES |= {f"table {key}": (key[0], key[2], False, 90, config) for key, config in TABLE.items() if config is not None}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the tools say about every case, compiled in one process without the interpreter."""
+    folder = tmp_path_factory.mktemp("prefill")
+    paths = {name: folder / f"{i}.txt" for i, name in enumerate(CASES)}
+    lines = "".join(json.dumps([*case, str(paths[name])]) + "\n" for name, case in CASES.items())
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], input=lines, capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: path.read_text() for name, path in paths.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_fit(name: str, built: dict[str, str]) -> None:
+    """No spills; shared memory that there is; on Hopper warpgroup products, and the copy engine where asked for."""
+    _, _, _, arch, config = CASES[name]
+    code = built[name]
+    used = {what: int(n) for what, n in re.findall(r"(REG|STACK|SHARED):(\d+)", code)}
+    assert used["STACK"] == 0, used
+    assert used["SHARED"] <= (227 if arch == 90 else 99) * 1024, used
+    assert ("HGMMA" in code) == (arch == 90)
+    assert ("UTMALDG" in code) == (config.tma or config.specialize)
+
+
+def test_the_softmax_runs_beside_the_products(built: dict[str, str]) -> None:
+    """In the loop of a consumer: both products are issued, then exponentials, and only then is p v waited for."""
+    events = re.findall(r"\b(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR)\b", built["two consumers in turns"])
+    text = "".join({"HGMMA": "M", "MUFU.EX2": "e", "WARPGROUP.DEPBAR": "w"}[event] for event in events)
+    assert re.search(r"M{16}we{60,}w", text), text
