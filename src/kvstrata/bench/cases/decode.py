@@ -1,9 +1,9 @@
 """The decode benchmark: one query of each request over all its tokens, in tiers or in bfloat16.
 
-Peers read as many tokens in bfloat16, contiguous. Bytes are those that our cache streams: codes and scales, or rows;
-queries and outputs are left out. Calls are captured and replayed. Before each sample the cache of the device is filled
-by reading, as a model's weights do between two attentions: dirty lines that somebody else left would otherwise be
-written back in our time.
+Peers read as many tokens in bfloat16, contiguous; FlashInfer in pages, in bfloat16 and in fp8. Bytes are those that our
+cache streams: codes and scales, or rows; queries and outputs are left out. Calls are captured and replayed. Before each
+sample the cache of the device is filled by reading, as a model's weights do between two attentions: dirty lines that
+somebody else left would otherwise be written back in our time.
 
 The work list of a step is made once for all layers; ``with its list`` makes it in every call, for one layer.
 """
@@ -25,6 +25,7 @@ from kvstrata.layout import Format
 
 CHECKED = 2  # requests compared with the reference
 WINDOW = 64  # plain tokens in a tiered cache
+PEER_PAGE = 16  # tokens of FlashInfer's pages
 NARROW, WIDE = ("K4V4", "K3V3", "K2V2"), ("K8V8", "K4V4", "K2V2")
 MEAN = 0.211  # of 16 bit: 3.25 bits of codes a value at head_dim 128
 
@@ -120,9 +121,48 @@ def cudnn(rows: Rows) -> Call:
     return _sdpa(rows, SDPBackend.CUDNN_ATTENTION)
 
 
-def _close(out: torch.Tensor, expected: torch.Tensor) -> None:
+def _flashinfer(rows: Rows, dtype: torch.dtype) -> Call:
+    if rows.q.device.type != "cuda":
+        raise Absent("needs a CUDA device")
+    if rows.q.shape[2] != 1:
+        raise Absent("its decode takes one query")
+    import flashinfer as library
+
+    requests, kv_heads, tokens, head_dim = rows.k.shape
+    per_request = tokens // PEER_PAGE
+    pages = tuple(
+        x.view(requests, kv_heads, per_request, PEER_PAGE, head_dim)
+        .transpose(1, 2)
+        .flatten(0, 1)
+        .to(dtype)
+        .contiguous()
+        for x in (rows.k, rows.v)
+    )
+    ints = partial(torch.arange, dtype=torch.int32, device=rows.q.device)
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device=rows.q.device), "HND", use_tensor_cores=True
+    )
+    wrapper.plan(
+        ints(requests + 1) * per_request, ints(requests * per_request), ints(requests) * 0 + PEER_PAGE,
+        rows.q.shape[1], kv_heads, head_dim, PEER_PAGE, q_data_type=rows.q.dtype, kv_data_type=dtype,
+    )  # fmt: skip
+    q = rows.q[:, :, 0].contiguous()
+    return lambda i: wrapper.run(q, pages).unsqueeze(1)
+
+
+@peer("decode", "flashinfer")
+def flashinfer(rows: Rows) -> Call:
+    return _flashinfer(rows, rows.k.dtype)
+
+
+@peer("decode", "flashinfer fp8")
+def flashinfer_fp8(rows: Rows) -> Call:
+    return _flashinfer(rows, torch.float8_e4m3fn)
+
+
+def _close(out: torch.Tensor, expected: torch.Tensor, limit: float = 1e-2) -> None:
     error = (out[:CHECKED].float() - expected).norm() / expected.norm()
-    assert float(error) < 1e-2, f"the relative error is {float(error):.1e}"
+    assert float(error) < limit, f"the relative error is {float(error):.1e}"
     assert not bool(out.isnan().any()), "an output is NaN"
 
 
@@ -150,7 +190,8 @@ def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device
     contenders["flash"] = _sdpa(rows, SDPBackend.FLASH_ATTENTION)
 
     def check(name: str, i: int, out: torch.Tensor) -> None:
-        _close(out, wanted[i] if name in ("kvstrata", "with its list") else rows.expected)
+        ours = name in ("kvstrata", "with its list")
+        _close(out, wanted[i] if ours else rows.expected, 0.1 if "fp8" in name else 1e-2)
 
     bench = Bench(
         contenders=contenders,
