@@ -102,6 +102,10 @@ if "--version" in sys.argv:
 elif "sm__pipe_tensor_cycles_active" in " ".join(sys.argv):
     print("==ERROR== Failed to find metric sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active")
     sys.exit(1)
+elif sys.argv[-1] == "wrong":
+    log = sys.argv[sys.argv.index("--log-file") + 1]
+    pathlib.Path(log).write_text(pathlib.Path({csv!r}).read_text())
+    sys.exit("kvstrata: k_cache is wrong")
 elif sys.argv[-1] == "bad":
     print("==ERROR== ERR_NVGPUCTRPERM")
     sys.exit(1)
@@ -125,8 +129,9 @@ def fake_ncu(tmp_path, monkeypatch):
 
 
 def test_a_profile_is_taken_kept_and_read_again(fake_ncu, tmp_path):
-    taken = profile.take("store", ["good", "bad"], MACHINE, {"good": 1000, "bad": 1})
+    taken = profile.take("store", ["good", "bad", "wrong"], MACHINE, {"good": 1000, "bad": 1, "wrong": 1})
     assert taken.tool == "ncu 2025.3.1.0"
+    assert taken.failed["wrong"] == "k_cache is wrong"  # figures of a wrong kernel are not kept
     assert "ERR_NVGPUCTRPERM" in taken.failed["bad"]
     (case,) = taken.cases
     assert case.main.name == "decode"

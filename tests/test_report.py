@@ -149,6 +149,17 @@ def test_history_is_that_of_the_revisions_kept():
     assert figures.history(alone, "k") is None  # no case in two revisions
 
 
+def test_a_result_in_which_all_is_wrong_still_makes_a_page(results, tmp_path):
+    data = json.loads((results / "nvidia-h200" / "store.json").read_text())
+    for case in data["cases"]:
+        case["rows"] = [{**row, "us": None, "correct": False, "error": "no", "tb_s": None} for row in case["rows"]]
+    (tmp_path / "nvidia-h200").mkdir()
+    (tmp_path / "nvidia-h200" / "store.json").write_text(json.dumps(data))
+    text = page.html(page.collect(tmp_path))
+    assert "WRONG: no" in text
+    assert "kvstrata: no" in text  # what is wrong of ours stands first
+
+
 def test_a_result_outside_git_has_one_point(results):
     (point,) = history.points(results / "nvidia-h200" / "store.json")
     assert len(point.us) == 4  # the wrong one has no time

@@ -76,5 +76,5 @@ def main(op: str, name: str, contender: str | None = None) -> None:
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except LookupError as error:
-        sys.exit(f"kvstrata: {error.args[0]}")
+    except (LookupError, AssertionError) as error:  # what was watched is not there, or is wrong
+        sys.exit(f"kvstrata: {error}")

@@ -143,6 +143,8 @@ def _case(tool: str, op: str, name: str, contender: str | None) -> list[Kernel]:
                 break
             without += unknown
             log.unlink(missing_ok=True)
+    if told := re.search(r"^kvstrata: (.*)", said, re.MULTILINE):
+        raise NcuError(told.group(1))
     if '"ID",' not in text:
         raise NcuError(ncu.explain(f"{text}\n{said}"))
     return first_of_each(ncu.parse(text))

@@ -11,7 +11,7 @@ from rich.table import Table
 
 @dataclass
 class Grid:
-    """`names` columns at the left are names, the rest are figures; cells equal to the one above may be left out."""
+    """`names` columns at the left are names, the rest are figures; lines with the same first cell belong together."""
 
     title: str
     header: list[str]
@@ -23,9 +23,9 @@ class Grid:
         table = Table(title=escape(self.title), title_justify="left")
         for i, name in enumerate(self.header):
             table.add_column(escape(name), justify="left" if i < self.names else "right", no_wrap=i < self.names)
-        last = None
+        last, grouped = None, len({row[0] for row in self.rows}) < len(self.rows)
         for row in self.rows:
-            if last not in (None, row[0]):
+            if grouped and last not in (None, row[0]):
                 table.add_section()
             table.add_row(*(escape(cell) for cell in (row if row[0] != last else ["", *row[1:]])))
             last = row[0]

@@ -51,15 +51,17 @@ def inline(svg: str, key: str) -> str:
     return svg.replace("<svg", '<svg role="img"', 1)
 
 
-def roofline(report: Report, key: str) -> str:
+def roofline(report: Report, key: str) -> str | None:
     """Bytes a second of every contender against the bytes of the case, under what a copy could reach."""
     rows = [(case, row) for case in report.cases for row in case.rows if row.us and row.tb_s and row.kind != "probe"]
     names = list(dict.fromkeys(row.name for _, row in rows if row.kind != "variant"))
     peak, floor = report.peak["tb_s"], report.floor["us"]
+    if not rows:
+        return None
 
     def paint(figure: Any, axes: Any) -> None:
         sizes = [case.bytes for case, _ in rows]
-        span = [min(sizes) * (max(sizes) / min(sizes)) ** (i / 60) for i in range(61)] if sizes else []
+        span = [min(sizes) * (max(sizes) / min(sizes)) ** (i / 60) for i in range(61)]
         axes.plot(span, [peak] * len(span), color="0.5", linewidth=1, label=f"copy, {peak:.3g} TB/s")
         limit = [1e-6 * n / (floor + 1e-6 * n / peak) for n in span]
         axes.plot(span, limit, "--", color="0.5", linewidth=1, label="copy and an empty kernel")
