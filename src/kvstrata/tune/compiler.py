@@ -15,9 +15,14 @@ from kvstrata.tune.gates import Needs
 
 def _build(source: str, entry: str, arch: str) -> jit.Usage:
     """What a kernel takes; its cubin is in the cache afterwards."""
-    used = jit.usage(Path(source), entry, arch=arch)
-    jit.compile(Path(source), entry, arch=arch)
-    return used
+    try:
+        used = jit.usage(Path(source), entry, arch=arch)
+        jit.compile(Path(source), entry, arch=arch)
+    except jit.CompileError as error:
+        text = str(error)
+    else:
+        return used
+    raise jit.CompileError(text)  # without the frames that hold the compiler's objects
 
 
 class Compiler:
