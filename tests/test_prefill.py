@@ -285,14 +285,14 @@ VARIANTS = [
 ]
 if HAS_GPU:
     VARIANTS = [
-        *(Config(m, n, 4 if m == 64 else 8, 2, order=o) for m in (64, 128) for n in (32, 64, 128) for o in (0, 1, 2)),
-        *(Config(64, 64, 4, 3, persistent=True, order=o) for o in (0, 1, 2)),
+        *(Config(m, n, 4 if m == 64 else 8, 2, order=o) for m, n, o in ((64, 32, 0), (64, 128, 1), (128, 64, 2))),
+        Config(64, 64, 4, 3, persistent=True, order=2),
     ]
     if torch.cuda.get_device_capability()[0] == 9:
-        VARIANTS += [Config(m, n, 4 if m == 64 else 8, 2, tma=True) for m in (64, 128) for n in (64, 128)]
-        VARIANTS += [Config(128, 64, 8, 3, tma=True, persistent=True), Config(64, 128, 4, 2, tma=True, registers=128)]
+        VARIANTS += [Config(64, 64, 4, 2, tma=True, registers=128), Config(128, 64, 8, 3, tma=True, persistent=True)]
         VARIANTS += [Config(64 * n, 128, 4, 2, specialize=True, order=n % 2) for n in (1, 2)]
-        VARIANTS += [Config(128, 64, 4, 3, specialize=True, pingpong=True), Config(192, 64, 4, 4, specialize=True)]
+        VARIANTS += [Config(128, 128, 4, 2, specialize=True, pingpong=True), Config(192, 64, 4, 4, specialize=True)]
+        VARIANTS += [Config(64, 64, 4, 3, specialize=True, registers=80)]
         VARIANTS += [Config(192, 64, 4, 2, specialize=True, pingpong=True)]
 
 

@@ -60,7 +60,7 @@ def _restore(levels, scales, hadamard_ptr, DIM: tl.constexpr, WIDE: tl.constexpr
     return levels * scales[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "units", "stride_length"])
 def stage_kernel(
     k_rows_ptr, v_rows_ptr, position_ptr, bounds_ptr, requests_ptr, length_ptr, table_ptr, count_ptr, centre_ptr,
     pointers_ptr, offsets_ptr, hadamard_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_length, stride_table_r,
@@ -155,7 +155,7 @@ def stage_kernel(
         tl.store(bounds + 1, tl.max(position, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "rows_of_all", "window", "stride_length"])
 def chunk_kernel(
     q_ptr, k_ptr, v_ptr, position_ptr, bounds_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr, requests_ptr,
     starts_ptr, length_ptr, count_ptr, stride_qt, stride_qh, stride_length, stride_count_r, stride_count_h, first,

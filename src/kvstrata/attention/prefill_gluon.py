@@ -177,7 +177,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["stride_lb", "stride_lh", "sequences", "queries", "keys", "tiles_m"])
 def specialized_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, stride_lb, stride_lh, sequences, queries, keys, tiles_m,
     factor,

@@ -178,7 +178,12 @@ def _place(tile, sequences, blocks, processors, HEADS: tl.constexpr, CAUSAL: tl.
     return block, head, batch
 
 
-@triton.jit
+# Sizes come in all values, and a kernel for each kind of them would be compiled anew; strides keep their alignment.
+@triton.jit(
+    do_not_specialize=[
+        "stride_lb", "stride_lh", "stride_ls", "sequences", "queries", "keys", "blocks", "processors", "window",
+    ]
+)  # fmt: skip
 def prefill_kernel(
     q, k, v, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh,
     stride_ks, stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os, stride_lb, stride_lh, stride_ls,
