@@ -62,7 +62,7 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, certain: bool) ->
 
 
 def decode_at(job: Job, lengths: list[int]) -> Result:
-    """Requests as if they were ``lengths`` long: later tokens are hidden, but from a single query, which is the last."""
+    """Requests as if they were ``lengths`` long: later tokens are hidden, but not from a single query."""
     batch, q_len, heads, dim = job.q.shape
     kv_heads, group, device = job.kv_heads, job.group, job.q.device
     groups, rows = batch * kv_heads, q_len * group
