@@ -434,7 +434,7 @@ def test_inject_fills_every_block_and_keeps_the_rest():
         render.inject(text.replace("pivot", "colour"), "kvstrata:store", lambda options: "t")
 
 
-@pytest.mark.parametrize(("y", "suffix"), [("tb_s", ".svg"), ("us", ".png")])
+@pytest.mark.parametrize(("y", "suffix"), [("tb_s", ".svg"), ("us", ".png"), ("tflop_s", ".svg")])
 def test_plot_writes_a_figure(report, tmp_path, y, suffix):
     ((name, cases),) = groups(report).items()
     assert name == "fp32"

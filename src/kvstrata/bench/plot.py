@@ -18,7 +18,7 @@ def groups(report: Report, x: str = "T") -> dict[str, list[CaseResult]]:
 
 
 def plot(report: Report, cases: list[CaseResult], path: Path, x: str = "T", y: str = "tb_s") -> Path:
-    """Draw `y` (tb_s or us) of every contender over `x`, with 95 % intervals; the suffix of `path` is the format."""
+    """Draw `y` (tb_s, tflop_s, us) of every contender over `x` with 95 % intervals; `path` ends with the format."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -39,7 +39,8 @@ def plot(report: Report, cases: list[CaseResult], path: Path, x: str = "T", y: s
         axes.axhline(peak, color="0.2", linewidth=1, label=f"copy peak {peak:.3g} TB/s")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set(xlabel=x, ylabel={"tb_s": "TB/s", "us": "us"}[y], title=f"{report.op} on {report.machine['name']}")
+    label = {"tb_s": "TB/s", "tflop_s": "TFLOP/s", "us": "us"}[y]
+    axes.set(xlabel=x, ylabel=label, title=f"{report.op} on {report.machine['name']}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,7 @@ def plot(report: Report, cases: list[CaseResult], path: Path, x: str = "T", y: s
 
 
 def _drawn(row: Row, y: str) -> bool:
-    return row.us is not None and (y == "us" or row.tb_s is not None)
+    return row.us is not None and (y == "us" or getattr(row, y) is not None)
 
 
 def _value(case: CaseResult, row: Row, y: str) -> tuple[float, float, float]:
@@ -58,4 +59,5 @@ def _value(case: CaseResult, row: Row, y: str) -> tuple[float, float, float]:
     us = row.us
     if y == "us":
         return us.median, us.lo, us.hi
-    return 1e-6 * case.bytes / us.median, 1e-6 * case.bytes / us.hi, 1e-6 * case.bytes / us.lo
+    work = 1e-6 * (case.bytes if y == "tb_s" else case.flops)
+    return work / us.median, work / us.hi, work / us.lo

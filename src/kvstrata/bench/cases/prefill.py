@@ -220,15 +220,15 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     shapes = _shapes(quick) if cuda else [Shape(1, 2, 128, 64, True)]
     found = []
     for shape in shapes:
-        params = {"kind": "causal" if shape.causal else "full", "D": shape.dim, "B": shape.batch, "H": shape.heads,
-                  "kv_heads": shape.kv_heads or shape.heads, "T": shape.length}  # fmt: skip
+        kind = "few-" * (shape.batch * shape.heads < 32) + shape.name.partition("-")[0]
+        params = {"kind": kind + "-gqa" * (shape.kv_heads is not None), "D": shape.dim, "T": shape.length}
         sets = min(sets_for(shape.bytes, device), 2)
         make: Callable[[torch.device], Bench] = partial(build, shape, sets)
         found.append(Case("prefill", shape.name, params, shape.bytes, make, flops=shape.flops, sets=sets, graph=cuda))
     prefix, heads, kv_heads, dim = (PREFIX, 32, 8, 128) if cuda else (512, 2, 1, 64)
     pairs = NEW * prefix + NEW * (NEW + 1) // 2
     moved = kv_heads * (prefix * Format.parse("K4V4", dim).bytes_per_token + NEW * 4 * dim) + 4 * NEW * heads * dim
-    params = {"kind": "tiers", "D": dim, "B": 1, "H": heads, "kv_heads": kv_heads, "T": prefix + NEW}
+    params = {"kind": "tiers", "D": dim, "T": prefix + NEW}
     name = f"tiers-K4V4-{prefix}+{NEW}"
     tiers = partial(build_tiers, prefix=prefix, heads=heads, kv_heads=kv_heads)
     # the plain tokens are among the earlier ones, the new ones among the quantised
