@@ -100,7 +100,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
 
   int largest = 1;
   for (int t = 0; t < p.tiers; t++) largest = max(largest, p.cost[t]);
-  const int size = p.fixed_cost ? p.fixed_cost : max(largest, ceil_div(total.y, p.most));
+  // A stage each where there are so few; else two at least, since some would get two anyway.
+  const int share = ceil_div(total.y, p.most);
+  const int size = p.fixed_cost ? p.fixed_cost : share <= largest ? largest : max(2 * largest, share);
   const int used = p.fixed_cost ? total.z : ceil_div(total.y, size);
   if (blockIdx.y == 0)
     for (int c = used + threadIdx.x; c <= p.most; c += kThreads) parts[c].at = total.x;
