@@ -78,6 +78,7 @@ def test_pages(backend: str, page_tokens: int) -> None:
 @each_backend
 @pytest.mark.parametrize("options", [dict(window=1), dict(window=12), dict(softcap=4.0), dict(scale=0.3)], ids=str)
 def test_options(backend: str, options: dict) -> None:
+    few(backend, "window" in options)
     lengths = [55, 20]
     check(filled(lengths, dtype=HALF, tiers=("K4V4",)), lengths, [24, 5], backend, **options)
 
@@ -92,6 +93,7 @@ def test_sinks_and_float32(backend: str) -> None:
 @each_backend
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_query_heads_per_kv_head(backend: str, group: int) -> None:
+    few(backend, group == 3)
     check(filled([40], tiers=("K4V4",), dtype=HALF), [40], [11], backend, group=group)
 
 
@@ -120,6 +122,7 @@ def test_evicted_tokens(backend: str) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_plain_pages(backend: str, layout: str, fp8: bool) -> None:
+    few(backend, (layout == "HND") == fp8)
     k, v = torch.randn(2, 8, 16, 2, 64).to(HALF).to(DEVICE)
     if layout == "HND":
         k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
@@ -136,6 +139,7 @@ def test_plain_pages(backend: str, layout: str, fp8: bool) -> None:
 @each_backend
 @pytest.mark.parametrize("page_size", [1, 5, 48])
 def test_pages_of_any_size(backend: str, page_size: int) -> None:
+    few(backend, page_size == 5)
     k, v = torch.randn(2, 3 + 50 // page_size, page_size, 2, 64).to(HALF).to(DEVICE)
     table = torch.randperm(len(k))[: 50 // page_size + 1].int().to(DEVICE).unsqueeze(0)
     lengths = torch.tensor([45], dtype=torch.int32, device=DEVICE)

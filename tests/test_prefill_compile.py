@@ -35,10 +35,10 @@ def compile(dim, causal, packed, arch, given, path):
     if config.specialize:
         kernel, source, layout = prefill_gluon.specialized_kernel, GluonASTSource, f",{NVMMASharedLayout(128, 16, 4)!r}"
         sides["q"] = 64
-        consumers = config.block_m // 64
+        consumers = 2 if config.split else config.block_m // 64
         registers = prefill_gluon.registers_of(consumers, config.registers)
         constants |= dict(STAGES=config.stages, CONSUMERS=consumers, PINGPONG=config.pingpong, ORDER=config.order % 2,
-                          DIM=wide, REGISTERS=registers)
+                          DIM=wide, SPLIT=config.split, REGISTERS=registers)
     else:
         kernel, source, layout = prefill_triton.prefill_kernel, ASTSource, ""
         options["num_stages"] = config.stages
@@ -83,6 +83,7 @@ CASES |= {
     "descriptors": (64, True, False, 90, Config(64, 64, 4, 3, tma=True, order=2)),
     "two consumers in turns": (128, False, False, 90, Config(128, 128, 4, 2, specialize=True, pingpong=True)),
     "three consumers": (64, True, False, 90, Config(192, 64, 4, 3, specialize=True, pingpong=True)),
+    "two consumers of the same queries": (64, True, False, 90, Config(64, 64, 4, 4, specialize=True, split=True)),
     "one consumer": (64, True, False, 90, Config(64, 64, 4, 3, specialize=True, registers=80)),
 }
 CASES |= {f"table {key}": (key[0], key[2], False, 90, config) for key, config in TABLE.items() if config is not None}

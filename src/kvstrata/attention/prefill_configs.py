@@ -21,7 +21,8 @@ class Config(NamedTuple):
     stages: int
     tma: bool = False  # blocks by tensor descriptors, sm_90
     specialize: bool = False
-    pingpong: bool = False  # of prefill_gluon.py
+    pingpong: bool = False  # of prefill_gluon.py: warpgroups issue products in turns
+    split: bool = False  # of prefill_gluon.py: two warpgroups share 64 queries; at least 4 stages
     persistent: bool = False
     order: int = 0  # of tiles, see prefill_triton.py
     registers: int | None = None  # at most so many a thread
