@@ -107,7 +107,7 @@ def test_unknown_backend_is_named() -> None:
     with pytest.raises(ValueError, match="backend: expected one of"):
         append_op.append_rows(job, "fast")
     if not HAS_GPU:
-        with pytest.raises(RuntimeError, match="cuda needs a CUDA tensor"):
+        with pytest.raises(RuntimeError, match="cuda needs CUDA tensors"):
             append_op.append_rows(job, "cuda")
 
 

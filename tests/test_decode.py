@@ -462,5 +462,5 @@ def test_backends_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="backend: numba is not installed"):
         case.run("numba")
     if not HAS_GPU:
-        with pytest.raises(RuntimeError, match="backend: cuda needs a CUDA tensor"):
+        with pytest.raises(RuntimeError, match="backend: cuda needs CUDA tensors"):
             case.run("cuda")

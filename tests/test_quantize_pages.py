@@ -200,7 +200,7 @@ def test_unknown_and_unavailable_backends() -> None:
     with pytest.raises(ValueError, match="backend: expected one of"):
         call.run("fast")
     if not HAS_GPU:
-        with pytest.raises(RuntimeError, match="cuda needs a CUDA tensor"):
+        with pytest.raises(RuntimeError, match="cuda needs CUDA tensors"):
             call.run("cuda")
 
 

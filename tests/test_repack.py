@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import test_cache_machine
 from conftest import HAS_GPU
-from kvstrata import jit
+from kvstrata import backends, jit
 from kvstrata.cache import TieredCache, moves, quantize_op, repack_cuda, repack_op, repack_reference
 from kvstrata.cache.buckets import Buckets
 from kvstrata.cache.pages import PageKind, Rows
@@ -261,7 +261,7 @@ def test_bad_backends_are_named() -> None:
     with pytest.raises(ValueError, match="backend: expected one of"):
         repack_op.resolve("fast", DEVICE)
     if not HAS_GPU:
-        with pytest.raises(RuntimeError, match="cuda needs a CUDA tensor"):
+        with pytest.raises(RuntimeError, match="cuda needs CUDA tensors"):
             repack_op.resolve("cuda", DEVICE)
 
 
@@ -277,7 +277,7 @@ def page_to_page(monkeypatch: pytest.MonkeyPatch) -> None:
         repack_reference.put(job, repack_reference.take(job))
 
     monkeypatch.setattr(repack_op, "repack", repack)
-    monkeypatch.setattr(repack_op, "resolve", lambda backend, device: "triton")
+    monkeypatch.setattr(backends, "resolve", lambda backend, device: "triton")
 
 
 def test_state_machine_in_the_order_of_a_gpu(page_to_page: None) -> None:

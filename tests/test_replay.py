@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 
 from conftest import HAS_GPU
-from kvstrata import jit
-from kvstrata.replay import Bound, CopyPlan, backends, copies, copy_cuda, memory
+from kvstrata import backends, jit
+from kvstrata.replay import Bound, CopyPlan, copies, copy_cuda, memory
 from replay_model import Copies
 from replay_model import copies as any_copies
 

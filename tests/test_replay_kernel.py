@@ -9,7 +9,8 @@ from hypothesis import given, settings
 import host_kernel
 import test_replay
 import test_replay_graph
-from kvstrata.replay import backends, copies, copy_cuda, plan, staging
+from kvstrata import backends
+from kvstrata.replay import copies, copy_cuda, plan, staging
 from replay_model import Copies
 from replay_model import copies as any_copies
 

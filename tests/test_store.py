@@ -15,14 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kvstrata
 from conftest import HAS_GPU
-from kvstrata import jit
-from kvstrata.store import guard, op, reference, rows, store_cuda
+from kvstrata import guard, jit
+from kvstrata.backends import missing
+from kvstrata.store import op, reference, rows, store_cuda
 from store_model import FP8, Call, make, nearest_fp8
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-CUDA = [
-    name for name in ("cuda", "cuda_direct", "cuda_staged", "cuda_bulk") if HAS_GPU and not op.missing(name, DEVICE)
-]
+CUDA = [name for name in ("cuda", "cuda_direct", "cuda_staged", "cuda_bulk") if HAS_GPU and not missing(name, DEVICE)]
 BACKENDS = ["reference", "triton", *CUDA]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 gpu = pytest.mark.gpu
@@ -320,7 +319,7 @@ def test_unknown_and_unavailable_backends() -> None:
     call = make(1, 1, 16, 16, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="backend: expected one of"):
         call.run(kvstrata.store_kv, backend="fast")
-    with pytest.raises(RuntimeError, match="cuda needs a CUDA tensor, got one on cpu"):
+    with pytest.raises(RuntimeError, match="cuda needs CUDA tensors, got some on cpu"):
         call.run(kvstrata.store_kv, backend="cuda")
     with pytest.raises(ValueError, match=r"overlap: expected a CUDA C\+\+ backend, got 'reference'"):
         call.run(kvstrata.store_kv, overlap=True)

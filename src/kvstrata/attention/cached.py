@@ -153,7 +153,7 @@ def prefill_attention_cached(
 
 
 def _choose(backend: str, job: CachedJob) -> str:
-    from ..store.op import missing
+    from ..backends import missing
 
     if backend == "auto":
         return "triton" if job.q.device.type == "cuda" and missing("triton", job.q.device) is None else "reference"

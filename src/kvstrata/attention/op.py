@@ -66,7 +66,7 @@ def _has_numba() -> bool:
 
 def missing(backend: str, job: Job) -> str | None:
     """Why ``backend`` cannot run this job, or None when it can."""
-    from ..store.op import missing as not_there
+    from ..backends import missing as not_there
 
     if backend == "numba":
         return _module("numba").missing(job) if _has_numba() else "numba is not installed"

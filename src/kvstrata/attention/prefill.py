@@ -72,7 +72,7 @@ def _module(backend: str) -> ModuleType:
 
 def missing(backend: str, job: PrefillJob) -> str | None:
     """Why ``backend`` cannot run this job, or None when it can."""
-    from ..store.op import missing as not_there
+    from ..backends import missing as not_there
 
     if reason := not_there(backend, job.q.device):
         return reason

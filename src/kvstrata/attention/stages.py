@@ -49,8 +49,8 @@ def slot_bytes(formats: tuple[Format, ...]) -> int:
     return max(_stage_bytes(f, stage_tokens(f) // TILE_TOKENS) for f in formats) + 4 * formats[0].page_tokens
 
 
-# What 64 tokens of a stage take, relative to 4 bit at head_dim 128: measured one width at a time. Stages of one tier are
-# neighbours on a multiprocessor, so a width that is given too little makes one multiprocessor the last by far.
+# What 64 tokens of a stage take, relative to 4 bit at head_dim 128: measured one width at a time. Stages of one tier
+# are neighbours on a multiprocessor, so a width that is given too little makes one multiprocessor the last by far.
 COSTS = {16: 588, 8: 267, 4: 150, 3: 158, 2: 107}
 
 

@@ -20,13 +20,12 @@ import numpy as np
 import torch
 
 from .. import jit
-from ..store.op import missing
+from ..backends import resolve
 
 if TYPE_CHECKING:
     from .buckets import Buckets
 
 SOURCE = Path(__file__).with_name("append.cu")
-BACKENDS = ("auto", "reference", "triton", "cuda")
 FEW = 32  # rows
 STEP = 32  # bytes: every row of a plain page begins at a multiple
 WARPS = 8  # a block; a warp copies K and V of one token and head
@@ -60,12 +59,7 @@ class Job:
 def append_rows(job: Job, backend: str = "auto") -> None:
     """Write the rows; ``auto`` takes CUDA C++, then Triton, on a GPU. Safe for any strides of k and v."""
     device = job.buckets.device
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    if backend == "auto":
-        backend = "reference" if device.type != "cuda" else "triton" if missing("cuda", device) else "cuda"
-    elif reason := missing(backend, device):
-        raise RuntimeError(f"backend: {reason}")
+    backend = resolve(backend, device)
     if job.k.shape[0] == 0:
         return
     if backend == "reference":

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .. import backends
 from . import moves, repack_op, repack_reference
 from .append_op import Job, append_rows
 from .pages import PageKind, Rows
@@ -273,7 +274,7 @@ class Buckets:
         left, came, holes = change.to_host()
         if not left.any() and not came.any():
             return None
-        backend = repack_op.resolve(self.backend, self.device)
+        backend = backends.resolve(self.backend, self.device)
         by_page = self.page_tokens if backend == "cuda" else None
         plan = moves.plan(change, tokens, target, int(came.sum()), int(holes.sum()), by_page)
         bases = self._bases(requests_, layers)

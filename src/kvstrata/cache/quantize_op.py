@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 
 from .. import jit
+from ..backends import BACKENDS, missing
 from ..layout import Format, fragments, rotate
 from ..layout.rotation import block_of
 from . import quantize_reference as reference
 
 SOURCE = Path(__file__).with_name("quantize.cu")
-BACKENDS = ("auto", "reference", "triton", "cuda")
 UNIT = 64  # bytes that a page handle counts in
 CXX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # struct Params: k, v, pool, pages, source of k and of v, heads, centre, rotated centre, centres; four strides in bytes.
@@ -40,13 +40,6 @@ def grid_of(format: Format, pages: int) -> tuple[int, int]:
     if any(steps * width % 4 for width in planes):
         return pages, 64 * tiles
     return pages * 2 * tiles, 32
-
-
-def missing(backend: str, device: torch.device) -> str | None:
-    """Why ``backend`` cannot run on ``device``, or None when it can."""
-    from ..store.op import missing as store_missing
-
-    return store_missing(backend, device)
 
 
 def _fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> None:

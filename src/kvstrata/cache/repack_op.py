@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..store.op import missing
+from ..backends import resolve
 from . import repack_reference as reference
 
 if TYPE_CHECKING:
     from .pages import PageKind
     from .pool import Pool
-
-BACKENDS = ("auto", "reference", "triton", "cuda")
 
 
 class Job(NamedTuple):
@@ -32,17 +30,6 @@ class Job(NamedTuple):
     k: torch.Tensor | None  # new rows [rows, D] in the dtype of plain pages, inner stride 1
     v: torch.Tensor | None
     centre: torch.Tensor  # float32 [m, D], subtracted from plain K on its way into codes
-
-
-def resolve(backend: str, device: torch.device) -> str:
-    """The backend that runs: on a GPU CUDA C++, then Triton."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    if backend == "auto":
-        return "reference" if device.type != "cuda" else "triton" if missing("cuda", device) else "cuda"
-    if reason := missing(backend, device):
-        raise RuntimeError(f"backend: {reason}")
-    return backend
 
 
 def repack(job: Job, backend: str = "auto") -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from ..backends import BACKENDS, resolve
+from ..guard import guard_of
 from . import reference
-from .backends import BACKENDS, guard_of, resolve
 from .copies import Bound, Fill, Look, Move, check_bound, check_fill, check_source, move_of, shape
 from .memory import folds, overlap, span
 

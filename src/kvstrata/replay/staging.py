@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..backends import resolve
 from . import reference
-from .backends import resolve
 from .copies import Bound, Fill, Look, check_fill, check_source, move_of, shape
 from .plan import _check_buffers, _spread
 

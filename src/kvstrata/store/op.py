@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from .. import jit
+from ..backends import resolve
+from ..guard import guard_of, traced
 from . import reference
-from .guard import guard_of, traced
 from .rows import Task
 from .rows import check as check_call
 
@@ -31,46 +32,13 @@ Run = Callable[[Tensors], None]
 Launch = Callable[..., None]  # takes addresses in the order of the kernel's parameters
 
 
-def missing(backend: str, device: torch.device) -> str | None:
-    """Why ``backend`` cannot run on ``device``, or None when it can."""
-    if backend == "reference":
-        return None
-    if backend == "triton":
-        try:
-            import triton
-        except ImportError:
-            return "triton is not installed"
-        if device.type == "cuda" or triton.knobs.runtime.interpret:
-            return None
-        return f"triton needs a CUDA tensor (or TRITON_INTERPRET=1), got one on {device}"
-    if device.type != "cuda":
-        return f"{backend} needs a CUDA tensor, got one on {device}"
-    needed = (9, 0) if backend == "cuda_bulk" else (8, 0)
-    capability = torch.cuda.get_device_capability(device)
-    if capability < needed:
-        return f"{backend} needs compute capability {needed}, {device} has {capability}"
-    return jit.missing()
-
-
-def resolve(backend: str, device: torch.device) -> str:
-    """The backend that runs: ``auto`` takes CUDA C++, then Triton, on a GPU, and the reference elsewhere."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    if backend == "auto":
-        ranked = ("cuda", "triton") if device.type == "cuda" else ()
-        return next((name for name in ranked if missing(name, device) is None), "reference")
-    if reason := missing(backend, device):
-        raise RuntimeError(f"backend: {reason}")
-    return backend
-
-
 class Plan:
     """A checked combination: what runs it, and the test whether another call is of the same combination."""
 
     def __init__(self, tensors: Tensors, layout: str, backend: str, overlap: bool, address_bits: int) -> None:
         k_cache, slots = tensors[2], tensors[4]
         task = check_call(*tensors, layout)
-        asked, backend = backend, resolve(backend, k_cache.device)
+        asked, backend = backend, resolve(backend, k_cache.device, BACKENDS)
         if overlap and not backend.startswith("cuda"):
             raise ValueError(f"overlap: expected a CUDA C++ backend, got {backend!r}")
         if overlap and (capability := torch.cuda.get_device_capability(k_cache.device)) < (9, 0):

@@ -10,10 +10,11 @@ from functools import partial
 
 import torch
 
+from kvstrata.backends import missing
 from kvstrata.bench import Bench, Case, sets_for
 from kvstrata.bench.clock import Call
 from kvstrata.cache import quantize_reference as reference
-from kvstrata.cache.quantize_op import UNIT, Job, missing, quantize_pages
+from kvstrata.cache.quantize_op import UNIT, Job, quantize_pages
 from kvstrata.layout import Format, fragments, scales
 
 POISON = 0xFF

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from kvstrata import jit
+from kvstrata import backends, jit
 from kvstrata.bench import Bench, Case, sets_for
 from kvstrata.bench.clock import Call
 from kvstrata.bench.probes import EMPTY
-from kvstrata.replay import CopyPlan, HostStage, PrecomputedMetadata, backends, fused_copy_replay_data
+from kvstrata.replay import CopyPlan, HostStage, PrecomputedMetadata, fused_copy_replay_data
 
 ROWS, COLUMNS = 256, 8192
 POISON = 0xA5

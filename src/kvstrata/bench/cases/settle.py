@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import kvstrata
+from kvstrata.backends import missing
 from kvstrata.bench import Bench, Case, sets_for
 from kvstrata.bench.clock import Call
 from kvstrata.cache import TieredCache, append_op, moves, repack_op, repack_reference
@@ -25,7 +26,6 @@ from kvstrata.cache.pages import PageKind
 from kvstrata.cache.pool import Pool
 from kvstrata.cache.tokens import Tokens
 from kvstrata.layout import Format
-from kvstrata.store.op import missing
 
 POISON = 0xFF
 LONGEST = 1 << 15  # tokens of a request, more than an append is repeated

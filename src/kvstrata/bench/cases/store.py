@@ -16,6 +16,7 @@ import torch
 
 import kvstrata
 from kvstrata import jit
+from kvstrata.backends import missing
 from kvstrata.bench import Absent, Bench, Case, attach, peer, sets_for
 from kvstrata.bench.clock import Call
 from kvstrata.store import op, reference, store_cuda
@@ -204,7 +205,7 @@ def build(kind: Kind, tokens: int, sets: int, fresh: bool, device: torch.device)
         baseline="index_put",
     )
     for backend in VARIANTS:
-        if reason := op.missing(backend, device):
+        if reason := missing(backend, device):
             bench.absent[backend] = reason
         elif backend == "cuda_bulk" and kind.source != kind.cache:
             bench.absent[backend] = "bulk copies do not convert"

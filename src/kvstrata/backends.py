@@ -1,15 +1,15 @@
-"""Which backend runs, and the comparison that recognises tensors seen before."""
+"""Which implementation of an operation runs where: the torch reference, Triton or CUDA C++."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from .. import jit
-from .copies import Look
+from . import jit
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
+NEEDED = {"cuda_bulk": (9, 0)}  # compute capability, where it is not (8, 0)
 
 
 def missing(backend: str, device: torch.device) -> str | None:
@@ -26,29 +26,19 @@ def missing(backend: str, device: torch.device) -> str | None:
         return f"triton needs CUDA tensors (or TRITON_INTERPRET=1), got some on {device}"
     if device.type != "cuda":
         return f"{backend} needs CUDA tensors, got some on {device}"
-    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        return f"{backend} needs compute capability (8, 0), {device} has {capability}"
+    needed, capability = NEEDED.get(backend, (8, 0)), torch.cuda.get_device_capability(device)
+    if capability < needed:
+        return f"{backend} needs compute capability {needed}, {device} has {capability}"
     return jit.missing()
 
 
-def resolve(backend: str, device: torch.device) -> str:
+def resolve(backend: str, device: torch.device, known: Sequence[str] = BACKENDS) -> str:
     """The backend that runs: ``auto`` takes CUDA C++, then Triton, on a GPU, and the reference elsewhere."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    if backend not in known:
+        raise ValueError(f"backend: expected one of {known}, got {backend!r}")
     if backend == "auto":
         ranked = ("cuda", "triton") if device.type == "cuda" else ()
         return next((name for name in ranked if missing(name, device) is None), "reference")
     if reason := missing(backend, device):
         raise RuntimeError(f"backend: {reason}")
     return backend
-
-
-def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A callable that takes as many tensors and says whether they look like these; in C++ where torch offers it."""
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    except (ImportError, TypeError):
-        seen = [(type(t), Look.of(t)) for t in tensors]
-        return lambda *given: [(type(t), Look.of(t)) for t in given] == seen
