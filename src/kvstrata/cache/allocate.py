@@ -59,8 +59,8 @@ class Prices:
         pages[:, 0] += headroom
         return int((-(-pages // self.page_tokens) @ np.asarray(self.page)).sum())
 
-    def each(self, counts: torch.Tensor, headroom: int = 0) -> torch.Tensor:
-        """The same for every bucket on its own: int64 ``[buckets]``, on the device."""
+    def each(self, counts: torch.Tensor, headroom: int | torch.Tensor = 0) -> torch.Tensor:
+        """The same for every bucket on its own: int64 ``[buckets]``, on the device; the headroom may be too."""
         plain = torch.zeros_like(counts)
         plain[:, 0] = headroom
         pages = (counts + plain + self.page_tokens - 1) // self.page_tokens
@@ -128,11 +128,12 @@ def cheapest_each(
     cost: Callable[[torch.Tensor], torch.Tensor],
     bucket: torch.Tensor,
     allowed: torch.Tensor,
-    low: float,
-    high: float,
+    low: float | torch.Tensor,
+    high: float | torch.Tensor,
 ) -> torch.Tensor:
     """The same for every bucket on its own; the greatest number must fit all. Never waits for the device."""
-    under, over = (torch.full(allowed.shape, x, dtype=torch.float64, device=allowed.device) for x in (low, high))
+    under, over = (torch.as_tensor(x, dtype=torch.float64, device=allowed.device) for x in (low, high))
+    under, over = under.expand(allowed.shape), over.expand(allowed.shape)
     best = family(over)
     for _ in range(STEPS):
         middle = (under * over).sqrt()

@@ -29,7 +29,7 @@ from .budget import Budget, BudgetExceeded, Memory
 from .centre import fix_centres
 from .pages import PageKind, Rows
 from .pool import EMPTY, UNIT, Pool
-from .settle import POLICIES, Plan, Policy, Scope, plan
+from .settle import POLICIES, Plan, Policy, Scope, plan, plan_all
 from .views import BucketedCacheLayer
 
 MANY_SLABS = 1 << 15
@@ -147,6 +147,7 @@ class TieredCache:
         self._reported = np.zeros((max_requests, layers), np.int64)  # the length when it was
         self._centred = np.zeros((max_requests, layers), bool)
         self._active: set[int] = set()
+        self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `_settle_ahead` is tried
 
         price = tuple(-(-slab_bytes // n) for n in self.pool.per_slab)
         self.policy = Policy(
@@ -340,23 +341,32 @@ class TieredCache:
             return []
         return [sorted(self._active | set(requests))] if self.budget.shared else [[r] for r in requests]
 
-    def _plan(
-        self, layer: int, requests: list[int], tokens: Tokens, lengths: Sequence[int], headroom: int | None = None
-    ) -> torch.Tensor:
-        """Targets for all tokens of a scope whose requests will have these lengths, or BudgetExceeded."""
-        if self.budget.amount is None:
-            return tokens.tier.clamp(min=0)
+    def _scope(self, layer: int, requests: list[int], tokens: Tokens, lengths: Sequence[int]) -> Scope:
+        """Tokens of requests that will have these lengths, with the bytes they share."""
         per_head = torch.tensor(list(lengths)).repeat_interleave(self.kv_heads).to(self.device)
         queries, reported = (
             torch.from_numpy(x[requests, layer]).repeat_interleave(self.kv_heads).to(self.device)
             for x in (self._queries, self._reported)
         )
         allowed = self.budget.pages(lengths[0])
-        scope = Scope(tokens, per_head, queries, reported, self.kv_heads, allowed)
-        made: Plan = plan(scope, self.policy, self.policy.settle_every if headroom is None else headroom)
+        return Scope(tokens, per_head, queries, reported, self.kv_heads, allowed, max(lengths))
+
+    def _plan(
+        self, layer: int, requests: list[int], tokens: Tokens, lengths: Sequence[int], headroom: int | None = None
+    ) -> torch.Tensor:
+        """Targets for all tokens of a scope whose requests will have these lengths, or BudgetExceeded."""
+        if self.budget.amount is None:
+            return tokens.tier.clamp(min=0)
+        scope = self._scope(layer, requests, tokens, lengths)
+        made = plan(scope, self.policy, self.policy.settle_every if headroom is None else headroom)
+        return self._target(made, layer, requests, scope, lengths)
+
+    def _target(
+        self, made: Plan, layer: int, requests: list[int], scope: Scope, lengths: Sequence[int]
+    ) -> torch.Tensor:
         if made.needed is not None:
             where = f"for the pages of layer {layer} and requests {requests} ({sum(lengths)} tokens)"
-            raise BudgetExceeded(where, made.needed, allowed)
+            raise BudgetExceeded(where, made.needed, scope.allowed)
         return made.target
 
     def _apply(self, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor) -> None:
@@ -460,6 +470,10 @@ class TieredCache:
             self._append_plain(layer, k, v, asked, lengths)
             self._tidy()
             return
+        if mass is None and self._settle_ahead(layer, asked, lengths):
+            self._append_plain(layer, k, v, asked, lengths)
+            self._tidy()
+            return
         new = self._new_tokens(asked, layer, lengths)
         undo = None
         if mass is not None:
@@ -548,15 +562,50 @@ class TieredCache:
         """
         if layer is not None:
             self._check_layer(layer)
-        scopes = self._scopes(self._given(requests))
-        jobs = []
-        for at in range(self.layers) if layer is None else [layer]:
-            for scope in scopes:
-                tokens = self.buckets.snapshot(at, scope)
-                target = self._plan(at, scope, tokens, [int(self._lengths[r, at]) for r in scope])
-                jobs.append((at, scope, tokens, target))
+        self._settle(range(self.layers) if layer is None else [layer], self._scopes(self._given(requests)))
+
+    def _settle(self, layers: Sequence[int], scopes: list[list[int]], room: dict[int, int] | None = None) -> bool:
+        """All of these in one go; with ``room`` only if every request gets it for so many tokens, else False."""
+        if self.budget.amount is None:
+            return False
+        places = [(at, scope) for at in layers for scope in scopes]
+        lengths = [[int(self._lengths[r, at]) for r in scope] for at, scope in places]
+        asked = [
+            self._scope(*place, self.buckets.snapshot(*place), n) for place, n in zip(places, lengths, strict=True)
+        ]
+        plans = plan_all(asked, self.policy, self.policy.settle_every)
+        if room is not None:
+            wanted = [max(room.get(r, 0) for r in scope) for _, scope in places]
+            if any(made.needed is not None or made.spare < n for made, n in zip(plans, wanted, strict=True)):
+                return False
+        jobs = [
+            (at, scope, x.tokens, self._target(made, at, scope, x, n))
+            for made, (at, scope), x, n in zip(plans, places, asked, lengths, strict=True)
+        ]
         self._apply_all(jobs)
         self._tidy()
+        return True
+
+    def _settle_ahead(self, layer: int, requests: list[int], lengths: list[int]) -> bool:
+        """Make room in all layers at once when one needs it: a step of a model brings them all to the same point.
+
+        One search for all costs little more than for one. Only requests that have no room settle: when one does, does
+        not depend on the others. Where no room is found, it is not tried again for a while.
+        """
+        if len(set(requests)) < len(requests) or not self._active.issuperset(requests):
+            return False
+        if self.layers == 1 or self.policy.name != "importance" or not self.policy.per_head:
+            return False
+        room = dict(zip(requests, lengths, strict=True))
+        if not self.budget.shared:
+            room = {r: n for r, n in room.items() if not self._fits_plain(layer, [r], [n])}
+        full = list(room)
+        if not full or bool((self._lengths[full, layer] < self._ahead_from[full]).any()):
+            return False
+        if not self._settle(range(self.layers), self._scopes(full), room):
+            self._ahead_from[full] = self._lengths[full, layer] + self.policy.settle_every
+            return False
+        return self._fits_plain(layer, requests, lengths)
 
     def update_importance(
         self, layer: int, mass: torch.Tensor, requests: Sequence[int] | None = None, queries: int = 1
@@ -619,6 +668,7 @@ class TieredCache:
         """Forget a request; pages that no fork shares go back."""
         self._check_request(request)
         self._assign({}, [request])
+        self._ahead_from[request] = 0
 
     def fork(self, request: int) -> int:
         """A second request with the same tokens, sharing every page until one of both changes it."""

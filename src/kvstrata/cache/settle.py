@@ -10,7 +10,8 @@ not re-encode it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +21,7 @@ from .importance import estimate
 
 POLICIES = ("importance", "recency", "uniform")
 TIE = 1e-3  # of a weight, over the length of the context: among equals the newer one is worth more
+TOGETHER = 1 << 24  # buckets times positions that are planned in one go: 16 bytes each
 FLOOR = 0.2  # of the mean weight of a head's tokens, added to each: what was not asked for yet may be tomorrow
 
 
@@ -47,14 +49,26 @@ class Scope:
     reported: torch.Tensor
     kv_heads: int
     allowed: int
+    longest: int  # of the lengths, on the host
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Targets ``[n]``; ``needed`` is set when even the cheapest assignment takes more than is allowed."""
+    """Targets ``[n]``; ``needed`` is set when even the cheapest assignment takes more than is allowed.
+
+    ``spare``: so many more plain tokens per bucket have room.
+    """
 
     target: torch.Tensor
     needed: int | None = None
+    spare: int = 0
+
+
+def _movable(scope: Scope, policy: Policy) -> torch.Tensor:
+    """Tokens that may settle: not the sinks and the window, as long as these are plain."""
+    tokens, length = scope.tokens, scope.length[scope.tokens.bucket]
+    recent = (tokens.position < policy.sinks) | (tokens.position >= length - policy.window)
+    return ~((tokens.tier <= 0) & recent)
 
 
 def _weights(scope: Scope, policy: Policy, movable: torch.Tensor) -> torch.Tensor:
@@ -66,7 +80,7 @@ def _weights(scope: Scope, policy: Policy, movable: torch.Tensor) -> torch.Tenso
     queries, reported = scope.queries[tokens.bucket], scope.reported[tokens.bucket]
     weight = estimate(policy.mode, tokens.importance, tokens.position, length, queries, reported).double()
     # A table and not a sum by index: on a GPU that would add in any order.
-    table = torch.zeros(2, len(scope.length), int(scope.length.max()), dtype=torch.float64, device=weight.device)
+    table = torch.zeros(2, len(scope.length), scope.longest, dtype=torch.float64, device=weight.device)
     table[0, tokens.bucket, tokens.position], table[1, tokens.bucket, tokens.position] = (
         weight * movable,
         movable.double(),
@@ -75,7 +89,7 @@ def _weights(scope: Scope, policy: Policy, movable: torch.Tensor) -> torch.Tenso
     mean = (sums / counts.clamp(min=1)).clamp(min=torch.finfo(torch.float32).tiny)
     weight = weight / mean[tokens.bucket] + FLOOR
     if not policy.per_head:
-        stride = int(scope.length.max()) + 1
+        stride = scope.longest + 1
         key = tokens.bucket // scope.kv_heads * stride + tokens.position
         _, group = torch.unique(key, return_inverse=True)
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=weight.device)
@@ -91,7 +105,7 @@ def _fill(
     weight: torch.Tensor,
     scope: Scope,
     policy: Policy,
-    spare: int,
+    spare: int | torch.Tensor,
 ) -> torch.Tensor:
     """Slots that are paid for and empty go to the weightiest tokens of lower tiers; no page is taken by it."""
     bucket, prices = scope.tokens.bucket, policy.prices
@@ -118,11 +132,10 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
     tokens, prices = scope.tokens, policy.prices
     current = tokens.tier.clamp(min=0)
     if len(tokens) == 0:
-        return Plan(current)
+        return Plan(current, spare=headroom)
     buckets = len(scope.length)
     length = scope.length[tokens.bucket]
-    kept = (current == 0) & ((tokens.position < policy.sinks) | (tokens.position >= length - policy.window))
-    movable = ~kept
+    movable = _movable(scope, policy)
     weight = _weights(scope, policy, movable)
     spare = headroom
 
@@ -130,7 +143,7 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
         return prices.total(prices.counts(tokens.bucket, target, buckets), spare) <= scope.allowed
 
     if fits(current):
-        return Plan(current)
+        return Plan(current, spare=spare)
     wanted: allocate.Family
     if policy.name == "uniform":
         age = 1 - (tokens.position.double() + 0.5) / length
@@ -188,6 +201,81 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
 
         target = search(evicted, float(rank.min()) / 2, float(rank.max()))
     if target is not None:
-        return Plan(_fill(target, current, movable, weight, scope, policy, spare) if apart else target)
+        return Plan(_fill(target, current, movable, weight, scope, policy, spare) if apart else target, spare=spare)
     spare = 0
     return Plan(current, prices.total(prices.counts(tokens.bucket, family(high), buckets)))
+
+
+def plan_all(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Plan]:
+    """The plans of many scopes, in one search where every head has its own part of the bytes."""
+    if policy.name != "importance" or not policy.per_head:
+        return [plan(scope, policy, headroom) for scope in scopes]
+    batch: list[Scope] = []
+    made: list[Plan] = []
+    buckets = longest = 0
+    for scope in scopes:
+        buckets, longest = buckets + len(scope.length), max(longest, scope.longest)
+        if batch and buckets * longest > TOGETHER:
+            made += _together(batch, policy, headroom)
+            batch, buckets, longest = [], len(scope.length), scope.longest
+        batch.append(scope)
+    return made + _together(batch, policy, headroom) if batch else made
+
+
+def _together(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Plan]:
+    if len(scopes) == 1:
+        return [plan(scopes[0], policy, headroom)]
+    device, prices = scopes[0].length.device, policy.prices
+    sizes, heads = [len(scope.tokens) for scope in scopes], [len(scope.length) for scope in scopes]
+    starts = [sum(heads[:i]) for i in range(len(heads))]
+    tokens = Tokens.cat([replace(x.tokens, bucket=x.tokens.bucket + at) for x, at in zip(scopes, starts, strict=True)])
+    length, queries, reported = (torch.cat([getattr(x, n) for x in scopes]) for n in ("length", "queries", "reported"))
+    longest = max(scope.longest for scope in scopes)
+    whole = Scope(tokens, length, queries, reported, scopes[0].kv_heads, 0, longest)
+    buckets, bucket = sum(heads), tokens.bucket
+    of = torch.repeat_interleave(torch.tensor(heads)).to(device)  # the scope of a bucket
+    allowed = torch.tensor([scope.allowed for scope in scopes], device=device)
+    current, movable = tokens.tier.clamp(min=0), _movable(whole, policy)
+    spare = torch.full_like(allowed, headroom)
+
+    def price(target: torch.Tensor) -> torch.Tensor:
+        return prices.each(prices.counts(bucket, target, buckets), spare[of])
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(allowed).index_add_(0, of, x)
+
+    target, pending = current, summed(price(current)) > allowed
+    if bool(pending.any()) and bool(movable.any()):
+        weight = _weights(whole, policy, movable)
+        cost = [page / prices.page_tokens for page in prices.page]
+        within, low, high = allocate.by_weight(weight[movable], cost, policy.error)
+        mine = bucket[movable]
+        # The range of prices by bucket: what one gets does not depend on who is planned beside it.
+        lightest = torch.full((buckets,), torch.inf, dtype=torch.float64, device=device)
+        lightest = lightest.scatter_reduce(0, mine, weight[movable], "amin").clamp(max=float(weight.max()))
+        heaviest = torch.zeros_like(lightest).scatter_reduce(0, mine, weight[movable], "amax")
+        bottom = low / float(weight[movable].min()) * lightest
+        top = high / float(weight[movable].max()) * heaviest.maximum(lightest)
+
+        def family(x: torch.Tensor) -> torch.Tensor:
+            found = within(x[mine])
+            return torch.maximum(current, torch.zeros_like(current).masked_scatter(movable, found))
+
+        least, count = family(top), torch.bincount(mine, minlength=buckets)
+        while bool(pending.any()):
+            lowest = price(least)
+            room = allowed - summed(lowest)
+            solved = pending & (room >= 0)
+            if bool(solved.any()):
+                share = lowest + room[of] * count // summed(count).clamp(min=1)[of]
+                found = allocate.cheapest_each(family, price, bucket, share, bottom, top)
+                target = torch.where(solved[of][bucket], found, target)
+            pending &= ~solved & (spare > 0)  # without any headroom: below, one by one
+            spare = torch.where(pending, spare // 2, spare)
+            pending &= summed(price(current)) > allowed
+        target = _fill(target, current, movable, weight, whole, policy, spare[of])
+    fits, left = (summed(price(target)) <= allowed).tolist(), spare.tolist()
+    parts = target.split(sizes)
+    return [
+        Plan(parts[i], spare=left[i]) if fits[i] else plan(scope, policy, headroom) for i, scope in enumerate(scopes)
+    ]

@@ -1,0 +1,115 @@
+"""Many scopes planned at once against each on its own, and a model's layers that settle together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvstrata.cache import TieredCache, settle
+from kvstrata.cache import cache as cache_module
+
+
+def filled(lengths: list[int], layers: int = 3, **options) -> TieredCache:
+    """Requests of these lengths, prompts first, with importance of their own in every layer."""
+    options = dict(budget=0.3, window=20, sinks=4, page_tokens=16, dtype=torch.float32, settle_every=8) | options
+    cache = TieredCache(layers, 2, 32, max_requests=len(lengths), max_tokens=1024, **options)
+    generator = torch.Generator().manual_seed(sum(lengths))
+    for layer in range(layers):
+        k, v = torch.randn(2, sum(lengths), 2, 32, generator=generator)
+        cache.append(layer, k, v, list(range(len(lengths))), lengths)
+        cache.update_importance(layer, torch.rand(len(lengths), 2, max(lengths), generator=generator) ** 4)
+    return cache
+
+
+def scopes_of(cache: TieredCache) -> list[settle.Scope]:
+    places = [(layer, [request]) for layer in range(cache.layers) for request in cache.requests]
+    return [
+        cache._scope(layer, scope, cache.buckets.snapshot(layer, scope), [cache.length(scope[0], layer)])
+        for layer, scope in places
+    ]
+
+
+def price(scope: settle.Scope, plan: settle.Plan, prices) -> int:
+    return prices.total(prices.counts(scope.tokens.bucket, plan.target, len(scope.length)), plan.spare)
+
+
+@pytest.mark.parametrize("headroom", [0, 8, 64])
+@pytest.mark.parametrize("less", [0.97, 0.93, 0.87])
+def test_together_as_alone(headroom: int, less: float) -> None:
+    """Under fewer bytes than now: as near to what is allowed, as much headroom, and mostly the same tokens."""
+    cache = filled([400, 150, 333])
+    scopes = [
+        settle.Scope(x.tokens, x.length, x.queries, x.reported, x.kv_heads, int(x.allowed * less), x.longest)
+        for x in scopes_of(cache)
+    ]
+    prices, differ = cache.policy.prices, 0
+    alone = [settle.plan(x, cache.policy, headroom) for x in scopes]
+    for x, one, many in zip(scopes, alone, settle.plan_all(scopes, cache.policy, headroom), strict=True):
+        assert (one.needed, one.spare) == (many.needed, many.spare)
+        assert bool((many.target >= x.tokens.tier).all())
+        if one.needed is None:
+            assert price(x, many, prices) <= x.allowed
+            assert abs(price(x, many, prices) - price(x, one, prices)) <= 2 * prices.page[1]
+        differ += int((one.target != many.target).sum())
+    assert differ <= 0.05 * sum(len(x.tokens) for x in scopes)
+    assert any(bool((x.tokens.tier != one.target).any()) for x, one in zip(scopes, alone, strict=True))
+
+
+def test_batches_of_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled([200, 90])
+    scopes = scopes_of(cache)
+    whole = settle.plan_all(scopes, cache.policy, 8)
+    sizes = []
+    together = settle._together
+    monkeypatch.setattr(settle, "TOGETHER", 2 * 200 * 2)
+    monkeypatch.setattr(settle, "_together", lambda some, *rest: sizes.append(len(some)) or together(some, *rest))
+    parts = settle.plan_all(scopes, cache.policy, 8)
+    assert sum(sizes) == len(scopes)
+    assert max(sizes) == 2
+    for a, b in zip(whole, parts, strict=True):
+        assert (a.target != b.target).float().mean() < 0.02
+
+
+def decode(cache: TieredCache, steps: int) -> None:
+    for step in range(steps):
+        for layer in range(cache.layers):
+            k, v = torch.randn(2, len(cache.requests), 1, 2, 32, generator=torch.Generator().manual_seed(step))
+            cache.append(layer, k, v)
+
+
+def test_layers_settle_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One search makes room in all layers; none of them has to search on its own."""
+    cache = filled([300, 300], layers=5)
+    calls = []
+    plan_all = cache_module.plan_all
+    monkeypatch.setattr(cache_module, "plan_all", lambda some, *rest: calls.append(len(some)) or plan_all(some, *rest))
+    monkeypatch.setattr(cache_module, "plan", lambda *rest: pytest.fail("a layer on its own"))
+    decode(cache, 60)
+    assert calls
+    assert set(calls) == {10}
+    assert len(calls) <= 60 // 4
+    assert cache.memory().total <= cache.memory().allowed
+    assert {cache.length(r, layer) for r in (0, 1) for layer in range(5)} == {360}
+    cache.check()
+
+
+def test_without_room_ahead_every_layer_is_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that leaves no slot: tried once in a while, and nothing is lost."""
+    cache = filled([300], budget=0.22, window=28, sinks=4, settle_every=16)
+    tried = []
+    ahead = cache_module.TieredCache._settle
+    monkeypatch.setattr(
+        cache_module.TieredCache, "_settle", lambda self, *rest, **more: tried.append(1) or ahead(self, *rest, **more)
+    )
+    monkeypatch.setattr(
+        cache_module,
+        "plan_all",
+        lambda scopes, *rest: [settle.Plan(x.tokens.tier.clamp(min=0), spare=0) for x in scopes],
+    )
+    decode(cache, 40)
+    assert 1 <= len(tried) <= 4
+    assert cache.memory().total <= cache.memory().allowed
+    for layer in range(3):
+        position = cache.gather(layer, 0)[2]
+        assert np.array_equal(np.sort(position.numpy(), 1), np.broadcast_to(np.arange(340), (2, 340)))
