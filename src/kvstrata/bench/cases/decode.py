@@ -140,7 +140,7 @@ def _flashinfer(rows: Rows, dtype: torch.dtype) -> Call:
     )
     ints = partial(torch.arange, dtype=torch.int32, device=rows.q.device)
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(256 << 20, dtype=torch.uint8, device=rows.q.device), "HND", use_tensor_cores=True
+        torch.empty(1 << 30, dtype=torch.uint8, device=rows.q.device), "HND", use_tensor_cores=True
     )
     wrapper.plan(
         ints(requests + 1) * per_request, ints(requests * per_request), ints(requests) * 0 + PEER_PAGE,
