@@ -62,16 +62,16 @@ class Kernel:
     def __init__(self, source: Path, entry: str) -> None:
         body = f'#include "instructions.h"\n{_text(source)}{MAIN.format(entry=entry)}'
         name = hashlib.sha256(body.encode()).hexdigest()[:16]
-        library = folder() / f"{name}.so"
-        if not library.exists():
+        compiled = folder() / f"{name}.so"
+        if not compiled.exists():
             (folder() / f"{name}.cpp").write_text(body)
             command = ["g++", "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-I", str(HERE)]
             done = subprocess.run(
-                [*command, "-o", str(library), f"{name}.cpp"], cwd=folder(), capture_output=True, text=True
+                [*command, "-o", str(compiled), f"{name}.cpp"], cwd=folder(), capture_output=True, text=True
             )
             assert done.returncode == 0, done.stderr[:4000]
-        self.library = ctypes.CDLL(str(library))
-        self.start = self.library.start
+        self.built = ctypes.CDLL(str(compiled))
+        self.start = self.built.start
 
 
 class Launch:

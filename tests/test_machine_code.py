@@ -1,8 +1,9 @@
-"""Machine code that the assembler got wrong once: a pair of registers read before the zero that was written is there.
+"""Machine code that is suspected: a pair of registers read sooner after it is cleared than elsewhere.
 
-``CS2R R50, SRZ`` clears two registers. NVRTC 13.0 let ``ISETP`` read them five cycles later when a predicated
-instruction stood between, and on an H200 it then saw the old value: a null pointer passed as an
-address. The stall counts are in bits 105 to 108 of an instruction.
+``CS2R R50, SRZ`` clears two registers. Where a predicated instruction stood between, NVRTC 13.0 let ``ISETP`` read them
+five cycles later; six is the least that it leaves otherwise. On an H200 kernels with five ended in illegal accesses and
+their likes with seven and nine did not, which fits a pointer that was tested before its null was there. That this is
+the cause was not isolated on the hardware. The stall counts are in bits 105 to 108 of an instruction.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def test_bank_conflicts_of_a_run(
     only(monkeypatch, PORTABLE[64], Ideas())
     check(case_of([(20, 40)], dtype=BF16), "cuda")
     kernel = prefill_cuda._kernel(BF16, PORTABLE[64], Ideas(), False, -1)
-    assert kernel.library.bank_ways_seen() == ways  # type: ignore[attr-defined]
+    assert kernel.built.bank_ways_seen() == ways  # type: ignore[attr-defined]
 
 
 CASES: dict[str, tuple[list[tuple[int, int]], dict]] = {

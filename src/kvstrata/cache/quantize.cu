@@ -131,8 +131,9 @@ struct Source {
   }
 };
 
-// What comes off K. Whether there is one is asked of the arguments, not of the address: code that set an address to null
-// or to a row was compiled (NVRTC 13.0, sm_90) to test it two cycles before the null was there.
+// What comes off K. Whether there is one is asked of the arguments, not of the address: the machine code that asked an
+// address which may be null (NVRTC 13.0, sm_90) reads it sooner after it is cleared than elsewhere; see
+// tests/test_machine_code.py.
 struct Centre {
   bool there;
   const float* rotated;  // through the butterflies, without their factor
