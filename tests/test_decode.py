@@ -68,6 +68,13 @@ def test_lengths_at_page_edges(backend: str, recent: int) -> None:
     check(case_of([15, 16, 17, 31, 32, 33, 48, 1], tiers=("K4V4",), recent=recent, dtype=HALF), backend)
 
 
+@pytest.mark.skipif(not (HAS_GPU or HAS_NUMBA), reason="the compiled loops, numba, are not there")
+@pytest.mark.parametrize("backend", ["triton", "cuda"] if HAS_GPU else ["numba"])
+def test_a_context_of_128k(backend: str) -> None:
+    tiers = ("K4V4", "K3V3", "K2V2")
+    check(case_of([1 << 17, 1000], kv_heads=1, tiers=tiers, page_tokens=64, group=4, dtype=HALF), backend)
+
+
 @each_backend
 def test_empty_requests(backend: str) -> None:
     case = case_of([0, 20, 0], dtype=HALF)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -14,7 +15,9 @@ from conftest import HAS_GPU
 from decode_model import Case, case_of, check, filled
 from kvstrata import DecodePlan, PagedCache, decode_attention
 from kvstrata.attention import decode_cuda, op, plan
-from kvstrata.attention.stages import Cut
+from kvstrata.attention.stages import Cut, begin_cost, cost, stage_tokens
+from kvstrata.bench import synthetic
+from kvstrata.layout import Format
 
 pytestmark = [
     pytest.mark.skipif(HAS_GPU, reason="the kernels run on the GPU here"),
@@ -94,3 +97,42 @@ def test_cut_of_a_tuned_table(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of([150, 40], dtype=torch.bfloat16, tiers=("K4V4", "K2V2"), page_tokens=64, group=4, q_len=3)
     check(case, "cuda")
     assert all(plan.cut == cut for plan in decode_cuda._PLANS.values())
+
+
+@pytest.mark.parametrize("counts", [[64, 3000, 12, 12], [5, 1, 0, 70], [40, 700, 500, 300]])
+def test_work_list(counts: list[int]) -> None:
+    """Every stage is in one chunk, a group's partial results are those its chunks write, and short groups count."""
+    tiers, requests = ("K16V16", "K8V8", "K4V4", "K2V2"), 24
+    held = torch.tensor(counts).expand(requests, 2, 4).clone()
+    held[::3, 0] //= 2
+    formats = tuple(Format.parse(name, 128) for name in tiers)
+    buckets = synthetic.layer(formats, held, torch.bfloat16, torch.device("cpu"), 0)
+    rows = list(range(requests))
+    q = torch.randn(requests, 1, 8, 128).bfloat16()
+    job = op.Job(q, buckets, None, rows, 2, max(counts), 1.0, None, None, None, False, False)
+    step = decode_cuda.Plan(decode_cuda.Source.of(job), tuple(rows), 2, 8, 1)
+    step.update()
+    groups = step.stages[0, :, 2].tolist()
+    begins = step.parts[0, :, 4].tolist()
+    per_stage = [stage_tokens(f) for f in formats]
+    expected = [-(-int(held[row, head, t]) // per_stage[t]) for t in range(4) for row in rows for head in range(2)]
+    total = sum(expected)
+    assert begins == sorted(begins)
+    assert (begins[0], begins[-1]) == (0, total)
+    assert [groups[:total].count(g) for g in range(len(expected))] == expected
+
+    written: dict[int, list[int]] = {}
+    loads = []
+    for chunk, (first, end) in enumerate(itertools.pairwise(begins)):
+        mine = groups[first:end]
+        if mine:
+            assert step.parts[0, chunk, :4].tolist() == step.stages[0, first].tolist()
+        for group in sorted(set(mine)):
+            written.setdefault(group, []).append(chunk + group)
+        loads.append(sum(cost(formats[g // 48]) for g in mine) + len(set(mine)) * begin_cost(formats[0]))
+    for group, (first, count) in enumerate(step.slots[0].tolist()):
+        assert written.get(group, []) == list(range(first, first + count))
+    share = sum(loads) / len(loads)
+    assert max(loads) <= max(1.1 * share, 2 * max(map(cost, formats))) + max(map(cost, formats)) + 2 * begin_cost(
+        formats[0]
+    )

@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import toy
 from kvstrata.bench import cases, results
 from kvstrata.bench.stats import summary
 from kvstrata.cli import app
-from kvstrata.lab import check, git, launch, ncu, profile, profile_tables, regress, sweeps
+from kvstrata.lab import check, child, git, launch, ncu, profile, profile_tables, regress, sweeps
 from kvstrata.lab.sweeps.draw import Draw, Refused
 
 CSV = (Path(__file__).parent / "data" / "ncu_raw.csv").read_text()
@@ -69,6 +71,10 @@ def test_one_launch_of_each_kernel_is_kept():
         ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "NVreg_RestrictProfilingToAdminUsers=0"),
         ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", "does not pass the counters on"),
         ("==WARNING== No kernels were profiled.", "no kernel of ours"),
+        (
+            "torch.OutOfMemoryError: no room\n==WARNING== No kernels were profiled.",
+            "failed: torch.OutOfMemoryError: no",
+        ),
         ("==PROF== Connected\nkvstrata: no case named 'x'", "ncu failed: kvstrata: no case named 'x'"),
     ],
 )
@@ -96,12 +102,17 @@ def test_our_kernels_are_found_in_the_sources():
 
 
 FAKE = """#!{python}
-import pathlib, sys
+import pathlib, sys, time
 if "--version" in sys.argv:
     print("NVIDIA (R) Nsight Compute Command Line Profiler\\nVersion 2025.3.1.0 (build 1)")
 elif "sm__pipe_tensor_cycles_active" in " ".join(sys.argv):
     print("==ERROR== Failed to find metric sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active")
     sys.exit(1)
+elif sys.argv[-1] == "odd" and "--metrics" in sys.argv:
+    sys.exit("==ERROR== something that nobody has seen before")
+elif sys.argv[-1] == "slow":
+    print("==PROF== Connected", flush=True)
+    time.sleep(60)
 elif sys.argv[-1] == "wrong":
     log = sys.argv[sys.argv.index("--log-file") + 1]
     pathlib.Path(log).write_text(pathlib.Path({csv!r}).read_text())
@@ -142,6 +153,95 @@ def test_a_profile_is_taken_kept_and_read_again(fake_ncu, tmp_path):
     assert "| good | decode | 145.89 |" in text
     assert "bad was not profiled" in text
     assert "wait 50 %" in text
+
+
+def test_a_failure_of_no_known_reason_is_tried_again_with_sections_alone(fake_ncu):
+    found = profile.take("store", ["odd"], MACHINE, {"odd": 1})
+    assert [case.case for case in found.cases] == ["odd"], found.failed
+
+
+def test_time_ends_a_profile_and_what_is_there_is_kept(fake_ncu):
+    names = ["good", "slow", "never"]
+    began = time.monotonic()
+    found = profile.take("store", names, MACHINE, dict.fromkeys(names, 1), seconds=4)
+    assert time.monotonic() - began < 20
+    assert [case.case for case in found.cases] == ["good"]
+    assert re.fullmatch(
+        r"ncu took more than \d s and was ended; it said last: ==PROF== Connected", found.failed["slow"]
+    )
+    assert found.failed["never"] == "the time was up"
+
+
+EVENTS = [
+    {"cat": "kernel", "name": "void combine<__half, 128, 4>(Params)", "ts": 20, "dur": 3.5,
+     "args": {"grid": [8, 1, 1], "block": [128, 1, 1], "registers per thread": 53, "shared memory": 4128}},
+    {"cat": "gpu_memset", "name": "Memset (Device)", "ts": 1, "dur": 57.0, "args": {}},
+    {"cat": "kernel", "name": "void decode<bf16, false, Tiers<Tier<4, 4>>>(Params)", "ts": 10, "dur": 150.0,
+     "args": {"grid": [396, 1, 1], "block": [128, 1, 1], "registers per thread": 150, "shared memory": 66000,
+              "est. achieved occupancy %": 19}},
+    {"cat": "kernel", "name": "void at::native::reduce_kernel<512>(int)", "ts": 30, "dur": 9.0, "args": {}},
+]  # fmt: skip
+
+
+def test_a_trace_becomes_launches():
+    found = [ncu.Kernel(**kernel) for kernel in launch.launches(EVENTS)]
+    assert [kernel.name for kernel in found] == ["decode", "combine", "reduce_kernel"]
+    assert (found[0].grid, found[0].block) == ("(396, 1, 1)", "(128, 1, 1)")
+    assert found[0].values == {"us": 150.0, "registers": 150.0, "shared": pytest.approx(66.0), "occupancy": 19.0}
+
+
+def test_without_counters_there_are_times_and_registers(fake_ncu, tmp_path, monkeypatch):
+    """ncu may not read the counters: said in a line, exit code 3, and what torch's profiler tells is written."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def run(command, seconds):
+        asked.append(command)
+        if "--trace" not in command:
+            return "==ERROR== ERR_NVGPUCTRPERM"
+        return f"a warning\n{launch.TRACED}{json.dumps(launch.launches(EVENTS))}\n"
+
+    monkeypatch.setattr(profile, "_run", run)
+    monkeypatch.setattr(profile, "choose", lambda *arguments: ["one", "two"])
+    monkeypatch.setattr("kvstrata.lab.cli.device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("kvstrata.bench.machine.describe", lambda *arguments: MACHINE)
+    few = [cases.find("store").cases(CPU, True)[0]]
+    few = [type(few[0])(**{**few[0].__dict__, "name": name, "bytes": 300_000_000}) for name in ("one", "two")]
+    monkeypatch.setattr(cases.find("store"), "cases", lambda *arguments: few)
+    done = invoke("profile", "store", "--save")
+    assert done.exit_code == 3, done.output
+    assert "NVreg_RestrictProfilingToAdminUsers=0" in done.stderr
+    assert sum("--trace" not in command for command in asked) == 1, "one case is enough to know"
+    text = Path("docs/profiles/store.md").read_text()
+    assert "| one | decode | 150.00 | 19.0 | 150 | 66.0 | 2.00 |" in text
+    assert "reduce_kernel" not in text, "not ours"
+    assert "without counters" in text
+    assert "counters was not profiled: the driver keeps" in text
+    assert profile.load(Path("results/nvidia-h200/profile_store.json")).cases[1].case == "two"
+
+
+def test_a_late_program_is_ended_with_its_children(tmp_path):
+    """The grandchild holds the pipe: without its end nothing comes back."""
+    began, pid = time.monotonic(), tmp_path / "pid"
+    with pytest.raises(child.Late, match="took more than 1 s and was ended; it said last: begun"):
+        child.run(["sh", "-c", f"sleep 60 & echo $! > {pid}; echo begun; wait"], 1)
+    assert time.monotonic() - began < 20
+    state = Path(f"/proc/{pid.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert child.run(["sh", "-c", "echo $MINE >&2; exit 3"], 30, {"MINE": "x"}) == ("x\n", 3)
+
+
+def test_tools_are_found_where_the_toolkit_is(tmp_path, monkeypatch):
+    tool = tmp_path / "bin" / "ncu"
+    tool.parent.mkdir()
+    tool.touch(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(child, "TOOLKIT", str(tmp_path / "none"))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    assert child.find("ncu") is None
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert child.find("ncu") == str(tool)
 
 
 def taken(**values):
@@ -195,6 +295,7 @@ def test_two_files_are_compared_without_a_gpu(tmp_path, monkeypatch):
 def test_without_ncu_it_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(child, "TOOLKIT", str(tmp_path))
     done = invoke("profile", "store")
     assert done.exit_code == 3
     assert "ncu is not on the PATH" in done.stderr
@@ -357,6 +458,65 @@ def test_the_sanitizer_watches_a_child(monkeypatch, tmp_path):
     tool.chmod(0o755)
     step = check.check_sanitizer("memcheck", "replay", ["reference"], 3, str(tool))
     assert (step.verdict, step.done) == ("passed", 3), step.errors
+
+
+@pytest.fixture
+def pretended_cuda(tmp_path, monkeypatch):
+    """Children that are told to run on cuda run on the CPU."""
+    python = tmp_path / "python"
+    swapped = "[x if x != 'cuda' else 'cpu' for x in sys.argv[1:]]"
+    python.write_text(
+        f"#!{sys.executable}\nimport os, sys\nos.execv({sys.executable!r}, [{sys.executable!r}, *{swapped}])\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(check.sys, "executable", str(python))
+
+
+@pytest.mark.usefixtures("pretended_cuda")
+def test_a_sweep_in_a_process_of_its_own():
+    step = check.watch_sweep("replay", "reference", 6, 3, 60.0, 120.0)
+    assert (step.name, step.verdict, step.done) == ("sweep, reference", "passed", 6), step.errors
+    step = check.watch_sweep("replay", "reference", 6, 3, 0.0, 120.0)
+    assert step.done == sweeps.FEWEST
+    step = check.watch_sweep("replay", "nothing", 2, 0, 60.0, 120.0)
+    assert step.verdict == "FAILED"
+    assert all(error.startswith("seed ") for error in step.errors)
+    (late,) = check.watch_sweep("replay", "reference", 6, 3, 60.0, 0.1).errors
+    assert "was ended" in late
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "found"),
+    [
+        ("4 trials, 0 failed", 0, (4, [], None)),
+        ("cuda, seed 3: k differs\n4 trials, 1 failed", 1, (4, ["seed 3: k differs"], None)),
+        ("cuda refused: no\n0 trials, 0 failed", 1, (0, [], "no")),
+        ("Segmentation fault", -11, (0, ["the child ended early, exit code -11: Segmentation fault"], None)),
+    ],
+)
+def test_what_a_sweep_said(text, code, found):
+    assert check.read_sweep(text, code) == found
+
+
+def test_on_a_gpu_sweeps_tools_and_cases_run_side_by_side(monkeypatch):
+    """Five of them meet at a barrier; one after the other they would not."""
+    meet = threading.Barrier(5, timeout=30)
+
+    def met(name):
+        def run(*arguments):
+            meet.wait()
+            return check.Step(name(*arguments), done=1)
+
+        return run
+
+    monkeypatch.setattr(sweeps, "backends", lambda op, device: {"cuda": None, "triton": "not here", "reference": None})
+    monkeypatch.setattr(child, "find", lambda tool: tool)
+    monkeypatch.setattr(check, "check_cases", met(lambda op, device: "cases"))
+    monkeypatch.setattr(check, "watch_sweep", met(lambda op, backend, *rest: backend))
+    monkeypatch.setattr(check, "check_sanitizer", met(lambda tool, *rest: tool))
+    steps = check.run("store", torch.device("cuda"), ("memcheck", "racecheck"), limit=60.0)
+    assert [step.name for step in steps] == ["cases", "cuda", "sweep, triton", "reference", "memcheck", "racecheck"]
+    assert steps[2].skipped == "not here"
 
 
 # The regression gate

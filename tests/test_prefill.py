@@ -295,7 +295,7 @@ if HAS_GPU:
         VARIANTS += [Config(64 * n, 128, 4, 2, specialize=True, order=n % 2) for n in (1, 2)]
         VARIANTS += [Config(128, 128, 4, 2, specialize=True, pingpong=True), Config(192, 64, 4, 4, specialize=True)]
         VARIANTS += [
-            Config(64, 64, 4, 3, specialize=True, registers=80),
+            Config(64, 64, 4, 3, specialize=True, registers=96),
             Config(64, 64, 4, 4, specialize=True, split=True),
         ]
         VARIANTS += [Config(192, 64, 4, 2, specialize=True, pingpong=True)]

@@ -101,7 +101,8 @@ class TestHostStage:
 
     @gpu
     def test_the_host_fills_while_the_gpu_runs(self) -> None:
-        """Long steps, a host that is always ahead, slots overwritten with the next step as soon as that is allowed."""
+        """Long steps, a host that is always ahead, slots overwritten with the next step as soon as that is allowed, and
+        a source that is overwritten behind every replay (TensorRT-LLM#15546)."""
         dst = torch.zeros(64, 512, dtype=INT, device=DEVICE)
         seen = torch.zeros(200, dtype=INT, device=DEVICE)
         at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
@@ -113,9 +114,11 @@ class TestHostStage:
             torch.cuda._sleep(200_000)
             seen.index_copy_(0, at, dst.amin().reshape(1))
             at.add_(1)
+        source = torch.empty(64, 512, dtype=INT).pin_memory()
         for step in range(200):
-            stage.write([torch.full((64, 512), step + 1, dtype=INT)])
+            stage.write([source.fill_(step + 1)])
             graph.replay()
+            source.fill_(-1)
         assert seen.tolist() == list(range(1, 201))
 
 
@@ -181,19 +184,83 @@ def test_many_replays_equal_eager(staging: str) -> None:
         assert torch.equal(pool, plain), step
 
 
-def test_padding_rows_hold_the_fill() -> None:
-    runner = runner_of(torch.zeros(256, device=DEVICE), "copy").capture()
+@pytest.mark.parametrize("staging", ["copy", "graph", "host"])
+def test_no_part_of_a_step_is_that_of_an_earlier_one(staging: str) -> None:
+    """One input after the other changes, the rest stays: each is seen by the next replay (vllm#44868)."""
+    pool, plain = (torch.arange(256, device=DEVICE, dtype=torch.float32) for _ in range(2))
+    runner, eager = runner_of(pool, staging).capture(), step_of(plain)
+    given = next(c for c in (inputs_of(step, 16, 12) for step in range(100)) if len(c["ids"]) == 6)
+    changes = {name: t.flip(0) for name, t in given.items() if name != "offsets"}
+    changes["offsets"] = torch.arange(0, 70, 10).to(INT)
+    before = None
+    for name in [None, *changes]:
+        given = {**given, name: changes[name]} if name else given
+        here = {key: t.to(DEVICE) for key, t in given.items()}
+        out, more = runner(**(given if staging == "host" else here))
+        want, want_more = eager(**here)
+        assert torch.equal(out, want), name
+        assert torch.equal(more["span"], want_more["span"]), name
+        assert torch.equal(pool, plain), name
+        now = [out.clone(), more["span"].clone(), pool.clone()]
+        assert before is None or not all(map(torch.equal, before, now)), f"{name} changes nothing"
+        before = now
+
+
+@pytest.mark.parametrize("staging", ["copy", "graph", "host"])
+def test_padding_leaves_the_cache_alone(staging: str) -> None:
+    """Batches that shrink within one captured size: of the cache only the slots of live rows change, neither the last
+    one, for which -1 was taken (vllm#43810), nor those of rows that were live before (#37442)."""
+    most, heads, dim, pages, page = 8, 2, 64, 10, 16
+
+    def step(x, slots, lengths, table):
+        row = x[:, None, None].expand(-1, heads, dim).contiguous() + 1  # padding rows are not zero
+        kvstrata.store_kv(row, row + 1, *cache, slots)
+        return kvstrata.decode_attention(row[:, None], kvstrata.PagedCache(*cache, table, lengths))[:, 0, 0, 0]
+
+    dtype = torch.float16 if HAS_GPU else torch.float32
+    cache = tuple(torch.zeros(2, pages, page, heads, dim, dtype=dtype, device=DEVICE))
+    shapes = dict(x=((most,), dtype), slots=((most,), INT), lengths=((most,), INT), table=((most, 1), INT))
+    runner = GraphRunner(step, shapes, [most], fill={"slots": -1}, staging=staging, watch=cache, device=DEVICE)
+    runner.capture()
+    assert all((part == 0).all() for part in cache), "capturing wrote"
+    for number, batch in enumerate((8, 5, 1, 0, 3, 8, 2)):
+        for part in cache:
+            part.fill_(77)
+        slots = (torch.arange(batch) * page + number).to(INT)
+        given = dict(x=torch.full((batch,), number, dtype=dtype), slots=slots,
+                     lengths=torch.full((batch,), number + 1, dtype=INT),
+                     table=torch.arange(batch).to(INT)[:, None])  # fmt: skip
+        out = runner(**{name: t if staging == "host" else t.to(DEVICE) for name, t in given.items()})
+        assert out.isfinite().all()
+        for part, value in zip(cache, (number + 1, number + 2), strict=True):
+            want = torch.full_like(part, 77)
+            want.view(-1, heads, dim)[slots.long().to(DEVICE)] = value
+            assert torch.equal(part, want), batch
+
+
+@pytest.mark.parametrize("staging", ["copy", "graph", "host"])
+def test_padding_rows_hold_the_fill(staging: str) -> None:
+    """Rows and columns that a step does not bring, after one that had them all (vllm#44868)."""
+    runner = runner_of(torch.zeros(256, device=DEVICE), staging).capture()
+    where = "cpu" if staging == "host" else DEVICE
+    full = dict(ids=ints(8, device=where), slots=ints(8, device=where) % 200, lengths=ints(8, device=where) % 12,
+                offsets=ints(9, device=where), table=ints(8, 12, device=where) % 256)  # fmt: skip
+    runner(**full)
+    assert torch.equal(runner.buffers["table"][:8].to(where), full["table"])
     for buffer in runner.buffers.values():
         buffer.fill_(77)
     cases = (inputs_of(step, 16, 12) for step in range(100))
-    given = {name: t.to(DEVICE) for name, t in next(c for c in cases if len(c["ids"]) == 5).items()}
+    given = next(c for c in cases if len(c["ids"]) == 5 and c["table"].shape[1] < 12)
     batch, size = 5, 8
-    runner(**given)
-    assert (runner.buffers["slots"][batch:size] == -1).all()
-    assert (runner.buffers["lengths"][batch:size] == 0).all()
-    assert (runner.buffers["offsets"][batch:][: size - batch + 1] == given["offsets"][-1]).all()
-    assert (runner.buffers["table"][:size, given["table"].shape[1] :] == 0).all()
-    assert (runner.buffers["slots"][size:] == 77).all(), "rows of larger sizes are not touched"
+    runner(**{name: t.to(where) for name, t in given.items()})
+    live = {name: buffer.cpu() for name, buffer in runner.buffers.items()}
+    for name, t in given.items():
+        assert torch.equal(live[name][tuple(slice(0, n) for n in t.shape)], t), name
+    assert (live["slots"][batch:size] == -1).all()
+    assert (live["lengths"][batch:size] == 0).all()
+    assert (live["offsets"][batch:][: size - batch + 1] == given["offsets"][-1]).all()
+    assert (live["table"][:size, given["table"].shape[1] :] == 0).all()
+    assert (live["slots"][size:] == 77).all(), "rows of larger sizes are not touched"
 
 
 def test_errors_of_the_runner() -> None:

@@ -114,6 +114,42 @@ def usage(kernel: Needs) -> jit.Usage:
     return jit.usage(kernel.source, kernel.entry, arch="sm_90")
 
 
+@needs_nvrtc
+def test_usage_is_kept_beside_the_cubin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstrata.jit import compiler
+    from kvstrata.tune.compiler import Compiler
+
+    problem = problems.find("store", "sm_90", CPU, "cuda")[0]
+    (kernel,) = problem.kernels(problem.default)
+    asked = (kernel.source, kernel.entry)
+    assert jit.known_usage(*asked, arch="sm_90") is None
+    used = jit.usage(*asked, arch="sm_90")
+    assert used.registers > 8
+    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *arguments: pytest.fail("compiled again"))
+    assert jit.known_usage(*asked, arch="sm_90") == jit.usage(*asked, arch="sm_90") == used
+    assert jit.compile(*asked, arch="sm_90").code
+    with Compiler("sm_90") as ahead:
+        assert ahead.ahead([kernel]) == []
+        assert ahead._pool is None, "nothing is left for other processes"
+        assert ahead.usage(kernel) == used
+
+
+@needs_nvrtc
+def test_nobody_waits_for_a_compilation_when_the_time_is_up() -> None:
+    from concurrent.futures import TimeoutError as NotDone
+
+    from kvstrata.tune.compiler import Compiler
+
+    kernels = decode_needs()[:1]
+    with Compiler("sm_90", jobs=1) as compiler:
+        assert len(compiler.ahead([*kernels, *kernels])) == 1
+        with pytest.raises(NotDone):
+            compiler.usage(kernels[0], 0.01)
+        (worker,) = compiler._pool._processes.values()
+    worker.join(20)
+    assert worker.exitcode == -signal.SIGTERM
+
+
 def rejected(kernels: list[Needs], limits: Limits = Limits(), usage=usage) -> Rejected:  # noqa: B008
     with pytest.raises(Rejected) as error:
         gates.check(kernels, usage, "sm_90", limits)
@@ -283,6 +319,66 @@ def test_slow_trials_are_pruned_early(tmp_path: Path) -> None:
 def test_time_ends_a_search(tmp_path: Path) -> None:
     row = tune_toy.run(tune_toy.problem(lambda x: Speed(100), seconds=0.05), study(tmp_path), seconds=0.3)
     assert 1 <= row.trials["complete"] < 24
+
+
+def test_without_time_the_default_is_measured_all_the_same(tmp_path: Path) -> None:
+    row = tune_toy.run(tune_toy.problem(lambda x: Speed(100)), study(tmp_path), seconds=0.0)
+    assert row.trials == {"complete": 0, "pruned": 0, "put back": 0}
+    assert row.default.n == search.FINAL
+
+
+def test_time_is_kept_for_the_last_measurement(tmp_path: Path) -> None:
+    """A sample takes 1 ms here, so 200 of them 0.2 s: trials end before that."""
+    timer = Drawn()
+    draw = timer.sample
+
+    def sample(calls, rounds, *rest, **options):
+        time.sleep(1e-3 * rounds)
+        return draw(calls, rounds, *rest, **options)
+
+    timer.sample = sample
+    began = time.monotonic()
+    tune_toy.run(tune_toy.problem(lambda x: Speed(100)), study(tmp_path), timer=timer, seconds=0.7)
+    assert time.monotonic() - began < 0.95
+
+
+def test_what_is_not_compiled_in_time_is_put_back(tmp_path: Path) -> None:
+    from concurrent.futures import TimeoutError as NotDone
+
+    class Slow:
+        arch = "sm_90"
+
+        def usage(self, kernel: Needs, seconds: float | None = None) -> jit.Usage:
+            if kernel.entry == "1":
+                return jit.Usage(32, 0, 0, 0)
+            assert seconds is not None
+            time.sleep(seconds)
+            raise NotDone
+
+    one = study(tmp_path)
+    needs = dict(kernels=lambda choice: [Needs(tmp_path, str(choice["x"]), 32)])
+    problem = tune_toy.problem(lambda x: Speed(100), values=(1, 2), **needs)
+    row = search.Search(problem, one, Drawn(), Slow(), search.Settings(seconds=0.5)).run()
+    assert row.trials["put back"] == 1
+    assert "fails" not in row.rejected
+    (waiting,) = one.get_trials(states=(TrialState.WAITING,))
+    assert waiting.system_attrs["fixed_params"] == {"x": 2}
+
+
+def test_clocks_are_raised_once_not_for_every_trial(tmp_path: Path) -> None:
+    timer, warmed = Drawn(), []
+    timer.clock.warm_seconds = 0.1
+    draw = timer.sample
+
+    def sample(*arguments, **options):
+        warmed.append(timer.clock.warm_seconds)
+        return draw(*arguments, **options)
+
+    timer.sample = sample
+    tune_toy.run(tune_toy.problem(lambda x: Speed(100), values=(1, 2, 3)), study(tmp_path), timer=timer)
+    assert warmed[0] == timer.clock.warm_seconds == 0.1
+    assert warmed.count(0.1) <= 2, "again only after the device was idle"
+    assert len(warmed) >= 10
 
 
 # Studies
@@ -559,7 +655,7 @@ def test_tune_on_a_cpu(own_cache: Path, tmp_path: Path, monkeypatch: pytest.Monk
     done = invoke(*toy, "--trials", 2, "--save", "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["rows"][0]["trials"] == {"complete": 2, "pruned": 0, "put back": 0}
-    assert "not 5% faster" in done.stderr
+    assert "rejected" in done.stderr, "which of the four choices the two trials had is chance"
     (path,) = Path("results").glob("cpu-*/tune_store.json")
     saved = results.load(path)
     assert results.dumps(saved) == path.read_text() == done.stdout
@@ -584,6 +680,18 @@ def test_experiments_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert gate.rows[2].measured > 1.03, "the delay is real"
     assert "| simulated, 5% noise | the same |" in render.markdown(gate, {})
     assert "gate on" in render.markdown(gate, {})
+
+
+def test_experiments_end_with_the_time() -> None:
+    from kvstrata.tune import experiment
+
+    def draw(count: int) -> tuple:
+        time.sleep(0.02)
+        return (100 + torch.rand(count).numpy(),) * 2
+
+    found = experiment.rate("x", 1.0, draw, 1000, end=time.monotonic() + 0.3)
+    assert 1 <= found.n < 100
+    assert experiment.rate("x", 1.0, draw, 2, end=0.0).n == 1
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from .stages import (
     NAMES,
     SLOTS,
     Cut,
+    begin_cost,
     combine_entry,
     cost,
     cut_of,
@@ -45,7 +46,7 @@ MAX_TIERS = 8
 PARTS = 16  # blocks that write one layer's list
 KEPT = 64  # plans of calls that bring none
 
-WORKLIST = struct.Struct(f"7q4q4q10i{2 * MAX_TIERS}i")
+WORKLIST = struct.Struct(f"7q4q4q11i{2 * MAX_TIERS}i4x")
 DECODE = struct.Struct("9q5q6i2f4i2q")
 COMBINE = struct.Struct("6q7i4x")
 
@@ -226,13 +227,14 @@ class Plan:
 
     def _make_worklist(self) -> jit.Launch:
         x = self.source
-        pad = [0] * (MAX_TIERS - len(self.formats))
+        pad, first = [0] * (MAX_TIERS - len(self.formats)), self.formats[0]
         params = WORKLIST.pack(
             _pointer(self.rows), x.table.data_ptr(), x.counts.data_ptr(), _pointer(x.slabs),
             *(y.data_ptr() for y in (self.stages, self.parts, self.slots)),
             x.table.stride(0), self.layer_strides[0], x.counts.stride(0), self.layer_strides[1], *x.rows,
             0, len(self.requests), self.kv_heads, len(self.formats), x.table.shape[-1], x.units, self.capacity,
-            self.chunks, self.fixed_cost, x.page_tokens, *self.tokens, *pad, *self.costs, *pad,
+            self.chunks, self.fixed_cost, 0 if self.fixed_cost else begin_cost(first), x.page_tokens,
+            *self.tokens, *pad, *self.costs, *pad,
         )  # fmt: skip
         kernel = jit.load(FOLDER / "worklist.cu", "worklist", jit.arch_of(self.device))
         parts = min(PARTS, max(self.units // 8, 1))

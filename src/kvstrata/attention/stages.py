@@ -52,12 +52,18 @@ def slot_bytes(formats: tuple[Format, ...]) -> int:
 # What 64 tokens of a stage take, relative to 4 bit at head_dim 128: measured one width at a time. Stages of one tier
 # are neighbours on a multiprocessor, so a width that is given too little makes one multiprocessor the last by far.
 COSTS = {16: 588, 8: 267, 4: 150, 3: 158, 2: 107}
+BEGIN = 230  # in the same unit: queries of a group as operands, and its partial result
 
 
 def cost(format: Format) -> int:
     """What a stage takes; chunks of the work list are equal in it."""
     per_page = (COSTS[format.k_bits] + COSTS[format.v_bits]) / 2 * format.head_dim / 128
     return max(round(per_page * stage_tokens(format) / 64), 1)
+
+
+def begin_cost(format: Format) -> int:
+    """What a group of stages takes beside them."""
+    return round(BEGIN * format.head_dim / 128)
 
 
 def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ struct Params {
   int layer, rows, kv_heads, tiers, max_pages, units, capacity;
   int most;                      // chunks that there is room for; without fixed_cost, those to make
   int fixed_cost;                // 0, or what a chunk takes of one group, whatever else is there
+  int begin_cost;                // of a group, beside its stages; 0 with fixed_cost
   int page_tokens, stage_tokens[kMaxTiers], cost[kMaxTiers];
 };
 
@@ -58,7 +59,8 @@ __device__ __forceinline__ int3 scan(int3 mine, int3& total) {
 
 // Stages, cost and (with fixed_cost) chunks of one tier of a KV head.
 __device__ __forceinline__ int3 measure(const Params& p, const int* count, int tier) {
-  const int stages = ceil_div(count[tier], p.stage_tokens[tier]), cost = stages * p.cost[tier];
+  const int stages = ceil_div(count[tier], p.stage_tokens[tier]);
+  const int cost = stages ? p.begin_cost + stages * p.cost[tier] : 0;
   return make_int3(stages, cost, p.fixed_cost ? ceil_div(cost, p.fixed_cost) : 0);
 }
 
@@ -129,18 +131,21 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         return stage;
       };
       for (int i = lane; i < n; i += 32) stages[at + i] = stage_of(i);
-      // A chunk begins with the stage that its share of the cost begins in; no stage costs more than a share.
-      for (int c = ceil_div(begin, size) + lane; static_cast<i64>(c) * size < static_cast<i64>(begin) + n * price; c += 32) {
-        const int i = (c * size - begin) / price;
+      // A chunk begins with the stage that its share of the cost begins in. No stage costs more than a share; with the cost
+      // of beginning its group a first one may, and then chunks before its own are empty.
+      const int after = n ? begin + p.begin_cost : begin;
+      const i64 whole = after + static_cast<i64>(n) * price;
+      for (int c = ceil_div(begin, size) + lane; static_cast<i64>(c) * size < whole; c += 32) {
+        const int i = max(c * size - after, 0) / price;
         parts[chunk + c].first = stage_of(i);
         parts[chunk + c].at = at + i;
       }
       if (lane == 0) {
         Slots found = {0, 0};
         if (n) {
-          const int c = (begin + price - 1) / size;
+          const int c = (after + price - 1) / size;
           found.first = chunk + c + t * units + u;
-          found.count = (begin + n * price - 1) / size - c + 1;
+          found.count = (after + n * price - 1) / size - c + 1;
         }
         slots[t * units + u] = found;
       }

@@ -14,6 +14,7 @@ import torch
 
 from kvstrata.bench.clock import Call
 from kvstrata.bench.machine import cache_bytes
+from kvstrata.bench.timer import BURST
 
 
 class Absent(Exception):
@@ -39,6 +40,7 @@ class Bench:
     variants: set[str] = field(default_factory=set)
     absent: dict[str, str] = field(default_factory=dict)
     host: dict[str, Call] = field(default_factory=dict)
+    burst: int = BURST  # calls of `host` that fit the launch queue
     before: Call | None = None
 
 
@@ -46,7 +48,7 @@ class Bench:
 class Case:
     """One line of a benchmark: `bytes` read plus written, `flops`, rotating input `sets`, and how it is built.
 
-    With `graph=True` contenders are captured first, and replays are checked and timed.
+    With `graph=True` contenders are captured first, and replays are checked and timed. Sampling ends after `seconds`.
     """
 
     op: str
@@ -57,6 +59,7 @@ class Case:
     flops: int = 0
     sets: int = 1
     graph: bool = False
+    seconds: float = 20.0
 
 
 def sets_for(nbytes: int, device: torch.device, most: int = 8, memory: int = 4 << 30) -> int:

@@ -1,63 +1,128 @@
-"""Figures from a report: each contender against a size, with the copy as the roofline. Needs matplotlib."""
+"""Figures from a report: contenders against a size, in bytes a second with the copy as the roofline, or in
+microseconds of device and host. Needs matplotlib."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from kvstrata.bench.results import CaseResult, Report, Row
+from kvstrata.bench.stats import Summary
+
+PROBES = ("copy", "empty")
+LABELS = {
+    "tb_s": "TB/s",
+    "tflop_s": "TFLOP/s",
+    "us": "device us",
+    "host": "host us",
+    "vs_peer": "times as fast as the fastest peer",
+}
 
 
-def groups(report: Report, x: str = "T") -> dict[str, list[CaseResult]]:
-    """Cases that differ in parameter `x` alone, at least two each, by the values of their other parameters."""
+def groups(report: Report, x: str = "T", rows: str = "*", by: str | None = None) -> dict[str, list[CaseResult]]:
+    """Cases that differ in `x` alone (and in `by`), at least two each, by the values of their other parameters."""
     found: dict[str, list[CaseResult]] = defaultdict(list)
     for case in report.cases:
-        if x in case.params and case.rows:
-            found["-".join(str(v) for k, v in case.params.items() if k != x) or "all"].append(case)
+        if x in case.params and case.rows and any(fnmatch(case.name, glob) for glob in rows.split(",")):
+            found["-".join(str(v) for k, v in case.params.items() if k not in (x, by)) or "all"].append(case)
     return {name: sorted(g, key=lambda case: case.params[x]) for name, g in found.items() if len(g) > 1}
 
 
-def plot(report: Report, cases: list[CaseResult], path: Path, x: str = "T", y: str = "tb_s") -> Path:
-    """Draw `y` (tb_s, tflop_s, us) of every contender over `x` with 95 % intervals; `path` ends with the format."""
+def plot(
+    report: Report,
+    cases: list[CaseResult],
+    path: Path,
+    x: str = "T",
+    y: str = "tb_s",
+    leave_out: Collection[str] = (),
+    by: str | None = None,
+) -> Path:
+    """Draw `y` (a name of LABELS; several with commas, a panel each) of every contender that is not left out over `x`,
+    with 95 % intervals; with `by` ours alone, a line for each value of that parameter. `path` ends with the format."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "kvstrata"  # the same report gives the same file
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for name in dict.fromkeys(row.name for case in cases for row in case.rows):
-        points = [(c.params[x], *_value(c, r, y)) for c in cases for r in c.rows if r.name == name and _drawn(r, y)]
-        if not points:
-            continue
-        xs, middle, low, high = zip(*points, strict=True)
-        probe = name in ("copy", "empty")
-        (line,) = axes.plot(xs, middle, "--" if probe else "o-", color="0.5" if name == "copy" else None, label=name)
-        axes.fill_between(xs, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-    if y == "tb_s":
-        peak = report.peak["tb_s"]
-        axes.axhline(peak, color="0.2", linewidth=1, label=f"copy peak {peak:.3g} TB/s")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    label = {"tb_s": "TB/s", "tflop_s": "TFLOP/s", "us": "us"}[y]
-    axes.set(xlabel=x, ylabel=label, title=f"{report.op} on {report.machine['name']}")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    ys = y.split(",")
+    figure, panels = plt.subplots(1, len(ys), figsize=(7 if len(ys) == 1 else 5 * len(ys), 4.2), layout="constrained")
+    panels = panels if len(ys) > 1 else [panels]
+    lines: dict[str, list[tuple[CaseResult, Row]]] = defaultdict(list)
+    for case in cases:
+        for row in case.rows:
+            if row.name not in leave_out and (by is None or row.kind == "ours"):
+                lines[row.name if by is None else str(case.params[by])].append((case, row))
+    for axes, one in zip(panels, ys, strict=True):
+        _panel(report, lines, axes, x, one)
+    title = f"{report.op} on {report.machine['name']}"
+    if len(ys) == 1:
+        panels[0].set(title=title)
+        panels[0].legend(fontsize=8)
+    else:
+        figure.suptitle(title)
+        figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside right center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
     plt.close(figure)
     return path
 
 
-def _drawn(row: Row, y: str) -> bool:
+def _panel(report: Report, lines: dict[str, list[tuple[CaseResult, Row]]], axes: Any, x: str, y: str) -> None:
+    for name, pairs in lines.items():
+        points = [(case.params[x], *_value(case, row, y)) for case, row in pairs if _drawn(case, row, y)]
+        if not points:
+            if name not in PROBES:
+                axes.plot([], [])  # the others keep the colour that they have in the panel beside
+            continue
+        xs, middle, low, high = zip(*points, strict=True)
+        dash, colour = "--" if name in PROBES else "o-", "0.5" if name == "copy" else None
+        (line,) = axes.plot(xs, middle, dash, color=colour, label=name)
+        axes.fill_between(xs, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    if y == "tb_s":
+        peak = report.peak["tb_s"]
+        axes.axhline(peak, color="0.2", linewidth=1, label=f"copy peak {peak:.3g} TB/s")
+    sizes = sorted({case.params[x] for pairs in lines.values() for case, _ in pairs})
+    axes.set_xscale("log", base=2)
+    if y == "vs_peer":
+        axes.axhline(1.0, color="0.2", linewidth=1, label="the fastest peer")
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(sizes, labels=map(str, sizes))
+    else:
+        axes.set_yscale("log")
+        if len(axes.figure.axes) > 1:
+            _plain_ticks(axes, sizes)
+    axes.set(xlabel=x, ylabel=LABELS[y])
+    axes.grid(alpha=0.3)
+
+
+def _plain_ticks(axes: Any, sizes: list[int]) -> None:
+    """Sizes as they are, times as 1, 2, 5, 10, ...: powers are hard to read where a panel spans one or two of them."""
+    from matplotlib import ticker
+
+    axes.set_xticks(sizes, labels=map(str, sizes), fontsize=8)
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.minorticks_off()
+
+
+def _drawn(case: CaseResult, row: Row, y: str) -> bool:
+    if y == "host":
+        return row.name in case.host
     return row.us is not None and (y == "us" or getattr(row, y) is not None)
 
 
 def _value(case: CaseResult, row: Row, y: str) -> tuple[float, float, float]:
     """Middle and interval of the plotted quantity."""
-    assert row.us is not None
-    us = row.us
-    if y == "us":
+    if y == "vs_peer":
+        assert row.vs_peer is not None
+        return row.vs_peer.ratio, row.vs_peer.lo, row.vs_peer.hi
+    us = case.host[row.name] if y == "host" else row.us
+    assert isinstance(us, Summary)
+    if y in ("us", "host"):
         return us.median, us.lo, us.hi
     work = 1e-6 * (case.bytes if y == "tb_s" else case.flops)
     return work / us.median, work / us.hi, work / us.lo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstrata.bench.plot import groups, plot
 from kvstrata.bench.render import OPTIONS, inject, markdown
@@ -18,6 +19,25 @@ from kvstrata.tune import results as tune
 from kvstrata.tune.results import Gate, Tuning
 
 Result = Report | Quality | Tuning | Gate
+
+
+class View(NamedTuple):
+    """What figures of an op show: `y` over `x`, as in plot.py, for each group of the cases `rows`; lines are contenders
+    or, with `by`, values of a parameter."""
+
+    x: str = "T"
+    y: str = "tb_s"
+    rows: str = "*"
+    leave_out: tuple[str, ...] = ()
+    by: str | None = None
+
+
+SAME = ("pre-sliced", "adaptor", "bare launch", "copy")  # on the GPU as fast as another line of the figure, or no way
+VIEWS = {
+    "decode": [View(y="vs_peer", rows="mixed0.[2345]-B32-*[0-9],K8V8-B32-*", by="kind")],
+    "prefill": [View(y="tflop_s", leave_out=("copy", "empty"))],
+    "replay": [View("bs", "us,host", "*x4096", SAME), View("columns", "us,host", "fa-64x*[0-9]", SAME)],
+}
 
 
 def load_all(root: Path) -> list[Result]:
@@ -58,7 +78,7 @@ def render_document(text: str, reports: Sequence[Result]) -> str:
 
 
 def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> list[Path]:
-    """One figure per op, machine and group of cases that differ in T alone; one of quality against bytes."""
+    """One figure per op, machine and group of cases that differ in one size alone; one of quality against bytes."""
     made = []
     for report in reports:
         stem = f"{report.op}-{report.machine['slug']}"
@@ -66,6 +86,8 @@ def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> li
             continue
         if isinstance(report, Quality):
             made.append(quality_plot.plot(report, folder / f"{stem}{suffix}"))
-        else:
-            made += [plot(report, cases, folder / f"{stem}-{name}{suffix}") for name, cases in groups(report).items()]
+            continue
+        for x, y, rows, leave_out, by in VIEWS.get(report.op, [View()]):
+            for name, cases in groups(report, x, rows, by).items():
+                made.append(plot(report, cases, folder / f"{stem}-{name}{suffix}", x, y, leave_out, by))
     return made

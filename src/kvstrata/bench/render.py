@@ -5,8 +5,9 @@ A document says what it wants where it wants it, and `kvstrata report` fills it 
     <!-- kvstrata:store rows=8x128-fp16-* pivot=us -->
     <!-- /kvstrata:store -->
 
-`rows` and `contenders` are comma-separated globs, `columns` names of COLUMNS, `pivot` one column: then a row is a
-case and each contender has a column. `on` names the machine where results of several exist.
+`rows` and `contenders` are comma-separated globs, `columns` names of COLUMNS, and so is `pivot`: then a row is a case
+and each contender has a column or, with `by`, each value of that parameter of the cases. `targets` are aims as
+targets.py reads them. `on` names the machine where results of several exist.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from kvstrata.bench import targets
 from kvstrata.bench.results import Against, CaseResult, Report, Row
 
 Cell = Callable[[CaseResult, Row], str]
@@ -68,7 +70,7 @@ COLUMNS: dict[str, tuple[str, Cell]] = {
     "host": ("host us", lambda case, row: _number(case.host[row.name].median) if row.name in case.host else ""),
 }
 DEFAULT = "case,contender,us,interval,tb_s,of_peak,less_floor,of_copy,over_floor,speedup,vs_peer,host"
-OPTIONS = {"rows", "contenders", "columns", "pivot", "on"}
+OPTIONS = {"rows", "contenders", "columns", "pivot", "by", "targets", "on"}
 
 
 def terminal(report: Report) -> Group:
@@ -89,11 +91,14 @@ def terminal(report: Report) -> Group:
 def markdown(report: Report, options: dict[str, str] | None = None) -> str:
     """The report as a Markdown table with its caption."""
     options = options or {}
-    header, lines = _pivot(report, options) if "pivot" in options else _grid(report, options)
+    if "targets" in options:
+        header, lines = targets.grid(report, options["targets"])
+    else:
+        header, lines = _pivot(report, options) if "pivot" in options else _grid(report, options)
     named = 1 if "pivot" in options else min(2, len(header))
     rule = ["---"] * named + ["---:"] * (len(header) - named)
     rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [header, rule, *lines]]
-    chosen = "pivot" in options or "columns" in options
+    chosen = options.keys() & {"pivot", "columns", "targets"}
     below = [caption(report)] if chosen else [caption(report), *notes(report)]
     return "\n".join([*rows, "", f"<sub>{'. '.join(below)}.</sub>"])
 
@@ -189,14 +194,26 @@ def _grid(report: Report, options: dict[str, str] | None = None) -> tuple[list[s
 
 
 def _pivot(report: Report, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines, one line per case and one column per contender."""
-    title, cell = _columns(options["pivot"])[0]
-    pairs = _pairs(report, options)
-    names = list(dict.fromkeys(row.name for _, row in pairs))
+    """Header and lines, one line per case and one column per contender or, with `by`, per value of that parameter."""
+    columns, by = _columns(options["pivot"]), options.get("by")
     lines: dict[str, dict[str, str]] = {}
-    for case, row in pairs:
-        lines.setdefault(case.name, {})[row.name] = cell(case, row)
-    return [f"case ({title})", *names], [[case, *(cells.get(n, "") for n in names)] for case, cells in lines.items()]
+    title = "case"
+    for case, row in _pairs(report, options):
+        line, column = case.name, row.name
+        if by:
+            if by not in case.params:
+                raise ValueError(f"by {by!r}: {case.name} has {', '.join(case.params) or 'no parameters'}")
+            others = {key: str(value) for key, value in case.params.items() if key != by}
+            title, line, column = " ".join(others), " ".join(others.values()), f"{by} {case.params[by]}"
+        cells = lines.setdefault(line, {})
+        if column in cells:
+            raise ValueError(f"by {by!r}: {case.name}, {row.name} is not alone there; choose with rows and contenders")
+        cells[column] = ", ".join(filter(None, (cell(case, row) for _, cell in columns)))
+    names = list(dict.fromkeys(name for cells in lines.values() for name in cells))
+    if by:
+        names = [f"{by} {value}" for value in sorted({c.params[by] for c, _ in _pairs(report, options)})]
+    head = f"{title} ({', '.join(name for name, _ in columns)})"
+    return [head, *names], [[line, *(cells.get(n, "") for n in names)] for line, cells in lines.items()]
 
 
 def _columns(names: str) -> list[tuple[str, Cell]]:

@@ -25,7 +25,7 @@ def layer(
     size = formats[0].page_tokens
     pages = -(-counts // size)
     strides = [-(-(f.page_bytes + 6 * size) // UNIT) * UNIT for f in formats]  # positions and importance
-    most = int(-(-counts.sum(-1) // size).max()) + tiers
+    most = int((-(-counts.sum(-1) // size)).max()) + tiers
     used = [int(pages[..., t].sum()) for t in range(tiers)]
     total = sum(n * stride for n, stride in zip(used, strides, strict=True))
     slab = torch.randint(0, 256, (total + UNIT,), dtype=torch.uint8, device=device, generator=generator)

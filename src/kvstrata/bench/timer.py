@@ -20,7 +20,8 @@ from kvstrata.bench.stats import Array
 
 BATCH = 16  # rounds between two synchronisations
 FEWEST = 5  # rounds taken even when the time is up
-BURST = 50  # calls in one host burst: far below the depth of the launch queue
+LONG = 0.05  # seconds of a round from which on every round is waited for
+BURST = 50  # calls in one host burst: launches of one kernel, far below the depth of the launch queue
 
 
 class Timer:
@@ -57,12 +58,12 @@ class Timer:
         """
         order = random.Random(seed)
         taken: dict[str, list[float]] = {name: [] for name in calls}
-        self._warm(calls, sets, warmup, before)
+        batch = BATCH if self._warm(calls, sets, warmup, before) < LONG else 1  # the limit is seen where we wait
         with _no_gc():
             limit = time.perf_counter() + seconds
-            for first in range(0, rounds, BATCH):
+            for first in range(0, rounds, batch):
                 marks = []
-                for r in range(first, min(first + BATCH, rounds)):
+                for r in range(first, min(first + batch, rounds)):
                     if r >= FEWEST and time.perf_counter() > limit:
                         break
                     for name in order.sample(list(calls), len(calls)):
@@ -72,17 +73,20 @@ class Timer:
                     taken[name].append(self.clock.us(mark))
         return {name: np.asarray(us) for name, us in taken.items()}
 
-    def host(self, calls: Mapping[str, Call], sets: int = 1, bursts: int = 20) -> dict[str, Array]:
-        """Microseconds the host spends per call, one value per burst; the device is idle when a burst begins."""
+    def host(self, calls: Mapping[str, Call], sets: int = 1, bursts: int = 20, burst: int = BURST) -> dict[str, Array]:
+        """Microseconds the host spends per call, one value per burst; the device is idle when a burst begins.
+
+        A ``burst`` of calls has to fit the launch queue, else the host waits for the device.
+        """
         taken: dict[str, list[float]] = {name: [] for name in calls}
         with _no_gc():
             for _ in range(bursts + 1):
                 for name, call in calls.items():
                     self.clock.synchronize()
                     start = time.perf_counter()
-                    for i in range(BURST):
+                    for i in range(burst):
                         call(i % sets)
-                    taken[name].append(1e6 * (time.perf_counter() - start) / BURST)
+                    taken[name].append(1e6 * (time.perf_counter() - start) / burst)
             self.clock.synchronize()
         return {name: np.asarray(us[1:]) for name, us in taken.items()}  # the first burst warms up
 
@@ -108,19 +112,23 @@ class Timer:
 
         return replay
 
-    def _warm(self, calls: Mapping[str, Call], sets: int, rounds: int, before: Call | None) -> None:
+    def _warm(self, calls: Mapping[str, Call], sets: int, rounds: int, before: Call | None) -> float:
+        """Seconds of the last round."""
         for call in calls.values():
             for i in range(sets):
                 call(i)
         self.clock.synchronize()
         self.clock.reset()
         limit = time.perf_counter() + self.clock.warm_seconds
-        r = 0
+        r, took = 0, 0.0
         while r < rounds or time.perf_counter() < limit:
+            start = time.perf_counter()
             for name, call in calls.items():
                 self.clock.time(name, call, r % sets, before)
             self.clock.synchronize()
+            took = time.perf_counter() - start
             r += 1
+        return took
 
 
 @contextmanager

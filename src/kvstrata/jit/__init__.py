@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 
-from .compiler import CompileError, Cubin, Usage, cache_folder, compile, usage
+from .compiler import CompileError, Cubin, Usage, cache_folder, compile, known_usage, usage
 from .kernel import Kernel, Launch, arch_of, bind_context, current_stream, load
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "cache_folder",
     "compile",
     "current_stream",
+    "known_usage",
     "load",
     "missing",
     "usage",

@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import json
 import os
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 INCLUDE = Path(__file__).parent / "include"
@@ -87,9 +88,32 @@ def _run_nvrtc(source: Path, entry: str, arch: str, verbose: bool = False) -> tu
 
 def compile(source: Path, entry: str, *, arch: str) -> Cubin:
     """The cubin of ``entry`` (such as ``"store_direct<Copy<16>, 1>"``) for ``arch`` (such as ``"sm_90"``)."""
-    from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
+    return _kept(source, entry, arch, with_usage=False)[0]
 
-    key = make_program_cache_key(
+
+def usage(source: Path, entry: str, *, arch: str) -> Usage:
+    """Registers, spills, stack and static shared memory of ``entry``, from the assembler's report."""
+    used = _kept(source, entry, arch, with_usage=True)[1]
+    assert used is not None
+    return used
+
+
+def known_usage(source: Path, entry: str, *, arch: str) -> Usage | None:
+    """The same if it is in the cache, beside its cubin; nothing is compiled."""
+    from cuda.core.utils import FileStreamProgramCache
+
+    if not (folder := cache_folder() / "cubin").is_dir():
+        return None
+    key = _key(source, entry, arch)
+    with FileStreamProgramCache(folder, max_size_bytes=CACHE_BYTES) as cache:
+        used = cache.get(key + b".usage") if cache.get(key) else None
+    return Usage(**json.loads(used)) if used else None
+
+
+def _key(source: Path, entry: str, arch: str) -> bytes:
+    from cuda.core.utils import make_program_cache_key
+
+    return make_program_cache_key(
         code=source.read_text(),
         code_type="c++",
         options=_options(source, arch),
@@ -97,24 +121,31 @@ def compile(source: Path, entry: str, *, arch: str) -> Cubin:
         name_expressions=(entry,),
         extra_digest=_headers_digest(source.parent),
     )
+
+
+def _kept(source: Path, entry: str, arch: str, with_usage: bool) -> tuple[Cubin, Usage | None]:
+    """From the cache, or compiled and kept there, with what the assembler reported."""
+    from cuda.core.utils import FileStreamProgramCache
+
+    key = _key(source, entry, arch)
     try:
         cache = FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=CACHE_BYTES)
     except OSError as error:
-        warnings.warn(f"cubins are not kept: {error}; name another folder in KVSTRATA_CACHE", stacklevel=2)
-        return _run_nvrtc(source, entry, arch)[0]
+        warnings.warn(f"cubins are not kept: {error}; name another folder in KVSTRATA_CACHE", stacklevel=3)
+        cubin, log = _run_nvrtc(source, entry, arch, True)
+        return cubin, _usage(log)
     with cache:
-        code, symbol = cache.get(key), cache.get(key + b".symbol")
-        if code and symbol and code.startswith(b"\x7fELF"):
-            return Cubin(code, symbol.decode(), arch)
-        cubin, _ = _run_nvrtc(source, entry, arch)
+        code, symbol, used = cache.get(key), cache.get(key + b".symbol"), cache.get(key + b".usage")
+        if code and symbol and code.startswith(b"\x7fELF") and (used or not with_usage):
+            return Cubin(code, symbol.decode(), arch), Usage(**json.loads(used)) if used else None
+        cubin, log = _run_nvrtc(source, entry, arch, True)
+        found = _usage(log)
         cache[key], cache[key + b".symbol"] = cubin.code, cubin.symbol.encode()
-    return cubin
+        cache[key + b".usage"] = json.dumps(asdict(found)).encode()
+    return cubin, found
 
 
-def usage(source: Path, entry: str, *, arch: str) -> Usage:
-    """Registers, spills, stack and static shared memory of ``entry``, from the assembler's report."""
-    _, log = _run_nvrtc(source, entry, arch, verbose=True)
-
+def _usage(log: str) -> Usage:
     def number(pattern: str) -> int:
         return sum(int(n) for n in re.findall(pattern, log))
 

@@ -1,20 +1,18 @@
 """Is an op correct here: the bench cases' own checks, random sweeps, then some of these under compute-sanitizer.
 
-The sanitizer's tools run side by side, each in a process of its own on a few small trials; without the caching
-allocator every tensor is its own allocation, so that memcheck sees one element past its end.
+On a GPU the backends' sweeps and the sanitizer's tools run side by side, each in a process of its own, while the cases
+are checked: most of their time is compiling. Under the sanitizer, without the caching allocator, every tensor is its
+own allocation, so that memcheck sees one element past its end.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import re
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -22,15 +20,14 @@ import torch
 from kvstrata.bench import Case, cases
 from kvstrata.bench.runner import verify
 
-from . import sweeps
+from . import child, sweeps
 from .launch import build
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 TRIALS = (60, 12)  # of each backend: full, quick
 SWEEP_SECONDS = (20.0, 6.0)  # for them; most of it is compiling, on a GPU
-FEWEST = 4  # trials, however long they take
 WATCHED = (6, 3)  # trials under a tool
-SECONDS = 420  # for one tool
+SECONDS = 420  # for one process
 FLAGS = ("--target-processes", "all", "--report-api-errors", "no", "--error-exitcode", "86")
 
 
@@ -78,7 +75,7 @@ def check_sweep(
     began, outcomes = time.perf_counter(), []
     for outcome in sweeps.run(op, device, backend, range(first, first + trials)):
         outcomes.append(outcome)
-        if len(outcomes) >= FEWEST and time.perf_counter() > began + seconds:
+        if len(outcomes) >= sweeps.FEWEST and time.perf_counter() > began + seconds:
             break
     errors = [f"seed {o.seed}: {o.error}" for o in outcomes if o.error]
     refused = [o.refused for o in outcomes if o.refused]
@@ -87,24 +84,48 @@ def check_sweep(
     return Step(f"sweep, {backend}", len(outcomes) - len(refused), time.perf_counter() - began, errors)
 
 
+def watch_sweep(op: str, backend: str, trials: int, first: int, seconds: float, limit: float) -> Step:
+    """The same on a GPU, in a process of its own; `limit` is when that is ended."""
+    began, name = time.perf_counter(), f"sweep, {backend}"
+    asked = ["--backend", backend, "--trials", str(trials), "--first", str(first), "--seconds", str(seconds)]
+    try:
+        said, code = child.run([sys.executable, "-m", "kvstrata.lab.sweeps", op, "cuda", *asked], limit)
+    except child.Late as error:
+        return Step(name, 0, time.perf_counter() - began, [str(error)])
+    made, errors, refused = read_sweep(said, code)
+    if refused and not made and not errors:
+        return Step(name, skipped=refused)
+    return Step(name, made, time.perf_counter() - began, errors)
+
+
+def read_sweep(text: str, code: int) -> tuple[int, list[str], str | None]:
+    """Trials that were made, what failed, and why one was refused, from what the child said."""
+    trials = re.search(r"^(\d+) trials, (\d+) failed", text, re.MULTILINE)
+    refused = re.search(r"^\w+ refused: (.*)", text, re.MULTILINE)
+    failed = re.findall(r"^\w+, (seed \d+: .*)", text, re.MULTILINE)
+    if trials is None:
+        tail = [line for line in text.splitlines() if line.strip()][-4:]
+        failed.append(f"the child ended early, exit code {code}: " + " / ".join(tail))
+    return int(trials.group(1)) if trials else 0, failed, refused.group(1) if refused else None
+
+
 def sanitizer_command(tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str) -> list[str]:
     asked = [part for backend in backends for part in ("--backend", backend)]
-    child = [sys.executable, "-m", "kvstrata.lab.sweeps", op, "cuda", *asked, "--trials", str(trials)]
-    return [sanitizer, "--tool", tool, *FLAGS, *child]
+    watched = [sys.executable, "-m", "kvstrata.lab.sweeps", op, "cuda", *asked, "--trials", str(trials), "--fill"]
+    return [sanitizer, "--tool", tool, *FLAGS, *watched]
 
 
-def check_sanitizer(tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str) -> Step:
+def check_sanitizer(
+    tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str, limit: float = SECONDS
+) -> Step:
     """Small trials under one tool of compute-sanitizer."""
     began, name = time.perf_counter(), f"compute-sanitizer, {tool}"
     command = sanitizer_command(tool, op, backends, trials, sanitizer)
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        return Step(name, 0, time.perf_counter() - began, [f"took more than {SECONDS} s and was ended"])
-    made, errors = read_sanitizer(f"{done.stdout}\n{done.stderr}", done.returncode)
+        said, code = child.run(command, limit, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    except child.Late as error:
+        return Step(name, 0, time.perf_counter() - began, [str(error)])
+    made, errors = read_sanitizer(said, code)
     return Step(name, made, time.perf_counter() - began, errors)
 
 
@@ -136,28 +157,41 @@ def run(
     quick: bool = False,
     seed: int = 0,
     tick: Callable[[str], object] = lambda name: None,
+    limit: float = SECONDS,
 ) -> list[Step]:
-    """All steps of an op, in order."""
+    """All steps of an op, in order; `limit` ends a process that takes longer."""
     trials, seconds, watched = TRIALS[quick], SWEEP_SECONDS[quick], WATCHED[quick]
-    tick("bench cases")
-    steps = [check_cases(op, device)]
-    if op not in sweeps.names():
-        return [*steps, Step("sweep", skipped=f"there is no sweep of {op}")]
-    for backend, reason in sweeps.backends(op, device).items():
-        tick(f"sweep, {backend}")
-        if reason:
-            steps.append(Step(f"sweep, {backend}", skipped=reason))
-        else:
-            steps.append(check_sweep(op, device, backend, trials, seed, seconds))
-    tick("compute-sanitizer")
-    return steps + sanitize(op, device, tools, watched)
+    there = sweeps.backends(op, device) if op in sweeps.names() else {}
+    beside = device.type == "cuda"
+    with ThreadPoolExecutor(len(there) + len(tools) + 1) as pool:
+        running = {}
+        if beside:  # threads that wait for processes
+            for backend in (name for name, reason in there.items() if reason is None):
+                running[backend] = pool.submit(watch_sweep, op, backend, trials, seed, seconds, limit)
+        sanitized = sanitize(op, device, tools, watched, limit, pool) if there else []
+        tick("bench cases")
+        steps = [check_cases(op, device)]
+        if not there:
+            return [*steps, Step("sweep", skipped=f"there is no sweep of {op}")]
+        for backend, reason in there.items():
+            tick(f"sweep, {backend}")
+            if reason:
+                steps.append(Step(f"sweep, {backend}", skipped=reason))
+            elif beside:
+                steps.append(running[backend].result())
+            else:
+                steps.append(check_sweep(op, device, backend, trials, seed, seconds))
+        tick("compute-sanitizer")
+        return steps + [step if isinstance(step, Step) else step.result() for step in sanitized]
 
 
-def sanitize(op: str, device: torch.device, tools: Sequence[str], trials: int) -> list[Step]:
-    """The tools side by side; skipped, with the reason, where they cannot run."""
+def sanitize(
+    op: str, device: torch.device, tools: Sequence[str], trials: int, limit: float, pool: ThreadPoolExecutor
+) -> list[Step | Future[Step]]:
+    """Begin with the tools, side by side; skipped, with the reason, where they cannot run."""
     there = sweeps.backends(op, device)
     backends = [name for name in sweeps.find(op).SANITIZED if there.get(name) is None]
-    sanitizer = shutil.which("compute-sanitizer")
+    sanitizer = child.find("compute-sanitizer")
     reason = None
     if device.type != "cuda":
         reason = "needs a GPU"
@@ -167,7 +201,4 @@ def sanitize(op: str, device: torch.device, tools: Sequence[str], trials: int) -
         reason = f"no CUDA C++ backend of {op} runs here"
     if reason or sanitizer is None:
         return [Step(f"compute-sanitizer, {tool}", skipped=reason) for tool in tools]
-    if not tools:
-        return []
-    with ThreadPoolExecutor(len(tools)) as pool:
-        return list(pool.map(lambda tool: check_sanitizer(tool, op, backends, trials, sanitizer), tools))
+    return [pool.submit(check_sanitizer, tool, op, backends, trials, sanitizer, limit) for tool in tools]

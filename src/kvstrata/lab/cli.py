@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,6 +43,9 @@ def profile(
         "profile_summary.md"
     ),
     docs: Annotated[Path, typer.Option(help="Folder for summaries that are kept.")] = Path("docs/profiles"),
+    minutes: Annotated[
+        float, typer.Option(min=0.01, help="Time for all cases; what is not done then is left out, and named.")
+    ] = 15.0,
     as_json: AsJson = False,
     results: Results = Path("results"),
     revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
@@ -53,7 +57,8 @@ def profile(
 
     A gate with a signed number is about the change against --against or --compare: percentage points for shares,
     percent for the rest; without a sign it is about the value. Exit code 1: a gate was missed, or a case could not be
-    profiled; 3: no ncu, or no permission to read the counters.
+    profiled; 3: no ncu, or no permission to read the counters: then times, registers and shared memory are what there
+    is.
 
     Example: kvstrata profile store
 
@@ -68,6 +73,7 @@ def profile(
     from .ncu import NcuError
 
     say = console(stderr=as_json)
+    poor = False  # no counters could be read
     try:
         gates = [profiles.gate_of(text) for text in gate or []]
         if against and compare:
@@ -76,10 +82,11 @@ def profile(
         if compare and all(Path(name).is_file() for name in compare):
             before, after = (profiles.load(Path(name)) for name in compare)
         elif compare:
-            before = _take(op, case or [], compare[0], revision)
-            after = _take(op, case or [], compare[1], revision)
+            before = _take(op, case or [], compare[0], revision, 30 * minutes)
+            after = _take(op, case or [], compare[1], revision, 30 * minutes)
         else:
-            after = _take(op, case or [], contender, revision)
+            after = _take(op, case or [], contender, revision, 60 * minutes)
+            poor = not after.tool.startswith("ncu")
         if against:
             before = _earlier(against, results / after.machine["slug"] / f"profile_{op}.json")
         changes = profiles.changes(before, after) if before else []
@@ -108,6 +115,8 @@ def profile(
     text.write_text(tables.summary(after, compared, missed), encoding="utf-8")
     for path in (data, text):
         say.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+    if poor:
+        raise typer.Exit(NO_TOOL)
     if missed or after.failed:
         raise typer.Exit(1)
 
@@ -120,13 +129,14 @@ def check(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: a look, not evidence.")] = False,
     device: Where = Device.auto,
     seed: Annotated[int, typer.Option(help="Of the first trial; a failure names its seed.")] = 0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Of a sweep or a tool; one that takes longer failed.")] = 7.0,
     as_json: AsJson = False,
 ) -> None:
     """Is the op correct on this machine? Exit code 1 if anything says no.
 
     First every kernel of ours in the quick cases of bench, by their own checks; then random small trials of every
     backend that runs here, against plain torch, for a few seconds each; then some of these under the tools of
-    compute-sanitizer, side by side.
+    compute-sanitizer. On a GPU sweeps and tools run side by side.
     Without a GPU the CPU backends are checked, and the sanitizer is skipped.
 
     Example: kvstrata check store
@@ -150,7 +160,7 @@ def check(
     except (LookupError, ValueError) as error:
         refuse(text_of(error))
     with spinner(f"check {op}") as tick:
-        steps = checks.run(op, where, wanted, quick, seed, tick)
+        steps = checks.run(op, where, wanted, quick, seed, tick, 60 * minutes)
     failed = any(step.errors for step in steps)
     if as_json:
         typer.echo(json.dumps({"op": op, "device": str(where), "passed": not failed, "steps": [
@@ -280,7 +290,7 @@ def _page(results: Path, out: Path | None, markdown: Path | None) -> list[Path]:
     return [path for path in (out, markdown) if path]
 
 
-def _take(op: str, wanted: list[str], contender: str | None, revision: str | None) -> Profile:
+def _take(op: str, wanted: list[str], contender: str | None, revision: str | None, seconds: float) -> Profile:
     """Profile on the GPU here."""
     from kvstrata.bench import cases
     from kvstrata.bench.machine import describe
@@ -289,17 +299,28 @@ def _take(op: str, wanted: list[str], contender: str | None, revision: str | Non
     from . import profile as profiles
 
     cases.find(op)
-    ncu.find()
     where = device_of(Device.auto)
     if where.type != "cuda":
+        ncu.find()  # which is the first thing to say
         raise ncu.NcuError("profile needs a CUDA device: torch sees none here")
-    names = profiles.choose(op, wanted, where)
+    names, end = profiles.choose(op, wanted, where), time.monotonic() + seconds
     sizes = {case.name: case.bytes for quick in (True, False) for case in cases.find(op).cases(where, quick)}
+    machine = describe(where, revision)
     with spinner(f"profile {op}") as tick:
-        taken = profiles.take(op, names, describe(where, revision), sizes, contender, tick)
-    if not taken.cases:
-        raise ncu.NcuError("; ".join(dict.fromkeys(taken.failed.values())))
-    return taken
+        try:
+            taken = profiles.take(op, names, machine, sizes, contender, tick, seconds)
+            reason = "" if taken.cases else "; ".join(dict.fromkeys(taken.failed.values()))
+        except ncu.NcuError as error:
+            reason = str(error)
+        if not reason:
+            return taken
+        tick("without counters")
+        traced = profiles.take_traces(op, names, machine, sizes, contender, end - time.monotonic())
+    if not traced.cases:
+        raise ncu.NcuError(reason)
+    typer.echo(f"kvstrata: {reason}", err=True)
+    traced.failed["counters"] = reason
+    return traced
 
 
 def _earlier(reference: str, here: Path) -> Profile:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from kvstrata.bench import cases
 from kvstrata.bench.machine import describe
 from kvstrata.jit import cache_folder, tuned
 
-from . import sweeps
+from . import child, sweeps
 
 EXTRAS = {"scipy": "bench", "matplotlib": "bench", "jinja2": "bench", "optuna": "tune", "numba": "cpu",
           "transformers": "hf"}  # fmt: skip
@@ -39,7 +38,7 @@ def facts(device: torch.device) -> dict[str, Any]:
             name: None if importlib.util.find_spec(name) else f"pip install 'kvstrata[{extra}]'"
             for name, extra in EXTRAS.items()
         },
-        "tools": {name: None if shutil.which(name) else f"not on the PATH; for {use}" for name, use in TOOLS.items()},
+        "tools": {name: None if child.find(name) else f"not on the PATH; for {use}" for name, use in TOOLS.items()},
         "benchmarks": cases.names(),
         "cache": str(cache_folder()),
         "caches": caches(),

@@ -1,20 +1,27 @@
 """The child that a profiler watches: one call of one contender of one case, between cudaProfilerStart and Stop.
 
 python -m kvstrata.lab.launch store 8x128-fp16-8192 [cuda_direct]
+
+With ``--trace`` it watches itself, through torch's profiler, and prints the launches: no counters, so no permission.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvstrata.bench import Bench, Case, cases, peers
 from kvstrata.bench.clock import Call
+from kvstrata.bench.machine import cache_bytes
 
 WARM = 2  # calls before the one that is watched: compilation, lazy loading, plans
 
@@ -73,8 +80,49 @@ def main(op: str, name: str, contender: str | None = None) -> None:
     bench.check(chosen, 0, out)
 
 
+TRACED = "traced: "  # before the JSON that `trace` prints
+# What torch's trace tells of a launch, as quantities of ncu.py, and what a unit of it is worth there.
+TOLD = {"registers": ("registers per thread", 1.0), "shared": ("shared memory", 1e-3),
+        "occupancy": ("est. achieved occupancy %", 1.0)}  # fmt: skip
+
+
+def trace(op: str, name: str, contender: str | None = None) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    bench = build(case_of(op, name, device), contender, device)
+    chosen, call = contender_of(bench, contender)
+    flush = torch.zeros(max(2 * cache_bytes(device), 256 << 20) // 4, dtype=torch.int32, device=device)
+    for _ in range(WARM):
+        bench.poison(chosen, 0)
+        call(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
+        flush.zero_()
+        out = call(0)
+        torch.cuda.synchronize()
+    bench.check(chosen, 0, out)
+    with tempfile.TemporaryDirectory() as folder:
+        watched.export_chrome_trace(str(path := Path(folder) / "trace.json"))
+        print(TRACED + json.dumps(launches(json.loads(path.read_text())["traceEvents"])))
+
+
+def launches(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Kernels of a trace in their order, as the fields of `ncu.Kernel`."""
+    found = []
+    for event in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: float(e["ts"])):
+        told = event.get("args", {})
+        values = {"us": float(event["dur"])}
+        values |= {key: scale * float(told[field]) for key, (field, scale) in TOLD.items() if field in told}
+        base = re.search(r"(\w+)\s*(?:<|\(|$)", str(event["name"]).removeprefix("void "))
+        sizes = (str(tuple(told.get(name, ()))) for name in ("grid", "block"))
+        found.append(dict(zip(("name", "grid", "block"), (base.group(1) if base else "?", *sizes), strict=True)))
+        found[-1]["values"] = values
+    return found
+
+
 if __name__ == "__main__":
     try:
-        main(*sys.argv[1:])
+        if sys.argv[1] == "--trace":
+            trace(*sys.argv[2:])
+        else:
+            main(*sys.argv[1:])
     except (LookupError, AssertionError) as error:  # what was watched is not there, or is wrong
         sys.exit(f"kvstrata: {error}")

@@ -10,10 +10,11 @@ import csv
 import io
 import math
 import re
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from . import child
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SECTIONS = (
@@ -110,7 +111,7 @@ class Kernel:
 
 def find() -> str:
     """The path of ncu; NcuError tells where it comes from."""
-    if found := shutil.which("ncu"):
+    if found := child.find("ncu"):
         return found
     raise NcuError(
         "ncu is not on the PATH: Nsight Compute comes with the CUDA toolkit (or as nsight-compute from NVIDIA); "
@@ -131,9 +132,9 @@ def own_kernels() -> list[str]:
 
 
 def command(
-    ncu: str, child: Sequence[str], log: Path, kernels: Iterable[str], launches: int, without: Iterable[str] = ()
+    ncu: str, watched: Sequence[str], log: Path, kernels: Iterable[str], launches: int, without: Iterable[str] = ()
 ) -> list[str]:
-    """Profile what `child` launches between cudaProfilerStart and Stop; `without` are metrics this GPU does not have.
+    """Profile what `watched` launches between cudaProfilerStart and Stop; `without` are metrics this GPU does not have.
 
     Caches are flushed before every pass, as they are before every sample of bench; clocks are left alone.
     """
@@ -144,15 +145,14 @@ def command(
         ncu, "--csv", "--page", "raw", "--print-units", "base", "--print-kernel-base", "function",
         "--log-file", str(log), "--profile-from-start", "off", "--clock-control", "none", "--cache-control", "all",
         "--launch-count", str(launches), *chosen,
-        *(part for section in SECTIONS for part in ("--section", section)), "--metrics", ",".join(metrics),
-        *child,
+        *(part for section in SECTIONS for part in ("--section", section)),
+        *(["--metrics", ",".join(metrics)] if metrics else []), *watched,
     ]  # fmt: skip
 
 
 def unknown_metrics(text: str) -> list[str]:
-    """Metrics that ncu complains about: it does not have them on this GPU."""
-    lines = [line for line in text.splitlines() if line.startswith(("==ERROR==", "==WARNING=="))]
-    return [name.rstrip(".") for line in lines for name in re.findall(r"\b[a-z0-9]+__[\w.]+", line)]
+    """Metrics that ncu complains about, in a text without a table: it does not have them on this GPU."""
+    return [name.rstrip(".") for name in re.findall(r"\b[a-z0-9]+__[\w.]+", text)]
 
 
 def explain(text: str) -> str:
@@ -166,6 +166,8 @@ def explain(text: str) -> str:
         return "ncu cannot start its profiler here: this virtual machine or container does not pass the counters on"
     if "ERR_NVCMPGPU" in text or "Device not supported" in text:
         return "this ncu does not know the GPU or its driver: take the ncu of the CUDA toolkit in use"
+    if raised := re.findall(r"^(?:\w+\.)*\w+(?:Error|Exception|Interrupt)\b.*", text, re.MULTILINE):
+        return f"what was watched failed: {raised[-1]}"
     if "No kernels were profiled" in text:
         return "no kernel of ours was launched: this case takes another path on this machine"
     if "InterprocessLockFailed" in text:

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from . import ncu
+from . import child, launch, ncu
 from .ncu import QUANTITIES, Kernel, NcuError
 
 SCHEMA = 1
@@ -114,32 +115,36 @@ def take(
     sizes: dict[str, int],
     contender: str | None = None,
     tick: Callable[[str], object] = lambda name: None,
+    seconds: float = math.inf,
 ) -> Profile:
-    """Profile cases one after the other, each in a process of its own."""
-    tool = ncu.find()
+    """Profile cases one after the other, each in a process of its own, until the time is up."""
+    tool, end = ncu.find(), time.monotonic() + seconds
     profile = Profile(op, machine, version(tool))
     for name in names:
         tick(name)
         try:
-            kernels = _case(tool, op, name, contender)
+            kernels = _case(tool, op, name, contender, end)
         except NcuError as error:
             profile.failed[name] = str(error)
+            if not profile.cases and "counters" in str(error):  # no other case will do better
+                break
         else:
             profile.cases.append(CaseProfile(name, contender or "ours", sizes[name], kernels))
     return profile
 
 
-def _case(tool: str, op: str, name: str, contender: str | None) -> list[Kernel]:
-    child = [sys.executable, "-m", "kvstrata.lab.launch", op, name, *([contender] if contender else [])]
+def _case(tool: str, op: str, name: str, contender: str | None, end: float = math.inf) -> list[Kernel]:
+    watched = [sys.executable, "-m", "kvstrata.lab.launch", op, name, *([contender] if contender else [])]
     kernels = [] if contender else ncu.own_kernels()  # a contender that is named may launch those of a library
     without: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         while True:
-            said = _run(ncu.command(tool, child, log, kernels, LAUNCHES, without), SECONDS)
+            if (left := min(end - time.monotonic(), SECONDS)) <= 0:
+                raise NcuError("the time was up")
+            said = _run(ncu.command(tool, watched, log, kernels, LAUNCHES, without), left)
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-            unknown = [m for m in ncu.unknown_metrics(text + said) if m in ncu.ASKED and m not in without]
-            if not unknown or '"ID",' in text:
+            if '"ID",' in text or not (unknown := _unknown(f"{text}\n{said}", without)):
                 break
             without += unknown
             log.unlink(missing_ok=True)
@@ -148,6 +153,51 @@ def _case(tool: str, op: str, name: str, contender: str | None) -> list[Kernel]:
     if '"ID",' not in text:
         raise NcuError(ncu.explain(f"{text}\n{said}"))
     return first_of_each(ncu.parse(text))
+
+
+def take_traces(
+    op: str,
+    names: Sequence[str],
+    machine: dict[str, Any],
+    sizes: dict[str, int],
+    contender: str | None = None,
+    seconds: float = math.inf,
+) -> Profile:
+    """What can be had without counters: times, registers, shared memory and estimated occupancy of the launches."""
+    end, kernels = time.monotonic() + seconds, set(() if contender else ncu.own_kernels())
+    profile = Profile(op, machine, "torch's profiler, without counters (occupancy is an estimate)")
+    for name in names:
+        command = [
+            sys.executable,
+            "-m",
+            "kvstrata.lab.launch",
+            "--trace",
+            op,
+            name,
+            *([contender] if contender else []),
+        ]
+        try:
+            said = _run(command, min(end - time.monotonic(), SECONDS))
+            told = re.search(rf"^{launch.TRACED}(.*)", said, re.MULTILINE)
+            if told is None:
+                raise NcuError(ncu.explain(said).replace("ncu failed", "the child failed"))
+            found = [Kernel(**kernel) for kernel in json.loads(told.group(1))]
+        except NcuError as error:
+            profile.failed[name] = str(error)
+            continue
+        if chosen := first_of_each([kernel for kernel in found if not kernels or kernel.name in kernels]):
+            profile.cases.append(CaseProfile(name, contender or "ours", sizes[name], chosen))
+        else:
+            profile.failed[name] = "no kernel of ours was launched"
+    return profile
+
+
+def _unknown(text: str, without: Sequence[str]) -> list[str]:
+    """Metrics to leave out after a failure: those complained about or, where no reason is known, all, once."""
+    named = [m for m in ncu.unknown_metrics(text) if m in ncu.ASKED and m not in without]
+    if named or not ncu.explain(text).startswith("ncu failed"):
+        return named
+    return [m for m in ncu.ASKED if m not in without]
 
 
 def first_of_each(kernels: Sequence[Kernel]) -> list[Kernel]:
@@ -161,10 +211,9 @@ def first_of_each(kernels: Sequence[Kernel]) -> list[Kernel]:
 def _run(command: Sequence[str], seconds: float) -> str:
     """What a command said on both channels; a late one is ended."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, errors="replace")
-    except subprocess.TimeoutExpired as error:
-        raise NcuError(f"ncu took more than {seconds:.0f} s and was ended") from error
-    return f"{done.stdout}\n{done.stderr}"
+        return child.run(command, seconds)[0]
+    except child.Late as error:
+        raise NcuError(f"ncu {error}") from error
 
 
 @functools.cache

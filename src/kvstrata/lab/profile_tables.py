@@ -24,7 +24,9 @@ def bound(kernel: Kernel) -> str:
     if busy and max(busy.values()) >= BUSY:
         key = max(busy, key=lambda name: busy[name])
         return QUANTITIES[key].title
-    return f"waiting: {next(iter(kernel.stalls))}" if kernel.stalls else "waiting"
+    if kernel.stalls:
+        return f"waiting: {next(iter(kernel.stalls))}"
+    return "waiting" if busy else ""
 
 
 def stalls(kernel: Kernel) -> str:
@@ -45,12 +47,13 @@ def kernels(profile: Profile) -> Grid:
             case.case,
             kernel.name,
             *(show(kernel.values.get(key), key) for key in keys),
+            f"{1e-6 * case.bytes / kernel.values['us']:.2f}" if kernel is case.main and kernel.values.get("us") else "",
             bound(kernel),
             stalls(kernel),
         ]
         for case, kernel in every
     ]
-    header = ["case", "kernel", *titles, "bound by", "warps wait for"]
+    header = ["case", "kernel", *titles, "TB/s of the case", "bound by", "warps wait for"]
     notes = [f"{name} was not profiled: {why}" for name, why in profile.failed.items()]
     return Grid(caption(profile), header, rows, notes, names=2)
 
@@ -73,7 +76,8 @@ def summary(profile: Profile, compared: Grid | None = None, missed: Sequence[str
     parts = [
         f"# Profile of {profile.op}",
         f"{caption(profile)}. One launch of each kernel, caches flushed, clocks as they are; written by "
-        f"`kvstrata profile {profile.op}`. Times under a profiler are not benchmarks.",
+        f"`kvstrata profile {profile.op}`. Times under a profiler are not benchmarks; TB/s are the bytes that the case "
+        "counts over the time of its longest kernel.",
         kernels(profile).markdown(),
     ]
     if compared is not None:

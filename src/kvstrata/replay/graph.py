@@ -212,7 +212,11 @@ class GraphRunner:
             self._stage.write(given)
         else:
             for name, tensor in tensors.items():
-                self.staged[name][tuple(slice(0, n) for n in tensor.shape)].copy_(tensor)
+                staged, value = self.staged[name], self.fill[name]
+                # Columns that this step does not bring; "last" is for 1-D, which has none.
+                if isinstance(value, (int, float)) and tensor.shape[1:] != staged.shape[1:]:
+                    staged[: tensor.shape[0]].fill_(value)
+                staged[tuple(slice(0, n) for n in tensor.shape)].copy_(tensor)
         return self.replay(batch)
 
     def replay(self, batch: int) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +37,9 @@ def tune(
     trials: Annotated[
         int | None, typer.Option(min=1, help="Trials of each case; all processes and earlier runs count.")
     ] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.01, help="Time for all cases; 5 if neither is given.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Time for the whole command; 5 for a search of no number of trials.")
+    ] = None,
     only: Annotated[str, typer.Option(metavar="GLOB", help="Only cases whose name matches.")] = "*",
     storage: Annotated[
         str | None,
@@ -81,6 +85,7 @@ def tune(
 
     Example: kvstrata tune store --aa 200 --save
     """
+    begun = time.monotonic()
     for package in ("optuna", "scipy"):
         if importlib.util.find_spec(package) is None:
             refuse(f"tune needs {package}: pip install 'kvstrata[tune]'")
@@ -100,13 +105,13 @@ def tune(
         where, arch = _where(device, backend)
         chosen = _chosen(op, arch, where, backend, only)
         limits = Limits(shared_cap, max_registers, 0, min_occupancy)
-        if trials is None and minutes is None:
+        if trials is None and minutes is None and aa is None:
             minutes = 5.0
         settings = Settings(trials, None if minutes is None else 60 * minutes, limits)
         if aa is not None:
-            result: Tuning | Gate = _experiment(chosen, where, aa, revision)
+            result: Tuning | Gate = _experiment(chosen, where, aa, revision, begun, settings.seconds)
         else:
-            result = _search(op, chosen, where, arch, backend, settings, storage, resume, seed, revision, keep)
+            result = _search(op, chosen, where, arch, backend, settings, begun, storage, resume, seed, revision, keep)
     except (LookupError, ValueError, OSError, RuntimeError) as error:
         refuse(text_of(error))
     if as_json:
@@ -208,13 +213,14 @@ def _search(
     arch: str,
     backend: str,
     settings: Settings,
+    begun: float,
     storage: str | None,
     resume: bool,
     seed: int | None,
     revision: str | None,
     keep: Callable[[Tuning], object],
 ) -> Tuning:
-    """Case after case; `keep` sees what there is after each."""
+    """Case after case, each with its share of the time since `begun`; `keep` sees what there is after each."""
     import gc
     from dataclasses import replace
 
@@ -237,11 +243,12 @@ def _search(
     tuning = Tuning(PREFIX + op, machine, method)
     studies = open_storage(storage or cache_folder() / "tune" / f"{machine['slug']}.journal")
     timer = Timer(where, TOY_FLUSH if where.type == "cpu" else None)
-    end = None if settings.seconds is None else time.monotonic() + settings.seconds
+    end = None if settings.seconds is None else begun + settings.seconds
     with Compiler(arch) as compiler, _progress() as progress:
+        compiler.ahead(kernel for problem in chosen for kernel in problem.kernels(problem.default))
         for problem in chosen:
-            valid = [choice for choice in problem.space if not problem.invalid(choice)]
-            compiler.ahead(kernel for choice in [problem.default, *valid] for kernel in problem.kernels(choice))
+            valid = (choice for choice in problem.space if not problem.invalid(choice))
+            compiler.ahead(kernel for choice in valid for kernel in problem.kernels(choice))
         for number, problem in enumerate(chosen):
             task = progress.add_task(problem.case, total=settings.trials or len(problem.space), best="")
 
@@ -263,8 +270,14 @@ def _search(
     return tuning
 
 
-def _experiment(chosen: list[Problem], where: torch.device, n: int, revision: str | None) -> Gate:
-    """A/A and A/B on the longest of the cases, and simulated."""
+def _experiment(
+    chosen: list[Problem], where: torch.device, n: int, revision: str | None, begun: float, seconds: float | None
+) -> Gate:
+    """A/A and A/B on the longest of the cases, and simulated (beside a GPU, in processes of their own)."""
+    import multiprocessing
+    import os
+    from concurrent.futures import ProcessPoolExecutor
+
     from kvstrata.bench.machine import describe
     from kvstrata.bench.timer import Timer
     from kvstrata.tune import decide, experiment
@@ -274,12 +287,17 @@ def _experiment(chosen: list[Problem], where: torch.device, n: int, revision: st
     timer = Timer(where, TOY_FLUSH if where.type == "cpu" else None)
     method = {"quick": decide.QUICK, "confirm": decide.CONFIRM, "case": problem.case}
     gate = Gate(GATE, describe(where, revision), method)
-    with _progress() as progress:
-        for factor in experiment.FACTORS:
-            task = progress.add_task(f"{problem.case} {factor:g}x", total=n, best="")
-            gate.rows.append(experiment.on_device(problem, timer, factor, n, lambda task=task: progress.advance(task)))  # type: ignore[misc]
-        for noise in NOISE:
-            gate.rows += [experiment.simulated(noise, factor, SIMULATED) for factor in experiment.FACTORS]
+    wanted = [(noise, factor, SIMULATED) for noise in NOISE for factor in experiment.FACTORS]
+    jobs = min(len(wanted), os.cpu_count() or 1)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool, _progress() as progress:
+        beside = where.type == "cuda" and jobs > 1
+        running = [pool.submit(experiment.simulated, *each) for each in wanted] if beside else []
+        for left, factor in zip(range(len(experiment.FACTORS), 0, -1), experiment.FACTORS, strict=True):
+            task, now = progress.add_task(f"{problem.case} {factor:g}x", total=n, best=""), time.monotonic()
+            end = math.inf if seconds is None else now + (begun + seconds - now) / left
+            step = partial(progress.advance, task)
+            gate.rows.append(experiment.on_device(problem, timer, factor, n, step, end))
+        gate.rows += [one.result() for one in running] or [experiment.simulated(*each) for each in wanted]
     return gate
 
 

@@ -12,16 +12,15 @@ from types import TracebackType
 from kvstrata import jit
 from kvstrata.tune.gates import Needs
 
+Name = tuple[Path, str]
+
 
 def _build(source: str, entry: str, arch: str) -> jit.Usage:
     """What a kernel takes; its cubin is in the cache afterwards."""
     try:
-        used = jit.usage(Path(source), entry, arch=arch)
-        jit.compile(Path(source), entry, arch=arch)
+        return jit.usage(Path(source), entry, arch=arch)
     except jit.CompileError as error:
         text = str(error)
-    else:
-        return used
     raise jit.CompileError(text)  # without the frames that hold the compiler's objects
 
 
@@ -32,25 +31,30 @@ class Compiler:
         self.arch = arch
         self.jobs = max((os.cpu_count() or 1) - 2, 1) if jobs is None else jobs
         self._pool: ProcessPoolExecutor | None = None
-        self._ahead: dict[tuple[Path, str], Future[jit.Usage]] = {}
-        self._done: dict[tuple[Path, str], jit.Usage] = {}
+        self._ahead: dict[Name, Future[jit.Usage]] = {}
+        self._done: dict[Name, jit.Usage] = {}
 
     def ahead(self, kernels: Iterable[Needs]) -> list[Future[jit.Usage]]:
-        """Begin with these; one per different kernel."""
+        """Begin with these, one per different kernel; those in the cache are done."""
         if not self.jobs:
             return []
         for kernel in kernels:
-            if (name := (kernel.source, kernel.entry)) not in self._ahead:
-                if self._pool is None:
-                    self._pool = ProcessPoolExecutor(self.jobs, mp_context=multiprocessing.get_context("spawn"))
-                self._ahead[name] = self._pool.submit(_build, str(kernel.source), kernel.entry, self.arch)
+            name = (kernel.source, kernel.entry)
+            if name in self._ahead or name in self._done:
+                continue
+            if known := jit.known_usage(*name, arch=self.arch):
+                self._done[name] = known
+                continue
+            if self._pool is None:
+                self._pool = ProcessPoolExecutor(self.jobs, mp_context=multiprocessing.get_context("spawn"))
+            self._ahead[name] = self._pool.submit(_build, str(kernel.source), kernel.entry, self.arch)
         return list(self._ahead.values())
 
-    def usage(self, kernel: Needs) -> jit.Usage:
-        """What a kernel takes; CompileError for one that cannot be compiled."""
+    def usage(self, kernel: Needs, seconds: float | None = None) -> jit.Usage:
+        """What a kernel takes; CompileError for one that cannot be compiled, TimeoutError for one that is not done."""
         name = (kernel.source, kernel.entry)
         if name in self._ahead:
-            return self._ahead[name].result()
+            return self._ahead[name].result(seconds)
         if name not in self._done:
             self._done[name] = _build(str(kernel.source), kernel.entry, self.arch)
         return self._done[name]
@@ -59,5 +63,10 @@ class Compiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._pool is None:
+            return
+        workers = list((self._pool._processes or {}).values())
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if not all(future.done() for future in self._ahead.values()):
+            for worker in workers:  # nobody wants what they compile; a cubin is written in one step
+                worker.terminate()

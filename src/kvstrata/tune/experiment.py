@@ -6,6 +6,7 @@ In a simulation samples are drawn: log-normal noise, and now and then one that t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -24,21 +25,22 @@ OUTLIERS, OUTLIER = 0.02, 1.5  # share of samples, and what they take
 CALIBRATION = 60  # samples
 CYCLES = (1_000, 40_000)  # of two delays that are tried, to find the one wanted
 
+Step = Callable[[], object]
 Draw = Callable[[int], tuple[Array, Array]]  # samples of (incumbent, candidate)
 
 
-def rate(name: str, factor: float, draw: Draw, n: int, step: Callable[[], object] = lambda: None) -> Rate:
-    """Let `n` candidates go through both stages."""
+def rate(name: str, factor: float, draw: Draw, n: int, step: Step = lambda: None, end: float = math.inf) -> Rate:
+    """Let `n` candidates go through both stages, or at least one and as many as there is time for."""
     quick = confirm = promoted = 0
-    ratios = []
-    for _ in range(n):
+    ratios: list[float] = []
+    while len(ratios) < n and (not ratios or time.monotonic() < end):
         early = decide.passes_quick(*draw(decide.QUICK))
         incumbent, candidate = draw(decide.CONFIRM)
         late = decide.confirm(incumbent, candidate).faster
         ratios.append(float(np.median(incumbent) / np.median(candidate)))
         quick, confirm, promoted = quick + early, confirm + late, promoted + (early and late)
         step()
-    return Rate(name, factor, float(np.median(ratios)) if ratios else None, n, quick, confirm, promoted)
+    return Rate(name, factor, float(np.median(ratios)), len(ratios), quick, confirm, promoted)
 
 
 def simulated(noise: float, factor: float, n: int, seed: int = 0) -> Rate:
@@ -52,7 +54,9 @@ def simulated(noise: float, factor: float, n: int, seed: int = 0) -> Rate:
     return rate(f"simulated, {noise:.0%} noise", factor, lambda count: (some(count, factor), some(count, 1.0)), n)
 
 
-def on_device(problem: Problem, timer: Timer, factor: float, n: int, step: Callable[[], object] = lambda: None) -> Rate:
+def on_device(
+    problem: Problem, timer: Timer, factor: float, n: int, step: Step = lambda: None, end: float = math.inf
+) -> Rate:
     """The default configuration against itself, or against itself with a delay."""
     ready = problem.build(timer.device)
 
@@ -77,7 +81,7 @@ def on_device(problem: Problem, timer: Timer, factor: float, n: int, step: Calla
 
     timer.clock.warm_seconds = 0.0  # the device is busy from here on
     try:
-        return rate(f"{problem.op} {problem.case}", factor, draw, n, step)
+        return rate(f"{problem.op} {problem.case}", factor, draw, n, step, end)
     finally:
         timer.clock.warm_seconds = usual
 

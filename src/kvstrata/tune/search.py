@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as NotDone
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ from kvstrata.tune.storage import OWNER, owner, put_back
 STEP = 10  # samples between two looks of the pruner
 FINAL = 200  # samples of the winner against the default, none of which chose it
 TOP = 5
+IDLE = 0.5  # seconds after which a device is given time to raise its clocks again
 CLAIMED, REJECTED, PROFILE, PROMOTED = "claimed", "rejected", "profile", "promoted"
 SEEN = "seen before"  # why a trial was rejected that does not count
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -77,11 +79,14 @@ class Search:
         self.started = time.monotonic()
         self.ready = problem.build(timer.device)
         self._calls: dict[str, Call] = {}  # of the incumbents
+        self._busy = -math.inf  # when the device was last seen at work
+        self._round = 0.0  # seconds that a round of samples took
         self._random = random.Random(len(study.get_trials(deepcopy=False)))
 
     def run(self) -> Row:
         """Search, then measure the winner against the default."""
         try:
+            self._profile(None)  # compiled by the others, if they are at it
             self._default = self._prepared(self.problem.default)
         except Rejected as error:
             raise RuntimeError(f"{self.problem.case}: the default configuration is {error.kind}: {error}") from error
@@ -96,13 +101,18 @@ class Search:
         return [t for t in found if t.user_attrs.get(REJECTED) != SEEN]
 
     def _over(self) -> bool:
-        limit = self.settings
-        if limit.seconds is not None and time.monotonic() - self.started > limit.seconds:
+        limit, left = self.settings, self._left()
+        if left is not None and left <= limit.final * self._round:  # which the last measurement will take
             return True
         taken = [t for t in self._trials(*DONE, TrialState.RUNNING) if OWNER in t.user_attrs]
         if limit.trials is not None and len(taken) >= limit.trials:
             return True
         return not self._unseen()
+
+    def _left(self) -> float | None:
+        """Seconds."""
+        seconds = self.settings.seconds
+        return None if seconds is None else max(self.started + seconds - time.monotonic(), 0.0)
 
     def _unseen(self) -> list[Choice]:
         seen = {key(t.params) for t in self._trials(*DONE, TrialState.RUNNING)}
@@ -126,6 +136,10 @@ class Search:
             trial.set_user_attr("reason", " ".join(str(error).split())[:300])
         except optuna.TrialPruned:
             rejected = "pruned"
+        except NotDone:  # the time was up before it was compiled: for whoever resumes
+            self.study.tell(trial, state=TrialState.FAIL)
+            self.study.enqueue_trial(choice)
+            return
         except Exception as error:  # of a launch: a kernel may have left the device unusable
             rejected, broken = "fails", error
         self._tell(trial, value, rejected)
@@ -188,7 +202,8 @@ class Search:
         if reason := problem.invalid(choice):
             raise Rejected("divisibility", reason)
         compiler = self.compiler
-        profile = gates.check(problem.kernels(choice), compiler.usage, compiler.arch, limit.limits)
+        left = self._left()
+        profile = gates.check(problem.kernels(choice), lambda k: compiler.usage(k, left), compiler.arch, limit.limits)
         trial.set_user_attr(PROFILE, asdict(profile))
         calls = {"default": self._default, "candidate": self._prepared(choice)}
         incumbent, holder = self._incumbent(), "default"
@@ -199,7 +214,7 @@ class Search:
         better = decide.better_profile(profile, self._profile(incumbent))
         if not decide.passes_quick(taken[holder], taken["candidate"], better):
             return _relative(taken), f"not {decide.FASTER - 1:.0%} faster"
-        taken = self._sample(calls, limit.confirm, warm=False)
+        taken = self._sample(calls, limit.confirm)
         self._verify(calls["candidate"])
         verdict = decide.confirm(taken[holder], taken["candidate"])
         if not verdict.faster:
@@ -217,20 +232,22 @@ class Search:
     def _quick(self, trial: optuna.Trial, calls: dict[str, Call]) -> dict[str, Array]:
         parts: list[dict[str, Array]] = []
         for first in range(0, self.settings.quick, STEP):
-            parts.append(self._sample(calls, min(STEP, self.settings.quick - first), warm=first == 0, seed=first))
+            parts.append(self._sample(calls, min(STEP, self.settings.quick - first), seed=first))
             taken = {name: np.concatenate([part[name] for part in parts]) for name in calls}
             trial.report(_relative(taken), taken["candidate"].size)
             if trial.should_prune() and first + STEP < self.settings.quick:
                 raise optuna.TrialPruned
         return taken
 
-    def _sample(self, calls: dict[str, Call], rounds: int, warm: bool = True, seed: int = 0) -> dict[str, Array]:
-        clock = self.timer.clock
+    def _sample(self, calls: dict[str, Call], rounds: int, seed: int = 0) -> dict[str, Array]:
+        clock, start = self.timer.clock, time.monotonic()
         usual = clock.warm_seconds
-        clock.warm_seconds = usual if warm else 0.0  # the device is busy already
+        clock.warm_seconds = usual if start - self._busy > IDLE else 0.0
         try:
             return self.timer.sample(calls, rounds, self.problem.sets, seed=seed, before=self.ready.before)
         finally:
+            self._busy = time.monotonic()
+            self._round = (self._busy - start - clock.warm_seconds) / rounds
             clock.warm_seconds = usual
 
     def _finish(self) -> Row:

@@ -1,21 +1,24 @@
 """The prefill benchmark: dense attention of whole prompts, and a chunk of new tokens over a cache in 4 bit.
 
 Operations are the two products, of a causal one the half that is seen. Calls are captured and replayed; before each
-sample the cache of the device is filled by reading. Ours are ``kvstrata`` (auto), ``triton`` and ``cuda``; ``v2`` is
-the kernel that the work began with.
+sample the cache of the device is filled by reading. Ours are ``kvstrata`` (auto) and the backends that auto did not
+take. Cases ``ideas-*`` hold prefill.cu against the kernel that the work began with, ``v2``: with one tile for all, and
+with one thing at a time done otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvstrata.attention import cached, prefill
+from kvstrata.attention import cached, prefill, prefill_cuda
 from kvstrata.attention.prefill import PrefillJob
+from kvstrata.attention.prefill_cuda import FEW, PORTABLE, Ideas, Tile
 from kvstrata.bench import Absent, Bench, Case, attach, peer, sets_for, synthetic
 from kvstrata.bench.cases.decode import _read
 from kvstrata.bench.clock import Call
@@ -23,6 +26,8 @@ from kvstrata.layout import Format
 
 CHECKED = 2  # heads of the first sequence compared with float32
 NEW, PREFIX = 512, 32256  # a chunk, and the tokens before it: 32k together
+SECONDS = 4.0  # of sampling, at most
+IDEAS = [(2, 8, 512, 64), (4, 16, 1024, 64)]  # fewer blocks than multiprocessors, and more than are resident
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,10 @@ def flashinfer(jobs: list[PrefillJob]) -> Call:
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device=job.q.device)
     ends = torch.arange(batch + 1, dtype=torch.int32, device=job.q.device) * length
     wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-    wrapper.plan(ends, ends, heads, job.kv_heads, dim, causal=job.causal, q_data_type=job.q.dtype)
+    try:  # compiles when a size is new
+        wrapper.plan(ends, ends, heads, job.kv_heads, dim, causal=job.causal, q_data_type=job.q.dtype)
+    except RuntimeError as error:
+        raise Absent(" ".join(str(error).split())[:120]) from error
 
     def call(i: int) -> torch.Tensor:
         return wrapper.run(*packed[i]).view(batch, length, heads, dim).transpose(1, 2)
@@ -131,37 +139,67 @@ def _v2(jobs: list[PrefillJob]) -> Call:
     return call
 
 
-def build(shape: Shape, sets: int, device: torch.device) -> Bench:
-    jobs = [_job(shape, device, seed) for seed in range(sets)]
+def _bench(jobs: list[PrefillJob], contenders: dict[str, Call], ours: str, baseline: str) -> Bench:
     wanted = [_expected(job) for job in jobs]
-    chosen = prefill._choose("auto", jobs[0])
-    contenders: dict[str, Call] = {"kvstrata": lambda i: prefill.run(jobs[i], chosen)[0]}
+    written: dict[tuple[str, int], torch.Tensor] = {}  # a replay writes where it wrote before
+
+    def poison(name: str, i: int) -> None:
+        if (name, i) in written:
+            written[name, i].fill_(float("nan"))
 
     def check(name: str, i: int, out: torch.Tensor) -> None:
+        written[name, i] = out
         assert out.shape == jobs[i].q.shape
         _close(out[:1, :CHECKED], wanted[i])
         assert not bool(out.isnan().any()), "an output is NaN"
 
-    bench = Bench(
-        contenders=contenders,
-        poison=lambda name, i: None,
-        check=check,
-        ours="kvstrata",
-        baseline="flash",
-        before=_read(device),
-    )
+    before = _read(jobs[0].q.device)
+    return Bench(contenders=contenders, poison=poison, check=check, ours=ours, baseline=baseline, before=before)
+
+
+def build(shape: Shape, sets: int, device: torch.device) -> Bench:
+    jobs = [_job(shape, device, seed) for seed in range(sets)]
+    chosen = prefill._choose("auto", jobs[0])
+    contenders: dict[str, Call] = {"kvstrata": lambda i: prefill.run(jobs[i], chosen)[0]}
     contenders["flash"] = _sdpa(jobs, SDPBackend.FLASH_ATTENTION)
+    bench = _bench(jobs, contenders, "kvstrata", "flash")
     if device.type == "cuda":
         for backend in ("triton", "cuda"):
+            if backend == chosen:
+                continue
             if reason := prefill.missing(backend, jobs[0]):
                 bench.absent[backend] = reason
             else:
                 contenders[backend] = lambda i, backend=backend: prefill.run(jobs[i], backend)[0]  # type: ignore[misc]
                 bench.variants.add(backend)
-        if shape.dim == 64 and shape.kv_heads is None and shape.length == 512:
-            contenders["v2"], bench.baseline = _v2(jobs), "v2"
         attach(bench, "prefill", jobs)
-        bench.host = {"kvstrata": contenders["kvstrata"]}
+        if shape.length <= 512:  # of longer ones it is the same
+            bench.host = {"kvstrata": contenders["kvstrata"]}
+    return bench
+
+
+def ideas() -> dict[str, tuple[Tile, Ideas]]:
+    """``v3``, what it is with one thing done otherwise, and with a second group of warps."""
+    tile = PORTABLE[64]
+    return {
+        "v3": (tile, Ideas()),
+        "copies not overlapped": (replace(tile, stages=1), Ideas()),
+        "scores in shared memory": (tile, Ideas(scores="shared")),
+        "4 bytes an access": (tile, Ideas(vector=False)),
+        "persistent blocks": (tile, Ideas(persistent=True)),
+        "two groups of warps": (FEW[64], Ideas()),
+    }
+
+
+def build_ideas(shape: Shape, sets: int, device: torch.device) -> Bench:
+    jobs = [_job(shape, device, seed) for seed in range(sets)]
+    contenders: dict[str, Call] = {
+        name: lambda i, tile=tile, how=how: prefill_cuda.run(jobs[i], tile, how)[0]  # type: ignore[misc]
+        for name, (tile, how) in ideas().items()
+    }
+    contenders["v2"] = _v2(jobs)
+    bench = _bench(jobs, contenders, "v3", "v2")
+    bench.variants = contenders.keys() - {"v3", "v2"}
     return bench
 
 
@@ -188,9 +226,9 @@ def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             return flash(q.unsqueeze(0).transpose(1, 2), k, v, 0.0, True, scale=dim**-0.5)[0][0].transpose(0, 1)
 
-        contenders["unpack + flash"] = unpacked
+        contenders["unpack then flash"] = unpacked
     else:
-        contenders["unpack + flash"] = lambda i: cached.run(job, "reference")[0]
+        contenders["unpack then flash"] = lambda i: cached.run(job, "reference")[0]
 
     def check(name: str, i: int, out: torch.Tensor) -> None:
         error = float((out.float() - expected).norm() / expected.norm())
@@ -201,7 +239,7 @@ def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_
         poison=lambda name, i: None,
         check=check,
         ours="kvstrata",
-        baseline="unpack + flash",
+        baseline="unpack then flash",
         before=_read(device),
     )
 
@@ -224,7 +262,14 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         params = {"kind": kind + "-gqa" * (shape.kv_heads is not None), "D": shape.dim, "T": shape.length}
         sets = min(sets_for(shape.bytes, device), 2)
         make: Callable[[torch.device], Bench] = partial(build, shape, sets)
-        found.append(Case("prefill", shape.name, params, shape.bytes, make, flops=shape.flops, sets=sets, graph=cuda))
+        sizes: dict[str, Any] = dict(flops=shape.flops, sets=sets, graph=cuda, seconds=SECONDS)
+        found.append(Case("prefill", shape.name, params, shape.bytes, make, **sizes))
+    for shape in [Shape(*size, causal) for size in IDEAS for causal in (False, True)] if cuda else []:
+        sets = min(sets_for(shape.bytes, device), 2)
+        params = {"kind": "ideas", "causal": shape.causal, "D": shape.dim, "S": shape.length}
+        make = partial(build_ideas, shape, sets)
+        sizes = dict(flops=shape.flops, sets=sets, graph=True, seconds=SECONDS)
+        found.append(Case("prefill", f"ideas-{shape.name}", params, shape.bytes, make, **sizes))
     prefix, heads, kv_heads, dim = (PREFIX, 32, 8, 128) if cuda else (512, 2, 1, 64)
     pairs = NEW * prefix + NEW * (NEW + 1) // 2
     moved = kv_heads * (prefix * Format.parse("K4V4", dim).bytes_per_token + NEW * 4 * dim) + 4 * NEW * heads * dim
@@ -232,5 +277,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     name = f"tiers-K4V4-{prefix}+{NEW}"
     tiers = partial(build_tiers, prefix=prefix, heads=heads, kv_heads=kv_heads)
     # the plain tokens are among the earlier ones, the new ones among the quantised
-    found.append(Case("prefill", name, params, moved, tiers, flops=4 * heads * pairs * dim, graph=cuda))
+    found.append(
+        Case("prefill", name, params, moved, tiers, flops=4 * heads * pairs * dim, graph=cuda, seconds=SECONDS)
+    )
     return found

@@ -48,7 +48,7 @@ class State:
         groups = requests * layers * heads
         arriving = -(-tokens // 20 // p) + 1
         needed = sum(groups * (-(-n // p) + arriving) * stride for n, stride in zip(counts, strides, strict=True))
-        slab = strides[0] * (64 if needed > 1 << 30 else 4)
+        slab = strides[0] * (1024 if needed > 1 << 30 else 4)
         self.pool = Pool(strides, slab, int(1.02 * needed) // slab + 8, device)
         self.buckets = Buckets(self.pool, self.kinds, requests, layers, heads, -(-tokens // p) + arriving)
         for tier, n in enumerate(counts):
@@ -176,6 +176,7 @@ def build_settle(state: partial[State], expected: int, device: torch.device) -> 
         ours="kvstrata",
         baseline="triton" if cuda else "reference",
         host={"kvstrata": contenders["kvstrata"]},
+        burst=4,
     )
     if not cuda:
         contenders["reference"] = lambda i: take_and_put()
@@ -284,7 +285,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             params = {"what": name, "requests": many, "layers": layers, "T": tokens}
             moved = bytes_of(many * tokens * layers * heads, dim, lossy)
             case = f"settle-{name}-{many}x{tokens}x{layers}"
-            found.append(Case("settle", case, params, moved, partial(build_settle, state, moved)))
+            found.append(Case("settle", case, params, moved, partial(build_settle, state, moved), seconds=8.0))
     return found
 
 

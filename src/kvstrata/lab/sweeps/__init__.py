@@ -19,6 +19,7 @@ import torch
 from .draw import Draw, Refused
 
 COMMON = ("draw", "__main__")
+FEWEST = 4  # trials, however long they take
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,46 @@
+"""Programs that run others (a profiler, a sanitizer), ended with all that they started when their time is up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+TOOLKIT = "/usr/local/cuda"
+
+
+def find(tool: str) -> str | None:
+    """The path of a tool of the CUDA toolkit: on the PATH, or where the toolkit is."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT]
+    places = [tool, *(f"{home}/bin/{tool}" for home in homes if home)]
+    return next((path for place in places if (path := shutil.which(place))), None)
+
+
+class Late(Exception):
+    """A program took longer than it was given and was ended."""
+
+
+def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """What a command said on both channels, and its exit code; `environment` is added to ours.
+
+    Its children get the signal too: one that lives on would hold the pipe that is read here.
+    """
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
+        errors="replace", env={**os.environ, **(environment or {})}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=max(seconds, 0.0))
+    except BaseException as error:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            tail = " / ".join(line for line in said.splitlines()[-3:] if line.strip())
+            last = f"; it said last: {tail}" if tail else ""
+            raise Late(f"took more than {seconds:.0f} s and was ended{last}") from error
+        raise
+    return said, process.returncode

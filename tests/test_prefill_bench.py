@@ -1,0 +1,108 @@
+"""The choice of a kernel by shape, and the benchmark: its cases, its checks, its tables and figures."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from kvstrata.attention.prefill_configs import TABLE, default_of, nearest
+from kvstrata.bench import results, runner
+from kvstrata.bench.cases import prefill as cases
+from kvstrata.bench.publish import figures, render_document
+from kvstrata.bench.stats import summary
+
+CPU = torch.device("cpu")
+MANY = ["kvstrata", "flash", "cuda", "cudnn"]
+
+
+def test_the_nearest_entry() -> None:
+    for key, config in TABLE.items():
+        assert nearest(*key) == config
+    assert nearest(64, 700, True, False) == TABLE[64, 512, True, False]
+    assert nearest(64, 800, True, False) == TABLE[64, 1024, True, False]
+    assert nearest(64, 100_000, True, True) == TABLE[64, 512, True, True]  # few tiles before a near length
+    assert nearest(128, 0, False, True) == nearest(128, 128, False, True)
+    assert nearest(96, 4096, False, False) == nearest(128, 4096, False, False)
+    assert nearest(256, 4096, False, False) == default_of(256, True)
+
+
+def test_ideas_differ_in_one_thing() -> None:
+    ways = cases.ideas()
+    tile, how = ways.pop("v3")
+    for name, (other, otherwise) in ways.items():
+        changed = asdict(tile).items() ^ asdict(other).items() | asdict(how).items() ^ asdict(otherwise).items()
+        wanted = {"warps", "groups", "resident"} if name == "two groups of warps" else {next(iter(changed))[0]}
+        assert {field for field, _ in changed} == wanted, name
+
+
+def test_a_stale_output_is_noticed() -> None:
+    """As of a replay that writes nothing: the second check sees what the poison left."""
+    bench = cases.build(cases.Shape(1, 2, 128, 64, True), 1, CPU)
+    kept = bench.contenders["kvstrata"](0)
+    assert runner.verify(bench, {"kvstrata": lambda i: kept}, 1) == {}
+    assert "error is nan" in runner.verify(bench, {"kvstrata": lambda i: kept}, 1)["kvstrata"]
+    assert runner.verify(bench, bench.contenders, 1) == {}
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> results.Report:
+    """All cases of a GPU, with times made up: every contender of a case 10 % slower than the one before."""
+    monkeypatch.setattr("kvstrata.bench.case.cache_bytes", lambda device: 60 << 20)
+    measured = []
+    for case in cases.cases(torch.device("cuda"), False):
+        names = {"ideas": [*cases.ideas(), "v2"], "tiers": ["kvstrata", "unpack then flash"]}
+        result = results.CaseResult(case.name, case.params, case.bytes, case.flops, case.sets, case.graph)
+        for i, name in enumerate([*names.get(case.params["kind"], MANY), "copy", "empty"]):
+            us = [10.0 * 1.1**i + 0.01 * (n % 3) for n in range(9)]
+            kind = "ours" if i == 0 else "baseline" if name in ("flash", "v2", "unpack then flash") else "peer"
+            kind = "probe" if name in runner.PROBES else kind
+            result.rows.append(results.Row(name, kind, us=summary(us), samples=us))
+        runner._judge(result, case, 4.0)
+        measured.append(result)
+    machine = {"slug": "nvidia-h200", "name": "NVIDIA H200", "versions": {"torch": "2"}, "date": "2026-01-01"}
+    return results.Report(
+        "prefill", machine, {"quick": False}, {"tb_s": 4.0}, {"us": 2.0, "kernel": "empty.cu"}, measured
+    )
+
+
+def test_every_length_is_there(report: results.Report) -> None:
+    found = {(c.params["kind"], c.params["D"], c.params["T"]) for c in report.cases if "T" in c.params}
+    for dim in (64, 128):
+        for length in (128, 256, 512, 1024, 2048, 8192):
+            assert {("full", dim, length), ("causal", dim, length)} <= found
+    assert len({case.name for case in report.cases}) == len(report.cases)
+
+
+DOCUMENT = """
+<!-- kvstrata:prefill rows=full-*,causal-* contenders=kvstrata,cudnn pivot=tflop_s -->
+<!-- /kvstrata:prefill -->
+<!-- kvstrata:prefill rows=ideas-full-B2-* contenders="v*,copies *" columns=case,contender,us,speedup -->
+<!-- /kvstrata:prefill -->
+<!-- kvstrata:prefill targets="tiers-K4V4-32256+512: gpu unpack then flash / gpu kvstrata >= 1.2" -->
+<!-- /kvstrata:prefill -->
+"""
+
+
+def test_tables(report: results.Report) -> None:
+    text = render_document(DOCUMENT, [report])
+    flops = 4 * 2 * 8 * 512 * 512 * 64
+    assert f"| full-B2-H8-S512-D64 | {flops / 10.01e6:.1f} | {flops / 13.32e6:.1f} |" in text
+    slower = "1.61x [1.61, 1.61]"
+    assert "| ideas-full-B2-H8-S512-D64 | v3 | 10.01 | 1.77x [1.77, 1.77] |" in text
+    assert f"| ideas-full-B2-H8-S512-D64 | copies not overlapped | 11.01 | {slower} |" in text
+    assert "| 11.01 / 10.01 | >= 1.2 | 1.10 |" in text
+    assert "missed" in text
+
+
+def test_figures_show_operations(report: results.Report, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    made = figures([report], tmp_path)
+    wanted = {f"prefill-nvidia-h200-{kind}-{dim}.svg" for kind in ("full", "causal") for dim in (64, 128)}
+    assert {path.name for path in made} == wanted
+    for path in made:
+        text = path.read_text()
+        assert "TFLOP/s" in text
+        assert "cudnn" in text
+        assert "copy" not in text
