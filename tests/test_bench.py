@@ -9,6 +9,7 @@ import json
 import platform
 import time
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -172,10 +173,13 @@ def test_captured_calls_replay_their_own_input_set(monkeypatch):
         log.append(i)
         return f"out {i}"
 
+    alive = weakref.ref(call)
     replay = Timer("cpu", flush_bytes=1 << 12).capture(call, sets=2)
+    del call
     assert log == [0, 1]  # the warm-up calls
     assert replay(1) == "out 1"
     assert log[-1] == ("replay", 1)
+    assert alive() is not None, "the graph reads buffers that its maker owns"
 
 
 def test_sets_cover_four_caches(monkeypatch):
