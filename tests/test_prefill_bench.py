@@ -102,7 +102,8 @@ def test_figures_show_operations(report: results.Report, tmp_path) -> None:
     wanted = {f"prefill-nvidia-h200-{kind}-{dim}.svg" for kind in ("full", "causal") for dim in (64, 128)}
     assert {path.name for path in made} == wanted
     for path in made:
-        text = path.read_text()
+        text, (kind, dim) = path.read_text(), path.stem.rsplit("-", 2)[1:]
+        assert f"prefill on NVIDIA H200: {kind}, D {dim}" in text
         assert "TFLOP/s" in text
         assert "cudnn" in text
         assert "copy" not in text

@@ -39,9 +39,11 @@ def plot(
     y: str = "tb_s",
     leave_out: Collection[str] = (),
     by: str | None = None,
+    about: str = "",
 ) -> Path:
     """Draw `y` (a name of LABELS; several with commas, a panel each) of every contender that is not left out over `x`,
-    with 95 % intervals; with `by` ours alone, a line for each value of that parameter. `path` ends with the format."""
+    with 95 % intervals; with `by` ours alone, a line for each value of that parameter. `path` ends with the format,
+    the title with `about`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,7 +60,7 @@ def plot(
                 lines[row.name if by is None else str(case.params[by])].append((case, row))
     for axes, one in zip(panels, ys, strict=True):
         _panel(report, lines, axes, x, one)
-    title = f"{report.op} on {report.machine['name']}"
+    title = f"{report.op} on {report.machine['name']}{about}"
     if len(ys) == 1:
         panels[0].set(title=title)
         panels[0].legend(fontsize=8)
@@ -93,14 +95,14 @@ def _panel(report: Report, lines: dict[str, list[tuple[CaseResult, Row]]], axes:
         axes.set_xticks(sizes, labels=map(str, sizes))
     else:
         axes.set_yscale("log")
-        if len(axes.figure.axes) > 1:
+        if y == "tflop_s" or len(axes.figure.axes) > 1:
             _plain_ticks(axes, sizes)
     axes.set(xlabel=x, ylabel=LABELS[y])
     axes.grid(alpha=0.3)
 
 
 def _plain_ticks(axes: Any, sizes: list[int]) -> None:
-    """Sizes as they are, times as 1, 2, 5, 10, ...: powers are hard to read where a panel spans one or two of them."""
+    """Sizes as they are, values as 1, 2, 5, 10, ...: powers are hard to read where a panel spans one or two of them."""
     from matplotlib import ticker
 
     axes.set_xticks(sizes, labels=map(str, sizes), fontsize=8)

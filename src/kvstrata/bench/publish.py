@@ -23,19 +23,20 @@ Result = Report | Quality | Tuning | Gate
 
 class View(NamedTuple):
     """What figures of an op show: `y` over `x`, as in plot.py, for each group of the cases `rows`; lines are contenders
-    or, with `by`, values of a parameter."""
+    or, with `by`, values of a parameter. `about`: parameters that all cases of a figure share, for its title."""
 
     x: str = "T"
     y: str = "tb_s"
     rows: str = "*"
     leave_out: tuple[str, ...] = ()
     by: str | None = None
+    about: str = ""
 
 
 SAME = ("pre-sliced", "adaptor", "bare launch", "copy")  # on the GPU as fast as another line of the figure, or no way
 VIEWS = {
     "decode": [View(y="vs_peer", rows="mixed0.[2345]-B32-*[0-9],K8V8-B32-*", by="kind")],
-    "prefill": [View(y="tflop_s", leave_out=("copy", "empty"))],
+    "prefill": [View(y="tflop_s", leave_out=("copy", "empty"), about=": {kind}, D {D}")],
     "replay": [View("bs", "us,host", "*x4096", SAME), View("columns", "us,host", "fa-64x*[0-9]", SAME)],
 }
 
@@ -87,7 +88,8 @@ def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> li
         if isinstance(report, Quality):
             made.append(quality_plot.plot(report, folder / f"{stem}{suffix}"))
             continue
-        for x, y, rows, leave_out, by in VIEWS.get(report.op, [View()]):
+        for x, y, rows, leave_out, by, about in VIEWS.get(report.op, [View()]):
             for name, cases in groups(report, x, rows, by).items():
-                made.append(plot(report, cases, folder / f"{stem}-{name}{suffix}", x, y, leave_out, by))
+                path = folder / f"{stem}-{name}{suffix}"
+                made.append(plot(report, cases, path, x, y, leave_out, by, about.format(**cases[0].params)))
     return made
