@@ -40,7 +40,7 @@ def folder() -> Path:
 
 
 def _text(path: Path) -> str:
-    """The source with its headers in place, each once; dynamic shared memory as a pointer."""
+    """The source with its headers in place, each once; dynamic shared memory as a pointer, PTX as calls by its name."""
     seen: set[str] = set(PTX)
 
     def whole(text: str) -> str:
@@ -55,7 +55,15 @@ def _text(path: Path) -> str:
 
     pattern = r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];"
     text = re.sub(pattern, r"\1* \2 = reinterpret_cast<\1*>(dynamic_shared);", whole(path.read_text()))
+    text = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 __shared__", text)
+    text = re.sub(r'asm\("([\w.]+) [^"]*" : "=\w"\((\w+)\) : (.+)\);', _call, text)
     return text.replace('extern "C" __global__', "")
+
+
+def _call(instruction: re.Match[str]) -> str:
+    name, out, operands = instruction.groups()
+    values = re.sub(r'"\w"\(', "(", operands)
+    return f"{out} = {name.replace('.', '_')}({values});"
 
 
 class Kernel:
@@ -79,10 +87,10 @@ class Launch:
         self, kernel: Kernel, grid: Any, block: int, params: bytes, *, shared: int = 0, **options: Any
     ) -> None:
         self.call = (*((grid, 1) if isinstance(grid, int) else grid), block, shared)
-        self.kernel, self.params = kernel, params
+        self.kernel, self.params = kernel, bytearray(params)  # filled in place, as those of kvstrata.jit
 
     def __call__(self, stream: int) -> None:
-        self.kernel.start(self.params, *self.call)
+        self.kernel.start(bytes(self.params), *self.call)
 
 
 def launcher() -> SimpleNamespace:

@@ -123,6 +123,12 @@ def compare(
             assert error <= allowed, f"{name} {i}: {error} > {allowed}"
 
 
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest, over all queries, of the largest error in a row against the largest value of the row."""
+    error, size = (got.double() - want).abs().amax(-1), want.abs().amax(-1)
+    return float((error / size.clamp(min=1e-30)).max())
+
+
 def check(case: Case, backend: str, packed: bool = False, **more: int) -> None:
     got = case.packed(backend, **more) if packed else case.dense(backend)
     compare(got, case.expected(), case.expected(low=True), case.sequences[0][0].dtype)

@@ -19,6 +19,7 @@ from kvstrata.layout import Format
 from test_cache_machine import fingerprint, same
 
 CPU = torch.device("cpu")
+TIERS = ("K4V4", "K3V3", "K2V2")
 
 
 def rows(tokens: int, heads: int = 2, dim: int = 64, dtype=torch.float32, seed: int = 0) -> tuple:
@@ -27,7 +28,7 @@ def rows(tokens: int, heads: int = 2, dim: int = 64, dtype=torch.float32, seed: 
 
 
 def make(layers: int = 1, heads: int = 2, dim: int = 64, **options) -> TieredCache:
-    options = dict(window=32, page_tokens=16, dtype=torch.float32, max_tokens=4096, debug=True) | options
+    options = dict(window=32, page_tokens=16, dtype=torch.float32, max_tokens=4096, tiers=TIERS, debug=True) | options
     return TieredCache(layers, heads, dim, **options)
 
 

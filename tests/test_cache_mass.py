@@ -12,7 +12,7 @@ from kvstrata.layout import Format
 
 def make(**options) -> TieredCache:
     given = dict(layers=1, kv_heads=2, head_dim=64, window=32, page_tokens=16, max_tokens=4096)
-    return TieredCache(**given | dict(dtype=torch.bfloat16) | options)
+    return TieredCache(**given | dict(dtype=torch.bfloat16, tiers=("K4V4", "K3V3", "K2V2")) | options)
 
 
 def rows(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

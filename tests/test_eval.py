@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from kvstrata.cache import TieredCache, settle
 from kvstrata.cli import app
 from kvstrata.eval import advise, bits, contenders, measure, needle, plot, quality, render, results, sensitivity, texts
 from kvstrata.eval import model as models
@@ -86,6 +87,44 @@ def test_fewer_bits_cost_more() -> None:
     assert kl[3] > 1e-3
 
 
+@pytest.mark.parametrize("options", [{}, dict(window=20, sinks=4, page_tokens=16)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_default_tiers_follow_the_budget(dim: int, options: dict) -> None:
+    """The smaller the fraction, the smaller the lowest tier, so that the fraction counts from 2,048 tokens on."""
+    lowest = []
+    for budget in (0.6, 0.5, 0.35, 0.3, 0.25, 0.2):
+        cache = TieredCache(30, 3, dim, budget=budget, max_tokens=4096, **options)
+        assert budget < 0.25 or cache.budget.floor_tokens <= 2048
+        lowest.append(cache.formats[-1].page_bytes)
+    assert lowest == sorted(lowest, reverse=True)
+    assert len(set(lowest)) >= 3
+
+
+def test_tiers_that_are_named_or_not() -> None:
+    sizes = dict(layers=30, kv_heads=3, head_dim=64)
+
+    def names(**given) -> list[str]:
+        return [f.name for f in TieredCache(**sizes, **given).formats[1:]]
+
+    assert names(budget=0.5) == ["K8V8", "K8V4", "K4V4"]
+    assert names(budget=0.5, tiers=["K3V3"]) == ["K3V3"]
+    assert names(budget=10**9) == names(budget=None) == names(budget=1.0) == ["K4V4", "K3V3", "K2V2"]
+    config = model().config
+    for budget in (0.5, 0.25):
+        cache = StrataCache(config, budget=budget, max_tokens=1024, **contenders.fitting())
+        cache.build(torch.zeros(1, 2, 1, 64))
+        assert [f.name for f in cache.tiered.formats[1:]] == contenders.tiers_at(budget, config, 1024)
+
+
+def test_room_for_more_tokens_fills_whole_pages() -> None:
+    """A few tokens less, where they would take a page of their own at the model's precision."""
+    assert settle.whole_pages(64, 68, 64) == 60
+    assert settle.whole_pages(8, 24, 16) == 8
+    assert settle.whole_pages(16, 32, 16) == 16
+    assert settle.whole_pages(3, 31, 64) == 3  # in the page that is there
+    assert settle.whole_pages(1, 32, 16) == 1
+
+
 def test_bits_of_codes_are_what_was_asked_for() -> None:
     net, ids = model(), tokens(600)
     for wanted in (2.5, 3.0, 3.5):
@@ -123,12 +162,15 @@ def test_the_baseline_keeps_order_and_counts_its_bytes() -> None:
 def test_a_baseline_fits_its_budget() -> None:
     net, ids = model(), tokens(512)
     for budget in (0.5, 0.35, 0.25):
-        contender = contenders.kivi(budget, net.config, 512)
-        assert contender is not None
-        cache = contender.make(net.config, 1, 512)
-        measure.decode(net, ids, cache, prompt=500, chunk=12)
-        assert contender.size(cache) <= (budget + 0.02) * contenders.full(net.config, 1, 512)
-    assert contenders.kivi(0.05, net.config, 512) is None
+        found = contenders.kivi(budget, net.config, 512)
+        assert found
+        for contender in found:
+            cache = contender.make(net.config, 1, 512)
+            measure.decode(net, ids, cache, prompt=500, chunk=12)
+            assert contender.size(cache) <= (budget + 0.02) * contenders.full(net.config, 1, 512)
+    assert contenders.kivi(0.05, net.config, 512) == []
+    groups = [[c.options["group"] for c in contenders.kivi(0.25, net.config, n)] for n in (1024, 2048)]
+    assert groups == [[32], [32, 64]]  # the longer text affords wider codes in large groups
 
 
 def test_held_bytes_count_a_float32_model_as_16_bit() -> None:

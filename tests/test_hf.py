@@ -539,7 +539,7 @@ def test_generate_command(tmp_path: Path) -> None:
     settings = str(tmp_path / "settings.json")
     out = run("w3", "--context", str(tmp_path / "before.txt"), "--compare", "--settings", settings)
     assert "201 + 12" in out
-    assert "K2V2" in out
+    assert "K4V4" in out
     assert "first difference" in out
     for wrong, said in ((["--budget", "2"], "budget: expected"), (["--device", "tpu"], "--device: expected")):
         done = CliRunner().invoke(app, ["generate", "w3", "--model", str(tmp_path), *wrong])

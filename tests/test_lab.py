@@ -96,6 +96,7 @@ def test_our_kernels_are_found_in_the_sources():
     names = ncu.own_kernels()
     assert {"store_direct", "store_staged", "decode", "combine", "worklist", "quantize_pages", "repack", "copy_all",
             "append_one", "store_kernel", "decode_kernel"} <= set(names)  # fmt: skip
+    assert {"prefill", "prefill_kernel", "specialized_kernel"} <= set(names)
     assert "empty" not in names
     chosen = ncu.command("ncu", [], Path("log"), names, 1)
     assert "|decode|" in chosen[chosen.index("--kernel-name") + 1]
@@ -312,7 +313,35 @@ def test_profiled_cases_exist():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "sets_for", lambda *a, **k: 2)
             known = {case.name for case in module.cases(Gpu(), False)}
-        assert set(names) <= known
+        assert {profile.split(name)[0] for name in names} <= known
+
+
+def test_prefill_is_profiled_beside_what_it_began_with(monkeypatch):
+    """The kernel of the note's gate and the one before it, each by its name."""
+    from kvstrata.bench.cases import prefill
+
+    monkeypatch.setattr(prefill, "sets_for", lambda *a, **k: 1)
+    names = profile.choose("prefill", [], torch.device("cuda"))
+    assert names == list(profile.CHOSEN["prefill"])
+    asked = profile.choose("prefill", ["ideas-*-B2-H8-*:v2", "full-B4-H16-S2048-D128"], torch.device("cuda"))
+    assert asked == [f"ideas-{mask}-B2-H8-S512-D64:v2" for mask in ("full", "causal")] + ["full-B4-H16-S2048-D128"]
+    with pytest.raises(ValueError, match="no case matches"):
+        profile.choose("prefill", ["v2"], torch.device("cuda"))
+    watched = []
+
+    def case(tool, op, name, contender, end):
+        watched.append((name, contender))
+        return [ncu.Kernel("k", "", "", {"us": 1.0})]
+
+    monkeypatch.setattr(ncu, "find", lambda: "ncu")
+    monkeypatch.setattr(profile, "version", lambda tool: "ncu 1")
+    monkeypatch.setattr(profile, "_case", case)
+    sizes = {profile.split(name)[0]: 7 for name in names}
+    taken = profile.take("prefill", names, MACHINE, sizes)
+    assert [(c.case, c.contender, c.bytes) for c in taken.cases][:2] == [
+        ("ideas-full-B2-H8-S512-D64", "ours", 7), ("ideas-full-B2-H8-S512-D64:v2", "v2", 7),
+    ]  # fmt: skip
+    assert watched[:2] == [("ideas-full-B2-H8-S512-D64", None), ("ideas-full-B2-H8-S512-D64", "v2")]
 
 
 def test_the_child_leaves_peers_out_and_puts_them_back(monkeypatch):

@@ -7,6 +7,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from kvstrata import prefill_attention
+from kvstrata.attention import prefill_configs
+from kvstrata.attention.prefill import PrefillJob
 from kvstrata.attention.prefill_configs import TABLE, default_of, nearest
 from kvstrata.bench import results, runner
 from kvstrata.bench.cases import prefill as cases
@@ -28,6 +31,28 @@ def test_the_nearest_entry() -> None:
     assert nearest(256, 4096, False, False) == default_of(256, True)
 
 
+def test_prefill_cu_where_it_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three cases of the benchmark in which it was, and lengths around them; neighbours stay as they were."""
+    monkeypatch.setattr(prefill_configs, "processors_of", lambda device: (132, True))
+
+    def first(batch: int, length: int, dim: int, causal: bool) -> bool:
+        q = torch.empty(batch, 16, length, dim, dtype=torch.float16, device="meta")
+        scale: tuple = (dim**-0.5, None, None, None, False)
+        return prefill_configs.cuda_first(PrefillJob(q, q, q, None, None, length, length, causal, *scale))
+
+    assert first(8, 128, 64, True)
+    assert first(8, 128, 128, True)
+    assert first(8, 256, 128, True)
+    assert first(8, 100, 64, True)
+    assert first(4, 150, 64, True)
+    assert first(8, 200, 128, True)
+    for batch, length, dim, causal in (
+        (8, 128, 64, False), (8, 256, 64, True), (2, 512, 64, True), (8, 128, 128, False), (8, 256, 128, False),
+        (4, 512, 128, True), (4, 2048, 128, True), (1, 2048, 128, True), (1, 64, 128, True), (32, 128, 128, True),
+    ):  # fmt: skip
+        assert not first(batch, length, dim, causal), (batch, length, dim, causal)
+
+
 def test_ideas_differ_in_one_thing() -> None:
     ways = cases.ideas()
     tile, how = ways.pop("v3")
@@ -35,6 +60,17 @@ def test_ideas_differ_in_one_thing() -> None:
         changed = asdict(tile).items() ^ asdict(other).items() | asdict(how).items() ^ asdict(otherwise).items()
         wanted = {"warps", "groups", "resident"} if name == "two groups of warps" else {next(iter(changed))[0]}
         assert {field for field, _ in changed} == wanted, name
+
+
+def test_a_chunk_in_two_parts() -> None:
+    """Earlier keys and those of the chunk, each attended to by itself, then one: as aligned to the last key."""
+    q, (k, v) = torch.randn(1, 4, 20, 64), torch.randn(2, 1, 4, 90, 64)
+    q[0, 1] *= 20  # one part may have all the weight
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+
+    torch.testing.assert_close(cases.in_two_parts(attend, q, k, v), prefill_attention(q, k, v))
 
 
 def test_a_stale_output_is_noticed() -> None:
@@ -52,7 +88,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> results.Report:
     monkeypatch.setattr("kvstrata.bench.case.cache_bytes", lambda device: 60 << 20)
     measured = []
     for case in cases.cases(torch.device("cuda"), False):
-        names = {"ideas": [*cases.ideas(), "v2"], "tiers": ["kvstrata", "unpack then flash"]}
+        names = {"ideas": [*cases.ideas(), "v2"], "tiers": ["kvstrata", "unpack then flash", "unpack then cudnn"]}
         result = results.CaseResult(case.name, case.params, case.bytes, case.flops, case.sets, case.graph)
         for i, name in enumerate([*names.get(case.params["kind"], MANY), "copy", "empty"]):
             us = [10.0 * 1.1**i + 0.01 * (n % 3) for n in range(9)]

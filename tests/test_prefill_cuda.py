@@ -40,6 +40,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(prefill, "missing", lambda backend, job: prefill_cuda.missing(job))
+    monkeypatch.setattr(prefill_cuda, "_launches", prefill_cuda._Launches())
     prefill_cuda._kernel.cache_clear()
 
 
@@ -152,6 +153,28 @@ def test_dense(cuda: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check(on_device(case_of(lengths, dtype=BF16, **options)), "cuda")
 
 
+@pytest.mark.parametrize("tile", [PORTABLE[64], FEW[64]], ids=["one group", "two groups"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_of_minus_inf(cuda: None, monkeypatch: pytest.MonkeyPatch, tile: Tile, causal: bool) -> None:
+    """A key or a whole tile of keys without weight, a query without any key; NaN stays in its row."""
+    only(monkeypatch, tile, Ideas())
+    case = case_of([(70, 97)], heads=4, kv_heads=2, dtype=FP16, causal=causal)
+    q, k, v = case.sequences[0]
+    q[..., 0], k[..., 0] = q[..., 0].abs() + 0.5, k[..., 0].abs() + 0.5
+    q[3, [0, 7, 69], 0] = -torch.inf
+    k[0, :66, 0] = -torch.inf  # the first tiles of either group
+    check(case, "cuda")
+    ((out, lse),) = case.dense("cuda")
+    bad = q.clone()
+    bad[0, 8, 1] = torch.nan
+    ((spoilt, _),) = Case([(bad, k, v)], case.options).dense("cuda")
+    assert (out[3, [0, 7, 69]] == 0).all()
+    assert (lse[3, [0, 7, 69]] == -torch.inf).all()
+    assert spoilt[0, 8].isnan().all()
+    spoilt[0, 8] = out[0, 8]
+    assert torch.equal(spoilt, out)
+
+
 def on_device(case: Case) -> Case:
     if "sinks" in case.options:
         case.options["sinks"] = case.options["sinks"].to(case.sequences[0][0].device)
@@ -199,6 +222,17 @@ def test_strided_and_poisoned(cuda: None, monkeypatch: pytest.MonkeyPatch) -> No
         given.append(view)
     out, lse = prefill.prefill_attention(*given, return_lse=True, backend="cuda")
     compare([(out[0], lse[0])], case.expected(), case.expected(low=True), BF16)
+
+
+def test_a_launch_is_made_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that look alike share one, with addresses of their own; another length has another."""
+    only(monkeypatch, PORTABLE[64], Ideas())
+    monkeypatch.setattr(prefill_cuda, "_launches", prefill_cuda._Launches())
+    for seed in (1, 2):
+        check(case_of([(20, 33)], dtype=BF16, seed=seed), "cuda")
+    assert len(prefill_cuda._launches.known) == 1
+    check(case_of([(20, 34)], dtype=BF16), "cuda")
+    assert len(prefill_cuda._launches.known) == 2
 
 
 def test_checking_build(cuda: None) -> None:

@@ -13,6 +13,7 @@ from kvstrata.cache import cache as cache_module
 def filled(lengths: list[int], layers: int = 3, **options) -> TieredCache:
     """Requests of these lengths, prompts first, with importance of their own in every layer."""
     options = dict(budget=0.3, window=20, sinks=4, page_tokens=16, dtype=torch.float32, settle_every=8) | options
+    options = dict(tiers=("K4V4", "K3V3", "K2V2")) | options
     cache = TieredCache(layers, 2, 32, max_requests=len(lengths), max_tokens=1024, **options)
     generator = torch.Generator().manual_seed(sum(lengths))
     for layer in range(layers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -610,6 +611,92 @@ def test_auto_of_decode_reads_the_table(own_cache: Path) -> None:
     assert plan().cut == stages.cut_of(formats, 4, "sm_90"), "no multiprocessor has that much shared memory"
 
 
+def test_auto_of_prefill_reads_the_table(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstrata.attention import prefill_configs as configs
+    from kvstrata.attention.prefill import PrefillJob
+    from kvstrata.attention.prefill_cuda import Tile
+
+    monkeypatch.setattr(configs, "_name_of", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(configs, "processors_of", lambda device: (132, True))
+
+    def job(length: int, dim: int = 64, causal: bool = True) -> PrefillJob:
+        q = torch.empty(4, 16, length, dim, dtype=torch.float16, device="meta")
+        return PrefillJob(q, q, q, None, None, length, length, causal, 0.1, None, None, None, False)
+
+    def table(**choice: object) -> None:
+        put(own_cache / "tables", "nvidia-test", prefill=[entry("a", choice, **configs.features(64, 512, True, 256))])
+
+    untuned = configs.config_of(job(512), 132, True)
+    assert not configs.cuda_first(job(512))
+    assert configs.tuned_tile(job(512)) is None
+    table(kernel="gluon", block_m=128, block_n=64, stages=3, registers=0, pingpong=1)
+    assert configs.config_of(job(512), 132, True) == configs.Config(128, 64, 4, 3, specialize=True, pingpong=True)
+    assert configs.config_of(job(600), 132, True).specialize, "near enough"
+    assert configs.config_of(job(512, causal=False), 132, True) == configs.nearest(64, 512, False, False)
+    assert configs.config_of(job(512, dim=128), 132, True) == configs.nearest(128, 512, True, False)
+    assert configs.config_of(job(16384), 132, True) == configs.nearest(64, 16384, True, False), "too far"
+    table(kernel="triton", block_m=128, block_n=64, stages=2, order=2, registers=0)
+    assert configs.config_of(job(512), 132, True) == configs.Config(128, 64, 8, 2, order=2)
+    table(kernel="cuda", block_m=64, block_n=64, stages=2, groups=2, resident=2)
+    assert configs.cuda_first(job(512))
+    assert configs.tuned_tile(job(512)) == Tile(64, 64, 64, 8, 2, 2, 2)
+    table(kernel="gluon", block_m=128, block_n=128, stages=40, registers=0, pingpong=1)
+    assert configs.config_of(job(512), 132, True) == untuned, "more shared memory than there is"
+
+
+def test_choices_of_prefill_are_its_configurations() -> None:
+    from kvstrata.attention import prefill_space
+    from kvstrata.attention.prefill_configs import TABLE, of_choice
+    from kvstrata.attention.prefill_cuda import FEW, PORTABLE
+
+    found = [(key[0], config) for key, config in TABLE.items() if config is not None]
+    found += [(dim, tile) for tiles in (PORTABLE, FEW) for dim, tile in tiles.items() if dim in (64, 128)]
+    for dim, config in found:
+        choice = prefill_space.choice_of(config)
+        assert of_choice(choice, dim) == config
+        assert prefill_space.invalid(choice, dim) is None
+    for problem in problems.find("prefill", "sm_90", CPU, "cuda"):
+        assert problem.space.has(problem.default)
+
+
+AHEAD = """
+import sys
+from kvstrata import jit
+from kvstrata.tune.compiler import build
+for line in sys.stdin:
+    try:
+        print(build(SOURCE, line, "sm_90"))
+    except jit.CompileError as error:
+        print("not", " ".join(str(error).split()))
+"""
+
+
+def test_kernels_of_triton_are_compiled_ahead() -> None:
+    """By their own launch, without a GPU: registers and shared memory of either kernel, and what is wrong with one."""
+    from kvstrata.attention.prefill_space import SOURCE
+
+    problem = next(p for p in problems.find("prefill", "sm_90", CPU, "cuda") if p.case == "causal-B4-H16-S512-D64")
+    sizes = dict(block_m=64, block_n=64, stages=2, registers=168)
+    choices = [{"kernel": "triton", **sizes, "order": 0}, {"kernel": "gluon", **sizes, "pingpong": 0}]
+    entries = [kernel.entry for choice in choices for kernel in problem.kernels(choice)]
+    entries.append(entries[0].replace("[64, 64, 4, 2", "[48, 64, 4, 2"))
+    assert entries[2] != entries[0]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = AHEAD.replace("SOURCE", repr(str(SOURCE)))
+    done = subprocess.run(
+        [sys.executable, "-c", script], input="\n".join(entries), capture_output=True, text=True, env=environment,
+        check=True,
+    )  # fmt: skip
+    triton, gluon, wrong = done.stdout.splitlines()
+    for line in (triton, gluon):
+        used = {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", line)}
+        assert 40 <= used["registers"] <= 168
+        assert used["spill_bytes"] == 0
+        assert used["shared_bytes"] >= 2 * 64 * 64 * (1 + 2 * 2)  # queries, two stages of keys and values
+    assert wrong.startswith("not ")
+    assert "CompilationError" in wrong
+
+
 # Commands
 
 
@@ -621,6 +708,7 @@ def invoke(*arguments: object) -> object:
 def test_warmup_without_a_gpu(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = problems.find("store", "sm_90", CPU, "cuda")[0]
     monkeypatch.setattr(problems, "find", lambda *arguments: [one])
+    monkeypatch.setattr(tuned, "SHIPPED", own_cache / "shipped")
     top = [{"kernel": "direct", "threads": threads, "per": 4} for threads in (64, 128)]
     put(own_cache / "tables", "nvidia-test", store=[{**entry(one.case, top[0], **one.shape), "top": top}])
     assert warmup.tables_for("sm_90", None) == ["nvidia-test"]
@@ -641,7 +729,7 @@ def test_warmup_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, message in (
         ((), "kvstrata warmup --arch sm_90"),
-        (("nope", "--arch", "sm_90"), "nothing to compile for 'nope'; there are: decode, store"),
+        (("nope", "--arch", "sm_90"), "nothing to compile for 'nope'; there are: decode, prefill, store"),
         (("--arch", "90"), "--arch: expected a name such as sm_90, got '90'"),
     ):
         done = invoke("warmup", *arguments)
@@ -697,7 +785,7 @@ def test_experiments_end_with_the_time() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nope", "--backend", "reference"), "nothing to tune in 'nope'; there are: decode, store"),
+        (("nope", "--backend", "reference"), "nothing to tune in 'nope'; there are: decode, prefill, store"),
         (("store", "--only", "zzz", "--backend", "reference"), "no case matches 'zzz'"),
         (("store", "--only", "8*", "--save", "--backend", "reference"), "--save with --only"),
         (("store", "--backend", "triton"), "--backend: expected cuda or reference, got 'triton'"),
@@ -745,7 +833,9 @@ def test_choices_are_shown_to_people() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("op", "case"), [("store", "8x128-fp16-256"), ("decode", "mixed-B32-1024")])
+@pytest.mark.parametrize(
+    ("op", "case"), [("store", "8x128-fp16-256"), ("decode", "mixed-B32-1024"), ("prefill", "causal-B8-H16-S128-D64")]
+)
 def test_a_short_search_on_the_gpu(op: str, case: str, own_cache: Path, tmp_path: Path) -> None:
     done = invoke("tune", op, "--only", case, "--trials", 3, "--tables", tmp_path / "tables", "--json")
     assert done.exit_code == 0, done.output

@@ -108,6 +108,12 @@ inline bool __any_sync(unsigned, bool x) {
   return any;
 }
 inline bool __all_sync(unsigned, bool x) { return !__any_sync(~0u, !x); }
+inline unsigned __ballot_sync(unsigned, bool x) {
+  const auto all = exchange(x);
+  unsigned bits = 0;
+  for (int i = 0; i < 32; i++) bits |= static_cast<unsigned>(from<bool>(all, i)) << i;
+  return bits;
+}
 
 template <class Kernel, class Params>
 void run(Kernel kernel, const Params& params, int grid_x, int grid_y, int threads, int shared_bytes) {
@@ -162,7 +168,20 @@ inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline int __popc(unsigned x) { return std::popcount(x); }
+inline int __ffs(unsigned x) { return x ? std::countr_zero(x) + 1 : 0; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline float __frcp_rn(float x) { return 1.f / x; }
+inline float __fmaf_rd(float a, float b, float c) {  // the product is exact in double; of the sum, what is too much goes
+  const long double sum = static_cast<long double>(static_cast<double>(a) * b) + c;
+  const float nearest = static_cast<float>(sum);
+  return nearest > sum ? std::nextafter(nearest, -INFINITY) : nearest;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 using std::max;
@@ -170,6 +189,7 @@ using std::min;
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
 template <class T> inline T atomicAdd(T* p, T x) { const T old = *p; *p += x; return old; }
+template <class T> inline T atomicOr(T* p, T x) { const T old = *p; *p |= x; return old; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
   unsigned out = 0;
@@ -178,4 +198,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (shift & 31));
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) << (shift & 31) >> 32);
 }

@@ -7,6 +7,7 @@ struct f32 { unsigned bits; };
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
+inline float to_float(f32 x) { return __uint_as_float(x.bits); }
 inline float to_float(f16 x) {
   const int sign = x.bits >> 15, exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
   const float size = exponent == 31  ? (mantissa ? NAN : INFINITY)
@@ -37,6 +38,31 @@ template <class In> inline unsigned pair_of(In in, float first, float second) {
 }
 template <class In> inline float low(unsigned x) { return to_float(In{static_cast<unsigned short>(x)}); }
 template <class In> inline float high(unsigned x) { return to_float(In{static_cast<unsigned short>(x >> 16)}); }
+
+// Instructions that kernels have in their own text: emulator.py calls them by these names.
+inline unsigned short cvt_rn_f16_f32(float x) { return bits_of(f16{}, x); }
+inline float rsqrt_approx_ftz_f32(float x) { return 1.f / std::sqrt(x); }
+inline float rcp_approx_ftz_f32(float x) { return 1.f / x; }
+inline unsigned min_relu_s16x2(unsigned a, unsigned b) {
+  unsigned out = 0;
+  for (int i = 0; i < 32; i += 16) {
+    const int x = static_cast<short>(a >> i), most = static_cast<short>(b >> i);
+    out |= static_cast<unsigned>(std::max(0, std::min(x, most))) << i;
+  }
+  return out;
+}
+
+template <int kBytes> struct Vec { unsigned words[kBytes / 4]; };
+template <int kBytes> inline Vec<kBytes> load_once(const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % std::min(kBytes, 16)) std::abort();
+  Vec<kBytes> out;
+  std::memcpy(&out, from, kBytes);
+  return out;
+}
+template <int kBytes> inline void store(void* to, const Vec<kBytes>& value) {
+  if (reinterpret_cast<uintptr_t>(to) % std::min(kBytes, 16)) std::abort();
+  std::memcpy(to, &value, kBytes);
+}
 
 inline unsigned opaque(unsigned x) { return x; }
 inline float exp2_of(float x) { return std::exp2(x); }

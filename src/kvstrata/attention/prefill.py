@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Hashable
 from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
+
+from .. import backends
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -72,9 +75,7 @@ def _module(backend: str) -> ModuleType:
 
 def missing(backend: str, job: PrefillJob) -> str | None:
     """Why ``backend`` cannot run this job, or None when it can."""
-    from ..backends import missing as not_there
-
-    if reason := not_there(backend, job.q.device):
+    if reason := backends.missing(backend, job.q.device):
         return reason
     try:
         return None if backend == "reference" else _module(backend).missing(job)
@@ -154,13 +155,66 @@ def _check_lengths(name: str, cu: torch.Tensor, q: torch.Tensor) -> None:
         raise ValueError(f"{name}: expected a tensor on {q.device}, where q is, got {cu.device}")
 
 
-def _longest(name: str, given: int | None, cu: torch.Tensor) -> int:
+def _longest(given: int | None, cu: torch.Tensor) -> int:
     """As given, or read from the device."""
-    if given is None:
-        return int(cu.diff().max()) if len(cu) > 1 else 0
-    if type(given) is not int or given < 0:
-        raise ValueError(f"{name}: expected an int of at least 0, got {given!r}")
-    return given
+    if given is not None:
+        return given
+    return int(cu.diff().max()) if len(cu) > 1 else 0
+
+
+REMEMBERED = 4096
+_passed: set[tuple[Hashable, ...]] = set()  # looks of calls whose arguments were checked
+
+
+def _look(
+    tensors: tuple[torch.Tensor | None, ...], options: tuple[object, ...], exact: tuple[object, ...]
+) -> tuple[Hashable, ...] | None:
+    """What the checks of a call depend on; None where that cannot be told. ``exact``: 1 is not True."""
+    try:
+        looks = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+        look = (*looks, *options, *exact, *map(type, exact))
+        hash(look)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return look
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    softcap: float | None,
+    window: int | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> None:
+    """Everything that shapes, strides, dtypes, devices and options decide; ValueError or TypeError."""
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        raise ValueError("cu_seqlens_k: expected to be given exactly when cu_seqlens_q is")
+    _check_tensors(q, k, v, cu_seqlens_q is not None)
+    positive("scale", scale)
+    positive("softcap", softcap)
+    check_window(window)
+    if window is not None and not causal:
+        raise ValueError(f"window: expected None without causal, got {window}")
+    check_sinks(sinks, q.shape[1], q.device)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        _check_lengths("cu_seqlens_q", cu_seqlens_q, q)
+        _check_lengths("cu_seqlens_k", cu_seqlens_k, q)
+        if cu_seqlens_k.shape != cu_seqlens_q.shape:
+            raise ValueError(f"cu_seqlens_k: expected {len(cu_seqlens_q)} as cu_seqlens_q, got {len(cu_seqlens_k)}")
+    for name, given in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if given is None:
+            continue
+        if cu_seqlens_q is None:
+            raise ValueError(f"{name}: expected None without cu_seqlens, got {given!r}")
+        if type(given) is not int or given < 0:
+            raise ValueError(f"{name}: expected an int of at least 0, got {given!r}")
 
 
 def prefill_attention(
@@ -213,35 +267,27 @@ def prefill_attention(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
-        raise ValueError("cu_seqlens_k: expected to be given exactly when cu_seqlens_q is")
-    packed = cu_seqlens_q is not None
-    _check_tensors(q, k, v, packed)
-    positive("scale", scale)
-    positive("softcap", softcap)
-    check_window(window)
-    if window is not None and not causal:
-        raise ValueError(f"window: expected None without causal, got {window}")
-    sinks = check_sinks(sinks, q.shape[1], q.device)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks)
+    options = (causal, scale, softcap, window, max_seqlen_q, max_seqlen_k)
+    look = _look(tensors, options[:3], options[3:])
+    if look is None or look not in _passed:
+        _check(*tensors, *options)
+        if look is not None:
+            if len(_passed) >= REMEMBERED:
+                _passed.clear()
+            _passed.add(look)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        _check_lengths("cu_seqlens_q", cu_seqlens_q, q)
-        _check_lengths("cu_seqlens_k", cu_seqlens_k, q)
-        if cu_seqlens_k.shape != cu_seqlens_q.shape:
-            raise ValueError(f"cu_seqlens_k: expected {len(cu_seqlens_q)} as cu_seqlens_q, got {len(cu_seqlens_k)}")
-        longest = (
-            _longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
-            _longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
-        )
+        longest = _longest(max_seqlen_q, cu_seqlens_q), _longest(max_seqlen_k, cu_seqlens_k)
     else:
-        for name, given in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-            if given is not None:
-                raise ValueError(f"{name}: expected None without cu_seqlens, got {given!r}")
         longest = (q.shape[2], k.shape[2])
+    if sinks is not None:
+        sinks = sinks.detach().float().contiguous()
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        q, k, v = q.detach(), k.detach(), v.detach()
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     job = PrefillJob(
-        q.detach(), k.detach(), v.detach(), cu_seqlens_q, cu_seqlens_k, *longest, bool(causal), scale, window, softcap,
-        sinks, return_lse,
-    )  # fmt: skip
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, bool(causal), scale, window, softcap, sinks, return_lse
+    )
     out, lse = run(job, _choose(backend, job))
     return out if lse is None else (out, lse)
 

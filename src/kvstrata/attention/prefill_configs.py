@@ -1,4 +1,5 @@
-"""Which kernel and which tiles a shape of prefill runs with: a table of what was measured, and defaults beside it."""
+"""Which kernel and which tiles a shape of prefill runs with: what `kvstrata tune` found on this GPU, then a table of
+what was measured on an H200, and defaults beside it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..jit import tuned
 from .prefill import PrefillJob
+from .prefill_cuda import Tile
 
 
 class Config(NamedTuple):
@@ -28,14 +31,17 @@ class Config(NamedTuple):
 
 
 # (head_dim, longest of queries and keys, causal, few): few tiles of 128 queries, no more than multiprocessors. The
-# fastest of a sweep on an H200 in float16; other lengths go by `nearest`. None: prefill.cu is faster.
+# fastest of a sweep on an H200 in float16; other lengths go by `nearest`. None: prefill.cu was faster in the benchmark.
 TABLE: dict[tuple[int, int, bool, bool], Config | None] = {
+    (64, 128, True, True): None,
     (64, 512, False, True): Config(64, 128, 4, 2, specialize=True, registers=128),
     (64, 512, True, True): Config(64, 128, 4, 2, specialize=True, registers=168),
     (64, 512, False, False): Config(64, 64, 4, 3),
     (64, 512, True, False): Config(64, 64, 4, 3, order=2),
     (64, 1024, False, False): Config(64, 64, 4, 3),
     (64, 1024, True, False): Config(64, 64, 4, 3, order=2, registers=128),
+    (128, 128, True, True): None,
+    (128, 256, True, False): None,
     (128, 2048, False, False): Config(128, 128, 4, 3, specialize=True),
     (128, 2048, True, False): Config(128, 128, 4, 2, specialize=True),
     (128, 8192, False, False): Config(128, 128, 4, 2, specialize=True),
@@ -67,23 +73,63 @@ def default_of(dim: int, hopper: bool) -> Config:
 @functools.lru_cache(maxsize=4096)
 def nearest(dim: int, length: int, causal: bool, few: bool) -> Config | None:
     """The entry for as few or as many tiles, if there is one, of the nearest length; of a head_dim without any, the
-    default. Heads of 96 are padded to 128 in every kernel."""
+    default. Heads of 96 are padded to 128 in every kernel. None was measured at one length and speaks for those
+    around it only, nearer than half a factor of two, and for as few or as many tiles."""
+
+    def far(key: tuple[int, int, bool, bool]) -> tuple[bool, float]:
+        return key[3] != few, abs(math.log2(key[1] / max(length, 1)))
+
     wide = 128 if 64 < dim <= 128 else dim
-    known = [key for key in TABLE if key[0] == wide and key[2] == causal]
-    if not known:
-        return default_of(dim, True)
-    return TABLE[min(known, key=lambda key: (key[3] != few, abs(math.log2(key[1] / max(length, 1)))))]
+    known = [key for key, config in TABLE.items() if key[0] == wide and key[2] == causal]
+    known = [key for key in known if TABLE[key] is not None or far(key) <= (False, 0.5)]
+    return TABLE[min(known, key=far)] if known else default_of(dim, True)
 
 
-def _choice(job: PrefillJob, processors: int) -> Config | None:
-    few = job.sequences * job.heads * -(-job.max_seqlen_q // 128) <= processors
-    return nearest(job.head_dim, max(job.max_seqlen_q, job.max_seqlen_k), job.causal, few)
+def features(dim: int, length: int, causal: bool, tiles: int) -> dict[str, int | str]:
+    """What a tuned table knows a job by; tiles of 128 queries. Other head sizes and masks are other jobs."""
+    wide = 128 if 64 < dim <= 128 else dim
+    sizes = {"tokens": max(length, 1), "tiles": max(tiles, 1)}
+    return {"head_dim": str(wide), "mask": "causal" if causal else "full", **sizes}
+
+
+def of_choice(choice: tuned.Choice, dim: int) -> Config | Tile:
+    """The values of a tuned table (prefill_space.py) as a configuration for heads of this size."""
+    kernel, m, n, stages = (choice[name] for name in ("kernel", "block_m", "block_n", "stages"))
+    if kernel == "cuda":
+        return Tile(dim, m, n, 4 * choice["groups"], choice["groups"], stages, choice["resident"])
+    registers = choice["registers"] or None
+    if kernel == "gluon":
+        return Config(m, n, 4, stages, specialize=True, pingpong=bool(choice["pingpong"]), registers=registers)
+    return Config(m, n, m // 16, stages, order=choice["order"], registers=registers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _allowed(choice: tuple[tuple[str, tuned.Value], ...], dim: int) -> Config | Tile | None:
+    """Of a table what makes sense: it is no way around the checks."""
+    from .prefill_space import invalid
+
+    return None if invalid(dict(choice), dim) else of_choice(dict(choice), dim)
+
+
+@functools.cache
+def _name_of(device: torch.device) -> str:
+    """Of the GPU; nothing under the interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def choice_of(job: PrefillJob, processors: int, hopper: bool) -> Config | Tile | None:
+    """From the tuned table of this GPU, else from the one above; None: nothing is known, or prefill.cu as it is."""
+    length, tiles = max(job.max_seqlen_q, job.max_seqlen_k), job.sequences * job.heads * -(-job.max_seqlen_q // 128)
+    if name := _name_of(job.q.device):
+        choice = tuned.lookup("prefill", name, features(job.head_dim, length, job.causal, tiles))
+        if choice and (found := _allowed(tuple(choice.items()), job.head_dim)):
+            return found
+    return nearest(job.head_dim, length, job.causal, tiles <= processors) if hopper else None
 
 
 def cuda_first(job: PrefillJob) -> bool:
-    """Whether prefill.cu is the first choice: where the table says so, and on GPUs that it does not speak of."""
-    processors, hopper = processors_of(job.q.device)
-    return not hopper or _choice(job, processors) is None
+    """Whether prefill.cu is the first choice: where a table says so, and on GPUs that none speaks of."""
+    return not isinstance(choice_of(job, *processors_of(job.q.device)), Config)
 
 
 def config_of(job: PrefillJob, processors: int, hopper: bool) -> Config:
@@ -92,5 +138,11 @@ def config_of(job: PrefillJob, processors: int, hopper: bool) -> Config:
         return Config(16, 16, 4, 1)
     if job.q.dtype == torch.float32:
         return Config(64, 32, 4, 1) if job.head_dim <= 128 else Config(32, 16, 4, 1)
-    found = _choice(job, processors) if hopper else None
-    return found or default_of(job.head_dim, hopper)
+    found = choice_of(job, processors, hopper)
+    return found if isinstance(found, Config) else default_of(job.head_dim, hopper)
+
+
+def tuned_tile(job: PrefillJob) -> Tile | None:
+    """Of prefill.cu, where the tuned table has one."""
+    found = choice_of(job, *processors_of(job.q.device))
+    return found if isinstance(found, Tile) else None

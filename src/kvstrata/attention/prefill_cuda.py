@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import math
 import struct
+import threading
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import jit
+from .prefill_launch import REMEMBERED, look
 from .stages import NAMES
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).parent / "prefill.cu"
 DIMS = (64, 96, 128, 256)
 SECTION_BYTES = 16 << 20  # keys and values of heads that are worked on together: less than L2
+POINTERS = struct.Struct("9q")  # q, k, v, out, lse, sinks, ends of queries and keys, counters: what PARAMS begins with
 PARAMS = struct.Struct("9q" + "2qI4x" * 5 + "12I6i2f")
 
 
@@ -84,9 +88,9 @@ PORTABLE = {
 FEW = {64: Tile(64, 64, 32, 8, 2, 2, 2)}  # for no more blocks than multiprocessors: two groups hide each other's waits
 
 
-def tile_of(head_dim: int, blocks: int, multiprocessors: int) -> Tile:
-    """The tile for ``blocks`` blocks of 64 queries."""
-    return (FEW if blocks <= multiprocessors else PORTABLE).get(head_dim, PORTABLE[head_dim])
+def tile_of(head_dim: int, blocks: int, multiprocessors: int, tuned: Tile | None = None) -> Tile:
+    """The tile for ``blocks`` blocks of 64 queries: the tuned one, if there is one."""
+    return tuned or (FEW if blocks <= multiprocessors else PORTABLE).get(head_dim, PORTABLE[head_dim])
 
 
 def missing(job: PrefillJob) -> str | None:
@@ -132,40 +136,70 @@ def _kernel(dtype: torch.dtype, tile: Tile, ideas: Ideas, softcap: bool, device:
     return jit.load(SOURCE, entry(dtype, tile, ideas, softcap), jit.arch_of(device))
 
 
+class _Launches(threading.local):
+    """A thread's launches: they are filled in place, so threads do not share them."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Hashable, ...], jit.Launch] = {}
+
+
+_launches = _Launches()
+
+
 def run(
     job: PrefillJob, tile: Tile | None = None, ideas: Ideas | None = None, check: torch.Tensor | None = None
 ) -> Result:
     """out, lse or None; ``check``: int32 [4], the counters of the checking build."""
     out, lse = job.outputs()
-    units = job.sequences * job.heads
-    if not units or not job.max_seqlen_q or not job.q.numel():
+    if not job.sequences or not job.heads or not job.max_seqlen_q or not job.q.numel():
         return out, lse
     device = job.q.get_device()
     with torch.cuda.device(device):
-        properties = torch.cuda.get_device_properties(device)
-        processors = properties.multi_processor_count
-        tile = tile or tile_of(job.head_dim, units * -(-job.max_seqlen_q // 64), processors)
+        if tile is None:
+            tile = _tile(job, device)
         ideas = ideas or IDEAS
-        blocks = -(-job.max_seqlen_q // tile.block_m)
-        section = section_of(units, 4 * job.max_seqlen_k * job.head_dim // (job.heads // job.kv_heads))
-        log2e, softcap = math.log2(math.e), job.softcap or 0.0
-        pointers = (job.q, job.k, job.v, out, lse, job.sinks, job.cu_seqlens_q, job.cu_seqlens_k, check)
-        moves = [_strides(x, job.packed) for x in (job.q, job.k, job.v, out)]
-        moves.append((0, 0, 0) if lse is None else _strides(lse, job.packed))
-        divisors = (section * blocks, section, job.heads, job.heads // job.kv_heads)
-        params = PARAMS.pack(
-            *(0 if x is None else x.data_ptr() for x in pointers),
-            *(n for move in moves for n in move), *(n for by in divisors for n in divisor(by)),
-            units * blocks, blocks, job.max_seqlen_q, job.max_seqlen_k, job.causal, job.window or 0,
-            job.scale * log2e, softcap * log2e,
-        )  # fmt: skip
-        shared = tile.shared(ideas)
-        grid = units * blocks
-        if ideas.persistent:
-            fit = properties.shared_memory_per_multiprocessor // (shared + 1024)
-            grid = min(grid, processors * max(min(tile.resident, fit), 1))
-        kernel = _kernel(job.q.dtype, tile, ideas, softcap > 0, device)
+        key = (tile, ideas, *look(job))
+        launch = _launches.known.get(key)
+        if launch is None:
+            if len(_launches.known) >= REMEMBERED:
+                _launches.known.clear()
+            launch = _launches.known[key] = _plan(job, tile, ideas, out, lse, device)
+        tensors = (job.q, job.k, job.v, out, lse, job.sinks, job.cu_seqlens_q, job.cu_seqlens_k, check)
+        POINTERS.pack_into(launch.params, 0, *(0 if x is None else x.data_ptr() for x in tensors))
         jit.bind_context(device)
-        launch = jit.Launch(kernel, grid, 32 * tile.warps, params, shared=shared, overlap=True)
         launch(jit.current_stream(device))
     return out, lse
+
+
+def _tile(job: PrefillJob, device: int) -> Tile:
+    from .prefill_configs import tuned_tile
+
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    blocks = job.sequences * job.heads * -(-job.max_seqlen_q // 64)
+    return tile_of(job.head_dim, blocks, processors, tuned_tile(job))
+
+
+def _plan(
+    job: PrefillJob, tile: Tile, ideas: Ideas, out: torch.Tensor, lse: torch.Tensor | None, device: int
+) -> jit.Launch:
+    """The launch of jobs that look like this one, without addresses."""
+    properties = torch.cuda.get_device_properties(device)
+    units, blocks = job.sequences * job.heads, -(-job.max_seqlen_q // tile.block_m)
+    section = section_of(units, 4 * job.max_seqlen_k * job.head_dim // (job.heads // job.kv_heads))
+    log2e, softcap = math.log2(math.e), job.softcap or 0.0
+    moves = [_strides(x, job.packed) for x in (job.q, job.k, job.v, out)]
+    moves.append((0, 0, 0) if lse is None else _strides(lse, job.packed))
+    divisors = (section * blocks, section, job.heads, job.heads // job.kv_heads)
+    params = PARAMS.pack(
+        *[0] * 9, *(n for move in moves for n in move), *(n for by in divisors for n in divisor(by)),
+        units * blocks, blocks, job.max_seqlen_q, job.max_seqlen_k, job.causal, job.window or 0,
+        job.scale * log2e, softcap * log2e,
+    )  # fmt: skip
+    shared = tile.shared(ideas)
+    grid = units * blocks
+    if ideas.persistent:
+        fit = properties.shared_memory_per_multiprocessor // (shared + 1024)
+        grid = min(grid, properties.multi_processor_count * max(min(tile.resident, fit), 1))
+    kernel = _kernel(job.q.dtype, tile, ideas, softcap > 0, device)
+    jit.bind_context(device)
+    return jit.Launch(kernel, grid, 32 * tile.warps, params, shared=shared, overlap=True)

@@ -30,10 +30,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .prefill import PrefillJob
 from .prefill_configs import Config
+from .prefill_launch import Launch, Run, empty, moved
 
 ROWS = 64  # of a warpgroup
 COPIER = 24  # registers of a thread that copies
 LOG2E = 1.4426950408889634
+LOWEST = gl.constexpr(-3e38)  # as in prefill_triton.py
 
 
 @gluon.jit
@@ -69,11 +71,8 @@ def _softmax(s, top, total, own, start, keys, factor, BLOCK_N: gl.constexpr, MAS
             seen = (position[None, :] < keys) & (own[:, None] == own[:, None])
         s = gl.where(seen, s, float("-inf"))
     new_top = gl.maximum(top, gl.max(s, 1) * factor)
-    safe = new_top
-    if MASKED:
-        safe = gl.where(new_top == float("-inf"), 0.0, new_top)
-    p = gl.exp2(s * factor - safe[:, None])
-    old = gl.exp2(top - safe)
+    p = gl.exp2(s * factor - new_top[:, None])
+    old = gl.exp2(top - new_top)
     total = total * old + gl.sum(p, 1)
     return p, new_top, total, old
 
@@ -134,7 +133,7 @@ def _consume(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     row = begin + MINE * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     own = row + (keys - queries)
-    top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    top = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     total = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     acc = gl.zeros([64, DIM], gl.float32, ACC_LAYOUT)
     q = q_smem.index(MINE)._reinterpret(q_smem.dtype, [64, DIM], TILE)
@@ -192,7 +191,8 @@ def _consume(
             total = total * old + gl.exp2(sink - new_top)
             acc = acc * gl.convert_layout(old, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
             top = new_top
-        acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
+        share = 1.0 / gl.where(total == 0.0, 1.0, total)  # no score counts: sums of 0, lse of -inf
+        acc = acc * gl.convert_layout(share, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
         q.store(acc.to(q_smem.dtype))  # the queries are done with
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [batch, head, begin + MINE * 64, 0], q_smem.index(MINE))
@@ -298,26 +298,34 @@ def registers_of(consumers: int, most: int | None) -> int:
     return min(((consumers + 1) * most - COPIER) // consumers // 8 * 8, 240)
 
 
-def run(job: PrefillJob, config: Config, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Launch for a job that is not `missing`; ``config`` has blocks of 64, 128 or 192 queries."""
+def plan(job: PrefillJob, config: Config, out: torch.Tensor, lse: torch.Tensor | None) -> Run:
+    """How jobs that look like this one run, which is not `missing`; ``config`` has blocks of 64, 128 or 192 queries."""
     wide, consumers = triton.next_power_of_2(job.head_dim), 2 if config.split else config.block_m // ROWS
     dtype = gl.float16 if job.q.dtype == torch.float16 else gl.bfloat16
 
     def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
         block = [1, 1, rows, wide]
         layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+        return empty(TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout))
 
     tiles = triton.cdiv(job.max_seqlen_q, config.block_m)
     strides = (0, 0) if lse is None else lse.stride()[:2]
-    options = {} if config.registers is None else {"maxnreg": config.registers}
-    specialized_kernel[(tiles * job.heads * job.sequences,)](
-        descriptor(job.q, ROWS), descriptor(job.k, config.block_n), descriptor(job.v, config.block_n),
-        descriptor(out, ROWS), out if lse is None else lse, out if job.sinks is None else job.sinks, *strides,
-        job.sequences, job.max_seqlen_q, job.max_seqlen_k, tiles, job.scale * LOG2E, HEADS=job.heads,
-        GROUP=job.heads // job.kv_heads, DIM=wide, BLOCK_N=config.block_n, STAGES=config.stages, CONSUMERS=consumers,
-        CAUSAL=job.causal, TAIL=job.causal or job.max_seqlen_k % (config.block_n * (1 + config.split)) != 0,
+    numbers = (*strides, job.sequences, job.max_seqlen_q, job.max_seqlen_k, tiles, job.scale * LOG2E)
+    constants = dict(
+        HEADS=job.heads, GROUP=job.heads // job.kv_heads, DIM=wide, BLOCK_N=config.block_n, STAGES=config.stages,
+        CONSUMERS=consumers, CAUSAL=job.causal,
+        TAIL=job.causal or job.max_seqlen_k % (config.block_n * (1 + config.split)) != 0,
         SPLIT=config.split, PINGPONG=config.pingpong and consumers > 1 and not config.split,
-        ORDER=min(config.order, 1), SINKS=job.sinks is not None,
-        LSE=lse is not None, REGISTERS=registers_of(consumers, config.registers), num_warps=4, **options,
+        ORDER=min(config.order, 1), SINKS=job.sinks is not None, LSE=lse is not None,
+        REGISTERS=registers_of(consumers, config.registers),
     )  # fmt: skip
+    options = dict(num_warps=4) if config.registers is None else dict(num_warps=4, maxnreg=config.registers)
+    launch = Launch(specialized_kernel, tiles * job.heads * job.sequences, numbers, constants, options)
+    q_like, k_like = descriptor(job.q, ROWS), descriptor(job.k, config.block_n)
+    v_like, out_like = descriptor(job.v, config.block_n), descriptor(out, ROWS)
+
+    def run(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        blocks = (moved(q_like, job.q), moved(k_like, job.k), moved(v_like, job.v), moved(out_like, out))
+        launch(*blocks, out if lse is None else lse, out if job.sinks is None else job.sinks)
+
+    return run

@@ -24,9 +24,11 @@ import triton.language as tl
 
 from .prefill import PrefillJob, Result
 from .prefill_configs import Config, config_of, default_of, processors_of
+from .prefill_launch import Launch, Run, empty, look, moved, remembered
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3e38)  # the maximum of no score: finite, so that a score of -inf less it is -inf and weighs 0
 
 
 @triton.jit
@@ -72,11 +74,8 @@ def _blocks(
                 seen = seen & (position > own[:, None] - window)
             s = tl.where(seen, s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 1) * scaled)
-        safe = new_top
-        if MASKED:
-            safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s * scaled - safe[:, None])
-        old = tl.exp2(top - safe)
+        p = tl.exp2(s * scaled - new_top[:, None])
+        old = tl.exp2(top - new_top)
         value = _rows(v, v_desc, batch, kv_head, start, keys, stride_vs, BLOCK_N, DIM, WIDE, MASKED, TMA)
         acc = acc * old[:, None]
         total = total * old + tl.sum(p, 1)
@@ -115,7 +114,7 @@ def _tile(
             k_base, v_base = k + k_at + kv_head * stride_kh, v + v_at + kv_head * stride_vh
         at, at_kv = batch.to(tl.int32), kv_head.to(tl.int32)
         query = _rows(q_base, q, at, head, begin, queries, stride_qs, BLOCK_M, DIM, WIDE, True, TMA)
-        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        top = tl.full((BLOCK_M,), LOWEST, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, WIDE), tl.float32)
         low, full, end = 0, keys // BLOCK_N * BLOCK_N, keys
@@ -147,9 +146,8 @@ def _tile(
         if SINKS:
             sink = tl.load(sinks_ptr + head) * LOG2E
             new_top = tl.maximum(top, sink)
-            safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-            old = tl.exp2(top - safe)
-            total = total * old + tl.exp2(sink - safe)
+            old = tl.exp2(top - new_top)
+            total = total * old + tl.exp2(sink - new_top)
             acc = acc * old[:, None]
             top = new_top
         some = tl.where(total == 0.0, 1.0, total)
@@ -228,19 +226,6 @@ def takes_descriptors(job: PrefillJob) -> bool:
     )
 
 
-def _specialized(job: PrefillJob, config: Config, out: torch.Tensor, lse: torch.Tensor | None) -> bool:
-    """Whether the kernel of prefill_gluon.py takes the job; then it runs."""
-    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6):
-        return False
-    from . import prefill_gluon
-
-    if prefill_gluon.missing(job) is not None:
-        return False
-    with torch.cuda.device_of(job.q):
-        prefill_gluon.run(job, config, out, lse)
-    return True
-
-
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
     """Of batch, head and row."""
     return (0, x.stride(1), x.stride(0)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
@@ -259,47 +244,80 @@ def run(job: PrefillJob, config: Config | None = None) -> Result:
         return out, lse
     processors, hopper = processors_of(job.q.device)
     config = config or config_of(job, processors, hopper)
+    launch = remembered((config, *look(job)), lambda: _plan(job, config, out, lse, processors, hopper))
+    with torch.cuda.device_of(job.q):
+        launch(job, out, lse)
+    return out, lse
+
+
+def _plan(
+    job: PrefillJob, config: Config, out: torch.Tensor, lse: torch.Tensor | None, processors: int, hopper: bool
+) -> Run:
+    """How jobs that look like this one run."""
     if config.specialize:
-        if _specialized(job, config, out, lse):
-            return out, lse
+        if tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 6):
+            from . import prefill_gluon
+
+            if prefill_gluon.missing(job) is None:
+                return prefill_gluon.plan(job, config, out, lse)
         config = default_of(job.head_dim, hopper)
     if config.tma and not takes_descriptors(job):
         config = config._replace(tma=False)
     blocks = triton.cdiv(job.max_seqlen_q, config.block_m)
     tiles = job.sequences * job.heads * blocks
     dim, wide = job.head_dim, triton.next_power_of_2(job.head_dim)
-    q, k, v = _operands(job, config, wide)
     factor = job.scale * LOG2E.value if job.softcap is None else 2 * job.scale / job.softcap
     ragged = job.packed or job.causal or job.max_seqlen_k % config.block_n != 0
     precise = job.q.dtype == torch.float32
     grid = (
         min(tiles, 2 * processors if config.warps == 4 else processors) if config.persistent and processors else tiles
     )
-    options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
-    with torch.cuda.device_of(job.q):
-        prefill_kernel[(grid,)](
-            q, k, v, out, *(out if x is None else x for x in (lse, job.sinks, job.cu_seqlens_q, job.cu_seqlens_k)),
-            *_strides(job.q), *_strides(job.k), *_strides(job.v), *_strides(out), *_lse_strides(lse), job.sequences,
-            job.max_seqlen_q, job.max_seqlen_k, blocks, max(processors, 1), factor, job.softcap or 0.0, job.window or 0,
-            HEADS=job.heads, GROUP=job.heads // job.kv_heads, DIM=dim, WIDE=wide, BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n, CAUSAL=job.causal, WINDOWED=job.window is not None,
-            CAPPED=job.softcap is not None, SINKS=job.sinks is not None, LSE=lse is not None, PACKED=job.packed,
-            TAIL=ragged, TMA=config.tma, PERSISTENT=config.persistent,
-            ORDER=config.order, PRECISION="ieee" if precise else "tf32", num_warps=config.warps,
-            num_stages=config.stages, **options,
-        )  # fmt: skip
-    return out, lse
-
-
-def _operands(job: PrefillJob, config: Config, wide: int) -> tuple[Any, Any, Any]:
-    """Tensors, or descriptors of the blocks that a program asks for."""
+    numbers = (
+        *_strides(job.q), *_strides(job.k), *_strides(job.v), *_strides(out), *_lse_strides(lse), job.sequences,
+        job.max_seqlen_q, job.max_seqlen_k, blocks, max(processors, 1), factor, job.softcap or 0.0, job.window or 0,
+    )  # fmt: skip
+    constants = dict(
+        HEADS=job.heads, GROUP=job.heads // job.kv_heads, DIM=dim, WIDE=wide, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, CAUSAL=job.causal, WINDOWED=job.window is not None, CAPPED=job.softcap is not None,
+        SINKS=job.sinks is not None, LSE=lse is not None, PACKED=job.packed, TAIL=ragged, TMA=config.tma,
+        PERSISTENT=config.persistent, ORDER=config.order, PRECISION="ieee" if precise else "tf32",
+    )  # fmt: skip
+    options: dict[str, Any] = dict(num_warps=config.warps, num_stages=config.stages)
+    if config.registers is not None:
+        options["maxnreg"] = config.registers
+    launch = Launch(prefill_kernel, grid, numbers, constants, options)
     if not config.tma:
-        return job.q, job.k, job.v
+
+        def run(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+            launch(job.q, job.k, job.v, out, *_others(job, out, lse))
+
+        return run
+    first = _descriptors(job, config, wide)
+
+    def run_by_descriptors(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        blocks = (moved(x, tensor) for x, tensor in zip(first, (job.q, job.k, job.v), strict=True))
+        launch(*blocks, out, *_others(job, out, lse))
+
+    return run_by_descriptors
+
+
+def _others(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """lse, sinks, ends of queries and keys; in the place of what is not there anything."""
+    sinks, cu_q, cu_k = job.sinks, job.cu_seqlens_q, job.cu_seqlens_k
+    return (
+        out if lse is None else lse,
+        out if sinks is None else sinks,
+        out if cu_q is None else cu_q,
+        out if cu_k is None else cu_k,
+    )
+
+
+def _descriptors(job: PrefillJob, config: Config, wide: int) -> tuple[Any, ...]:
+    """Of the blocks that a program asks for."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     sizes = (config.block_m, config.block_n, config.block_n)
-    q, k, v = (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, wide])
+    return tuple(
+        empty(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, wide]))
         for x, rows in zip((job.q, job.k, job.v), sizes, strict=True)
     )
-    return q, k, v

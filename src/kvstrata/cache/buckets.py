@@ -8,16 +8,17 @@ copies what changed. Tier 0 is plain rows. The order of tokens in a bucket means
 by one of the last, so pages are full up to the count.
 
 Every other change of a bucket than an append of plain rows is one call of `move`: a flat list of tokens, new ones among
-them, and the tier each goes to. moves.py makes moves of it on the device; the host takes and gives back the pages. The
-reference reads first, then gives pages back, then takes pages and writes, so it never holds old and new at once;
-kernels go from page to page, so pages are taken first and given back after. A page with other owners is left to them
-and copied before anything is written to it.
+them, and the tier each goes to. moves.py makes moves of it on the device, in CUDA C++ moves_cuda.py; the host takes and
+gives back the pages. The reference reads first, then gives pages back, then takes pages and writes, so it never holds
+old and new at once; kernels go from page to page, so pages are taken first and given back after. A page with other
+owners is left to them and copied before anything is written to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,37 +30,26 @@ from .pages import PageKind, Rows
 from .pool import Pool
 from .tokens import DROP, NEW, Tokens
 
+if TYPE_CHECKING:
+    from .repack_phases import Phases
+
 __all__ = ["DROP", "NEW", "Buckets", "Tokens"]
-
-
-def _spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All numbers ``first[i] .. end[i] - 1``: the i of each, and the number."""
-    counts = np.maximum(end - first, 0)
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Moves whose pages are taken."""
+    """Moves in chains whose pages are taken."""
 
-    buckets: Buckets
     job: repack_op.Job
-    plan: moves.Moves
     backend: str
     taken: repack_reference.Taken | None  # rows that the reference has read
-    new: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # group, page and handle of new pages to be made whole
-    freed: np.ndarray  # pages that go when the moves are done, unless rows were taken before
+    freed: np.ndarray  # pages that go when the moves are done
 
     def run(self) -> None:
         if self.taken is not None:
             repack_reference.put(self.job, self.taken)
-            return
-        if self.new is not None:
-            from .whole_pages import fill
-
-            fill(self.buckets, self.job, self.plan, *self.new)
-        repack_op.repack(self.job, self.backend)
+        else:
+            repack_op.repack(self.job, self.backend)
 
 
 class Buckets:
@@ -249,8 +239,7 @@ class Buckets:
         prepared = self.prepare(layer, requests, tokens, target, fresh, centre)
         if prepared is not None:
             prepared.run()
-            if prepared.taken is None:
-                self.pool.release(prepared.freed)
+            self.pool.release(prepared.freed)
 
     def prepare(
         self,
@@ -260,7 +249,7 @@ class Buckets:
         target: torch.Tensor,
         fresh: Rows | None,
         centre: torch.Tensor,
-    ) -> Prepared | None:
+    ) -> Prepared | Phases | None:
         """Moves, pages, tables and counts; what is left to do is the moves themselves. None if nothing moves.
 
         ``layer``: one for all requests, or one for each; then a bucket is (number of the pair) * kv_heads + head.
@@ -269,55 +258,105 @@ class Buckets:
         """
         requests_, tiers = np.array(requests, np.int64), len(self.kinds)
         layers = np.broadcast_to(np.array(layer, np.int64), requests_.shape)
+        backend = backends.resolve(self.backend, self.device)
+        if backend == "cuda":
+            return self.prepare_phases(layers, requests_, target.to(torch.int8), centre, tokens, fresh)
         before = self.host_count[requests_, layers].reshape(-1).astype(np.int64)
         change = moves.change(tokens, target, self.pool.to_device(before), tiers)
         left, came, holes = change.to_host()
         if not left.any() and not came.any():
             return None
-        backend = backends.resolve(self.backend, self.device)
-        by_page = self.page_tokens if backend == "cuda" else None
-        plan = moves.plan(change, tokens, target, int(came.sum()), int(holes.sum()), by_page)
+        plan = moves.plan(change, tokens, target, int(came.sum()), int(holes.sum()))
         bases = self._bases(requests_, layers)
         packed = self._pack(plan, tokens, bases)
         k, v = (None, None) if fresh is None else (fresh.k, fresh.v)
         job = repack_op.Job(self.pool, self.kinds, packed, k, v, centre)
         taken = repack_reference.take(job) if backend == "reference" else None
+        freed = self.exchange_pages(requests_, layers, left, came, holes, release_first=taken is not None)
+        packed[:, 3] = self._handles_at(bases, plan.group, plan.slot)
+        return Prepared(job, backend, taken, freed)
 
-        # Pages past the end go, pages that are written and not ours alone are copied, new ones are taken.
-        after, p = before - left + came, self.page_tokens
+    def prepare_phases(
+        self,
+        layers: np.ndarray,
+        requests: np.ndarray,
+        target: torch.Tensor,
+        centre: torch.Tensor,
+        tokens: Tokens | None = None,
+        fresh: Rows | None = None,
+        starts: torch.Tensor | None = None,
+    ) -> Phases | None:
+        """`prepare` in CUDA C++, without chains. ``target`` is int8; ``starts`` in place of ``tokens`` if none is new.
+
+        ``starts``: int64 ``[buckets * tiers]``, where the tokens of a bucket and tier begin in ``target``.
+        """
+        from . import moves_cuda, repack_phases, whole_pages
+
+        rows: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        if fresh is not None:
+            rows = whole_pages.aligned(fresh.k), whole_pages.aligned(fresh.v)
+        before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
+        places = requests * self.table.shape[1] + layers
+        plan = moves_cuda.Plan(self, places, before, target, tokens, rows, starts)
+        numbers = plan.to_host()
+        if not numbers[:2].any():
+            return None
+        old_table = self.table.clone()
+        freed = self.exchange_pages(requests, layers, numbers[0], numbers[1], numbers[2], clear_codes=False)
+        group, page = plan.whole_pages(numbers)
+        handles = self.host_table[self._at(requests, layers, group, page)].astype(np.int64)
+        lists = plan.place(numbers, old_table, group, page)
+        return repack_phases.phases(self, lists, rows, centre, group, handles, freed)
+
+    def exchange_pages(
+        self,
+        requests: np.ndarray,
+        layers: np.ndarray,
+        left: np.ndarray,
+        came: np.ndarray,
+        holes: np.ndarray,
+        release_first: bool = False,
+        clear_codes: bool = True,
+    ) -> np.ndarray:
+        """Tables and counts for a change: pages past the end go, those that are written and not ours alone are copied.
+
+        Returns pages to release when the moves are done; with ``release_first`` none, they are released before any is
+        taken. ``clear_codes``: new pages of codes are zeroed, as plain ones always are.
+        """
+        tiers, p = len(self.kinds), self.page_tokens
+        before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
+        after = before - left + came
         pages, pages_after = -(-before // p), -(-after // p)
-        gone = _spans(pages_after, pages)
-        added = _spans(pages, pages_after)
+        gone = moves.spans(pages_after, pages)
+        added = moves.spans(pages, pages_after)
         written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # from this page on
-        shared = self._shared(requests_, layers, written, np.minimum(pages, pages_after))
-        at_gone, at_added, at_shared = (self._at(requests_, layers, *x) for x in (gone, added, shared))
+        shared = self._shared(requests, layers, written, np.minimum(pages, pages_after))
+        at_gone, at_added, at_shared = (self._at(requests, layers, *x) for x in (gone, added, shared))
         old = self.host_table[at_shared].astype(np.int64)
         freed = np.concatenate([self.host_table[at_gone].astype(np.int64), old])
-        if taken is not None:
+        if release_first:
             copies = [self.pool.read(old[at_shared[3] == t], 0, kind.stride) for t, kind in enumerate(self.kinds)]
             self.pool.release(freed)
+            freed = freed[:0]
         new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
         for t in range(tiers):
             mine, theirs = at_added[3] == t, at_shared[3] == t
             new[mine] = self.pool.allocate(t, int(mine.sum()))
-            if t == 0 or by_page is None:  # else all slots of the page are written
+            if t == 0 or clear_codes:
                 self.pool.clear(new[mine], t)
             own[theirs] = self.pool.allocate(t, int(theirs.sum()))
-            if taken is not None:
+            if release_first:
                 self.pool.write(own[theirs], 0, copies[t])
             else:
                 self.pool.copy(old[theirs], own[theirs], t)
         everywhere = tuple(np.concatenate(x) for x in zip(at_gone, at_added, at_shared, strict=True))
         self._push_pages(everywhere, np.concatenate([np.full(len(gone[0]), -1), new, own]))
-        self.host_count[requests_, layers] = after.reshape(-1, self.kv_heads, tiers)
+        counts = after.reshape(-1, self.kv_heads, tiers).astype(np.int32)
+        self.host_count[requests, layers] = counts
         if self.device.type != "cpu":
-            place = self.pool.to_device(requests_ * self.table.shape[1] + layers)
-            self.count.flatten(0, 1)[place] = change.count.view(-1, self.kv_heads, tiers).int()
-
-        packed[:, 3] = self._handles_at(bases, plan.group, plan.slot)
-        lossy = at_added[3] > 0
-        pages_made = None if by_page is None else (added[0][lossy], added[1][lossy], new[lossy])
-        return Prepared(self, job, plan, backend, taken, pages_made, freed)
+            place = self.pool.to_device(requests * self.table.shape[1] + layers)
+            self.count.flatten(0, 1)[place] = self.pool.to_device(counts)
+        return freed
 
     def _at(
         self, requests: np.ndarray, layers: np.ndarray, group: np.ndarray, page: np.ndarray
@@ -333,7 +372,7 @@ class Buckets:
         """Of pages ``first .. end - 1`` of every group, those with other owners: group and page."""
         if not self.pool.shares:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        group, page = _spans(first, end)
+        group, page = moves.spans(first, end)
         many = self.pool.owners(self.host_table[self._at(requests, layers, group, page)]) > 1
         return group[many], page[many]
 

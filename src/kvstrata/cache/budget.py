@@ -16,7 +16,30 @@ fraction that never does, it is one page more than sinks and window.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+# Lists of tiers, the lowest last: close in width around what a budget affords, and 8 bit for the few tokens that get
+# most of the attention. Chosen by KL on packed bytes, docs/quality.md.
+TIERS: tuple[tuple[str, ...], ...] = (
+    ("K8V8", "K8V4", "K4V4"),
+    ("K8V4", "K4V4", "K4V3"),
+    ("K8V4", "K4V4", "K4V3", "K4V2"),
+    ("K8V4", "K4V3", "K3V2"),
+    ("K8V4", "K4V3", "K3V2", "K2V2"),
+)
+NO_FRACTION = ("K4V4", "K3V3", "K2V2")
+
+
+def _lowest(names: tuple[str, ...]) -> float:
+    """Bits of codes per value of the lowest tier."""
+    return (int(names[-1][1]) + int(names[-1][3])) / 2
+
+
+def tiers_for(bits: float) -> tuple[str, ...]:
+    """The tiers for older tokens with so many bits of codes per value, K and V averaged."""
+    return next((names for names in TIERS if _lowest(names) <= bits - 0.5), TIERS[-1])
 
 
 class BudgetExceeded(RuntimeError):
@@ -95,14 +118,18 @@ class Budget:
         return -(-(self.fixed + self.reserve * self.max_requests) // (self.max_requests * self.layers))
 
     @property
-    def floor_tokens(self) -> int:
+    def overtakes(self) -> float:
+        """Tokens from which a fraction is more than the need; inf for never."""
         low = self.page_price[-1]
         gain = self.kv_heads * (float(self.amount or 0) * self.token_bytes - low / self.page_tokens)
-        if gain <= 0:
-            return self.kept + self.page_tokens
         window = -(-self.kept // self.page_tokens) * self.page_price[0] + 2 * low
         constant = self.overhead + self.kv_heads * (window - self.kept * low / self.page_tokens)
-        return min(max(int(constant / gain) + 1, self.kept), self.max_tokens)
+        return max(int(constant / gain) + 1, self.kept) if gain > 0 else math.inf
+
+    @property
+    def floor_tokens(self) -> int:
+        tokens = self.overtakes
+        return self.kept + self.page_tokens if tokens == math.inf else min(int(tokens), self.max_tokens)
 
     def need(self, tokens: int) -> int:
         """Bytes of one request and layer with everything but sinks and window in the lowest tier."""
@@ -131,3 +158,20 @@ class Budget:
             return self.amount
         idle = -(-self.fixed * (self.max_requests - len(lengths)) // self.max_requests)
         return idle + sum(self.granted(tokens) for request in lengths for tokens in request)
+
+
+def default_tiers(amount: int | float | None, expected: Callable[[Sequence[str]], Budget]) -> tuple[str, ...]:
+    """The tiers of a cache whose user names none; ``expected`` gives the budget with a list of tiers.
+
+    For a fraction, the best list with which it overtakes its floor (see above) early: by 64 times sinks and window, at
+    least 1,024 and at most 2,048 tokens. Tokens are never promoted, so what a prompt has to give up at a length where
+    the window takes most of the fraction is gone; the floor of a higher lowest tier keeps it. An absolute budget says
+    nothing about the bytes of a token: one list for all.
+    """
+    if not isinstance(amount, float):
+        return NO_FRACTION
+    for names in TIERS:
+        budget = expected(names)
+        if budget.overtakes <= min(max(64 * budget.kept, 1024), 2048, budget.max_tokens):
+            return names
+    return TIERS[-1]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +26,11 @@ from .append_op import Job
 from .arguments import check_int, ragged
 from .books import check
 from .buckets import DROP, NEW, Buckets, Tokens
-from .budget import Budget, BudgetExceeded, Memory
+from .budget import Budget, BudgetExceeded, Memory, default_tiers
 from .centre import fix_centres
 from .pages import PageKind, Rows
 from .pool import EMPTY, UNIT, Pool
-from .settle import POLICIES, Plan, Policy, Scope, plan, plan_all
+from .settle import POLICIES, Plan, Policy, Scope, plan, plan_all, whole_pages
 from .views import BucketedCacheLayer
 
 MANY_SLABS = 1 << 15
@@ -44,7 +45,8 @@ class TieredCache:
         budget: a float below 1 is a fraction of what the tokens held would take at ``dtype``, for each request and
             layer on its own (short contexts have a floor, see docs/cache.md); an int is bytes for everything; None or
             1.0 compresses nothing.
-        tiers: names of formats for older tokens, best first, none larger than the one before.
+        tiers: names of formats for older tokens, best first, none larger than the one before; None chooses by the
+            budget (`budget.default_tiers`).
         window, sinks: the last and the first tokens, kept at ``dtype``.
         dtype, device: of the model's K and V.
         max_requests, max_tokens: the size of the tables. ``max_tokens`` up to 32768 has 2-byte positions, else 4.
@@ -52,7 +54,8 @@ class TieredCache:
         policy: ``importance`` (least expected error by attention mass), ``recency``, ``uniform``.
         per_head: each KV head chooses its own tokens; False: all heads of a layer choose alike.
         evict: drop the least important tokens where the lowest tier is not small enough, instead of `BudgetExceeded`.
-        settle_every: when settling is needed, make room for this many more tokens if possible.
+        settle_every: when settling is needed, make room for this many more tokens if possible, or a few less so that
+            sinks, window and room are whole pages.
         hysteresis: a token that is already quantised counts this much more when tiers are chosen.
         importance: ``mean`` (mass per query so far) or ``ema`` with ``decay``.
         debug: poison freed pages.
@@ -76,7 +79,7 @@ class TieredCache:
         head_dim: int,
         *,
         budget: int | float | None = 0.25,
-        tiers: Sequence[str] = ("K4V4", "K3V3", "K2V2"),
+        tiers: Sequence[str] | None = None,
         window: int = 64,
         sinks: int = 4,
         dtype: torch.dtype = torch.bfloat16,
@@ -117,27 +120,56 @@ class TieredCache:
         self.decay, self.debug = decay, debug
         amount = Budget.check(budget)
 
-        plain = f"K{8 * dtype.itemsize}V{8 * dtype.itemsize}"
-        self.formats = tuple(Format.parse(name, head_dim, page_tokens) for name in (plain, *tiers))
+        self.position_dtype = torch.int16 if max_tokens <= 2**15 else torch.int32
+        keeps = policy == "importance"
+        max_pages = -(-max_tokens // page_tokens)
+        sizes: dict[str, Any] = dict(
+            amount=amount,
+            layers=layers,
+            kv_heads=kv_heads,
+            token_bytes=2 * head_dim * dtype.itemsize,
+            kept=window + sinks,
+            page_tokens=page_tokens,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+        )
+
+        def kinds(names: Sequence[str]) -> tuple[PageKind, ...]:
+            plain = f"K{8 * dtype.itemsize}V{8 * dtype.itemsize}"
+            formats = (Format.parse(name, head_dim, page_tokens) for name in (plain, *names))
+            return tuple(PageKind(f, dtype, self.position_dtype, keeps, self.device) for f in formats)
+
+        def slabs(stride: int, tiers: int) -> tuple[int, int]:
+            """Bytes of one, and how many the tables hold: small ones waste less, but there are not to be millions."""
+            pages = max_requests * layers * kv_heads * (max_pages + tiers - 1)
+            size = stride * max(min(max(layers * kv_heads // 16, 1), 8), pages // MANY_SLABS)
+            size = size if slab_bytes is None else slab_bytes
+            check_int("slab_bytes", size, stride)
+            size = size // UNIT * UNIT
+            capacity = 2 * (-(-pages // (size // stride)) + tiers)
+            return size, min(capacity, 2**31 // (size // UNIT))  # what handles can name
+
+        def expected(names: Sequence[str]) -> Budget:
+            """The budget with these tiers, but for the smaller tables."""
+            strides = [kind.stride for kind in kinds(names)]
+            size, capacity = slabs(strides[0], len(strides))
+            price = tuple(-(-size // (size // stride)) for stride in strides)
+            fixed = 8 * capacity + 4 * max_requests * layers * kv_heads * (len(strides) * max_pages + head_dim)
+            return Budget(**sizes, page_price=price, fixed=fixed, reserve=len(strides) * size)
+
+        if tiers is None:
+            tiers = default_tiers(amount, expected)
+        self.kinds = kinds(tiers)
+        self.formats = tuple(kind.format for kind in self.kinds)
         for better, worse in zip(self.formats, self.formats[1:], strict=False):
             if worse.plain or worse.page_bytes > better.page_bytes:
                 raise ValueError(f"tiers: expected none larger than the one before, got {worse.name} in {tuple(tiers)}")
         if len(self.formats) == 1:
             raise ValueError("tiers: expected at least one format, got none")
-        self.position_dtype = torch.int16 if max_tokens <= 2**15 else torch.int32
-        keeps = policy == "importance"
-        self.kinds = tuple(PageKind(f, dtype, self.position_dtype, keeps, self.device) for f in self.formats)
         strides = [kind.stride for kind in self.kinds]
 
-        max_pages = -(-max_tokens // page_tokens)
-        pages = max_requests * layers * kv_heads * (max_pages + len(strides) - 1)
-        if slab_bytes is None:  # small ones waste less; large caches need not have millions of them
-            slab_bytes = strides[0] * max(min(max(layers * kv_heads // 16, 1), 8), pages // MANY_SLABS)
-        check_int("slab_bytes", slab_bytes, strides[0])
-        slab_bytes = slab_bytes // UNIT * UNIT
-        capacity = 2 * (-(-pages // (slab_bytes // strides[0])) + len(strides))
-        capacity = min(capacity, 2**31 // (slab_bytes // UNIT))  # what handles can name
-        self.pool = Pool(strides, slab_bytes, capacity, self.device, debug)
+        size, capacity = slabs(strides[0], len(strides))
+        self.pool = Pool(strides, size, capacity, self.device, debug)
         self.buckets = Buckets(self.pool, self.kinds, max_requests, layers, kv_heads, max_pages)
         centre_shape = (max_requests, layers, kv_heads, head_dim)
         self.centre = torch.zeros(centre_shape, dtype=torch.float32, device=self.device)
@@ -149,7 +181,7 @@ class TieredCache:
         self._active: set[int] = set()
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `_settle_ahead` is tried
 
-        price = tuple(-(-slab_bytes // n) for n in self.pool.per_slab)
+        price = tuple(-(-size // n) for n in self.pool.per_slab)
         self.policy = Policy(
             policy,
             importance,
@@ -158,23 +190,12 @@ class TieredCache:
             window,
             sinks,
             hysteresis,
-            settle_every,
+            whole_pages(settle_every, window + sinks, page_tokens),
             Prices(price, page_tokens),
             tuple(format_error(f) for f in self.formats),
         )
-        self.budget = Budget(
-            amount=amount,
-            layers=layers,
-            kv_heads=kv_heads,
-            token_bytes=2 * head_dim * dtype.itemsize,
-            kept=window + sinks,
-            page_tokens=page_tokens,
-            page_price=price,
-            fixed=sum(self._fixed().values()),
-            reserve=len(strides) * slab_bytes,
-            max_requests=max_requests,
-            max_tokens=max_tokens,
-        )
+        fixed = sum(self._fixed().values())
+        self.budget = Budget(**sizes, page_price=price, fixed=fixed, reserve=len(strides) * size)
 
     # What is there
 

@@ -8,6 +8,8 @@ A move may write where another one reads. Such moves form chains: each writes wh
 first where nobody reads. There are no cycles, since a move either goes to a later tier or, in its tier, to an earlier
 slot; and no forks, since a slot has one token before and one after. Whoever works through a chain in order, and
 through different chains in any order, does every move as if all reads had been made first.
+
+This is the reference, and the way of the CPU and of Triton; CUDA C++ makes the same moves in moves.cu, by phases.
 """
 
 from __future__ import annotations
@@ -25,13 +27,20 @@ COLUMNS = ("source", "source_slot", "source_tier", "to", "slot", "tier", "centre
            "importance", "unused")  # fmt: skip
 
 
+def spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All numbers ``first[i] .. end[i] - 1``: the i of each, and the number."""
+    counts = np.maximum(end - first, 0)
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def _add(groups: int, index: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """How many of the chosen are in each group; never waits for the device."""
     index = torch.where(chosen, index, groups)
     return torch.zeros(groups + 1, dtype=torch.int64, device=index.device).index_add_(0, index, chosen.long())[:-1]
 
 
-def _pick(chosen: torch.Tensor, n: int) -> torch.Tensor:
+def pick(chosen: torch.Tensor, n: int) -> torch.Tensor:
     """The indices of the ``n`` chosen, ascending; never waits for the device."""
     if chosen.device.type == "cpu":
         return chosen.nonzero().flatten()
@@ -92,28 +101,24 @@ class Moves:
     slot: torch.Tensor  # and the slot there, counted in the bucket
     after: torch.Tensor  # the move that writes where this one has read, or -1
     head: torch.Tensor  # bool: this one writes where nobody reads
-    whole: torch.Tensor | None = None  # bool: done before all others, as part of a new page; in no chain
 
     def __len__(self) -> int:
         return len(self.token)
 
 
-def plan(
-    change: Change, tokens: Tokens, target: torch.Tensor, arrivals: int, fillers: int, page_tokens: int | None = None
-) -> Moves:
+def plan(change: Change, tokens: Tokens, target: torch.Tensor, arrivals: int, fillers: int) -> Moves:
     """The moves of a change, given how many there are.
 
-    The stored tokens of a group must stand one after the other, by slot, all of them. With ``page_tokens`` those that
-    go from plain rows into new pages of codes are kept out of the chains.
+    The stored tokens of a group must stand one after the other, by slot, all of them.
     """
     tiers, device = change.tiers, tokens.bucket.device
-    coming = _pick(change.arrives, arrivals)
+    coming = pick(change.arrives, arrivals)
     group = tokens.bucket[coming] * tiers + target[coming]
     group, order = torch.sort(group, stable=True)
     coming = coming[order]
     first = change.came.cumsum(0) - change.came
     slot = change.kept[group] + torch.arange(arrivals, device=device) - first[group]
-    filler, hole = _pick(change.is_filler, fillers), _pick(change.is_hole, fillers)
+    filler, hole = pick(change.is_filler, fillers), pick(change.is_hole, fillers)
     token = torch.cat([coming, filler])
     group = torch.cat([group, tokens.bucket[filler] * tiers + tokens.tier[filler]])
     slot = torch.cat([slot, tokens.slot[hole]])
@@ -123,16 +128,11 @@ def plan(
     stored = torch.where(tokens.tier >= 0, tokens.bucket * tiers + tokens.tier, groups)
     every = torch.arange(n, device=device)
     start = torch.full((groups + 1,), n, device=device).scatter_reduce_(0, stored, every, "amin")
-    number, whole = torch.arange(len(token), device=device), None
-    in_chain = number
-    if page_tokens is not None:
-        new_page = slot // page_tokens * page_tokens >= change.before[group]
-        whole = new_page & (group % tiers > 0) & (tokens.tier[token] <= 0)
-        in_chain = torch.where(whole, -1, number)
-    move_of = torch.full((n + 1,), -1, device=device).scatter_(0, token, in_chain)
+    number = torch.arange(len(token), device=device)
+    move_of = torch.full((n + 1,), -1, device=device).scatter_(0, token, number)
     occupant = torch.where(slot < change.before[group], start[group] + slot, n)
     ahead = move_of[occupant]
     head = ahead < 0
     after = torch.full((len(token) + 1,), -1, device=device)
     after.scatter_(0, torch.where(head, len(token), ahead), number)
-    return Moves(token, group, slot, after[:-1], head if whole is None else head & ~whole, whole)
+    return Moves(token, group, slot, after[:-1], head)

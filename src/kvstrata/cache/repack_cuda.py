@@ -35,8 +35,11 @@ def _kernel(entry: str, device: int) -> jit.Kernel:
     return jit.load(SOURCE, entry, jit.arch_of(device))
 
 
-def repack(job: Job) -> None:
-    """Launch; a warp per side of a move, of which those that begin a chain have work."""
+def launch(job: Job, first: int, n: int) -> jit.Launch:
+    """Of moves ``first .. first + n - 1``: a warp per side of a move, of which those that begin a chain have work.
+
+    The caller keeps the job's tensors, and holds the context of their device.
+    """
     kinds, device = job.kinds, job.packed.get_device()
     if len(kinds) > TIERS:
         raise ValueError(f"tiers: expected at most {TIERS}, got {len(kinds)}")
@@ -46,14 +49,18 @@ def repack(job: Job) -> None:
         widths = (0, 0) if f.plain else (f.k_bits, f.v_bits)
         numbers += [*widths, f.v_offset, f.scale_offset, kind.position_offset, kind.importance_offset]
     numbers += [0] * (6 * (TIERS - len(kinds)))
-    centre = job.centre.contiguous()
     rows = [(0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.element_size()) for x in (job.k, job.v)]
     params = PARAMS.pack(
-        job.packed.data_ptr(), job.pool.pointers.data_ptr(), rows[0][0], rows[1][0], centre.data_ptr(),
-        rows[0][1], rows[1][1], len(job.packed), job.pool.units, *CONSTANTS, *numbers,
+        job.packed[first:].data_ptr(), job.pool.pointers.data_ptr(), rows[0][0], rows[1][0], job.centre.data_ptr(),
+        rows[0][1], rows[1][1], n, job.pool.units, *CONSTANTS, *numbers,
     )  # fmt: skip
+    return jit.Launch(_kernel(entry_of(kinds[0], kinds[-1]), device), -(-2 * n // WARPS), 32 * WARPS, params)
+
+
+def repack(job: Job) -> None:
+    """All moves of a job in one launch."""
+    device = job.packed.get_device()
+    job = job._replace(centre=job.centre.contiguous())
     with torch.cuda.device(device):
         jit.bind_context(device)
-        kernel = _kernel(entry_of(kinds[0], kinds[-1]), device)
-        launch = jit.Launch(kernel, -(-2 * len(job.packed) // WARPS), 32 * WARPS, params)
-        launch(jit.current_stream(device))
+        launch(job, 0, len(job.packed))(jit.current_stream(device))

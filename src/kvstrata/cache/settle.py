@@ -64,6 +64,12 @@ class Plan:
     spare: int = 0
 
 
+def whole_pages(settle_every: int, kept: int, page_tokens: int) -> int:
+    """Room for about ``settle_every`` tokens beside those that stay plain, so that together they fill their pages."""
+    room = (kept + settle_every) // page_tokens * page_tokens - kept
+    return room if room > 0 else settle_every
+
+
 def _movable(scope: Scope, policy: Policy) -> torch.Tensor:
     """Tokens that may settle: not the sinks and the window, as long as these are plain."""
     tokens, length = scope.tokens, scope.length[scope.tokens.bucket]

@@ -1,6 +1,7 @@
 """The fewest bytes that keep a model's predictions: sensitivity first, then a search over budgets.
 
-Sensitivity says whether K or V deserves the wider codes, which picks a list of tiers. Then the smallest budget whose KL
+Sensitivity says whether K or V deserves the wider codes, which picks the tiers: those of the budget where it is K, as
+the defaults are chosen for that, else a list of its own. Then the smallest budget whose KL
 against 16 bit stays below the bound is found by halving the interval, each step decoding the user's text through the
 cache. The answer is a JSON object of `StrataCache` arguments; `StrataCache.from_file` reads it.
 """
@@ -19,9 +20,9 @@ from . import contenders
 from .measure import decode
 from .sensitivity import Sensitivity
 
-# By how much more an error in K costs than one in V.
-TIERS: dict[str, tuple[str, ...]] = {
-    "K over V": ("K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2"),
+# By how much more an error in K costs than one in V; None: by the budget.
+TIERS: dict[str, tuple[str, ...] | None] = {
+    "K over V": None,
     "balanced": ("K8V8", "K4V4", "K4V3", "K3V3", "K3V2", "K2V2"),
     "V over K": ("K8V8", "K4V8", "K4V4", "K3V4", "K3V3", "K2V3", "K2V2"),
 }
@@ -68,14 +69,16 @@ def advise(
         raise ValueError(f"bound: expected a positive KL in nats, got {bound!r}")
     rows, tokens = ids.shape
     name = family(sensitivity)
-    options = {"tiers": list(TIERS[name]), **options}
     _, exact = decode(
         model, ids, contenders.exact().make(model.config, rows, tokens), prompt=prompt, chunk=chunk, keep=True
     )
     tried: list[Step] = []
 
+    def given(budget: float) -> dict[str, Any]:
+        return {"tiers": list(TIERS[name] or contenders.tiers_at(budget, model.config, tokens, **options)), **options}
+
     def measure(budget: float) -> Step:
-        contender = contenders.strata(budget, **options)
+        contender = contenders.strata(budget, **given(budget))
         try:
             cache = contender.make(model.config, rows, tokens)
             scores, _ = decode(model, ids, cache, prompt=prompt, chunk=chunk, exact=exact)
@@ -105,7 +108,7 @@ def advise(
                 best = step
             else:
                 under = middle
-    arguments = {"budget": best.budget, **options} if best.fits else None
+    arguments = {"budget": best.budget, **given(best.budget)} if best.fits else None
     return Advice(name, arguments, tried)
 
 

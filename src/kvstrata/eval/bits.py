@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..cache import TieredCache
-from ..cache.budget import Budget
+from ..cache.budget import Budget, tiers_for
 from ..hf import StrataCache
 
 
@@ -28,7 +28,7 @@ class CodeBudget(Budget):
         plain = -(-min(tokens, self.kept + 1) // self.page_tokens) * self.page_price[0]
         old = max(tokens - self.kept, 0)
         # A third of a page per tier: pages are paid whole, and the width is what is asked for here.
-        slack = max(sum(self.page_price[1:]) // 3, self.page_price[1])
+        slack = max(sum(self.page_price[1:]) // 3, self.page_price[-1])
         return self.overhead + self.kv_heads * int(plain + old * self.old_price + slack)
 
 
@@ -58,10 +58,11 @@ def mean_bits(cache: TieredCache) -> float:
 
 
 class BitsCache(StrataCache):
-    """``StrataCache(config, ...)`` with ``bits`` in place of a budget."""
+    """``StrataCache(config, ...)`` with ``bits`` in place of a budget; without ``tiers`` those for these bits."""
 
     def __init__(self, config: Any, bits: float, **options: Any) -> None:
-        super().__init__(config, budget=0.5, **options | {"settle_every": 1})
+        given = {"tiers": tiers_for(bits)} | options | {"settle_every": 1}
+        super().__init__(config, budget=0.5, **given)
         self.bits = bits
 
     def _check_budget(self, tiered: TieredCache) -> None:

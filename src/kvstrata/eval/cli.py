@@ -31,7 +31,10 @@ def evaluate(
         list[float] | None,
         typer.Option(help="Compare tiers with one format at this mean width of codes, not at bytes; repeat it."),
     ] = None,
-    chunk: Chunk = 32,
+    chunk: Annotated[
+        int | None,
+        typer.Option(help="Tokens decoded at a time, 32 if none is given, 64 with --quick; 1 is what a server does."),
+    ] = None,
     needles: Annotated[bool, typer.Option(help="Needles in a haystack too.")] = True,
     peers: Annotated[bool, typer.Option(help="KIVI-style and transformers' quantised caches too.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="One text, one length: a look, not evidence.")] = False,
@@ -67,6 +70,7 @@ def evaluate(
     chosen = text or list(texts.DEFAULT[:1] if quick else texts.DEFAULT)
     budgets = budget or ([0.5, 0.25, 0.2] if quick else [0.5, 0.35, 0.25, 0.2])
     lengths = tokens or ([1024] if quick else [1024, 4096])
+    chunk = chunk or (64 if quick else 32)
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = describe(where, revision)
     path = results / machine["slug"] / "quality.json" if save else out
@@ -181,7 +185,7 @@ def advise(
             prompt=tokens // 2,
             chunk=chunk,
             tick=lambda step: bar.advance(task),
-            **{k: v for k, v in known.fitting().items() if k != "tiers"},
+            **known.fitting(room=16),
         )
     worst = sorted(range(len(found.k)), key=lambda i: -found.k[i] - found.v[i])[:5]
     say.print(f"K costs {found.ratio:.1f} times as much as V at {found.bits} bits: {made.family}.", highlight=False)
@@ -204,13 +208,12 @@ def _wanted(
     for budget in budgets:
         for policy in policies:
             for entry in choices:
-                options = known.fitting() | ({} if entry is None else {"tiers": entry})
+                options = known.fitting() | {"tiers": entry or known.tiers_at(budget, config, length)}
                 name = "kvstrata" if policy == "importance" else f"kvstrata {policy}"
                 name += "" if entry is None else f" {','.join(entry)}"
                 kind = "ours" if name == "kvstrata" else "variant"
                 wanted.append(known.strata(budget, name, kind, **options, policy=policy))
-        if peers and (baseline := known.kivi(budget, config, length)) is not None:
-            wanted.append(baseline)
+        wanted += known.kivi(budget, config, length) if peers else []
     return wanted + (known.peers() if peers else [])
 
 

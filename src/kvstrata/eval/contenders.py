@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..cache import TieredCache
+from ..cache.budget import tiers_for
 from .kivi import KiviCache
 
 SIDE = 4  # bytes of scale and zero of a group
@@ -39,10 +41,26 @@ def exact() -> Contender:
     return Contender("16 bit", "exact", make, held)
 
 
-def fitting() -> dict[str, Any]:
-    """Options of a cache for some thousand tokens: small pages, a short window that fills them, close tiers."""
-    tiers = ["K4V4", "K4V3", "K3V2", "K2V2"]
-    return dict(tiers=tiers, window=28, sinks=4, page_tokens=16, settle_every=16)
+def fitting(room: int = 1) -> dict[str, Any]:
+    """Options of a cache for some thousand tokens: sinks, a short window and ``room`` more tokens fill small pages.
+
+    Texts are decoded in chunks, which settle one by one and need no room; who decodes token by token wants some.
+    """
+    return dict(window=16 + -(room + 4) % 16, sinks=4, page_tokens=16, settle_every=room)
+
+
+def tiers_at(budget: float, config: Any, tokens: int, **options: Any) -> list[str]:
+    """The tiers that `StrataCache` takes for this fraction of 16 bit when none are named."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    sizes = (text.num_hidden_layers, heads, _head_dim(config))
+    cache = TieredCache(*sizes, budget=budget, dtype=torch.float16, max_tokens=tokens, **fitting() | options)
+    return [f.name for f in cache.formats[1:]]
+
+
+def _head_dim(config: Any) -> int:
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def strata(budget: float, name: str | None = None, kind: str = "ours", **options: Any) -> Contender:
@@ -57,7 +75,6 @@ def strata(budget: float, name: str | None = None, kind: str = "ours", **options
 
 
 UNIFORM = ("K4V4", "K4V3", "K4V2", "K3V3", "K3V2", "K2V2")
-WHOLE_PAGES = dict(window=27, sinks=4, page_tokens=16)  # 31 tokens and the next one fill two pages
 
 
 def at_bits(bits: float) -> list[Contender]:
@@ -71,35 +88,42 @@ def at_bits(bits: float) -> list[Contender]:
 
         return Contender(f"{name}, {bits:g} bits", kind, make, lambda cache: cache.memory().total, None, options)
 
-    found = [contender("tiers", "ours", bits=bits, tiers=fitting()["tiers"], **WHOLE_PAGES)]
+    whole_pages = {name: value for name, value in fitting().items() if name != "settle_every"}
+    found = [contender("tiers", "ours", bits=bits, tiers=list(tiers_for(bits)), **whole_pages)]
     if not 2 <= bits <= 4:
         raise ValueError(f"--bits: expected 2 to 4, got {bits:g}")
     for name in UNIFORM:
         if (int(name[1]) + int(name[3])) / 2 == bits:
-            options = dict(bits=bits, policy="uniform", tiers=[name], **WHOLE_PAGES)
+            options = dict(bits=bits, policy="uniform", tiers=[name], **whole_pages)
             found.append(contender(f"uniform {name}", "variant", **options))
     return found if bits not in (2, 4) else found[1:]  # at the ends tiers are one format
 
 
-def kivi(budget: float, config: Any, tokens: int) -> Contender | None:
-    """The KIVI-style cache with the most bits that fit the budget at this length, K before V, small groups first."""
-    text = config.get_text_config(decoder=True)
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    best = None
+KIVI = ((8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2))  # bits of K and V
+
+
+def kivi(budget: float, config: Any, tokens: int) -> list[Contender]:
+    """KIVI-style caches with the most bits that fit the budget at this length, K before V.
+
+    Groups of 32, and of 64 where these afford wider codes: neither is always the better one.
+    """
+    dim = _head_dim(config)
+    found: list[Contender] = []
+    widest = 0
     for group in (32, 64):
         if dim % group:
             continue
         old = (tokens - 32) // group * group
-        for k_bits, v_bits in ((8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2)):
+        for k_bits, v_bits in KIVI:
             per_token = dim * (k_bits + v_bits) / 8 + 2 * SIDE * dim / group
             share = (per_token * old + 4 * dim * (tokens - old)) / (4 * dim * tokens)
-            # Small groups first where the bits are equal: that is the stronger of the two.
-            if share <= budget and (best is None or k_bits + v_bits > best[0]):
-                best = (k_bits + v_bits, k_bits, v_bits, group)
-    if best is None:
-        return None
-    _, k_bits, v_bits, group = best
+            if share <= budget and k_bits + v_bits > widest:
+                found.append(_kivi(budget, k_bits, v_bits, group))
+                widest = k_bits + v_bits
+    return found
 
+
+def _kivi(budget: float, k_bits: int, v_bits: int, group: int) -> Contender:
     def make(config: Any, rows: int, tokens: int) -> Any:
         return KiviCache(config, k_bits, v_bits, group)
 
@@ -173,8 +197,7 @@ def full(config: Any, rows: int, tokens: int) -> int:
     """K and V of these tokens at 16 bit."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 4 * rows * tokens * heads * dim * text.num_hidden_layers
+    return 4 * rows * tokens * heads * _head_dim(config) * text.num_hidden_layers
 
 
 def bits(width: float, name: str, kind: str = "ours", **options: Any) -> Contender:

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 NO_TOOL = 3  # exit code: the tool that a command drives is not there, or may not do its work
 
 
-Op = Annotated[str, typer.Argument(help="An op that bench knows: decode, quantize, replay, settle, store.")]
+Op = Annotated[str, typer.Argument(help="An op that bench knows: decode, prefill, quantize, replay, settle, store.")]
 
 
 def profile(
     op: Op,
-    case: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Cases of bench; repeat it.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Cases of bench, or CASE:CONTENDER; repeat it.")
+    ] = None,
     contender: Annotated[str | None, typer.Option(help="Of the case, such as cuda_direct; ours if none.")] = None,
     against: Annotated[
         str | None,

@@ -125,9 +125,8 @@ def own_kernels() -> list[str]:
         re.findall(r"__global__.*?(\w+)\s*\(\s*const __grid_constant__", path.read_text(encoding="utf-8"), re.DOTALL)
         for path in PACKAGE.glob("*/*.cu")
     )
-    triton = (
-        re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE) for path in PACKAGE.glob("*/*_triton.py")
-    )
+    python = (path for kind in ("triton", "gluon") for path in PACKAGE.glob(f"*/*_{kind}.py"))
+    triton = (re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE) for path in python)
     return sorted({name for names in (*cuda, *triton) for name in names})
 
 

@@ -30,9 +30,15 @@ from .ncu import QUANTITIES, Kernel, NcuError
 SCHEMA = 1
 LAUNCHES = 16  # of our kernels that are profiled in one call
 SECONDS = 180  # for one case
-# What is profiled where no case is named: few, and each bounded by something else.
+# What is profiled where no case is named: few, and each bounded by something else. CASE:CONTENDER is not ours.
 CHOSEN = {
     "store": ("8x128-fp16-256", "8x128-fp16-8192", "8x128-fp16-65536", "8x128-bf16-to-fp8-8192"),
+    "prefill": (
+        "ideas-full-B2-H8-S512-D64",
+        "ideas-full-B2-H8-S512-D64:v2",
+        "full-B4-H16-S2048-D128",
+        "causal-B4-H16-S2048-D128",
+    ),
     "decode": ("K8V8-B32-16384", "K4V4-B32-16384", "K2V2-B32-16384", "16bit-B32-16384"),
 }
 MOST = 4  # cases of an op that is not in CHOSEN
@@ -92,18 +98,25 @@ class Change:
         return f"{self.amount:+.1f} {'pp' if QUANTITIES[self.key].unit == '%' else '%'}"
 
 
+def split(name: str) -> tuple[str, str | None]:
+    """A case, and whom of it to watch if it is said: CASE or CASE:CONTENDER."""
+    case, _, contender = name.partition(":")
+    return case, contender or None
+
+
 def choose(op: str, wanted: Sequence[str], device: torch.device) -> list[str]:
     """Names of cases: those that match the globs, or the few that say most; ValueError where a glob matches none."""
     from kvstrata.bench import cases
 
     known = list(dict.fromkeys(case.name for quick in (True, False) for case in cases.find(op).cases(device, quick)))
     if not wanted:
-        return [name for name in CHOSEN.get(op, ()) if name in known] or known[:MOST]
+        return [name for name in CHOSEN.get(op, ()) if split(name)[0] in known] or known[:MOST]
     found = []
-    for glob in wanted:
-        matched = [name for name in known if fnmatch(name, glob)]
+    for text in wanted:
+        glob, contender = split(text)
+        matched = [name + (f":{contender}" if contender else "") for name in known if fnmatch(name, glob)]
         if not matched:
-            raise ValueError(f"no case matches {glob!r}; there are: {', '.join(known)}")
+            raise ValueError(f"no case matches {text!r}; there are: {', '.join(known)}")
         found += [name for name in matched if name not in found]
     return found
 
@@ -122,14 +135,16 @@ def take(
     profile = Profile(op, machine, version(tool))
     for name in names:
         tick(name)
+        case, who = split(name)
+        who = who or contender
         try:
-            kernels = _case(tool, op, name, contender, end)
+            kernels = _case(tool, op, case, who, end)
         except NcuError as error:
             profile.failed[name] = str(error)
             if not profile.cases and "counters" in str(error):  # no other case will do better
                 break
         else:
-            profile.cases.append(CaseProfile(name, contender or "ours", sizes[name], kernels))
+            profile.cases.append(CaseProfile(name, who or "ours", sizes[case], kernels))
     return profile
 
 
@@ -164,18 +179,13 @@ def take_traces(
     seconds: float = math.inf,
 ) -> Profile:
     """What can be had without counters: times, registers, shared memory and estimated occupancy of the launches."""
-    end, kernels = time.monotonic() + seconds, set(() if contender else ncu.own_kernels())
+    end = time.monotonic() + seconds
     profile = Profile(op, machine, "torch's profiler, without counters (occupancy is an estimate)")
     for name in names:
-        command = [
-            sys.executable,
-            "-m",
-            "kvstrata.lab.launch",
-            "--trace",
-            op,
-            name,
-            *([contender] if contender else []),
-        ]
+        case, who = split(name)
+        who = who or contender
+        kernels = set(() if who else ncu.own_kernels())
+        command = [sys.executable, "-m", "kvstrata.lab.launch", "--trace", op, case, *([who] if who else [])]
         try:
             said = _run(command, min(end - time.monotonic(), SECONDS))
             told = re.search(rf"^{launch.TRACED}(.*)", said, re.MULTILINE)
@@ -186,7 +196,7 @@ def take_traces(
             profile.failed[name] = str(error)
             continue
         if chosen := first_of_each([kernel for kernel in found if not kernels or kernel.name in kernels]):
-            profile.cases.append(CaseProfile(name, contender or "ours", sizes[name], chosen))
+            profile.cases.append(CaseProfile(name, who or "ours", sizes[case], chosen))
         else:
             profile.failed[name] = "no kernel of ours was launched"
     return profile

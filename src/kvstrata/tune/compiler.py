@@ -15,9 +15,18 @@ from kvstrata.tune.gates import Needs
 Name = tuple[Path, str]
 
 
-def _build(source: str, entry: str, arch: str) -> jit.Usage:
-    """What a kernel takes; its cubin is in the cache afterwards."""
+def by_triton(source: str | Path) -> bool:
+    """Whether a kernel is Python."""
+    return Path(source).suffix == ".py"
+
+
+def build(source: str, entry: str, arch: str) -> jit.Usage:
+    """What a kernel takes; it is in the cache afterwards, of cubins or, if Triton compiles it, in Triton's."""
     try:
+        if by_triton(source):
+            from kvstrata.attention import prefill_space
+
+            return prefill_space.usage(entry, arch)
         return jit.usage(Path(source), entry, arch=arch)
     except jit.CompileError as error:
         text = str(error)
@@ -42,12 +51,12 @@ class Compiler:
             name = (kernel.source, kernel.entry)
             if name in self._ahead or name in self._done:
                 continue
-            if known := jit.known_usage(*name, arch=self.arch):
+            if not by_triton(kernel.source) and (known := jit.known_usage(*name, arch=self.arch)):
                 self._done[name] = known
                 continue
             if self._pool is None:
                 self._pool = ProcessPoolExecutor(self.jobs, mp_context=multiprocessing.get_context("spawn"))
-            self._ahead[name] = self._pool.submit(_build, str(kernel.source), kernel.entry, self.arch)
+            self._ahead[name] = self._pool.submit(build, str(kernel.source), kernel.entry, self.arch)
         return list(self._ahead.values())
 
     def usage(self, kernel: Needs, seconds: float | None = None) -> jit.Usage:
@@ -56,7 +65,7 @@ class Compiler:
         if name in self._ahead:
             return self._ahead[name].result(seconds)
         if name not in self._done:
-            self._done[name] = _build(str(kernel.source), kernel.entry, self.arch)
+            self._done[name] = build(str(kernel.source), kernel.entry, self.arch)
         return self._done[name]
 
     def __enter__(self) -> Compiler:

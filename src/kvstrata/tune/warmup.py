@@ -14,6 +14,7 @@ import torch
 from kvstrata import jit
 from kvstrata.jit import tuned
 from kvstrata.tune import problems
+from kvstrata.tune.compiler import build, by_triton
 from kvstrata.tune.gates import Needs
 from kvstrata.tune.problems import Problem
 from kvstrata.tune.tables import arch_of
@@ -78,9 +79,12 @@ def compile_all(wanted: list[Needs], jobs: int | None, result: Warmed) -> Iterat
 
 
 def _compile(source: str, entry: str, arch: str) -> str | None:
-    """Into the cache of cubins; what went wrong, or None."""
+    """Into the cache of cubins, or Triton's; what went wrong, or None."""
     try:
-        jit.compile(Path(source), entry, arch=arch)
+        if by_triton(source):
+            build(source, entry, arch)
+        else:
+            jit.compile(Path(source), entry, arch=arch)
     except jit.CompileError as error:
         return str(error)
     return None

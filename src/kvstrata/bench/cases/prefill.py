@@ -203,8 +203,31 @@ def build_ideas(shape: Shape, sets: int, device: torch.device) -> Bench:
     return bench
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
+
+
+def in_two_parts(attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the last keys' queries with what aligns masks to the first key: the earlier keys without a
+    mask, then their own with one, added up by the log-sum-exp of either. ``attend(q, k, v, causal) -> out, lse``."""
+    earlier = k.shape[2] - q.shape[2]
+    (a, top), (b, own) = (
+        attend(q, k[:, :, :earlier], v[:, :, :earlier], False),
+        attend(q, k[:, :, earlier:], v[:, :, earlier:], True),
+    )
+    share = torch.sigmoid(top - own).reshape(*q.shape[:3], 1)
+    return torch.lerp(b.float(), a.float(), share).to(q.dtype)
+
+
+def _cudnn_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = op(q, k, v, None, True, 0.0, causal, False, scale=q.shape[-1] ** -0.5)[:2]
+    return out, lse
+
+
 def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_heads: int = 8) -> Bench:
-    """A chunk over a cache in K4V4: in parts, or all of it unpacked first and then SDPA with flash."""
+    """A chunk over a cache in K4V4: in parts, or all of it unpacked first and then SDPA with flash or cuDNN."""
     dim = 128 if device.type == "cuda" else 64
     formats = tuple(Format.parse(name, dim) for name in ("K16V16", "K4V4"))
     counts = torch.zeros(1, kv_heads, 2, dtype=torch.int64)
@@ -216,17 +239,30 @@ def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_
     expected = cached.run(job, "reference")[0].float()
     backend = cached._choose("auto", job)
     contenders: dict[str, Call] = {"kvstrata": lambda i: cached.run(job, backend)[0]}
+    absent: dict[str, str] = {}
     if device.type == "cuda":
         from kvstrata.attention import cached_triton
 
-        def unpacked(i: int) -> torch.Tensor:
+        queries = q.unsqueeze(0).transpose(1, 2)
+
+        def rows() -> tuple[torch.Tensor, torch.Tensor]:
             k, v, _ = cached_triton.unpack(job)
-            k, v = k[:, :, : NEW + prefix], v[:, :, : NEW + prefix]
+            return k[:, :, : NEW + prefix], v[:, :, : NEW + prefix]
+
+        def with_flash(i: int) -> torch.Tensor:
             # aligned to the last key, as scaled_dot_product_attention is not
             flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(q.unsqueeze(0).transpose(1, 2), k, v, 0.0, True, scale=dim**-0.5)[0][0].transpose(0, 1)
+            return flash(queries, *rows(), 0.0, True, scale=dim**-0.5)[0][0].transpose(0, 1)
 
-        contenders["unpack then flash"] = unpacked
+        def with_cudnn(i: int) -> torch.Tensor:
+            return in_two_parts(_cudnn_with_lse, queries, *rows())[0].transpose(0, 1)
+
+        contenders["unpack then flash"] = with_flash
+        try:
+            with_cudnn(0)
+            contenders["unpack then cudnn"] = with_cudnn
+        except RuntimeError as error:
+            absent["unpack then cudnn"] = " ".join(str(error).split())[:120]
     else:
         contenders["unpack then flash"] = lambda i: cached.run(job, "reference")[0]
 
@@ -241,6 +277,7 @@ def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_
         ours="kvstrata",
         baseline="unpack then flash",
         before=_read(device),
+        absent=absent,
     )
 
 

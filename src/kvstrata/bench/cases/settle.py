@@ -1,15 +1,15 @@
 """The settle benchmark: tokens move to lower tiers in many requests and layers; and single tokens are appended.
 
 ``settle`` cases have 16,384 tokens a request and 8 KV heads of 128; a twentieth of all tokens goes down, chosen at
-random. Timed are the moves of all layers, given their plan: new pages made whole, and a launch of chains for the rest.
+random. Timed are the moves of all layers together, given their plan, phase by phase.
 Bytes are those of the tokens that move, read and written once, fillers among them; lists of moves are not counted.
-``with plan`` also makes the plan from targets, which waits for the device once a layer; ``token by token`` sends all
-moves through chains. ``append`` writes one token for each request and all heads, beside ``store_kv`` of the same rows.
+``with plan`` also makes the plan from targets, which waits for the device once; the pages are there. ``token by token``
+sends all moves through chains, a launch a layer. ``append`` writes one token for each request and all heads, beside
+``store_kv`` of the same rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,12 +19,12 @@ import kvstrata
 from kvstrata.backends import missing
 from kvstrata.bench import Bench, Case, sets_for
 from kvstrata.bench.clock import Call
-from kvstrata.cache import TieredCache, append_op, moves, repack_op, repack_reference
+from kvstrata.cache import TieredCache, append_op, moves, moves_cuda, repack_op, repack_phases, repack_reference
 from kvstrata.cache.append_op import Job as AppendJob
-from kvstrata.cache.buckets import Buckets, Prepared
+from kvstrata.cache.buckets import Buckets
 from kvstrata.cache.pages import PageKind
 from kvstrata.cache.pool import Pool
-from kvstrata.cache.tokens import Tokens
+from kvstrata.cache.repack_phases import Phases
 from kvstrata.layout import Format
 
 POISON = 0xFF
@@ -60,14 +60,26 @@ class State:
         self.buckets.count.copy_(torch.from_numpy(self.buckets.host_count))
         self.centre = torch.randn(requests * heads, dim, generator=self.random, device=device)
         self._fill()
+        self.places = np.tile(self.requests, layers), np.repeat(np.arange(layers), requests)  # requests, layers
+        self.before = self.buckets.host_count[self.places].reshape(-1).astype(np.int64)
+        held = self.buckets.host_count[:, 0].reshape(-1, len(TIERS))
+        first = np.arange(layers)[:, None] * int(held.sum()) + moves_cuda.begins_of(held).reshape(-1)
+        self.starts = self.pool.to_device(first.reshape(-1))
+        self.centres = self.centre.repeat(layers, 1)
+        self.old_table = self.buckets.table.clone()
+        made = [self._chains(layer) for layer in range(layers)]
+        self.chains = [job for job, *_ in made]
+        self.target = torch.cat([target for _, target, *_ in made])
+        numbers = np.concatenate([numbers for *_, numbers in made], 1)
+        self.buckets.exchange_pages(*self.places, *numbers)
         self.moved = 0
-        self.targets: list[torch.Tensor] = []
-        self.tokens: Tokens | None = None  # of a layer: which bucket, tier and slot is the same in all
-        self.before = self.pool.to_device(self.buckets.host_count[:, 0].reshape(-1).astype(np.int64))
-        self.prepared: list[Prepared] = []
-        self.chains: list[repack_op.Job] = []
-        for layer in range(layers):
-            self._prepare(layer)
+        size = torch.tensor([k.format.bytes_per_token + 6 for k in self.kinds], device=device)
+        for layer, (job, _, plan, _) in enumerate(made):
+            job.packed[:, 3] = self.buckets._handles_at(self._bases(layer), plan.group, plan.slot)
+            self.moved += int((size[job.packed[:, 2].long()] + size[job.packed[:, 5].long()]).sum())
+        self.phases: Phases | None = None
+        if missing("cuda", device) is None:
+            self.phases = self.plan()
         self.saved = [None if s is None else s.clone() for s in self.pool.slabs]
         self.expected: list[tuple[torch.Tensor, repack_reference.Taken]] = []
 
@@ -88,25 +100,34 @@ class State:
                 assert slab is not None
                 slab[: n * kind.stride] = pages.flatten()
 
-    def _prepare(self, layer: int) -> None:
-        tokens = self.buckets.snapshot(layer, self.requests)
+    def _bases(self, layer: int) -> torch.Tensor:
+        return self.buckets._bases(np.array(self.requests), np.full(len(self.requests), layer))
+
+    def _chains(self, layer: int) -> tuple[repack_op.Job, torch.Tensor, moves.Moves, np.ndarray]:
+        """A layer's moves in chains (where to: when the pages are there), targets, plan and numbers of its groups."""
+        tokens, tiers = self.buckets.snapshot(layer, self.requests), len(self.kinds)
         dice = torch.rand(len(tokens), generator=self.random, device=self.device)
         # A twentieth of all tokens: of the plain ones, and where asked for a part of those of the middle tier.
         chances = torch.tensor([0.05 * (1 - self.lossy) / SHARES[0], 0.05 * self.lossy / SHARES[1], 0.0])
         target = torch.where(dice < chances.to(self.device)[tokens.tier], tokens.tier + 1, tokens.tier)
-        prepared = self.buckets.prepare(layer, self.requests, tokens, target, None, self.centre)
-        assert prepared is not None
-        self.tokens = self.tokens or tokens
-        self.targets.append(target.to(torch.int8))
-        self.prepared.append(prepared)
-        change = moves.change(tokens, target, self.before, len(self.kinds))
-        _, came, holes = change.to_host()
-        plain = moves.plan(change, tokens, target, int(came.sum()), int(holes.sum()))
-        packed = prepared.job.packed.clone()
-        packed[:, 7], packed[:, 8] = plain.after, plain.head
-        self.chains.append(prepared.job._replace(packed=packed))
-        size = torch.tensor([k.format.bytes_per_token + 6 for k in self.kinds], device=self.device)
-        self.moved += int((size[packed[:, 2].long()] + size[packed[:, 5].long()]).sum())
+        before = self.pool.to_device(self.buckets.host_count[:, layer].reshape(-1).astype(np.int64))
+        change = moves.change(tokens, target, before, tiers)
+        numbers = np.stack(change.to_host())
+        plan = moves.plan(change, tokens, target, int(numbers[1].sum()), int(numbers[2].sum()))
+        packed = self.buckets._pack(plan, tokens, self._bases(layer))
+        job = repack_op.Job(self.pool, self.kinds, packed, None, None, self.centre)
+        return job, target.to(torch.int8), plan, numbers
+
+    def plan(self) -> Phases:
+        """From targets to launches, as `Buckets.prepare_phases` does it; but the pages are there."""
+        requests, layers = self.places
+        places = requests * self.layers + layers
+        plan = moves_cuda.Plan(self.buckets, places, self.before, self.target, starts=self.starts)
+        numbers = plan.to_host()
+        group, page = plan.whole_pages(numbers)
+        handles = self.buckets.host_table[self.buckets._at(requests, layers, group, page)].astype(np.int64)
+        lists, none = plan.place(numbers, self.old_table, group, page), np.zeros(0, np.int64)
+        return repack_phases.phases(self.buckets, lists, (None, None), self.centres, group, handles, none)
 
     def restore(self) -> None:
         """The slabs as they were, and what some moves have to bring."""
@@ -114,14 +135,14 @@ class State:
             if slab is not None and saved is not None:
                 slab.copy_(saved)
         self.expected = []
-        for prepared in self.prepared:
-            n = len(prepared.job.packed)
+        for job in self.chains:
+            n = len(job.packed)
             some = torch.linspace(0, n - 1, min(n, CHECKED), device=self.device).long().unique()
-            self.expected.append((some, repack_reference.take(prepared.job._replace(packed=prepared.job.packed[some]))))
+            self.expected.append((some, repack_reference.take(job._replace(packed=job.packed[some]))))
 
     def assert_moved(self) -> None:
-        for prepared, (some, taken) in zip(self.prepared, self.expected, strict=True):
-            packed = prepared.job.packed[some]
+        for job, (some, taken) in zip(self.chains, self.expected, strict=True):
+            packed = job.packed[some]
             for mine, tier, want in taken:
                 kind = self.kinds[tier]
                 handles, place = np.unique(packed[mine, 3].cpu().numpy(), return_inverse=True)
@@ -140,51 +161,35 @@ class State:
                     assert x is None or y is None or torch.allclose(x.float(), y.float(), rtol=3e-2), "a scale is wrong"
 
     def run(self) -> None:
-        for prepared in self.prepared:
-            prepared.run()
+        """The moves, given their plan."""
+        if self.phases is not None:
+            self.phases.run()
+        else:
+            self.run_chains("auto")
 
     def run_chains(self, backend: str) -> None:
         for job in self.chains:
             repack_op.repack(job, backend)
 
-    def run_with_plan(self) -> None:
-        """The plan as `prepare` makes it, without the pages, which are there."""
-        tokens = self.tokens
-        assert tokens is not None
-        for target, prepared in zip(self.targets, self.prepared, strict=True):
-            change = moves.change(tokens, target.long(), self.before, len(self.kinds))
-            _, came, holes = change.to_host()
-            size = self.buckets.page_tokens if prepared.new is not None else None
-            plan = moves.plan(change, tokens, target.long(), int(came.sum()), int(holes.sum()), size)
-            replace(prepared, plan=plan).run()
-
 
 def build_settle(state: partial[State], expected: int, device: torch.device) -> Bench:
     made = state(device=device)
     assert abs(made.moved / expected - 1) < (0.02 if expected > 1 << 30 else 0.5), "the bytes of the case are wrong"
-
-    def take_and_put() -> None:
-        for prepared in made.prepared:
-            repack_reference.put(prepared.job, repack_reference.take(prepared.job))
-
     cuda = device.type == "cuda"
-    contenders: dict[str, Call] = {"kvstrata": (lambda i: made.run()) if cuda else (lambda i: take_and_put())}
+    baseline = "triton" if cuda else "reference"
+    contenders: dict[str, Call] = {"kvstrata": lambda i: made.run(), baseline: lambda i: made.run_chains(baseline)}
     bench = Bench(
         contenders=contenders,
         poison=lambda name, i: made.restore(),
         check=lambda name, i, out: made.assert_moved(),
         ours="kvstrata",
-        baseline="triton" if cuda else "reference",
+        baseline=baseline,
         host={"kvstrata": contenders["kvstrata"]},
         burst=4,
     )
-    if not cuda:
-        contenders["reference"] = lambda i: take_and_put()
-        return bench
-    contenders["triton"] = lambda i: made.run_chains("triton")
-    if missing("cuda", device) is None:
+    if made.phases is not None:
         contenders["token by token"] = lambda i: made.run_chains("cuda")
-        contenders["with plan"] = lambda i: made.run_with_plan()
+        contenders["with plan"] = lambda i: made.plan().run()
         bench.variants |= {"token by token", "with plan"}
     return bench
 

@@ -1,0 +1,259 @@
+// From targets to moves, a block per bucket: who leaves, who fills the hole, who comes, and where to; as moves.py has it.
+//
+//   find    where the tokens of each bucket and tier begin in the list
+//   count   five numbers a group (bucket, tier), after which the host takes pages
+//   place   the moves, each where the host wants it: the i-th filler goes to the i-th hole, arrivals follow after the kept
+//
+// A warp takes a run of a tier's tokens, 128 at a time. Ballots say which of them leave, fill or come to a tier; lane c
+// keeps how many of class c there were so far. A first pass over the targets makes the sums where each warp begins.
+using i64 = long long;
+
+constexpr int kWarps = 8, kTiers = 16, kHole = kTiers, kFiller = kTiers + 1, kClasses = kTiers + 2, kAhead = 4;
+
+struct Tier {
+  int position_offset, importance_offset;
+};
+
+struct Params {
+  const signed char* target;  // [n] tier, negative: out
+  const i64* bucket;          // [n], as all of Tokens; read for new tokens, and by find
+  const i64* tier;
+  const i64* slot;
+  const i64* position;
+  const float* importance;
+  const i64* order;      // [new] tokens that are new, by bucket
+  const i64* new_first;  // [buckets + 1] of order
+  i64* starts;           // [groups] the first token
+  const int* before;     // [groups] tokens
+  int* numbers;          // [5, groups]: left, came, holes, came from plain rows of the bucket, came from new rows
+  const int* first;      // [3, groups]: of fillers and of arrivals in their lists; of whole pages: number less index in the bucket
+  const int* places;     // [places] of (request, layer) in the tables
+  const int* old_table;  // [places of all, heads, tiers, max_pages]
+  const int* new_table;
+  const i64* pointers;  // [slabs]
+  const char* k;        // new rows
+  const char* v;
+  int4* copies;  // fillers: handle and slot, from and to
+  int* packed;   // arrivals [n, 12], columns as in moves.COLUMNS
+  i64* k_at;     // [whole pages, page_tokens] addresses of rows
+  i64* v_at;     // the same for V; null without new rows, since V is as far from K in every page
+  int2* sides;   // [whole pages, page_tokens] position and importance
+  i64 n, k_row, v_row;  // strides in bytes
+  int groups, heads, tiers, page_tokens, max_pages, units, row_bytes, v_offset;
+  Tier tier_of[kTiers];
+};
+
+template <class = void>
+__global__ void __launch_bounds__(256) find(const __grid_constant__ Params p) {
+  const i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
+  if (i < p.n && p.slot[i] == 0 && p.tier[i] >= 0) p.starts[p.bucket[i] * p.tiers + p.tier[i]] = i;
+}
+
+// The tokens of a bucket in a tier; for tier == tiers its new ones.
+struct Run {
+  const signed char* target;
+  const i64* order;
+  int n, stay;  // the target that means: nothing to do
+
+  __device__ __forceinline__ Run(const Params& p, int bucket, int tier) {
+    const int group = bucket * p.tiers + tier;
+    if (tier < p.tiers) {
+      n = p.before[group];
+      target = n ? p.target + p.starts[group] : nullptr;
+      order = nullptr;
+      stay = tier;
+    } else {
+      const i64 begin = p.order ? p.new_first[bucket] : 0;
+      n = p.order ? static_cast<int>(p.new_first[bucket + 1] - begin) : 0;
+      target = p.target;
+      order = p.order + begin;
+      stay = -1;
+    }
+  }
+  __device__ __forceinline__ int operator[](int i) const { return order ? target[order[i]] : target[i]; }
+};
+
+template <class = void>
+__global__ void __launch_bounds__(256) count(const __grid_constant__ Params p) {
+  __shared__ int sums[5][kTiers];
+  const int bucket = blockIdx.x;
+  if (threadIdx.x < 5 * kTiers) sums[threadIdx.x / kTiers][threadIdx.x % kTiers] = 0;
+  __syncthreads();
+  for (int tier = 0; tier <= p.tiers; tier++) {
+    const Run run(p, bucket, tier);
+    for (int i = threadIdx.x; i < run.n; i += 256 * kAhead) {
+      int target[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; j++) target[j] = i + 256 * j < run.n ? run[i + 256 * j] : run.stay;
+#pragma unroll
+      for (int j = 0; j < kAhead; j++) {
+        if (target[j] == run.stay) continue;
+        if (tier < p.tiers) atomicAdd(&sums[0][tier], 1);
+        if (target[j] < 0) continue;
+        atomicAdd(&sums[1][target[j]], 1);
+        if (tier == 0 || tier == p.tiers) atomicAdd(&sums[tier == 0 ? 3 : 4][target[j]], 1);
+      }
+    }
+  }
+  __syncthreads();
+  for (int tier = 0; tier < p.tiers; tier++) {  // past the new end, whoever stays fills a hole before it
+    const Run run(p, bucket, tier);
+    int fillers = 0;
+    for (int i = run.n - sums[0][tier] + threadIdx.x; i < run.n; i += 256) fillers += run[i] == run.stay;
+    if (fillers) atomicAdd(&sums[2][tier], fillers);
+  }
+  __syncthreads();
+  const int which = threadIdx.x / kTiers, tier = threadIdx.x % kTiers;
+  if (which < 5 && tier < p.tiers) p.numbers[which * static_cast<i64>(p.groups) + bucket * p.tiers + tier] = sums[which][tier];
+}
+
+__device__ __forceinline__ unsigned below() { return (1u << (threadIdx.x & 31)) - 1; }
+
+__device__ __forceinline__ char* address(const Params& p, int handle) {
+  return reinterpret_cast<char*>(p.pointers[handle / p.units]) + static_cast<i64>(handle % p.units) * 64;
+}
+
+template <class Position, bool kKeeps>
+__device__ __forceinline__ int2 side_of(const Params& p, const char* page, int tier, int row) {
+  const Tier& at = p.tier_of[tier];
+  const int position = reinterpret_cast<const Position*>(page + at.position_offset)[row];
+  return make_int2(position, kKeeps ? reinterpret_cast<const int*>(page + at.importance_offset)[row] : 0);
+}
+
+// How the tokens of one step of a warp are classed: lane c of the result is how many are of class c.
+template <class F>
+__device__ __forceinline__ int classes(int target, bool arrives, bool hole, bool filler, F each) {
+  const int lane = threadIdx.x & 31;
+  const unsigned holes = __ballot_sync(~0u, hole), fillers = __ballot_sync(~0u, filler);
+  int found = lane == kHole ? __popc(holes) : lane == kFiller ? __popc(fillers) : 0;
+  each(hole, kHole, __popc(holes & below()));
+  each(filler, kFiller, __popc(fillers & below()));
+  for (unsigned rest = __ballot_sync(~0u, arrives); rest;) {
+    const int to = __shfl_sync(~0u, target, __ffs(rest) - 1);
+    const unsigned same = __ballot_sync(~0u, arrives && target == to);
+    if (lane == to) found = __popc(same);
+    each(arrives && target == to, to, __popc(same & below()));
+    rest &= ~same;
+  }
+  return found;
+}
+
+// A warp through its tokens from .. to - 1 of a run; holes are before `end`, which is -1 for new ones, and fillers after.
+template <class F>
+__device__ __forceinline__ void each_step(const Run& run, int from, int to, int end, F use) {
+  const int lane = threadIdx.x & 31;
+  for (int i = from; i < to; i += 32 * kAhead) {
+    unsigned bytes = 0;
+#pragma unroll
+    for (int j = 0; j < kAhead; j++) {
+      const int at = i + 32 * j + lane;
+      bytes |= ((at < to ? run[at] : run.stay) & 0xffu) << 8 * j;
+    }
+#pragma unroll 1
+    for (int j = 0; j < kAhead; j++) {
+      const int at = i + 32 * j + lane, target = static_cast<signed char>(bytes >> 8 * j);
+      const bool moves = target != run.stay, filler = !moves && end >= 0 && at >= end && at < to;
+      if (__any_sync(~0u, moves || filler)) use(at, target, moves && target >= 0, moves && at < end, filler);
+    }
+  }
+}
+
+template <class Position, bool kKeeps>
+__global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p) {
+  __shared__ int begin[kWarps][kClasses];
+  __shared__ int came_before[kTiers];
+  __shared__ int kept[kTiers], edge[kTiers], plain[kTiers];  // tokens; the first slot of whole pages; plain ones that come
+  const int bucket = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, size = p.page_tokens;
+  const i64 group = static_cast<i64>(bucket) * p.tiers;
+  const i64 lists = (static_cast<i64>(p.places[bucket / p.heads]) * p.heads + bucket % p.heads) * p.tiers * p.max_pages;
+  if (threadIdx.x < p.tiers) {
+    const int t = threadIdx.x;
+    const int* numbers = p.numbers + group + t;
+    kept[t] = p.before[group + t] - numbers[0];
+    edge[t] = t ? (kept[t] + size - 1) / size * size : 0x7fffffff;  // in plain pages nothing is whole
+    plain[t] = numbers[3 * static_cast<i64>(p.groups)];
+    came_before[t] = 0;
+  }
+  for (int tier = 0; tier <= p.tiers; tier++) {
+    const Run run(p, bucket, tier);
+    if (run.n == 0) continue;
+    const bool is_new = tier == p.tiers;
+    const int share = (run.n + kWarps * 32 - 1) / (kWarps * 32) * 32;
+    const int from = warp * share, to = min(run.n, from + share);
+    __syncthreads();  // of what the tier before has left in shared memory
+    const int end = is_new ? -1 : kept[tier];
+
+    int mine = 0;
+    each_step(run, from, to, end, [&](int, int target, bool arrives, bool hole, bool filler) {
+      mine += classes(target, arrives, hole, filler, [](bool, int, int) {});
+    });
+    if (lane < kClasses) begin[warp][lane] = mine;
+    __syncthreads();
+    if (threadIdx.x < kClasses) {
+      int sum = threadIdx.x < p.tiers ? came_before[threadIdx.x] : 0;
+      for (int w = 0; w < kWarps; w++) {
+        const int own = begin[w][threadIdx.x];
+        begin[w][threadIdx.x] = sum;
+        sum += own;
+      }
+      if (threadIdx.x < p.tiers) came_before[threadIdx.x] = sum;
+    }
+    __syncthreads();
+
+    mine = lane < kClasses ? begin[warp][lane] : 0;
+    each_step(run, from, to, end, [&](int slot, int target, bool arrives, bool hole, bool filler) {
+      int rank = 0, of_hole = 0, of_filler = 0;
+      const int before = mine;
+      mine += classes(target, arrives, hole, filler, [&](bool is, int which, int number) {
+        const int sum = number + __shfl_sync(~0u, before, which);
+        if (is) (which == kHole ? of_hole : which == kFiller ? of_filler : rank) = sum;
+      });
+      const int row = slot % size, column = slot / size;
+      if (hole) {
+        const int handle = p.new_table[lists + tier * p.max_pages + column];
+        reinterpret_cast<int2*>(p.copies + p.first[group + tier] + of_hole)[1] = make_int2(handle, row);
+      }
+      if (!arrives && !filler) return;
+      int handle = 0, source_row = row;
+      i64 token = 0;
+      const char* page = nullptr;
+      int2 side = make_int2(0, 0);
+      if (is_new) {
+        token = run.order[slot];
+        source_row = static_cast<int>(p.slot[token]);
+      } else {
+        handle = p.old_table[lists + tier * p.max_pages + column];
+      }
+      if (filler) {
+        reinterpret_cast<int2*>(p.copies + p.first[group + tier] + of_filler)[0] = make_int2(handle, row);
+        return;
+      }
+      if (is_new) {
+        side.x = static_cast<int>(p.position[token]);
+        if (kKeeps) side.y = reinterpret_cast<const int*>(p.importance)[token];
+      } else {
+        page = address(p, handle);
+        side = side_of<Position, kKeeps>(p, page, tier, row);
+      }
+      const int to_slot = kept[target] + rank, whole = max(edge[target] - kept[target], 0);
+      if ((tier == 0 || is_new) && rank >= whole) {
+        const i64 number = p.first[2 * static_cast<i64>(p.groups) + group + target] + to_slot / size;
+        const i64 at = number * size + to_slot % size;
+        const i64 k = reinterpret_cast<i64>(is_new ? p.k + source_row * p.k_row : page + row * p.row_bytes);
+        p.k_at[at] = k;
+        if (p.v_at)
+          p.v_at[at] = is_new ? reinterpret_cast<i64>(p.v + source_row * p.v_row) : k + p.v_offset;
+        p.sides[at] = side;
+        return;
+      }
+      // Plain ones before it that are whole are in no list.
+      const int skipped = max(min(rank, plain[target]) - whole, 0);
+      const i64 at = p.first[static_cast<i64>(p.groups) + group + target] + (rank - skipped);
+      int4* line = reinterpret_cast<int4*>(p.packed + at * 12);
+      const int there = p.new_table[lists + target * p.max_pages + to_slot / size];
+      line[0] = make_int4(handle, source_row, is_new ? -1 : tier, there);
+      line[1] = make_int4(to_slot % size, target, bucket, -1);
+      line[2] = make_int4(1, side.x, side.y, 0);
+    });
+  }
+}

@@ -1,0 +1,180 @@
+"""The plan of moves.py made by ``moves.cu``: a block per bucket, two launches and one wait between them.
+
+    targets ──count──▶ five numbers a group ──▶ the host takes pages and says where lists begin ──place──▶ lists
+
+Moves come out as lists by phase, not as chains. A phase is the fillers of a tier, or its arrivals; phases go from the
+last tier to the first, fillers first. Then nobody writes where another one has yet to read: the holes of a tier are
+those of tokens that went on to later tiers, and arrivals go where these or its fillers were. Pages in which all slots
+are free for arrivals are made whole of the plain rows among them.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .. import jit
+from .moves import COLUMNS, pick, spans
+from .pages import PageKind
+
+if TYPE_CHECKING:
+    from .buckets import Buckets
+    from .tokens import Tokens
+
+SOURCE = Path(__file__).with_name("moves.cu")
+TIERS = 16
+# struct Params of moves.cu, in its order.
+POINTERS = (
+    "target", "bucket", "tier", "slot", "position", "importance", "order", "new_first", "starts", "before", "numbers",
+    "first", "places", "old_table", "new_table", "pointers", "k", "v", "copies", "packed", "k_at", "v_at", "sides",
+)  # fmt: skip
+PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 8i {2 * TIERS}i")
+
+
+def entry_of(plain: PageKind) -> str:
+    position = "short" if plain.position_dtype == torch.int16 else "int"
+    return f"place<{position}, {str(plain.keeps_importance).lower()}>"
+
+
+@functools.lru_cache(maxsize=16)
+def _kernel(entry: str, device: int) -> jit.Kernel:
+    return jit.load(SOURCE, entry, jit.arch_of(device))
+
+
+def begins_of(counts: np.ndarray) -> np.ndarray:
+    """Where the tokens of each group begin in a snapshot: ``counts [buckets, tiers]``, tier by tier."""
+    flat = counts.T.reshape(-1).astype(np.int64)
+    return np.ascontiguousarray((np.cumsum(flat) - flat).reshape(counts.shape[::-1]).T)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Moves by phase; see moves.cu."""
+
+    copies: torch.Tensor  # int32 [n, 4], fillers
+    packed: torch.Tensor  # int32 [n, 12], arrivals that are not whole
+    ranges: np.ndarray  # [2, tiers, 2]: of fillers in `copies` and of arrivals in `packed`, by tier: first and end
+    k_at: torch.Tensor  # int64 [pages, page_tokens], -1 for an empty slot
+    v_at: torch.Tensor | None
+    sides: torch.Tensor  # int32 [pages, page_tokens, 2]
+
+
+@dataclass
+class Plan:
+    """Targets of all tokens of some (request, layer), on their way to moves.
+
+    Either ``starts``, where the tokens of each group begin in ``target``, or ``tokens``, which may have new ones.
+    """
+
+    buckets: Buckets
+    places: np.ndarray  # of (request, layer) in the tables
+    before: np.ndarray  # [groups]
+    target: torch.Tensor  # int8 [n]
+    tokens: Tokens | None = None
+    rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # k and v of new tokens
+    starts: torch.Tensor | None = None
+    _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Launch what counts."""
+        buckets, pool, groups = self.buckets, self.buckets.pool, len(self.before)
+        tensors, device = self._tensors, self.buckets.device
+        if len(buckets.kinds) > TIERS:
+            raise ValueError(f"tiers: expected at most {TIERS}, got {len(buckets.kinds)}")
+        tensors["target"] = self.target
+        tensors["before"] = pool.to_device(self.before.astype(np.int32))
+        tensors["places"] = pool.to_device(self.places.astype(np.int32))
+        tensors["pointers"] = pool.pointers
+        tensors["numbers"] = torch.empty(5, groups, dtype=torch.int32, device=device)
+        if self.tokens is not None:
+            for name in ("bucket", "tier", "slot", "position", "importance"):
+                tensors[name] = getattr(self.tokens, name).contiguous()
+            new = len(self.tokens) - int(self.before.sum())
+            if new:
+                order = pick(self.tokens.tier < 0, new)
+                bucket, by_bucket = torch.sort(self.tokens.bucket[order], stable=True)
+                every = torch.arange(groups // len(buckets.kinds) + 1, device=device)
+                tensors["order"], tensors["new_first"] = order[by_bucket], torch.searchsorted(bucket, every)
+        tensors |= {name: x for name, x in zip(("k", "v"), self.rows, strict=True) if x is not None}
+        if self.starts is None:
+            tensors["starts"] = torch.zeros(groups, dtype=torch.int64, device=device)
+            self._launch("find<>", -(-len(self.target) // 256))
+        else:
+            tensors["starts"] = self.starts
+        self._launch("count<>", groups // len(buckets.kinds))
+
+    def to_host(self) -> np.ndarray:
+        """``left, came, holes, plain, fresh`` of every group: the one time that the host waits for the device."""
+        return self._tensors["numbers"].cpu().numpy().astype(np.int64)
+
+    def whole_pages(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Group and index in its bucket of the pages of codes that are made anew, tier by tier.
+
+        All new ones, and those past the kept tokens that plain rows come into.
+        """
+        tiers, p = len(self.buckets.kinds), self.buckets.page_tokens
+        left, came, _, plain, fresh = numbers
+        kept = self.before - left
+        first = -(-np.where(plain + fresh > 0, kept, self.before) // p)
+        end = np.where(np.arange(len(kept)) % tiers > 0, -(-(kept + came) // p), 0)
+        by_tier = np.arange(len(kept)).reshape(-1, tiers).T.reshape(-1)
+        which, page = spans(first[by_tier], end[by_tier])
+        return by_tier[which], page
+
+    def place(self, numbers: np.ndarray, old_table: torch.Tensor, group: np.ndarray, page: np.ndarray) -> Lists:
+        """The moves, when the new pages are in the tables. ``group, page``: those of `whole_pages`."""
+        buckets, device = self.buckets, self.buckets.device
+        tiers, p, groups = len(buckets.kinds), buckets.page_tokens, len(self.before)
+        left, came, holes, plain, fresh = numbers
+        # Plain and new tokens are whole, but for those that come into the page where the kept ones end.
+        old = (left - self.before) % p
+        whole = np.maximum(plain - old, 0) + np.maximum(came - np.maximum(came - fresh, old), 0)
+        rest = np.where(np.arange(groups) % tiers > 0, came - whole, came)
+        first = np.zeros((3, groups), np.int64)
+        first[2, group] = np.arange(len(group)) - page
+        ranges = np.zeros((2, tiers, 2), np.int64)
+        for which, sizes in enumerate((holes, rest)):
+            by_tier = sizes.reshape(-1, tiers).T.reshape(-1)
+            ends = np.cumsum(by_tier)
+            first[which] = (ends - by_tier).reshape(tiers, -1).T.reshape(-1)
+            ranges[which, :, 1] = ends.reshape(tiers, -1)[:, -1]
+            ranges[which, 1:, 0] = ranges[which, :-1, 1]
+        shape = (len(group), p)
+        made = Lists(
+            torch.empty(int(holes.sum()), 4, dtype=torch.int32, device=device),
+            torch.empty(int(rest.sum()), len(COLUMNS), dtype=torch.int32, device=device),
+            ranges,
+            torch.full(shape, -1, dtype=torch.int64, device=device),
+            torch.full(shape, -1, dtype=torch.int64, device=device) if "order" in self._tensors else None,
+            torch.full((*shape, 2), -1, dtype=torch.int32, device=device),
+        )
+        lists = {"copies": made.copies, "packed": made.packed, "k_at": made.k_at, "sides": made.sides}
+        if made.v_at is not None:
+            lists["v_at"] = made.v_at
+        tables = {"old_table": old_table, "new_table": buckets.table}
+        self._tensors |= {"first": buckets.pool.to_device(first.astype(np.int32)), **tables, **lists}
+        self._launch(entry_of(buckets.kinds[0]), groups // tiers)
+        return made
+
+    def _launch(self, entry: str, grid: int) -> None:
+        if not grid:
+            return
+        buckets, kinds, tensors = self.buckets, self.buckets.kinds, self._tensors
+        offsets = [x for kind in kinds for x in (kind.position_offset, kind.importance_offset)]
+        rows = [tensors.get(name) for name in ("k", "v")]
+        params = PARAMS.pack(
+            *(tensors[name].data_ptr() if name in tensors else 0 for name in POINTERS),
+            len(self.target), *(0 if x is None else x.stride(0) * x.element_size() for x in rows),
+            len(self.before), buckets.kv_heads, len(kinds), buckets.page_tokens, buckets.max_pages, buckets.pool.units,
+            kinds[0].row_bytes, kinds[0].v_offset, *offsets, *[0] * (2 * (TIERS - len(kinds))),
+        )  # fmt: skip
+        device = self.target.get_device()
+        with torch.cuda.device(device):
+            jit.bind_context(device)
+            jit.Launch(_kernel(entry, device), grid, 256, params)(jit.current_stream(device))

@@ -1,0 +1,270 @@
+"""Moves that CUDA C++ plans and makes, phase by phase: on the CPU by the emulator, against moves.py and the reference.
+
+The tests of test_repack.py run the same kernels on a GPU, where "cuda" is one of its backends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import emulator
+import test_repack
+from conftest import HAS_GPU
+from kvstrata import backends, jit
+from kvstrata.bench.cases import settle as settle_case
+from kvstrata.cache import moves_cuda, repack_cuda, repack_op, repack_phases, whole_pages
+from kvstrata.cache.buckets import Buckets
+from kvstrata.cache.pages import PageKind, Rows
+from kvstrata.cache.pool import Pool
+from kvstrata.cache.tokens import DROP, NEW, Tokens
+from kvstrata.layout import Format
+from test_repack import Setup, assert_alike
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CUDA backend without CUDA."""
+    if HAS_GPU or emulator.missing() is not None:
+        pytest.skip("the kernels run on the GPU here" if HAS_GPU else str(emulator.missing()))
+    for module in (moves_cuda, repack_cuda, repack_phases, whole_pages):
+        monkeypatch.setattr(module, "jit", emulator.launcher())
+        module._kernel.cache_clear()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for module in (backends, repack_op):
+        monkeypatch.setattr(module, "resolve", lambda backend, device: "reference" if backend == "auto" else backend)
+    yield
+    for module in (moves_cuda, repack_cuda, repack_phases, whole_pages):
+        module._kernel.cache_clear()
+
+
+def filled(counts: list[list[int]], seed: int) -> Buckets:
+    """Buckets of two heads with these counts per tier; positions and importance are any numbers."""
+    names, generator = ("K32V32", "K4V4", "K2V2"), torch.Generator().manual_seed(seed)
+    kinds = [PageKind(Format.parse(n, 32, 16), torch.float32, torch.int32, True, test_repack.DEVICE) for n in names]
+    strides, most = [kind.stride for kind in kinds], 2 + sum(map(sum, counts)) // 16
+    pages = len(counts) * (most + 4) * 3
+    pool = Pool(strides, 4 * strides[0], pages, test_repack.DEVICE)
+    buckets = Buckets(pool, kinds, len(counts) // 2, 1, 2, most)
+    for bucket, tiers in enumerate(counts):
+        for tier, n in enumerate(tiers):
+            handles = pool.allocate(tier, -(-n // 16))
+            buckets.host_table[bucket // 2, 0, bucket % 2, tier, : len(handles)] = handles
+            buckets.host_count[bucket // 2, 0, bucket % 2, tier] = n
+            data = torch.zeros(len(handles), strides[tier], dtype=torch.uint8)
+            kinds[tier].positions(data)[:] = torch.randint(1 << 20, (len(handles), 16), generator=generator).int()
+            kinds[tier].importance(data)[:] = torch.rand(len(handles), 16, generator=generator)
+            pool.write(handles, 0, data.to(test_repack.DEVICE))
+    buckets.push(0, range(len(counts) // 2))
+    return buckets
+
+
+def chained(buckets: Buckets, tokens: Tokens, target: torch.Tensor, rows: Rows | None) -> set[tuple[int, ...]]:
+    """The moves of moves.py: from where, to where, and what stands beside."""
+    buckets.backend = "triton"
+    requests = range(len(buckets.host_table))
+    prepared = buckets.prepare(0, requests, tokens, target, rows, torch.zeros(2 * len(requests), 32))
+    return set() if prepared is None else {(*x[:7], *x[9:11]) for x in prepared.job.packed.tolist()}
+
+
+def phased(buckets: Buckets, lists: moves_cuda.Lists, group: np.ndarray, handles: np.ndarray, k: torch.Tensor | None,
+           ) -> list[set[tuple[int, ...]]]:  # fmt: skip
+    """The same of every phase, in order."""
+    pool, (plain, *_) = buckets.pool, buckets.kinds
+    words = pool.space.bytes.view(torch.int32)
+    whole: list[set] = [set(), set(), set()]
+    for page, at, sides in zip(range(len(handles)), lists.k_at.tolist(), lists.sides.tolist(), strict=True):
+        tier = int(group[page]) % 3
+        for slot, (address, side) in enumerate(zip(at, sides, strict=True)):
+            if address < 0:
+                continue
+            offset = address - pool.space.address
+            if 0 <= offset < pool.space.bytes.numel():
+                slab, rest = divmod(offset, pool.slab_bytes)
+                source = slab * pool.units + rest // plain.stride * plain.stride // 64, rest % plain.stride // 128, 0
+            else:
+                source = 0, (address - k.data_ptr()) // 128, -1
+            whole[tier].add((*source, int(handles[page]), slot, tier, int(group[page]) // 3, *side))
+    found = []
+    for tier in (2, 1, 0):
+        (first, end), (begin, last) = lists.ranges[:, tier].tolist()
+        some = set()
+        for source, slot, to, there in lists.copies[first:end].tolist():
+            at = source * 16 + buckets.kinds[tier].position_offset // 4 + slot
+            some.add((source, slot, tier, to, there, tier, None, int(words[at]), int(words[at + 16])))
+        lines = lists.packed[begin:last].tolist()
+        assert all((x[5], *x[7:9]) == (tier, -1, 1) for x in lines), "the tier of the phase, and no chain"
+        found += [some, whole[tier], {(*x[:7], *x[9:11]) for x in lines}]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("counts", "new", "leave", "drop"),
+    [
+        ([[0, 0, 0], [1, 0, 1]], 0, 1.0, 0.0),
+        ([[7, 40, 3], [16, 0, 33], [0, 17, 16], [5, 5, 5]], 0, 0.4, 0.2),
+        ([[300, 290, 270], [64, 600, 0]], 0, 0.1, 0.1),
+        ([[1100, 30, 0], [2, 260, 1], [0, 0, 0], [65, 64, 63]], 0, 0.9, 0.0),
+        ([[700, 100, 300], [10, 0, 0], [0, 0, 0], [31, 64, 300]], 700, 0.3, 0.3),
+        ([[40, 40, 40], [40, 40, 40]], 90, 0.0, 0.5),
+        ([[50, 50, 50], [20, 0, 90]], 0, 1.0, 1.0),
+    ],
+)
+def test_the_plan_is_that_of_the_reference(emulated: None, monkeypatch: pytest.MonkeyPatch, counts: list[list[int]],
+                                           new: int, leave: float, drop: float) -> None:  # fmt: skip
+    """The same tokens to the same slots; and no phase writes where it or a later one reads."""
+    seen = []
+    monkeypatch.setattr(repack_phases, "phases", lambda *given: seen.append(given))
+    ours, reference = filled(counts, 1), filled(counts, 1)
+    for buckets in (ours, reference):  # some pages have another owner, and are copied before they change
+        used = buckets.host_table[buckets.host_table >= 0]
+        buckets.pool.retain(used[::3])
+    tokens, random = ours.snapshot(0, range(len(counts) // 2)), torch.Generator().manual_seed(new + len(counts))
+    dice = torch.rand(3, len(tokens), generator=random)
+    target = torch.minimum(tokens.tier + 1 + (dice[0] * 2).long(), torch.tensor(2))
+    target = torch.where((dice[1] < drop) | (tokens.tier == 2), DROP, target)
+    target = torch.where(dice[2] < leave, target, tokens.tier)
+    rows = None
+    if new:
+        bucket = torch.randint(len(counts), (new,), generator=random)
+        number = torch.randperm(new, generator=random)
+        more = Tokens(bucket, torch.full((new,), NEW), number, 5000 + number, torch.rand(new, generator=random))
+        tokens = Tokens.cat([tokens, more])
+        target = torch.cat([target, torch.randint(-1, 3, (new,), generator=random)])
+        k, v = torch.randn(2, new, 32)
+        rows = Rows(k, v, None, None, more.position, more.importance)
+    wanted = chained(reference, tokens, target, rows)
+    ours.backend = "cuda"
+    made = ours.prepare(0, range(len(counts) // 2), tokens, target, rows, torch.zeros(len(counts), 32))
+    assert made is None
+    assert np.array_equal(ours.host_table, reference.host_table)
+    assert np.array_equal(ours.host_count, reference.host_count)
+    if not seen:
+        assert not wanted
+        assert bool((tokens.tier == target).all())
+        return
+    [(_, lists, (first, _), _, group, handles, _)] = seen
+    found = phased(ours, lists, group, handles, first)
+    assert set().union(*found) == {(*x[:6], None if x[2] == x[5] else x[6], *x[7:]) for x in wanted}
+    assert sum(map(len, found)) == len(wanted)
+    written: set[tuple[int, int]] = set()
+    for number, some in enumerate(found):
+        reads = {x[:2] for x in some if x[2] >= 0}
+        written |= {x[3:5] for x in some}
+        if number % 3 == 1:  # all slots of whole pages
+            tier = (2, 1, 0)[number // 3]
+            written |= {
+                (int(h), slot) for g, h in zip(group, handles, strict=True) if g % 3 == tier for slot in range(16)
+            }
+        assert not reads & written
+
+
+def test_whole_pages_are_made_as_such(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of plain tokens that go down, only those that fit a page which is there move one by one."""
+    seen = []
+    monkeypatch.setattr(repack_phases, "phases", lambda *given: seen.append(given))
+    buckets = filled([[100, 10, 0], [100, 10, 0]], 0)
+    tokens = buckets.snapshot(0, [0])
+    target = torch.where((tokens.tier == 0) & (tokens.slot >= 60), 1, tokens.tier)
+    buckets.backend = "cuda"
+    buckets.prepare(0, [0], tokens, target, None, torch.zeros(2, 32))
+    [(_, lists, *_)] = seen
+    assert len(lists.copies) == 0
+    assert lists.ranges.tolist() == [[[0, 0]] * 3, [[0, 0], [0, 12], [12, 12]]]
+    assert len(lists.packed) == 2 * 6
+    assert lists.k_at.shape == (2 * 3, 16)
+    assert int((lists.k_at >= 0).sum()) == 2 * 34
+    assert lists.v_at is None
+
+
+CASES = {
+    "three tiers, new rows": (dict(tiers=("K8V8", "K4V2", "K2V2"), dtype=torch.bfloat16, tokens=70), 150),
+    "shared words": (dict(tiers=("K3V3", "K3V2"), dim=48, tokens=40, wide=True, keeps=False), 60),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_phases_do_what_the_reference_does(emulated: None, name: str) -> None:
+    """Leavers, fillers, arrivals and new rows at once, whole pages among them; and again without new rows."""
+    options, new = CASES[name]
+    ours, reference = Setup(**options), Setup(**options)
+    for leave, coming in ((0.4, new), (0.5, 0)):
+        ours.demote("cuda", leave, coming)
+        reference.demote("reference", leave, coming)
+        ours.check()
+        reference.check()
+        assert_alike(ours.state(), reference.state())
+
+
+def test_chains_in_one_launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moves of moves.py by ``repack.cu``, all tiers at once."""
+    if not HAS_GPU:
+        request.getfixturevalue("emulated")
+    options, new = CASES["three tiers, new rows"]
+    ours, reference = Setup(**options), Setup(**options)
+    prepare = ours.buckets.prepare
+    monkeypatch.setattr(ours.buckets, "prepare", lambda *given: replace(prepare(*given), backend="cuda"))
+    ours.demote("triton", 0.4, new)
+    reference.demote("reference", 0.4, new)
+    ours.check()
+    assert_alike(ours.state(), reference.state())
+
+
+@pytest.mark.parametrize("lossy", [0.0, 0.5])
+def test_the_benchmark_moves_what_it_says(emulated: None, monkeypatch: pytest.MonkeyPatch, lossy: float) -> None:
+    """All layers in a few launches, with the plan made before and made anew."""
+    monkeypatch.setattr(settle_case, "missing", lambda backend, device: None)
+    state = settle_case.State(2, 2400, 2, 2, 64, lossy, test_repack.DEVICE)
+    assert state.phases is not None
+    # K4V4: whole pages, other arrivals; sides; plain fillers. And fillers of K4V4, pages and arrivals of K2V2.
+    assert len(state.phases.launches) == (7 if lossy else 4)
+    for run in (state.run, lambda: state.plan().run()):
+        state.restore()
+        with pytest.raises(AssertionError):
+            state.assert_moved()
+        run()
+        state.assert_moved()
+
+
+def test_the_cache_goes_through_everything(emulated: None) -> None:
+    """Forks, crops and appends that settle, with pages that others own, in both ways."""
+    options = dict(budget=0.35, tiers=("K4V4", "K2V2"))
+    ours, wanted = (test_repack.through(backend, torch.device("cpu"), **options) for backend in ("cuda", "reference"))
+    for request in wanted.requests:
+        for layer in range(2):
+            assert torch.equal(ours.tier_map(layer, request), wanted.tier_map(layer, request))
+            for a, b in zip(ours.gather(layer, request)[:2], wanted.gather(layer, request)[:2], strict=True):
+                assert ((a.float() - b.float()).abs().amax(-1) > 0.02).float().mean() < 0.02
+
+
+# What the compiler made of it
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+def test_gates_of_the_plan(arch: str) -> None:
+    """No spills, and at least five blocks a multiprocessor."""
+    pytest.importorskip("cuda.core")
+    for entry in ("find<>", "count<>", "place<short, true>", "place<int, false>"):
+        usage = jit.usage(moves_cuda.SOURCE, entry, arch=arch)
+        assert usage.spill_bytes == usage.stack_bytes == 0, usage
+        assert usage.shared_bytes <= 1024, usage
+        assert 0 < usage.registers <= (52 if entry.startswith("place") else 32), usage
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("name", ["K16V16", "K8V8", "K4V4", "K3V3", "K2V2"])
+def test_gates_of_copies(name: str, arch: str) -> None:
+    """No spills with many loads on their way."""
+    pytest.importorskip("cuda.core")
+    cpu = torch.device("cpu")
+    for dim in (64, 80, 128, 192, 256):
+        kind = PageKind(Format.parse(name, dim), torch.bfloat16, torch.int16, True, cpu)
+        entry = repack_phases.entry_of(kind, sides=dim == 64 and name == "K16V16")
+        usage = jit.usage(repack_phases.SOURCE, entry, arch=arch)
+        assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
+        assert 0 < usage.registers <= (80 if dim <= 128 else 128), usage
