@@ -63,6 +63,31 @@ def test_append(dim: int) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_settle(dim: int) -> None:
+    """Moves of all layers: found, counted and placed on the device, then done phase by phase."""
+    torch.manual_seed(dim)
+    cache = TieredCache(
+        2, 3, dim, budget=0.4, tiers=("K8V4", "K4V4", "K3V2"), window=20, page_tokens=16, max_requests=3,
+        max_tokens=512, device="cuda", debug=True,
+    )  # fmt: skip
+    total = [0, 0, 0]
+    for lengths in ([200, 33, 150], [40, 1, 90], [1, 1, 1]):
+        total = [a + b for a, b in zip(total, lengths, strict=True)]
+        for layer in range(2):
+            k, v = torch.randn(2, sum(lengths), 3, dim, device="cuda").bfloat16()
+            cache.append(layer, k, v, [0, 1, 2], lengths)
+        cache.settle()
+        cache.check()
+        for request, length in enumerate(total):
+            k, v, positions = cache.gather(1, request)
+            assert torch.equal(positions.cpu(), torch.arange(length).expand(3, -1))
+            assert bool(k.isfinite().all())
+            assert bool(v.isfinite().all())
+    assert int(cache.tier_map(1).max()) > 1
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_decode(dim: int, q_len: int) -> None:
