@@ -190,7 +190,7 @@ def test_in_a_browser_nothing_sticks_out(html, tmp_path, width):
       const wide = [...d.querySelectorAll(".scroll")].filter(s => s.scrollWidth > s.clientWidth + 1).length;
       const svg = [...d.querySelectorAll("section svg")].map(s => s.getBoundingClientRect());
       document.title = JSON.stringify({page: e.scrollWidth, window: e.clientWidth, wide,
-        figures: svg.filter(b => b.width > 200 && b.height > 100).length, all: svg.length}); };
+        figures: svg.filter(b => b.width > 200 && b.height > 60).length, all: svg.length}); };
     f.srcdoc = %s;</script>"""
     quoted = json.dumps(html).replace("</", "<\\/")
     wrapped = tmp_path / "w.html"
