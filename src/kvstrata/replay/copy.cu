@@ -220,6 +220,7 @@ __device__ __forceinline__ void move_units(const Work& w, unsigned begin, unsign
           }
         }
         const int room = at.room < per_unit ? at.room : per_unit;
+#pragma unroll 1  // the edge of a row: rare, and unrolled it is half of the code
         for (int e = 0; e < room; e++) {
           if (e < at.covered) copy_element(at.to + e * bytes, at.from + e * bytes, bytes);
           else if (fills) fill_element(at.to + e * bytes, value, bytes);
