@@ -336,7 +336,8 @@ def test_cuda_agrees_with_cpu(dtype: torch.dtype) -> None:
 
     def logits(device: str) -> torch.Tensor:
         model.to(device)
-        cache = StrataCache(model.config, budget=0.3, dtype=dtype, policy="recency", window=32, page_tokens=16)
+        options = dict(policy="recency", window=32, page_tokens=16, tiers=["K4V4", "K3V3", "K2V2"])
+        cache = StrataCache(model.config, budget=0.3, dtype=dtype, **options)
         with torch.no_grad():
             made = [model(ids.to(device), past_key_values=cache).logits[:, -1:]]
             for some in following.to(device).split([1, 1, 4, 1, 8, 1, *[1] * 8], 1):

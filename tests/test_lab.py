@@ -299,6 +299,8 @@ def test_without_ncu_it_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(child, "TOOLKIT", str(tmp_path))
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
     done = invoke("profile", "store")
     assert done.exit_code == 3
     assert "ncu is not on the PATH" in done.stderr
@@ -572,6 +574,7 @@ def test_slower_faster_or_noise(factor, verdict):
 def checkout(tmp_path, monkeypatch):
     """A git checkout with two committed results: the second is a tenth slower."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GIT_DIR", raising=False)
     run = partial(subprocess.run, check=True, capture_output=True)
     run(["git", "init", "-q", "."])
     for name, value in (("user.name", "t"), ("user.email", "t@t"), ("commit.gpgsign", "false")):

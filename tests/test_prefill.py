@@ -438,9 +438,9 @@ LAUNCHED = [Config(64, 64, 4, 2), Config(64, 64, 4, 2, tma=True), Config(64, 64,
 @pytest.mark.parametrize("config", LAUNCHED, ids=["pointers", "descriptors", "specialized"])
 def test_a_repeated_launch_has_the_arguments_of_a_first(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call, with other tensors that look alike, goes past Triton's own search for the kernel."""
-    kernel, sinks, seen, kept = recorded(monkeypatch, config), torch.zeros(4), [], []
+    kernel, sinks, seen, kept = recorded(monkeypatch, config), torch.zeros(4, device=DEVICE), [], []
     for _ in range(2):
-        q, k, v = torch.randn(3, 2, 4, 70, 64).half().unbind()
+        q, k, v = torch.randn(3, 2, 4, 70, 64, device=DEVICE).half().unbind()
         out, lse = prefill_attention(q, k, v, sinks=sinks, return_lse=True, backend="triton")
         kept.append((q, k, v, out, lse))  # so that no address comes back
         tensors = dict(q=q, k=k, v=v, out=out, lse=lse, sinks=sinks)
@@ -458,8 +458,8 @@ def test_a_repeated_launch_has_the_arguments_of_a_first(config: Config, monkeypa
 def test_what_looks_otherwise_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths, strides, options, the alignment of an address: each may want another kernel."""
     kernel = recorded(monkeypatch, LAUNCHED[0])
-    q, k, v = torch.randn(3, 1, 4, 20, 64).half()
-    whole = torch.randn(1, 4, 20, 72).half()
+    q, k, v = torch.randn(3, 1, 4, 20, 64, device=DEVICE).half()
+    whole = torch.randn(1, 4, 20, 72, device=DEVICE).half()
     ways: list[tuple[tuple, dict]] = [
         ((q, k, v), {}),
         ((q[:, :, :19], k, v), {}),
@@ -470,7 +470,7 @@ def test_what_looks_otherwise_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -
         ((q, k, v), dict(window=5)),
         ((q, k, v), dict(softcap=5.0)),
         ((q, k, v), dict(scale=1.0)),
-        ((q, k, v), dict(sinks=torch.zeros(4))),
+        ((q, k, v), dict(sinks=torch.zeros(4, device=DEVICE))),
         ((q, k, v), dict(return_lse=True)),
     ]
     for tensors, options in ways:

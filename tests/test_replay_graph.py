@@ -313,9 +313,11 @@ def test_the_runners_buffers_are_one_allocation() -> None:
 @gpu
 def test_a_step_that_cannot_be_captured_is_explained() -> None:
     runner = GraphRunner(lambda x: x * x.sum().item(), {"x": ((4,), torch.float32)}, [4], device=DEVICE)
+    stream = torch.cuda.current_stream()
     with pytest.raises(RuntimeError, match=r"size 4 cannot be captured.*\.item\(\)"):
         runner.capture()
-    torch.cuda.synchronize()
+    assert torch.cuda.current_stream() == stream
+    assert torch.rand(8, device=DEVICE).sum().item() > 0  # torch is as it was, its random numbers too
 
 
 @gpu

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class GraphRunner:
         one = Captured(size, parts, self._filler(parts))
         if self.device.type != "cuda":
             return one
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
             self._warm_up(one)
             before = torch.cuda.mem_get_info()[0]
             one.graph = torch.cuda.CUDAGraph()
@@ -162,6 +163,7 @@ class GraphRunner:
                 with torch.cuda.graph(one.graph, pool=self.pool):
                     one.outputs = self._body(one)
             except Exception as error:
+                _leave_capture(self.device)
                 raise RuntimeError(
                     f"step: size {size} cannot be captured. Under capture a step may not wait for the GPU (.item(), "
                     f".cpu(), printing, a branch on a tensor), copy from memory that is not pinned, or allocate "
@@ -289,6 +291,13 @@ def _cut(outputs: Any, size: int, batch: int) -> Any:
     if isinstance(outputs, (tuple, list)):
         return type(outputs)(_cut(value, size, batch) for value in outputs)
     return outputs
+
+
+def _leave_capture(device: torch.device) -> None:
+    """After a capture that failed torch takes its random numbers for captured still; one that succeeds ends that."""
+    nothing = torch.zeros((), device=device)
+    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        nothing.zero_()
 
 
 def _progress(sizes: Sequence[int], show: bool | None) -> Iterable[int]:
