@@ -12,6 +12,7 @@ from conftest import HAS_GPU
 from decode_model import BACKENDS, DEVICE, HAS_NUMBA, INTERPRETED, Case, case_of, check, filled, poison_tails
 from kvstrata import DecodePlan, PagedCache, TieredCache, decode_attention, store_kv
 from kvstrata.attention import op
+from kvstrata.jit import tuned
 
 HALF = torch.bfloat16 if HAS_GPU else torch.float32  # what the machine's models run in
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -333,6 +334,18 @@ def test_fixed_split_does_not_know_the_batch() -> None:
         alone.update()
         one = decode_attention(q[request : request + 1], cache, requests=[request], plan=alone, backend="cuda")
         assert torch.equal(out[request : request + 1], one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("combine", [1, 4, 8, 16])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_warps_that_combine(combine: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many: more partial results than they take at a time, requests with none, sinks beside them."""
+    cut = dict(warps=2, resident=8, width=1, waves=1, combine=combine)
+    monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: cut)
+    options = dict(sinks=torch.tensor([0.5, -1.0, -torch.inf, 2.0], device=DEVICE))
+    check(case_of([1500, 0, 1, 333], dim=dim, dtype=HALF, group=2, options=options), "cuda")
+    check(case_of([700, 90], dim=dim, dtype=torch.float16, q_len=2, page_tokens=64), "cuda")
 
 
 @pytest.mark.gpu

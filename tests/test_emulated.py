@@ -90,13 +90,23 @@ def test_one_list_for_all_layers() -> None:
         assert torch.equal(got, decode_attention(q, cache, layer, backend="cuda"))
 
 
-def test_cut_of_a_tuned_table(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("combine", [1, 8])
+def test_cut_of_a_tuned_table(combine: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a step is cut, the result is the same."""
-    cut = Cut(warps=2, resident=8, width=1, waves=3, combine=8)  # 12 columns read pages twice
+    cut = Cut(warps=2, resident=8, width=1, waves=3, combine=combine)  # 12 columns read pages twice
     monkeypatch.setattr(decode_cuda.tuned, "lookup", lambda op, gpu, shape: asdict(cut))
     case = case_of([150, 40], dtype=torch.bfloat16, tiers=("K4V4", "K2V2"), page_tokens=64, group=4, q_len=3)
     check(case, "cuda")
     assert all(plan.cut == cut for plan in decode_cuda._PLANS.values())
+
+
+@pytest.mark.parametrize("dim", [32, 80, 256])
+def test_a_warp_combines_a_column(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More partial results than it takes at a time, requests with none, a sink beside them."""
+    cut = Cut(warps=1, resident=8, width=1, waves=4, combine=1)
+    monkeypatch.setattr(decode_cuda.tuned, "lookup", lambda op, gpu, shape: asdict(cut))
+    options = dict(sinks=torch.tensor([0.5, -1.0, -torch.inf, 2.0]))
+    check(case_of([200, 0, 33], dim=dim, dtype=torch.bfloat16, tiers=("K4V4",), group=2, options=options), "cuda")
 
 
 @pytest.mark.parametrize("counts", [[64, 3000, 12, 12], [5, 1, 0, 70], [40, 700, 500, 300]])

@@ -45,6 +45,7 @@ FOLDER = Path(__file__).parent
 MAX_TIERS = 8
 PARTS = 16  # blocks that write one layer's list
 KEPT = 64  # plans of calls that bring none
+FEW = 12  # chunks for a KV head of a request: so few partial results are put together by one warp
 
 WORKLIST = struct.Struct(f"7q4q4q11i{2 * MAX_TIERS}i4x")
 DECODE = struct.Struct("9q5q6i2f4i2q")
@@ -289,14 +290,20 @@ class Plan:
             _pointer(lse), _pointer(job.sinks),
             self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width, len(self.formats), self.units,
         )  # fmt: skip
-        head_dim, grid = out.shape[3], self.units * self.q_len * job.group
-        warps = max(4, -(-head_dim // 32))
-        if self.cut.combine:
-            warps = max(warps, self.cut.combine)
-        elif not self.fixed_cost and grid < 2 * self.grid:
-            warps = 16
+        head_dim, columns = out.shape[3], self.units * self.q_len * job.group
+        warps = self._combine_warps(head_dim, columns)
         kernel = _combine_kernel(out.dtype, head_dim, warps, self.device)
-        jit.Launch(kernel, grid, 32 * warps, params, overlap=True)(jit.current_stream(self.device))
+        grid, threads = (columns, 32 * warps) if warps > 1 else (-(-columns // 4), 128)
+        jit.Launch(kernel, grid, threads, params, overlap=True)(jit.current_stream(self.device))
+
+    def _combine_warps(self, head_dim: int, columns: int) -> int:
+        """Warps for a column, 1: a warp on its own. With fixed splits the batch has no say in it."""
+        fewest, chosen = max(4, -(-head_dim // 32)), self.cut.combine
+        if chosen or self.fixed_cost:
+            return chosen if chosen == 1 else max(fewest, chosen)
+        if self.chunks <= FEW * self.units and columns >= self.multiprocessors:
+            return 1
+        return 16 if columns < 2 * self.grid else fewest
 
 
 _PLANS: OrderedDict[tuple, Plan] = OrderedDict()

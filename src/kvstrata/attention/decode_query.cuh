@@ -130,18 +130,18 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
   st.score = p.scale_log2 * kFactor * __uint_as_float(static_cast<unsigned>(127 - power) << 23);
 #pragma unroll
   for (int n = 0; n < kN; n++) {
-    float sum = 0.f;
+    const unsigned ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
+    float sums[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int s = 0; s < kSteps; s++)
+    for (int s = 0; s < kSteps; s++) {
 #pragma unroll
       for (int part = 0; part < 2; part++) {
-        const unsigned pair = pair_of(f16{}, st.out[n][s][2 * part] * longer, st.out[n][s][2 * part + 1] * longer);
-        st.q[n][s][part] = pair;
-        const float2 rounded = halves_of(pair);
-        sum += rounded.x + rounded.y;
+        st.q[n][s][part] = pair_of(f16{}, st.out[n][s][2 * part] * longer, st.out[n][s][2 * part + 1] * longer);
         st.out[n][s][2 * part] = st.out[n][s][2 * part + 1] = 0.f;
       }
-    to_columns(sum_over_t(sum), st.middle[n]);
+      mma_16x8x16(f16{}, sums, ones, st.q[n][s][0], st.q[n][s][1]);
+    }
+    st.middle[n][0] = sums[0], st.middle[n][1] = sums[1];
   }
 }
 

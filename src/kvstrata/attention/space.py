@@ -20,7 +20,7 @@ def choices(columns: int) -> dict[str, tuple[int, ...]]:
         "resident": (8, 12, 16),
         "width": (1,) if columns <= 8 else (1, 2),
         "waves": (1, 2, 3, 4),
-        "combine": (0, 4, 8, 16),
+        "combine": (0, 1, 4, 8, 16),
     }
 
 
@@ -35,10 +35,10 @@ def kernels(formats: tuple[Format, ...], dtype: torch.dtype, cut: Cut, arch: str
     """(source, entry, threads, bytes of shared memory asked for at the launch) of what a step launches."""
     head_dim = formats[0].head_dim
     fewest = max(4, -(-head_dim // 32))
-    widths = {max(fewest, cut.combine)} if cut.combine else {fewest, 16}
+    widths = {1, fewest, 16} if not cut.combine else {1} if cut.combine == 1 else {max(fewest, cut.combine)}
     decode = decode_entry(formats, dtype, cut.width, arch, cut=cut)
     return [
         (str(FOLDER / "decode.cu"), decode, 32 * cut.warps, shared_of(formats, cut)),
         (str(FOLDER / "worklist.cu"), "worklist", 1024, 0),
-        *((str(FOLDER / "combine.cu"), combine_entry(dtype, head_dim, n), 32 * n, 0) for n in sorted(widths)),
+        *((str(FOLDER / "combine.cu"), combine_entry(dtype, head_dim, n), 32 * max(n, 4), 0) for n in sorted(widths)),
     ]

@@ -75,7 +75,7 @@ def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:
 @dataclass(frozen=True)
 class Cut:
     """How a step is launched: warps of a block, and resident on a multiprocessor (which bounds their registers);
-    blocks of 8 columns in one warp; chunks of the work list for a warp; warps of combine.cu (0: by its grid)."""
+    blocks of 8 columns in one warp; chunks of the work list for a warp; warps of combine.cu for a column (0: by their number)."""
 
     warps: int
     resident: int
@@ -110,4 +110,6 @@ def decode_entry(
 
 
 def combine_entry(dtype: torch.dtype, head_dim: int, warps: int) -> str:
+    if warps == 1:
+        return f"combine_alone<{NAMES[dtype]},{head_dim}>"
     return f"combine<{NAMES[dtype]},{head_dim},{warps}>"
