@@ -18,6 +18,7 @@ from kvstrata import PagedCache, TieredCache, decode_attention
 from kvstrata.attention import op
 from kvstrata.cache import quantize_reference as quant
 from kvstrata.cache.buckets import DROP
+from kvstrata.cache.scopes import move_tokens
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 HAS_NUMBA = find_spec("numba") is not None
@@ -191,7 +192,7 @@ def filled(
             target = torch.randint(0, len(tiers) + 1, (len(tokens),), generator=generator)
             target[torch.rand(len(tokens), generator=generator) < drop] = DROP
             target = target.to(DEVICE).masked_fill(tokens.position >= length - recent, 0)
-            cache._apply(layer, [request], tokens, target)
+            move_tokens(cache, [(layer, [request], tokens, target)])
     poison_tails(cache)
     return cache
 

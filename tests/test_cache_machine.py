@@ -18,6 +18,7 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from cache_model import fingerprint, same
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache import quantize_reference as quant
 from kvstrata.layout import rotate
@@ -82,24 +83,6 @@ class Layer:
         lossy = (self.tier > 0).unsqueeze(2)
         cast = [x.clamp(-largest, largest).to(dtype) for x in back]
         return [torch.where(lossy, low, row) for low, row in zip(cast, self.rows, strict=True)]
-
-
-def fingerprint(cache: TieredCache) -> list[object]:
-    """Everything that an operation that raised must have left alone."""
-    slabs = [None if slab is None else slab.clone() for slab in cache.pool.slabs]
-    arrays = [cache.buckets.table, cache.buckets.count, cache.centre, cache._device_lengths]
-    return [cache.requests, slabs, *(x.clone() for x in arrays), cache.pool.refs.copy(), cache.pool.tier.copy()]
-
-
-def same(a: list[object], b: list[object]) -> bool:
-    def equal(x, y) -> bool:
-        if isinstance(x, list):
-            return len(x) == len(y) and all(equal(p, q) for p, q in zip(x, y, strict=True))
-        if isinstance(x, torch.Tensor):
-            return isinstance(y, torch.Tensor) and torch.equal(x, y)
-        return bool((x == y).all()) if hasattr(x, "all") else x == y
-
-    return equal(a, b)
 
 
 class Machine(RuleBasedStateMachine):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvstrata.cache import TieredCache, settle
-from kvstrata.cache import cache as cache_module
+from kvstrata.cache import scopes as scopes_module
 
 
 def filled(lengths: list[int], layers: int = 3, **options) -> TieredCache:
@@ -26,7 +26,9 @@ def filled(lengths: list[int], layers: int = 3, **options) -> TieredCache:
 def scopes_of(cache: TieredCache) -> list[settle.Scope]:
     places = [(layer, [request]) for layer in range(cache.layers) for request in cache.requests]
     return [
-        cache._scope(layer, scope, cache.buckets.snapshot(layer, scope), [cache.length(scope[0], layer)])
+        scopes_module.make_scope(
+            cache, layer, scope, cache.buckets.snapshot(layer, scope), [cache.length(scope[0], layer)]
+        )
         for layer, scope in places
     ]
 
@@ -83,9 +85,9 @@ def test_layers_settle_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """One search makes room in all layers; none of them has to search on its own."""
     cache = filled([300, 300], layers=5)
     calls = []
-    plan_all = cache_module.plan_all
-    monkeypatch.setattr(cache_module, "plan_all", lambda some, *rest: calls.append(len(some)) or plan_all(some, *rest))
-    monkeypatch.setattr(cache_module, "plan", lambda *rest: pytest.fail("a layer on its own"))
+    plan_all = scopes_module.plan_all
+    monkeypatch.setattr(scopes_module, "plan_all", lambda some, *rest: calls.append(len(some)) or plan_all(some, *rest))
+    monkeypatch.setattr(scopes_module, "plan", lambda *rest: pytest.fail("a layer on its own"))
     decode(cache, 60)
     assert calls
     assert set(calls) == {10}
@@ -99,14 +101,10 @@ def test_without_room_ahead_every_layer_is_on_its_own(monkeypatch: pytest.Monkey
     """A window that leaves no slot: tried once in a while, and nothing is lost."""
     cache = filled([300], budget=0.22, window=28, sinks=4, settle_every=16)
     tried = []
-    ahead = cache_module.TieredCache._settle
+    ahead = scopes_module.settle_scopes
+    monkeypatch.setattr(scopes_module, "settle_scopes", lambda *given: tried.append(1) or ahead(*given))
     monkeypatch.setattr(
-        cache_module.TieredCache, "_settle", lambda self, *rest, **more: tried.append(1) or ahead(self, *rest, **more)
-    )
-    monkeypatch.setattr(
-        cache_module,
-        "plan_all",
-        lambda scopes, *rest: [settle.Plan(x.tokens.tier.clamp(min=0), spare=0) for x in scopes],
+        scopes_module, "plan_all", lambda some, *rest: [settle.Plan(x.tokens.tier.clamp(min=0), spare=0) for x in some]
     )
     decode(cache, 40)
     assert 1 <= len(tried) <= 4

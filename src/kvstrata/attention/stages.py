@@ -75,7 +75,8 @@ def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:
 @dataclass(frozen=True)
 class Cut:
     """How a step is launched: warps of a block, and resident on a multiprocessor (which bounds their registers);
-    blocks of 8 columns in one warp; chunks of the work list for a warp; warps of combine.cu for a column (0: by their number)."""
+    blocks of 8 columns in one warp; chunks of the work list for a warp; warps of combine.cu for a column (0: by how
+    many partial results there are)."""
 
     warps: int
     resident: int

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+
+from ..layout.format import Format
 
 if TYPE_CHECKING:
     from .cache import TieredCache
@@ -16,6 +19,15 @@ def check_int(name: str, value: int, low: int, high: int | None = None) -> int:
         wanted = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
     return value
+
+
+def check_tiers(formats: Sequence[Format], names: Sequence[str]) -> None:
+    """``formats``: the plain one, and those of the names."""
+    for better, worse in itertools.pairwise(formats):
+        if worse.plain or worse.page_bytes > better.page_bytes:
+            raise ValueError(f"tiers: expected none larger than the one before, got {worse.name} in {tuple(names)}")
+    if len(formats) == 1:
+        raise ValueError("tiers: expected at least one format, got none")
 
 
 def ragged(
@@ -64,3 +76,11 @@ def ragged(
                 f" got {count}"
             )
     return k, v, requests, lengths
+
+
+def check_mass(cache: TieredCache, mass: torch.Tensor, requests: int, longest: int) -> torch.Tensor:
+    if mass.dim() != 3 or tuple(mass.shape[:2]) != (requests, cache.kv_heads) or mass.shape[2] < longest:
+        raise ValueError(f"mass: expected [{requests}, {cache.kv_heads}, at least {longest}], got {tuple(mass.shape)}")
+    if not mass.is_floating_point():
+        raise TypeError(f"mass: expected a floating-point tensor, got {mass.dtype}")
+    return mass.to(cache.device)

@@ -1,4 +1,4 @@
-"""The books: what must be true of a cache after every operation. Reads every page; for tests and debugging."""
+"""The books: what a cache has allocated, and what must be true of it after every operation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,47 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from .budget import Memory
+
 if TYPE_CHECKING:
     from .cache import TieredCache
 
 
+def fixed(cache: TieredCache) -> dict[str, int]:
+    """Bytes of what is there whether or not there are tokens."""
+    tensors = {
+        "table": cache.buckets.table,
+        "count": cache.buckets.count,
+        "centre": cache.centre,
+        "length": cache._device_lengths,
+        "slab_pointers": cache.pool.pointers,
+    }
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def memory(cache: TieredCache) -> Memory:
+    """Everything, from what the host knows."""
+    counts = cache.buckets.host_count[list(cache.requests)].astype(np.int64).sum((0, 1, 2))
+    used = [cache.pool.pages(tier) * stride for tier, stride in enumerate(cache.pool.strides)]
+    slots = [cache.pool.pages(tier) * cache.page_tokens for tier in range(len(cache.kinds))]
+    slack = sum(
+        max(n - int(count), 0) * stride // cache.page_tokens
+        for n, count, stride in zip(slots, counts, cache.pool.strides, strict=True)
+    )
+    names = [f.name for f in cache.formats]
+    return Memory(
+        kinds={"slabs": cache.pool.nbytes, **fixed(cache)},
+        tiers=dict(zip(names, used, strict=True)),
+        page_slack=slack,
+        slab_slack=cache.pool.nbytes - sum(used),
+        tokens=dict(zip(names, counts.tolist(), strict=True)),
+        full=int(cache._lengths.sum()) * cache.kv_heads * 2 * cache.head_dim * cache.dtype.itemsize,
+        allowed=cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests]),
+    )
+
+
 def check(cache: TieredCache) -> None:
-    """Assert that owners, counts, positions and bytes agree."""
+    """Assert that owners, counts, positions and bytes agree; reads every page."""
     table, count = cache.buckets.host_table, cache.buckets.host_count
     handles, owned = np.unique(table[table >= 0], return_counts=True)
     assert (cache.pool.owners(handles) == owned).all(), "a page has other owners than the tables say"
@@ -37,10 +72,10 @@ def check(cache: TieredCache) -> None:
             continue
         for layer in range(cache.layers):
             _check_positions(cache, layer, request)
-    allocated = sum(slab.nbytes for slab in cache.pool.slabs if slab is not None) + sum(cache._fixed().values())
-    memory = cache.memory()
-    assert memory.total == allocated, f"memory() says {memory.total}, allocated are {allocated}"
-    assert memory.allowed is None or memory.total <= memory.allowed, f"{memory.total} bytes of {memory.allowed}"
+    allocated = sum(slab.nbytes for slab in cache.pool.slabs if slab is not None) + sum(fixed(cache).values())
+    taken = cache.memory()
+    assert taken.total == allocated, f"memory() says {taken.total}, allocated are {allocated}"
+    assert taken.allowed is None or taken.total <= taken.allowed, f"{taken.total} bytes of {taken.allowed}"
     addresses = [0 if slab is None else slab.data_ptr() for slab in cache.pool.slabs]
     assert cache.pool.pointers.tolist() == addresses, "a stale slab pointer"
 

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .buckets import Tokens
+from .room import fits_plain, tidy
+from .scopes import Targets, move_tokens, plan_scope, scopes_of
 
 if TYPE_CHECKING:
     from .cache import TieredCache
@@ -220,14 +221,14 @@ def load(cache: TieredCache, path: str | PathLike[str]) -> int:
 
 def _fit(cache: TieredCache, request: int) -> None:
     """Settle where the budget of this cache is smaller; plans every layer before it changes one."""
-    jobs: list[tuple[int, list[int], Tokens, torch.Tensor]] = []
+    jobs: list[Targets] = []
     for layer in range(cache.layers):
         cache._set_length(request, layer, int(cache._lengths[request, layer]))
         cache.buckets.push(layer, [request])
-        if not cache._fits_plain(layer, [request], [0]):
-            [scope] = cache._scopes([request])
+        if not fits_plain(cache, layer, [request], [0]):
+            [scope] = scopes_of(cache, [request])
             tokens = cache.buckets.snapshot(layer, scope)
             lengths = [int(cache._lengths[r, layer]) for r in scope]
-            jobs.append((layer, scope, tokens, cache._plan(layer, scope, tokens, lengths)))
-    cache._apply_all(jobs)
-    cache._tidy()
+            jobs.append((layer, scope, tokens, plan_scope(cache, layer, scope, tokens, lengths)))
+    move_tokens(cache, jobs)
+    tidy(cache)

@@ -1,0 +1,169 @@
+"""Append: new tokens to the plain bucket while the budget has room, else to the tiers that a plan finds for them.
+
+    room in pages that are there ──▶ plain rows (append_op.py), nothing else
+    room in the budget           ──▶ pages taken, plain rows
+    room in all layers at once   ──▶ settle_ahead (scopes.py), plain rows
+    none                         ──▶ old and new tokens of the scope planned together, one move
+
+The first is the way of nearly every decoded token, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .append_op import Job
+from .arguments import check_int, check_mass, ragged
+from .budget import BudgetExceeded
+from .importance import initial
+from .mass import hear, hear_first
+from .pages import Rows
+from .room import fits_plain, tidy
+from .scopes import Targets, move_tokens, plan_scope, scopes_of, settle_ahead
+from .tokens import NEW, Tokens
+
+if TYPE_CHECKING:
+    from .cache import TieredCache
+
+
+def append_tokens(
+    cache: TieredCache,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    requests: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+    mass: torch.Tensor | None,
+    queries: int | None,
+) -> None:
+    """`TieredCache.append`."""
+    cache._check_layer(layer)
+    k, v, requests, lengths = ragged(cache, layer, k, v, requests, lengths)
+    asked, lengths = list(requests), list(lengths)
+    if not sum(lengths):
+        cache._active.update(asked)
+        return
+    if mass is None and append_plain(cache, layer, k, v, asked, lengths, room_only=True):
+        return
+    fits = fits_plain(cache, layer, asked, lengths)
+    if mass is None and (fits or settle_ahead(cache, layer, asked, lengths)):
+        append_plain(cache, layer, k, v, asked, lengths)
+        tidy(cache)
+        return
+    new = _new_tokens(cache, asked, layer, lengths)
+    undo = None
+    if mass is not None:
+        if queries is None and len(set(lengths)) > 1:
+            raise ValueError(f"queries: expected how many are in mass, got None with lengths {lengths}")
+        queries = check_int("queries", lengths[0] if queries is None else queries, 1)
+        ends = [int(cache._lengths[r, layer]) + n for r, n in zip(asked, lengths, strict=True)]
+        mass = check_mass(cache, mass, len(asked), max(ends))
+        if cache.policy.name == "importance":
+            new = hear_first(cache, new, mass, queries)
+            undo = hear(cache, layer, asked, mass, queries, ends)
+    importance = None if mass is None else new.importance
+    if fits:
+        append_plain(cache, layer, k, v, asked, lengths, importance)
+    else:
+        _append_settling(cache, layer, k, v, asked, lengths, new, importance, undo)
+    tidy(cache)
+
+
+def append_plain(
+    cache: TieredCache,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    requests: list[int],
+    lengths: list[int],
+    importance: torch.Tensor | None = None,
+    room_only: bool = False,
+) -> bool:
+    """New rows to the plain buckets; ``room_only``: only if they fit pages that are there, False if they do not.
+
+    Such an append takes no page, so it needs no look at the budget, which never shrinks as tokens come.
+    """
+    ids, counts = np.array(requests), np.array(lengths)
+    before = (cache.buckets.room if room_only else cache.buckets.make_room)(layer, ids, counts)
+    if before is None:
+        return False
+    starts = cache._lengths[ids, layer].astype(np.int64)
+    ends = starts + counts
+    if cache.policy.mode == "mean":  # begins at 0, whatever the length
+        first = np.zeros(len(ids), np.float32)
+    else:
+        first = initial(cache.policy.mode, torch.from_numpy(ends)).numpy()
+    by_token = None if importance is None else importance.view(-1, cache.kv_heads).contiguous()
+    cache.buckets.append(
+        Job(cache.buckets, layer, ids, counts, starts, before, k, v, first, by_token, cache._device_lengths)
+    )
+    cache._lengths[ids, layer] = ends
+    cache._active.update(requests)
+    return True
+
+
+def _append_settling(
+    cache: TieredCache,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    asked: list[int],
+    lengths: list[int],
+    new: Tokens,
+    importance: torch.Tensor | None,
+    undo: Callable[[], None] | None,
+) -> None:
+    """New tokens planned together with those that are there; ``undo`` before BudgetExceeded."""
+    flat_k, flat_v = (x.detach().reshape(-1, cache.head_dim) for x in (k, v))
+    fresh = Rows(flat_k, flat_v, None, None, new.position, new.importance)
+    jobs: list[Targets] = []
+    plain: list[int] = []  # those among the asked that need not settle
+    row_of = new.bucket // cache.kv_heads
+    for scope in scopes_of(cache, asked):
+        mine = [i for i, r in enumerate(asked) if r in scope]
+        if not cache.budget.shared and fits_plain(cache, layer, scope, [lengths[mine[0]]]):
+            plain.append(mine[0])
+            continue
+        keep = torch.isin(row_of, torch.tensor(mine, device=cache.device)).nonzero().flatten()
+        coming = new[keep].renumbered({i: scope.index(asked[i]) for i in mine}, cache.kv_heads)
+        tokens = Tokens.cat([cache.buckets.snapshot(layer, scope), coming])
+        ends = [int(cache._lengths[r, layer]) + sum(lengths[i] for i in mine if asked[i] == r) for r in scope]
+        try:
+            jobs.append((layer, scope, tokens, plan_scope(cache, layer, scope, tokens, ends)))
+        except BudgetExceeded:
+            if undo:
+                undo()
+            raise
+    cache._active.update(asked)
+    move_tokens(cache, jobs, fresh)
+    for i, (request, count) in enumerate(zip(asked, lengths, strict=True)):
+        if i not in plain:
+            cache._set_length(request, layer, int(cache._lengths[request, layer]) + count)
+            continue
+        rows = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
+        first = None if importance is None else importance.view(-1, cache.kv_heads)[rows].flatten()
+        append_plain(cache, layer, k[rows], v[rows], [request], [count], first)
+
+
+def _new_tokens(cache: TieredCache, requests: Sequence[int], layer: int, lengths: Sequence[int]) -> Tokens:
+    """Tokens to be appended, row by row, head by head."""
+    rows = sum(lengths)
+    index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(list(lengths)))
+    starts = torch.tensor([int(cache._lengths[r, layer]) for r in requests])
+    first = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))])
+    position = (torch.arange(rows) - first[index] + starts[index]).to(cache.device)
+    ends = (starts + torch.tensor(list(lengths)))[index].to(cache.device)
+    index = index.to(cache.device)
+    heads = torch.arange(cache.kv_heads, device=cache.device)
+    each = torch.ones_like(heads)
+    return Tokens(
+        (index.unsqueeze(1) * cache.kv_heads + heads).flatten(),
+        torch.full((rows * cache.kv_heads,), NEW, device=cache.device),
+        torch.arange(rows * cache.kv_heads, device=cache.device),
+        torch.outer(position, each).flatten(),
+        initial(cache.policy.mode, torch.outer(ends, each).flatten()),
+    )

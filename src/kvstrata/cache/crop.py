@@ -1,0 +1,46 @@
+"""Crop: the last tokens of a request go, in every layer; what stays may have to settle into a smaller budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .room import fits_cropped, tidy
+from .scopes import Targets, move_tokens, plan_scope, scopes_of
+from .share import assign
+from .tokens import DROP
+
+if TYPE_CHECKING:
+    from .cache import TieredCache
+
+
+def crop_request(cache: TieredCache, request: int, length: int) -> None:
+    """`TieredCache.crop`: plans every layer before it changes one."""
+    if length == 0:
+        assign(cache, {}, [request])
+        cache._active.add(request)
+        return
+    jobs: list[Targets] = []
+    for layer in range(cache.layers):
+        if int(cache._lengths[request, layer]) <= length:
+            continue
+        scope = [request]
+        tokens = cache.buckets.snapshot(layer, scope)
+        kept = tokens.position < length
+        target = torch.where(kept, tokens.tier, DROP)
+        if not fits_cropped(cache, layer, request, tokens, target, length):
+            [scope] = scopes_of(cache, [request])
+            lengths = [length if r == request else int(cache._lengths[r, layer]) for r in scope]
+            tokens = cache.buckets.snapshot(layer, scope)
+            mine = tokens.bucket // cache.kv_heads == scope.index(request)
+            kept = ~mine | (tokens.position < length)
+            at = kept.nonzero().flatten()
+            target = torch.full_like(tokens.tier, DROP)
+            target[at] = plan_scope(cache, layer, scope, tokens[at], lengths)
+        jobs.append((layer, scope, tokens, target))
+    move_tokens(cache, jobs)
+    for layer, *_ in jobs:
+        cache._set_length(request, layer, length)
+        cache._reported[request, layer] = min(length, cache._reported[request, layer])
+    tidy(cache)

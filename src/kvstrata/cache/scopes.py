@@ -1,0 +1,124 @@
+"""Scopes of a cache: which requests share a sum of bytes, what is planned for them, and the plan carried out.
+
+    requests ──▶ scopes ──▶ snapshot of their tokens ──▶ plan (settle.py) ──▶ move (buckets.py)
+
+A plan changes nothing, so that all scopes of an operation are planned before the first token moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from .budget import BudgetExceeded
+from .centre import fix_centres
+from .pages import Rows
+from .room import fits_plain, tidy
+from .settle import Plan, Scope, plan, plan_all
+from .tokens import Tokens
+
+if TYPE_CHECKING:
+    from .cache import TieredCache
+
+Targets = tuple[int, list[int], Tokens, torch.Tensor]  # layer, requests, their tokens, the tier each goes to
+
+
+def scopes_of(cache: TieredCache, requests: Sequence[int]) -> list[list[int]]:
+    """Requests that share a sum of bytes, if any of the given is among them."""
+    if not requests:
+        return []
+    return [sorted(cache._active | set(requests))] if cache.budget.shared else [[r] for r in requests]
+
+
+def make_scope(cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, lengths: Sequence[int]) -> Scope:
+    """Tokens of requests that will have these lengths, with the bytes they share."""
+    per_head = torch.tensor(list(lengths)).repeat_interleave(cache.kv_heads).to(cache.device)
+    queries, reported = (
+        torch.from_numpy(x[requests, layer]).repeat_interleave(cache.kv_heads).to(cache.device)
+        for x in (cache._queries, cache._reported)
+    )
+    allowed = cache.budget.pages(lengths[0])
+    return Scope(tokens, per_head, queries, reported, cache.kv_heads, allowed, max(lengths))
+
+
+def plan_scope(
+    cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Targets for all tokens of a scope whose requests will have these lengths, or BudgetExceeded."""
+    if cache.budget.amount is None:
+        return tokens.tier.clamp(min=0)
+    scope = make_scope(cache, layer, requests, tokens, lengths)
+    return _target(plan(scope, cache.policy, cache.policy.settle_every), layer, requests, scope, lengths)
+
+
+def _target(made: Plan, layer: int, requests: list[int], scope: Scope, lengths: Sequence[int]) -> torch.Tensor:
+    if made.needed is not None:
+        where = f"for the pages of layer {layer} and requests {requests} ({sum(lengths)} tokens)"
+        raise BudgetExceeded(where, made.needed, scope.allowed)
+    return made.target
+
+
+def move_tokens(cache: TieredCache, jobs: Sequence[Targets], fresh: Rows | None = None) -> None:
+    """The targets of several layers and scopes, in one go; new tokens are rows of ``fresh``."""
+    layers: list[int] = []
+    requests: list[int] = []
+    parts, targets, centres = [], [], []
+    for layer, scope, tokens, target in jobs:
+        fix_centres(cache, layer, scope, tokens, target, fresh)
+        parts.append(replace(tokens, bucket=tokens.bucket + len(requests) * cache.kv_heads))
+        targets.append(target)
+        centres.append(cache.centre[scope, layer].flatten(0, 1))
+        layers += [layer] * len(scope)
+        requests += scope
+    if requests:
+        cache.buckets.move(layers, requests, Tokens.cat(parts), torch.cat(targets), fresh, torch.cat(centres))
+
+
+def settle_scopes(
+    cache: TieredCache, layers: Sequence[int], scopes: list[list[int]], room: dict[int, int] | None = None
+) -> bool:
+    """All of these in one go; with ``room`` only if every request gets it for so many tokens, else False."""
+    if cache.budget.amount is None:
+        return False
+    places = [(at, scope) for at in layers for scope in scopes]
+    lengths = [[int(cache._lengths[r, at]) for r in scope] for at, scope in places]
+    asked = [
+        make_scope(cache, *place, cache.buckets.snapshot(*place), n) for place, n in zip(places, lengths, strict=True)
+    ]
+    plans = plan_all(asked, cache.policy, cache.policy.settle_every)
+    if room is not None:
+        wanted = [max(room.get(r, 0) for r in scope) for _, scope in places]
+        if any(made.needed is not None or made.spare < n for made, n in zip(plans, wanted, strict=True)):
+            return False
+    jobs = [
+        (at, scope, x.tokens, _target(made, at, scope, x, n))
+        for made, (at, scope), x, n in zip(plans, places, asked, lengths, strict=True)
+    ]
+    move_tokens(cache, jobs)
+    tidy(cache)
+    return True
+
+
+def settle_ahead(cache: TieredCache, layer: int, requests: list[int], lengths: list[int]) -> bool:
+    """Make room in all layers at once when one needs it: a step of a model brings them all to the same point.
+
+    One search for all costs little more than for one. Only requests that have no room settle: when one does, does
+    not depend on the others. Where no room is found, it is not tried again for a while.
+    """
+    if len(set(requests)) < len(requests) or not cache._active.issuperset(requests):
+        return False
+    if cache.layers == 1 or cache.policy.name != "importance" or not cache.policy.per_head:
+        return False
+    room = dict(zip(requests, lengths, strict=True))
+    if not cache.budget.shared:
+        room = {r: n for r, n in room.items() if not fits_plain(cache, layer, [r], [n])}
+    full = list(room)
+    if not full or bool((cache._lengths[full, layer] < cache._ahead_from[full]).any()):
+        return False
+    if not settle_scopes(cache, range(cache.layers), scopes_of(cache, full), room):
+        cache._ahead_from[full] = cache._lengths[full, layer] + cache.policy.settle_every
+        return False
+    return fits_plain(cache, layer, requests, lengths)

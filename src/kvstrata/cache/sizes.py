@@ -1,0 +1,85 @@
+"""Sizes: what the arguments of a cache say before it holds a token: kinds of pages, slabs to cut them from, the budget.
+
+A slab is cut into pages of one tier. A page is charged its share of the slab, so the price of a page, and with it what
+a budget affords, depends on the size of slabs, which depends on the tiers; default tiers are chosen by what the budget
+would be with each list (`expected`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..layout.format import Format
+from .arguments import check_int
+from .budget import Budget
+from .pages import PageKind
+from .pool import UNIT
+
+MANY_SLABS = 1 << 15
+
+
+@dataclass(frozen=True)
+class Sizes:
+    amount: int | float | None  # of the budget
+    layers: int
+    kv_heads: int
+    head_dim: int
+    kept: int  # sinks and window
+    dtype: torch.dtype
+    device: torch.device
+    max_requests: int
+    max_tokens: int
+    page_tokens: int
+    importance: bool  # whether pages hold it
+    slab_bytes: int | None  # None chooses
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.max_tokens // self.page_tokens)
+
+    @property
+    def position_dtype(self) -> torch.dtype:
+        return torch.int16 if self.max_tokens <= 2**15 else torch.int32
+
+    def kinds(self, names: Sequence[str]) -> tuple[PageKind, ...]:
+        """The pages of plain rows, then of these tiers."""
+        plain = f"K{8 * self.dtype.itemsize}V{8 * self.dtype.itemsize}"
+        formats = (Format.parse(name, self.head_dim, self.page_tokens) for name in (plain, *names))
+        return tuple(PageKind(f, self.dtype, self.position_dtype, self.importance, self.device) for f in formats)
+
+    def slabs(self, stride: int, tiers: int) -> tuple[int, int]:
+        """Bytes of one, and how many the tables hold: small ones waste less, but there are not to be millions."""
+        pages = self.max_requests * self.layers * self.kv_heads * (self.max_pages + tiers - 1)
+        size = stride * max(min(max(self.layers * self.kv_heads // 16, 1), 8), pages // MANY_SLABS)
+        size = size if self.slab_bytes is None else self.slab_bytes
+        check_int("slab_bytes", size, stride)
+        size = size // UNIT * UNIT
+        capacity = 2 * (-(-pages // (size // stride)) + tiers)
+        return size, min(capacity, 2**31 // (size // UNIT))  # what handles can name
+
+    def budget(self, slab: int, per_slab: Sequence[int], fixed: int) -> Budget:
+        """With slabs of so many bytes, so many pages of each tier in one, and tables of ``fixed`` bytes."""
+        return Budget(
+            amount=self.amount,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            token_bytes=2 * self.head_dim * self.dtype.itemsize,
+            kept=self.kept,
+            page_tokens=self.page_tokens,
+            page_price=tuple(-(-slab // n) for n in per_slab),
+            fixed=fixed,
+            reserve=len(per_slab) * slab,
+            max_requests=self.max_requests,
+            max_tokens=self.max_tokens,
+        )
+
+    def expected(self, names: Sequence[str]) -> Budget:
+        """The budget with these tiers, but for the smaller tables."""
+        strides = [kind.stride for kind in self.kinds(names)]
+        size, capacity = self.slabs(strides[0], len(strides))
+        per_head = len(strides) * self.max_pages + self.head_dim
+        fixed = 8 * capacity + 4 * self.max_requests * self.layers * self.kv_heads * per_head
+        return self.budget(size, [size // stride for stride in strides], fixed)

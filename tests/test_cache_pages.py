@@ -1,0 +1,122 @@
+"""Under the cache: the pool that pages come from, and rows in pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvstrata.cache import pages, pool
+from kvstrata.cache import quantize_reference as quant
+from kvstrata.layout import Format
+
+CPU = torch.device("cpu")
+
+
+# The pool
+
+
+def small_pool(**options) -> pool.Pool:
+    return pool.Pool([256, 128, 64], 512, 8, CPU, debug=True, **options)
+
+
+def test_pool_takes_the_lowest_page_and_retypes_empty_slabs() -> None:
+    p = small_pool()
+    a = p.allocate(0, 3)
+    assert a.tolist() == [0, 4, 8]
+    b = p.allocate(2, 2)
+    assert p.slab_count == 3
+    p.release(a)
+    assert p.slabs_of(0) == 0
+    assert p.slab_count == 3  # empty ones wait
+    assert p.allocate(1, 5).tolist() == [0, 2, 4, 6, 8]
+    p.release(b)
+    p.trim()
+    assert p.slab_count == 2
+    assert (p.pointers == 0).sum() == 6
+
+
+def test_pool_counts_owners() -> None:
+    p = small_pool()
+    a = p.allocate(1, 2)
+    p.retain(a[[0, 0]])
+    assert p.owners(a).tolist() == [3, 1]
+    p.release(a[[0, 0, 1]])
+    assert p.owners(a).tolist() == [1, 0]
+    with pytest.raises(RuntimeError, match="more often"):
+        p.release(a[[0, 0]])
+
+
+def test_pool_poisons_what_is_free() -> None:
+    p = small_pool()
+    a = p.allocate(1, 2)
+    p.write(a, 0, torch.zeros(2, 128, dtype=torch.uint8))
+    p.release(a[:1])
+    assert (p.read(a[:1], 0, 128) == pool.POISON).all()
+    assert (p.read(a[1:], 0, 128) == 0).all()
+
+
+def test_pool_compacts_without_losing_a_byte() -> None:
+    p = small_pool()
+    a = p.allocate(1, 10)
+    data = torch.arange(10, dtype=torch.uint8).unsqueeze(1).expand(10, 128).contiguous()
+    p.write(a, 0, data)
+    keep = np.array([1, 6, 9])
+    p.retain(a[[6]])
+    p.release(np.delete(a, keep))
+    old, new = p.compact(1)
+    where = dict(zip(old.tolist(), new.tolist(), strict=True))
+    moved = np.array([where.get(h, h) for h in a[keep].tolist()])
+    assert torch.equal(p.read(moved, 0, 128), data[keep])
+    assert p.owners(moved).tolist() == [1, 2, 1]
+    assert p.slabs_of(1) == 1
+
+
+def test_pool_refuses() -> None:
+    with pytest.raises(ValueError, match=r"strides\[1\]: expected a multiple of 64"):
+        pool.Pool([256, 100], 512, 4, CPU)
+    with pytest.raises(ValueError, match="capacity: expected at most"):
+        pool.Pool([64], 1 << 30, 1 << 10, CPU)
+    p = pool.Pool([512], 512, 2, CPU)
+    with pytest.raises(RuntimeError, match="all 2 are in use"):
+        p.allocate(0, 3)
+
+
+# Pages
+
+
+@pytest.mark.parametrize("name", ["K32V32", "K8V8", "K4V2", "K3V3", "K2V4"])
+@pytest.mark.parametrize(("dim", "tokens"), [(64, 64), (48, 16), (80, 32)])
+def test_rows_in_pages_as_the_layout_packs_them(name: str, dim: int, tokens: int) -> None:
+    """Token by token into a page of garbage gives what packing the page at once gives."""
+    kind = pages.PageKind(Format.parse(name, dim, tokens), torch.float32, torch.int16, True, CPU)
+    plain = pages.PageKind(Format.parse("K32V32", dim, tokens), torch.float32, torch.int16, True, CPU)
+    k, v = torch.randn(2, 2 * tokens, dim)
+    position = torch.randperm(2 * tokens)
+    source = pages.Rows(k, v, None, None, position, torch.rand(2 * tokens))
+    wanted = source if kind.format.plain else kind.encode(source, plain, torch.zeros(2 * tokens, dim))
+    staged = torch.randint(0, 256, (2, kind.stride), dtype=torch.uint8)
+    at = torch.randperm(2 * tokens)
+    for part in at.split(5):
+        kind.write(staged, part // tokens, part % tokens, wanted[part])
+    back = kind.read(staged, at // tokens, at % tokens)
+    for name_ in ("k", "v", "k_scale", "v_scale", "position", "importance"):
+        a, b = getattr(back, name_), getattr(wanted[at], name_)
+        assert (a is None and b is None) or torch.equal(a, b), name_
+    whole = quant.quantize_page(*(x.view(2, tokens, dim) for x in (k, v)), kind.format)
+    clean = torch.zeros(2, kind.stride, dtype=torch.uint8)
+    kind.write(clean, at // tokens, at % tokens, wanted[at])
+    assert torch.equal(clean[:, : kind.format.page_bytes], whole)
+
+
+def test_a_width_that_stays_keeps_its_codes() -> None:
+    four, mixed = (
+        pages.PageKind(Format.parse(name, 64, 16), torch.float32, torch.int16, True, CPU) for name in ("K4V4", "K4V2")
+    )
+    plain = pages.PageKind(Format.parse("K32V32", 64, 16), torch.float32, torch.int16, True, CPU)
+    k, v = torch.randn(2, 8, 64)
+    start = four.encode(pages.Rows(k, v, None, None, torch.arange(8), torch.zeros(8)), plain, None)
+    moved = mixed.encode(start, four, None)
+    assert moved.k is start.k
+    assert moved.k_scale is start.k_scale
+    assert moved.v.max() <= 3

@@ -1,0 +1,109 @@
+"""Requests as wholes: forks, crops, beams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cache_model import make, rows
+
+
+def test_fork_shares_until_one_writes() -> None:
+    cache = make(layers=2, max_requests=3)
+    for layer in range(2):
+        cache.append(layer, *rows(500))
+    used = cache.memory().tiers
+    twin = cache.fork(0)
+    assert cache.memory().tiers == used
+    original = [x.clone() for x in cache.gather(0, 0)]
+    cache.append(0, *rows(200, seed=3), requests=[twin])
+    cache.check()
+    assert all(torch.equal(a, b) for a, b in zip(original, cache.gather(0, 0), strict=True))
+    assert torch.equal(cache.gather(1, twin)[0], cache.gather(1, 0)[0])
+    cache.free(0)
+    cache.check()
+    assert cache.length(twin) == 700
+    cache.free(twin)
+    assert cache.memory().kinds["slabs"] == 0
+
+
+def test_forks_under_bytes_cost_nothing_until_they_differ() -> None:
+    one = make(budget=None, dtype=torch.bfloat16, max_requests=8, max_tokens=1024)
+    one.append(0, *rows(500, dtype=torch.bfloat16))
+    budget = one.memory().total + 24 * one.pool.slab_bytes
+    cache = make(budget=budget, dtype=torch.bfloat16, max_requests=8, max_tokens=1024)
+    cache.append(0, *rows(500, dtype=torch.bfloat16))
+    for _ in range(7):
+        cache.fork(0)
+    cache.check()
+    assert (cache.tier_map(0, 7) == 0).all()
+    for request in range(8):
+        cache.append(0, *rows(1, dtype=torch.bfloat16, seed=request), requests=[request])
+        cache.check()
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 16, 250, 299, 300, 400])
+def test_crop(length: int) -> None:
+    cache = make(layers=2, max_requests=2)
+    for layer in range(2):
+        cache.append(layer, *rows(300, seed=layer))
+    twin = cache.fork(0)
+    before, tiers = cache.gather(1, 0), cache.tier_map(1)
+    cache.crop(0, length)
+    cache.check()
+    left = min(length, 300)
+    assert cache.length(0) == left
+    after = cache.gather(1, 0)
+    stay = cache.tier_map(1) == tiers[:, :left]
+    for a, b in zip(after[:2], before[:2], strict=True):
+        assert torch.equal(a[stay], b[:, :left][stay])
+    assert all(torch.equal(a, b) for a, b in zip(before, cache.gather(1, twin), strict=True))
+    cache.append(0, *rows(3, seed=7))
+    assert cache.length(0) == left + 3
+
+
+def test_crop_to_nothing_forgets_the_centre() -> None:
+    cache = make()
+    cache.append(0, *rows(300))
+    assert cache.centre.any()
+    cache.crop(0, 0)
+    assert cache.requests == (0,)
+    assert not cache.centre.any()
+    cache.check()
+
+
+def test_speculative_steps_roll_back() -> None:
+    """Draft four, keep one, again and again; then it is as if the others had never been."""
+    cache, plain = make(budget=None), make(budget=None)
+    k, v = rows(30)
+    for i in range(30):
+        cache.append(0, *rows(4, seed=1000 + i))
+        cache.crop(0, i)
+        cache.append(0, k[i : i + 1], v[i : i + 1])
+        plain.append(0, k[i : i + 1], v[i : i + 1])
+    for a, b in zip(cache.gather(0), plain.gather(0), strict=True):
+        assert torch.equal(a, b)
+    cache.check()
+
+
+def test_beams() -> None:
+    cache = make(max_requests=4)
+    data = [rows(200 + i, seed=i) for i in range(4)]
+    for i, (k, v) in enumerate(data):
+        cache.append(0, k, v, requests=[i])
+    was = [cache.gather(0, i) for i in range(4)]
+    cache.reorder([3, 3, 0, 2])
+    cache.check()
+    for i, source in enumerate([3, 3, 0, 2]):
+        assert all(torch.equal(a, b) for a, b in zip(cache.gather(0, i), was[source], strict=True))
+    cache.reorder([1, 0], requests=[2, 0])
+    assert torch.equal(cache.gather(0, 2)[0], was[3][0])
+    assert torch.equal(cache.gather(0, 0)[0], was[0][0])
+    cache.select([3, 0])
+    assert cache.requests == (0, 1)
+    assert torch.equal(cache.gather(0, 0)[0], was[2][0])
+    assert torch.equal(cache.gather(0, 1)[0], was[0][0])
+    cache.check()
+    cache.select([])
+    assert cache.requests == ()
+    cache.check()
