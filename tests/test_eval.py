@@ -203,6 +203,20 @@ def test_results_come_back_and_a_run_goes_on(tmp_path: Path) -> None:
         results.load(tmp_path / "quality.json")
 
 
+def test_a_peer_that_fails_is_named_and_the_rest_goes_on() -> None:
+    def broken(config: object, rows: int, length: int) -> object:
+        raise RuntimeError("no kernel for 3 bits\nand more")
+
+    state = results.Quality({"name": "x", "date": "2026-01-01", "revision": None}, "tiny", ["text"])
+    wanted = [contenders.Contender("theirs 3 bit", "peer", broken, contenders.held), contenders.strata(0.5, **OPTIONS)]
+    quality.run(model(), tokens(120), wanted, state, prompt=60, chunk=20)
+    assert [row.name for row in state.rows] == ["16 bit", "kvstrata"]
+    assert "theirs 3 bit absent: RuntimeError: no kernel for 3 bits" in render.caption(state)
+    ours = contenders.Contender("ours", "ours", broken, contenders.held)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        quality.run(model(), tokens(120), [ours], state, prompt=60, chunk=20)
+
+
 def test_tables_and_plot(tmp_path: Path) -> None:
     net, ids = model(), tokens(120, rows=2)
     state = results.Quality({"name": "x", "date": "2026-01-01", "revision": None}, "tiny", ["a", "b"])

@@ -14,7 +14,7 @@ from store_model import make
 from test_quantize_pages import Call as PageCall
 from test_quantize_pages import assert_close_enough
 from test_repack import CASES as REPACKS
-from test_repack import Setup
+from test_repack import MORE, Setup
 from test_store import check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
@@ -45,10 +45,11 @@ def test_quantize_pages(k_bits: int, v_bits: int, dim: int, dtype: torch.dtype) 
     assert_close_enough(call, "cuda")
 
 
-@pytest.mark.parametrize("name", ["three tiers", "all widths, bf16", "shared words", "a width that stays"])
+@pytest.mark.parametrize("name", [*REPACKS, "pages of 64", "blocks of 16"])
 def test_repack(name: str) -> None:
-    setup = Setup(**REPACKS[name])
-    for leave, new in ((0.4, 9), (1.0, 40)):
+    """Moves found, counted and placed on the device, then made phase by phase; whole pages are among them."""
+    setup = Setup(**(REPACKS | MORE)[name])
+    for leave, new in ((0.4, 9), (1.0, 100)):
         setup.demote("cuda", leave, new)
         setup.check()
     torch.cuda.synchronize()
@@ -61,31 +62,6 @@ def test_append(dim: int) -> None:
         k, v = torch.randn(2, sum(lengths), 3, dim, device="cuda").bfloat16()
         cache.append(1, k, v, [0, 1, 2], lengths)
     cache.check()
-    torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("dim", [64, 80, 128])
-def test_settle(dim: int) -> None:
-    """Moves of all layers: found, counted and placed on the device, then done phase by phase."""
-    torch.manual_seed(dim)
-    cache = TieredCache(
-        2, 3, dim, budget=0.4, tiers=("K8V4", "K4V4", "K3V2"), window=20, page_tokens=16, max_requests=3,
-        max_tokens=512, device="cuda", debug=True,
-    )  # fmt: skip
-    total = [0, 0, 0]
-    for lengths in ([200, 33, 150], [40, 1, 90], [1, 1, 1]):
-        total = [a + b for a, b in zip(total, lengths, strict=True)]
-        for layer in range(2):
-            k, v = torch.randn(2, sum(lengths), 3, dim, device="cuda").bfloat16()
-            cache.append(layer, k, v, [0, 1, 2], lengths)
-        cache.settle()
-        cache.check()
-        for request, length in enumerate(total):
-            k, v, positions = cache.gather(1, request)
-            assert torch.equal(positions.cpu(), torch.arange(length).expand(3, -1))
-            assert bool(k.isfinite().all())
-            assert bool(v.isfinite().all())
-    assert int(cache.tier_map(1).max()) > 1
     torch.cuda.synchronize()
 
 

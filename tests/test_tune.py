@@ -436,6 +436,7 @@ def test_two_processes_share_a_study(tmp_path: Path) -> None:
 
 
 def test_studies_in_a_database_and_numbers_of_studies(tmp_path: Path) -> None:
+    pytest.importorskip("sqlalchemy")
     url = f"sqlite:///{tmp_path / 'tune.db'}"
     row = tune_toy.run(tune_toy.problem(lambda x: Speed(100 - x), values=(1, 9)), tune_toy.study_of(url))
     assert row.choice == {"x": 9}

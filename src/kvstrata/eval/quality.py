@@ -44,16 +44,22 @@ def run(
             into.rows.append(_row(first, ids, prompt, chunk, scores, whole, whole, {}))
             after()
     for contender in missing:
-        cache = contender.make(model.config, rows, tokens)
-        scores, _ = measure.decode(
-            model,
-            ids,
-            cache,
-            prompt=prompt,
-            chunk=chunk,
-            exact=exact,
-            after=lambda n, c=contender: tick(c.name, n),  # type: ignore[misc]
-        )
+        try:
+            cache = contender.make(model.config, rows, tokens)
+            scores, _ = measure.decode(
+                model,
+                ids,
+                cache,
+                prompt=prompt,
+                chunk=chunk,
+                exact=exact,
+                after=lambda n, c=contender: tick(c.name, n),  # type: ignore[misc]
+            )
+        except Exception as error:  # a peer's own bug is one more thing to know about it
+            if contender.kind != "peer":
+                raise
+            into.absent[contender.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
         tiers = cache.memory().tokens if hasattr(cache, "memory") else {}
         whole = known.full(model.config, rows, tokens)
         into.rows.append(_row(contender, ids, prompt, chunk, scores, contender.size(cache), whole, tiers))

@@ -36,7 +36,7 @@ def profile(
         tuple[str, str] | None, typer.Option(metavar="A B", help="Two files, or two contenders, A before and B after.")
     ] = None,
     gate: Annotated[
-        list[str] | None, typer.Option(metavar="GATE", help="What must hold, such as 'l2_hit>=+8'; repeat it.")
+        list[str] | None, typer.Option(metavar="LIMIT", help="What must hold, such as 'l2_hit>=+8'; repeat it.")
     ] = None,
     save: Annotated[
         bool, typer.Option("--save", help="Write RESULTS/<machine>/profile_<op>.json and docs/profiles/<op>.md.")
