@@ -108,7 +108,7 @@ def stage_kernel(
             position = number * TOKENS + token
             live = position < length
             entry = table_ptr + request * stride_table_r + position // PAGE
-            page, slot = tl.load(entry, mask=live, other=0).to(tl.int64), position % PAGE
+            page, slot = tl.load(entry, mask=live, other=0).to(tl.int64), (position % PAGE).to(tl.int64)
             mask = live[:, None] & mask_d
             k_at = page * stride_k_page + slot * stride_k_row + kv_head * stride_k_head
             v_at = page * stride_v_page + slot * stride_v_row + kv_head * stride_v_head

@@ -216,9 +216,9 @@ def decode_kernel(
             position = block * TOK + offs
             live = position < length
             page = tl.load(table_ptr + request * stride_table_r + position // TOKENS, mask=live, other=0).to(tl.int64)
-            token = position % TOKENS
-            k_rows = k_ptr + page * stride_k_page + token * stride_k_row + kv_head * stride_k_head
-            v_rows = v_ptr + page * stride_v_page + token * stride_v_row + kv_head * stride_v_head
+            token, side = (position % TOKENS).to(tl.int64), kv_head.to(tl.int64)
+            k_rows = k_ptr + page * stride_k_page + token * stride_k_row + side * stride_k_head
+            v_rows = v_ptr + page * stride_v_page + token * stride_v_row + side * stride_v_head
             top, total, acc = _plain_block(
                 q, own, row_live, lse, top, total, acc, mass_ptr, k_rows, v_rows, k_scale, v_scale, live, position,
                 softcap, window, DIM, WIDE, TOK, MANTISSA, ORDERED, WINDOWED, CAPPED, MASS, PRECISION,

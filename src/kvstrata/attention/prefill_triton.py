@@ -110,8 +110,8 @@ def _tile(
         if TMA:
             q_base, k_base, v_base = out_ptr, out_ptr, out_ptr  # not used
         else:
-            q_base = q + q_at + head * stride_qh
-            k_base, v_base = k + k_at + kv_head * stride_kh, v + v_at + kv_head * stride_vh
+            q_base, far = q + q_at + tl.cast(head, tl.int64) * stride_qh, tl.cast(kv_head, tl.int64)
+            k_base, v_base = k + k_at + far * stride_kh, v + v_at + far * stride_vh
         at, at_kv = batch.to(tl.int32), kv_head.to(tl.int32)
         query = _rows(q_base, q, at, head, begin, queries, stride_qs, BLOCK_M, DIM, WIDE, True, TMA)
         top = tl.full((BLOCK_M,), LOWEST, tl.float32)
@@ -153,7 +153,8 @@ def _tile(
         some = tl.where(total == 0.0, 1.0, total)
         acc = acc * (1.0 / some)[:, None]
         dim = tl.arange(0, WIDE)
-        out_ptrs = out_ptr + out_at + head * stride_oh + row[:, None].to(tl.int64) * stride_os + dim[None, :]
+        out_ptrs = out_ptr + out_at + tl.cast(head, tl.int64) * stride_oh
+        out_ptrs += row[:, None].to(tl.int64) * stride_os + dim[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < DIM)[None, :])
         if LSE:
             lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(some)) * LN2)

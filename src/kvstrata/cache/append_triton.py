@@ -20,7 +20,7 @@ def append_kernel(
     V_OFFSET: tl.constexpr, POSITION_OFFSET: tl.constexpr, POSITION_BYTES: tl.constexpr,
     IMPORTANCE_OFFSET: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     index = tl.load(meta_ptr + given * (8 + HEADS) + token)
     about = meta_ptr + index * 8
     request, position, first, tokens = tl.load(about), tl.load(about + 1), tl.load(about + 2), tl.load(about + 3)
