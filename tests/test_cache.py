@@ -235,7 +235,11 @@ def test_wide_positions() -> None:
         (dict(budget=10), "budget: expected at least"),
         (dict(budget=True), "budget: expected bytes"),
         (dict(tiers=("K2V2", "K4V4")), "tiers: expected none larger"),
-        (dict(tiers=("4",)), "name: expected K<bits>V<bits>"),
+        (dict(budget=1), "budget: expected at least .* got 1; a fraction is a float"),
+        (dict(tiers=("K4V4", "4")), r"tiers: expected formats such as 'K4V2', got '4' \(name: expected K<bits>V<bits>"),
+        (dict(tiers=("K9V2",)), r"tiers: expected formats such as 'K4V2', got 'K9V2' \(k_bits: expected"),
+        (dict(tiers="K4V4"), r"tiers: expected a list of formats .* got 'K4V4'"),
+        (dict(dtype="float16"), "dtype: expected one of .* got 'float16'"),
         (dict(tiers=()), "tiers: expected at least one"),
         (dict(window=0), "window: expected an int of at least 1, got 0"),
         (dict(sinks=-1), "sinks: expected"),
@@ -254,6 +258,12 @@ def test_what_the_cache_refuses(options: dict, message: str) -> None:
         make(**options)
 
 
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="device: expected one that torch sees, got cuda, and it sees no CUDA"):
+        make(device="cuda")
+
+
 def test_what_append_refuses() -> None:
     cache = make(max_requests=2, max_tokens=64)
     k, v = rows(10)
@@ -268,11 +278,18 @@ def test_what_append_refuses() -> None:
         (lambda: cache.append(0, k[None], v[None], lengths=[10]), ValueError, "lengths: expected None"),
         (lambda: cache.append(0, k, v, requests=[2]), ValueError, "requests: expected an int from 0 to 1, got 2"),
         (lambda: cache.append(0, k, v, requests=[0, 0], lengths=[5, 5]), ValueError, "requests: expected 2 different"),
+        (lambda: cache.append(0, k, v, requests=[0, 1]), ValueError, r"requests: expected 1, .* come with lengths"),
+        (lambda: cache.append(0, k, v, requests="a"), ValueError, "requests: expected whole numbers, got 'a'"),
+        (lambda: cache.append(0, k, v, lengths=["a"]), ValueError, r"lengths: expected whole numbers, got \['a'\]"),
+        (lambda: cache.append(0, [1], v), TypeError, "k: expected a tensor, got list"),
+        (lambda: cache.append(0, k, v.to("meta")), ValueError, "v: expected a tensor on cpu, got one on meta"),
+        (lambda: cache.append(0, k, v, mass=1.0), TypeError, "mass: expected a tensor, got float"),
         (lambda: cache.append(0, *rows(65)), ValueError, r"at most 64 more tokens for request 0 \(max_tokens 64\)"),
         (lambda: cache.update_importance(0, torch.rand(1, 2, 5)), ValueError, r"mass: expected \[0, 2, at least 0\]"),
         (lambda: cache.settle(requests=[0]), ValueError, "requests: expected one of"),
         (lambda: cache.fork(1), ValueError, "request: expected one of"),
         (lambda: cache.select([1]), ValueError, "indices: expected one of"),
+        (lambda: cache.select("a"), ValueError, "indices: expected whole numbers, got 'a'"),
     ]:
         with pytest.raises(error, match=message):
             call()

@@ -1,5 +1,6 @@
 """The command line, end to end on the CPU with the toy op."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -115,6 +116,7 @@ def test_report_fills_documents_and_draws(kvstrata):
     assert readme.read_text().endswith("<!-- /kvstrata:toy -->\nend\n")
     assert [p.suffix for p in Path("docs/figures").iterdir()] == [".svg"]
     assert kvstrata("report", "--check").exit_code == 0
+    assert kvstrata("report", "--check").stdout == "Nothing to bring up to date.\n"
 
 
 def test_report_says_what_is_missing(kvstrata):
@@ -135,6 +137,18 @@ def test_info(kvstrata):
 @pytest.mark.parametrize("command", ["bench", "check", "info", "profile", "report"])
 def test_help_teaches(kvstrata, command):
     assert f"Example: kvstrata {command}" in kvstrata(command, "--help").stdout
+
+
+def test_help_fills_its_lines(kvstrata, monkeypatch):
+    """Lines of a paragraph end where the terminal does, not where those of the docstring did."""
+    for width in (60, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERMINAL_WIDTH", str(width))
+        lines = [line.strip() for line in kvstrata("bench", "--help").stdout.split("Example:")[0].splitlines()]
+        begin = next(i for i, line in enumerate(lines) if line.startswith("Every contender"))
+        paragraph = lines[begin : lines.index("", begin)]
+        for line, after in itertools.pairwise(paragraph):
+            assert len(line) + 1 + len(after.split()[0]) > width - 4, "there was room for another word"
 
 
 def test_benchmarks_are_found_by_module(monkeypatch, tmp_path):

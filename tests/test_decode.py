@@ -431,6 +431,8 @@ BAD = {
     "dtype": (lambda q, c: dict(q=q.double()), TypeError, "q: expected torch.float32 for this cache, got"),
     "layer": (lambda q, c: dict(layer=1), ValueError, "layer: expected an int from 0 to 0, got 1"),
     "requests": (lambda q, c: dict(requests=[0, 5]), ValueError, r"requests: expected some of \(0, 1\), got 5"),
+    "requests type": (lambda q, c: dict(requests=["a"]), ValueError, "requests: expected whole numbers, got"),
+    "plan": (lambda q, c: dict(plan="x"), TypeError, "plan: expected a DecodePlan or None, got str"),
     "scale": (lambda q, c: dict(scale=-1.0), ValueError, "scale: expected a positive number, got -1.0"),
     "softcap": (lambda q, c: dict(softcap=0), ValueError, "softcap: expected a positive number, got 0"),
     "window": (lambda q, c: dict(window=0), ValueError, "window: expected an int of at least 1, got 0"),
@@ -455,6 +457,8 @@ def test_bad_input_is_named(name: str) -> None:
 
 BAD_PAGES = {
     "layout": (dict(layout="DHN"), ValueError, "layout: expected one of"),
+    "k type": (dict(k="a"), TypeError, "k: expected a tensor, got str"),
+    "table type": (dict(table=[[0, 1]]), TypeError, "table: expected a tensor, got list"),
     "k": (dict(k=torch.zeros(4, 64)), ValueError, "k: expected 4 dimensions"),
     "k dtype": (dict(k=torch.zeros(4, 16, 2, 64).double()), TypeError, "k: expected one of"),
     "v": (dict(v=torch.zeros(4, 16, 1, 64)), ValueError, "v: expected shape"),

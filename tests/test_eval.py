@@ -289,6 +289,28 @@ def test_texts_are_there() -> None:
         texts.load(["no such file"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budget", "7"), "budget: expected bytes"),
+        (("--tiers", "K4V4,K9V9"), "tiers: expected formats such as 'K4V2', got 'K9V9'"),
+        (("--policy", "best"), "policy: expected one of"),
+        (("--chunk", "0"), "--chunk"),
+        (("--tokens", "0"), "--tokens"),
+    ],
+)
+def test_bad_requests_are_refused_before_a_model_is_loaded(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str | None, device: object = "cpu") -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(models, "load", load)
+    done = CliRunner().invoke(app, ["eval", "--quick", *arguments])
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """`kvstrata` with the tiny model in place of a real one, and a text of its letters."""
@@ -327,6 +349,7 @@ def test_the_command_advises(command, tmp_path: Path) -> None:
     assert 0 < json.loads(out.read_text())["budget"] <= 0.6
     none = command("advise", "--tokens", "512", "--kl", "1e-9", "--out", str(tmp_path / "none.json"))
     assert none.exit_code == 2
+    assert "--kl: expected a positive number of nats, got -1" in command("advise", "--kl", "-1").output
     assert not (tmp_path / "none.json").exists()
 
 

@@ -456,6 +456,15 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     config = model.config
     with pytest.raises(TypeError, match="windows: expected an option"):
         StrataCache(config, windows=3)
+    with pytest.raises(TypeError, match=r"max_requests: expected to be left out.*max_batch="):
+        StrataCache(config, max_requests=3)
+    with pytest.raises(TypeError, match=r"config: expected the model's, model\.config, got LlamaForCausalLM"):
+        StrataCache(model)
+    for name, value in (("max_batch", 0), ("max_batch", "a"), ("importance_queries", "a"), ("max_tokens", 0)):
+        with pytest.raises(ValueError, match=f"{name}: expected an int of at least 1, got {value!r}"):
+            StrataCache(config, **{name: value})
+    with pytest.raises(ValueError, match=r"dtype: expected one of .* got 'float16'"):
+        StrataCache(config, dtype="float16")
     with pytest.raises(ValueError, match="window: expected an int"):
         StrataCache(config, window=0)
     with pytest.raises(ValueError, match="budget: expected bytes"):
@@ -483,6 +492,9 @@ def test_arguments_from_a_file(tmp_path: Path) -> None:
     assert cache.options == dict(budget=0.4, tiers=["K4V2", "K2V2"], window=48)
     path.write_text("[1]")
     with pytest.raises(ValueError, match="a JSON object"):
+        StrataCache.from_file(model.config, path)
+    path.write_text("{budget")
+    with pytest.raises(ValueError, match=r"path: expected a JSON object of arguments in .*advice\.json, got"):
         StrataCache.from_file(model.config, path)
 
 
@@ -514,7 +526,7 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
 # The command
 
 
-def test_generate_command(tmp_path: Path) -> None:
+def test_generate_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from typer.testing import CliRunner
@@ -537,15 +549,27 @@ def test_generate_command(tmp_path: Path) -> None:
     out = run("w3 w4 w5", "--compare", "--budget", "1")
     assert "3 + 12" in out
     assert "the same text" in out
+    assert "A short text" not in out
     settings = str(tmp_path / "settings.json")
     out = run("w3", "--context", str(tmp_path / "before.txt"), "--compare", "--settings", settings)
     assert "201 + 12" in out
     assert "K4V4" in out
     assert "first difference" in out
-    for wrong, said in ((["--budget", "2"], "budget: expected"), (["--device", "tpu"], "--device: expected")):
+    assert "A short text: the budget of 0.25 holds from" in " ".join(run("w3 w4 w5").split())
+    (tmp_path / "broken.json").write_text("{budget")
+    broken = str(tmp_path / "broken.json")
+    for wrong, said in (
+        (["--budget", "2"], "budget: expected"),
+        (["--device", "tpu"], "Invalid value for '--device'"),
+        (["--settings", broken], "broken.json"),
+        (["--model", str(tmp_path / "nowhere")], "no such folder"),
+    ):
         done = CliRunner().invoke(app, ["generate", "w3", "--model", str(tmp_path), *wrong])
-        assert done.exit_code == 2
+        assert done.exit_code == 2, done.output
         assert said in done.output
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(app, ["generate", "w3", "--model", str(tmp_path), "--device", "cuda"])
+    assert (done.exit_code, done.stderr) == (2, "kvstrata: --device cuda: torch sees no CUDA device\n")
 
 
 @pytest.mark.slow

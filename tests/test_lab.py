@@ -282,6 +282,9 @@ def test_two_files_are_compared_without_a_gpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, hits in (("old", 40.0), ("new", 45.0)):
         profile.save(taken(l2_hit=hits), Path(f"{name}.json"))
+    missing = invoke("profile", "store", "--compare", "old.json", "absent.json")
+    assert missing.exit_code == 2
+    assert "there is no file absent.json" in missing.stderr
     done = invoke("profile", "store", "--compare", "old.json", "new.json", "--gate", "l2_hit>=+5")
     assert done.exit_code == 0, done.output
     assert "+5.0 pp" in done.stdout

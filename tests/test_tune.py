@@ -787,6 +787,7 @@ def test_experiments_end_with_the_time() -> None:
     ("arguments", "message"),
     [
         (("nope", "--backend", "reference"), "nothing to tune in 'nope'; there are: decode, prefill, store"),
+        (("nope",), "nothing to tune in 'nope'; there are: decode, prefill, store"),
         (("store", "--only", "zzz", "--backend", "reference"), "no case matches 'zzz'"),
         (("store", "--only", "8*", "--save", "--backend", "reference"), "--save with --only"),
         (("store", "--backend", "triton"), "--backend: expected cuda or reference, got 'triton'"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="kvstrata",
-    help="The KV-cache layer of LLM inference: measure it, report it, see what runs here.",
+    help="The KV-cache layer of LLM inference: try it on a model, check and measure its kernels, see what runs here.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
@@ -45,7 +47,6 @@ def main(
     pass
 
 
-@app.command()
 def bench(
     op: Annotated[str, typer.Argument(help="What to measure: decode, prefill, quantize, replay, settle or store.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
@@ -136,12 +137,19 @@ def _judge(before: Report, after: Report, say: Console) -> bool:
     return bool(slower)
 
 
-app.command()(check)
-app.command()(info)
-app.command()(profile)
-app.command()(report)
-app.command()(generate)
-app.command("eval")(evaluate)
-app.command()(advise)
-app.command()(tune)
-app.command()(warmup)
+def _add(command: Callable[..., Any], name: str | None = None) -> None:
+    """Its docstring is its help, each paragraph one line: the terminal breaks it at its own width."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
+
+
+_add(generate)
+_add(evaluate, "eval")
+_add(advise)
+_add(bench)
+_add(check)
+_add(profile)
+_add(report)
+_add(tune)
+_add(warmup)
+_add(info)

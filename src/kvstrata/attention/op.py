@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..cache.arguments import whole_numbers
 from ..cache.cache import TieredCache
 from ..cache.views import BucketedCacheLayer
 from .paged import PagedCache
@@ -98,7 +99,7 @@ def _requests(cache: TieredCache | PagedCache, requests: Sequence[int] | None) -
     there = cache.requests if isinstance(cache, TieredCache) else range(cache.table.shape[0])
     if requests is None:
         return list(there)
-    given = [int(request) for request in requests]
+    given = whole_numbers("requests", requests)
     for request in given:
         if request not in there:
             raise ValueError(f"requests: expected some of {tuple(there)}, got {request}")
@@ -218,6 +219,8 @@ def decode_attention(
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     job = _job(q, cache, layer, requests, scale, window, softcap, sinks, return_lse, return_mass)
     if plan is not None:
+        if not isinstance(plan, DecodePlan):
+            raise TypeError(f"plan: expected a DecodePlan or None, got {type(plan).__name__}")
         plan.check(job, cache)
         job = job._replace(plan=plan, layer=layer)
     out, lse, mass = run(job, _choose(backend, job))

@@ -44,6 +44,11 @@ class PagedCache:
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {LAYOUTS}, got {self.layout!r}")
+        tensors = {"k": self.k, "v": self.v, "table": self.table, "lengths": self.lengths}
+        tensors |= {n: s for n, s in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if s is not None}
+        for name, x in tensors.items():
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if self.k.dim() != 4:
             raise ValueError(f"k: expected 4 dimensions, got shape {tuple(self.k.shape)}")
         if self.k.dtype not in DTYPES:
@@ -71,9 +76,7 @@ class PagedCache:
                 raise TypeError(f"{name}: expected torch.float32, got {scale.dtype}")
             if scale.numel() != 1 and tuple(scale.shape) != (self.kv_heads,):
                 raise ValueError(f"{name}: expected one value or [{self.kv_heads}], got shape {tuple(scale.shape)}")
-        others = {"v": self.v, "table": self.table, "lengths": self.lengths}
-        others |= {n: s for n, s in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if s is not None}
-        for name, x in others.items():
+        for name, x in tensors.items():
             if x.device != self.k.device:
                 raise ValueError(f"{name}: expected a tensor on {self.k.device}, where k is, got {x.device}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..cache.arguments import whole_numbers
 from ..cache.cache import TieredCache
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class DecodePlan:
             raise ValueError(f"q_len: expected an int of at least 1, got {q_len!r}")
         if fixed_split is not None and (type(fixed_split) is not int or fixed_split < 1):
             raise ValueError(f"fixed_split: expected an int of at least 1, got {fixed_split!r}")
-        rows = cache.requests if requests is None else tuple(int(request) for request in requests)
+        rows = cache.requests if requests is None else tuple(whole_numbers("requests", requests))
         for request in rows:
             if not 0 <= request < cache.max_requests:
                 raise ValueError(f"requests: expected rows from 0 to {cache.max_requests - 1}, got {request}")
@@ -92,4 +93,7 @@ class DecodePlan:
             raise ValueError("plan: expected one of the cache given, got one of another")
         given, mine = (job.q.shape[2], job.q.shape[1], tuple(job.requests)), (self.heads, self.q_len, self.requests)
         if given != mine:
-            raise ValueError(f"plan: expected one for (heads, q_len, requests) {given}, got one for {mine}")
+            raise ValueError(
+                f"plan: expected one for (heads, q_len, requests) {given}, got one for {mine};"
+                " without requests=, a plan is for those in use when it was made"
+            )

@@ -21,6 +21,30 @@ def check_int(name: str, value: int, low: int, high: int | None = None) -> int:
     return value
 
 
+def whole_numbers(name: str, values: Sequence[int]) -> list[int]:
+    """As ints, also from a tensor."""
+    try:
+        return [int(value) for value in values]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: expected whole numbers, got {values!r}") from None
+
+
+def check_tensor(name: str, x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Of tiers: each one a format; says which of them is none."""
+    if isinstance(names, str):
+        raise ValueError(f"tiers: expected a list of formats such as ['K4V4', 'K2V2'], got {names!r}")
+    for name in names:
+        try:
+            Format.parse(name, 64)
+        except ValueError as error:
+            raise ValueError(f"tiers: expected formats such as 'K4V2', got {name!r} ({error})") from None
+
+
 def check_tiers(formats: Sequence[Format], names: Sequence[str]) -> None:
     """``formats``: the plain one, and those of the names."""
     for better, worse in itertools.pairwise(formats):
@@ -41,6 +65,7 @@ def ragged(
     """Packed rows ``[tokens, kv_heads, head_dim]``, and whose they are."""
     inner = (cache.kv_heads, cache.head_dim)
     for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x)
         if x.dim() not in (3, 4) or tuple(x.shape[-2:]) != inner:
             raise ValueError(
                 f"{name}: expected [tokens, {inner[0]}, {inner[1]}] or [requests, tokens, {inner[0]}, {inner[1]}],"
@@ -48,7 +73,7 @@ def ragged(
             )
         if x.dtype != cache.dtype:
             raise TypeError(f"{name}: expected {cache.dtype}, got {x.dtype}")
-        if x.is_cuda != (cache.device.type == "cuda"):
+        if x.device.type != cache.device.type:
             raise ValueError(f"{name}: expected a tensor on {cache.device}, got one on {x.device}")
     if v.shape != k.shape:
         raise ValueError(f"v: expected shape {tuple(k.shape)} as k, got {tuple(v.shape)}")
@@ -61,11 +86,16 @@ def ragged(
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     elif lengths is None:
         lengths = [k.shape[0]]
-    lengths = [int(n) for n in lengths]
+    lengths = whole_numbers("lengths", lengths)
     if sum(lengths) != k.shape[0] or min(lengths, default=0) < 0:
         raise ValueError(f"lengths: expected numbers that sum to {k.shape[0]}, the rows of k, got {lengths}")
-    requests = list(range(len(lengths))) if requests is None else [int(r) for r in requests]
-    if len(requests) != len(lengths) or len(set(requests)) != len(requests):
+    requests = list(range(len(lengths))) if requests is None else whole_numbers("requests", requests)
+    if len(requests) != len(lengths):
+        raise ValueError(
+            f"requests: expected {len(lengths)}, one for each of the lengths {lengths}, got {requests};"
+            " packed rows of several requests come with lengths"
+        )
+    if len(set(requests)) != len(requests):
         raise ValueError(f"requests: expected {len(lengths)} different ones, got {requests}")
     for request, count in zip(requests, lengths, strict=True):
         check_int("requests", request, 0, cache.max_requests - 1)
@@ -79,6 +109,7 @@ def ragged(
 
 
 def check_mass(cache: TieredCache, mass: torch.Tensor, requests: int, longest: int) -> torch.Tensor:
+    check_tensor("mass", mass)
     if mass.dim() != 3 or tuple(mass.shape[:2]) != (requests, cache.kv_heads) or mass.shape[2] < longest:
         raise ValueError(f"mass: expected [{requests}, {cache.kv_heads}, at least {longest}], got {tuple(mass.shape)}")
     if not mass.is_floating_point():

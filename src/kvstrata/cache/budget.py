@@ -104,7 +104,8 @@ class Budget:
     def __post_init__(self) -> None:
         if type(self.amount) is int and self.amount < self.fixed + self.reserve:
             raise ValueError(
-                f"budget: expected at least {self.fixed + self.reserve} bytes for tables and slabs, got {self.amount}"
+                f"budget: expected at least {self.fixed + self.reserve} bytes for tables and slabs, got {self.amount};"
+                " a fraction is a float, such as 0.25"
             )
 
     @property

@@ -27,7 +27,7 @@ import torch
 from . import books, read, room
 from .allocate import Prices, format_error
 from .append import append_tokens
-from .arguments import check_int, check_mass, check_tiers
+from .arguments import check_int, check_mass, check_names, check_tiers, whole_numbers
 from .buckets import Buckets
 from .budget import Budget, Memory, default_tiers
 from .crop import crop_request
@@ -114,7 +114,7 @@ class TieredCache:
         self.page_tokens = page_tokens
         check_int("settle_every", settle_every, 1)
         if dtype not in DTYPES:
-            raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype}")
+            raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype!r}")
         if policy not in POLICIES:
             raise ValueError(f"policy: expected one of {POLICIES}, got {policy!r}")
         if importance not in MODES:
@@ -124,6 +124,8 @@ class TieredCache:
         if not hysteresis >= 0:
             raise ValueError(f"hysteresis: expected a number of at least 0, got {hysteresis!r}")
         self.dtype, self.device = dtype, torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(f"device: expected one that torch sees, got {self.device}, and it sees no CUDA device")
         self.decay, self.debug = decay, debug
         amount = Budget.check(budget)
 
@@ -144,6 +146,7 @@ class TieredCache:
         self.position_dtype = sizes.position_dtype
         if tiers is None:
             tiers = default_tiers(amount, sizes.expected)
+        check_names(tiers)
         self.kinds = sizes.kinds(tiers)
         self.formats = tuple(kind.format for kind in self.kinds)
         check_tiers(self.formats, tiers)
@@ -321,13 +324,14 @@ class TieredCache:
         given = self._given(requests)
         if len(indices) != len(given):
             raise ValueError(f"indices: expected {len(given)}, one per request, got {len(indices)}")
-        for index in indices:
-            check_int("indices", int(index), 0, len(given) - 1)
-        assign(self, {given[i]: given[int(index)] for i, index in enumerate(indices)}, [])
+        chosen = whole_numbers("indices", indices)
+        for index in chosen:
+            check_int("indices", index, 0, len(given) - 1)
+        assign(self, {given[i]: given[index] for i, index in enumerate(chosen)}, [])
 
     def select(self, indices: Sequence[int]) -> None:
         """Requests 0, 1, ... become what requests ``indices[0]``, ``indices[1]``, ... were; all others are freed."""
-        chosen = [int(index) for index in indices]
+        chosen = whole_numbers("indices", indices)
         for request in chosen:
             self._check_request(request, "indices")
         if len(chosen) > self.max_requests:

@@ -16,7 +16,7 @@ Model = Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M 
 Texts = Annotated[
     list[str] | None, typer.Option("--text", help="A text file, or one of the texts that come with Python; repeat it.")
 ]
-Chunk = Annotated[int, typer.Option(help="Tokens decoded at a time; 1 is what a server does, and slow.")]
+Chunk = Annotated[int, typer.Option(min=1, help="Tokens decoded at a time; 1 is what a server does, and slow.")]
 LIBRARIES = ("transformers", "numpy")
 
 
@@ -24,8 +24,10 @@ def evaluate(
     model: Model = None,
     text: Texts = None,
     budget: Annotated[list[float] | None, typer.Option(help="Fraction of 16 bit; repeat it.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Length of the text; repeat it.")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="importance, recency, uniform; repeat it.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=4, help="Length of the text; repeat it.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="importance (if none is given), recency, uniform; repeat it.")
+    ] = None,
     tiers: Annotated[list[str] | None, typer.Option(help="Formats, best first: K4V4,K3V2,K2V2; repeat it.")] = None,
     bits: Annotated[
         list[float] | None,
@@ -33,7 +35,9 @@ def evaluate(
     ] = None,
     chunk: Annotated[
         int | None,
-        typer.Option(help="Tokens decoded at a time, 32 if none is given, 64 with --quick; 1 is what a server does."),
+        typer.Option(
+            min=1, help="Tokens decoded at a time, 32 if none is given, 64 with --quick; 1 is what a server does."
+        ),
     ] = None,
     needles: Annotated[bool, typer.Option(help="Needles in a haystack too.")] = True,
     peers: Annotated[bool, typer.Option(help="KIVI-style and transformers' quantised caches too.")] = True,
@@ -77,6 +81,7 @@ def evaluate(
     try:
         widths = [contender for width in bits or [] for contender in known.at_bits(width)]
         lists = [entry.split(",") for entry in tiers or []]
+        _check(budgets, policy or [], lists)
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
         say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
@@ -86,7 +91,10 @@ def evaluate(
     name = model or "SmolLM2-135M-Instruct"
     if state is None or (state.model, state.texts) != (name, list(words)):
         if state is not None:
-            _refuse(f"--out: expected a new file or results of {name} on {list(words)}, got those of {state.model}")
+            _refuse(
+                f"--out: expected a new file, or results of {name} on {', '.join(words)},"
+                f" {path} has those of {state.model} on {', '.join(state.texts)}"
+            )
         state = kept.Quality(machine, name, list(words))
     state.machine, state.absent = machine, known.absent()
     with _progress(say) as bar:
@@ -142,7 +150,7 @@ def advise(
     model: Model = None,
     text: Texts = None,
     kl: Annotated[float, typer.Option("--kl", help="Bound of the mean KL against 16 bit, in nats.")] = 0.02,
-    tokens: Annotated[int, typer.Option(help="Length of the text.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=4, help="Length of the text.")] = 2048,
     chunk: Chunk = 64,
     out: Annotated[Path, typer.Option(help="The configuration to write.")] = Path("kvstrata.json"),
 ) -> None:
@@ -161,6 +169,8 @@ def advise(
     from . import model as models
     from . import sensitivity, texts
 
+    if not kl > 0:
+        _refuse(f"--kl: expected a positive number of nats, got {kl:g}")
     say = _console()
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -198,6 +208,19 @@ def advise(
         _refuse(f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {made.steps[0].budget}")
     advice.write(made, out)
     say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))", highlight=False)
+
+
+def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) -> None:
+    """Before a model is loaded: ValueError names the argument that no cache would take."""
+    from kvstrata.cache import TieredCache
+    from kvstrata.cache.budget import Budget
+
+    for budget in budgets:
+        Budget.check(budget)
+    for policy in policies:
+        TieredCache(1, 1, 64, budget=None, policy=policy)
+    for names in tiers:
+        TieredCache(1, 1, 64, budget=None, tiers=names)
 
 
 def _wanted(

@@ -24,7 +24,7 @@ def default_folder() -> Path:
 
 
 def load(name: str | None, device: torch.device | str = "cpu") -> tuple[Any, Any]:
-    """Model in eval mode and tokenizer; float32 on a CPU, bfloat16 on a GPU."""
+    """Model in eval mode and tokenizer; float32 on a CPU, bfloat16 on a GPU. LookupError where there is no model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -32,6 +32,8 @@ def load(name: str | None, device: torch.device | str = "cpu") -> tuple[Any, Any
     logging.disable_progress_bar()
     device = torch.device(device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name is not None and name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise LookupError(f"--model: expected a folder or a hub id such as owner/name, got {name!r}: no such folder")
     where, extra = (str(default_folder()), dict(gguf_file=GGUF)) if name is None else (name, {})
     with contextlib.redirect_stderr(io.StringIO()):  # a .gguf file has a progress bar that no switch turns off
         tokenizer = AutoTokenizer.from_pretrained(where, **extra)

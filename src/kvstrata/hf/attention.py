@@ -80,7 +80,10 @@ def _check(base: str, mask: torch.Tensor | None, options: dict[str, Any]) -> Non
     if options.get("is_causal") is False or options.get("sliding_window") is not None:
         raise NotImplementedError("is_causal, sliding_window: expected causal attention to all tokens")
     if options.get("dropout") or options.get("output_attentions"):
-        raise NotImplementedError("dropout, output_attentions: expected none with a StrataCache; call model.eval()")
+        raise NotImplementedError(
+            "dropout, output_attentions: expected neither with a StrataCache; model.eval() turns dropout off, and the"
+            " weights of packed tokens are not returned"
+        )
     if base == "sdpa" and (options.get("softcap") is not None or options.get("s_aux") is not None):
         raise NotImplementedError(
             'softcap, s_aux: expected None with sdpa, which ignores them; model.set_attn_implementation("eager")'

@@ -20,11 +20,15 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cache import TieredCache
+from ..cache.arguments import check_int
 from ..cache.budget import Budget, Memory
 from . import attention
 from .layer import StrataLayer
 
 TOKENS = 2**15  # tables for so many unless a prompt or the config says otherwise; positions take 2 bytes
+
+# Arguments of TieredCache that are not the caller's here, and what is in their place.
+OWN = {"layers": "", "kv_heads": "", "head_dim": "", "device": "", "max_requests": " (max_batch= asks for more rows)"}
 
 
 class StrataCache(Cache):
@@ -65,16 +69,24 @@ class StrataCache(Cache):
         importance_queries: int = 512,
         **options: Any,
     ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config: expected the model's, model.config, got {type(config).__name__}")
         text = config.get_text_config(decoder=True)
-        known = inspect.signature(TieredCache).parameters
+        known = [name for name in inspect.signature(TieredCache).parameters if name not in OWN]
         for name in options:
-            if name not in known or name in ("layers", "kv_heads", "head_dim", "device", "max_requests"):
-                raise TypeError(f"{name}: expected an option of TieredCache, got an unknown one")
-        if importance_queries < 1:
-            raise ValueError(f"importance_queries: expected an int of at least 1, got {importance_queries!r}")
+            if name in OWN:
+                raise TypeError(f"{name}: expected to be left out, the model decides it{OWN[name]}, got it")
+            if name not in known:
+                raise TypeError(f"{name}: expected an option of TieredCache ({', '.join(known)}), got an unknown one")
         # Values are checked now, not in the middle of the first forward.
+        check_int("importance_queries", importance_queries, 1)
+        if max_batch is not None:
+            check_int("max_batch", max_batch, 1)
         Budget.check(budget)
-        TieredCache(1, 1, 64, budget=None, **options)
+        early: dict[str, Any] = {
+            name: value for name, value in (("dtype", dtype), ("max_tokens", max_tokens)) if value is not None
+        }
+        TieredCache(1, 1, 64, budget=None, **early, **options)
         self.options = options | dict(budget=budget)
         self.dtype, self.max_batch, self.max_tokens = dtype, max_batch, max_tokens
         self.importance_queries = importance_queries
@@ -103,7 +115,10 @@ class StrataCache(Cache):
     @classmethod
     def from_file(cls, config: PreTrainedConfig, path: str | PathLike[str], **options: Any) -> StrataCache:
         """With the arguments that a JSON file holds, as `kvstrata advise` writes it; ``options`` go before them."""
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
+        try:
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"path: expected a JSON object of arguments in {path}, got {error}") from error
         if not isinstance(given, dict):
             raise ValueError(f"path: expected a JSON object of arguments in {path}, got {type(given).__name__}")
         return cls(config, **(given | options))

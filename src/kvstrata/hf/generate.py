@@ -112,5 +112,20 @@ def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
     return made
 
 
+def floor_note(run: Run) -> str | None:
+    """Why a short text takes more than its budget says; None where it does not."""
+    assert run.cache is not None
+    memory = run.cache.memory()
+    if not memory.tokens:
+        return None
+    budget, floor = run.cache.tiered.budget.amount, run.cache.tiered.budget.floor_tokens
+    if not isinstance(budget, float) or memory.fraction <= budget or run.cache.tiered.length(0) >= floor:
+        return None
+    return (
+        f"A short text: the budget of {budget:g} holds from {floor:,} tokens on. Before that the 16-bit window, whole"
+        " pages and tables weigh more; --context FILE makes the text longer."
+    )
+
+
 def _words(tokens: list[int], at: int, tokenizer: Any) -> str:
     return f"token {at + 1}: {tokenizer.decode(tokens[at : at + 6])!r}"

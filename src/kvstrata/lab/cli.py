@@ -84,6 +84,8 @@ def profile(
         if compare and all(Path(name).is_file() for name in compare):
             before, after = (profiles.load(Path(name)) for name in compare)
         elif compare:
+            if absent := [name for name in compare if name.endswith(".json") and not Path(name).is_file()]:
+                raise ValueError(f"--compare: expected two files or two contenders, there is no file {absent[0]}")
             before = _take(op, case or [], compare[0], revision, 30 * minutes)
             after = _take(op, case or [], compare[1], revision, 30 * minutes)
         else:
@@ -225,6 +227,8 @@ def report(
     if as_json:
         typer.echo(json.dumps({"written": [str(path) for path in written], "stale": [str(path) for path in stale]}))
     else:
+        if not written and not stale:
+            typer.echo("Nothing to bring up to date.")
         for path in written:
             typer.echo(f"written: {path}")
         for path in stale:

@@ -89,7 +89,7 @@ def tune(
     for package in ("optuna", "scipy"):
         if importlib.util.find_spec(package) is None:
             refuse(f"tune needs {package}: pip install 'kvstrata[tune]'")
-    from kvstrata.tune import render
+    from kvstrata.tune import problems, render
     from kvstrata.tune.gates import Limits
     from kvstrata.tune.results import dumps
     from kvstrata.tune.search import Settings
@@ -102,6 +102,8 @@ def tune(
         return list(_save(op, result, arch, backend, results if save else None, tables))
 
     try:
+        if op not in problems.names():
+            raise LookupError(f"nothing to tune in {op!r}; there are: {', '.join(problems.names())}")
         where, arch = _where(device, backend)
         chosen = _chosen(op, arch, where, backend, only)
         limits = Limits(shared_cap, max_registers, 0, min_occupancy)
