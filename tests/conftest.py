@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,3 +31,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+def invoke(*arguments: object) -> Any:
+    """`kvstrata` with these arguments."""
+    from typer.testing import CliRunner
+
+    from kvstrata.cli import app
+
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder of one's own for cubins and tuned tables."""
+    from kvstrata.jit import tuned
+
+    monkeypatch.setenv("KVSTRATA_CACHE", str(tmp_path / "cache"))
+    tuned.forget()
+    yield tmp_path / "cache"
+    tuned.forget()

@@ -5,6 +5,7 @@ For tests on machines without a GPU. `launcher()` stands in for `kvstrata.jit` i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,6 +16,9 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import torch
 
 from kvstrata import jit
 from kvstrata.jit.compiler import header_folders
@@ -104,3 +108,20 @@ def launcher() -> SimpleNamespace:
         Launch=Launch,
         Kernel=jit.Kernel,
     )
+
+
+def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on "cuda" is the emulator for `decode_attention`, on three multiprocessors."""
+    from kvstrata.attention import decode_cuda, op, plan
+
+    properties = SimpleNamespace(name="emulated", multi_processor_count=3, shared_memory_per_multiprocessor=233472)
+    monkeypatch.setattr(decode_cuda, "jit", launcher())
+    monkeypatch.setattr(decode_cuda, "_PLANS", type(decode_cuda._PLANS)())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(op, "missing", lambda backend, job: decode_cuda.missing(job) if backend == "cuda" else None)
+    monkeypatch.setattr(plan.DecodePlan, "update", lambda self: self.cuda().update())
+    for kernel in (decode_cuda._decode_kernel, decode_cuda._combine_kernel):
+        kernel.cache_clear()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ import emulator
 from conftest import HAS_GPU
 from decode_model import Case, case_of, check, filled
 from kvstrata import DecodePlan, PagedCache, decode_attention
-from kvstrata.attention import decode_cuda, op, plan
+from kvstrata.attention import decode_cuda, op
 from kvstrata.attention.stages import Cut, begin_cost, cost, stage_tokens
 from kvstrata.bench import synthetic
 from kvstrata.layout import Format
@@ -28,17 +26,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA backend without CUDA: three multiprocessors."""
-    properties = SimpleNamespace(name="emulated", multi_processor_count=3, shared_memory_per_multiprocessor=233472)
-    monkeypatch.setattr(decode_cuda, "jit", emulator.launcher())
-    monkeypatch.setattr(decode_cuda, "_PLANS", type(decode_cuda._PLANS)())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(op, "missing", lambda backend, job: decode_cuda.missing(job) if backend == "cuda" else None)
-    monkeypatch.setattr(plan.DecodePlan, "update", lambda self: self.cuda().update())
-    for kernel in (decode_cuda._decode_kernel, decode_cuda._combine_kernel):
-        kernel.cache_clear()
+    emulator.decode_without_cuda(monkeypatch)
 
 
 CASES: dict[str, tuple[list[int], dict]] = {

@@ -15,10 +15,8 @@ Pickle (vllm#14228, #12055, sglang#11909): nothing of ours unpickles, and what a
 from __future__ import annotations
 
 import ast
-import contextlib
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from cache_model import make as make_cache
 from conftest import HAS_GPU
 from decode_model import BACKENDS, DEVICE, Case, case_of, check
 from kvstrata import DecodePlan, PagedCache, TieredCache, decode_attention, prefill_attention, prefill_attention_cached
-from kvstrata.attention import decode_cuda, op, plan
+from kvstrata.attention import decode_cuda, op
 from kvstrata.cache import append_op, buckets
 from kvstrata.cache.space import Space
 from kvstrata.replay import CopyPlan
@@ -49,17 +47,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A backend's name; "emulated" is cuda on the CPU, on three multiprocessors."""
     if request.param != "emulated":
         return request.param
-    properties = SimpleNamespace(name="emulated", multi_processor_count=3, shared_memory_per_multiprocessor=233472)
-    monkeypatch.setattr(decode_cuda, "jit", emulator.launcher())
-    monkeypatch.setattr(decode_cuda, "_PLANS", type(decode_cuda._PLANS)())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(op, "missing", lambda backend, job: decode_cuda.missing(job) if backend == "cuda" else None)
-    monkeypatch.setattr(plan.DecodePlan, "update", lambda self: self.cuda().update())
-    for kernel in (decode_cuda._decode_kernel, decode_cuda._combine_kernel):
-        kernel.cache_clear()
+    emulator.decode_without_cuda(monkeypatch)
     return "cuda"
 
 

@@ -5,15 +5,18 @@ python tests/tune_toy.py JOURNAL TRIALS SECONDS_OF_A_TRIAL
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import optuna
 import torch
 
+from kvstrata.jit import tuned
 from kvstrata.tune import search, storage
 from kvstrata.tune.compiler import Compiler
 from kvstrata.tune.problems import Problem, Ready
@@ -86,6 +89,16 @@ def run(problem, study, trials=None, timer=None, **settings):
 
 def study_of(journal, resume=True):
     return storage.open_study(storage.open_storage(journal), "toy", resume, seed=0)
+
+
+def entry(case: str, choice: dict | None, **shape: int | str) -> dict:
+    return {"case": case, "shape": shape, "choice": choice, "top": [choice or {}]}
+
+
+def put(folder: Path, gpu: str, **ops: list[dict]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{gpu}.json").write_text(json.dumps({"schema": 1, "gpu": gpu, "arch": "sm_90", "ops": ops}))
+    tuned.forget()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,212 @@
+"""`kvstrata check`: sweeps that can fail, what the sanitizer said."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+import kvstrata as library
+import toy
+from conftest import invoke
+from kvstrata.bench import cases
+from kvstrata.lab import check, child, sweeps
+from kvstrata.lab.sweeps.draw import Draw, Refused
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("op", sweeps.names())
+def test_every_sweep_passes_here(op):
+    for backend, reason in sweeps.backends(op, CPU).items():
+        if reason is None and backend != "triton":  # the interpreter has tests of its own
+            outcomes = list(sweeps.run(op, CPU, backend, range(8)))
+            assert [o.error for o in outcomes if o.error] == []
+            assert any(o.refused is None for o in outcomes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", sweeps.names())
+def test_every_sweep_passes_on_the_gpu(op):
+    device = torch.device("cuda", torch.cuda.current_device())
+    for backend, reason in sweeps.backends(op, device).items():
+        if reason is None:
+            assert [o.error for o in sweeps.run(op, device, backend, range(8)) if o.error] == []
+
+
+def test_every_op_of_bench_has_a_sweep():
+    assert set(sweeps.names()) <= set(cases.names())
+    assert {"store", "decode", "quantize", "settle", "replay"} <= set(sweeps.names())
+
+
+def forgets_the_last_row(store_kv, k, v, k_cache, v_cache, slots, **options):
+    last = slice(0, max(len(k) - 1, 0))
+    store_kv(k[last], None if v is None else v[last], k_cache, v_cache, slots[last], **options)
+
+
+def off_a_little(decode, q, cache, **options):
+    out, *rest = decode(q, cache, **options)
+    out[..., 0, 0] += 0.05
+    return (out, *rest)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "wrong"), [("store", "store_kv", forgets_the_last_row), ("decode", "decode_attention", off_a_little)]
+)
+def test_a_sweep_finds_a_wrong_kernel(monkeypatch, op, name, wrong):
+    monkeypatch.setattr(library, name, partial(wrong, getattr(library, name)))
+    assert any(o.error for o in sweeps.run(op, CPU, "reference", range(12)))
+
+
+def test_settle_finds_a_row_in_the_wrong_place(monkeypatch):
+    gather = library.TieredCache.gather
+
+    def swapped(self, layer, request=0):
+        k, v, position = gather(self, layer, request)
+        return (k.roll(1, 1) if k.shape[1] > 1 else k), v, position
+
+    monkeypatch.setattr(library.TieredCache, "gather", swapped)
+    assert any("off by" in (o.error or "") for o in sweeps.run("settle", CPU, "auto", range(4)))
+
+
+def test_what_a_backend_refuses_is_no_failure(monkeypatch):
+    def refuse(draw, backend):
+        raise Refused("not such a call")
+
+    monkeypatch.setattr(sweeps.find("replay"), "trial", refuse)
+    step = check.check_sweep("replay", CPU, "reference", 3)
+    assert (step.verdict, step.skipped) == ("skipped", "not such a call")
+
+
+def test_draws_are_the_same_for_a_seed():
+    first, again = Draw(5, CPU), Draw(5, CPU)
+    assert [first.size(0, 100) for _ in range(5)] == [again.size(0, 100) for _ in range(5)]
+    assert torch.equal(first.normal(3), again.normal(3))
+
+
+def test_check_passes_on_the_cpu_and_says_what_it_skipped():
+    done = invoke("check", "replay", "--device", "cpu", "--quick")
+    assert done.exit_code == 0, done.output
+    assert "Correctness: PASSED" in done.stdout
+    assert "compute-sanitizer, racecheck skipped: needs a GPU" in done.stdout
+    done = invoke("check", "replay", "--device", "cpu", "--quick", "--json", "--tools", "none")
+    found = json.loads(done.stdout)
+    assert found["passed"]
+    assert [step["verdict"] for step in found["steps"]][:2] == ["passed", "passed"]
+    assert not any("sanitizer" in step["name"] for step in found["steps"])
+
+
+def test_check_of_a_wrong_kernel_exits_1(monkeypatch):
+    monkeypatch.setattr(cases, "names", lambda: ["toy"])
+    monkeypatch.setitem(sys.modules, f"{cases.__name__}.toy", toy)
+    monkeypatch.setattr(toy, "cases", partial(toy.cases, wrong=("ours-too",)))
+    done = invoke("check", "toy", "--device", "cpu")
+    assert done.exit_code == 1
+    assert "bench cases: fp32-64: ours-too:" in done.stdout
+    assert "Correctness: FAILED" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["store", "--tools", "memchek"], ["store", "--device", "cuda"]])
+def test_check_refuses_in_one_line(arguments, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = invoke("check", *arguments)
+    assert done.exit_code == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+CLEAN = "========= COMPUTE-SANITIZER\n8 trials, 0 failed\n========= ERROR SUMMARY: 0 errors\n"
+RACES = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "errors"),
+    [
+        (CLEAN, 0, []),
+        ("8 trials, 0 failed\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0, []),
+        ("8 trials, 0 failed\n========= Error: Race reported\n" + RACES, 86, ["2 error(s)", "Error: Race reported"]),
+        ("cuda, seed 3: k differs\n8 trials, 1 failed\n========= ERROR SUMMARY: 0 errors", 1,
+         ["cuda, seed 3: k differs"]),
+        ("========= ERROR SUMMARY: 0 errors", 0, ["the child ended early, exit code 0"]),
+        ("========= Error: Device not supported", 1,
+         ["compute-sanitizer does not support this device or virtual machine"]),
+    ],
+)  # fmt: skip
+def test_what_the_sanitizer_said(text, code, errors):
+    assert check.read_sanitizer(text, code)[1] == errors
+
+
+def test_the_sanitizer_watches_a_child(monkeypatch, tmp_path):
+    """A stand-in that runs what it is given and adds a summary."""
+    tool = tmp_path / "compute-sanitizer"
+    rest = "sys.argv[sys.argv.index('--error-exitcode') + 2 :]"
+    tool.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\n"
+        f"subprocess.run([x if x != 'cuda' else 'cpu' for x in {rest}])\n"
+        "print('========= ERROR SUMMARY: 0 errors')\n"
+    )
+    tool.chmod(0o755)
+    step = check.check_sanitizer("memcheck", "replay", ["reference"], 3, str(tool))
+    assert (step.verdict, step.done) == ("passed", 3), step.errors
+
+
+@pytest.fixture
+def pretended_cuda(tmp_path, monkeypatch):
+    """Children that are told to run on cuda run on the CPU."""
+    python = tmp_path / "python"
+    swapped = "[x if x != 'cuda' else 'cpu' for x in sys.argv[1:]]"
+    python.write_text(
+        f"#!{sys.executable}\nimport os, sys\nos.execv({sys.executable!r}, [{sys.executable!r}, *{swapped}])\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(check.sys, "executable", str(python))
+
+
+@pytest.mark.usefixtures("pretended_cuda")
+def test_a_sweep_in_a_process_of_its_own():
+    step = check.watch_sweep("replay", "reference", 6, 3, 60.0, 120.0)
+    assert (step.name, step.verdict, step.done) == ("sweep, reference", "passed", 6), step.errors
+    step = check.watch_sweep("replay", "reference", 6, 3, 0.0, 120.0)
+    assert step.done == sweeps.FEWEST
+    step = check.watch_sweep("replay", "nothing", 2, 0, 60.0, 120.0)
+    assert step.verdict == "FAILED"
+    assert all(error.startswith("seed ") for error in step.errors)
+    (late,) = check.watch_sweep("replay", "reference", 6, 3, 60.0, 0.1).errors
+    assert "was ended" in late
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "found"),
+    [
+        ("4 trials, 0 failed", 0, (4, [], None)),
+        ("cuda, seed 3: k differs\n4 trials, 1 failed", 1, (4, ["seed 3: k differs"], None)),
+        ("cuda refused: no\n0 trials, 0 failed", 1, (0, [], "no")),
+        ("Segmentation fault", -11, (0, ["the child ended early, exit code -11: Segmentation fault"], None)),
+    ],
+)
+def test_what_a_sweep_said(text, code, found):
+    assert check.read_sweep(text, code) == found
+
+
+def test_on_a_gpu_sweeps_tools_and_cases_run_side_by_side(monkeypatch):
+    """Five of them meet at a barrier; one after the other they would not."""
+    meet = threading.Barrier(5, timeout=30)
+
+    def met(name):
+        def run(*arguments):
+            meet.wait()
+            return check.Step(name(*arguments), done=1)
+
+        return run
+
+    monkeypatch.setattr(sweeps, "backends", lambda op, device: {"cuda": None, "triton": "not here", "reference": None})
+    monkeypatch.setattr(child, "find", lambda tool: tool)
+    monkeypatch.setattr(check, "check_cases", met(lambda op, device: "cases"))
+    monkeypatch.setattr(check, "watch_sweep", met(lambda op, backend, *rest: backend))
+    monkeypatch.setattr(check, "check_sanitizer", met(lambda tool, *rest: tool))
+    steps = check.run("store", torch.device("cuda"), ("memcheck", "racecheck"), limit=60.0)
+    assert [step.name for step in steps] == ["cases", "cuda", "sweep, triton", "reference", "memcheck", "racecheck"]
+    assert steps[2].skipped == "not here"

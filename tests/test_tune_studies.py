@@ -1,0 +1,96 @@
+"""Studies that are killed, resumed and shared."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+optuna = pytest.importorskip("optuna")
+
+from optuna.trial import TrialState  # noqa: E402
+
+import tune_toy  # noqa: E402
+from kvstrata.tune import search, storage  # noqa: E402
+from tune_toy import Speed  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def study(tmp_path: Path, name: str = "x") -> optuna.Study:
+    return tune_toy.study_of(tmp_path / f"{name}.journal")
+
+
+def worker(journal: Path, trials: int, seconds: float) -> subprocess.Popen:
+    command = [sys.executable, tune_toy.__file__, str(journal), str(trials), str(seconds)]
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it did not happen"
+        time.sleep(0.02)
+
+
+def trials_in(journal: Path, *states: TrialState) -> list:
+    return tune_toy.study_of(journal).get_trials(deepcopy=False, states=states or None) if journal.exists() else []
+
+
+def test_a_killed_study_resumes(tmp_path: Path) -> None:
+    journal = tmp_path / "x.journal"
+    killed = worker(journal, 20, 0.1)
+    try:
+        wait_for(lambda: len(trials_in(journal, TrialState.COMPLETE)) >= 3)
+        wait_for(lambda: any("x" in t.params for t in trials_in(journal, TrialState.RUNNING)))
+    finally:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+    (left,) = trials_in(journal, TrialState.RUNNING)
+    before = {t.number: t.value for t in trials_in(journal, TrialState.COMPLETE)}
+    with journal.open("ab") as file:
+        file.write(b'{"op_code": 4, "wor')  # what a host that went down may leave
+    row = tune_toy.run(tune_toy.problem(lambda x: Speed(100 + x)), tune_toy.study_of(journal), trials=20)
+    after = {t.number: t for t in trials_in(journal)}
+    assert {number: after[number].value for number in before} == before
+    assert after[left.number].state is TrialState.FAIL
+    again = [t for t in after.values() if t.params == left.params and t.state is not TrialState.FAIL]
+    assert again, "the trial that was killed ran again"
+    assert row.trials["complete"] + row.trials["pruned"] == 20
+    assert row.trials["put back"] == 1
+
+
+def test_two_processes_share_a_study(tmp_path: Path) -> None:
+    journal = tmp_path / "x.journal"
+    both = [worker(journal, 22, 0.05) for _ in range(2)]
+    assert [one.wait(timeout=90) for one in both] == [0, 0]
+    every = [t for t in trials_in(journal) if t.user_attrs.get(search.REJECTED) != search.SEEN]
+    assert all(t.state in search.DONE for t in every)
+    assert 22 <= len(every) <= 23  # both may begin the last one
+    assert len({t.params["x"] for t in every}) == len(every), "nothing was done twice"
+    assert len({t.user_attrs[storage.OWNER] for t in every}) == 2, "both took part"
+
+
+def test_studies_in_a_database_and_numbers_of_studies(tmp_path: Path) -> None:
+    pytest.importorskip("sqlalchemy")
+    url = f"sqlite:///{tmp_path / 'tune.db'}"
+    row = tune_toy.run(tune_toy.problem(lambda x: Speed(100 - x), values=(1, 9)), tune_toy.study_of(url))
+    assert row.choice == {"x": 9}
+    assert [tune_toy.study_of(url, resume).study_name for resume in (True, False, True)] == ["toy#1", "toy#2", "toy#2"]
+    assert len(storage.open_study(storage.open_storage(url), "other", True).trials) == 0
+
+
+def test_what_another_host_left_is_taken_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = study(tmp_path)
+    trial = one.ask()
+    trial.set_user_attr(storage.OWNER, "elsewhere:1")
+    trial.suggest_categorical("x", tune_toy.VALUES)
+    assert storage.put_back(one) == 0
+    monkeypatch.setattr(storage, "STALE", storage.STALE * 0)
+    assert storage.put_back(one) == 1
+    assert one.ask().suggest_categorical("x", tune_toy.VALUES) == trial.params["x"]
