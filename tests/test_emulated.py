@@ -13,7 +13,7 @@ from conftest import HAS_GPU
 from decode_model import Case, case_of, check, filled
 from kvstrata import DecodePlan, PagedCache, decode_attention
 from kvstrata.attention import decode_cuda, op
-from kvstrata.attention.stages import Cut, begin_cost, cost, stage_tokens
+from kvstrata.attention.stages import FEW, Cut, begin_cost, cost, few_begin, few_cost, stage_tokens
 from kvstrata.bench import synthetic
 from kvstrata.layout import Format
 
@@ -97,7 +97,7 @@ def test_a_warp_combines_a_column(dim: int, monkeypatch: pytest.MonkeyPatch) -> 
     check(case_of([200, 0, 33], dim=dim, dtype=torch.bfloat16, tiers=("K4V4",), group=2, options=options), "cuda")
 
 
-@pytest.mark.parametrize("counts", [[64, 3000, 12, 12], [5, 1, 0, 70], [40, 700, 500, 300]])
+@pytest.mark.parametrize("counts", [[64, 3000, 12, 12], [5, 1, 0, 70], [40, 700, 500, 300], [3, 0, 0, 1]])
 def test_work_list(counts: list[int]) -> None:
     """Every stage is in one chunk, a group's partial results are those its chunks write, and short groups count."""
     tiers, requests = ("K16V16", "K8V8", "K4V4", "K2V2"), 24
@@ -109,28 +109,32 @@ def test_work_list(counts: list[int]) -> None:
     q = torch.randn(requests, 1, 8, 128).bfloat16()
     job = op.Job(q, buckets, None, rows, 2, max(counts), 1.0, None, None, None, False, False)
     step = decode_cuda.Plan(decode_cuda.Source.of(job), tuple(rows), 2, 8, 1)
+    step.parts.fill_(-1)
     step.update()
     groups = step.stages[0, :, 2].tolist()
-    begins = step.parts[0, :, 4].tolist()
     per_stage = [stage_tokens(f) for f in formats]
     expected = [-(-int(held[row, head, t]) // per_stage[t]) for t in range(4) for row in rows for head in range(2)]
     total = sum(expected)
-    assert begins == sorted(begins)
-    assert (begins[0], begins[-1]) == (0, total)
     assert [groups[:total].count(g) for g in range(len(expected))] == expected
+    few = total <= FEW * step.chunks
+    price, begin = (few_cost, few_begin(formats[0])) if few else (cost, begin_cost(formats[0]))
 
+    places = [(number, at, end, place) for place, (at, end, number) in enumerate(step.parts[0, :, 4:7].tolist())]
+    live = sorted(chunk for chunk in places if chunk[2] > chunk[1])
+    assert [at for _, at, _, _ in live] == [0, *(end for _, _, end, _ in live[:-1])]
+    assert live[-1][2] == total
+    workers = step.chunks // step.multiprocessors
+    on_each = [sum(place // workers == m for *_, place in live) for m in range(step.multiprocessors)]
+    assert max(on_each) - min(on_each) <= max(1, -(-len(live) // step.multiprocessors) // 2), "all get some"
     written: dict[int, list[int]] = {}
     loads = []
-    for chunk, (first, end) in enumerate(itertools.pairwise(begins)):
+    for number, first, end, place in live:
         mine = groups[first:end]
-        if mine:
-            assert step.parts[0, chunk, :4].tolist() == step.stages[0, first].tolist()
+        assert step.parts[0, place, :4].tolist() == step.stages[0, first].tolist()
         for group in sorted(set(mine)):
-            written.setdefault(group, []).append(chunk + group)
-        loads.append(sum(cost(formats[g // 48]) for g in mine) + len(set(mine)) * begin_cost(formats[0]))
+            written.setdefault(group, []).append(number + group)
+        loads.append(sum(price(formats[g // 48]) for g in mine) + len(set(mine)) * begin)
     for group, (first, count) in enumerate(step.slots[0].tolist()):
         assert written.get(group, []) == list(range(first, first + count))
-    share = sum(loads) / len(loads)
-    assert max(loads) <= max(1.1 * share, 2 * max(map(cost, formats))) + max(map(cost, formats)) + 2 * begin_cost(
-        formats[0]
-    )
+    share, largest = sum(loads) / len(loads), max(map(price, formats))
+    assert max(loads) <= max(1.1 * share, 2 * largest) + largest + 2 * begin

@@ -65,6 +65,7 @@ template <int kBytes> inline void store(void* to, const Vec<kBytes>& value) {
 }
 
 inline unsigned opaque(unsigned x) { return x; }
+inline void fetch_ahead(const void* from) { (void)*static_cast<const volatile char*>(from); }  // must be readable
 inline float exp2_of(float x) { return std::exp2(x); }
 inline float log2_of(float x) { return std::log2(x); }
 template <class In> inline unsigned max_pair(In in, unsigned a, unsigned b) {

@@ -71,9 +71,9 @@ template <class In, bool kMass, int kDim, int kPageTokens, int kN, int kNumber, 
 __device__ __forceinline__ void attend(Tiers<T, Ts...>, const Params& p, State<kDim, kN>& st, unsigned char* stage,
                                        unsigned meta, int group) {
   using P = Part<T, kDim, kPageTokens>;
-  if ((meta >> 8 & 0xff) == kNumber) {
-    if constexpr (T::kPlain) attend_rows<In, P, kMass>(p, st, stage, meta & 0xff, group, static_cast<int>(meta >> 16) * P::kTokens);
-    else attend_codes<T, P, kMass>(p, st, stage, meta & 0xff, group);
+  if (tier_of(meta) == kNumber) {
+    if constexpr (T::kPlain) attend_rows<In, P, kMass>(p, st, stage, tokens_of(meta), group, part_of(meta) * P::kTokens);
+    else attend_codes<T, P, kMass>(p, st, stage, tokens_of(meta), group);
   } else {
     attend<In, kMass, kDim, kPageTokens, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, meta, group);
   }
@@ -95,25 +95,27 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
   const int resident = gridDim.x / p.multiprocessors;
   const int number = blockIdx.x % p.multiprocessors * resident + blockIdx.x / p.multiprocessors;
   for (int chunk = number * kWarps + warp; chunk < p.chunks; chunk += gridDim.x * kWarps) {
-    const int first = p.parts[chunk].at, end = p.parts[chunk + 1].at;
+    const int first = p.parts[chunk].at, end = p.parts[chunk].end, partial = p.parts[chunk].number;
     Stage now = p.parts[chunk].first;
     if (first >= end) continue;
     const auto produce = [&](int at, const Stage& stage) {
-      const Sizes size = sizes_of<kDim, kPageTokens>(TierList{}, stage.meta >> 8 & 0xff);
+      const Sizes size = sizes_of<kDim, kPageTokens>(TierList{}, tier_of(stage.meta));
       if constexpr (kRows) fill_rows<kMass, kDim>(p, ring, at, slots + at * kSlot, stage, size);
       else fill<kMass>(ring, at, slots + at * kSlot, stage, size, p.position_bytes);
     };
     produce(0, now);
     ring.commit();
     Stage next = p.stages[min(first + 1, end - 1)], after = p.stages[min(first + 2, end - 1)];
+    expect_group<kDim, kN>(p, now.group, block);
     State<kDim, kN> st;
     int group = -1;
     for (int i = first; i < end; i++) {
       const int at = (i - first) & 1;
       if (i + 1 < end) produce(at ^ 1, next);
       ring.commit();
+      if (next.group != now.group) expect_group<kDim, kN>(p, next.group, block);
       if (now.group != group) {  // while the page is on its way
-        if (group >= 0 && !kMass) end_group(p, st, group, chunk, block);
+        if (group >= 0 && !kMass) end_group(p, st, group, partial, block);
         group = now.group;
         begin_group<In, kMass>(p, st, group, block);
       }
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
       next = after;
       after = p.stages[min(i + 3, end - 1)];
     }
-    if (!kMass) end_group(p, st, group, chunk, block);
+    if (!kMass) end_group(p, st, group, partial, block);
     __syncwarp();
   }
 }

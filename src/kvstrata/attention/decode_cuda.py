@@ -24,6 +24,7 @@ from ..jit import tuned
 from ..layout.format import Format
 from .stages import (
     COSTS,
+    FEW,
     NAMES,
     SLOTS,
     Cut,
@@ -32,6 +33,8 @@ from .stages import (
     cost,
     cut_of,
     decode_entry,
+    few_begin,
+    few_cost,
     slot_bytes,
     stage_tokens,
 )
@@ -45,9 +48,9 @@ FOLDER = Path(__file__).parent
 MAX_TIERS = 8
 PARTS = 16  # blocks that write one layer's list
 KEPT = 64  # plans of calls that bring none
-FEW = 12  # chunks for a KV head of a request: so few partial results are put together by one warp
+ALONE = 12  # chunks for a KV head of a request: so few partial results are put together by one warp
 
-WORKLIST = struct.Struct(f"7q4q4q11i{2 * MAX_TIERS}i4x")
+WORKLIST = struct.Struct(f"7q4q4q15i{3 * MAX_TIERS}i4x")
 DECODE = struct.Struct("9q5q6i2f4i2q")
 COMBINE = struct.Struct("6q7i4x")
 
@@ -218,7 +221,7 @@ class Plan:
         self.rows = _rows(requests, device)
         ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
         self.stages = ints(layers, max(self.capacity, 1), 4)
-        self.parts = ints(layers, self.chunks + 1, 8)
+        self.parts = ints(layers, self.chunks, 8)
         self.slots = ints(layers, max(tiers * units, 1), 2)
         columns = 8 * self.width * self.blocks  # with what fills the last block
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
@@ -234,8 +237,9 @@ class Plan:
             *(y.data_ptr() for y in (self.stages, self.parts, self.slots)),
             x.table.stride(0), self.layer_strides[0], x.counts.stride(0), self.layer_strides[1], *x.rows,
             0, len(self.requests), self.kv_heads, len(self.formats), x.table.shape[-1], x.units, self.capacity,
-            self.chunks, self.fixed_cost, 0 if self.fixed_cost else begin_cost(first), x.page_tokens,
-            *self.tokens, *pad, *self.costs, *pad,
+            self.chunks, self.fixed_cost, 0 if self.fixed_cost else begin_cost(first), FEW * self.chunks,
+            few_begin(first), self.multiprocessors, self.grid // self.multiprocessors * self.warps, x.page_tokens,
+            *self.tokens, *pad, *self.costs, *pad, *map(few_cost, self.formats), *pad,
         )  # fmt: skip
         kernel = jit.load(FOLDER / "worklist.cu", "worklist", jit.arch_of(self.device))
         parts = min(PARTS, max(self.units // 8, 1))
@@ -301,7 +305,7 @@ class Plan:
         fewest, chosen = max(4, -(-head_dim // 32)), self.cut.combine
         if chosen or self.fixed_cost:
             return chosen if chosen == 1 else max(fewest, chosen)
-        if self.chunks <= FEW * self.units and columns >= self.multiprocessors:
+        if self.chunks <= ALONE * self.units and columns >= self.multiprocessors:
             return 1
         return 16 if columns < 2 * self.grid else fewest
 

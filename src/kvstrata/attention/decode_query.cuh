@@ -12,6 +12,23 @@ __device__ __forceinline__ int plain_dim(int s, int part) {
   return 32 * (s / 2) + 8 * t + 4 * (s % 2) + 2 * part;
 }
 
+__device__ __forceinline__ const char* query_of(const Params& p, int row, int head, int column) {
+  return p.q + row * p.q_row + column / p.group * p.q_query + (head * p.group + column % p.group) * p.q_head;
+}
+
+// What begin_group will read, while there is other work: lines of 128 bytes, one or two for each lane.
+template <int kDim, int kN>
+__device__ __forceinline__ void expect_group(const Params& p, int group, int block) {
+  constexpr int kLines = (kDim * 2 + 127) / 128;
+  static_assert(8 * kN * kLines <= 32 && kDim * 4 / 128 <= 32, "a lane for each line");
+  const int lane = threadIdx.x & 31, unit = group % p.units, head = unit % p.kv_heads, row = unit / p.kv_heads;
+  const int column = block * kN * 8 + lane / kLines;
+  if (lane < 8 * kN * kLines && column < p.queries * p.group)
+    fetch_ahead(query_of(p, row, head, column) + lane % kLines * 128);
+  if (group >= p.units && lane * 32 < kDim)
+    fetch_ahead(p.centre + (p.requests ? __ldg(p.requests + row) : row) * p.centre_request + head * kDim + lane * 32);
+}
+
 template <class In, bool kMass, int kDim, int kN>
 __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st, int group, int block) {
   constexpr int kSteps = kDim / 16;
@@ -28,7 +45,7 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
   for (int n = 0; n < kN; n++) {
     const int column = (block * kN + n) * 8 + g;
     const bool there = column < columns;
-    const char* from = p.q + row * p.q_row + column / p.group * p.q_query + (head * p.group + column % p.group) * p.q_head;
+    const char* from = query_of(p, row, head, column);
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
 #pragma unroll

@@ -154,6 +154,6 @@ __device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN
       const int position = p.position_bytes == 2   ? reinterpret_cast<const unsigned short*>(positions)[token]
                            : p.position_bytes == 4 ? reinterpret_cast<const int*>(positions)[token]
                                                    : first + token;
-      atomicAdd(mass + position, sum);
+      if (position < p.mass_length) atomicAdd(mass + position, sum);
     }
 }

@@ -74,7 +74,7 @@ __device__ __forceinline__ void fill(Ring<2>& ring, int at, unsigned char* to, c
   if (size.parts == 1 && !kMass) {
     ring.copy(at, to, page, codes + positions);
   } else {
-    const int part = stage.meta >> 16;
+    const int part = part_of(stage.meta);
     ring.copy(at, to, page + part * size.k, size.k);
     if (!kMass) ring.copy(at, to + size.k, page + size.parts * size.k + part * size.v, size.v);
     if (size.scales) ring.copy(at, to + size.k + size.v, page + size.parts * (size.k + size.v) + part * size.scales, size.scales);
@@ -87,7 +87,7 @@ template <bool kMass, int kDim>
 __device__ __forceinline__ void fill_rows(const Params& p, Ring<2>& ring, int at, unsigned char* to, const Stage& stage,
                                           const Sizes& size) {
   constexpr int kRow = kDim * 2;
-  const int lane = threadIdx.x & 31, tokens = stage.meta & 0xff, sides = kMass ? 1 : 2;
+  const int lane = threadIdx.x & 31, tokens = tokens_of(stage.meta), sides = kMass ? 1 : 2;
   const char* rows = reinterpret_cast<const char*>(stage.page);
   if (ring.mine()) ring.begin(at, sides * tokens * kRow);
   if (p.row_bytes == kRow) {

@@ -8,7 +8,7 @@ using i64 = long long;
 struct Params {
   const char* q;          // [rows, queries, heads, D]
   const Stage* stages;    // the layer's
-  const Chunk* parts;     // [chunks + 1]
+  const Chunk* parts;     // [chunks]
   const int* requests;    // [rows], or null
   const int* lengths;     // [requests], stride in ints below
   const float* centre;    // [requests, kv heads, D], stride below

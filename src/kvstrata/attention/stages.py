@@ -66,6 +66,20 @@ def begin_cost(format: Format) -> int:
     return round(BEGIN * format.head_dim / 128)
 
 
+# Where warps get few stages, beginnings and ends leave bandwidth to spare, and what a stage takes is its instructions:
+# about as many for 64 tokens of one width as of another.
+FEW = 8  # stages for a warp
+FEW_COST, FEW_BEGIN = 150, 170
+
+
+def few_cost(format: Format) -> int:
+    return max(round(FEW_COST * format.head_dim / 128 * stage_tokens(format) / 64), 1)
+
+
+def few_begin(format: Format) -> int:
+    return round(FEW_BEGIN * format.head_dim / 128)
+
+
 def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:
     """(blocks of 8 columns in one warp, how often pages are read)."""
     width = 2 if columns > 8 and head_dim <= 128 else 1
