@@ -16,6 +16,8 @@ from conftest import invoke
 from kvstrata.bench import cases
 from kvstrata.lab import check, child, sweeps
 from kvstrata.lab.sweeps.draw import Draw, Refused
+from prefill_model import DEVICE
+from test_prefill_cuda import cuda  # noqa: F401
 
 CPU = torch.device("cpu")
 
@@ -39,8 +41,14 @@ def test_every_sweep_passes_on_the_gpu(op):
 
 
 def test_every_op_of_bench_has_a_sweep():
-    assert set(sweeps.names()) <= set(cases.names())
-    assert {"store", "decode", "quantize", "settle", "replay"} <= set(sweeps.names())
+    assert sweeps.names() == sorted(cases.names())
+
+
+@pytest.mark.usefixtures("cuda")
+def test_prefill_takes_what_the_sanitizer_watches():
+    """On the GPU, or emulated: none of the first trials is refused."""
+    outcomes = list(sweeps.run("prefill", DEVICE, "cuda", range(check.WATCHED[True])))
+    assert [(o.error, o.refused) for o in outcomes] == [(None, None)] * len(outcomes)
 
 
 def forgets_the_last_row(store_kv, k, v, k_cache, v_cache, slots, **options):
@@ -60,6 +68,25 @@ def off_a_little(decode, q, cache, **options):
 def test_a_sweep_finds_a_wrong_kernel(monkeypatch, op, name, wrong):
     monkeypatch.setattr(library, name, partial(wrong, getattr(library, name)))
     assert any(o.error for o in sweeps.run(op, CPU, "reference", range(12)))
+
+
+IGNORED = {
+    "causal": lambda given: dict(causal=False, window=None),
+    "window": lambda given: dict(window=None),
+    "softcap": lambda given: dict(softcap=None),
+    "sinks": lambda given: dict(sinks=None),
+    "lengths of k": lambda given: dict(cu_seqlens_k=given.get("cu_seqlens_q")),
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_prefill_finds_an_option_that_is_ignored(monkeypatch, name):
+    right = library.prefill_attention
+    monkeypatch.setattr(
+        library, "prefill_attention", lambda q, k, v, **given: right(q, k, v, **given | IGNORED[name](given))
+    )
+    found = [o.error for o in sweeps.run("prefill", CPU, "reference", range(12)) if o.error]
+    assert any("is off by" in error or "where nothing is seen" in error for error in found), found
 
 
 def test_settle_finds_a_row_in_the_wrong_place(monkeypatch):

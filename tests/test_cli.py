@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
+from rich.text import Text
+from typer import rich_utils
 from typer.testing import CliRunner
 
 import toy
@@ -134,21 +138,43 @@ def test_info(kvstrata):
     assert "store reference available" in kvstrata("info").stdout
 
 
-@pytest.mark.parametrize("command", ["bench", "check", "info", "profile", "report"])
-def test_help_teaches(kvstrata, command):
-    assert f"Example: kvstrata {command}" in kvstrata(command, "--help").stdout
+COMMANDS = sorted(typer.main.get_command(app).commands)
 
 
-def test_help_fills_its_lines(kvstrata, monkeypatch):
+def help_of(kvstrata, monkeypatch, command, width):
+    """Its lines on a terminal so wide. typer reads TERMINAL_WIDTH once, when rich_utils is first imported."""
+    monkeypatch.setattr(rich_utils, "MAX_WIDTH", None)
+    monkeypatch.setenv("COLUMNS", str(width))
+    done = kvstrata(command, "--help")
+    assert done.exit_code == 0
+    return [line.strip() for line in Text.from_ansi(done.stdout).plain.splitlines()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_json_and_an_example(kvstrata, monkeypatch, command):
+    lines = help_of(kvstrata, monkeypatch, command, 100)
+    assert any(line.startswith(f"Example: kvstrata {command}") for line in lines)
+    assert any(re.match(r"\W*--json\b.*Print JSON", line) for line in lines)
+
+
+def lines_of(paragraph, lines):
+    """Those that show the paragraph, word for word."""
+    for begin, first in enumerate(lines):
+        for end in range(begin + 1, len(lines) + 1 if first and paragraph.startswith(first) else begin):
+            if " ".join(lines[begin:end]) == paragraph:
+                return lines[begin:end]
+    raise AssertionError(f"not shown: {paragraph}")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fills_its_lines(kvstrata, monkeypatch, command):
     """Lines of a paragraph end where the terminal does, not where those of the docstring did."""
+    paragraphs = [" ".join(x.split()) for x in typer.main.get_command(app).commands[command].help.split("\n\n")]
     for width in (60, 100):
-        monkeypatch.setenv("COLUMNS", str(width))
-        monkeypatch.setenv("TERMINAL_WIDTH", str(width))
-        lines = [line.strip() for line in kvstrata("bench", "--help").stdout.split("Example:")[0].splitlines()]
-        begin = next(i for i, line in enumerate(lines) if line.startswith("Every contender"))
-        paragraph = lines[begin : lines.index("", begin)]
-        for line, after in itertools.pairwise(paragraph):
-            assert len(line) + 1 + len(after.split()[0]) > width - 4, "there was room for another word"
+        lines = help_of(kvstrata, monkeypatch, command, width)
+        for paragraph in paragraphs:
+            for line, after in itertools.pairwise(lines_of(paragraph, lines)):
+                assert len(line) + 1 + len(after.split()[0]) > width - 4, "there was room for another word"
 
 
 def test_benchmarks_are_found_by_module(monkeypatch, tmp_path):

@@ -342,6 +342,17 @@ def test_the_command_measures_and_goes_on(command, tmp_path: Path) -> None:
     assert "text: expected" in refused.output
 
 
+def test_the_command_prints_rows_as_json(command, tmp_path: Path) -> None:
+    out = tmp_path / "q.json"
+    short = ("--tokens", "300", "--budget", "0.5", "--no-needles", "--no-peers", "--chunk", "50")
+    made = command("eval", *short, "--out", str(out), "--json")
+    assert made.exit_code == 0, made.output
+    found = json.loads(made.stdout)
+    assert found == json.loads(out.read_text())
+    assert [row["name"] for row in found["rows"]] == ["16 bit", "kvstrata"]
+    assert "Saved:" in made.stderr
+
+
 def test_the_command_advises(command, tmp_path: Path) -> None:
     out = tmp_path / "advice.json"
     made = command("advise", "--tokens", "512", "--kl", "0.5", "--out", str(out))
@@ -351,6 +362,29 @@ def test_the_command_advises(command, tmp_path: Path) -> None:
     assert none.exit_code == 2
     assert "--kl: expected a positive number of nats, got -1" in command("advise", "--kl", "-1").output
     assert not (tmp_path / "none.json").exists()
+
+
+def test_the_command_prints_advice_as_json(command, tmp_path: Path) -> None:
+    out = tmp_path / "advice.json"
+    made = command("advise", "--tokens", "512", "--kl", "0.5", "--out", str(out), "--json")
+    assert made.exit_code == 0, made.output
+    found = json.loads(made.stdout)
+    assert found["configuration"] == json.loads(out.read_text())
+    assert found["bound"] == 0.5
+    assert len(found["sensitivity"]["k"]) == len(found["sensitivity"]["v"]) == 2  # layers
+    assert found["sensitivity"]["family"] in advise.TIERS
+    kept = [step["budget"] for step in found["steps"] if step["fits"]]
+    assert found["configuration"]["budget"] == min(kept)
+    assert "Written:" in made.stderr
+    assert "━" not in made.stderr  # bars are for terminals
+
+    def strict(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    none = command("advise", "--tokens", "512", "--kl", "1e-9", "--out", str(tmp_path / "none.json"), "--json")
+    assert none.exit_code == 2
+    assert json.loads(none.stdout, parse_constant=strict)["configuration"] is None
+    assert "--kl: expected a bound that some budget keeps" in none.stderr
 
 
 def test_the_command_compares_widths(command, tmp_path: Path) -> None:

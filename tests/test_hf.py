@@ -556,6 +556,23 @@ def test_generate_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "K4V4" in out
     assert "first difference" in out
     assert "A short text: the budget of 0.25 holds from" in " ".join(run("w3 w4 w5").split())
+    given = ["w3", "--context", str(tmp_path / "before.txt"), "--settings", settings, "--max-new-tokens", "12"]
+    done = CliRunner().invoke(app, ["generate", *given, "--model", str(tmp_path), "--compare", "--json"])
+    found = json.loads(done.stdout)
+    assert (found["budget"], found["prompt_tokens"], found["new_tokens"]) == (0.5, 201, 12)
+    assert len(found["text"].split()) == 12
+    assert found["tokens_per_s"] > 0
+    assert found["cache_bytes"] / found["full_bytes"] == pytest.approx(found["fraction"])
+    assert found["tiers"]["K4V4"] > 0
+    assert sum(found["tiers"].values()) == pytest.approx(1)
+    ours, theirs = found["text"].split(), found["compare"]["text"].split()
+    differ = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True), 1) if a != b]
+    assert found["compare"]["first_difference"] == (differ[0] if differ else None)
+    assert "prompt + new tokens" in done.stderr
+    done = CliRunner().invoke(app, ["generate", "w3", "--model", str(tmp_path), "--max-new-tokens", "1", "--json"])
+    found = json.loads(done.stdout)
+    assert (found["compare"], found["tokens_per_s"]) == (None, None)
+    assert found["note"].startswith("A short text")
     (tmp_path / "broken.json").write_text("{budget")
     broken = str(tmp_path / "broken.json")
     for wrong, said in (

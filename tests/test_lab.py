@@ -99,7 +99,12 @@ def test_info_tells_tables_and_caches(tmp_path, monkeypatch):
     mine, other = sorted((t for t in facts["tables"] if str(tmp_path) in t["path"]), key=lambda t: not t["used"])
     assert (mine["used"], mine["ops"]) == (True, {"store": 0})
     assert "not a tuned table" in other["error"]
-    assert facts["backends"]["decode"]["reference"] is None
+    assert set(facts["backends"]) == set(cases.names())
+    for op in ("decode", "prefill"):
+        assert facts["backends"][op]["reference"] is None
+        assert facts["backends"][op]["cuda"] == "cuda needs CUDA tensors, got some on cpu"
     text = invoke("info").stdout
     assert "cubin" in text
+    assert "prefill reference available" in text
+    assert "prefill cuda: cuda needs CUDA tensors, got some on cpu" in text
     assert "in use" in text

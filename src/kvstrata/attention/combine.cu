@@ -4,8 +4,8 @@
 //   combine_alone  a warp makes a column: where there are few partial results a block would mostly put itself together
 //
 // A warp takes some partial results at a time: a lane finds one's weight, all lanes read their dims of it. What comes from
-// quantised tiers is added up in the rotated space and rotated back once. Few registers and threads: so a block finds
-// room beside decode.cu's and waits there for its end.
+// quantised tiers is added up in the rotated space and rotated back once.
+#include "divide.cuh"
 #include "mma.cuh"
 #include "pdl.cuh"
 #include "work.cuh"
@@ -19,7 +19,13 @@ struct Params {
   unsigned short* out;         // [rows, queries, heads, D]
   float* lse;                  // [rows, queries, heads], or null
   const float* sinks;          // [heads], or null
+  const char* q;               // [rows, queries, heads, D], strides in bytes below
+  const float* centre;         // [requests, kv heads, D], stride below, or null: nothing is to be added
+  const int* requests;         // [rows], or null
+  i64 q_row, q_query, q_head, centre_request;
+  unsigned long long by_columns, by_group, by_kv_heads;  // for divide()
   int queries, group, kv_heads, blocks, block_columns, tiers, units;
+  float scale_log2;
 };
 
 #define kInfinity __int_as_float(0x7f800000)
@@ -33,6 +39,22 @@ __device__ __forceinline__ void add(float4& x, float weight, const float4& y) {
 __device__ __forceinline__ float butterfly(float mine, float other, bool second) {
   return second ? other - mine : mine + other;
 }
+
+// The number-th column of all.
+struct Column {
+  int unit, number, row, query, kv_head, head;
+  __device__ __forceinline__ Column(const Params& p, int of_all) {
+    unit = divide(of_all, p.by_columns);
+    number = of_all - unit * p.queries * p.group;
+    row = divide(unit, p.by_kv_heads);
+    query = divide(number, p.by_group);
+    kv_head = unit - row * p.kv_heads;
+    head = kv_head * p.group + number - query * p.group;
+  }
+  __device__ __forceinline__ i64 place(const Params& p) const {
+    return (static_cast<i64>(row) * p.queries + query) * (p.kv_heads * p.group) + head;
+  }
+};
 
 // Where the partial results of a unit are, tier by tier: lane t has those of tier t.
 struct Found {
@@ -64,6 +86,27 @@ struct Found {
   }
 };
 
+// What the centre of K adds to every score of codes of a column, in powers of two. Older than the kernel before, too.
+template <class In, int kDim>
+__device__ __forceinline__ float centre_score(const Params& p, const Column& column) {
+  if (!p.centre) return 0.f;
+  const int request = p.requests ? p.requests[column.row] : column.row;
+  const char* q = p.q + column.row * p.q_row + column.query * p.q_query + column.head * p.q_head;
+  const float* centre = p.centre + request * p.centre_request + column.kv_head * kDim;
+  float dot = 0.f;
+#pragma unroll
+  for (int d = 2 * (threadIdx.x & 31); d < kDim; d += 64) {
+    const unsigned pair = *reinterpret_cast<const unsigned*>(q + d * 2);
+    const float2 c = *reinterpret_cast<const float2*>(centre + d);
+    dot += to_float(In{static_cast<unsigned short>(pair)}) * c.x;
+    dot += to_float(In{static_cast<unsigned short>(pair >> 16)}) * c.y;
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) dot += __shfl_xor_sync(~0u, dot, d);
+  const float score = dot * p.scale_log2;
+  return fabsf(score) < kInfinity ? score : 0.f;  // of a query that is not finite; its partial results are not, either
+}
+
 // What a warp has added up of a column: lane l has dims 4l + 128j, [0] of plain rows and [1] of codes.
 template <int kDim>
 struct Sums {
@@ -76,28 +119,34 @@ struct Sums {
     for (int j = 0; j < kPer; j++) out[0][j] = out[1][j] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 
-  // Partial results first, first + step ..
+  // Partial results first, first + step .., kAhead at a time. `slot` is where the lane's first is.
   template <int kAhead>
-  __device__ __forceinline__ void add_all(const Params& p, const Found& found, int column, int first, int step) {
+  __device__ __forceinline__ void add_all(const Params& p, const Found& found, float centre, int column, int first, int step,
+                                          int slot) {
+    constexpr int kHalf = kAhead > 8 ? kAhead / 2 : kAhead;  // a second half is passed over where the first is enough
     const int lane = threadIdx.x & 31;
     const i64 stride = static_cast<i64>(p.blocks) * p.block_columns;
     for (; first < found.all; first += step * kAhead) {
-      int slot = found.slot(first + lane * step, p.tiers);
-      if (lane >= kAhead) slot = -1;
       float4 value[kAhead][kPer];
 #pragma unroll
-      for (int a = 0; a < kAhead; a++) {
-        const int from = __shfl_sync(~0u, slot, a);
+      for (int half = 0; half < kAhead; half += kHalf)
+        if (!half || first + half * step < found.all) {
 #pragma unroll
-        for (int j = 0; j < kPer; j++) {
-          const int d = 4 * lane + 128 * j;
-          value[a][j] = make_float4(0.f, 0.f, 0.f, 0.f);
-          if (from >= 0 && d < kDim)
-            value[a][j] = *reinterpret_cast<const float4*>(p.partial_out + (from * stride + column) * kDim + d);
+          for (int a = half; a < half + kHalf; a++) {
+            const int from = __shfl_sync(~0u, slot, a);
+#pragma unroll
+            for (int j = 0; j < kPer; j++) {
+              const int d = 4 * lane + 128 * j;
+              value[a][j] = make_float4(0.f, 0.f, 0.f, 0.f);
+              if (from >= 0 && d < kDim)
+                value[a][j] = *reinterpret_cast<const float4*>(p.partial_out + (from * stride + column) * kDim + d);
+            }
+          }
         }
-      }
-      const float2 part = slot >= 0 ? p.partial_sum[slot * stride + column] : make_float2(0.f, 0.f);
-      const float reference = part.y != 0.f ? part.x : -kInfinity;  // 0: nothing was seen
+      const bool mine = slot >= 0 && lane < kAhead, plain = first + lane * step < found.plain;
+      const float2 part = mine ? p.partial_sum[slot * stride + column] : make_float2(0.f, 0.f);
+      slot = found.slot(first + (kAhead + lane) * step, p.tiers);
+      const float reference = part.y != 0.f ? part.x + (plain ? 0.f : centre) : -kInfinity;  // 0: nothing was seen
       float top = fmaxf(m, reference);
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
@@ -113,34 +162,31 @@ struct Sums {
 #pragma unroll
         for (int j = 0; j < kPer; j++) scale(out[kind][j], before);
 #pragma unroll
-      for (int a = 0; a < kAhead; a++) {
-        const float now = __shfl_sync(~0u, weight, a);
-        const bool plain = first + a * step < found.plain;
-        if (now == 0.f) continue;  // whatever it holds
+      for (int half = 0; half < kAhead; half += kHalf)
+        if (!half || first + half * step < found.all) {
 #pragma unroll
-        for (int j = 0; j < kPer; j++) {
-          if (plain) add(out[0][j], now, value[a][j]);
-          else add(out[1][j], now, value[a][j]);
+          for (int a = half; a < half + kHalf; a++) {
+            const float of_rows = __shfl_sync(~0u, plain ? weight : 0.f, a), of_codes = __shfl_sync(~0u, plain ? 0.f : weight, a);
+            const bool counts = of_rows + of_codes != 0.f;  // else whatever it holds
+#pragma unroll
+            for (int j = 0; j < kPer; j++) {
+              const float4 x = counts ? value[a][j] : make_float4(0.f, 0.f, 0.f, 0.f);
+              add(out[0][j], of_rows, x);
+              add(out[1][j], of_codes, x);
+            }
+          }
         }
-      }
     }
   }
 };
 
+// A column's sums to its output: sinks, and what came from codes rotated back.
 template <class In, int kDim>
-__global__ void __launch_bounds__(128) combine_alone(const __grid_constant__ Params p) {
+__device__ __forceinline__ void finish(const Params& p, const Column& column, Sums<kDim>& s) {
   constexpr int kBlock = kDim & -kDim, kPer = Sums<kDim>::kPer;
-  const int columns = p.queries * p.group, number = blockIdx.x * 4 + (threadIdx.x >> 5);
-  const int unit = number / columns, column = number % columns, lane = threadIdx.x & 31;
-  if (unit >= p.units) return;
-  const Found found(p, unit);
-  wait_for_previous();
-  release_next();
-  Sums<kDim> s;
-  s.template add_all<8 / kPer>(p, found, column, 0, 1);
-  const int head = unit % p.kv_heads * p.group + column % p.group;
+  const int lane = threadIdx.x & 31;
   if (p.sinks) {
-    const float sink = p.sinks[head] * kLog2e, top = fmaxf(sink, s.m);
+    const float sink = p.sinks[column.head] * kLog2e, top = fmaxf(sink, s.m);
     if (top > -kInfinity) {
       const float before = exp2f(s.m - top);
       s.sum = s.sum * before + exp2f(sink - top);
@@ -168,7 +214,7 @@ __global__ void __launch_bounds__(128) combine_alone(const __grid_constant__ Par
     s.out[1][0] = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
     s.out[1][kPer - 1] = make_float4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
   }
-  const i64 to = (static_cast<i64>(unit / p.kv_heads) * p.queries + column / p.group) * (p.kv_heads * p.group) + head;
+  const i64 to = column.place(p);
   const float by = s.sum != 0.f ? 1.f / s.sum : 0.f, longer = rsqrtf(static_cast<float>(kBlock));
 #pragma unroll
   for (int j = 0; j < kPer; j++) {
@@ -182,63 +228,60 @@ __global__ void __launch_bounds__(128) combine_alone(const __grid_constant__ Par
   if (p.lse && lane == 0) p.lse[to] = s.sum != 0.f ? (s.m + log2f(s.sum)) * kLn2 : -kInfinity;
 }
 
-template <class In, int kDim, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 9 : 1) combine(const __grid_constant__ Params p) {
-  constexpr int kPer = Sums<kDim>::kPer, kRows = kPer * 128;
-  static_assert(kWarps * 32 >= kDim && kDim % 4 == 0, "a thread for every dim");
-  __shared__ float tops[kWarps], sums[kWarps];
-  __align__(16) __shared__ float outs[2][kWarps][kRows];
-  const int columns = p.queries * p.group, unit = blockIdx.x / columns, column = blockIdx.x % columns;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int head = unit % p.kv_heads * p.group + column % p.group;
-  const Found found(p, unit);
+template <class In, int kDim>
+__global__ void __launch_bounds__(128) combine_alone(const __grid_constant__ Params p) {
+  const Column column(p, blockIdx.x * 4 + (threadIdx.x >> 5));
+  if (column.unit >= p.units) return;
+  const Found found(p, column.unit);
+  const int slot = found.slot(threadIdx.x & 31, p.tiers);
+  const float centre = centre_score<In, kDim>(p, column);
   wait_for_previous();
   release_next();
-
   Sums<kDim> s;
-  s.template add_all<(kWarps > 8 ? 8 : 4)>(p, found, column, warp, kWarps);
+  s.template add_all<16 / Sums<kDim>::kPer>(p, found, centre, column.number, 0, 1, slot);
+  finish<In>(p, column, s);
+}
+
+template <class In, int kDim, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 8 : 1) combine(const __grid_constant__ Params p) {
+  constexpr int kPer = Sums<kDim>::kPer, kAhead = kWarps > 8 ? 16 / kPer : 4;
+  __shared__ float tops[kWarps], sums[kWarps];
+  __shared__ float4 outs[2][kPer][kWarps][32];
+  const Column column(p, blockIdx.x);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const Found found(p, column.unit);
+  const int slot = found.slot(warp + lane * kWarps, p.tiers);
+  const float centre = centre_score<In, kDim>(p, column);
+  wait_for_previous();
+  release_next();
+  Sums<kDim> s;
+  s.template add_all<kAhead>(p, found, centre, column.number, warp, kWarps, slot);
+  if (lane == 0) tops[warp] = s.m;
+  __syncthreads();
+  float top = lane < kWarps ? tops[lane] : -kInfinity;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  const float part = s.m > -kInfinity ? exp2f(s.m - top) : 0.f;
 #pragma unroll
   for (int kind = 0; kind < 2; kind++)
 #pragma unroll
-    for (int j = 0; j < kPer; j++) *reinterpret_cast<float4*>(&outs[kind][warp][4 * lane + 128 * j]) = s.out[kind][j];
-  if (lane == 0) tops[warp] = s.m, sums[warp] = s.sum;
+    for (int j = 0; j < kPer; j++) {
+      scale(s.out[kind][j], part);
+      outs[kind][j][warp][lane] = s.out[kind][j];
+    }
+  if (lane == 0) sums[warp] = s.sum * part;
   __syncthreads();
-
-  const float sink = p.sinks ? p.sinks[head] * kLog2e : -kInfinity;
-  float m = sink;
+  if (warp) return;
+  s.m = top;
+  s.sum = 0.f;
 #pragma unroll
-  for (int w = 0; w < kWarps; w++) m = fmaxf(m, tops[w]);
-  const int d = threadIdx.x;
-  float plain = 0.f, x = 0.f;
-  float sum = sink > -kInfinity ? exp2f(sink - m) : 0.f;
+  for (int w = 0; w < kWarps; w++) {
+    s.sum += sums[w];
+    if (w == 0) continue;
 #pragma unroll
-  for (int w = 0; w < kWarps; w++)
-    if (sums[w] != 0.f) {
-      const float weight = exp2f(tops[w] - m);
-      sum += weight * sums[w];
-      if (d < kRows) {
-        plain += weight * outs[0][w][d];
-        x += weight * outs[1][w][d];
-      }
-    }
-  // Butterflies at distance 1, 2, 4 .. of the block, each value in its own thread.
-  constexpr int kBlock = kDim & -kDim;
+    for (int kind = 0; kind < 2; kind++)
 #pragma unroll
-  for (int distance = 1; distance < kBlock; distance *= 2) {
-    float other;
-    if (distance < 32) {
-      other = __shfl_xor_sync(~0u, x, distance);
-    } else {
-      __syncthreads();
-      if (d < kDim) outs[1][0][d] = x;
-      __syncthreads();
-      other = d < kDim ? outs[1][0][d ^ distance] : 0.f;
-    }
-    x = butterfly(x, other, d & distance);
+      for (int j = 0; j < kPer; j++) add(s.out[kind][j], 1.f, outs[kind][j][w][lane]);
   }
-  if (d >= kDim) return;
-  const i64 to = (static_cast<i64>(unit / p.kv_heads) * p.queries + column / p.group) * (p.kv_heads * p.group) + head;
-  const float value = sum != 0.f ? (plain + x * rsqrtf(static_cast<float>(kBlock))) / sum : 0.f;
-  p.out[to * kDim + d] = static_cast<unsigned short>(pair_of(In{}, value, 0.f));
-  if (p.lse && d == 0) p.lse[to] = sum != 0.f ? (m + log2f(sum)) * kLn2 : -kInfinity;
+  finish<In>(p, column, s);
 }

@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
   release_next();
 
   // Blocks that share a multiprocessor are a grid's width of multiprocessors apart; they take neighbouring chunks.
-  const int resident = gridDim.x / p.multiprocessors;
-  const int number = blockIdx.x % p.multiprocessors * resident + blockIdx.x / p.multiprocessors;
+  const int wave = divide(blockIdx.x, p.by_multiprocessors), resident = divide(gridDim.x, p.by_multiprocessors);
+  const int number = (blockIdx.x - wave * p.multiprocessors) * resident + wave;
   for (int chunk = number * kWarps + warp; chunk < p.chunks; chunk += gridDim.x * kWarps) {
     const int first = p.parts[chunk].at, end = p.parts[chunk].end, partial = p.parts[chunk].number;
     Stage now = p.parts[chunk].first;
@@ -106,19 +106,21 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
     produce(0, now);
     ring.commit();
     Stage next = p.stages[min(first + 1, end - 1)], after = p.stages[min(first + 2, end - 1)];
-    expect_group<kDim, kN>(p, now.group, block);
     State<kDim, kN> st;
     int group = -1;
-    for (int i = first; i < end; i++) {
+    for (int i = first;; i++) {
       const int at = (i - first) & 1;
+      const bool another = i == end || now.group != group;
+      if (another) {
+        if (group >= 0 && !kMass) end_group(p, st, group, partial, block);
+        if (i == end) break;
+        group = now.group;
+        load_query(p, st, now, block);
+      }
       if (i + 1 < end) produce(at ^ 1, next);
       ring.commit();
-      if (next.group != now.group) expect_group<kDim, kN>(p, next.group, block);
-      if (now.group != group) {  // while the page is on its way
-        if (group >= 0 && !kMass) end_group(p, st, group, partial, block);
-        group = now.group;
-        begin_group<In, kMass>(p, st, group, block);
-      }
+      if (next.group != now.group) expect_query<kDim, kN>(p, next, block);
+      if (another) begin_group<In, kMass>(p, st, now, block);  // while the page is on its way
       ring.wait(at, 2);
       attend<In, kMass, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, group);
       __syncwarp();
@@ -126,7 +128,6 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
       next = after;
       after = p.stages[min(i + 3, end - 1)];
     }
-    if (!kMass) end_group(p, st, group, partial, block);
     __syncwarp();
   }
 }

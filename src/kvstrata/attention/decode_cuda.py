@@ -51,8 +51,8 @@ KEPT = 64  # plans of calls that bring none
 ALONE = 12  # chunks for a KV head of a request: so few partial results are put together by one warp
 
 WORKLIST = struct.Struct(f"7q4q4q15i{3 * MAX_TIERS}i4x")
-DECODE = struct.Struct("9q5q6i2f4i2q")
-COMBINE = struct.Struct("6q7i4x")
+DECODE = struct.Struct("9q5q6i2f4i5q")
+COMBINE = struct.Struct("9q7q7if")
 
 
 def missing(job: Job) -> str | None:
@@ -152,6 +152,11 @@ def _pointer(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def _inverse(number: int) -> int:
+    """What divide.cuh multiplies by; right as long as what is divided is below 2^32 over the number."""
+    return -(-(2**32) // number)
+
+
 def features(formats: tuple[Format, ...], rows: bool, units: int, tokens: int, columns: int) -> dict[str, int | str]:
     """What a tuned table knows a step by: (request, KV head) pairs, tokens that the page table can name for one,
     columns of the product; bits of K and V together, mean over the tiers."""
@@ -238,7 +243,8 @@ class Plan:
             x.table.stride(0), self.layer_strides[0], x.counts.stride(0), self.layer_strides[1], *x.rows,
             0, len(self.requests), self.kv_heads, len(self.formats), x.table.shape[-1], x.units, self.capacity,
             self.chunks, self.fixed_cost, 0 if self.fixed_cost else begin_cost(first), FEW * self.chunks,
-            few_begin(first), self.multiprocessors, self.grid // self.multiprocessors * self.warps, x.page_tokens,
+            few_begin(first),
+            self.multiprocessors, self.grid // self.multiprocessors * self.warps, x.page_tokens,
             *self.tokens, *pad, *self.costs, *pad, *map(few_cost, self.formats), *pad,
         )  # fmt: skip
         kernel = jit.load(FOLDER / "worklist.cu", "worklist", jit.arch_of(self.device))
@@ -281,6 +287,7 @@ class Plan:
             self.q_len, job.group, self.kv_heads, self.chunks, self.units, self.multiprocessors,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.window or 0,
             x.position_bytes if ordered else 0, job.max_length, ordered, x.rows[3], x.v_offset,
+            *map(_inverse, (job.group, self.kv_heads, self.multiprocessors)),
         )  # fmt: skip
         rows = x.rows[1] > 0
         kernel = _decode_kernel(self.formats, q.dtype, self.cut, mass is not None, rows, self.device)
@@ -289,10 +296,16 @@ class Plan:
         launch(jit.current_stream(self.device))
 
     def _combine(self, job: Job, index: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        x, q = Source.of(job), job.q
+        # A cap acts on whole scores, so decode.cu then takes the centre's part itself.
+        centre = None if job.softcap or x.centre is None else x.centre
         params = COMBINE.pack(
             self.partial_out.data_ptr(), self.partial_sum.data_ptr(), self.slots[index].data_ptr(), out.data_ptr(),
-            _pointer(lse), _pointer(job.sinks),
+            _pointer(lse), _pointer(job.sinks), q.data_ptr(), _pointer(centre), _pointer(self.rows),
+            *(n * q.element_size() for n in q.stride()[:3]), 0 if centre is None else centre.stride(0),
+            *map(_inverse, (self.q_len * job.group, job.group, self.kv_heads)),
             self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width, len(self.formats), self.units,
+            job.scale * math.log2(math.e),
         )  # fmt: skip
         head_dim, columns = out.shape[3], self.units * self.q_len * job.group
         warps = self._combine_warps(head_dim, columns)

@@ -12,68 +12,109 @@ __device__ __forceinline__ int plain_dim(int s, int part) {
   return 32 * (s / 2) + 8 * t + 4 * (s % 2) + 2 * part;
 }
 
-__device__ __forceinline__ const char* query_of(const Params& p, int row, int head, int column) {
-  return p.q + row * p.q_row + column / p.group * p.q_query + (head * p.group + column % p.group) * p.q_head;
+// Whose tokens a stage is of.
+struct Owner {
+  int row, head;
+  __device__ __forceinline__ Owner(const Params& p, const Stage& stage) {
+    const int unit = stage.group - tier_of(stage.meta) * p.units;
+    row = divide(unit, p.by_kv_heads);
+    head = unit - row * p.kv_heads;
+  }
+};
+
+__device__ __forceinline__ const char* query_of(const Params& p, const Owner& owner, int column) {
+  const int query = divide(column, p.by_group);
+  return p.q + owner.row * p.q_row + query * p.q_query + (owner.head * p.group + column - query * p.group) * p.q_head;
 }
 
-// What begin_group will read, while there is other work: lines of 128 bytes, one or two for each lane.
+// What load_query will read, while there is other work: lines of 128 bytes, one for each lane.
 template <int kDim, int kN>
-__device__ __forceinline__ void expect_group(const Params& p, int group, int block) {
+__device__ __forceinline__ void expect_query(const Params& p, const Stage& stage, int block) {
   constexpr int kLines = (kDim * 2 + 127) / 128;
-  static_assert(8 * kN * kLines <= 32 && kDim * 4 / 128 <= 32, "a lane for each line");
-  const int lane = threadIdx.x & 31, unit = group % p.units, head = unit % p.kv_heads, row = unit / p.kv_heads;
-  const int column = block * kN * 8 + lane / kLines;
+  static_assert(8 * kN * kLines <= 32, "a lane for each line");
+  const int lane = threadIdx.x & 31, column = block * kN * 8 + lane / kLines;
   if (lane < 8 * kN * kLines && column < p.queries * p.group)
-    fetch_ahead(query_of(p, row, head, column) + lane % kLines * 128);
-  if (group >= p.units && lane * 32 < kDim)
-    fetch_ahead(p.centre + (p.requests ? __ldg(p.requests + row) : row) * p.centre_request + head * kDim + lane * 32);
+    fetch_ahead(query_of(p, Owner(p, stage), column) + lane % kLines * 128);
 }
 
-template <class In, bool kMass, int kDim, int kN>
-__device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st, int group, int block) {
-  constexpr int kSteps = kDim / 16;
+template <bool kLossy, int kDim, int kN>
+__device__ __forceinline__ void load_columns(const Params& p, State<kDim, kN>& st, const Owner& owner, int block) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int unit = group % p.units, head = unit % p.kv_heads, row = unit / p.kv_heads;
-  const bool lossy = group >= p.units;
-  const int request = p.requests ? __ldg(p.requests + row) : row;
-  const int columns = p.queries * p.group;
+#pragma unroll
+  for (int n = 0; n < kN; n++) {
+    // Columns that are not there are the last one again; nothing of them is written.
+    const char* from = query_of(p, owner, min((block * kN + n) * 8 + g, p.queries * p.group - 1));
+#pragma unroll
+    for (int s = 0; s < kDim / 16; s++)
+#pragma unroll
+      for (int part = 0; part < 2; part++)
+        st.q[n][s][part] = *reinterpret_cast<const unsigned*>(
+            from + 2 * (kLossy ? 16 * s + 2 * t + 8 * part : plain_dim<kDim>(s, part)));
+  }
+}
+
+// The queries of a group as they are: asked for first, so that they are there when begin_group needs them.
+template <int kDim, int kN>
+__device__ __forceinline__ void load_query(const Params& p, State<kDim, kN>& st, const Stage& stage, int block) {
+  const Owner owner(p, stage);
+  if (tier_of(stage.meta)) load_columns<true>(p, st, owner, block);
+  else load_columns<false>(p, st, owner, block);
+}
+
+// Score of the centre for each column, where it is needed on its own; else combine.cu adds it to all scores of codes.
+template <class In, int kDim, int kN>
+__device__ __forceinline__ void score_centre(const Params& p, State<kDim, kN>& st, const Owner& owner) {
+  const int t = threadIdx.x & 3, request = p.requests ? __ldg(p.requests + owner.row) : owner.row;
+  const float* centre = p.centre + request * p.centre_request + owner.head * kDim;
+#pragma unroll
+  for (int n = 0; n < kN; n++) {
+    float dot = 0.f;
+#pragma unroll
+    for (int s = 0; s < kDim / 16; s++)
+#pragma unroll
+      for (int part = 0; part < 2; part++) {
+        const float2 pair = pair_to_float<In>(st.q[n][s][part]);
+        const float2 c = __ldg(reinterpret_cast<const float2*>(centre + 16 * s + 2 * t + 8 * part));
+        dot += pair.x * c.x + pair.y * c.y;
+      }
+    to_columns(sum_over_t(dot) * p.scale_log2, st.centre[n]);
+  }
+}
+
+// What load_query brought, as operands.
+template <class In, bool kMass, int kDim, int kN>
+__device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st, const Stage& stage, int block) {
+  constexpr int kSteps = kDim / 16;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, columns = p.queries * p.group;
+  const Owner owner(p, stage);
   st.fresh = true;
   st.shift = 0;
   st.unit = 24;
-  float largest = 0.f;
 #pragma unroll
   for (int n = 0; n < kN; n++) {
-    const int column = (block * kN + n) * 8 + g;
-    const bool there = column < columns;
-    const char* from = query_of(p, row, head, column);
 #pragma unroll
-    for (int s = 0; s < kSteps; s++)
-#pragma unroll
-      for (int part = 0; part < 2; part++) {
-        const int dim = lossy ? 16 * s + 2 * t + 8 * part : plain_dim<kDim>(s, part);
-        st.q[n][s][part] = there ? *reinterpret_cast<const unsigned*>(from + dim * 2) : 0u;
-        st.out[n][s][2 * part] = st.out[n][s][2 * part + 1] = 0.f;
-      }
+    for (int s = 0; s < kSteps; s++) st.out[n][s][0] = st.out[n][s][1] = st.out[n][s][2] = st.out[n][s][3] = 0.f;
     st.m[n][0] = st.m[n][1] = st.l[n][0] = st.l[n][1] = 0.f;
     st.centre[n][0] = st.centre[n][1] = st.middle[n][0] = st.middle[n][1] = 0.f;
     if (p.ordered) {
-      const int length = __ldg(p.lengths + request * p.length_stride);
+      const int length = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        const int mine = (block * kN + n) * 8 + 2 * t + c;
-        st.last[n][c] = length - p.queries + mine / p.group;
+        const int mine = (block * kN + n) * 8 + 2 * t + c, query = divide(mine, p.by_group);
+        st.last[n][c] = length - p.queries + query;
         if constexpr (kMass) {  // columns that are not there, or see nothing, have no weight
           float lse = -kNone;
           if (mine < columns)
-            lse = __ldg(p.lse + (static_cast<i64>(row) * p.queries + mine / p.group) * (p.kv_heads * p.group) + head * p.group +
-                        mine % p.group);
+            lse = __ldg(p.lse + (static_cast<i64>(owner.row) * p.queries + query) * (p.kv_heads * p.group) +
+                        owner.head * p.group + mine - query * p.group);
           st.m[n][c] = lse > kNone ? lse * 1.4426950408889634f : -kNone;
         }
       }
     }
   }
   st.score = p.scale_log2;
-  if (!lossy) return;
+  if (tier_of(stage.meta) == 0) return;
+  if (kMass || p.softcap_log2 > 0.f) score_centre<In>(p, st, owner);
 
   // Rotate 16 dims by a product with a matrix of +-1, the rest by butterflies over steps.
   unsigned h[2][2];
@@ -84,19 +125,12 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
       const int in = 2 * t + 8 * part, to = 8 * n + g;
       h[n][part] = pair_of(In{}, __popc(in & to) & 1 ? -1.f : 1.f, __popc((in + 1) & to) & 1 ? -1.f : 1.f);
     }
-  const float* centre = p.centre + request * p.centre_request + head * kDim;
+  float tops[4] = {0.f, 0.f, 0.f, 0.f};  // chains of their own
 #pragma unroll
   for (int n = 0; n < kN; n++) {
-    float dot = 0.f;
     auto& x = st.out[n];  // not in use yet
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
-#pragma unroll
-      for (int part = 0; part < 2; part++) {
-        const float2 pair = pair_to_float<In>(st.q[n][s][part]);
-        const float2 c = __ldg(reinterpret_cast<const float2*>(centre + 16 * s + 2 * t + 8 * part));
-        dot += pair.x * c.x + pair.y * c.y;
-      }
       const unsigned a[4] = {st.q[n][s][0], 0u, st.q[n][s][1], 0u};
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -106,7 +140,6 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
         x[s][2 * half + 1] = c[1];
       }
     }
-    to_columns(sum_over_t(dot) * p.scale_log2, st.centre[n]);
     constexpr int kBlock = kSteps & -kSteps;
 #pragma unroll
     for (int d = 1; d < kBlock; d *= 2)
@@ -122,9 +155,9 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        largest = fmaxf(largest, fabsf(x[s][i]));
+      for (int i = 0; i < 4; i++) tops[i] = fmaxf(tops[i], fabsf(x[s][i]));
   }
+  float largest = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
   if (__any_sync(~0u, largest > 1e38f)) {  // an infinite query must not make its neighbours small
     largest = 0.f;
 #pragma unroll
@@ -148,7 +181,7 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
 #pragma unroll
   for (int n = 0; n < kN; n++) {
     const unsigned ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
-    float sums[4] = {0.f, 0.f, 0.f, 0.f};
+    float sums[2][4] = {};
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
 #pragma unroll
@@ -156,9 +189,9 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
         st.q[n][s][part] = pair_of(f16{}, st.out[n][s][2 * part] * longer, st.out[n][s][2 * part + 1] * longer);
         st.out[n][s][2 * part] = st.out[n][s][2 * part + 1] = 0.f;
       }
-      mma_16x8x16(f16{}, sums, ones, st.q[n][s][0], st.q[n][s][1]);
+      mma_16x8x16(f16{}, sums[s % 2], ones, st.q[n][s][0], st.q[n][s][1]);
     }
-    st.middle[n][0] = sums[0], st.middle[n][1] = sums[1];
+    st.middle[n][0] = sums[0][0] + sums[1][0], st.middle[n][1] = sums[0][1] + sums[1][1];
   }
 }
 

@@ -1,5 +1,6 @@
 // What the parts of decode.cu share: its parameters, and what a warp keeps in registers.
 #pragma once
+#include "divide.cuh"
 #include "mma.cuh"
 #include "work.cuh"
 
@@ -11,7 +12,7 @@ struct Params {
   const Chunk* parts;     // [chunks]
   const int* requests;    // [rows], or null
   const int* lengths;     // [requests], stride in ints below
-  const float* centre;    // [requests, kv heads, D], stride below
+  const float* centre;    // [requests, kv heads, D], stride below; read with kMass or softcap
   float* partial_out;     // [slots, column blocks, columns, D]; kMass: the mass [rows, kv heads, mass_length], zeros
   float2* partial_sum;    // [slots, column blocks, columns]: m, l
   const float* lse;       // kMass: [rows, queries, heads]
@@ -23,6 +24,7 @@ struct Params {
   int window, position_bytes;      // window 0: none; position_bytes 0: positions are not read
   int mass_length, ordered;        // whether positions decide what is seen
   i64 row_bytes, v_offset;         // rows in pages: from one token to the next, from K to V; 0: pages of a tiered cache
+  unsigned long long by_group, by_kv_heads, by_multiprocessors;  // for divide()
 };
 
 constexpr float kNone = -1e30f;
@@ -40,7 +42,7 @@ struct State {
   float m[kN][2], l[kN][2];
   float weights[kN][4];  // of the stage, summed by the tensor cores; every row is the same
   float middle[kN][2];   // sum of a column's q
-  float centre[kN][2];   // score of the centre, in powers of two
+  float centre[kN][2];   // score of the centre, in powers of two, or 0 where combine.cu adds it
   float score;           // what makes a product of q a score in powers of two
   int shift;             // how much smaller the second half of q stands
   int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24

@@ -67,13 +67,13 @@ def begin_cost(format: Format) -> int:
 
 
 # Where warps get few stages, beginnings and ends leave bandwidth to spare, and what a stage takes is its instructions:
-# about as many for 64 tokens of one width as of another.
+# about as many for 64 tokens of one width as of another, and some whatever its tokens.
 FEW = 8  # stages for a warp
-FEW_COST, FEW_BEGIN = 150, 170
+FEW_STAGE, FEW_TOKENS, FEW_BEGIN = 40, 110, 170
 
 
 def few_cost(format: Format) -> int:
-    return max(round(FEW_COST * format.head_dim / 128 * stage_tokens(format) / 64), 1)
+    return round((FEW_STAGE + FEW_TOKENS * stage_tokens(format) / 64) * format.head_dim / 128)
 
 
 def few_begin(format: Format) -> int:

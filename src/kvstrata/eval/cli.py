@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from ..lab.terminal import AsJson
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+
+    from .advise import Advice
+    from .sensitivity import Sensitivity
 
 Model = Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M from its wheel if none is given.")]
 Texts = Annotated[
@@ -48,6 +57,7 @@ def evaluate(
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/quality.json instead.")] = False,
     results: Annotated[Path, typer.Option("--results", help="Folder of results.")] = Path("results"),
     revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what a compressed cache costs in quality, beside its peers at the same bytes.
 
@@ -70,7 +80,7 @@ def evaluate(
     from . import plot, quality, render, texts
     from . import results as kept
 
-    say = _console()
+    say = _console(as_json)
     chosen = text or list(texts.DEFAULT[:1] if quick else texts.DEFAULT)
     budgets = budget or ([0.5, 0.25, 0.2] if quick else [0.5, 0.35, 0.25, 0.2])
     lengths = tokens or ([1024] if quick else [1024, 4096])
@@ -136,6 +146,8 @@ def evaluate(
             )
             bar.update(task, completed=(len(ours) + 1) * len(sizes) * len(depths))
     kept.save(state, path)
+    if as_json:
+        sys.stdout.write(kept.dumps(state))
     say.print(render.terminal(state))
     if state.needles:
         say.print(render.terminal(state, "needles"))
@@ -153,6 +165,7 @@ def advise(
     tokens: Annotated[int, typer.Option(min=4, help="Length of the text.")] = 2048,
     chunk: Chunk = 64,
     out: Annotated[Path, typer.Option(help="The configuration to write.")] = Path("kvstrata.json"),
+    as_json: AsJson = False,
 ) -> None:
     """Find the format and budget that keep the predictions of your model on your text, at the fewest bytes.
 
@@ -160,6 +173,8 @@ def advise(
     budget with a KL below the bound. The file holds the arguments of a cache: StrataCache.from_file(config, file).
 
     Example: kvstrata advise --text notes.txt --kl 0.02
+
+    Example: kvstrata advise --model ./my-model --text notes.txt --json
     """
     _need()
     import torch
@@ -171,7 +186,7 @@ def advise(
 
     if not kl > 0:
         _refuse(f"--kl: expected a positive number of nats, got {kl:g}")
-    say = _console()
+    say = _console(as_json)
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         words = texts.load(text or list(texts.DEFAULT[:1]))
@@ -197,6 +212,8 @@ def advise(
             tick=lambda step: bar.advance(task),
             **known.fitting(room=16),
         )
+    if as_json:
+        typer.echo(json.dumps(_advised(made, found, kl), indent=1))
     worst = sorted(range(len(found.k)), key=lambda i: -found.k[i] - found.v[i])[:5]
     say.print(f"K costs {found.ratio:.1f} times as much as V at {found.bits} bits: {made.family}.", highlight=False)
     for place in worst:
@@ -208,6 +225,13 @@ def advise(
         _refuse(f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {made.steps[0].budget}")
     advice.write(made, out)
     say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))", highlight=False)
+
+
+def _advised(made: Advice, found: Sensitivity, bound: float) -> dict[str, Any]:
+    """Advice as plain data: ``configuration`` is what the file holds; a step that found no room has no KL."""
+    steps = [asdict(step) | {"kl": step.kl if math.isfinite(step.kl) else None} for step in made.steps]
+    sensitivity = {**asdict(found), "ratio": found.ratio, "family": made.family}
+    return {"configuration": made.arguments, "bound": bound, "sensitivity": sensitivity, "steps": steps}
 
 
 def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) -> None:
@@ -251,14 +275,14 @@ def _progress(say: Console) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=say)
+    return Progress(*columns, console=say, disable=not say.is_terminal)
 
 
-def _console() -> Console:
+def _console(stderr: bool) -> Console:
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=200)
 
 
 def _need() -> None:

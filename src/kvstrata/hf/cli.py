@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ..lab.terminal import Device, Where, device_of, refuse
+from ..lab.terminal import AsJson, Device, Where, device_of, refuse
 
 
 def generate(
@@ -37,6 +38,7 @@ def generate(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Leave the model's chat template out.")] = False,
     device: Where = Device.auto,
+    as_json: AsJson = False,
 ) -> None:
     """Write text with a compressed KV cache, then say what it cost.
 
@@ -48,6 +50,8 @@ def generate(
     Example: kvstrata generate "What does this allow?" --context LICENSE --budget 0.25 --compare
 
     Example: kvstrata generate "Why is the sky blue?" --model path/to/model
+
+    Example: kvstrata generate - --compare --json < question.txt
     """
     for package in ("transformers",) if model else ("transformers", "accelerate", "gguf"):
         if importlib.util.find_spec(package) is None:
@@ -58,16 +62,17 @@ def generate(
 
     from ..eval.model import load
     from .cache import StrataCache
-    from .generate import encode, floor_note, run, table
+    from .generate import encode, facts, floor_note, run, table
 
     logging.set_verbosity_error()
-    console = Console()
+    console = Console(stderr=as_json)
+    name = model or "SmolLM2-135M"
     text = sys.stdin.read() if prompt == "-" else prompt
     if context is not None:
         text = f"{context.read_text(encoding='utf-8')}\n\n{text}"
     try:
         where = device_of(device)
-        with Console(stderr=True).status(f"loading {model or 'SmolLM2-135M'}, half a minute"):
+        with Console(stderr=True).status(f"loading {name}, half a minute"):
             loaded, tokenizer = load(model, where)
         if settings is None:
             cache = StrataCache(loaded.config, budget=budget)
@@ -89,6 +94,8 @@ def generate(
     if compare:
         with Console(stderr=True).status("again, with the 16-bit cache"):
             plain = run(loaded, tokenizer, ids, max_new_tokens, None)
+    if as_json:
+        typer.echo(json.dumps({"model": name, "device": str(where), **facts(ours, plain, tokenizer)}, indent=1))
     console.print()
     console.print(table(ours, plain, tokenizer), markup=False)
     if note := floor_note(ours):

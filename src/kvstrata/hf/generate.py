@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from transformers import DynamicCache, TextStreamer
 
+from ..cache.budget import Memory
 from .cache import StrataCache
 
 
@@ -100,8 +101,7 @@ def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
     made.add_row("decode", *("-" if run.speed is None else f"{run.speed:.2f} tokens/s" for run in runs))
     made.add_row("cache", *(f"{size / 1e6:.2f} MB" for size in (memory.total, memory.full)[: len(runs)]))
     made.add_row("of 16 bit", *(f"{share:.3f}" for share in (memory.fraction, 1.0)[: len(runs)]))
-    held = sum(memory.tokens.values())
-    tiers = ", ".join(f"{name} {count / held:.0%}" for name, count in memory.tokens.items() if count)
+    tiers = ", ".join(f"{name} {share:.0%}" for name, share in _tiers(memory).items())
     made.add_row("tokens by tier", tiers or "-", *["all at 16 bit"] * bool(plain))
     if ours.cache.plain_layers:
         made.add_row("layers not compressed", f"{len(ours.cache.plain_layers)} of {len(ours.cache.layers)}")
@@ -110,6 +110,39 @@ def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
         words = ("the same text", "") if at is None else (_words(run.tokens, at, tokenizer) for run in runs)
         made.add_row("first difference", *words)
     return made
+
+
+def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
+    """The same as plain data. ``tiers``: the share of the tokens in each; ``compare``: None without ``plain``."""
+    assert ours.cache is not None
+    memory = ours.cache.memory()
+
+    def told(run: Run) -> dict[str, Any]:
+        text = tokenizer.decode(run.tokens, skip_special_tokens=True)
+        seconds = {"first_token_s": run.first, "tokens_per_s": run.speed}
+        return {"text": text, "prompt_tokens": run.prompt, "new_tokens": len(run.tokens), **seconds}
+
+    found = {
+        "budget": ours.cache.options["budget"],
+        **told(ours),
+        "cache_bytes": memory.total,
+        "full_bytes": memory.full,
+        "fraction": memory.fraction,
+        "tiers": _tiers(memory),
+        "plain_layers": sorted(ours.cache.plain_layers),
+        "note": floor_note(ours),
+        "compare": None,
+    }
+    if plain:
+        at = first_difference(ours.tokens, plain.tokens)
+        found["compare"] = told(plain) | {"first_difference": None if at is None else at + 1}
+    return found
+
+
+def _tiers(memory: Memory) -> dict[str, float]:
+    """The share of the tokens in each tier that has some."""
+    held = sum(memory.tokens.values())
+    return {name: count / held for name, count in memory.tokens.items() if count}
 
 
 def floor_note(run: Run) -> str | None:

@@ -147,6 +147,8 @@ def check(
 
     Example: kvstrata check decode --quick --tools memcheck,racecheck
 
+    Example: kvstrata check prefill --tools none
+
     Example: kvstrata check replay --device cpu --json
     """
     from kvstrata.bench import cases

@@ -1,0 +1,125 @@
+"""prefill_attention: prompts and chunks, dense or packed, inside memory full of NaN, against attention in float32."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+
+import kvstrata
+
+from .draw import CLOSE, FLOATS, Draw, Refused
+
+BACKENDS = ("reference", "triton", "cuda")
+SANITIZED = ("cuda",)
+DIMS = (64, 96, 128, 256)
+SPARE = 3  # rows of NaN before and after packed sequences
+LEAST = {"out": 1e-2, "lse": 1.0}  # root mean square that errors are relative to at least: a sink may take all weight
+
+Sequence = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [Hq, Sq, D], k and v [Hkv, Sk, D]
+Result = tuple[torch.Tensor, torch.Tensor]  # out [Hq, Sq, D], lse [Hq, Sq]
+
+
+def trial(draw: Draw, backend: str) -> str:
+    """Any lengths, more queries than keys among them; windows, soft caps and sinks in any combination."""
+    kv_heads, group, dim = draw.size(1, 3), draw.one(1, 2, 4, 7), draw.one(*DIMS)
+    heads, dtype = kv_heads * group, draw.one(*_dtypes(draw, backend))
+    packed, causal = draw.one(False, True), draw.one(False, True, True)
+    lengths = [_lengths(draw) for _ in range(draw.size(1, 4))] if packed else [_lengths(draw)] * draw.size(1, 2)
+    window = draw.one(None, 1, 33, draw.size(1, 200)) if causal else None
+    softcap, loud = draw.one(None, None, 5.0), draw.one(1.0, 1.0, 6.0)
+    sinks = 2 * draw.normal(heads) if draw.one(False, True) else None
+    gap, bound = draw.one(0, 0, 8, 8 if backend == "cuda" else 3), draw.one(None, 0, 40)  # 3: rows that are not aligned
+    what = (
+        f"lengths {lengths}{' packed' if packed else ''}, {heads}/{kv_heads} heads, D {dim}, {dtype}, causal {causal},"
+        f" window {window}, softcap {softcap}, sinks {sinks is not None}, gap {gap}"
+    )
+
+    def rows(count: int, n: int, scale: float = 1.0) -> torch.Tensor:
+        return (scale * draw.normal(count, n, dim)).to(dtype)
+
+    given = [(rows(heads, a, loud), rows(kv_heads, b), rows(kv_heads, b)) for a, b in lengths]
+    options: dict[str, object] = dict(causal=causal, window=window, softcap=softcap, backend=backend, return_lse=True)
+    options["sinks"] = None if sinks is None else sinks.to(draw.device)
+    if packed and bound is not None:
+        options["max_seqlen_q"], options["max_seqlen_k"] = (max(n) + bound for n in zip(*lengths, strict=True))
+    try:
+        made = (_packed if packed else _dense)(given, draw.device, gap, options)
+    except RuntimeError as error:
+        if str(error).startswith("backend: "):
+            raise Refused(str(error).removeprefix("backend: ")) from error
+        raise
+    for i, (got, sequence) in enumerate(zip(made, given, strict=True)):
+        for name, a, b in zip(("out", "lse"), got, _attention(*sequence, causal, window, softcap, sinks), strict=True):
+            live = b.isfinite()
+            assert a.shape == b.shape, f"{name} of sequence {i} is {tuple(a.shape)}: {what}"
+            assert torch.equal(a[~live], b[~live]), f"{name} of sequence {i} where nothing is seen: {what}"
+            least = LEAST[name] * max(int(live.sum()), 1) ** 0.5
+            off = float((a[live].float() - b[live]).norm() / b[live].norm().clamp(min=least))
+            assert off <= CLOSE[dtype], f"{name} of sequence {i} is off by {off:.1e}: {what}"
+    return what
+
+
+def _dtypes(draw: Draw, backend: str) -> tuple[torch.dtype, ...]:
+    """Those that the backend takes; Triton's interpreter computes wrongly in bfloat16."""
+    if backend == "cuda":
+        return torch.float16, torch.bfloat16
+    return (torch.float32, torch.float16) if backend == "triton" and draw.device.type == "cpu" else FLOATS
+
+
+def _lengths(draw: Draw) -> tuple[int, int]:
+    """Queries and keys: a whole prompt, a chunk after others, or anything."""
+    n = draw.one(1, 64, draw.size(0, 200))
+    return draw.one((n, n), (n, n + draw.size(0, 100)), (n, draw.size(0, 200)))
+
+
+def _inside(x: torch.Tensor, gap: int) -> torch.Tensor:
+    """The same, each row before `gap` values of NaN."""
+    room = x.new_full((*x.shape[:-1], x.shape[-1] + gap), torch.nan)
+    room[..., : x.shape[-1]] = x
+    return room[..., : x.shape[-1]]
+
+
+def _dense(given: list[Sequence], device: torch.device, gap: int, options: dict[str, object]) -> list[Result]:
+    """Tokens before heads in memory, as projections leave them."""
+    rows = (torch.stack(x).transpose(1, 2).to(device) for x in zip(*given, strict=True))
+    q, k, v = (_inside(x, gap).transpose(1, 2) for x in rows)
+    out, lse = kvstrata.prefill_attention(q, k, v, **options)  # type: ignore[arg-type]
+    assert out.dtype == q.dtype, f"out is {out.dtype}"
+    return list(zip(out.cpu(), lse.cpu(), strict=True))
+
+
+def _packed(given: list[Sequence], device: torch.device, gap: int, options: dict[str, object]) -> list[Result]:
+    """All sequences end to end, between rows of NaN."""
+
+    def pack(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [part.transpose(0, 1) for part in parts]
+        spare = rows[0].new_full((SPARE, *rows[0].shape[1:]), torch.nan)
+        ends = torch.tensor(list(accumulate(map(len, rows), initial=SPARE)), dtype=torch.int32)
+        return _inside(torch.cat([spare, *rows, spare]).to(device), gap), ends.to(device)
+
+    (q, ends_q), (k, ends_k), (v, _) = (pack(x) for x in zip(*given, strict=True))
+    ends = dict(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+    out, lse = kvstrata.prefill_attention(q, k, v, **ends, **options)  # type: ignore[arg-type]
+    assert out.dtype == q.dtype, f"out is {out.dtype}"
+    parts = [slice(begin, end) for begin, end in pairwise(ends_q.tolist())]
+    return [(out[part].transpose(0, 1).cpu(), lse[part].transpose(0, 1).cpu()) for part in parts]
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> Result:  # fmt: skip
+    """out and lse of one sequence in float32, every query over every key; zeros and -inf for one that sees none."""
+    (heads, queries, dim), keys = q.shape, k.shape[1]
+    wide_k, wide_v = (x.float().repeat_interleave(heads // len(k), 0) for x in (k, v))
+    score = torch.einsum("hqd,hnd->hqn", q.float(), wide_k) * dim**-0.5
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    own, at = keys - queries + torch.arange(queries).unsqueeze(1), torch.arange(keys)
+    if causal:
+        score = score.masked_fill((at > own) | (at <= own - (window or queries + keys)), -torch.inf)
+    sink = torch.full((heads,), -torch.inf) if sinks is None else sinks
+    lse = torch.cat([score, sink.view(-1, 1, 1).expand(heads, queries, 1)], 2).logsumexp(2)
+    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(2))
+    return torch.einsum("hqn,hnd->hqd", weight, wide_v), lse
