@@ -88,7 +88,7 @@ def test_list_and_combine_gates(arch: str) -> None:
         entry = stages.combine_entry(torch.float16, dim, warps)
         usage = jit.usage(decode_cuda.FOLDER / "combine.cu", entry, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == 0, usage
-        assert warps > 1 or usage.registers <= (64 if dim in (64, 128) else 80), usage  # beside decode.cu's
+        assert warps > 1 or usage.registers <= 128, usage  # a block finds room where one of decode.cu's has ended
 
 
 def test_stages_fit_their_slots() -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from kvstrata.bench import publish
 from kvstrata.cache import TieredCache, settle
 from kvstrata.cli import app
 from kvstrata.eval import advise, bits, contenders, measure, needle, plot, quality, render, results, sensitivity, texts
@@ -395,3 +396,15 @@ def test_the_command_compares_widths(command, tmp_path: Path) -> None:
     assert [row.name for row in kept.rows] == ["16 bit", "tiers, 2.5 bits", "uniform K3V2, 2.5 bits"]
     assert not kept.needles
     assert command("eval", "--bits", "5", "--out", str(out)).exit_code == 2
+
+
+def test_other_texts_have_a_file_and_a_table_of_their_own(tmp_path: Path) -> None:
+    for name, text in (("quality", "topics"), ("quality_long", "argparse")):
+        machine = dict(slug="cpu-x", name="x", date="2026-01-01")
+        row = results.Row("16 bit", "exact", 8, 4, 4, None, {}, 100, 100, [[4.0]], [[]], [[]], [4])
+        results.save(results.Quality(machine, "toy", [text], rows=[row]), tmp_path / "cpu-x" / f"{name}.json")
+    marked = "<!-- kvstrata:quality_long -->\n<!-- /kvstrata:quality_long -->\n"
+    table = publish.render_document(marked, publish.load_all(tmp_path))
+    assert "argparse" in table
+    assert "topics" not in table
+    assert results.load(tmp_path / "cpu-x" / "quality.json").op == "quality"

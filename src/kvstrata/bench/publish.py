@@ -51,7 +51,7 @@ def load_all(root: Path) -> list[Result]:
 def _load(path: Path) -> Result:
     if tune.is_ours(path):
         return tune.load(path)
-    return quality.load(path) if path.stem == quality.OP else load(path)
+    return quality.load(path) if quality.is_ours(path) else load(path)
 
 
 def pick(reports: Iterable[Result], op: str, machine: str | None = None) -> Result:
@@ -73,7 +73,7 @@ def render_document(text: str, reports: Sequence[Result]) -> str:
     """The document with every `kvstrata:<op>` block made anew."""
     for op in dict.fromkeys(re.findall(r"<!--\s*kvstrata:([\w-]+)(?=\s)", text)):
         ours = tune_render.OPTIONS if tune.is_ours(Path(op)) else OPTIONS
-        known = quality_render.OPTIONS if op == quality.OP else ours
+        known = quality_render.OPTIONS if quality.is_ours(Path(op)) else ours
         text = inject(text, f"kvstrata:{op}", lambda o, op=op: _table(pick(reports, op, o.get("on")), o), known)  # type: ignore[misc]
     return text
 

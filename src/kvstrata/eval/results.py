@@ -13,7 +13,7 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -81,14 +81,13 @@ class Needle:
 
 @dataclass
 class Quality:
-    op: ClassVar[str] = OP
-
     machine: dict[str, Any]
     model: str
     texts: list[str]
     absent: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     needles: list[Needle] = field(default_factory=list)
+    op: str = OP  # the file's name: `quality`, or `quality_` and more for other texts on the same machine
 
     def exact(self, like: Row) -> Row:
         """The 16-bit row that a row is compared with."""
@@ -118,7 +117,7 @@ def dumps(quality: Quality) -> str:
             return [short(v) for v in value]
         return float(f"{value:.6g}") if isinstance(value, float) else value
 
-    data = {"schema": SCHEMA, "op": OP, **short(asdict(quality))}
+    data = {"schema": SCHEMA, "op": OP, **short(asdict(quality))} | {"op": OP}
     parts = [f' "{k}": {json.dumps(v)}' for k, v in data.items() if k not in ("rows", "needles")]
     for key in ("rows", "needles"):
         lines = ",\n  ".join(json.dumps(row) for row in data[key])
@@ -140,6 +139,10 @@ def save(quality: Quality, path: Path) -> None:
         raise
 
 
+def is_ours(path: Path) -> bool:
+    return path.stem == OP or path.stem.startswith(f"{OP}_")
+
+
 def load(path: Path) -> Quality:
     """What `save` wrote; ValueError for anything else."""
     try:
@@ -147,6 +150,6 @@ def load(path: Path) -> Quality:
         if (data.pop("schema"), data.pop("op")) != (SCHEMA, OP):
             raise ValueError("another schema")
         rows, needles = [Row(**row) for row in data.pop("rows")], [Needle(**n) for n in data.pop("needles")]
-        return Quality(**data, rows=rows, needles=needles)
+        return Quality(**data, rows=rows, needles=needles, op=path.stem)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: not a result of kvstrata eval: {error}") from error
