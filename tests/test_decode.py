@@ -398,6 +398,22 @@ def test_plain_numbers_in_compiled_loops(dtype: torch.dtype) -> None:
     assert np.array_equal(np.signbit(found)[finite], np.signbit(want)[finite])
 
 
+@pytest.mark.skipif(not HAS_NUMBA or HAS_GPU, reason="numba, a CPU backend, is not there")
+@pytest.mark.parametrize("threads", [2, 3, 9])
+def test_threads_share_out_the_heads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstrata.attention import decode_numba
+
+    cache = filled([150, 0, 40])
+    q = torch.randn(3, 1, 6, 64)
+    alone = decode_attention(q, cache, return_lse=True, return_mass=True, backend="numba")
+    monkeypatch.setattr(decode_numba, "THREADED", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    together = decode_attention(q, cache, return_lse=True, return_mass=True, backend="numba")
+    assert decode_numba._pool.cache_info().currsize == 1
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    assert decode_attention(q[:0], cache, requests=[], backend="numba").shape == (0, 1, 6, 64)
+
+
 def test_what_is_returned() -> None:
     case = case_of([20])
     q, cache = case.q, case.cache

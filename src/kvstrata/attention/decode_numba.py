@@ -1,5 +1,6 @@
 """``decode_attention`` on the CPU in compiled loops: for each request and KV head one pass over K, a softmax, one pass
-over V. For a `TieredCache`; where numba is not installed, and for a `PagedCache`, there is the reference.
+over V, the heads shared out over as many threads as torch has. For a `TieredCache`; where numba is not installed, and
+for a `PagedCache`, there is the reference.
 
 The tokens of a KV head stand side by side in the order of tiers, pages and slots, without gaps; rows are its query
 heads, query by query:
@@ -10,7 +11,10 @@ heads, query by query:
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +41,7 @@ KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT1
 CODES = -1  # in the place of a kind
 LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 LEAST = np.float32(-87.0)  # exp of less is 0 here
+THREADED = 2048  # tokens of all KV heads: fewer are done before another thread has begun
 
 
 class _Tier(NamedTuple):
@@ -72,6 +77,15 @@ def _tiers(formats: tuple[Format, ...], offsets: tuple[int, ...], dtype: torch.d
     return np.array(rows, np.int64)
 
 
+@functools.lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "kvstrata-decode")
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
 @functools.lru_cache(maxsize=64)
 def _turn(head_dim: int) -> torch.Tensor:
     return hadamard(head_dim)
@@ -90,7 +104,7 @@ def decode(job: Job) -> Result:
     out = torch.empty(2, batch, q_len, heads, dim)
     lse = np.empty((batch, q_len, heads), np.float32)
     mass = np.zeros((batch, job.kv_heads, job.max_length if job.return_mass else 0), np.float32)
-    _decode(
+    arguments = (
         space.view(np.uint32),
         space.view(np.uint16),
         buckets.position_dtype == torch.int32,
@@ -110,6 +124,14 @@ def decode(job: Job) -> Result:
         mass,
         job.return_mass,
     )
+    units = batch * job.kv_heads
+    threads = min(torch.get_num_threads(), units) if units * job.max_length >= THREADED else 1
+    ends = [-(-units * (i + 1) // threads) for i in range(threads)]
+    others = [_pool(threads - 1).submit(_decode, *arguments, *part) for part in itertools.pairwise(ends)]
+    if units:
+        _decode(*arguments, 0, ends[0])
+    for other in others:
+        other.result()
     made = out[0].add_(out[1] @ turn).to(job.q.dtype)
     return made, torch.from_numpy(lse) if job.return_lse else None, torch.from_numpy(mass) if job.return_mass else None
 
@@ -117,50 +139,51 @@ def decode(job: Job) -> Result:
 @compiled
 def _decode(
     words, halves, wide, requests, length, table, count, centre, tiers, page_tokens, q, window, softcap, sinks, out,
-    lse, mass, listens,
+    lse, mass, listens, first, last,
 ):  # fmt: skip
-    """q and out ``[2, B, q_len, Hq, D]``: in the model's space and in that of codes."""
-    _, batch, q_len, heads, dim = q.shape
+    """(Request, KV head) pairs ``first`` to ``last``. q and out ``[2, B, q_len, Hq, D]``: in the model's space and in
+    that of codes."""
+    q_len, heads, dim = q.shape[2:]
     kv_heads = table.shape[1]
     group, rows = heads // kv_heads, q_len * (heads // kv_heads)
     some_q = np.empty((2, rows, dim), np.float32)
     sums = np.empty((2, rows, dim), np.float32)
     ordered = window > 0 or q_len > 1
-    for b in range(batch):
+    for unit in range(first, last):
+        b, head = unit // kv_heads, unit % kv_heads
         request = requests[b]
-        for head in range(kv_heads):
-            pages, counts, n = table[request, head], count[request, head], 0
-            for tier in range(len(counts)):
-                n += counts[tier]
-            scores, at = np.empty((rows, n), np.float32), np.empty(n, np.int64)
-            for space in range(2):
-                for r in range(rows):
-                    for d in range(dim):
-                        some_q[space, r, d] = q[space, b, r // group, head * group + r % group, d]
-            if ordered or listens:
-                _positions(words, halves, wide, pages, counts, tiers, page_tokens, at)
-            _keys(words, halves, pages, counts, tiers, page_tokens, centre[request], head, some_q, scores)
-            for r in range(rows):
-                own = length[request] - q_len + r // group
-                to = head * group + r % group
-                if softcap > 0:
-                    _soften(scores[r], np.float32(softcap))
-                if ordered:
-                    _hide(scores[r], at, own, own - window if window > 0 else -1)
-                sink = sinks[to] if len(sinks) else np.float32(-np.inf)
-                lse[b, r // group, to] = _softmax(scores[r], sink)
-                if listens:
-                    to_mass, weights = mass[b, head], scores[r]
-                    for i in range(n):
-                        to_mass[at[i]] += weights[i]
+        pages, counts, n = table[request, head], count[request, head], 0
+        for tier in range(len(counts)):
+            n += counts[tier]
+        scores, at = np.empty((rows, n), np.float32), np.empty(n, np.int64)
+        for space in range(2):
             for r in range(rows):
                 for d in range(dim):
-                    sums[0, r, d] = 0
-            _values(words, halves, pages, counts, tiers, page_tokens, scores, sums)
-            for space in range(2):
-                for r in range(rows):
-                    for d in range(dim):
-                        out[space, b, r // group, head * group + r % group, d] = sums[space, r, d]
+                    some_q[space, r, d] = q[space, b, r // group, head * group + r % group, d]
+        if ordered or listens:
+            _positions(words, halves, wide, pages, counts, tiers, page_tokens, at)
+        _keys(words, halves, pages, counts, tiers, page_tokens, centre[request], head, some_q, scores)
+        for r in range(rows):
+            own = length[request] - q_len + r // group
+            to = head * group + r % group
+            if softcap > 0:
+                _soften(scores[r], np.float32(softcap))
+            if ordered:
+                _hide(scores[r], at, own, own - window if window > 0 else -1)
+            sink = sinks[to] if len(sinks) else np.float32(-np.inf)
+            lse[b, r // group, to] = _softmax(scores[r], sink)
+            if listens:
+                to_mass, weights = mass[b, head], scores[r]
+                for i in range(n):
+                    to_mass[at[i]] += weights[i]
+        for r in range(rows):
+            for d in range(dim):
+                sums[0, r, d] = 0
+        _values(words, halves, pages, counts, tiers, page_tokens, scores, sums)
+        for space in range(2):
+            for r in range(rows):
+                for d in range(dim):
+                    out[space, b, r // group, head * group + r % group, d] = sums[space, r, d]
 
 
 @compiled
