@@ -11,9 +11,11 @@ FAMILIES = {"ours": "kvstrata", "baseline": "KIVI-style"}
 
 
 def family(row: Row) -> str:
-    """What is one line: variants by name, peers by backend."""
+    """What is one line: variants by name, peers by backend, formats alone together."""
     if row.kind == "peer":
         return " ".join(row.name.split()[:2])
+    if row.name.startswith("uniform "):
+        return "one format for all"
     return FAMILIES.get(row.kind, row.name)
 
 
@@ -26,6 +28,10 @@ def plot(quality: Quality, path: Path) -> Path:
 
     plt.rcParams["svg.hashsalt"] = "kvstrata"
     sizes = sorted({(row.tokens, row.prompt) for row in quality.rows})
+    ours_first = sorted(
+        {family(row) for row in quality.rows if row.kind != "exact"}, key=lambda name: (name != "kvstrata", name)
+    )
+    colours = {name: f"C{i}" for i, name in enumerate(ours_first)}  # the same in every panel
     figure, panels = plt.subplots(1, len(sizes), figsize=(5.5 * len(sizes), 4.2), layout="constrained", squeeze=False)
     for axes, (tokens, prompt) in zip(panels[0], sizes, strict=True):
         lines: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
@@ -33,11 +39,11 @@ def plot(quality: Quality, path: Path) -> Path:
             if (row.tokens, row.prompt) == (tokens, prompt) and row.kind != "exact":
                 loss, low, high = (100 * x for x in row.loss(quality.exact(row)))
                 lines[family(row)].append((row.fraction, loss, low, high))
-        for name, points in lines.items():
-            x, middle, lower, upper = zip(*sorted(points), strict=True)
-            ours = name == "kvstrata"
-            (line,) = axes.plot(x, middle, "o-", label=name, linewidth=2 if ours else 1, zorder=3 if ours else 2)
-            axes.fill_between(x, lower, upper, color=line.get_color(), alpha=0.15, linewidth=0)
+        for name in sorted(lines, key=ours_first.index):
+            x, middle, lower, upper = zip(*sorted(lines[name]), strict=True)
+            wide, above = (2, 3) if name == "kvstrata" else (1, 2)
+            axes.plot(x, middle, "o-", label=name, color=colours[name], linewidth=wide, zorder=above)
+            axes.fill_between(x, lower, upper, color=colours[name], alpha=0.15, linewidth=0)
         axes.set_yscale("symlog", linthresh=1)
         title = f"{tokens - prompt} tokens after {prompt}" if prompt else f"{tokens} tokens"
         axes.set(xlabel="bytes of 16 bit, everything counted", ylabel="perplexity lost, %", title=title)
