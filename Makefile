@@ -33,7 +33,7 @@ help:
 	@echo "  make demo    a small model answers with a cache at a quarter of its bytes, beside the 16-bit cache"
 	@echo "  make test    the test suite; without a GPU the Triton kernels run in the interpreter and the"
 	@echo "               CUDA kernels are compiled and inspected     ARGS='-k padding -x' narrows it"
-	@echo "  make test-oldest  tests/test_hf.py with the oldest transformers that is supported"
+	@echo "  make test-oldest  StrataCache and generate with the oldest transformers that is supported"
 	@echo "  make lint    ruff (rules and format) and mypy            make format repairs what ruff can"
 	@echo "  make gpu     on a CUDA host: all tests, compute-sanitizer ($(SANITIZER_TOOLS)),"
 	@echo "               benchmarks saved to results/; uses PYTHON=$(PYTHON) and installs nothing"
@@ -70,7 +70,7 @@ test: $(STAMP)
 test-oldest: $(STAMP)
 	@test -d $(OLDEST) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
 	  'transformers==5.17.0' 'huggingface_hub>=1.33,<2' httpx httpcore h11 anyio
-	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_hf.py $(ARGS)
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_hf.py tests/test_generate.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

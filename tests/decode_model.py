@@ -32,6 +32,14 @@ BACKENDS = [
 ]
 INTERPRETED = not HAS_GPU  # Triton: keep cases small
 EPS = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+HALF = torch.bfloat16 if HAS_GPU else torch.float32  # what the machine's models run in
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def few(backend: str, chosen: bool) -> None:
+    """Under the interpreter, where a case takes seconds, only the chosen ones."""
+    if backend == "triton" and INTERPRETED and not chosen:
+        pytest.skip("one kind is enough under the interpreter")
 
 
 @dataclass

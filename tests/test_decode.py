@@ -1,4 +1,4 @@
-"""decode_attention: every backend against a float32 model of it on the packed bytes (decode_model.py)."""
+"""decode_attention over tiers: every backend against a float32 model of it on the packed bytes (decode_model.py)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import HAS_GPU
-from decode_model import BACKENDS, DEVICE, HAS_NUMBA, INTERPRETED, Case, case_of, check, filled, poison_tails
-from kvstrata import DecodePlan, PagedCache, TieredCache, decode_attention, store_kv
+from decode_model import (
+    DEVICE,
+    HALF,
+    HAS_NUMBA,
+    INTERPRETED,
+    Case,
+    case_of,
+    check,
+    each_backend,
+    few,
+    filled,
+    poison_tails,
+)
+from kvstrata import DecodePlan, TieredCache, decode_attention
 from kvstrata.attention import op
 from kvstrata.jit import tuned
-
-HALF = torch.bfloat16 if HAS_GPU else torch.float32  # what the machine's models run in
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def few(backend: str, chosen: bool) -> None:
-    """Under the interpreter, where a case takes seconds, only the chosen ones."""
-    if backend == "triton" and INTERPRETED and not chosen:
-        pytest.skip("one kind is enough under the interpreter")
 
 
 @each_backend
@@ -249,62 +252,6 @@ def words(widths: tuple[int, int], dim: int, page_tokens: int) -> int:
     return Format(*widths, dim, page_tokens).page_bytes
 
 
-def paged_case(
-    lengths: list[int], *, layout: str = "NHD", dtype: torch.dtype = HALF, cache_dtype: torch.dtype | None = None,
-    dim: int = 64, kv_heads: int = 2, group: int = 2, q_len: int = 1, page_size: int = 16, scaled: str = "none",
-    options: dict | None = None, strided: bool = False, seed: int = 0,
-) -> Case:  # fmt: skip
-    """Pages at shuffled places, written by store_kv, poison everywhere else; a table with nonsense past the length."""
-    generator = torch.Generator().manual_seed(seed)
-    max_pages = -(-max(lengths) // page_size) + 1
-    pages = len(lengths) * max_pages + 2
-    inner = (page_size, kv_heads) if layout == "NHD" else (kv_heads, page_size)
-    cache_dtype = cache_dtype or dtype
-    full = torch.full((2, pages, *inner, dim * (2 if strided else 1)), torch.nan).to(cache_dtype).to(DEVICE)
-    k_cache, v_cache = full[..., :dim]
-    table = torch.randperm(pages, generator=generator)[: len(lengths) * max_pages].view(len(lengths), -1).int()
-    rows, slots = [], []
-    for request, length in enumerate(lengths):
-        at = torch.arange(length)
-        slots.append(table[request][at // page_size].long() * page_size + at % page_size)
-        rows.append(torch.randn(2, length, kv_heads, dim, generator=generator))
-        table[request, -(-length // page_size) :] = -1 if request % 2 else 2**30
-    scale = {"none": None, "one": torch.tensor([0.02]), "heads": torch.linspace(0.01, 0.03, kv_heads)}[scaled]
-    scales = {} if scale is None else dict(k_scale=scale.to(DEVICE), v_scale=(2 * scale).to(DEVICE))
-    k, v = torch.cat(rows, 1).to(dtype).to(DEVICE)
-    store_kv(k, v, k_cache, v_cache, torch.cat(slots).to(DEVICE), layout=layout, **scales)
-    counts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    cache = PagedCache(k_cache, v_cache, table.to(DEVICE), counts, layout=layout, **scales)
-    q = torch.randn(len(lengths), q_len, kv_heads * group, dim, generator=generator).to(dtype).to(DEVICE)
-    return Case(cache, q, list(range(len(lengths))), lengths, options=options or {})
-
-
-@each_backend
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("dim", [64, 80, 128])
-def test_paged(backend: str, layout: str, dim: int) -> None:
-    few(backend, dim < 128)
-    check(paged_case([40, 0, 17, 16, 1], layout=layout, dim=dim), backend)
-    check(paged_case([21, 30], layout=layout, dim=dim, strided=True, page_size=8), backend)
-
-
-@each_backend
-@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("scaled", ["none", "one", "heads"])
-def test_paged_fp8(backend: str, cache_dtype: torch.dtype, scaled: str) -> None:
-    check(paged_case([40, 5], cache_dtype=cache_dtype, scaled=scaled), backend)
-
-
-@each_backend
-def test_paged_options(backend: str) -> None:
-    sinks = torch.randn(6, device=DEVICE)
-    options = dict(window=20, softcap=10.0, sinks=sinks)
-    case = paged_case([44, 3, 26], q_len=4, group=3, page_size=1, options=options)
-    check(case, backend)
-    some = Case(case.cache, case.q[:1], [2], [26], options=options)
-    check(some, backend)
-
-
 @each_backend
 def test_one_plan_for_all_layers(backend: str) -> None:
     """Made before the last tokens came and renewed after; outputs are those of calls without one."""
@@ -429,12 +376,6 @@ def test_what_is_returned() -> None:
     assert torch.equal(both[2], mass)
 
 
-def _paged(**changes: object) -> PagedCache:
-    k = torch.zeros(4, 16, 2, 64)
-    given = dict(k=k, v=k, table=torch.zeros(1, 4, dtype=torch.int32), lengths=torch.ones(1, dtype=torch.int32))
-    return PagedCache(**(given | changes))  # type: ignore[arg-type]
-
-
 BAD = {
     "cache": (lambda q, c: dict(cache=3), TypeError, "cache: expected a TieredCache or a PagedCache, got int"),
     "q type": (lambda q, c: dict(q=1), TypeError, "q: expected a tensor"),
@@ -455,8 +396,6 @@ BAD = {
     "sinks": (lambda q, c: dict(sinks=torch.zeros(2)), ValueError, r"sinks: expected floats \[4\]"),
     "sinks type": (lambda q, c: dict(sinks=1.0), ValueError, r"sinks: expected floats \[4\].* got 1.0"),
     "backend": (lambda q, c: dict(backend="fast"), ValueError, "backend: expected one of"),
-    "paged layer": (lambda q, c: dict(q=q[:1], cache=_paged(), layer=1), ValueError, "layer: expected 0, a PagedCache"),
-    "paged dtype": (lambda q, c: dict(q=q[:1].half(), cache=_paged()), TypeError, "q: expected torch.float32"),
 }  # fmt: skip
 
 
@@ -469,28 +408,6 @@ def test_bad_input_is_named(name: str) -> None:
     arguments = dict(q=q, cache=cache) | change(q, cache)
     with pytest.raises(error, match=message):
         decode_attention(**arguments)
-
-
-BAD_PAGES = {
-    "layout": (dict(layout="DHN"), ValueError, "layout: expected one of"),
-    "k type": (dict(k="a"), TypeError, "k: expected a tensor, got str"),
-    "table type": (dict(table=[[0, 1]]), TypeError, "table: expected a tensor, got list"),
-    "k": (dict(k=torch.zeros(4, 64)), ValueError, "k: expected 4 dimensions"),
-    "k dtype": (dict(k=torch.zeros(4, 16, 2, 64).double()), TypeError, "k: expected one of"),
-    "v": (dict(v=torch.zeros(4, 16, 1, 64)), ValueError, "v: expected shape"),
-    "v dtype": (dict(v=torch.zeros(4, 16, 2, 64).half()), TypeError, "v: expected torch.float32 as k"),
-    "stride": (dict(v=torch.zeros(4, 16, 2, 128)[..., ::2]), ValueError, "v: expected an inner stride of 1"),
-    "table": (dict(table=torch.zeros(1, 4)), TypeError, "table: expected torch.int32"),
-    "lengths": (dict(lengths=torch.ones(3, dtype=torch.int32)), ValueError, "lengths: expected 1, one per row"),
-    "k_scale": (dict(k_scale=torch.ones(1)), ValueError, "k_scale: expected None for torch.float32"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_PAGES)
-def test_bad_pages_are_named(name: str) -> None:
-    changes, error, message = BAD_PAGES[name]
-    with pytest.raises(error, match=message):
-        _paged(**changes)
 
 
 def test_backends_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,7 +370,8 @@ def test_a_freed_request_is_gone() -> None:
 
 def test_reset_leaves_nothing_of_the_text_before() -> None:
     pytest.importorskip("transformers")
-    from test_hf import SMALL, StrataCache, greedy, make, prompt
+    from hf_model import SMALL, greedy, make, prompt
+    from kvstrata.hf import StrataCache
 
     model = make("qwen2-mixed")
     used, fresh = (StrataCache(model.config, **SMALL, max_batch=4) for _ in range(2))
@@ -390,7 +391,8 @@ def test_reset_leaves_nothing_of_the_text_before() -> None:
 def test_a_decode_step_reads_no_row_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those of earlier tokens, neither by `gather` nor by the way of settling, while nothing settles."""
     pytest.importorskip("transformers")
-    from test_hf import EXACT, StrataCache, make, prompt
+    from hf_model import EXACT, make, prompt
+    from kvstrata.hf import StrataCache
 
     model = make("llama")
     cache = StrataCache(model.config, **EXACT | dict(budget=0.6))

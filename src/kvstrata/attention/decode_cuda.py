@@ -1,6 +1,6 @@
 """Decode attention in CUDA C++: a work list, one launch over all tiers, one that combines.
 
-    worklist.cu   counts, page tables --> stages in the order of (request, KV head, tier), cut into equal chunks
+    worklist.cu   counts, page tables --> stages in the order of (tier, request, KV head), cut into equal chunks
     decode.cu     a warp takes a chunk: pages --> partial results
     combine.cu    partial results --> out, lse
 
@@ -243,8 +243,7 @@ class Plan:
             x.table.stride(0), self.layer_strides[0], x.counts.stride(0), self.layer_strides[1], *x.rows,
             0, len(self.requests), self.kv_heads, len(self.formats), x.table.shape[-1], x.units, self.capacity,
             self.chunks, self.fixed_cost, 0 if self.fixed_cost else begin_cost(first), FEW * self.chunks,
-            few_begin(first),
-            self.multiprocessors, self.grid // self.multiprocessors * self.warps, x.page_tokens,
+            few_begin(first), self.multiprocessors, self.grid // self.multiprocessors * self.warps, x.page_tokens,
             *self.tokens, *pad, *self.costs, *pad, *map(few_cost, self.formats), *pad,
         )  # fmt: skip
         kernel = jit.load(FOLDER / "worklist.cu", "worklist", jit.arch_of(self.device))

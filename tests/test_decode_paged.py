@@ -1,0 +1,101 @@
+"""decode_attention over the pages that store_kv writes (`PagedCache`): every backend against the float32 model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decode_model import DEVICE, HALF, Case, check, each_backend, few
+from kvstrata import PagedCache, decode_attention, store_kv
+
+
+def paged_case(
+    lengths: list[int], *, layout: str = "NHD", dtype: torch.dtype = HALF, cache_dtype: torch.dtype | None = None,
+    dim: int = 64, kv_heads: int = 2, group: int = 2, q_len: int = 1, page_size: int = 16, scaled: str = "none",
+    options: dict | None = None, strided: bool = False, seed: int = 0,
+) -> Case:  # fmt: skip
+    """Pages at shuffled places, written by store_kv, poison everywhere else; a table with nonsense past the length."""
+    generator = torch.Generator().manual_seed(seed)
+    max_pages = -(-max(lengths) // page_size) + 1
+    pages = len(lengths) * max_pages + 2
+    inner = (page_size, kv_heads) if layout == "NHD" else (kv_heads, page_size)
+    cache_dtype = cache_dtype or dtype
+    full = torch.full((2, pages, *inner, dim * (2 if strided else 1)), torch.nan).to(cache_dtype).to(DEVICE)
+    k_cache, v_cache = full[..., :dim]
+    table = torch.randperm(pages, generator=generator)[: len(lengths) * max_pages].view(len(lengths), -1).int()
+    rows, slots = [], []
+    for request, length in enumerate(lengths):
+        at = torch.arange(length)
+        slots.append(table[request][at // page_size].long() * page_size + at % page_size)
+        rows.append(torch.randn(2, length, kv_heads, dim, generator=generator))
+        table[request, -(-length // page_size) :] = -1 if request % 2 else 2**30
+    scale = {"none": None, "one": torch.tensor([0.02]), "heads": torch.linspace(0.01, 0.03, kv_heads)}[scaled]
+    scales = {} if scale is None else dict(k_scale=scale.to(DEVICE), v_scale=(2 * scale).to(DEVICE))
+    k, v = torch.cat(rows, 1).to(dtype).to(DEVICE)
+    store_kv(k, v, k_cache, v_cache, torch.cat(slots).to(DEVICE), layout=layout, **scales)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    cache = PagedCache(k_cache, v_cache, table.to(DEVICE), counts, layout=layout, **scales)
+    q = torch.randn(len(lengths), q_len, kv_heads * group, dim, generator=generator).to(dtype).to(DEVICE)
+    return Case(cache, q, list(range(len(lengths))), lengths, options=options or {})
+
+
+@each_backend
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_paged(backend: str, layout: str, dim: int) -> None:
+    few(backend, dim < 128)
+    check(paged_case([40, 0, 17, 16, 1], layout=layout, dim=dim), backend)
+    check(paged_case([21, 30], layout=layout, dim=dim, strided=True, page_size=8), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("scaled", ["none", "one", "heads"])
+def test_paged_fp8(backend: str, cache_dtype: torch.dtype, scaled: str) -> None:
+    check(paged_case([40, 5], cache_dtype=cache_dtype, scaled=scaled), backend)
+
+
+@each_backend
+def test_paged_options(backend: str) -> None:
+    sinks = torch.randn(6, device=DEVICE)
+    options = dict(window=20, softcap=10.0, sinks=sinks)
+    case = paged_case([44, 3, 26], q_len=4, group=3, page_size=1, options=options)
+    check(case, backend)
+    some = Case(case.cache, case.q[:1], [2], [26], options=options)
+    check(some, backend)
+
+
+def _paged(**changes: object) -> PagedCache:
+    k = torch.zeros(4, 16, 2, 64)
+    given = dict(k=k, v=k, table=torch.zeros(1, 4, dtype=torch.int32), lengths=torch.ones(1, dtype=torch.int32))
+    return PagedCache(**(given | changes))  # type: ignore[arg-type]
+
+
+BAD_PAGES = {
+    "layout": (dict(layout="DHN"), ValueError, "layout: expected one of"),
+    "k type": (dict(k="a"), TypeError, "k: expected a tensor, got str"),
+    "table type": (dict(table=[[0, 1]]), TypeError, "table: expected a tensor, got list"),
+    "k": (dict(k=torch.zeros(4, 64)), ValueError, "k: expected 4 dimensions"),
+    "k dtype": (dict(k=torch.zeros(4, 16, 2, 64).double()), TypeError, "k: expected one of"),
+    "v": (dict(v=torch.zeros(4, 16, 1, 64)), ValueError, "v: expected shape"),
+    "v dtype": (dict(v=torch.zeros(4, 16, 2, 64).half()), TypeError, "v: expected torch.float32 as k"),
+    "stride": (dict(v=torch.zeros(4, 16, 2, 128)[..., ::2]), ValueError, "v: expected an inner stride of 1"),
+    "table": (dict(table=torch.zeros(1, 4)), TypeError, "table: expected torch.int32"),
+    "lengths": (dict(lengths=torch.ones(3, dtype=torch.int32)), ValueError, "lengths: expected 1, one per row"),
+    "k_scale": (dict(k_scale=torch.ones(1)), ValueError, "k_scale: expected None for torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PAGES)
+def test_bad_pages_are_named(name: str) -> None:
+    changes, error, message = BAD_PAGES[name]
+    with pytest.raises(error, match=message):
+        _paged(**changes)
+
+
+def test_bad_calls_are_named() -> None:
+    q = torch.randn(1, 1, 4, 64)
+    with pytest.raises(ValueError, match="layer: expected 0, a PagedCache"):
+        decode_attention(q, _paged(), layer=1)
+    with pytest.raises(TypeError, match=r"q: expected torch\.float32"):
+        decode_attention(q.half(), _paged())

@@ -1,0 +1,94 @@
+"""`kvstrata generate` on a tiny random model in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from typer.testing import CliRunner
+
+from hf_model import make
+from kvstrata.cli import app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose words are w0 to w125, a text of 200 of them, and settings that compress it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model")
+    words = {f"w{i}": i for i in range(126)} | {"<unk>": 126, "<pad>": 127}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>").save_pretrained(path)
+    make("llama").save_pretrained(path)
+    (path / "before.txt").write_text(" ".join(f"w{i % 120}" for i in range(200)))
+    (path / "settings.json").write_text(json.dumps(dict(budget=0.5, window=16, page_tokens=16)))
+    return path
+
+
+def generate(folder: Path, *arguments: str, new: int = 12) -> Any:
+    return CliRunner().invoke(app, ["generate", *arguments, "--model", str(folder), "--max-new-tokens", str(new)])
+
+
+def after_a_text(folder: Path) -> list[str]:
+    return ["w3", "--context", str(folder / "before.txt"), "--settings", str(folder / "settings.json"), "--compare"]
+
+
+def test_a_table(folder: Path) -> None:
+    done = generate(folder, "w3 w4 w5", "--compare", "--budget", "1")
+    assert done.exit_code == 0, done.output
+    assert "3 + 12" in done.output
+    assert "the same text" in done.output
+    assert "A short text" not in done.output
+    done = generate(folder, *after_a_text(folder))
+    assert done.exit_code == 0, done.output
+    assert "201 + 12" in done.output
+    assert "K4V4" in done.output
+    assert "first difference" in done.output
+    done = generate(folder, "w3 w4 w5")
+    assert "A short text: the budget of 0.25 holds from" in " ".join(done.output.split())
+
+
+def test_json(folder: Path) -> None:
+    done = generate(folder, *after_a_text(folder), "--json")
+    found = json.loads(done.stdout)
+    assert (found["budget"], found["prompt_tokens"], found["new_tokens"]) == (0.5, 201, 12)
+    assert len(found["text"].split()) == 12
+    assert found["tokens_per_s"] > 0
+    assert found["cache_bytes"] / found["full_bytes"] == pytest.approx(found["fraction"])
+    assert found["tiers"]["K4V4"] > 0
+    assert sum(found["tiers"].values()) == pytest.approx(1)
+    ours, theirs = found["text"].split(), found["compare"]["text"].split()
+    differ = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True), 1) if a != b]
+    assert found["compare"]["first_difference"] == (differ[0] if differ else None)
+    assert "prompt + new tokens" in done.stderr
+    found = json.loads(generate(folder, "w3", "--json", new=1).stdout)
+    assert (found["compare"], found["tokens_per_s"]) == (None, None)
+    assert found["note"].startswith("A short text")
+
+
+def test_bad_arguments_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = folder / "broken.json"
+    broken.write_text("{budget")
+    for wrong, said in (
+        (["--budget", "2"], "budget: expected"),
+        (["--device", "tpu"], "Invalid value for '--device'"),
+        (["--settings", str(broken)], "broken.json"),
+    ):
+        done = generate(folder, "w3", *wrong)
+        assert done.exit_code == 2, done.output
+        assert said in done.output
+    done = generate(folder / "nowhere", "w3")
+    assert done.exit_code == 2, done.output
+    assert "no such folder" in done.output
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = generate(folder, "w3", "--device", "cuda")
+    assert (done.exit_code, done.stderr) == (2, "kvstrata: --device cuda: torch sees no CUDA device\n")
