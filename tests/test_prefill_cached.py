@@ -11,7 +11,18 @@ from kvstrata import PagedCache, TieredCache, decode_attention, prefill_attentio
 from kvstrata.attention import cached_triton
 
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
-each_backend = pytest.mark.parametrize("backend", ["reference", "triton"])
+# On Hopper the backend has a second kernel, cached_gluon.py: portable is Triton without it.
+each_backend = pytest.mark.parametrize("backend", ["reference", "triton", "portable"], indirect=True)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param != "portable":
+        return request.param
+    if INTERPRETED:
+        pytest.skip("under the interpreter there is no other kernel")
+    monkeypatch.setattr(cached_triton, "_specialized", lambda job: False)
+    return "triton"
 
 
 def few(backend: str, chosen: bool) -> None:
@@ -105,6 +116,53 @@ def test_several_chunks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled(lengths, tiers=("K4V4", "K2V2"), dtype=HALF)
     check(cache, lengths, [18, 16], backend, window=40)
     check(cache, lengths, [1, 3], backend)
+
+
+@each_backend
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_many_rows_over_many_blocks(backend: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows and tokens than one program, warpgroup or ring takes; some requests end long before the last chunk."""
+    if INTERPRETED:
+        pytest.skip("for a GPU")
+    sinks = torch.randn(6, device=DEVICE)
+    lengths = [1500, 130, 700, 64]
+    cache = filled(lengths, tiers=("K4V4", "K2V2"), dim=dim, dtype=HALF)
+    poison_tails(cache)
+    check(cache, lengths, [150, 130, 1, 0], backend, group=3, sinks=sinks)
+    monkeypatch.setattr(cached_triton, "STAGED", 300 * 8 * 4 * dim)
+    check(cache, lengths, [150, 130, 1, 0], backend, group=3, sinks=sinks)
+
+
+@pytest.mark.parametrize("new", [0, 1, 40])
+def test_blocks_with_a_mask_come_first(new: int) -> None:
+    """Those with a position after the first new token's, or with an empty slot."""
+    gluon = pytest.importorskip("kvstrata.attention.cached_gluon")
+    generator, slots, tokens = torch.Generator().manual_seed(new), 640, 64
+    length = torch.tensor([500, 90], dtype=torch.int32)
+    count = torch.tensor([[500], [90]], dtype=torch.int32)
+    latest = torch.randint(0, 460, (2, 10), generator=generator, dtype=torch.int32)
+    latest[0, [3, 6]], latest[0, 7:] = 470, 0x7FFFFFFF
+    latest[1, 1:] = 0x7FFFFFFF
+    bounds = torch.stack([torch.zeros_like(latest), latest], 2)
+    starts = torch.tensor([0, new, 2 * new], dtype=torch.int32)
+    order, some = torch.full((2, 5), -1, dtype=torch.int32), torch.empty(2, 2, dtype=torch.int32)
+    on = [x.to(DEVICE) for x in (order, some, bounds, torch.tensor([0, 1]).int(), starts, length, count)]
+    gluon.order_kernel[(2,)](*on, 1, 1, 1, 0, slots, KV_HEADS=1, TIERS=1, TOKENS=tokens, BLOCK_N=128, MOST=8)
+    order, some = on[0].tolist(), on[1].tolist()
+    for request, blocks in enumerate((4, 1)):
+        first = int(length[request]) - new
+        hidden = [int(latest[request, 2 * b : 2 * b + 2].max()) > first for b in range(blocks)]
+        assert some[request] == [sum(hidden), blocks]
+        wanted = [b for b in range(blocks) if hidden[b]] + [b for b in range(blocks) if not hidden[b]]
+        assert order[request] == wanted + [-1] * (5 - blocks)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+def test_chunks_under_sanitizers() -> None:
+    lengths = [300, 5]
+    check(filled(lengths, tiers=("K4V4",), dtype=HALF), lengths, [40, 5], "triton")
+    torch.cuda.synchronize()
 
 
 @each_backend

@@ -12,7 +12,8 @@ import pytest
 
 from kvstrata.attention.prefill_configs import TABLE, Config, default_of
 
-# Reads lines [dim, causal, packed, ragged, arch, config, path]; writes what each kernel takes, and its machine code.
+# Reads lines [dim, causal, packed, ragged, arch, config, path], or of a chunk [dim, first, last, path]; writes what
+# each kernel takes, and its machine code.
 SCRIPT = """
 import json, subprocess, sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
-from kvstrata.attention import prefill_gluon, prefill_triton
+from kvstrata.attention import cached_gluon, prefill_gluon, prefill_triton
 from kvstrata.attention.prefill_configs import Config
 
 def compile(dim, causal, packed, ragged, arch, given, path):
@@ -62,16 +63,41 @@ def compile(dim, causal, packed, ragged, arch, given, path):
             types[name] = "fp32"
         elif types[name][0] == "*" or name.startswith("stride_"):
             aligned[(i,)] = [["tt.divisibility", 16]]
-    target = GPUTarget("cuda", arch, 32)
-    built = triton.compile(source(kernel, types, constants, aligned), target=target, options=options)
+    write(source(kernel, types, constants, aligned), arch, options, path)
+
+def write(source, arch, options, path):
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     Path(path).with_suffix(".cubin").write_bytes(built.asm["cubin"])
     command = [cuobjdump, "-res-usage", "-sass", Path(path).with_suffix(".cubin")]
     code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     Path(path).write_text(f"SHARED:{built.metadata.shared} " + code)
 
+def compile_chunk(dim, first, last, path):
+    # that of cached_gluon.py
+    wide = triton.next_power_of_2(dim)
+    constants = dict(KV_HEADS=8, GROUP=4, DIM=dim, WIDE=wide, BLOCK_N=cached_gluon.BLOCK_N, STAGES=cached_gluon.STAGES,
+                     CONSUMERS=2, FIRST=first, LAST=last, SINKS=last, LSE=last,
+                     REGISTERS=prefill_gluon.registers_of(2, None))
+    types, aligned = {}, {}
+    kernel = cached_gluon.chunk_kernel_hopper
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            types[name] = "constexpr"
+            continue
+        if name in ("k_desc", "v_desc"):
+            types[name] = f"tensordesc<bf16[1, 1, {cached_gluon.BLOCK_N}, {wide}],{NVMMASharedLayout(128, 16, 4)!r}>"
+            continue
+        kinds = dict.fromkeys(("q_ptr", "out_ptr"), "*bf16") | {"factor": "fp32"}
+        kinds |= dict.fromkeys(("acc_ptr", "stats_ptr", "lse_ptr", "sinks_ptr"), "*fp32")
+        types[name] = kinds.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        if types[name][0] == "*" or name.startswith("stride_q"):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    write(GluonASTSource(kernel, types, constants, aligned), 90, dict(num_warps=4), path)
+
 for line in sys.stdin:
-    compile(*json.loads(line))
+    case = json.loads(line)
+    (compile if len(case) == 7 else compile_chunk)(*case)
 """
 
 
@@ -93,14 +119,16 @@ CASES |= {
     for key, config in TABLE.items()
     if config is not None
 }
+# head_dim, first and last chunk
+CHUNKS = {"first chunk, D 128": (128, True, False), "last chunk, D 96": (96, False, True), "D 64": (64, True, True)}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the tools say about every case, compiled in one process without the interpreter."""
     folder = tmp_path_factory.mktemp("prefill")
-    paths = {name: folder / f"{i}.txt" for i, name in enumerate(CASES)}
-    lines = "".join(json.dumps([*case, str(paths[name])]) + "\n" for name, case in CASES.items())
+    paths = {name: folder / f"{i}.txt" for i, name in enumerate(CASES | CHUNKS)}
+    lines = "".join(json.dumps([*case, str(paths[name])]) + "\n" for name, case in (CASES | CHUNKS).items())
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], input=lines, capture_output=True, text=True, env=environment, check=False
@@ -119,6 +147,15 @@ def test_kernels_fit(name: str, built: dict[str, str]) -> None:
     assert used["SHARED"] <= (227 if arch == 90 else 99) * 1024, used
     assert ("HGMMA" in code) == (arch == 90)
     assert ("UTMALDG" in code) == (config.tma or config.specialize)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_kernels_of_chunks_fit(name: str, built: dict[str, str]) -> None:
+    used = {what: int(n) for what, n in re.findall(r"(REG|STACK|SHARED):(\d+)", built[name])}
+    assert used["STACK"] == 0, used
+    assert used["SHARED"] <= 227 * 1024, used
+    assert "HGMMA" in built[name]
+    assert "UTMALDG" in built[name]
 
 
 def test_the_softmax_runs_beside_the_products(built: dict[str, str]) -> None:

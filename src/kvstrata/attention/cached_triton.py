@@ -29,7 +29,7 @@ from .cached import CachedJob
 from .decode_triton import _on_device, _positions
 from .prefill import Result
 from .prefill_configs import processors_of
-from .prefill_triton import LN2, LOG2E
+from .prefill_triton import LN2, LOG2E, has_gluon
 from .unpack_triton import load_levels, load_scales, widen
 
 AFTER_ALL = tl.constexpr(0x7FFFFFFF)
@@ -82,13 +82,13 @@ def stage_kernel(
     total = _pages(count_ptr, length, TIERS, TOKENS)
     token, dim = tl.arange(0, TOKENS), tl.arange(0, WIDE)
     mask_d = (dim < DIM)[None, :]
-    number = first + place  # of the page; past the last, up to a whole block, rows are empty
+    number = first + place  # of the page; past the last, up to a whole block and one at least, rows are empty
     row = bucket * slots + place * TOKENS + token
     out = row[:, None] * DIM + dim[None, :]
     mask_out = mask_d & (token >= 0)[:, None]
     bounds = bounds_ptr + (bucket * (slots // TOKENS) + place) * 2
     if number >= total:
-        if place * TOKENS < tl.cdiv((total - first) * TOKENS, BLOCK_N) * BLOCK_N:
+        if place * TOKENS < tl.cdiv(tl.maximum(total - first, 1) * TOKENS, BLOCK_N) * BLOCK_N:
             zero = tl.zeros((TOKENS, WIDE), k_rows_ptr.dtype.element_ty)
             tl.store(k_rows_ptr + out, zero, mask=mask_out)
             tl.store(v_rows_ptr + out, zero, mask=mask_out)
@@ -321,37 +321,81 @@ def unpack(job: CachedJob) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return staged.k.unflatten(0, shape), staged.v.unflatten(0, shape), staged.positions.unflatten(0, shape)
 
 
+class Sums(NamedTuple):
+    """Of every row, between chunks."""
+
+    acc: torch.Tensor  # float32 [rows, D]
+    stats: torch.Tensor  # float32 [rows, 2]: maximum and sum
+    starts: torch.Tensor  # int32 [B + 1]: each request's first new token
+    factor: float  # of scores
+
+
+class Attend:
+    """Over one chunk after the other."""
+
+    def __init__(self, job: CachedJob, staged: Staging, sums: Sums, out: torch.Tensor, lse: torch.Tensor | None):
+        self.job, self.staged, self.sums, self.out, self.lse = job, staged, sums, out, lse
+        self.block_m, self.block_n, self.narrow = _blocks(job)
+
+    def __call__(self, chunk: int) -> None:
+        job, staged, sums, out, lse = self.job, self.staged, self.sums, self.out, self.lse
+        requests, length, count = staged.counts
+        tokens, heads, dim = job.q.shape
+        buckets, slots, group = *staged.k.shape[:2], heads // job.kv_heads
+        chunk_kernel[(triton.cdiv(max(job.new) * group, self.block_m), buckets)](
+            job.q, staged.k, staged.v, staged.positions, staged.bounds, sums.acc, sums.stats, out,
+            out if lse is None else lse, out if job.sinks is None else job.sinks, requests, sums.starts, length, count,
+            *job.q.stride()[:2], *staged.count_strides, chunk * slots // staged.page_tokens, slots, tokens * group,
+            sums.factor, job.softcap or 0.0, job.window or 0, KV_HEADS=job.kv_heads, GROUP=group, DIM=dim,
+            WIDE=triton.next_power_of_2(dim), TIERS=staged.tiers, TOKENS=staged.page_tokens, BLOCK_M=self.block_m,
+            BLOCK_N=self.block_n, FIRST=chunk == 0, LAST=chunk == staged.chunks - 1, WINDOWED=job.window is not None,
+            CAPPED=job.softcap is not None, SINKS=job.sinks is not None, LSE=lse is not None,
+            PRECISION="ieee" if job.q.element_size() == 4 else "tf32", num_warps=4 if self.narrow else 8,
+            num_stages=1 if self.narrow else 2,
+        )  # fmt: skip
+
+
+def _blocks(job: CachedJob) -> tuple[int, int, bool]:
+    """Rows and tokens of a program of chunk_kernel, and whether wide values leave it few registers."""
+    dim, hopper = job.q.shape[2], processors_of(job.q.device)[1]
+    if job.q.device.type != "cuda":
+        return 16, 64, False
+    if job.q.element_size() == 4 or (dim > 128 and not hopper):
+        return 64, 64, True
+    return 128, 128 if hopper and dim <= 128 else 64, False
+
+
+def _specialized(job: CachedJob) -> bool:
+    """Whether cached_gluon.py takes the job; not even imported elsewhere than on Hopper."""
+    if not processors_of(job.q.device)[1] or not has_gluon():
+        return False
+    from . import cached_gluon
+
+    return cached_gluon.missing(job) is None
+
+
 def run(job: CachedJob) -> Result:
-    """Launches for a checked job: two a chunk."""
+    """Launches for a checked job: two a chunk, three on Hopper."""
     q, device = job.q, job.q.device
     tokens, heads, dim = q.shape
-    group, buckets = heads // job.kv_heads, len(job.requests) * job.kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     lse = torch.empty(tokens, heads, device=device) if job.return_lse else None
     if tokens == 0:
         return out, lse
-    size, hopper = q.element_size(), processors_of(device)[1]
-    interpreted, narrow = device.type != "cuda", size == 4 or (dim > 128 and not hopper)
-    block_m, block_n = (16, 64) if interpreted else (64, 64) if narrow else (128, 128 if hopper and dim <= 128 else 64)
-    staged = stage(job, block_n, STAGED)
-    rows = job.kv_heads * tokens * group
-    sums = torch.empty(rows * (dim + 2) if staged.chunks > 1 else 2, device=device)
-    stats, acc = sums[: 2 * rows], sums[2 * rows :]
+    staged = stage(job, _blocks(job)[1], STAGED)
+    rows = tokens * heads if staged.chunks > 1 else 1
+    sums = torch.empty(rows * (dim + 2), device=device)
     starts = _on_device(tuple(accumulate(job.new, initial=0)), device)
     factor = job.scale * LOG2E.value if job.softcap is None else 2 * job.scale / job.softcap
-    requests, length, count = staged.counts
-    slots = staged.k.shape[1]
+    kept = Sums(sums[2 * rows :], sums[: 2 * rows], starts, factor)
     with torch.cuda.device_of(q):
+        if _specialized(job):
+            from . import cached_gluon
+
+            attend: Callable[[int], None] = cached_gluon.Attend(job, staged, kept, out, lse)
+        else:
+            attend = Attend(job, staged, kept, out, lse)
         for chunk in range(staged.chunks):
             staged.fill(chunk)
-            chunk_kernel[(triton.cdiv(max(job.new) * group, block_m), buckets)](
-                q, staged.k, staged.v, staged.positions, staged.bounds, acc if staged.chunks > 1 else stats, stats, out,
-                out if lse is None else lse, out if job.sinks is None else job.sinks, requests, starts, length, count,
-                *q.stride()[:2], *staged.count_strides, chunk * slots // staged.page_tokens, slots, tokens * group,
-                factor, job.softcap or 0.0, job.window or 0, KV_HEADS=job.kv_heads, GROUP=group, DIM=dim,
-                WIDE=triton.next_power_of_2(dim), TIERS=staged.tiers, TOKENS=staged.page_tokens, BLOCK_M=block_m,
-                BLOCK_N=block_n, FIRST=chunk == 0, LAST=chunk == staged.chunks - 1, WINDOWED=job.window is not None,
-                CAPPED=job.softcap is not None, SINKS=job.sinks is not None, LSE=lse is not None,
-                PRECISION="ieee" if size == 4 else "tf32", num_warps=4 if narrow else 8, num_stages=1 if narrow else 2,
-            )  # fmt: skip
+            attend(chunk)
     return out, lse

@@ -36,6 +36,20 @@ ROWS = 64  # of a warpgroup
 COPIER = 24  # registers of a thread that copies
 LOG2E = 1.4426950408889634
 LOWEST = gl.constexpr(-3e38)  # as in prefill_triton.py
+NO, END, CAUSAL_MASK, PLACED = (gl.constexpr(i) for i in range(4))  # what softmax masks
+
+
+@gluon.jit
+def fill(i, at, ring, STAGES: gl.constexpr):
+    """Block i of K and V, which stands at ``at``, goes to its place in the ring when that is free."""
+    k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
+    stage, phase = i % STAGES, (i // STAGES) & 1
+    mbarrier.wait(k_empty.index(stage), phase ^ 1)
+    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, at, k_full.index(stage), k_smem.index(stage))
+    mbarrier.wait(v_empty.index(stage), phase ^ 1)
+    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_smem.index(stage))
 
 
 @gluon.jit
@@ -46,26 +60,23 @@ def _produce(copies, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TILES: gl.cons
     mbarrier.expect(q_full, TILES * q_desc.block_type.nbytes)
     for who in gl.static_range(TILES):
         tma.async_copy_global_to_shared(q_desc, [batch, head, begin + who * 64, 0], q_full, q_smem.index(who))
+    ring = (k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty)
     for i in range(blocks):
-        stage, phase = i % STAGES, (i // STAGES) & 1
-        start = (blocks - 1 - i) * BLOCK_N
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        at = [batch, kv_head, start, 0]
-        tma.async_copy_global_to_shared(k_desc, at, k_full.index(stage), k_smem.index(stage))
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_smem.index(stage))
+        fill(i, [batch, kv_head, (blocks - 1 - i) * BLOCK_N, 0], ring, STAGES)
 
 
 @gluon.jit
-def _softmax(s, top, total, own, start, keys, factor, BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
-             CAUSAL: gl.constexpr):  # fmt: skip
-    """Weights, the new maximum and sum, and what the old sums shrink by."""
+def softmax(s, top, total, own, start, keys, factor, BLOCK_N: gl.constexpr, MASK: gl.constexpr):
+    """Weights, the new maximum and sum, and what the old sums shrink by.
+
+    MASK: NO, END (of the keys), CAUSAL_MASK, or PLACED: ``keys`` points to where each key of the block stands.
+    """
     layout: gl.constexpr = s.type.layout
-    if MASKED:
+    if MASK != NO:
         position = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
-        if CAUSAL:
+        if MASK == PLACED:
+            seen = gl.load(keys + position)[None, :] <= own[:, None]
+        elif MASK == CAUSAL_MASK:
             seen = (position[None, :] < keys) & (position[None, :] <= own[:, None])
         else:
             seen = (position[None, :] < keys) & (own[:, None] == own[:, None])
@@ -78,13 +89,14 @@ def _softmax(s, top, total, own, start, keys, factor, BLOCK_N: gl.constexpr, MAS
 
 
 @gluon.jit
-def _step(
-    i, blocks, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, top, total, acc, own, keys, factor,
+def step(
+    i, start, q, ring, turn, p, top, total, acc, own, keys, factor,
     WHO: gl.constexpr, CONSUMERS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, PINGPONG: gl.constexpr, EACH: gl.constexpr, S_LAYOUT: gl.constexpr,
-    ACC_LAYOUT: gl.constexpr, TILE: gl.constexpr,
+    MASK: gl.constexpr, PINGPONG: gl.constexpr, EACH: gl.constexpr, S_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
     """Block i: its scores, while the weights of the block before, i - EACH, meet their values."""
+    k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
     stage, phase = i % STAGES, (i // STAGES) & 1
     before = (i - EACH) % STAGES
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
@@ -100,8 +112,7 @@ def _step(
         mbarrier.arrive(turn.index((WHO + 1) % CONSUMERS), count=1)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    start = (blocks - 1 - i) * BLOCK_N
-    weights, top, total, old = _softmax(s, top, total, own, start, keys, factor, BLOCK_N, MASKED, CAUSAL)
+    weights, top, total, old = softmax(s, top, total, own, start, keys, factor, BLOCK_N, MASK)
     after = gl.convert_layout(weights.to(k_smem.dtype), P_LAYOUT)
     # For the next step. Here, since the compiler would otherwise move the wait for p v above the softmax.
     mbarrier.wait(v_full.index(stage), phase)
@@ -124,6 +135,7 @@ def _consume(
     """
     q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn, out_desc, lse_ptr, sinks_ptr = work[:12]
     batch, head, begin, blocks, whole, queries, keys, stride_lb, stride_lh, factor, sums_smem, stats_smem = work[12:]
+    ring = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
     EACH: gl.constexpr = CONSUMERS if SPLIT else 1
     FIRST: gl.constexpr = WHO if SPLIT else 0  # block
     MINE: gl.constexpr = 0 if SPLIT else WHO  # tile of queries
@@ -146,23 +158,23 @@ def _consume(
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(FIRST), count=1)
     start = (blocks - 1 - FIRST) * BLOCK_N
-    weights, top, total, _ = _softmax(s, top, total, own, start, keys, factor, BLOCK_N, TAIL, CAUSAL)
+    MASK: gl.constexpr = CAUSAL_MASK if CAUSAL else END
+    weights, top, total, _ = softmax(s, top, total, own, start, keys, factor, BLOCK_N, MASK if TAIL else NO)
     p = gl.convert_layout(weights.to(k_smem.dtype), P_LAYOUT)
     mbarrier.wait(v_full.index(FIRST), 0)
     masked = FIRST + EACH
     if TAIL:
         masked = gl.maximum((blocks - whole + EACH - 1) // EACH * EACH, EACH) + FIRST
         for i in range(FIRST + EACH, masked, EACH):
-            p, top, total, acc = _step(
-                i, blocks, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, top, total, acc, own, keys,
-                factor, WHO, CONSUMERS, DIM, BLOCK_N, STAGES, True, CAUSAL, PINGPONG, EACH, S_LAYOUT, ACC_LAYOUT,
-                TILE,
+            start = (blocks - 1 - i) * BLOCK_N
+            p, top, total, acc = step(
+                i, start, q, ring, turn, p, top, total, acc, own, keys, factor, WHO, CONSUMERS, DIM, BLOCK_N, STAGES,
+                MASK, PINGPONG, EACH, S_LAYOUT, ACC_LAYOUT, TILE,
             )  # fmt: skip
     for i in range(masked, blocks, EACH):
-        p, top, total, acc = _step(
-            i, blocks, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, top, total, acc, own, keys, factor,
-            WHO, CONSUMERS, DIM, BLOCK_N, STAGES, False, CAUSAL, PINGPONG, EACH, S_LAYOUT, ACC_LAYOUT,
-                TILE,
+        p, top, total, acc = step(
+            i, 0, q, ring, turn, p, top, total, acc, own, keys, factor, WHO, CONSUMERS, DIM, BLOCK_N, STAGES, NO,
+            PINGPONG, EACH, S_LAYOUT, ACC_LAYOUT, TILE,
         )  # fmt: skip
     v = v_smem.index((blocks - EACH + FIRST) % STAGES)._reinterpret(v_smem.dtype, [BLOCK_N, DIM], TILE)
     acc = warpgroup_mma(p, v, acc, is_async=True)

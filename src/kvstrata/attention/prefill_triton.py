@@ -251,12 +251,17 @@ def run(job: PrefillJob, config: Config | None = None) -> Result:
     return out, lse
 
 
+def has_gluon() -> bool:
+    """Whether this Triton is new enough for the kernels in Gluon."""
+    return tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 6)
+
+
 def _plan(
     job: PrefillJob, config: Config, out: torch.Tensor, lse: torch.Tensor | None, processors: int, hopper: bool
 ) -> Run:
     """How jobs that look like this one run."""
     if config.specialize:
-        if tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 6):
+        if has_gluon():
             from . import prefill_gluon
 
             if prefill_gluon.missing(job) is None:
