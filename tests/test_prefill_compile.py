@@ -12,8 +12,8 @@ import pytest
 
 from kvstrata.attention.prefill_configs import TABLE, Config, default_of
 
-# Reads lines [dim, causal, packed, ragged, arch, config, path], or of a chunk [dim, first, last, path]; writes what
-# each kernel takes, and its machine code.
+# Reads lines [dim, causal, packed, ragged, arch, config, path], or of a chunk
+# [kernel, arch, dim, first, last, path]; writes what each kernel takes, and its machine code.
 SCRIPT = """
 import json, subprocess, sys
 from pathlib import Path
@@ -22,8 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
-from kvstrata.attention import cached_gluon, prefill_gluon, prefill_triton
+from kvstrata.attention import cached_gluon, cached_triton, prefill_gluon, prefill_triton
 from kvstrata.attention.prefill_configs import Config
+from kvstrata.attention.unpack_triton import whole_pages
 
 def compile(dim, causal, packed, ragged, arch, given, path):
     config, wide = Config(*given), triton.next_power_of_2(dim)
@@ -73,31 +74,33 @@ def write(source, arch, options, path):
     code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     Path(path).write_text(f"SHARED:{built.metadata.shared} " + code)
 
-def compile_chunk(dim, first, last, path):
-    # that of cached_gluon.py
-    wide = triton.next_power_of_2(dim)
-    constants = dict(KV_HEADS=8, GROUP=4, DIM=dim, WIDE=wide, BLOCK_N=cached_gluon.BLOCK_N, STAGES=cached_gluon.STAGES,
-                     CONSUMERS=2, FIRST=first, LAST=last, SINKS=last, LSE=last,
-                     REGISTERS=prefill_gluon.registers_of(2, None))
-    types, aligned = {}, {}
-    kernel = cached_gluon.chunk_kernel_hopper
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            types[name] = "constexpr"
-            continue
-        if name in ("k_desc", "v_desc"):
-            types[name] = f"tensordesc<bf16[1, 1, {cached_gluon.BLOCK_N}, {wide}],{NVMMASharedLayout(128, 16, 4)!r}>"
-            continue
-        kinds = dict.fromkeys(("q_ptr", "out_ptr"), "*bf16") | {"factor": "fp32"}
-        kinds |= dict.fromkeys(("acc_ptr", "stats_ptr", "lse_ptr", "sinks_ptr"), "*fp32")
-        types[name] = kinds.get(name, "*i32" if name.endswith("_ptr") else "i32")
-        if types[name][0] == "*" or name.startswith("stride_q"):
-            aligned[(i,)] = [["tt.divisibility", 16]]
-    write(GluonASTSource(kernel, types, constants, aligned), 90, dict(num_warps=4), path)
+def compile_chunk(kernel, arch, dim, first, last, path):
+    # those of prefill_attention_cached
+    wide, hopper = triton.next_power_of_2(dim), kernel == "chunk_kernel_hopper"
+    all = dict(KV_HEADS=8, GROUP=4, DIM=dim, WIDE=wide, BLOCK_M=128, BLOCK_N=128 if arch == 90 else 64, FIRST=first,
+               LAST=last, SINKS=last, LSE=last, STAGES=cached_gluon.STAGES, CONSUMERS=2, TIERS=3, TOKENS=64, BLOCK=dim,
+               FORMATS=0x324400, CENTRED=True, POSITION_BYTES=4, MANTISSA=0, SCALED=0, PAGE=64, WINDOWED=False,
+               CAPPED=False, PRECISION="tf32", MOST=64, REGISTERS=prefill_gluon.registers_of(2, None),
+               WHOLE=whole_pages(dim, 64, (4, 3, 2)))
+    kernel = getattr(cached_gluon if hopper or kernel == "order_kernel" else cached_triton, kernel)
+    constants = {name: value for name, value in all.items() if name in kernel.arg_names}
+    kinds = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "k_rows_ptr", "v_rows_ptr"), "*bf16")
+    kinds |= dict.fromkeys(("acc_ptr", "stats_ptr", "lse_ptr", "sinks_ptr", "centre_ptr", "k_scale_ptr"), "*fp32")
+    kinds |= {"v_scale_ptr": "*fp32", "pointers_ptr": "*i64", "hadamard_ptr": "*fp16", "factor": "fp32",
+              "softcap": "fp32"}
+    kinds |= dict.fromkeys(constants, "constexpr")
+    block = f"tensordesc<bf16[1, 1, {cached_gluon.BLOCK_N}, {wide}],{NVMMASharedLayout(128, 16, 4)!r}>"
+    kinds |= {"k_desc": block, "v_desc": block}
+    types = {name: kinds.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(types.items())
+               if kind[0] == "*" or name.startswith("stride_q")}
+    source = GluonASTSource if hopper else ASTSource
+    options = dict(num_warps=4 if hopper else 8, **({} if hopper else dict(num_stages=2)))
+    write(source(kernel, types, constants, aligned), arch, options, path)
 
 for line in sys.stdin:
     case = json.loads(line)
-    (compile if len(case) == 7 else compile_chunk)(*case)
+    (compile_chunk if isinstance(case[0], str) else compile)(*case)
 """
 
 
@@ -119,8 +122,16 @@ CASES |= {
     for key, config in TABLE.items()
     if config is not None
 }
-# head_dim, first and last chunk
-CHUNKS = {"first chunk, D 128": (128, True, False), "last chunk, D 96": (96, False, True), "D 64": (64, True, True)}
+# kernel, architecture, head_dim, first and last chunk
+CHUNKS: dict[str, tuple[str, int, int, bool, bool]] = {
+    "stage, sm_80": ("stage_kernel", 80, 96, True, True),
+    "stage, sm_90": ("stage_kernel", 90, 128, True, True),
+    "chunk, sm_80": ("chunk_kernel", 80, 128, False, True),
+    "order": ("order_kernel", 90, 128, True, True),
+    "first chunk, D 128": ("chunk_kernel_hopper", 90, 128, True, False),
+    "last chunk, D 96": ("chunk_kernel_hopper", 90, 96, False, True),
+    "only chunk, D 64": ("chunk_kernel_hopper", 90, 64, True, True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +162,12 @@ def test_kernels_fit(name: str, built: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("name", CHUNKS)
 def test_kernels_of_chunks_fit(name: str, built: dict[str, str]) -> None:
+    kernel, arch, *_ = CHUNKS[name]
     used = {what: int(n) for what, n in re.findall(r"(REG|STACK|SHARED):(\d+)", built[name])}
     assert used["STACK"] == 0, used
-    assert used["SHARED"] <= 227 * 1024, used
-    assert "HGMMA" in built[name]
-    assert "UTMALDG" in built[name]
+    assert used["SHARED"] <= (227 if arch == 90 else 99) * 1024, used
+    assert ("HGMMA" in built[name]) == (arch == 90 and kernel != "order_kernel")
+    assert ("UTMALDG" in built[name]) == (kernel == "chunk_kernel_hopper")
 
 
 def test_the_softmax_runs_beside_the_products(built: dict[str, str]) -> None:

@@ -23,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .cached import CachedJob
 from .cached_triton import Staging, Sums, _pages
 from .prefill_gluon import LOWEST, NO, PLACED, fill, registers_of, softmax, step
+from .prefill_launch import launch
 
 BLOCK_M, BLOCK_N, STAGES = 128, 128, 2
 CONSUMERS = BLOCK_M // 64
@@ -236,16 +237,20 @@ class Attend:
         requests, length, count = staged.counts
         tokens, heads, dim = job.q.shape
         buckets, slots, group = *staged.k.shape[:2], heads // job.kv_heads
-        order_kernel[(buckets,)](
-            self.order, self.some, staged.bounds, requests, self.sums.starts, length, count, *staged.count_strides,
-            chunk * slots // staged.page_tokens, slots, KV_HEADS=job.kv_heads, TIERS=staged.tiers,
-            TOKENS=staged.page_tokens, BLOCK_N=BLOCK_N, MOST=self.most, num_warps=1,
-        )  # fmt: skip
-        chunk_kernel_hopper[(triton.cdiv(max(job.new) * group, BLOCK_M), buckets)](
+        places = (requests, self.sums.starts, length)
+        args = (self.order, self.some, staged.bounds, *places, count, *staged.count_strides,
+                chunk * slots // staged.page_tokens, slots)  # fmt: skip
+        sizes = dict(TIERS=staged.tiers, TOKENS=staged.page_tokens, BLOCK_N=BLOCK_N, MOST=self.most)
+        launch(order_kernel, (buckets, 1, 1), args, dict(KV_HEADS=job.kv_heads, **sizes), num_warps=1)
+        more = (
             self.k, self.v, job.q, staged.positions, self.order, self.some, self.sums.acc, self.sums.stats, out,
-            out if lse is None else lse, out if job.sinks is None else job.sinks, requests, self.sums.starts, length,
-            *job.q.stride()[:2], staged.count_strides[0], slots, tokens * group, self.sums.factor,
+            out if lse is None else lse, out if job.sinks is None else job.sinks, *places, *job.q.stride()[:2],
+            staged.count_strides[0], slots, tokens * group, self.sums.factor,
+        )  # fmt: skip
+        constants = dict(
             KV_HEADS=job.kv_heads, GROUP=group, DIM=dim, WIDE=self.wide, BLOCK_N=BLOCK_N, STAGES=STAGES,
             CONSUMERS=CONSUMERS, FIRST=chunk == 0, LAST=chunk == staged.chunks - 1, SINKS=job.sinks is not None,
-            LSE=lse is not None, REGISTERS=registers_of(CONSUMERS, None), num_warps=4,
+            LSE=lse is not None, REGISTERS=registers_of(CONSUMERS, None),
         )  # fmt: skip
+        grid = (triton.cdiv(max(job.new) * group, BLOCK_M), buckets, 1)
+        launch(chunk_kernel_hopper, grid, more, constants, num_warps=4)

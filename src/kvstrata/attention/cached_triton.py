@@ -29,11 +29,12 @@ from .cached import CachedJob
 from .decode_triton import _on_device, _positions
 from .prefill import Result
 from .prefill_configs import processors_of
+from .prefill_launch import launch
 from .prefill_triton import LN2, LOG2E, has_gluon
-from .unpack_triton import load_levels, load_scales, widen
+from .unpack_triton import load_levels, load_scales, page_levels, whole_pages, widen
 
 AFTER_ALL = tl.constexpr(0x7FFFFFFF)
-STAGED = 24 << 20  # bytes of K and V rows in a chunk, that the L2 cache may keep them
+STAGED = 72 << 20  # bytes of K and V rows in a chunk, at most
 
 
 @triton.jit
@@ -60,7 +61,36 @@ def _restore(levels, scales, hadamard_ptr, DIM: tl.constexpr, WIDE: tl.constexpr
     return levels * scales[:, None]
 
 
-@triton.jit(do_not_specialize=["first", "units", "stride_length"])
+@triton.jit
+def _rows(page, scale_ptr, live, hadamard_ptr, DTYPE: tl.constexpr, BITS: tl.constexpr, IS_K: tl.constexpr,
+          DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+          WHOLE: tl.constexpr):  # fmt: skip
+    """K or V of a page, which begin at a multiple of 16 bytes: float32, without K's centre; BITS 0: plain."""
+    token, dim = tl.arange(0, TOKENS), tl.arange(0, WIDE)
+    mask = live[:, None] & (dim < DIM)[None, :]
+    if BITS == 0:
+        pair = token[:, None] * DIM + dim[None, :]
+        rows = tl.load(tl.multiple_of(page.to(tl.pointer_type(DTYPE)), 16) + pair, mask=mask, other=0.0).to(tl.float32)
+    else:
+        words = tl.multiple_of(page.to(tl.pointer_type(tl.int32)), 16)
+        if WHOLE:
+            levels = page_levels(words, BITS, DIM, TOKENS, IS_K)
+        else:
+            levels = load_levels(words, token[:, None], dim[None, :], mask, BITS, DIM, TOKENS, IS_K)
+        scales = load_scales(scale_ptr, token, live, 0 if IS_K else 1)
+        rows = _restore(levels, scales, hadamard_ptr, DIM, WIDE, BLOCK)
+    return rows
+
+
+@triton.jit
+def _place(position_ptr, bounds_ptr, position):
+    """Positions of a page, and the smallest and largest of them."""
+    tl.store(position_ptr, position)
+    tl.store(bounds_ptr, tl.min(position, 0))
+    tl.store(bounds_ptr + 1, tl.max(position, 0))
+
+
+@triton.jit(do_not_specialize=["first", "units", "stride_length", "slots"])
 def stage_kernel(
     k_rows_ptr, v_rows_ptr, position_ptr, bounds_ptr, requests_ptr, length_ptr, table_ptr, count_ptr, centre_ptr,
     pointers_ptr, offsets_ptr, hadamard_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_length, stride_table_r,
@@ -68,13 +98,13 @@ def stage_kernel(
     stride_k_row, stride_k_head, stride_v_page, stride_v_row, stride_v_head, units, first, slots,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TIERS: tl.constexpr, FORMATS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, POSITION_BYTES: tl.constexpr,
-    MANTISSA: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MANTISSA: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Page ``first + program_id(1)`` of a (request, KV head) to its rows of the chunk.
+    """Page ``first + program_id(1)`` of a (request, KV head) to its rows of the chunk: K and positions, or V.
 
     TIERS 0: TOKENS tokens of a PagedCache, whose own pages have PAGE slots.
     """
-    bucket, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bucket, place, is_k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) == 0
     batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
     request = tl.load(requests_ptr + batch).to(tl.int64)
     length = tl.load(length_ptr + request * stride_length)
@@ -85,77 +115,70 @@ def stage_kernel(
     number = first + place  # of the page; past the last, up to a whole block and one at least, rows are empty
     row = bucket * slots + place * TOKENS + token
     out = row[:, None] * DIM + dim[None, :]
+    k_out, v_out = k_rows_ptr + out, v_rows_ptr + out
     mask_out = mask_d & (token >= 0)[:, None]
-    bounds = bounds_ptr + (bucket * (slots // TOKENS) + place) * 2
+    position_ptr += row
+    bounds_ptr += (bucket * (slots // TOKENS) + place) * 2
+    DTYPE: tl.constexpr = k_rows_ptr.dtype.element_ty
     if number >= total:
         if place * TOKENS < tl.cdiv(tl.maximum(total - first, 1) * TOKENS, BLOCK_N) * BLOCK_N:
-            zero = tl.zeros((TOKENS, WIDE), k_rows_ptr.dtype.element_ty)
-            tl.store(k_rows_ptr + out, zero, mask=mask_out)
-            tl.store(v_rows_ptr + out, zero, mask=mask_out)
-            tl.store(position_ptr + row, tl.full((TOKENS,), AFTER_ALL, tl.int32))
-            tl.store(bounds, AFTER_ALL)
-            tl.store(bounds + 1, AFTER_ALL)
-    else:
-        k = tl.zeros((TOKENS, WIDE), tl.float32)
-        v = tl.zeros((TOKENS, WIDE), tl.float32)
-        position = tl.zeros((TOKENS,), tl.int32)
-        live = token < 0
-        if TIERS == 0:
-            k_scale, v_scale = 1.0, 1.0
+            zero = tl.zeros((TOKENS, WIDE), DTYPE)
+            if is_k:
+                tl.store(k_out, zero, mask=mask_out)
+                _place(position_ptr, bounds_ptr, tl.full((TOKENS,), AFTER_ALL, tl.int32))
+            else:
+                tl.store(v_out, zero, mask=mask_out)
+    elif TIERS == 0:
+        position = number * TOKENS + token
+        live = position < length
+        entry = table_ptr + request * stride_table_r + position // PAGE
+        page, slot = tl.load(entry, mask=live, other=0).to(tl.int64), (position % PAGE).to(tl.int64)
+        mask = live[:, None] & mask_d
+        scale = 1.0
+        if is_k:
             if SCALED > 0:
-                k_scale = tl.load(k_scale_ptr + kv_head % SCALED)
-                v_scale = tl.load(v_scale_ptr + kv_head % SCALED)
-            position = number * TOKENS + token
-            live = position < length
-            entry = table_ptr + request * stride_table_r + position // PAGE
-            page, slot = tl.load(entry, mask=live, other=0).to(tl.int64), (position % PAGE).to(tl.int64)
-            mask = live[:, None] & mask_d
-            k_at = page * stride_k_page + slot * stride_k_row + kv_head * stride_k_head
-            v_at = page * stride_v_page + slot * stride_v_row + kv_head * stride_v_head
-            k = widen(tl.load(k_ptr + k_at[:, None] + dim[None, :], mask=mask, other=0), MANTISSA) * k_scale
-            v = widen(tl.load(v_ptr + v_at[:, None] + dim[None, :], mask=mask, other=0), MANTISSA) * v_scale
+                scale = tl.load(k_scale_ptr + kv_head % SCALED)
+            at = page * stride_k_page + slot * stride_k_row + kv_head * stride_k_head
+            k = widen(tl.load(k_ptr + at[:, None] + dim[None, :], mask=mask, other=0), MANTISSA) * scale
+            tl.store(k_out, k.to(DTYPE), mask=mask_out)
+            _place(position_ptr, bounds_ptr, tl.where(live, position, AFTER_ALL))
         else:
-            pages_ptr = table_ptr + request * stride_table_r + kv_head * stride_table_h
-            before = 0
-            for tier in tl.static_range(TIERS):
-                count = tl.load(count_ptr + tier)
-                mine = number - before
-                before += tl.cdiv(count, TOKENS)
-                if (mine >= 0) & (number < before):
-                    page = page_address(pointers_ptr, tl.load(pages_ptr + tier * stride_table_t + mine), units)
-                    live = mine * TOKENS + token < count
-                    mask = live[:, None] & mask_d
-                    at = offsets_ptr + 3 * tier
-                    v_offset, scale_offset = tl.load(at), tl.load(at + 1)
+            if SCALED > 0:
+                scale = tl.load(v_scale_ptr + kv_head % SCALED)
+            at = page * stride_v_page + slot * stride_v_row + kv_head * stride_v_head
+            v = widen(tl.load(v_ptr + at[:, None] + dim[None, :], mask=mask, other=0), MANTISSA) * scale
+            tl.store(v_out, v.to(DTYPE), mask=mask_out)
+    else:
+        pages_ptr = table_ptr + request * stride_table_r + kv_head * stride_table_h
+        before = 0
+        for tier in tl.static_range(TIERS):
+            count = tl.load(count_ptr + tier)
+            mine = number - before
+            before += tl.cdiv(count, TOKENS)
+            if (mine >= 0) & (number < before):
+                page = page_address(pointers_ptr, tl.load(pages_ptr + tier * stride_table_t + mine), units)
+                live = mine * TOKENS + token < count
+                at = offsets_ptr + 3 * tier
+                K_BITS: tl.constexpr = 0 if tier == 0 else (FORMATS >> (8 * tier)) & 15
+                V_BITS: tl.constexpr = 0 if tier == 0 else (FORMATS >> (8 * tier + 4)) & 15
+                scale_ptr = (page + tl.load(at + 1)).to(tl.pointer_type(tl.float16))
+                if is_k:
+                    k = _rows(page, scale_ptr, live, hadamard_ptr, DTYPE, K_BITS, True, DIM, WIDE, TOKENS, BLOCK, WHOLE)
+                    if CENTRED and tier > 0:
+                        centre_ptr += request * stride_centre_r + kv_head * stride_centre_h
+                        k += tl.load(centre_ptr + dim, mask=dim < DIM, other=0.0)[None, :]
+                    tl.store(k_out, k.to(DTYPE), mask=mask_out)
                     position = _positions(page, tl.load(at + 2), token, live, POSITION_BYTES)
-                    if tier == 0:
-                        pair = token[:, None] * DIM + dim[None, :]
-                        rows = tl.pointer_type(k_rows_ptr.dtype.element_ty)
-                        k = tl.load(page.to(rows) + pair, mask=mask, other=0.0).to(tl.float32)
-                        v = tl.load((page + v_offset).to(rows) + pair, mask=mask, other=0.0).to(tl.float32)
-                    else:
-                        K_BITS: tl.constexpr = (FORMATS >> (8 * tier)) & 15
-                        V_BITS: tl.constexpr = (FORMATS >> (8 * tier + 4)) & 15
-                        words = tl.pointer_type(tl.int32)
-                        scale_ptr = (page + scale_offset).to(tl.pointer_type(tl.float16))
-                        k = load_levels(page.to(words), token[:, None], dim[None, :], mask, K_BITS, DIM, TOKENS, True)
-                        k = _restore(k, load_scales(scale_ptr, token, live, 0), hadamard_ptr, DIM, WIDE, BLOCK)
-                        if CENTRED:
-                            at = request * stride_centre_r + kv_head * stride_centre_h + dim
-                            k += tl.load(centre_ptr + at, mask=dim < DIM, other=0.0)[None, :]
-                        v = load_levels(
-                            (page + v_offset).to(words), token[:, None], dim[None, :], mask, V_BITS, DIM, TOKENS, False
-                        )
-                        v = _restore(v, load_scales(scale_ptr, token, live, 1), hadamard_ptr, DIM, WIDE, BLOCK)
-        position = tl.where(live, position, AFTER_ALL)
-        tl.store(k_rows_ptr + out, k.to(k_rows_ptr.dtype.element_ty), mask=mask_out)
-        tl.store(v_rows_ptr + out, v.to(v_rows_ptr.dtype.element_ty), mask=mask_out)
-        tl.store(position_ptr + row, position)
-        tl.store(bounds, tl.min(position, 0))
-        tl.store(bounds + 1, tl.max(position, 0))
+                    _place(position_ptr, bounds_ptr, tl.where(live, position, AFTER_ALL))
+                else:
+                    page += tl.load(at)
+                    v = _rows(
+                        page, scale_ptr, live, hadamard_ptr, DTYPE, V_BITS, False, DIM, WIDE, TOKENS, BLOCK, WHOLE
+                    )
+                    tl.store(v_out, v.to(DTYPE), mask=mask_out)
 
 
-@triton.jit(do_not_specialize=["first", "rows_of_all", "window", "stride_length"])
+@triton.jit(do_not_specialize=["first", "slots", "rows_of_all", "window", "stride_length"])
 def chunk_kernel(
     q_ptr, k_ptr, v_ptr, position_ptr, bounds_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr, requests_ptr,
     starts_ptr, length_ptr, count_ptr, stride_qt, stride_qh, stride_length, stride_count_r, stride_count_h, first,
@@ -291,24 +314,29 @@ def stage(job: CachedJob, block_n: int, most: int) -> Staging:
     if tiers == 0:
         constants["TOKENS"] = 16 if device.type != "cuda" else 64
     page_tokens = constants["TOKENS"]
+    formats = job.buckets.formats[1:] if job.buckets is not None else ()
+    whole = whole_pages(dim, page_tokens, {bits for f in formats for bits in (f.k_bits, f.v_bits)})
     # Slots of a chunk: a whole number of blocks and pages; all tokens, each tier with a page that is not full.
-    needed = triton.cdiv(job.max_length + max(tiers, 1) * page_tokens, block_n) * block_n
-    slots = min(max(most // (buckets * dim * size * 2) // block_n, 1) * block_n, needed)
+    needed = triton.cdiv(job.max_length + max(tiers, 1) * page_tokens, block_n)
+    chunks = triton.cdiv(needed, max(most // (buckets * dim * size * 2 * block_n), 1))
+    # An odd number of blocks: rows of all heads that are a power of two apart cost attention an eighth of its time.
+    slots = (triton.cdiv(needed, chunks) | 1) * block_n
     rows = torch.empty(2, buckets, slots, dim, dtype=q.dtype, device=device)
     positions = torch.empty(buckets, slots, dtype=torch.int32, device=device)
     bounds = torch.empty(buckets, slots // page_tokens, 2, dtype=torch.int32, device=device)
     requests = _on_device(tuple(job.requests), device)
 
+    pointed = (rows[0], rows[1], positions, bounds, requests, length, table, count, centre, pointers, offsets,
+               _signs(dim, device), k, v, k_scale, v_scale)  # fmt: skip
+    constants |= dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=triton.next_power_of_2(dim), BLOCK_N=block_n, WHOLE=whole)
+
     def fill(chunk: int) -> None:
-        stage_kernel[(buckets, slots // page_tokens)](
-            rows[0], rows[1], positions, bounds, requests, length, table, count, centre, pointers, offsets,
-            _signs(dim, device), k, v, k_scale, v_scale, *numbers, chunk * slots // page_tokens, slots,
-            KV_HEADS=job.kv_heads, DIM=dim, WIDE=triton.next_power_of_2(dim), BLOCK_N=block_n, **constants, num_warps=8,
-        )  # fmt: skip
+        grid = (buckets, slots // page_tokens, 2)
+        launch(stage_kernel, grid, (*pointed, *numbers, chunk * slots // page_tokens, slots), constants, num_warps=8)
 
     return Staging(
-        rows[0], rows[1], positions, bounds, triton.cdiv(needed, slots), page_tokens, tiers, (requests, length, count),
-        (numbers[0], numbers[4], numbers[5]), fill,
+        rows[0], rows[1], positions, bounds, triton.cdiv(needed * block_n, slots), page_tokens, tiers,
+        (requests, length, count), (numbers[0], numbers[4], numbers[5]), fill,
     )  # fmt: skip
 
 
@@ -342,17 +370,21 @@ class Attend:
         requests, length, count = staged.counts
         tokens, heads, dim = job.q.shape
         buckets, slots, group = *staged.k.shape[:2], heads // job.kv_heads
-        chunk_kernel[(triton.cdiv(max(job.new) * group, self.block_m), buckets)](
+        args = (
             job.q, staged.k, staged.v, staged.positions, staged.bounds, sums.acc, sums.stats, out,
             out if lse is None else lse, out if job.sinks is None else job.sinks, requests, sums.starts, length, count,
             *job.q.stride()[:2], *staged.count_strides, chunk * slots // staged.page_tokens, slots, tokens * group,
-            sums.factor, job.softcap or 0.0, job.window or 0, KV_HEADS=job.kv_heads, GROUP=group, DIM=dim,
-            WIDE=triton.next_power_of_2(dim), TIERS=staged.tiers, TOKENS=staged.page_tokens, BLOCK_M=self.block_m,
-            BLOCK_N=self.block_n, FIRST=chunk == 0, LAST=chunk == staged.chunks - 1, WINDOWED=job.window is not None,
-            CAPPED=job.softcap is not None, SINKS=job.sinks is not None, LSE=lse is not None,
-            PRECISION="ieee" if job.q.element_size() == 4 else "tf32", num_warps=4 if self.narrow else 8,
-            num_stages=1 if self.narrow else 2,
+            sums.factor, job.softcap or 0.0, job.window or 0,
         )  # fmt: skip
+        constants = dict(
+            KV_HEADS=job.kv_heads, GROUP=group, DIM=dim, WIDE=triton.next_power_of_2(dim), TIERS=staged.tiers,
+            TOKENS=staged.page_tokens, BLOCK_M=self.block_m, BLOCK_N=self.block_n, FIRST=chunk == 0,
+            LAST=chunk == staged.chunks - 1, WINDOWED=job.window is not None, CAPPED=job.softcap is not None,
+            SINKS=job.sinks is not None, LSE=lse is not None, PRECISION="ieee" if job.q.element_size() == 4 else "tf32",
+        )  # fmt: skip
+        grid = (triton.cdiv(max(job.new) * group, self.block_m), buckets, 1)
+        stages, warps = (1, 4) if self.narrow else (2, 8)
+        launch(chunk_kernel, grid, args, constants, num_warps=warps, num_stages=stages)
 
 
 def _blocks(job: CachedJob) -> tuple[int, int, bool]:

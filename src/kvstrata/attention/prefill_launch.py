@@ -1,13 +1,14 @@
-"""What a launch of prefill in Triton costs the host, paid once for each look of a call.
+"""What a launch in Triton costs the host, paid once for each look of a call.
 
 Triton looks at every argument of every launch to find the kernel that was compiled for it, and a tensor descriptor
 checks itself whenever one is made. Neither changes while shapes, strides, dtypes and the alignment of addresses stay
 (`look`): the first launch keeps the kernel that Triton gives back, the next ones go to it, and descriptors are copies
-of the first ones with another address.
+of the first ones with another address. `Launch` is for a job that is looked at as a whole, `launch` for one kernel.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -95,3 +96,37 @@ def remembered(key: tuple[Hashable, ...], make: Callable[[], Run]) -> Run:
             _known.clear()
         run = _known[key] = make()
     return run
+
+
+_launched: dict[tuple[Hashable, ...], Any] = {}
+
+
+@functools.cache
+def _free(kernel: Any) -> frozenset[int]:
+    """Places of arguments whose values Triton does not look at."""
+    return frozenset(i for i, param in enumerate(kernel.params) if param.do_not_specialize)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: dict[str, Any], **options: Any
+) -> None:
+    """``kernel[grid](*args, **constants, **options)``, with ``args`` all arguments that are no constants, in order."""
+    if not hasattr(kernel, "params"):  # interpreted
+        kernel[grid](*args, **constants, **options)
+        return
+    free, looks = _free(kernel), [id(kernel), *constants.values(), *options.values()]
+    for i, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor):
+            looks += (arg.dtype, arg.data_ptr() % KIND, arg.get_device())
+        elif isinstance(arg, int):
+            looks.append(arg > 0x7FFFFFFF if i in free else arg)
+        elif not isinstance(arg, float):  # a descriptor
+            looks += (*arg.block_shape, arg.base.dtype)
+    key = tuple(looks)
+    compiled = _launched.get(key)
+    if compiled is None:
+        if len(_launched) >= REMEMBERED:
+            _launched.clear()
+        _launched[key] = kernel[grid](*args, **constants, **options)
+    else:
+        compiled[grid](*args, *(constants[name] for name in kernel.arg_names if name in constants))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import triton
 import triton.language as tl
 
@@ -47,6 +49,57 @@ def load_levels(code_ptr, token, dim, live, BITS: tl.constexpr, DIM: tl.constexp
         code = (low & 3) | ((high & 1) << 2)
     MIDDLE: tl.constexpr = ((1 << BITS) - 1) / 2
     return (code & ((1 << BITS) - 1)).to(tl.float32) - MIDDLE
+
+
+@triton.jit
+def _words(code_ptr, FROM: tl.constexpr, WORDS: tl.constexpr, FIELDS: tl.constexpr):
+    """Words FROM .. of all lanes, each once and in the order of memory, as ``[WORDS, 32, FIELDS]`` to be shifted."""
+    at = tl.arange(0, WORDS * 32)
+    flat = tl.reshape(tl.load(code_ptr + FROM * 32 + at), (WORDS // 4, 32, 4))
+    words = tl.reshape(tl.permute(flat, (0, 2, 1)), (WORDS, 32, 1))
+    return tl.broadcast_to(words, (WORDS, 32, FIELDS))
+
+
+@triton.jit
+def page_levels(code_ptr, BITS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, IS_K: tl.constexpr):
+    """As load_levels, of a whole page: a word is loaded once and its fields go where they belong by their place alone.
+
+    Below, axes of a word are (block of 16 tokens, step of 16 dims, g, t), those of its fields as layout/fragments.py
+    has them: r_low, r_high and half, and which of two (``odd``) or four fragments where a word has several.
+    """
+    STEPS: tl.constexpr = DIM // 16
+    BLOCKS: tl.constexpr = TOKENS // 16
+    FRAGMENTS: tl.constexpr = STEPS * BLOCKS
+    shape: tl.constexpr = (TOKENS, DIM)
+    if BITS == 8:  # block, step, r_high, g, t, r_low, half
+        code = _words(code_ptr, 0, 2 * FRAGMENTS, 4) >> (8 * tl.arange(0, 4))[None, None, :]
+        code = tl.reshape(code, (BLOCKS, STEPS, 2, 8, 4, 2, 2))
+        code = tl.permute(code, (0, 5, 3, 1, 2, 4, 6) if IS_K else (0, 2, 4, 6, 1, 5, 3))
+    elif BITS == 4:  # block, step, g, t, half, r_high, r_low
+        field = tl.arange(0, 8)
+        code = _words(code_ptr, 0, FRAGMENTS, 8) >> (field // 4 * 16 + field % 4 * 4)[None, None, :]
+        code = tl.reshape(code, (BLOCKS, STEPS, 8, 4, 2, 2, 2))
+        code = tl.permute(code, (0, 6, 2, 1, 5, 3, 4) if IS_K else (0, 5, 3, 4, 1, 6, 2))
+    else:  # block, pair of steps, g, t, half, odd, r_high, r_low
+        field = tl.arange(0, 16)
+        code = _words(code_ptr, 0, FRAGMENTS // 2, 16) >> (field // 8 * 16 + field % 8 * 2)[None, None, :]
+        code = tl.reshape(code, (BLOCKS, STEPS // 2, 8, 4, 2, 2, 2, 2))
+        code = tl.permute(code, (0, 7, 2, 1, 5, 6, 3, 4) if IS_K else (0, 6, 3, 4, 1, 5, 7, 2))
+    code = tl.reshape(code, shape)
+    if BITS == 3:  # block, four steps, g, t, half, which two, r_high, r_low, odd
+        high = _words(code_ptr, FRAGMENTS // 2, FRAGMENTS // 4, 32) >> ((tl.arange(0, 32) + 2) % 32)[None, None, :]
+        high = tl.reshape(high, (BLOCKS, STEPS // 4, 8, 4, 2, 2, 2, 2, 2))
+        high = tl.permute(high, (0, 7, 2, 1, 5, 8, 6, 3, 4) if IS_K else (0, 6, 3, 4, 1, 5, 8, 7, 2))
+        code = (code & 3) | ((tl.reshape(high, shape) & 1) << 2)
+    MIDDLE: tl.constexpr = ((1 << BITS) - 1) / 2
+    return (code & ((1 << BITS) - 1)).to(tl.float32) - MIDDLE
+
+
+def whole_pages(dim: int, page_tokens: int, widths: Iterable[int]) -> bool:
+    """Whether page_levels takes pages of these: axes are powers of two, and planes are whole chunks of 16 bytes."""
+    fragments = dim // 16 * page_tokens // 16
+    least = {8: 2, 4: 4, 3: 16, 2: 8}
+    return dim >= 64 and dim & (dim - 1) == 0 and all(fragments >= least[bits] for bits in widths)
 
 
 @triton.jit
