@@ -25,7 +25,7 @@ from .cached_triton import Staging, Sums, _pages
 from .prefill_gluon import LOWEST, NO, PLACED, fill, registers_of, softmax, step
 from .prefill_launch import launch
 
-BLOCK_M, BLOCK_N, STAGES = 128, 128, 2
+BLOCK_M, BLOCK_N, STAGES = 128, 128, 3
 CONSUMERS = BLOCK_M // 64
 
 
@@ -220,13 +220,13 @@ class Attend:
 
     def __init__(self, job: CachedJob, staged: Staging, sums: Sums, out: torch.Tensor, lse: torch.Tensor | None):
         self.job, self.staged, self.sums, self.out, self.lse = job, staged, sums, out, lse
-        buckets, slots, dim = staged.k.shape
+        buckets, slots, _ = staged.k.shape
         blocks = slots // BLOCK_N
         ints = torch.empty(buckets * (blocks + 2), dtype=torch.int32, device=job.q.device)
         self.order, self.some = ints[: buckets * blocks], ints[buckets * blocks :]
-        self.wide, self.most = triton.next_power_of_2(dim), triton.next_power_of_2(blocks)
+        self.most = 1 << (blocks - 1).bit_length()
         dtype = gl.float16 if job.q.dtype == torch.float16 else gl.bfloat16
-        block = [1, 1, BLOCK_N, self.wide]
+        block = [1, 1, BLOCK_N, staged.wide]
         layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
         self.k, self.v = (
             TensorDescriptor(x, [1, *x.shape], [x.numel(), *x.stride()], block, layout) for x in (staged.k, staged.v)
@@ -248,9 +248,9 @@ class Attend:
             staged.count_strides[0], slots, tokens * group, self.sums.factor,
         )  # fmt: skip
         constants = dict(
-            KV_HEADS=job.kv_heads, GROUP=group, DIM=dim, WIDE=self.wide, BLOCK_N=BLOCK_N, STAGES=STAGES,
+            KV_HEADS=job.kv_heads, GROUP=group, DIM=dim, WIDE=staged.wide, BLOCK_N=BLOCK_N, STAGES=STAGES,
             CONSUMERS=CONSUMERS, FIRST=chunk == 0, LAST=chunk == staged.chunks - 1, SINKS=job.sinks is not None,
             LSE=lse is not None, REGISTERS=registers_of(CONSUMERS, None),
         )  # fmt: skip
-        grid = (triton.cdiv(max(job.new) * group, BLOCK_M), buckets, 1)
+        grid = (-(-max(job.new) * group // BLOCK_M), buckets, 1)
         launch(chunk_kernel_hopper, grid, more, constants, num_warps=4)

@@ -296,6 +296,7 @@ class Staging(NamedTuple):
     v: torch.Tensor
     positions: torch.Tensor  # int32 [buckets, slots]
     bounds: torch.Tensor  # int32 [buckets, pages, 2]: smallest and largest position
+    wide: int  # D, or the power of two above it
     chunks: int
     page_tokens: int
     tiers: int
@@ -317,10 +318,10 @@ def stage(job: CachedJob, block_n: int, most: int) -> Staging:
     formats = job.buckets.formats[1:] if job.buckets is not None else ()
     whole = whole_pages(dim, page_tokens, {bits for f in formats for bits in (f.k_bits, f.v_bits)})
     # Slots of a chunk: a whole number of blocks and pages; all tokens, each tier with a page that is not full.
-    needed = triton.cdiv(job.max_length + max(tiers, 1) * page_tokens, block_n)
-    chunks = triton.cdiv(needed, max(most // (buckets * dim * size * 2 * block_n), 1))
-    # An odd number of blocks: rows of all heads that are a power of two apart cost attention an eighth of its time.
-    slots = (triton.cdiv(needed, chunks) | 1) * block_n
+    needed = -(-(job.max_length + max(tiers, 1) * page_tokens) // block_n)
+    chunks = -(-needed // max(most // (buckets * dim * size * 2 * block_n), 1))
+    slots = -(-needed // chunks) * block_n
+    wide = 1 << (dim - 1).bit_length()
     rows = torch.empty(2, buckets, slots, dim, dtype=q.dtype, device=device)
     positions = torch.empty(buckets, slots, dtype=torch.int32, device=device)
     bounds = torch.empty(buckets, slots // page_tokens, 2, dtype=torch.int32, device=device)
@@ -328,14 +329,14 @@ def stage(job: CachedJob, block_n: int, most: int) -> Staging:
 
     pointed = (rows[0], rows[1], positions, bounds, requests, length, table, count, centre, pointers, offsets,
                _signs(dim, device), k, v, k_scale, v_scale)  # fmt: skip
-    constants |= dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=triton.next_power_of_2(dim), BLOCK_N=block_n, WHOLE=whole)
+    constants |= dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=wide, BLOCK_N=block_n, WHOLE=whole)
 
     def fill(chunk: int) -> None:
         grid = (buckets, slots // page_tokens, 2)
-        launch(stage_kernel, grid, (*pointed, *numbers, chunk * slots // page_tokens, slots), constants, num_warps=8)
+        launch(stage_kernel, grid, (*pointed, *numbers, chunk * slots // page_tokens, slots), constants, num_warps=4)
 
     return Staging(
-        rows[0], rows[1], positions, bounds, triton.cdiv(needed * block_n, slots), page_tokens, tiers,
+        rows[0], rows[1], positions, bounds, wide, -(-needed * block_n // slots), page_tokens, tiers,
         (requests, length, count), (numbers[0], numbers[4], numbers[5]), fill,
     )  # fmt: skip
 
@@ -377,12 +378,12 @@ class Attend:
             sums.factor, job.softcap or 0.0, job.window or 0,
         )  # fmt: skip
         constants = dict(
-            KV_HEADS=job.kv_heads, GROUP=group, DIM=dim, WIDE=triton.next_power_of_2(dim), TIERS=staged.tiers,
+            KV_HEADS=job.kv_heads, GROUP=group, DIM=dim, WIDE=staged.wide, TIERS=staged.tiers,
             TOKENS=staged.page_tokens, BLOCK_M=self.block_m, BLOCK_N=self.block_n, FIRST=chunk == 0,
             LAST=chunk == staged.chunks - 1, WINDOWED=job.window is not None, CAPPED=job.softcap is not None,
             SINKS=job.sinks is not None, LSE=lse is not None, PRECISION="ieee" if job.q.element_size() == 4 else "tf32",
         )  # fmt: skip
-        grid = (triton.cdiv(max(job.new) * group, self.block_m), buckets, 1)
+        grid = (-(-max(job.new) * group // self.block_m), buckets, 1)
         stages, warps = (1, 4) if self.narrow else (2, 8)
         launch(chunk_kernel, grid, args, constants, num_warps=warps, num_stages=stages)
 

@@ -8,7 +8,6 @@ of the first ones with another address. `Launch` is for a job that is looked at 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -98,13 +97,8 @@ def remembered(key: tuple[Hashable, ...], make: Callable[[], Run]) -> Run:
     return run
 
 
-_launched: dict[tuple[Hashable, ...], Any] = {}
-
-
-@functools.cache
-def _free(kernel: Any) -> frozenset[int]:
-    """Places of arguments whose values Triton does not look at."""
-    return frozenset(i for i, param in enumerate(kernel.params) if param.do_not_specialize)
+_launched: dict[tuple[Hashable, ...], tuple[Any, tuple[Any, ...]]] = {}  # the kernel, its constants in order
+_free: dict[int, tuple[bool, ...]] = {}  # by kernel: arguments whose values Triton does not look at
 
 
 def launch(
@@ -114,19 +108,26 @@ def launch(
     if not hasattr(kernel, "params"):  # interpreted
         kernel[grid](*args, **constants, **options)
         return
-    free, looks = _free(kernel), [id(kernel), *constants.values(), *options.values()]
-    for i, arg in enumerate(args):
-        if isinstance(arg, torch.Tensor):
-            looks += (arg.dtype, arg.data_ptr() % KIND, arg.get_device())
-        elif isinstance(arg, int):
-            looks.append(arg > 0x7FFFFFFF if i in free else arg)
-        elif not isinstance(arg, float):  # a descriptor
+    name = id(kernel)
+    free = _free.get(name)
+    if free is None:
+        free = _free[name] = tuple(param.do_not_specialize for param in kernel.params)
+    looks: list[Hashable] = [name, torch.cuda.current_device(), *constants.values(), *options.values()]
+    for arg, any_value in zip(args, free, strict=False):
+        kind = type(arg)  # an instance of Tensor takes long to be asked for
+        if kind is int:
+            looks.append(arg > 0x7FFFFFFF if any_value else arg)
+        elif hasattr(arg, "block_shape"):
             looks += (*arg.block_shape, arg.base.dtype)
+        elif kind is not float:
+            looks.append(arg.data_ptr() % KIND)
+            looks.append(arg.dtype)
     key = tuple(looks)
-    compiled = _launched.get(key)
-    if compiled is None:
+    known = _launched.get(key)
+    if known is None:
         if len(_launched) >= REMEMBERED:
             _launched.clear()
-        _launched[key] = kernel[grid](*args, **constants, **options)
+        in_order = tuple(constants[name] for name in kernel.arg_names if name in constants)
+        _launched[key] = kernel[grid](*args, **constants, **options), in_order
     else:
-        compiled[grid](*args, *(constants[name] for name in kernel.arg_names if name in constants))
+        known[0][grid](*args, *known[1])
