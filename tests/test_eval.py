@@ -235,6 +235,24 @@ def test_tables_and_plot(tmp_path: Path) -> None:
     assert plot.plot(state, tmp_path / "q.png").stat().st_size > 1000
 
 
+def test_pairs_are_of_one_width_and_read_the_same_chunks() -> None:
+    """Four chunks of 10 tokens: a KL lower by 2 in each is 0.2 a token, for certain."""
+
+    def row(name: str, kind: str, kl: float, chunk: int = 10) -> results.Row:
+        sums = [[kl, kl, kl, kl], [2 * kl, 0.0, kl, kl]]
+        return results.Row(name, kind, 40, 0, chunk, None, {}, 1, 2, sums, sums, [[9] * 4] * 2, [10] * 4)
+
+    rows = [row("tiers, 3 bits", "ours", 1.0), row("uniform K4V2, 3 bits", "variant", 3.0)]
+    rows += [row("uniform K2V2, 2 bits", "variant", 9.0), row("uniform K3V3, 3 bits", "variant", 9.0, chunk=20)]
+    state = results.Quality({"name": "x", "date": "2026-01-01", "revision": None}, "tiny", ["a", "b"], {}, rows)
+    _, lines = render.pairs(state, {})
+    ((width, against, a, b, kl, nll),) = lines
+    assert (width, against, a) == ("3 bits", "uniform K4V2", "-200.0 [-200.0, -200.0]")
+    assert b.startswith("-200.0 [-3")
+    assert kl == nll
+    assert rows[1].above(rows[0], "kl", 0)[0] == pytest.approx(0.2)
+
+
 def test_a_needle_is_where_it_should_be() -> None:
     hay = "0123456789" * 60
     given = needle.task(Letters(), hay, 400, 0.5, seed=3)

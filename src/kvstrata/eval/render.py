@@ -3,8 +3,8 @@
     <!-- kvstrata:quality table=budgets tokens=4096 -->
     <!-- /kvstrata:quality -->
 
-`table` is `budgets` (every contender at one length, by bytes) or `needles`; `tokens`, `names` (globs) and `kinds`
-choose rows.
+`table` is `budgets` (every contender at one length, by bytes), `needles`, or `pairs` (tiers against one format of the
+same width, differences times 1,000); `tokens`, `names` (globs) and `kinds` choose rows.
 """
 
 from __future__ import annotations
@@ -68,7 +68,25 @@ def needles(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[
     return header, lines
 
 
-TABLES = {"budgets": budgets, "needles": needles}
+def pairs(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Tiers against one format of the same width, chunk by chunk: the difference of KL and of the log-likelihood."""
+    rows = [row for row in _chosen(quality, options) if row.name.endswith("bits")]
+    width = {id(row): row.name.rpartition(", ")[2] for row in rows}
+    header = ["tiers at", "against", *(f"KL, {text}" for text in quality.texts), "KL, all", "nll, all"]
+    lines = []
+    for ours in (row for row in rows if row.kind == "ours"):
+        for other in rows:
+            alike = (other.tokens, other.prompt, other.chunk) == (ours.tokens, ours.prompt, ours.chunk)
+            if other.kind != "variant" or width[id(other)] != width[id(ours)] or not alike:
+                continue
+            found = [ours.above(other, "kl", text) for text in range(len(quality.texts))]
+            found += [ours.above(other, what) for what in ("kl", "nll")]
+            cells = [f"{1000 * m:+.1f} [{1000 * low:+.1f}, {1000 * high:+.1f}]" for m, low, high in found]
+            lines.append([width[id(ours)], other.name.rpartition(", ")[0], *cells])
+    return header, lines
+
+
+TABLES = {"budgets": budgets, "needles": needles, "pairs": pairs}
 
 
 def caption(quality: Quality) -> str:

@@ -57,14 +57,21 @@ class Row:
         return sum(map(sum, self.agree)) / (len(self.agree) * sum(self.count)) if self.agree[0] else 1.0
 
     def loss(self, exact: Row) -> tuple[float, float, float]:
-        """Relative rise of perplexity over all texts, and its 95 % interval over chunks (seeded bootstrap)."""
-        difference = np.asarray(self.nll) - np.asarray(exact.nll)  # [text, chunk]
+        """Relative rise of perplexity over all texts, and its 95 % interval over chunks."""
+        mean, low, high = self.above(exact, "nll")
+        return math.expm1(mean), math.expm1(low), math.expm1(high)
+
+    def above(self, other: Row, what: str, text: int | None = None) -> tuple[float, float, float]:
+        """Mean difference of ``nll`` or ``kl`` a token, of one text or all, and its 95 % interval over chunks (seeded
+        bootstrap); both rows have read the same ones."""
+        some = slice(None) if text is None else slice(text, text + 1)
+        difference = np.asarray(getattr(self, what)[some]) - np.asarray(getattr(other, what)[some])  # [text, chunk]
         counts = np.broadcast_to(np.asarray(self.count, float), difference.shape)
         flat, weight = difference.ravel(), counts.ravel()
         picks = np.random.default_rng(0).integers(flat.size, size=(2000, flat.size))
         means = flat[picks].sum(1) / weight[picks].sum(1)
         low, high = np.percentile(means, [2.5, 97.5])
-        return math.expm1(flat.sum() / weight.sum()), math.expm1(low), math.expm1(high)
+        return float(flat.sum() / weight.sum()), float(low), float(high)
 
 
 @dataclass
