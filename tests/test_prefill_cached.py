@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from conftest import HAS_GPU
 from decode_model import DEVICE, EPS, INTERPRETED, Case, filled, poison_tails
 from kvstrata import PagedCache, TieredCache, decode_attention, prefill_attention_cached
 from kvstrata.attention import cached_triton
+from kvstrata.attention.unpack_triton import load_levels, page_levels, whole_pages
 
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
 # On Hopper the backend has a second kernel, cached_gluon.py: portable is Triton without it.
@@ -131,6 +134,32 @@ def test_many_rows_over_many_blocks(backend: str, dim: int, monkeypatch: pytest.
     check(cache, lengths, [150, 130, 1, 0], backend, group=3, sinks=sinks)
     monkeypatch.setattr(cached_triton, "STAGED", 300 * 8 * 4 * dim)
     check(cache, lengths, [150, 130, 1, 0], backend, group=3, sinks=sinks)
+
+
+@triton.jit
+def both_ways(code_ptr, one_ptr, other_ptr, BITS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+              IS_K: tl.constexpr):  # fmt: skip
+    token, dim = tl.arange(0, TOKENS)[:, None], tl.arange(0, DIM)[None, :]
+    live = (token >= 0) & (dim >= 0)
+    tl.store(one_ptr + token * DIM + dim, load_levels(code_ptr, token, dim, live, BITS, DIM, TOKENS, IS_K))
+    tl.store(other_ptr + token * DIM + dim, page_levels(code_ptr, BITS, DIM, TOKENS, IS_K))
+
+
+@pytest.mark.parametrize("is_k", [True, False])
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_levels_of_a_whole_page(bits: int, dim: int, tokens: int, is_k: bool) -> None:
+    """Field by field of each word, or value by value."""
+    if not whole_pages(dim, tokens, [bits]):
+        assert bits < 4
+        assert tokens * dim <= 2048
+        return
+    words = torch.randint(-(2**31), 2**31, (tokens * dim * bits // 32,)).int().to(DEVICE)
+    one, other = torch.zeros(2, tokens, dim, device=DEVICE)
+    both_ways[(1,)](words, one, other, bits, dim, tokens, is_k)
+    assert one.unique().numel() > 2**bits // 2
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("new", [0, 1, 40])

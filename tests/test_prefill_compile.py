@@ -76,7 +76,7 @@ def write(source, arch, options, path):
 
 def compile_chunk(kernel, arch, dim, first, last, path):
     # those of prefill_attention_cached
-    wide, hopper = triton.next_power_of_2(dim), kernel == "chunk_kernel_hopper"
+    wide, hopper = triton.next_power_of_2(dim), kernel == "specialized_chunk_kernel"
     all = dict(KV_HEADS=8, GROUP=4, DIM=dim, WIDE=wide, BLOCK_M=128, BLOCK_N=128 if arch == 90 else 64, FIRST=first,
                LAST=last, SINKS=last, LSE=last, STAGES=cached_gluon.STAGES, CONSUMERS=2, TIERS=3, TOKENS=64, BLOCK=dim,
                FORMATS=0x324400, CENTRED=True, POSITION_BYTES=4, MANTISSA=0, SCALED=0, PAGE=64, WINDOWED=False,
@@ -128,9 +128,9 @@ CHUNKS: dict[str, tuple[str, int, int, bool, bool]] = {
     "stage, sm_90": ("stage_kernel", 90, 128, True, True),
     "chunk, sm_80": ("chunk_kernel", 80, 128, False, True),
     "order": ("order_kernel", 90, 128, True, True),
-    "first chunk, D 128": ("chunk_kernel_hopper", 90, 128, True, False),
-    "last chunk, D 96": ("chunk_kernel_hopper", 90, 96, False, True),
-    "only chunk, D 64": ("chunk_kernel_hopper", 90, 64, True, True),
+    "first chunk, D 128": ("specialized_chunk_kernel", 90, 128, True, False),
+    "last chunk, D 96": ("specialized_chunk_kernel", 90, 96, False, True),
+    "only chunk, D 64": ("specialized_chunk_kernel", 90, 64, True, True),
 }
 
 
@@ -167,7 +167,7 @@ def test_kernels_of_chunks_fit(name: str, built: dict[str, str]) -> None:
     assert used["STACK"] == 0, used
     assert used["SHARED"] <= (227 if arch == 90 else 99) * 1024, used
     assert ("HGMMA" in built[name]) == (arch == 90 and kernel != "order_kernel")
-    assert ("UTMALDG" in built[name]) == (kernel == "chunk_kernel_hopper")
+    assert ("UTMALDG" in built[name]) == (kernel == "specialized_chunk_kernel")
 
 
 def test_the_softmax_runs_beside_the_products(built: dict[str, str]) -> None:

@@ -161,7 +161,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["slots", "rows_of_all", "stride_length"])
-def chunk_kernel_hopper(
+def specialized_chunk_kernel(
     k_desc, v_desc, q_ptr, position_ptr, order_ptr, some_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr,
     requests_ptr, starts_ptr, length_ptr, stride_qt, stride_qh, stride_length, slots, rows_of_all, factor,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDE: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -253,4 +253,4 @@ class Attend:
             LSE=lse is not None, REGISTERS=registers_of(CONSUMERS, None),
         )  # fmt: skip
         grid = (-(-max(job.new) * group // BLOCK_M), buckets, 1)
-        launch(chunk_kernel_hopper, grid, more, constants, num_warps=4)
+        launch(specialized_chunk_kernel, grid, more, constants, num_warps=4)

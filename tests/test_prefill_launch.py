@@ -1,0 +1,147 @@
+"""prefill_launch.py: launches that go past Triton's search for a kernel have the arguments of those that do not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstrata import prefill_attention
+from kvstrata.attention import prefill_launch, prefill_triton
+from kvstrata.attention.prefill_configs import Config
+from prefill_model import DEVICE
+
+
+class Recorder:
+    """A kernel of Triton's as prefill_launch.py sees one: what it, and what it gives back, are launched with."""
+
+    def __init__(self, kernel: object) -> None:
+        self.arg_names: list[str] = kernel.arg_names  # type: ignore[attr-defined]
+        self.calls: list[tuple[bool, tuple]] = []  # whether by name, and all arguments in the kernel's order
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., object]:
+        def call(*args: object, **named: object) -> object:
+            constants = [named[name] for name in self.arg_names if name in named]
+            self.calls.append((bool(named), (grid, *args, *constants)))
+            return self
+
+        return call
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, config: Config) -> Recorder:
+    name = "specialized_kernel" if config.specialize else "prefill_kernel"
+    module = pytest.importorskip("kvstrata.attention.prefill_gluon") if config.specialize else prefill_triton
+    kernel = Recorder(getattr(module, name))
+    monkeypatch.setattr(module, name, kernel)
+    monkeypatch.setattr(prefill_triton, "config_of", lambda *_: config)
+    monkeypatch.setattr(prefill_launch, "_known", {})
+    return kernel
+
+
+def plain(x: Any, names: dict[int, str]) -> object:
+    """An argument of a launch: of a tensor its name, of a descriptor its fields."""
+    if isinstance(x, torch.Tensor):
+        return names[x.data_ptr()]
+    if hasattr(x, "base"):
+        return type(x).__name__, {name: plain(value, names) for name, value in vars(x).items()}
+    return x
+
+
+LAUNCHED = [Config(64, 64, 4, 2), Config(64, 64, 4, 2, tma=True), Config(64, 64, 4, 2, specialize=True)]
+
+
+@pytest.mark.parametrize("config", LAUNCHED, ids=["pointers", "descriptors", "specialized"])
+def test_a_repeated_launch_has_the_arguments_of_a_first(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call, with other tensors that look alike, goes past Triton's own search for the kernel."""
+    kernel, sinks, seen, kept = recorded(monkeypatch, config), torch.zeros(4, device=DEVICE), [], []
+    for _ in range(2):
+        q, k, v = torch.randn(3, 2, 4, 70, 64, device=DEVICE).half().unbind()
+        out, lse = prefill_attention(q, k, v, sinks=sinks, return_lse=True, backend="triton")
+        kept.append((q, k, v, out, lse))  # so that no address comes back
+        tensors = dict(q=q, k=k, v=v, out=out, lse=lse, sinks=sinks)
+        seen.append([plain(x, {x.data_ptr(): name for name, x in tensors.items()}) for x in kernel.calls[-1][1]])
+    assert [named for named, _ in kernel.calls] == [True, False]
+    watched = [weakref.ref(tensor) for tensors in kept for tensor in tensors]
+    kernel.calls.clear()
+    del q, k, v, out, lse, kept, tensors
+    gc.collect()
+    assert all(tensor() is None for tensor in watched), "what is remembered keeps memory"
+    assert len(seen[0]) == 1 + len(kernel.arg_names)
+    assert seen[0] == seen[1]
+
+
+def test_what_looks_otherwise_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths, strides, options, the alignment of an address: each may want another kernel."""
+    kernel = recorded(monkeypatch, LAUNCHED[0])
+    q, k, v = torch.randn(3, 1, 4, 20, 64, device=DEVICE).half()
+    whole = torch.randn(1, 4, 20, 72, device=DEVICE).half()
+    ways: list[tuple[tuple, dict]] = [
+        ((q, k, v), {}),
+        ((q[:, :, :19], k, v), {}),
+        ((q, k[:, :2], v[:, :2]), {}),
+        ((whole[..., :64], k, v), {}),
+        ((whole[..., 1:65], k, v), {}),
+        ((q, k, v), dict(causal=False)),
+        ((q, k, v), dict(window=5)),
+        ((q, k, v), dict(softcap=5.0)),
+        ((q, k, v), dict(scale=1.0)),
+        ((q, k, v), dict(sinks=torch.zeros(4, device=DEVICE))),
+        ((q, k, v), dict(return_lse=True)),
+    ]
+    for tensors, options in ways:
+        prefill_attention(*tensors, backend="triton", **options)
+    assert len(prefill_launch._known) == len(ways)
+    for tensors, options in ways:
+        prefill_attention(*tensors, backend="triton", **options)
+    assert len(prefill_launch._known) == len(ways)
+    assert len(kernel.calls) == 2 * len(ways)
+
+
+class Kernel(Recorder):
+    """With parameters: a tensor, a number that Triton looks at, one that it does not, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(arg_names=["x", "n", "free", "SIZE"]))
+        self.params = [SimpleNamespace(do_not_specialize=name == "free") for name in self.arg_names]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(prefill_launch, "_launched", {})
+    monkeypatch.setattr(prefill_launch, "_free", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Kernel()
+
+
+def test_a_launch_finds_the_kernel_of_arguments_that_look_alike(kernel: Kernel) -> None:
+    x, y = torch.zeros(2, 64)
+    for tensor, free, grid in ((x, 1, (1, 1, 1)), (y, 1, (2, 1, 1)), (y, 70, (2, 3, 1))):
+        prefill_launch.launch(kernel, grid, (tensor, 16, free), dict(SIZE=64), num_warps=4)
+    assert [named for named, _ in kernel.calls] == [True, False, False]
+    assert [args[0] for _, args in kernel.calls] == [(1, 1, 1), (2, 1, 1), (2, 3, 1)]
+    assert [args[2:] for _, args in kernel.calls] == [(16, 1, 64), (16, 1, 64), (16, 70, 64)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(x=torch.zeros(64).half()),
+        dict(x=torch.zeros(65)[1:]),
+        dict(n=17),
+        dict(free=1 << 31),
+        dict(SIZE=32),
+        dict(warps=8),
+    ],
+    ids=["dtype", "alignment", "number", "64 bits", "constant", "option"],
+)
+def test_a_launch_that_looks_otherwise_goes_to_triton(kernel: Kernel, other: dict[str, Any]) -> None:
+    for way in ({}, other):
+        given = dict(x=torch.zeros(64), n=16, free=1, SIZE=64, warps=4) | way
+        args = (given["x"], given["n"], given["free"])
+        prefill_launch.launch(kernel, (1, 1, 1), args, dict(SIZE=given["SIZE"]), num_warps=given["warps"])
+    assert [named for named, _ in kernel.calls] == [True, True]
