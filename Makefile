@@ -102,7 +102,7 @@ gpu-sanitize: gpu-check
 	@failed=""; \
 	for tool in $(SANITIZER_TOOLS); do \
 	  echo "== compute-sanitizer --tool $$tool"; \
-	  PYTHONPATH=$(GPU_PATH) PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	  PYTHONPATH=$(GPU_PATH) PYTORCH_NO_CUDA_MEMORY_CACHING=1 SANITIZER_TOOL=$$tool \
 	    $(SANITIZER) --tool $$tool --error-exitcode 1 $(SANITIZER_FLAGS) \
 	    $$(test $$tool = racecheck && echo "$(RACECHECK_FLAGS)") \
 	    $(PYTHON) -m pytest -m sanitizer -p no:cacheprovider || failed="$$failed $$tool"; \

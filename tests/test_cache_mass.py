@@ -50,6 +50,16 @@ def test_a_prompt_settles_by_its_own_mass() -> None:
     assert tiers[1, 700:760].max() < tiers[1, 100:600].min()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_mass_with_a_gradient_is_a_mass() -> None:
+    """As of a model that is called outside no_grad: no warning, and nothing of its graph is kept."""
+    cache = make(budget=0.35, max_tokens=1024)
+    cache.append(0, *(x.requires_grad_() for x in rows(1000)), mass=torch.rand(1, 2, 1000, requires_grad=True).exp())
+    cache.update_importance(0, torch.rand(1, 2, 1000, requires_grad=True).exp())
+    cache.settle()
+    cache.check()
+
+
 def test_ragged_requests_say_how_many_queries() -> None:
     cache = make(max_requests=2, budget=0.25)
     k, v = rows(900)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -373,6 +375,8 @@ def test_triton_variants(config: Config, causal: bool, monkeypatch: pytest.Monke
     "config", [Config(128, 128, 4, 2, specialize=True), Config(64, 64, 4, 3)], ids=["roles", "one"]
 )
 def test_under_sanitizers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    if config.specialize and os.environ.get("SANITIZER_TOOL") == "initcheck":
+        pytest.skip("initcheck does not see what TMA writes")
     monkeypatch.setattr(prefill_triton, "config_of", lambda *_: config)
     check(case_of([(130, 200)]), "triton")
     torch.cuda.synchronize()

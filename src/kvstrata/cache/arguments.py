@@ -114,4 +114,4 @@ def check_mass(cache: TieredCache, mass: torch.Tensor, requests: int, longest: i
         raise ValueError(f"mass: expected [{requests}, {cache.kv_heads}, at least {longest}], got {tuple(mass.shape)}")
     if not mass.is_floating_point():
         raise TypeError(f"mass: expected a floating-point tensor, got {mass.dtype}")
-    return mass.to(cache.device)
+    return mass.detach().to(cache.device)
