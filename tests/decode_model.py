@@ -173,13 +173,14 @@ def filled(
     dtype: torch.dtype = torch.float32,
     page_tokens: int = 16,
     recent: int = 5,
+    plain: bool = True,
     drop: float = 0.0,
     layers: int = 1,
     large: float = 1.0,
     seed: int = 0,
 ) -> TieredCache:
-    """A cache whose tokens are in tiers at random, head by head, the ``recent`` last in plain pages; free pages and the
-    tails of pages are poisoned."""
+    """A cache whose tokens are in tiers at random, head by head, the ``recent`` last in plain pages, and unless ``plain`` is
+    false some others; free pages and the tails of pages are poisoned."""
     generator = torch.Generator().manual_seed(seed)
     longest = max(*lengths, 1)
     cache = TieredCache(
@@ -197,7 +198,7 @@ def filled(
         cache.append(layer, k, v, requests=list(range(len(lengths))), lengths=lengths)
         for request, length in enumerate(lengths):
             tokens = cache.buckets.snapshot(layer, [request])
-            target = torch.randint(0, len(tiers) + 1, (len(tokens),), generator=generator)
+            target = torch.randint(0 if plain else 1, len(tiers) + 1, (len(tokens),), generator=generator)
             target[torch.rand(len(tokens), generator=generator) < drop] = DROP
             target = target.to(DEVICE).masked_fill(tokens.position >= length - recent, 0)
             move_tokens(cache, [(layer, [request], tokens, target)])

@@ -102,6 +102,16 @@ def test_window(backend: str, window: int, q_len: int) -> None:
 
 
 @each_backend
+@pytest.mark.parametrize(("q_len", "window"), [(4, None), (8, 40), (1, 33), (1, 64)])
+@pytest.mark.parametrize("tiers", [("K4V4",), ("K3V2",)], ids=str)
+def test_hidden_in_full_pages(backend: str, tiers: tuple[str, ...], q_len: int, window: int | None) -> None:
+    """Nothing but a position says so: every slot is taken, and all but a few tokens are seen."""
+    few(backend, tiers == ("K4V4",) and q_len != 8)
+    full = dict(page_tokens=64, recent=0, plain=False, tiers=tiers, dtype=HALF)
+    check(case_of([128, 64], q_len=q_len, group=4, options=dict(window=window), **full), backend)
+
+
+@each_backend
 @pytest.mark.parametrize("options", [dict(softcap=5.0), dict(scale=0.3), dict(softcap=30.0, window=20)], ids=str)
 def test_score_options(backend: str, options: dict) -> None:
     check(case_of([47, 21], q_len=2, options=options, dtype=HALF), backend)

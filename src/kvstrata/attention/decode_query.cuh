@@ -96,22 +96,19 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
     for (int s = 0; s < kSteps; s++) st.out[n][s][0] = st.out[n][s][1] = st.out[n][s][2] = st.out[n][s][3] = 0.f;
     st.m[n][0] = st.m[n][1] = st.l[n][0] = st.l[n][1] = 0.f;
     st.centre[n][0] = st.centre[n][1] = st.middle[n][0] = st.middle[n][1] = 0.f;
-    if (p.ordered) {
-      const int length = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride);
+    if constexpr (kMass)  // columns that are not there, or see nothing, have no weight
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         const int mine = (block * kN + n) * 8 + 2 * t + c, query = divide(mine, p.by_group);
-        st.last[n][c] = length - p.queries + query;
-        if constexpr (kMass) {  // columns that are not there, or see nothing, have no weight
-          float lse = -kNone;
-          if (mine < columns)
-            lse = __ldg(p.lse + (static_cast<i64>(owner.row) * p.queries + query) * (p.kv_heads * p.group) +
-                        owner.head * p.group + mine - query * p.group);
-          st.m[n][c] = lse > kNone ? lse * 1.4426950408889634f : -kNone;
-        }
+        float lse = -kNone;
+        if (mine < columns)
+          lse = __ldg(p.lse + (static_cast<i64>(owner.row) * p.queries + query) * (p.kv_heads * p.group) +
+                      owner.head * p.group + mine - query * p.group);
+        st.m[n][c] = lse > kNone ? lse * 1.4426950408889634f : -kNone;
       }
-    }
   }
+  if (p.ordered)
+    st.first = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride) - p.queries;
   st.score = p.scale_log2;
   if (tier_of(stage.meta) == 0) return;
   if (kMass || p.softcap_log2 > 0.f) score_centre<In>(p, st, owner);

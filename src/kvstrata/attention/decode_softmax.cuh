@@ -13,20 +13,43 @@ struct Scores {
   float v[kTiles][2];
 };
 
+__device__ __forceinline__ int position_of(const Params& p, const unsigned char* positions, int first, int token) {
+  if (p.position_bytes == 2) return reinterpret_cast<const unsigned short*>(positions)[token];
+  if (p.position_bytes == 4) return reinterpret_cast<const int*>(positions)[token];
+  return first + token;
+}
+
+// Whether some query does not see some token, by positions. Few stages have such tokens, and to ask costs little.
+template <int kTiles, int kDim, int kN>
+__device__ __forceinline__ bool hides(const Params& p, const State<kDim, kN>& st, const unsigned char* positions, int first) {
+  bool some = false;
+#pragma unroll
+  for (int i = 0; i < kTiles; i += 2) {
+    const int token = min(i * 16 + static_cast<int>(threadIdx.x & 31), kTiles * 16 - 1);
+    const int position = position_of(p, positions, first, token);
+    some = some || position > st.first || (p.window && position <= st.first + p.queries - 1 - p.window);
+  }
+  return __any_sync(~0u, some);
+}
+
 // Softcap, and what may not be seen: past the count, after the query, before its window.
 template <int kTiles, int kDim, int kN>
 __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, int tokens,
                                   const unsigned char* positions, int first) {
-  const int g = (threadIdx.x & 31) >> 2;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  int last[kN][2];  // position that a column sees
+#pragma unroll
+  for (int n = 0; n < kN; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+      last[n][c] = p.ordered ? st.first + divide((blockIdx.y * kN + n) * 8 + 2 * t + c, p.by_group) : 0;
 #pragma unroll
   for (int i = 0; i < kTiles; i++)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int token = i * 16 + g + 8 * r;
       const bool there = token < tokens;
-      int position = first + token;
-      if (p.position_bytes == 2) position = reinterpret_cast<const unsigned short*>(positions)[token];
-      if (p.position_bytes == 4) position = reinterpret_cast<const int*>(positions)[token];
+      const int position = position_of(p, positions, first, token);
       if (!there) sc.v[i][r] = 0.f;
 #pragma unroll
       for (int n = 0; n < kN; n++)
@@ -40,8 +63,8 @@ __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st,
           }
           bool seen = there;
           if (p.ordered) {
-            seen = seen && position <= st.last[n][c];
-            if (p.window) seen = seen && position > st.last[n][c] - p.window;
+            seen = seen && position <= last[n][c];
+            if (p.window) seen = seen && position > last[n][c] - p.window;
           }
           if (!seen) x = kNone;
         }
@@ -115,7 +138,8 @@ __device__ __forceinline__ bool weigh(const State<kDim, kN>& st, const Scores<kT
 template <class W, int kTiles, int kDim, int kN>
 __device__ __forceinline__ void soften(const Params& p, State<kDim, kN>& st, Scores<kTiles, kN>& sc, int tokens,
                                        const unsigned char* positions, int first, unsigned (&w)[kTiles][kN][2]) {
-  if (tokens < kTiles * 16 || p.ordered || p.softcap_log2 > 0.f) mask<kTiles>(p, st, sc, tokens, positions, first);
+  if (tokens < kTiles * 16 || p.softcap_log2 > 0.f || (p.ordered && hides<kTiles>(p, st, positions, first)))
+    mask<kTiles>(p, st, sc, tokens, positions, first);
   float l[kN][2];
   if (!weigh<W>(st, sc, w, l)) {
     rebase<kTiles>(st, sc);
@@ -151,9 +175,7 @@ __device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN
       sum = sum_over_t(sum);
       const int token = i * 16 + g + 8 * r;
       if ((lane & 3) || token >= tokens) continue;
-      const int position = p.position_bytes == 2   ? reinterpret_cast<const unsigned short*>(positions)[token]
-                           : p.position_bytes == 4 ? reinterpret_cast<const int*>(positions)[token]
-                                                   : first + token;
+      const int position = position_of(p, positions, first, token);
       if (position < p.mass_length) atomicAdd(mass + position, sum);
     }
 }

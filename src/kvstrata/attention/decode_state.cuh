@@ -46,7 +46,7 @@ struct State {
   float score;           // what makes a product of q a score in powers of two
   int shift;             // how much smaller the second half of q stands
   int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24
-  int last[kN][2];       // the last position that the column sees; without positions not used
+  int first;             // position of the first query; without positions not used
   bool fresh;
 };
 
