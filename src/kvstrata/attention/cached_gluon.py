@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .cached import CachedJob
 from .cached_triton import Staging, Sums, _pages
-from .prefill_gluon import LOWEST, NO, PLACED, fill, registers_of, softmax, step
+from .prefill_gluon import LOWEST, NO, PLACED, add_sink, fill, registers_of, softmax, step
 from .prefill_launch import launch
 
 BLOCK_M, BLOCK_N, STAGES = 128, 128, 3
@@ -141,12 +141,7 @@ def _consume(
     if LAST:
         head = kv_head * GROUP + mine % GROUP
         if SINKS:
-            sink = gl.load(sinks_ptr + head) * 1.4426950408889634
-            new_top = gl.maximum(top, sink)
-            old = gl.exp2(top - new_top)
-            total = total * old + gl.exp2(sink - new_top)
-            acc = acc * gl.convert_layout(old, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
-            top = new_top
+            top, total, acc = add_sink(gl.load(sinks_ptr + head), top, total, acc, ACC_LAYOUT)
         share = 1.0 / gl.where(total == 0.0, 1.0, total)  # no score counts: sums of 0, lse of -inf
         acc = acc * gl.convert_layout(share, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
         at = (begin + summed // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + summed % GROUP

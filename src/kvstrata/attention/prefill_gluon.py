@@ -123,6 +123,16 @@ def step(
 
 
 @gluon.jit
+def add_sink(sink, top, total, acc, ACC_LAYOUT: gl.constexpr):
+    """The weight of a learned logit, which has no value."""
+    sink = sink * 1.4426950408889634
+    new_top = gl.maximum(top, sink)
+    old = gl.exp2(top - new_top)
+    total = total * old + gl.exp2(sink - new_top)
+    return new_top, total, acc * gl.convert_layout(old, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
+
+
+@gluon.jit
 def _consume(
     work,
     WHO: gl.constexpr, CONSUMERS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -197,12 +207,7 @@ def _consume(
             acc += sums_smem.load(ACC_LAYOUT) * gl.convert_layout(its, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
             top = new_top
         if SINKS:
-            sink = gl.load(sinks_ptr + head) * 1.4426950408889634
-            new_top = gl.maximum(top, sink)
-            old = gl.exp2(top - new_top)
-            total = total * old + gl.exp2(sink - new_top)
-            acc = acc * gl.convert_layout(old, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
-            top = new_top
+            top, total, acc = add_sink(gl.load(sinks_ptr + head), top, total, acc, ACC_LAYOUT)
         share = 1.0 / gl.where(total == 0.0, 1.0, total)  # no score counts: sums of 0, lse of -inf
         acc = acc * gl.convert_layout(share, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
         q.store(acc.to(q_smem.dtype))  # the queries are done with
