@@ -179,8 +179,8 @@ def filled(
     large: float = 1.0,
     seed: int = 0,
 ) -> TieredCache:
-    """A cache whose tokens are in tiers at random, head by head, the ``recent`` last in plain pages, and unless ``plain`` is
-    false some others; free pages and the tails of pages are poisoned."""
+    """A cache whose tokens are in tiers at random, head by head, the ``recent`` last in plain pages, others too where
+    ``plain``; free pages and the tails of pages are poisoned."""
     generator = torch.Generator().manual_seed(seed)
     longest = max(*lengths, 1)
     cache = TieredCache(
