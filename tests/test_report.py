@@ -8,13 +8,15 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from kvstrata.bench import publish, render
 from kvstrata.bench.plot import groups
-from kvstrata.bench.results import Report, load
+from kvstrata.bench.results import Against, CaseResult, Report, Row, load
+from kvstrata.bench.stats import summary
 from kvstrata.cli import app
 from kvstrata.lab import ncu, profile
 from kvstrata.lab.report import figures, history, page
@@ -99,6 +101,23 @@ def test_the_page_is_whole_and_asks_for_nothing(html):
     assert not re.search(r"@import|url\((?!#)", html)
     assert len(read.ids) == len(set(read.ids)), "ids of two figures clash"
     assert {link[1:] for link in read.links} <= set(read.ids)
+
+
+def test_it_counts_the_cases_that_are_ahead(html):
+    """Beyond noise, or not at all: of three cases one is ahead, one behind and one level."""
+
+    def case(name: str, ratio: float, low: float, high: float) -> CaseResult:
+        against = Against("peer", ratio, low, high, 1.0, 0.01)
+        ours = Row("kvstrata", "ours", us=summary([1.0, 2.0, 3.0]), vs_peer=against)
+        return CaseResult(name, {}, 1, 1, 1, False, rows=[ours])
+
+    cases = [case("a", 1.5, 1.4, 1.6), case("b", 0.8, 0.7, 0.9), case("c", 1.01, 0.99, 1.03)]
+    report = SimpleNamespace(op="x", machine={"name": "gpu"}, cases=cases)
+    (words,) = page._ahead(report)
+    assert words.startswith("Of 3 cases with a peer 1 are ahead of the fastest one beyond noise and 1 behind")
+    assert "0.80 to 1.50 times" in words
+    assert page._glance([report]).rows[0][-1] == "1 of 3"
+    assert re.search(r"Of \d+ cases with a peer \d+ are ahead", html)
 
 
 def test_it_shows_everything_and_escapes_it(html):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvstrata import __version__
 from kvstrata.bench import publish, render
-from kvstrata.bench.results import CaseResult, Report, Row
+from kvstrata.bench.results import Against, CaseResult, Report, Row
 from kvstrata.eval import plot as quality_plot
 from kvstrata.eval import render as quality_render
 from kvstrata.eval.results import Quality
@@ -118,7 +118,25 @@ def _lead(report: Report) -> list[str]:
     for against in (row.vs_baseline, row.vs_peer):
         if against:
             parts.append(f"{against.ratio:.2f} times as fast as {against.name} [{against.lo:.2f}, {against.hi:.2f}]")
-    return [", ".join(dict.fromkeys(parts)) + "."]
+    return [", ".join(dict.fromkeys(parts)) + ".", *_ahead(report)]
+
+
+def _against_peers(report: Report) -> list[Against]:
+    """Ours against the fastest peer of each case that has one."""
+    return [row.vs_peer for case in report.cases if (row := case.row("ours")) and row.vs_peer]
+
+
+def _ahead(report: Report) -> list[str]:
+    """All cases in words."""
+    found = _against_peers(report)
+    if not found:
+        return []
+    ahead, behind = sum(against.lo > 1 for against in found), sum(against.hi < 1 for against in found)
+    slowest, fastest = min(x.ratio for x in found), max(x.ratio for x in found)
+    return [
+        f"Of {len(found)} cases with a peer {ahead} are ahead of the fastest one beyond noise and {behind} behind: "
+        f"{slowest:.2f} to {fastest:.2f} times as fast."
+    ]
 
 
 def _table(report: Report, columns: Sequence[str], wanted: Callable[[Row], bool], title: str) -> Grid:
@@ -153,8 +171,8 @@ def _quality(quality: Quality) -> Section:
 
 
 def _glance(reports: Sequence[Report]) -> Grid:
-    """One line an op: the case that moves most bytes."""
-    header = ["op", "machine", "case", "us", "of a copy", "over the baseline", "over the best peer"]
+    """One line an op: the case that moves most bytes, and in how many cases ours is ahead of the fastest peer."""
+    header = ["op", "machine", "case", "us", "of a copy", "over the baseline", "over the best peer", "ahead in"]
     rows = []
     for report in reports:
         ours = [(case, row) for case in report.cases if (row := case.row("ours"))]
@@ -162,6 +180,8 @@ def _glance(reports: Sequence[Report]) -> Grid:
             continue
         case, row = max(ours, key=lambda pair: pair[0].bytes)
         cells = [render.COLUMNS[name][1](case, row) for name in ("us", "of_peak", "speedup", "vs_peer")]
+        found = _against_peers(report)
+        cells.append(f"{sum(against.lo > 1 for against in found)} of {len(found)}" if found else "")
         rows.append([report.op, report.machine["name"], case.name, *cells])
     return Grid("At a glance: the largest case of each op", header, rows, names=3)
 
