@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -11,6 +12,7 @@ from conftest import HAS_GPU
 from decode_model import DEVICE, EPS, INTERPRETED, Case, filled, poison_tails
 from kvstrata import PagedCache, TieredCache, decode_attention, prefill_attention_cached
 from kvstrata.attention import cached_triton
+from kvstrata.attention.cached import CachedJob
 from kvstrata.attention.unpack_triton import load_levels, page_levels, whole_pages
 
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
@@ -75,7 +77,7 @@ def test_tiers(backend: str, tiers: tuple[str, ...]) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_head_dims(backend: str, dim: int) -> None:
     few(backend, dim == 96)
     check(filled([50], tiers=("K4V3",), dim=dim, dtype=HALF), [50], [13], backend)
@@ -132,7 +134,7 @@ def test_many_rows_over_many_blocks(backend: str, dim: int, monkeypatch: pytest.
     cache = filled(lengths, tiers=("K4V4", "K2V2"), dim=dim, dtype=HALF)
     poison_tails(cache)
     check(cache, lengths, [150, 130, 1, 0], backend, group=3, sinks=sinks)
-    monkeypatch.setattr(cached_triton, "STAGED", 300 * 8 * 4 * dim)
+    monkeypatch.setattr(cached_triton, "STAGED", 5 * 128 * 8 * 4 * dim)  # five blocks a chunk: more than the ring has
     check(cache, lengths, [150, 130, 1, 0], backend, group=3, sinks=sinks)
 
 
@@ -231,6 +233,26 @@ def test_pages_of_any_size(backend: str, page_size: int) -> None:
     table = torch.randperm(len(k))[: 50 // page_size + 1].int().to(DEVICE).unsqueeze(0)
     lengths = torch.tensor([45], dtype=torch.int32, device=DEVICE)
     check(PagedCache(k, v, table, lengths), [45], [19], backend)
+
+
+@each_backend
+def test_pages_of_odd_heads(backend: str) -> None:
+    """Rows that are no whole chunks of 16 bytes; a softcap that is a number of numpy's."""
+    k, v = torch.randn(2, 4, 16, 2, 100).to(HALF).to(DEVICE)
+    table, lengths = torch.tensor([[2, 0, 3]]).int().to(DEVICE), torch.tensor([41]).int().to(DEVICE)
+    check(PagedCache(k, v, table, lengths), [41], [9], backend)
+    check(PagedCache(k, v, table, lengths), [41], [9], backend, softcap=np.float64(5.0))
+
+
+def test_what_is_not_for_warps_with_roles() -> None:
+    gluon = pytest.importorskip("kvstrata.attention.cached_gluon")
+    q = torch.zeros(4, 8, 128, dtype=torch.float16)
+    job = CachedJob(q, [4], None, None, [0], 2, 40, 1.0, None, None, None, False)
+    assert gluon.missing(job) is None
+    far = torch.empty(0, dtype=torch.float16).as_strided((0, 8, 128), (128, 1 << 28, 1))
+    for other in (dict(q=q.float()), dict(q=q[..., :100]), dict(q=q[..., :32]), dict(q=far), dict(window=3),
+                  dict(softcap=3.0)):  # fmt: skip
+        assert gluon.missing(job._replace(**other)), other
 
 
 @each_backend

@@ -94,9 +94,10 @@ def compile_chunk(kernel, arch, dim, first, last, path):
     types = {name: kinds.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(types.items())
                if kind[0] == "*" or name.startswith("stride_q")}
+    options = {"stage_kernel": dict(num_warps=cached_triton.stage_warps(dim)), "order_kernel": dict(num_warps=1),
+               "chunk_kernel": dict(num_warps=8, num_stages=2), "specialized_chunk_kernel": dict(num_warps=4)}
     source = GluonASTSource if hopper else ASTSource
-    options = dict(num_warps=4 if hopper else 8, **({} if hopper else dict(num_stages=2)))
-    write(source(kernel, types, constants, aligned), arch, options, path)
+    write(source(kernel, types, constants, aligned), arch, options[kernel.__name__], path)
 
 for line in sys.stdin:
     case = json.loads(line)
@@ -126,6 +127,8 @@ CASES |= {
 CHUNKS: dict[str, tuple[str, int, int, bool, bool]] = {
     "stage, sm_80": ("stage_kernel", 80, 96, True, True),
     "stage, sm_90": ("stage_kernel", 90, 128, True, True),
+    "stage, D 256": ("stage_kernel", 90, 256, True, True),
+    "stage, D 256, sm_80": ("stage_kernel", 80, 256, True, True),
     "chunk, sm_80": ("chunk_kernel", 80, 128, False, True),
     "order": ("order_kernel", 90, 128, True, True),
     "first chunk, D 128": ("specialized_chunk_kernel", 90, 128, True, False),

@@ -103,11 +103,17 @@ def test_what_looks_otherwise_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Kernel(Recorder):
-    """With parameters: a tensor, a number that Triton looks at, one that it does not, and a constant."""
+    """With parameters: a tensor, a descriptor, a number that Triton looks at, one that it does not, a float and a
+    constant."""
 
     def __init__(self) -> None:
-        super().__init__(SimpleNamespace(arg_names=["x", "n", "free", "SIZE"]))
+        super().__init__(SimpleNamespace(arg_names=["x", "block", "n", "free", "factor", "SIZE"]))
         self.params = [SimpleNamespace(do_not_specialize=name == "free") for name in self.arg_names]
+
+
+def block(rows: int) -> SimpleNamespace:
+    """A descriptor, as far as it is looked at."""
+    return SimpleNamespace(block_shape=[rows, 64], base=torch.zeros(rows, 64))
 
 
 @pytest.fixture
@@ -120,11 +126,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 def test_a_launch_finds_the_kernel_of_arguments_that_look_alike(kernel: Kernel) -> None:
     x, y = torch.zeros(2, 64)
-    for tensor, free, grid in ((x, 1, (1, 1, 1)), (y, 1, (2, 1, 1)), (y, 70, (2, 3, 1))):
-        prefill_launch.launch(kernel, grid, (tensor, 16, free), dict(SIZE=64), num_warps=4)
+    for tensor, free, factor, grid in ((x, 1, 0.5, (1, 1, 1)), (y, 1, 0.25, (2, 1, 1)), (y, 70, 0.5, (2, 3, 1))):
+        prefill_launch.launch(kernel, grid, (tensor, block(8), 16, free, factor), dict(SIZE=64), num_warps=4)
     assert [named for named, _ in kernel.calls] == [True, False, False]
     assert [args[0] for _, args in kernel.calls] == [(1, 1, 1), (2, 1, 1), (2, 3, 1)]
-    assert [args[2:] for _, args in kernel.calls] == [(16, 1, 64), (16, 1, 64), (16, 70, 64)]
+    assert [args[3:] for _, args in kernel.calls] == [(16, 1, 0.5, 64), (16, 1, 0.25, 64), (16, 70, 0.5, 64)]
 
 
 @pytest.mark.parametrize(
@@ -132,16 +138,22 @@ def test_a_launch_finds_the_kernel_of_arguments_that_look_alike(kernel: Kernel) 
     [
         dict(x=torch.zeros(64).half()),
         dict(x=torch.zeros(65)[1:]),
+        dict(block=16),
         dict(n=17),
+        dict(n=1),
         dict(free=1 << 31),
         dict(SIZE=32),
         dict(warps=8),
+        dict(device=1),
     ],
-    ids=["dtype", "alignment", "number", "64 bits", "constant", "option"],
+    ids=["dtype", "alignment", "block", "number", "one", "64 bits", "constant", "option", "device"],
 )
-def test_a_launch_that_looks_otherwise_goes_to_triton(kernel: Kernel, other: dict[str, Any]) -> None:
+def test_a_launch_that_looks_otherwise_goes_to_triton(
+    kernel: Kernel, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for way in ({}, other):
-        given = dict(x=torch.zeros(64), n=16, free=1, SIZE=64, warps=4) | way
-        args = (given["x"], given["n"], given["free"])
+        given = dict(x=torch.zeros(64), block=8, n=16, free=1, SIZE=64, warps=4, device=0) | way
+        monkeypatch.setattr(torch.cuda, "current_device", lambda given=given: given["device"])
+        args = (given["x"], block(given["block"]), given["n"], given["free"], 0.5)
         prefill_launch.launch(kernel, (1, 1, 1), args, dict(SIZE=given["SIZE"]), num_warps=given["warps"])
     assert [named for named, _ in kernel.calls] == [True, True]

@@ -109,15 +109,17 @@ def test_it_counts_the_cases_that_are_ahead(html):
     def case(name: str, ratio: float, low: float, high: float) -> CaseResult:
         against = Against("peer", ratio, low, high, 1.0, 0.01)
         ours = Row("kvstrata", "ours", us=summary([1.0, 2.0, 3.0]), vs_peer=against)
+        if name == "b":  # the baseline is the faster one
+            ours.vs_peer, ours.vs_baseline = Against("slow", 9.0, 8.0, 10.0, 1.0, 0.01), against
         return CaseResult(name, {}, 1, 1, 1, False, rows=[ours])
 
     cases = [case("a", 1.5, 1.4, 1.6), case("b", 0.8, 0.7, 0.9), case("c", 1.01, 0.99, 1.03)]
     report = SimpleNamespace(op="x", machine={"name": "gpu"}, cases=cases)
     (words,) = page._ahead(report)
-    assert words.startswith("Of 3 cases with a peer 1 are ahead of the fastest one beyond noise and 1 behind")
+    assert words.startswith("Of 3 cases 1 are ahead of the fastest other way beyond noise and 1 behind")
     assert "0.80 to 1.50 times" in words
     assert page._glance([report]).rows[0][-1] == "1 of 3"
-    assert re.search(r"Of \d+ cases with a peer \d+ are ahead", html)
+    assert re.search(r"Of \d+ cases \d+ are ahead", html)
 
 
 def test_it_shows_everything_and_escapes_it(html):

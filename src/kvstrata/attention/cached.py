@@ -99,6 +99,7 @@ def _job(
             raise ValueError(f"layer: expected 0, a PagedCache is one layer, got {layer!r}")
         buckets, paged, max_length = None, cache, cache.max_length
     scale = cache.head_dim**-0.5 if scale is None else float(scale)
+    softcap = None if softcap is None else float(softcap)
     flat = q.detach().flatten(0, 1) if q.dim() == 4 else q.detach()
     options = (cache.kv_heads, max_length, scale, window, softcap, sinks, return_lse)
     return CachedJob(flat, new, buckets, paged, rows, *options)

@@ -203,8 +203,11 @@ def specialized_chunk_kernel(
 
 def missing(job: CachedJob) -> str | None:
     """Why this job is not for the kernel, or None."""
-    if job.q.element_size() != 2 or not 64 <= job.q.shape[2] <= 128:
-        return "the kernel takes 16-bit heads of 64 to 128"
+    _, heads, dim = job.q.shape
+    if job.q.element_size() != 2 or not 64 <= dim <= 128 or dim % 8:
+        return "the kernel takes 16-bit heads of 64 to 128, in whole chunks of 16 bytes"
+    if heads * job.q.stride(1) >= 1 << 31:
+        return "the kernel takes heads of a query that are less than 2^31 elements apart"
     if job.window is not None or job.softcap is not None:
         return "the kernel has no window and no softcap"
     return None

@@ -1,6 +1,6 @@
 """``prefill_attention_cached`` in Triton: a chunk of the cache as 16-bit rows, then attention over it, and so on.
 
-    pages of all tiers ──stage_kernel──▶ rows of a chunk (stay in the L2 cache) ──chunk_kernel──▶ sums ──▶ .. ──▶ out
+    pages of all tiers ──stage_kernel──▶ rows of a chunk ──chunk_kernel──▶ sums ──▶ next chunk .. ──▶ out
 
 Hundreds of queries read the same tokens, so a token is unpacked once, to the model's space, by whole pages: levels
 times a Hadamard matrix of +-1, which tensor cores do exactly, then scale and centre. The tokens of a (request, KV head)
@@ -34,7 +34,7 @@ from .prefill_triton import LN2, LOG2E, has_gluon
 from .unpack_triton import load_levels, load_scales, page_levels, whole_pages, widen
 
 AFTER_ALL = tl.constexpr(0x7FFFFFFF)
-STAGED = 72 << 20  # bytes of K and V rows in a chunk, at most
+STAGED = 72 << 20  # bytes of K and V rows in a chunk, at most; but one block of tokens of every (request, KV head)
 
 
 @triton.jit
@@ -289,6 +289,11 @@ def _source(job: CachedJob) -> tuple[list[Any], list[Any], dict[str, Any]]:
     return _tiered(like) if job.buckets is not None else _paged(like)
 
 
+def stage_warps(dim: int) -> int:
+    """More programs of fewer warps are faster, as long as their registers suffice."""
+    return 4 if dim <= 128 else 8
+
+
 class Staging(NamedTuple):
     """Rows of a chunk of tokens of every (request, KV head), and how they are filled."""
 
@@ -333,7 +338,8 @@ def stage(job: CachedJob, block_n: int, most: int) -> Staging:
 
     def fill(chunk: int) -> None:
         grid = (buckets, slots // page_tokens, 2)
-        launch(stage_kernel, grid, (*pointed, *numbers, chunk * slots // page_tokens, slots), constants, num_warps=4)
+        args = (*pointed, *numbers, chunk * slots // page_tokens, slots)
+        launch(stage_kernel, grid, args, constants, num_warps=stage_warps(dim))
 
     return Staging(
         rows[0], rows[1], positions, bounds, wide, -(-needed * block_n // slots), page_tokens, tiers,

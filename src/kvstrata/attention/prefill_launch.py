@@ -98,7 +98,8 @@ def remembered(key: tuple[Hashable, ...], make: Callable[[], Run]) -> Run:
 
 
 _launched: dict[tuple[Hashable, ...], tuple[Any, tuple[Any, ...]]] = {}  # the kernel, its constants in order
-_free: dict[int, tuple[bool, ...]] = {}  # by kernel: arguments whose values Triton does not look at
+# By kernel, which live as long as their modules: which arguments have values that Triton does not look at.
+_free: dict[int, tuple[bool, ...]] = {}
 
 
 def launch(
