@@ -1,194 +1,25 @@
-"""The measuring core: what a sample contains, what is refused a speed, what is written down.
+"""The measuring core: what is refused a speed, what a run says of its machine and its probes."""
 
-CUDA timing is tested on a simulated queue (a host clock and a device clock), so it needs no GPU; the figures of
-that simulation are asserted exactly and mean nothing beyond it.
-"""
-
-import contextlib
 import json
 import platform
 import time
 import types
-import weakref
 
 import numpy as np
 import pytest
 import torch
 
 import toy
-from kvstrata.bench import Bench, Case, Timer, machine, probes, render, results, runner, sets_for
-from kvstrata.bench.clock import LONGEST_LEAD, CudaClock
-from kvstrata.bench.plot import groups, plot
+from bench_queue import Queue
+from kvstrata.bench import Bench, Case, Timer, machine, probes, render, results, runner
 from kvstrata.bench.stats import summary
 
 CPU = torch.device("cpu")
 
 
-class Queue:
-    """A device that executes in order what the host enqueues; times in microseconds."""
-
-    def __init__(self, monkeypatch):
-        self.host = self.device = 0.0
-        self.synchronisations = 0
-        queue = self
-
-        class Event:
-            def __init__(self, enable_timing):
-                assert enable_timing
-
-            def record(self, stream):
-                assert stream == "stream"
-                queue.host += 1
-                self.at = max(queue.host, queue.device)
-
-            def query(self):
-                return self.at <= queue.host
-
-            def elapsed_time(self, end):
-                assert end.at <= queue.host, "read before the synchronisation"
-                return (end.at - self.at) / 1e3
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
-        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
-        self.clock = CudaClock(CPU, types.SimpleNamespace(zero_=self.kernel(60)))
-        self.clock.warm_seconds = 0.0
-        self.timer = Timer("cpu", flush_bytes=1 << 12)
-        self.timer.clock = self.clock
-
-    def kernel(self, us, host=5.0):
-        def call(*_):
-            self.host += host
-            self.device = max(self.host, self.device) + us
-
-        return call
-
-    def synchronize(self, device=None):
-        self.synchronisations += 1
-        self.host = max(self.host, self.device)
-
-
 @pytest.fixture
 def queue(monkeypatch):
     return Queue(monkeypatch)
-
-
-def test_device_time_excludes_the_host(queue):
-    us = queue.timer.sample({"a": queue.kernel(10), "b": queue.kernel(20)}, rounds=40)
-    assert us["a"] == pytest.approx(10)
-    assert us["b"] == pytest.approx(20)
-    assert not queue.timer.host_bound
-    assert queue.clock.lead == {"a": 1, "b": 1}
-
-
-def test_no_synchronisation_per_sample(queue):
-    queue.timer.sample({"a": queue.kernel(10)}, rounds=48, warmup=1)
-    assert queue.synchronisations <= 2 + 3  # warm-up, then one per 16 rounds
-
-
-def test_a_slow_host_gets_a_longer_flush(queue):
-    us = queue.timer.sample({"slow": queue.kernel(10, host=500)}, rounds=20)
-    assert us["slow"] == pytest.approx(10)
-    assert 8 <= queue.clock.lead["slow"] <= LONGEST_LEAD
-    assert not queue.timer.host_bound
-
-
-def test_a_call_that_synchronises_is_host_bound(queue):
-    def call(i):
-        queue.kernel(10)()
-        queue.synchronize()
-        queue.kernel(10)()
-
-    us = queue.timer.sample({"sync": call, "a": queue.kernel(10)}, rounds=20)
-    assert queue.timer.host_bound == {"sync"}
-    assert (us["sync"] > 20).all()
-    assert us["a"] == pytest.approx(10)
-    queue.timer.sample({"a": queue.kernel(10)}, rounds=5)
-    assert not queue.timer.host_bound
-
-
-def test_one_stall_of_the_host_is_taken_again(queue):
-    calls = []
-
-    def call(i):
-        calls.append(i)
-        queue.kernel(10, host=5000 if len(calls) == 30 else 5)()
-
-    us = queue.timer.sample({"a": call}, rounds=40)
-    assert us["a"] == pytest.approx(10)
-    assert not queue.timer.host_bound
-
-
-def test_rounds_are_interleaved_shuffled_and_rotate_inputs():
-    log = []
-    calls = {name: (lambda i, name=name: log.append((name, i))) for name in "abc"}
-    us = Timer("cpu", flush_bytes=1 << 12).sample(calls, rounds=12, sets=4, warmup=0)
-    rounds = [log[k : k + 3] for k in range(len(log) - 36, len(log), 3)]
-    assert all({name for name, _ in r} == set("abc") for r in rounds)
-    assert [{i for _, i in r} for r in rounds] == [{r % 4} for r in range(12)]
-    assert len({tuple(name for name, _ in r) for r in rounds}) > 1
-    assert all(len(x) == 12 and (x > 0).all() for x in us.values())
-
-
-def test_time_limit_keeps_a_few_rounds():
-    us = Timer("cpu", flush_bytes=1 << 12).sample({"a": lambda i: None}, rounds=1000, seconds=0)
-    assert len(us["a"]) == 5
-
-
-def test_host_cost_is_per_call():
-    calls = []
-    us = Timer("cpu", flush_bytes=1 << 12).host({"a": calls.append}, sets=3, bursts=4)["a"]
-    assert len(us) == 4
-    assert len(calls) == 5 * 50
-    assert set(calls) == {0, 1, 2}
-    assert 0 < np.median(us) < 1000
-
-
-def test_captured_calls_replay_their_own_input_set(monkeypatch):
-    log = []
-
-    class Graph:
-        def replay(self):
-            log.append(self.captured)
-
-    @contextlib.contextmanager
-    def capturing(graph):
-        before = len(log)
-        yield
-        graph.captured = ("replay", *log[before:])
-        del log[before:]
-
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
-    for name, fake in {
-        "device": lambda device: contextlib.nullcontext(),
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "CUDAGraph": Graph,
-        "graph": capturing,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-
-    def call(i):
-        log.append(i)
-        return f"out {i}"
-
-    alive = weakref.ref(call)
-    replay = Timer("cpu", flush_bytes=1 << 12).capture(call, sets=2)
-    del call
-    assert log == [0, 1]  # the warm-up calls
-    assert replay(1) == "out 1"
-    assert log[-1] == ("replay", 1)
-    assert alive() is not None, "the graph reads buffers that its maker owns"
-
-
-def test_sets_cover_four_caches(monkeypatch):
-    monkeypatch.setattr("kvstrata.bench.case.cache_bytes", lambda device: 60 << 20)
-    assert sets_for(1 << 10, CPU) == 8
-    assert sets_for(60 << 20, CPU) == 4
-    assert sets_for(1 << 30, CPU) == 2
-    assert sets_for(3 << 30, CPU) == 1
-    assert sets_for(9 << 30, CPU) == 1
 
 
 def small_run(cases, **options):
@@ -350,102 +181,6 @@ def test_a_contender_that_cannot_be_captured_is_said(queue, monkeypatch):
     calls, errors = runner._captured({"peer": lambda i: None}, queue.timer, 1)
     assert calls == {}
     assert errors["peer"].startswith("cannot be captured: RuntimeError: operation not permitted")
-
-
-def test_results_survive_the_file(report, tmp_path):
-    path = results.save(report, tmp_path)
-    assert path == tmp_path / report.machine["slug"] / "toy.json"
-    assert list(path.parent.iterdir()) == [path]
-    text = path.read_text()
-    again = results.load(path)
-    assert results.dumps(again) == text
-    assert list(json.loads(text)) == ["schema", "op", "machine", "method", "peak", "floor", "cases"]
-    assert '"samples": [' in text
-    assert max(len(line.split(",")) for line in text.splitlines()) > 5  # samples on one line
-    assert again.cases[0].rows[0].samples == [round(x, 2) for x in report.cases[0].rows[0].samples]
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1, "cases": [{}]}'])
-def test_other_files_are_refused(tmp_path, content):
-    path = tmp_path / "x.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"x\.json: not a kvstrata result"):
-        results.load(path)
-
-
-def test_a_failed_write_leaves_the_old_file(report, tmp_path, monkeypatch):
-    path = results.save(report, tmp_path)
-    before = path.read_bytes()
-    monkeypatch.setattr(results, "dumps", lambda report: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        results.save(report, tmp_path)
-    assert path.read_bytes() == before
-    assert list(path.parent.iterdir()) == [path]
-
-
-def timed_report(samples, slug="nvidia-h200", op="x"):
-    row = results.Row("ours", "ours", us=summary(samples), samples=list(samples))
-    case = results.CaseResult("c", {}, 1, 0, 1, False, rows=[row])
-    return results.Report(op, {"slug": slug}, {}, {}, {}, [case])
-
-
-def test_compare_finds_what_is_slower_and_only_that():
-    base = np.random.default_rng(1).normal(10, 0.2, 200)
-    again = np.random.default_rng(2).normal(10, 0.2, 200)
-    old = timed_report(base)
-    assert results.compare(old, timed_report(again)) == []
-    assert results.compare(old, timed_report(again * 0.8)) == []
-    assert results.compare(old, timed_report(again * 1.01)) == []  # real, but under 2 %
-    (found,) = results.compare(old, timed_report(again * 1.05))
-    assert (found.case, found.name) == ("c", "ours")
-    assert "+5." in str(found) or "+4." in str(found)
-    with pytest.raises(ValueError, match="cannot compare"):
-        results.compare(old, timed_report(again, slug="cpu-x86-64"))
-    other = timed_report(again)
-    other.cases[0].name = "d"
-    with pytest.raises(ValueError, match="in common"):
-        results.compare(old, other)
-
-
-def test_markdown_selects_rows_and_columns(report):
-    options = {"rows": "*-64", "contenders": "ours,naive", "columns": "contender,us,speedup"}
-    lines = render.markdown(report, options).splitlines()
-    assert lines[0] == "| contender | us | vs baseline |"
-    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| ours", "| naive"]
-    assert lines[4] == ""
-    assert "elsewhere absent" not in lines[5]  # a chosen part has the caption; the whole table has the notes too
-    assert "elsewhere absent" in render.markdown(report).splitlines()[-1]
-    pivot = render.markdown(report, {"pivot": "us", "contenders": "ours*"}).splitlines()
-    assert pivot[0] == "| case (us) | ours | ours-too |"
-    assert len(pivot) == 2 + 2 + 2
-    with pytest.raises(ValueError, match="column 'nothing'"):
-        render.markdown(report, {"columns": "nothing"})
-
-
-def test_inject_fills_every_block_and_keeps_the_rest():
-    other = "<!-- kvstrata:storex -->x<!-- /kvstrata:storex -->"
-    text = f"a\n<!-- kvstrata:store pivot=us -->\nold\n<!-- /kvstrata:store -->\nb\n{other}"
-    once = render.inject(text, "kvstrata:store", lambda options: f"new {options}")
-    assert "new {'pivot': 'us'}" in once
-    assert "old" not in once
-    assert once.endswith(f"b\n{other}")
-    assert render.inject(once, "kvstrata:store", lambda options: f"new {options}") == once
-    with pytest.raises(ValueError, match="0 opening"):
-        render.inject(text, "kvstrata:other", "t")
-    with pytest.raises(ValueError, match="1 opening and 0 closing"):
-        render.inject("<!-- kvstrata:store -->", "kvstrata:store", "t")
-    with pytest.raises(ValueError, match="marker option 'colour'"):
-        render.inject(text.replace("pivot", "colour"), "kvstrata:store", lambda options: "t")
-
-
-@pytest.mark.parametrize(("y", "suffix"), [("tb_s", ".svg"), ("us", ".png"), ("tflop_s", ".svg")])
-def test_plot_writes_a_figure(report, tmp_path, y, suffix):
-    ((name, cases),) = groups(report).items()
-    assert name == "fp32"
-    path = plot(report, cases, tmp_path / "deep" / f"f{suffix}", y=y)
-    first = path.read_bytes()
-    assert len(first) > 5000
-    assert plot(report, cases, path, y=y).read_bytes() == first
 
 
 def test_machine_names_no_host(report):

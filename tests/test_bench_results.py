@@ -1,0 +1,117 @@
+"""What bench writes down: results as files, compared, rendered and plotted."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import toy
+from kvstrata.bench import Timer, probes, render, results, runner
+from kvstrata.bench.plot import groups, plot
+from kvstrata.bench.stats import summary
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def report():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "copy_bandwidth", lambda timer: probes.copy_bandwidth(timer, 1 << 16, rounds=5))
+        return runner.run(toy.cases(CPU, True), CPU, True, timer=Timer("cpu", flush_bytes=1 << 12))
+
+
+def test_results_survive_the_file(report, tmp_path):
+    path = results.save(report, tmp_path)
+    assert path == tmp_path / report.machine["slug"] / "toy.json"
+    assert list(path.parent.iterdir()) == [path]
+    text = path.read_text()
+    again = results.load(path)
+    assert results.dumps(again) == text
+    assert list(json.loads(text)) == ["schema", "op", "machine", "method", "peak", "floor", "cases"]
+    assert '"samples": [' in text
+    assert max(len(line.split(",")) for line in text.splitlines()) > 5  # samples on one line
+    assert again.cases[0].rows[0].samples == [round(x, 2) for x in report.cases[0].rows[0].samples]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1, "cases": [{}]}'])
+def test_other_files_are_refused(tmp_path, content):
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"x\.json: not a kvstrata result"):
+        results.load(path)
+
+
+def test_a_failed_write_leaves_the_old_file(report, tmp_path, monkeypatch):
+    path = results.save(report, tmp_path)
+    before = path.read_bytes()
+    monkeypatch.setattr(results, "dumps", lambda report: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        results.save(report, tmp_path)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def timed_report(samples, slug="nvidia-h200", op="x"):
+    row = results.Row("ours", "ours", us=summary(samples), samples=list(samples))
+    case = results.CaseResult("c", {}, 1, 0, 1, False, rows=[row])
+    return results.Report(op, {"slug": slug}, {}, {}, {}, [case])
+
+
+def test_compare_finds_what_is_slower_and_only_that():
+    base = np.random.default_rng(1).normal(10, 0.2, 200)
+    again = np.random.default_rng(2).normal(10, 0.2, 200)
+    old = timed_report(base)
+    assert results.compare(old, timed_report(again)) == []
+    assert results.compare(old, timed_report(again * 0.8)) == []
+    assert results.compare(old, timed_report(again * 1.01)) == []  # real, but under 2 %
+    (found,) = results.compare(old, timed_report(again * 1.05))
+    assert (found.case, found.name) == ("c", "ours")
+    assert "+5." in str(found) or "+4." in str(found)
+    with pytest.raises(ValueError, match="cannot compare"):
+        results.compare(old, timed_report(again, slug="cpu-x86-64"))
+    other = timed_report(again)
+    other.cases[0].name = "d"
+    with pytest.raises(ValueError, match="in common"):
+        results.compare(old, other)
+
+
+def test_markdown_selects_rows_and_columns(report):
+    options = {"rows": "*-64", "contenders": "ours,naive", "columns": "contender,us,speedup"}
+    lines = render.markdown(report, options).splitlines()
+    assert lines[0] == "| contender | us | vs baseline |"
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| ours", "| naive"]
+    assert lines[4] == ""
+    assert "elsewhere absent" not in lines[5]  # a chosen part has the caption; the whole table has the notes too
+    assert "elsewhere absent" in render.markdown(report).splitlines()[-1]
+    pivot = render.markdown(report, {"pivot": "us", "contenders": "ours*"}).splitlines()
+    assert pivot[0] == "| case (us) | ours | ours-too |"
+    assert len(pivot) == 2 + 2 + 2
+    with pytest.raises(ValueError, match="column 'nothing'"):
+        render.markdown(report, {"columns": "nothing"})
+
+
+def test_inject_fills_every_block_and_keeps_the_rest():
+    other = "<!-- kvstrata:storex -->x<!-- /kvstrata:storex -->"
+    text = f"a\n<!-- kvstrata:store pivot=us -->\nold\n<!-- /kvstrata:store -->\nb\n{other}"
+    once = render.inject(text, "kvstrata:store", lambda options: f"new {options}")
+    assert "new {'pivot': 'us'}" in once
+    assert "old" not in once
+    assert once.endswith(f"b\n{other}")
+    assert render.inject(once, "kvstrata:store", lambda options: f"new {options}") == once
+    with pytest.raises(ValueError, match="0 opening"):
+        render.inject(text, "kvstrata:other", "t")
+    with pytest.raises(ValueError, match="1 opening and 0 closing"):
+        render.inject("<!-- kvstrata:store -->", "kvstrata:store", "t")
+    with pytest.raises(ValueError, match="marker option 'colour'"):
+        render.inject(text.replace("pivot", "colour"), "kvstrata:store", lambda options: "t")
+
+
+@pytest.mark.parametrize(("y", "suffix"), [("tb_s", ".svg"), ("us", ".png"), ("tflop_s", ".svg")])
+def test_plot_writes_a_figure(report, tmp_path, y, suffix):
+    ((name, cases),) = groups(report).items()
+    assert name == "fp32"
+    path = plot(report, cases, tmp_path / "deep" / f"f{suffix}", y=y)
+    first = path.read_bytes()
+    assert len(first) > 5000
+    assert plot(report, cases, path, y=y).read_bytes() == first
