@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from hf_model import SIZES
 from kvstrata.bench import publish
 from kvstrata.cache import TieredCache, settle
 from kvstrata.cli import app
@@ -27,17 +28,8 @@ OPTIONS = dict(tiers=["K4V4", "K2V2"], window=12, sinks=4, page_tokens=16, settl
 
 def model(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-    )
+    sizes = SIZES | dict(vocab_size=96, pad_token_id=None, eos_token_id=2)
+    config = LlamaConfig(**sizes, head_dim=64, initializer_range=0.2)
     return LlamaForCausalLM(config).eval()
 
 

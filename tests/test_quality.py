@@ -19,10 +19,8 @@ from kvstrata.eval import bits, contenders, measure, model, texts
 
 pytestmark = pytest.mark.slow
 OPTIONS = dict(window=27, sinks=4, page_tokens=16)  # 31 and the next token fill two pages
-# Bits of codes, and perplexity with simulated rounding: the table of the design, a little air for another machine's
-# sums. For K4V4 the mean over rotations with other signs: the table has the luckiest of nine, below 16 bit
-# (docs/decisions.md).
-UNIFORM = {"K4V4": (4.0, 12.83), "K4V3": (3.5, 12.85), "K4V2": (3.0, 12.85), "K3V2": (2.5, 13.08), "K2V2": (2.0, 14.06)}
+# From the table of the design, of simulated rounding; a little air for another machine's sums.
+UNIFORM = {"K4V4": (4.0, 12.77), "K4V3": (3.5, 12.85), "K4V2": (3.0, 12.85), "K3V2": (2.5, 13.08), "K2V2": (2.0, 14.06)}
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +66,19 @@ def test_the_exact_perplexity(topics: Text) -> None:
     assert topics.perplexity == pytest.approx(12.74, abs=0.02)
 
 
-@pytest.mark.parametrize("name", UNIFORM)
+# The table has 12.72 for K4V4, below the 12.74 of 16 bit, which no codes should beat: the luckiest of nine draws.
+ABOVE = pytest.mark.xfail(strict=True, reason="K4V4 has 12.80 on packed bytes, the simulation 12.72")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=ABOVE) if n == "K4V4" else n for n in UNIFORM])
 def test_uniform_widths_reproduce_the_simulation(topics: Text, name: str) -> None:
     width, most = UNIFORM[name]
     assert topics(width, policy="uniform", tiers=[name])[0] <= most
+
+
+def test_four_bits_are_no_worse_than_a_draw(topics: Text) -> None:
+    """The same simulation, rotations with other signs: 12.80 in the mean (docs/decisions.md), and a little air."""
+    assert topics(4.0, policy="uniform", tiers=["K4V4"])[0] <= 12.83
 
 
 def test_tiers_lose_little_at_two_and_a_half_bits(topics: Text) -> None:
