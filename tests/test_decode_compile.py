@@ -59,7 +59,8 @@ def formats(head_dim: int, page_tokens: int, *names: str) -> tuple[Format, ...]:
 
 KERNELS = {
     "three tiers": (formats(128, 64, "K4V4", "K3V3", "K2V2"), 1, {}),
-    "two blocks of columns": (formats(128, 64, "K8V8", "K2V2"), 2, {}),
+    "two blocks of columns": (formats(128, 64, "K8V8", "K2V2"), 2, {"ordered": True}),
+    "window": (formats(128, 64, "K2V2"), 1, {"ordered": True}),
     "D 256": (formats(256, 64, "K4V2"), 1, {}),
     "D 80, small pages, mass": (formats(80, 16, "K8V4", "K3V2"), 1, {"mass": True}),
     "rows of store_kv": (formats(128, 16), 1, {"rows": True}),

@@ -65,22 +65,22 @@ __device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, 
 }
 
 // The tier's own code for a stage, found by its number.
-template <class In, bool kMass, int kDim, int kPageTokens, int kN, int kNumber>
+template <class In, bool kMass, bool kOrdered, int kDim, int kPageTokens, int kN, int kNumber>
 __device__ __forceinline__ void attend(Tiers<>, const Params&, State<kDim, kN>&, unsigned char*, unsigned, int) {}
-template <class In, bool kMass, int kDim, int kPageTokens, int kN, int kNumber, class T, class... Ts>
+template <class In, bool kMass, bool kOrdered, int kDim, int kPageTokens, int kN, int kNumber, class T, class... Ts>
 __device__ __forceinline__ void attend(Tiers<T, Ts...>, const Params& p, State<kDim, kN>& st, unsigned char* stage,
                                        unsigned meta, int group) {
-  using P = Part<T, kDim, kPageTokens>;
+  using P = Part<T, kDim, kPageTokens, kOrdered>;
   if (tier_of(meta) == kNumber) {
     if constexpr (T::kPlain) attend_rows<In, P, kMass>(p, st, stage, tokens_of(meta), group, part_of(meta) * P::kTokens);
     else attend_codes<T, P, kMass>(p, st, stage, tokens_of(meta), group);
   } else {
-    attend<In, kMass, kDim, kPageTokens, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, meta, group);
+    attend<In, kMass, kOrdered, kDim, kPageTokens, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, meta, group);
   }
 }
 
-// kResident warps on a multiprocessor.
-template <class In, bool kMass, bool kRows, int kDim, int kPageTokens, int kN, int kWarps, int kResident, class TierList>
+// kResident warps on a multiprocessor. kOrdered: positions decide what is seen, as with several queries or a window.
+template <class In, bool kMass, bool kRows, bool kOrdered, int kDim, int kPageTokens, int kN, int kWarps, int kResident, class TierList>
 __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const __grid_constant__ Params p) {
   constexpr int kSlot = slot_bytes<kDim, kPageTokens>(TierList{});
   extern __shared__ __align__(128) unsigned char shared[];
@@ -120,9 +120,9 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
       if (i + 1 < end) produce(at ^ 1, next);
       ring.commit();
       if (next.group != now.group) expect_query<kDim, kN>(p, next, block);
-      if (another) begin_group<In, kMass>(p, st, now, block);  // while the page is on its way
+      if (another) begin_group<In, kMass, kOrdered>(p, st, now, block);  // while the page is on its way
       ring.wait(at, 2);
-      attend<In, kMass, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, group);
+      attend<In, kMass, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, group);
       __syncwarp();
       now = next;
       next = after;

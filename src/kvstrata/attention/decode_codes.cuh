@@ -78,7 +78,7 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
       share_mass<kUnit>(p, st, sc, group, tokens - before, positions, 0);
       return;
     }
-    soften<f16, kUnit>(p, st, sc, tokens - before, positions, 0, w);
+    soften<f16, kUnit, P::kOrdered>(p, st, sc, tokens - before, positions, 0, w);
 
     constexpr unsigned kOnes = 0x00010001u, kOnes8 = kOnes << (24 - place<T::kV>(2));
     const unsigned ones[4] = {kOnes, kOnes, kOnes8, kOnes8};

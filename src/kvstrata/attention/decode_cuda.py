@@ -51,7 +51,7 @@ KEPT = 64  # plans of calls that bring none
 ALONE = 12  # chunks for a KV head of a request: so few partial results are put together by one warp
 
 WORKLIST = struct.Struct(f"7q4q4q15i{3 * MAX_TIERS}i4x")
-DECODE = struct.Struct("9q5q6i2f4i5q")
+DECODE = struct.Struct("9q5q6i2f3i5q")
 COMBINE = struct.Struct("9q7q7if")
 
 
@@ -136,10 +136,10 @@ def _rows(requests: tuple[int, ...], device: torch.device) -> torch.Tensor | Non
 
 @functools.lru_cache(maxsize=256)
 def _decode_kernel(
-    formats: tuple[Format, ...], dtype: torch.dtype, cut: Cut, mass: bool, rows: bool, device: int
+    formats: tuple[Format, ...], dtype: torch.dtype, cut: Cut, mass: bool, rows: bool, ordered: bool, device: int
 ) -> jit.Kernel:
     arch = jit.arch_of(device)
-    entry = decode_entry(formats, dtype, cut.width, arch, mass=mass, rows=rows, cut=cut)
+    entry = decode_entry(formats, dtype, cut.width, arch, mass=mass, rows=rows, ordered=ordered, cut=cut)
     return jit.load(FOLDER / "decode.cu", entry, arch)
 
 
@@ -285,11 +285,11 @@ class Plan:
             *(n * size for n in q.stride()[:3]), x.lengths.stride(0), centre_stride,
             self.q_len, job.group, self.kv_heads, self.chunks, self.units, self.multiprocessors,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.window or 0,
-            x.position_bytes if ordered else 0, job.max_length, ordered, x.rows[3], x.v_offset,
+            x.position_bytes if ordered else 0, job.max_length, x.rows[3], x.v_offset,
             *map(_inverse, (job.group, self.kv_heads, self.multiprocessors)),
         )  # fmt: skip
         rows = x.rows[1] > 0
-        kernel = _decode_kernel(self.formats, q.dtype, self.cut, mass is not None, rows, self.device)
+        kernel = _decode_kernel(self.formats, q.dtype, self.cut, mass is not None, rows, ordered, self.device)
         grid = (self.grid, self.blocks)
         launch = jit.Launch(kernel, grid, 32 * self.warps, params, shared=self.shared, overlap=mass is None)
         launch(jit.current_stream(self.device))

@@ -82,7 +82,7 @@ __device__ __forceinline__ void score_centre(const Params& p, State<kDim, kN>& s
 }
 
 // What load_query brought, as operands.
-template <class In, bool kMass, int kDim, int kN>
+template <class In, bool kMass, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st, const Stage& stage, int block) {
   constexpr int kSteps = kDim / 16;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, columns = p.queries * p.group;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
         st.m[n][c] = lse > kNone ? lse * 1.4426950408889634f : -kNone;
       }
   }
-  if (p.ordered)
+  if (kOrdered)
     st.first = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride) - p.queries;
   st.score = p.scale_log2;
   if (tier_of(stage.meta) == 0) return;

@@ -103,7 +103,7 @@ __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st
     return;
   }
   unsigned w[kTiles][kN][2];
-  soften<In, kTiles>(p, st, sc, tokens, stage + P::kBytes, first, w);
+  soften<In, kTiles, P::kOrdered>(p, st, sc, tokens, stage + P::kBytes, first, w);
 #pragma unroll
   for (int i = 0; i < kTiles; i++) {
     const unsigned char* rows = v_rows + i * 16 * kDim * 2;

@@ -33,7 +33,7 @@ __device__ __forceinline__ bool hides(const Params& p, const State<kDim, kN>& st
 }
 
 // Softcap, and what may not be seen: past the count, after the query, before its window.
-template <int kTiles, int kDim, int kN>
+template <int kTiles, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, int tokens,
                                   const unsigned char* positions, int first) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -42,14 +42,14 @@ __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st,
   for (int n = 0; n < kN; n++)
 #pragma unroll
     for (int c = 0; c < 2; c++)
-      last[n][c] = p.ordered ? st.first + divide((blockIdx.y * kN + n) * 8 + 2 * t + c, p.by_group) : 0;
+      last[n][c] = kOrdered ? st.first + divide((blockIdx.y * kN + n) * 8 + 2 * t + c, p.by_group) : 0;
 #pragma unroll
   for (int i = 0; i < kTiles; i++)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int token = i * 16 + g + 8 * r;
       const bool there = token < tokens;
-      const int position = position_of(p, positions, first, token);
+      const int position = kOrdered ? position_of(p, positions, first, token) : 0;
       if (!there) sc.v[i][r] = 0.f;
 #pragma unroll
       for (int n = 0; n < kN; n++)
@@ -62,7 +62,7 @@ __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st,
             x = p.softcap_log2 * copysignf(1.f - __fdividef(2.f, e + 1.f), y) - st.m[n][c];
           }
           bool seen = there;
-          if (p.ordered) {
+          if (kOrdered) {
             seen = seen && position <= last[n][c];
             if (p.window) seen = seen && position > last[n][c] - p.window;
           }
@@ -135,11 +135,11 @@ __device__ __forceinline__ bool weigh(const State<kDim, kN>& st, const Scores<kT
   return !__any_sync(~0u, !fits || st.fresh);
 }
 
-template <class W, int kTiles, int kDim, int kN>
+template <class W, int kTiles, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ void soften(const Params& p, State<kDim, kN>& st, Scores<kTiles, kN>& sc, int tokens,
                                        const unsigned char* positions, int first, unsigned (&w)[kTiles][kN][2]) {
-  if (tokens < kTiles * 16 || p.softcap_log2 > 0.f || (p.ordered && hides<kTiles>(p, st, positions, first)))
-    mask<kTiles>(p, st, sc, tokens, positions, first);
+  if (tokens < kTiles * 16 || p.softcap_log2 > 0.f || (kOrdered && hides<kTiles>(p, st, positions, first)))
+    mask<kTiles, kOrdered>(p, st, sc, tokens, positions, first);
   float l[kN][2];
   if (!weigh<W>(st, sc, w, l)) {
     rebase<kTiles>(st, sc);
@@ -163,7 +163,7 @@ template <int kTiles, int kDim, int kN>
 __device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, int group,
                                            int tokens, const unsigned char* positions, int first) {
   const int lane = threadIdx.x & 31, g = lane >> 2;
-  mask<kTiles>(p, st, sc, tokens, positions, first);
+  mask<kTiles, true>(p, st, sc, tokens, positions, first);
   float* mass = p.partial_out + static_cast<i64>(group % p.units) * p.mass_length;
 #pragma unroll
   for (int i = 0; i < kTiles; i++)

@@ -10,9 +10,10 @@ struct Tier {
   static constexpr bool kPlain = kKBits == 16;
 };
 
-// How a page of a tier comes in: in parts of kTokens tokens, each one stage.
-template <class T, int kDim, int kPageTokens>
+// How a page of a tier comes in: in parts of kTokens tokens, each one stage. kByPosition: positions decide what is seen.
+template <class T, int kDim, int kPageTokens, bool kByPosition = false>
 struct Part {
+  static constexpr bool kOrdered = kByPosition;
   static constexpr int kSteps = kDim / 16, kTiles = kPageTokens / 16, kLimit = 8704;
   template <int kBits> static constexpr bool whole_tiles = kSteps * kBits % 16 == 0 && kBits != 3;
   static constexpr bool kCuts = T::kPlain || (whole_tiles<T::kK> && whole_tiles<T::kV>);

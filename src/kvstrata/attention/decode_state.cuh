@@ -22,7 +22,7 @@ struct Params {
   int units, multiprocessors;
   float scale_log2, softcap_log2;  // softcap 0: none
   int window, position_bytes;      // window 0: none; position_bytes 0: positions are not read
-  int mass_length, ordered;        // whether positions decide what is seen
+  int mass_length;
   i64 row_bytes, v_offset;         // rows in pages: from one token to the next, from K to V; 0: pages of a tiered cache
   unsigned long long by_group, by_kv_heads, by_multiprocessors;  // for divide()
 };

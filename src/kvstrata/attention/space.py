@@ -31,12 +31,14 @@ def invalid(cut: Cut) -> str | None:
     return None
 
 
-def kernels(formats: tuple[Format, ...], dtype: torch.dtype, cut: Cut, arch: str) -> list[tuple[str, str, int, int]]:
+def kernels(
+    formats: tuple[Format, ...], dtype: torch.dtype, cut: Cut, arch: str, *, ordered: bool = False
+) -> list[tuple[str, str, int, int]]:
     """(source, entry, threads, bytes of shared memory asked for at the launch) of what a step launches."""
     head_dim = formats[0].head_dim
     fewest = max(4, -(-head_dim // 32))
     widths = {1, fewest, 16} if not cut.combine else {1} if cut.combine == 1 else {max(fewest, cut.combine)}
-    decode = decode_entry(formats, dtype, cut.width, arch, cut=cut)
+    decode = decode_entry(formats, dtype, cut.width, arch, ordered=ordered, cut=cut)
     return [
         (str(FOLDER / "decode.cu"), decode, 32 * cut.warps, shared_of(formats, cut)),
         (str(FOLDER / "worklist.cu"), "worklist", 1024, 0),

@@ -113,13 +113,15 @@ def decode_entry(
     *,
     mass: bool = False,
     rows: bool = False,
+    ordered: bool = False,
     cut: Cut | None = None,
 ) -> str:
-    """``mass``: the pass that gives weights; ``rows``: pages as store_kv writes them."""
+    """``mass``: the pass that gives weights; ``rows``: pages as store_kv writes them; ``ordered``: positions decide
+    what is seen."""
     tiers = ",".join(f"Tier<{f.k_bits},{f.v_bits}>" for f in formats)
     head_dim = formats[0].head_dim
     cut = cut or Cut(block_warps(formats, arch), resident_warps(head_dim, width), width)
-    flags = f"{str(mass).lower()},{str(rows).lower()}"
+    flags = ",".join(str(flag).lower() for flag in (mass, rows, ordered or mass))
     sizes = f"{head_dim},{formats[0].page_tokens},{cut.width},{cut.warps},{cut.resident}"
     return f"decode<{NAMES[dtype]},{flags},{sizes},Tiers<{tiers}>>"
 

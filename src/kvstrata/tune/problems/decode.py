@@ -49,7 +49,7 @@ def _cuda(shape: Shape, tiers: Tiers, arch: str, device: torch.device) -> Proble
     sets = min(sets_for(bytes_of(shape, tiers, MEAN), device), 2) if device.type == "cuda" else 1
 
     def kernels(choice: Choice) -> list[Needs]:
-        found = space.kernels(formats, torch.bfloat16, stages.Cut(**choice), arch)
+        found = space.kernels(formats, torch.bfloat16, stages.Cut(**choice), arch, ordered=shape.q_len > 1)
         return [Needs(Path(source), entry, threads, dynamic) for source, entry, threads, dynamic in found]
 
     return Problem(
