@@ -45,7 +45,12 @@ def paged_case(
 def test_paged(backend: str, layout: str, dim: int) -> None:
     few(backend, dim < 128)
     check(paged_case([40, 0, 17, 16, 1], layout=layout, dim=dim), backend)
-    check(paged_case([21, 30], layout=layout, dim=dim, strided=True, page_size=8), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_paged_with_gaps(backend: str, layout: str) -> None:
+    check(paged_case([21, 30], layout=layout, dim=80, strided=True, page_size=8), backend)
 
 
 @each_backend
