@@ -238,10 +238,14 @@ def test_pairs_are_of_one_width_and_read_the_same_chunks() -> None:
     rows += [row("uniform K2V2, 2 bits", "variant", 9.0), row("uniform K3V3, 3 bits", "variant", 9.0, chunk=20)]
     state = results.Quality({"name": "x", "date": "2026-01-01", "revision": None}, "tiny", ["a", "b"], {}, rows)
     _, lines = render.pairs(state, {})
-    ((width, against, a, b, kl, nll),) = lines
+    ((width, against, a, b, both),) = lines
     assert (width, against, a) == ("3 bits", "uniform K4V2", "-200.0 [-200.0, -200.0]")
     assert b.startswith("-200.0 [-3")
-    assert kl == nll
+    assert both.startswith("-200.0 [-2")
+    header, same = render.pairs(state, {"what": "nll"})
+    assert (header[2], same) == ("nll, a", lines)
+    with pytest.raises(ValueError, match="what 'loss'"):
+        render.pairs(state, {"what": "loss"})
     assert rows[1].above(rows[0], "kl", 0)[0] == pytest.approx(0.2)
 
 
@@ -325,7 +329,7 @@ def test_bad_requests_are_refused_before_a_model_is_loaded(
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """`kvstrata` with the tiny model in place of a real one, and a text of its letters."""
-    monkeypatch.setattr(models, "load", lambda name, device="cpu": (model(), Letters()))
+    monkeypatch.setattr(models, "load", lambda name, device="cpu", dtype=None: (model().to(dtype), Letters()))
     (tmp_path / "words.txt").write_text(texts.text("prose")[:6000])
 
     def run(*arguments: str):
@@ -406,6 +410,38 @@ def test_the_command_compares_widths(command, tmp_path: Path) -> None:
     assert [row.name for row in kept.rows] == ["16 bit", "tiers, 2.5 bits", "uniform K3V2, 2.5 bits"]
     assert not kept.needles
     assert command("eval", "--bits", "5", "--out", str(out)).exit_code == 2
+
+
+def test_the_command_takes_stretches_of_a_text(command, tmp_path: Path) -> None:
+    """The first stretch is what one alone would be; all of them have narrower intervals and a row of their own."""
+    out = tmp_path / "stretches.json"
+    given = ("eval", "--bits", "2", "--tokens", "200", "--chunk", "50", "--text", "inspect")
+    for more in ((), ("--stretches", "3"), ("--stretches", "3")):  # the last finds all of it there
+        made = command(*given, "--out", str(out), *more)
+        assert made.exit_code == 0, made.output
+    kept = results.load(out)
+    assert [row.length for row in kept.rows] == ["200", "200", "3 x 200", "3 x 200"]
+    one, many = kept.rows[1], kept.rows[3]
+    assert [len(row) for row in many.nll] == [4] * 3 * len(kept.texts)
+    for text in range(len(kept.texts)):
+        assert many.nll[3 * text] == pytest.approx(one.nll[text], rel=1e-3)
+        mean = sum(map(sum, many.nll[3 * text : 3 * text + 3])) / (3 * sum(many.count))
+        assert many.perplexity(text) == pytest.approx(math.exp(mean))
+    assert kept.exact(many) is kept.rows[2]
+    assert "3 x 200" in render.markdown(kept, {"stretches": "3"})
+    assert "| 200 |" not in render.markdown(kept, {"stretches": "3"})
+    assert "at least 2000000 tokens" in command(*given[:3], "--tokens", "2000", "--stretches", "1000").output
+
+
+def test_the_command_takes_a_dtype(command, tmp_path: Path) -> None:
+    out = tmp_path / "half.json"
+    given = ("eval", "--bits", "2", "--tokens", "100", "--chunk", "50", "--out", str(out))
+    assert command(*given, "--dtype", "float32").exit_code == 0
+    assert results.load(out).model.endswith(" in float32")
+    mixed = command(*given)
+    assert mixed.exit_code == 2
+    assert " in float32 on " in mixed.output
+    assert "--dtype: expected float32, float16 or bfloat16, got 'int8'" in command(*given, "--dtype", "int8").output
 
 
 def test_other_texts_have_a_file_and_a_table_of_their_own(tmp_path: Path) -> None:

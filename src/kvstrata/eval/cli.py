@@ -15,6 +15,7 @@ import typer
 from ..lab.terminal import AsJson
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
     from rich.progress import Progress
 
@@ -48,6 +49,13 @@ def evaluate(
             min=1, help="Tokens decoded at a time, 32 if none is given, 64 with --quick; 1 is what a server does."
         ),
     ] = None,
+    stretches: Annotated[
+        int, typer.Option(min=1, help="Stretches of --tokens from each text, decoded as one batch: narrower intervals.")
+    ] = 1,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, float16 or bfloat16; float32 on a CPU and bfloat16 on a GPU if none is given."),
+    ] = None,
     needles: Annotated[bool, typer.Option(help="Needles in a haystack too.")] = True,
     peers: Annotated[bool, typer.Option(help="KIVI-style and transformers' quantised caches too.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="One text, one length: a look, not evidence.")] = False,
@@ -68,7 +76,7 @@ def evaluate(
 
     Example: kvstrata eval --model ./my-model --text notes.txt --budget 0.25 --budget 0.2 --tokens 4096
 
-    Example: kvstrata eval --bits 2.5 --bits 3 --tokens 1024 --chunk 64
+    Example: kvstrata eval --bits 2.5 --bits 3 --tokens 1024 --chunk 64 --stretches 8
     """
     _need()
     import torch
@@ -95,10 +103,10 @@ def evaluate(
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
         say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
-        loaded, tokenizer = models.load(model, where)
+        loaded, tokenizer = models.load(model, where, _dtype(dtype))
     except (LookupError, ValueError, OSError) as error:
         _refuse(str(error))
-    name = model or "SmolLM2-135M-Instruct"
+    name = (model or "SmolLM2-135M-Instruct") + (f" in {dtype}" if dtype else "")
     if state is None or (state.model, state.texts) != (name, list(words)):
         if state is not None:
             _refuse(
@@ -110,7 +118,7 @@ def evaluate(
     with _progress(say) as bar:
         for length in lengths:
             try:
-                ids = models.encode(tokenizer, words, length).to(where)
+                ids = models.encode(tokenizer, words, length, stretches).to(where)
             except ValueError as error:
                 _refuse(str(error))
             wanted = widths or _wanted(known, loaded.config, budgets, policy or ["importance"], lists, length, peers)
@@ -262,6 +270,14 @@ def _wanted(
                 wanted.append(known.strata(budget, name, kind, **options, policy=policy))
         wanted += known.kivi(budget, config, length) if peers else []
     return wanted + (known.peers() if peers else [])
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    if name not in (None, "float32", "float16", "bfloat16"):
+        raise ValueError(f"--dtype: expected float32, float16 or bfloat16, got {name!r}")
+    return None if name is None else getattr(torch, name)
 
 
 def _ticker(bar: Progress, task: Any, prompt: int, chunk: int) -> Any:

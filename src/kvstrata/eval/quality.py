@@ -27,9 +27,12 @@ def run(
 ) -> measure.Exact | None:
     """Measure what is not there yet; ``after`` each new row, ``tick`` while one runs. Returns the exact predictions."""
     rows, tokens = ids.shape
+    if rows % len(into.texts):
+        raise ValueError(f"ids: expected as many rows of each of {len(into.texts)} texts, got {rows}")
+    setting = (tokens, prompt, chunk, rows // len(into.texts))
     first = known.exact()
-    missing = [c for c in wanted if into.row(c, tokens, prompt, chunk) is None]
-    if exact is None and (missing or into.row(first, tokens, prompt, chunk) is None):
+    missing = [c for c in wanted if into.row(c, setting) is None]
+    if exact is None and (missing or into.row(first, setting) is None):
         scores, exact = measure.decode(
             model,
             ids,
@@ -39,9 +42,9 @@ def run(
             keep=True,
             after=lambda n: tick(first.name, n),
         )
-        if into.row(first, tokens, prompt, chunk) is None:
+        if into.row(first, setting) is None:
             whole = known.full(model.config, rows, tokens)
-            into.rows.append(_row(first, ids, prompt, chunk, scores, whole, whole, {}))
+            into.rows.append(_row(first, setting, scores, whole, whole, {}))
             after()
     for contender in missing:
         try:
@@ -62,26 +65,24 @@ def run(
             continue
         tiers = cache.memory().tokens if hasattr(cache, "memory") else {}
         whole = known.full(model.config, rows, tokens)
-        into.rows.append(_row(contender, ids, prompt, chunk, scores, contender.size(cache), whole, tiers))
+        into.rows.append(_row(contender, setting, scores, contender.size(cache), whole, tiers))
         after()
     return exact
 
 
 def _row(
     contender: Contender,
-    ids: torch.Tensor,
-    prompt: int,
-    chunk: int,
+    setting: tuple[int, int, int, int],
     scores: measure.Scores,
     size: int,
     full: int,
     tiers: dict[str, int],
 ) -> Row:
+    tokens, prompt, chunk, stretches = setting
     options = plain(contender.options)
     sums = (scores.nll, scores.kl, scores.agree, scores.count)
-    return Row(
-        contender.name, contender.kind, ids.shape[1], prompt, chunk, contender.budget, options, size, full, *sums, tiers
-    )
+    name, kind, budget = contender.name, contender.kind, contender.budget
+    return Row(name, kind, tokens, prompt, chunk, budget, options, size, full, *sums, tiers, stretches)
 
 
 def run_needles(

@@ -4,7 +4,8 @@
     <!-- /kvstrata:quality -->
 
 `table` is `budgets` (every contender at one length, by bytes), `needles`, or `pairs` (tiers against one format of the
-same width, differences times 1,000); `tokens`, `names` (globs) and `kinds` choose rows.
+same width: the difference of `what`, which is `kl` or `nll`, times 1,000); `tokens`, `prompt`, `stretches`, `names`
+(globs) and `kinds` choose rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from rich.table import Table
 
 from .results import Quality, Row
 
-OPTIONS = {"table", "tokens", "names", "kinds", "on", "prompt"}
+WHAT = {"kl": "KL", "nll": "nll"}
+OPTIONS = {"table", "tokens", "names", "kinds", "on", "prompt", "stretches", "what"}
 
 
 def _chosen(quality: Quality, options: dict[str, str]) -> list[Row]:
@@ -28,8 +30,9 @@ def _chosen(quality: Quality, options: dict[str, str]) -> list[Row]:
         and (kinds == [""] or row.kind in kinds)
         and ("tokens" not in options or row.tokens in map(int, options["tokens"].split(",")))
         and ("prompt" not in options or row.prompt == int(options["prompt"]))
+        and ("stretches" not in options or row.stretches == int(options["stretches"]))
     ]
-    return sorted(rows, key=lambda row: (row.tokens, row.prompt, row.kind != "exact", -row.fraction))
+    return sorted(rows, key=lambda row: (row.tokens, row.prompt, row.stretches, row.kind != "exact", -row.fraction))
 
 
 def budgets(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
@@ -42,7 +45,7 @@ def budgets(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[
         exact = row.kind == "exact"
         lines.append(
             [
-                f"{row.tokens - row.prompt} after {row.prompt}" if row.prompt else f"{row.tokens}",
+                row.length,
                 row.name,
                 "" if row.budget is None else f"{row.budget:g}",
                 f"{row.fraction:.3f}",
@@ -69,18 +72,19 @@ def needles(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[
 
 
 def pairs(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Tiers against one format of the same width, chunk by chunk: the difference of KL and of the log-likelihood."""
+    """Tiers against one format of the same width, chunk by chunk: the difference of KL or of the log-likelihood."""
+    what = options.get("what", "kl")
+    if what not in WHAT:
+        raise ValueError(f"what {what!r}: expected one of {', '.join(WHAT)}")
     rows = [row for row in _chosen(quality, options) if row.name.endswith("bits")]
     width = {id(row): row.name.rpartition(", ")[2] for row in rows}
-    header = ["tiers at", "against", *(f"KL, {text}" for text in quality.texts), "KL, all", "nll, all"]
+    header = ["tiers at", "against", *(f"{WHAT[what]}, {text}" for text in [*quality.texts, "all"])]
     lines = []
     for ours in (row for row in rows if row.kind == "ours"):
         for other in rows:
-            alike = (other.tokens, other.prompt, other.chunk) == (ours.tokens, ours.prompt, ours.chunk)
-            if other.kind != "variant" or width[id(other)] != width[id(ours)] or not alike:
+            if other.kind != "variant" or width[id(other)] != width[id(ours)] or other.setting != ours.setting:
                 continue
-            found = [ours.above(other, "kl", text) for text in range(len(quality.texts))]
-            found += [ours.above(other, what) for what in ("kl", "nll")]
+            found = [ours.above(other, what, text) for text in [*range(len(quality.texts)), None]]
             cells = [f"{1000 * m:+.1f} [{1000 * low:+.1f}, {1000 * high:+.1f}]" for m, low, high in found]
             lines.append([width[id(ours)], other.name.rpartition(", ")[0], *cells])
     return header, lines

@@ -35,18 +35,33 @@ class Row:
     options: dict[str, Any]
     bytes: int
     full: int
-    nll: list[list[float]]  # [text][chunk], sums
+    nll: list[list[float]]  # [stretch of a text][chunk], sums; text by text
     kl: list[list[float]]
     agree: list[list[int]]
     count: list[int]
     tiers: dict[str, int] = field(default_factory=dict)
+    stretches: int = 1  # of each text
+
+    @property
+    def setting(self) -> tuple[int, int, int, int]:
+        """What rows have to share to be compared."""
+        return self.tokens, self.prompt, self.chunk, self.stretches
+
+    @property
+    def length(self) -> str:
+        """The setting in words, without the chunk."""
+        one = f"{self.tokens - self.prompt} after {self.prompt}" if self.prompt else f"{self.tokens}"
+        return one if self.stretches == 1 else f"{self.stretches} x {one}"
 
     @property
     def fraction(self) -> float:
         return self.bytes / self.full
 
     def perplexity(self, text: int) -> float:
-        return math.exp(sum(self.nll[text]) / sum(self.count))
+        return math.exp(sum(map(sum, self.nll[self._of(text)])) / (self.stretches * sum(self.count)))
+
+    def _of(self, text: int) -> slice:
+        return slice(text * self.stretches, (text + 1) * self.stretches)
 
     @property
     def mean_kl(self) -> float:
@@ -64,8 +79,8 @@ class Row:
     def above(self, other: Row, what: str, text: int | None = None) -> tuple[float, float, float]:
         """Mean difference of ``nll`` or ``kl`` a token, of one text or all, and its 95 % interval over chunks (seeded
         bootstrap); both rows have read the same ones."""
-        some = slice(None) if text is None else slice(text, text + 1)
-        difference = np.asarray(getattr(self, what)[some]) - np.asarray(getattr(other, what)[some])  # [text, chunk]
+        some = slice(None) if text is None else self._of(text)
+        difference = np.asarray(getattr(self, what)[some]) - np.asarray(getattr(other, what)[some])  # [stretch, chunk]
         counts = np.broadcast_to(np.asarray(self.count, float), difference.shape)
         flat, weight = difference.ravel(), counts.ravel()
         picks = np.random.default_rng(0).integers(flat.size, size=(2000, flat.size))
@@ -99,14 +114,14 @@ class Quality:
     def exact(self, like: Row) -> Row:
         """The 16-bit row that a row is compared with."""
         for row in self.rows:
-            if row.kind == "exact" and (row.tokens, row.prompt, row.chunk) == (like.tokens, like.prompt, like.chunk):
+            if row.kind == "exact" and row.setting == like.setting:
                 return row
         raise LookupError(f"no 16-bit row of {like.tokens} tokens")
 
-    def row(self, contender: Contender, tokens: int, prompt: int, chunk: int) -> Row | None:
-        wanted = (contender.name, tokens, prompt, chunk, contender.budget, plain(contender.options))
+    def row(self, contender: Contender, setting: tuple[int, int, int, int]) -> Row | None:
+        wanted = (contender.name, setting, contender.budget, plain(contender.options))
         for row in self.rows:
-            if (row.name, row.tokens, row.prompt, row.chunk, row.budget, row.options) == wanted:
+            if (row.name, row.setting, row.budget, row.options) == wanted:
                 return row
         return None
 

@@ -5,7 +5,9 @@ The first three are the ones that rules were chosen on; the last three were held
 
 from __future__ import annotations
 
+import ast
 import inspect
+import os
 from pathlib import Path
 
 DEFAULT = ("topics", "inspect", "prose")
@@ -35,7 +37,7 @@ def text(name: str) -> str:
 
 
 def _prose() -> str:
-    """Docstrings of modules: English with little code."""
+    """Docstrings: English with little code. First those of modules, then the longer ones inside of others."""
     import argparse
     import difflib
     import doctest
@@ -45,7 +47,17 @@ def _prose() -> str:
     import unittest
 
     modules = (statistics, unittest, argparse, random, doctest, difflib, optparse)
-    return "\n\n".join(module.__doc__ for module in modules if module.__doc__)
+    inside = "threading subprocess shutil smtplib os statistics logging/__init__ textwrap unittest/case unittest/mock"
+    inside += " optparse tarfile codecs contextlib tempfile"
+    found = [module.__doc__ for module in modules if module.__doc__]
+    return "\n\n".join(found + [doc for name in inside.split() for doc in _docstrings(name)])
+
+
+def _docstrings(name: str) -> list[str]:
+    """Those of 200 characters and more, of the classes and functions of a module of Python's own."""
+    tree = ast.parse((Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
+    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    return [doc for doc in found if doc and len(doc) >= 200]
 
 
 def load(names_or_paths: list[str]) -> dict[str, str]:
