@@ -39,6 +39,7 @@ def test_by_weight_is_optimal_for_its_bytes(weights: list[float], slack: float) 
     weight = torch.tensor(weights, dtype=torch.float64)
     allowed = 2 * len(weights) + slack * 14 * len(weights)
     family, low, high = allocate.by_weight(weight, cost, error)
+    low, high = low * min(weights), high * max(weights)
 
     def price(target) -> float:
         return sum(cost[int(t)] for t in target)

@@ -80,7 +80,8 @@ def hull(cost: Sequence[float], error: Sequence[float]) -> tuple[list[int], list
 
 
 def by_weight(weight: torch.Tensor, cost: Sequence[float], error: Sequence[float]) -> tuple[Family, float, float]:
-    """Minimise sum(weight * error) + price * bytes: the assignment for a price per byte, and the prices to search."""
+    """Minimise sum(weight * error) + price * bytes: the assignment for a price per byte. The prices to search are from
+    the least weight times the first factor to the greatest times the second."""
     tiers, slopes = hull(cost, error)
     weight = weight.double()
     weight = weight.clamp(min=max(float(weight.max()) * 1e-12, 1e-300))
@@ -92,17 +93,19 @@ def by_weight(weight: torch.Tensor, cost: Sequence[float], error: Sequence[float
             steps += weight * slope < price
         return index[steps]
 
-    return family, float(weight.min()) * min(slopes) / 2, float(weight.max()) * max(slopes) * 2
+    return family, min(slopes) / 2, max(slopes) * 2
 
 
-def by_age(age: torch.Tensor, tiers: int) -> tuple[Family, float, float]:
-    """One tier for all, between two tiers the oldest go first; ``age`` is 0 for the newest, 1 for the oldest."""
+def by_age(age: torch.Tensor, tiers: int) -> Family:
+    """One tier for all, between two tiers the oldest go first; ``age`` is 0 for the newest, 1 for the oldest. For
+    numbers from 0 to ``tiers - 1``."""
 
-    def family(x: float) -> torch.Tensor:
-        base = min(int(x), tiers - 1)
+    def family(x: float | torch.Tensor) -> torch.Tensor:
+        x = torch.as_tensor(x, dtype=torch.float64, device=age.device)
+        base = x.long().clamp(max=tiers - 1)
         return (base + (age > 1 - (x - base)).long()).clamp(max=tiers - 1)
 
-    return family, 0.0, float(tiers - 1)
+    return family
 
 
 def cheapest(family: Family, fits: Callable[[torch.Tensor], bool], low: float, high: float) -> torch.Tensor | None:
@@ -126,19 +129,20 @@ def cheapest(family: Family, fits: Callable[[torch.Tensor], bool], low: float, h
 def cheapest_each(
     family: Family,
     cost: Callable[[torch.Tensor], torch.Tensor],
-    bucket: torch.Tensor,
+    part: torch.Tensor,
     allowed: torch.Tensor,
-    low: float | torch.Tensor,
-    high: float | torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    geometric: bool,
 ) -> torch.Tensor:
-    """The same for every bucket on its own; the greatest number must fit all. Never waits for the device."""
-    under, over = (torch.as_tensor(x, dtype=torch.float64, device=allowed.device) for x in (low, high))
-    under, over = under.expand(allowed.shape), over.expand(allowed.shape)
+    """The same for many parts, ``part`` is that of each token; the greatest number must fit all. Never waits for the
+    device."""
+    under, over = low, high
     best = family(over)
     for _ in range(STEPS):
-        middle = (under * over).sqrt()
+        middle = (under * over).sqrt() if geometric else (under + over) / 2
         tried = family(middle)
         fits = cost(tried) <= allowed
-        best = torch.where(fits[bucket], tried, best)
+        best = torch.where(fits[part], tried, best)
         over, under = torch.where(fits, middle, over), torch.where(fits, under, middle)
     return best

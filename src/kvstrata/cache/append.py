@@ -23,7 +23,7 @@ from .importance import initial
 from .mass import hear, hear_first
 from .pages import Rows
 from .room import fits_plain, tidy
-from .scopes import Targets, move_tokens, plan_scope, scopes_of, settle_ahead
+from .scopes import move_tokens, plan_scopes, scopes_of, settle_ahead
 from .tokens import NEW, Tokens
 
 if TYPE_CHECKING:
@@ -120,24 +120,27 @@ def _append_settling(
     """New tokens planned together with those that are there; ``undo`` before BudgetExceeded."""
     flat_k, flat_v = (x.detach().reshape(-1, cache.head_dim) for x in (k, v))
     fresh = Rows(flat_k, flat_v, None, None, new.position, new.importance)
-    jobs: list[Targets] = []
+    places: list[tuple[int, list[int]]] = []
+    tokens: list[Tokens] = []
+    ends: list[list[int]] = []
     plain: list[int] = []  # those among the asked that need not settle
-    row_of = new.bucket // cache.kv_heads
+    starts = np.cumsum([0, *lengths]) * cache.kv_heads  # of each one's tokens in `new`
     for scope in scopes_of(cache, asked):
         mine = [i for i, r in enumerate(asked) if r in scope]
         if not cache.budget.shared and fits_plain(cache, layer, scope, [lengths[mine[0]]]):
             plain.append(mine[0])
             continue
-        keep = torch.isin(row_of, torch.tensor(mine, device=cache.device)).nonzero().flatten()
-        coming = new[keep].renumbered({i: scope.index(asked[i]) for i in mine}, cache.kv_heads)
-        tokens = Tokens.cat([cache.buckets.snapshot(layer, scope), coming])
-        ends = [int(cache._lengths[r, layer]) + sum(lengths[i] for i in mine if asked[i] == r) for r in scope]
-        try:
-            jobs.append((layer, scope, tokens, plan_scope(cache, layer, scope, tokens, ends)))
-        except BudgetExceeded:
-            if undo:
-                undo()
-            raise
+        coming = new[slice(int(starts[mine[0]]), int(starts[mine[-1] + 1]))]  # all, where all share the bytes
+        coming = coming.renumbered({i: scope.index(asked[i]) for i in mine}, cache.kv_heads)
+        places.append((layer, scope))
+        tokens.append(Tokens.cat([cache.buckets.snapshot(layer, scope), coming]))
+        ends.append([int(cache._lengths[r, layer]) + sum(lengths[i] for i in mine if asked[i] == r) for r in scope])
+    try:
+        jobs = plan_scopes(cache, places, tokens, ends)
+    except BudgetExceeded:
+        if undo:
+            undo()
+        raise
     cache._active.update(asked)
     move_tokens(cache, jobs, fresh)
     for i, (request, count) in enumerate(zip(asked, lengths, strict=True)):

@@ -217,7 +217,10 @@ class TieredCache:
         Sorted by position. Where eviction left heads with different numbers of tokens, n is the largest, and the rest
         is zero with position -1.
         """
-        return read.gather(self, layer, request)
+        self._check_layer(layer)
+        self._check_request(request)
+        k, v, positions = read.gather(self, layer, [request])
+        return k[0], v[0], positions[0]
 
     def tier_map(self, layer: int, request: int = 0) -> torch.Tensor:
         """The tier of every token in the order of ``gather``: int64 ``[kv_heads, n]``, -1 for none."""

@@ -25,6 +25,8 @@ def fix_centres(
     cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor, fresh: Rows | None
 ) -> None:
     """Set K's centre for requests whose first tokens are about to be quantised."""
+    if cache._centred[requests, layer].all():
+        return
     plain = tokens.tier <= 0
     first = plain & (tokens.position < CENTRE_TOKENS) & (target != DROP)
     for i, request in enumerate(requests):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .room import fits_cropped, tidy
-from .scopes import Targets, move_tokens, plan_scope, scopes_of
+from .scopes import Targets, move_tokens, plan_scopes, scopes_of
 from .share import assign
 from .tokens import DROP
 
@@ -37,7 +37,7 @@ def crop_request(cache: TieredCache, request: int, length: int) -> None:
             kept = ~mine | (tokens.position < length)
             at = kept.nonzero().flatten()
             target = torch.full_like(tokens.tier, DROP)
-            target[at] = plan_scope(cache, layer, scope, tokens[at], lengths)
+            [(*_, target[at])] = plan_scopes(cache, [(layer, scope)], [tokens[at]], [lengths])
         jobs.append((layer, scope, tokens, target))
     move_tokens(cache, jobs)
     for layer, *_ in jobs:

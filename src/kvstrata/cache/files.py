@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from .room import fits_plain, tidy
-from .scopes import Targets, move_tokens, plan_scope, scopes_of
+from .scopes import move_tokens, plan_scopes, scopes_of
 
 if TYPE_CHECKING:
     from .cache import TieredCache
@@ -221,14 +221,14 @@ def load(cache: TieredCache, path: str | PathLike[str]) -> int:
 
 def _fit(cache: TieredCache, request: int) -> None:
     """Settle where the budget of this cache is smaller; plans every layer before it changes one."""
-    jobs: list[Targets] = []
+    [scope] = scopes_of(cache, [request])
+    short: list[int] = []
     for layer in range(cache.layers):
         cache._set_length(request, layer, int(cache._lengths[request, layer]))
         cache.buckets.push(layer, [request])
         if not fits_plain(cache, layer, [request], [0]):
-            [scope] = scopes_of(cache, [request])
-            tokens = cache.buckets.snapshot(layer, scope)
-            lengths = [int(cache._lengths[r, layer]) for r in scope]
-            jobs.append((layer, scope, tokens, plan_scope(cache, layer, scope, tokens, lengths)))
-    move_tokens(cache, jobs)
+            short.append(layer)
+    tokens = [cache.buckets.snapshot(layer, scope) for layer in short]
+    lengths = [[int(cache._lengths[r, layer]) for r in scope] for layer in short]
+    move_tokens(cache, plan_scopes(cache, [(layer, scope) for layer in short], tokens, lengths))
     tidy(cache)

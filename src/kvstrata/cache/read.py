@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,32 +14,37 @@ if TYPE_CHECKING:
     from .cache import TieredCache
 
 
-def by_head(cache: TieredCache, tokens: Tokens) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
-    """Where each token goes in ``[kv_heads, n]`` when every head is sorted by position."""
-    counts = torch.bincount(tokens.bucket, minlength=cache.kv_heads)
+def by_head(
+    cache: TieredCache, tokens: Tokens, requests: int = 1
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
+    """Where each token goes in ``[requests * kv_heads, n]`` when every head is sorted by position."""
+    buckets = requests * cache.kv_heads
+    counts = torch.bincount(tokens.bucket, minlength=buckets)
     order = torch.argsort(tokens.bucket * cache.max_tokens + tokens.position)
     column = torch.empty_like(order)
     starts = (counts.cumsum(0) - counts)[tokens.bucket[order]]
     column[order] = torch.arange(len(order), device=cache.device) - starts
-    return (tokens.bucket, column), (cache.kv_heads, int(counts.max()))
+    return (tokens.bucket, column), (buckets, int(counts.max()))
 
 
-def gather(cache: TieredCache, layer: int, request: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Dequantised rows and positions, sorted by position."""
-    tokens = cache._tokens(layer, request)
+def gather(cache: TieredCache, layer: int, requests: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Dequantised rows ``[requests, kv_heads, n, D]`` and positions, sorted by position."""
+    tokens = cache.buckets.snapshot(layer, requests)
+    centre = cache.centre[list(requests), layer].flatten(0, 1)
     k = torch.zeros(len(tokens), cache.head_dim, dtype=cache.dtype, device=cache.device)
     v = torch.zeros_like(k)
     for tier, kind in enumerate(cache.kinds):
         at = (tokens.tier == tier).nonzero().flatten()
         if len(at):
             some = tokens[at]
-            rows = cache.buckets.read(layer, [request], some, tier)
-            k[at], v[at] = kind.decode(rows, cache.centre[request, layer][some.bucket])
-    place, shape = by_head(cache, tokens)
+            rows = cache.buckets.read(layer, requests, some, tier)
+            k[at], v[at] = kind.decode(rows, centre[some.bucket])
+    place, shape = by_head(cache, tokens, len(requests))
     out = [torch.zeros(*shape, cache.head_dim, dtype=cache.dtype, device=cache.device) for _ in range(2)]
     positions = torch.full(shape, -1, device=cache.device)
     out[0][place], out[1][place], positions[place] = k, v, tokens.position
-    return out[0], out[1], positions
+    each = (len(requests), cache.kv_heads)
+    return out[0].unflatten(0, each), out[1].unflatten(0, each), positions.unflatten(0, each)
 
 
 def tier_map(cache: TieredCache, layer: int, request: int) -> torch.Tensor:

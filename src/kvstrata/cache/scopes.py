@@ -17,7 +17,7 @@ from .budget import BudgetExceeded
 from .centre import fix_centres
 from .pages import Rows
 from .room import fits_plain, tidy
-from .settle import Plan, Scope, plan, plan_all
+from .settle import Plan, Scope, plan_all
 from .tokens import Tokens
 
 if TYPE_CHECKING:
@@ -44,37 +44,39 @@ def make_scope(cache: TieredCache, layer: int, requests: list[int], tokens: Toke
     return Scope(tokens, per_head, queries, reported, cache.kv_heads, allowed, max(lengths))
 
 
-def plan_scope(
-    cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, lengths: Sequence[int]
-) -> torch.Tensor:
-    """Targets for all tokens of a scope whose requests will have these lengths, or BudgetExceeded."""
+def plan_scopes(
+    cache: TieredCache, places: Sequence[tuple[int, list[int]]], tokens: Sequence[Tokens], lengths: Sequence[list[int]]
+) -> list[Targets]:
+    """Targets for all tokens of scopes, each a layer and requests that will have these lengths; or BudgetExceeded."""
     if cache.budget.amount is None:
-        return tokens.tier.clamp(min=0)
-    scope = make_scope(cache, layer, requests, tokens, lengths)
-    return _target(plan(scope, cache.policy, cache.policy.settle_every), layer, requests, scope, lengths)
+        return [(*place, its, its.tier.clamp(min=0)) for place, its in zip(places, tokens, strict=True)]
+    scopes = [make_scope(cache, *place, its, n) for place, its, n in zip(places, tokens, lengths, strict=True)]
+    plans = plan_all(scopes, cache.policy, cache.policy.settle_every)
+    return [_targets(*place, scope, made) for place, scope, made in zip(places, scopes, plans, strict=True)]
 
 
-def _target(made: Plan, layer: int, requests: list[int], scope: Scope, lengths: Sequence[int]) -> torch.Tensor:
+def _targets(layer: int, requests: list[int], scope: Scope, made: Plan) -> Targets:
     if made.needed is not None:
-        where = f"for the pages of layer {layer} and requests {requests} ({sum(lengths)} tokens)"
+        tokens = int(scope.length.sum()) // scope.kv_heads
+        where = f"for the pages of layer {layer} and requests {requests} ({tokens} tokens)"
         raise BudgetExceeded(where, made.needed, scope.allowed)
-    return made.target
+    return layer, requests, scope.tokens, made.target
 
 
 def move_tokens(cache: TieredCache, jobs: Sequence[Targets], fresh: Rows | None = None) -> None:
     """The targets of several layers and scopes, in one go; new tokens are rows of ``fresh``."""
     layers: list[int] = []
     requests: list[int] = []
-    parts, targets, centres = [], [], []
+    parts, targets = [], []
     for layer, scope, tokens, target in jobs:
         fix_centres(cache, layer, scope, tokens, target, fresh)
         parts.append(replace(tokens, bucket=tokens.bucket + len(requests) * cache.kv_heads))
         targets.append(target)
-        centres.append(cache.centre[scope, layer].flatten(0, 1))
         layers += [layer] * len(scope)
         requests += scope
     if requests:
-        cache.buckets.move(layers, requests, Tokens.cat(parts), torch.cat(targets), fresh, torch.cat(centres))
+        centre = cache.centre[requests, layers].flatten(0, 1)
+        cache.buckets.move(layers, requests, Tokens.cat(parts), torch.cat(targets), fresh, centre)
 
 
 def settle_scopes(
@@ -93,11 +95,7 @@ def settle_scopes(
         wanted = [max(room.get(r, 0) for r in scope) for _, scope in places]
         if any(made.needed is not None or made.spare < n for made, n in zip(plans, wanted, strict=True)):
             return False
-    jobs = [
-        (at, scope, x.tokens, _target(made, at, scope, x, n))
-        for made, (at, scope), x, n in zip(plans, places, asked, lengths, strict=True)
-    ]
-    move_tokens(cache, jobs)
+    move_tokens(cache, [_targets(*place, x, made) for place, x, made in zip(places, asked, plans, strict=True)])
     tidy(cache)
     return True
 

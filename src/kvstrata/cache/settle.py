@@ -111,7 +111,7 @@ def _fill(
     weight: torch.Tensor,
     scope: Scope,
     policy: Policy,
-    spare: int | torch.Tensor,
+    spare: torch.Tensor,
 ) -> torch.Tensor:
     """Slots that are paid for and empty go to the weightiest tokens of lower tiers; no page is taken by it."""
     bucket, prices = scope.tokens.bucket, policy.prices
@@ -131,7 +131,8 @@ def _fill(
 
 
 def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
-    """The least bad assignment that fits, with room for as many as ``headroom`` more plain tokens per bucket.
+    """The least bad assignment by one number for all of the scope, with room for as many as ``headroom`` more plain
+    tokens per bucket: of recency, of one choice for all heads, and of eviction.
 
     Less headroom is left where it does not fit. Nothing is changed here.
     """
@@ -140,7 +141,6 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
     if len(tokens) == 0:
         return Plan(current, spare=headroom)
     buckets = len(scope.length)
-    length = scope.length[tokens.bucket]
     movable = _movable(scope, policy)
     weight = _weights(scope, policy, movable)
     spare = headroom
@@ -152,48 +152,34 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
         return Plan(current, spare=spare)
     wanted: allocate.Family
     if policy.name == "uniform":
-        age = 1 - (tokens.position.double() + 0.5) / length
-        wanted, low, high = allocate.by_age(age, len(prices.page))
+        low, high = 0.0, len(prices.page) - 1.0
+        wanted = allocate.by_age(_age(scope), len(prices.page))
     elif bool(movable.any()):
         cost = [price / prices.page_tokens for price in prices.page]
-        within, low, high = allocate.by_weight(weight[movable], cost, policy.error)
-        bucket = tokens.bucket[movable]
+        within, least, most = allocate.by_weight(weight[movable], cost, policy.error)
+        low, high = float(weight[movable].min()) * least, float(weight[movable].max()) * most
 
-        def wanted(x: float | torch.Tensor) -> torch.Tensor:
-            return torch.zeros_like(current).masked_scatter(movable, within(x if isinstance(x, float) else x[bucket]))
+        def wanted(x: float) -> torch.Tensor:
+            return torch.zeros_like(current).masked_scatter(movable, within(x))
     else:
         low, high = 0.0, 1.0
 
-        def wanted(x: float | torch.Tensor) -> torch.Tensor:
+        def wanted(x: float) -> torch.Tensor:
             return current
 
-    def family(x: float | torch.Tensor) -> torch.Tensor:
+    def family(x: float) -> torch.Tensor:
         return torch.where(movable, torch.maximum(current, wanted(x)), current)
 
-    def each(low: float, high: float) -> torch.Tensor | None:
-        """Every head under its own part of the bytes: what its lowest tier takes, and more by its tokens."""
-        least = family(high)
-        if not fits(least):
-            return None
-
-        def cost(target: torch.Tensor) -> torch.Tensor:
-            return prices.each(prices.counts(tokens.bucket, target, buckets), spare)
-
-        lowest, count = cost(least), torch.bincount(bucket, minlength=buckets)
-        more = (scope.allowed - int(lowest.sum())) * count // max(int(count.sum()), 1)
-        return allocate.cheapest_each(family, cost, tokens.bucket, lowest + more, low, high)
-
-    def search(kind: allocate.Family, low: float, high: float, apart: bool = False) -> torch.Tensor | None:
+    def search(kind: allocate.Family, low: float, high: float) -> torch.Tensor | None:
         nonlocal spare
         spare = headroom
-        while (target := each(low, high) if apart else allocate.cheapest(kind, fits, low, high)) is None and spare:
+        while (target := allocate.cheapest(kind, fits, low, high)) is None and spare:
             spare //= 2
             if fits(current):
                 return current
         return target
 
-    apart = policy.name == "importance" and policy.per_head and bool(movable.any())
-    target = search(family, low, high, apart)
+    target = search(family, low, high)
     if target is None and policy.evict:
         lowest = family(high)
         # Equal over the heads where they choose alike, so that they go together; else one by one.
@@ -207,14 +193,14 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
 
         target = search(evicted, float(rank.min()) / 2, float(rank.max()))
     if target is not None:
-        return Plan(_fill(target, current, movable, weight, scope, policy, spare) if apart else target, spare=spare)
+        return Plan(target, spare=spare)
     spare = 0
     return Plan(current, prices.total(prices.counts(tokens.bucket, family(high), buckets)))
 
 
 def plan_all(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Plan]:
-    """The plans of many scopes, in one search where every head has its own part of the bytes."""
-    if policy.name != "importance" or not policy.per_head:
+    """The plans of many scopes, in one search where it can be: what a scope gets does not depend on the others."""
+    if policy.name == "recency" or (policy.name == "importance" and not policy.per_head):
         return [plan(scope, policy, headroom) for scope in scopes]
     batch: list[Scope] = []
     made: list[Plan] = []
@@ -228,9 +214,13 @@ def plan_all(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Pla
     return made + _together(batch, policy, headroom) if batch else made
 
 
+def _age(scope: Scope) -> torch.Tensor:
+    """From 0, the newest token, to 1."""
+    return 1 - (scope.tokens.position.double() + 0.5) / scope.length[scope.tokens.bucket]
+
+
 def _together(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Plan]:
-    if len(scopes) == 1:
-        return [plan(scopes[0], policy, headroom)]
+    """By importance a number for every head, which has its own part of the bytes; else one for every scope."""
     device, prices = scopes[0].length.device, policy.prices
     sizes, heads = [len(scope.tokens) for scope in scopes], [len(scope.length) for scope in scopes]
     starts = [sum(heads[:i]) for i in range(len(heads))]
@@ -252,34 +242,43 @@ def _together(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Pl
 
     target, pending = current, summed(price(current)) > allowed
     if bool(pending.any()) and bool(movable.any()):
-        weight = _weights(whole, policy, movable)
-        cost = [page / prices.page_tokens for page in prices.page]
-        within, low, high = allocate.by_weight(weight[movable], cost, policy.error)
-        mine = bucket[movable]
-        # The range of prices by bucket: what one gets does not depend on who is planned beside it.
-        lightest = torch.full((buckets,), torch.inf, dtype=torch.float64, device=device)
-        lightest = lightest.scatter_reduce(0, mine, weight[movable], "amin").clamp(max=float(weight.max()))
-        heaviest = torch.zeros_like(lightest).scatter_reduce(0, mine, weight[movable], "amax")
-        bottom = low / float(weight[movable].min()) * lightest
-        top = high / float(weight[movable].max()) * heaviest.maximum(lightest)
+        by_head = policy.name == "importance"
+        if by_head:
+            weight = _weights(whole, policy, movable)
+            cost = [page / prices.page_tokens for page in prices.page]
+            within, factor, last = allocate.by_weight(weight[movable], cost, policy.error)
+            part = bucket[movable]
+            lightest = torch.full((buckets,), torch.inf, dtype=torch.float64, device=device)
+            lightest = lightest.scatter_reduce(0, part, weight[movable], "amin").clamp(max=float(weight.max()))
+            heaviest = torch.zeros_like(lightest).scatter_reduce(0, part, weight[movable], "amax")
+            bottom, top = lightest * factor, heaviest.maximum(lightest) * last
+        else:
+            part, bottom = of[bucket][movable], torch.zeros_like(allowed, dtype=torch.float64)
+            within, top = allocate.by_age(_age(whole)[movable], len(prices.page)), bottom + len(prices.page) - 1
 
         def family(x: torch.Tensor) -> torch.Tensor:
-            found = within(x[mine])
+            found = within(x[part])
             return torch.maximum(current, torch.zeros_like(current).masked_scatter(movable, found))
 
-        least, count = family(top), torch.bincount(mine, minlength=buckets)
+        least, count = family(top), torch.bincount(bucket[movable], minlength=buckets)
         while bool(pending.any()):
             lowest = price(least)
             room = allowed - summed(lowest)
             solved = pending & (room >= 0)
             if bool(solved.any()):
-                share = lowest + room[of] * count // summed(count).clamp(min=1)[of]
-                found = allocate.cheapest_each(family, price, bucket, share, bottom, top)
+                if by_head:
+                    share = lowest + room[of] * count // summed(count).clamp(min=1)[of]
+                    found = allocate.cheapest_each(family, price, bucket, share, bottom, top, geometric=True)
+                else:
+                    found = allocate.cheapest_each(
+                        family, lambda x: summed(price(x)), of[bucket], allowed, bottom, top, geometric=False
+                    )
                 target = torch.where(solved[of][bucket], found, target)
             pending &= ~solved & (spare > 0)  # without any headroom: below, one by one
             spare = torch.where(pending, spare // 2, spare)
             pending &= summed(price(current)) > allowed
-        target = _fill(target, current, movable, weight, whole, policy, spare[of])
+        if by_head:
+            target = _fill(target, current, movable, weight, whole, policy, spare[of])
     fits, left = (summed(price(target)) <= allowed).tolist(), spare.tolist()
     parts = target.split(sizes)
     return [

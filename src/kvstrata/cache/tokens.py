@@ -27,7 +27,7 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.bucket)
 
-    def __getitem__(self, at: torch.Tensor) -> Tokens:
+    def __getitem__(self, at: torch.Tensor | slice) -> Tokens:
         return Tokens(self.bucket[at], self.tier[at], self.slot[at], self.position[at], self.importance[at])
 
     def renumbered(self, index: dict[int, int], kv_heads: int) -> Tokens:

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 import kvstrata
 
+from ..cache.read import gather
 from . import attention
 from .mass import Logits, MassLedger, prompt_mass
 
@@ -131,11 +132,7 @@ class StrataLayer(CacheLayerMixin):
 
     def _past(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Stored K and V ``[rows, kv_heads, n, D]`` and positions ``[rows, kv_heads, n]``, -1 where nothing is."""
-        read = [self.owner.tiered.gather(self.index, request) for request in range(self.owner.rows)]
-        longest = max(k.shape[1] for k, _, _ in read)
-        pad = torch.nn.functional.pad
-        k, v = (torch.stack([pad(r[i], (0, 0, 0, longest - r[i].shape[1])) for r in read]) for i in range(2))
-        return k, v, torch.stack([pad(r[2], (0, longest - r[2].shape[1]), value=-1) for r in read])
+        return gather(self.owner.tiered, self.index, range(self.owner.rows))
 
     def _mass(
         self,
