@@ -329,7 +329,13 @@ def test_bad_requests_are_refused_before_a_model_is_loaded(
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """`kvstrata` with the tiny model in place of a real one, and a text of its letters."""
-    monkeypatch.setattr(models, "load", lambda name, device="cpu", dtype=None: (model().to(dtype), Letters()))
+
+    def load(name: str | None, device: torch.device, dtype: torch.dtype | None = None) -> tuple[object, Letters]:
+        return model().to(
+            device=device, dtype=dtype or (torch.float32 if device.type == "cpu" else torch.float16)
+        ), Letters()
+
+    monkeypatch.setattr(models, "load", load)
     (tmp_path / "words.txt").write_text(texts.text("prose")[:6000])
 
     def run(*arguments: str):
@@ -436,11 +442,11 @@ def test_the_command_takes_stretches_of_a_text(command, tmp_path: Path) -> None:
 def test_the_command_takes_a_dtype(command, tmp_path: Path) -> None:
     out = tmp_path / "half.json"
     given = ("eval", "--bits", "2", "--tokens", "100", "--chunk", "50", "--out", str(out))
-    assert command(*given, "--dtype", "float32").exit_code == 0
-    assert results.load(out).model.endswith(" in float32")
+    assert command(*given, "--dtype", "float16").exit_code == 0
+    assert results.load(out).model.endswith(" in float16")
     mixed = command(*given)
     assert mixed.exit_code == 2
-    assert " in float32 on " in mixed.output
+    assert " in float16 on " in mixed.output
     assert "--dtype: expected float32, float16 or bfloat16, got 'int8'" in command(*given, "--dtype", "int8").output
 
 
