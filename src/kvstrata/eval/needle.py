@@ -51,11 +51,11 @@ def ask(model: Any, given: Task, cache: Any, chunk: int = 64) -> tuple[bool, flo
 
     All but the last ``chunk`` tokens are a prompt; the question and the answer are decoded through the cache.
     """
-    ids = given.ids.unsqueeze(0)
+    ids, answer = given.ids.unsqueeze(0).to(model.device), given.answer.to(model.device)
     prompt = max(ids.shape[1] - chunk, 1)
     model(ids[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    rest = torch.cat([ids[:, prompt:], given.answer.unsqueeze(0)], 1)
-    logits = model(rest, past_key_values=cache, use_cache=True).logits[0, -len(given.answer) - 1 : -1]
+    rest = torch.cat([ids[:, prompt:], answer.unsqueeze(0)], 1)
+    logits = model(rest, past_key_values=cache, use_cache=True).logits[0, -len(answer) - 1 : -1]
     own = logits.float().log_softmax(-1)
-    found = bool((own.argmax(-1) == given.answer).all())
-    return found, float(own.gather(-1, given.answer.unsqueeze(-1)).sum())
+    found = bool((own.argmax(-1) == answer).all())
+    return found, float(own.gather(-1, answer.unsqueeze(-1)).sum())
