@@ -17,8 +17,22 @@ from typer.testing import CliRunner
 from hf_model import SIZES
 from kvstrata.bench import publish
 from kvstrata.cache import TieredCache, settle
+from kvstrata.cache.allocate import SQNR_DB
 from kvstrata.cli import app
-from kvstrata.eval import advise, bits, contenders, measure, needle, plot, quality, render, results, sensitivity, texts
+from kvstrata.eval import (
+    advise,
+    bits,
+    contenders,
+    measure,
+    needle,
+    plot,
+    quality,
+    render,
+    results,
+    rounding,
+    sensitivity,
+    texts,
+)
 from kvstrata.eval import model as models
 from kvstrata.eval.kivi import KiviCache, dequantize_groups, quantize_groups
 from kvstrata.hf import StrataCache
@@ -239,7 +253,7 @@ def test_pairs_are_of_one_width_and_read_the_same_chunks() -> None:
     state = results.Quality({"name": "x", "date": "2026-01-01", "revision": None}, "tiny", ["a", "b"], {}, rows)
     _, lines = render.pairs(state, {})
     ((width, against, a, b, both),) = lines
-    assert (width, against, a) == ("3 bits", "uniform K4V2", "-200.0 [-200.0, -200.0]")
+    assert (width, against, a) == ("tiers, 3 bits", "uniform K4V2", "-200.0 [-200.0, -200.0]")
     assert b.startswith("-200.0 [-3")
     assert both.startswith("-200.0 [-2")
     header, same = render.pairs(state, {"what": "nll"})
@@ -247,6 +261,22 @@ def test_pairs_are_of_one_width_and_read_the_same_chunks() -> None:
     with pytest.raises(ValueError, match="what 'loss'"):
         render.pairs(state, {"what": "loss"})
     assert rows[1].above(rows[0], "kl", 0)[0] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_rounding_has_the_error_of_its_width(bits: int) -> None:
+    """As `test_quantize.py` has it of packed rows; sinks, window and the newest tokens are exact."""
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
+    noise = (rounding.round_rows(x, bits) - x).square().sum() / x.square().sum()
+    assert -10 * math.log10(float(noise)) == pytest.approx(SQNR_DB[bits], abs=0.3)
+    cache = rounding.RoundedCache(model().config, bits, bits, window=7, sinks=4)
+    k, v = torch.randn(2, 1, 1, 40, 64, generator=torch.Generator().manual_seed(1))
+    for start in (0, 20):
+        got = cache.update(k[..., start : start + 20, :], v[..., start : start + 20, :], 0)
+        for out, exact in zip(got, (k, v), strict=True):
+            same = (out == exact[..., : start + 20, :]).all(-1).flatten().tolist()
+            assert same == [i < 4 or i >= start - 7 for i in range(start + 20)]
+    assert cache.nbytes == 4 * 64 * 11 + 29 * (64 * bits // 4 + 4)
 
 
 def test_a_needle_is_where_it_should_be() -> None:
@@ -413,15 +443,24 @@ def test_the_command_compares_widths(command, tmp_path: Path) -> None:
     made = command("eval", "--bits", "2.5", "--tokens", "300", "--chunk", "50", "--out", str(out))
     assert made.exit_code == 0, made.output
     kept = results.load(out)
-    assert [row.name for row in kept.rows] == ["16 bit", "tiers, 2.5 bits", "uniform K3V2, 2.5 bits"]
+    names = ["16 bit", "tiers, 2.5 bits", "uniform K3V2, 2.5 bits", "simulated K3V2, 2.5 bits"]
+    assert [row.name for row in kept.rows] == names
     assert not kept.needles
+    packed, simulated = kept.rows[2:]
+    assert simulated.fraction == pytest.approx(packed.fraction, rel=0.3)  # no tables, no pages that are not full
+    assert 0.3 < simulated.mean_kl / packed.mean_kl < 3
+    ((name, against, *_),) = render.packed(kept, {})[1]
+    assert (name, against) == ("uniform K3V2, 2.5 bits", "simulated K3V2")
+    bare = tmp_path / "bare.json"
+    command("eval", "--bits", "2.5", "--tokens", "100", "--chunk", "50", "--out", str(bare), "--no-peers")
+    assert [row.name for row in results.load(bare).rows] == names[:3]
     assert command("eval", "--bits", "5", "--out", str(out)).exit_code == 2
 
 
 def test_the_command_takes_stretches_of_a_text(command, tmp_path: Path) -> None:
     """The first stretch is what one alone would be; all of them have narrower intervals and a row of their own."""
     out = tmp_path / "stretches.json"
-    given = ("eval", "--bits", "2", "--tokens", "200", "--chunk", "50", "--text", "inspect")
+    given = ("eval", "--no-peers", "--bits", "2", "--tokens", "200", "--chunk", "50", "--text", "inspect")
     for more in ((), ("--stretches", "3"), ("--stretches", "3")):  # the last finds all of it there
         made = command(*given, "--out", str(out), *more)
         assert made.exit_code == 0, made.output
@@ -436,7 +475,7 @@ def test_the_command_takes_stretches_of_a_text(command, tmp_path: Path) -> None:
     assert kept.exact(many) is kept.rows[2]
     assert "3 x 200" in render.markdown(kept, {"stretches": "3"})
     assert "| 200 |" not in render.markdown(kept, {"stretches": "3"})
-    assert "at least 2000000 tokens" in command(*given[:3], "--tokens", "2000", "--stretches", "1000").output
+    assert "at least 2000000 tokens" in command(*given[:4], "--tokens", "2000", "--stretches", "1000").output
 
 
 def test_the_command_takes_a_dtype(command, tmp_path: Path) -> None:

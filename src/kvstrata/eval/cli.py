@@ -57,7 +57,9 @@ def evaluate(
         typer.Option(help="float32, float16 or bfloat16; float32 on a CPU and bfloat16 on a GPU if none is given."),
     ] = None,
     needles: Annotated[bool, typer.Option(help="Needles in a haystack too.")] = True,
-    peers: Annotated[bool, typer.Option(help="KIVI-style and transformers' quantised caches too.")] = True,
+    peers: Annotated[
+        bool, typer.Option(help="KIVI-style and transformers' quantised caches too; with --bits, simulated rounding.")
+    ] = True,
     quick: Annotated[bool, typer.Option("--quick", help="One text, one length: a look, not evidence.")] = False,
     out: Annotated[Path, typer.Option(help="JSON to write and to go on from; the plot lies beside it.")] = Path(
         "quality.json"
@@ -97,7 +99,7 @@ def evaluate(
     machine = describe(where, revision)
     path = results / machine["slug"] / "quality.json" if save else out
     try:
-        widths = [contender for width in bits or [] for contender in known.at_bits(width)]
+        widths = [contender for width in bits or [] for contender in known.at_bits(width, simulated=peers)]
         lists = [entry.split(",") for entry in tiers or []]
         _check(budgets, policy or [], lists)
         words = texts.load(chosen)

@@ -16,6 +16,7 @@ import torch
 from ..cache import TieredCache
 from ..cache.budget import tiers_for
 from .kivi import KiviCache
+from .rounding import RoundedCache
 
 SIDE = 4  # bytes of scale and zero of a group
 
@@ -77,8 +78,9 @@ def strata(budget: float, name: str | None = None, kind: str = "ours", **options
 UNIFORM = ("K4V4", "K4V3", "K4V2", "K3V3", "K3V2", "K2V2")
 
 
-def at_bits(bits: float) -> list[Contender]:
-    """Older tokens at this mean width of codes: tiers by importance, and every single format that has it."""
+def at_bits(bits: float, simulated: bool = False) -> list[Contender]:
+    """Older tokens at this mean width of codes: tiers by importance, and every single format that has it; if asked for
+    also as `rounding` has it, without a packed byte."""
 
     def contender(name: str, kind: str, **options: Any) -> Contender:
         def make(config: Any, rows: int, tokens: int) -> Any:
@@ -96,7 +98,18 @@ def at_bits(bits: float) -> list[Contender]:
         if (int(name[1]) + int(name[3])) / 2 == bits:
             options = dict(bits=bits, policy="uniform", tiers=[name], **whole_pages)
             found.append(contender(f"uniform {name}", "variant", **options))
+            if simulated:
+                found.append(_rounded(bits, name, whole_pages["window"], whole_pages["sinks"]))
     return found if bits not in (2, 4) else found[1:]  # at the ends tiers are one format
+
+
+def _rounded(bits: float, name: str, window: int, sinks: int) -> Contender:
+    options = dict(k_bits=int(name[1]), v_bits=int(name[3]), window=window, sinks=sinks)
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        return RoundedCache(config, **options)
+
+    return Contender(f"simulated {name}, {bits:g} bits", "baseline", make, lambda c: c.nbytes, None, options)
 
 
 KIVI = ((8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2))  # bits of K and V

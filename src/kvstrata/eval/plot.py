@@ -16,6 +16,8 @@ def family(row: Row) -> str:
         return " ".join(row.name.split()[:2])
     if row.name.startswith("uniform "):
         return "one format for all"
+    if row.name.startswith("simulated "):
+        return "simulated rounding"
     return FAMILIES.get(row.kind, row.name)
 
 

@@ -3,13 +3,14 @@
     <!-- kvstrata:quality table=budgets tokens=4096 -->
     <!-- /kvstrata:quality -->
 
-`table` is `budgets` (every contender at one length, by bytes), `needles`, or `pairs` (tiers against one format of the
-same width: the difference of `what`, which is `kl` or `nll`, times 1,000); `tokens`, `prompt`, `stretches`, `names`
-(globs) and `kinds` choose rows.
+`table` is `budgets` (every contender at one length, by bytes), `needles`, `pairs` (tiers against one format of the same
+width: the difference of `what`, which is `kl` or `nll`, times 1,000) or `packed` (the same for packed bytes against
+simulated rounding); `tokens`, `prompt`, `stretches`, `names` (globs) and `kinds` choose rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatch
 
 from rich.markup import escape
@@ -73,24 +74,46 @@ def needles(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[
 
 def pairs(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
     """Tiers against one format of the same width, chunk by chunk: the difference of KL or of the log-likelihood."""
+
+    def opposed(ours: Row, other: Row) -> bool:
+        return (ours.kind, other.kind) == ("ours", "variant") and _width(ours) == _width(other)
+
+    return _differences(quality, options, opposed)
+
+
+def packed(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """The same for packed bytes against the simulated rounding of the same format."""
+
+    def opposed(ours: Row, other: Row) -> bool:
+        return ours.name.startswith("uniform ") and other.name == ours.name.replace("uniform", "simulated")
+
+    return _differences(quality, options, opposed)
+
+
+def _width(row: Row) -> str:
+    return row.name.rpartition(", ")[2]
+
+
+def _differences(
+    quality: Quality, options: dict[str, str], opposed: Callable[[Row, Row], bool]
+) -> tuple[list[str], list[list[str]]]:
     what = options.get("what", "kl")
     if what not in WHAT:
         raise ValueError(f"what {what!r}: expected one of {', '.join(WHAT)}")
     rows = [row for row in _chosen(quality, options) if row.name.endswith("bits")]
-    width = {id(row): row.name.rpartition(", ")[2] for row in rows}
-    header = ["tiers at", "against", *(f"{WHAT[what]}, {text}" for text in [*quality.texts, "all"])]
+    header = ["cache", "against", *(f"{WHAT[what]}, {text}" for text in [*quality.texts, "all"])]
     lines = []
-    for ours in (row for row in rows if row.kind == "ours"):
+    for ours in rows:
         for other in rows:
-            if other.kind != "variant" or width[id(other)] != width[id(ours)] or other.setting != ours.setting:
+            if ours.setting != other.setting or not opposed(ours, other):
                 continue
             found = [ours.above(other, what, text) for text in [*range(len(quality.texts)), None]]
             cells = [f"{1000 * m:+.1f} [{1000 * low:+.1f}, {1000 * high:+.1f}]" for m, low, high in found]
-            lines.append([width[id(ours)], other.name.rpartition(", ")[0], *cells])
+            lines.append([ours.name, other.name.rpartition(", ")[0], *cells])
     return header, lines
 
 
-TABLES = {"budgets": budgets, "needles": needles, "pairs": pairs}
+TABLES = {"budgets": budgets, "needles": needles, "pairs": pairs, "packed": packed}
 
 
 def caption(quality: Quality) -> str:

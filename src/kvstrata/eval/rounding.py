@@ -1,0 +1,72 @@
+"""Rounding simulated in floats, to tell what a format costs from what packing, pages and settling add to it.
+
+All rows stay exact. What a chunk sees of those between the sinks and the window is rounded anew each time: K less its
+mean over all tokens so far, rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits
+these levels best; no fp16, no centre that is fixed early, no gain on K. So it knows more than a cache can.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ..cache.quantize_reference import GAUSSIAN_STEP
+from ..layout.rotation import rotate
+
+
+def round_rows(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows ``[..., D]`` as they come back from ``bits`` bits a value, rotated for it."""
+    x = rotate(x.float())
+    step = x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-8) * GAUSSIAN_STEP[bits]
+    half = (2**bits - 1) / 2
+    level = (x / step + half).round().clamp(0, 2 * half) - half
+    return rotate(level * ((x * level).sum(-1, keepdim=True) / level.square().sum(-1, keepdim=True)))
+
+
+class RoundedLayer(DynamicLayer):
+    """``keys`` and ``values`` are exact; what is handed out is not."""
+
+    is_croppable = False
+
+    def __init__(self, k_bits: int, v_bits: int, window: int, sinks: int) -> None:
+        super().__init__()
+        self.bits, self.window, self.sinks = (k_bits, v_bits), window, sinks
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        past = self.get_seq_length()
+        k, v = super().update(key_states, value_states, *args, **kwargs)
+        old = slice(self.sinks, max(past - self.window, self.sinks))
+        if old.start == old.stop:
+            return k, v
+        k, v = k.clone(), v.clone()
+        centre = k[..., :past, :].float().mean(-2, keepdim=True)
+        k[..., old, :] = (round_rows(k[..., old, :] - centre, self.bits[0]) + centre).to(k.dtype)
+        v[..., old, :] = round_rows(v[..., old, :], self.bits[1]).to(v.dtype)
+        return k, v
+
+    @property
+    def nbytes(self) -> int:
+        """What codes and fp16 scales of the old rows, and the others at 16 bit, would take."""
+        if not self.is_initialized:
+            return 0
+        rows, dim = self.keys.shape[:2].numel(), self.keys.shape[-1]
+        old = max(self.get_seq_length() - self.window - self.sinks, 0)
+        plain = self.get_seq_length() - old
+        return rows * (plain * 4 * dim + old * (dim * sum(self.bits) // 8 + 4))
+
+
+class RoundedCache(Cache):
+    """One `RoundedLayer` per layer of a model with full attention."""
+
+    def __init__(self, config: PreTrainedConfig, k_bits: int, v_bits: int, window: int, sinks: int) -> None:
+        layers = config.get_text_config(decoder=True).num_hidden_layers
+        super().__init__(layers=[RoundedLayer(k_bits, v_bits, window, sinks) for _ in range(layers)])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
