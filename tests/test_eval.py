@@ -277,6 +277,10 @@ def test_rounding_has_the_error_of_its_width(bits: int) -> None:
             same = (out == exact[..., : start + 20, :]).all(-1).flatten().tolist()
             assert same == [i < 4 or i >= start - 7 for i in range(start + 20)]
     assert cache.nbytes == 4 * 64 * 11 + 29 * (64 * bits // 4 + 4)
+    mixed = LlamaConfig(**SIZES)
+    mixed.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="full attention only, got sliding_attention"):
+        rounding.RoundedCache(mixed, bits, bits, window=7, sinks=4)
 
 
 def test_a_needle_is_where_it_should_be() -> None:
@@ -347,7 +351,7 @@ def test_texts_are_there() -> None:
 def test_bad_requests_are_refused_before_a_model_is_loaded(
     arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(name: str | None, device: object = "cpu") -> None:
+    def load(name: str | None, device: object = "cpu", dtype: object = None) -> None:
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(models, "load", load)
@@ -475,7 +479,8 @@ def test_the_command_takes_stretches_of_a_text(command, tmp_path: Path) -> None:
     assert kept.exact(many) is kept.rows[2]
     assert "3 x 200" in render.markdown(kept, {"stretches": "3"})
     assert "| 200 |" not in render.markdown(kept, {"stretches": "3"})
-    assert "at least 2000000 tokens" in command(*given[:4], "--tokens", "2000", "--stretches", "1000").output
+    much = ("--tokens", "2000", "--stretches", "1000", "--out", str(tmp_path / "much.json"))
+    assert "at least 2000000 tokens" in command(*given[:4], *much).output
 
 
 def test_the_command_takes_a_dtype(command, tmp_path: Path) -> None:

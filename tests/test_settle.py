@@ -66,17 +66,46 @@ def test_uniform_is_what_one_search_finds(headroom: int, less: float) -> None:
         assert torch.equal(one.target, many.target)
 
 
-@pytest.mark.parametrize("less", [0.97, 0.9])
+@pytest.mark.parametrize("less", [0.5, 0.3])
 def test_a_head_has_its_part_of_the_bytes(less: float) -> None:
-    """Near to what is allowed, and no head far from the others, whatever mass it got."""
-    cache = filled([400, 333])
+    """Near to what is allowed, and every head as near to its part, whatever mass it got; with one price it is not."""
+    cache = filled([400, 333], layers=1, budget=None)
+    for request in cache.requests:
+        mass = torch.full((1, 2, cache.length(request)), 0.5)
+        mass[0, 0] = torch.rand(mass.shape[2], generator=torch.Generator().manual_seed(request)) ** 16 * 50
+        cache.update_importance(0, mass, [request], queries=50)
+    prices, apart = cache.policy.prices, []
     for x in scopes_of(cache):
-        x = replace(x, allowed=int(x.allowed * less))
+        x = replace(x, allowed=int(less * prices.total(prices.counts(x.tokens.bucket, x.tokens.tier, 2))))
         [made] = settle.plan_all([x], cache.policy, 8)
-        prices = cache.policy.prices
-        each = prices.each(prices.counts(x.tokens.bucket, made.target, len(x.length)), made.spare)
-        assert x.allowed - 2 * prices.page[1] <= int(each.sum()) <= x.allowed
-        assert int(each.max() - each.min()) <= 2 * prices.page[1]
+        for plan in (made, settle.plan(x, cache.policy, 8)):
+            each = prices.each(prices.counts(x.tokens.bucket, plan.target, len(x.length)), plan.spare)
+            apart.append(int(each.max() - each.min()))
+            assert x.allowed - 2 * prices.page[0] <= int(each.sum()) <= x.allowed
+    assert max(apart[::2]) <= prices.page[0] < max(apart[1::2])
+
+
+def test_an_empty_scope_beside_a_full_one() -> None:
+    cache = filled([300, 200])
+    some = scopes_of(cache)[0]
+    none = replace(some, tokens=some.tokens[:0], allowed=0)
+    tight = replace(some, allowed=int(some.allowed * 0.9))
+    [alone] = settle.plan_all([none], cache.policy, 8)
+    beside, _ = settle.plan_all([none, tight], cache.policy, 8)
+    assert (alone.needed, alone.spare) == (beside.needed, beside.spare) == (None, 8)
+
+
+def test_slots_that_are_paid_for_are_filled_where_tokens_are_evicted_too() -> None:
+    """20 plain tokens need two pages, so the weightiest of the others take the rest of the second."""
+    options = dict(budget=0.1, window=16, sinks=4, settle_every=2, evict=True, max_tokens=4096)
+    cache = TieredCache(1, 2, 32, page_tokens=16, dtype=torch.float32, tiers=("K4V4", "K3V3", "K2V2"), **options)
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 3000, 2, 32, generator=generator)
+    cache.append(0, k, v, mass=torch.rand(1, 2, 3000, generator=generator) ** 4, queries=3000)
+    tiers = cache.tier_map(0)
+    assert cache.memory().total <= cache.memory().allowed
+    assert ((tiers >= 0).sum(1) < 3000).all()
+    assert ((tiers == 0).sum(1) == 30).all()  # and room for two
 
 
 def test_batches_of_scopes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ SQNR_DB = {2: 9.3, 3: 14.4, 4: 19.5, 8: 43.8}
 K_NOISE = 2.0  # variance of a score by the relative error of K; KL on packed bytes hardly tells 0.5 from 4
 STEPS = 24  # of a bisection: a part in 10,000 of the price, and slots that are left over are filled
 
-Family = Callable[[Any], torch.Tensor]  # the tiers for a float, or for a number per bucket
+Family = Callable[[Any], torch.Tensor]  # the tiers for one number, or for as many as there are parts or tokens
 
 
 def spread(variance: float) -> float:

@@ -193,6 +193,8 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
 
         target = search(evicted, float(rank.min()) / 2, float(rank.max()))
     if target is not None:
+        if policy.name == "importance" and policy.per_head:
+            target = _fill(target, current, movable, weight, scope, policy, torch.full_like(scope.length, spare))
         return Plan(target, spare=spare)
     spare = 0
     return Plan(current, prices.total(prices.counts(tokens.bucket, family(high), buckets)))
@@ -240,7 +242,8 @@ def _together(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Pl
     def summed(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(allowed).index_add_(0, of, x)
 
-    target, pending = current, summed(price(current)) > allowed
+    used = torch.tensor(sizes, device=device) > 0
+    target, pending = current, (summed(price(current)) > allowed) & used
     if bool(pending.any()) and bool(movable.any()):
         by_head = policy.name == "importance"
         if by_head:
@@ -282,5 +285,6 @@ def _together(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Pl
     fits, left = (summed(price(target)) <= allowed).tolist(), spare.tolist()
     parts = target.split(sizes)
     return [
-        Plan(parts[i], spare=left[i]) if fits[i] else plan(scope, policy, headroom) for i, scope in enumerate(scopes)
+        Plan(parts[i], spare=left[i]) if fits[i] and sizes[i] else plan(scope, policy, headroom)
+        for i, scope in enumerate(scopes)
     ]

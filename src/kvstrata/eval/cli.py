@@ -71,8 +71,8 @@ def evaluate(
 ) -> None:
     """Measure what a compressed cache costs in quality, beside its peers at the same bytes.
 
-    The first half of each text is a prompt, the rest is decoded through the cache: perplexity, KL and top-1 agreement
-    against 16 bit, and needles in a haystack. A run that was stopped goes on where it was.
+    The first half of each stretch of text is a prompt, the rest is decoded through the cache: perplexity, KL and top-1
+    agreement against 16 bit, and needles in a haystack. A run that was stopped goes on where it was.
 
     Example: kvstrata eval --quick
 

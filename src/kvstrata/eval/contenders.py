@@ -109,7 +109,7 @@ def _rounded(bits: float, name: str, window: int, sinks: int) -> Contender:
     def make(config: Any, rows: int, tokens: int) -> Any:
         return RoundedCache(config, **options)
 
-    return Contender(f"simulated {name}, {bits:g} bits", "baseline", make, lambda c: c.nbytes, None, options)
+    return Contender(f"simulated {name}, {bits:g} bits", "peer", make, lambda c: c.nbytes, None, options)
 
 
 KIVI = ((8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2))  # bits of K and V

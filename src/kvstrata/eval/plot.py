@@ -12,12 +12,12 @@ FAMILIES = {"ours": "kvstrata", "baseline": "KIVI-style"}
 
 def family(row: Row) -> str:
     """What is one line: variants by name, peers by backend, formats alone together."""
+    if row.name.startswith("simulated "):
+        return "simulated rounding"
     if row.kind == "peer":
         return " ".join(row.name.split()[:2])
     if row.name.startswith("uniform "):
         return "one format for all"
-    if row.name.startswith("simulated "):
-        return "simulated rounding"
     return FAMILIES.get(row.kind, row.name)
 
 

@@ -116,7 +116,7 @@ class Quality:
         for row in self.rows:
             if row.kind == "exact" and row.setting == like.setting:
                 return row
-        raise LookupError(f"no 16-bit row of {like.tokens} tokens")
+        raise LookupError(f"no 16-bit row of {like.length} tokens in chunks of {like.chunk}")
 
     def row(self, contender: Contender, setting: tuple[int, int, int, int]) -> Row | None:
         wanted = (contender.name, setting, contender.budget, plain(contender.options))

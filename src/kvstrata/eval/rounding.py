@@ -64,8 +64,11 @@ class RoundedCache(Cache):
     """One `RoundedLayer` per layer of a model with full attention."""
 
     def __init__(self, config: PreTrainedConfig, k_bits: int, v_bits: int, window: int, sinks: int) -> None:
-        layers = config.get_text_config(decoder=True).num_hidden_layers
-        super().__init__(layers=[RoundedLayer(k_bits, v_bits, window, sinks) for _ in range(layers)])
+        text = config.get_text_config(decoder=True)
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        if other := sorted(set(kinds) - {"full_attention"}):
+            raise ValueError(f"config: expected layers of full attention only, got {', '.join(other)}")
+        super().__init__(layers=[RoundedLayer(k_bits, v_bits, window, sinks) for _ in kinds])
 
     @property
     def nbytes(self) -> int:
