@@ -241,6 +241,13 @@ def test_tables_and_plot(tmp_path: Path) -> None:
     assert plot.plot(state, tmp_path / "q.png").stat().st_size > 1000
 
 
+def test_peers_are_absent_only_where_they_have_no_rows() -> None:
+    row = results.Row("theirs 4 bit", "peer", 8, 4, 4, None, {}, 100, 100, [[4.0]], [[]], [[]], [4])
+    state = results.Quality({}, "tiny", ["text"], {"theirs 3 bit": "no kernel"}, [row])
+    state.note_absent({"theirs": "not installed", "others": "not installed"})
+    assert state.absent == {"theirs 3 bit": "no kernel", "others": "not installed"}
+
+
 def test_pairs_are_of_one_width_and_read_the_same_chunks() -> None:
     """Four chunks of 10 tokens: a KL lower by 2 in each is 0.2 a token, for certain."""
 

@@ -116,7 +116,9 @@ def evaluate(
                 f" {path} has those of {state.model} on {', '.join(state.texts)}"
             )
         state = kept.Quality(machine, name, list(words))
-    state.machine, state.absent = machine, known.absent()
+    state.machine = machine
+    if peers and not widths:
+        state.note_absent(known.absent())
     with _progress(say) as bar:
         for length in lengths:
             try:

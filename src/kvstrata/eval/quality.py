@@ -65,6 +65,7 @@ def run(
             continue
         tiers = cache.memory().tokens if hasattr(cache, "memory") else {}
         whole = known.full(model.config, rows, tokens)
+        into.absent.pop(contender.name, None)
         into.rows.append(_row(contender, setting, scores, contender.size(cache), whole, tiers))
         after()
     return exact

@@ -111,6 +111,13 @@ class Quality:
     needles: list[Needle] = field(default_factory=list)
     op: str = OP  # the file's name: `quality`, or `quality_` and more for other texts on the same machine
 
+    def note_absent(self, why: dict[str, str]) -> None:
+        """Peers that cannot run now, unless they have rows from another time."""
+        self.absent |= {name: reason for name, reason in why.items() if not self._has(name)}
+
+    def _has(self, name: str) -> bool:
+        return any(row.name == name or row.name.startswith(f"{name} ") for row in self.rows)
+
     def exact(self, like: Row) -> Row:
         """The 16-bit row that a row is compared with."""
         for row in self.rows:
