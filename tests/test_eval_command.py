@@ -1,0 +1,175 @@
+"""The commands `kvstrata eval` and `kvstrata advise` on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from typer.testing import CliRunner
+
+from eval_model import Letters, model
+from kvstrata.cli import app
+from kvstrata.eval import advise, render, results, texts
+from kvstrata.eval import model as models
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budget", "7"), "budget: expected bytes"),
+        (("--tiers", "K4V4,K9V9"), "tiers: expected formats such as 'K4V2', got 'K9V9'"),
+        (("--policy", "best"), "policy: expected one of"),
+        (("--chunk", "0"), "--chunk"),
+        (("--tokens", "0"), "--tokens"),
+    ],
+)
+def test_bad_requests_are_refused_before_a_model_is_loaded(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str | None, device: object = "cpu", dtype: object = None) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(models, "load", load)
+    done = CliRunner().invoke(app, ["eval", "--quick", *arguments])
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """`kvstrata` with the tiny model in place of a real one, and a text of its letters."""
+
+    def load(name: str | None, device: torch.device, dtype: torch.dtype | None = None) -> tuple[object, Letters]:
+        return model().to(
+            device=device, dtype=dtype or (torch.float32 if device.type == "cpu" else torch.float16)
+        ), Letters()
+
+    monkeypatch.setattr(models, "load", load)
+    (tmp_path / "words.txt").write_text(texts.text("prose")[:6000])
+
+    def run(*arguments: str):
+        return CliRunner().invoke(app, [*arguments, "--text", str(tmp_path / "words.txt")])
+
+    return run
+
+
+def test_the_command_measures_and_goes_on(command, tmp_path: Path) -> None:
+    out = tmp_path / "q.json"
+    arguments = ("eval", "--quick", "--tokens", "600", "--budget", "0.5", "--out", str(out))
+    first = command(*arguments)
+    assert first.exit_code == 0, first.output
+    assert "kvstrata" in first.output
+    assert "KIVI-style" in first.output
+    assert out.with_suffix(".png").exists()
+    kept = results.load(out)
+    assert {row.kind for row in kept.rows} >= {"exact", "ours", "baseline"}
+    assert kept.needles
+    second = command(*arguments)
+    assert second.exit_code == 0, second.output
+    assert len(results.load(out).rows) == len(kept.rows)
+    refused = CliRunner().invoke(app, ["eval", "--text", "no such file"])
+    assert refused.exit_code == 2
+    assert "text: expected" in refused.output
+
+
+def test_the_command_prints_rows_as_json(command, tmp_path: Path) -> None:
+    out = tmp_path / "q.json"
+    short = ("--tokens", "300", "--budget", "0.5", "--no-needles", "--no-peers", "--chunk", "50")
+    made = command("eval", *short, "--out", str(out), "--json")
+    assert made.exit_code == 0, made.output
+    found = json.loads(made.stdout)
+    assert found == json.loads(out.read_text())
+    assert [row["name"] for row in found["rows"]] == ["16 bit", "kvstrata"]
+    assert "Saved:" in made.stderr
+
+
+def test_the_command_advises(command, tmp_path: Path) -> None:
+    out = tmp_path / "advice.json"
+    made = command("advise", "--tokens", "512", "--kl", "0.5", "--out", str(out))
+    assert made.exit_code == 0, made.output
+    assert 0 < json.loads(out.read_text())["budget"] <= 0.6
+    none = command("advise", "--tokens", "512", "--kl", "1e-9", "--out", str(tmp_path / "none.json"))
+    assert none.exit_code == 2
+    assert "--kl: expected a positive number of nats, got -1" in command("advise", "--kl", "-1").output
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_the_command_prints_advice_as_json(command, tmp_path: Path) -> None:
+    out = tmp_path / "advice.json"
+    made = command("advise", "--tokens", "512", "--kl", "0.5", "--out", str(out), "--json")
+    assert made.exit_code == 0, made.output
+    found = json.loads(made.stdout)
+    assert found["configuration"] == json.loads(out.read_text())
+    assert found["bound"] == 0.5
+    assert len(found["sensitivity"]["k"]) == len(found["sensitivity"]["v"]) == 2  # layers
+    assert found["sensitivity"]["family"] in advise.TIERS
+    kept = [step["budget"] for step in found["steps"] if step["fits"]]
+    assert found["configuration"]["budget"] == min(kept)
+    assert "Written:" in made.stderr
+    assert "━" not in made.stderr  # bars are for terminals
+
+    def strict(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    none = command("advise", "--tokens", "512", "--kl", "1e-9", "--out", str(tmp_path / "none.json"), "--json")
+    assert none.exit_code == 2
+    assert json.loads(none.stdout, parse_constant=strict)["configuration"] is None
+    assert "--kl: expected a bound that some budget keeps" in none.stderr
+
+
+def test_the_command_compares_widths(command, tmp_path: Path) -> None:
+    out = tmp_path / "bits.json"
+    made = command("eval", "--bits", "2.5", "--tokens", "300", "--chunk", "50", "--out", str(out))
+    assert made.exit_code == 0, made.output
+    kept = results.load(out)
+    names = ["16 bit", "tiers, 2.5 bits", "uniform K3V2, 2.5 bits", "simulated K3V2, 2.5 bits"]
+    assert [row.name for row in kept.rows] == names
+    assert not kept.needles
+    packed, simulated = kept.rows[2:]
+    assert simulated.fraction == pytest.approx(packed.fraction, rel=0.3)  # no tables, no pages that are not full
+    assert 0.3 < simulated.mean_kl / packed.mean_kl < 3
+    ((name, against, *_),) = render.packed(kept, {})[1]
+    assert (name, against) == ("uniform K3V2, 2.5 bits", "simulated K3V2")
+    bare = tmp_path / "bare.json"
+    command("eval", "--bits", "2.5", "--tokens", "100", "--chunk", "50", "--out", str(bare), "--no-peers")
+    assert [row.name for row in results.load(bare).rows] == names[:3]
+    assert command("eval", "--bits", "5", "--out", str(out)).exit_code == 2
+
+
+def test_the_command_takes_stretches_of_a_text(command, tmp_path: Path) -> None:
+    """The first stretch is what one alone would be; all of them have narrower intervals and a row of their own."""
+    out = tmp_path / "stretches.json"
+    given = ("eval", "--no-peers", "--bits", "2", "--tokens", "200", "--chunk", "50", "--text", "inspect")
+    for more in ((), ("--stretches", "3"), ("--stretches", "3")):  # the last finds all of it there
+        made = command(*given, "--out", str(out), *more)
+        assert made.exit_code == 0, made.output
+    kept = results.load(out)
+    assert [row.length for row in kept.rows] == ["200", "200", "3 x 200", "3 x 200"]
+    one, many = kept.rows[1], kept.rows[3]
+    assert [len(row) for row in many.nll] == [4] * 3 * len(kept.texts)
+    for text in range(len(kept.texts)):
+        assert many.nll[3 * text] == pytest.approx(one.nll[text], rel=1e-3)
+        mean = sum(map(sum, many.nll[3 * text : 3 * text + 3])) / (3 * sum(many.count))
+        assert many.perplexity(text) == pytest.approx(math.exp(mean))
+    assert kept.exact(many) is kept.rows[2]
+    assert "3 x 200" in render.markdown(kept, {"stretches": "3"})
+    assert "| 200 |" not in render.markdown(kept, {"stretches": "3"})
+    much = ("--tokens", "2000", "--stretches", "1000", "--out", str(tmp_path / "much.json"))
+    assert "at least 2000000 tokens" in command(*given[:4], *much).output
+
+
+def test_the_command_takes_a_dtype(command, tmp_path: Path) -> None:
+    out = tmp_path / "half.json"
+    given = ("eval", "--bits", "2", "--tokens", "100", "--chunk", "50", "--out", str(out))
+    assert command(*given, "--dtype", "float16").exit_code == 0
+    assert results.load(out).model.endswith(" in float16")
+    mixed = command(*given)
+    assert mixed.exit_code == 2
+    assert " in float16 on " in mixed.output
+    assert "--dtype: expected float32, float16 or bfloat16, got 'int8'" in command(*given, "--dtype", "int8").output
