@@ -29,7 +29,7 @@ TIERS = [("K4V4", "K3V3", "K2V2"), ("K8V8", "K4V2"), ("K4V3", "K4V2", "K3V2", "K
 
 def requantized(x: torch.Tensor, bits: int, side: int) -> torch.Tensor:
     codes = quant.encode(x, quant.step_of(x, bits), bits)
-    gain = quant.K_GAIN[bits] if side == 0 else 1.0
+    gain = (quant.K_GAIN, quant.V_GAIN)[side][bits]
     return quant.decode(codes, quant.refit(x, codes, bits, gain), bits)
 
 

@@ -180,9 +180,9 @@ class PageKind:
         assert not self.format.plain
         sides: list[tuple[torch.Tensor, torch.Tensor]] = []
         old, new = source.format, self.format
-        for x, scale, was, bits in (
-            (rows.k, rows.k_scale, old.k_bits, new.k_bits),
-            (rows.v, rows.v_scale, old.v_bits, new.v_bits),
+        for x, scale, was, bits, gain in (
+            (rows.k, rows.k_scale, old.k_bits, new.k_bits, quant.K_GAIN),
+            (rows.v, rows.v_scale, old.v_bits, new.v_bits, quant.V_GAIN),
         ):
             if scale is None:
                 x = quant.clean(x, centre if new.centre and not sides else None)
@@ -193,7 +193,7 @@ class PageKind:
             else:
                 x = quant.decode(x, scale, was)
             codes = quant.encode(x, quant.step_of(x, bits), bits)
-            sides.append((codes, quant.refit(x, codes, bits, 1.0 if sides else quant.K_GAIN[bits])))
+            sides.append((codes, quant.refit(x, codes, bits, gain[bits])))
         (k, k_scale), (v, v_scale) = sides
         return Rows(k, v, k_scale, v_scale, rows.position, rows.importance)
 

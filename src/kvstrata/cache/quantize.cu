@@ -41,8 +41,9 @@ template <int kBits> __device__ __forceinline__ constexpr float gaussian_step() 
   return kBits == 2 ? 0.9957f : kBits == 3 ? 0.586f : 0.3352f;
 }
 
-// Restores the norm that codes lose; K only.
-template <int kBits> __device__ __forceinline__ constexpr float k_gain() {
+// What codes lose of a row's length, as in quantize_reference.
+template <int kBits, bool kIsV> __device__ __forceinline__ constexpr float gain_of() {
+  if (kIsV) return kBits == 2 ? 1.0995f : kBits == 3 ? 1.0291f : kBits == 4 ? 1.0087f : 1.f;
   return kBits == 2 ? 1.0653f : kBits == 3 ? 1.0193f : kBits == 4 ? 1.0058f : 1.f;
 }
 
@@ -259,7 +260,7 @@ __device__ __forceinline__ unsigned short encode(const Tile<kSteps>& f, float me
     }
     codes.set(s, p);
   }
-  const float gain = 2.f * factor * (kIsV ? 1.f : k_gain<kBits>());
+  const float gain = 2.f * factor * gain_of<kBits, kIsV>();
   const float scale = gain * __fdividef(G::reduce(dot, add), G::reduce(square, add));
   unsigned short out;
   asm("cvt.rn.f16.f32 %0,%1;" : "=h"(out) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));

@@ -6,8 +6,8 @@ A row is D values of one token and KV head. Its way into codes, every operation 
     rotate   butterflies in the order of `layout.rotation`
     step_of  2, 3, 4 bit: sqrt(sum(x * x) / D) * GAUSSIAN_STEP[bits]; 8 bit: max|x| * (2 / 255); at least 2^-24
     encode   code = clamp(floor(x * inv), -2^(b-1), 2^(b-1) - 1) + 2^(b-1),  inv = 1 / step, the product not rounded
-    refit    scale = sum(x * c) / sum(c * c), c = code - (2^b - 1) / 2; K's in pages times K_GAIN[bits]; clamped to
-             0 .. 65504, rounded to fp16
+    refit    scale = sum(x * c) / sum(c * c), c = code - (2^b - 1) / 2; in pages times K_GAIN[bits] or V_GAIN[bits];
+             clamped to 0 .. 65504, rounded to fp16
     decode   c * scale, which float32 holds exactly
 
 The sums may be taken in any order, so steps and scales agree between backends up to rounding. Given x and step, codes
@@ -29,9 +29,11 @@ LARGEST = 65504.0  # of fp16: rows are clamped to it, scales saturate at it
 SMALLEST_STEP = 2.0**-24  # the smallest fp16 above zero: 1 / step stays finite, and a row of zeros needs no branch
 # The step with the least squared error for a unit Gaussian and 2^bits mid-rise levels.
 GAUSSIAN_STEP = {2: 0.9957, 3: 0.586, 4: 0.3352, 8: 0.0308}
-# The fitted row is shorter than the row by its error e, 1 / sqrt(1 - e) of it restores the norm. In K that matters more
-# than the distance: tokens of fewer bits would all get lower scores than those of more.
+# The row that comes closest is shorter than the row: its error e is orthogonal to it. In an output, a sum over tokens,
+# errors average out and shortness does not, so pages hold longer rows: K's by (1 - e)^-1/2, which restores the norm, or
+# tokens of fewer bits would get lower scores than those of more; V's by (1 - e)^-3/4, between that and unbiased.
 K_GAIN = {2: 1.0653, 3: 1.0193, 4: 1.0058, 8: 1.0}
+V_GAIN = {2: 1.0995, 3: 1.0291, 4: 1.0087, 8: 1.0}
 
 
 def clean(x: torch.Tensor, centre: torch.Tensor | None = None) -> torch.Tensor:
@@ -116,7 +118,7 @@ def quantize_page(k: torch.Tensor, v: torch.Tensor, format: Format, centre: torc
                 raise TypeError(f"{name}: expected a {format.k_bits}-bit type for {format.name}, got {x.dtype}")
         return torch.cat([x.detach().contiguous().view(torch.uint8).flatten(-2) for x in (k, v)], -1)
     k_codes, k_scale = _quantize_rows(clean(k, centre), format.k_bits, format.rotate, K_GAIN[format.k_bits])
-    v_codes, v_scale = _quantize_rows(clean(v), format.v_bits, format.rotate)
+    v_codes, v_scale = _quantize_rows(clean(v), format.v_bits, format.rotate, V_GAIN[format.v_bits])
     parts = [
         fragments.pack(k_codes, format.k_bits, "k"),
         fragments.pack(v_codes, format.v_bits, "v"),

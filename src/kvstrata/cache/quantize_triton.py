@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..layout import Format, fragments, hadamard
 from .quantize_op import Job
-from .quantize_reference import GAUSSIAN_STEP, K_GAIN
+from .quantize_reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 
 
 @triton.jit
@@ -89,8 +89,8 @@ def quantize_kernel(
     k_table_ptr, k_high_ptr, v_table_ptr, v_high_ptr, scratch_ptr,
     k_stride_token, k_stride_head, v_stride_token, v_stride_head,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
-    K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GAIN: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
-    ROTATE: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GAIN: tl.constexpr, V_GAIN: tl.constexpr, K_BYTES: tl.constexpr,
+    V_BYTES: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     page = tl.program_id(0)
     row = tl.load(source_ptr + page * TOKENS + tl.arange(0, TOKENS))
@@ -108,7 +108,7 @@ def quantize_kernel(
     else:
         _quantize_side(
             v_ptr + head * v_stride_head, centre_ptr, hadamard_ptr, v_table_ptr, v_high_ptr, scratch_ptr,
-            page_ptr + K_BYTES, scale_ptr + 2, row, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, 1.0, ROTATE,
+            page_ptr + K_BYTES, scale_ptr + 2, row, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, V_GAIN, ROTATE,
             False, V_BYTES, BLOCK,
         )  # fmt: skip
 
@@ -133,6 +133,6 @@ def quantize_pages(job: Job) -> None:
             *k.stride()[:2], *v.stride()[:2],
             DIM=dim, WIDE=triton.next_power_of_2(dim), TOKENS=tokens, K_BITS=format.k_bits, V_BITS=format.v_bits,
             K_STEP=GAUSSIAN_STEP[format.k_bits], V_STEP=GAUSSIAN_STEP[format.v_bits],
-            K_GAIN=K_GAIN[format.k_bits], K_BYTES=format.k_bytes, V_BYTES=format.v_bytes, ROTATE=format.rotate,
-            CENTRED=centre is not None, BLOCK=1024, num_warps=8 if dim > 128 else 4,
+            K_GAIN=K_GAIN[format.k_bits], V_GAIN=V_GAIN[format.v_bits], K_BYTES=format.k_bytes, V_BYTES=format.v_bytes,
+            ROTATE=format.rotate, CENTRED=centre is not None, BLOCK=1024, num_warps=8 if dim > 128 else 4,
         )  # fmt: skip

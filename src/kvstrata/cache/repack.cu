@@ -29,7 +29,7 @@ struct Params {
   const float* centre;  // [m, D]
   i64 k_row, v_row;     // strides in bytes
   int n, units;
-  float step[9], gain[9];  // by width: the step for a unit Gaussian, what K's scale is lengthened by
+  float step[9], k_gain[9], v_gain[9];  // by width: the step for a unit Gaussian, what scales are lengthened by
   Tier tiers[16];
 };
 
@@ -193,7 +193,7 @@ __device__ __forceinline__ unsigned short encode(Row<kDim, kIsV>& row, int bits,
       square += level * level;
     }
   }
-  const float scale = __fmul_rn(__fdiv_rn(warp_sum(dot), warp_sum(square)), kIsV ? 1.f : gain);
+  const float scale = __fmul_rn(__fdiv_rn(warp_sum(dot), warp_sum(square)), gain);
   unsigned short out;
   asm("cvt.rn.f16.f32 %0,%1;" : "=h"(out) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
   return out;
@@ -249,7 +249,7 @@ __device__ __forceinline__ void follow(const Params& p, int move) {
         read_plain<In, kDim, kIsV>(row, plain, centre);
         if constexpr (kRotate) rotate_row<kDim, kIsV>(row);
       }
-      if (!done) scale = encode<kDim, kIsV>(row, bits, p.step[bits], p.gain[bits]);
+      if (!done) scale = encode<kDim, kIsV>(row, bits, p.step[bits], kIsV ? p.v_gain[bits] : p.k_gain[bits]);
       write_codes<kDim, kTokens, kIsV>(row, page + (kIsV ? now.v_offset : 0), slot, bits);
       if (lane == 0)
         reinterpret_cast<unsigned short*>(page + now.scale_offset)

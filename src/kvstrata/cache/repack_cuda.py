@@ -11,15 +11,15 @@ import torch
 from .. import jit
 from .pages import PageKind
 from .quantize_op import CXX
-from .quantize_reference import GAUSSIAN_STEP, K_GAIN
+from .quantize_reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 from .repack_op import Job
 
 SOURCE = Path(__file__).with_name("repack.cu")
 TIERS = 16
 WARPS = 8  # a block; two a move
-# struct Params: packed, pointers, k, v, centre; two strides in bytes; n, units; step and gain; six numbers a tier.
-PARAMS = struct.Struct(f"5Q 2q 2i 18f {6 * TIERS}i")
-CONSTANTS = [table.get(bits, 0.0) for table in (GAUSSIAN_STEP, K_GAIN) for bits in range(9)]
+# struct Params: packed, pointers, k, v, centre; two strides in bytes; n, units; step and gains; six numbers a tier.
+PARAMS = struct.Struct(f"5Q 2q 2i 27f {6 * TIERS}i")
+CONSTANTS = [table.get(bits, 0.0) for table in (GAUSSIAN_STEP, K_GAIN, V_GAIN) for bits in range(9)]
 
 
 def entry_of(plain: PageKind, lossy: PageKind) -> str:

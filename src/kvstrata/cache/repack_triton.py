@@ -18,7 +18,7 @@ from ..layout import fragments
 from ..layout.format import Format
 from ..layout.rotation import block_of
 from .pages_triton import page_address
-from .quantize_reference import GAUSSIAN_STEP, K_GAIN
+from .quantize_reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 from .repack_op import Job
 
 
@@ -122,8 +122,7 @@ def _follow(
                 floor = tl.minimum(tl.maximum(floor, -half.to(tl.float64)), (half - 1).to(tl.float64)).to(tl.float32)
                 level = tl.where(mask, floor + 0.5, 0.0)
                 fitted = tl.div_rn(tl.sum(x * level, axis=0), tl.sum(level * level, axis=0))
-                if SIDE == 0:
-                    fitted = fitted * tl.load(steps_ptr + 9 + bits)
+                fitted = fitted * tl.load(steps_ptr + 9 * (1 + SIDE) + bits)
                 scale = tl.minimum(tl.maximum(fitted, 0.0), 65504.0).to(tl.float16)
                 codes = floor.to(tl.int32) + half
             tl.debug_barrier()
@@ -166,7 +165,7 @@ def repack_kernel(
 
 @functools.lru_cache(maxsize=64)
 def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bit of every value ``[tiers, 2 sides, 2 planes, P, D]``; numbers of a format ``[tiers, 8]``; step and gain."""
+    """Bit of every value ``[tiers, 2 sides, 2 planes, P, D]``; numbers of a format ``[tiers, 8]``; step and gains."""
     p, dim = formats[0].page_tokens, formats[0].head_dim
     places = torch.zeros(len(formats), 2, 2, p, dim, dtype=torch.int32)
     numbers = torch.zeros(len(formats), 8, dtype=torch.int32)
@@ -184,9 +183,10 @@ def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
             for plane, ((width, _), (byte, bit)) in enumerate(found):
                 numbers[tier, 3 * side + 1 + plane] = width
                 places[tier, side, plane] = (offset + byte) * 8 + bit
-    steps = torch.zeros(2, 9)
-    for bits, step in GAUSSIAN_STEP.items():
-        steps[0, bits], steps[1, bits] = step, K_GAIN[bits]
+    steps = torch.zeros(3, 9)
+    for row, values in enumerate((GAUSSIAN_STEP, K_GAIN, V_GAIN)):
+        for bits, value in values.items():
+            steps[row, bits] = value
     return places.to(device), numbers.to(device), steps.to(device)
 
 

@@ -2,7 +2,7 @@
 
 All rows stay exact. What a chunk sees of those between the sinks and the window is rounded anew each time: K less its
 mean over all tokens so far, rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits
-these levels best; no fp16, no centre that is fixed early, no gain on K. So it knows more than a cache can.
+these levels best; no fp16, no centre that is fixed early, no gains. So it knows more than a cache can.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which layers, and whether K or V, a model can least afford to have quantised.
 
 One side of one layer at a time goes through the codes of a width, all others stay exact; the KL of the predictions is
-that side's sensitivity. The rows are quantised as pages hold them: K centred, both rotated, K with its gain.
+that side's sensitivity. The rows are quantised as pages hold them: K centred, both rotated, scales with their gains.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def round_trip(x: torch.Tensor, bits: int, is_k: bool) -> torch.Tensor:
     centre = x.float().mean(-2, keepdim=True) if is_k else None
     rows = rotate(quant.clean(x, centre))
     codes = quant.encode(rows, quant.step_of(rows, bits), bits)
-    back = rotate(quant.decode(codes, quant.refit(rows, codes, bits, quant.K_GAIN[bits] if is_k else 1.0), bits))
+    gain = (quant.K_GAIN if is_k else quant.V_GAIN)[bits]
+    back = rotate(quant.decode(codes, quant.refit(rows, codes, bits, gain), bits))
     back = back if centre is None else back + centre
     return torch.cat([x[..., :SINKS, :], back[..., SINKS:, :].to(x.dtype)], -2)
 
