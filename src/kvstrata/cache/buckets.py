@@ -16,7 +16,7 @@ owners is left to them and copied before anything is written to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -218,6 +218,20 @@ class Buckets:
         keys, place = np.unique(bucket * self.max_pages + slot // self.page_tokens, return_inverse=True)
         pages = self.pool.read(self._handles(layer, requests, tier)[keys], 0, self.kinds[tier].stride)
         return self.kinds[tier].read(pages, self._to(place), tokens.slot % self.page_tokens)
+
+    def read_all(self, layer: int, requests: Sequence[int], tokens: Tokens) -> Iterator[tuple[PageKind, slice, Rows]]:
+        """The rows of a `snapshot`, tier by tier: their kind and where in it they are. Does not wait for the device."""
+        end = 0
+        for tier, kind in enumerate(self.kinds):
+            count = self.host_count[list(requests), layer, :, tier].reshape(-1).astype(np.int64)
+            begin, end = end, end + int(count.sum())
+            if begin == end:
+                continue
+            some, pages = tokens[begin:end], -(-count // self.page_tokens)
+            first = self.pool.to_device(np.cumsum(pages) - pages)
+            page = first[some.bucket] + some.slot // self.page_tokens
+            stored = self.pool.read(self._pages_of(layer, requests, tier)[2], 0, kind.stride)
+            yield kind, slice(begin, end), kind.read(stored, page, some.slot % self.page_tokens)
 
     def _handles(self, layer: int, requests: Sequence[int], tier: int) -> np.ndarray:
         """Flat ``[buckets * max_pages]``, a copy."""

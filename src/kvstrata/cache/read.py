@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from . import importance as importance_module
@@ -15,31 +16,26 @@ if TYPE_CHECKING:
 
 
 def by_head(
-    cache: TieredCache, tokens: Tokens, requests: int = 1
+    cache: TieredCache, layer: int, requests: Sequence[int], tokens: Tokens
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
-    """Where each token goes in ``[requests * kv_heads, n]`` when every head is sorted by position."""
-    buckets = requests * cache.kv_heads
-    counts = torch.bincount(tokens.bucket, minlength=buckets)
+    """Where each token of a snapshot goes in ``[requests * kv_heads, n]`` when every head is sorted by position."""
+    counts = cache.buckets.host_count[list(requests), layer].sum(-1, dtype=np.int64).reshape(-1)
+    starts = cache.pool.to_device(np.cumsum(counts) - counts)
     order = torch.argsort(tokens.bucket * cache.max_tokens + tokens.position)
     column = torch.empty_like(order)
-    starts = (counts.cumsum(0) - counts)[tokens.bucket[order]]
-    column[order] = torch.arange(len(order), device=cache.device) - starts
-    return (tokens.bucket, column), (buckets, int(counts.max()))
+    column[order] = torch.arange(len(order), device=cache.device) - starts[tokens.bucket[order]]
+    return (tokens.bucket, column), (len(counts), int(counts.max()))
 
 
 def gather(cache: TieredCache, layer: int, requests: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Dequantised rows ``[requests, kv_heads, n, D]`` and positions, sorted by position."""
+    """Dequantised rows ``[requests, kv_heads, n, D]`` and positions, sorted by position. Never waits for the device."""
     tokens = cache.buckets.snapshot(layer, requests)
     centre = cache.centre[list(requests), layer].flatten(0, 1)
-    k = torch.zeros(len(tokens), cache.head_dim, dtype=cache.dtype, device=cache.device)
-    v = torch.zeros_like(k)
-    for tier, kind in enumerate(cache.kinds):
-        at = (tokens.tier == tier).nonzero().flatten()
-        if len(at):
-            some = tokens[at]
-            rows = cache.buckets.read(layer, requests, some, tier)
-            k[at], v[at] = kind.decode(rows, centre[some.bucket])
-    place, shape = by_head(cache, tokens, len(requests))
+    k = torch.empty(len(tokens), cache.head_dim, dtype=cache.dtype, device=cache.device)
+    v = torch.empty_like(k)
+    for kind, at, rows in cache.buckets.read_all(layer, requests, tokens):
+        k[at], v[at] = kind.decode(rows, centre[tokens.bucket[at]])
+    place, shape = by_head(cache, layer, requests, tokens)
     out = [torch.zeros(*shape, cache.head_dim, dtype=cache.dtype, device=cache.device) for _ in range(2)]
     positions = torch.full(shape, -1, device=cache.device)
     out[0][place], out[1][place], positions[place] = k, v, tokens.position
@@ -50,7 +46,7 @@ def gather(cache: TieredCache, layer: int, requests: Sequence[int]) -> tuple[tor
 def tier_map(cache: TieredCache, layer: int, request: int) -> torch.Tensor:
     """Tiers in the same order."""
     tokens = cache._tokens(layer, request)
-    place, shape = by_head(cache, tokens)
+    place, shape = by_head(cache, layer, [request], tokens)
     tiers = torch.full(shape, -1, device=cache.device)
     tiers[place] = tokens.tier
     return tiers
@@ -59,7 +55,7 @@ def tier_map(cache: TieredCache, layer: int, request: int) -> torch.Tensor:
 def importance(cache: TieredCache, layer: int, request: int) -> torch.Tensor:
     """Estimated mass in the same order."""
     tokens = cache._tokens(layer, request)
-    place, shape = by_head(cache, tokens)
+    place, shape = by_head(cache, layer, [request], tokens)
     length = torch.full_like(tokens.position, int(cache._lengths[request, layer]))
     queries = torch.full_like(tokens.position, int(cache._queries[request, layer]))
     reported = torch.full_like(tokens.position, int(cache._reported[request, layer]))
