@@ -27,12 +27,8 @@ def filled(lengths: list[int], layers: int = 3, **options) -> TieredCache:
 
 def scopes_of(cache: TieredCache) -> list[settle.Scope]:
     places = [(layer, [request]) for layer in range(cache.layers) for request in cache.requests]
-    return [
-        scopes_module.make_scope(
-            cache, layer, scope, cache.buckets.snapshot(layer, scope), [cache.length(scope[0], layer)]
-        )
-        for layer, scope in places
-    ]
+    lengths = [[cache.length(request, layer)] for layer, [request] in places]
+    return scopes_module.make_scopes(cache, places, scopes_module.snapshots(cache, places), lengths)
 
 
 def price(scope: settle.Scope, plan: settle.Plan, prices) -> int:

@@ -22,8 +22,8 @@ from .budget import BudgetExceeded
 from .importance import initial
 from .mass import hear, hear_first
 from .pages import Rows
-from .room import fits_plain, tidy
-from .scopes import move_tokens, plan_scopes, scopes_of, settle_ahead
+from .room import fits_each, fits_plain, tidy
+from .scopes import move_tokens, plan_scopes, scopes_of, settle_ahead, snapshots
 from .tokens import NEW, Tokens
 
 if TYPE_CHECKING:
@@ -120,20 +120,18 @@ def _append_settling(
     """New tokens planned together with those that are there; ``undo`` before BudgetExceeded."""
     flat_k, flat_v = (x.detach().reshape(-1, cache.head_dim) for x in (k, v))
     fresh = Rows(flat_k, flat_v, None, None, new.position, new.importance)
-    places: list[tuple[int, list[int]]] = []
+    # Those among the asked that need not settle.
+    plain = [] if cache.budget.shared else np.flatnonzero(fits_each(cache, layer, asked, lengths)).tolist()
+    settling = [i for i in range(len(asked)) if i not in plain]
+    places = [(layer, scope) for scope in scopes_of(cache, [asked[i] for i in settling])]
     tokens: list[Tokens] = []
     ends: list[list[int]] = []
-    plain: list[int] = []  # those among the asked that need not settle
     starts = np.cumsum([0, *lengths]) * cache.kv_heads  # of each one's tokens in `new`
-    for scope in scopes_of(cache, asked):
-        mine = [i for i, r in enumerate(asked) if r in scope]
-        if not cache.budget.shared and fits_plain(cache, layer, scope, [lengths[mine[0]]]):
-            plain.append(mine[0])
-            continue
+    for i, (_, scope), stored in zip(settling, places, snapshots(cache, places), strict=False):
+        mine = settling if cache.budget.shared else [i]
         coming = new[slice(int(starts[mine[0]]), int(starts[mine[-1] + 1]))]  # all, where all share the bytes
         coming = coming.renumbered({i: scope.index(asked[i]) for i in mine}, cache.kv_heads)
-        places.append((layer, scope))
-        tokens.append(Tokens.cat([cache.buckets.snapshot(layer, scope), coming]))
+        tokens.append(Tokens.cat([stored, coming]))
         ends.append([int(cache._lengths[r, layer]) + sum(lengths[i] for i in mine if asked[i] == r) for r in scope])
     try:
         jobs = plan_scopes(cache, places, tokens, ends)
@@ -143,13 +141,12 @@ def _append_settling(
         raise
     cache._active.update(asked)
     move_tokens(cache, jobs, fresh)
-    for i, (request, count) in enumerate(zip(asked, lengths, strict=True)):
-        if i not in plain:
-            cache._set_length(request, layer, int(cache._lengths[request, layer]) + count)
-            continue
+    settled = [asked[i] for i in settling]
+    cache._set_lengths(settled, layer, cache._lengths[settled, layer] + np.array([lengths[i] for i in settling]))
+    for i in plain:
         rows = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
         first = None if importance is None else importance.view(-1, cache.kv_heads)[rows].flatten()
-        append_plain(cache, layer, k[rows], v[rows], [request], [count], first)
+        append_plain(cache, layer, k[rows], v[rows], [asked[i]], [lengths[i]], first)
 
 
 def _new_tokens(cache: TieredCache, requests: Sequence[int], layer: int, lengths: Sequence[int]) -> Tokens:

@@ -17,7 +17,7 @@ owners is left to them and copied before anything is written to it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -146,17 +146,32 @@ class Buckets:
 
     def look(self, layer: int, requests: Sequence[int]) -> tuple[Tokens, torch.Tensor]:
         """The same, and the handles of their pages."""
-        tiers, where = len(self.kinds), np.array(requests, np.int64)
-        host = self.host_count[where, layer].reshape(-1, tiers).astype(np.int64)
-        n, buckets = int(host.sum()), len(host)
-        count = self.pool.to_device(host.T.reshape(-1))
-        groups = torch.arange(len(count), device=self.device)
-        group = torch.repeat_interleave(groups, count, output_size=n)
-        slot = torch.arange(n, device=self.device) - (count.cumsum(0) - count)[group]
-        tier, bucket = group // buckets, group % buckets
-        handle = self._handles_at(self._bases(where, np.full_like(where, layer)), bucket * tiers + tier, slot)
+        where = np.array(requests, np.int64)
+        groups = np.arange(where.size * self.kv_heads * len(self.kinds)).reshape(-1, len(self.kinds))
+        return self._tokens_of(where, np.full_like(where, layer), groups.T)
+
+    def snapshots(self, layers: Sequence[int], requests: Sequence[int]) -> list[Tokens]:
+        """The snapshot of each request in its layer, with one look at the device's tables for all."""
+        where, at = np.array(requests, np.int64), np.array(layers, np.int64)
+        shape = (where.size, self.kv_heads, len(self.kinds))
+        tokens, _ = self._tokens_of(where, at, np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1))
+        tokens = replace(tokens, bucket=tokens.bucket % self.kv_heads)
+        ends = np.cumsum(self.host_count[where, at].sum((1, 2), dtype=np.int64)).tolist()
+        return [tokens[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+    def _tokens_of(self, requests: np.ndarray, layers: np.ndarray, order: np.ndarray) -> tuple[Tokens, torch.Tensor]:
+        """Tokens of places, group by group (bucket * tiers + tier) in this order, and the handles of their pages."""
+        order, tiers = order.reshape(-1), len(self.kinds)
+        host = self.host_count[requests, layers].reshape(-1).astype(np.int64)[order]
+        n = int(host.sum())
+        groups, count = self.pool.to_device(np.stack([order, host]))
+        numbers = torch.repeat_interleave(torch.arange(len(host), device=self.device), count, output_size=n)
+        slot = torch.arange(n, device=self.device) - (count.cumsum(0) - count)[numbers]
+        group = groups[numbers]
+        tier = group % tiers
+        handle = self._handles_at(self._bases(requests, layers), group, slot)
         position, importance = self._side(handle, slot, tier)
-        return Tokens(bucket, tier, slot, position, importance), handle
+        return Tokens(group // tiers, tier, slot, position, importance), handle
 
     def _bases(self, requests: np.ndarray, layers: np.ndarray) -> torch.Tensor:
         """Where the page list of each group of these places begins in the flat table."""

@@ -400,6 +400,10 @@ class TieredCache:
         return self.buckets.snapshot(layer, [request])
 
     def _set_length(self, request: int, layer: int, length: int) -> None:
-        self._lengths[request, layer] = length
-        if self.device.type != "cpu":
-            self._device_lengths[request, layer] = length
+        self._set_lengths([request], layer, np.array([length]))
+
+    def _set_lengths(self, requests: list[int], layer: int, lengths: np.ndarray) -> None:
+        self._lengths[requests, layer] = lengths
+        if self.device.type != "cpu" and requests:
+            where = self.pool.to_device(np.stack([np.array(requests), lengths]).astype(np.int64))
+            self._device_lengths[where[0], layer] = where[1].to(self._device_lengths.dtype)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from .room import fits_plain, tidy
-from .scopes import move_tokens, plan_scopes, scopes_of
+from .scopes import move_tokens, plan_scopes, scopes_of, snapshots
 
 if TYPE_CHECKING:
     from .cache import TieredCache
@@ -228,7 +228,7 @@ def _fit(cache: TieredCache, request: int) -> None:
         cache.buckets.push(layer, [request])
         if not fits_plain(cache, layer, [request], [0]):
             short.append(layer)
-    tokens = [cache.buckets.snapshot(layer, scope) for layer in short]
+    places = [(layer, scope) for layer in short]
     lengths = [[int(cache._lengths[r, layer]) for r in scope] for layer in short]
-    move_tokens(cache, plan_scopes(cache, [(layer, scope) for layer in short], tokens, lengths))
+    move_tokens(cache, plan_scopes(cache, places, snapshots(cache, places), lengths))
     tidy(cache)

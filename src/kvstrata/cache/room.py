@@ -33,12 +33,7 @@ def fits_plain(cache: TieredCache, layer: int, requests: Sequence[int], lengths:
         return True
     prices, p = cache.policy.prices, cache.page_tokens
     if not cache.budget.shared:
-        for request, new in zip(requests, lengths, strict=True):
-            counts = torch.from_numpy(cache.buckets.host_count[request, layer].astype(np.int64))
-            counts[:, 0] += new
-            if prices.total(counts) > cache.budget.pages(int(cache._lengths[request, layer]) + new):
-                return False
-        return True
+        return bool(fits_each(cache, layer, requests, lengths).all())
     pages = 0
     for request, new in zip(requests, lengths, strict=True):
         count = cache.buckets.host_count[request, layer, :, 0].astype(np.int64)
@@ -47,6 +42,17 @@ def fits_plain(cache: TieredCache, layer: int, requests: Sequence[int], lengths:
         last = cache.buckets.host_table[request, layer, open_heads, 0, count[open_heads] // p]
         pages += int((cache.pool.owners(last) > 1).sum())
     return physical(cache, layer) + pages * prices.page[0] <= cache.budget.pages(0)
+
+
+def fits_each(cache: TieredCache, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+    """The same of each request alone: bool ``[requests]``. For a fraction."""
+    prices, where, new = cache.policy.prices, np.array(requests, np.int64), np.array(lengths, np.int64)
+    counts = cache.buckets.host_count[where, layer].astype(np.int64)
+    counts[:, :, 0] += new[:, None]
+    needed = (-(-counts // cache.page_tokens) @ np.array(prices.page)).sum(1)
+    ends = (cache._lengths[where, layer] + new).tolist()
+    allowed = {n: cache.budget.pages(n) for n in set(ends)}
+    return needed <= np.array([allowed[n] for n in ends], np.int64)
 
 
 def fits_cropped(

@@ -11,18 +11,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from .budget import BudgetExceeded
 from .centre import fix_centres
 from .pages import Rows
-from .room import fits_plain, tidy
+from .room import fits_each, fits_plain, tidy
 from .settle import Plan, Scope, plan_all
 from .tokens import Tokens
 
 if TYPE_CHECKING:
     from .cache import TieredCache
 
+Place = tuple[int, list[int]]  # a layer and the requests of a scope
 Targets = tuple[int, list[int], Tokens, torch.Tensor]  # layer, requests, their tokens, the tier each goes to
 
 
@@ -33,24 +35,40 @@ def scopes_of(cache: TieredCache, requests: Sequence[int]) -> list[list[int]]:
     return [sorted(cache._active | set(requests))] if cache.budget.shared else [[r] for r in requests]
 
 
-def make_scope(cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, lengths: Sequence[int]) -> Scope:
+def snapshots(cache: TieredCache, places: Sequence[Place]) -> list[Tokens]:
+    """The tokens of each place."""
+    if all(len(scope) == 1 for _, scope in places):
+        return cache.buckets.snapshots([layer for layer, _ in places], [request for _, [request] in places])
+    return [cache.buckets.snapshot(*place) for place in places]
+
+
+def make_scopes(
+    cache: TieredCache, places: Sequence[Place], tokens: Sequence[Tokens], lengths: Sequence[Sequence[int]]
+) -> list[Scope]:
     """Tokens of requests that will have these lengths, with the bytes they share."""
-    per_head = torch.tensor(list(lengths)).repeat_interleave(cache.kv_heads).to(cache.device)
-    queries, reported = (
-        torch.from_numpy(x[requests, layer]).repeat_interleave(cache.kv_heads).to(cache.device)
-        for x in (cache._queries, cache._reported)
-    )
-    allowed = cache.budget.pages(lengths[0])
-    return Scope(tokens, per_head, queries, reported, cache.kv_heads, allowed, max(lengths))
+    requests = [request for _, scope in places for request in scope]
+    layers = [layer for layer, scope in places for _ in scope]
+    numbers = np.stack(
+        [np.array([n for some in lengths for n in some], np.int64)]
+        + [x[requests, layers].astype(np.int64) for x in (cache._queries, cache._reported)]
+    ).repeat(cache.kv_heads, 1)
+    each = [len(scope) * cache.kv_heads for _, scope in places]
+    parts = cache.pool.to_device(numbers).split(each, 1)
+    return [
+        Scope(its, part[0], part[1], part[2], cache.kv_heads, cache.budget.pages(some[0]), max(some))
+        for its, part, some in zip(tokens, parts, lengths, strict=True)
+    ]
 
 
 def plan_scopes(
-    cache: TieredCache, places: Sequence[tuple[int, list[int]]], tokens: Sequence[Tokens], lengths: Sequence[list[int]]
+    cache: TieredCache, places: Sequence[Place], tokens: Sequence[Tokens], lengths: Sequence[list[int]]
 ) -> list[Targets]:
     """Targets for all tokens of scopes, each a layer and requests that will have these lengths; or BudgetExceeded."""
     if cache.budget.amount is None:
         return [(*place, its, its.tier.clamp(min=0)) for place, its in zip(places, tokens, strict=True)]
-    scopes = [make_scope(cache, *place, its, n) for place, its, n in zip(places, tokens, lengths, strict=True)]
+    if not places:
+        return []
+    scopes = make_scopes(cache, places, tokens, lengths)
     plans = plan_all(scopes, cache.policy, cache.policy.settle_every)
     return [_targets(*place, scope, made) for place, scope, made in zip(places, scopes, plans, strict=True)]
 
@@ -68,8 +86,8 @@ def move_tokens(cache: TieredCache, jobs: Sequence[Targets], fresh: Rows | None 
     layers: list[int] = []
     requests: list[int] = []
     parts, targets = [], []
+    fix_centres(cache, jobs, fresh)
     for layer, scope, tokens, target in jobs:
-        fix_centres(cache, layer, scope, tokens, target, fresh)
         parts.append(replace(tokens, bucket=tokens.bucket + len(requests) * cache.kv_heads))
         targets.append(target)
         layers += [layer] * len(scope)
@@ -87,9 +105,7 @@ def settle_scopes(
         return False
     places = [(at, scope) for at in layers for scope in scopes]
     lengths = [[int(cache._lengths[r, at]) for r in scope] for at, scope in places]
-    asked = [
-        make_scope(cache, *place, cache.buckets.snapshot(*place), n) for place, n in zip(places, lengths, strict=True)
-    ]
+    asked = make_scopes(cache, places, snapshots(cache, places), lengths) if places else []
     plans = plan_all(asked, cache.policy, cache.policy.settle_every)
     if room is not None:
         wanted = [max(room.get(r, 0) for r in scope) for _, scope in places]
@@ -112,7 +128,8 @@ def settle_ahead(cache: TieredCache, layer: int, requests: list[int], lengths: l
         return False
     room = dict(zip(requests, lengths, strict=True))
     if not cache.budget.shared:
-        room = {r: n for r, n in room.items() if not fits_plain(cache, layer, [r], [n])}
+        fits = fits_each(cache, layer, requests, lengths)
+        room = {r: n for (r, n), fit in zip(room.items(), fits, strict=True) if not fit}
     full = list(room)
     if not full or bool((cache._lengths[full, layer] < cache._ahead_from[full]).any()):
         return False

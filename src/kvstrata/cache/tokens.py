@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,9 @@ class Tokens:
 
     def renumbered(self, index: dict[int, int], kv_heads: int) -> Tokens:
         """The same tokens with their requests at other indices."""
+        if len(index) == 1:
+            [(old, new)] = index.items()
+            return replace(self, bucket=self.bucket + (new - old) * kv_heads)
         table = torch.zeros(max(index) + 1, dtype=torch.int64, device=self.bucket.device)
         for old, new in index.items():
             table[old] = new
