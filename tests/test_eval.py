@@ -254,7 +254,7 @@ def test_pairs_are_of_one_width_and_read_the_same_chunks() -> None:
 def test_rounding_has_the_error_of_its_width(bits: int) -> None:
     """As `test_quantize.py` has it of packed rows; sinks, window and the newest tokens are exact."""
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
-    noise = (rounding.round_rows(x, bits) - x).square().sum() / x.square().sum()
+    noise = (rounding.round_rows(x, bits, 1.0) - x).square().sum() / x.square().sum()
     assert -10 * math.log10(float(noise)) == pytest.approx(SQNR_DB[bits], abs=0.3)
     cache = rounding.RoundedCache(model().config, bits, bits, window=7, sinks=4)
     k, v = torch.randn(2, 1, 1, 40, 64, generator=torch.Generator().manual_seed(1))

@@ -2,7 +2,7 @@
 
 All rows stay exact. What a chunk sees of those between the sinks and the window is rounded anew each time: K less its
 mean over all tokens so far, rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits
-these levels best; no fp16, no centre that is fixed early, no gains. So it knows more than a cache can.
+these levels best, times the gains of pages; no fp16, no centre that is fixed early. So it knows more than a cache can.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..cache.quantize_reference import GAUSSIAN_STEP
+from ..cache.quantize_reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 from ..layout.rotation import rotate
 
 
-def round_rows(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rows ``[..., D]`` as they come back from ``bits`` bits a value, rotated for it."""
+def round_rows(x: torch.Tensor, bits: int, gain: float) -> torch.Tensor:
+    """Rows ``[..., D]`` as they come back from ``bits`` bits a value, rotated for it; longer by ``gain``."""
     x = rotate(x.float())
     step = x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-8) * GAUSSIAN_STEP[bits]
     half = (2**bits - 1) / 2
     level = (x / step + half).round().clamp(0, 2 * half) - half
-    return rotate(level * ((x * level).sum(-1, keepdim=True) / level.square().sum(-1, keepdim=True)))
+    scale = (x * level).sum(-1, keepdim=True) / level.square().sum(-1, keepdim=True)
+    return rotate(level * (scale * gain))
 
 
 class RoundedLayer(DynamicLayer):
@@ -44,9 +45,10 @@ class RoundedLayer(DynamicLayer):
         if old.start == old.stop:
             return k, v
         k, v = k.clone(), v.clone()
+        k_bits, v_bits = self.bits
         centre = k[..., :past, :].float().mean(-2, keepdim=True)
-        k[..., old, :] = (round_rows(k[..., old, :] - centre, self.bits[0]) + centre).to(k.dtype)
-        v[..., old, :] = round_rows(v[..., old, :], self.bits[1]).to(v.dtype)
+        k[..., old, :] = (round_rows(k[..., old, :] - centre, k_bits, K_GAIN[k_bits]) + centre).to(k.dtype)
+        v[..., old, :] = round_rows(v[..., old, :], v_bits, V_GAIN[v_bits]).to(v.dtype)
         return k, v
 
     @property
