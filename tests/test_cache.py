@@ -9,6 +9,7 @@ import torch
 
 from cache_model import by_head, fingerprint, make, rows, same
 from kvstrata.cache import TieredCache, allocate
+from kvstrata.cache import centre as centre_module
 from kvstrata.cache import quantize_reference as quant
 
 # Append and read back
@@ -32,7 +33,7 @@ def test_no_budget_compresses_nothing(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 35, 36, 37, 63, 64, 65, 500])
 @pytest.mark.parametrize("policy", ["importance", "recency", "uniform"])
 def test_any_length(tokens: int, policy: str) -> None:
-    """Around pages of 16, a window of 32 with 4 sinks, and the 64 tokens of the centre."""
+    """Around pages of 16, a window of 32 with 4 sinks, and where a head is settled for the first time."""
     cache = make(budget=0.25, policy=policy)
     k, v = rows(tokens)
     cache.append(0, k, v)
@@ -65,11 +66,14 @@ def test_nothing_there() -> None:
 
 
 def test_chunks_and_single_tokens_give_the_same_tokens() -> None:
-    """How tokens came does not change what a quantised row looks like, only when it was quantised."""
-    k, v = rows(300)
+    """How tokens came after the centre was set does not change what a quantised row looks like, only when it was."""
+    k, v = rows(400)
     whole, steps = (make(policy="recency", tiers=("K4V4",), window=64) for _ in range(2))
-    whole.append(0, k, v)
-    for i in range(300):
+    for cache in (whole, steps):
+        cache.append(0, k[:150], v[:150])
+        assert (cache.tier_map(0) == 1).any()
+    whole.append(0, k[150:], v[150:])
+    for i in range(150, 400):
         steps.append(0, k[i : i + 1], v[i : i + 1])
         assert steps.memory().total <= steps.memory().allowed
     steps.check()
@@ -141,27 +145,47 @@ def test_quantised_rows_are_as_good_as_their_format() -> None:
 
 
 def test_centre_is_the_mean_of_the_first_tokens_and_stays() -> None:
-    cache = make()
-    k, v = rows(300)
-    k += 3
-    cache.append(0, k, v)
-    centre = cache.centre[0, 0].clone()
-    torch.testing.assert_close(centre, k[:64].mean(0))
-    cache.append(0, k + 50, v)
-    assert torch.equal(centre, cache.centre[0, 0])
+    for tokens in (40, 300, 1024, 1100):
+        cache = make(max_tokens=2048, window=16)
+        k, v = rows(tokens)
+        k += 3
+        if tokens == 40:
+            cache.append(0, k[:20], v[:20])  # these are stored when the others come
+            assert not cache.centre.any()
+            cache.append(0, k[20:], v[20:])
+        else:
+            cache.append(0, k, v)
+        centre = cache.centre[0, 0].clone()
+        torch.testing.assert_close(centre, k[:1024].mean(0))
+        cache.append(0, k[:300] + 50, v[:300])
+        assert torch.equal(centre, cache.centre[0, 0])
+
+
+def test_centres_of_many_requests_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what each has alone, whatever fits into one sum."""
+    k, v = rows(5 * 90)
+    whole, parts = (make(max_requests=5, window=16) for _ in range(2))
+    whole.append(0, k, v, lengths=[90] * 5)
+    monkeypatch.setattr(centre_module, "TABLE", 2 * whole.kv_heads * centre_module.CENTRE_TOKENS * whole.head_dim)
+    parts.append(0, k, v, lengths=[90] * 5)
+    assert torch.equal(whole.centre, parts.centre)
+    for request in range(5):
+        alone, mine = make(max_requests=5, window=16), slice(90 * request, 90 * (request + 1))
+        alone.append(0, k[mine], v[mine])
+        assert torch.equal(alone.centre[0], whole.centre[request])
 
 
 @pytest.mark.parametrize("fill", [0.0, 6e4, -3e38, math.inf, math.nan])
 def test_a_bad_row_stays_alone(fill: float) -> None:
-    k, v = rows(400)
+    k, v = rows(1300)
     bad_k, bad_v = k.clone(), v.clone()
-    bad_k[100], bad_v[200] = fill, fill
+    bad_k[1100], bad_v[200] = fill, fill  # of K one that has no part in the centre
     good, bad = make(policy="recency"), make(policy="recency")
     good.append(0, k, v)
     bad.append(0, bad_k, bad_v)
     assert torch.equal(good.tier_map(0), bad.tier_map(0))
-    others = torch.ones(400, dtype=torch.bool)
-    others[[100, 200]] = False
+    others = torch.ones(1300, dtype=torch.bool)
+    others[[1100, 200]] = False
     for a, b in zip(good.gather(0)[:2], bad.gather(0)[:2], strict=True):
         assert torch.equal(a[:, others], b[:, others])
         assert b.isfinite().all()

@@ -20,7 +20,9 @@ from .tokens import DROP, NEW, Tokens
 if TYPE_CHECKING:
     from .cache import TieredCache
 
-CENTRE_TOKENS = 64
+CENTRE_TOKENS = 1024  # the more, the better: docs/decisions.md
+STRIDE = 32  # additions one after the other, and as many of their sums
+TABLE = 1 << 24  # values that are added up in one go
 
 
 def fix_centres(
@@ -47,27 +49,46 @@ def _fix(
     begins = torch.zeros(len(requests), dtype=torch.int32, device=cache.device)
     begins.index_add_(0, tokens.bucket // heads, (plain & (target > 0)).int())
     begun = [i for i, n in enumerate(begins.tolist()) if n and not cache._centred[requests[i], layer]]
-    if not begun:
-        return
-    at = (plain & (tokens.position < CENTRE_TOKENS) & (target != DROP)).nonzero().flatten()
-    first = tokens[at]
-    k = torch.zeros(len(requests) * heads, CENTRE_TOKENS, cache.head_dim, device=cache.device)
-    new = (first.tier == NEW).nonzero().flatten()
+    first = plain & (tokens.position < CENTRE_TOKENS) & (target != DROP)
+    each = max(TABLE // (heads * CENTRE_TOKENS * cache.head_dim), 1)
+    for some in (begun[i : i + each] for i in range(0, len(begun), each)):
+        row = torch.full((len(requests),), -1, device=cache.device)
+        row[some] = torch.arange(len(some), device=cache.device)
+        row = row[tokens.bucket // heads]
+        at = (first & (row >= 0)).nonzero().flatten()
+        k = _first_rows(cache, layer, requests, tokens[at], fresh)
+        there = (row[at] * heads + tokens.bucket[at] % heads, tokens.position[at])
+        mean = _mean(k, there, len(some) * heads).unflatten(0, (len(some), heads))
+        cache.centre[[requests[i] for i in some], layer] = mean
+        cache._centred[[requests[i] for i in some], layer] = True
+
+
+def _first_rows(
+    cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, fresh: Rows | None
+) -> torch.Tensor:
+    """K of plain tokens, new ones among them: float32 ``[n, D]``."""
+    k = torch.zeros(len(tokens), cache.head_dim, device=cache.device)
+    new = (tokens.tier == NEW).nonzero().flatten()
     if len(new):
         assert fresh is not None
-        some = first[new]
-        k[some.bucket, some.position] = fresh.k[some.slot].float()
-    stored = (first.tier != NEW).nonzero().flatten()
-    if len(stored):
-        some = first[stored]
-        k[some.bucket, some.position] = cache.buckets.read(layer, requests, some, 0).k.float()
-    there = torch.zeros(k.shape[:2], dtype=torch.bool, device=cache.device)
-    there[first.bucket, first.position] = True
-    finite = k.isfinite() & (k.abs() <= quant.LARGEST) & there.unsqueeze(-1)
-    k = torch.where(finite, k, 0.0)
-    sums = torch.zeros_like(k[:, 0])
-    for row in k.unbind(1):  # one by one: in an order that does not depend on how many requests there are
-        sums += row
-    mean = (sums / finite.sum(1).clamp(min=1)).unflatten(0, (len(requests), heads))
-    cache.centre[[requests[i] for i in begun], layer] = mean[begun]
-    cache._centred[[requests[i] for i in begun], layer] = True
+        k[new] = fresh.k[tokens.slot[new]].float()
+    if len(new) < len(tokens):
+        stored = (tokens.tier != NEW).nonzero().flatten()
+        k[stored] = cache.buckets.read(layer, requests, tokens[stored], 0).k.float()
+    return k
+
+
+def _mean(k: torch.Tensor, there: tuple[torch.Tensor, torch.Tensor], buckets: int) -> torch.Tensor:
+    """Of the rows ``k [n, D]`` at bucket and position: float32 ``[buckets, D]``."""
+    finite = k.isfinite() & (k.abs() <= quant.LARGEST)
+    table = torch.zeros(buckets, CENTRE_TOKENS, k.shape[1], device=k.device)
+    count = torch.zeros_like(table, dtype=torch.bool)
+    table[there], count[there] = torch.where(finite, k, 0.0), finite
+    # One by one: a sum over a dimension may go in another order when there are more buckets.
+    sums = table.unflatten(1, (-1, STRIDE))
+    for dim in (2, 1):
+        total = torch.zeros_like(sums.select(dim, 0))
+        for row in sums.unbind(dim):
+            total += row
+        sums = total
+    return sums / count.sum(1).clamp(min=1)
