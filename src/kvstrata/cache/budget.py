@@ -17,6 +17,7 @@ fraction that never does, it is one page more than sinks and window.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -158,7 +159,8 @@ class Budget:
         if type(self.amount) is int:
             return self.amount
         idle = -(-self.fixed * (self.max_requests - len(lengths)) // self.max_requests)
-        return idle + sum(self.granted(tokens) for request in lengths for tokens in request)
+        many = Counter(tokens for request in lengths for tokens in request)  # most have the same
+        return idle + sum(self.granted(tokens) * n for tokens, n in many.items())
 
 
 def default_tiers(amount: int | float | None, expected: Callable[[Sequence[str]], Budget]) -> tuple[str, ...]:

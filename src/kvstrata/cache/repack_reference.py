@@ -24,8 +24,10 @@ def take(job: Job) -> Taken:
     source, slot, source_tier = (job.packed[:, i] for i in range(3))
     tier, centre = job.packed[:, 5], job.packed[:, 6]
     taken: Taken = []
-    for was, now in torch.unique(torch.stack([source_tier, tier], 1), dim=0).tolist():
-        mine = ((source_tier == was) & (tier == now)).nonzero().flatten()
+    pair = (source_tier + 1) * len(job.kinds) + tier
+    for number in torch.bincount(pair).nonzero().flatten().tolist():
+        was, now = number // len(job.kinds) - 1, number % len(job.kinds)
+        mine = (pair == number).nonzero().flatten()
         kind = job.kinds[max(was, 0)]
         position = job.packed[mine, 9].long()
         importance = job.packed[mine, 10].view(torch.float32)
