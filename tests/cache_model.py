@@ -27,7 +27,8 @@ def fingerprint(cache: TieredCache) -> list[object]:
     """Everything that an operation that raised must have left alone."""
     slabs = [None if slab is None else slab.clone() for slab in cache.pool.slabs]
     arrays = [cache.buckets.table, cache.buckets.count, cache.centre, cache._device_lengths]
-    return [cache.requests, slabs, *(x.clone() for x in arrays), cache.pool.refs.copy(), cache.pool.tier.copy()]
+    books = [x.copy() for x in (cache._centred, cache._queries, cache._reported, cache._lengths)]
+    return [cache.requests, slabs, *books, *(x.clone() for x in arrays), cache.pool.refs.copy(), cache.pool.tier.copy()]
 
 
 def same(a: list[object], b: list[object]) -> bool:

@@ -21,6 +21,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from cache_model import fingerprint, same
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache import quantize_reference as quant
+from kvstrata.cache.read import gather
 from kvstrata.layout import rotate
 
 LAYERS, HEADS, DIM, REQUESTS, TOKENS = 2, 2, 32, 4, 256
@@ -193,7 +194,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def append_ragged(self, data) -> None:
-        requests = sorted(self.model)
+        requests = data.draw(st.permutations(sorted(self.model)))
+        requests = requests[: data.draw(st.integers(0, len(requests)))]
         lengths = [
             min(data.draw(st.integers(0, 40)), TOKENS - max(layer.length for layer in self.model[r])) for r in requests
         ]
@@ -279,6 +281,18 @@ class Machine(RuleBasedStateMachine):
         for request, layers in self.model.items():
             for index, layer in enumerate(layers):
                 self.compare(request, index, layer)
+        self.compare_together()
+
+    def compare_together(self) -> None:
+        """All requests read at once, in another order, are what each is alone; -1 and zeros where one is shorter."""
+        requests = sorted(self.model, reverse=True)
+        for index in range(LAYERS if requests else 0):
+            together = gather(self.cache, index, requests)
+            for i, request in enumerate(requests):
+                for some, alone in zip(together, self.cache.gather(index, request), strict=True):
+                    n = alone.shape[1]
+                    torch.testing.assert_close(some[i][:, :n], alone, rtol=0, atol=0, equal_nan=True)
+                    assert (some[i][:, n:] == (0 if some.is_floating_point() else -1)).all()
 
     def compare(self, request: int, index: int, layer: Layer) -> None:
         cache = self.cache

@@ -18,6 +18,7 @@ from eval_model import Letters, model, tokens
 from hf_model import SIZES
 from kvstrata.bench import publish
 from kvstrata.cache import TieredCache, settle
+from kvstrata.cache import quantize_reference as quant
 from kvstrata.cache.allocate import SQNR_DB
 from kvstrata.eval import (
     advise,
@@ -35,6 +36,7 @@ from kvstrata.eval import (
 )
 from kvstrata.eval.kivi import KiviCache, dequantize_groups, quantize_groups
 from kvstrata.hf import StrataCache
+from kvstrata.layout import Format
 
 OPTIONS = dict(tiers=["K4V4", "K2V2"], window=12, sinks=4, page_tokens=16, settle_every=16)
 
@@ -263,6 +265,25 @@ def test_rounding_has_the_error_of_its_width(bits: int) -> None:
         for out, exact in zip(got, (k, v), strict=True):
             same = (out == exact[..., : start + 20, :]).all(-1).flatten().tolist()
             assert same == [i < 4 or i >= start - 7 for i in range(start + 20)]
+    centre = k[..., :20, :].mean(-2, keepdim=True)
+    want_k = rounding.round_rows(k[..., 4:13, :] - centre, bits, quant.K_GAIN[bits]) + centre
+    want_v = rounding.round_rows(v[..., 4:13, :], bits, quant.V_GAIN[bits])
+    for out, want in zip(got, (want_k, want_v), strict=True):
+        torch.testing.assert_close(out[..., 4:13, :], want)
+    # Through the bytes of a page it is the same, but for scales of fp16.
+    format = Format(bits, bits, 64, 16)
+    rows_k, rows_v = k[0, 0, :16], v[0, 0, :16]
+    page = quant.quantize_page(rows_k, rows_v, format, centre[0, 0])
+    stored = quant.restore(*quant.dequantize_page(page, format), format, centre[0, 0])
+    want_k = rounding.round_rows(rows_k - centre[0, 0], bits, quant.K_GAIN[bits]) + centre[0, 0]
+    for out, want in zip(stored, (want_k, rounding.round_rows(rows_v, bits, quant.V_GAIN[bits])), strict=True):
+        torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3)
+    for is_k, x in ((True, k), (False, v)):
+        shift = x.mean(-2, keepdim=True) if is_k else 0.0
+        want = rounding.round_rows(x - shift, bits, (quant.K_GAIN if is_k else quant.V_GAIN)[bits]) + shift
+        got_x = sensitivity.round_trip(x, bits, is_k)
+        assert torch.equal(got_x[..., :4, :], x[..., :4, :])
+        torch.testing.assert_close(got_x[..., 4:, :], want[..., 4:, :], rtol=2e-3, atol=2e-3)
     assert cache.nbytes == 4 * 64 * 11 + 29 * (64 * bits // 4 + 4)
     mixed = LlamaConfig(**SIZES)
     mixed.layer_types = ["full_attention", "sliding_attention"]

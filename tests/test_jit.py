@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from kvstrata import jit
-from kvstrata.cache import quantize_op
+from kvstrata.attention import decode_cuda, prefill_cuda
+from kvstrata.cache import append_op, moves_cuda, quantize_op, repack_cuda, repack_phases
 from kvstrata.jit import compiler
 from kvstrata.layout import Format
+from kvstrata.replay import copy_cuda
 from kvstrata.store import store_cuda
 from kvstrata.store.rows import Rows, Task
 
@@ -260,3 +262,16 @@ def test_triton_quantise_compiles_ahead_of_time(arch: int, k_bits: int) -> None:
     )  # fmt: skip
     used = compile_triton("kvstrata.cache.quantize_triton", "quantize_kernel", arch, types, constants)
     assert 0 < used["REG"] <= 255, used
+
+
+def test_structs_of_parameters_have_their_padding() -> None:
+    """The driver reads as many bytes as the kernel's struct has; one with a pointer in it has a multiple of 8."""
+    structs = {
+        "append": append_op.PARAMS, "combine": decode_cuda.COMBINE, "decode": decode_cuda.DECODE,
+        "moves": moves_cuda.PARAMS, "phases": repack_phases.PARAMS, "prefill": prefill_cuda.PARAMS,
+        "quantize": quantize_op.PARAMS, "repack": repack_cuda.PARAMS, "store": store_cuda.PARAMS,
+        "worklist": decode_cuda.WORKLIST,
+    }  # fmt: skip
+    assert {name: struct.size % 8 for name, struct in structs.items()} == dict.fromkeys(structs, 0)
+    rooms = copy_cuda.CAPACITIES
+    assert {len(copy_cuda.empty_params(room, None)) % 8 for room in rooms} == {0}

@@ -231,8 +231,9 @@ class Buckets:
         """The rows of tokens that are all in one tier."""
         bucket, slot = tokens.bucket.cpu().numpy(), tokens.slot.cpu().numpy()
         keys, place = np.unique(bucket * self.max_pages + slot // self.page_tokens, return_inverse=True)
-        pages = self.pool.read(self._handles(layer, requests, tier)[keys], 0, self.kinds[tier].stride)
-        return self.kinds[tier].read(pages, self._to(place), tokens.slot % self.page_tokens)
+        table = self.host_table[list(requests), layer, :, tier].reshape(-1)
+        pages = self.pool.read(table[keys].astype(np.int64), 0, self.kinds[tier].stride)
+        return self.kinds[tier].read(pages, self.pool.to_device(place.reshape(-1)), tokens.slot % self.page_tokens)
 
     def read_all(self, layer: int, requests: Sequence[int], tokens: Tokens) -> Iterator[tuple[PageKind, slice, Rows]]:
         """The rows of a `snapshot`, tier by tier: their kind and where in it they are. Does not wait for the device."""
@@ -247,13 +248,6 @@ class Buckets:
             page = first[some.bucket] + some.slot // self.page_tokens
             stored = self.pool.read(self._pages_of(layer, requests, tier)[2], 0, kind.stride)
             yield kind, slice(begin, end), kind.read(stored, page, some.slot % self.page_tokens)
-
-    def _handles(self, layer: int, requests: Sequence[int], tier: int) -> np.ndarray:
-        """Flat ``[buckets * max_pages]``, a copy."""
-        return self.host_table[list(requests), layer, :, tier].reshape(-1).astype(np.int64)
-
-    def _to(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array.reshape(-1))).to(self.device)
 
     def move(
         self,

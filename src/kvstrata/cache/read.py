@@ -28,9 +28,9 @@ def by_head(
 
 
 def gather(cache: TieredCache, layer: int, requests: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Dequantised rows ``[requests, kv_heads, n, D]`` and positions, sorted by position. Never waits for the device."""
+    """Dequantised rows ``[requests, kv_heads, n, D]`` and positions, sorted by position."""
     tokens = cache.buckets.snapshot(layer, requests)
-    centre = cache.centre[list(requests), layer].flatten(0, 1)
+    centre = cache.centre[cache.pool.to_device(np.array(requests, np.int64)), layer].flatten(0, 1)
     k = torch.empty(len(tokens), cache.head_dim, dtype=cache.dtype, device=cache.device)
     v = torch.empty_like(k)
     for kind, at, rows in cache.buckets.read_all(layer, requests, tokens):

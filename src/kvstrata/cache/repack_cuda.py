@@ -18,7 +18,7 @@ SOURCE = Path(__file__).with_name("repack.cu")
 TIERS = 16
 WARPS = 8  # a block; two a move
 # struct Params: packed, pointers, k, v, centre; two strides in bytes; n, units; step and gains; six numbers a tier.
-PARAMS = struct.Struct(f"5Q 2q 2i 27f {6 * TIERS}i")
+PARAMS = struct.Struct(f"5Q 2q 2i 27f {6 * TIERS}i 4x")
 CONSTANTS = [table.get(bits, 0.0) for table in (GAUSSIAN_STEP, K_GAIN, V_GAIN) for bits in range(9)]
 
 

@@ -54,8 +54,9 @@ def make_scopes(
     ).repeat(cache.kv_heads, 1)
     each = [len(scope) * cache.kv_heads for _, scope in places]
     parts = cache.pool.to_device(numbers).split(each, 1)
+    allowed = {n: cache.budget.pages(n) for n in {some[0] for some in lengths}}
     return [
-        Scope(its, part[0], part[1], part[2], cache.kv_heads, cache.budget.pages(some[0]), max(some))
+        Scope(its, part[0], part[1], part[2], cache.kv_heads, allowed[some[0]], max(some))
         for its, part, some in zip(tokens, parts, lengths, strict=True)
     ]
 
@@ -66,8 +67,6 @@ def plan_scopes(
     """Targets for all tokens of scopes, each a layer and requests that will have these lengths; or BudgetExceeded."""
     if cache.budget.amount is None:
         return [(*place, its, its.tier.clamp(min=0)) for place, its in zip(places, tokens, strict=True)]
-    if not places:
-        return []
     scopes = make_scopes(cache, places, tokens, lengths)
     plans = plan_all(scopes, cache.policy, cache.policy.settle_every)
     return [_targets(*place, scope, made) for place, scope, made in zip(places, scopes, plans, strict=True)]
@@ -105,7 +104,7 @@ def settle_scopes(
         return False
     places = [(at, scope) for at in layers for scope in scopes]
     lengths = [[int(cache._lengths[r, at]) for r in scope] for at, scope in places]
-    asked = make_scopes(cache, places, snapshots(cache, places), lengths) if places else []
+    asked = make_scopes(cache, places, snapshots(cache, places), lengths)
     plans = plan_all(asked, cache.policy, cache.policy.settle_every)
     if room is not None:
         wanted = [max(room.get(r, 0) for r in scope) for _, scope in places]

@@ -67,6 +67,8 @@ class Launch:
     ) -> None:
         from cuda.bindings import driver
 
+        if len(params) % 8:  # the driver reads as many bytes as the kernel's struct has, and those begin with pointers
+            raise ValueError(f"params: expected a multiple of 8 bytes, padding included, got {len(params)}")
         self.params = bytearray(params)
         self.entry = kernel.entry
         self._kernel = kernel
