@@ -86,12 +86,11 @@ def test_four_bits_are_no_worse_than_a_draw(topics: Text) -> None:
 
 
 @pytest.mark.parametrize("name", UNIFORM)
-def test_packing_adds_little_to_rounding(topics: Text, name: str) -> None:
-    """A simulation that knows the mean of all tokens and has no fp16 in it; at 4 bits that is worth the most."""
-    simulated = rounding.RoundedCache(
-        topics.net.config, int(name[1]), int(name[3]), OPTIONS["window"], OPTIONS["sinks"]
-    )
-    assert topics(UNIFORM[name][0], policy="uniform", tiers=[name])[1] <= 1.35 * topics.through(simulated)[1]
+def test_packing_adds_nothing_to_rounding(topics: Text, name: str) -> None:
+    """A simulation with the centre of the first chunk and no fp16 in it; the KL of 1,024 tokens has this much noise."""
+    widths = int(name[1]), int(name[3])
+    simulated = rounding.RoundedCache(topics.net.config, *widths, OPTIONS["window"], OPTIONS["sinks"], 64)
+    assert topics(UNIFORM[name][0], policy="uniform", tiers=[name])[1] <= 1.1 * topics.through(simulated)[1]
 
 
 def test_tiers_lose_little_at_two_and_a_half_bits(topics: Text) -> None:

@@ -1,8 +1,9 @@
 """Rounding simulated in floats, to tell what a format costs from what packing, pages and settling add to it.
 
 All rows stay exact. What a chunk sees of those between the sinks and the window is rounded anew each time: K less its
-mean over all tokens so far, rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits
-these levels best, times the gains of pages; no fp16, no centre that is fixed early. So it knows more than a cache can.
+mean over all tokens so far (or over the first ``centre_tokens``), rotated, mid-rise levels of the step that is best for
+a Gaussian, and the scale that fits these levels best, times the gains of pages; no fp16. With the mean of all tokens it
+knows more than a cache can, whose centre is fixed when the first of them are quantised.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class RoundedLayer(DynamicLayer):
 
     is_croppable = False
 
-    def __init__(self, k_bits: int, v_bits: int, window: int, sinks: int) -> None:
+    def __init__(self, k_bits: int, v_bits: int, window: int, sinks: int, centre_tokens: int | None) -> None:
         super().__init__()
         self.bits, self.window, self.sinks = (k_bits, v_bits), window, sinks
+        self.centre_tokens = centre_tokens
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -46,7 +48,7 @@ class RoundedLayer(DynamicLayer):
             return k, v
         k, v = k.clone(), v.clone()
         k_bits, v_bits = self.bits
-        centre = k[..., :past, :].float().mean(-2, keepdim=True)
+        centre = k[..., :past, :][..., : self.centre_tokens, :].float().mean(-2, keepdim=True)
         k[..., old, :] = (round_rows(k[..., old, :] - centre, k_bits, K_GAIN[k_bits]) + centre).to(k.dtype)
         v[..., old, :] = round_rows(v[..., old, :], v_bits, V_GAIN[v_bits]).to(v.dtype)
         return k, v
@@ -65,12 +67,20 @@ class RoundedLayer(DynamicLayer):
 class RoundedCache(Cache):
     """One `RoundedLayer` per layer of a model with full attention."""
 
-    def __init__(self, config: PreTrainedConfig, k_bits: int, v_bits: int, window: int, sinks: int) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        k_bits: int,
+        v_bits: int,
+        window: int,
+        sinks: int,
+        centre_tokens: int | None = None,
+    ) -> None:
         text = config.get_text_config(decoder=True)
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         if other := sorted(set(kinds) - {"full_attention"}):
             raise ValueError(f"config: expected layers of full attention only, got {', '.join(other)}")
-        super().__init__(layers=[RoundedLayer(k_bits, v_bits, window, sinks) for _ in kinds])
+        super().__init__(layers=[RoundedLayer(k_bits, v_bits, window, sinks, centre_tokens) for _ in kinds])
 
     @property
     def nbytes(self) -> int:
