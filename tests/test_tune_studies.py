@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -28,7 +29,15 @@ def study(tmp_path: Path, name: str = "x") -> optuna.Study:
 
 def worker(journal: Path, trials: int, seconds: float) -> subprocess.Popen:
     command = [sys.executable, tune_toy.__file__, str(journal), str(trials), str(seconds)]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=PIPE, stdout=PIPE, text=True)
+
+
+def start(*workers: subprocess.Popen) -> None:
+    """Let them begin at once, when all have come as far."""
+    assert [one.stdout.readline() for one in workers] == ["ready\n"] * len(workers)
+    for one in workers:
+        one.stdin.write("go\n")
+        one.stdin.flush()
 
 
 def wait_for(condition, seconds: float = 60.0) -> None:
@@ -46,6 +55,7 @@ def test_a_killed_study_resumes(tmp_path: Path) -> None:
     journal = tmp_path / "x.journal"
     killed = worker(journal, 20, 0.1)
     try:
+        start(killed)
         wait_for(lambda: len(trials_in(journal, TrialState.COMPLETE)) >= 3)
         wait_for(lambda: any("x" in t.params for t in trials_in(journal, TrialState.RUNNING)))
     finally:
@@ -68,12 +78,19 @@ def test_a_killed_study_resumes(tmp_path: Path) -> None:
 def test_two_processes_share_a_study(tmp_path: Path) -> None:
     journal = tmp_path / "x.journal"
     both = [worker(journal, 22, 0.05) for _ in range(2)]
+    start(*both)
     assert [one.wait(timeout=90) for one in both] == [0, 0]
-    every = [t for t in trials_in(journal) if t.user_attrs.get(search.REJECTED) != search.SEEN]
+    taken = [t for t in trials_in(journal) if storage.OWNER in t.user_attrs]
+    every = [t for t in taken if t.user_attrs.get(search.REJECTED) != search.SEEN]
     assert all(t.state in search.DONE for t in every)
     assert 22 <= len(every) <= 23  # both may begin the last one
     assert len({t.params["x"] for t in every}) == len(every), "nothing was done twice"
     assert len({t.user_attrs[storage.OWNER] for t in every}) == 2, "both took part"
+    # one may have queued what the other left no room for: that waits for whoever resumes
+    left = [t for t in trials_in(journal) if storage.OWNER not in t.user_attrs]
+    assert {t.state for t in left} <= {TrialState.WAITING}
+    row = tune_toy.run(tune_toy.problem(lambda x: Speed(100 + x)), tune_toy.study_of(journal), trials=24)
+    assert row.trials["complete"] + row.trials["pruned"] == len(tune_toy.VALUES) == 24
 
 
 def test_studies_in_a_database_and_numbers_of_studies(tmp_path: Path) -> None:

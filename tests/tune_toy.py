@@ -1,6 +1,6 @@
 """A problem whose configurations take a known time, for tests of the search; as a program, a worker on a shared study.
 
-python tests/tune_toy.py JOURNAL TRIALS SECONDS_OF_A_TRIAL
+python tests/tune_toy.py JOURNAL TRIALS SECONDS_OF_A_TRIAL, which says "ready" and begins with the next line it reads.
 """
 
 from __future__ import annotations
@@ -104,4 +104,5 @@ def put(folder: Path, gpu: str, **ops: list[dict]) -> None:
 if __name__ == "__main__":
     journal, trials, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     print("ready", flush=True)
+    sys.stdin.readline()
     run(problem(lambda x: Speed(100 + x), seconds=seconds), study_of(journal), trials)
