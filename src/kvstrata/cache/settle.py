@@ -115,8 +115,7 @@ def _fill(
 ) -> torch.Tensor:
     """Slots that are paid for and empty go to the weightiest tokens of lower tiers; no page is taken by it."""
     bucket, prices = scope.tokens.bucket, policy.prices
-    order = torch.sort(weight, descending=True, stable=True).indices
-    order = order[torch.sort(bucket[order], stable=True).indices]
+    order = torch.sort((bucket + 1 << allocate.BITS) - allocate.rank(weight), stable=True).indices
     for tier in range(len(prices.page) - 1):
         counts = prices.counts(bucket, target, len(scope.length))[:, tier] + (spare if tier == 0 else 0)
         free = -counts % prices.page_tokens
@@ -248,22 +247,18 @@ def _together(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Pl
         by_head = policy.name == "importance"
         if by_head:
             weight = _weights(whole, policy, movable)
-            cost = [page / prices.page_tokens for page in prices.page]
-            within, factor, last = allocate.by_weight(weight[movable], cost, policy.error)
-            part = bucket[movable]
-            lightest = torch.full((buckets,), torch.inf, dtype=torch.float64, device=device)
-            lightest = lightest.scatter_reduce(0, part, weight[movable], "amin").clamp(max=float(weight.max()))
-            heaviest = torch.zeros_like(lightest).scatter_reduce(0, part, weight[movable], "amax")
-            bottom, top = lightest * factor, heaviest.maximum(lightest) * last
+            rank, columns = allocate.rank(weight), len(prices.page)
+            ranked = allocate.Ranked(rank[movable], bucket[movable], current[movable], prices, policy.error)
+            fixed = prices.counts(bucket, torch.where(movable, DROP, current), buckets)
+            least = current.masked_scatter(movable, ranked.lowest())
         else:
-            part, bottom = of[bucket][movable], torch.zeros_like(allowed, dtype=torch.float64)
-            within, top = allocate.by_age(_age(whole)[movable], len(prices.page)), bottom + len(prices.page) - 1
+            part, aged = of[bucket][movable], allocate.by_age(_age(whole)[movable], len(prices.page))
+            least = torch.where(movable, len(prices.page) - 1, current)
 
-        def family(x: torch.Tensor) -> torch.Tensor:
-            found = within(x[part])
-            return torch.maximum(current, torch.zeros_like(current).masked_scatter(movable, found))
+            def family(x: torch.Tensor) -> torch.Tensor:
+                return torch.maximum(current, torch.zeros_like(current).masked_scatter(movable, aged(x[part])))
 
-        least, count = family(top), torch.bincount(bucket[movable], minlength=buckets)
+        count = torch.bincount(bucket[movable], minlength=buckets)
         while bool(pending.any()):
             lowest = price(least)
             room = allowed - summed(lowest)
@@ -271,10 +266,11 @@ def _together(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Pl
             if bool(solved.any()):
                 if by_head:
                     share = lowest + room[of] * count // summed(count).clamp(min=1)[of]
-                    found = allocate.cheapest_each(family, price, bucket, share, bottom, top, geometric=True)
+                    others = fixed + torch.nn.functional.pad(spare[of, None], (0, columns - 1))
+                    found = current.masked_scatter(movable, ranked.cheapest_each(others, share))
                 else:
-                    found = allocate.cheapest_each(
-                        family, lambda x: summed(price(x)), of[bucket], allowed, bottom, top, geometric=False
+                    found = allocate.cheapest_parts(
+                        family, lambda x: summed(price(x)), of[bucket], allowed, len(prices.page) - 1
                     )
                 target = torch.where(solved[of][bucket], found, target)
             pending &= ~solved & (spare > 0)  # without any headroom: below, one by one
