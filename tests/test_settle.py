@@ -25,41 +25,64 @@ def filled(lengths: list[int], layers: int = 3, **options) -> TieredCache:
     return cache
 
 
-def scopes_of(cache: TieredCache) -> list[settle.Scope]:
+def scopes_of(cache: TieredCache) -> settle.Scopes:
     places = [(layer, [request]) for layer in range(cache.layers) for request in cache.requests]
     lengths = [[cache.length(request, layer)] for layer, [request] in places]
-    return scopes_module.make_scopes(cache, places, scopes_module.snapshots(cache, places), lengths)
+    tokens = cache.buckets.snapshots(*scopes_module.pairs(places))
+    return scopes_module.make_scopes(cache, places, tokens, lengths)
 
 
-def price(scope: settle.Scope, plan: settle.Plan, prices) -> int:
-    return prices.total(prices.counts(scope.tokens.bucket, plan.target, len(scope.length)), plan.spare)
+def tighter(scopes: settle.Scopes, less: float) -> settle.Scopes:
+    return replace(scopes, allowed=tuple(int(x * less) for x in scopes.allowed))
 
 
-@pytest.mark.parametrize("policy", ["importance", "uniform"])
+def mixed(scopes: settle.Scopes, seed: int = 0) -> settle.Scopes:
+    """The same tokens in another order, so that those of a scope lie apart; slot by slot in a bucket all the same."""
+    bucket = scopes.tokens.bucket.numpy()
+    order = np.random.default_rng(seed).permutation(len(bucket))
+    order[np.argsort(bucket[order], kind="stable")] = np.argsort(bucket, kind="stable")
+    return replace(scopes, tokens=scopes.tokens[torch.from_numpy(order)])
+
+
+def each(scopes: settle.Scopes) -> list[tuple[settle.Scopes, torch.Tensor]]:
+    """Every scope alone, and where its tokens are."""
+    found = [scopes.part(i, i + 1) for i in range(len(scopes))]
+    return [(one, torch.arange(len(scopes.tokens))[at]) for one, at in found]
+
+
+def price(scope: settle.Scopes, target: torch.Tensor, spare: int, prices) -> int:
+    return prices.total(prices.counts(scope.tokens.bucket, target, len(scope.length)), spare)
+
+
+@pytest.mark.parametrize("policy", ["importance", "uniform", "recency"])
 @pytest.mark.parametrize("headroom", [0, 8, 64])
 @pytest.mark.parametrize("less", [0.97, 0.93, 0.87])
 def test_together_as_alone(policy: str, headroom: int, less: float) -> None:
-    """Under fewer bytes than now, what a scope gets does not depend on who is planned beside it."""
+    """Under fewer bytes than now, what a scope gets does not depend on who is planned beside it, nor on the order."""
     cache = filled([400, 150, 333], policy=policy)
-    scopes = [replace(x, allowed=int(x.allowed * less)) for x in scopes_of(cache)]
-    alone = [settle.plan_all([x], cache.policy, headroom)[0] for x in scopes]
-    for x, one, many in zip(scopes, alone, settle.plan_all(scopes, cache.policy, headroom), strict=True):
-        assert (one.needed, one.spare) == (many.needed, many.spare)
-        assert torch.equal(one.target, many.target)
-        assert bool((many.target >= x.tokens.tier).all())
-        assert one.needed is not None or price(x, many, cache.policy.prices) <= x.allowed
-    assert any(bool((x.tokens.tier != one.target).any()) for x, one in zip(scopes, alone, strict=True))
+    scopes = mixed(tighter(scopes_of(cache), less))
+    many = settle.plan_all(scopes, cache.policy, headroom)
+    moved = False
+    for i, (x, at) in enumerate(each(scopes)):
+        one = settle.plan_all(x, cache.policy, headroom)
+        assert (one.needed, one.spare) == ([many.needed[i]], [many.spare[i]])
+        assert torch.equal(one.target, many.target[at])
+        assert bool((one.target >= x.tokens.tier).all())
+        assert one.needed[0] is not None or price(x, one.target, one.spare[0], cache.policy.prices) <= x.allowed[0]
+        moved |= bool((x.tokens.tier != one.target).any())
+    assert moved
 
 
 @pytest.mark.parametrize("headroom", [0, 64])
 @pytest.mark.parametrize("less", [0.97, 0.9])
 def test_uniform_is_what_one_search_finds(headroom: int, less: float) -> None:
     cache = filled([400, 150, 333], policy="uniform")
-    scopes = [replace(x, allowed=int(x.allowed * less)) for x in scopes_of(cache)]
-    for x, many in zip(scopes, settle.plan_all(scopes, cache.policy, headroom), strict=True):
+    scopes = tighter(scopes_of(cache), less)
+    many = settle.plan_all(scopes, cache.policy, headroom)
+    for i, (x, at) in enumerate(each(scopes)):
         one = settle.plan(x, cache.policy, headroom)
-        assert (one.needed, one.spare) == (many.needed, many.spare)
-        assert torch.equal(one.target, many.target)
+        assert (one.needed, one.spare) == (many.needed[i], many.spare[i])
+        assert torch.equal(one.target, many.target[at])
 
 
 @pytest.mark.parametrize("less", [0.5, 0.3])
@@ -71,24 +94,25 @@ def test_a_head_has_its_part_of_the_bytes(less: float) -> None:
         mass[0, 0] = torch.rand(mass.shape[2], generator=torch.Generator().manual_seed(request)) ** 16 * 50
         cache.update_importance(0, mass, [request], queries=50)
     prices, apart = cache.policy.prices, []
-    for x in scopes_of(cache):
-        x = replace(x, allowed=int(less * prices.total(prices.counts(x.tokens.bucket, x.tokens.tier, 2))))
-        [made] = settle.plan_all([x], cache.policy, 8)
-        for plan in (made, settle.plan(x, cache.policy, 8)):
-            each = prices.each(prices.counts(x.tokens.bucket, plan.target, len(x.length)), plan.spare)
-            apart.append(int(each.max() - each.min()))
-            assert x.allowed - 2 * prices.page[0] <= int(each.sum()) <= x.allowed
+    for x, _ in each(scopes_of(cache)):
+        allowed = int(less * prices.total(prices.counts(x.tokens.bucket, x.tokens.tier, 2)))
+        x = replace(x, allowed=(allowed,))
+        made, one = settle.plan_all(x, cache.policy, 8), settle.plan(x, cache.policy, 8)
+        for target, spare in ((made.target, made.spare[0]), (one.target, one.spare)):
+            heads = prices.each(prices.counts(x.tokens.bucket, target, len(x.length)), spare)
+            apart.append(int(heads.max() - heads.min()))
+            assert allowed - 2 * prices.page[0] <= int(heads.sum()) <= allowed
     assert max(apart[::2]) <= prices.page[0] < max(apart[1::2])
 
 
 def test_an_empty_scope_beside_a_full_one() -> None:
-    cache = filled([300, 200])
-    some = scopes_of(cache)[0]
-    none = replace(some, tokens=some.tokens[:0], allowed=0)
-    tight = replace(some, allowed=int(some.allowed * 0.9))
-    [alone] = settle.plan_all([none], cache.policy, 8)
-    beside, _ = settle.plan_all([none, tight], cache.policy, 8)
-    assert (alone.needed, alone.spare) == (beside.needed, beside.spare) == (None, 8)
+    cache = filled([300, 200], budget=0.5)
+    both, _ = scopes_of(cache).part(0, 2)
+    both = replace(both, tokens=both.tokens[both.tokens.bucket >= 2], allowed=(0, int(both.allowed[1] * 0.9)))
+    alone = settle.plan_all(both.part(0, 1)[0], cache.policy, 8)
+    beside = settle.plan_all(both, cache.policy, 8)
+    assert (alone.needed[0], alone.spare[0]) == (beside.needed[0], beside.spare[0]) == (None, 8)
+    assert bool((beside.target > both.tokens.tier).any())
 
 
 def test_slots_that_are_paid_for_are_filled_where_tokens_are_evicted_too() -> None:
@@ -104,18 +128,21 @@ def test_slots_that_are_paid_for_are_filled_where_tokens_are_evicted_too() -> No
     assert ((tiers == 0).sum(1) == 30).all()  # and room for two
 
 
-def test_batches_of_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = filled([200, 90])
-    scopes = scopes_of(cache)
+@pytest.mark.parametrize(("name", "limit"), [("TOGETHER", 2 * 200 * 2), ("SEARCHED", 4)])
+def test_batches_of_scopes(monkeypatch: pytest.MonkeyPatch, name: str, limit: int) -> None:
+    cache = filled([200, 90], budget=0.6)
+    scopes = tighter(scopes_of(cache), 0.8)
     whole = settle.plan_all(scopes, cache.policy, 8)
     sizes = []
     together = settle._together
-    monkeypatch.setattr(settle, "TOGETHER", 2 * 200 * 2)
+    monkeypatch.setattr(settle, name, limit)
     monkeypatch.setattr(settle, "_together", lambda some, *rest: sizes.append(len(some)) or together(some, *rest))
     parts = settle.plan_all(scopes, cache.policy, 8)
     assert sum(sizes) == len(scopes)
     assert max(sizes) == 2
-    assert all(torch.equal(a.target, b.target) for a, b in zip(whole, parts, strict=True))
+    assert bool((whole.target > scopes.tokens.tier).any())
+    assert torch.equal(whole.target, parts.target)
+    assert (whole.needed, whole.spare) == (parts.needed, parts.spare)
 
 
 def decode(cache: TieredCache, steps: int) -> None:
@@ -148,10 +175,10 @@ def test_without_room_ahead_every_layer_is_on_its_own(monkeypatch: pytest.Monkey
     monkeypatch.setattr(scopes_module, "settle_scopes", lambda *given: tried.append(1) or ahead(*given))
     plan_all = scopes_module.plan_all
 
-    def none_for_all_layers(some: list[settle.Scope], *rest) -> list[settle.Plan]:
+    def none_for_all_layers(some: settle.Scopes, *rest) -> settle.Plans:
         if len(some) == 1:
             return plan_all(some, *rest)
-        return [settle.Plan(x.tokens.tier.clamp(min=0), spare=0) for x in some]
+        return settle.Plans(some.tokens.tier.clamp(min=0), [None] * len(some), [0] * len(some))
 
     monkeypatch.setattr(scopes_module, "plan_all", none_for_all_layers)
     decode(cache, 40)

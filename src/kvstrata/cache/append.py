@@ -23,7 +23,7 @@ from .importance import initial
 from .mass import hear, hear_first
 from .pages import Rows
 from .room import fits_each, fits_plain, tidy
-from .scopes import move_tokens, plan_scopes, scopes_of, settle_ahead, snapshots
+from .scopes import move_tokens, pairs, plan_scopes, scopes_of, settle_ahead
 from .tokens import NEW, Tokens
 
 if TYPE_CHECKING:
@@ -124,23 +124,24 @@ def _append_settling(
     plain = [] if cache.budget.shared else np.flatnonzero(fits_each(cache, layer, asked, lengths)).tolist()
     settling = [i for i in range(len(asked)) if i not in plain]
     places = [(layer, scope) for scope in scopes_of(cache, [asked[i] for i in settling])]
-    tokens: list[Tokens] = []
-    ends: list[list[int]] = []
-    starts = np.cumsum([0, *lengths]) * cache.kv_heads  # of each one's tokens in `new`
-    for i, (_, scope), stored in zip(settling, places, snapshots(cache, places), strict=False):
-        mine = settling if cache.budget.shared else [i]
-        coming = new[slice(int(starts[mine[0]]), int(starts[mine[-1] + 1]))]  # all, where all share the bytes
-        coming = coming.renumbered({i: scope.index(asked[i]) for i in mine}, cache.kv_heads)
-        tokens.append(Tokens.cat([stored, coming]))
-        ends.append([int(cache._lengths[r, layer]) + sum(lengths[i] for i in mine if asked[i] == r) for r in scope])
+    there = {request: i for i, request in enumerate(pairs(places)[1])}
+    index = np.full(len(asked), -1)
+    index[settling] = [there[asked[i]] for i in settling]
+    coming = new.renumbered(cache.pool.to_device(index), cache.kv_heads)
+    if plain:
+        goes = np.repeat(index >= 0, np.array(lengths) * cache.kv_heads)
+        coming = coming[cache.pool.to_device(np.flatnonzero(goes))]
+    tokens = Tokens.cat([cache.buckets.snapshots(*pairs(places)), coming])
+    coming_of = {asked[i]: lengths[i] for i in settling}
+    ends = [[int(cache._lengths[r, layer]) + coming_of.get(r, 0) for r in scope] for _, scope in places]
     try:
-        jobs = plan_scopes(cache, places, tokens, ends)
+        target = plan_scopes(cache, places, tokens, ends)
     except BudgetExceeded:
         if undo:
             undo()
         raise
     cache._active.update(asked)
-    move_tokens(cache, jobs, fresh)
+    move_tokens(cache, places, tokens, target, fresh)
     settled = [asked[i] for i in settling]
     cache._set_lengths(settled, layer, cache._lengths[settled, layer] + np.array([lengths[i] for i in settling]))
     for i in plain:

@@ -17,7 +17,7 @@ owners is left to them and copied before anything is written to it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -150,14 +150,11 @@ class Buckets:
         groups = np.arange(where.size * self.kv_heads * len(self.kinds)).reshape(-1, len(self.kinds))
         return self._tokens_of(where, np.full_like(where, layer), groups.T)
 
-    def snapshots(self, layers: Sequence[int], requests: Sequence[int]) -> list[Tokens]:
-        """The snapshot of each request in its layer, with one look at the device's tables for all."""
+    def snapshots(self, layers: Sequence[int], requests: Sequence[int]) -> Tokens:
+        """All tokens of each request in its layer, one request after the other, each as in `snapshot`."""
         where, at = np.array(requests, np.int64), np.array(layers, np.int64)
         shape = (where.size, self.kv_heads, len(self.kinds))
-        tokens, _ = self._tokens_of(where, at, np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1))
-        tokens = replace(tokens, bucket=tokens.bucket % self.kv_heads)
-        ends = np.cumsum(self.host_count[where, at].sum((1, 2), dtype=np.int64)).tolist()
-        return [tokens[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        return self._tokens_of(where, at, np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1))[0]
 
     def _tokens_of(self, requests: np.ndarray, layers: np.ndarray, order: np.ndarray) -> tuple[Tokens, torch.Tensor]:
         """Tokens of places, group by group (bucket * tiers + tier) in this order, and the handles of their pages."""

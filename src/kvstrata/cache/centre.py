@@ -8,9 +8,9 @@ token would shift all others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from . import quantize_reference as quant
@@ -26,19 +26,25 @@ TABLE = 1 << 24  # values that are added up in one go
 
 
 def fix_centres(
-    cache: TieredCache, jobs: Sequence[tuple[int, list[int], Tokens, torch.Tensor]], fresh: Rows | None
+    cache: TieredCache,
+    layers: Sequence[int],
+    requests: Sequence[int],
+    tokens: Tokens,
+    target: torch.Tensor,
+    fresh: Rows | None,
 ) -> None:
-    """Set K's centre for requests whose first tokens are about to be quantised; jobs are `scopes.Targets`."""
-    by_layer: dict[int, list[tuple[list[int], Tokens, torch.Tensor]]] = {}
-    for layer, requests, tokens, target in jobs:
-        if not cache._centred[requests, layer].all():
-            by_layer.setdefault(layer, []).append((requests, tokens, target))
-    for layer, some in by_layer.items():
-        requests, parts = [], []
-        for scope, tokens, _ in some:
-            parts.append(replace(tokens, bucket=tokens.bucket + len(requests) * cache.kv_heads))
-            requests += scope
-        _fix(cache, layer, requests, Tokens.cat(parts), torch.cat([target for *_, target in some]), fresh)
+    """Set K's centre for requests, each in its layer, whose first tokens are about to be quantised."""
+    missing = ~cache._centred[requests, layers]
+    for layer in np.unique(np.array(layers)[missing]).tolist():
+        mine = np.flatnonzero(missing & (np.array(layers) == layer))
+        some, goes = tokens, target
+        if len(mine) < len(requests):
+            index = np.full(len(requests), -1)
+            index[mine] = np.arange(len(mine))
+            some = tokens.renumbered(cache.pool.to_device(index), cache.kv_heads)
+            at = (some.bucket >= 0).nonzero().flatten()
+            some, goes = some[at], target[at]
+        _fix(cache, layer, [requests[i] for i in mine.tolist()], some, goes, fresh)
 
 
 def _fix(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .room import fits_cropped, tidy
-from .scopes import Targets, move_tokens, plan_scopes, scopes_of
+from .scopes import Place, move_tokens, plan_scopes, scopes_of
 from .share import assign
-from .tokens import DROP
+from .tokens import DROP, Tokens
 
 if TYPE_CHECKING:
     from .cache import TieredCache
@@ -21,7 +21,9 @@ def crop_request(cache: TieredCache, request: int, length: int) -> None:
         assign(cache, {}, [request])
         cache._active.add(request)
         return
-    jobs: list[Targets] = []
+    places: list[Place] = []
+    every: list[Tokens] = []
+    targets: list[torch.Tensor] = []
     for layer in range(cache.layers):
         if int(cache._lengths[request, layer]) <= length:
             continue
@@ -37,10 +39,14 @@ def crop_request(cache: TieredCache, request: int, length: int) -> None:
             kept = ~mine | (tokens.position < length)
             at = kept.nonzero().flatten()
             target = torch.full_like(tokens.tier, DROP)
-            [(*_, target[at])] = plan_scopes(cache, [(layer, scope)], [tokens[at]], [lengths])
-        jobs.append((layer, scope, tokens, target))
-    move_tokens(cache, jobs)
-    for layer, *_ in jobs:
+            target[at] = plan_scopes(cache, [(layer, scope)], tokens[at], [lengths])
+        places.append((layer, scope))
+        every.append(tokens)
+        targets.append(target)
+    if places:
+        tokens = Tokens.cat(every, [len(scope) * cache.kv_heads for _, scope in places])
+        move_tokens(cache, places, tokens, torch.cat(targets))
+    for layer, _ in places:
         cache._set_length(request, layer, length)
         cache._reported[request, layer] = min(length, cache._reported[request, layer])
     tidy(cache)

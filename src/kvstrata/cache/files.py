@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from .room import fits_plain, tidy
-from .scopes import move_tokens, plan_scopes, scopes_of, snapshots
+from .scopes import move_tokens, pairs, plan_scopes, scopes_of
 
 if TYPE_CHECKING:
     from .cache import TieredCache
@@ -230,5 +230,6 @@ def _fit(cache: TieredCache, request: int) -> None:
             short.append(layer)
     places = [(layer, scope) for layer in short]
     lengths = [[int(cache._lengths[r, layer]) for r in scope] for layer in short]
-    move_tokens(cache, plan_scopes(cache, places, snapshots(cache, places), lengths))
+    tokens = cache.buckets.snapshots(*pairs(places))
+    move_tokens(cache, places, tokens, plan_scopes(cache, places, tokens, lengths))
     tidy(cache)

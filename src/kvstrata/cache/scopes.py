@@ -8,7 +8,7 @@ A plan changes nothing, so that all scopes of an operation are planned before th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from operator import lt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,14 +18,13 @@ from .budget import BudgetExceeded
 from .centre import fix_centres
 from .pages import Rows
 from .room import fits_each, fits_plain, tidy
-from .settle import Plan, Scope, plan_all
+from .settle import Plans, Scopes, plan_all
 from .tokens import Tokens
 
 if TYPE_CHECKING:
     from .cache import TieredCache
 
 Place = tuple[int, list[int]]  # a layer and the requests of a scope
-Targets = tuple[int, list[int], Tokens, torch.Tensor]  # layer, requests, their tokens, the tier each goes to
 
 
 def scopes_of(cache: TieredCache, requests: Sequence[int]) -> list[list[int]]:
@@ -35,65 +34,59 @@ def scopes_of(cache: TieredCache, requests: Sequence[int]) -> list[list[int]]:
     return [sorted(cache._active | set(requests))] if cache.budget.shared else [[r] for r in requests]
 
 
-def snapshots(cache: TieredCache, places: Sequence[Place]) -> list[Tokens]:
-    """The tokens of each place."""
-    if all(len(scope) == 1 for _, scope in places):
-        return cache.buckets.snapshots([layer for layer, _ in places], [request for _, [request] in places])
-    return [cache.buckets.snapshot(*place) for place in places]
+def pairs(places: Sequence[Place]) -> tuple[list[int], list[int]]:
+    """Layers and requests of places, scope by scope: what the buckets of their tokens count."""
+    return [layer for layer, scope in places for _ in scope], [request for _, scope in places for request in scope]
 
 
 def make_scopes(
-    cache: TieredCache, places: Sequence[Place], tokens: Sequence[Tokens], lengths: Sequence[Sequence[int]]
-) -> list[Scope]:
+    cache: TieredCache, places: Sequence[Place], tokens: Tokens, lengths: Sequence[Sequence[int]]
+) -> Scopes:
     """Tokens of requests that will have these lengths, with the bytes they share."""
-    requests = [request for _, scope in places for request in scope]
-    layers = [layer for layer, scope in places for _ in scope]
+    layers, requests = pairs(places)
     numbers = np.stack(
         [np.array([n for some in lengths for n in some], np.int64)]
         + [x[requests, layers].astype(np.int64) for x in (cache._queries, cache._reported)]
     ).repeat(cache.kv_heads, 1)
-    each = [len(scope) * cache.kv_heads for _, scope in places]
-    parts = cache.pool.to_device(numbers).split(each, 1)
     allowed = {n: cache.budget.pages(n) for n in {some[0] for some in lengths}}
-    return [
-        Scope(its, part[0], part[1], part[2], cache.kv_heads, allowed[some[0]], max(some))
-        for its, part, some in zip(tokens, parts, lengths, strict=True)
-    ]
+    return Scopes(
+        tokens,
+        cache.pool.to_device(numbers),
+        cache.kv_heads,
+        tuple(len(scope) * cache.kv_heads for _, scope in places),
+        tuple(allowed[some[0]] for some in lengths),
+        tuple(max(some) for some in lengths),
+    )
 
 
 def plan_scopes(
-    cache: TieredCache, places: Sequence[Place], tokens: Sequence[Tokens], lengths: Sequence[list[int]]
-) -> list[Targets]:
-    """Targets for all tokens of scopes, each a layer and requests that will have these lengths; or BudgetExceeded."""
+    cache: TieredCache, places: Sequence[Place], tokens: Tokens, lengths: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Targets for all tokens of places whose requests will have these lengths; or BudgetExceeded."""
     if cache.budget.amount is None:
-        return [(*place, its, its.tier.clamp(min=0)) for place, its in zip(places, tokens, strict=True)]
+        return tokens.tier.clamp(min=0)
     scopes = make_scopes(cache, places, tokens, lengths)
-    plans = plan_all(scopes, cache.policy, cache.policy.settle_every)
-    return [_targets(*place, scope, made) for place, scope, made in zip(places, scopes, plans, strict=True)]
+    made = plan_all(scopes, cache.policy, cache.policy.settle_every)
+    _check(places, lengths, scopes, made)
+    return made.target
 
 
-def _targets(layer: int, requests: list[int], scope: Scope, made: Plan) -> Targets:
-    if made.needed is not None:
-        tokens = int(scope.length.sum()) // scope.kv_heads
-        where = f"for the pages of layer {layer} and requests {requests} ({tokens} tokens)"
-        raise BudgetExceeded(where, made.needed, scope.allowed)
-    return layer, requests, scope.tokens, made.target
+def _check(places: Sequence[Place], lengths: Sequence[Sequence[int]], scopes: Scopes, made: Plans) -> None:
+    for (layer, requests), some, allowed, needed in zip(places, lengths, scopes.allowed, made.needed, strict=True):
+        if needed is not None:
+            where = f"for the pages of layer {layer} and requests {requests} ({sum(some)} tokens)"
+            raise BudgetExceeded(where, needed, allowed)
 
 
-def move_tokens(cache: TieredCache, jobs: Sequence[Targets], fresh: Rows | None = None) -> None:
-    """The targets of several layers and scopes, in one go; new tokens are rows of ``fresh``."""
-    layers: list[int] = []
-    requests: list[int] = []
-    parts, targets = [], []
-    fix_centres(cache, jobs, fresh)
-    for layer, scope, tokens, target in jobs:
-        parts.append(replace(tokens, bucket=tokens.bucket + len(requests) * cache.kv_heads))
-        targets.append(target)
-        layers += [layer] * len(scope)
-        requests += scope
+def move_tokens(
+    cache: TieredCache, places: Sequence[Place], tokens: Tokens, target: torch.Tensor, fresh: Rows | None = None
+) -> None:
+    """All tokens of places to their targets, in one go; new tokens are rows of ``fresh``."""
+    layers, requests = pairs(places)
     if requests:
+        fix_centres(cache, layers, requests, tokens, target, fresh)
         centre = cache.centre[requests, layers].flatten(0, 1)
-        cache.buckets.move(layers, requests, Tokens.cat(parts), torch.cat(targets), fresh, centre)
+        cache.buckets.move(layers, requests, tokens, target, fresh, centre)
 
 
 def settle_scopes(
@@ -104,13 +97,14 @@ def settle_scopes(
         return False
     places = [(at, scope) for at in layers for scope in scopes]
     lengths = [[int(cache._lengths[r, at]) for r in scope] for at, scope in places]
-    asked = make_scopes(cache, places, snapshots(cache, places), lengths)
-    plans = plan_all(asked, cache.policy, cache.policy.settle_every)
+    scopes_ = make_scopes(cache, places, cache.buckets.snapshots(*pairs(places)), lengths)
+    made = plan_all(scopes_, cache.policy, cache.policy.settle_every)
     if room is not None:
         wanted = [max(room.get(r, 0) for r in scope) for _, scope in places]
-        if any(made.needed is not None or made.spare < n for made, n in zip(plans, wanted, strict=True)):
+        if any(needed is not None for needed in made.needed) or any(map(lt, made.spare, wanted)):
             return False
-    move_tokens(cache, [_targets(*place, x, made) for place, x, made in zip(places, asked, plans, strict=True)])
+    _check(places, lengths, scopes_, made)
+    move_tokens(cache, places, scopes_.tokens, made.target)
     tidy(cache)
     return True
 
@@ -121,7 +115,7 @@ def settle_ahead(cache: TieredCache, layer: int, requests: list[int], lengths: l
     One search for all costs little more than for one. Only requests that have no room settle: when one does, does
     not depend on the others. Where no room is found, it is not tried again for a while.
     """
-    if len(set(requests)) < len(requests) or not cache._active.issuperset(requests):
+    if not cache._active.issuperset(requests):
         return False
     if cache.layers == 1 or cache.policy.name != "importance" or not cache.policy.per_head:
         return False

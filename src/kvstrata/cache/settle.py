@@ -10,7 +10,6 @@ not re-encode it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +21,7 @@ from .importance import estimate
 POLICIES = ("importance", "recency", "uniform")
 TIE = 1e-3  # of a weight, over the length of the context: among equals the newer one is worth more
 TOGETHER = 1 << 24  # buckets times positions that are planned in one go: 16 bytes each
+SEARCHED = 1 << 12  # buckets likewise: some 40 KB each
 FLOOR = 0.2  # of the mean weight of a head's tokens, added to each: what was not asked for yet may be tomorrow
 
 
@@ -40,16 +40,37 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Scope:
-    """Tokens that share ``allowed`` bytes of pages; ``length``, ``queries`` and ``reported`` are per bucket, int64."""
+class Scopes:
+    """Tokens that share bytes of pages; the buckets of a scope are neighbours, its tokens need not be.
+
+    ``numbers``: int64 ``[3, buckets]``, lengths, queries and lengths reported. ``buckets``, ``allowed`` bytes and the
+    ``longest`` of the lengths are per scope, on the host.
+    """
 
     tokens: Tokens
-    length: torch.Tensor
-    queries: torch.Tensor
-    reported: torch.Tensor
+    numbers: torch.Tensor
     kv_heads: int
-    allowed: int
-    longest: int  # of the lengths, on the host
+    buckets: tuple[int, ...]
+    allowed: tuple[int, ...]
+    longest: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def length(self) -> torch.Tensor:
+        return self.numbers[0]
+
+    def part(self, begin: int, end: int) -> tuple[Scopes, torch.Tensor | slice]:
+        """Some of the scopes, and where their tokens are."""
+        if (begin, end) == (0, len(self)):
+            return self, slice(None)
+        first, last = sum(self.buckets[:begin]), sum(self.buckets[:end])
+        at = ((self.tokens.bucket >= first) & (self.tokens.bucket < last)).nonzero().flatten()
+        tokens = self.tokens[at]
+        tokens = replace(tokens, bucket=tokens.bucket - first)
+        buckets, allowed, longest = (x[begin:end] for x in (self.buckets, self.allowed, self.longest))
+        return Scopes(tokens, self.numbers[:, first:last], self.kv_heads, buckets, allowed, longest), at
 
 
 @dataclass(frozen=True)
@@ -64,29 +85,38 @@ class Plan:
     spare: int = 0
 
 
+@dataclass(frozen=True)
+class Plans:
+    """The same of several scopes: targets of all tokens, and a list of each of the others."""
+
+    target: torch.Tensor
+    needed: list[int | None]
+    spare: list[int]
+
+
 def whole_pages(settle_every: int, kept: int, page_tokens: int) -> int:
     """Room for about ``settle_every`` tokens beside those that stay plain, so that together they fill their pages."""
     room = (kept + settle_every) // page_tokens * page_tokens - kept
     return room if room > 0 else settle_every
 
 
-def _movable(scope: Scope, policy: Policy) -> torch.Tensor:
+def _movable(scope: Scopes, policy: Policy) -> torch.Tensor:
     """Tokens that may settle: not the sinks and the window, as long as these are plain."""
     tokens, length = scope.tokens, scope.length[scope.tokens.bucket]
     recent = (tokens.position < policy.sinks) | (tokens.position >= length - policy.window)
     return ~((tokens.tier <= 0) & recent)
 
 
-def _weights(scope: Scope, policy: Policy, movable: torch.Tensor) -> torch.Tensor:
+def _weights(scope: Scopes, policy: Policy, movable: torch.Tensor) -> torch.Tensor:
     """What an error in each token counts, float64, positive, no two positions of a bucket alike."""
-    tokens, length = scope.tokens, scope.length[scope.tokens.bucket]
+    tokens = scope.tokens
+    length, queries, reported = scope.numbers[:, tokens.bucket]
     age = (length - tokens.position).double()
     if policy.name != "importance":
         return 1 / age
-    queries, reported = scope.queries[tokens.bucket], scope.reported[tokens.bucket]
     weight = estimate(policy.mode, tokens.importance, tokens.position, length, queries, reported).double()
     # A table and not a sum by index: on a GPU that would add in any order.
-    table = torch.zeros(2, len(scope.length), scope.longest, dtype=torch.float64, device=weight.device)
+    table = torch.zeros(2, len(scope.length), max(scope.longest), dtype=torch.float64, device=weight.device)
     table[0, tokens.bucket, tokens.position], table[1, tokens.bucket, tokens.position] = (
         weight * movable,
         movable.double(),
@@ -95,7 +125,7 @@ def _weights(scope: Scope, policy: Policy, movable: torch.Tensor) -> torch.Tenso
     mean = (sums / counts.clamp(min=1)).clamp(min=torch.finfo(torch.float32).tiny)
     weight = weight / mean[tokens.bucket] + FLOOR
     if not policy.per_head:
-        stride = scope.longest + 1
+        stride = max(scope.longest) + 1
         key = tokens.bucket // scope.kv_heads * stride + tokens.position
         _, group = torch.unique(key, return_inverse=True)
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=weight.device)
@@ -109,7 +139,7 @@ def _fill(
     current: torch.Tensor,
     movable: torch.Tensor,
     weight: torch.Tensor,
-    scope: Scope,
+    scope: Scopes,
     policy: Policy,
     spare: torch.Tensor,
 ) -> torch.Tensor:
@@ -129,13 +159,14 @@ def _fill(
     return target
 
 
-def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
+def plan(scope: Scopes, policy: Policy, headroom: int) -> Plan:
     """The least bad assignment by one number for all of the scope, with room for as many as ``headroom`` more plain
     tokens per bucket: of recency, of one choice for all heads, and of eviction.
 
     Less headroom is left where it does not fit. Nothing is changed here.
     """
     tokens, prices = scope.tokens, policy.prices
+    [allowed] = scope.allowed
     current = tokens.tier.clamp(min=0)
     if len(tokens) == 0:
         return Plan(current, spare=headroom)
@@ -145,7 +176,7 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
     spare = headroom
 
     def fits(target: torch.Tensor) -> bool:
-        return prices.total(prices.counts(tokens.bucket, target, buckets), spare) <= scope.allowed
+        return prices.total(prices.counts(tokens.bucket, target, buckets), spare) <= allowed
 
     if fits(current):
         return Plan(current, spare=spare)
@@ -199,40 +230,47 @@ def plan(scope: Scope, policy: Policy, headroom: int) -> Plan:
     return Plan(current, prices.total(prices.counts(tokens.bucket, family(high), buckets)))
 
 
-def plan_all(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Plan]:
+def plan_all(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
     """The plans of many scopes, in one search where it can be: what a scope gets does not depend on the others."""
-    if policy.name == "recency" or (policy.name == "importance" and not policy.per_head):
-        return [plan(scope, policy, headroom) for scope in scopes]
-    batch: list[Scope] = []
-    made: list[Plan] = []
-    buckets = longest = 0
-    for scope in scopes:
-        buckets, longest = buckets + len(scope.length), max(longest, scope.longest)
-        if batch and buckets * longest > TOGETHER:
-            made += _together(batch, policy, headroom)
-            batch, buckets, longest = [], len(scope.length), scope.longest
-        batch.append(scope)
-    return made + _together(batch, policy, headroom) if batch else made
+    alone = policy.name == "recency" or (policy.name == "importance" and not policy.per_head)
+    made = Plans(torch.empty_like(scopes.tokens.tier), [], [])
+    if not len(scopes):
+        return made
+    begin = buckets = longest = 0
+    for i in range(len(scopes)):
+        buckets, longest = buckets + scopes.buckets[i], max(longest, scopes.longest[i])
+        if begin < i and (alone or buckets > SEARCHED or buckets * longest > TOGETHER):
+            _add(made, scopes, begin, i, policy, headroom, alone)
+            begin, buckets, longest = i, scopes.buckets[i], scopes.longest[i]
+    _add(made, scopes, begin, len(scopes), policy, headroom, alone)
+    return made
 
 
-def _age(scope: Scope) -> torch.Tensor:
+def _add(made: Plans, scopes: Scopes, begin: int, end: int, policy: Policy, headroom: int, alone: bool) -> None:
+    """Plan some of the scopes, together if they are not alone."""
+    some, at = scopes.part(begin, end)
+    if alone:
+        one = plan(some, policy, headroom)
+        found = Plans(one.target, [one.needed], [one.spare])
+    else:
+        found = _together(some, policy, headroom)
+    made.target[at] = found.target
+    made.needed.extend(found.needed)
+    made.spare.extend(found.spare)
+
+
+def _age(scope: Scopes) -> torch.Tensor:
     """From 0, the newest token, to 1."""
     return 1 - (scope.tokens.position.double() + 0.5) / scope.length[scope.tokens.bucket]
 
 
-def _together(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Plan]:
+def _together(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
     """By importance a number for every head, which has its own part of the bytes; else one for every scope."""
-    device, prices = scopes[0].length.device, policy.prices
-    sizes, heads = [len(scope.tokens) for scope in scopes], [len(scope.length) for scope in scopes]
-    starts = [sum(heads[:i]) for i in range(len(heads))]
-    tokens = Tokens.cat([replace(x.tokens, bucket=x.tokens.bucket + at) for x, at in zip(scopes, starts, strict=True)])
-    length, queries, reported = (torch.cat([getattr(x, n) for x in scopes]) for n in ("length", "queries", "reported"))
-    longest = max(scope.longest for scope in scopes)
-    whole = Scope(tokens, length, queries, reported, scopes[0].kv_heads, 0, longest)
-    buckets, bucket = sum(heads), tokens.bucket
-    of = torch.repeat_interleave(torch.tensor(heads)).to(device)  # the scope of a bucket
-    allowed = torch.tensor([scope.allowed for scope in scopes], device=device)
-    current, movable = tokens.tier.clamp(min=0), _movable(whole, policy)
+    tokens, prices, device = scopes.tokens, policy.prices, scopes.length.device
+    buckets, bucket = len(scopes.length), tokens.bucket
+    of = torch.repeat_interleave(torch.tensor(scopes.buckets)).to(device)  # the scope of a bucket
+    allowed = torch.tensor(scopes.allowed, device=device)
+    current, movable = tokens.tier.clamp(min=0), _movable(scopes, policy)
     spare = torch.full_like(allowed, headroom)
 
     def price(target: torch.Tensor) -> torch.Tensor:
@@ -241,18 +279,18 @@ def _together(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Pl
     def summed(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(allowed).index_add_(0, of, x)
 
-    used = torch.tensor(sizes, device=device) > 0
-    target, pending = current, (summed(price(current)) > allowed) & used
+    used = torch.bincount(bucket, minlength=buckets)
+    target, pending = current, (summed(price(current)) > allowed) & (summed(used) > 0)
     if bool(pending.any()) and bool(movable.any()):
         by_head = policy.name == "importance"
         if by_head:
-            weight = _weights(whole, policy, movable)
+            weight = _weights(scopes, policy, movable)
             rank, columns = allocate.rank(weight), len(prices.page)
             ranked = allocate.Ranked(rank[movable], bucket[movable], current[movable], prices, policy.error)
             fixed = prices.counts(bucket, torch.where(movable, DROP, current), buckets)
             least = current.masked_scatter(movable, ranked.lowest())
         else:
-            part, aged = of[bucket][movable], allocate.by_age(_age(whole)[movable], len(prices.page))
+            part, aged = of[bucket][movable], allocate.by_age(_age(scopes)[movable], len(prices.page))
             least = torch.where(movable, len(prices.page) - 1, current)
 
             def family(x: torch.Tensor) -> torch.Tensor:
@@ -277,10 +315,13 @@ def _together(scopes: Sequence[Scope], policy: Policy, headroom: int) -> list[Pl
             spare = torch.where(pending, spare // 2, spare)
             pending &= summed(price(current)) > allowed
         if by_head:
-            target = _fill(target, current, movable, weight, whole, policy, spare[of])
-    fits, left = (summed(price(target)) <= allowed).tolist(), spare.tolist()
-    parts = target.split(sizes)
-    return [
-        Plan(parts[i], spare=left[i]) if fits[i] and sizes[i] else plan(scope, policy, headroom)
-        for i, scope in enumerate(scopes)
-    ]
+            target = _fill(target, current, movable, weight, scopes, policy, spare[of])
+    fits = (summed(price(target)) <= allowed).tolist()
+    needed: list[int | None] = [None] * len(scopes)
+    left = spare.tolist()
+    for i in (i for i, fit in enumerate(fits) if not fit):
+        one, at = scopes.part(i, i + 1)
+        made = plan(one, policy, headroom)
+        target = target.clone()
+        target[at], needed[i], left[i] = made.target, made.needed, made.spare
+    return Plans(target, needed, left)

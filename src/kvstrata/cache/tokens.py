@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -13,7 +14,7 @@ DROP = -1  # the target of one that leaves the cache
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of some requests in one layer; flat ``[n]``. ``bucket`` is (index of the request) * kv_heads + head.
+    """Tokens of some requests, each in a layer; flat ``[n]``. ``bucket`` is (index of the request) * kv_heads + head.
 
     ``slot`` counts in the bucket; for new tokens it is the row of the values that come with them.
     """
@@ -30,18 +31,16 @@ class Tokens:
     def __getitem__(self, at: torch.Tensor | slice) -> Tokens:
         return Tokens(self.bucket[at], self.tier[at], self.slot[at], self.position[at], self.importance[at])
 
-    def renumbered(self, index: dict[int, int], kv_heads: int) -> Tokens:
-        """The same tokens with their requests at other indices."""
-        if len(index) == 1:
-            [(old, new)] = index.items()
-            return replace(self, bucket=self.bucket + (new - old) * kv_heads)
-        table = torch.zeros(max(index) + 1, dtype=torch.int64, device=self.bucket.device)
-        for old, new in index.items():
-            table[old] = new
-        bucket = table[self.bucket // kv_heads] * kv_heads + self.bucket % kv_heads
-        return Tokens(bucket, self.tier, self.slot, self.position, self.importance)
+    def renumbered(self, index: torch.Tensor, kv_heads: int) -> Tokens:
+        """The same tokens with their requests at other indices: ``index`` of the old."""
+        bucket = index[self.bucket // kv_heads] * kv_heads + self.bucket % kv_heads
+        return replace(self, bucket=bucket)
 
     @staticmethod
-    def cat(parts: Sequence[Tokens]) -> Tokens:
+    def cat(parts: Sequence[Tokens], buckets: Sequence[int] | None = None) -> Tokens:
+        """With ``buckets``, how many each part has, buckets count through all parts; else they are the same."""
+        if buckets is not None:
+            ends = accumulate(buckets, initial=0)
+            parts = [replace(part, bucket=part.bucket + at) for part, at in zip(parts, ends, strict=False)]
         names = ("bucket", "tier", "slot", "position", "importance")
         return Tokens(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
