@@ -185,7 +185,9 @@ class Ranked:
     def cheapest_each(self, others: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
         """Tiers that minimise sum(weight * error) + price * bytes in every bucket, for the least price that fits
         ``allowed`` bytes ``[buckets]``; the cheapest assignment must. ``others`` ``[buckets, tiers]`` are tokens that
-        stay where they are. Never waits for the device, and a bucket gets what it would get alone."""
+        stay where they are. Never waits for the device, and a bucket gets what it would get alone.
+
+        In whole pages a lower price may fit where a higher does not; every round takes the least that does."""
         tiers, slopes = self.hull
         device, (buckets, columns) = self.weight.device, others.shape
         slope = _constant(tuple(max(x, 1e-300) for x in slopes), torch.float64, device)
