@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cache_model import by_head, fingerprint, make, rows, same
-from kvstrata.cache import TieredCache, allocate
+from kvstrata.cache import TieredCache, allocate, scopes
 from kvstrata.cache import centre as centre_module
 from kvstrata.cache import quantize_reference as quant
 
@@ -173,6 +173,43 @@ def test_centres_of_many_requests_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
         alone, mine = make(max_requests=5, window=16), slice(90 * request, 90 * (request + 1))
         alone.append(0, k[mine], v[mine])
         assert torch.equal(alone.centre[0], whole.centre[request])
+
+
+def test_centres_of_several_layers() -> None:
+    """Each is the mean of its own tokens; one that is there stays."""
+    cache = make(layers=3, max_requests=2, budget=None)
+    given = {}
+    for layer in range(3):
+        for request in range(2):
+            given[request, layer] = rows(50 + 10 * request, seed=10 * layer + request)[0] + layer - 5 * request
+            cache.append(layer, given[request, layer], given[request, layer], [request], [50 + 10 * request])
+    every = [(layer, [request]) for layer in range(3) for request in range(2)]
+    for places in (every[2:3], every):
+        tokens = cache.buckets.snapshots(*scopes.pairs(places))
+        scopes.move_tokens(cache, places, tokens, torch.where(tokens.position < 40, 1, 0))
+        if places != every:
+            first = cache.centre.clone()
+            assert first[0, 1].all()
+            assert int(first.any(-1).sum()) == cache.kv_heads
+    assert torch.equal(cache.centre[0, 1], first[0, 1])
+    for (request, layer), k in given.items():
+        torch.testing.assert_close(cache.centre[request, layer], k.mean(0))
+
+
+def test_centres_of_those_that_have_none_yet() -> None:
+    """A request that has one settles beside one that has none, stored and new tokens in both."""
+    cache = make(max_requests=3, window=16)
+    k, v = rows(900)
+    cache.append(0, k[:300], v[:300], [1])
+    cache.append(0, k[300:320], v[300:320], [2])
+    before = cache.centre.clone()
+    assert before[1].any()
+    assert not before[[0, 2]].any()
+    cache.append(0, k[320:] + 2, v[320:], [2, 1, 0], [200, 300, 80])
+    assert torch.equal(cache.centre[1], before[1])
+    torch.testing.assert_close(cache.centre[2, 0], torch.cat([k[300:320], k[320:520] + 2]).mean(0))
+    torch.testing.assert_close(cache.centre[0, 0], k[820:].mean(0) + 2)
+    cache.check()
 
 
 @pytest.mark.parametrize("fill", [0.0, 6e4, -3e38, math.inf, math.nan])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache_model import make, rows
+from cache_model import by_head, make, rows
+from kvstrata.cache import crop
 
 
 def test_fork_shares_until_one_writes() -> None:
@@ -60,6 +61,39 @@ def test_crop(length: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, cache.gather(1, twin), strict=True))
     cache.append(0, *rows(3, seed=7))
     assert cache.length(0) == left + 3
+
+
+def test_a_crop_that_has_to_settle_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bytes that all share: the copies that a fork's crop makes are paid by everybody's tokens, in every layer."""
+    options = dict(layers=2, dim=32, dtype=torch.float16, max_requests=3, max_tokens=600, window=16, slab_bytes=1 << 13)
+    plain = make(budget=None, **options).budget
+    cache = make(budget=plain.fixed + plain.reserve + 96_000, **options)
+    given = [rows(180, dim=32, dtype=torch.float16, seed=layer) for layer in range(2)]
+    for layer, (k, v) in enumerate(given):
+        cache.append(layer, k, v, [0], [180])
+        cache.append(layer, k[:40], v[:40], [2], [40])
+    cache.fork(0)
+    tiers = [[cache.tier_map(layer, request) for request in range(3)] for layer in range(2)]
+    planned = []
+    plan = crop.plan_scopes
+    monkeypatch.setattr(
+        crop, "plan_scopes", lambda cache, places, *rest: planned.append(places) or plan(cache, places, *rest)
+    )
+    cache.crop(1, 120)
+    cache.check()
+    assert planned == [[(0, [0, 1, 2])], [(1, [0, 1, 2])]]
+    assert [cache.length(request) for request in range(3)] == [180, 120, 40]
+    assert any(bool((cache.tier_map(at, 0) > tiers[at][0]).any()) for at in range(2)), "somebody paid"
+    for layer, (k, v) in enumerate(given):
+        for request, length in enumerate((180, 120, 40)):
+            found = cache.gather(layer, request)
+            assert torch.equal(found[2], torch.arange(length).expand(2, length))
+            still = cache.tier_map(layer, request) == 0
+            for want, got in zip((k, v), found, strict=False):
+                want = by_head(want[:length])
+                assert torch.equal(got[still], want[still])
+                assert (got.float() - want.float()).square().mean() < 0.15
+    assert cache.memory().total <= cache.memory().allowed
 
 
 def test_crop_to_nothing_forgets_the_centre() -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvstrata.cache import TieredCache, settle
+from kvstrata.cache import BudgetExceeded, TieredCache, allocate, settle
 from kvstrata.cache import scopes as scopes_module
+from kvstrata.cache.tokens import Tokens
 
 
 def filled(lengths: list[int], layers: int = 3, **options) -> TieredCache:
@@ -46,7 +47,7 @@ def mixed(scopes: settle.Scopes, seed: int = 0) -> settle.Scopes:
 
 def each(scopes: settle.Scopes) -> list[tuple[settle.Scopes, torch.Tensor]]:
     """Every scope alone, and where its tokens are."""
-    found = [scopes.part(i, i + 1) for i in range(len(scopes))]
+    found = scopes.split(range(1, len(scopes) + 1))
     return [(one, torch.arange(len(scopes.tokens))[at]) for one, at in found]
 
 
@@ -107,12 +108,118 @@ def test_a_head_has_its_part_of_the_bytes(less: float) -> None:
 
 def test_an_empty_scope_beside_a_full_one() -> None:
     cache = filled([300, 200], budget=0.5)
-    both, _ = scopes_of(cache).part(0, 2)
+    (both, _), *_ = scopes_of(cache).split([2, 6])
     both = replace(both, tokens=both.tokens[both.tokens.bucket >= 2], allowed=(0, int(both.allowed[1] * 0.9)))
-    alone = settle.plan_all(both.part(0, 1)[0], cache.policy, 8)
+    alone = settle.plan_all(each(both)[0][0], cache.policy, 8)
     beside = settle.plan_all(both, cache.policy, 8)
     assert (alone.needed[0], alone.spare[0]) == (beside.needed[0], beside.spare[0]) == (None, 8)
     assert bool((beside.target > both.tokens.tier).any())
+
+
+def test_parts_of_scopes() -> None:
+    scopes = mixed(scopes_of(filled([300, 200, 50])))
+    parts = list(scopes.split([2, 3, 9]))
+    assert [len(part) for part, _ in parts] == [2, 1, 6]
+    assert torch.equal(torch.cat([at for _, at in parts]).sort().values, torch.arange(len(scopes.tokens)))
+    first = 0
+    for part, at in parts:
+        assert bool((at.diff() > 0).all()), "in the order they had"
+        assert torch.equal(part.tokens.bucket + first, scopes.tokens.bucket[at])
+        assert torch.equal(part.tokens.position, scopes.tokens.position[at])
+        assert torch.equal(part.numbers, scopes.numbers[:, first : first + sum(part.buckets)])
+        first += sum(part.buckets)
+    assert sum((part.allowed for part, _ in parts), ()) == scopes.allowed
+    assert sum((part.longest for part, _ in parts), ()) == scopes.longest
+
+
+def test_the_weightiest_get_the_slots_that_are_left() -> None:
+    """In every bucket those that the free slots of a tier hold, and none that was lower before or may not move."""
+    cache = filled([100], layers=1, budget=None)
+    scopes = scopes_of(cache)
+    tokens, n = scopes.tokens, len(scopes.tokens)
+    weight = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1
+    current = torch.zeros_like(tokens.tier)
+    current[::7] = 3
+    movable = torch.arange(n) % 5 > 0
+    target = torch.where(movable, 3, current)
+    spare = torch.tensor([3, 0])
+    filled_in = settle._fill(target, current, movable, weight, scopes, cache.policy, spare)
+    for bucket in range(2):
+        mine = tokens.bucket == bucket
+        kept = int(((target == 0) & mine).sum()) + int(spare[bucket])
+        able = (mine & movable & (current == 0)).nonzero().flatten()
+        best = able[weight[able].argsort(descending=True)][: -kept % cache.page_tokens]
+        assert 0 < len(best) < len(able)
+        assert set(best.tolist()) == set((mine & (filled_in == 0) & (target > 0)).nonzero().flatten().tolist())
+
+
+def test_weights_are_those_of_the_estimate() -> None:
+    """By the queries that could see a token, which are other numbers than the tokens and the length when they came."""
+    cache = filled([90], layers=1, budget=None, hysteresis=0.0)
+    cache.update_importance(0, torch.rand(1, 2, 90), queries=7)
+    cache.append(0, *torch.randn(2, 30, 2, 32))
+    scopes = scopes_of(cache)
+    assert scopes.numbers.tolist() == [[120] * 2, [8] * 2, [90] * 2]
+    movable = scopes.tokens.position < 100
+    weight = settle._weights(scopes, cache.policy, movable)
+    for bucket in range(2):
+        mine = scopes.tokens.bucket == bucket
+        mass, position = (x[mine].tolist() for x in (scopes.tokens.importance, scopes.tokens.position))
+        each = {p: (m + 1 / 120) / (min(8, max(90 - p, 0)) + 1) for m, p in zip(mass, position, strict=True)}
+        mean = np.mean([each[p] for p in range(100)])
+        expected = [(each[p] / mean + settle.FLOOR) * (1 + settle.TIE * p / 120) for p in position]
+        np.testing.assert_allclose(weight[mine].numpy(), expected, rtol=1e-5)
+
+
+def test_no_two_positions_weigh_the_same() -> None:
+    """Of a long context in which all have the same mass."""
+    n = 40_000
+    cache = TieredCache(1, 1, 32, max_tokens=n)
+    none, position = torch.zeros(n, dtype=torch.int64), torch.arange(n)
+    scopes = settle.Scopes(
+        Tokens(none, none, position, position, none.float()), torch.tensor([[n], [0], [0]]), 1, (1,), (0,), (n,)
+    )
+    ranks = allocate.rank(settle._weights(scopes, cache.policy, none == 0))
+    assert bool((ranks.diff() > 0).all())
+
+
+def test_a_sum_does_not_depend_on_the_neighbours() -> None:
+    """To the last bit: a request's tiers are the same beside longer ones."""
+    lengths = torch.randint(1, 3000, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    bucket = torch.repeat_interleave(torch.tensor(lengths))
+    position = torch.cat([torch.arange(n) for n in lengths])
+    x = torch.rand(len(bucket), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tokens = Tokens(bucket, bucket, position, position, x)
+    numbers = torch.tensor(lengths).expand(3, -1)
+    ones = (1,) * len(lengths)
+    both = settle.Scopes(tokens, numbers, 1, ones, ones, tuple(lengths))
+    sums = settle._sums(x, both)
+    torch.testing.assert_close(sums, torch.zeros_like(sums).index_add(0, bucket, x))
+    alone = [settle._sums(x[at], one) for one, at in both.split(range(1, len(lengths) + 1))]
+    assert torch.equal(sums, torch.cat(alone))
+
+
+def test_mass_without_end_is_the_greatest() -> None:
+    cache = filled([300], layers=1, budget=0.5)
+    mass = torch.rand(1, 2, 300)
+    mass[:, :, 100] = 3e38
+    for _ in range(3):
+        cache.update_importance(0, mass)
+    assert cache.importance(0).isfinite().all()
+    before = int(cache.tier_map(0)[0, 100])
+    decode(cache, 100)
+    assert (cache.tier_map(0)[:, 100] == before).all()
+    assert cache.memory().total <= cache.memory().allowed
+
+
+def test_tiers_that_save_nothing_are_refused_clearly() -> None:
+    """Where a slab is one page, K8V8 costs as much as plain rows."""
+    for policy in settle.POLICIES:
+        options = dict(budget=0.6, page_tokens=16, dtype=torch.float16, policy=policy)
+        cache = TieredCache(1, 2, 64, tiers=("K8V8",), **options)
+        assert len(set(cache.policy.prices.page)) == 1
+        with pytest.raises(BudgetExceeded, match="expected at least"):
+            cache.append(0, *torch.randn(2, 2000, 2, 64).half())
 
 
 def test_slots_that_are_paid_for_are_filled_where_tokens_are_evicted_too() -> None:

@@ -51,6 +51,13 @@ def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+def count(index: torch.Tensor, n: int, chosen: torch.Tensor | None = None) -> torch.Tensor:
+    """How often each number below ``n`` is there, or among the chosen. Does not wait for the device, as bincount does
+    for the greatest."""
+    each = torch.ones_like(index) if chosen is None else chosen.long()
+    return torch.zeros(n, dtype=torch.int64, device=index.device).scatter_add_(0, index, each)
+
+
 @dataclass(frozen=True)
 class Prices:
     """What pages cost: ``page[tier]`` bytes for ``page_tokens`` tokens of one bucket."""
@@ -61,7 +68,7 @@ class Prices:
     def counts(self, bucket: torch.Tensor, tier: torch.Tensor, buckets: int) -> torch.Tensor:
         """Tokens per bucket and tier ``[buckets, tiers]``; a tier of -1 is dropped."""
         columns = len(self.page) + 1  # the first is for the dropped
-        return torch.bincount(bucket * columns + tier + 1, minlength=buckets * columns).view(buckets, columns)[:, 1:]
+        return count(bucket * columns + tier + 1, buckets * columns).view(buckets, columns)[:, 1:]
 
     def total(self, counts: torch.Tensor, headroom: int = 0) -> int:
         """Bytes of whole pages, with room for ``headroom`` more plain tokens in every bucket."""
@@ -103,7 +110,7 @@ def by_weight(weight: torch.Tensor, cost: Sequence[float], error: Sequence[float
             steps += weight * slope < price
         return index[steps]
 
-    return family, min(slopes) / 2, max(slopes) * 2
+    return family, min(slopes, default=1) / 2, max(slopes, default=1) * 2
 
 
 def by_age(age: torch.Tensor, tiers: int) -> Family:
@@ -189,6 +196,8 @@ class Ranked:
 
         In whole pages a lower price may fit where a higher does not; every round takes the least that does."""
         tiers, slopes = self.hull
+        if not slopes:  # no tier is cheaper than the first
+            return self.tier
         device, (buckets, columns) = self.weight.device, others.shape
         slope = _constant(tuple(max(x, 1e-300) for x in slopes), torch.float64, device)
         index = _constant(tuple(tiers), torch.int64, device)

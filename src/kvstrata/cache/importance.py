@@ -30,7 +30,7 @@ def updated(
     """
     mass = mass.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0.0)
     if mode == "mean":
-        return state + mass / owners
+        return (state + mass / owners).clamp(max=torch.finfo(torch.float32).max)
     gain = 1 - decay**queries
     return state + (mass / queries - state) * (gain / owners)
 

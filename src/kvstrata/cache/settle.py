@@ -10,7 +10,9 @@ not re-encode it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -61,16 +63,21 @@ class Scopes:
     def length(self) -> torch.Tensor:
         return self.numbers[0]
 
-    def part(self, begin: int, end: int) -> tuple[Scopes, torch.Tensor | slice]:
-        """Some of the scopes, and where their tokens are."""
-        if (begin, end) == (0, len(self)):
-            return self, slice(None)
-        first, last = sum(self.buckets[:begin]), sum(self.buckets[:end])
-        at = ((self.tokens.bucket >= first) & (self.tokens.bucket < last)).nonzero().flatten()
-        tokens = self.tokens[at]
-        tokens = replace(tokens, bucket=tokens.bucket - first)
-        buckets, allowed, longest = (x[begin:end] for x in (self.buckets, self.allowed, self.longest))
-        return Scopes(tokens, self.numbers[:, first:last], self.kv_heads, buckets, allowed, longest), at
+    def split(self, ends: Sequence[int]) -> Iterator[tuple[Scopes, torch.Tensor | slice]]:
+        """Parts that end before these scopes, and where their tokens are."""
+        if list(ends) == [len(self)]:
+            yield self, slice(None)
+            return
+        edges = list(accumulate(self.buckets, initial=0))
+        bounds = torch.tensor([edges[end] for end in ends]).to(self.tokens.bucket.device)
+        part, order = torch.sort(torch.bucketize(self.tokens.bucket, bounds, right=True), stable=True)
+        sizes = torch.searchsorted(part, torch.arange(len(ends), device=part.device), right=True).tolist()
+        for begin, end, at in zip([0, *ends], ends, (slice(*x) for x in pairwise([0, *sizes])), strict=False):
+            first, last = edges[begin], edges[end]
+            tokens = self.tokens[order[at]]
+            tokens = replace(tokens, bucket=tokens.bucket - first)
+            buckets, allowed, longest = (x[begin:end] for x in (self.buckets, self.allowed, self.longest))
+            yield Scopes(tokens, self.numbers[:, first:last], self.kv_heads, buckets, allowed, longest), order[at]
 
 
 @dataclass(frozen=True)
@@ -115,23 +122,28 @@ def _weights(scope: Scopes, policy: Policy, movable: torch.Tensor) -> torch.Tens
     if policy.name != "importance":
         return 1 / age
     weight = estimate(policy.mode, tokens.importance, tokens.position, length, queries, reported).double()
-    # A table and not a sum by index: on a GPU that would add in any order.
-    table = torch.zeros(2, len(scope.length), max(scope.longest), dtype=torch.float64, device=weight.device)
-    table[0, tokens.bucket, tokens.position], table[1, tokens.bucket, tokens.position] = (
-        weight * movable,
-        movable.double(),
-    )
-    sums, counts = table.sum(-1)
-    mean = (sums / counts.clamp(min=1)).clamp(min=torch.finfo(torch.float32).tiny)
-    weight = weight / mean[tokens.bucket] + FLOOR
+    mean = _sums(weight * movable, scope) / allocate.count(tokens.bucket, len(scope.length), movable).clamp(min=1)
+    weight = weight / mean.clamp(min=torch.finfo(torch.float32).tiny)[tokens.bucket] + FLOOR
     if not policy.per_head:
         stride = max(scope.longest) + 1
         key = tokens.bucket // scope.kv_heads * stride + tokens.position
         _, group = torch.unique(key, return_inverse=True)
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=weight.device)
         weight = sums.index_add_(0, group, weight)[group]
-    weight = weight * (1 + TIE * tokens.position / length)
+    weight = weight * (1 + TIE * tokens.position.double() / length)
     return torch.where(tokens.tier > 0, weight * (1 + policy.hysteresis), weight)
+
+
+def _sums(x: torch.Tensor, scope: Scopes) -> torch.Tensor:
+    """Of a number of every token, by bucket. A table and halves added to halves: on a GPU a sum by index would add in
+    any order, and here a bucket's sum is the same to the last bit beside longer ones."""
+    width = 1 << (max(scope.longest) - 1).bit_length()
+    table = torch.zeros(len(scope.length), width, dtype=x.dtype, device=x.device)
+    table[scope.tokens.bucket, scope.tokens.position] = x
+    while width > 1:
+        width //= 2
+        table = table[:, :width] + table[:, width:]
+    return table[:, 0]
 
 
 def _fill(
@@ -234,29 +246,28 @@ def plan_all(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
     """The plans of many scopes, in one search where it can be: what a scope gets does not depend on the others."""
     alone = policy.name == "recency" or (policy.name == "importance" and not policy.per_head)
     made = Plans(torch.empty_like(scopes.tokens.tier), [], [])
-    if not len(scopes):
-        return made
-    begin = buckets = longest = 0
-    for i in range(len(scopes)):
-        buckets, longest = buckets + scopes.buckets[i], max(longest, scopes.longest[i])
-        if begin < i and (alone or buckets > SEARCHED or buckets * longest > TOGETHER):
-            _add(made, scopes, begin, i, policy, headroom, alone)
-            begin, buckets, longest = i, scopes.buckets[i], scopes.longest[i]
-    _add(made, scopes, begin, len(scopes), policy, headroom, alone)
+    for some, at in scopes.split(_batches(scopes, alone)):
+        if alone:
+            one = plan(some, policy, headroom)
+            found = Plans(one.target, [one.needed], [one.spare])
+        else:
+            found = _together(some, policy, headroom)
+        made.target[at] = found.target
+        made.needed.extend(found.needed)
+        made.spare.extend(found.spare)
     return made
 
 
-def _add(made: Plans, scopes: Scopes, begin: int, end: int, policy: Policy, headroom: int, alone: bool) -> None:
-    """Plan some of the scopes, together if they are not alone."""
-    some, at = scopes.part(begin, end)
-    if alone:
-        one = plan(some, policy, headroom)
-        found = Plans(one.target, [one.needed], [one.spare])
-    else:
-        found = _together(some, policy, headroom)
-    made.target[at] = found.target
-    made.needed.extend(found.needed)
-    made.spare.extend(found.spare)
+def _batches(scopes: Scopes, alone: bool) -> list[int]:
+    """Where the scopes end that are planned in one go."""
+    ends: list[int] = []
+    buckets = longest = 0
+    for i in range(len(scopes)):
+        buckets, longest = buckets + scopes.buckets[i], max(longest, scopes.longest[i])
+        if i and (alone or buckets > SEARCHED or buckets * longest > TOGETHER):
+            ends.append(i)
+            buckets, longest = scopes.buckets[i], scopes.longest[i]
+    return [*ends, len(scopes)] if len(scopes) else ends
 
 
 def _age(scope: Scopes) -> torch.Tensor:
@@ -279,24 +290,24 @@ def _together(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
     def summed(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(allowed).index_add_(0, of, x)
 
-    used = torch.bincount(bucket, minlength=buckets)
+    used = allocate.count(bucket, buckets)
     target, pending = current, (summed(price(current)) > allowed) & (summed(used) > 0)
-    if bool(pending.any()) and bool(movable.any()):
+    if bool(pending.any()) and len(at := movable.nonzero().flatten()):
         by_head = policy.name == "importance"
         if by_head:
             weight = _weights(scopes, policy, movable)
-            rank, columns = allocate.rank(weight), len(prices.page)
-            ranked = allocate.Ranked(rank[movable], bucket[movable], current[movable], prices, policy.error)
+            columns = len(prices.page)
+            ranked = allocate.Ranked(allocate.rank(weight[at]), bucket[at], current[at], prices, policy.error)
             fixed = prices.counts(bucket, torch.where(movable, DROP, current), buckets)
-            least = current.masked_scatter(movable, ranked.lowest())
+            least = current.index_copy(0, at, ranked.lowest())
         else:
-            part, aged = of[bucket][movable], allocate.by_age(_age(scopes)[movable], len(prices.page))
+            part, aged = of[bucket[at]], allocate.by_age(_age(scopes)[at], len(prices.page))
             least = torch.where(movable, len(prices.page) - 1, current)
 
             def family(x: torch.Tensor) -> torch.Tensor:
-                return torch.maximum(current, torch.zeros_like(current).masked_scatter(movable, aged(x[part])))
+                return torch.maximum(current, torch.zeros_like(current).index_copy(0, at, aged(x[part])))
 
-        count = torch.bincount(bucket[movable], minlength=buckets)
+        count = allocate.count(bucket[at], buckets)
         while bool(pending.any()):
             lowest = price(least)
             room = allowed - summed(lowest)
@@ -305,7 +316,7 @@ def _together(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
                 if by_head:
                     share = lowest + room[of] * count // summed(count).clamp(min=1)[of]
                     others = fixed + torch.nn.functional.pad(spare[of, None], (0, columns - 1))
-                    found = current.masked_scatter(movable, ranked.cheapest_each(others, share))
+                    found = current.index_copy(0, at, ranked.cheapest_each(others, share))
                 else:
                     found = allocate.cheapest_parts(
                         family, lambda x: summed(price(x)), of[bucket], allowed, len(prices.page) - 1
@@ -319,9 +330,10 @@ def _together(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
     fits = (summed(price(target)) <= allowed).tolist()
     needed: list[int | None] = [None] * len(scopes)
     left = spare.tolist()
-    for i in (i for i, fit in enumerate(fits) if not fit):
-        one, at = scopes.part(i, i + 1)
-        made = plan(one, policy, headroom)
+    if not all(fits):
         target = target.clone()
-        target[at], needed[i], left[i] = made.target, made.needed, made.spare
+        for i, (one, its) in enumerate(scopes.split(range(1, len(scopes) + 1))):
+            if not fits[i]:
+                made = plan(one, policy, headroom)
+                target[its], needed[i], left[i] = made.target, made.needed, made.spare
     return Plans(target, needed, left)
