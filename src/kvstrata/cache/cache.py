@@ -73,10 +73,10 @@ class TieredCache:
 
     Example:
         >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, window=32, page_tokens=16, dtype=torch.float32)
-        >>> k, v = torch.randn(2, 1000, 2, 64)
+        >>> k, v = torch.randn(2, 2000, 2, 64)
         >>> cache.append(0, k, v)
         >>> cache.length(0), cache.memory().total <= 0.25 * cache.memory().full
-        (1000, True)
+        (2000, True)
     """
 
     def __init__(
