@@ -116,23 +116,36 @@ def test_padding_without_compression(padding: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_decode_equals_dequantising(name: str, reference) -> None:
+    """As long as both hold the same. A K at the edge of a level may fall to either side of it, which is a row of its
+    own from then on: no more than one row in a hundred, and no more to see of it than of a level."""
     model, ids = make(name), prompt(2, 60)
     following = prompt(2, 60, seed=2)
 
-    def logits() -> torch.Tensor:
+    def run() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         cache = StrataCache(model.config, **EXACT)
         with torch.no_grad():
-            made = [model(ids, past_key_values=cache).logits[:, -1:]]
+            logits, held = [model(ids, past_key_values=cache).logits[:, -1:]], []
             for some in following.split([1, 1, 3, 1, 8, 1, 16, 20, *[1] * 9], 1):
-                made.append(model(some, past_key_values=cache).logits)
+                held.append(contents(cache.tiered))
+                logits.append(model(some, past_key_values=cache).logits)
         counts = cache.tiered.memory().tokens
         assert sum(counts.values()) > counts["K32V32"] > 0, "nothing was compressed"
         cache.tiered.check()
-        return torch.cat(made, 1)
+        return logits, held
 
-    given, expected = logits(), reference(logits)
-    torch.testing.assert_close(given, expected, atol=2e-3, rtol=1e-2)  # a value at the edge of a level may fall off it
-    assert (given - expected).abs().quantile(0.99) < 2e-4
+    (given, mine), (expected, theirs) = run(), reference(run)
+    apart = [((x - y).abs().amax(1) > 1e-3).float().mean() for x, y in zip(mine, theirs, strict=True)]
+    same = 1 + sum(bool(x == 0) for x in apart)
+    torch.testing.assert_close(torch.cat(given[:same], 1), torch.cat(expected[:same], 1), atol=2e-4, rtol=1e-3)
+    assert sum(x.shape[1] for x in given[:same]) >= 50, "of 61"
+    torch.testing.assert_close(torch.cat(given, 1), torch.cat(expected, 1), atol=2e-3, rtol=1e-2)
+    assert max(apart) < 0.01
+
+
+def contents(cache: kvstrata.TieredCache) -> torch.Tensor:
+    """All rows that it holds."""
+    rows = [x for layer in range(cache.layers) for r in cache.requests for x in cache.gather(layer, r)[:2]]
+    return torch.cat([x.flatten(0, 1) for x in rows])
 
 
 def test_beams_equal_dequantising(reference) -> None:
