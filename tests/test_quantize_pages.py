@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import emulator
 from conftest import HAS_GPU
+from kvstrata.cache import quantize_op
 from kvstrata.cache import quantize_reference as reference
 from kvstrata.cache.quantize_op import UNIT, quantize_pages
 from kvstrata.layout import Format, fragments, rotate, scales
@@ -220,3 +225,45 @@ def test_graph_replay_reads_new_rows() -> None:
         pool.fill_(0xFF)
         graph.replay()
         assert torch.equal(pool.cpu(), call.run("cuda"))
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CUDA backend without CUDA."""
+    if HAS_GPU or emulator.missing() is not None:
+        pytest.skip("the kernel runs on the GPU here" if HAS_GPU else str(emulator.missing()))
+    monkeypatch.setattr(quantize_op, "jit", emulator.launcher())
+    monkeypatch.setattr(quantize_op, "missing", lambda backend, device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    quantize_op._kernel.cache_clear()
+    yield
+    quantize_op._kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("k_bits", "v_bits", "dim", "dtype", "page_tokens"),
+    [
+        (4, 4, 128, torch.bfloat16, 64),
+        (3, 2, 64, torch.float16, 32),
+        (8, 3, 64, torch.float32, 16),
+        (2, 3, 48, torch.bfloat16, 32),
+        (4, 8, 80, torch.float16, 16),
+    ],
+)
+@pytest.mark.parametrize("warps", [1, 3])
+def test_the_cuda_kernel(emulated: None, monkeypatch, warps, k_bits, v_bits, dim, dtype, page_tokens) -> None:
+    """Warps that make one tile after the other, from strided rows, empty slots and rows to be cleaned among them."""
+    monkeypatch.setattr(quantize_op, "FEW", warps * 2 * page_tokens // 16)
+    for pages in (1, 4):
+        format = Format(k_bits, v_bits, dim, page_tokens)
+        call = Call(format, dtype, pages=pages, centred=True, gap=8 * (pages > 1))
+        assert_close_enough(call, "cuda")
+        call.k[call.source[0, 1].long(), call.heads[0]] = float("inf")
+        call.v[call.source[0, 2].long(), call.heads[0], 5] = float("nan")
+        assert_close_enough(call, "cuda")
+
+
+def test_rows_that_the_cuda_kernel_cannot_copy(emulated: None) -> None:
+    call = Call(Format(4, 4, 64), torch.float16, gap=4)
+    with pytest.raises(ValueError, match="backend: expected rows aligned to 16 bytes for cuda"):
+        call.run("cuda")

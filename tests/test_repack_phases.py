@@ -18,7 +18,7 @@ import test_repack
 from conftest import HAS_GPU
 from kvstrata import backends, jit
 from kvstrata.bench.cases import settle as settle_case
-from kvstrata.cache import moves_cuda, repack_cuda, repack_op, repack_phases, whole_pages
+from kvstrata.cache import moves_cuda, quantize_op, repack_cuda, repack_op, repack_phases, whole_pages
 from kvstrata.cache.buckets import Buckets
 from kvstrata.cache.pages import PageKind, Rows
 from kvstrata.cache.pool import Pool
@@ -32,14 +32,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CUDA backend without CUDA."""
     if HAS_GPU or emulator.missing() is not None:
         pytest.skip("the kernels run on the GPU here" if HAS_GPU else str(emulator.missing()))
-    for module in (moves_cuda, repack_cuda, repack_phases, whole_pages):
+    for module in (moves_cuda, quantize_op, repack_cuda, repack_phases, whole_pages):
         monkeypatch.setattr(module, "jit", emulator.launcher())
         module._kernel.cache_clear()
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     for module in (backends, repack_op):
         monkeypatch.setattr(module, "resolve", lambda backend, device: "reference" if backend == "auto" else backend)
     yield
-    for module in (moves_cuda, repack_cuda, repack_phases, whole_pages):
+    for module in (moves_cuda, quantize_op, repack_cuda, repack_phases, whole_pages):
         module._kernel.cache_clear()
 
 
@@ -82,6 +82,12 @@ def phased(buckets: Buckets, lists: moves_cuda.Lists, group: np.ndarray, handles
         tier = int(group[page]) % 3
         for slot, (address, side) in enumerate(zip(at, sides, strict=True)):
             if address < 0:
+                continue
+            if address >> 62:  # codes: tier, page and slot
+                page_at = (address & (1 << 56) - 64) - pool.space.address
+                handle = page_at // pool.slab_bytes * pool.units + page_at % pool.slab_bytes // 64
+                source = handle, address & 63, address >> 56 & 63
+                whole[tier].add((*source, int(handles[page]), slot, tier, int(group[page]) // 3, *side))
                 continue
             offset = address - pool.space.address
             if 0 <= offset < pool.space.bytes.numel():

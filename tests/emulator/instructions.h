@@ -74,6 +74,9 @@ template <class In> inline unsigned max_pair(In in, unsigned a, unsigned b) {
 inline unsigned multiply_pair(f16 in, unsigned a, unsigned b) {
   return pair_of(in, low<f16>(a) * low<f16>(b), high<f16>(a) * high<f16>(b));
 }
+inline unsigned fma_pair(f16 in, unsigned a, unsigned b, unsigned c) {
+  return pair_of(in, low<f16>(a) * low<f16>(b) + low<f16>(c), high<f16>(a) * high<f16>(b) + high<f16>(c));
+}
 inline unsigned transpose8x8(unsigned x) {
   const auto all = exchange(x);
   const int lane = threadIdx.x & 31, row = lane >> 2;

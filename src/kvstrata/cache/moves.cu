@@ -1,13 +1,14 @@
 // From targets to moves, a block per bucket: who leaves, who fills the hole, who comes, and where to; as moves.py has it.
 //
 //   find    where the tokens of each bucket and tier begin in the list
-//   count   five numbers a group (bucket, tier), after which the host takes pages
+//   count   three numbers a group (bucket, tier), after which the host takes pages
 //   place   the moves, each where the host wants it: the i-th filler goes to the i-th hole, arrivals follow after the kept
 //
 // A warp takes a run of a tier's tokens, 128 at a time. Ballots say which of them leave, fill or come to a tier; lane c
 // keeps how many of class c there were so far. A first pass over the targets makes the sums where each warp begins.
 using i64 = long long;
 
+constexpr i64 kCoded = 1ll << 62;
 constexpr int kWarps = 8, kTiers = 16, kHole = kTiers, kFiller = kTiers + 1, kClasses = kTiers + 2, kAhead = 4;
 
 struct Tier {
@@ -25,7 +26,7 @@ struct Params {
   const i64* new_first;  // [buckets + 1] of order
   i64* starts;           // [groups] the first token
   const int* before;     // [groups] tokens
-  int* numbers;          // [5, groups]: left, came, holes, came from plain rows of the bucket, came from new rows
+  int* numbers;          // [3, groups]: left, came, holes
   const int* first;      // [3, groups]: of fillers and of arrivals in their lists; of whole pages: number less index in the bucket
   const int* places;     // [places] of (request, layer) in the tables
   const int* old_table;  // [places of all, heads, tiers, max_pages]
@@ -35,7 +36,7 @@ struct Params {
   const char* v;
   int4* copies;  // fillers: handle and slot, from and to
   int* packed;   // arrivals [n, 12], columns as in moves.COLUMNS
-  i64* k_at;     // [whole pages, page_tokens] addresses of rows
+  i64* k_at;     // [whole pages, page_tokens] addresses of rows, or codes as in quantize.cu: kCoded, tier, page, slot
   i64* v_at;     // the same for V; null without new rows, since V is as far from K in every page
   int2* sides;   // [whole pages, page_tokens] position and importance
   i64 n, k_row, v_row;  // strides in bytes
@@ -75,9 +76,9 @@ struct Run {
 
 template <class = void>
 __global__ void __launch_bounds__(256) count(const __grid_constant__ Params p) {
-  __shared__ int sums[5][kTiers];
+  __shared__ int sums[3][kTiers];
   const int bucket = blockIdx.x;
-  if (threadIdx.x < 5 * kTiers) sums[threadIdx.x / kTiers][threadIdx.x % kTiers] = 0;
+  if (threadIdx.x < 3 * kTiers) sums[threadIdx.x / kTiers][threadIdx.x % kTiers] = 0;
   __syncthreads();
   for (int tier = 0; tier <= p.tiers; tier++) {
     const Run run(p, bucket, tier);
@@ -89,9 +90,7 @@ __global__ void __launch_bounds__(256) count(const __grid_constant__ Params p) {
       for (int j = 0; j < kAhead; j++) {
         if (target[j] == run.stay) continue;
         if (tier < p.tiers) atomicAdd(&sums[0][tier], 1);
-        if (target[j] < 0) continue;
-        atomicAdd(&sums[1][target[j]], 1);
-        if (tier == 0 || tier == p.tiers) atomicAdd(&sums[tier == 0 ? 3 : 4][target[j]], 1);
+        if (target[j] >= 0) atomicAdd(&sums[1][target[j]], 1);
       }
     }
   }
@@ -104,7 +103,7 @@ __global__ void __launch_bounds__(256) count(const __grid_constant__ Params p) {
   }
   __syncthreads();
   const int which = threadIdx.x / kTiers, tier = threadIdx.x % kTiers;
-  if (which < 5 && tier < p.tiers) p.numbers[which * static_cast<i64>(p.groups) + bucket * p.tiers + tier] = sums[which][tier];
+  if (which < 3 && tier < p.tiers) p.numbers[which * static_cast<i64>(p.groups) + bucket * p.tiers + tier] = sums[which][tier];
 }
 
 __device__ __forceinline__ unsigned below() { return (1u << (threadIdx.x & 31)) - 1; }
@@ -162,7 +161,7 @@ template <class Position, bool kKeeps>
 __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p) {
   __shared__ int begin[kWarps][kClasses];
   __shared__ int came_before[kTiers];
-  __shared__ int kept[kTiers], edge[kTiers], plain[kTiers];  // tokens; the first slot of whole pages; plain ones that come
+  __shared__ int kept[kTiers], edge[kTiers];  // tokens; the first slot of whole pages
   const int bucket = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, size = p.page_tokens;
   const i64 group = static_cast<i64>(bucket) * p.tiers;
   const i64 lists = (static_cast<i64>(p.places[bucket / p.heads]) * p.heads + bucket % p.heads) * p.tiers * p.max_pages;
@@ -171,7 +170,6 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
     const int* numbers = p.numbers + group + t;
     kept[t] = p.before[group + t] - numbers[0];
     edge[t] = t ? (kept[t] + size - 1) / size * size : 0x7fffffff;  // in plain pages nothing is whole
-    plain[t] = numbers[3 * static_cast<i64>(p.groups)];
     came_before[t] = 0;
   }
   for (int tier = 0; tier <= p.tiers; tier++) {
@@ -236,19 +234,18 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
         side = side_of<Position, kKeeps>(p, page, tier, row);
       }
       const int to_slot = kept[target] + rank, whole = max(edge[target] - kept[target], 0);
-      if ((tier == 0 || is_new) && rank >= whole) {
+      if (rank >= whole) {
         const i64 number = p.first[2 * static_cast<i64>(p.groups) + group + target] + to_slot / size;
         const i64 at = number * size + to_slot % size;
-        const i64 k = reinterpret_cast<i64>(is_new ? p.k + source_row * p.k_row : page + row * p.row_bytes);
+        i64 k = reinterpret_cast<i64>(is_new ? p.k + source_row * p.k_row : page + row * p.row_bytes), v = k + p.v_offset;
+        if (is_new) v = reinterpret_cast<i64>(p.v + source_row * p.v_row);
+        else if (tier) k = v = kCoded | static_cast<i64>(tier) << 56 | reinterpret_cast<i64>(page) | row;
         p.k_at[at] = k;
-        if (p.v_at)
-          p.v_at[at] = is_new ? reinterpret_cast<i64>(p.v + source_row * p.v_row) : k + p.v_offset;
+        if (p.v_at) p.v_at[at] = v;
         p.sides[at] = side;
         return;
       }
-      // Plain ones before it that are whole are in no list.
-      const int skipped = max(min(rank, plain[target]) - whole, 0);
-      const i64 at = p.first[static_cast<i64>(p.groups) + group + target] + (rank - skipped);
+      const i64 at = p.first[static_cast<i64>(p.groups) + group + target] + rank;
       int4* line = reinterpret_cast<int4*>(p.packed + at * 12);
       const int there = p.new_table[lists + target * p.max_pages + to_slot / size];
       line[0] = make_int4(handle, source_row, is_new ? -1 : tier, there);

@@ -1,11 +1,11 @@
 """The plan of moves.py made by ``moves.cu``: a block per bucket, two launches and one wait between them.
 
-    targets ──count──▶ five numbers a group ──▶ the host takes pages and says where lists begin ──place──▶ lists
+    targets ──count──▶ three numbers a group ──▶ the host takes pages and says where lists begin ──place──▶ lists
 
 Moves come out as lists by phase, not as chains. A phase is the fillers of a tier, or its arrivals; phases go from the
 last tier to the first, fillers first. Then nobody writes where another one has yet to read: the holes of a tier are
 those of tokens that went on to later tiers, and arrivals go where these or its fillers were. Pages in which all slots
-are free for arrivals are made whole of the plain rows among them.
+are free for arrivals are made whole.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Lists:
     copies: torch.Tensor  # int32 [n, 4], fillers
     packed: torch.Tensor  # int32 [n, 12], arrivals that are not whole
     ranges: np.ndarray  # [2, tiers, 2]: of fillers in `copies` and of arrivals in `packed`, by tier: first and end
-    k_at: torch.Tensor  # int64 [pages, page_tokens], -1 for an empty slot
+    k_at: torch.Tensor  # int64 [pages, page_tokens], of rows or codes, -1 for an empty slot
     v_at: torch.Tensor | None
     sides: torch.Tensor  # int32 [pages, page_tokens, 2]
 
@@ -91,7 +91,7 @@ class Plan:
         tensors["before"] = pool.to_device(self.before.astype(np.int32))
         tensors["places"] = pool.to_device(self.places.astype(np.int32))
         tensors["pointers"] = pool.pointers
-        tensors["numbers"] = torch.empty(5, groups, dtype=torch.int32, device=device)
+        tensors["numbers"] = torch.empty(3, groups, dtype=torch.int32, device=device)
         if self.tokens is not None:
             for name in ("bucket", "tier", "slot", "position", "importance"):
                 tensors[name] = getattr(self.tokens, name).contiguous()
@@ -110,18 +110,15 @@ class Plan:
         self._launch("count<>", groups // len(buckets.kinds))
 
     def to_host(self) -> np.ndarray:
-        """``left, came, holes, plain, fresh`` of every group: the one time that the host waits for the device."""
+        """``left, came, holes`` of every group: the one time that the host waits for the device."""
         return self._tensors["numbers"].cpu().numpy().astype(np.int64)
 
     def whole_pages(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Group and index in its bucket of the pages of codes that are made anew, tier by tier.
-
-        All new ones, and those past the kept tokens that plain rows come into.
-        """
+        """Group and index in its bucket of the pages of codes past the kept tokens, tier by tier."""
         tiers, p = len(self.buckets.kinds), self.buckets.page_tokens
-        left, came, _, plain, fresh = numbers
+        left, came, _ = numbers
         kept = self.before - left
-        first = -(-np.where(plain + fresh > 0, kept, self.before) // p)
+        first = -(-kept // p)
         end = np.where(np.arange(len(kept)) % tiers > 0, -(-(kept + came) // p), 0)
         by_tier = np.arange(len(kept)).reshape(-1, tiers).T.reshape(-1)
         which, page = spans(first[by_tier], end[by_tier])
@@ -131,11 +128,9 @@ class Plan:
         """The moves, when the new pages are in the tables. ``group, page``: those of `whole_pages`."""
         buckets, device = self.buckets, self.buckets.device
         tiers, p, groups = len(buckets.kinds), buckets.page_tokens, len(self.before)
-        left, came, holes, plain, fresh = numbers
-        # Plain and new tokens are whole, but for those that come into the page where the kept ones end.
-        old = (left - self.before) % p
-        whole = np.maximum(plain - old, 0) + np.maximum(came - np.maximum(came - fresh, old), 0)
-        rest = np.where(np.arange(groups) % tiers > 0, came - whole, came)
+        left, came, holes = numbers
+        # Tokens are whole, but for those that come into the page where the kept ones end.
+        rest = np.where(np.arange(groups) % tiers > 0, np.minimum(came, (left - self.before) % p), came)
         first = np.zeros((3, groups), np.int64)
         first[2, group] = np.arange(len(group)) - page
         ranges = np.zeros((2, tiers, 2), np.int64)

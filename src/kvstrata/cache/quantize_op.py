@@ -22,8 +22,13 @@ from . import quantize_reference as reference
 SOURCE = Path(__file__).with_name("quantize.cu")
 UNIT = 64  # bytes that a page handle counts in
 CXX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-# struct Params: k, v, pool, pages, source of k and of v, heads, centre, rotated centre, centres; four strides in bytes.
-PARAMS = struct.Struct("10Q4q")
+# struct Params: k, v, pool, pages, source of k and of v, heads, centre, rotated centre, centres; strides of heads and
+# of tokens in bytes; the number of pages; bits of K and V, offsets of V and scales in the tiers that codes come from.
+TIERS = 16
+PARAMS = struct.Struct(f"10Q2q3i{4 * TIERS}i4x")
+PAGES_A_WARP, FEW = 8, 2048  # what a warp does one after the other; warps that a GPU has room for
+ASKED = 4 * (17 * 8 + 2 * 4)  # bytes of what says where rows are
+ROW_BYTES = 16  # that rows are aligned to: what a thread copies at once
 
 
 def entry_of(format: Format, dtype: torch.dtype, by_address: bool = False) -> str:
@@ -33,13 +38,19 @@ def entry_of(format: Format, dtype: torch.dtype, by_address: bool = False) -> st
     return f"quantize_pages<{CXX[dtype]}, {format.head_dim}, {widths}, {str(format.rotate).lower()}{index}>"
 
 
-def grid_of(format: Format, pages: int) -> tuple[int, int]:
-    """Blocks and threads: a warp is one side of 16 tokens; a block is a page only where its tiles share words."""
+def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, params: bytes) -> jit.Launch:
+    """The launch that makes ``pages`` pages.
+
+    A warp is one side of 16 tokens, of `PAGES_A_WARP` pages or of fewer if warps are few. Where tiles share words, a
+    block is a page.
+    """
     steps, tiles = format.head_dim // fragments.STEP_DIMS, format.page_tokens // fragments.TILE_TOKENS
     planes = [width for bits in (format.k_bits, format.v_bits) for width, _ in fragments.planes(bits)]
     if any(steps * width % 4 for width in planes):
-        return pages, 64 * tiles
-    return pages * 2 * tiles, 32
+        return jit.Launch(kernel, pages, 64 * tiles, params, shared=format.k_bytes + format.v_bytes)
+    stage = fragments.TILE_TOKENS * fragments.STEP_DIMS * (steps | 1) * dtype.itemsize  # InStage::kBytes
+    warps = max(-(-pages // PAGES_A_WARP), min(pages, FEW // (2 * tiles)))
+    return jit.Launch(kernel, (warps, 2 * tiles), 32, params, shared=2 * stage + ASKED)
 
 
 def _fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> None:
@@ -152,15 +163,16 @@ def quantize_pages(
         quantize_triton.quantize_pages(job)
     else:
         if not _aligned(k, v, pool):
-            _fail("backend", "rows aligned to 8 bytes (float32: 16) for cuda", "others; use backend='triton'")
+            _fail("backend", f"rows aligned to {ROW_BYTES} bytes for cuda", "others; use backend='triton'")
         _cuda(job)
 
 
 def _aligned(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> bool:
-    """Whether a thread's four values of a row are one access, and a page's chunks too."""
-    size, access = k.element_size(), 4 * k.element_size()
-    strides = [n * size for x in (k, v) for n in x.stride()[:2]]
-    return all(n % access == 0 for n in (*strides, k.data_ptr(), v.data_ptr())) and pool.data_ptr() % 16 == 0
+    """Whether rows can be copied and a page's chunks written in the kernel's accesses."""
+    strides = [n * k.element_size() for x in (k, v) for n in x.stride()[:2]]
+    return max(strides) < 1 << 31 and all(
+        n % ROW_BYTES == 0 for n in (*strides, k.data_ptr(), v.data_ptr(), pool.data_ptr())
+    )
 
 
 def _best(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> str:
@@ -202,10 +214,11 @@ def _cuda(job: Job) -> None:
     params = PARAMS.pack(
         *(x.data_ptr() for x in (k, v, pool, pages, source, source, heads)),
         *addresses,
-        *(n * size for x in (k, v) for n in x.stride()[:2]),
+        *(x.stride(dim) * size for dim in (1, 0) for x in (k, v)),
+        pages.shape[0],
+        *[0] * (4 * TIERS),
     )
     with torch.cuda.device(device):
         jit.bind_context(device)
-        grid, block = grid_of(format, pages.shape[0])
-        launch = jit.Launch(_kernel(format, k.dtype, device), grid, block, params)
+        launch = prepare(_kernel(format, k.dtype, device), format, k.dtype, pages.shape[0], params)
         launch(jit.current_stream(device))

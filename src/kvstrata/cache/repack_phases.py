@@ -2,8 +2,8 @@
 
     tier by tier from the last, a launch each, if there are any:
         fillers ──repack_phases.cu──▶ holes
-        plain arrivals ──quantize.cu──▶ whole pages    their positions and importance: one launch for all tiers
-        other arrivals ──repack.cu──▶ slots
+        arrivals ──quantize.cu──▶ whole pages    their positions and importance: one launch for all tiers
+        arrivals ──repack.cu──▶ slots of the page where the kept tokens end
 
 Everything is prepared with the plan; to run it is to launch. How many launches depends on the tiers only.
 """
@@ -110,7 +110,7 @@ def phases(
                 kept.append(rotated)
                 v_at = plain.v_offset if lists.v_at is None else lists.v_at[whole]
                 mine = pages[whole], lists.k_at[whole], v_at, bucket[whole]
-                launches.append(whole_pages.launch(format, plain.dtype, *mine, centre, rotated))
+                launches.append(whole_pages.launch(kinds, tier, *mine, centre, rotated))
             if last > begin:
                 launches.append(repack_cuda.launch(job, begin, last - begin))
         if len(handles):

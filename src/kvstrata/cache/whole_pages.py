@@ -1,24 +1,27 @@
-"""Plain tokens that fill new pages of codes: the kernel of ``quantize_pages``, rows and pages given by their addresses.
+"""Tokens that fill whole pages of codes: the kernel of ``quantize_pages``, rows and pages given by their addresses.
 
 In `repack` a warp moves one token. Where many tokens arrive in pages that are new, the kernel that makes whole tiles
-reads each row once and writes each word once; rows come from plain pages of any slab, or are new.
+reads each row once and writes each word once; rows come from plain pages of any slab, or are new, or come as codes of
+another tier.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from .. import jit
 from ..layout import Format
-from .quantize_op import PARAMS, SOURCE, entry_of, grid_of
+from .pages import PageKind
+from .quantize_op import PARAMS, ROW_BYTES, SOURCE, TIERS, entry_of, prepare
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Rows whose four values are one access."""
-    size, access = x.element_size(), 4 * x.element_size()
-    return x if x.data_ptr() % access == 0 and x.stride(0) * size % access == 0 else x.contiguous().clone()
+    """Rows that the kernel can copy."""
+    fits = x.data_ptr() % ROW_BYTES == 0 and x.stride(0) * x.element_size() % ROW_BYTES == 0
+    return x if fits else x.contiguous().clone()
 
 
 @functools.lru_cache(maxsize=256)
@@ -27,8 +30,8 @@ def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
 
 
 def launch(
-    format: Format,
-    dtype: torch.dtype,
+    kinds: Sequence[PageKind],
+    tier: int,
     pages: torch.Tensor,
     k_at: torch.Tensor,
     v_at: torch.Tensor | int,
@@ -36,16 +39,18 @@ def launch(
     centre: torch.Tensor,
     rotated: torch.Tensor,
 ) -> jit.Launch:
-    """Make pages at ``pages * 64`` of the rows at ``k_at [n, page_tokens]``, -1 for an empty slot.
+    """Make pages of a tier at ``pages * 64`` of the rows at ``k_at [n, page_tokens]``, -1 for an empty slot.
 
     ``v_at``: the rows of V, or how far behind its K each is. ``bucket [n]``: the row of ``centre``.
     All slots are written.
     """
-    device = pages.get_device()
+    device, format, dtype = pages.get_device(), kinds[tier].format, kinds[0].dtype
     v, v_rows = (v_at, k_at) if isinstance(v_at, int) else (0, v_at)
     centres = (centre.data_ptr(), rotated.data_ptr(), bucket.data_ptr()) if format.centre else (0, 0, 0)
-    params = PARAMS.pack(
-        0, v, 0, pages.data_ptr(), k_at.data_ptr(), v_rows.data_ptr(), bucket.data_ptr(), *centres, 1, 0, 1, 0
-    )  # rows are addresses: bytes from 0 on, and the number of the head does not matter
-    grid, block = grid_of(format, len(pages))
-    return jit.Launch(_kernel(format, dtype, device), grid, block, params)
+    formats = [kind.format for kind in kinds[1:]]
+    sources = [x for f in formats for x in (f.k_bits, f.v_bits, f.v_offset, f.scale_offset)]
+    params = PARAMS.pack(  # rows are addresses, and the number of the head does not matter
+        0, v, 0, pages.data_ptr(), k_at.data_ptr(), v_rows.data_ptr(), bucket.data_ptr(), *centres,
+        0, 0, 1, 1, len(pages), *[0] * 4, *sources, *[0] * (4 * TIERS - 4 - len(sources)),
+    )  # fmt: skip
+    return prepare(_kernel(format, dtype, device), format, dtype, len(pages), params)

@@ -44,13 +44,13 @@ __device__ __forceinline__ void rotate_step(float (&f)[4][2], const uint2 (&rows
   }
 }
 
-// The rest of the rotation: butterflies over steps, in the order of layout/rotation.py.
-template <int kSteps, bool kRotate>
+// The rest of the rotation: butterflies over steps kFirst apart and more, in the order of layout/rotation.py.
+template <int kSteps, bool kRotate, int kFirst>
 __device__ __forceinline__ void rotate_steps(Tile<kSteps>& f) {
   if constexpr (kRotate) {
     constexpr int kBlock = kSteps & -kSteps;  // in steps of 16 dims
 #pragma unroll
-    for (int d = 1; d < kBlock; d *= 2)
+    for (int d = kFirst; d < kBlock; d *= 2)
 #pragma unroll
       for (int s = 0; s < kSteps; s++)
         if (!(s & d))

@@ -23,7 +23,7 @@ __device__ __forceinline__ unsigned opaque(unsigned x) {
 // Brings a line of memory nearer, into L2, and waits for nothing.
 __device__ __forceinline__ void fetch_ahead(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-// Two values a register: the larger of each, and the product.
+// Two values a register: the larger of each, the product, and a product and sum rounded once.
 __device__ __forceinline__ unsigned max_pair(f16, unsigned a, unsigned b) {
   unsigned out;
   asm("max.f16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
@@ -37,6 +37,12 @@ __device__ __forceinline__ unsigned max_pair(bf16, unsigned a, unsigned b) {
 __device__ __forceinline__ unsigned multiply_pair(f16, unsigned a, unsigned b) {
   unsigned out;
   asm("mul.f16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+__device__ __forceinline__ unsigned fma_pair(f16, unsigned a, unsigned b, unsigned c) {
+  unsigned out;
+  asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
   return out;
 }
 

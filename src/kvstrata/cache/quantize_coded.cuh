@@ -1,0 +1,121 @@
+// Tokens of a tile that come as codes of another tier: what they stand for, to where rotated rows are.
+#pragma once
+#include "planes.cuh"
+#include "quantize_encode.cuh"
+
+using i64 = long long;
+using u64 = unsigned long long;
+
+struct Tier {
+  int k_bits, v_bits, v_offset, scale_offset;
+};
+
+// A token that comes as codes of another tier: slot, page and tier in one number (moves.cu makes them).
+constexpr i64 kCoded = 1ll << 62;
+template <class Index> __device__ __forceinline__ bool is_plain(Index row) {
+  if constexpr (sizeof(Index) == 8) return static_cast<u64>(row) < static_cast<u64>(kCoded);
+  else return row >= 0;
+}
+template <class Index> __device__ __forceinline__ bool is_coded(Index row) {
+  if constexpr (sizeof(Index) == 8) return row >= kCoded;
+  else return false;
+}
+
+// The tokens of a lane that come as codes.
+template <int kDim, int kTokens, bool kIsV>
+struct Coded {
+  static constexpr int kSteps = kDim / 16, kRows = Group<kIsV>::kRows;
+  const char* codes[kRows];
+  int slot[kRows], bits[kRows], scale[kRows];  // 0 bits: none
+
+  // `rows`: of the tile.
+  __device__ __forceinline__ Coded(const i64* rows, const Tier* tiers) {
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {
+      const i64 row = __ldg(rows + (kIsV ? 2 * t + (i & 1) + 8 * (i >> 1) : g + 8 * i));
+      bits[i] = scale[i] = slot[i] = 0;
+      codes[i] = nullptr;
+      if (!is_coded(row)) continue;
+      const Tier& tier = tiers[row >> 56 & 63];
+      const char* page = reinterpret_cast<const char*>(row & ((1ll << 56) - 64));
+      slot[i] = static_cast<int>(row & 63);
+      bits[i] = kIsV ? tier.v_bits : tier.k_bits;
+      codes[i] = page + (kIsV ? tier.v_offset : 0);
+      scale[i] = reinterpret_cast<const unsigned short*>(page + tier.scale_offset)
+          [slot[i] / 16 * 32 + slot[i] % 8 * 4 + slot[i] % 16 / 8 + 2 * kIsV];
+    }
+  }
+
+  // The scale of the lane's own token if its codes have as many bits as they will have, else -1.
+  __device__ __forceinline__ int kept(int wanted) const {
+    const int lane = threadIdx.x & 31, own = kIsV ? (lane >> 4) * 2 + (lane >> 3 & 1) : lane >> 1 & 1;
+    int found = -1;
+#pragma unroll
+    for (int i = 0; i < kRows; i++)
+      if (own == i && bits[i] == wanted) found = scale[i];
+    return found;
+  }
+
+  template <int kWidth, int kWords>
+  __device__ __forceinline__ void load(unsigned (&x)[kSteps][2], int i, bool mine) const {
+    using P = Plane<kDim, kTokens, kWidth, kIsV>;
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, token = slot[i] & 15;
+    const int lane = kIsV ? 4 * g + ((token & 7) >> 1) : 4 * (token & 7) + t;
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+#pragma unroll
+      for (int q = 0; q < P::kPairs; q++) {
+        const int word = P::word(slot[i] / 16 * kSteps + s, token) + q;
+        x[s][q] = mine ? *reinterpret_cast<const unsigned*>(codes[i] + P::template address<kWords>(word, lane)) : 0u;
+      }
+  }
+
+  // Values of tokens with kBits bits, `times` as long, to where they stand in the tile; the words of two tokens are on
+  // their way together.
+  template <int kBits>
+  __device__ __forceinline__ void add(Tile<kSteps>& f, float times) const {
+    constexpr int kJ = kSteps * (kTokens / 16), kLow = (kJ + 1) / 2, kHigh = (kJ + 3) / 4, kWidth = kBits == 3 ? 2 : kBits;
+    constexpr int kWords = kBits == 8 ? 2 * kJ : kBits == 4 ? kJ : kBits == 2 ? kLow : kLow + kHigh;
+    using P = Plane<kDim, kTokens, kWidth, kIsV>;
+    using Top = Plane<kDim, kTokens, 1, kIsV>;  // of 3 bits
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kRows; i++) any |= bits[i] == kBits;
+    if (!__any_sync(~0u, any)) return;
+#pragma unroll
+    for (int first = 0; first < kRows; first += 2) {
+      unsigned x[2][kSteps][2], top[2][kSteps][2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        load<kWidth, kWords>(x[i], first + i, bits[first + i] == kBits);
+        if constexpr (kBits == 3) load<1, kWords>(top[i], first + i, bits[first + i] == kBits);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int which = first + i, token = slot[which] & 15, tile = slot[which] / 16 * kSteps;
+        const float factor = to_float(f16{static_cast<unsigned short>(scale[which])}) * times;
+#pragma unroll
+        for (int s = 0; s < kSteps; s++)
+#pragma unroll
+          for (int r = 0; r < 4; r++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              if (Group<kIsV>::row(r, half) != which) continue;
+              const int e = kIsV ? r & 1 : (r >> 1) * 2 + half;
+              unsigned code = x[i][s][P::kPairs == 2 ? e >> 1 : 0] >> P::shift(tile + s, token, e) & ((1u << kWidth) - 1);
+              if constexpr (kBits == 3) code |= (top[i][s][0] >> Top::shift(tile + s, token, e) & 1) << 2;
+              const float value = (static_cast<float>(code) - 0.5f * ((1 << kBits) - 1)) * factor;
+              if (bits[which] == kBits) f[s][r][half] = value;
+            }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_all(Tile<kSteps>& f, float times) const {
+    add<8>(f, times);
+    add<4>(f, times);
+    add<3>(f, times);
+    add<2>(f, times);
+  }
+};

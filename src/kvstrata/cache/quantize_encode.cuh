@@ -1,0 +1,180 @@
+// Rotated rows of a tile to codes and scales in the page; the arithmetic of cache/quantize_reference.py.
+#pragma once
+#include "fragments.cuh"
+#include "quantize_rows.cuh"
+#include "warp.cuh"
+
+constexpr float kSmallestStep = 5.9604644775390625e-8f;
+constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: a sum with it, rounded down, holds the floor in its low bits
+
+template <int kBits> __device__ __forceinline__ constexpr float gaussian_step() {
+  return kBits == 2 ? 0.9957f : kBits == 3 ? 0.586f : 0.3352f;
+}
+
+// What codes lose of a row's length, as in quantize_reference.
+template <int kBits, bool kIsV> __device__ __forceinline__ constexpr float gain_of() {
+  if (kIsV) return kBits == 2 ? 1.0995f : kBits == 3 ? 1.0291f : kBits == 4 ? 1.0087f : 1.f;
+  return kBits == 2 ? 1.0653f : kBits == 3 ? 1.0193f : kBits == 4 ? 1.0058f : 1.f;
+}
+
+// (levels - 1) / 2 * 2^-9 in fp16.
+template <int kBits> __device__ __forceinline__ constexpr unsigned middle_level() {
+  return kBits == 2 ? 0x1a00u : kBits == 3 ? 0x1f00u : kBits == 4 ? 0x2380u : 0x33f8u;
+}
+
+// Both 16-bit halves clamped to 0 .. largest.
+__device__ __forceinline__ unsigned clamp_halves(unsigned x, int largest) {
+  unsigned out;
+#if __CUDA_ARCH__ >= 900
+  asm("min.relu.s16x2 %0,%1,%2;" : "=r"(out) : "r"(x), "r"(largest * 0x10001));
+#else
+  const int low = static_cast<short>(x), high = static_cast<int>(x) >> 16;
+  out = static_cast<unsigned>(max(0, min(low, largest)) | max(0, min(high, largest)) << 16);
+#endif
+  return out;
+}
+
+// Tokens in a tile's fragments. A lane has values of several: K: tokens g + 8 (r % 2), shared by the 4 lanes of equal g;
+// V: tokens 2t + half + 8 (r / 2), shared by the 8 lanes of equal t. Reductions leave each lane with one token of its
+// own; what is found for it goes back to all lanes with `spread`.
+template <bool kIsV> struct Group {
+  static constexpr int kRows = kIsV ? 4 : 2;
+  static __device__ __forceinline__ constexpr int row(int r, int half) { return kIsV ? (r >> 1) * 2 + half : r & 1; }
+  // The lane's own token in the tile, and whether of the lanes that have it this one writes.
+  static __device__ __forceinline__ int token() {
+    const int lane = threadIdx.x & 31;
+    return kIsV ? 2 * (lane & 3) + (lane >> 3 & 1) + 8 * (lane >> 4) : (lane >> 2) + 8 * (lane >> 1 & 1);
+  }
+  static __device__ __forceinline__ bool writes() { return !(threadIdx.x & (kIsV ? 4 : 1)); }
+  template <class F>
+  static __device__ __forceinline__ float reduce(const float (&x)[kRows], F combine) {
+    const int lane = threadIdx.x & 31;
+    if constexpr (kIsV) {
+      const bool upper = lane & 16, odd = lane & 8;
+      const float a = combine(upper ? x[2] : x[0], __shfl_xor_sync(~0u, upper ? x[0] : x[2], 16));
+      const float b = combine(upper ? x[3] : x[1], __shfl_xor_sync(~0u, upper ? x[1] : x[3], 16));
+      const float out = combine(odd ? b : a, __shfl_xor_sync(~0u, odd ? a : b, 8));
+      return combine(out, __shfl_xor_sync(~0u, out, 4));
+    } else {
+      const bool odd = lane & 2;
+      const float out = combine(odd ? x[1] : x[0], __shfl_xor_sync(~0u, odd ? x[0] : x[1], 2));
+      return combine(out, __shfl_xor_sync(~0u, out, 1));
+    }
+  }
+  static __device__ __forceinline__ void spread(float found, float (&x)[kRows]) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < kRows; i++) x[i] = __shfl_sync(~0u, found, kIsV ? i * 8 + (lane & 3) : (lane & 28) + i * 2);
+  }
+};
+
+__device__ __forceinline__ float add(float a, float b) { return a + b; }
+// Of magnitudes, compared as integers: a NaN counts as the largest.
+__device__ __forceinline__ float larger(float a, float b) {
+  return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+}
+
+// Correctly rounded for what lies well within the normal range, without the branch that the other values need.
+__device__ __forceinline__ float square_root(float x) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
+  const float root = x * r;
+  return fmaf(fmaf(-root, root, x), 0.5f * r, root);
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
+  return fmaf(r, -fmaf(x, r, -1.f), r);
+}
+
+// A token's step. `measure`: the sum of squares, or for 8 bit the largest magnitude.
+template <int kBits, int kDim>
+__device__ __forceinline__ float step_of(float measure) {
+  if constexpr (kBits == 8) return __fmul_rn(measure, 2.f / 255.f);
+  constexpr float kShare = 1.f / kDim;
+  float mean = measure * kShare;
+  if constexpr (kDim & (kDim - 1)) mean = fmaf(fmaf(-mean, static_cast<float>(kDim), measure), kShare, mean);
+  return __fmul_rn(square_root(fmaxf(mean, 1e-20f)), gaussian_step<kBits>());
+}
+
+// Rotated rows to codes and the fp16 scale of the lane's own token: step, encode, refit. `factor`: what rows are too
+// long by. `kept`: a scale that stays, and with it the codes that the row was made of; negative if there is none.
+template <int kBits, int kSteps, bool kIsV>
+__device__ __forceinline__ unsigned short encode(const Tile<kSteps>& f, float measure, float factor, int kept,
+                                                 Codes<kBits, kSteps>& codes) {
+  using G = Group<kIsV>;
+  constexpr int kLevels = 1 << kBits;
+  constexpr unsigned kMiddle = middle_level<kBits>();
+  float inverse[G::kRows], dot[G::kRows] = {}, square[G::kRows] = {};
+  float step = step_of<kBits, 16 * kSteps>(measure);
+  if (kept >= 0) step = to_float(f16{static_cast<unsigned short>(kept)}) / factor;
+  G::spread(reciprocal(fmaxf(step, kSmallestStep / factor)), inverse);
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    unsigned p[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const int i = G::row(r, 0), j = G::row(r, 1);
+      const unsigned first = __float_as_uint(__fmaf_rd(f[s][r][0], inverse[i], kMagic + kLevels / 2));
+      const unsigned second = __float_as_uint(__fmaf_rd(f[s][r][1], inverse[j], kMagic + kLevels / 2));
+      p[r] = clamp_halves(__byte_perm(first, second, 0x5410), kLevels - 1);
+      // Levels times 2^-9, exactly: codes are subnormal numbers of fp16.
+      const unsigned level = fma_pair(f16{}, p[r], 0x78007800u, (kMiddle | kMiddle << 16) ^ 0x80008000u);
+      const float a = to_float(f16{static_cast<unsigned short>(level)});
+      const float b = to_float(f16{static_cast<unsigned short>(level >> 16)});
+      dot[i] += f[s][r][0] * a;
+      square[i] += a * a;
+      dot[j] += f[s][r][1] * b;
+      square[j] += b * b;
+    }
+    codes.set(s, p);
+  }
+  const float gain = factor * gain_of<kBits, kIsV>() / 512.f;
+  const float scale = gain * __fdividef(G::reduce(dot, add), G::reduce(square, add));
+  unsigned short out;
+  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(out) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
+  return kept >= 0 ? static_cast<unsigned short>(kept) : out;
+}
+
+// What the step of the lane's own token is made of: the sum of squares, or for 8 bit the largest magnitude.
+template <int kBits, int kSteps, bool kIsV>
+__device__ __forceinline__ float measure_rows(const Tile<kSteps>& f) {
+  using G = Group<kIsV>;
+  float part[G::kRows] = {};
+#pragma unroll
+  for (int s = 0; s < kSteps; s++)
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float x = f[s][r][half];
+        float& m = part[G::row(r, half)];
+        if constexpr (kBits == 8) m = larger(m, fabsf(x));
+        else m += x * x;
+      }
+  if constexpr (kBits == 8) return G::reduce(part, larger);
+  else return G::reduce(part, add);
+}
+
+// Whether every row of the tile can be trusted to have been finite and within +-65504 before the rotation, which
+// preserves the norm but for `factor`. False for NaN.
+template <int kBits>
+__device__ __forceinline__ bool all_fine(float measure, float factor) {
+  constexpr float kLongest = 16.f;  // the largest sqrt(D)
+  const bool fine = kBits == 8 ? measure * factor <= kLargest / kLongest : measure * factor * factor <= kLargest * kLargest;
+  return __all_sync(~0u, fine);
+}
+
+// Rotated rows to codes and scales in the page.
+template <int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate>
+__device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure, int kept, unsigned char* to, int tile,
+                                           unsigned char* scales) {
+  using G = Group<kIsV>;
+  Codes<kBits, kSteps> codes;
+  const unsigned short scale = encode<kBits, kSteps, kIsV>(f, measure, rotation_factor<kSteps, kRotate>(), kept, codes);
+  codes.template flush<kTiles>(to, tile);
+  // (k[g], k[g + 8], v[g], v[g + 8]) for each row g
+  const int token = G::token();
+  if (G::writes())
+    *reinterpret_cast<unsigned short*>(scales + tile * 64 + token % 8 * 8 + (kIsV ? 4 : 0) + token / 8 * 2) = scale;
+}

@@ -1,0 +1,130 @@
+// Plain rows of a tile, in memory or in shared memory, to rotated ones in registers.
+#pragma once
+#include "cp_async.cuh"
+#include "rotation.cuh"
+#include "vec.cuh"
+
+constexpr float kLargest = 65504.f;
+
+template <class In> struct Quad { using type = uint2; };
+template <> struct Quad<f32> { using type = uint4; };
+
+template <class In>
+__device__ __forceinline__ float quad_value(const typename Quad<In>::type& q, int i) {
+  if constexpr (sizeof(In) == 4) return __uint_as_float(i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w);
+  else return to_float(In{static_cast<unsigned short>((i < 2 ? q.x : q.y) >> (i % 2 * 16))});
+}
+
+// Where a lane finds its two rows of a side, tokens g and g + 8 of the tile: dims 4t .. 4t + 3 of every step.
+template <class In>
+struct InMemory {
+  using Raw = typename Quad<In>::type;
+  const char* at[2];
+  bool there[2];  // else an empty slot, or codes
+
+  __device__ __forceinline__ Raw load(int step, int i) const {
+    Raw raw{};
+    if (there[i]) {
+      const Vec<sizeof(Raw)> x = load_once<sizeof(Raw)>(at[i] + 16 * step * sizeof(In));
+      if constexpr (sizeof(Raw) == 8) raw = make_uint2(x.words[0], x.words[1]);
+      else raw = make_uint4(x.words[0], x.words[1], x.words[2], x.words[3]);
+    }
+    return raw;
+  }
+};
+
+// In shared memory, where rows that are not there are zeros. Rows are an odd number of accesses of four lanes apart: no two
+// meet in a bank.
+template <class In, int kSteps>
+struct InStage {
+  static constexpr int kAccess = 16 * sizeof(In), kRow = kSteps * kAccess, kApart = (kSteps | 1) * kAccess, kBytes = 16 * kApart;
+  using Raw = typename Quad<In>::type;
+  const unsigned char* rows;
+  bool there[2];
+
+  __device__ __forceinline__ Raw load(int step, int i) const {
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+    return *reinterpret_cast<const Raw*>(rows + (g + 8 * i) * kApart + (16 * step + 4 * t) * sizeof(In));
+  }
+};
+
+// What comes off K. Whether there is one is asked of the arguments, not of the address: the machine code that asked an
+// address which may be null (NVRTC 13.0, sm_90) reads it sooner after it is cleared than elsewhere; see
+// tests/test_machine_code.py.
+struct Centre {
+  bool there;
+  const float* rotated;  // through the butterflies, without their factor
+  const float* plain;    // in the model's space
+};
+
+template <int kSteps>
+__device__ __forceinline__ void clear(Tile<kSteps>& f) {
+#pragma unroll
+  for (int s = 0; s < kSteps; s++)
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[s][i >> 1][i & 1] = 0.f;
+}
+
+// Whether the butterflies between neighbouring steps are left to the tensor cores too: the sum of both products is one
+// step, their difference the other.
+template <int kSteps, bool kRotate> constexpr bool kPairs = kRotate && kSteps % 2 == 0;
+
+template <class In, bool kRotate>
+__device__ __forceinline__ void rotation_operands(unsigned (&h)[2][2][2]) {  // and its negative
+  rotation_operand<In, kRotate>(h[0]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) h[1][i >> 1][i & 1] = h[0][i >> 1][i & 1] ^ 0x80008000u;
+}
+
+// Rows of 16-bit values to rotated ones; for K less the rotated centre, which is as long as they are. Empty
+// slots stay zero.
+template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
+__device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& source, const Centre& centre) {
+  unsigned h[2][2][2];
+  rotation_operands<In, kRotate>(h);
+  clear<kSteps>(f);
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    const uint2 raw[2] = {source.load(s, 0), source.load(s, 1)};
+    rotate_step<In, kIsV>(f[s], raw, h[kPairs<kSteps, kRotate> && s % 2]);
+    if constexpr (kPairs<kSteps, kRotate>) rotate_step<In, kIsV>(f[s ^ 1], raw, h[0]);
+  }
+  rotate_steps<kSteps, kRotate, kPairs<kSteps, kRotate> ? 2 : 1>(f);
+  if (!kIsV && centre.there) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (source.there[i >> 1 & 1]) f[s][i >> 1][i & 1] -= __ldg(centre.rotated + 16 * s + 2 * t + 8 * (i >> 2) + (i & 1));
+  }
+}
+
+// The same from memory, with every value centred and cleaned before the rotation, as the reference does it.
+template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
+__device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source& source, const Centre& centre) {
+  unsigned h[2][2][2];
+  rotation_operands<bf16, kRotate>(h);
+  const int t = threadIdx.x & 3;
+  clear<kSteps>(f);
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    float x[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const auto raw = source.load(s, i);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        float value = quad_value<In>(raw, e);
+        if (!kIsV && centre.there && source.there[i]) value -= __ldg(centre.plain + 16 * s + 4 * t + e);
+        x[i][e] = value != value ? 0.f : fminf(fmaxf(value, -kLargest), kLargest);
+      }
+    }
+    float again[2][4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) again[i >> 2][i & 3] = x[i >> 2][i & 3];
+    rotate_step_exactly<kIsV>(f[s], x, h[kPairs<kSteps, kRotate> && s % 2]);
+    if constexpr (kPairs<kSteps, kRotate>) rotate_step_exactly<kIsV>(f[s ^ 1], again, h[0]);
+  }
+  rotate_steps<kSteps, kRotate, kPairs<kSteps, kRotate> ? 2 : 1>(f);
+}
