@@ -173,25 +173,24 @@ def test_store_gates(name: str, backend: str, arch: str) -> None:
 
 
 QUANTISED = [
-    (Format(4, 4, 128), torch.bfloat16, 96),
-    (Format(8, 8, 128), torch.bfloat16, 128),
+    (Format(4, 4, 128), torch.bfloat16, 128),
+    (Format(8, 8, 128), torch.bfloat16, 168),
     (Format(3, 3, 128), torch.bfloat16, 128),
     (Format(2, 2, 64), torch.float16, 80),
     (Format(4, 2, 128, rotate=False), torch.float32, 168),
     (Format(4, 4, 256), torch.bfloat16, 255),
-    (Format(3, 2, 80), torch.bfloat16, 168),  # tiles share words: put together in shared memory
+    (Format(3, 2, 80), torch.bfloat16, 168),  # tiles share words
 ]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("format", "dtype", "registers"), QUANTISED, ids=lambda x: getattr(x, "name", str(x)))
 def test_quantise_gates(format: Format, dtype: torch.dtype, registers: int, arch: str) -> None:
-    """As many registers as leave the warps that hide memory's latency; shared memory only where tiles meet."""
+    """As many registers as leave warps that hide memory's latency; a few spills where 128 of them hold a tile."""
     usage = jit.usage(quantize_op.SOURCE, quantize_op.entry_of(format, dtype), arch=arch)
-    assert usage.spill_bytes == usage.stack_bytes == 0, usage
+    assert usage.spill_bytes <= (256 if format.head_dim == 256 else 0), usage
     assert 0 < usage.registers <= registers, usage
-    assert (usage.shared_bytes > 0) == (quantize_op.grid_of(format, 1)[1] > 32), usage
-    assert usage.shared_bytes <= 48 * 1024
+    assert usage.shared_bytes == 0, usage  # asked for at the launch
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

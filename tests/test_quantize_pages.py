@@ -121,12 +121,15 @@ def test_any_call_is_close_to_the_reference(backend: str) -> None:
         rotated=st.booleans(),
         centred=st.booleans(),
         gap=st.sampled_from([0, 16]),
+        few=st.sampled_from([1, quantize_op.FEW]),  # warps: one goes through all pages, or each has its own
         seed=st.integers(0, 1000),
     )
-    def run(bits, dim, page_tokens, dtype, rotated, centred, gap, seed) -> None:
+    def run(bits, dim, page_tokens, dtype, rotated, centred, gap, few, seed) -> None:
         format = Format(*bits, dim, page_tokens, rotate=rotated)
         call = Call(format, dtype, pages=2, centred=centred, gap=gap, seed=seed)
-        assert_close_enough(call, backend)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quantize_op, "FEW", few)
+            assert_close_enough(call, backend)
 
     run()
 
