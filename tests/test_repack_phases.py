@@ -35,6 +35,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (moves_cuda, quantize_op, repack_cuda, repack_phases, whole_pages):
         monkeypatch.setattr(module, "jit", emulator.launcher())
         module._kernel.cache_clear()
+    monkeypatch.setattr(quantize_op, "FEW", 0)  # a warp makes up to eight pages
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     for module in (backends, repack_op):
         monkeypatch.setattr(module, "resolve", lambda backend, device: "reference" if backend == "auto" else backend)
@@ -205,6 +206,25 @@ def test_phases_do_what_the_reference_does(emulated: None, name: str) -> None:
         ours.check()
         reference.check()
         assert_alike(ours.state(), reference.state())
+
+
+@pytest.mark.parametrize("tiers", [("K4V4", "K4V2"), ("K8V3", "K2V3")])
+def test_codes_whose_width_stays_stay(request: pytest.FixtureRequest, tiers: tuple[str, str]) -> None:
+    """Tokens that go from codes to codes fill whole pages; a side that has its width already is taken as it is."""
+    if not HAS_GPU:
+        request.getfixturevalue("emulated")
+    ours, reference = (Setup(tiers, tokens=150, dtype=torch.bfloat16) for _ in range(2))
+    for setup, backend in ((ours, "cuda"), (reference, "reference")):
+        tokens = setup.tokens()
+        setup.move(tokens, torch.where(tokens.tier == 1, 2, tokens.tier), None, backend)
+        setup.check()
+    assert ours.buckets.host_count[..., 1].sum() == 0
+    assert_alike(ours.state(), reference.state())
+    first = 11 if tiers[0][1] == tiers[1][1] else 12  # of a place's parts: codes of K or V in the last tier
+    for which in (first, first + 2):  # and their scales
+        for a, b in zip(ours.state()[which::16], reference.state()[which::16], strict=True):
+            assert len(a) > 100
+            assert torch.equal(a, b)
 
 
 def test_chains_in_one_launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 inline unsigned char* dynamic_shared;
+inline unsigned dynamic_bytes;  // that the launch asked for
 
 // Fibres
 
@@ -129,6 +130,7 @@ void run(Kernel kernel, const Params& params, int grid_x, int grid_y, int thread
   for (int y = 0; y < grid_y; y++)
     for (int x = 0; x < grid_x; x++) {
       shared.assign(shared_bytes + 1024, 0xff);
+      dynamic_bytes = shared_bytes;
       dynamic_shared = shared.data() + (1024 - reinterpret_cast<uintptr_t>(shared.data()) % 1024) % 1024;
       Block here;
       block = &here;

@@ -153,7 +153,7 @@ inline Copies& my_copies() {
   return copies_of_threads[threadIdx.x];
 }
 template <int kBytes> inline void cp_async_or_zero(unsigned to, const void* from, bool there) {
-  if (to % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes) std::abort();
+  if (to % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes || to + kBytes > dynamic_bytes) std::abort();
   std::memset(dynamic_shared + to, 0xff, kBytes);
   Copies& mine = my_copies();
   mine.open.push_back({to, mine.group, from, kBytes, there});

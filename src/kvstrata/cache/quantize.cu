@@ -93,7 +93,7 @@ __device__ __forceinline__ void quantize_side(const Source& source, const Centre
 template <class In, int kKBits, int kVBits, int kSteps, int kTiles> struct Cut {
   static constexpr bool kStaged = !Codes<kKBits, kSteps>::kWhole || !Codes<kVBits, kSteps>::kWhole;
   static constexpr int kThreads = kStaged ? kTiles * 64 : 32;
-  // Blocks a multiprocessor, so that the compiler keeps to 80, 96, 128 or 168 registers: as few as do not spill.
+  // Blocks a multiprocessor, so that the compiler keeps to 80, 128, 168 or 255 registers: as few as hardly spill.
   static constexpr int kBlocks = kStaged || kSteps > 8 ? 8 / (kThreads / 32)
                                  : sizeof(In) == 4     ? 12
                                  : kSteps <= 4         ? 24

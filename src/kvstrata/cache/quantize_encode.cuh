@@ -98,7 +98,8 @@ __device__ __forceinline__ float step_of(float measure) {
 }
 
 // Rotated rows to codes and the fp16 scale of the lane's own token: step, encode, refit. `factor`: what rows are too
-// long by. `kept`: a scale that stays, and with it the codes that the row was made of; negative if there is none.
+// long by. `kept`: a scale that stays, and with it the codes that the row was made of (where it is zero and so is the row, they
+// become the middle); negative if there is none.
 template <int kBits, int kSteps, bool kIsV>
 __device__ __forceinline__ unsigned short encode(const Tile<kSteps>& f, float measure, float factor, int kept,
                                                  Codes<kBits, kSteps>& codes) {

@@ -163,7 +163,8 @@ def quantize_pages(
         quantize_triton.quantize_pages(job)
     else:
         if not _aligned(k, v, pool):
-            _fail("backend", f"rows aligned to {ROW_BYTES} bytes for cuda", "others; use backend='triton'")
+            expected = f"rows and pool aligned to {ROW_BYTES} bytes, strides below 2 GiB, for cuda"
+            _fail("backend", expected, "others; use backend='triton'")
         _cuda(job)
 
 

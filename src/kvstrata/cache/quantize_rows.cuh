@@ -100,7 +100,7 @@ __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& sourc
   }
 }
 
-// The same from memory, with every value centred and cleaned before the rotation, as the reference does it.
+// The same with every value centred and cleaned before the rotation, as the reference does it.
 template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
 __device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source& source, const Centre& centre) {
   unsigned h[2][2][2];

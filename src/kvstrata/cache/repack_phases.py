@@ -3,7 +3,7 @@
     tier by tier from the last, a launch each, if there are any:
         fillers ──repack_phases.cu──▶ holes
         arrivals ──quantize.cu──▶ whole pages    their positions and importance: one launch for all tiers
-        arrivals ──repack.cu──▶ slots of the page where the kept tokens end
+        arrivals ──repack.cu──▶ slots of the page where the kept tokens end, and plain pages
 
 Everything is prepared with the plan; to run it is to launch. How many launches depends on the tiers only.
 """

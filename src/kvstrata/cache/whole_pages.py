@@ -39,7 +39,8 @@ def launch(
     centre: torch.Tensor,
     rotated: torch.Tensor,
 ) -> jit.Launch:
-    """Make pages of a tier at ``pages * 64`` of the rows at ``k_at [n, page_tokens]``, -1 for an empty slot.
+    """Make pages of a tier at ``pages * 64`` of what is at ``k_at [n, page_tokens]``: rows, or codes of another tier as
+    moves.cu writes them; -1 is an empty slot.
 
     ``v_at``: the rows of V, or how far behind its K each is. ``bucket [n]``: the row of ``centre``.
     All slots are written.
