@@ -71,7 +71,7 @@ KERNELS = [
         for dim in (64, 128)
         for dtype in (torch.float16, torch.bfloat16)
     ),
-    *((quantize_op.SOURCE, quantize_op.entry_of(Format(bits, bits, 128), torch.bfloat16, True)) for bits in (2, 4)),
+    (quantize_op.SOURCE, quantize_op.entry_of(Format(4, 4, 128), torch.bfloat16, by_address=True)),
     *(
         (decode_cuda.FOLDER / "decode.cu", stages.decode_entry(formats, torch.bfloat16, 1, "sm_90"))
         for formats in [tuple(Format.parse(name, 128) for name in ("K16V16", "K4V4", "K3V3", "K2V2"))]
