@@ -189,6 +189,7 @@ def test_quantise_gates(format: Format, dtype: torch.dtype, registers: int, arch
     """As many registers as leave warps that hide memory's latency; a few spills where 128 of them hold a tile."""
     usage = jit.usage(quantize_op.SOURCE, quantize_op.entry_of(format, dtype), arch=arch)
     assert usage.spill_bytes <= (256 if format.head_dim == 256 else 0), usage
+    assert usage.stack_bytes <= (96 if format.head_dim == 256 else 0), usage
     assert 0 < usage.registers <= registers, usage
     assert usage.shared_bytes == 0, usage  # asked for at the launch
 

@@ -6,9 +6,8 @@
 //
 // A warp takes a run of a tier's tokens, 128 at a time. Ballots say which of them leave, fill or come to a tier; lane c
 // keeps how many of class c there were so far. A first pass over the targets makes the sums where each warp begins.
-using i64 = long long;
+#include "coded.cuh"
 
-constexpr i64 kCoded = 1ll << 62;
 constexpr int kWarps = 8, kTiers = 16, kHole = kTiers, kFiller = kTiers + 1, kClasses = kTiers + 2, kAhead = 4;
 
 struct Tier {
@@ -36,7 +35,7 @@ struct Params {
   const char* v;
   int4* copies;  // fillers: handle and slot, from and to
   int* packed;   // arrivals [n, 12], columns as in moves.COLUMNS
-  i64* k_at;     // [whole pages, page_tokens] addresses of rows, or codes as in quantize.cu: kCoded, tier, page, slot
+  i64* k_at;     // [whole pages, page_tokens] addresses of rows, or codes (coded.cuh)
   i64* v_at;     // the same for V; null without new rows, since V is as far from K in every page
   int2* sides;   // [whole pages, page_tokens] position and importance
   i64 n, k_row, v_row;  // strides in bytes

@@ -53,7 +53,7 @@ __device__ __forceinline__ void quantize_any(const Source& source, const Centre&
   }
   if (rows) {
     const Coded<16 * kSteps, 16 * kTiles, kIsV> coded(rows, tiers);
-    coded.add_all(f, 1.f / rotation_factor<kSteps, kRotate>());
+    coded.put_all(f, 1.f / rotation_factor<kSteps, kRotate>());
     kept = coded.kept(kBits);
   }
   const float measure = measure_rows<kBits, kSteps, kIsV>(f);

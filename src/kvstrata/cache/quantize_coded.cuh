@@ -1,25 +1,12 @@
 // Tokens of a tile that come as codes of another tier: what they stand for, to where rotated rows are.
 #pragma once
+#include "coded.cuh"
 #include "planes.cuh"
 #include "quantize_encode.cuh"
-
-using i64 = long long;
-using u64 = unsigned long long;
 
 struct Tier {
   int k_bits, v_bits, v_offset, scale_offset;
 };
-
-// A token that comes as codes of another tier: slot, page and tier in one number (moves.cu makes them).
-constexpr i64 kCoded = 1ll << 62;
-template <class Index> __device__ __forceinline__ bool is_plain(Index row) {
-  if constexpr (sizeof(Index) == 8) return static_cast<u64>(row) < static_cast<u64>(kCoded);
-  else return row >= 0;
-}
-template <class Index> __device__ __forceinline__ bool is_coded(Index row) {
-  if constexpr (sizeof(Index) == 8) return row >= kCoded;
-  else return false;
-}
 
 // The tokens of a lane that come as codes.
 template <int kDim, int kTokens, bool kIsV>
@@ -74,7 +61,7 @@ struct Coded {
   // Values of tokens with kBits bits, `times` as long, to where they stand in the tile; the words of two tokens are on
   // their way together.
   template <int kBits>
-  __device__ __forceinline__ void add(Tile<kSteps>& f, float times) const {
+  __device__ __forceinline__ void put(Tile<kSteps>& f, float times) const {
     constexpr int kJ = kSteps * (kTokens / 16), kLow = (kJ + 1) / 2, kHigh = (kJ + 3) / 4, kWidth = kBits == 3 ? 2 : kBits;
     constexpr int kWords = kBits == 8 ? 2 * kJ : kBits == 4 ? kJ : kBits == 2 ? kLow : kLow + kHigh;
     using P = Plane<kDim, kTokens, kWidth, kIsV>;
@@ -112,10 +99,10 @@ struct Coded {
     }
   }
 
-  __device__ __forceinline__ void add_all(Tile<kSteps>& f, float times) const {
-    add<8>(f, times);
-    add<4>(f, times);
-    add<3>(f, times);
-    add<2>(f, times);
+  __device__ __forceinline__ void put_all(Tile<kSteps>& f, float times) const {
+    put<8>(f, times);
+    put<4>(f, times);
+    put<3>(f, times);
+    put<2>(f, times);
   }
 };
