@@ -121,14 +121,14 @@ def test_any_call_is_close_to_the_reference(backend: str) -> None:
         rotated=st.booleans(),
         centred=st.booleans(),
         gap=st.sampled_from([0, 16]),
-        few=st.sampled_from([1, quantize_op.FEW]),  # warps: one goes through all pages, or each has its own
+        round=st.sampled_from([0, quantize_op.ROUND]),  # warps: one goes through all pages, or each has its own
         seed=st.integers(0, 1000),
     )
-    def run(bits, dim, page_tokens, dtype, rotated, centred, gap, few, seed) -> None:
+    def run(bits, dim, page_tokens, dtype, rotated, centred, gap, round, seed) -> None:
         format = Format(*bits, dim, page_tokens, rotate=rotated)
         call = Call(format, dtype, pages=2, centred=centred, gap=gap, seed=seed)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(quantize_op, "FEW", few)
+            patch.setattr(quantize_op, "ROUND", round)
             assert_close_enough(call, backend)
 
     run()
@@ -257,7 +257,7 @@ def test_the_cuda_kernel(emulated: None, monkeypatch, k_bits, v_bits, dim, dtype
     """Warps that make one tile after the other, from strided rows, empty slots and rows to be cleaned among them."""
     format = Format(k_bits, v_bits, dim, page_tokens)
     for pages, warps in ((1, 1), (7, 1), (7, 3)):
-        monkeypatch.setattr(quantize_op, "FEW", warps * 2 * page_tokens // 16)
+        monkeypatch.setattr(quantize_op, "ROUND", warps * page_tokens // 16)
         call = Call(format, dtype, pages=pages, centred=True, gap=8 * (pages > 1))
         assert_close_enough(call, "cuda")
         call.k[call.source[0, 1].long(), call.heads[0]] = float("inf")

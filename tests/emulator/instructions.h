@@ -105,6 +105,11 @@ template <class In> inline void mma_16x8x16(In, float* c, const unsigned* a, uns
   }
 }
 
+template <class In> inline void mma_16x8x8(In in, float* c, unsigned a0, unsigned a1, unsigned b) {
+  const unsigned a[4] = {a0, a1, 0, 0};
+  mma_16x8x16(in, c, a, b, 0);
+}
+
 // An address in shared memory is its distance from the block's first byte.
 inline unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(static_cast<const unsigned char*>(shared) - dynamic_shared);
@@ -152,7 +157,7 @@ inline Copies& my_copies() {
   if (copies_of_threads.size() <= static_cast<size_t>(threadIdx.x)) copies_of_threads.resize(threadIdx.x + 1);
   return copies_of_threads[threadIdx.x];
 }
-template <int kBytes> inline void cp_async_or_zero(unsigned to, const void* from, bool there) {
+template <int kBytes, bool = false> inline void cp_async_or_zero(unsigned to, const void* from, bool there) {
   if (to % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes || to + kBytes > dynamic_bytes) std::abort();
   std::memset(dynamic_shared + to, 0xff, kBytes);
   Copies& mine = my_copies();

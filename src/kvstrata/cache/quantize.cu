@@ -17,6 +17,9 @@
 // A token may also come as codes of another tier, which are rotated already: where there are such, the tile is made of
 // both, by code that keeps out of the others' way.
 //
+// Sums over a row are left to the tensor cores where they can be: V's squares before the rotation, and what K's scale is
+// fitted with, which stand on the diagonals of products.
+//
 // Rows that are not finite or beyond +-65504 show in the sum of squares; such a tile is done again with every value
 // cleaned first. The arithmetic is that of cache/quantize_reference.py.
 #include "quantize_coded.cuh"
@@ -57,7 +60,7 @@ __device__ __forceinline__ void quantize_any(const Source& source, const Centre&
     kept = coded.kept(kBits);
   }
   const float measure = measure_rows<kBits, kSteps, kIsV>(f);
-  write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, measure, kept, to, tile, scales);
+  write_side<kSteps, kBits, kTiles, kIsV, kRotate, false>(f, measure, kept, to, tile, scales);
 }
 
 // Out of the way of tiles of plain rows that are fine, which need the registers.
@@ -74,10 +77,17 @@ __device__ __forceinline__ void quantize_side(const Source& source, const Centre
   if constexpr (sizeof(In) == 2) {  // float32 has no fast way
     if (!kByAddress || !rows) {
       Tile<kSteps> f;
-      rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
-      const float measure = measure_rows<kBits, kSteps, kIsV>(f);
+      float measure;
+      if constexpr (kIsV && kBits < 8) {  // what has no centre is as long before the rotation as after it
+        Squares squares;
+        rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre, &squares);
+        measure = squares.of(Group<kIsV>::token()) * rotation_square<kSteps, kRotate>();
+      } else {
+        rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
+        measure = measure_rows<kBits, kSteps, kIsV>(f);
+      }
       if (all_fine<kBits>(measure, rotation_factor<kSteps, kRotate>())) {
-        write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, measure, -1, to, tile, scales);
+        write_side<kSteps, kBits, kTiles, kIsV, kRotate, true>(f, measure, -1, to, tile, scales);
         return;
       }
     }
@@ -165,38 +175,43 @@ struct Side {
 
   // Four lanes copy a row; zeros where it is not plain.
   __device__ __forceinline__ void copy(unsigned to, const Asked& asked) const {
-    const int first = (threadIdx.x & 31) / 4, byte = threadIdx.x % 4 * 16;
+    constexpr int kRow = Stage::Rows::kBytes;
+    const int first = Stage::row_to_copy(), chunk = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const Index row = asked.row[first + 8 * i];
       const bool there = is_plain(row);
-      const char* from = at(there ? row : 0, asked.head) + byte;
+      const char* from = at(there ? row : 0, asked.head) + chunk * 16;
+      unsigned place[2];  // of chunks 0 to 3 and 4 to 7; eight chunks further is 128 bytes further
 #pragma unroll
-      for (int c = 0; c < Stage::kRow; c += 64)
-        if (c + 64 <= Stage::kRow || c + byte < Stage::kRow)
-          cp_async_or_zero<16>(to + (first + 8 * i) * Stage::kApart + byte + c, from + c, there);
+      for (int half = 0; half < 2; half++) place[half] = to + Stage::Rows::offset(first + 8 * i, chunk + 4 * half);
+#pragma unroll
+      for (int c = 0; c < kRow; c += 64)  // single tokens from anywhere: the rest of a line may be another token's
+        if (c + 64 <= kRow || c + chunk * 16 < kRow)
+          cp_async_or_zero<16, !kByAddress>(place[c / 64 % 2] + c / 128 * 128, from + c, there);
     }
   }
 
-  __device__ __forceinline__ void all(unsigned char* stages) const {
-    const int step = gridDim.x, lane = threadIdx.x & 31;
+  // Pages n, n + step and so on, before `end`.
+  __device__ __forceinline__ void all(unsigned char* stages, int n, int end, int step) const {
+    if (n >= end) return;
+    const int lane = threadIdx.x & 31;
     Asked* asked = reinterpret_cast<Asked*>(stages + 2 * Stage::kBytes);
-    int n = blockIdx.x;
     ask(asked[0], n);
     commit_group();
     wait_group<0>();
     __syncwarp();
-    if (n + step < p.n) ask(asked[1], n + step);
+    if (n + step < end) ask(asked[1], n + step);
     commit_group();
     copy(shared_address(stages), asked[0]);
     commit_group();
 #pragma unroll 1
-    for (int i = 0; n < p.n; n += step, i++) {
+    for (int i = 0; n < end; n += step, i++) {
       wait_group<1>();  // what was asked, before the last rows
       __syncwarp();     // also: what was read of the tile before may be written over
-      if (n + 2 * step < p.n) ask(asked[(i + 2) % 4], n + 2 * step);
+      if (n + 2 * step < end) ask(asked[(i + 2) % 4], n + 2 * step);
       commit_group();
-      if (n + step < p.n) copy(shared_address(stages + (i + 1) % 2 * Stage::kBytes), asked[(i + 1) % 4]);
+      if (n + step < end) copy(shared_address(stages + (i + 1) % 2 * Stage::kBytes), asked[(i + 1) % 4]);
       commit_group();
       wait_group<2>();  // the rows of this tile
       __syncwarp();
@@ -217,7 +232,7 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
     quantize_pages(const __grid_constant__ Params p) {
   using K = Side<In, kDim, kKBits, kVBits, kTokens, kRotate, Index, false>;
   using V = Side<In, kDim, kKBits, kVBits, kTokens, kRotate, Index, true>;
-  extern __shared__ __align__(16) unsigned char shared[];
+  extern __shared__ __align__(256) unsigned char shared[];
   if constexpr (Cut<In, kKBits, kVBits, kSteps, kTiles>::kStaged) {
     constexpr int kBytes = K::kKBytes + K::kVBytes;
     const int n = blockIdx.x, warp = threadIdx.x >> 5;
@@ -231,8 +246,15 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
     for (int i = threadIdx.x * 16; i < kBytes; i += kTiles * 64 * 16)
       *reinterpret_cast<uint4*>(page + i) = *reinterpret_cast<const uint4*>(shared + i);
   } else {
-    const int tile = blockIdx.y;
-    if (tile < kTiles) K{p, tile}.all(shared);
-    else V{p, tile - kTiles}.all(shared);
+    // First K, then V in rounds of which each takes half of what is left, so that all warps end at about the same time.
+    // Tiles of a page are made side by side: what they have in common of a sector is put together in L2.
+    const int tile = blockIdx.x % kTiles, n = blockIdx.x / kTiles, step = gridDim.x / kTiles, round = blockIdx.y - 1;
+    const int left = (p.n + step - 1) / step;
+    if (round < 0) {
+      K{p, tile}.all(shared, n, p.n, step);
+    } else {
+      const int done = left - (left >> round), next = left - (left >> (round + 1));
+      V{p, tile}.all(shared, n + step * done, min(p.n, step * next), step);
+    }
   }
 }

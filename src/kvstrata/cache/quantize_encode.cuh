@@ -68,7 +68,7 @@ template <bool kIsV> struct Group {
   }
 };
 
-__device__ __forceinline__ float add(float a, float b) { return a + b; }
+__device__ __forceinline__ float sum_of(float a, float b) { return a + b; }
 // Of magnitudes, compared as integers: a NaN counts as the largest.
 __device__ __forceinline__ float larger(float a, float b) {
   return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
@@ -97,44 +97,98 @@ __device__ __forceinline__ float step_of(float measure) {
   return __fmul_rn(square_root(fmaxf(mean, 1e-20f)), gaussian_step<kBits>());
 }
 
-// Rotated rows to codes and the fp16 scale of the lane's own token: step, encode, refit. `factor`: what rows are too
-// long by. `kept`: a scale that stays, and with it the codes that the row was made of (where it is zero and so is the row, they
-// become the middle); negative if there is none.
+// What the scale of a token is fitted with: its values times their levels, and levels squared. Levels come as pairs of
+// fp16, times 2^-9.
 template <int kBits, int kSteps, bool kIsV>
-__device__ __forceinline__ unsigned short encode(const Tile<kSteps>& f, float measure, float factor, int kept,
-                                                 Codes<kBits, kSteps>& codes) {
+struct Fit {
   using G = Group<kIsV>;
-  constexpr int kLevels = 1 << kBits;
-  constexpr unsigned kMiddle = middle_level<kBits>();
-  float inverse[G::kRows], dot[G::kRows] = {}, square[G::kRows] = {};
-  float step = step_of<kBits, 16 * kSteps>(measure);
-  if (kept >= 0) step = to_float(f16{static_cast<unsigned short>(kept)}) / factor;
-  G::spread(reciprocal(fmaxf(step, kSmallestStep / factor)), inverse);
-#pragma unroll
-  for (int s = 0; s < kSteps; s++) {
-    unsigned p[4];
+  // Squares are added up as fp16, exactly: as multiples of 2^-20 that stay below 2048 of them.
+  static constexpr bool kHalves = kBits < 8;
+  static constexpr int kLargestSquare = ((1 << kBits) - 1) * ((1 << kBits) - 1);
+  static constexpr int kSums = kHalves ? (2 * kSteps * kLargestSquare + 2047) / 2048 : 1;
+  float dot[G::kRows] = {}, square[G::kRows] = {};
+  unsigned squares[kSums][2] = {};
+
+  __device__ __forceinline__ void add(int s, const float (&f)[4][2], const unsigned (&levels)[4]) {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       const int i = G::row(r, 0), j = G::row(r, 1);
-      const unsigned first = __float_as_uint(__fmaf_rd(f[s][r][0], inverse[i], kMagic + kLevels / 2));
-      const unsigned second = __float_as_uint(__fmaf_rd(f[s][r][1], inverse[j], kMagic + kLevels / 2));
-      p[r] = clamp_halves(__byte_perm(first, second, 0x5410), kLevels - 1);
-      // Levels times 2^-9, exactly: codes are subnormal numbers of fp16.
-      const unsigned level = fma_pair(f16{}, p[r], 0x78007800u, (kMiddle | kMiddle << 16) ^ 0x80008000u);
-      const float a = to_float(f16{static_cast<unsigned short>(level)});
-      const float b = to_float(f16{static_cast<unsigned short>(level >> 16)});
-      dot[i] += f[s][r][0] * a;
-      square[i] += a * a;
-      dot[j] += f[s][r][1] * b;
-      square[j] += b * b;
+      const float a = to_float(f16{static_cast<unsigned short>(levels[r])});
+      const float b = to_float(f16{static_cast<unsigned short>(levels[r] >> 16)});
+      dot[i] += f[r][0] * a;
+      dot[j] += f[r][1] * b;
+      if constexpr (kHalves) {
+        unsigned& sum = squares[s * kSums / kSteps][kIsV ? r >> 1 : r & 1];
+        sum = fma_pair(f16{}, levels[r], levels[r], sum);
+      } else {
+        square[i] += a * a;
+        square[j] += b * b;
+      }
     }
+  }
+
+  // Of the lane's own token, times 2^-9.
+  __device__ __forceinline__ float scale() {
+    if constexpr (kHalves)
+#pragma unroll
+      for (int n = 0; n < kSums; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          square[kIsV ? 2 * i : i] += to_float(f16{static_cast<unsigned short>(squares[n][i])});
+          square[kIsV ? 2 * i + 1 : i] += to_float(f16{static_cast<unsigned short>(squares[n][i] >> 16)});
+        }
+    return __fdividef(G::reduce(dot, sum_of), G::reduce(square, sum_of));
+  }
+};
+
+// The same for K by the tensor cores: rows of A are the values of 8 tokens, as fp16, and their levels; columns of B are
+// their levels. What is wanted is on two diagonals, in one lane of every four: of tokens g and g + 8.
+struct FitByProducts {
+  float c[2][4] = {};
+
+  __device__ __forceinline__ void add(int, const float (&f)[4][2], const unsigned (&levels)[4]) {
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+      mma_16x8x8(f16{}, c[r & 1], pair_of(f16{}, f[r][0], f[r][1]), levels[r], levels[r]);
+  }
+  static __device__ __forceinline__ bool writes() {
+    const int lane = threadIdx.x & 31;
+    return (lane & 3) == lane >> 3;
+  }
+  __device__ __forceinline__ float scale(int i) const {
+    const bool odd = threadIdx.x & 4;
+    return __fdividef(odd ? c[i][1] : c[i][0], odd ? c[i][3] : c[i][2]);
+  }
+};
+
+// Rotated rows to codes, and what scales are fitted with. `step`: of the lane's own token.
+template <int kBits, int kSteps, bool kIsV, class F>
+__device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<kBits, kSteps>& codes, F& fit) {
+  using G = Group<kIsV>;
+  constexpr int kLevels = 1 << kBits;
+  constexpr unsigned kMiddle = middle_level<kBits>();
+  float inverse[G::kRows];
+  G::spread(reciprocal(step), inverse);
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    unsigned p[4], levels[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const unsigned first = __float_as_uint(__fmaf_rd(f[s][r][0], inverse[G::row(r, 0)], kMagic + kLevels / 2));
+      const unsigned second = __float_as_uint(__fmaf_rd(f[s][r][1], inverse[G::row(r, 1)], kMagic + kLevels / 2));
+      p[r] = clamp_halves(__byte_perm(first, second, 0x5410), kLevels - 1);
+      // Exactly: codes are subnormal numbers of fp16.
+      levels[r] = fma_pair(f16{}, p[r], 0x78007800u, (kMiddle | kMiddle << 16) ^ 0x80008000u);
+    }
+    fit.add(s, f[s], levels);
     codes.set(s, p);
   }
-  const float gain = factor * gain_of<kBits, kIsV>() / 512.f;
-  const float scale = gain * __fdividef(G::reduce(dot, add), G::reduce(square, add));
+}
+
+__device__ __forceinline__ unsigned short scale_of(float scale) {
   unsigned short out;
   asm("cvt.rn.f16.f32 %0,%1;" : "=h"(out) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
-  return kept >= 0 ? static_cast<unsigned short>(kept) : out;
+  return out;
 }
 
 // What the step of the lane's own token is made of: the sum of squares, or for 8 bit the largest magnitude.
@@ -154,28 +208,43 @@ __device__ __forceinline__ float measure_rows(const Tile<kSteps>& f) {
         else m += x * x;
       }
   if constexpr (kBits == 8) return G::reduce(part, larger);
-  else return G::reduce(part, add);
+  else return G::reduce(part, sum_of);
 }
 
 // Whether every row of the tile can be trusted to have been finite and within +-65504 before the rotation, which
-// preserves the norm but for `factor`. False for NaN.
+// preserves the norm but for `factor`, and is so after it. False for NaN.
 template <int kBits>
 __device__ __forceinline__ bool all_fine(float measure, float factor) {
-  constexpr float kLongest = 16.f;  // the largest sqrt(D)
-  const bool fine = kBits == 8 ? measure * factor <= kLargest / kLongest : measure * factor * factor <= kLargest * kLargest;
+  constexpr float kLongest = 16.f;  // the largest sqrt(D), and 1 / factor
+  const bool fine = kBits == 8 ? measure * factor <= kLargest / kLongest : measure <= kLargest * kLargest;
   return __all_sync(~0u, fine);
 }
 
-// Rotated rows to codes and scales in the page.
-template <int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate>
+// Rotated rows to codes and scales in the page. `kFine`: rows for which all_fine holds. `kept`: a scale of the lane's own
+// token that stays, and with it the codes that the row was made of (where it is zero and so is the row, they become the
+// middle); negative if there is none.
+template <int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kFine>
 __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure, int kept, unsigned char* to, int tile,
                                            unsigned char* scales) {
   using G = Group<kIsV>;
+  constexpr float kFactor = rotation_factor<kSteps, kRotate>(), kGain = kFactor * gain_of<kBits, kIsV>() / 512.f;
   Codes<kBits, kSteps> codes;
-  const unsigned short scale = encode<kBits, kSteps, kIsV>(f, measure, rotation_factor<kSteps, kRotate>(), kept, codes);
+  float step = fmaxf(step_of<kBits, 16 * kSteps>(measure), kSmallestStep / kFactor);
+  scales += tile * 64;  // (k[g], k[g + 8], v[g], v[g + 8]) for each row g
+  if constexpr (kFine && !kIsV) {
+    FitByProducts fit;
+    encode<kBits, kSteps, kIsV>(f, step, codes, fit);
+    const unsigned both = scale_of(kGain * fit.scale(0)) | scale_of(kGain * fit.scale(1)) << 16;
+    if (fit.writes()) *reinterpret_cast<unsigned*>(scales + (threadIdx.x & 28) * 2) = both;
+  } else {
+    Fit<kBits, kSteps, kIsV> fit;
+    if (!kFine && kept >= 0) step = fmaxf(to_float(f16{static_cast<unsigned short>(kept)}), kSmallestStep) / kFactor;
+    encode<kBits, kSteps, kIsV>(f, step, codes, fit);
+    unsigned short scale = scale_of(kGain * fit.scale());
+    if (!kFine && kept >= 0) scale = static_cast<unsigned short>(kept);
+    const int token = G::token();
+    if (G::writes())
+      *reinterpret_cast<unsigned short*>(scales + token % 8 * 8 + (kIsV ? 4 : 0) + token / 8 * 2) = scale;
+  }
   codes.template flush<kTiles>(to, tile);
-  // (k[g], k[g + 8], v[g], v[g + 8]) for each row g
-  const int token = G::token();
-  if (G::writes())
-    *reinterpret_cast<unsigned short*>(scales + tile * 64 + token % 8 * 8 + (kIsV ? 4 : 0) + token / 8 * 2) = scale;
 }

@@ -26,7 +26,7 @@ CXX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # of tokens in bytes; the number of pages; bits of K and V, offsets of V and scales in the tiers that codes come from.
 TIERS = 16
 PARAMS = struct.Struct(f"10Q2q3i{4 * TIERS}i4x")
-PAGES_A_WARP, FEW = 8, 2048  # what a warp does one after the other; warps that a GPU has room for
+ROUND = 0.75  # of a round's warps, of those that the GPU has room for
 ASKED = 4 * (17 * 8 + 2 * 4)  # bytes of what says where rows are
 ROW_BYTES = 16  # that rows are aligned to: what a thread copies at once
 
@@ -41,16 +41,17 @@ def entry_of(format: Format, dtype: torch.dtype, by_address: bool = False) -> st
 def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, params: bytes) -> jit.Launch:
     """The launch that makes ``pages`` pages.
 
-    A warp is one side of 16 tokens, of `PAGES_A_WARP` pages or of fewer if warps are few. Where tiles share words, a
-    block is a page.
+    A warp makes one side of 16 tokens, in page after page: K in one round of warps, V in several, each of half as many
+    pages as the one before. Where tiles share words, a block is a page.
     """
     steps, tiles = format.head_dim // fragments.STEP_DIMS, format.page_tokens // fragments.TILE_TOKENS
     planes = [width for bits in (format.k_bits, format.v_bits) for width, _ in fragments.planes(bits)]
     if any(steps * width % 4 for width in planes):
         return jit.Launch(kernel, pages, 64 * tiles, params, shared=format.k_bytes + format.v_bytes)
-    stage = fragments.TILE_TOKENS * fragments.STEP_DIMS * (steps | 1) * dtype.itemsize  # InStage::kBytes
-    warps = max(-(-pages // PAGES_A_WARP), min(pages, FEW // (2 * tiles)))
-    return jit.Launch(kernel, (warps, 2 * tiles), 32, params, shared=2 * stage + ASKED)
+    shared = 2 * fragments.TILE_TOKENS * format.head_dim * dtype.itemsize + ASKED
+    warps = max(1, min(pages, int(kernel.resident(32, shared) * ROUND) // tiles))
+    rounds = (-(-pages // warps)).bit_length()
+    return jit.Launch(kernel, (warps * tiles, 1 + rounds), 32, params, shared=shared)
 
 
 def _fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> None:

@@ -1,7 +1,9 @@
 // Plain rows of a tile, in memory or in shared memory, to rotated ones in registers.
 #pragma once
 #include "cp_async.cuh"
+#include "ldmatrix.cuh"
 #include "rotation.cuh"
+#include "swizzle.cuh"
 #include "vec.cuh"
 
 constexpr float kLargest = 65504.f;
@@ -18,6 +20,7 @@ __device__ __forceinline__ float quad_value(const typename Quad<In>::type& q, in
 // Where a lane finds its two rows of a side, tokens g and g + 8 of the tile: dims 4t .. 4t + 3 of every step.
 template <class In>
 struct InMemory {
+  static constexpr bool kByMatrix = false;
   using Raw = typename Quad<In>::type;
   const char* at[2];
   bool there[2];  // else an empty slot, or codes
@@ -31,20 +34,42 @@ struct InMemory {
     }
     return raw;
   }
+  template <bool kIsV>
+  __device__ __forceinline__ void load_operand(uint2 (&raw)[2], int step) const {
+    raw[0] = load(step, 0);
+    raw[1] = load(step, 1);
+  }
 };
 
-// In shared memory, where rows that are not there are zeros. Rows are an odd number of accesses of four lanes apart: no two
-// meet in a bank.
+// In shared memory, where rows that are not there are zeros.
 template <class In, int kSteps>
 struct InStage {
-  static constexpr int kAccess = 16 * sizeof(In), kRow = kSteps * kAccess, kApart = (kSteps | 1) * kAccess, kBytes = 16 * kApart;
+  static constexpr bool kByMatrix = sizeof(In) == 2;
+  using Rows = Swizzle<kSteps * sizeof(In)>;
+  static constexpr int kBytes = 16 * Rows::kBytes;
   using Raw = typename Quad<In>::type;
   const unsigned char* rows;
   bool there[2];
 
   __device__ __forceinline__ Raw load(int step, int i) const {
-    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    return *reinterpret_cast<const Raw*>(rows + (g + 8 * i) * kApart + (16 * step + 4 * t) * sizeof(In));
+    const int g = (threadIdx.x & 31) >> 2, byte = (16 * step + 4 * (threadIdx.x & 3)) * sizeof(In);
+    return *reinterpret_cast<const Raw*>(rows + Rows::offset(g + 8 * i, byte / 16) + byte % 16);
+  }
+  // The same as the product takes it, where dims 2t, 2t + 1, 2t + 8, 2t + 9 are a lane's.
+  template <bool kIsV>
+  __device__ __forceinline__ void load_operand(uint2 (&raw)[2], int step) const {
+    const unsigned lane = threadIdx.x & 31;
+    const unsigned row = kIsV ? ChunksFirst::row(lane) : RowsFirst::row(lane);
+    const unsigned chunk = kIsV ? ChunksFirst::chunk(lane) : RowsFirst::chunk(lane);
+    unsigned m[4];
+    ldmatrix_x4(m, Rows::further(shared_address(rows) + Rows::offset(row, chunk), row, chunk, step));
+    raw[0] = make_uint2(m[0], kIsV ? m[1] : m[2]);
+    raw[1] = make_uint2(kIsV ? m[2] : m[1], m[3]);
+  }
+  // Of rows 0 to 7, the one that this lane and three others copy: two rows of eight lanes stand in different banks.
+  static __device__ __forceinline__ int row_to_copy() {
+    const int i = (threadIdx.x & 31) >> 2;
+    return Rows::kTogether == 8 ? (i >> 1) + (i & 1) * 4 : i;
   }
 };
 
@@ -69,23 +94,49 @@ __device__ __forceinline__ void clear(Tile<kSteps>& f) {
 // step, their difference the other.
 template <int kSteps, bool kRotate> constexpr bool kPairs = kRotate && kSteps % 2 == 0;
 
-template <class In, bool kRotate>
+template <class In, bool kRotate, bool kByMatrix>
 __device__ __forceinline__ void rotation_operands(unsigned (&h)[2][2][2]) {  // and its negative
-  rotation_operand<In, kRotate>(h[0]);
+  rotation_operand<In, kRotate, kByMatrix>(h[0]);
 #pragma unroll
   for (int i = 0; i < 4; i++) h[1][i >> 1][i & 1] = h[0][i >> 1][i & 1] ^ 0x80008000u;
 }
 
+// Sums of squares of 16 rows of 16-bit values, on the diagonal of their products with themselves: in one lane of every
+// four, of tokens g and g + 8.
+struct Squares {
+  float x[2][4] = {}, y[2][4] = {};  // by halves of the dims, as they lie in registers
+
+  template <class In>
+  __device__ __forceinline__ void add(In, const uint2 (&rows)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      mma_16x8x8(In{}, x[i], rows[i].x, rows[i].y, rows[i].x);
+      mma_16x8x8(In{}, y[i], rows[i].x, rows[i].y, rows[i].y);
+    }
+  }
+  __device__ __forceinline__ float of(int token) const {
+    const int lane = token % 8 * 4 + token % 8 / 2;
+    const bool odd = threadIdx.x & 4;
+    float sum[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) sum[i] = __shfl_sync(~0u, odd ? x[i][1] + y[i][3] : x[i][0] + y[i][2], lane);
+    return token < 8 ? sum[0] : sum[1];
+  }
+};
+
 // Rows of 16-bit values to rotated ones; for K less the rotated centre, which is as long as they are. Empty
-// slots stay zero.
+// slots stay zero. `squares`: of the rows as they came, if asked for.
 template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
-__device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& source, const Centre& centre) {
+__device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& source, const Centre& centre,
+                                            Squares* squares = nullptr) {
   unsigned h[2][2][2];
-  rotation_operands<In, kRotate>(h);
+  rotation_operands<In, kRotate, Source::kByMatrix>(h);
   clear<kSteps>(f);
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
-    const uint2 raw[2] = {source.load(s, 0), source.load(s, 1)};
+    uint2 raw[2];
+    source.template load_operand<kIsV>(raw, s);
+    if (squares) squares->add(In{}, raw);
     rotate_step<In, kIsV>(f[s], raw, h[kPairs<kSteps, kRotate> && s % 2]);
     if constexpr (kPairs<kSteps, kRotate>) rotate_step<In, kIsV>(f[s ^ 1], raw, h[0]);
   }
@@ -104,7 +155,7 @@ __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& sourc
 template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
 __device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source& source, const Centre& centre) {
   unsigned h[2][2][2];
-  rotation_operands<bf16, kRotate>(h);
+  rotation_operands<bf16, kRotate, false>(h);
   const int t = threadIdx.x & 3;
   clear<kSteps>(f);
 #pragma unroll

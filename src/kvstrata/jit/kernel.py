@@ -41,6 +41,10 @@ class Kernel:
         self._code = ObjectCode.from_cubin(cubin.code, name=source.name)
         self.core = self._code.get_kernel(cubin.symbol)
 
+    def resident(self, block: int, shared: int = 0) -> int:
+        """How many of its blocks torch's current device runs at once."""
+        return _resident(self, block, shared, torch.cuda.current_device())
+
     def launch(self, grid: Any, block: Any, args: tuple[Any, ...] = (), *, shared: int = 0) -> None:
         """Launch on torch's current device and stream; ``args`` are pointers (int), numpy scalars or ctypes values."""
         from cuda.core import LaunchConfig, Stream, launch
@@ -111,6 +115,17 @@ class Launch:
 
     def fail(self, error: Any) -> None:
         raise RuntimeError(f"{self.entry}: the launch failed with {error.name}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _resident(kernel: Kernel, block: int, shared: int, device: int) -> int:
+    from cuda.bindings import driver
+
+    function = driver.CUfunction(int(kernel.core.handle))
+    error, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block, shared)
+    if int(error):
+        raise RuntimeError(f"{kernel.entry}: the driver answered {error.name} when asked how many blocks fit")
+    return blocks * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def bind_context(device: int) -> None:

@@ -35,10 +35,13 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global) {
 }
 
 // 4, 8 or 16 bytes to an address in shared memory, or zeros where nothing is there: `global` is then not read.
-template <int kBytes>
+// kLine: of 16 bytes, the line they lie in comes into L2 as a whole, for those who copy the rest of it next.
+template <int kBytes, bool kLine = false>
 __device__ __forceinline__ void cp_async_or_zero(unsigned shared, const void* global, bool there) {
   const int bytes = there ? kBytes : 0;
-  if constexpr (kBytes == 16)
+  if constexpr (kBytes == 16 && kLine)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+  else if constexpr (kBytes == 16)
     asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
   else
     asm volatile("cp.async.ca.shared.global [%0],[%1],%2,%3;" ::"r"(shared), "l"(global), "n"(kBytes), "r"(bytes)

@@ -14,8 +14,9 @@ struct Codes {
   static constexpr int kLowBits = kBits == 3 ? 2 : kBits;
   static constexpr int kLow = kSteps * kLowBits, kHigh = kBits == 3 ? kSteps : 0;  // quarters of a word in a tile
   static constexpr bool kWhole = kLow % 4 == 0 && kHigh % 4 == 0;                  // no word is shared by two tiles
-  unsigned low[kSteps][2];  // 8 bit: two words a step; 4: one; 2 and 3: 16 bits of fields in [s][0]
-  unsigned high[kSteps];
+  unsigned low[kSteps][2];  // 8 bit: two words a step; 4: one; 2 and 3: 16 bits of fields in [s][0], or whole words
+  unsigned high[kSteps];    // 3 bit: fields of a step, or whole words
+  unsigned before[2][4];    // 3 bit, whole words: the last two steps
 
   __device__ __forceinline__ void set(int s, const unsigned (&p)[4]) {
     if constexpr (kBits == 8) {
@@ -25,10 +26,41 @@ struct Codes {
       low[s][0] = ((p[3] * 16 + p[2]) * 16 + p[1]) * 16 + p[0];
     } else if constexpr (kBits == 2) {
       low[s][0] = ((p[3] * 4 + p[2]) * 4 + p[1]) * 4 + p[0];
+    } else if constexpr (kWhole) {
+      set_word(s, p);
     } else {
       constexpr unsigned kTwo = 0x00030003u, kTop = 0x00040004u;
       low[s][0] = (((p[3] & kTwo) * 4 + (p[2] & kTwo)) * 4 + (p[1] & kTwo)) * 4 + (p[0] & kTwo);
       high[s] = (((p[3] & kTop) * 4 + (p[2] & kTop)) * 4 + (p[1] & kTop)) * 4 + (p[0] & kTop);
+    }
+  }
+
+  // 3 bit, four steps at a time: those two apart side by side, as the plane of high bits has them.
+  __device__ __forceinline__ void set_word(int s, const unsigned (&p)[4]) {
+    const int odd = s % 2, w = s / 4;
+    if (s % 4 < 2) {
+#pragma unroll
+      for (int r = 0; r < 4; r++) before[odd][r] = p[r];
+      return;
+    }
+    unsigned x[4], top[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      x[r] = p[r] * 256 + before[odd][r];
+      top[r] = x[r] & 0x04040404u;
+    }
+    const unsigned first = top[1] * 4 + top[0], second = top[3] * 4 + top[2];
+    const unsigned tops = first | __funnelshift_l(second, second, 4);
+    const unsigned all = ((x[3] * 4 + x[2]) * 4 + x[1]) * 4 + x[0];  // fields of three bits, two apart, added up
+    const unsigned fields = all - (second * 16 + first);
+    if (!odd) {
+      low[2 * w][0] = fields;
+      high[w] = tops;
+    } else {
+      const unsigned even = low[2 * w][0];
+      low[2 * w][0] = __byte_perm(even, fields, 0x6240);
+      low[2 * w + 1][0] = __byte_perm(even, fields, 0x7351);
+      high[w] |= __funnelshift_l(tops, tops, 1);
     }
   }
 
@@ -63,7 +95,7 @@ struct Codes {
 #pragma unroll
       for (int w = 0; w < kCount; w++) {
         if constexpr (kBits == 8) words[w] = low[w / 2][w % 2];
-        else if constexpr (kBits == 4) words[w] = low[w][0];
+        else if constexpr (kBits > 2) words[w] = low[w][0];
         else words[w] = low[2 * w][0] | low[2 * w + 1][0] << 8;
       }
       // Beyond the last whole chunk of the page words stand in narrower chunks; keep to 4 bytes there.
@@ -71,14 +103,8 @@ struct Codes {
       write<kWords, kCount, kAligned>(to, tile * kCount, words);
       if constexpr (kBits == 3) {
         constexpr int kTop = kHigh / 4;
-        unsigned tops[kTop];
-#pragma unroll
-        for (int w = 0; w < kTop; w++)
-          tops[w] = high[4 * w] | __funnelshift_l(high[4 * w + 1], high[4 * w + 1], 1) |
-                    __funnelshift_l(high[4 * w + 2], high[4 * w + 2], 8) |
-                    __funnelshift_l(high[4 * w + 3], high[4 * w + 3], 9);
         constexpr int kTopAligned = kWords % 4 || kLowWords % 4 ? 1 : kTop % 4 == 0 ? 4 : kTop % 2 == 0 ? 2 : 1;
-        write<kWords, kTop, kTopAligned>(to, kLowWords + tile * kTop, tops);
+        write<kWords, kTop, kTopAligned>(to, kLowWords + tile * kTop, high);
       }
     } else {  // `to` is shared memory, zeroed; two tiles may have bits in one word
 #pragma unroll

@@ -6,8 +6,9 @@
 
 // The rotation of 16 dims as an operand: entry (in, out) of a Hadamard matrix, or of the identity. A lane's four
 // registers serve as B (K: columns are out) and as A (V: rows are out). Column k of the operand stands for dim
-// 4t, 4t + 1, 4t + 2, 4t + 3 of a lane, so that a lane loads 8 bytes of a row at once.
-template <class In, bool kRotate>
+// 4t, 4t + 1, 4t + 2, 4t + 3 of a lane, so that a lane loads 8 bytes of a row at once; kByMatrix: for dim k, as ldmatrix
+// has it.
+template <class In, bool kRotate, bool kByMatrix = false>
 __device__ __forceinline__ void rotation_operand(unsigned (&h)[2][2]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -17,7 +18,7 @@ __device__ __forceinline__ void rotation_operand(unsigned (&h)[2][2]) {
       float entry[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int in = 4 * t + 2 * part + half, out = 8 * n + g;
+        const int in = (kByMatrix ? 2 * t + 8 * part : 4 * t + 2 * part) + half, out = 8 * n + g;
         entry[half] = kRotate ? (__popc(in & out) & 1 ? -1.f : 1.f) : (in == out ? 1.f : 0.f);
       }
       h[n][part] = pair_of(In{}, entry[0], entry[1]);
@@ -74,6 +75,12 @@ __device__ __forceinline__ constexpr float rotation_factor() {
          : kBlock == 4  ? 0.125f
          : kBlock == 8  ? 0.08838834764831845f
                         : 0.0625f;
+}
+
+// The square of one over it.
+template <int kSteps, bool kRotate>
+__device__ __forceinline__ constexpr float rotation_square() {
+  return kRotate ? 16.f * (kSteps & -kSteps) : 1.f;
 }
 
 // float32 as three bfloat16 that add up to it, so that products with +-1 stay exact.
