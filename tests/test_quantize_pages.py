@@ -121,14 +121,15 @@ def test_any_call_is_close_to_the_reference(backend: str) -> None:
         rotated=st.booleans(),
         centred=st.booleans(),
         gap=st.sampled_from([0, 16]),
-        round=st.sampled_from([0, quantize_op.ROUND]),  # warps: one goes through all pages, or each has its own
+        alone=st.booleans(),  # whether a warp goes through all pages
         seed=st.integers(0, 1000),
     )
-    def run(bits, dim, page_tokens, dtype, rotated, centred, gap, round, seed) -> None:
+    def run(bits, dim, page_tokens, dtype, rotated, centred, gap, alone, seed) -> None:
         format = Format(*bits, dim, page_tokens, rotate=rotated)
         call = Call(format, dtype, pages=2, centred=centred, gap=gap, seed=seed)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(quantize_op, "ROUND", round)
+            if alone:
+                patch.setattr(quantize_op, "ROUNDS", {256: 0})
             assert_close_enough(call, backend)
 
     run()
@@ -138,7 +139,10 @@ def test_any_call_is_close_to_the_reference(backend: str) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_rows_that_are_not_finite_stay_alone(backend: str, bits: int) -> None:
     """NaN, infinities, huge values and zeros: as in the reference, and no other row changes."""
-    format = Format(bits, bits, 64)
+    rows_stay_alone(backend, Format(bits, bits, 64))
+
+
+def rows_stay_alone(backend: str, format: Format) -> None:
     call = Call(format, torch.bfloat16, centred=True)
     clean = call.parts(call.run(backend))
     rows = call.source[0, :6].long()
@@ -257,12 +261,17 @@ def test_the_cuda_kernel(emulated: None, monkeypatch, k_bits, v_bits, dim, dtype
     """Warps that make one tile after the other, from strided rows, empty slots and rows to be cleaned among them."""
     format = Format(k_bits, v_bits, dim, page_tokens)
     for pages, warps in ((1, 1), (7, 1), (7, 3)):
-        monkeypatch.setattr(quantize_op, "ROUND", warps * page_tokens // 16)
+        monkeypatch.setattr(quantize_op, "ROUNDS", {256: warps * page_tokens // 16})
         call = Call(format, dtype, pages=pages, centred=True, gap=8 * (pages > 1))
         assert_close_enough(call, "cuda")
         call.k[call.source[0, 1].long(), call.heads[0]] = float("inf")
         call.v[call.source[0, 2].long(), call.heads[0], 5] = float("nan")
         assert_close_enough(call, "cuda")
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_rows_stay_alone_in_the_cuda_kernel(emulated: None, bits: int) -> None:
+    rows_stay_alone("cuda", Format(bits, bits, 64))
 
 
 def test_rows_that_the_cuda_kernel_cannot_copy(emulated: None) -> None:

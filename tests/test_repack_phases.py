@@ -35,7 +35,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (moves_cuda, quantize_op, repack_cuda, repack_phases, whole_pages):
         monkeypatch.setattr(module, "jit", emulator.launcher())
         module._kernel.cache_clear()
-    monkeypatch.setattr(quantize_op, "ROUND", 0)  # a warp makes all pages
+    monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})  # a warp makes all pages
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     for module in (backends, repack_op):
         monkeypatch.setattr(module, "resolve", lambda backend, device: "reference" if backend == "auto" else backend)

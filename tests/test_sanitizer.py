@@ -42,7 +42,7 @@ def test_store(name: str, backend: str, overlap: bool) -> None:
 def test_quantize_pages(
     k_bits: int, v_bits: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize_op, "ROUND", 0)  # a warp goes through all pages
+    monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})  # a warp goes through all pages
     call = PageCall(Format(k_bits, v_bits, dim), dtype, centred=True)
     call.k[0, 0, 0] = float("nan")  # so that the way for such rows is taken too
     assert_close_enough(call, "cuda")
@@ -51,7 +51,7 @@ def test_quantize_pages(
 @pytest.mark.parametrize("name", [*REPACKS, "pages of 64", "blocks of 16"])
 def test_repack(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Moves found, counted and placed on the device, then made phase by phase; whole pages are among them."""
-    monkeypatch.setattr(quantize_op, "ROUND", 0)  # a warp goes through all of these
+    monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})  # a warp goes through all of these
     setup = Setup(**(REPACKS | MORE)[name])
     for leave, new in ((0.4, 9), (1.0, 100)):
         setup.demote("cuda", leave, new)

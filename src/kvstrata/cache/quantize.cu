@@ -35,7 +35,6 @@ struct Params {
   const void* v_source;  // the same for v
   const int* heads;      // [n]
   const float* centre;   // [m, D], subtracted from K, in the model's space
-  const float* rotated;  // the same through the butterflies, without their factor
   const int* centres;    // [n] row of centre; null: n-th page has none
   i64 k_head, v_head;  // strides in bytes
   int k_token, v_token;
@@ -60,7 +59,7 @@ __device__ __forceinline__ void quantize_any(const Source& source, const Centre&
     kept = coded.kept(kBits);
   }
   const float measure = measure_rows<kBits, kSteps, kIsV>(f);
-  write_side<kSteps, kBits, kTiles, kIsV, kRotate, false>(f, measure, kept, to, tile, scales);
+  write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, false>(f, measure, kept, to, tile, scales);
 }
 
 // Out of the way of tiles of plain rows that are fine, which need the registers.
@@ -86,8 +85,8 @@ __device__ __forceinline__ void quantize_side(const Source& source, const Centre
         rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
         measure = measure_rows<kBits, kSteps, kIsV>(f);
       }
-      if (all_fine<kBits>(measure, rotation_factor<kSteps, kRotate>())) {
-        write_side<kSteps, kBits, kTiles, kIsV, kRotate, true>(f, measure, -1, to, tile, scales);
+      if (__all_sync(~0u, is_fine<kBits>(measure, rotation_factor<kSteps, kRotate>()))) {
+        write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, true>(f, measure, -1, to, tile, scales);
         return;
       }
     }
@@ -136,18 +135,23 @@ struct Side {
 
   // `codes`: where those of the page go.
   template <class Source>
-  __device__ __forceinline__ void make(int n, const Source& source, int centre, bool coded, unsigned char* codes,
+  __device__ __forceinline__ void make(int n, const Source& source, const Centre& centre, bool coded, unsigned char* codes,
                                        unsigned char* page) const {
-    const i64 first = static_cast<i64>(centre) * kDim;
     quantize_side<In, kSteps, kIsV ? kVBits : kKBits, kTiles, kIsV, kRotate, kByAddress>(
-        source, Centre{!kIsV && p.centres, p.rotated + first, p.centre + first},
+        source, centre,
         coded ? reinterpret_cast<const i64*>(rows(n)) : nullptr, p.tiers, codes + (kIsV ? kKBytes : 0), tile,
         page + kKBytes + kVBytes);
   }
 
+  __device__ __forceinline__ Centre centre_of(int row, const float* begin) const {
+    return {!kIsV && p.centres, p.centre + static_cast<i64>(row) * kDim, begin};
+  }
+
   // A tile of one page, by this warp; codes go to shared memory.
-  __device__ __forceinline__ void once(int n, unsigned char* codes, unsigned char* page) const {
-    const int head = __ldg(p.heads + n), centre = !kIsV && p.centres ? __ldg(p.centres + n) : 0;
+  __device__ __forceinline__ void once(int n, unsigned char* codes, float* begin, unsigned char* page) const {
+    const int head = __ldg(p.heads + n);
+    const Centre centre = centre_of(!kIsV && p.centres ? __ldg(p.centres + n) : 0, begin);
+    if constexpr (!kIsV) begin_products<kSteps, kRotate>(begin, centre);
     bool coded = false;
     InMemory<In> source;
 #pragma unroll
@@ -197,6 +201,8 @@ struct Side {
     if (n >= end) return;
     const int lane = threadIdx.x & 31;
     Asked* asked = reinterpret_cast<Asked*>(stages + 2 * Stage::kBytes);
+    float* begin = reinterpret_cast<float*>(asked + 4);
+    int row = -1;  // of the centre that it was made of
     ask(asked[0], n);
     commit_group();
     wait_group<0>();
@@ -219,7 +225,12 @@ struct Side {
       const Stage source{stages + i % 2 * Stage::kBytes, {is_plain(mine.row[lane / 4]), is_plain(mine.row[lane / 4 + 8])}};
       unsigned char* page = address(mine.page);
       const bool coded = kByAddress && __any_sync(~0u, is_coded(mine.row[lane & 15]));
-      make(n, source, !kIsV && p.centres ? mine.centre : 0, coded, page, page);
+      const Centre centre = centre_of(!kIsV && p.centres ? mine.centre : 0, begin);
+      if (!kIsV && row != (p.centres ? mine.centre : 0)) {
+        row = p.centres ? mine.centre : 0;
+        begin_products<kSteps, kRotate>(begin, centre);
+      }
+      make(n, source, centre, coded, page, page);
     }
   }
 };
@@ -240,8 +251,8 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
       *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
     __syncthreads();
     unsigned char* page = K{p, warp}.address(__ldg(static_cast<const Index*>(p.pages) + n));
-    if (warp < kTiles) K{p, warp}.once(n, shared, page);
-    else V{p, warp - kTiles}.once(n, shared, page);
+    if (warp < kTiles) K{p, warp}.once(n, shared, reinterpret_cast<float*>(shared + kBytes) + warp * kDim, page);
+    else V{p, warp - kTiles}.once(n, shared, nullptr, page);
     __syncthreads();
     for (int i = threadIdx.x * 16; i < kBytes; i += kTiles * 64 * 16)
       *reinterpret_cast<uint4*>(page + i) = *reinterpret_cast<const uint4*>(shared + i);

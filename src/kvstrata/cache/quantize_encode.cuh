@@ -159,6 +159,23 @@ struct FitByProducts {
     const bool odd = threadIdx.x & 4;
     return __fdividef(odd ? c[i][1] : c[i][0], odd ? c[i][3] : c[i][2]);
   }
+  __device__ __forceinline__ float scale_of_token(int token) const {
+    const int lane = token % 8 * 4 + token % 8 / 2;
+    const float low = __shfl_sync(~0u, scale(0), lane), high = __shfl_sync(~0u, scale(1), lane);
+    return token < 8 ? low : high;
+  }
+};
+
+// Both, where rows of a tile may be too long for fp16: what a token's scale is does not depend on the others.
+template <int kBits, int kSteps>
+struct FitEither {
+  Fit<kBits, kSteps, false> sums;
+  FitByProducts products;
+
+  __device__ __forceinline__ void add(int s, const float (&f)[4][2], const unsigned (&levels)[4]) {
+    sums.add(s, f, levels);
+    products.add(s, f, levels);
+  }
 };
 
 // Rotated rows to codes, and what scales are fitted with. `step`: of the lane's own token.
@@ -211,19 +228,18 @@ __device__ __forceinline__ float measure_rows(const Tile<kSteps>& f) {
   else return G::reduce(part, sum_of);
 }
 
-// Whether every row of the tile can be trusted to have been finite and within +-65504 before the rotation, which
-// preserves the norm but for `factor`, and is so after it. False for NaN.
+// Whether a row can be trusted to have been finite and within +-65504 before the rotation, which preserves the norm but
+// for `factor`, and is so after it. False for NaN.
 template <int kBits>
-__device__ __forceinline__ bool all_fine(float measure, float factor) {
+__device__ __forceinline__ bool is_fine(float measure, float factor) {
   constexpr float kLongest = 16.f;  // the largest sqrt(D), and 1 / factor
-  const bool fine = kBits == 8 ? measure * factor <= kLargest / kLongest : measure <= kLargest * kLargest;
-  return __all_sync(~0u, fine);
+  return kBits == 8 ? measure * factor <= kLargest / kLongest : measure <= kLargest * kLargest;
 }
 
-// Rotated rows to codes and scales in the page. `kFine`: rows for which all_fine holds. `kept`: a scale of the lane's own
+// Rotated rows to codes and scales in the page. `kFine`: rows that are fine, all of them. `kept`: a scale of the lane's own
 // token that stays, and with it the codes that the row was made of (where it is zero and so is the row, they become the
 // middle); negative if there is none.
-template <int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kFine>
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kFine>
 __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure, int kept, unsigned char* to, int tile,
                                            unsigned char* scales) {
   using G = Group<kIsV>;
@@ -237,12 +253,21 @@ __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure,
     const unsigned both = scale_of(kGain * fit.scale(0)) | scale_of(kGain * fit.scale(1)) << 16;
     if (fit.writes()) *reinterpret_cast<unsigned*>(scales + (threadIdx.x & 28) * 2) = both;
   } else {
-    Fit<kBits, kSteps, kIsV> fit;
-    if (!kFine && kept >= 0) step = fmaxf(to_float(f16{static_cast<unsigned short>(kept)}), kSmallestStep) / kFactor;
-    encode<kBits, kSteps, kIsV>(f, step, codes, fit);
-    unsigned short scale = scale_of(kGain * fit.scale());
-    if (!kFine && kept >= 0) scale = static_cast<unsigned short>(kept);
     const int token = G::token();
+    if (!kFine && kept >= 0) step = fmaxf(to_float(f16{static_cast<unsigned short>(kept)}), kSmallestStep) / kFactor;
+    float fitted;
+    if constexpr (!kIsV && sizeof(In) == 2) {
+      FitEither<kBits, kSteps> fit;
+      encode<kBits, kSteps, kIsV>(f, step, codes, fit);
+      const float sums = fit.sums.scale(), products = fit.products.scale_of_token(token);
+      fitted = is_fine<kBits>(measure, kFactor) ? products : sums;
+    } else {
+      Fit<kBits, kSteps, kIsV> fit;
+      encode<kBits, kSteps, kIsV>(f, step, codes, fit);
+      fitted = fit.scale();
+    }
+    unsigned short scale = scale_of(kGain * fitted);
+    if (!kFine && kept >= 0) scale = static_cast<unsigned short>(kept);
     if (G::writes())
       *reinterpret_cast<unsigned short*>(scales + token % 8 * 8 + (kIsV ? 4 : 0) + token / 8 * 2) = scale;
   }

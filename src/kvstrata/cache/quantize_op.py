@@ -15,18 +15,19 @@ import torch
 
 from .. import jit
 from ..backends import BACKENDS, missing
-from ..layout import Format, fragments, rotate
-from ..layout.rotation import block_of
+from ..layout import Format, fragments
 from . import quantize_reference as reference
 
 SOURCE = Path(__file__).with_name("quantize.cu")
 UNIT = 64  # bytes that a page handle counts in
 CXX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-# struct Params: k, v, pool, pages, source of k and of v, heads, centre, rotated centre, centres; strides of heads and
-# of tokens in bytes; the number of pages; bits of K and V, offsets of V and scales in the tiers that codes come from.
+# struct Params: k, v, pool, pages, source of k and of v, heads, centre, centres; strides of heads and of tokens in
+# bytes; the number of pages; bits of K and V, offsets of V and scales in the tiers that codes come from.
 TIERS = 16
-PARAMS = struct.Struct(f"10Q2q3i{4 * TIERS}i4x")
-ROUND = 0.75  # of a round's warps, of those that the GPU has room for
+PARAMS = struct.Struct(f"9Q2q3i{4 * TIERS}i4x")
+# Warps of a round, of those that the GPU has room for, by head_dim up to: K and V then run beside each other, where the
+# machine code of both fits the instruction cache.
+ROUNDS = {128: 0.75, 256: 1.0}
 ASKED = 4 * (17 * 8 + 2 * 4)  # bytes of what says where rows are
 ROW_BYTES = 16  # that rows are aligned to: what a thread copies at once
 
@@ -46,10 +47,13 @@ def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, 
     """
     steps, tiles = format.head_dim // fragments.STEP_DIMS, format.page_tokens // fragments.TILE_TOKENS
     planes = [width for bits in (format.k_bits, format.v_bits) for width, _ in fragments.planes(bits)]
+    begin = 4 * format.head_dim  # bytes that products of K begin with
     if any(steps * width % 4 for width in planes):
-        return jit.Launch(kernel, pages, 64 * tiles, params, shared=format.k_bytes + format.v_bytes)
-    shared = 2 * fragments.TILE_TOKENS * format.head_dim * dtype.itemsize + ASKED
-    warps = max(1, min(pages, int(kernel.resident(32, shared) * ROUND) // tiles))
+        shared = format.k_bytes + format.v_bytes + tiles * begin
+        return jit.Launch(kernel, pages, 64 * tiles, params, shared=shared)
+    shared = 2 * fragments.TILE_TOKENS * format.head_dim * dtype.itemsize + ASKED + begin
+    share = next(share for most, share in ROUNDS.items() if format.head_dim <= most)
+    warps = max(1, min(pages, int(kernel.resident(32, shared) * share) // tiles))
     rounds = (-(-pages // warps)).bit_length()
     return jit.Launch(kernel, (warps * tiles, 1 + rounds), 32, params, shared=shared)
 
@@ -200,19 +204,13 @@ def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
     return jit.load(SOURCE, entry_of(format, dtype), jit.arch_of(device))
 
 
-def rotated_centre(centre: torch.Tensor, format: Format) -> torch.Tensor:
-    """Centres as the kernel's rows are when it subtracts them: rotated, without the rotation's factor."""
-    return rotate(centre) * block_of(format.head_dim) ** 0.5 if format.rotate else centre
-
-
 def _cuda(job: Job) -> None:
     k, v, pool, pages, source, heads, format, centre, centres = job
     size, device = k.element_size(), pool.get_device()
-    addresses = [0, 0, 0]
+    addresses = [0, 0]
     if centre is not None and centres is not None:
         centre = centre.contiguous()
-        rotated = rotated_centre(centre, format)
-        addresses = [centre.data_ptr(), rotated.data_ptr(), centres.data_ptr()]
+        addresses = [centre.data_ptr(), centres.data_ptr()]
     params = PARAMS.pack(
         *(x.data_ptr() for x in (k, v, pool, pages, source, source, heads)),
         *addresses,

@@ -78,8 +78,8 @@ struct InStage {
 // tests/test_machine_code.py.
 struct Centre {
   bool there;
-  const float* rotated;  // through the butterflies, without their factor
-  const float* plain;    // in the model's space
+  const float* plain;  // in the model's space
+  const float* begin;  // what the products of rows begin with, in shared memory; zeros if there is none
 };
 
 template <int kSteps>
@@ -93,6 +93,39 @@ __device__ __forceinline__ void clear(Tile<kSteps>& f) {
 // Whether the butterflies between neighbouring steps are left to the tensor cores too: the sum of both products is one
 // step, their difference the other.
 template <int kSteps, bool kRotate> constexpr bool kPairs = kRotate && kSteps % 2 == 0;
+
+// What the products of K's rows begin with, less than nothing: the centre through the butterflies that they do.
+template <int kSteps, bool kRotate>
+__device__ __forceinline__ void begin_products(float* begin, const Centre& centre) {
+  constexpr int kDim = 16 * kSteps, kLanes = !kRotate ? 0 : kPairs<kSteps, kRotate> ? 8 : 4;  // of four dims each
+  const int lane = threadIdx.x & 31;
+  __syncwarp();  // what is there was read
+#pragma unroll
+  for (int first = 0; first < kDim; first += 128) {
+    const int dim = first + 4 * lane;
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = centre.there && dim < kDim ? -__ldg(centre.plain + dim + i) : 0.f;
+    if constexpr (kRotate) {
+      const float a = x[0] + x[1], b = x[0] - x[1], c = x[2] + x[3], d = x[2] - x[3];
+      x[0] = a + c;
+      x[1] = b + d;
+      x[2] = a - c;
+      x[3] = b - d;
+    }
+#pragma unroll
+    for (int apart = 1; apart < kLanes; apart *= 2)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float other = __shfl_xor_sync(~0u, x[i], apart);
+        x[i] = lane & apart ? other - x[i] : x[i] + other;
+      }
+    if (dim < kDim)
+#pragma unroll
+      for (int i = 0; i < 4; i++) begin[dim + i] = x[i];
+  }
+  __syncwarp();
+}
 
 template <class In, bool kRotate, bool kByMatrix>
 __device__ __forceinline__ void rotation_operands(unsigned (&h)[2][2][2]) {  // and its negative
@@ -124,14 +157,25 @@ struct Squares {
   }
 };
 
-// Rows of 16-bit values to rotated ones; for K less the rotated centre, which is as long as they are. Empty
-// slots stay zero. `squares`: of the rows as they came, if asked for.
+// Rows of 16-bit values to rotated ones, of K less the centre. Empty slots are zero. `squares`: of the rows as they came, if
+// asked for.
 template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
 __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& source, const Centre& centre,
                                             Squares* squares = nullptr) {
   unsigned h[2][2][2];
   rotation_operands<In, kRotate, Source::kByMatrix>(h);
-  clear<kSteps>(f);
+  if constexpr (kIsV) {
+    clear<kSteps>(f);
+  } else {
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        const float* begin = centre.begin + 16 * s + 2 * (threadIdx.x & 3) + 8 * (r >> 1);
+        f[s][r][0] = begin[0];
+        f[s][r][1] = begin[1];
+      }
+  }
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
     uint2 raw[2];
@@ -141,13 +185,12 @@ __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& sourc
     if constexpr (kPairs<kSteps, kRotate>) rotate_step<In, kIsV>(f[s ^ 1], raw, h[0]);
   }
   rotate_steps<kSteps, kRotate, kPairs<kSteps, kRotate> ? 2 : 1>(f);
-  if (!kIsV && centre.there) {
-    const int t = threadIdx.x & 3;
+  if (!kIsV && !__all_sync(~0u, source.there[0] && source.there[1])) {
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        if (source.there[i >> 1 & 1]) f[s][i >> 1][i & 1] -= __ldg(centre.rotated + 16 * s + 2 * t + 8 * (i >> 2) + (i & 1));
+        if (!source.there[i >> 1 & 1]) f[s][i >> 1][i & 1] = 0.f;
   }
 }
 

@@ -23,7 +23,6 @@ from .. import jit
 from . import repack_cuda, repack_op, whole_pages
 from .moves_cuda import TIERS, Lists
 from .pages import PageKind
-from .quantize_op import rotated_centre
 
 if TYPE_CHECKING:
     from .buckets import Buckets
@@ -105,12 +104,9 @@ def phases(
                 launches.append(own(end - first, -(-(end - first) // 256), tier, first))
             whole = slice(*(int(x) for x in np.searchsorted(group % tiers, (tier, tier + 1))))
             if whole.stop > whole.start:
-                format = kinds[tier].format
-                rotated = rotated_centre(centre, format).contiguous()
-                kept.append(rotated)
                 v_at = plain.v_offset if lists.v_at is None else lists.v_at[whole]
                 mine = pages[whole], lists.k_at[whole], v_at, bucket[whole]
-                launches.append(whole_pages.launch(kinds, tier, *mine, centre, rotated))
+                launches.append(whole_pages.launch(kinds, tier, *mine, centre))
             if last > begin:
                 launches.append(repack_cuda.launch(job, begin, last - begin))
         if len(handles):

@@ -37,7 +37,6 @@ def launch(
     v_at: torch.Tensor | int,
     bucket: torch.Tensor,
     centre: torch.Tensor,
-    rotated: torch.Tensor,
 ) -> jit.Launch:
     """Make pages of a tier at ``pages * 64`` of what is at ``k_at [n, page_tokens]``: rows, or codes of another tier as
     moves.cu writes them; -1 is an empty slot.
@@ -47,7 +46,7 @@ def launch(
     """
     device, format, dtype = pages.get_device(), kinds[tier].format, kinds[0].dtype
     v, v_rows = (v_at, k_at) if isinstance(v_at, int) else (0, v_at)
-    centres = (centre.data_ptr(), rotated.data_ptr(), bucket.data_ptr()) if format.centre else (0, 0, 0)
+    centres = (centre.data_ptr(), bucket.data_ptr()) if format.centre else (0, 0)
     formats = [kind.format for kind in kinds[1:]]
     sources = [x for f in formats for x in (f.k_bits, f.v_bits, f.v_offset, f.scale_offset)]
     params = PARAMS.pack(  # rows are addresses, and the number of the head does not matter

@@ -1,7 +1,7 @@
 """The quantise benchmark: K and V rows in bfloat16 into whole pages of codes, all heads in one launch.
 
-The rows of a prompt: every page takes 64 consecutive tokens of one head. Bytes are rows read, pages written and the
-index of rows. ``plain`` cases leave the rotation out, to show what it costs.
+The rows of a prompt: every page takes 64 consecutive tokens of one head, and every head has its centre. Bytes are rows
+read, pages written and the index of rows. ``plain`` cases leave the rotation out, to show what it costs.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Inputs(Job):
             source=rows.reshape(n, size).contiguous(),
             heads=torch.arange(heads, dtype=torch.int32, device=device).repeat(runs),
             format=format,
-            centre=None,
-            centres=None,
+            centre=torch.randn(heads, format.head_dim, generator=generator, device=device),
+            centres=torch.arange(heads, dtype=torch.int32, device=device).repeat(runs),
         )
 
     def run(self, backend: str) -> None:
-        quantize_pages(self.k, self.v, self.pool, self.pages, self.source, self.heads, self.format, backend=backend)
+        quantize_pages(**self._asdict(), backend=backend)
 
     def assert_quantised(self) -> None:
         """Some pages code by code against the reference; all others must have been written."""
@@ -53,7 +53,8 @@ class Inputs(Job):
         chosen = torch.linspace(0, len(self.pages) - 1, CHECKED, device=self.pool.device).long().unique()
         page = self.pool.view(-1, f.page_bytes)
         rows, head = self.source[chosen].long(), self.heads[chosen].long().unsqueeze(1)
-        want = reference.quantize_page(self.k[rows, head], self.v[rows, head], f)
+        centre = self.centre[head]  # type: ignore[index]
+        want = reference.quantize_page(self.k[rows, head], self.v[rows, head], f, centre)
         got = page[self.pages[chosen].long() * UNIT // f.page_bytes]
         sides: tuple[tuple[fragments.Side, int, int, int], ...] = (
             ("k", f.k_bits, f.k_offset, f.k_bytes),
