@@ -151,7 +151,10 @@ struct Side {
   __device__ __forceinline__ void once(int n, unsigned char* codes, float* begin, unsigned char* page) const {
     const int head = __ldg(p.heads + n);
     const Centre centre = centre_of(!kIsV && p.centres ? __ldg(p.centres + n) : 0, begin);
-    if constexpr (!kIsV) begin_products<kSteps, kRotate>(begin, centre);
+    if constexpr (!kIsV) {
+      if (centre.there) begin_products<kSteps, kRotate>(begin, centre.plain);
+      else begin_with_nothing<kSteps>(begin);
+    }
     bool coded = false;
     InMemory<In> source;
 #pragma unroll
@@ -177,6 +180,13 @@ struct Side {
       cp_async_or_zero<4>(shared_address(&asked.head) + (lane - 17) * 4, more + n, true);
   }
 
+  // The centre comes with the rows if it is not that of the tile before.
+  __device__ __forceinline__ void copy_centre(float* to, int row) const {
+    const float* from = p.centre + static_cast<i64>(row) * kDim;
+    for (int dim = (threadIdx.x & 31) * 4; dim < kDim; dim += 128)
+      cp_async_or_zero<16>(shared_address(to + dim), from + dim, true);
+  }
+
   // Four lanes copy a row; zeros where it is not plain.
   __device__ __forceinline__ void copy(unsigned to, const Asked& asked) const {
     constexpr int kRow = Stage::Rows::kBytes;
@@ -200,9 +210,11 @@ struct Side {
   __device__ __forceinline__ void all(unsigned char* stages, int n, int end, int step) const {
     if (n >= end) return;
     const int lane = threadIdx.x & 31;
+    const bool centred = !kIsV && p.centres;
     Asked* asked = reinterpret_cast<Asked*>(stages + 2 * Stage::kBytes);
     float* begin = reinterpret_cast<float*>(asked + 4);
-    int row = -1;  // of the centre that it was made of
+    float* centres = begin + kDim;  // of two tiles
+    if (!kIsV && !centred) begin_with_nothing<kSteps>(begin);
     ask(asked[0], n);
     commit_group();
     wait_group<0>();
@@ -210,6 +222,7 @@ struct Side {
     if (n + step < end) ask(asked[1], n + step);
     commit_group();
     copy(shared_address(stages), asked[0]);
+    if (centred) copy_centre(centres, asked[0].centre);
     commit_group();
 #pragma unroll 1
     for (int i = 0; n < end; n += step, i++) {
@@ -217,20 +230,19 @@ struct Side {
       __syncwarp();     // also: what was read of the tile before may be written over
       if (n + 2 * step < end) ask(asked[(i + 2) % 4], n + 2 * step);
       commit_group();
-      if (n + step < end) copy(shared_address(stages + (i + 1) % 2 * Stage::kBytes), asked[(i + 1) % 4]);
+      const Asked &mine = asked[i % 4], &next = asked[(i + 1) % 4], &last = asked[(i + 3) % 4];
+      if (n + step < end) {
+        copy(shared_address(stages + (i + 1) % 2 * Stage::kBytes), next);
+        if (centred && next.centre != mine.centre) copy_centre(centres + (i + 1) % 2 * kDim, next.centre);
+      }
       commit_group();
       wait_group<2>();  // the rows of this tile
       __syncwarp();
-      const Asked& mine = asked[i % 4];
       const Stage source{stages + i % 2 * Stage::kBytes, {is_plain(mine.row[lane / 4]), is_plain(mine.row[lane / 4 + 8])}};
       unsigned char* page = address(mine.page);
       const bool coded = kByAddress && __any_sync(~0u, is_coded(mine.row[lane & 15]));
-      const Centre centre = centre_of(!kIsV && p.centres ? mine.centre : 0, begin);
-      if (!kIsV && row != (p.centres ? mine.centre : 0)) {
-        row = p.centres ? mine.centre : 0;
-        begin_products<kSteps, kRotate>(begin, centre);
-      }
-      make(n, source, centre, coded, page, page);
+      if (centred && (i == 0 || mine.centre != last.centre)) begin_products<kSteps, kRotate>(begin, centres + i % 2 * kDim);
+      make(n, source, centre_of(centred ? mine.centre : 0, begin), coded, page, page);
     }
   }
 };

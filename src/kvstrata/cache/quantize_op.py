@@ -28,6 +28,7 @@ PARAMS = struct.Struct(f"9Q2q3i{4 * TIERS}i4x")
 # Warps of a round, of those that the GPU has room for, by head_dim up to: K and V then run beside each other, where the
 # machine code of both fits the instruction cache.
 ROUNDS = {128: 0.75, 256: 1.0}
+SAME_HEAD = 32  # a warp's next page is a multiple of it further: of the same head where heads take turns
 ASKED = 4 * (17 * 8 + 2 * 4)  # bytes of what says where rows are
 ROW_BYTES = 16  # that rows are aligned to: what a thread copies at once
 
@@ -47,13 +48,16 @@ def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, 
     """
     steps, tiles = format.head_dim // fragments.STEP_DIMS, format.page_tokens // fragments.TILE_TOKENS
     planes = [width for bits in (format.k_bits, format.v_bits) for width, _ in fragments.planes(bits)]
-    begin = 4 * format.head_dim  # bytes that products of K begin with
+    centre = 4 * format.head_dim  # bytes
     if any(steps * width % 4 for width in planes):
-        shared = format.k_bytes + format.v_bytes + tiles * begin
+        shared = format.k_bytes + format.v_bytes + tiles * centre  # through butterflies
         return jit.Launch(kernel, pages, 64 * tiles, params, shared=shared)
-    shared = 2 * fragments.TILE_TOKENS * format.head_dim * dtype.itemsize + ASKED + begin
+    shared = (
+        2 * fragments.TILE_TOKENS * format.head_dim * dtype.itemsize + ASKED + 3 * centre
+    )  # and as it came, of two tiles
     share = next(share for most, share in ROUNDS.items() if format.head_dim <= most)
     warps = max(1, min(pages, int(kernel.resident(32, shared) * share) // tiles))
+    warps = warps // SAME_HEAD * SAME_HEAD or warps
     rounds = (-(-pages // warps)).bit_length()
     return jit.Launch(kernel, (warps * tiles, 1 + rounds), 32, params, shared=shared)
 
@@ -204,12 +208,18 @@ def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
     return jit.load(SOURCE, entry_of(format, dtype), jit.arch_of(device))
 
 
+def centre_rows(centre: torch.Tensor) -> torch.Tensor:
+    """Centres as the kernel copies them."""
+    rows = centre.contiguous()
+    return rows if rows.data_ptr() % ROW_BYTES == 0 else rows.clone()
+
+
 def _cuda(job: Job) -> None:
     k, v, pool, pages, source, heads, format, centre, centres = job
     size, device = k.element_size(), pool.get_device()
     addresses = [0, 0]
     if centre is not None and centres is not None:
-        centre = centre.contiguous()
+        centre = centre_rows(centre)
         addresses = [centre.data_ptr(), centres.data_ptr()]
     params = PARAMS.pack(
         *(x.data_ptr() for x in (k, v, pool, pages, source, source, heads)),

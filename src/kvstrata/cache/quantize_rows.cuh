@@ -94,18 +94,18 @@ __device__ __forceinline__ void clear(Tile<kSteps>& f) {
 // step, their difference the other.
 template <int kSteps, bool kRotate> constexpr bool kPairs = kRotate && kSteps % 2 == 0;
 
-// What the products of K's rows begin with, less than nothing: the centre through the butterflies that they do.
+// What the products of K's rows begin with: the centre through the butterflies that they do, negative.
 template <int kSteps, bool kRotate>
-__device__ __forceinline__ void begin_products(float* begin, const Centre& centre) {
+__device__ __forceinline__ void begin_products(float* begin, const float* centre) {
   constexpr int kDim = 16 * kSteps, kLanes = !kRotate ? 0 : kPairs<kSteps, kRotate> ? 8 : 4;  // of four dims each
   const int lane = threadIdx.x & 31;
-  __syncwarp();  // what is there was read
 #pragma unroll
   for (int first = 0; first < kDim; first += 128) {
     const int dim = first + 4 * lane;
-    float x[4];
+    float x[4] = {};
+    if (dim < kDim)
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = centre.there && dim < kDim ? -__ldg(centre.plain + dim + i) : 0.f;
+      for (int i = 0; i < 4; i++) x[i] = -centre[dim + i];
     if constexpr (kRotate) {
       const float a = x[0] + x[1], b = x[0] - x[1], c = x[2] + x[3], d = x[2] - x[3];
       x[0] = a + c;
@@ -124,6 +124,12 @@ __device__ __forceinline__ void begin_products(float* begin, const Centre& centr
 #pragma unroll
       for (int i = 0; i < 4; i++) begin[dim + i] = x[i];
   }
+  __syncwarp();
+}
+
+template <int kSteps>
+__device__ __forceinline__ void begin_with_nothing(float* begin) {
+  for (int dim = threadIdx.x & 31; dim < 16 * kSteps; dim += 32) begin[dim] = 0.f;
   __syncwarp();
 }
 

@@ -23,6 +23,7 @@ from .. import jit
 from . import repack_cuda, repack_op, whole_pages
 from .moves_cuda import TIERS, Lists
 from .pages import PageKind
+from .quantize_op import centre_rows
 
 if TYPE_CHECKING:
     from .buckets import Buckets
@@ -77,7 +78,7 @@ def phases(
     """``group, handles``: of whole pages, tier by tier, as in the lists."""
     pool, kinds, tiers, p = buckets.pool, buckets.kinds, len(buckets.kinds), buckets.page_tokens
     plain, device = kinds[0], centre.get_device()
-    centre = centre.contiguous()
+    centre = centre_rows(centre)
     offsets = [x for kind in kinds for x in (kind.position_offset, kind.importance_offset)]
     offsets += [0] * (2 * (TIERS - tiers))
     numbers = pool.to_device(np.stack([handles, group % tiers, group // tiers]).astype(np.int32))
