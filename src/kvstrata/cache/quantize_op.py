@@ -50,11 +50,10 @@ def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, 
     planes = [width for bits in (format.k_bits, format.v_bits) for width, _ in fragments.planes(bits)]
     centre = 4 * format.head_dim  # bytes
     if any(steps * width % 4 for width in planes):
-        shared = format.k_bytes + format.v_bytes + tiles * centre  # through butterflies
+        shared = format.k_bytes + format.v_bytes + tiles * centre
         return jit.Launch(kernel, pages, 64 * tiles, params, shared=shared)
-    shared = (
-        2 * fragments.TILE_TOKENS * format.head_dim * dtype.itemsize + ASKED + 3 * centre
-    )  # and as it came, of two tiles
+    rows = fragments.TILE_TOKENS * format.head_dim * dtype.itemsize
+    shared = 2 * (rows + centre) + ASKED + centre  # of two tiles, and the centre through butterflies
     share = next(share for most, share in ROUNDS.items() if format.head_dim <= most)
     warps = max(1, min(pages, int(kernel.resident(32, shared) * share) // tiles))
     warps = warps // SAME_HEAD * SAME_HEAD or warps
