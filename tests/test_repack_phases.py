@@ -73,14 +73,13 @@ def chained(buckets: Buckets, tokens: Tokens, target: torch.Tensor, rows: Rows |
     return set() if prepared is None else {(*x[:7], *x[9:11]) for x in prepared.job.packed.tolist()}
 
 
-def phased(buckets: Buckets, lists: moves_cuda.Lists, group: np.ndarray, handles: np.ndarray, k: torch.Tensor | None,
-           ) -> list[set[tuple[int, ...]]]:  # fmt: skip
+def phased(buckets: Buckets, lists: moves_cuda.Lists, k: torch.Tensor | None) -> list[set[tuple[int, ...]]]:
     """The same of every phase, in order."""
     pool, (plain, *_) = buckets.pool, buckets.kinds
     words = pool.space.bytes.view(torch.int32)
     whole: list[set] = [set(), set(), set()]
-    for page, at, sides in zip(range(len(handles)), lists.k_at.tolist(), lists.sides.tolist(), strict=True):
-        tier = int(group[page]) % 3
+    pages = lists.whole.T.tolist(), lists.k_at.tolist(), lists.sides.tolist()
+    for (made, tier, bucket), at, sides in zip(*pages, strict=True):
         for slot, (address, side) in enumerate(zip(at, sides, strict=True)):
             if address < 0:
                 continue
@@ -88,7 +87,7 @@ def phased(buckets: Buckets, lists: moves_cuda.Lists, group: np.ndarray, handles
                 page_at = (address & (1 << 56) - 64) - pool.space.address
                 handle = page_at // pool.slab_bytes * pool.units + page_at % pool.slab_bytes // 64
                 source = handle, address & 63, address >> 56 & 63
-                whole[tier].add((*source, int(handles[page]), slot, tier, int(group[page]) // 3, *side))
+                whole[tier].add((*source, made, slot, tier, bucket, *side))
                 continue
             offset = address - pool.space.address
             if 0 <= offset < pool.space.bytes.numel():
@@ -96,10 +95,10 @@ def phased(buckets: Buckets, lists: moves_cuda.Lists, group: np.ndarray, handles
                 source = slab * pool.units + rest // plain.stride * plain.stride // 64, rest % plain.stride // 128, 0
             else:
                 source = 0, (address - k.data_ptr()) // 128, -1
-            whole[tier].add((*source, int(handles[page]), slot, tier, int(group[page]) // 3, *side))
+            whole[tier].add((*source, made, slot, tier, bucket, *side))
     found = []
     for tier in (2, 1, 0):
-        (first, end), (begin, last) = lists.ranges[:, tier].tolist()
+        (first, end), (begin, last) = lists.ranges[:2, tier].tolist()
         some = set()
         for source, slot, to, there in lists.copies[first:end].tolist():
             at = source * 16 + buckets.kinds[tier].position_offset // 4 + slot
@@ -155,8 +154,9 @@ def test_the_plan_is_that_of_the_reference(emulated: None, monkeypatch: pytest.M
         assert not wanted
         assert bool((tokens.tier == target).all())
         return
-    [(_, lists, (first, _), _, group, handles, _)] = seen
-    found = phased(ours, lists, group, handles, first)
+    [(_, lists, (first, _), _, _)] = seen
+    found = phased(ours, lists, first)
+    handles, tiers, _ = lists.whole.tolist()
     assert set().union(*found) == {(*x[:6], None if x[2] == x[5] else x[6], *x[7:]) for x in wanted}
     assert sum(map(len, found)) == len(wanted)
     written: set[tuple[int, int]] = set()
@@ -165,9 +165,7 @@ def test_the_plan_is_that_of_the_reference(emulated: None, monkeypatch: pytest.M
         written |= {x[3:5] for x in some}
         if number % 3 == 1:  # all slots of whole pages
             tier = (2, 1, 0)[number // 3]
-            written |= {
-                (int(h), slot) for g, h in zip(group, handles, strict=True) if g % 3 == tier for slot in range(16)
-            }
+            written |= {(h, slot) for t, h in zip(tiers, handles, strict=True) if t == tier for slot in range(16)}
         assert not reads & written
 
 
@@ -182,7 +180,7 @@ def test_whole_pages_are_made_as_such(emulated: None, monkeypatch: pytest.Monkey
     buckets.prepare(0, [0], tokens, target, None, torch.zeros(2, 32))
     [(_, lists, *_)] = seen
     assert len(lists.copies) == 0
-    assert lists.ranges.tolist() == [[[0, 0]] * 3, [[0, 0], [0, 12], [12, 12]]]
+    assert lists.ranges.tolist() == [[[0, 0]] * 3, [[0, 0], [0, 12], [12, 12]], [[0, 0], [0, 6], [6, 6]]]
     assert len(lists.packed) == 2 * 6
     assert lists.k_at.shape == (2 * 3, 16)
     assert int((lists.k_at >= 0).sum()) == 2 * 34

@@ -323,10 +323,7 @@ class Buckets:
             return None
         old_table = self.table.clone()
         freed = self.exchange_pages(requests, layers, numbers[0], numbers[1], numbers[2], clear_codes=False)
-        group, page = plan.whole_pages(numbers)
-        handles = self.host_table[self._at(requests, layers, group, page)].astype(np.int64)
-        lists = plan.place(numbers, old_table, group, page)
-        return repack_phases.phases(self, lists, rows, centre, group, handles, freed)
+        return repack_phases.phases(self, plan.place(numbers, old_table), rows, centre, freed)
 
     def exchange_pages(
         self,

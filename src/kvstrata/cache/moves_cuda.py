@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from .. import jit
-from .moves import COLUMNS, pick, spans
+from .moves import COLUMNS, pick
 from .pages import PageKind
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class Lists:
 
     copies: torch.Tensor  # int32 [n, 4], fillers
     packed: torch.Tensor  # int32 [n, 12], arrivals that are not whole
-    ranges: np.ndarray  # [2, tiers, 2]: of fillers in `copies` and of arrivals in `packed`, by tier: first and end
+    ranges: np.ndarray  # [3, tiers, 2]: of fillers in `copies`, arrivals in `packed`, `whole`; by tier first and end
+    whole: torch.Tensor  # int32 [3, pages]: handle, tier and bucket of pages that are made whole
     k_at: torch.Tensor  # int64 [pages, page_tokens], of rows or codes, -1 for an empty slot
     v_at: torch.Tensor | None
     sides: torch.Tensor  # int32 [pages, page_tokens, 2]
@@ -113,38 +114,32 @@ class Plan:
         """``left, came, holes`` of every group: the one time that the host waits for the device."""
         return self._tensors["numbers"].cpu().numpy().astype(np.int64)
 
-    def whole_pages(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Group and index in its bucket of the pages of codes past the kept tokens, tier by tier."""
-        tiers, p = len(self.buckets.kinds), self.buckets.page_tokens
-        left, came, _ = numbers
-        kept = self.before - left
-        first = -(-kept // p)
-        end = np.where(np.arange(len(kept)) % tiers > 0, -(-(kept + came) // p), 0)
-        by_tier = np.arange(len(kept)).reshape(-1, tiers).T.reshape(-1)
-        which, page = spans(first[by_tier], end[by_tier])
-        return by_tier[which], page
-
-    def place(self, numbers: np.ndarray, old_table: torch.Tensor, group: np.ndarray, page: np.ndarray) -> Lists:
-        """The moves, when the new pages are in the tables. ``group, page``: those of `whole_pages`."""
+    def place(self, numbers: np.ndarray, old_table: torch.Tensor) -> Lists:
+        """The moves, when the new pages are in the tables. The host goes over groups, not over pages or tokens."""
         buckets, device = self.buckets, self.buckets.device
         tiers, p, groups = len(buckets.kinds), buckets.page_tokens, len(self.before)
         left, came, holes = numbers
-        # Tokens are whole, but for those that come into the page where the kept ones end.
-        rest = np.where(np.arange(groups) % tiers > 0, np.minimum(came, (left - self.before) % p), came)
-        first = np.zeros((3, groups), np.int64)
-        first[2, group] = np.arange(len(group)) - page
-        ranges = np.zeros((2, tiers, 2), np.int64)
-        for which, sizes in enumerate((holes, rest)):
+        kept, coded = self.before - left, np.arange(groups) % tiers > 0
+        # Pages of codes past the kept tokens are whole; tokens that come into the page where these end are not.
+        begun = -(-kept // p)
+        pages = np.where(coded, np.maximum(-(-(kept + came) // p) - begun, 0), 0)
+        rest = np.where(coded, np.minimum(came, -kept % p), came)
+        first, ranges = np.zeros((3, groups), np.int64), np.zeros((3, tiers, 2), np.int64)
+        for which, sizes in enumerate((holes, rest, pages)):
             by_tier = sizes.reshape(-1, tiers).T.reshape(-1)
             ends = np.cumsum(by_tier)
             first[which] = (ends - by_tier).reshape(tiers, -1).T.reshape(-1)
             ranges[which, :, 1] = ends.reshape(tiers, -1)[:, -1]
             ranges[which, 1:, 0] = ranges[which, :-1, 1]
-        shape = (len(group), p)
+        first[2] -= begun  # pages are asked for by their index in the bucket
+        n_holes, n_rest, n_pages = (int(n) for n in ranges[:, -1, 1])
+        self._tensors["first"] = buckets.pool.to_device(first.astype(np.int32))
+        shape = (n_pages, p)
         made = Lists(
-            torch.empty(int(holes.sum()), 4, dtype=torch.int32, device=device),
-            torch.empty(int(rest.sum()), len(COLUMNS), dtype=torch.int32, device=device),
+            torch.empty(n_holes, 4, dtype=torch.int32, device=device),
+            torch.empty(n_rest, len(COLUMNS), dtype=torch.int32, device=device),
             ranges,
+            self._whole(pages, n_pages),
             torch.full(shape, -1, dtype=torch.int64, device=device),
             torch.full(shape, -1, dtype=torch.int64, device=device) if "order" in self._tensors else None,
             torch.full((*shape, 2), -1, dtype=torch.int32, device=device),
@@ -152,10 +147,21 @@ class Plan:
         lists = {"copies": made.copies, "packed": made.packed, "k_at": made.k_at, "sides": made.sides}
         if made.v_at is not None:
             lists["v_at"] = made.v_at
-        tables = {"old_table": old_table, "new_table": buckets.table}
-        self._tensors |= {"first": buckets.pool.to_device(first.astype(np.int32)), **tables, **lists}
+        self._tensors |= {"old_table": old_table, "new_table": buckets.table, **lists}
         self._launch(entry_of(buckets.kinds[0]), groups // tiers)
         return made
+
+    def _whole(self, pages: np.ndarray, n: int) -> torch.Tensor:
+        """Whole pages, tier by tier; ``pages``: of each group, ``n`` in all."""
+        buckets, device, tensors = self.buckets, self.buckets.device, self._tensors
+        tiers, of_place = len(buckets.kinds), buckets.kv_heads * len(buckets.kinds)
+        repeats = buckets.pool.to_device(pages.reshape(-1, tiers).T.reshape(-1))
+        which = torch.repeat_interleave(repeats, output_size=n)  # tier * buckets + bucket
+        tier, bucket = which // (len(pages) // tiers), which % (len(pages) // tiers)
+        group = bucket * tiers + tier
+        page = torch.arange(n, device=device) - tensors["first"][2][group]
+        row = tensors["places"][group // of_place].long() * of_place + group % of_place
+        return torch.stack([buckets.table.view(-1)[row * buckets.max_pages + page].long(), tier, bucket]).int()
 
     def _launch(self, entry: str, grid: int) -> None:
         if not grid:

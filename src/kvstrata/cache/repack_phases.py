@@ -71,21 +71,17 @@ def phases(
     lists: Lists,
     rows: tuple[torch.Tensor | None, torch.Tensor | None],
     centre: torch.Tensor,
-    group: np.ndarray,
-    handles: np.ndarray,
     freed: np.ndarray,
 ) -> Phases:
-    """``group, handles``: of whole pages, tier by tier, as in the lists."""
     pool, kinds, tiers, p = buckets.pool, buckets.kinds, len(buckets.kinds), buckets.page_tokens
     plain, device = kinds[0], centre.get_device()
     centre = centre_rows(centre)
     offsets = [x for kind in kinds for x in (kind.position_offset, kind.importance_offset)]
     offsets += [0] * (2 * (TIERS - tiers))
-    numbers = pool.to_device(np.stack([handles, group % tiers, group // tiers]).astype(np.int32))
-    pages = numbers[0].long()
+    pages = lists.whole[0].long()
     pages = (pool.pointers[pages // pool.units] + pages % pool.units * 64) // 64
-    side_pages, bucket = numbers[:2].T.contiguous(), numbers[2]
-    kept: list[object] = [lists, rows, centre, pages, side_pages, numbers]
+    side_pages, bucket = lists.whole[:2].T.contiguous(), lists.whole[2]
+    kept: list[object] = [lists, rows, centre, pages, side_pages]
 
     def own(n: int, blocks: int, tier: int = 0, first: int = 0, sides: bool = False) -> jit.Launch:
         f = kinds[tier].format
@@ -100,16 +96,16 @@ def phases(
         jit.bind_context(device)
         job = repack_op.Job(pool, kinds, lists.packed, *rows, centre)
         for tier in reversed(range(tiers)):
-            (first, end), (begin, last) = lists.ranges[:, tier].tolist()
+            (first, end), (begin, last), whole_range = lists.ranges[:, tier].tolist()
             if end > first:
                 launches.append(own(end - first, -(-(end - first) // 256), tier, first))
-            whole = slice(*(int(x) for x in np.searchsorted(group % tiers, (tier, tier + 1))))
+            whole = slice(*whole_range)
             if whole.stop > whole.start:
                 v_at = plain.v_offset if lists.v_at is None else lists.v_at[whole]
                 mine = pages[whole], lists.k_at[whole], v_at, bucket[whole]
                 launches.append(whole_pages.launch(kinds, tier, *mine, centre))
             if last > begin:
                 launches.append(repack_cuda.launch(job, begin, last - begin))
-        if len(handles):
-            launches.append(own(len(handles) * p, -(-len(handles) * p // 256), sides=True))
+        if slots := len(pages) * p:
+            launches.append(own(slots, -(-slots // 256), sides=True))
     return Phases(device, tuple(launches), freed, tuple(kept))

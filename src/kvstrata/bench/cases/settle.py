@@ -123,11 +123,8 @@ class State:
         requests, layers = self.places
         places = requests * self.layers + layers
         plan = moves_cuda.Plan(self.buckets, places, self.before, self.target, starts=self.starts)
-        numbers = plan.to_host()
-        group, page = plan.whole_pages(numbers)
-        handles = self.buckets.host_table[self.buckets._at(requests, layers, group, page)].astype(np.int64)
-        lists, none = plan.place(numbers, self.old_table, group, page), np.zeros(0, np.int64)
-        return repack_phases.phases(self.buckets, lists, (None, None), self.centres, group, handles, none)
+        lists, none = plan.place(plan.to_host(), self.old_table), np.zeros(0, np.int64)
+        return repack_phases.phases(self.buckets, lists, (None, None), self.centres, none)
 
     def restore(self) -> None:
         """The slabs as they were, and what some moves have to bring."""
