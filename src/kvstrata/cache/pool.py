@@ -115,7 +115,7 @@ class Pool:
         row, index = np.nonzero(self.refs[mine, :per_slab] == 0)
         slab, index = mine[row[:n]], index[:n]
         self.refs[slab, index] = 1
-        np.add.at(self._used, slab, 1)
+        self._used += np.bincount(slab, minlength=self.capacity)
         self._pages[tier] += n
         return slab * self.units + index * (self.strides[tier] // UNIT)
 
@@ -133,21 +133,23 @@ class Pool:
         if handles.size == 0:
             return
         slab, index = self._locate(handles)
-        np.subtract.at(self.refs, (slab, index), 1)
-        left = self.refs[slab, index]
+        refs, page = self.refs.reshape(-1), slab * self.refs.shape[1] + index
+        np.subtract.at(refs, page, 1)
+        left = refs[page]
         if (left < 0).any():
             raise RuntimeError(f"pool: page {int(handles[left < 0][0])} released more often than it was owned")
-        freed = np.unique(handles[left == 0])
+        freed = handles[left == 0]
+        if self.shares:  # else a page that is given back twice was found above
+            freed = np.unique(freed)
         if not len(freed):
             return
         if self.debug:
             for handle in freed.tolist():
                 self._bytes(handle, 0, self.strides[self.tier[handle // self.units]]).fill_(POISON)
-        slab = freed // self.units
-        np.subtract.at(self._used, slab, 1)
-        np.subtract.at(self._pages, self.tier[slab], 1)
-        touched = np.unique(slab)
-        self._empty(touched[self._used[touched] == 0])
+        by_slab = np.bincount(freed // self.units, minlength=self.capacity)
+        self._used -= by_slab
+        np.subtract.at(self._pages, self.tier[by_slab > 0], by_slab[by_slab > 0])
+        self._empty(np.flatnonzero((by_slab > 0) & (self._used == 0)))
 
     def _empty(self, slabs: np.ndarray) -> None:
         """Slabs without a page belong to no tier."""
