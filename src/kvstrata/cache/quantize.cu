@@ -241,7 +241,8 @@ struct Side {
       const Stage source{stages + i % 2 * Stage::kBytes, {is_plain(mine.row[lane / 4]), is_plain(mine.row[lane / 4 + 8])}};
       unsigned char* page = address(mine.page);
       const bool coded = kByAddress && __any_sync(~0u, is_coded(mine.row[lane & 15]));
-      if (centred && (i == 0 || mine.centre != last.centre)) begin_products<kSteps, kRotate>(begin, centres + i % 2 * kDim);
+      if (centred && (i == 0 || mine.centre != last.centre))
+        begin_products<kSteps, kRotate>(begin, centres + i % 2 * kDim);
       make(n, source, centre_of(centred ? mine.centre : 0, begin), coded, page, page);
     }
   }
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
     quantize_pages(const __grid_constant__ Params p) {
   using K = Side<In, kDim, kKBits, kVBits, kTokens, kRotate, Index, false>;
   using V = Side<In, kDim, kKBits, kVBits, kTokens, kRotate, Index, true>;
-  extern __shared__ __align__(256) unsigned char shared[];
+  extern __shared__ __align__(512) unsigned char shared[];  // of the longest row, for Swizzle
   if constexpr (Cut<In, kKBits, kVBits, kSteps, kTiles>::kStaged) {
     constexpr int kBytes = K::kKBytes + K::kVBytes;
     const int n = blockIdx.x, warp = threadIdx.x >> 5;

@@ -163,8 +163,8 @@ struct Squares {
   }
 };
 
-// Rows of 16-bit values to rotated ones, of K less the centre. Empty slots are zero. `squares`: of the rows as they came, if
-// asked for.
+// Rows of 16-bit values to rotated ones, of K less the centre. Empty slots are zero. `squares`: of the rows as they came,
+// if asked for.
 template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
 __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& source, const Centre& centre,
                                             Squares* squares = nullptr) {
