@@ -156,19 +156,18 @@ def _fill(
     spare: torch.Tensor,
 ) -> torch.Tensor:
     """Slots that are paid for and empty go to the weightiest tokens of lower tiers; no page is taken by it."""
-    bucket, prices = scope.tokens.bucket, policy.prices
-    order = torch.sort((bucket + 1 << allocate.BITS) - allocate.rank(weight), stable=True).indices
+    prices, buckets = policy.prices, len(scope.length)
+    order = torch.sort((scope.tokens.bucket + 1 << allocate.BITS) - allocate.rank(weight), stable=True).indices
+    bucket, movable, current, found = (x[order] for x in (scope.tokens.bucket, movable, current, target))
+    first = torch.searchsorted(bucket, torch.arange(buckets, device=bucket.device))
     for tier in range(len(prices.page) - 1):
-        counts = prices.counts(bucket, target, len(scope.length))[:, tier] + (spare if tier == 0 else 0)
-        free = -counts % prices.page_tokens
-        able = (movable & (target > tier) & (current <= tier))[order].long()
-        before = able.cumsum(0) - able  # candidates of earlier buckets, and of this one
-        first = torch.searchsorted(bucket[order].contiguous(), torch.arange(len(free), device=free.device))
-        start = torch.cat([before, before[-1:] + able[-1:]])[first]
-        chosen = (able > 0) & (before - start[bucket[order]] < free[bucket[order]])
-        target = target.clone()
-        target[order] = torch.where(chosen, tier, target[order])
-    return target
+        counts = allocate.count(bucket, buckets, found == tier) + (spare if tier == 0 else 0)
+        able = (movable & (found > tier) & (current <= tier)).long()
+        upto = able.cumsum(0)
+        before = torch.cat([upto - able, upto[-1:]])  # candidates of earlier buckets, and of this one
+        end = before[first] + -counts % prices.page_tokens  # of those that find a free slot
+        found = torch.where((able > 0) & (before[:-1] < end[bucket]), tier, found)
+    return target.index_copy(0, order, found)
 
 
 def plan(scope: Scopes, policy: Policy, headroom: int) -> Plan:
