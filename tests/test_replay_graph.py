@@ -170,10 +170,14 @@ def runner_of(pool: torch.Tensor, staging: str, most: int = 16, width: int = 12)
 def test_many_replays_equal_eager(staging: str) -> None:
     """Lengths, pages, widths and batches of every kind: nothing of a step is left in the next (vllm#44868), padding
     rows write nowhere (vllm#43810, #37442)."""
+    replays_equal_eager(staging, 2000 if HAS_GPU else 200)
+
+
+def replays_equal_eager(staging: str, steps: int) -> None:
     pool, plain = torch.zeros(256, device=DEVICE), torch.zeros(256, device=DEVICE)
     runner, eager = runner_of(pool, staging).capture(), step_of(plain)
     assert (pool == 0).all(), "capturing wrote"
-    for step in range(2000 if HAS_GPU else 200):
+    for step in range(steps):
         given = inputs_of(step, 16, 12)
         here = {name: t.to(DEVICE) for name, t in given.items()}
         out, more = runner(**(given if staging == "host" else here))

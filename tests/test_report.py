@@ -50,8 +50,13 @@ def results(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def html(results) -> str:
-    return page.html(page.collect(results))
+def content(results) -> page.Content:
+    return page.collect(results)
+
+
+@pytest.fixture(scope="module")
+def html(content) -> str:
+    return page.html(content)
 
 
 class Reader(HTMLParser):
@@ -143,8 +148,8 @@ def test_the_same_results_give_the_same_page(results, html):
     assert page.html(page.collect(results)) == html
 
 
-def test_markdown_has_the_same_tables(results):
-    text = page.markdown(page.collect(results))
+def test_markdown_has_the_same_tables(content):
+    text = page.markdown(content)
     assert text.startswith("# kvstrata: results")
     assert "## store on NVIDIA H200" in text
     assert "| case | us | 95 % |" in text
