@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import strategies as st
 
+from conftest import HAS_GPU
 from kvstrata.replay import Bound
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -14,6 +15,12 @@ MOVED = [torch.int32, torch.int64, torch.uint8, torch.bool, torch.float16, torch
          torch.float8_e4m3fn, torch.complex64, torch.complex128]  # fmt: skip
 CAST = [torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8, torch.bool, torch.float16, torch.bfloat16,
         torch.float32]  # fmt: skip
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+
+
+def ints(*shape: int, seed: int = 0, device: torch.device = DEVICE) -> torch.Tensor:
+    return torch.randint(1, 1 << 30, shape, generator=torch.Generator().manual_seed(seed)).int().to(device)
 
 
 @dataclass

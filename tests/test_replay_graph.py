@@ -1,4 +1,4 @@
-"""Staging, GraphRunner and the metadata adaptors: on the CPU the same logic without graphs, on a GPU with them."""
+"""GraphRunner: on the CPU the same logic without graphs, on a GPU with them."""
 
 from __future__ import annotations
 
@@ -10,116 +10,11 @@ import torch
 import kvstrata
 from conftest import HAS_GPU
 from kvstrata.bench.cases.replay import cases
-from kvstrata.replay import GraphRunner, HostStage, PrecomputedMetadata, fused_copy_replay_data, metadata
+from kvstrata.replay import GraphRunner
+from replay_model import DEVICE, ints
 
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 gpu = pytest.mark.gpu
 INT = torch.int32
-
-
-def ints(*shape: int, seed: int = 0, device: torch.device = DEVICE) -> torch.Tensor:
-    return torch.randint(1, 1 << 30, shape, generator=torch.Generator().manual_seed(seed)).to(INT).to(device)
-
-
-class TestHostStage:
-    def test_steps_of_any_shape_arrive_in_order(self) -> None:
-        """One write, one scatter, hundreds of times, with shapes that change, narrow tables and buffers left out."""
-        dst = [
-            torch.empty(9, dtype=INT, device=DEVICE),
-            torch.empty(8, 24, dtype=INT, device=DEVICE),
-            torch.empty(8, 2, 3, dtype=torch.int64, device=DEVICE),
-            torch.empty(9, dtype=INT, device=DEVICE),
-        ]
-        stage = HostStage(dst, fill=[-1, 0, None, "last"])
-        scatter = stage.node()
-        for step in range(300):
-            rows, width = step * 5 % 9, step * 7 % 25
-            src = [
-                ints(rows, seed=step, device="cpu"),
-                ints(rows, width, seed=step, device="cpu"),
-                ints(rows, 2, 3, seed=step, device="cpu").long(),
-                ints(rows + 1, seed=step, device="cpu"),
-            ]
-            for buffer in dst:
-                buffer.fill_(99)
-            left_out = step % 4
-            stage.write([None if i == left_out else t for i, t in enumerate(src)])
-            scatter()
-            got = [t.cpu() for t in dst]
-            for i, (buffer, source) in enumerate(zip(got, src, strict=True)):
-                if i == left_out:
-                    assert (buffer == 99).all(), (step, i)
-                    continue
-                want = torch.full_like(buffer, [-1, 0, 99, int(source[-1]) if i == 3 else 0][i])
-                want[tuple(slice(0, n) for n in source.shape)] = source
-                assert torch.equal(buffer, want), (step, i)
-
-    def test_host_runs_one_step_ahead_and_no_further(self) -> None:
-        """A slot is not written while it is still to be read: the bug of TensorRT-LLM#15546."""
-        dst = torch.zeros(4, dtype=INT, device=DEVICE)
-        stage = HostStage([dst])
-        scatter = stage.node()
-        stage.write([torch.full((4,), 1, dtype=INT)])
-        stage.write([torch.full((4,), 2, dtype=INT)])
-        with pytest.raises(RuntimeError, match="expected a replay after every write, got 2 writes and 0 steps"):
-            stage.write([torch.full((4,), 3, dtype=INT)])
-        for want in (1, 2, 2):  # the last one finds nothing new
-            scatter()
-            assert (dst == want).all()
-        stage.write([torch.full((4,), 3, dtype=INT)])
-        scatter()
-        assert (dst == 3).all()
-
-    def test_views_save_the_copy(self) -> None:
-        dst = torch.zeros(4, 6, dtype=INT, device=DEVICE)
-        stage = HostStage([dst], fill=-1)
-        scatter = stage.node()
-        for step in range(5):
-            (area,) = stage.views()
-            area[:2, :3] = step
-            stage.commit([(2, 3)])
-            scatter()
-            assert (dst[:2, :3] == step).all()
-            assert (dst[2:] == -1).all()
-            assert (dst[:, 3:] == -1).all()
-
-    def test_bad_input_is_named(self) -> None:
-        dst = [torch.zeros(4, dtype=INT, device=DEVICE), torch.zeros(4, 2, 3, dtype=INT, device=DEVICE)]
-        stage = HostStage(dst)
-        with pytest.raises(ValueError, match="dst: expected at least one"):
-            HostStage([])
-        with pytest.raises(ValueError, match="src: expected 2 tensors"):
-            stage.write([None])
-        with pytest.raises(ValueError, match=r"src\[0\]: expected at most \[4\]"):
-            stage.write([torch.zeros(5, dtype=INT), None])
-        with pytest.raises(TypeError, match=r"src\[0\]: expected torch.int32"):
-            stage.write([torch.zeros(4), None])
-        with pytest.raises(ValueError, match=r"shapes\[1\]: expected \[rows"):
-            stage.write([None, torch.zeros(4, 1, 3, dtype=INT)])
-        with pytest.raises(ValueError, match=r"dst\[0\]: expected a part of the stage's buffer"):
-            stage.node([dst[0][1:], dst[1]])
-
-    @gpu
-    def test_the_host_fills_while_the_gpu_runs(self) -> None:
-        """Long steps, a host that is always ahead, slots overwritten with the next step as soon as that is allowed, and
-        a source that is overwritten behind every replay (TensorRT-LLM#15546)."""
-        dst = torch.zeros(64, 512, dtype=INT, device=DEVICE)
-        seen = torch.zeros(200, dtype=INT, device=DEVICE)
-        at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        stage = HostStage([dst], fill=0)
-        scatter = stage.node()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            scatter()
-            torch.cuda._sleep(200_000)
-            seen.index_copy_(0, at, dst.amin().reshape(1))
-            at.add_(1)
-        source = torch.empty(64, 512, dtype=INT).pin_memory()
-        for step in range(200):
-            stage.write([source.fill_(step + 1)])
-            graph.replay()
-            source.fill_(-1)
-        assert seen.tolist() == list(range(1, 201))
 
 
 def step_of(pool: torch.Tensor):
@@ -370,104 +265,6 @@ def test_a_decode_loop_as_one_graph(staging: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
-def fa_style(batch: int, width: int, most: int = 8, most_width: int = 32) -> dict:
-    names = ("input_ids", "out_loc", "cu_seqlens_k", "positions", "seq_lens")
-    src = {f"src_{name}": ints(batch + (name == "cu_seqlens_k"), seed=i) for i, name in enumerate(names)}
-    dst = {f"dst_{name}": torch.full((most + 1,), 99, dtype=INT, device=DEVICE) for name in names}
-    src["src_page_table"] = ints(batch, width, seed=9)
-    dst["dst_page_table"] = torch.full((most, most_width), 99, dtype=INT, device=DEVICE)
-    return src | dst | dict(batch_size=batch, max_seqlen_k=width)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_fused_copy_replay_data(fused: bool) -> None:
-    first = fa_style(1, 1)
-    buffers = {name: t for name, t in first.items() if name.startswith("dst_")}
-    for batch, width in itertools.product((8, 3, 1, 0), (32, 5, 0)):
-        arguments = fa_style(batch, width) | buffers
-        for buffer in buffers.values():
-            buffer.fill_(99)
-        fused_copy_replay_data(**arguments, fused=fused)
-        for name, buffer in buffers.items():
-            src = arguments[name.replace("dst_", "src_")]
-            want = torch.full_like(buffer, 99)
-            want[tuple(slice(0, n) for n in src.shape)] = src
-            assert torch.equal(buffer, want), (name, batch, width)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_fused_copy_takes_slices_of_larger_sources(fused: bool) -> None:
-    arguments = fa_style(6, 20)
-    arguments |= dict(batch_size=4, max_seqlen_k=7)
-    fused_copy_replay_data(**arguments, fused=fused)
-    assert torch.equal(arguments["dst_page_table"][:4, :7], arguments["src_page_table"][:4, :7])
-    assert (arguments["dst_page_table"][4:] == 99).all()
-    assert (arguments["dst_page_table"][:, 7:] == 99).all()
-    assert torch.equal(arguments["dst_cu_seqlens_k"][:5], arguments["src_cu_seqlens_k"][:5])
-    assert (arguments["dst_cu_seqlens_k"][5:] == 99).all()
-    with pytest.raises(ValueError, match="src_input_ids: expected at least 7 rows"):
-        fused_copy_replay_data(**(arguments | dict(batch_size=7)))
-    with pytest.raises(ValueError, match="max_seqlen_k: expected at most 20 columns, got 21"):
-        fused_copy_replay_data(**(arguments | dict(max_seqlen_k=21)))
-
-
-def nsa_style(batch: int, width: int, optional: tuple[str, ...], buffers: bool) -> PrecomputedMetadata:
-    def make(*shape: int, seed: int) -> torch.Tensor:
-        return torch.full(shape, 99, dtype=INT, device=DEVICE) if buffers else ints(*shape, seed=seed)
-
-    out = PrecomputedMetadata(
-        make(batch, seed=0),
-        make(batch + 1, seed=1),
-        make(batch, width, seed=2),
-        make(batch, seed=3),
-        make(batch + 1, seed=4),
-    )
-    shapes = dict(seqlens_expanded=(2 * batch,), real_page_table=(batch, width // 2), flashmla_metadata=(16, 8))
-    for i, name in enumerate(optional):
-        setattr(out, name, make(*shapes[name], seed=5 + i))
-    return out
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_precomputed_metadata_with_every_choice_of_fields(fused: bool) -> None:
-    names = ("seqlens_expanded", "real_page_table", "flashmla_metadata")
-    buffers = nsa_style(8, 32, names, True)
-    for count in range(4):
-        for optional in itertools.combinations(names, count):
-            step = nsa_style(5, 20, optional, False)
-            fields = [name for name in vars(buffers) if not name.startswith("_")]
-            for name in fields:
-                getattr(buffers, name).fill_(99)
-            for _ in range(2):
-                buffers.copy_from(step, fused=fused)
-            for name in fields:
-                got, src = getattr(buffers, name), getattr(step, name)
-                want = torch.full_like(got, 99)
-                if src is not None and "cu_seqlens" in name:
-                    want[1 : len(src)] = src[1:]
-                elif src is not None:
-                    want[tuple(slice(0, n) for n in src.shape)] = src
-                assert torch.equal(got, want), (name, optional)
-    with pytest.raises(ValueError, match="flashmla_metadata: expected None as in the buffers"):
-        nsa_style(8, 32, names[:2], True).copy_from(step)
-
-
-def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = []
-    plan_of = metadata._plan_of
-    monkeypatch.setattr(metadata, "_plan_of", lambda dst: planned.append(1) or plan_of(dst))
-    for flag, runs in ((True, 1), (False, 1)):
-        monkeypatch.setattr(metadata, "FUSED", flag)
-        fused_copy_replay_data(**fa_style(3, 4))
-        assert len(planned) == runs
-
-
-def test_plans_of_the_adaptors_are_few() -> None:
-    for _ in range(metadata.REMEMBERED + 5):
-        fused_copy_replay_data(**fa_style(3, 4), fused=True)
-    assert len(metadata._plans) <= metadata.REMEMBERED
-
-
 def test_what_is_timed_is_right() -> None:
     """Every contender of the benchmark on its own inputs, and a wrong one is found out."""
     for case in cases(torch.device("cpu"), True):
@@ -478,12 +275,3 @@ def test_what_is_timed_is_right() -> None:
         bench.poison("none", 0)
         with pytest.raises(AssertionError, match="is wrong"):
             bench.check("none", 0, None)
-
-
-@gpu
-@pytest.mark.sanitizer
-def test_staged_under_the_sanitizer() -> None:
-    stage = TestHostStage()
-    stage.test_host_runs_one_step_ahead_and_no_further()
-    stage.test_views_save_the_copy()
-    torch.cuda.synchronize()

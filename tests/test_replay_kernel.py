@@ -9,6 +9,7 @@ from hypothesis import given, settings
 import host_kernel
 import test_replay
 import test_replay_graph
+import test_replay_stage
 from kvstrata import backends
 from kvstrata.replay import copies, copy_cuda, plan, staging
 from replay_model import Copies
@@ -62,7 +63,7 @@ def test_the_cases_of_host_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         self._copies = self._launch()
 
     monkeypatch.setattr(staging.Scatter, "__init__", launch)
-    cases = test_replay_graph.TestHostStage()
+    cases = test_replay_stage.TestHostStage()
     cases.test_steps_of_any_shape_arrive_in_order()
     cases.test_host_runs_one_step_ahead_and_no_further()
     cases.test_views_save_the_copy()

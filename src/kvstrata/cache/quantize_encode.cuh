@@ -153,14 +153,14 @@ struct FitByProducts {
   }
   static __device__ __forceinline__ bool writes() {
     const int lane = threadIdx.x & 31;
-    return (lane & 3) == lane >> 3;
+    return lane == diagonal_lane(lane >> 2);
   }
   __device__ __forceinline__ float scale(int i) const {
     const bool odd = threadIdx.x & 4;
     return __fdividef(odd ? c[i][1] : c[i][0], odd ? c[i][3] : c[i][2]);
   }
   __device__ __forceinline__ float scale_of_token(int token) const {
-    const int lane = token % 8 * 4 + token % 8 / 2;
+    const int lane = diagonal_lane(token);
     const float low = __shfl_sync(~0u, scale(0), lane), high = __shfl_sync(~0u, scale(1), lane);
     return token < 8 ? low : high;
   }

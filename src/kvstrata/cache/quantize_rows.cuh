@@ -140,6 +140,10 @@ __device__ __forceinline__ void rotation_operands(unsigned (&h)[2][2][2]) {  // 
   for (int i = 0; i < 4; i++) h[1][i >> 1][i & 1] = h[0][i >> 1][i & 1] ^ 0x80008000u;
 }
 
+// The lane that has element (g, g) of a product of 8 tokens with themselves; a lane's is its first, or its second if g
+// is odd.
+__device__ __forceinline__ int diagonal_lane(int token) { return token % 8 * 4 + token % 8 / 2; }
+
 // Sums of squares of 16 rows of 16-bit values, on the diagonal of their products with themselves: in one lane of every
 // four, of tokens g and g + 8.
 struct Squares {
@@ -154,7 +158,7 @@ struct Squares {
     }
   }
   __device__ __forceinline__ float of(int token) const {
-    const int lane = token % 8 * 4 + token % 8 / 2;
+    const int lane = diagonal_lane(token);
     const bool odd = threadIdx.x & 4;
     float sum[2];
 #pragma unroll
