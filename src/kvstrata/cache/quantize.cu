@@ -17,8 +17,8 @@
 // A token may also come as codes of another tier, which are rotated already: where there are such, the tile is made of
 // both, by code that keeps out of the others' way.
 //
-// Sums over a row are left to the tensor cores where they can be: V's squares before the rotation, and what K's scale is
-// fitted with, which stand on the diagonals of products.
+// What K's scale is fitted with stands on the diagonals of products of the tensor cores. No more is left to them: with V's
+// squares as well, or the butterflies between steps, they are what a tile waits for.
 //
 // Rows that are not finite or beyond +-65504 show in the sum of squares; such a tile is done again with every value
 // cleaned first. The arithmetic is that of cache/quantize_reference.py.
@@ -76,15 +76,8 @@ __device__ __forceinline__ void quantize_side(const Source& source, const Centre
   if constexpr (sizeof(In) == 2) {  // float32 has no fast way
     if (!kByAddress || !rows) {
       Tile<kSteps> f;
-      float measure;
-      if constexpr (kIsV && kBits < 8) {  // what has no centre is as long before the rotation as after it
-        Squares squares;
-        rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre, &squares);
-        measure = squares.of(Group<kIsV>::token()) * rotation_square<kSteps, kRotate>();
-      } else {
-        rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
-        measure = measure_rows<kBits, kSteps, kIsV>(f);
-      }
+      rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
+      const float measure = measure_rows<kBits, kSteps, kIsV>(f);
       if (__all_sync(~0u, is_fine<kBits>(measure, rotation_factor<kSteps, kRotate>()))) {
         write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, true>(f, measure, -1, to, tile, scales);
         return;
@@ -213,7 +206,7 @@ struct Side {
     const bool centred = !kIsV && p.centres;
     Asked* asked = reinterpret_cast<Asked*>(stages + 2 * Stage::kBytes);
     float* begin = reinterpret_cast<float*>(asked + 4);
-    float* centres = begin + kDim;  // of two tiles
+    float* centres = begin + 2 * kDim;  // of two tiles
     if (!kIsV && !centred) begin_with_nothing<kSteps>(begin);
     ask(asked[0], n);
     commit_group();
@@ -264,7 +257,7 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
       *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
     __syncthreads();
     unsigned char* page = K{p, warp}.address(__ldg(static_cast<const Index*>(p.pages) + n));
-    if (warp < kTiles) K{p, warp}.once(n, shared, reinterpret_cast<float*>(shared + kBytes) + warp * kDim, page);
+    if (warp < kTiles) K{p, warp}.once(n, shared, reinterpret_cast<float*>(shared + kBytes) + 2 * warp * kDim, page);
     else V{p, warp - kTiles}.once(n, shared, nullptr, page);
     __syncthreads();
     for (int i = threadIdx.x * 16; i < kBytes; i += kTiles * 64 * 16)

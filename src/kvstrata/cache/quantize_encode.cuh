@@ -141,6 +141,10 @@ struct Fit {
   }
 };
 
+// The lane that has element (g, g) of a product of 8 tokens with themselves; a lane's is its first, or its second if g
+// is odd.
+__device__ __forceinline__ int diagonal_lane(int token) { return token % 8 * 4 + token % 8 / 2; }
+
 // The same for K by the tensor cores: rows of A are the values of 8 tokens, as fp16, and their levels; columns of B are
 // their levels. What is wanted is on two diagonals, in one lane of every four: of tokens g and g + 8.
 struct FitByProducts {

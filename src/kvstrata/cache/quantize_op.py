@@ -27,7 +27,7 @@ TIERS = 16
 PARAMS = struct.Struct(f"9Q2q3i{4 * TIERS}i4x")
 # Warps of a round, of those that the GPU has room for, by head_dim up to: K and V then run beside each other, where the
 # machine code of both fits the instruction cache.
-ROUNDS = {128: 0.75, 256: 1.0}
+ROUNDS = {64: 0.5, 128: 0.75, 256: 1.0}
 SAME_HEAD = 32  # a warp's next page is a multiple of it further: of the same head where heads take turns
 ASKED = 4 * (17 * 8 + 2 * 4)  # bytes of what says where rows are
 ROW_BYTES = 16  # that rows are aligned to: what a thread copies at once
@@ -50,10 +50,10 @@ def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, 
     planes = [width for bits in (format.k_bits, format.v_bits) for width, _ in fragments.planes(bits)]
     centre = 4 * format.head_dim  # bytes
     if any(steps * width % 4 for width in planes):
-        shared = format.k_bytes + format.v_bytes + tiles * centre
+        shared = format.k_bytes + format.v_bytes + tiles * 2 * centre
         return jit.Launch(kernel, pages, 64 * tiles, params, shared=shared)
     rows = fragments.TILE_TOKENS * format.head_dim * dtype.itemsize
-    shared = 2 * (rows + centre) + ASKED + centre  # of two tiles, and the centre through butterflies
+    shared = 2 * (rows + centre) + ASKED + 2 * centre  # of two tiles, and the centre through butterflies, twice
     share = next(share for most, share in ROUNDS.items() if format.head_dim <= most)
     warps = max(1, min(pages, int(kernel.resident(32, shared) * share) // tiles))
     warps = warps // SAME_HEAD * SAME_HEAD or warps

@@ -90,14 +90,11 @@ __device__ __forceinline__ void clear(Tile<kSteps>& f) {
     for (int i = 0; i < 8; i++) f[s][i >> 1][i & 1] = 0.f;
 }
 
-// Whether the butterflies between neighbouring steps are left to the tensor cores too: the sum of both products is one
-// step, their difference the other.
-template <int kSteps, bool kRotate> constexpr bool kPairs = kRotate && kSteps % 2 == 0;
-
-// What the products of K's rows begin with: the centre through the butterflies that they do, negative.
+// What the products of K's rows begin with: the centre through the butterflies that they do, negative. Every two dims
+// stand there twice, for tokens g and g + 8, as an accumulator has them.
 template <int kSteps, bool kRotate>
 __device__ __forceinline__ void begin_products(float* begin, const float* centre) {
-  constexpr int kDim = 16 * kSteps, kLanes = !kRotate ? 0 : kPairs<kSteps, kRotate> ? 8 : 4;  // of four dims each
+  constexpr int kDim = 16 * kSteps, kLanes = kRotate ? 4 : 0;  // of four dims each
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int first = 0; first < kDim; first += 128) {
@@ -122,79 +119,44 @@ __device__ __forceinline__ void begin_products(float* begin, const float* centre
       }
     if (dim < kDim)
 #pragma unroll
-      for (int i = 0; i < 4; i++) begin[dim + i] = x[i];
+      for (int i = 0; i < 4; i += 2)
+        *reinterpret_cast<float4*>(begin + 2 * (dim + i)) = make_float4(x[i], x[i + 1], x[i], x[i + 1]);
   }
   __syncwarp();
 }
 
 template <int kSteps>
 __device__ __forceinline__ void begin_with_nothing(float* begin) {
-  for (int dim = threadIdx.x & 31; dim < 16 * kSteps; dim += 32) begin[dim] = 0.f;
+  for (int i = threadIdx.x & 31; i < 32 * kSteps; i += 32) begin[i] = 0.f;
   __syncwarp();
 }
 
-template <class In, bool kRotate, bool kByMatrix>
-__device__ __forceinline__ void rotation_operands(unsigned (&h)[2][2][2]) {  // and its negative
-  rotation_operand<In, kRotate, kByMatrix>(h[0]);
-#pragma unroll
-  for (int i = 0; i < 4; i++) h[1][i >> 1][i & 1] = h[0][i >> 1][i & 1] ^ 0x80008000u;
-}
-
-// The lane that has element (g, g) of a product of 8 tokens with themselves; a lane's is its first, or its second if g
-// is odd.
-__device__ __forceinline__ int diagonal_lane(int token) { return token % 8 * 4 + token % 8 / 2; }
-
-// Sums of squares of 16 rows of 16-bit values, on the diagonal of their products with themselves: in one lane of every
-// four, of tokens g and g + 8.
-struct Squares {
-  float x[2][4] = {}, y[2][4] = {};  // by halves of the dims, as they lie in registers
-
-  template <class In>
-  __device__ __forceinline__ void add(In, const uint2 (&rows)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      mma_16x8x8(In{}, x[i], rows[i].x, rows[i].y, rows[i].x);
-      mma_16x8x8(In{}, y[i], rows[i].x, rows[i].y, rows[i].y);
-    }
-  }
-  __device__ __forceinline__ float of(int token) const {
-    const int lane = diagonal_lane(token);
-    const bool odd = threadIdx.x & 4;
-    float sum[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) sum[i] = __shfl_sync(~0u, odd ? x[i][1] + y[i][3] : x[i][0] + y[i][2], lane);
-    return token < 8 ? sum[0] : sum[1];
-  }
-};
-
-// Rows of 16-bit values to rotated ones, of K less the centre. Empty slots are zero. `squares`: of the rows as they came,
-// if asked for.
+// Rows of 16-bit values to rotated ones, of K less the centre. Empty slots are zero.
 template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
-__device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& source, const Centre& centre,
-                                            Squares* squares = nullptr) {
-  unsigned h[2][2][2];
-  rotation_operands<In, kRotate, Source::kByMatrix>(h);
+__device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& source, const Centre& centre) {
+  unsigned h[2][2];
+  rotation_operand<In, kRotate, Source::kByMatrix>(h);
   if constexpr (kIsV) {
     clear<kSteps>(f);
   } else {
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
 #pragma unroll
-      for (int r = 0; r < 4; r++) {
-        const float* begin = centre.begin + 16 * s + 2 * (threadIdx.x & 3) + 8 * (r >> 1);
-        f[s][r][0] = begin[0];
-        f[s][r][1] = begin[1];
+      for (int r = 0; r < 4; r += 2) {
+        const float4 x = *reinterpret_cast<const float4*>(centre.begin + 32 * s + 8 * r + 4 * (threadIdx.x & 3));
+        f[s][r][0] = x.x;
+        f[s][r][1] = x.y;
+        f[s][r + 1][0] = x.z;
+        f[s][r + 1][1] = x.w;
       }
   }
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
     uint2 raw[2];
     source.template load_operand<kIsV>(raw, s);
-    if (squares) squares->add(In{}, raw);
-    rotate_step<In, kIsV>(f[s], raw, h[kPairs<kSteps, kRotate> && s % 2]);
-    if constexpr (kPairs<kSteps, kRotate>) rotate_step<In, kIsV>(f[s ^ 1], raw, h[0]);
+    rotate_step<In, kIsV>(f[s], raw, h);
   }
-  rotate_steps<kSteps, kRotate, kPairs<kSteps, kRotate> ? 2 : 1>(f);
+  rotate_steps<kSteps, kRotate>(f);
   if (!kIsV && !__all_sync(~0u, source.there[0] && source.there[1])) {
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
@@ -207,8 +169,8 @@ __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& sourc
 // The same with every value centred and cleaned before the rotation, as the reference does it.
 template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
 __device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source& source, const Centre& centre) {
-  unsigned h[2][2][2];
-  rotation_operands<bf16, kRotate, false>(h);
+  unsigned h[2][2];
+  rotation_operand<bf16, kRotate>(h);
   const int t = threadIdx.x & 3;
   clear<kSteps>(f);
 #pragma unroll
@@ -224,11 +186,7 @@ __device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source& so
         x[i][e] = value != value ? 0.f : fminf(fmaxf(value, -kLargest), kLargest);
       }
     }
-    float again[2][4];
-#pragma unroll
-    for (int i = 0; i < 8; i++) again[i >> 2][i & 3] = x[i >> 2][i & 3];
-    rotate_step_exactly<kIsV>(f[s], x, h[kPairs<kSteps, kRotate> && s % 2]);
-    if constexpr (kPairs<kSteps, kRotate>) rotate_step_exactly<kIsV>(f[s ^ 1], again, h[0]);
+    rotate_step_exactly<kIsV>(f[s], x, h);
   }
-  rotate_steps<kSteps, kRotate, kPairs<kSteps, kRotate> ? 2 : 1>(f);
+  rotate_steps<kSteps, kRotate>(f);
 }

@@ -34,8 +34,3 @@ __device__ __forceinline__ void mma_16x8x8(f16, float* c, unsigned a0, unsigned 
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(b));
 }
-__device__ __forceinline__ void mma_16x8x8(bf16, float* c, unsigned a0, unsigned a1, unsigned b) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(b));
-}

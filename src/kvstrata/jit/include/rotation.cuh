@@ -45,13 +45,13 @@ __device__ __forceinline__ void rotate_step(float (&f)[4][2], const uint2 (&rows
   }
 }
 
-// The rest of the rotation: butterflies over steps kFirst apart and more, in the order of layout/rotation.py.
-template <int kSteps, bool kRotate, int kFirst>
+// The rest of the rotation: butterflies over steps, in the order of layout/rotation.py.
+template <int kSteps, bool kRotate>
 __device__ __forceinline__ void rotate_steps(Tile<kSteps>& f) {
   if constexpr (kRotate) {
     constexpr int kBlock = kSteps & -kSteps;  // in steps of 16 dims
 #pragma unroll
-    for (int d = kFirst; d < kBlock; d *= 2)
+    for (int d = 1; d < kBlock; d *= 2)
 #pragma unroll
       for (int s = 0; s < kSteps; s++)
         if (!(s & d))
@@ -75,12 +75,6 @@ __device__ __forceinline__ constexpr float rotation_factor() {
          : kBlock == 4  ? 0.125f
          : kBlock == 8  ? 0.08838834764831845f
                         : 0.0625f;
-}
-
-// The square of one over it.
-template <int kSteps, bool kRotate>
-__device__ __forceinline__ constexpr float rotation_square() {
-  return kRotate ? 16.f * (kSteps & -kSteps) : 1.f;
 }
 
 // float32 as three bfloat16 that add up to it, so that products with +-1 stay exact.
