@@ -33,6 +33,15 @@ def test_memory_is_what_was_allocated() -> None:
     assert 0 < memory.page_slack < sum(memory.tiers.values())
 
 
+@pytest.mark.parametrize("budget", [60_000, 0.05])
+def test_exceeded_says_what_has_room(budget: int | float) -> None:
+    options = dict(dtype=torch.bfloat16, max_tokens=2048)
+    with pytest.raises(BudgetExceeded, match=r"; budget=[\d.]+ has room for them") as found:
+        make(budget=budget, **options).append(0, *rows(2000, dtype=torch.bfloat16))
+    enough = str(found.value).split("; budget=")[1].split()[0]
+    make(budget=type(budget)(enough), **options).append(0, *rows(2000, dtype=torch.bfloat16))
+
+
 def test_exceeded_leaves_everything() -> None:
     cache = make(budget=0.02, max_requests=2)
     cache.append(0, *rows(50))

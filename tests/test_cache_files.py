@@ -95,6 +95,8 @@ def test_other_files_are_refused(tmp_path) -> None:
     save_file({"weight": torch.zeros(3)}, path)
     with pytest.raises(ValueError, match=r"kind: expected 'kvstrata\.cache', got None"):
         cache.load(path)
+    with pytest.raises(ValueError, match=r"path: expected a request .* it is a folder"):
+        cache.load(tmp_path)
     with pytest.raises(FileNotFoundError):
         cache.load(tmp_path / "nowhere")
 
@@ -129,6 +131,7 @@ def rewritten(path, change) -> None:
         (lambda m, t: t["centred"].fill_(0), "centred"),
         (lambda m, t: t["reported"].fill_(301), "reported"),
         (lambda m, t: t["pages.3"].fill_(255), "pages.3: expected finite scales"),
+        (lambda m, t: t["pages.0"][-1, -4:].fill_(255), "pages.0: expected zeros where there is no token"),
         (lambda m, t: t.update({"pages.3": t["pages.3"][1:].clone()}), "pages.3: expected"),
         (lambda m, t: t.update({"centre": t["centre"].double()}), "centre: expected torch.float32"),
     ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
-from cache_model import by_head, make, rows
+from cache_model import by_head, fingerprint, make, rows, same
 from kvstrata.cache import crop
 
 
@@ -13,9 +15,10 @@ def test_fork_shares_until_one_writes() -> None:
     cache = make(layers=2, max_requests=3)
     for layer in range(2):
         cache.append(layer, *rows(500))
-    used = cache.memory().tiers
+    used, slack = cache.memory().tiers, cache.memory().page_slack
     twin = cache.fork(0)
     assert cache.memory().tiers == used
+    assert cache.memory().page_slack == slack > 0
     original = [x.clone() for x in cache.gather(0, 0)]
     cache.append(0, *rows(200, seed=3), requests=[twin])
     cache.check()
@@ -26,6 +29,52 @@ def test_fork_shares_until_one_writes() -> None:
     assert cache.length(twin) == 700
     cache.free(twin)
     assert cache.memory().kinds["slabs"] == 0
+
+
+def test_a_request_that_goes_shares_nothing() -> None:
+    """Where no page has two owners, requests are gone through together."""
+    cache = make(max_requests=3)
+    cache.append(0, *rows(100))
+    cache.append(0, *rows(100), requests=[1])
+    cache.free(1)
+    cache.crop(0, 0)
+    assert not cache.pool.shares
+    cache.append(0, *rows(100))
+    cache.fork(0)
+    assert cache.pool.shares
+
+
+def test_a_copy_has_pages_of_its_own() -> None:
+    cache = make(layers=2, max_requests=3)
+    for layer in range(2):
+        cache.append(layer, *rows(300, seed=layer), requests=[0])
+        cache.append(layer, *rows(40, seed=layer), requests=[2])
+    cache.update_importance(1, torch.rand(2, 2, 300))
+    twin = copy.deepcopy(cache)
+    twin.check()
+    assert twin.requests == (0, 2)
+    assert twin.memory() == cache.memory()
+    for request in (0, 2):
+        assert torch.equal(twin.importance(1, request), cache.importance(1, request))
+        for a, b in zip(twin.gather(1, request), cache.gather(1, request), strict=True):
+            assert torch.equal(a, b)
+    before = fingerprint(cache)
+    for layer in range(2):
+        twin.append(layer, *rows(200, seed=5))
+    twin.free(2)
+    assert same(before, fingerprint(cache))
+
+
+def test_a_cache_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        cache = make(max_requests=2)
+        cache.append(0, *rows(300))
+        cache.update_importance(0, torch.rand(1, 2, 300))
+    cache.append(0, *rows(300, seed=1))
+    cache.update_importance(0, torch.rand(1, 2, 600))
+    cache.settle()
+    cache.crop(cache.fork(0), 100)
+    cache.check()
 
 
 def test_forks_under_bytes_cost_nothing_until_they_differ() -> None:

@@ -83,8 +83,21 @@ def test_codes_are_bit_exact_where_sums_are(backend, dtype, dim, k_bits, v_bits)
     """Small integers: every sum of the rotation and the step is exact in any order, so all bytes must agree."""
     if not HAS_GPU and (dim not in (32, 80, 128) or (dtype == torch.float16)):
         pytest.skip("one kind is enough under the interpreter")
-    exact = fragments.check_head_dim(dim) and (dim & -dim) ** 0.5 % 1 == 0  # otherwise the rotation's factor rounds
-    format = Format(k_bits, v_bits, dim, rotate=bool(exact))
+    assert_bit_exact(Format(k_bits, v_bits, dim, rotate=factor_is_exact(dim)), dtype, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dim", "bits"), zip(range(144, 256, 16), [*FORMATS, (3, 8)], strict=True))
+def test_codes_are_bit_exact_at_other_head_dims(backend: str, dim: int, bits: tuple[int, int]) -> None:
+    assert_bit_exact(Format(*bits, dim, 16, rotate=factor_is_exact(dim)), torch.bfloat16, backend)
+
+
+def factor_is_exact(dim: int) -> bool:
+    """Whether the rotation's factor is a power of two."""
+    return (dim & -dim) ** 0.5 % 1 == 0
+
+
+def assert_bit_exact(format: Format, dtype: torch.dtype, backend: str) -> None:
     call = Call(format, dtype, integers=True)
     got, want = call.parts(call.run(backend)), call.parts(call.run("reference"))
     for name, a, b in zip(("K codes", "V codes"), got[:2], want[:2], strict=True):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -169,7 +172,7 @@ def test_errors_of_the_runner() -> None:
     with pytest.raises(RuntimeError, match=r"expected capture\(\) before the first call"):
         runner(**given)
     runner.capture()
-    with pytest.raises(ValueError, match=r"batch: expected at most 16, the largest size that was captured, got 17"):
+    with pytest.raises(ValueError, match=r"batch: expected 0 to 16, the largest size that was captured, got 17"):
         runner.replay(17)
     with pytest.raises(ValueError, match=r"inputs: expected .* \['table'\] not given"):
         runner(**{name: t for name, t in given.items() if name != "table"})
@@ -185,7 +188,8 @@ def test_errors_of_the_runner() -> None:
     for wrong, message in (
         (dict(sizes=[]), "sizes: expected"),
         (dict(staging="fast"), "staging: expected one of"),
-        (dict(sizes=[64]), "x: expected at least 64 rows"),
+        (dict(sizes=[0, 1]), "sizes: expected at least one size of at least 1"),
+        (dict(sizes=[64]), r"x: expected 64 rows, .* got shape \[8\]"),
         (dict(fill={"y": 0}), "fill: expected names"),
         (dict(inputs={}), "inputs: expected at least one"),
         (dict(device=None), "device: expected one"),
@@ -193,6 +197,96 @@ def test_errors_of_the_runner() -> None:
         arguments = dict(step=lambda x: x, inputs={"x": ((8,), INT)}, sizes=[8], device=DEVICE) | wrong
         with pytest.raises(ValueError, match=message):
             GraphRunner(**arguments)
+
+
+@pytest.mark.parametrize("sizes", [8, None, "8", [1, 2.5], [True, 8], ["8"], [[8]]])
+def test_sizes_are_a_list_of_ints(sizes: Any) -> None:
+    with pytest.raises(TypeError, match="sizes: expected a list of ints"):
+        GraphRunner(lambda x: x, {"x": ((8,), INT)}, sizes, device=DEVICE)
+
+
+def test_sizes_of_any_integers() -> None:
+    for sizes in (range(1, 5), (n for n in (4, 2, 3, 1, 4)), np.arange(1, 5), torch.arange(1, 5)):
+        assert GraphRunner(lambda x: x, {"x": ((4,), INT)}, sizes, device=DEVICE).sizes == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6, 7, 8])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_buffer_has_the_largest_size_or_one_more(rows: int, given: bool) -> None:
+    """A longer one was taken for offsets: of sizes 1, 2, 4 and 8 rows, 4 rows in gave 5 out and 7 gave 8."""
+    buffer = torch.zeros(rows, 2, dtype=INT, device=DEVICE) if given else ((rows, 2), INT)
+    with pytest.raises(ValueError, match=rf"ids: expected 4 rows, the largest .* or 5 .* got shape \[{rows}, 2\]"):
+        GraphRunner(lambda ids: ids, {"ids": buffer}, [1, 2, 4], device=DEVICE)
+    if given and rows > 4:
+        GraphRunner(lambda ids: ids, {"ids": buffer[:4]}, [1, 2, 4])
+
+
+@pytest.mark.parametrize("staging", ["copy", "graph", "host"])
+def test_rows_and_offsets_at_every_batch(staging: str) -> None:
+    buffers = {"ids": ((4,), INT), "offsets": ((5,), INT)}
+    runner = GraphRunner(lambda ids, offsets: (ids * 2, offsets.diff()), buffers, [1, 2, 4],
+                         fill={"offsets": "last"}, staging=staging, device=DEVICE).capture()  # fmt: skip
+    where = "cpu" if staging == "host" else DEVICE
+    for batch in (4, 3, 2, 1, 0):
+        ids = torch.arange(1, batch + 1, dtype=INT, device=where)
+        out, spans = runner(ids=ids, offsets=torch.arange(batch + 1, dtype=INT, device=where) * 3)
+        assert out.tolist() == (ids * 2).tolist()
+        assert spans.tolist() == [3] * batch
+
+
+BAD_INPUTS = {
+    "list": (lambda t: t.tolist(), TypeError, "expected a tensor, got list"),
+    "none": (lambda t: None, TypeError, "expected a tensor, got NoneType"),
+    "array": (lambda t: t.cpu().numpy(), TypeError, "expected a tensor, got ndarray"),
+    "scalar": (lambda t: t.sum(), ValueError, r"expected 2 dimensions.* got \[\]"),
+    "rank": (lambda t: t[:, 0], ValueError, r"expected 2 dimensions .* got \[3\]"),
+    "width": (lambda t: t.repeat(1, 5), ValueError, r"expected at most \[.*, 12\], .* got \[3, 20\]"),
+    "dtype": (lambda t: t.long(), TypeError, r"expected torch.int32 .* got torch.int64; \.to\(torch.int32\) converts"),
+    "device": (lambda t: t.to("meta"), ValueError, "expected a tensor on .* got one on meta"),
+}
+
+
+@pytest.mark.parametrize("staging", ["copy", "graph", "host"])
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_a_bad_input_is_named(name: str, staging: str) -> None:
+    """After good calls too; nothing of the bad one is left."""
+    change, error, message = BAD_INPUTS[name]
+    runner = runner_of(torch.zeros(256, device=DEVICE), staging).capture()
+    where = "cpu" if staging == "host" else DEVICE
+    given = {key: torch.ones(3, dtype=INT, device=where) for key in ("ids", "slots", "lengths")}
+    given |= dict(offsets=torch.arange(4, dtype=INT, device=where), table=torch.ones(3, 4, dtype=INT, device=where))
+    for calls in (0, 3):
+        for _ in range(calls):
+            runner(**given)
+        with pytest.raises(error, match=f"^table: {message}") as caught:
+            runner(**{**given, "table": change(given["table"])})
+        assert not re.search(r"src\[|dst\[|cast=", str(caught.value))
+    assert runner(**given)[0].tolist() == [1, 1, 1]
+
+
+def test_a_name_that_is_no_input() -> None:
+    runner = GraphRunner(lambda ids, table: ids, {"ids": ((4,), INT), "table": ((4, 2), INT)}, [4], device=DEVICE)
+    ids, table = ints(3, device=DEVICE), ints(3, 2, device=DEVICE)
+    for given, message in (
+        (dict(ids=ids, tabel=table), r"got \['tabel'\] and \['table'\] not given"),
+        (dict(ids=ids, table=table, tabel=table), r"got \['tabel'\] too"),
+        (dict(ids=ids), r"\['table'\] not given"),
+    ):
+        with pytest.raises(ValueError, match=rf"inputs: expected \['ids', 'table'\], {message}$"):
+            runner.capture()(**given)
+
+
+def test_memory_that_does_not_fit_is_named() -> None:
+    runner = runner_of(torch.zeros(256, device=DEVICE), "copy").capture()
+    given = {name: t.to(DEVICE) for name, t in inputs_of(3, 16, 12).items()}
+    given["ids"] = runner.buffers["slots"][: len(given["ids"])]
+    with pytest.raises(ValueError, match=r"^ids: expected memory that no copy writes, got some of slots's buffer"):
+        runner(**given)
+    with pytest.raises(TypeError, match=r"watch: expected a list of tensors, got one tensor of shape \[4\]"):
+        GraphRunner(lambda x: x, {"x": ((4,), INT)}, [4], watch=torch.zeros(4), device=DEVICE)
+    cube = GraphRunner(lambda x: x, {"x": ((4, 2, 3), INT)}, [4], staging="host", device=DEVICE).capture()
+    with pytest.raises(ValueError, match=r"^x: expected shape \[batch, 2, 3\], got \[4, 1, 3\]"):
+        cube(x=torch.zeros(4, 1, 3, dtype=INT))
 
 
 def test_outputs_are_cut_in_any_container() -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..cache.arguments import whole_numbers
 from ..cache.cache import TieredCache
 from ..cache.views import BucketedCacheLayer
 from . import op
@@ -56,7 +57,7 @@ def _new_tokens(q: torch.Tensor, lengths: Sequence[int] | None, rows: int, heads
         return [q.shape[1]] * rows
     if lengths is None:
         raise ValueError("lengths: expected the new tokens of each request, with q [tokens, heads, head_dim], got None")
-    new = [int(n) for n in lengths]
+    new = whole_numbers("lengths", lengths)
     if len(new) != rows or any(n < 0 for n in new) or sum(new) != q.shape[0]:
         raise ValueError(f"lengths: expected {rows} that sum to {q.shape[0]}, the tokens of q, got {new}")
     return new
@@ -180,7 +181,7 @@ def _reference(job: CachedJob) -> Result:
     from . import reference
 
     out = torch.empty(job.q.shape, dtype=job.q.dtype, device=job.q.device)
-    lse = torch.empty(job.q.shape[:2], device=job.q.device) if job.return_lse else None
+    lse = torch.empty(job.q.shape[:2], dtype=torch.float32, device=job.q.device) if job.return_lse else None
     source = job.paged.lengths if job.buckets is None else job.buckets.length  # type: ignore[union-attr]
     lengths = source.cpu()[job.requests].tolist()
     first = 0

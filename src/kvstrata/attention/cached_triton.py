@@ -275,7 +275,7 @@ def chunk_kernel(
 @functools.lru_cache(maxsize=16)
 def _signs(dim: int, device: torch.device) -> torch.Tensor:
     """The rotation without its factor: 1, -1 and 0."""
-    return hadamard(dim).sign().half().to(device)
+    return hadamard(dim, "cpu").sign().half().to(device)
 
 
 def _source(job: CachedJob) -> tuple[list[Any], list[Any], dict[str, Any]]:
@@ -418,12 +418,12 @@ def run(job: CachedJob) -> Result:
     q, device = job.q, job.q.device
     tokens, heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    lse = torch.empty(tokens, heads, device=device) if job.return_lse else None
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=device) if job.return_lse else None
     if tokens == 0:
         return out, lse
     staged = stage(job, _blocks(job)[1], STAGED)
     rows = tokens * heads if staged.chunks > 1 else 1
-    sums = torch.empty(rows * (dim + 2), device=device)
+    sums = torch.empty(rows * (dim + 2), dtype=torch.float32, device=device)
     starts = _on_device(tuple(accumulate(job.new, initial=0)), device)
     factor = job.scale * LOG2E.value if job.softcap is None else 2 * job.scale / job.softcap
     kept = Sums(sums[2 * rows :], sums[: 2 * rows], starts, factor)

@@ -88,7 +88,7 @@ if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
 
 @functools.lru_cache(maxsize=64)
 def _turn(head_dim: int) -> torch.Tensor:
-    return hadamard(head_dim)
+    return hadamard(head_dim, "cpu")
 
 
 def decode(job: Job) -> Result:
@@ -98,10 +98,10 @@ def decode(job: Job) -> Result:
     assert buckets.space is not None
     space = buckets.space.numpy()
     turn = _turn(dim)
-    q = torch.empty(2, batch, q_len, heads, dim)
+    q = torch.empty(2, batch, q_len, heads, dim, dtype=torch.float32, device="cpu")
     torch.mul(job.q, job.scale, out=q[0])
     torch.matmul(q[0], turn, out=q[1])
-    out = torch.empty(2, batch, q_len, heads, dim)
+    out = torch.empty_like(q)
     lse = np.empty((batch, q_len, heads), np.float32)
     mass = np.zeros((batch, job.kv_heads, job.max_length if job.return_mass else 0), np.float32)
     arguments = (

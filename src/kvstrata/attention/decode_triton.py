@@ -306,7 +306,7 @@ def _paged(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
     mantissa = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}.get(k.dtype, 0)
     if mantissa:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
-    one = torch.ones(1, device=q.device) if cache.k_scale is None or cache.v_scale is None else q
+    one = torch.ones(1, dtype=torch.float32, device=q.device) if cache.k_scale is None or cache.v_scale is None else q
     k_scale, v_scale = (one if s is None else s.contiguous() for s in (cache.k_scale, cache.v_scale))
     scaled = 0
     if cache.k_scale is not None or cache.v_scale is not None:
@@ -325,8 +325,9 @@ def decode(job: Job) -> Result:
     batch, q_len, heads, dim = q.shape
     device, group, buckets = q.device, job.group, batch * job.kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    lse = torch.empty(batch, q_len, heads, device=device) if job.return_lse or job.return_mass else None
-    mass = torch.zeros(batch, job.kv_heads, job.max_length, device=device) if job.return_mass else None
+    floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    lse = floats(batch, q_len, heads) if job.return_lse or job.return_mass else None
+    mass = floats(batch, job.kv_heads, job.max_length).zero_() if job.return_mass else None
     if batch == 0:
         return out, lse if job.return_lse else None, mass
     tensors, numbers, constants = _tiered(job) if job.buckets is not None else _paged(job)
@@ -338,8 +339,8 @@ def decode(job: Job) -> Result:
     tiers = max(constants["TIERS"], 1)
     blocks = triton.cdiv(job.max_length, block_tokens) + tiers
     splits = _splits(buckets * row_blocks, blocks, device)
-    partial = torch.empty(buckets * splits * rows * dim, device=device)
-    stats = torch.empty(buckets * splits * rows * 2, device=device)
+    partial = floats(buckets * splits * rows * dim)
+    stats = floats(buckets * splits * rows * 2)
     exact = q.dtype == torch.float32 or torch.version.hip is not None
     shape = dict(KV_HEADS=job.kv_heads, GROUP=group, Q_LEN=q_len, DIM=dim, WIDE=wide)
     options = dict(

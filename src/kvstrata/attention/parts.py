@@ -58,7 +58,7 @@ class Plain:
 @functools.lru_cache(maxsize=64)
 def _turn(head_dim: int, rotate: bool, side: Side, device: torch.device) -> torch.Tensor:
     """Rotation and the order of dims in one matrix: from a query to K's codes, from V's codes to an output."""
-    full = hadamard(head_dim) if rotate else torch.eye(head_dim)
+    full = hadamard(head_dim, "cpu") if rotate else torch.eye(head_dim, dtype=torch.float32, device="cpu")
     turned = full[:, dims(head_dim, "k")] if side == "k" else full[dims(head_dim, "v")]
     return turned.contiguous().to(device)
 

@@ -63,7 +63,7 @@ class PrefillJob(NamedTuple):
 
     def outputs(self) -> Result:
         """Memory for the results: out with q's order of axes, dense; lse if asked for, as q without its last axis."""
-        lse = torch.empty(self.q.shape[:-1], device=self.q.device) if self.return_lse else None
+        lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device) if self.return_lse else None
         return torch.empty_like(self.q), lse
 
 

@@ -26,7 +26,10 @@ def _attend(
             hidden |= position <= own.unsqueeze(1) - job.window
         scores.masked_fill_(hidden, -torch.inf)
     # A sink is one more score; without one, a score of -inf, so that there always is a largest.
-    sink = torch.full((heads, 1, 1), -torch.inf, device=q.device) if job.sinks is None else job.sinks.view(-1, 1, 1)
+    if job.sinks is None:
+        sink = torch.full((heads, 1, 1), -torch.inf, dtype=torch.float32, device=q.device)
+    else:
+        sink = job.sinks.view(-1, 1, 1)
     top = torch.cat([scores, sink.expand(heads, m, 1)], 2).amax(2, keepdim=True)
     safe = top.masked_fill(top == -torch.inf, 0.0)
     weights = scores.sub_(safe).exp_()
@@ -39,8 +42,8 @@ def _sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: PrefillJob
     """``q [Hq, Sq, D]`` over ``k, v [Hkv, Sk, D]``: float32 out and lse."""
     heads, queries, _ = q.shape
     keys = k.shape[1]
-    out = torch.empty(q.shape, device=q.device)
-    lse = torch.empty(q.shape[:2], device=q.device)
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     k, v = k.float(), v.float()
     block = max(1, SCORES // max(heads * keys, 1))
     for begin in range(0, queries, block):

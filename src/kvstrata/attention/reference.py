@@ -74,11 +74,12 @@ def decode_at(job: Job, lengths: list[int]) -> Result:
         parts = paged_parts(job.paged, job.requests)
     own = None
     if ordered:
-        first = torch.tensor(lengths, device=device).repeat_interleave(kv_heads) - q_len
+        first = torch.tensor(lengths, dtype=torch.int64, device=device).repeat_interleave(kv_heads) - q_len
         own = (first.unsqueeze(1) + torch.arange(q_len, device=device)).view(groups, q_len, 1, 1)
 
     def by_query(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(batch, kv_heads, q_len, group, -1).transpose(1, 2).reshape(batch, q_len, heads, -1)
+        size = x.shape[2]  # not -1, which an empty batch leaves open
+        return x.reshape(batch, kv_heads, q_len, group, size).transpose(1, 2).reshape(batch, q_len, heads, size)
 
     # Rows of a KV head: its query heads, query by query.
     q = job.q.float().mul(job.scale).view(batch, q_len, kv_heads, group, dim).transpose(1, 2)
@@ -89,7 +90,7 @@ def decode_at(job: Job, lengths: list[int]) -> Result:
         if job.softcap is not None:
             s = torch.tanh(s / job.softcap) * job.softcap
         parts_scores.append(_hide(s, part, own, job))
-    scores = torch.cat(parts_scores, 2) if parts else torch.zeros(groups, rows, 0, device=device)
+    scores = torch.cat(parts_scores, 2) if parts else torch.zeros(groups, rows, 0, dtype=torch.float32, device=device)
     sinks = None
     if job.sinks is not None:
         sinks = job.sinks.view(1, kv_heads, 1, group).expand(batch, -1, q_len, -1).reshape(groups, rows, 1)
@@ -97,7 +98,7 @@ def decode_at(job: Job, lengths: list[int]) -> Result:
     weights = _softmax(scores, sinks, certain)
 
     out = None
-    mass = torch.zeros(groups, job.max_length, device=device) if job.return_mass else None
+    mass = torch.zeros(groups, job.max_length, dtype=torch.float32, device=device) if job.return_mass else None
     sizes = [s.shape[2] for s in parts_scores]
     for part, mine in zip(parts, weights.split(sizes, 2), strict=True):
         value = part.values(mine)
@@ -109,5 +110,6 @@ def decode_at(job: Job, lengths: list[int]) -> Result:
     out = torch.zeros_like(q) if out is None else out
     lse = None
     if job.return_lse:
-        lse = by_query(torch.logsumexp(scores if sinks is None else torch.cat([scores, sinks], 2), 2))[..., 0]
-    return by_query(out).to(job.q.dtype), lse, None if mass is None else mass.view(batch, kv_heads, -1)
+        logits = scores if sinks is None else torch.cat([scores, sinks], 2)
+        lse = by_query(torch.logsumexp(logits, 2, keepdim=True))[..., 0]
+    return by_query(out).to(job.q.dtype), lse, None if mass is None else mass.view(batch, kv_heads, job.max_length)

@@ -85,14 +85,15 @@ def _plan(bits: int, offset: int, head_dim: int, page_tokens: int, side: Side, d
 
     if bits == 3:
         odd_axis = 4 if side == "k" else 0
-        token, dim = torch.meshgrid(torch.arange(page_tokens), torch.arange(head_dim), indexing="ij")
+        axes = [torch.arange(n, device="cpu") for n in (page_tokens, head_dim)]
+        token, dim = torch.meshgrid(*axes, indexing="ij")
         far, near = (token, dim) if side == "k" else (dim, token)  # r % 2 picks 8 of one, r // 2 and half of the other
         base = _in_order(2 * (far // 8 % 2 + 2 * (near // 8 % 2)) + 16 * (near % 2), side)  # 2 r + 16 half
         turn = _narrow((shifts[1] - base - 2) % 32)
         kept = 2 ** (32 - turn.clamp(min=1)) - 1  # turns of 0 have no use for the sign bit
         along = [1] * 7
         along[odd_axis] = 2
-        masks = [torch.tensor(m).view(along) for m in ((LOW_EVEN, LOW_ODD), (HIGH_EVEN, HIGH_ODD))]
+        masks = [torch.tensor(m, device="cpu").view(along) for m in ((LOW_EVEN, LOW_ODD), (HIGH_EVEN, HIGH_ODD))]
         high_rows = _narrow(words[1]).expand(rows.shape).flatten().to(device)
         low_shift = _narrow(shift - base)
         high = _High(high_rows, *ints(turn, 32 - turn, kept, low_shift, *masks))
@@ -148,7 +149,7 @@ def unpack(words: torch.Tensor, format: Format, side: Side) -> torch.Tensor:
 @functools.lru_cache(maxsize=64)
 def dims(head_dim: int, side: Side) -> torch.Tensor:
     """The dim that each row of codes is."""
-    x = torch.arange(head_dim)
+    x = torch.arange(head_dim, device="cpu")
     if side == "k":
         return x.view(-1, 2, 4, 2).permute(1, 3, 0, 2).flatten()
     return x.view(-1, 2, 8).permute(1, 0, 2).flatten()

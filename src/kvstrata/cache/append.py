@@ -44,6 +44,8 @@ def append_tokens(
     cache._check_layer(layer)
     k, v, requests, lengths = ragged(cache, layer, k, v, requests, lengths)
     asked, lengths = list(requests), list(lengths)
+    if mass is None and queries is not None:
+        raise ValueError(f"queries: expected None without mass, got {queries!r}")
     if not sum(lengths):
         cache._active.update(asked)
         return
@@ -152,12 +154,12 @@ def _append_settling(
 
 def _new_tokens(cache: TieredCache, requests: Sequence[int], layer: int, lengths: Sequence[int]) -> Tokens:
     """Tokens to be appended, row by row, head by head."""
-    rows = sum(lengths)
-    index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(list(lengths)))
-    starts = torch.tensor([int(cache._lengths[r, layer]) for r in requests])
-    first = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))])
-    position = (torch.arange(rows) - first[index] + starts[index]).to(cache.device)
-    ends = (starts + torch.tensor(list(lengths)))[index].to(cache.device)
+    rows, count = sum(lengths), torch.tensor(list(lengths), device="cpu")
+    index = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), count)
+    starts = torch.tensor([int(cache._lengths[r, layer]) for r in requests], device="cpu")
+    first = count.cumsum(0) - count
+    position = (torch.arange(rows, device="cpu") - first[index] + starts[index]).to(cache.device)
+    ends = (starts + count)[index].to(cache.device)
     index = index.to(cache.device)
     heads = torch.arange(cache.kv_heads, device=cache.device)
     each = torch.ones_like(heads)

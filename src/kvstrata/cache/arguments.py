@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..layout.format import Format
@@ -14,18 +16,25 @@ if TYPE_CHECKING:
     from .cache import TieredCache
 
 
-def check_int(name: str, value: int, low: int, high: int | None = None) -> int:
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    if isinstance(value, np.generic):
+        value = value.item()
     if type(value) is not int or value < low or (high is not None and value > high):
         wanted = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
     return value
 
 
+def check_number(name: str, value: float, wanted: str, within: Callable[[float], bool]) -> None:
+    if not isinstance(value, (int, float)) or not within(value):
+        raise ValueError(f"{name}: expected a number in {wanted}, got {value!r}")
+
+
 def whole_numbers(name: str, values: Sequence[int]) -> list[int]:
     """As ints, also from a tensor."""
     try:
-        return [int(value) for value in values]
-    except (TypeError, ValueError):
+        return [operator.index(value) for value in values]
+    except TypeError:
         raise ValueError(f"{name}: expected whole numbers, got {values!r}") from None
 
 
@@ -36,11 +45,11 @@ def check_tensor(name: str, x: torch.Tensor) -> None:
 
 def check_names(names: Sequence[str]) -> None:
     """Of tiers: each one a format; says which of them is none."""
-    if isinstance(names, str):
+    if not isinstance(names, Sequence) or isinstance(names, str):
         raise ValueError(f"tiers: expected a list of formats such as ['K4V4', 'K2V2'], got {names!r}")
     for name in names:
         try:
-            Format.parse(name, 64)
+            Format.parse(str(name), 64)
         except ValueError as error:
             raise ValueError(f"tiers: expected formats such as 'K4V2', got {name!r} ({error})") from None
 
@@ -48,8 +57,11 @@ def check_names(names: Sequence[str]) -> None:
 def check_tiers(formats: Sequence[Format], names: Sequence[str]) -> None:
     """``formats``: the plain one, and those of the names."""
     for better, worse in itertools.pairwise(formats):
-        if worse.plain or worse.page_bytes > better.page_bytes:
-            raise ValueError(f"tiers: expected none larger than the one before, got {worse.name} in {tuple(names)}")
+        if worse.plain or worse.k_bits > better.k_bits or worse.v_bits > better.v_bits:
+            raise ValueError(
+                "tiers: expected none that is wider than the one before, for K or for V,"
+                f" got {worse.name} after {better.name} in {tuple(names)}"
+            )
     if len(formats) == 1:
         raise ValueError("tiers: expected at least one format, got none")
 
@@ -97,8 +109,10 @@ def ragged(
         )
     if len(set(requests)) != len(requests):
         raise ValueError(f"requests: expected {len(lengths)} different ones, got {requests}")
+    if max(requests, default=0) >= cache.max_requests:
+        raise ValueError(f"requests: expected numbers below {cache.max_requests} (max_requests), got {requests}")
     for request, count in zip(requests, lengths, strict=True):
-        check_int("requests", request, 0, cache.max_requests - 1)
+        check_int("requests", request, 0)
         room = cache.max_tokens - int(cache._lengths[request, layer])
         if count > room:
             raise ValueError(

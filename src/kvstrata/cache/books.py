@@ -30,9 +30,10 @@ def memory(cache: TieredCache) -> Memory:
     counts = cache.buckets.host_count[list(cache.requests)].astype(np.int64).sum((0, 1, 2))
     used = [cache.pool.pages(tier) * stride for tier, stride in enumerate(cache.pool.strides)]
     slots = [cache.pool.pages(tier) * cache.page_tokens for tier in range(len(cache.kinds))]
+    taken = _slots_taken(cache) if cache.pool.shares else counts.tolist()
     slack = sum(
-        max(n - int(count), 0) * stride // cache.page_tokens
-        for n, count, stride in zip(slots, counts, cache.pool.strides, strict=True)
+        (n - count) * stride // cache.page_tokens
+        for n, count, stride in zip(slots, taken, cache.pool.strides, strict=True)
     )
     names = [f.name for f in cache.formats]
     return Memory(
@@ -44,6 +45,20 @@ def memory(cache: TieredCache) -> Memory:
         full=int(cache._lengths.sum()) * cache.kv_heads * 2 * cache.head_dim * cache.dtype.itemsize,
         allowed=cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests]),
     )
+
+
+def _slots_taken(cache: TieredCache) -> list[int]:
+    """Slots with a token per tier, of pages that requests share once: as many as the owner with the most has."""
+    first = np.arange(cache.buckets.max_pages) * cache.page_tokens
+    taken = []
+    for tier in range(len(cache.kinds)):
+        table = cache.buckets.host_table[:, :, :, tier]
+        filled = (cache.buckets.host_count[:, :, :, tier, None] - first).clip(0, cache.page_tokens)[table >= 0]
+        pages, page = np.unique(table[table >= 0], return_inverse=True)
+        most = np.zeros(len(pages), np.int64)
+        np.maximum.at(most, page, filled)
+        taken.append(int(most.sum()))
+    return taken
 
 
 def check(cache: TieredCache) -> None:

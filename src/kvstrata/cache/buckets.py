@@ -68,8 +68,8 @@ class Buckets:
         offsets = [[kind.position_offset, kind.importance_offset] for kind in kinds]
         self.side_offsets = torch.tensor(offsets, device=self.device)
         shape = (requests, layers, kv_heads, len(kinds))
-        table = torch.full((*shape, max_pages), -1, dtype=torch.int32)
-        count = torch.zeros(shape, dtype=torch.int32)
+        table = torch.full((*shape, max_pages), -1, dtype=torch.int32, device="cpu")
+        count = torch.zeros(shape, dtype=torch.int32, device="cpu")
         self.host_table, self.host_count = table.numpy(), count.numpy()
         self.table, self.count = table.to(self.device), count.to(self.device)
 
@@ -183,7 +183,7 @@ class Buckets:
         """Positions (int64) and importance (float32) of tokens; zeros where no importance is kept."""
         kind, slot = self.kinds[0], slot % self.page_tokens
         position = torch.empty_like(slot)
-        importance = torch.zeros(len(slot), device=self.device)
+        importance = torch.zeros(len(slot), dtype=torch.float32, device=self.device)
         space, at = self.pool.space, self.side_offsets[tier]
         if space is not None:
             step = kind.position_dtype.itemsize
@@ -218,7 +218,7 @@ class Buckets:
     def owners(self, layer: int, requests: Sequence[int], tokens: Tokens) -> torch.Tensor:
         """Of the page of every token; a 1 where no page ever had two."""
         if not self.pool.shares:
-            return torch.ones((), device=self.device)
+            return torch.ones((), dtype=torch.float32, device=self.device)
         table = self.host_table[list(requests), layer].reshape(-1, len(self.kinds), self.max_pages)
         owned = np.ones(table.shape, np.int32)
         owned[table >= 0] = self.pool.owners(table[table >= 0])

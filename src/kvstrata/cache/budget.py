@@ -46,8 +46,8 @@ def tiers_for(bits: float) -> tuple[str, ...]:
 class BudgetExceeded(RuntimeError):
     """The tokens do not fit the budget with everything in the lowest tier; the cache is as it was before the call."""
 
-    def __init__(self, where: str, needed: int, allowed: int) -> None:
-        super().__init__(f"budget: expected at least {needed} bytes {where}, allowed are {allowed}")
+    def __init__(self, where: str, needed: int, allowed: int, advice: str = "") -> None:
+        super().__init__(f"budget: expected at least {needed} bytes {where}, allowed are {allowed}{advice}")
         self.needed = needed
         self.allowed = allowed
 
@@ -65,7 +65,7 @@ class Memory:
     page_slack: int
     slab_slack: int
     tokens: dict[str, int] = field(default_factory=dict)  # per tier, over layers and KV heads
-    full: int = 0  # the same tokens at the model's precision, without any table
+    full: int = 0  # all tokens appended, those evicted since included, at the model's precision, without any table
     allowed: int | None = None
 
     @property
@@ -74,7 +74,7 @@ class Memory:
 
     @property
     def fraction(self) -> float:
-        """Of the 16-bit bytes."""
+        """Of ``full``."""
         return self.total / self.full if self.full else float("inf")
 
 
@@ -151,6 +151,13 @@ class Budget:
         if type(self.amount) is int:
             return (self.amount - self.fixed - self.reserve) // self.layers
         return self.granted(tokens) - self.overhead
+
+    def advice(self, pages: int, tokens: int) -> str:
+        """A budget with which pages of so many bytes would fit, for these tokens of a scope."""
+        if type(self.amount) is int:
+            return f"; budget={self.layers * pages + self.fixed + self.reserve} has room for them in every layer"
+        share = (pages + self.overhead) / (self.kv_heads * self.token_bytes * max(tokens, 1))
+        return f"; budget={math.ceil(1000 * share) / 1000} has room for them, or evict=True" if share < 1 else ""
 
     def allowed(self, lengths: list[list[int]]) -> int | None:
         """For everything, given the tokens of each active request per layer."""

@@ -18,8 +18,10 @@ the counts and the owners of pages, never a token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from os import PathLike
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +29,7 @@ import torch
 from . import books, read, room
 from .allocate import Prices, format_error
 from .append import append_tokens
-from .arguments import check_int, check_mass, check_names, check_tiers, whole_numbers
+from .arguments import check_int, check_mass, check_names, check_number, check_tiers, whole_numbers
 from .buckets import Buckets
 from .budget import Budget, Memory, default_tiers
 from .crop import crop_request
@@ -104,6 +106,7 @@ class TieredCache:
         debug: bool = False,
         slab_bytes: int | None = None,
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         self.layers = check_int("layers", layers, 1)
         self.kv_heads = check_int("kv_heads", kv_heads, 1)
         self.head_dim = head_dim
@@ -119,10 +122,11 @@ class TieredCache:
             raise ValueError(f"policy: expected one of {POLICIES}, got {policy!r}")
         if importance not in MODES:
             raise ValueError(f"importance: expected one of {MODES}, got {importance!r}")
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay: expected a number in [0, 1), got {decay!r}")
-        if not hysteresis >= 0:
-            raise ValueError(f"hysteresis: expected a number of at least 0, got {hysteresis!r}")
+        check_number("decay", decay, "[0, 1)", lambda x: 0 <= x < 1)
+        check_number("hysteresis", hysteresis, "[0, inf)", lambda x: 0 <= x < math.inf)
+        for name, flag in (("per_head", per_head), ("evict", evict), ("debug", debug)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: expected True or False, got {flag!r}")
         self.dtype, self.device = dtype, torch.device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(f"device: expected one that torch sees, got {self.device}, and it sees no CUDA device")
@@ -150,15 +154,17 @@ class TieredCache:
         self.kinds = sizes.kinds(tiers)
         self.formats = tuple(kind.format for kind in self.kinds)
         check_tiers(self.formats, tiers)
+        self._arguments["tiers"] = tuple(tiers)
 
-        strides = [kind.stride for kind in self.kinds]
-        slab, capacity = sizes.slabs(strides[0], len(strides))
-        self.pool = Pool(strides, slab, capacity, self.device, debug)
-        self.buckets = Buckets(self.pool, self.kinds, max_requests, layers, kv_heads, sizes.max_pages)
-        centre_shape = (max_requests, layers, kv_heads, head_dim)
-        self.centre = torch.zeros(centre_shape, dtype=torch.float32, device=self.device)
-        lengths = torch.zeros(max_requests, layers, dtype=torch.int32)
-        self._lengths, self._device_lengths = lengths.numpy(), lengths.to(self.device)
+        with torch.inference_mode(False):  # whoever makes the cache: its tensors are written to later
+            strides = [kind.stride for kind in self.kinds]
+            slab, capacity = sizes.slabs(strides[0], len(strides))
+            self.pool = Pool(strides, slab, capacity, self.device, debug)
+            self.buckets = Buckets(self.pool, self.kinds, max_requests, layers, kv_heads, sizes.max_pages)
+            centre_shape = (max_requests, layers, kv_heads, head_dim)
+            self.centre = torch.zeros(centre_shape, dtype=torch.float32, device=self.device)
+            lengths = torch.zeros(max_requests, layers, dtype=torch.int32, device="cpu")
+            self._lengths, self._device_lengths = lengths.numpy(), lengths.to(self.device)
         self._queries = np.zeros((max_requests, layers), np.int64)  # whose mass was reported
         self._reported = np.zeros((max_requests, layers), np.int64)  # the length when it was
         self._centred = np.zeros((max_requests, layers), bool)
@@ -355,10 +361,9 @@ class TieredCache:
         """Forget a request; pages that no fork shares go back."""
         self._check_request(request)
         assign(self, {}, [request])
-        self._ahead_from[request] = 0
 
     def save(self, path: str | PathLike[str], request: int = 0) -> None:
-        """Write a request as safetensors: its pages as they are, tables, centres, and all parameters."""
+        """Write a request as safetensors: its pages as they are, tables, centres, and the parameters of the cache."""
         from .files import save
 
         self._check_request(request)
@@ -370,23 +375,31 @@ class TieredCache:
 
         return load(self, path)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
+        """A cache of its own with the same requests; pages that forks share are there once for each."""
+        from .clone import clone
+
+        memo[id(self)] = twin = clone(self)
+        return twin
+
     # What the other files ask of the state
 
     def _check_layer(self, layer: int) -> None:
         check_int("layer", layer, 0, self.layers - 1)
 
     def _check_request(self, request: int, name: str = "request") -> None:
-        if request not in self._active:
+        if not isinstance(request, (int, np.integer)) or request not in self._active:
             raise ValueError(f"{name}: expected one of {self.requests}, got {request!r}")
 
     def _given(self, requests: Sequence[int] | None) -> list[int]:
         if requests is None:
             return list(self.requests)
-        for request in requests:
+        given = whole_numbers("requests", requests)
+        for request in given:
             self._check_request(request, "requests")
-        if len(set(requests)) != len(requests):
-            raise ValueError(f"requests: expected each once, got {list(requests)}")
-        return list(requests)
+        if len(set(given)) != len(given):
+            raise ValueError(f"requests: expected each once, got {given}")
+        return given
 
     def _free_request(self) -> int:
         for request in range(self.max_requests):

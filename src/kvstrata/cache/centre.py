@@ -73,7 +73,7 @@ def _first_rows(
     cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, fresh: Rows | None
 ) -> torch.Tensor:
     """K of plain tokens, new ones among them: float32 ``[n, D]``."""
-    k = torch.zeros(len(tokens), cache.head_dim, device=cache.device)
+    k = torch.zeros(len(tokens), cache.head_dim, dtype=torch.float32, device=cache.device)
     new = (tokens.tier == NEW).nonzero().flatten()
     if len(new):
         assert fresh is not None
@@ -87,7 +87,7 @@ def _first_rows(
 def _mean(k: torch.Tensor, there: tuple[torch.Tensor, torch.Tensor], buckets: int) -> torch.Tensor:
     """Of the rows ``k [n, D]`` at bucket and position: float32 ``[buckets, D]``."""
     finite = k.isfinite() & (k.abs() <= quant.LARGEST)
-    table = torch.zeros(buckets, CENTRE_TOKENS, k.shape[1], device=k.device)
+    table = torch.zeros(buckets, CENTRE_TOKENS, k.shape[1], dtype=torch.float32, device=k.device)
     count = torch.zeros_like(table, dtype=torch.bool)
     table[there], count[there] = torch.where(finite, k, 0.0), finite
     # One by one: a sum over a dimension may go in another order when there are more buckets.

@@ -46,6 +46,7 @@ def crop_request(cache: TieredCache, request: int, length: int) -> None:
     if places:
         tokens = Tokens.cat(every, [len(scope) * cache.kv_heads for _, scope in places])
         move_tokens(cache, places, tokens, torch.cat(targets))
+    cache._ahead_from[request] = min(length + cache.policy.settle_every, cache._ahead_from[request])
     for layer, _ in places:
         cache._set_length(request, layer, length)
         cache._reported[request, layer] = min(length, cache._reported[request, layer])

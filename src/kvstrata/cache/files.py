@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,6 +58,11 @@ def _settings(cache: TieredCache) -> dict[str, Any]:
         "sinks": cache.sinks,
         "budget": cache.budget.amount,
         "max_tokens": cache.max_tokens,
+        "max_requests": cache.max_requests,
+        "evict": cache.policy.evict,
+        "settle_every": cache.policy.settle_every,
+        "hysteresis": cache.policy.hysteresis,
+        "decay": cache.decay,
     }
 
 
@@ -69,9 +75,8 @@ def _digest(tensors: dict[str, torch.Tensor]) -> str:
     return whole.hexdigest()
 
 
-def save(cache: TieredCache, path: str | PathLike[str], request: int) -> None:
-    from safetensors.torch import save_file
-
+def taken(cache: TieredCache, request: int) -> dict[str, torch.Tensor]:
+    """Everything of a request, as above."""
     buckets, parts = cache.buckets, {}
     for tier, kind in enumerate(cache.kinds):
         pages = []
@@ -94,6 +99,15 @@ def save(cache: TieredCache, path: str | PathLike[str], request: int) -> None:
     parts["reported"] = torch.from_numpy(cache._reported[request])
     parts["centre"] = cache.centre[request]
     parts["centred"] = torch.from_numpy(cache._centred[request]).to(torch.uint8)
+    return parts
+
+
+def save(cache: TieredCache, path: str | PathLike[str], request: int) -> None:
+    from safetensors.torch import save_file
+
+    if not Path(path).parent.is_dir():
+        raise FileNotFoundError(f"path: expected a file in a folder that exists, got {str(path)!r}")
+    parts = taken(cache, request)
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in parts.items()}
     metadata = {
         "kind": KIND,
@@ -118,6 +132,7 @@ def _read(cache: TieredCache, path: str | PathLike[str]) -> dict[str, torch.Tens
     """The tensors of a file whose header is ours and whose digest agrees."""
     from safetensors import SafetensorError, safe_open
 
+    _want(not Path(path).is_dir(), "it is a folder")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
@@ -176,7 +191,10 @@ def _validate(cache: TieredCache, tensors: dict[str, torch.Tensor]) -> None:
         _want(((position >= 0) & (position < limit))[used].all(), f"position.{tier}: expected below the length")
         _want((importance.isfinite() & (importance >= 0)).all(), f"importance.{tier}: expected numbers from 0 on")
         keys.append((bucket.unsqueeze(1) * cache.max_tokens + position)[used])
-        if not kind.format.plain:
+        if kind.format.plain:
+            empty = not any(rows[~used].any() for rows in kind.plain_rows(pages))
+            _want(empty, f"pages.{tier}: expected zeros where there is no token")
+        else:
             f = kind.format
             scale = pages[:, f.scale_offset : f.scale_offset + f.scale_bytes].clone().view(torch.float16)
             _want((scale.isfinite() & (scale >= 0)).all(), f"pages.{tier}: expected finite scales from 0 on")
@@ -191,6 +209,12 @@ def load(cache: TieredCache, path: str | PathLike[str]) -> int:
     except _Refused as error:
         raise ValueError(f"path: expected a request that this cache can hold, {str(path)!r} is not: {error}") from error
     request = cache._free_request()
+    put(cache, request, tensors)
+    return request
+
+
+def put(cache: TieredCache, request: int, tensors: dict[str, torch.Tensor]) -> None:
+    """What `taken` gave into a request that is not in use; or BudgetExceeded with nothing changed."""
     cache._active.add(request)
     buckets, count = cache.buckets, tensors["count"].numpy()
     for tier, kind in enumerate(cache.kinds):
@@ -216,7 +240,6 @@ def load(cache: TieredCache, path: str | PathLike[str]) -> int:
     except BaseException:
         cache.free(request)
         raise
-    return request
 
 
 def _fit(cache: TieredCache, request: int) -> None:

@@ -110,7 +110,8 @@ class PageKind:
         k, v = scales.unpack_scales(numbers.view(torch.uint8))
         return k.view(torch.int16).long().to(self.device), v.view(torch.int16).long().to(self.device)
 
-    def _plain(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def plain_rows(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views ``[n, P, D]`` of K and V in plain pages."""
         f = self.format
         shape = (f.page_tokens, f.head_dim)
         k = pages[:, : f.k_bytes].view(self.dtype).unflatten(1, shape)
@@ -129,7 +130,7 @@ class PageKind:
     def importance(self, pages: torch.Tensor, start: int = 0) -> torch.Tensor:
         """A view ``[n, P]`` of the importance; zeros where none is kept."""
         if not self.keeps_importance:
-            return torch.zeros(pages.shape[0], self.format.page_tokens, device=self.device)
+            return torch.zeros(pages.shape[0], self.format.page_tokens, dtype=torch.float32, device=self.device)
         at = self.importance_offset - start
         return pages[:, at : at + 4 * self.format.page_tokens].view(torch.float32)
 
@@ -138,7 +139,7 @@ class PageKind:
         position = self.positions(pages)[page, slot].long()
         importance = self.importance(pages)[page, slot]
         if self.format.plain:
-            k, v = self._plain(pages)
+            k, v = self.plain_rows(pages)
             return Rows(k[page, slot], v[page, slot], None, None, position, importance)
         sides: list[torch.Tensor] = []
         for tables, offset, bits in self._codes:
@@ -157,7 +158,7 @@ class PageKind:
         if self.keeps_importance:
             self.importance(pages)[page, slot] = rows.importance
         if self.format.plain:
-            k, v = self._plain(pages)
+            k, v = self.plain_rows(pages)
             k[page, slot], v[page, slot] = rows.k, rows.v
             return
         assert rows.k_scale is not None

@@ -91,10 +91,11 @@ class Pool:
             if self.allocated.all():
                 raise RuntimeError(f"pool: expected a free slab, all {self.capacity} are in use")
             at = int(np.argmin(self.allocated))
-            if self.space is None:
-                slab = torch.empty(self.slab_bytes, dtype=torch.uint8, device=self.device)
-            else:
-                slab = self.space.bytes[at * self.slab_bytes : (at + 1) * self.slab_bytes]
+            with torch.inference_mode(False):
+                if self.space is None:
+                    slab = torch.empty(self.slab_bytes, dtype=torch.uint8, device=self.device)
+                else:
+                    slab = self.space.bytes[at * self.slab_bytes : (at + 1) * self.slab_bytes]
             if self.debug:
                 slab.fill_(POISON)
             self.slabs[at], self.allocated[at] = slab, True
@@ -125,6 +126,8 @@ class Pool:
 
     def retain(self, handles: np.ndarray) -> None:
         """One more owner each; a handle may appear more than once."""
+        if handles.size == 0:
+            return
         np.add.at(self.refs, self._locate(handles), 1)
         self.shares = True
 

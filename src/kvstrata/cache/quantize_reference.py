@@ -207,11 +207,13 @@ def quantize(x: torch.Tensor, bits: int, *, format: Format | None = None, backen
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     fragments.check_bits(bits)
-    if not x.is_floating_point():
-        raise TypeError(f"x: expected a floating-point tensor, got {x.dtype}")
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        raise TypeError(f"x: expected a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     if x.dim() < 1 or x.shape[-1] % 8 or x.shape[-1] == 0:
         raise ValueError(f"x: expected [..., D] with D a positive multiple of 8, got shape {tuple(x.shape)}")
     if format is not None:
+        if not isinstance(format, Format):
+            raise TypeError(f"format: expected a Format, such as Format(4, 4, 64), got {format!r}")
         if format.head_dim != x.shape[-1]:
             raise ValueError(f"x: expected [..., {format.head_dim}] as in the format, got shape {tuple(x.shape)}")
         if bits not in (format.k_bits, format.v_bits):
@@ -231,5 +233,9 @@ def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> torch.Tensor
         >>> bool((dequantize(quantize(x, 2)) == 0).all())
         True
     """
+    if not isinstance(packed, Packed):
+        raise TypeError(f"packed: expected what quantize gives, got {type(packed).__name__}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
     x = decode(rows.unpack_rows(packed.codes, packed.bits, packed.head_dim), packed.scale, packed.bits)
     return _cast(rotation.rotate(x) if packed.rotated else x, packed.dtype if dtype is None else dtype)

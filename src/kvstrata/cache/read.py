@@ -59,7 +59,7 @@ def importance(cache: TieredCache, layer: int, request: int) -> torch.Tensor:
     length = torch.full_like(tokens.position, int(cache._lengths[request, layer]))
     queries = torch.full_like(tokens.position, int(cache._queries[request, layer]))
     reported = torch.full_like(tokens.position, int(cache._reported[request, layer]))
-    estimates = torch.zeros(shape, device=cache.device)
+    estimates = torch.zeros(shape, dtype=torch.float32, device=cache.device)
     estimates[place] = importance_module.estimate(
         cache.policy.mode, tokens.importance, tokens.position, length, queries, reported
     )

@@ -183,7 +183,7 @@ def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
             for plane, ((width, _), (byte, bit)) in enumerate(found):
                 numbers[tier, 3 * side + 1 + plane] = width
                 places[tier, side, plane] = (offset + byte) * 8 + bit
-    steps = torch.zeros(3, 9)
+    steps = torch.zeros(3, 9, dtype=torch.float32, device="cpu")
     for row, values in enumerate((GAUSSIAN_STEP, K_GAIN, V_GAIN)):
         for bits, value in values.items():
             steps[row, bits] = value

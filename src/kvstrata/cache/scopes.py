@@ -8,7 +8,6 @@ A plan changes nothing, so that all scopes of an operation are planned before th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import lt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,15 +66,17 @@ def plan_scopes(
         return tokens.tier.clamp(min=0)
     scopes = make_scopes(cache, places, tokens, lengths)
     made = plan_all(scopes, cache.policy, cache.policy.settle_every)
-    _check(places, lengths, scopes, made)
+    _check(cache, places, lengths, scopes, made)
     return made.target
 
 
-def _check(places: Sequence[Place], lengths: Sequence[Sequence[int]], scopes: Scopes, made: Plans) -> None:
+def _check(
+    cache: TieredCache, places: Sequence[Place], lengths: Sequence[Sequence[int]], scopes: Scopes, made: Plans
+) -> None:
     for (layer, requests), some, allowed, needed in zip(places, lengths, scopes.allowed, made.needed, strict=True):
         if needed is not None:
             where = f"for the pages of layer {layer} and requests {requests} ({sum(some)} tokens)"
-            raise BudgetExceeded(where, needed, allowed)
+            raise BudgetExceeded(where, needed, allowed, cache.budget.advice(needed, sum(some)))
 
 
 def move_tokens(
@@ -91,22 +92,26 @@ def move_tokens(
 
 def settle_scopes(
     cache: TieredCache, layers: Sequence[int], scopes: list[list[int]], room: dict[int, int] | None = None
-) -> bool:
-    """All of these in one go; with ``room`` only if every request gets it for so many tokens, else False."""
-    if cache.budget.amount is None:
-        return False
+) -> list[list[int]]:
+    """All in one go; with ``room`` those whose requests get it for so many tokens in every layer. Returns which did."""
+    if cache.budget.amount is None or not scopes:
+        return []
     places = [(at, scope) for at in layers for scope in scopes]
     lengths = [[int(cache._lengths[r, at]) for r in scope] for at, scope in places]
     scopes_ = make_scopes(cache, places, cache.buckets.snapshots(*pairs(places)), lengths)
     made = plan_all(scopes_, cache.policy, cache.policy.settle_every)
     if room is not None:
         wanted = [max(room.get(r, 0) for r in scope) for _, scope in places]
-        if any(needed is not None for needed in made.needed) or any(map(lt, made.spare, wanted)):
-            return False
-    _check(places, lengths, scopes_, made)
+        found = [
+            needed is None and spare >= n for needed, spare, n in zip(made.needed, made.spare, wanted, strict=True)
+        ]
+        able = [scope for i, scope in enumerate(scopes) if all(found[i :: len(scopes)])]
+        if len(able) < len(scopes):  # what they get does not depend on the others
+            return settle_scopes(cache, layers, able, room) if able else []
+    _check(cache, places, lengths, scopes_, made)
     move_tokens(cache, places, scopes_.tokens, made.target)
     tidy(cache)
-    return True
+    return scopes
 
 
 def settle_ahead(cache: TieredCache, layer: int, requests: list[int], lengths: list[int]) -> bool:
@@ -115,18 +120,20 @@ def settle_ahead(cache: TieredCache, layer: int, requests: list[int], lengths: l
     One search for all costs little more than for one. Only requests that have no room settle: when one does, does
     not depend on the others. Where no room is found, it is not tried again for a while.
     """
-    if not cache._active.issuperset(requests):
-        return False
     if cache.layers == 1 or cache.policy.name != "importance" or not cache.policy.per_head:
         return False
     room = dict(zip(requests, lengths, strict=True))
-    if not cache.budget.shared:
+    if cache.budget.shared:
+        if not cache._active.issuperset(requests):
+            return False
+    else:
         fits = fits_each(cache, layer, requests, lengths)
-        room = {r: n for (r, n), fit in zip(room.items(), fits, strict=True) if not fit}
-    full = list(room)
-    if not full or bool((cache._lengths[full, layer] < cache._ahead_from[full]).any()):
+        room = {r: n for (r, n), fit in zip(room.items(), fits, strict=True) if not fit and r in cache._active}
+    waiting = {r for r in room if cache._lengths[r, layer] < cache._ahead_from[r]}
+    scopes = [scope for scope in scopes_of(cache, list(room)) if waiting.isdisjoint(scope)]
+    if not scopes:
         return False
-    if not settle_scopes(cache, range(cache.layers), scopes_of(cache, full), room):
-        cache._ahead_from[full] = cache._lengths[full, layer] + cache.policy.settle_every
-        return False
-    return fits_plain(cache, layer, requests, lengths)
+    settled = settle_scopes(cache, range(cache.layers), scopes, room)
+    failed = [r for scope in scopes if scope not in settled for r in scope if r in room]
+    cache._ahead_from[failed] = cache._lengths[failed, layer] + cache.policy.settle_every
+    return bool(settled) and fits_plain(cache, layer, requests, lengths)

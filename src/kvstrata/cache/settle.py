@@ -125,21 +125,24 @@ def _weights(scope: Scopes, policy: Policy, movable: torch.Tensor) -> torch.Tens
     mean = _sums(weight * movable, scope) / allocate.count(tokens.bucket, len(scope.length), movable).clamp(min=1)
     weight = weight / mean.clamp(min=torch.finfo(torch.float32).tiny)[tokens.bucket] + FLOOR
     if not policy.per_head:
-        stride = max(scope.longest) + 1
-        key = tokens.bucket // scope.kv_heads * stride + tokens.position
-        _, group = torch.unique(key, return_inverse=True)
-        sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=weight.device)
-        weight = sums.index_add_(0, group, weight)[group]
+        table = _table(weight, scope, max(scope.longest)).unflatten(0, (-1, scope.kv_heads))
+        weight = table.sum(1)[tokens.bucket // scope.kv_heads, tokens.position]
     weight = weight * (1 + TIE * tokens.position.double() / length)
     return torch.where(tokens.tier > 0, weight * (1 + policy.hysteresis), weight)
 
 
-def _sums(x: torch.Tensor, scope: Scopes) -> torch.Tensor:
-    """Of a number of every token, by bucket. A table and halves added to halves: on a GPU a sum by index would add in
-    any order, and here a bucket's sum is the same to the last bit beside longer ones."""
-    width = 1 << (max(scope.longest) - 1).bit_length()
+def _table(x: torch.Tensor, scope: Scopes, width: int) -> torch.Tensor:
+    """A number of every token by bucket and position. Summed so: on a GPU a sum by index would add in any order."""
     table = torch.zeros(len(scope.length), width, dtype=x.dtype, device=x.device)
     table[scope.tokens.bucket, scope.tokens.position] = x
+    return table
+
+
+def _sums(x: torch.Tensor, scope: Scopes) -> torch.Tensor:
+    """Of a number of every token, by bucket: halves added to halves, so that a bucket's sum is the same to the last bit
+    beside longer ones."""
+    width = 1 << (max(scope.longest) - 1).bit_length()
+    table = _table(x, scope, width)
     while width > 1:
         width //= 2
         table = table[:, :width] + table[:, width:]

@@ -17,7 +17,7 @@ def assign(cache: TieredCache, source: dict[int, int], gone: Sequence[int]) -> N
     """Requests become copies of what others were, pages shared; some go."""
     table, count = cache.buckets.host_table, cache.buckets.host_count
     to, origin = list(source), list(source.values())
-    state = (table, count, cache._lengths, cache._queries, cache._reported, cache._centred)
+    state = (table, count, cache._lengths, cache._queries, cache._reported, cache._centred, cache._ahead_from)
     new = [x[origin].copy() for x in state]
     centres = cache.centre[origin].clone()
     changed = [*to, *gone]

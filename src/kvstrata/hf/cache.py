@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..cache import TieredCache
 from ..cache.arguments import check_int
 from ..cache.budget import Budget, Memory
+from ..cache.clone import clone
 from . import attention
 from .layer import StrataLayer
 
@@ -41,12 +42,14 @@ class StrataCache(Cache):
             fraction of 16 bit, 1.0 compresses nothing.
         dtype: of tokens that are not compressed; None is the model's, and float16 where a float32 model is compressed.
         max_batch: rows, for `batch_repeat_interleave`; None is what comes first.
-        max_tokens: of a row; None is the config's context length, up to 32768 for shorter prompts.
+        max_tokens: of a row; None begins with the config's context length, up to 32768 for shorter prompts, and grows
+            where a row becomes longer.
         importance_queries: how many queries of a prompt are asked what they attended to.
 
     Layers that are not compressed (sliding window, linear attention, other shapes of K and V) are transformers' own;
     `plain_layers` says which and why. `tiered` is the TieredCache, once there is a first token. Unsupported are custom
-    4-D masks, packed sequences, `output_attentions`, offloading and training; they raise.
+    4-D masks, packed sequences, `output_attentions` and offloading; they raise. Gradients end at what is stored, so
+    nothing can be trained through it.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -184,6 +187,19 @@ class StrataCache(Cache):
         self._check_budget(self._tiered)
         self._real = np.ones((rows, 0), bool)
 
+    def reserve(self, tokens: int) -> None:
+        """Tables for rows of so many tokens: they grow where nobody said how long a row may become."""
+        most = self.tiered.max_tokens
+        if tokens <= most:
+            return
+        if self.max_tokens is not None:
+            raise ValueError(f"max_tokens: expected at least {tokens}, which a row of the batch has now, got {most}")
+        self._flush()
+        for layer in self.layers:
+            if isinstance(layer, StrataLayer):
+                layer.ledger = None
+        self._tiered = clone(self.tiered, max_tokens=max(self.context, 2 * tokens))
+
     def _check_budget(self, tiered: TieredCache) -> None:
         """A fraction below the lowest tier would fail in the middle of a text; say so before the first token."""
         budget = tiered.budget
@@ -232,6 +248,11 @@ class StrataCache(Cache):
             self._real = np.concatenate([self._real[:, :start], new], 1)
         real = self._real[:, start : start + queries]
         return None if real.all() else torch.from_numpy(real).to(self.tiered.device)
+
+    def forget(self, start: int) -> None:
+        """Columns from ``start`` on are none: the first layer could not store them."""
+        if all(layer.columns <= start for layer in self.layers if isinstance(layer, StrataLayer)):
+            self._real = self._real[:, :start]
 
     def _flush(self) -> None:
         for layer in self.layers:

@@ -7,6 +7,7 @@ is stored after; a decode step is stored first and read where it lies, by `decod
 
 from __future__ import annotations
 
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,12 +67,19 @@ class StrataLayer(CacheLayerMixin):
         queries = query.shape[2]
         real = self.owner.tokens_among(self.columns, mask, len(query), queries)
         few = queries <= min(DECODE_QUERIES, self.owner.tiered.window)
-        if self.columns and few and real is None:
-            out = self._decode(query, key, value, logits)
-        else:
-            if real is None:
-                real = torch.ones(len(query), queries, dtype=torch.bool, device=query.device)
-            out = self._prompt(query, key, value, mask, real, under, logits)
+        try:
+            if self.columns + queries > self.owner.tiered.max_tokens:
+                new = [queries] * len(query) if real is None else real.sum(1).tolist()
+                self.owner.reserve(max(map(add, self.lengths(), new)))
+            if self.columns and few and real is None:
+                out = self._decode(query, key, value, logits)
+            else:
+                if real is None:
+                    real = torch.ones(len(query), queries, dtype=torch.bool, device=query.device)
+                out = self._prompt(query, key, value, mask, real, under, logits)
+        except Exception:
+            self.owner.forget(self.columns)
+            raise
         self.columns += queries
         return out
 

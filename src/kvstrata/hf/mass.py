@@ -49,7 +49,7 @@ def prompt_mass(
     at = torch.arange(queries - 1, -1, -stride, device=query.device)
     weight = asking[:, at].float()
     weight *= (asking.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
-    mass = torch.zeros(rows * kv_heads, 1, columns, device=query.device)
+    mass = torch.zeros(rows * kv_heads, 1, columns, dtype=torch.float32, device=query.device)
     keys = key.float().flatten(0, 1).transpose(1, 2)
     group = query.shape[1] // kv_heads
     for some, its_weight in zip(at.split(CHUNK), weight.split(CHUNK, 1), strict=True):

@@ -20,7 +20,7 @@ def block_of(dim: int) -> int:
 def hadamard(dim: int, device: torch.device | str | None = None) -> torch.Tensor:
     """The rotation as a float32 matrix ``[dim, dim]``, symmetric: ``rotate(x)`` is ``x @ hadamard(dim)``."""
     block = block_of(dim)
-    h = torch.ones(1, 1, device=device)
+    h = torch.ones(1, 1, dtype=torch.float32, device=device)
     while h.shape[0] < block:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     return torch.block_diag(*[h * block**-0.5] * (dim // block))

@@ -121,23 +121,45 @@ def shape(tensor: torch.Tensor) -> list[int]:
     return list(tensor.shape)
 
 
-def check_source(src: torch.Tensor, dst: torch.Tensor, cast: bool, i: int) -> None:
+class Names(NamedTuple):
+    """What errors call a copy's source and its target, and whether whoever made the copy can have it cast."""
+
+    source: str
+    target: str
+    casts: bool = False
+
+
+def names_of(count: int, casts: bool = False) -> list[Names]:
+    return [Names(f"src[{i}]", f"dst[{i}]", casts) for i in range(count)]
+
+
+def check_list(value: Any, name: str) -> None:
+    """Whether ``value`` can be gone through as tensors; a tensor can too, but its rows are hardly what is meant."""
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a list of tensors, got one tensor of shape {shape(value)}")
+    if not hasattr(value, "__iter__"):
+        raise TypeError(f"{name}: expected a list of tensors, got {type(value).__name__}")
+
+
+def check_source(src: torch.Tensor, dst: torch.Tensor, cast: bool, names: Names) -> None:
     """Whether ``src`` fits into ``dst``; errors name the copy."""
+    name, target, casts = names
     if src.dim() != dst.dim():
-        raise ValueError(f"src[{i}]: expected {dst.dim()} dimensions as dst[{i}] {shape(dst)} has, got {shape(src)}")
+        raise ValueError(f"{name}: expected {dst.dim()} dimensions as {target} {shape(dst)} has, got {shape(src)}")
     if any(n > most for n, most in zip(src.shape, dst.shape, strict=True)):
-        raise ValueError(f"src[{i}]: expected at most {shape(dst)}, the shape of dst[{i}], got {shape(src)}")
+        raise ValueError(f"{name}: expected at most {shape(dst)}, the shape of {target}, got {shape(src)}")
     if src.device != dst.device:
-        raise ValueError(f"src[{i}]: expected a tensor on {dst.device} as dst[{i}] is, got one on {src.device}")
+        raise ValueError(f"{name}: expected a tensor on {dst.device} as {target} is, got one on {src.device}")
     if src.dtype == dst.dtype:
         return
     if not cast:
+        how = "cast=True" if casts else f".to({dst.dtype})"
         raise TypeError(
-            f"src[{i}]: expected {dst.dtype} as dst[{i}] has, got {src.dtype}; cast=True converts, .view keeps the bits"
+            f"{name}: expected {dst.dtype} as {target} has, got {src.dtype}; {how} converts, .view keeps the bits"
         )
-    for name, dtype in (("src", src.dtype), ("dst", dst.dtype)):
+    for side, dtype in ((name, src.dtype), (target, dst.dtype)):
         if dtype not in KINDS:
-            raise TypeError(f"{name}[{i}]: expected one of {', '.join(map(str, KINDS))} for a cast, got {dtype}")
+            raise TypeError(f"{side}: expected one of {', '.join(map(str, KINDS))} for a cast, got {dtype}")
 
 
 def check_bound(bound: Bound, name: str, device: torch.device, rows: int | None) -> None:

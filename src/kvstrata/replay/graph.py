@@ -13,6 +13,7 @@ On a CPU the step runs eagerly on the same buffers with the same padding.
 from __future__ import annotations
 
 import bisect
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .copies import Bound, Fill
+from .copies import Bound, Fill, Names, check_list, check_source, shape
 from .plan import CopyPlan
 from .staging import HostStage
 
@@ -61,9 +62,10 @@ class GraphRunner:
             batch, alone or in a tuple, list or dict, or None. It may write other tensors that it holds, such as a KV
             cache.
         inputs: by name the buffers, or ``(shape, dtype)`` for the runner to allocate (``device`` says where). Dimension
-            0 is the largest batch, or more by a constant: offsets with one more than the batch stay one longer at every
-            size.
-        sizes: the batch sizes to capture.
+            0 is the largest of ``sizes``, one row for each of the batch, or exactly one more: offsets such as
+            ``cu_seqlens``, which have batch + 1 entries at every size. Any other length is an error; give a part of
+            a longer buffer, ``buffer[:largest]``.
+        sizes: the batch sizes to capture, ints of at least 1.
         fill: by name what padding rows, and columns that a call does not bring, get: a number, ``"last"`` (1-D), or
             None to leave them as they were. Names that are not given get 0.
         staging: ``copy``, ``graph`` or ``host``.
@@ -77,8 +79,9 @@ class GraphRunner:
     next call overwrites. With ``staging="graph"`` write ``runner.staged[name]`` on the device and call
     ``runner.replay(batch)``; with ``"host"`` the tensors of a call are on the CPU.
 
-    Raises ValueError for tensors that do not fit, RuntimeError when nothing was captured, when the step cannot be
-    captured and when a tensor has moved.
+    A call's tensors have the dtype of their buffers; none is converted. Raises ValueError or TypeError, naming the
+    input, for tensors that do not fit, RuntimeError when nothing was captured, when the step cannot be captured and
+    when a tensor has moved.
 
     Example:
         >>> buffers = {"x": ((4, 2), torch.float32)}
@@ -103,9 +106,8 @@ class GraphRunner:
     ) -> None:
         if staging not in STAGINGS:
             raise ValueError(f"staging: expected one of {STAGINGS}, got {staging!r}")
-        self.sizes = sorted(set(sizes))
-        if not self.sizes or self.sizes[0] < 1:
-            raise ValueError(f"sizes: expected at least one size of at least 1, got {self.sizes}")
+        check_list(watch, "watch")
+        self.sizes = _sizes(sizes)
         self.step, self.staging, self.warmup, self.pool, self.progress = step, staging, warmup, pool, progress
         self.buffers = _buffers(inputs, device)
         self.device = next(iter(self.buffers.values())).device
@@ -113,12 +115,18 @@ class GraphRunner:
             raise ValueError(f"fill: expected names of inputs {sorted(self.buffers)}, got {sorted(unknown)}")
         self.fill: dict[str, Fill] = {name: (fill or {}).get(name, 0) for name in self.buffers}
         self._extra: dict[str, int] = {}
+        largest = self.sizes[-1]
         for name, buffer in self.buffers.items():
-            if buffer.dim() == 0 or buffer.shape[0] < self.sizes[-1]:
-                raise ValueError(f"{name}: expected at least {self.sizes[-1]} rows, got shape {list(buffer.shape)}")
+            if buffer.dim() == 0 or buffer.shape[0] not in (largest, largest + 1):
+                raise ValueError(
+                    f"{name}: expected {largest} rows, the largest of sizes, or {largest + 1} for offsets (batch + 1 "
+                    f"entries), got shape {shape(buffer)}"
+                )
             if buffer.device != self.device:
                 raise ValueError(f"{name}: expected a buffer on {self.device}, got one on {buffer.device}")
-            self._extra[name] = buffer.shape[0] - self.sizes[-1]
+            self._extra[name] = buffer.shape[0] - largest
+        memory = "staging memory" if staging == "host" else "buffer"
+        self._names = [Names(name, f"{name}'s {memory}") for name in self.buffers]
         self._by_size: dict[int, Captured] = {}
         self._watched = [*self.buffers.values(), *watch]
         self._addresses: tuple[int, ...] = ()
@@ -135,6 +143,7 @@ class GraphRunner:
             self._live = torch.zeros(1, dtype=torch.int32, device=self.device)
         elif self.staging == "host":
             self._stage = HostStage(list(self.buffers.values()), fill=fills)
+            self._stage.names = self._names
 
     @property
     def memory(self) -> dict[int, int]:
@@ -192,7 +201,9 @@ class GraphRunner:
         if self._stage is not None:
             return self._stage.node(list(parts.values()))
         if self._live is None:
-            return CopyPlan(list(parts.values()), fill=fills).run
+            plan = CopyPlan(list(parts.values()), fill=fills)
+            plan.names = self._names
+            return plan.run
         sources = [self.staged[name][: part.shape[0]] for name, part in parts.items()]
         rows = [Bound(self._live, extra=self._extra[name]) for name in parts]
         return CopyPlan(list(parts.values()), sources, fill=fills, rows=rows).run
@@ -211,8 +222,11 @@ class GraphRunner:
             if one.fill is not None:
                 one.fill(given)
         elif self._stage is not None:
+            self._check_staged(given)
             self._stage.write(given)
         else:
+            for names, tensor in zip(self._names, given, strict=True):
+                check_source(tensor, self.staged[names.source], False, names)
             for name, tensor in tensors.items():
                 staged, value = self.staged[name], self.fill[name]
                 # Columns that this step does not bring; "last" is for 1-D, which has none.
@@ -235,23 +249,36 @@ class GraphRunner:
         return _cut(one.outputs, one.size, batch)
 
     def _batch(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        if missing := set(self.buffers) - set(tensors):
-            raise ValueError(f"inputs: expected {sorted(self.buffers)}, {sorted(missing)} not given")
-        if unknown := set(tensors) - set(self.buffers):
-            raise ValueError(f"inputs: expected {sorted(self.buffers)}, got {sorted(unknown)} too")
-        batches = {name: tensor.shape[0] - self._extra[name] for name, tensor in tensors.items()}
+        if tensors.keys() != self.buffers.keys():
+            missing, unknown = sorted(set(self.buffers) - set(tensors)), sorted(set(tensors) - set(self.buffers))
+            got = f"got {unknown} " if unknown else ""
+            got += f"{'and ' * bool(unknown)}{missing} not given" if missing else "too"
+            raise ValueError(f"inputs: expected {sorted(self.buffers)}, {got}")
+        batches = {}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+            if not tensor.dim():
+                raise ValueError(f"{name}: expected {self.buffers[name].dim()} dimensions, got {shape(tensor)}")
+            batches[name] = tensor.shape[0] - self._extra[name]
         batch = next(iter(batches.values()))
         if any(n != batch for n in batches.values()):
             raise ValueError(f"inputs: expected one batch, got {batches}")
         return batch
 
+    def _check_staged(self, given: Sequence[torch.Tensor]) -> None:
+        """What pinned memory cannot hold, though a copy could: narrower rows of three dimensions."""
+        for (name, _, _), tensor in zip(self._names, given, strict=True):
+            buffer = self.buffers[name]
+            if tensor.dim() == buffer.dim() == 3 and tensor.shape[1:] != buffer.shape[1:]:
+                _, rows, columns = buffer.shape
+                raise ValueError(f"{name}: expected shape [batch, {rows}, {columns}], got {shape(tensor)}")
+
     def _of(self, batch: int) -> Captured:
         if not self._by_size:
             raise RuntimeError("runner: expected capture() before the first call")
         if not 0 <= batch <= self.sizes[-1]:
-            raise ValueError(
-                f"batch: expected at most {self.sizes[-1]}, the largest size that was captured, got {batch}"
-            )
+            raise ValueError(f"batch: expected 0 to {self.sizes[-1]}, the largest size that was captured, got {batch}")
         return self._by_size[self.sizes[bisect.bisect_left(self.sizes, batch)]]
 
     def _check_moved(self) -> None:
@@ -265,6 +292,20 @@ class GraphRunner:
                     f"{name}: expected address {was:#x} as when it was captured, got {tensor.data_ptr():#x}; "
                     f"capture() again after replacing a tensor"
                 )
+
+
+def _sizes(sizes: Iterable[int]) -> list[int]:
+    """In order, each once."""
+    try:
+        given = list(sizes)
+        whole = sorted({operator.index(size) for size in given})
+    except TypeError:
+        raise TypeError(f"sizes: expected a list of ints such as [1, 2, 4], got {sizes!r}") from None
+    if any(isinstance(size, bool) for size in given):
+        raise TypeError(f"sizes: expected a list of ints such as [1, 2, 4], got {sizes!r}")
+    if not whole or whole[0] < 1:
+        raise ValueError(f"sizes: expected at least one size of at least 1, got {whole}")
+    return whole
 
 
 def _buffers(inputs: Mapping[str, Input], device: torch.device | str | None) -> dict[str, torch.Tensor]:

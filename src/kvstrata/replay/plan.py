@@ -17,7 +17,19 @@ import torch
 from ..backends import BACKENDS, resolve
 from ..guard import guard_of
 from . import reference
-from .copies import Bound, Fill, Look, Move, check_bound, check_fill, check_source, move_of, shape
+from .copies import (
+    Bound,
+    Fill,
+    Look,
+    Move,
+    check_bound,
+    check_fill,
+    check_list,
+    check_source,
+    move_of,
+    names_of,
+    shape,
+)
 from .memory import folds, overlap, span
 
 REMEMBERED = 4096
@@ -76,7 +88,8 @@ class CopyPlan:
             the corner at index 0. None: every ``run`` brings its own.
         fill: a number, ``"last"`` or None for all copies, or a sequence with one for each. What the source does not
             cover of its buffer gets that value; ``"last"`` (1-D only) repeats the last element that is covered, as the
-            offsets of padding rows need it. None leaves it as it is.
+            offsets of padding rows need it (0 where nothing is covered). None leaves it as it is. An empty source
+            covers nothing, so with a fill all of its buffer is filled.
         rows: a bound of the rows (dimension 0) that are copied, read on the device: a tensor of one int32 or int64, a
             ``Bound``, or a sequence with one or None for each copy.
         lengths: bounds of each row's columns (the last dimension): a tensor ``[rows]`` or a ``Bound`` for a 2-D copy,
@@ -110,9 +123,11 @@ class CopyPlan:
         cast: bool | Sequence[bool] = False,
         backend: str = "auto",
     ) -> None:
+        check_list(dst, "dst")
         self.dst = tuple(dst)
         count = len(self.dst)
         _check_buffers(self.dst)
+        self.names = names_of(count, casts=True)  # for errors; a runner puts its own here
         self.fill = _spread(fill, count, "fill")
         self.rows, self.lengths = _bounds(rows, count, "rows"), _bounds(lengths, count, "lengths")
         self.cast = [bool(value) for value in _spread(cast, count, "cast")]
@@ -138,6 +153,7 @@ class CopyPlan:
         self._src: tuple[Source, ...] | None = None
         self._bound: tuple[Looks, Addresses] | None = None
         if src is not None:
+            check_list(src, "src")
             self._src = tuple(src)
             self._bound = self._bind(self._src)
 
@@ -259,6 +275,7 @@ class CopyPlan:
 
     def _bind(self, src: Sequence[Source]) -> tuple[Looks, Addresses]:
         """Check sources that were not seen so far, or not there."""
+        check_list(src, "src")
         if len(src) != len(self.dst):
             raise ValueError(f"src: expected {len(self.dst)} tensors, one for each of dst, got {len(src)}")
         signature: list[Look | None] = []
@@ -271,7 +288,7 @@ class CopyPlan:
                 copies.append(None)
                 continue
             if not isinstance(source, torch.Tensor):
-                raise TypeError(f"src[{i}]: expected a tensor or None, got {type(source).__name__}")
+                raise TypeError(f"{self.names[i].source}: expected a tensor or None, got {type(source).__name__}")
             look, address = Look.of(source), source.data_ptr()
             copy = self._described[i].get(look) or self._describe(i, source, look)
             if address not in copy.safe:
@@ -296,7 +313,7 @@ class CopyPlan:
         return looks, where
 
     def _describe(self, i: int, source: torch.Tensor, look: Look) -> Described:
-        check_source(source, self.dst[i], self.cast[i], i)
+        check_source(source, self.dst[i], self.cast[i], self.names[i])
         rows, lengths = self.rows[i], self.lengths[i]
         if lengths is not None and source.dim() == 2:
             check_bound(lengths, f"lengths[{i}]", self.device, source.shape[0])
@@ -324,9 +341,10 @@ class CopyPlan:
 
     def _check_address(self, i: int, source: torch.Tensor) -> None:
         if source.numel():
-            _check_aligned(source, f"src[{i}]")
+            name = self.names[i].source
+            _check_aligned(source, name)
             if (other := self._written(source)) is not None:
-                raise ValueError(f"src[{i}]: expected memory that no copy writes, got some of dst[{other}]")
+                raise ValueError(f"{name}: expected memory that no copy writes, got some of {self.names[other].target}")
 
 
 def _check_aligned(tensor: torch.Tensor, name: str) -> None:

@@ -15,6 +15,7 @@ is written again only when its step has been read.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ import torch
 
 from ..backends import resolve
 from . import reference
-from .copies import Bound, Fill, Look, check_fill, check_source, move_of, shape
+from .copies import Bound, Fill, Look, check_fill, check_list, check_source, move_of, names_of
 from .plan import _check_buffers, _spread
 
 if TYPE_CHECKING:
@@ -62,13 +63,16 @@ class HostStage:
     """
 
     def __init__(self, dst: Sequence[torch.Tensor], *, fill: Fill | Sequence[Fill] = None) -> None:
+        check_list(dst, "dst")
         self.dst = tuple(dst)
         _check_buffers(self.dst)
+        self.names = names_of(len(self.dst))  # for errors of ``write``; a runner puts its own here
         if not self.dst:
             raise ValueError("dst: expected at least one buffer, got none")
         self.fill = _spread(fill, len(self.dst), "fill")
         for i, buffer in enumerate(self.dst):
             check_fill(self.fill[i], buffer, f"fill[{i}]")
+        self._shapes = [tuple(buffer.shape) for buffer in self.dst]
         self.device = self.dst[0].device
         self._cuda = self.device.type == "cuda"
         if self._cuda:
@@ -109,25 +113,32 @@ class HostStage:
 
     def commit(self, shapes: Sequence[Sequence[int] | None]) -> None:
         """The slot is filled: of each area the corner of this shape counts (None: leave that buffer as it is)."""
+        if not hasattr(shapes, "__len__"):
+            raise TypeError(f"shapes: expected a list with a shape for each of dst, got {type(shapes).__name__}")
         if len(shapes) != len(self.dst):
             raise ValueError(f"shapes: expected {len(self.dst)}, one for each of dst, got {len(shapes)}")
         sizes = self._sizes[self._written & 1]
-        for i, (given, buffer) in enumerate(zip(shapes, self.dst, strict=True)):
+        for i, (given, most) in enumerate(zip(shapes, self._shapes, strict=True)):
             if given is None:
                 sizes[i] = (-1, -1)
                 continue
-            if len(given) != buffer.dim() or any(n > most for n, most in zip(given, buffer.shape, strict=True)):
-                raise ValueError(f"shapes[{i}]: expected at most {shape(buffer)}, got {list(given)}")
-            if buffer.dim() == 3 and tuple(given[1:]) != tuple(buffer.shape[1:]):
-                raise ValueError(
-                    f"shapes[{i}]: expected [rows, {buffer.shape[1]}, {buffer.shape[2]}], got {list(given)}"
-                )
-            sizes[i] = (given[0], given[-1]) if given else (1, 1)
+            try:
+                live = tuple(map(operator.index, given))
+            except TypeError:
+                raise TypeError(
+                    f"shapes[{i}]: expected a shape of at most {list(most)} or None, got {given!r}"
+                ) from None
+            if len(live) != len(most) or any(map(operator.gt, live, most)) or min(live, default=0) < 0:
+                raise ValueError(f"shapes[{i}]: expected at most {list(most)}, got {list(live)}")
+            if len(most) == 3 and live[1:] != most[1:]:
+                raise ValueError(f"shapes[{i}]: expected [rows, {most[1]}, {most[2]}], got {list(live)}")
+            sizes[i] = (live[0], live[-1]) if live else (1, 1)
         self._number[self._written & 1][0] = self._written + 1  # last: this is what makes the slot a step
         self._written += 1
 
     def write(self, src: Sequence[torch.Tensor | None]) -> None:
         """A step's tensors into the next slot."""
+        check_list(src, "src")
         if len(src) != len(self.dst):
             raise ValueError(f"src: expected {len(self.dst)} tensors, one for each of dst, got {len(src)}")
         views = self.views()
@@ -135,8 +146,8 @@ class HostStage:
             if source is None:
                 continue
             if not isinstance(source, torch.Tensor):
-                raise TypeError(f"src[{i}]: expected a tensor or None, got {type(source).__name__}")
-            check_source(source, area, False, i)
+                raise TypeError(f"{self.names[i].source}: expected a tensor or None, got {type(source).__name__}")
+            check_source(source, area, False, self.names[i])
             area[tuple(slice(0, n) for n in source.shape)].copy_(source)
         self.commit([None if t is None else t.shape for t in src])
 
@@ -156,6 +167,8 @@ class HostStage:
 
     def node(self, dst: Sequence[torch.Tensor] | None = None) -> Scatter:
         """The copy of the next step into ``dst``: the buffers, or parts of them that begin where they begin."""
+        if dst is not None:
+            check_list(dst, "dst")
         targets = self.dst if dst is None else tuple(dst)
         for i, (part, whole) in enumerate(zip(targets, self.dst, strict=True)):
             if part.data_ptr() != whole.data_ptr() or part.dtype != whole.dtype or part.stride() != whole.stride():
