@@ -87,7 +87,7 @@ def test_codes_are_bit_exact_where_sums_are(backend, dtype, dim, k_bits, v_bits)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("dim", "bits"), zip(range(144, 256, 16), [*FORMATS, (3, 8)], strict=True))
+@pytest.mark.parametrize(("dim", "bits"), [*zip(range(144, 256, 16), [*FORMATS, (3, 8)], strict=True)])
 def test_codes_are_bit_exact_at_other_head_dims(backend: str, dim: int, bits: tuple[int, int]) -> None:
     assert_bit_exact(Format(*bits, dim, 16, rotate=factor_is_exact(dim)), torch.bfloat16, backend)
 
