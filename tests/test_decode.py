@@ -225,7 +225,7 @@ def test_any_case(backend: str) -> None:
     interpreted = backend == "triton" and INTERPRETED
     widths = st.sampled_from([2, 3, 4, 8])
 
-    @settings(max_examples=8 if interpreted else 25)
+    @settings(max_examples=4 if interpreted else 25)
     @given(
         lengths=st.lists(st.integers(0, 60 if interpreted else 200), min_size=1, max_size=3),
         kv_heads=st.integers(1, 3),

@@ -31,7 +31,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 FULL = dict(page_tokens=64, recent=0, plain=False)
 CASES: dict[str, tuple[list[int], dict]] = {
     "four tiers": ([150, 1, 97], dict(tiers=("K8V8", "K4V4", "K3V3", "K2V2"), page_tokens=64, group=4)),
-    "queries, softcap": ([70, 33], dict(q_len=3, group=4, options=dict(softcap=5.0), tiers=("K4V3", "K2V4"))),
+    "queries, softcap": ([70, 33], dict(q_len=3, group=4, options=dict(softcap=5.0), tiers=("K4V4", "K2V4"))),
     "hidden in full pages": ([128], dict(q_len=4, group=4, tiers=("K4V4",), dim=128) | FULL),
     "window in full pages": ([128], dict(tiers=("K2V2",), options=dict(window=70)) | FULL),
     "odd head_dim, window": ([70, 21], dict(dim=80, tiers=("K3V2",), page_tokens=32, options=dict(window=33))),

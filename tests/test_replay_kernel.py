@@ -67,4 +67,4 @@ def test_the_cases_of_host_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     cases.test_steps_of_any_shape_arrive_in_order()
     cases.test_host_runs_one_step_ahead_and_no_further()
     cases.test_views_save_the_copy()
-    test_replay_graph.replays_equal_eager("host", 60)
+    test_replay_graph.replays_equal_eager("host", 25)

@@ -86,7 +86,7 @@ def _job(
         dtypes = op.DTYPES if cache.fp8 else (cache.k.dtype,)
     if q.dtype not in dtypes:
         raise TypeError(f"q: expected {' or '.join(map(str, dtypes))} for this cache, got {q.dtype}")
-    if q.device.type != cache.device.type:
+    if q.device != cache.device:
         raise ValueError(f"q: expected a tensor on {cache.device}, where the cache is, got {q.device}")
     positive("scale", scale)
     positive("softcap", softcap)

@@ -124,7 +124,7 @@ def _check_q(q: torch.Tensor, cache: TieredCache | PagedCache, rows: int) -> Non
         dtypes = DTYPES if cache.fp8 else (cache.k.dtype,)
     if q.dtype not in dtypes:
         raise TypeError(f"q: expected {' or '.join(map(str, dtypes))} for this cache, got {q.dtype}")
-    if q.device.type != cache.device.type:
+    if q.device != cache.device:
         raise ValueError(f"q: expected a tensor on {cache.device}, where the cache is, got {q.device}")
 
 

@@ -85,7 +85,7 @@ def ragged(
             )
         if x.dtype != cache.dtype:
             raise TypeError(f"{name}: expected {cache.dtype}, got {x.dtype}")
-        if x.device.type != cache.device.type:
+        if x.device != cache.device:
             raise ValueError(f"{name}: expected a tensor on {cache.device}, got one on {x.device}")
     if v.shape != k.shape:
         raise ValueError(f"v: expected shape {tuple(k.shape)} as k, got {tuple(v.shape)}")

@@ -130,6 +130,8 @@ class TieredCache:
         self.dtype, self.device = dtype, torch.device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(f"device: expected one that torch sees, got {self.device}, and it sees no CUDA device")
+        if self.device.type == "cuda":
+            self.device = torch.empty(0, device=self.device).device  # with its number
         self.decay, self.debug = decay, debug
         amount = Budget.check(budget)
 
