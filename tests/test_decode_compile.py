@@ -82,7 +82,7 @@ def test_cuda_gates(name: str, arch: str) -> None:
     assert dynamic + usage.shared_bytes <= (227 if arch == "sm_90" else 48) * 1024
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 def test_list_and_combine_gates(arch: str) -> None:
     assert jit.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch=arch).registers <= 64
     for dim, warps in ((128, 4), (128, 16), (80, 4), (256, 8), (64, 1), (128, 1), (80, 1), (256, 1)):

@@ -360,7 +360,7 @@ GATES = [
 ]
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 @pytest.mark.parametrize(("dtype", "dim", "page_tokens"), GATES)
 def test_gates(dtype: torch.dtype, dim: int, page_tokens: int, arch: str) -> None:
     """No spills; few enough registers for 32 warps a multiprocessor."""
@@ -388,7 +388,7 @@ def test_triton_compiles_ahead_of_time(arch: int, dim: int, stages: int) -> None
     assert used["LOCAL"] == 0, used
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 @pytest.mark.parametrize(("name", "dim", "registers"), [("K4V4", 128, 128), ("K3V3", 64, 80), ("K2V2", 80, 168)])
 def test_gates_of_whole_pages(name: str, dim: int, registers: int, arch: str) -> None:
     """The call for tokens that come as codes may spill a little."""

@@ -269,7 +269,7 @@ def test_the_cache_goes_through_everything(emulated: None) -> None:
 # What the compiler made of it
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 def test_gates_of_the_plan(arch: str) -> None:
     """No spills, and at least five blocks a multiprocessor."""
     pytest.importorskip("cuda.core")
@@ -280,7 +280,7 @@ def test_gates_of_the_plan(arch: str) -> None:
         assert 0 < usage.registers <= (52 if entry.startswith("place") else 32), usage
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 @pytest.mark.parametrize("name", ["K16V16", "K8V8", "K4V4", "K3V3", "K2V2"])
 def test_gates_of_copies(name: str, arch: str) -> None:
     """No spills with many loads on their way."""
