@@ -1,0 +1,61 @@
+"""Rows of a `StrataCache` that outgrow its tables or their limit, and caches that are copied to go on from a prefix."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_model import SIZES, SMALL, greedy, make, prompt
+from kvstrata.hf import StrataCache
+
+
+def long_model(context: int):
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES | dict(head_dim=32, max_position_embeddings=context))
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_tables_grow_with_a_row() -> None:
+    """Past the context length, by chunks and by steps, as with room for all from the start."""
+    model, ids = long_model(100), prompt(2, 150)
+    mask = torch.ones_like(ids)
+    mask[1, :60] = 0
+    runs = []
+    for room in (dict(), dict(max_tokens=2048)):
+        cache = StrataCache(model.config, **SMALL, tiers=["K4V4", "K2V2"], **room)
+        options = dict(attention_mask=mask, prefill_chunk_size=40, new=60)
+        runs.append(greedy(model, ids, cache, **options))
+        cache.tiered.check()
+        assert [cache.tiered.length(row) for row in range(2)] == [209, 149]
+    assert torch.equal(*runs)
+    assert cache.tiered.max_tokens == 2048
+
+
+def test_a_row_too_long_leaves_the_columns() -> None:
+    model, ids = long_model(1000), prompt(1, 80)
+    cache = StrataCache(model.config, **SMALL, max_tokens=100)
+    with pytest.raises(ValueError, match=r"max_tokens: expected at least 101, which a row .* got 100"):
+        greedy(model, ids, cache, new=40)
+    assert cache.get_seq_length() == 100
+    cache.crop(-30)
+    assert cache.get_seq_length() == cache.tiered.length() == 70
+
+
+def test_a_copied_cache_goes_its_own_way() -> None:
+    """What transformers' users do to reuse a prefix."""
+    model, ids = make("llama"), prompt(1, 200)
+    cache = StrataCache(model.config, **SMALL)
+    with torch.inference_mode():
+        model(ids[:, :150], past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    assert torch.equal(greedy(model, ids, cache), greedy(model, ids, twin))
+    assert twin.layers[0].owner is twin
+    twin.crop(-60)
+    twin.tiered.check()
+    assert (twin.get_seq_length(), cache.get_seq_length()) == (163, 223)
