@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from conftest import HAS_GPU
 from kvstrata import backends, jit
-from kvstrata.replay import Bound, CopyPlan, HostStage, copies, copy_cuda, memory
+from kvstrata.replay import Bound, CopyPlan, copies, copy_cuda, memory
 from kvstrata.replay.copies import Fill
 from replay_model import Copies
 from replay_model import copies as any_copies
@@ -190,14 +190,6 @@ BAD = {
     "dst is no list": (lambda d: CopyPlan(3), TypeError, "dst: expected a list of tensors, got int"),
     "src is a tensor": (lambda d: CopyPlan(d, d[1][:2].clone()), TypeError, "src: expected a list of tensors, got one"),
     "run of a tensor": (lambda d: CopyPlan(d).run(d[1][:2].clone()), TypeError, "src: expected a list of tensors"),
-    "stage of a tensor": (lambda d: HostStage(d[1]), TypeError, "dst: expected a list of tensors, got one tensor"),
-    "write of a tensor": (lambda d: HostStage(d).write(torch.zeros(2, 8)), TypeError, "src: expected a list of"),
-    "node of a tensor": (lambda d: HostStage(d).node(d[1][:2]), TypeError, "dst: expected a list of tensors"),
-    "write dtype": (lambda d: HostStage(d[:1]).write([torch.zeros(3)]), TypeError, r"src\[0\]: .*; \.to\(torch.int32"),
-    "commit a number": (lambda d: HostStage(d[:1]).commit([3]), TypeError, r"shapes\[0\]: expected a shape .* got 3"),
-    "commit no list": (lambda d: HostStage(d[:1]).commit(3), TypeError, "shapes: expected a list with a shape"),
-    "commit a half": (lambda d: HostStage(d[:1]).commit([(0.5,)]), TypeError, r"shapes\[0\]: .* got \(0.5,\)"),
-    "commit less": (lambda d: HostStage(d[:1]).commit([(-1,)]), ValueError, r"shapes\[0\]: expected at most \[8\]"),
     "not a tensor": (lambda d: CopyPlan([d[0], 3]), TypeError, r"dst\[1\]: expected a tensor, got int"),
     "four dimensions": (lambda d: CopyPlan([d[1].reshape(2, 4, 4, 4)]), ValueError, "at most 3 dimensions"),
     "expanded": (lambda d: CopyPlan([d[0][:1].expand(4)]), ValueError, "expected elements that do not share"),

@@ -120,3 +120,22 @@ def test_staged_under_the_sanitizer() -> None:
     stage.test_host_runs_one_step_ahead_and_no_further()
     stage.test_views_save_the_copy()
     torch.cuda.synchronize()
+
+
+BAD = {
+    "stage of a tensor": (lambda d: HostStage(d[1]), TypeError, "dst: expected a list of tensors, got one tensor"),
+    "write of a tensor": (lambda d: HostStage(d).write(torch.zeros(2, 8)), TypeError, "src: expected a list of"),
+    "node of a tensor": (lambda d: HostStage(d).node(d[1][:2]), TypeError, "dst: expected a list of tensors"),
+    "write dtype": (lambda d: HostStage(d[:1]).write([torch.zeros(3)]), TypeError, r"src\[0\]: .*; \.to\(torch.int32"),
+    "commit a number": (lambda d: HostStage(d[:1]).commit([3]), TypeError, r"shapes\[0\]: expected a shape .* got 3"),
+    "commit no list": (lambda d: HostStage(d[:1]).commit(3), TypeError, "shapes: expected a list with a shape"),
+    "commit a half": (lambda d: HostStage(d[:1]).commit([(0.5,)]), TypeError, r"shapes\[0\]: .* got \(0.5,\)"),
+    "commit less": (lambda d: HostStage(d[:1]).commit([(-1,)]), ValueError, r"shapes\[0\]: expected at most \[8\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call([torch.zeros(8, dtype=INT, device=DEVICE), torch.zeros(8, 16, dtype=INT, device=DEVICE)])
