@@ -188,16 +188,62 @@ def test_centre_is_the_mean_of_the_first_tokens_and_stays() -> None:
         assert torch.equal(centre, cache.centre[0, 0])
 
 
-def test_centres_of_many_requests_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def turned(x: torch.Tensor, angle: torch.Tensor, start: int, neighbours: bool) -> torch.Tensor:
+    """Rows ``[n, heads, D]`` as RoPE turns them at the positions from ``start`` on."""
+    n = len(angle)
+    one, two = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if neighbours else (slice(n), slice(n, 2 * n))
+    by = (torch.arange(start, start + len(x)).double()[:, None] * angle).unsqueeze(1)
+    out = x.clone()
+    out[..., one] = (x[..., one] * by.cos() - x[..., two] * by.sin()).float()
+    out[..., two] = (x[..., two] * by.cos() + x[..., one] * by.sin()).float()
+    return out
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize(("tokens", "most", "horizon"), [(90, 4096, 2048), (90, 500, 500), (1100, 4096, 2200)])
+def test_a_centre_foresees_the_turns_of_rope(neighbours: bool, tokens: int, most: int, horizon: int) -> None:
+    """The mean of what all positions up to the horizon have in common, whatever the pairs, a shift of all positions,
+    and channels that are not turned."""
+    angle = 1e4 ** -(torch.arange(24).double() / 24)
+    angle[-1] = 0.0
+    common = 4 * torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(3))
+    k = turned(common.expand(horizon, -1, -1), angle, 7, neighbours)
+    cache = make(max_tokens=most, window=16, rope=angle)
+    cache.append(0, k[:tokens], k[:tokens])
+    torch.testing.assert_close(cache.centre[0, 0], k.mean(0), rtol=1e-3, atol=1e-3)
+    # Of a few noisy rows of a long text it is nearer to the mean of all than their own mean is.
+    k += torch.randn(k.shape, generator=torch.Generator().manual_seed(4))
+    errors = []
+    for rope in (angle.tolist(), None):
+        cache = make(max_tokens=most, window=16, rope=rope)
+        cache.append(0, k[:tokens], k[:tokens])
+        errors.append(float((cache.centre[0, 0] - k.mean(0)).norm()))
+    assert errors[0] < (0.5 if tokens == 90 else 1.0) * errors[1]
+
+
+def test_rows_that_rope_does_not_explain_have_their_mean() -> None:
+    k, v = rows(300)
+    k += 3  # not turned
+    cache = make(window=16, rope=1e4 ** -(torch.arange(32) / 32))
+    cache.append(0, k, v)
+    torch.testing.assert_close(cache.centre[0, 0], k.mean(0))
+    k[3, 0, 5], k[4, 1] = math.nan, math.inf
+    cache = make(window=16, rope=1e4 ** -(torch.arange(32) / 32))
+    cache.append(0, k, v)
+    assert cache.centre.isfinite().all()
+
+
+@pytest.mark.parametrize("rope", [None, (1.0, 0.1)])
+def test_centres_of_many_requests_in_parts(rope: tuple[float, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit what each has alone, whatever fits into one sum."""
     k, v = rows(5 * 90)
-    whole, parts = (make(max_requests=5, window=16) for _ in range(2))
+    whole, parts = (make(max_requests=5, window=16, rope=rope) for _ in range(2))
     whole.append(0, k, v, lengths=[90] * 5)
     monkeypatch.setattr(centre_module, "TABLE", 2 * whole.kv_heads * centre_module.CENTRE_TOKENS * whole.head_dim)
     parts.append(0, k, v, lengths=[90] * 5)
     assert torch.equal(whole.centre, parts.centre)
     for request in range(5):
-        alone, mine = make(max_requests=5, window=16), slice(90 * request, 90 * (request + 1))
+        alone, mine = make(max_requests=5, window=16, rope=rope), slice(90 * request, 90 * (request + 1))
         alone.append(0, k[mine], v[mine])
         assert torch.equal(alone.centre[0], whole.centre[request])
 
@@ -341,6 +387,9 @@ def test_wide_positions() -> None:
         (dict(page_tokens=48), "page_tokens: expected one of"),
         (dict(slab_bytes=64), "slab_bytes: expected"),
         (dict(hysteresis=-1.0), "hysteresis: expected"),
+        (dict(rope=[0.1] * 33), "rope: expected up to 32 numbers, head_dim / 2, got 33"),
+        (dict(rope=[1.0, math.nan]), "rope: expected a number in .* got nan"),
+        (dict(rope=10000.0), "rope: expected a row of numbers .* got 10000.0"),
         (dict(hysteresis=float("inf")), "hysteresis: expected a number in .* got inf"),
         (dict(hysteresis="a"), "hysteresis: expected a number in .* got 'a'"),
         (dict(decay=1.0), "decay: expected"),

@@ -96,7 +96,7 @@ def test_four_bits_are_no_worse_than_a_draw(topics: Text) -> None:
 def test_packing_adds_nothing_to_rounding(topics: Text, name: str) -> None:
     """A simulation with the centre of the first chunk and no fp16 in it; the KL of 1,024 tokens has this much noise."""
     widths = int(name[1]), int(name[3])
-    simulated = rounding.RoundedCache(topics.net.config, *widths, OPTIONS["window"], OPTIONS["sinks"], 64)
+    simulated = rounding.RoundedCache(topics.net.config, *widths, OPTIONS["window"], OPTIONS["sinks"], 64, 1024)
     assert topics(UNIFORM[name][0], policy="uniform", tiers=[name])[1] <= 1.1 * topics.through(simulated)[1]
 
 

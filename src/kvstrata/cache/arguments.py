@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,21 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 def check_number(name: str, value: float, wanted: str, within: Callable[[float], bool]) -> None:
     if not isinstance(value, (int, float)) or not within(value):
         raise ValueError(f"{name}: expected a number in {wanted}, got {value!r}")
+
+
+def check_rope(rope: Sequence[float] | torch.Tensor | None, head_dim: int) -> tuple[float, ...]:
+    """Radians a position of each pair of channels; none where K is not turned."""
+    if rope is None:
+        return ()
+    try:
+        found = tuple(float(x) for x in rope)
+    except (TypeError, ValueError):
+        raise ValueError(f"rope: expected a row of numbers such as a model's inv_freq, got {rope!r}") from None
+    if len(found) > head_dim // 2:
+        raise ValueError(f"rope: expected up to {head_dim // 2} numbers, head_dim / 2, got {len(found)}")
+    for x in found:
+        check_number("rope", x, "(-inf, inf)", math.isfinite)
+    return found
 
 
 def whole_numbers(name: str, values: Sequence[int]) -> list[int]:

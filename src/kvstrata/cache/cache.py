@@ -29,7 +29,7 @@ import torch
 from . import books, read, room
 from .allocate import Prices, format_error
 from .append import append_tokens
-from .arguments import check_int, check_mass, check_names, check_number, check_tiers, whole_numbers
+from .arguments import check_int, check_mass, check_names, check_number, check_rope, check_tiers, whole_numbers
 from .buckets import Buckets
 from .budget import Budget, Memory, default_tiers
 from .crop import crop_request
@@ -67,6 +67,8 @@ class TieredCache:
             sinks, window and room are whole pages.
         hysteresis: a token that is already quantised counts this much more when tiers are chosen.
         importance: ``mean`` (mass per query so far) or ``ema`` with ``decay``.
+        rope: how far RoPE turns each pair of channels from one position to the next, in radians, as a model's
+            ``inv_freq``; with it K's centre foresees longer contexts (docs/formats.md). None: K is not turned.
         debug: poison freed pages.
         slab_bytes: of an allocation; None chooses.
 
@@ -103,6 +105,7 @@ class TieredCache:
         hysteresis: float = 0.25,
         importance: str = "mean",
         decay: float = 0.9,
+        rope: Sequence[float] | None = None,
         debug: bool = False,
         slab_bytes: int | None = None,
     ) -> None:
@@ -133,6 +136,7 @@ class TieredCache:
         if self.device.type == "cuda":
             self.device = torch.empty(0, device=self.device).device  # with its number
         self.decay, self.debug = decay, debug
+        self.rope = self._arguments["rope"] = check_rope(rope, head_dim)
         amount = Budget.check(budget)
 
         sizes = Sizes(

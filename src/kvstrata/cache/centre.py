@@ -1,8 +1,15 @@
 """The centre of K: one vector per request, layer and KV head, subtracted before K is quantised.
 
-It is the mean of the first tokens that are there when the first of them is quantised, and must not change while tokens
-that were quantised with it are alive. Values that are not finite, or too large for fp16, do not take part: one broken
-token would shift all others.
+It is fixed by the first tokens that are there when the first of them is quantised, and must not change while tokens
+that were quantised with it are alive. It should be near the mean of all that will come. Without RoPE that is the mean
+of those tokens. With it the mean moves: what is common to all tokens is turned by their positions. So they are turned
+back, their mean is taken, and turned to all positions up to the horizon: the mean of that is the centre. A pair of
+channels that turns fast has none, however few tokens there are.
+
+How RoPE pairs channels, (i, i + n) or (2i, 2i + 1), is not asked for: turned back rightly, rows have the longest mean,
+and where neither is longer than the plain mean, that one stays. Where positions are counted from does not matter.
+
+Values that are not finite, or too large for fp16, do not take part: one broken token would shift all others.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
     from .cache import TieredCache
 
 CENTRE_TOKENS = 1024  # the more, the better: docs/decisions.md
+HORIZON = 2048  # positions that are foreseen at least, where the tables have so many
 STRIDE = 32  # additions one after the other, and as many of their sums
 TABLE = 1 << 24  # values that are added up in one go
 
@@ -64,8 +72,12 @@ def _fix(
         at = (first & (row >= 0)).nonzero().flatten()
         k = _first_rows(cache, layer, requests, tokens[at], fresh)
         there = (row[at] * heads + tokens.bucket[at] % heads, tokens.position[at])
-        mean = _mean(k, there, len(some) * heads).unflatten(0, (len(some), heads))
-        cache.centre[[requests[i] for i in some], layer] = mean
+        table, count = _table(k, there, len(some) * heads)
+        last = torch.zeros(len(requests), dtype=torch.int64, device=cache.device)
+        last = last.scatter_reduce(0, tokens.bucket.long() // heads, tokens.position.long(), "amax")
+        positions = horizon(last[some] + 1, cache.max_tokens).repeat_interleave(heads)
+        mean = centre_of(table, count, cache.rope, positions)
+        cache.centre[[requests[i] for i in some], layer] = mean.unflatten(0, (len(some), heads))
         cache._centred[[requests[i] for i in some], layer] = True
 
 
@@ -84,17 +96,73 @@ def _first_rows(
     return k
 
 
-def _mean(k: torch.Tensor, there: tuple[torch.Tensor, torch.Tensor], buckets: int) -> torch.Tensor:
-    """Of the rows ``k [n, D]`` at bucket and position: float32 ``[buckets, D]``."""
+def _table(
+    k: torch.Tensor, there: tuple[torch.Tensor, torch.Tensor], buckets: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``k [n, D]`` at their bucket and position: float32 ``[buckets, CENTRE_TOKENS, D]``, and how many values of
+    each channel take part."""
     finite = k.isfinite() & (k.abs() <= quant.LARGEST)
     table = torch.zeros(buckets, CENTRE_TOKENS, k.shape[1], dtype=torch.float32, device=k.device)
     count = torch.zeros_like(table, dtype=torch.bool)
     table[there], count[there] = torch.where(finite, k, 0.0), finite
-    # One by one: a sum over a dimension may go in another order when there are more buckets.
-    sums = table.unflatten(1, (-1, STRIDE))
+    return table, count.sum(1)
+
+
+def horizon(tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """How many positions to foresee when so many tokens are there: nobody knows how many will come, as many again is a
+    fair guess."""
+    return (2 * tokens).clamp(min=HORIZON).clamp(max=most)
+
+
+def centre_of(table: torch.Tensor, count: torch.Tensor, rope: Sequence[float], positions: torch.Tensor) -> torch.Tensor:
+    """The centre of buckets: float32 ``[buckets, D]``.
+
+    Args:
+        table: float32 ``[buckets, positions, D]``, zero where there is no token.
+        count: values of each channel ``[buckets, D]``.
+        rope: radians a position, of pairs of channels; empty where K is not turned.
+        positions: how many there will be, of each bucket ``[buckets]``.
+    """
+    count = count.clamp(min=1)
+    plain = _sum(table) / count
+    if not rope:
+        return plain
+    n = len(rope)
+    angle = torch.tensor(rope, dtype=torch.float64).to(table.device)
+    turn = torch.arange(table.shape[1], dtype=torch.float64, device=table.device).unsqueeze(1) * angle
+    cos, sin = turn.cos().float(), turn.sin().float()
+    ahead_cos, ahead_sin = _mean_turn(angle, positions)
+    centre, longest = plain, plain.square().sum(1)
+    for one, two in ((slice(n), slice(n, 2 * n)), (slice(0, 2 * n, 2), slice(1, 2 * n, 2))):
+        still = table.clone()
+        still[..., one] = table[..., one] * cos + table[..., two] * sin
+        still[..., two] = table[..., two] * cos - table[..., one] * sin
+        mean = _sum(still) / count
+        ahead = mean.clone()
+        ahead[:, one] = mean[:, one] * ahead_cos - mean[:, two] * ahead_sin
+        ahead[:, two] = mean[:, two] * ahead_cos + mean[:, one] * ahead_sin
+        length = mean.square().sum(1)
+        centre = torch.where((length > longest).unsqueeze(1), ahead, centre)
+        longest = torch.maximum(length, longest)
+    return centre
+
+
+def _mean_turn(angle: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean of cos and sin of ``angle [n]`` times 0, 1, ..: float32 ``[buckets, n]``, over so many ``[buckets]``."""
+    n = positions.double().unsqueeze(1)
+    half = angle / 2
+    whole_turns = half.sin().abs() < 1e-9  # or none
+    size = torch.where(whole_turns, 1.0, (n * half).sin() / (n * half.sin()))
+    phase = torch.where(whole_turns, 0.0, (n - 1) * half)
+    return (size * phase.cos()).float(), (size * phase.sin()).float()
+
+
+def _sum(table: torch.Tensor) -> torch.Tensor:
+    """Over positions, one by one: a sum over a dimension may go in another order when there are more buckets."""
+    sums = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[1] % STRIDE)).unflatten(1, (-1, STRIDE))
     for dim in (2, 1):
         total = torch.zeros_like(sums.select(dim, 0))
         for row in sums.unbind(dim):
             total += row
         sums = total
-    return sums / count.sum(1).clamp(min=1)
+    return sums

@@ -1,20 +1,24 @@
 """Rounding simulated in floats, to tell what a format costs from what packing, pages and settling add to it.
 
 All rows stay exact. What a chunk sees of those between the sinks and the window is rounded anew each time: K less its
-mean over all tokens so far (or over the first ``centre_tokens``), rotated, mid-rise levels of the step that is best for
-a Gaussian, and the scale that fits these levels best, times the gains of pages; no fp16. With the mean of all tokens it
-knows more than a cache can, whose centre is fixed when the first of them are quantised.
+mean over all tokens so far (or the centre that a cache takes with ``centre_tokens`` of them), rotated, mid-rise levels
+of the step that is best for a Gaussian, and the scale that fits these levels best, times the gains of pages; no fp16.
+With the mean of all tokens it knows more than a cache can, whose centre is fixed when the first of them are quantised.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..cache.centre import HORIZON, centre_of
 from ..cache.quantize_reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
+from ..hf.rope import frequencies
 from ..layout.rotation import rotate
 
 
@@ -33,10 +37,19 @@ class RoundedLayer(DynamicLayer):
 
     is_croppable = False
 
-    def __init__(self, k_bits: int, v_bits: int, window: int, sinks: int, centre_tokens: int | None) -> None:
+    def __init__(
+        self,
+        k_bits: int,
+        v_bits: int,
+        window: int,
+        sinks: int,
+        centre_tokens: int | None,
+        horizon: int,
+        rope: Callable[[int], Sequence[float] | None],
+    ) -> None:
         super().__init__()
         self.bits, self.window, self.sinks = (k_bits, v_bits), window, sinks
-        self.centre_tokens = centre_tokens
+        self.centre_tokens, self.horizon, self.rope = centre_tokens, horizon, rope
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -48,10 +61,20 @@ class RoundedLayer(DynamicLayer):
             return k, v
         k, v = k.clone(), v.clone()
         k_bits, v_bits = self.bits
-        centre = k[..., :past, :][..., : self.centre_tokens, :].float().mean(-2, keepdim=True)
+        centre = self._centre(k[..., :past, :].float())
         k[..., old, :] = (round_rows(k[..., old, :] - centre, k_bits, K_GAIN[k_bits]) + centre).to(k.dtype)
         v[..., old, :] = round_rows(v[..., old, :], v_bits, V_GAIN[v_bits]).to(v.dtype)
         return k, v
+
+    def _centre(self, k: torch.Tensor) -> torch.Tensor:
+        """Of K so far ``[rows, heads, tokens, D]``, to subtract from it."""
+        if self.centre_tokens is None:
+            return k.mean(-2, keepdim=True)
+        first = k[..., : self.centre_tokens, :].flatten(0, 1)
+        count = torch.full_like(first[:, 0], first.shape[1])
+        positions = torch.full_like(first[:, 0, 0], self.horizon)
+        found = centre_of(first, count, self.rope(k.shape[-1]) or (), positions)
+        return found.unflatten(0, k.shape[:2]).unsqueeze(-2)
 
     @property
     def nbytes(self) -> int:
@@ -75,12 +98,15 @@ class RoundedCache(Cache):
         window: int,
         sinks: int,
         centre_tokens: int | None = None,
+        horizon: int = HORIZON,
     ) -> None:
         text = config.get_text_config(decoder=True)
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         if other := sorted(set(kinds) - {"full_attention"}):
             raise ValueError(f"config: expected layers of full attention only, got {', '.join(other)}")
-        super().__init__(layers=[RoundedLayer(k_bits, v_bits, window, sinks, centre_tokens) for _ in kinds])
+        rope = functools.partial(frequencies, text)
+        each = (k_bits, v_bits, window, sinks, centre_tokens, horizon, rope)
+        super().__init__(layers=[RoundedLayer(*each) for _ in kinds])
 
     @property
     def nbytes(self) -> int:

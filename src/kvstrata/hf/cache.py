@@ -25,11 +25,13 @@ from ..cache.budget import Budget, Memory
 from ..cache.clone import clone
 from . import attention
 from .layer import StrataLayer
+from .rope import frequencies
 
 TOKENS = 2**15  # tables for so many unless a prompt or the config says otherwise; positions take 2 bytes
 
 # Arguments of TieredCache that are not the caller's here, and what is in their place.
-OWN = {"layers": "", "kv_heads": "", "head_dim": "", "device": "", "max_requests": " (max_batch= asks for more rows)"}
+OWN = dict.fromkeys(("layers", "kv_heads", "head_dim", "device", "rope"), "")
+OWN["max_requests"] = " (max_batch= asks for more rows)"
 
 
 class StrataCache(Cache):
@@ -93,6 +95,7 @@ class StrataCache(Cache):
         self.options = options | dict(budget=budget)
         self.dtype, self.max_batch, self.max_tokens = dtype, max_batch, max_tokens
         self.importance_queries = importance_queries
+        self._text = text
         self.context = getattr(text, "max_position_embeddings", None) or TOKENS
         self.plain_layers: dict[int, str] = {}
         self._tiered: TieredCache | None = None
@@ -182,6 +185,7 @@ class StrataCache(Cache):
             device=key.device,
             max_requests=requests,
             max_tokens=tokens,
+            rope=frequencies(self._text, dim),
             **self.options,
         )
         self._check_budget(self._tiered)
