@@ -24,7 +24,7 @@ import torch
 from ..layout.format import Format
 
 SQNR_DB = {2: 9.3, 3: 14.4, 4: 19.5, 8: 43.8}
-K_NOISE = 2.0  # variance of a score by the relative error of K; KL on packed bytes hardly tells 0.5 from 4
+K_NOISE = 4.0  # variance of a score by the relative error of K: docs/decisions.md
 STEPS = 24  # of a bisection: a part in 10,000 of the price, and slots that are left over are filled
 ROUNDS, TRIED = 4, 64  # of the search of many buckets: as fine as 24 steps, and so many numbers tried in each
 BITS = 40  # of a rank
