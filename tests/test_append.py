@@ -120,8 +120,8 @@ def test_gates(arguments: tuple, arch: str) -> None:
     pytest.importorskip("cuda.core")
     from kvstrata import jit
 
-    for one in (False, True):
-        usage = jit.usage(append_op.SOURCE, append_op.entry_of(*arguments, one), arch=arch)
+    for kernel in append_op.KERNELS:
+        usage = jit.usage(append_op.SOURCE, append_op.entry_of(*arguments, kernel), arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
         assert 0 < usage.registers <= 64, usage
 

@@ -208,6 +208,22 @@ class Machine(RuleBasedStateMachine):
             self.push([0, 1], [request], [1], "normal")
             self.look()
 
+    @rule(data=st.data(), steps=st.integers(1, 4))
+    def step(self, data, steps: int) -> None:
+        """Room first and rows later, as a captured step has it, a row of padding among them."""
+        requests = data.draw(st.permutations(sorted(self.model)))
+        requests = requests[: data.draw(st.integers(0, len(requests)))]
+        for _ in range(steps):
+            full = any(layer.length == TOKENS for r in requests for layer in self.model[r])
+            if full or not self.attempt(lambda: self.cache.advance(requests)):
+                return
+            for layer in range(LAYERS):
+                k, v = self.make(len(requests) + 1)
+                self.cache.write(layer, k, v, torch.tensor([*requests, -1], dtype=torch.int32))
+                for i, request in enumerate(requests):
+                    self.model[request][layer].append(k[i : i + 1], v[i : i + 1])
+            self.look()
+
     @rule(layer=st.sampled_from([None, 0, 1]))
     def settle(self, layer) -> None:
         self.attempt(lambda: self.cache.settle(layer))

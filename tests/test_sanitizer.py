@@ -65,6 +65,11 @@ def test_append(dim: int) -> None:
     for lengths in ([5, 0, 20], [1, 1, 1], [2, 1, 0]):
         k, v = torch.randn(2, sum(lengths), 3, dim, device="cuda").bfloat16()
         cache.append(1, k, v, [0, 1, 2], lengths)
+    for _ in range(20):
+        cache.advance([0, 2])
+        for layer in range(2):
+            k, v = torch.randn(2, 5, 3, dim, device="cuda").bfloat16()
+            cache.write(layer, k, v, torch.tensor([2, -1, 0, 3, -7], dtype=torch.int32, device="cuda"))
     cache.check()
     torch.cuda.synchronize()
 

@@ -3,7 +3,8 @@
 //   row i = (request, its j-th new token) --> slot = plain tokens before + j --> table[request, head, slot / P]
 //
 // Counts before come from the host, so no warp waits for another; the warp of a request's last row sets the count
-// after, and for head 0 the length. A decode step has a kernel of its own (append_one).
+// after, and for head 0 the length. A decode step has a kernel of its own (append_one), and one for a step that is
+// captured, in which the host has set counts and lengths before (write_last).
 #include "vec.cuh"
 
 using i64 = long long;
@@ -20,7 +21,7 @@ struct Params {
   i64 k_token, k_head, v_token, v_head;  // strides in bytes
   int tokens, heads, given, layer, layers, tiers, max_pages, page_tokens, units;
   int v_offset, position_offset, importance_offset;
-  int reciprocal;  // append_one: whether importance begins as 1 / length, else as 0
+  int reciprocal;  // not of append_rows: whether importance begins as 1 / length, else as 0
 };
 
 __device__ __forceinline__ i64 bucket_of(const Params& p, int request, int head) {
@@ -87,4 +88,19 @@ __global__ void __launch_bounds__(256) append_one(const __grid_constant__ Params
   }
   __syncthreads();  // all warps have read the length
   if (threadIdx.x == 0) *length = position + 1;
+}
+
+// The last token of each request: counts and lengths have it already. Which requests, meta says when the kernel runs
+// (null: 0, 1, ..); a number that is none of the `given`, and a request without a token, have no row.
+template <int kRow, int kWidth, class Position, bool kKeeps>
+__global__ void __launch_bounds__(256) write_last(const __grid_constant__ Params p) {
+  const int request = p.meta ? p.meta[blockIdx.x] : static_cast<int>(blockIdx.x), warps = blockDim.x >> 5;
+  if (request < 0 || request >= p.given) return;
+  const int length = p.length[request * p.layers + p.layer];
+  const float first = p.reciprocal ? __fdiv_rn(1.f, static_cast<float>(length)) : 0.f;
+  for (int head = threadIdx.x >> 5; head < p.heads; head += warps) {
+    const i64 bucket = bucket_of(p, request, head);
+    const int slot = p.count[bucket] - 1;
+    if (slot >= 0) copy_token<kRow, kWidth, Position, kKeeps>(p, blockIdx.x, head, bucket, slot, length - 1, first);
+  }
 }

@@ -5,6 +5,9 @@
 for row j of a request's new rows. Position and first importance go into the page, too. On a GPU the same kernel sets
 the counts and the lengths; what it has to be told comes in one small copy, and the host never waits. For a decode step,
 one token a request, it has to be told nothing new: it goes by the counts and lengths on the device.
+
+`write_rows` writes the last token of each request, whose counts and lengths are there already (step.py): a kernel that
+changes no count, and reads on the device which requests the rows are of.
 """
 
 from __future__ import annotations
@@ -54,6 +57,34 @@ class Job:
         index = np.repeat(np.arange(len(self.lengths)), self.lengths)
         first = np.cumsum(self.lengths) - self.lengths
         return index, np.arange(len(index)) - first[index]
+
+
+@dataclass(frozen=True)
+class Written:
+    """Rows of one layer, each the last token of its request."""
+
+    buckets: Buckets
+    layer: int
+    k: torch.Tensor  # [R, H, D], inner stride 1
+    v: torch.Tensor
+    requests: torch.Tensor | None  # int32 [R] on the device, negative for none; None: 0, 1, ..
+    device_length: torch.Tensor  # int32 [requests, layers]
+    reciprocal: bool  # whether importance begins as 1 / length, else as 0
+
+
+def write_rows(written: Written, backend: str = "auto") -> None:
+    """Write the rows; safe under graph capture. Requests without a token, and numbers that are none, are skipped."""
+    backend = resolve(backend, written.buckets.device)
+    if written.k.shape[0] == 0:
+        return
+    if backend == "reference":
+        _write_reference(written)
+    elif backend == "triton":
+        from .append_triton import write_rows as run
+
+        run(written)
+    else:
+        _write_cuda(written)
 
 
 def append_rows(job: Job, backend: str = "auto") -> None:
@@ -106,6 +137,21 @@ def _reference(job: Job) -> None:
         space.typed(np.float32)[handle * 16 + (row + kind.importance_offset // 4)] = values
 
 
+def _write_reference(written: Written) -> None:
+    buckets, layer, n = written.buckets, written.layer, written.k.shape[0]
+    ids = np.arange(n) if written.requests is None else written.requests.numpy().astype(np.int64)
+    row = np.flatnonzero((ids >= 0) & (ids < len(buckets.host_count)))
+    row = row[buckets.host_count[ids[row], layer, :, 0].min(1) > 0]
+    if not len(row):
+        return
+    requests, ones = ids[row], np.ones(len(row), np.int64)
+    length = written.device_length.numpy()[requests, layer].astype(np.int64)
+    importance = (1 / length.astype(np.float32)) if written.reciprocal else np.zeros(len(row), np.float32)
+    count = buckets.host_count[requests, layer, :, 0].astype(np.int64) - 1
+    k, v = (x[torch.from_numpy(row)] for x in (written.k.detach(), written.v.detach()))
+    _reference(Job(buckets, layer, requests, ones, length - 1, count, k, v, importance, None, written.device_length))
+
+
 def meta_of(job: Job) -> np.ndarray:
     """int32: [R, 8] request, first position, first row, tokens, importance's bits; [R, H] counts; [T] index in R."""
     table = np.zeros((len(job.requests), 8), np.int32)
@@ -116,19 +162,22 @@ def meta_of(job: Job) -> np.ndarray:
     return np.concatenate([table.reshape(-1), job.count.reshape(-1).astype(np.int32), index])
 
 
-def width_of(job: Job) -> int:
+def width_of(k: torch.Tensor, v: torch.Tensor) -> int:
     """Bytes of the widest access that rows and strides allow: 16, 8, 4 or 2."""
-    size = job.k.element_size()
-    together = 16 | job.k.shape[2] * size
-    for x in (job.k, job.v):
+    size = k.element_size()
+    together = 16 | k.shape[2] * size
+    for x in (k, v):
         together |= x.data_ptr() | x.stride(0) * size | x.stride(1) * size
     return together & -together
 
 
+KERNELS = ("append_rows", "append_one", "write_last")
+
+
 def entry_of(
-    head_dim: int, itemsize: int, width: int, position_bytes: int, keeps_importance: bool, one: bool = False
+    head_dim: int, itemsize: int, width: int, position_bytes: int, keeps_importance: bool, kernel: str = KERNELS[0]
 ) -> str:
-    kept, kernel = str(keeps_importance).lower(), "append_one" if one else "append_rows"
+    kept = str(keeps_importance).lower()
     return f"{kernel}<{head_dim * itemsize}, {width}, {'short' if position_bytes == 2 else 'int'}, {kept}>"
 
 
@@ -148,24 +197,46 @@ def _kernel(entry: str, device: int) -> jit.Kernel:
 
 
 def _cuda(job: Job) -> None:
-    buckets, kind, pool = job.buckets, job.buckets.kinds[0], job.buckets.pool
-    k, v, size, device = job.k, job.v, job.k.element_size(), job.k.get_device()
-    tokens, heads, dim = k.shape
     ones = (job.position + 1).astype(np.float32)
     reciprocal = bool(job.importance.any())
     one = job.by_token is None and bool((job.lengths == 1).all())
     one = one and np.array_equal(job.importance, 1 / ones if reciprocal else np.zeros_like(ones))
-    meta = _ids(job) if one else pool.to_device(meta_of(job))
+    meta = _ids(job) if one else job.buckets.pool.to_device(meta_of(job))
+    kernel, about = KERNELS[one], (meta, job.by_token, len(job.requests), reciprocal)
+    _launch(kernel, job.buckets, job.layer, job.k, job.v, job.device_length, *about)
+
+
+def _write_cuda(written: Written) -> None:
+    given = len(written.buckets.host_count)  # requests that there are
+    about = (written.requests, None, given, written.reciprocal)
+    _launch("write_last", written.buckets, written.layer, written.k, written.v, written.device_length, *about)
+
+
+def _launch(
+    kernel: str,
+    buckets: Buckets,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    device_length: torch.Tensor,
+    meta: torch.Tensor | None,
+    by_token: torch.Tensor | None,
+    given: int,
+    reciprocal: bool,
+) -> None:
+    kind, pool, size, device = buckets.kinds[0], buckets.pool, k.element_size(), k.get_device()
+    tokens, heads, dim = k.shape
     _, layers, _, tiers, max_pages = buckets.table.shape
     params = PARAMS.pack(
         k.data_ptr(), v.data_ptr(), pool.pointers.data_ptr(), buckets.table.data_ptr(), buckets.count.data_ptr(),
-        job.device_length.data_ptr(), meta.data_ptr(), 0 if job.by_token is None else job.by_token.data_ptr(),
+        device_length.data_ptr(), *(0 if x is None else x.data_ptr() for x in (meta, by_token)),
         *(n * size for x in (k, v) for n in x.stride()[:2]),
-        tokens, heads, len(job.requests), job.layer, layers, tiers, max_pages, buckets.page_tokens, pool.units,
+        tokens, heads, given, layer, layers, tiers, max_pages, buckets.page_tokens, pool.units,
         kind.format.v_offset, kind.position_offset, kind.importance_offset, reciprocal,
     )  # fmt: skip
-    entry = entry_of(dim, size, width_of(job), kind.position_dtype.itemsize, kind.keeps_importance, one)
-    grid, warps = (tokens, min(heads, WARPS)) if one else (-(-tokens * heads // WARPS), WARPS)
+    entry = entry_of(dim, size, width_of(k, v), kind.position_dtype.itemsize, kind.keeps_importance, kernel)
+    together = kernel == "append_rows"
+    grid, warps = (-(-tokens * heads // WARPS), WARPS) if together else (tokens, min(heads, WARPS))
     with torch.cuda.device(device):
         jit.bind_context(device)
         launch = jit.Launch(_kernel(entry, device), grid, 32 * warps, params)

@@ -82,15 +82,8 @@ def check_tiers(formats: Sequence[Format], names: Sequence[str]) -> None:
         raise ValueError("tiers: expected at least one format, got none")
 
 
-def ragged(
-    cache: TieredCache,
-    layer: int,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    requests: Sequence[int] | None,
-    lengths: Sequence[int] | None,
-) -> tuple[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]:
-    """Packed rows ``[tokens, kv_heads, head_dim]``, and whose they are."""
+def _check_pair(cache: TieredCache, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a layer; with inner stride 1."""
     inner = (cache.kv_heads, cache.head_dim)
     for name, x in (("k", k), ("v", v)):
         check_tensor(name, x)
@@ -107,6 +100,40 @@ def ragged(
         raise ValueError(f"v: expected shape {tuple(k.shape)} as k, got {tuple(v.shape)}")
     if k.stride(-1) != 1 or v.stride(-1) != 1:
         k, v = k.contiguous(), v.contiguous()
+    return k, v
+
+
+def check_rows(
+    cache: TieredCache, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token of each request ``[requests, kv_heads, head_dim]``; looks at nothing that is on the device."""
+    k, v = _check_pair(cache, k, v)
+    if k.dim() == 4:
+        if k.shape[1] != 1:
+            raise ValueError(f"k: expected one token of each request, got {tuple(k.shape)}")
+        k, v = k.squeeze(1), v.squeeze(1)
+    if requests is None:
+        if len(k) > cache.max_requests:
+            raise ValueError(f"k: expected at most {cache.max_requests} rows (max_requests), got {len(k)}")
+        return k, v
+    check_tensor("requests", requests)
+    if requests.dtype != torch.int32 or requests.device != cache.device:
+        raise TypeError(f"requests: expected int32 on {cache.device}, got {requests.dtype} on {requests.device}")
+    if tuple(requests.shape) != (len(k),) or not requests.is_contiguous():
+        raise ValueError(f"requests: expected [{len(k)}], one for each row of k, got {tuple(requests.shape)}")
+    return k, v
+
+
+def ragged(
+    cache: TieredCache,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    requests: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]:
+    """Packed rows ``[tokens, kv_heads, head_dim]``, and whose they are."""
+    k, v = _check_pair(cache, k, v)
     if k.dim() == 4:
         if lengths is not None:
             raise ValueError("lengths: expected None for [requests, tokens, ..], got a list")

@@ -7,6 +7,7 @@ The class holds the state and the doors to it; what happens behind each is in a 
 
     sizes.py   pages, slabs and budget from the arguments     room.py    whether tokens fit, slabs given back
     append.py  new tokens                                     scopes.py  what to plan, and the plan carried out
+    step.py    the token of a step that a graph holds
     mass.py    what attention gave to tokens                  share.py   forks, beams, requests that go
     crop.py    the last tokens go                             read.py    rows, tiers and importance read back
     files.py   a request saved and loaded                     books.py   bytes allocated, and what must be true
@@ -40,6 +41,7 @@ from .scopes import scopes_of, settle_scopes
 from .settle import POLICIES, Policy, whole_pages
 from .share import assign
 from .sizes import Sizes
+from .step import advance, write
 from .tokens import Tokens
 from .views import BucketedCacheLayer
 
@@ -285,6 +287,28 @@ class TieredCache:
         Raises ValueError, TypeError or BudgetExceeded with nothing changed.
         """
         append_tokens(self, layer, k, v, requests, lengths, mass, queries)
+
+    def advance(self, requests: Sequence[int] | None = None) -> None:
+        """One more token for each of these requests (None: all in use) in every layer, whose rows `write` brings.
+
+        Room is made first, by settling where it is needed, so that a step with `write` in it can be captured in a
+        graph: advance, then replay `DecodePlan.update` and for each layer `write` and `decode_attention`. Until its
+        rows are written the token is not defined, so nothing else should happen to these requests in between. Raises
+        BudgetExceeded or ValueError with nothing changed.
+        """
+        advance(self, self._given(requests))
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None = None) -> None:
+        """K and V of the token that `advance` made room for, once or again. One kernel; safe under graph capture.
+
+        Args:
+            layer: index.
+            k, v: ``[rows, kv_heads, head_dim]`` or ``[rows, 1, kv_heads, head_dim]``.
+            requests: int32 ``[rows]`` on the device, whose row each is, read when the kernel runs; negative for
+                padding. None is 0, 1, ... A request that was not advanced has its last token written over.
+        """
+        self._check_layer(layer)
+        write(self, layer, k, v, requests)
 
     def update_importance(
         self, layer: int, mass: torch.Tensor, requests: Sequence[int] | None = None, queries: int = 1

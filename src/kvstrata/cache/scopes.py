@@ -66,13 +66,14 @@ def plan_scopes(
         return tokens.tier.clamp(min=0)
     scopes = make_scopes(cache, places, tokens, lengths)
     made = plan_all(scopes, cache.policy, cache.policy.settle_every)
-    _check(cache, places, lengths, scopes, made)
+    check_plans(cache, places, lengths, scopes, made)
     return made.target
 
 
-def _check(
+def check_plans(
     cache: TieredCache, places: Sequence[Place], lengths: Sequence[Sequence[int]], scopes: Scopes, made: Plans
 ) -> None:
+    """BudgetExceeded for the first place whose tokens do not fit."""
     for (layer, requests), some, allowed, needed in zip(places, lengths, scopes.allowed, made.needed, strict=True):
         if needed is not None:
             where = f"for the pages of layer {layer} and requests {requests} ({sum(some)} tokens)"
@@ -108,7 +109,7 @@ def settle_scopes(
         able = [scope for i, scope in enumerate(scopes) if all(found[i :: len(scopes)])]
         if len(able) < len(scopes):  # what they get does not depend on the others
             return settle_scopes(cache, layers, able, room) if able else []
-    _check(cache, places, lengths, scopes_, made)
+    check_plans(cache, places, lengths, scopes_, made)
     move_tokens(cache, places, scopes_.tokens, made.target)
     tidy(cache)
     return scopes

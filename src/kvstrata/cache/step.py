@@ -1,0 +1,120 @@
+"""A decode step in two parts, the second of which a graph can hold.
+
+    advance   the host: room for one more token of each request in all layers, settling where it is needed; counts and
+              lengths go up
+    write     the device: K and V of a layer into the slots that `advance` made, by the tables as they are when it runs
+
+`append` does both for one layer, and cannot be captured: the host has to know the layers of a step one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .append_op import Written, write_rows
+from .arguments import check_rows
+from .importance import initial
+from .room import fits_each, fits_plain, tidy
+from .scopes import Place, check_plans, make_scopes, move_tokens, pairs, scopes_of
+from .settle import plan_all
+from .tokens import NEW, Tokens
+
+if TYPE_CHECKING:
+    from .cache import TieredCache
+
+
+def advance(cache: TieredCache, given: list[int]) -> None:
+    """`TieredCache.advance` of these requests."""
+    if not given:
+        return
+    ids, layers = np.array(given), range(cache.layers)
+    longest = int(cache._lengths[ids].max())
+    if longest >= cache.max_tokens:
+        raise ValueError(f"max_tokens: expected at least {longest + 1}, for one token more, got {cache.max_tokens}")
+    one = np.ones_like(ids)
+
+    def tight() -> list[int]:
+        """Layers in which a token needs a page."""
+        return [layer for layer in layers if cache.buckets.room(layer, ids, one) is None] if _edge(cache, ids) else []
+
+    needy = tight()
+    if needy:
+        _settle(cache, given, needy)
+        for layer in tight():  # settling empties pages of other layers, too
+            cache.buckets.make_room(layer, ids, one)
+    cache.buckets.host_count[ids, :, :, 0] += 1
+    cache._lengths[ids] += 1
+    if cache.device.type != "cpu":
+        rows = cache.pool.to_device(ids)
+        for x in (cache.buckets.count.select(3, 0), cache._device_lengths):
+            x.index_add_(0, rows, torch.ones((), dtype=x.dtype, device=x.device).expand(len(ids), *x.shape[1:]))
+    if needy:
+        tidy(cache)
+
+
+def _edge(cache: TieredCache, ids: np.ndarray) -> bool:
+    """Whether some token may not fit the page that its bucket has open."""
+    return cache.pool.shares or bool((cache.buckets.host_count[ids, :, :, 0] % cache.page_tokens == 0).any())
+
+
+def _settle(cache: TieredCache, given: list[int], tight: list[int]) -> None:
+    """Requests that have no room in one of these layers settle in all; or BudgetExceeded, and nothing has changed."""
+    if cache.budget.amount is None:
+        return
+    ones = [1] * len(given)
+    if cache.budget.shared:
+        short = [] if all(fits_plain(cache, layer, given, ones) for layer in tight) else given
+    else:
+        fits = np.logical_and.reduce([fits_each(cache, layer, given, ones) for layer in tight])
+        short = [request for request, fit in zip(given, fits.tolist(), strict=True) if not fit]
+    places = [(layer, scope) for layer in range(cache.layers) for scope in scopes_of(cache, short)]
+    if not places:
+        return
+    tokens = cache.buckets.snapshots(*pairs(places))
+    move_tokens(cache, places, tokens, _targets(cache, places, tokens, given))
+
+
+def _targets(cache: TieredCache, places: list[Place], tokens: Tokens, given: list[int]) -> torch.Tensor:
+    """With room for one plain token more of each given request; or BudgetExceeded.
+
+    Planned as if it were there; where that does not fit, for the tokens that are, with a slot to spare: one token less
+    has to leave the window, which may save a page.
+    """
+    now = [[int(cache._lengths[r, layer]) for r in scope] for layer, scope in places]
+    then = [
+        [n + (r in given) for n, r in zip(some, scope, strict=True)]
+        for some, (_, scope) in zip(now, places, strict=True)
+    ]
+    scopes = make_scopes(cache, places, Tokens.cat([tokens, _coming(cache, places, given)]), then)
+    made = plan_all(scopes, cache.policy, cache.policy.settle_every)
+    target = made.target[: len(tokens)]
+    if any(needed is not None for needed in made.needed):
+        ahead = plan_all(make_scopes(cache, places, tokens, now), cache.policy, cache.policy.settle_every)
+        able = [needed is None and spare > 0 for needed, spare in zip(ahead.needed, ahead.spare, strict=True)]
+        instead = [needed is not None and can for needed, can in zip(made.needed, able, strict=True)]
+        needed = [None if can else n for n, can in zip(made.needed, able, strict=True)]
+        check_plans(cache, places, then, scopes, replace(made, needed=needed))
+        place = cache.pool.to_device(np.repeat(instead, [len(scope) * cache.kv_heads for _, scope in places]))
+        target = torch.where(place[tokens.bucket], ahead.target, target)
+    return target
+
+
+def _coming(cache: TieredCache, places: list[Place], given: list[int]) -> Tokens:
+    """The tokens to come; there are no rows of them yet."""
+    layers, requests = (np.array(x) for x in pairs(places))
+    place = np.flatnonzero(np.isin(requests, given))
+    heads, length = cache.kv_heads, cache._lengths[requests[place], layers[place]]
+    bucket = cache.pool.to_device((place[:, None] * heads + np.arange(heads)).reshape(-1))
+    position = cache.pool.to_device(length.astype(np.int64).repeat(heads))
+    tier, slot = torch.full_like(bucket, NEW), torch.arange(len(bucket), device=cache.device)
+    return Tokens(bucket, tier, slot, position, initial(cache.policy.mode, position + 1))
+
+
+def write(cache: TieredCache, layer: int, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None) -> None:
+    """`TieredCache.write`."""
+    k, v = check_rows(cache, k, v, requests)
+    write_rows(Written(cache.buckets, layer, k, v, requests, cache._device_lengths, cache.policy.mode != "mean"))
