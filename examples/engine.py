@@ -36,6 +36,7 @@ class Engine:
         ).capture()
         self.last: dict[int, int] = {}  # the newest token of each request, which is not in the cache yet
 
+    @torch.no_grad()
     def step(self, ids: torch.Tensor, positions: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
         """The next token of every place; what the graph holds."""
         self.plan.update()

@@ -300,22 +300,43 @@ def test_warps_that_combine(combine: int, dim: int, monkeypatch: pytest.MonkeyPa
     check(case_of([700, 90], dim=dim, dtype=torch.float16, q_len=2, page_tokens=64), "cuda")
 
 
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.gpu
-def test_captured_step_follows_the_cache() -> None:
+def test_captured_step_follows_the_cache(backend: str) -> None:
     """A graph of append's effects: replayed after tokens were added and settled, it gives what an eager call gives."""
     cache = filled([100, 40], dtype=torch.bfloat16)
     q = torch.randn(2, 1, 6, 64, device="cuda").bfloat16()
     plan = DecodePlan(cache, 6)
     plan.update()
-    decode_attention(q, cache, plan=plan, backend="cuda")
+    decode_attention(q, cache, plan=plan, backend=backend, return_mass=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plan.update()
-        out = decode_attention(q, cache, plan=plan, backend="cuda")
-    for _ in range(3):
-        cache.append(0, *torch.randn(2, 2, 2, 64, device="cuda").bfloat16(), requests=[0, 1], lengths=[1, 1])
+        out, mass = decode_attention(q, cache, plan=plan, backend=backend, return_mass=True)
+    for tokens in (1, 1, 12):
+        new = torch.randn(2, 2 * tokens, 2, 64, device="cuda").bfloat16()
+        cache.append(0, *new, requests=[0, 1], lengths=[tokens, tokens])
         graph.replay()
-        assert torch.equal(out, decode_attention(q, cache, backend="cuda"))
+        want, its_mass = decode_attention(q, cache, backend=backend, return_mass=True)
+        if backend == "cuda":
+            assert torch.equal(out, want)
+        torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(mass[..., : its_mass.shape[2]], its_mass, rtol=2e-2, atol=1e-3)
+        assert not mass[..., its_mass.shape[2] :].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_captured_call_has_room_for_what_will_come(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that the host fixes are those of the longest request that there can be."""
+    cache = filled([30, 5])
+    q = torch.randn(2, 1, 6, 64, device=DEVICE)
+    want, its_mass = decode_attention(q, cache, backend=backend, return_mass=True)
+    monkeypatch.setattr(op, "capturing", lambda device: True)
+    out, mass = decode_attention(q, cache, backend=backend, return_mass=True)
+    assert mass.shape == (2, 2, cache.max_tokens)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(mass[..., :30], its_mass)
+    assert not mass[..., 30:].any()
 
 
 def test_plans_that_do_not_fit() -> None:

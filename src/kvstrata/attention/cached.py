@@ -94,7 +94,7 @@ def _job(
     sinks = check_sinks(sinks, q.shape[-2], q.device)
     if isinstance(cache, TieredCache):
         buckets, paged = cache.bucket_views(layer), None
-        max_length = max((cache.length(request, layer) for request in rows), default=0)
+        max_length = op.longest(cache, layer, rows)
     else:
         if layer != 0:
             raise ValueError(f"layer: expected 0, a PagedCache is one layer, got {layer!r}")

@@ -37,7 +37,7 @@ class Job(NamedTuple):
     paged: PagedCache | None
     requests: list[int]  # rows of the tables, one per row of q
     kv_heads: int
-    max_length: int  # of these requests; of a PagedCache, what its table can name
+    max_length: int  # of these requests (`longest`); of a PagedCache, what its table can name
     scale: float
     window: int | None
     softcap: float | None
@@ -106,6 +106,17 @@ def _requests(cache: TieredCache | PagedCache, requests: Sequence[int] | None) -
     return given
 
 
+def capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def longest(cache: TieredCache, layer: int, requests: Sequence[int]) -> int:
+    """Tokens of the longest of them; for a call that is captured, as many as there can be when it is replayed."""
+    if capturing(cache.device):
+        return cache.max_tokens
+    return max((cache.length(request, layer) for request in requests), default=0)
+
+
 def _check_q(q: torch.Tensor, cache: TieredCache | PagedCache, rows: int) -> None:
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
@@ -157,7 +168,7 @@ def _job(
         sinks = sinks.detach().float().contiguous()
     if isinstance(cache, TieredCache):
         buckets, paged = cache.bucket_views(layer), None
-        max_length = max((cache.length(request, layer) for request in rows), default=0)
+        max_length = longest(cache, layer, rows)
     else:
         if layer != 0:
             raise ValueError(f"layer: expected 0, a PagedCache is one layer, got {layer!r}")
@@ -197,7 +208,7 @@ def decode_attention(
         return_lse: also float32 ``[B, q_len, Hq]``, the log of the sum of the exponentials, the sink's included.
         return_mass: also float32 ``[B, Hkv, max length]``: what `TieredCache.update_importance` takes. By position, the
             softmax weight of a token, summed over queries and the query heads of its KV head; 0 where no token is. For
-            a PagedCache the last size is what its table can name.
+            a PagedCache the last size is what its table can name, in a captured call ``cache.max_tokens``.
         plan: of the step, made once for all layers; None makes one for this call.
         backend: ``auto``, ``reference``, ``numba`` (CPU), ``triton`` or ``cuda``.
 
