@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvstrata
+from kvstrata.cache import BudgetExceeded
 
 
 class Engine:
@@ -56,10 +57,15 @@ class Engine:
     def start(self, prompt: torch.Tensor) -> int:
         """A prompt ``[tokens]`` into a free place; its first new token is `last` of it."""
         done = self.model(prompt.unsqueeze(0), use_cache=True, logits_to_keep=1)
-        request = self.free.pop()
-        for number, layer in enumerate(done.past_key_values.layers):
-            k, v = (x[0].transpose(0, 1) for x in (layer.keys, layer.values))
-            self.cache.append(number, k, v, [request])
+        request = self.free[-1]
+        try:
+            for number, layer in enumerate(done.past_key_values.layers):
+                k, v = (x[0].transpose(0, 1) for x in (layer.keys, layer.values))
+                self.cache.append(number, k, v, [request])
+        except BudgetExceeded:
+            self.cache.crop(request, 0)
+            raise
+        self.free.pop()
         self.last[request] = int(done.logits[0, -1].argmax())
         return request
 
@@ -92,11 +98,11 @@ def serve(engine: Engine, prompts: list[torch.Tensor], tokens: int) -> list[list
             request = engine.start(prompts[number])
             running[request] = number
             found[number].append(engine.last[request])
+        for request in [request for request, number in running.items() if len(found[number]) >= tokens]:
+            engine.finish(request)
+            del running[request]
         for request, token in engine.decode().items():
             found[running[request]].append(token)
-            if len(found[running[request]]) >= tokens:
-                engine.finish(request)
-                del running[request]
     return found
 
 

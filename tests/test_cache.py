@@ -227,10 +227,36 @@ def test_rows_that_rope_does_not_explain_have_their_mean() -> None:
     cache = make(window=16, rope=1e4 ** -(torch.arange(32) / 32))
     cache.append(0, k, v)
     torch.testing.assert_close(cache.centre[0, 0], k.mean(0))
-    k[3, 0, 5], k[4, 1] = math.nan, math.inf
-    cache = make(window=16, rope=1e4 ** -(torch.arange(32) / 32))
-    cache.append(0, k, v)
-    assert cache.centre.isfinite().all()
+
+
+def test_values_that_are_not_finite_shift_no_turned_centre() -> None:
+    """A token of them, and a channel of them: other channels have the centre that they would have."""
+    angle = 1e4 ** -(torch.arange(32).double() / 32)
+    common = 4 * torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(3))
+    k = turned(common.expand(300, -1, -1), angle, 0, False) + rows(300)[0]
+    centres = []
+    for spoilt in (False, True):
+        if spoilt:
+            k[3, 0, 5], k[4, 1], k[:, :, 50] = math.nan, math.inf, math.nan
+        cache = make(window=16, rope=angle)
+        cache.append(0, k, rows(300)[1])
+        centres.append(cache.centre[0, 0])
+    assert centres[1].isfinite().all()
+    assert not centres[1][:, 50].any()
+    others = [i for i in range(64) if i not in (18, 50)]  # 18 is the other one of its pair
+    torch.testing.assert_close(centres[1][:, others], centres[0][:, others], rtol=0.05, atol=0.1)
+
+
+def test_the_heads_of_a_layer_are_turned_alike() -> None:
+    """What a head does not show, others do: one has nothing but noise, and still no mean of fast channels."""
+    angle = 1e4 ** -(torch.arange(32).double() / 32)
+    common = torch.stack([torch.full((64,), 5.0), torch.zeros(64)]).unsqueeze(0)
+    k = turned(common.expand(40, -1, -1), angle, 0, False) + rows(40)[0]
+    cache = make(window=16, rope=angle)
+    cache.append(0, k, rows(40)[1])
+    fast = [*range(8), *range(32, 40)]
+    assert k.mean(0)[1, fast].norm() > 0.3
+    assert cache.centre[0, 0, 1, fast].norm() < 0.05
 
 
 @pytest.mark.parametrize("rope", [None, (1.0, 0.1)])

@@ -113,6 +113,41 @@ def test_a_step_fits_where_an_append_does() -> None:
     assert raised > 2
 
 
+def test_forks_that_share_their_pages_need_no_plan_to_fit() -> None:
+    """A layer that fits as it is, since its pages are shared, beside one that does not."""
+    options = dict(budget=240_000, window=16, sinks=0, settle_every=8, max_requests=3)
+    one, other = (make(2, **options) for _ in range(2))
+    k, v = rows(20)
+    for cache in (one, other):
+        cache.append(0, k, v)
+        cache.fork(0)
+        cache.fork(0)
+        for request in range(3):
+            cache.append(1, k[:16], v[:16], [request])
+    for layer in range(2):
+        other.append(layer, k[:1], v[:1], [0])
+    one.advance([0])
+    for layer in range(2):
+        one.write(layer, k[:1], v[:1])
+        assert torch.equal(one.gather(layer, 0)[0][:, -1], k[0])
+    one.check()
+    assert one.memory().total <= one.memory().allowed
+
+
+def test_a_step_is_taken_back() -> None:
+    cache = started({0: 16, 1: 3}, budget=None)
+    before = [cache.gather(1, request) for request in range(2)]
+    cache.advance()
+    k, v = (x.to(DEVICE) for x in rows(2))
+    for layer in range(2):
+        cache.write(layer, k, v)
+    for request, length in enumerate((16, 3)):
+        cache.crop(request, length)
+    cache.check()
+    for request in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(before[request], cache.gather(1, request), strict=True))
+
+
 def test_forks_part_before_they_are_written() -> None:
     cache = started({0: 20}, budget=None)
     twin = cache.fork(0)

@@ -75,7 +75,7 @@ class TieredCache:
         slab_bytes: of an allocation; None chooses.
 
     Errors name the argument. Operations that raise leave the cache as it was. Not safe under graph capture, except for
-    what reads `bucket_views`.
+    `write` and what reads `bucket_views`.
 
     Example:
         >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, window=32, page_tokens=16, dtype=torch.float32)
@@ -292,20 +292,22 @@ class TieredCache:
         """One more token for each of these requests (None: all in use) in every layer, whose rows `write` brings.
 
         Room is made first, by settling where it is needed, so that a step with `write` in it can be captured in a
-        graph: advance, then replay `DecodePlan.update` and for each layer `write` and `decode_attention`. Until its
-        rows are written the token is not defined, so nothing else should happen to these requests in between. Raises
-        BudgetExceeded or ValueError with nothing changed.
+        graph: advance, then replay `DecodePlan.update` and for each layer `write` and `decode_attention`. Until all
+        layers are written the new tokens are not defined, and nothing else may be done with the cache: advance all
+        requests of a step in one call. To take a step back, write anything and `crop`. Raises BudgetExceeded or
+        ValueError with nothing changed.
         """
         advance(self, self._given(requests))
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None = None) -> None:
-        """K and V of the token that `advance` made room for, once or again. One kernel; safe under graph capture.
+        """K and V of the tokens that the last `advance` made room for. One kernel; safe under graph capture.
 
         Args:
             layer: index.
             k, v: ``[rows, kv_heads, head_dim]`` or ``[rows, 1, kv_heads, head_dim]``.
             requests: int32 ``[rows]`` on the device, whose row each is, read when the kernel runs; negative for
-                padding. None is 0, 1, ... A request that was not advanced has its last token written over.
+                padding, which rows of requests that were not advanced have to be: they would be written over a token
+                of theirs, or of a fork. None is 0, 1, ...
         """
         self._check_layer(layer)
         write(self, layer, k, v, requests)

@@ -6,8 +6,9 @@ of those tokens. With it the mean moves: what is common to all tokens is turned 
 back, their mean is taken, and turned to all positions up to the horizon: the mean of that is the centre. A pair of
 channels that turns fast has none, however few tokens there are.
 
-How RoPE pairs channels, (i, i + n) or (2i, 2i + 1), is not asked for: turned back rightly, rows have the longest mean,
-and where neither is longer than the plain mean, that one stays. Where positions are counted from does not matter.
+How RoPE pairs channels, (i, i + n) or (2i, 2i + 1), is not asked for: turned back rightly, rows have the longest means
+(over all heads of a layer, which has one RoPE), and where neither are longer than the plain ones, these stay. Where
+positions are counted from does not matter.
 
 Values that are not finite, or too large for fp16, do not take part: one broken token would shift all others.
 """
@@ -64,6 +65,8 @@ def _fix(
     begins.index_add_(0, tokens.bucket // heads, (plain & (target > 0)).int())
     begun = [i for i, n in enumerate(begins.tolist()) if n and not cache._centred[requests[i], layer]]
     first = plain & (tokens.position < CENTRE_TOKENS) & (target != DROP)
+    last = torch.zeros(len(requests), dtype=torch.int64, device=cache.device)
+    last = last.scatter_reduce(0, tokens.bucket.long() // heads, tokens.position.long(), "amax")
     each = max(TABLE // (heads * CENTRE_TOKENS * cache.head_dim), 1)
     for some in (begun[i : i + each] for i in range(0, len(begun), each)):
         row = torch.full((len(requests),), -1, device=cache.device)
@@ -72,12 +75,10 @@ def _fix(
         at = (first & (row >= 0)).nonzero().flatten()
         k = _first_rows(cache, layer, requests, tokens[at], fresh)
         there = (row[at] * heads + tokens.bucket[at] % heads, tokens.position[at])
-        table, count = _table(k, there, len(some) * heads)
-        last = torch.zeros(len(requests), dtype=torch.int64, device=cache.device)
-        last = last.scatter_reduce(0, tokens.bucket.long() // heads, tokens.position.long(), "amax")
-        positions = horizon(last[some] + 1, cache.max_tokens).repeat_interleave(heads)
-        mean = centre_of(table, count, cache.rope, positions)
-        cache.centre[[requests[i] for i in some], layer] = mean.unflatten(0, (len(some), heads))
+        table, takes_part = _table(k, there, len(some) * heads)
+        positions = horizon(last[some] + 1, cache.max_tokens)
+        centre = centre_of(table.unflatten(0, (-1, heads)), takes_part.unflatten(0, (-1, heads)), cache.rope, positions)
+        cache.centre[[requests[i] for i in some], layer] = centre
         cache._centred[[requests[i] for i in some], layer] = True
 
 
@@ -99,13 +100,13 @@ def _first_rows(
 def _table(
     k: torch.Tensor, there: tuple[torch.Tensor, torch.Tensor], buckets: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``k [n, D]`` at their bucket and position: float32 ``[buckets, CENTRE_TOKENS, D]``, and how many values of
-    each channel take part."""
+    """Rows ``k [n, D]`` at their bucket and position: float32 ``[buckets, CENTRE_TOKENS, D]``, and which values of
+    these take part; others are 0."""
     finite = k.isfinite() & (k.abs() <= quant.LARGEST)
     table = torch.zeros(buckets, CENTRE_TOKENS, k.shape[1], dtype=torch.float32, device=k.device)
-    count = torch.zeros_like(table, dtype=torch.bool)
-    table[there], count[there] = torch.where(finite, k, 0.0), finite
-    return table, count.sum(1)
+    takes_part = torch.zeros_like(table, dtype=torch.bool)
+    table[there], takes_part[there] = torch.where(finite, k, 0.0), finite
+    return table, takes_part
 
 
 def horizon(tokens: torch.Tensor, most: int) -> torch.Tensor:
@@ -114,41 +115,49 @@ def horizon(tokens: torch.Tensor, most: int) -> torch.Tensor:
     return (2 * tokens).clamp(min=HORIZON).clamp(max=most)
 
 
-def centre_of(table: torch.Tensor, count: torch.Tensor, rope: Sequence[float], positions: torch.Tensor) -> torch.Tensor:
-    """The centre of buckets: float32 ``[buckets, D]``.
+def centre_of(
+    table: torch.Tensor, takes_part: torch.Tensor, rope: Sequence[float], positions: torch.Tensor
+) -> torch.Tensor:
+    """The centres of the heads of requests: float32 ``[requests, heads, D]``.
 
     Args:
-        table: float32 ``[buckets, positions, D]``, zero where there is no token.
-        count: values of each channel ``[buckets, D]``.
+        table: float32 ``[requests, heads, positions, D]``, zero where ``takes_part`` is False.
+        takes_part: bool, of the same shape: values that there are.
         rope: radians a position, of pairs of channels; empty where K is not turned.
-        positions: how many there will be, of each bucket ``[buckets]``.
+        positions: how many there will be, of each request ``[requests]``.
     """
-    count = count.clamp(min=1)
-    plain = _sum(table) / count
+    centre = plain = _mean(table, takes_part)
     if not rope:
         return plain
     n = len(rope)
     angle = torch.tensor(rope, dtype=torch.float64).to(table.device)
-    turn = torch.arange(table.shape[1], dtype=torch.float64, device=table.device).unsqueeze(1) * angle
+    turn = torch.arange(table.shape[2], dtype=torch.float64, device=table.device).unsqueeze(1) * angle
     cos, sin = turn.cos().float(), turn.sin().float()
-    ahead_cos, ahead_sin = _mean_turn(angle, positions)
-    centre, longest = plain, plain.square().sum(1)
+    ahead_cos, ahead_sin = (x.unsqueeze(1) for x in _mean_turn(angle, positions))
+    longest = _length(plain)
     for one, two in ((slice(n), slice(n, 2 * n)), (slice(0, 2 * n, 2), slice(1, 2 * n, 2))):
-        still = table.clone()
-        still[..., one] = table[..., one] * cos + table[..., two] * sin
-        still[..., two] = table[..., two] * cos - table[..., one] * sin
-        mean = _sum(still) / count
-        ahead = mean.clone()
-        ahead[:, one] = mean[:, one] * ahead_cos - mean[:, two] * ahead_sin
-        ahead[:, two] = mean[:, two] * ahead_cos + mean[:, one] * ahead_sin
-        length = mean.square().sum(1)
-        centre = torch.where((length > longest).unsqueeze(1), ahead, centre)
+        both = takes_part[..., one] & takes_part[..., two]
+        x, y = (torch.where(both, table[..., side], 0.0) for side in (one, two))
+        x, y = _mean(x * cos + y * sin, both), _mean(y * cos - x * sin, both)
+        mean, ahead = plain.clone(), plain.clone()
+        mean[..., one], mean[..., two] = x, y
+        ahead[..., one], ahead[..., two] = x * ahead_cos - y * ahead_sin, y * ahead_cos + x * ahead_sin
+        length = _length(mean)
+        centre = torch.where((length > longest).view(-1, 1, 1), ahead, centre)
         longest = torch.maximum(length, longest)
     return centre
 
 
+def _length(mean: torch.Tensor) -> torch.Tensor:
+    """Squares of ``[requests, heads, D]``, summed by request; head by head, for the reason that `_sum` has."""
+    total = torch.zeros_like(mean[:, 0, 0])
+    for head in mean.square().sum(-1).unbind(1):
+        total = total + head
+    return total
+
+
 def _mean_turn(angle: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean of cos and sin of ``angle [n]`` times 0, 1, ..: float32 ``[buckets, n]``, over so many ``[buckets]``."""
+    """Mean of cos and sin of ``angle [n]`` times 0, 1, ..: float32 ``[requests, n]``, over so many ``[requests]``."""
     n = positions.double().unsqueeze(1)
     half = angle / 2
     whole_turns = half.sin().abs() < 1e-9  # or none
@@ -157,10 +166,15 @@ def _mean_turn(angle: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tens
     return (size * phase.cos()).float(), (size * phase.sin()).float()
 
 
+def _mean(table: torch.Tensor, takes_part: torch.Tensor) -> torch.Tensor:
+    """Over positions, the last dimension but one, of values that take part; others are 0."""
+    return _sum(table) / takes_part.sum(-2).clamp(min=1)
+
+
 def _sum(table: torch.Tensor) -> torch.Tensor:
     """Over positions, one by one: a sum over a dimension may go in another order when there are more buckets."""
-    sums = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[1] % STRIDE)).unflatten(1, (-1, STRIDE))
-    for dim in (2, 1):
+    sums = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[-2] % STRIDE)).unflatten(-2, (-1, STRIDE))
+    for dim in (-2, -2):
         total = torch.zeros_like(sums.select(dim, 0))
         for row in sums.unbind(dim):
             total += row

@@ -63,6 +63,7 @@ def _settings(cache: TieredCache) -> dict[str, Any]:
         "settle_every": cache.policy.settle_every,
         "hysteresis": cache.policy.hysteresis,
         "decay": cache.decay,
+        "rope": cache.rope,
     }
 
 

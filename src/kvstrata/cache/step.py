@@ -43,8 +43,7 @@ def advance(cache: TieredCache, given: list[int]) -> None:
 
     needy = tight()
     if needy:
-        _settle(cache, given, needy)
-        for layer in tight():  # settling empties pages of other layers, too
+        for layer in tight() if _settle(cache, given, needy) else needy:
             cache.buckets.make_room(layer, ids, one)
     cache.buckets.host_count[ids, :, :, 0] += 1
     cache._lengths[ids] += 1
@@ -61,10 +60,11 @@ def _edge(cache: TieredCache, ids: np.ndarray) -> bool:
     return cache.pool.shares or bool((cache.buckets.host_count[ids, :, :, 0] % cache.page_tokens == 0).any())
 
 
-def _settle(cache: TieredCache, given: list[int], tight: list[int]) -> None:
-    """Requests that have no room in one of these layers settle in all; or BudgetExceeded, and nothing has changed."""
+def _settle(cache: TieredCache, given: list[int], tight: list[int]) -> bool:
+    """Requests that have no room in one of these layers settle in all, whether there are any; or BudgetExceeded, and
+    nothing has changed."""
     if cache.budget.amount is None:
-        return
+        return False
     ones = [1] * len(given)
     if cache.budget.shared:
         short = [] if all(fits_plain(cache, layer, given, ones) for layer in tight) else given
@@ -73,16 +73,18 @@ def _settle(cache: TieredCache, given: list[int], tight: list[int]) -> None:
         short = [request for request, fit in zip(given, fits.tolist(), strict=True) if not fit]
     places = [(layer, scope) for layer in range(cache.layers) for scope in scopes_of(cache, short)]
     if not places:
-        return
+        return False
     tokens = cache.buckets.snapshots(*pairs(places))
-    move_tokens(cache, places, tokens, _targets(cache, places, tokens, given))
+    move_tokens(cache, places, tokens, _targets(cache, places, tokens, set(given)))
+    return True
 
 
-def _targets(cache: TieredCache, places: list[Place], tokens: Tokens, given: list[int]) -> torch.Tensor:
+def _targets(cache: TieredCache, places: list[Place], tokens: Tokens, given: set[int]) -> torch.Tensor:
     """With room for one plain token more of each given request; or BudgetExceeded.
 
-    Planned as if it were there; where that does not fit, for the tokens that are, with a slot to spare: one token less
-    has to leave the window, which may save a page.
+    Planned as if it were there. Where that does not fit, for the tokens that are, with a slot to spare: one token less
+    has to leave the window, which may save a page. Where that does not either, the token may have room as it is: a plan
+    pays for shared pages once an owner.
     """
     now = [[int(cache._lengths[r, layer]) for r in scope] for layer, scope in places]
     then = [
@@ -94,19 +96,24 @@ def _targets(cache: TieredCache, places: list[Place], tokens: Tokens, given: lis
     target = made.target[: len(tokens)]
     if any(needed is not None for needed in made.needed):
         ahead = plan_all(make_scopes(cache, places, tokens, now), cache.policy, cache.policy.settle_every)
-        able = [needed is None and spare > 0 for needed, spare in zip(ahead.needed, ahead.spare, strict=True)]
-        instead = [needed is not None and can for needed, can in zip(made.needed, able, strict=True)]
-        needed = [None if can else n for n, can in zip(made.needed, able, strict=True)]
+        needed, which = list(made.needed), np.zeros(len(places), np.int64)
+        for i, (layer, scope) in enumerate(places):
+            coming = [r for r in scope if r in given]
+            if needed[i] is not None and ahead.needed[i] is None and ahead.spare[i] > 0:
+                needed[i], which[i] = None, 1
+            elif needed[i] is not None and fits_plain(cache, layer, coming, [1] * len(coming)):
+                needed[i], which[i] = None, 2
         check_plans(cache, places, then, scopes, replace(made, needed=needed))
-        place = cache.pool.to_device(np.repeat(instead, [len(scope) * cache.kv_heads for _, scope in places]))
-        target = torch.where(place[tokens.bucket], ahead.target, target)
+        by_bucket = np.repeat(which, [len(scope) * cache.kv_heads for _, scope in places])
+        choices = torch.stack([target, ahead.target, tokens.tier])
+        target = choices.gather(0, cache.pool.to_device(by_bucket)[tokens.bucket].unsqueeze(0))[0]
     return target
 
 
-def _coming(cache: TieredCache, places: list[Place], given: list[int]) -> Tokens:
+def _coming(cache: TieredCache, places: list[Place], given: set[int]) -> Tokens:
     """The tokens to come; there are no rows of them yet."""
     layers, requests = (np.array(x) for x in pairs(places))
-    place = np.flatnonzero(np.isin(requests, given))
+    place = np.flatnonzero(np.isin(requests, list(given)))
     heads, length = cache.kv_heads, cache._lengths[requests[place], layers[place]]
     bucket = cache.pool.to_device((place[:, None] * heads + np.arange(heads)).reshape(-1))
     position = cache.pool.to_device(length.astype(np.int64).repeat(heads))

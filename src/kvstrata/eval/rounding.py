@@ -1,9 +1,10 @@
 """Rounding simulated in floats, to tell what a format costs from what packing, pages and settling add to it.
 
 All rows stay exact. What a chunk sees of those between the sinks and the window is rounded anew each time: K less its
-mean over all tokens so far (or the centre that a cache takes with ``centre_tokens`` of them), rotated, mid-rise levels
-of the step that is best for a Gaussian, and the scale that fits these levels best, times the gains of pages; no fp16.
-With the mean of all tokens it knows more than a cache can, whose centre is fixed when the first of them are quantised.
+mean over all tokens so far (or the centre that a cache takes from ``centre_tokens`` of them, with this horizon),
+rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits these levels best, times the
+gains of pages; no fp16. With the mean of all tokens it knows more than a cache can, whose centre is fixed when the
+first of them are quantised.
 """
 
 from __future__ import annotations
@@ -70,11 +71,10 @@ class RoundedLayer(DynamicLayer):
         """Of K so far ``[rows, heads, tokens, D]``, to subtract from it."""
         if self.centre_tokens is None:
             return k.mean(-2, keepdim=True)
-        first = k[..., : self.centre_tokens, :].flatten(0, 1)
-        count = torch.full_like(first[:, 0], first.shape[1])
-        positions = torch.full_like(first[:, 0, 0], self.horizon)
-        found = centre_of(first, count, self.rope(k.shape[-1]) or (), positions)
-        return found.unflatten(0, k.shape[:2]).unsqueeze(-2)
+        first = k[..., : self.centre_tokens, :]
+        positions = torch.full_like(first[:, 0, 0, 0], self.horizon)
+        rope = self.rope(k.shape[-1]) or ()
+        return centre_of(first, torch.ones_like(first, dtype=torch.bool), rope, positions).unsqueeze(-2)
 
     @property
     def nbytes(self) -> int:
