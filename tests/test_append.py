@@ -111,7 +111,7 @@ def test_unknown_backend_is_named() -> None:
             append_op.append_rows(job, "cuda")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
     "arguments", [(128, 2, 16, 2, True), (64, 2, 8, 4, False), (48, 4, 16, 2, True), (32, 2, 2, 2, True)]
 )

@@ -32,11 +32,11 @@ def test_an_engine_says_what_the_model_says() -> None:
     engine = example("engine")
     model, given = engine.small_model("cpu", torch.float32), prompts("cpu")
     mine = engine.Engine(model, places=2, budget=None, page_tokens=16, max_tokens=256)
-    found = engine.serve(mine, given, 20)
+    found = engine.serve(mine, given, 12)
     assert not any(map(mine.cache.length, mine.cache.requests))
     for prompt, new in zip(given, found, strict=True):
         ids = prompt.unsqueeze(0)
-        options = dict(max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)
+        options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
         want = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :]
         assert new == want.tolist()
 
