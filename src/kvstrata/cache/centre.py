@@ -174,9 +174,9 @@ def _mean(table: torch.Tensor, takes_part: torch.Tensor) -> torch.Tensor:
 def _sum(table: torch.Tensor) -> torch.Tensor:
     """Over positions, one by one: a sum over a dimension may go in another order when there are more buckets."""
     sums = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[-2] % STRIDE)).unflatten(-2, (-1, STRIDE))
-    for dim in (-2, -2):
-        total = torch.zeros_like(sums.select(dim, 0))
-        for row in sums.unbind(dim):
+    for _ in range(2):
+        total = torch.zeros_like(sums.select(-2, 0))
+        for row in sums.unbind(-2):
             total += row
         sums = total
     return sums

@@ -1,0 +1,163 @@
+"""K's centre: from which tokens, what RoPE makes of it, that it stays, and what cannot shift it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cache_model import by_head, make, rows
+from kvstrata.cache import centre as centre_module
+from kvstrata.cache import scopes
+
+
+def test_centre_is_the_mean_of_the_first_tokens_and_stays() -> None:
+    for tokens in (40, 300, 1024, 1100):
+        cache = make(max_tokens=2048, window=16)
+        k, v = rows(tokens)
+        k += 3
+        if tokens == 40:
+            cache.append(0, k[:20], v[:20])  # these are stored when the others come
+            assert not cache.centre.any()
+            cache.append(0, k[20:], v[20:])
+        else:
+            cache.append(0, k, v)
+        centre = cache.centre[0, 0].clone()
+        torch.testing.assert_close(centre, k[:1024].mean(0))
+        cache.append(0, k[:300] + 50, v[:300])
+        assert torch.equal(centre, cache.centre[0, 0])
+
+
+def turned(x: torch.Tensor, angle: torch.Tensor, start: int, neighbours: bool) -> torch.Tensor:
+    """Rows ``[n, heads, D]`` as RoPE turns them at the positions from ``start`` on."""
+    n = len(angle)
+    one, two = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if neighbours else (slice(n), slice(n, 2 * n))
+    by = (torch.arange(start, start + len(x)).double()[:, None] * angle).unsqueeze(1)
+    out = x.clone()
+    out[..., one] = (x[..., one] * by.cos() - x[..., two] * by.sin()).float()
+    out[..., two] = (x[..., two] * by.cos() + x[..., one] * by.sin()).float()
+    return out
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize(("tokens", "most", "horizon"), [(90, 4096, 2048), (90, 500, 500), (1100, 4096, 2200)])
+def test_a_centre_foresees_the_turns_of_rope(neighbours: bool, tokens: int, most: int, horizon: int) -> None:
+    """The mean of what all positions up to the horizon have in common, whatever the pairs, a shift of all positions,
+    and channels that are not turned."""
+    angle = 1e4 ** -(torch.arange(24).double() / 24)
+    angle[-1] = 0.0
+    common = 4 * torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(3))
+    k = turned(common.expand(horizon, -1, -1), angle, 7, neighbours)
+    cache = make(max_tokens=most, window=16, rope=angle)
+    cache.append(0, k[:tokens], k[:tokens])
+    torch.testing.assert_close(cache.centre[0, 0], k.mean(0), rtol=1e-3, atol=1e-3)
+    # Of a few noisy rows of a long text it is nearer to the mean of all than their own mean is.
+    k += torch.randn(k.shape, generator=torch.Generator().manual_seed(4))
+    errors = []
+    for rope in (angle.tolist(), None):
+        cache = make(max_tokens=most, window=16, rope=rope)
+        cache.append(0, k[:tokens], k[:tokens])
+        errors.append(float((cache.centre[0, 0] - k.mean(0)).norm()))
+    assert errors[0] < (0.5 if tokens == 90 else 1.0) * errors[1]
+
+
+def test_rows_that_rope_does_not_explain_have_their_mean() -> None:
+    k, v = rows(300)
+    k += 3  # not turned
+    cache = make(window=16, rope=1e4 ** -(torch.arange(32) / 32))
+    cache.append(0, k, v)
+    torch.testing.assert_close(cache.centre[0, 0], k.mean(0))
+
+
+def test_values_that_are_not_finite_shift_no_turned_centre() -> None:
+    """A token of them, and a channel of them: other channels have the centre that they would have."""
+    angle = 1e4 ** -(torch.arange(32).double() / 32)
+    common = 4 * torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(3))
+    k = turned(common.expand(300, -1, -1), angle, 0, False) + rows(300)[0]
+    centres = []
+    for spoilt in (False, True):
+        if spoilt:
+            k[3, 0, 5], k[4, 1], k[:, :, 50] = math.nan, math.inf, math.nan
+        cache = make(window=16, rope=angle)
+        cache.append(0, k, rows(300)[1])
+        centres.append(cache.centre[0, 0])
+    assert centres[1].isfinite().all()
+    assert not centres[1][:, 50].any()
+    others = [i for i in range(64) if i not in (18, 50)]  # 18 is the other one of its pair
+    torch.testing.assert_close(centres[1][:, others], centres[0][:, others], rtol=0.05, atol=0.1)
+
+
+def test_the_heads_of_a_layer_are_turned_alike() -> None:
+    """What a head does not show, others do: one has nothing but noise, and still no mean of fast channels."""
+    angle = 1e4 ** -(torch.arange(32).double() / 32)
+    common = torch.stack([torch.full((64,), 5.0), torch.zeros(64)]).unsqueeze(0)
+    k = turned(common.expand(40, -1, -1), angle, 0, False) + rows(40)[0]
+    cache = make(window=16, rope=angle)
+    cache.append(0, k, rows(40)[1])
+    fast = [*range(8), *range(32, 40)]
+    assert k.mean(0)[1, fast].norm() > 0.3
+    assert cache.centre[0, 0, 1, fast].norm() < 0.05
+
+
+@pytest.mark.parametrize("rope", [None, (1.0, 0.1)])
+def test_centres_of_many_requests_in_parts(rope: tuple[float, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what each has alone, whatever fits into one sum."""
+    k, v = rows(5 * 90)
+    whole, parts = (make(max_requests=5, window=16, rope=rope) for _ in range(2))
+    whole.append(0, k, v, lengths=[90] * 5)
+    monkeypatch.setattr(centre_module, "TABLE", 2 * whole.kv_heads * centre_module.CENTRE_TOKENS * whole.head_dim)
+    parts.append(0, k, v, lengths=[90] * 5)
+    assert torch.equal(whole.centre, parts.centre)
+    for request in range(5):
+        alone, mine = make(max_requests=5, window=16, rope=rope), slice(90 * request, 90 * (request + 1))
+        alone.append(0, k[mine], v[mine])
+        assert torch.equal(alone.centre[0], whole.centre[request])
+
+
+def test_centres_of_several_layers() -> None:
+    """Each is the mean of its own tokens; one that is there stays."""
+    cache = make(layers=3, max_requests=2, budget=None)
+    given = {}
+    for layer in range(3):
+        for request in range(2):
+            given[request, layer] = rows(50 + 10 * request, seed=10 * layer + request)[0] + layer - 5 * request
+            cache.append(layer, given[request, layer], given[request, layer], [request], [50 + 10 * request])
+    every = [(layer, [request]) for layer in range(3) for request in range(2)]
+    for places in (every[2:3], every):
+        tokens = cache.buckets.snapshots(*scopes.pairs(places))
+        scopes.move_tokens(cache, places, tokens, torch.where(tokens.position < 40, 1, 0))
+        if places != every:
+            first = cache.centre.clone()
+            assert first[0, 1].all()
+            assert int(first.any(-1).sum()) == cache.kv_heads
+    assert torch.equal(cache.centre[0, 1], first[0, 1])
+    for (request, layer), k in given.items():
+        torch.testing.assert_close(cache.centre[request, layer], k.mean(0))
+
+
+def test_centres_of_those_that_have_none_yet() -> None:
+    """A request that has one settles beside one that has none, stored and new tokens in both."""
+    cache = make(max_requests=3, window=16)
+    k, v = rows(900)
+    cache.append(0, k[:300], v[:300], [1])
+    cache.append(0, k[300:320], v[300:320], [2])
+    before = cache.centre.clone()
+    assert before[1].any()
+    assert not before[[0, 2]].any()
+    cache.append(0, k[320:] + 2, v[320:], [2, 1, 0], [200, 300, 80])
+    assert torch.equal(cache.centre[1], before[1])
+    torch.testing.assert_close(cache.centre[2, 0], torch.cat([k[300:320], k[320:520] + 2]).mean(0))
+    torch.testing.assert_close(cache.centre[0, 0], k[820:].mean(0) + 2)
+    cache.check()
+
+
+def test_nan_among_the_first_tokens_leaves_the_centre_finite() -> None:
+    k, v = rows(400)
+    k[3, 0, 5], k[4, 1] = math.nan, math.inf
+    cache = make(sinks=0)
+    cache.append(0, k, v)
+    assert cache.centre.isfinite().all()
+    others = torch.tensor([i not in (3, 4) for i in range(400)])
+    got = cache.gather(0)[0][:, others]
+    assert (got - by_head(k)[:, others]).square().mean() < 0.3
