@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 MAX_TIERS = 8
-PARTS = 16  # blocks that write one layer's list
+PARTS = 16  # blocks that write one layer's list; more where their shared memory asks for it
+BASE_BYTES, BASES_BYTES = 16, 32 * 1024  # shared memory of worklist.cu: of a group, and at most of a block
 KEPT = 64  # plans of calls that bring none
 ALONE = 12  # chunks for a KV head of a request: so few partial results are put together by one warp
 
@@ -170,6 +171,12 @@ def shared_of(formats: tuple[Format, ...], cut: Cut) -> int:
     return cut.warps * SLOTS * slot_bytes(formats)
 
 
+def list_parts(units: int, tiers: int) -> tuple[int, int]:
+    """Blocks that write one layer's list, and the dynamic shared memory of each in bytes."""
+    parts = max(min(PARTS, units // 8), -(-units * tiers * BASE_BYTES // BASES_BYTES), 1)
+    return parts, -(-units // parts) * tiers * BASE_BYTES
+
+
 class Plan:
     """The work list and scratch of calls with these sizes, for one layer or several that follow each other.
 
@@ -247,8 +254,7 @@ class Plan:
             *self.tokens, *pad, *self.costs, *pad, *map(few_cost, self.formats), *pad,
         )  # fmt: skip
         kernel = jit.load(FOLDER / "worklist.cu", "worklist", jit.arch_of(self.device))
-        parts = min(PARTS, max(self.units // 8, 1))
-        shared = -(-self.units // parts) * len(self.formats) * 12
+        parts, shared = list_parts(self.units, len(self.formats))
         jit.bind_context(self.device)
         return jit.Launch(kernel, (self.layers, parts), 1024, params, shared=shared)
 
