@@ -264,7 +264,7 @@ def test_a_length_past_the_table_writes_nothing_outside(backend: str) -> None:
     source = decode_cuda.Source.of(op._job(q, cache, 0, None, None, None, None, None, False, False))
     step = decode_cuda.Plan(source, (0, 1), 1, 1, 1)
     step.stages = torch.full((1, step.capacity + 64, 4), -7, dtype=torch.int32, device=DEVICE)
-    step._worklist = step._make_worklist()
+    step._worklist = step._make_worklist(source)
     step.update()
     assert (step.stages[:, : step.capacity] != -7).any()
     assert (step.stages[:, step.capacity :] == -7).all()

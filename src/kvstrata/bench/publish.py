@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstrata.bench.plot import groups, plot
+from kvstrata.bench.plot import MEMORY, groups, plot
 from kvstrata.bench.render import OPTIONS, inject, markdown
 from kvstrata.bench.results import Report, load
 from kvstrata.eval import plot as quality_plot
@@ -35,7 +35,10 @@ class View(NamedTuple):
 
 SAME = ("pre-sliced", "adaptor", "bare launch", "copy")  # on the GPU as fast as another line of the figure, or no way
 VIEWS = {
-    "decode": [View(y="vs_peer", rows="mixed0.[2345]-B32-*[0-9],K8V8-B32-*", by="kind")],
+    "decode": [
+        View(y="vs_peer", rows="mixed0.[2345]-B32-*[0-9],K8V8-B32-*", by="kind"),
+        View(MEMORY, "us", "mixed0.[23457]*-B32-*[0-9],16bit-B32-*", by="T", about=", B {B}"),
+    ],
     "prefill": [View(y="tflop_s", leave_out=("copy", "empty"), about=": {kind}, D {D}")],
     "replay": [View("bs", "us,host", "*x4096", SAME), View("columns", "us,host", "fa-64x*[0-9]", SAME)],
 }

@@ -67,6 +67,7 @@ class Memory:
     tokens: dict[str, int] = field(default_factory=dict)  # per tier, over layers and KV heads
     full: int = 0  # all tokens appended, those evicted since included, at the model's precision, without any table
     allowed: int | None = None
+    scratch: int = 0  # of decode plans that are alive; neither in ``total`` nor under the budget
 
     @property
     def total(self) -> int:
