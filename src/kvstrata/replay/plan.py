@@ -22,6 +22,7 @@ from .copies import (
     Fill,
     Look,
     Move,
+    Names,
     check_bound,
     check_fill,
     check_list,
@@ -126,8 +127,8 @@ class CopyPlan:
         check_list(dst, "dst")
         self.dst = tuple(dst)
         count = len(self.dst)
-        _check_buffers(self.dst)
         self.names = names_of(count, casts=True)  # for errors; a runner puts its own here
+        check_buffers(self.dst, self.names)
         self.fill = _spread(fill, count, "fill")
         self.rows, self.lengths = _bounds(rows, count, "rows"), _bounds(lengths, count, "lengths")
         self.cast = [bool(value) for value in _spread(cast, count, "cast")]
@@ -352,17 +353,21 @@ def _check_aligned(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}: expected an address aligned to {tensor.itemsize}, got {tensor.data_ptr():#x}")
 
 
-def _check_buffers(dst: Sequence[torch.Tensor]) -> None:
+def check_buffers(dst: Sequence[torch.Tensor], names: Sequence[Names]) -> None:
+    """Check the targets of copies: tensors of up to three dimensions on one device, no two of them in one place."""
+    called = [name.target for name in names]
     for i, buffer in enumerate(dst):
         if not isinstance(buffer, torch.Tensor):
-            raise TypeError(f"dst[{i}]: expected a tensor, got {type(buffer).__name__}")
+            raise TypeError(f"{called[i]}: expected a tensor, got {type(buffer).__name__}")
         if buffer.dim() > 3:
-            raise ValueError(f"dst[{i}]: expected at most 3 dimensions, got {shape(buffer)}")
+            raise ValueError(f"{called[i]}: expected at most 3 dimensions, got {shape(buffer)}")
         if buffer.device != dst[0].device:
-            raise ValueError(f"dst[{i}]: expected a tensor on {dst[0].device} as dst[0] is, got one on {buffer.device}")
+            raise ValueError(
+                f"{called[i]}: expected a tensor on {dst[0].device} as {called[0]} is, got one on {buffer.device}"
+            )
         if folds(buffer):
-            raise ValueError(f"dst[{i}]: expected elements that do not share memory, got strides {buffer.stride()}")
-        _check_aligned(buffer, f"dst[{i}]")
+            raise ValueError(f"{called[i]}: expected elements that do not share memory, got strides {buffer.stride()}")
+        _check_aligned(buffer, called[i])
     spans = sorted((*span(t), i) for i, t in enumerate(dst) if t.numel())
     if all(end <= start for (_, end, _), (start, _, _) in pairwise(spans)):
         return
@@ -371,4 +376,5 @@ def _check_buffers(dst: Sequence[torch.Tensor]) -> None:
             if start >= end:
                 break
             if overlap(dst[i], dst[j]):
-                raise ValueError(f"dst[{max(i, j)}]: expected memory of its own, got some of dst[{min(i, j)}]")
+                later, earlier = called[max(i, j)], called[min(i, j)]
+                raise ValueError(f"{later}: expected memory of its own, got some of {earlier}")
