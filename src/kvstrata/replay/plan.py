@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from .copies import (
 )
 from .memory import folds, overlap, span
 
+if TYPE_CHECKING:
+    from .copy_cuda import Config
+
 REMEMBERED = 4096
 Source = torch.Tensor | None
 DATA_PTR = torch.Tensor.data_ptr
@@ -40,10 +43,10 @@ Addresses = tuple[int, ...]
 
 
 class Described:
-    """One copy from sources of one look: its move, and the bytes and blocks of its descriptor in CUDA C++."""
+    """One copy from sources of one look: its move, and its descriptor in CUDA C++."""
 
-    def __init__(self, move: Move, packed: bytes = b"", blocks: int = 0) -> None:
-        self.move, self.packed, self.blocks = move, packed, blocks
+    def __init__(self, move: Move, packed: bytes = b"") -> None:
+        self.move, self.packed = move, packed
         self.safe: set[int] = set()  # addresses at which such a source was found to be clear of all buffers
 
 
@@ -172,18 +175,24 @@ class CopyPlan:
             if bound is not None and (other := self._written(bound.tensor)) is not None:
                 raise ValueError(f"{name}[{i}]: expected memory that no copy writes, got some of dst[{other}]")
 
-    def _kernels(self) -> list[Any]:
+    def _kernels(self, config: Config | None = None) -> list[Any]:
         """The launches of the CUDA backend, compiled and loaded here so that any run may be captured."""
         if self.backend != "cuda":
             return []
         from . import copy_cuda
 
-        count = len(self.dst)
-        firsts = range(0, count, copy_cuda.MOST)
-        return [
-            copy_cuda.Copies(min(copy_cuda.MOST, count - i), any(self.cast[i : i + copy_cuda.MOST]), self.device)
-            for i in firsts
-        ]
+        launches = []
+        for i in range(0, len(self.dst), copy_cuda.MOST):
+            dst, casts = self.dst[i : i + copy_cuda.MOST], any(self.cast[i : i + copy_cuda.MOST])
+            cut = config or copy_cuda.config_of(dst, casts, self.device)
+            launches.append(copy_cuda.Copies(len(dst), casts, self.device, config=cut))
+        return launches
+
+    def configure(self, config: Config) -> CopyPlan:
+        """Cut the launches of the CUDA backend this way, and not as the tuned table says. Before the first run."""
+        self._groups = self._kernels(config)
+        self._single = self._groups[0] if len(self._groups) == 1 else None
+        return self
 
     def run(self, src: Sequence[Source] | None = None) -> None:
         """Copy ``src``, or the sources that the plan was made with; one launch, nothing waits."""
@@ -224,15 +233,14 @@ class CopyPlan:
 
     def _load(self, looks: Looks, at: Addresses) -> None:
         """Descriptors of these looks, and addresses, into the launches."""
-        from .copy_cuda import NOTHING
+        from .copy_cuda import NOTHING, workers_of
 
         if looks.prepared is None:
             tails, first = [], 0
             for group in self._groups:
                 copies = looks.copies[first : first + group.count]
-                tails.append(
-                    group.tail([c.packed if c else NOTHING for c in copies], [c.blocks if c else 0 for c in copies])
-                )
+                workers = [workers_of(c.move, group.config) if c else 0 for c in copies]
+                tails.append(group.tail([c.packed if c else NOTHING for c in copies], workers))
                 first += group.count
             looks.prepared = tails
         first = 0
@@ -324,8 +332,7 @@ class CopyPlan:
         if self._groups:
             from . import copy_cuda
 
-            packed = copy_cuda.pack(move, self.addresses[i], *self._kernel_bounds(i))
-            described = Described(move, packed, copy_cuda.blocks_of(move))
+            described = Described(move, copy_cuda.pack(move, self.addresses[i], *self._kernel_bounds(i)))
         if len(self._described[i]) >= REMEMBERED:
             self._described[i].clear()
         self._described[i][look] = described
