@@ -65,8 +65,8 @@ class TieredCache:
         policy: ``importance`` (least expected error by attention mass), ``recency``, ``uniform``.
         per_head: each KV head chooses its own tokens; False: all heads of a layer choose alike.
         evict: drop the least important tokens where the lowest tier is not small enough, instead of `BudgetExceeded`.
-        settle_every: when settling is needed, make room for this many more tokens if possible, or a few less so that
-            sinks, window and room are whole pages.
+        settle_every: when settling is needed, make room for about this many more tokens if possible: from half to
+            twice as many, so that sinks, window and room are whole pages.
         hysteresis: a token that is already quantised counts this much more when tiers are chosen.
         importance: ``mean`` (mass per query so far) or ``ema`` with ``decay``.
         rope: how far RoPE turns each pair of channels from one position to the next, in radians, as a model's
@@ -147,6 +147,7 @@ class TieredCache:
             kv_heads=kv_heads,
             head_dim=head_dim,
             kept=window + sinks,
+            settle_every=settle_every,
             dtype=dtype,
             device=self.device,
             max_requests=max_requests,

@@ -28,6 +28,7 @@ class Sizes:
     kv_heads: int
     head_dim: int
     kept: int  # sinks and window
+    settle_every: int
     dtype: torch.dtype
     device: torch.device
     max_requests: int
@@ -68,6 +69,7 @@ class Sizes:
             kv_heads=self.kv_heads,
             token_bytes=2 * self.head_dim * self.dtype.itemsize,
             kept=self.kept,
+            room=min(self.settle_every, self.page_tokens // 2),
             page_tokens=self.page_tokens,
             page_price=tuple(-(-slab // n) for n in per_slab),
             fixed=fixed,
