@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ahead import compile_triton
 from kvstrata import jit
 from kvstrata.attention import decode_cuda, stages
 from kvstrata.jit.kernel import PORTABLE_SHARED
 from kvstrata.layout import Format
-from test_jit import ARCHITECTURES, compile_triton
+from test_jit import ARCHITECTURES
 
 MODULE = "kvstrata.attention.decode_triton"
 TYPES = {f"{name}_ptr": "*i32" for name in ("requests", "length", "table", "count", "offsets")}

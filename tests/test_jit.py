@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from ahead import compile_triton
 from kvstrata import jit
 from kvstrata.attention import decode_cuda, prefill_cuda
 from kvstrata.cache import append_op, moves_cuda, quantize_op, repack_cuda, repack_phases
@@ -202,39 +198,6 @@ def test_quantise_gates(format: Format, dtype: torch.dtype, registers: int, arch
 def test_baselines_compile(file: str, entry: str, arch: str) -> None:
     folder = Path(jit.__file__).parent.parent / "bench" / "baselines"
     assert jit.usage(folder / file, entry, arch=arch).spill_bytes == 0
-
-
-AHEAD_OF_TIME = """
-import json, subprocess, sys, tempfile
-from importlib import import_module
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-module, name, arch = sys.argv[1], sys.argv[2], int(sys.argv[3])
-types, constants, options = map(json.loads, sys.argv[4:7])
-kernel = getattr(import_module(module), name)
-signature = {a: "constexpr" if a in constants else types.get(a, "i64") for a in kernel.arg_names}
-built = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", arch, 32), options=options)
-cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-    Path(file.name).write_bytes(built.asm["cubin"])
-    print(subprocess.run([cuobjdump, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout)
-    print("DYNAMIC:", built.metadata.shared, sep="")
-"""
-
-
-def compile_triton(
-    module: str, kernel: str, arch: int, types: dict[str, str], constants: dict, **options: int
-) -> dict[str, int]:
-    """What a Triton kernel uses (dynamic: shared memory), compiled in a process without the interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    given = [json.dumps(x) for x in (types, constants, options)]
-    command = [sys.executable, "-c", AHEAD_OF_TIME, module, kernel, str(arch), *given]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|DYNAMIC):(\d+)", done.stdout)}
 
 
 @pytest.mark.parametrize("mantissa", [0, 3])

@@ -357,7 +357,7 @@ def test_descriptors_fit_the_parameters() -> None:
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_triton_copy_compiles_ahead_of_time(arch: int) -> None:
-    from test_jit import compile_triton
+    from ahead import compile_triton
 
     constants = dict(COPIES=8, CASTS=True, BLOCK=1024)
     types = {"table_ptr": "*i64", "copies": "i32"}

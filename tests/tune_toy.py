@@ -81,6 +81,11 @@ def problem(speeds, values=VALUES, default=None, seconds=0.0, **options):
     )
 
 
+def never_done(source, entry, arch):
+    """A compilation that takes an hour."""
+    time.sleep(3600)
+
+
 def run(problem, study, trials=None, timer=None, **settings):
     wanted = search.Settings(trials=trials, **settings)
     with Compiler("sm_90", jobs=0) as compiler:
