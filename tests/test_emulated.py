@@ -12,7 +12,6 @@ from conftest import HAS_GPU
 from decode_model import Case, case_of, check, filled
 from kvstrata import DecodePlan, PagedCache, decode_attention
 from kvstrata.attention import decode_cuda, op
-from kvstrata.attention.source import Source
 from kvstrata.attention.stages import FEW, Cut, begin_cost, cost, few_begin, few_cost, stage_tokens
 from kvstrata.bench import synthetic
 from kvstrata.layout import Format
@@ -111,7 +110,7 @@ def test_work_list(counts: list[int]) -> None:
     rows = list(range(requests))
     q = torch.randn(requests, 1, 8, 128).bfloat16()
     job = op.Job(q, buckets, None, rows, 2, max(counts), 1.0, None, None, None, False, False)
-    step = decode_cuda.Plan(Source.of(job), tuple(rows), 2, 8, 1)
+    step = decode_cuda.Plan(decode_cuda.Source.of(job), tuple(rows), 2, 8, 1)
     step.parts.fill_(-1)
     step.update()
     groups = step.stages[0, :, 2].tolist()
