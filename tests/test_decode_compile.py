@@ -87,6 +87,7 @@ def test_cuda_gates(name: str, arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 def test_list_and_combine_gates(arch: str) -> None:
     assert jit.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch=arch).registers <= 64
+    assert jit.usage(decode_cuda.FOLDER / "rows.cu", "rows", arch=arch).registers <= 32
     for dim, warps in ((128, 4), (128, 16), (80, 4), (256, 8), (64, 1), (128, 1), (80, 1), (256, 1)):
         entry = stages.combine_entry(torch.float16, dim, warps)
         usage = jit.usage(decode_cuda.FOLDER / "combine.cu", entry, arch=arch)

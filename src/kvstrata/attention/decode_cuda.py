@@ -3,6 +3,7 @@
     worklist.cu   counts, page tables --> stages in the order of (tier, request, KV head), cut into equal chunks
     decode.cu     a warp takes a chunk: pages --> partial results
     combine.cu    partial results --> out, lse
+    rows.cu       which row of the tables each request is, where row i is not request i
 
 `Plan` holds the list and the scratch of one shape of call. The device makes the list before every use or, when the
 caller keeps a plan for a step, once for all layers; the host never waits. Calls without a plan share one for each shape
@@ -215,6 +216,7 @@ class Plan:
         self._captured = False
         self._launches: dict[Hashable, jit.Launch] = {}
         self._worklist = self._make_worklist(source)
+        self._rows_kernel = jit.load(FOLDER / "rows.cu", "rows", jit.arch_of(self.device))  # now: not in a capture
 
     @property
     def nbytes(self) -> int:
@@ -259,11 +261,10 @@ class Plan:
             self._make_lists(self._capture(), 0)
 
     def _send_rows(self) -> None:
-        kernel = jit.load(FOLDER / "rows.cu", "rows", jit.arch_of(self.device))
         for i in range(0, len(self.requests), ROWS_AT_ONCE):
             some = self.requests[i : i + ROWS_AT_ONCE]
             params = ROWS.pack(self.rows + 4 * i, len(some), 0, *some, *[0] * (ROWS_AT_ONCE - len(some)))
-            jit.Launch(kernel, 1, 1024, params)(jit.current_stream(self.device))
+            jit.Launch(self._rows_kernel, 1, 1024, params)(jit.current_stream(self.device))
 
     def _capture(self) -> int:
         """The capture that the current stream is part of, 0 for none."""

@@ -83,10 +83,11 @@ class DecodePlan:
         """What the CUDA kernels keep."""
         if self._cuda is None:
             from . import decode_cuda
+            from .source import Source
 
             table, count = self.cache.buckets.table, self.cache.buckets.count
             self._cuda = decode_cuda.Plan(
-                decode_cuda.Source.of_buckets(self.cache.bucket_views(0)),
+                Source.of_buckets(self.cache.bucket_views(0)),
                 self.requests,
                 self.cache.kv_heads,
                 self.heads,
