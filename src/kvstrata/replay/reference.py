@@ -47,7 +47,7 @@ def copy(
     if fill == LAST:
         value = _last(src, mask)
     else:
-        value = torch.full((), fill, dtype=buffer.dtype).view(dst.dtype)  # type: ignore[arg-type]
+        value = torch.full((), fill, dtype=buffer.dtype, device=dst.device).view(dst.dtype)  # type: ignore[arg-type]
     dst[corner].copy_(src if mask is None else torch.where(mask, src, value))
     for dim, n in enumerate(src.shape):  # what lies behind the source, dimension by dimension
         rest = dst[(*corner[:dim], slice(n, None))]
