@@ -17,7 +17,7 @@ from kvstrata.bench.stats import summary
 
 pytest.importorskip("transformers")
 DEVICE = torch.device("cpu")
-SMALL = replace(step.TOY, model=step.Model(2, 64, 4, 2, 64, 96, 128))
+SMALL = step.TOY
 
 
 @pytest.fixture(autouse=True)
