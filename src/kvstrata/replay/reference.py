@@ -47,7 +47,9 @@ def copy(
     if fill == LAST:
         value = _last(src, mask)
     else:
-        value = torch.full((), fill, dtype=buffer.dtype).view(dst.dtype)  # type: ignore[arg-type]
+        # On the device for `where`, which a graph could not hold otherwise; `fill_` takes the number itself.
+        place = None if mask is None else dst.device
+        value = torch.full((), fill, dtype=buffer.dtype, device=place).view(dst.dtype)  # type: ignore[arg-type]
     dst[corner].copy_(src if mask is None else torch.where(mask, src, value))
     for dim, n in enumerate(src.shape):  # what lies behind the source, dimension by dimension
         rest = dst[(*corner[:dim], slice(n, None))]
@@ -63,4 +65,5 @@ def _last(src: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     if mask is None:
         return src[-1]
     count = mask.sum()
-    return torch.where(count > 0, src[(count - 1).clamp(min=0)], zero)
+    last = src.index_select(0, (count - 1).clamp(min=0).reshape(1)).reshape(())  # src[..] would wait for the count
+    return torch.where(count > 0, last, zero)
