@@ -23,7 +23,7 @@ _plans: OrderedDict[tuple[int | str, ...], CopyPlan] = OrderedDict()
 
 def _plan_of(dst: Sequence[torch.Tensor], names: Sequence[Names], backend: str) -> CopyPlan:
     """The plan of these very tensors; it keeps them alive, so that their ids stay theirs."""
-    key = (backend, *map(id, dst))
+    key: tuple[int | str, ...] = (backend, *map(id, dst))
     plan = _plans.get(key)
     if plan is None or any(a.data_ptr() != at for a, at in zip(plan.dst, plan.addresses, strict=True)):
         check_buffers(dst, names)

@@ -63,4 +63,5 @@ def _last(src: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     if mask is None:
         return src[-1]
     count = mask.sum()
-    return torch.where(count > 0, src[(count - 1).clamp(min=0)], zero)
+    last = src.index_select(0, (count - 1).clamp(min=0).reshape(1)).reshape(())  # src[..] would wait for the count
+    return torch.where(count > 0, last, zero)

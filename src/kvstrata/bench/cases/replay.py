@@ -327,7 +327,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             name = f"{style.case}{'-graph' if graph else ''}"
             make = partial(build, style, sets, graph)
             found.append(Case("replay", name, style.params, moved, make, sets=sets, graph=graph))
-    if cuda and not quick and backends.missing("cuda", device) is None:
+    if cuda and not quick and jit.missing() is None:
         for style in CUT_CASES:
             moved = bytes_of(style)
             sets, name = sets_for(moved, device, memory=1 << 30), f"cuts-{style.case}-graph"
