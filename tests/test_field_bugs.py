@@ -128,8 +128,8 @@ def test_sequences_and_heads_far_apart(name: str, axis: int) -> None:
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_appended_rows_far_apart(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = append_op.append_rows
-    monkeypatch.setattr(buckets, "append_rows", lambda job: run(job, "triton"))
+    prepare = append_op.prepare_append
+    monkeypatch.setattr(buckets, "prepare_append", lambda job: prepare(job, "triton"))
     room, near = room_of(torch.float16), torch.randn(2, 3, 3, 32).half().to(DEVICE)
     cache = TieredCache(1, 3, 32, budget=None, dtype=torch.float16, device=DEVICE, page_tokens=16)
     cache.append(0, *(apart(x, axis, room, i) for i, x in enumerate(near)))

@@ -1,7 +1,7 @@
 """The budget: how many bytes the pages of a layer may take, and what was allocated.
 
 Everything is charged: codes, scales, positions, importance, unused slots of a page (whole pages are paid), unused
-pages of a slab (a page costs its share of the slab, and one slab per tier is held in reserve), tables, centres.
+pages of a slab (one slab per tier is held in reserve for them), tables, centres.
 
 An absolute budget is split evenly over the layers; in a layer all requests share it. A fraction is granted to every
 request and layer on its own, so what happens to a request does not depend on its neighbours:

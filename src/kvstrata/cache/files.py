@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .room import fits_plain, tidy
+from .room import fits_plain
 from .scopes import move_tokens, pairs, plan_scopes, scopes_of
 
 if TYPE_CHECKING:
     from .cache import TieredCache
+    from .transaction import Transaction
 
 KIND = "kvstrata.cache"
 VERSION = 1
@@ -215,45 +216,54 @@ def load(cache: TieredCache, path: str | PathLike[str]) -> int:
 
 
 def put(cache: TieredCache, request: int, tensors: dict[str, torch.Tensor]) -> None:
-    """What `taken` gave into a request that is not in use; or BudgetExceeded with nothing changed."""
-    cache._active.add(request)
+    """Fill a request that is not in use with what `taken` gave; BudgetExceeded leaves the cache as it was."""
+    with cache._operation() as change:
+        _put(cache, change, request, tensors)
+        _fit(cache, change, request)
+
+
+def _put(cache: TieredCache, change: Transaction, request: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Pages, tables and numbers of the request; its part of the device's tables is written at once."""
     buckets, count = cache.buckets, tensors["count"].numpy()
+    centre, old_centre = tensors["centre"].to(cache.device), cache.centre[request].clone()
+
+    def push() -> None:
+        if cache.device.type != "cpu":
+            cache._device_lengths[request].copy_(torch.from_numpy(cache._lengths[request]))
+            for layer in range(cache.layers):
+                buckets.push(layer, [request])
+
+    def restore() -> None:
+        cache.centre[request].copy_(old_centre)
+        push()
+
+    change.undo(restore)  # the last to be undone, when the host's tables are restored
+    cache._activate(change, [request])
     for tier, kind in enumerate(cache.kinds):
         pages = tensors[f"pages.{tier}"].to(cache.device)
         whole = torch.zeros(len(pages), kind.stride, dtype=torch.uint8, device=cache.device)
         whole[:, : kind.format.page_bytes] = pages
         kind.positions(whole)[:] = tensors[f"position.{tier}"].to(cache.device)
         kind.importance(whole)[:] = tensors[f"importance.{tier}"].to(cache.device)
-        handles = cache.pool.allocate(tier, len(pages))
+        handles = change.allocate(tier, len(pages))
         cache.pool.write(handles, 0, whole)
         listed = np.arange(buckets.max_pages) < -(-count[..., tier, None].astype(np.int64) // cache.page_tokens)
         table = np.full(listed.shape, -1, np.int32)
         table[listed] = handles
-        buckets.host_table[request, :, :, tier] = table
-    buckets.host_count[request] = count
-    cache._lengths[request] = tensors["length"].numpy()
-    cache._queries[request] = tensors["queries"].numpy()
-    cache._reported[request] = tensors["reported"].numpy()
-    cache._centred[request] = tensors["centred"].numpy().astype(bool)
-    cache.centre[request] = tensors["centre"].to(cache.device)
-    try:
-        _fit(cache, request)
-    except BaseException:
-        cache.free(request)
-        raise
+        change.set(buckets.host_table, np.index_exp[request, :, :, tier], table)
+    change.set(buckets.host_count, request, count)
+    change.set(cache._centred, request, tensors["centred"].numpy().astype(bool))
+    for array, name in ((cache._lengths, "length"), (cache._queries, "queries"), (cache._reported, "reported")):
+        change.set(array, request, tensors[name].numpy())
+    cache.centre[request].copy_(centre)
+    push()
 
 
-def _fit(cache: TieredCache, request: int) -> None:
-    """Settle where the budget of this cache is smaller; plans every layer before it changes one."""
+def _fit(cache: TieredCache, change: Transaction, request: int) -> None:
+    """Settle where the budget of this cache is smaller."""
     [scope] = scopes_of(cache, [request])
-    short: list[int] = []
-    for layer in range(cache.layers):
-        cache._set_length(request, layer, int(cache._lengths[request, layer]))
-        cache.buckets.push(layer, [request])
-        if not fits_plain(cache, layer, [request], [0]):
-            short.append(layer)
+    short = [layer for layer in range(cache.layers) if not fits_plain(cache, layer, [request], [0])]
     places = [(layer, scope) for layer in short]
     lengths = [[int(cache._lengths[r, layer]) for r in scope] for layer in short]
     tokens = cache.buckets.snapshots(*pairs(places))
-    move_tokens(cache, places, tokens, plan_scopes(cache, places, tokens, lengths))
-    tidy(cache)
+    move_tokens(cache, change, places, tokens, plan_scopes(cache, places, tokens, lengths))

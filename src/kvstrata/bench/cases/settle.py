@@ -26,6 +26,7 @@ from kvstrata.cache.buckets import Buckets
 from kvstrata.cache.pages import PageKind
 from kvstrata.cache.pool import Pool
 from kvstrata.cache.repack_phases import Phases
+from kvstrata.cache.transaction import Transaction
 from kvstrata.layout import Format
 
 POISON = 0xFF
@@ -72,7 +73,8 @@ class State:
         self.chains = [job for job, *_ in made]
         self.target = torch.cat([target for _, target, *_ in made])
         numbers = np.concatenate([numbers for *_, numbers in made], 1)
-        self.buckets.exchange_pages(*self.places, *numbers)
+        with Transaction(self.pool) as change:
+            self.buckets.exchange_pages(change, *self.places, *numbers)
         self.moved = 0
         size = torch.tensor([k.format.bytes_per_token + 6 for k in self.kinds], device=device)
         for layer, (job, _, plan, _) in enumerate(made):
@@ -124,8 +126,8 @@ class State:
         requests, layers = self.places
         places = requests * self.layers + layers
         plan = moves_cuda.Plan(self.buckets, places, self.before, self.target, starts=self.starts)
-        lists, none = plan.place(plan.to_host(), self.old_table), np.zeros(0, np.int64)
-        return repack_phases.phases(self.buckets, lists, (None, None), self.centres, none)
+        lists = plan.place(plan.to_host(), self.old_table, self.buckets.table)
+        return repack_phases.phases(self.buckets, lists, (None, None), self.centres)
 
     def restore(self) -> None:
         """The slabs as they were, and what some moves have to bring."""
