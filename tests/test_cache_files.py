@@ -106,12 +106,12 @@ def rewritten(path, change) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    from kvstrata.cache.files import _digest
+    from kvstrata.cache.files import digest
 
     with safe_open(path, framework="pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     change(metadata, tensors)
-    save_file(tensors, path, metadata=metadata | {"digest": _digest(tensors)})
+    save_file(tensors, path, metadata=metadata | {"digest": digest(tensors)})
 
 
 @pytest.mark.parametrize(

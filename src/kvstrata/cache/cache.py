@@ -428,6 +428,12 @@ class TieredCache:
         memo[id(self)] = twin = clone(self)
         return twin
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, torch.save and copy.copy, which gives a cache of its own: arguments, and what requests hold."""
+        from .clone import parts, restored
+
+        return restored, (type(self), self._arguments, parts(self))
+
     # What the other files ask of the state
 
     def _check_layer(self, layer: int) -> None:

@@ -6,6 +6,7 @@ column of the batch = a token or padding; only tokens are stored, so every row h
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -131,6 +132,25 @@ class StrataCache(Cache):
             raise ValueError(f"path: expected a JSON object of arguments in {path}, got {type(given).__name__}")
         return cls(config, **(given | options))
 
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write all of it as safetensors, to go on from with `load`; NotImplementedError for linear attention."""
+        from .files import save
+
+        save(self, path)
+
+    @classmethod
+    def load(
+        cls, config: PreTrainedConfig, path: str | PathLike[str], device: torch.device | str = "cpu"
+    ) -> StrataCache:
+        """A cache that `save` wrote, for the same model; ValueError for any other file or a model of another shape."""
+        from .files import load
+
+        return load(cls, config, path, device)
+
+    def __copy__(self) -> StrataCache:
+        """A cache of its own, as `copy.deepcopy` gives: layers and pages cannot have two owners."""
+        return copy.deepcopy(self)
+
     # The TieredCache
 
     @property
@@ -192,6 +212,11 @@ class StrataCache(Cache):
         )
         self._check_budget(self._tiered)
         self._real = np.ones((rows, 0), bool)
+
+    def adopt(self, tiered: TieredCache, real: np.ndarray) -> None:
+        """Take a TieredCache whose requests are the rows of ``real``, bool ``[rows, columns]``."""
+        self._tiered, self._real = tiered, real
+        self._shape = tiered.kv_heads, tiered.head_dim
 
     def reserve(self, tokens: int) -> None:
         """Tables for rows of so many tokens: they grow where nobody said how long a row may become."""
