@@ -8,62 +8,18 @@ cache, are made once.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import kvstrata
+from allocations import Allocations
 from cache_model import fingerprint, make, rows, same
 from conftest import HAS_GPU
 from kvstrata.cache import TieredCache, files, scopes, settle, step
-from kvstrata.cache.pool import Pool
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-SOURCE = str(Path(kvstrata.__file__).parent)
-
-
-class Allocations(TorchDispatchMode):
-    """Counts allocations, with the file, function and line that asks for each; number ``fails`` raises."""
-
-    def __init__(self, fails: int = -1) -> None:
-        super().__init__()
-        self.fails = fails
-        self.lines: list[tuple[str, str, int]] = []
-
-    def tick(self) -> None:
-        frame = sys._getframe(1)
-        while frame is not None and not frame.f_code.co_filename.startswith(SOURCE):
-            frame = frame.f_back
-        code = None if frame is None else frame.f_code
-        self.lines.append(("", "", 0) if code is None else (code.co_filename, code.co_name, frame.f_lineno))
-        if len(self.lines) - 1 == self.fails:
-            raise torch.OutOfMemoryError("out of memory, as asked for")
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        schema = function._schema
-        if not schema.is_mutable and any(result.alias_info is None for result in schema.returns):
-            self.tick()
-        return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def of(cls, operation: Callable[[], object], monkeypatch: pytest.MonkeyPatch, fails: int = -1) -> Allocations:
-        """Those of one call."""
-        mode = cls(fails)
-        with monkeypatch.context() as patched, mode:
-            for name in ("_new_slab", "to_device", "read", "workspace"):
-                method = getattr(Pool, name)
-
-                def counted(*given, _method=method):
-                    mode.tick()
-                    return _method(*given)
-
-                patched.setattr(Pool, name, counted)
-            operation()
-        return mode
 
 
 def given(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +128,7 @@ def fail_everywhere(
     with pytest.MonkeyPatch.context() as monkeypatch:
         if not every:
             plan_once(monkeypatch)
-        _fail_everywhere(make_cache, operation, every, finish, monkeypatch)
+        _fail_everywhere(make_cache, operation, every, finish)
 
 
 def plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,16 +151,16 @@ def plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _fail_everywhere(
     make_cache: Callable[[], TieredCache], operation: Callable[[TieredCache], object], every: bool,
-    finish: Callable[[TieredCache], None], monkeypatch: pytest.MonkeyPatch,
+    finish: Callable[[TieredCache], None],
 ) -> None:  # fmt: skip
     cache, undisturbed, first = make_cache(), make_cache(), make_cache()
     operation(first)  # plans and compiles
-    lines = Allocations.of(lambda: operation(undisturbed), monkeypatch).lines
+    lines = Allocations.of(lambda: operation(undisturbed)).lines
     assert lines
     before, held, slack = fingerprint(cache, spare=False), contents(cache), cache.memory().slab_slack
     for number in chosen(lines, every):
         with pytest.raises(torch.OutOfMemoryError, match="as asked for"):
-            Allocations.of(lambda: operation(cache), monkeypatch, number)
+            Allocations.of(lambda: operation(cache), number)
         place = f"allocation {number} of {len(lines)}, in {lines[number]}"
         assert same(before, fingerprint(cache, spare=False)), place
         cache.check()
@@ -242,3 +198,25 @@ def test_out_of_memory_while_loading(
 def test_out_of_memory_while_saving(tmp_path: Path) -> None:
     path = tmp_path / "request.safetensors"
     fail_everywhere(filled, lambda c: c.save(path, 0))
+
+
+@pytest.mark.gpu
+def test_memory_that_goes_back_waits_for_other_streams() -> None:
+    """A stream that has yet to read pages when the cache frees them, on the stream that allocated their slabs."""
+    cache = filled(budget=None, debug=False)
+    want = [x.clone() for x in cache.gather(0, 1)]
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    sizes = cache.pool.sizes[cache.pool.allocated].tolist()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(200_000_000)
+        found = cache.gather(0, 1)
+    for request in cache.requests:
+        cache.free(request)
+    cache.compact()
+    assert cache.pool.slab_count == 0
+    for _ in range(4):
+        junk = [torch.full((size,), 0x55, dtype=torch.uint8, device=DEVICE) for size in sizes]
+    torch.cuda.synchronize()
+    del junk
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
