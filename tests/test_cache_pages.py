@@ -82,6 +82,51 @@ def test_pool_refuses() -> None:
         p.allocate(0, 3)
 
 
+class Recorded(torch.Tensor):
+    """A slab that remembers the streams it was told of."""
+
+    streams: list[object]
+
+    def record_stream(self, stream: object) -> None:
+        self.streams.append(stream)
+
+
+def test_slabs_that_go_wait_for_the_streams_that_used_them() -> None:
+    """Slabs that are trimmed, and those that make way for another tier; one in use is left alone."""
+    p = pool.Pool([640, 448], 1024, 3, CPU)
+    handles = p.allocate(0, 3)
+    p.streams.update({1: "prefill", 2: "decode"})
+    slabs = []
+    for index, slab in enumerate(p.slabs):
+        slabs.append(slab.as_subclass(Recorded))
+        slabs[-1].streams = []
+        p.slabs[index] = slabs[-1]
+    p.release(handles[:2])
+    p.allocate(1, 2)
+    assert [slab.streams for slab in slabs] == [["prefill", "decode"], [], []]
+    p.trim()
+    assert [slab.streams for slab in slabs] == [["prefill", "decode"], ["prefill", "decode"], []]
+
+
+def test_a_stream_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation asks for torch's current stream by its number; an object is made of it the first time."""
+
+    class Stream:
+        def __init__(self, number: int) -> None:
+            self.cuda_stream = number
+
+    p, current, made = small_pool(), [7], []
+    p.space = None  # as on a GPU
+    monkeypatch.setattr(pool.jit, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.append(Stream(current[0])) or made[-1])
+    for number in (7, 7, 9, 7, 9):
+        current[0] = number
+        p.note_stream()
+    assert [stream.cuda_stream for stream in made] == [7, 9]
+    p.record_stream(Stream(11))
+    assert sorted(p.streams) == [7, 9, 11]
+
+
 # Pages
 
 

@@ -141,8 +141,8 @@ def _reference(job: Job) -> Step:
                 for i, address in enumerate(to):
                     ctypes.memmove(address + start, base + i // heads * token + i % heads * head, size)
         else:
-            for x, (_, start) in zip(rows, sides, strict=True):
-                space.runs(start, size, STEP)[at] = x
+            for values, (_, start) in zip(rows, sides, strict=True):
+                space.runs(start, size, STEP)[at] = values
         positions[position_at] = position[:, None]
         if kind.keeps_importance:
             values = importance[:, None] if by_token is None else by_token

@@ -58,7 +58,10 @@ class Memory:
     """Bytes, each counted once: ``total == sum(kinds.values())``, and ``kinds["slabs"]`` splits further.
 
     ``tiers``: pages in use per format. ``page_slack``: of these, slots without a token. ``slab_slack``: of the
-    slabs, what no page uses.
+    slabs, what no page uses. ``k_bits``, ``v_bits``: bits per value of K and of V in the pages in use, codes or rows
+    and scales, whole pages over the tokens in them. ``expected_k_bits``, ``expected_v_bits``: the mean of the formats'
+    widths and scales by the tokens in each. The former are larger by the empty slots of pages, and by the padding of
+    codes where a format has any.
     """
 
     kinds: dict[str, int]
@@ -69,6 +72,10 @@ class Memory:
     full: int = 0  # all tokens appended, those evicted since included, at the model's precision, without any table
     allowed: int | None = None
     scratch: int = 0  # of decode plans that are alive; neither in ``total`` nor under the budget
+    k_bits: float = 0.0
+    v_bits: float = 0.0
+    expected_k_bits: float = 0.0
+    expected_v_bits: float = 0.0
 
     @property
     def total(self) -> int:

@@ -236,6 +236,7 @@ class TieredCache:
         """
         self._check_layer(layer)
         self._check_request(request)
+        self.pool.note_stream()
         k, v, positions = read.gather(self, layer, [request])
         return k[0], v[0], positions[0]
 
@@ -313,6 +314,7 @@ class TieredCache:
                 of theirs, or of a fork. None is 0, 1, ...
         """
         self._check_layer(layer)
+        self.pool.note_stream()
         write(self, layer, k, v, requests)
 
     def update_importance(
@@ -462,6 +464,7 @@ class TieredCache:
     def _tokens(self, layer: int, request: int) -> Tokens:
         self._check_layer(layer)
         self._check_request(request)
+        self.pool.note_stream()
         return self.buckets.snapshot(layer, [request])
 
     def _operation(self) -> Transaction:
