@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-QUERIES = 256  # at a time
+QUERIES = 256  # of a prompt that share a mask
 
 
 class LastMask:
@@ -24,7 +24,7 @@ class LastMask:
     def __reduce__(self) -> tuple[Any, ...]:
         return LastMask, ()
 
-    def is_(self, mask: torch.Tensor) -> bool:
+    def holds(self, mask: torch.Tensor) -> bool:
         return self._mask is not None and self._mask() is mask
 
     def set(self, mask: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ def visible(query_position: torch.Tensor, column_position: torch.Tensor) -> torc
 def of_positions(
     query_position: torch.Tensor, column_position: torch.Tensor, heads: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The same for a model's attention: ``heads`` or 1 of them, bool or 0 and the lowest number of another dtype."""
+    """`visible` as a model's attention takes it: of ``heads`` or 1, as bool or as a bias of 0 and the lowest number."""
     seen = visible(query_position, column_position)
     if seen.shape[1] > 1:
         seen = seen.repeat_interleave(heads // seen.shape[1], 1)
@@ -108,6 +108,6 @@ def of_positions(
 
 
 def chunks(queries: int) -> Iterator[slice]:
-    """`QUERIES` at a time."""
+    """Slices of up to `QUERIES` queries."""
     for begin in range(0, queries, QUERIES):
         yield slice(begin, min(begin + QUERIES, queries))
