@@ -73,7 +73,7 @@ test: $(STAMP)
 test-oldest: $(STAMP)
 	@test -d $(OLDEST) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
 	  'transformers==5.17.0' 'huggingface_hub>=1.33,<2' httpx httpcore h11 anyio
-	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_hf.py tests/test_hf_rows.py tests/test_hf_rope.py tests/test_generate.py $(ARGS)
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_hf*.py tests/test_generate.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

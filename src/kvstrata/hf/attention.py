@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from .mass import Logits
@@ -57,8 +58,8 @@ class Pending:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        flat = [x for arg in (*args, *(kwargs or {}).values()) for x in (arg if isinstance(arg, list | tuple) else [arg])]
-        next(x for x in flat if isinstance(x, cls))._refuse(getattr(function, "__name__", "a torch function"))
+        given = tree_leaves((args, kwargs))
+        next(x for x in given if isinstance(x, cls))._refuse(getattr(function, "__name__", "a torch function"))
 
 
 def check_implementation(config: PreTrainedConfig) -> str:
@@ -72,7 +73,9 @@ def check_implementation(config: PreTrainedConfig) -> str:
     return name
 
 
-def _check(base: str, module: torch.nn.Module, queries: int, mask: torch.Tensor | None, options: dict[str, Any]) -> None:
+def _check(
+    base: str, module: torch.nn.Module, queries: int, mask: torch.Tensor | None, options: dict[str, Any]
+) -> None:
     """Raise for everything that a compressed layer would ignore; `StrataCache.tokens_among` checks the mask."""
     if base not in BASES:
         raise NotImplementedError(

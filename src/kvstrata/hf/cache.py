@@ -50,9 +50,9 @@ class StrataCache(Cache):
         importance_queries: how many queries of a prompt are asked what they attended to.
 
     Layers that are not compressed (sliding window, linear attention, other shapes of K and V) are transformers' own;
-    `plain_layers` says which and why. `tiered` is the TieredCache, once there is a first token. Unsupported are custom
-    4-D masks, packed sequences, `output_attentions` and offloading; they raise. Gradients end at what is stored, so
-    nothing can be trained through it.
+    `plain_layers` says which and why. `tiered` is the TieredCache, once there is a first token. Unsupported are masks
+    beyond causal order and padding, packed sequences, `output_attentions` and offloading; they raise. Gradients end at
+    what is stored, so nothing can be trained through it.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -281,13 +281,13 @@ class StrataCache(Cache):
             if mask is not None:
                 new = masks.new_tokens(mask, queries).expand(rows, -1).cpu().numpy()
             self._real = np.concatenate([self._real[:, :start], new], 1)
-        if mask is not None and (first or not self._checked.is_(mask)):
+        if mask is not None and (first or not self._checked.holds(mask)):
             masks.check_causal(mask, torch.from_numpy(self._real[:, :end]).to(mask.device), queries)
             self._checked.set(mask)
         real = self._real[:, start:end]
         tokens = None if real.all() else torch.from_numpy(real).to(self.tiered.device)
         if first and queries > 1 and positions is not None and positions.dim() == 2:
-            masks.check_positions(positions, tokens)
+            masks.check_positions(positions.to(self.tiered.device), tokens)
         return tokens
 
     def forget(self, start: int) -> None:

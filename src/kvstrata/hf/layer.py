@@ -7,6 +7,7 @@ is stored after; a decode step is stored first and read where it lies, by `decod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,7 @@ class StrataLayer(CacheLayerMixin):
         query_position = before + real.cumsum(1) - 1  # padding has that of the token before it
         column_position = query_position.masked_fill(~real, -1).unsqueeze(1)
         if not self.columns:
-            keys, out = key, under(query, key, value, mask)
+            keys, out = key, self._alone(query, key, value, mask, under)
         else:
             past_k, past_v, past_position = self._past()
             keys, values = torch.cat([past_k.to(key.dtype), key], 2), torch.cat([past_v.to(value.dtype), value], 2)
@@ -127,31 +128,47 @@ class StrataLayer(CacheLayerMixin):
                 past_position = past_position[:, :1]  # all heads hold the same positions
             column_position = column_position.expand(-1, past_position.shape[1], -1)
             column_position = torch.cat([past_position, column_position], 2)
-            biased = mask is not None and mask.dtype != torch.bool
-            out = self._in_chunks(query, keys, values, query_position, column_position, biased, under)
+            dtype = torch.bool if mask is None else mask.dtype
+
+            def mask_of(new: slice) -> torch.Tensor:
+                columns = column_position[..., : past_k.shape[2] + new.stop]
+                return masks.of_positions(query_position[:, new], columns, query.shape[1], dtype)
+
+            out = self._in_chunks(query, keys, values, mask_of, under)
         mass = None
         if self.owner.listens:
             mass = self._mass(query, keys, query_position, column_position, real, logits)
         self._store(key, value, real, mass)
         return out
 
+    def _alone(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        under: attention.Under,
+    ) -> torch.Tensor:
+        """Attention of the first prompt, which has nothing before it."""
+        if mask is None:
+            return under(query, key, value, None)
+        return self._in_chunks(query, key, value, lambda new: mask[:, :, new, : new.stop], under)
+
     def _in_chunks(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        query_position: torch.Tensor,
-        column_position: torch.Tensor,
-        biased: bool,
+        mask_of: Callable[[slice], torch.Tensor],
         under: attention.Under,
     ) -> torch.Tensor:
-        """The model's own attention, some queries at a time, each with their part of the mask."""
+        """The model's own attention, some queries at a time, to the columns that the last of them may see."""
+        queries = query.shape[2]
+        before = keys.shape[2] - queries
         parts = []
-        for begin, q in masks.chunks(query):
-            seen = masks.visible(query_position[:, begin : begin + q.shape[2]], column_position)
-            if seen.shape[1] > 1:
-                seen = seen.repeat_interleave(query.shape[1] // seen.shape[1], 1)
-            parts.append(under(q, keys, values, masks.additive(seen, query.dtype) if biased else seen))
+        for new in masks.chunks(queries):
+            end = before + new.stop
+            parts.append(under(query[:, :, new], keys[:, :, :end], values[:, :, :end], mask_of(new)))
         return torch.cat(parts, 1)
 
     def _past(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-QUERIES = 256  # at a time
+QUERIES = 256  # of a prompt that share a mask
 
 
 class LastMask:
@@ -24,7 +24,7 @@ class LastMask:
     def __reduce__(self) -> tuple[Any, ...]:
         return LastMask, ()
 
-    def is_(self, mask: torch.Tensor) -> bool:
+    def holds(self, mask: torch.Tensor) -> bool:
         return self._mask is not None and self._mask() is mask
 
     def set(self, mask: torch.Tensor) -> None:
@@ -57,8 +57,8 @@ def check_causal(mask: torch.Tensor, real: torch.Tensor, queries: int) -> None:
     columns = real.shape[1]
     column = torch.arange(columns, device=mask.device)
     wrong = torch.zeros((), dtype=torch.bool, device=mask.device)
-    for begin, part in chunks(mask):
-        own = column[columns - queries + begin :][: part.shape[2]]
+    for new in chunks(queries):
+        part, own = mask[:, :, new], column[columns - queries :][new]
         expected = (real[:, None] & (column <= own[:, None])).unsqueeze(1)
         differs = part != expected if part.dtype == torch.bool else (part == 0) != expected
         if part.dtype != torch.bool:
@@ -95,12 +95,19 @@ def visible(query_position: torch.Tensor, column_position: torch.Tensor) -> torc
     return (column >= 0) & (column <= query_position[:, None, :, None])
 
 
-def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where True, the lowest number where False."""
+def of_positions(
+    query_position: torch.Tensor, column_position: torch.Tensor, heads: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """`visible` as a model's attention takes it: of ``heads`` or 1, as bool or as a bias of 0 and the lowest number."""
+    seen = visible(query_position, column_position)
+    if seen.shape[1] > 1:
+        seen = seen.repeat_interleave(heads // seen.shape[1], 1)
+    if dtype == torch.bool:
+        return seen
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
-def chunks(x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """`QUERIES` queries of ``x [rows, heads, queries, ...]`` at a time, and the first of them."""
-    for begin in range(0, x.shape[2], QUERIES):
-        yield begin, x[:, :, begin : begin + QUERIES]
+def chunks(queries: int) -> Iterator[slice]:
+    """Slices of up to `QUERIES` queries."""
+    for begin in range(0, queries, QUERIES):
+        yield slice(begin, min(begin + QUERIES, queries))

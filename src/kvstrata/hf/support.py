@@ -21,10 +21,8 @@ from typing import Any
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # Keyword arguments of an attention function that a compressed layer knows or that say nothing about the scores.
-KNOWN = frozenset(
-    "query key value attention_mask dropout scaling is_causal sliding_window softcap s_aux position_ids"
-    " output_attentions".split()
-)
+KNOWN = {"query", "key", "value", "attention_mask", "position_ids", "is_causal", "sliding_window", "scaling", "softcap"}
+KNOWN |= {"s_aux", "dropout", "output_attentions"}
 
 
 def check(config: Any, attention: str) -> None:
@@ -70,10 +68,10 @@ def _refusal(source: str, attention: str) -> str | None:
 
 def _refused(function: ast.FunctionDef, attention: str) -> str | None:
     nodes = list(ast.walk(function))
-    updates = [node for node in nodes if _is_update(node)]
+    updates = [node for node in nodes if isinstance(node, ast.Call) and _is_update(node)]
     if not updates:
         return None
-    by_value = {node.value: node.targets[0] for node in nodes if isinstance(node, ast.Assign)}
+    by_value: dict[ast.AST, ast.expr] = {node.value: node.targets[0] for node in nodes if isinstance(node, ast.Assign)}
     names = set()
     for update in updates:
         target = by_value.get(update)
@@ -102,12 +100,12 @@ def _refused(function: ast.FunctionDef, attention: str) -> str | None:
     return None
 
 
-def _is_update(node: ast.AST) -> bool:
+def _is_update(call: ast.Call) -> bool:
     """``past_key_values.update(key, value, layer)``, whatever the cache is called."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "update":
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "update":
         return False
-    cache = ast.unparse(node.func.value)
-    return len(node.args) + len(node.keywords) >= 3 and "past" in cache and "cross_attention" not in cache
+    cache = ast.unparse(call.func.value)
+    return len(call.args) + len(call.keywords) >= 3 and "past" in cache and "cross_attention" not in cache
 
 
 def _lookups(nodes: list[ast.AST]) -> Iterator[tuple[str, bool]]:
