@@ -386,7 +386,9 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="budget: expected bytes"):
         StrataCache(config, budget=2.0)
     with pytest.raises(ValueError, match=r"budget: expected more than 0\.\d+, which K2V2 of 32"):
-        greedy(model, ids, StrataCache(config, budget=0.1))
+        StrataCache(config, budget=0.1)
+    with pytest.raises(ValueError, match=r"budget: expected at least \d+ bytes for tables and slabs, got 1000;"):
+        StrataCache(config, budget=1000)
     with pytest.raises(BudgetExceeded):
         greedy(model, prompt(1, 300), StrataCache(config, budget=100_000, page_tokens=16, max_tokens=512, window=200))
     strange = copy.deepcopy(config)

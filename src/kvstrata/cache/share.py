@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from .pool import EMPTY
+
 if TYPE_CHECKING:
     from .cache import TieredCache
+    from .pool import Pool
 
 
 def assign(cache: TieredCache, source: dict[int, int], gone: Sequence[int]) -> None:
@@ -39,3 +42,11 @@ def assign(cache: TieredCache, source: dict[int, int], gone: Sequence[int]) -> N
                     cache.buckets.push(layer, changed)
 
         change.launch(run)
+    _give_back(cache.pool)
+
+
+def _give_back(pool: Pool) -> None:
+    """Give slabs back where more are empty than in use, as after beams that begin with a copy of the prompt each."""
+    used = int((pool.tier != EMPTY).sum())
+    if pool.slab_count > 2 * used:
+        pool.trim(spare=used // 4)

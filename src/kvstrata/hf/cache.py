@@ -119,6 +119,7 @@ class StrataCache(Cache):
                 self._compressed += 1
         super().__init__(layers=layers)
         self._warn_if_useless()
+        self._check_sizes()
         attention.connect(self)
 
     @classmethod
@@ -212,6 +213,13 @@ class StrataCache(Cache):
         )
         self._check_budget(self._tiered)
         self._real = np.ones((rows, 0), bool)
+        window = self.options.get("window")
+        if window is not None and window >= new > 1 and self._tiered.budget.amount is not None:
+            warnings.warn(
+                f"window: expected fewer than the {new} tokens of the prompt, got {window}; nothing is compressed until"
+                f" a row has more than {window + self._tiered.sinks} tokens",
+                stacklevel=2,
+            )
 
     def adopt(self, tiered: TieredCache, real: np.ndarray) -> None:
         """Take a TieredCache whose requests are the rows of ``real``, bool ``[rows, columns]``."""
@@ -230,6 +238,23 @@ class StrataCache(Cache):
             if isinstance(layer, StrataLayer):
                 layer.ledger = None
         self._tiered = clone(self.tiered, max_tokens=max(self.context, 2 * tokens))
+
+    def _check_sizes(self) -> None:
+        """Refuse a budget that the sizes in the config rule out; `build` checks those that the model has."""
+        heads = getattr(self._text, "num_attention_heads", None)
+        dim = getattr(self._text, "head_dim", None) or (heads and getattr(self._text, "hidden_size", 0) // heads)
+        if not self._compressed or type(dim) is not int or dim % 16 or not 32 <= dim <= 256:
+            return
+        probe = TieredCache(
+            self._compressed,
+            1,  # tensor parallel leaves a rank fewer heads than the config has
+            dim,
+            dtype=self.dtype or torch.float16,
+            max_requests=self.max_batch or 1,
+            max_tokens=self.max_tokens or min(self.context, TOKENS),
+            **self.options,
+        )
+        self._check_budget(probe)
 
     def _check_budget(self, tiered: TieredCache) -> None:
         """A fraction below the lowest tier would fail in the middle of a text; say so before the first token."""
