@@ -125,6 +125,7 @@ def launcher() -> SimpleNamespace:
         arch_of=lambda device=None: "sm_90",
         current_stream=lambda device: 0,
         bind_context=lambda device: None,
+        capture_id=lambda stream: 1,
         load=lambda source, entry, arch=None: Kernel(source, entry),
         Launch=Launch,
         Kernel=jit.Kernel,
@@ -137,7 +138,8 @@ def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     properties = SimpleNamespace(name="emulated", multi_processor_count=3, shared_memory_per_multiprocessor=233472)
     monkeypatch.setattr(decode_cuda, "jit", launcher())
-    monkeypatch.setattr(decode_cuda, "_PLANS", type(decode_cuda._PLANS)())
+    for plans in ("_PLANS", "_OWNED"):
+        monkeypatch.setattr(decode_cuda, plans, type(getattr(decode_cuda, plans))())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -29,8 +29,8 @@ def forced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> s
     """All appends through one backend."""
     from kvstrata.cache import buckets
 
-    run = append_op.append_rows
-    monkeypatch.setattr(buckets, "append_rows", lambda job: run(job, request.param))
+    prepare = append_op.prepare_append
+    monkeypatch.setattr(buckets, "prepare_append", lambda job: prepare(job, request.param))
     return request.param
 
 

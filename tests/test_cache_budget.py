@@ -108,3 +108,32 @@ def test_holes_in_slabs_are_closed() -> None:
         assert cache.pool.slabs_of(tier) == -(-cache.pool.pages(tier) // per_slab)
     for request, was in zip((1, 4, 5), before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(cache.gather(0, request), was, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        (dict(page_tokens=64, window=64, settle_every=64), 60),  # the defaults: 4 + 64 tokens leave 60 of two pages
+        (dict(page_tokens=16, window=28, settle_every=16), 16),  # fills two pages
+        (dict(page_tokens=16, window=27, settle_every=16), 17),  # leaves one slot
+        (dict(page_tokens=16, window=27, settle_every=1), 1),  # asked for
+    ],
+)
+def test_settlings_make_room_for_several_steps(options: dict, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the floor, where pages are scarcest, as above it: once in so many steps, in each layer."""
+    cache = make(layers=2, dim=32, budget=0.3, tiers=None, dtype=torch.bfloat16, **options)
+    moved: list[int] = []
+    move = cache.buckets.move
+    monkeypatch.setattr(cache.buckets, "move", lambda layers, *rest: (moved.extend(layers), move(layers, *rest)))
+    k, v = rows(328, dim=32, dtype=torch.bfloat16)
+    for layer in range(2):
+        cache.append(layer, k[:200], v[:200])
+    assert cache.budget.floor_tokens > 328
+    moved.clear()
+    steps = 128 if most > 1 else 16
+    for i in range(200, 200 + steps):
+        for layer in range(2):
+            cache.append(layer, k[i : i + 1], v[i : i + 1])
+    assert len(moved) / 2 <= -(-steps // most) + 1
+    assert len(moved) > 0
+    cache.check()

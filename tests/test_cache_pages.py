@@ -78,7 +78,7 @@ def test_pool_refuses() -> None:
     with pytest.raises(ValueError, match="capacity: expected at most"):
         pool.Pool([64], 1 << 30, 1 << 10, CPU)
     p = pool.Pool([512], 512, 2, CPU)
-    with pytest.raises(RuntimeError, match="all 2 are in use"):
+    with pytest.raises(RuntimeError, match="expected 3 free slabs, got 2 of 2"):
         p.allocate(0, 3)
 
 
@@ -120,3 +120,33 @@ def test_a_width_that_stays_keeps_its_codes() -> None:
     assert moved.k is start.k
     assert moved.k_scale is start.k_scale
     assert moved.v.max() <= 3
+
+
+@pytest.mark.skipif(pages._numba() is None, reason="numba is not there")
+@pytest.mark.parametrize("dim", [32, 80, 128])
+def test_compiled_loops_give_the_bytes_of_torch(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From rows to codes to fewer codes and back, into pages that hold other tokens already."""
+    chance = torch.Generator().manual_seed(dim)
+    k, v = torch.randn(2, 40, dim, generator=chance).mul_(torch.rand(2, 40, 1, generator=chance) * 1e3)
+    k[3], v[5, 7], k[7] = 0.0, torch.inf, 1e30
+    centre = torch.randn(40, dim, generator=chance)
+    place = torch.randperm(48, generator=chance)[:40]
+    plain, *kinds = (
+        pages.PageKind(Format.parse(name, dim, 16), torch.float32, torch.int16, True, torch.device("cpu"))
+        for name in ("K32V32", "K8V4", "K4V3", "K3V2")
+    )
+
+    def run(compiled_rows: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(pages, "COMPILED_ROWS", compiled_rows)
+        rows, source = pages.Rows(k, v, None, None, torch.arange(40), torch.rand(40)), plain
+        found = []
+        for kind in kinds:
+            rows = kind.encode(rows, source, centre if source is plain else None)
+            raw = torch.full((3, kind.stride), 0xA5, dtype=torch.uint8)
+            kind.write(raw, place // 16, place % 16, rows)
+            rows, source = kind.read(raw, place // 16, place % 16), kind
+            found += [raw[:, : kind.format.page_bytes], rows.k, rows.v]
+        return found
+
+    for compiled, plain_torch in zip(run(1), run(1 << 30), strict=True):
+        assert torch.equal(compiled, plain_torch)

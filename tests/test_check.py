@@ -13,8 +13,8 @@ import torch
 import kvstrata as library
 import toy
 from conftest import invoke
-from kvstrata.bench import cases
-from kvstrata.lab import check, child, sweeps
+from kvstrata.bench import cases, publish
+from kvstrata.lab import check, check_results, child, sweeps
 from kvstrata.lab.sweeps.draw import Draw, Refused
 from prefill_model import DEVICE
 from test_prefill_cuda import cuda  # noqa: F401
@@ -41,7 +41,7 @@ def test_every_sweep_passes_on_the_gpu(op):
 
 
 def test_every_op_of_bench_has_a_sweep():
-    assert sweeps.names() == sorted(cases.names())
+    assert sweeps.names() == sorted(set(cases.names()) - {"step"})  # many ops, each with a sweep of its own
 
 
 @pytest.mark.usefixtures("cuda")
@@ -237,3 +237,31 @@ def test_on_a_gpu_sweeps_tools_and_cases_run_side_by_side(monkeypatch):
     steps = check.run("store", torch.device("cuda"), ("memcheck", "racecheck"), limit=60.0)
     assert [step.name for step in steps] == ["cases", "cuda", "sweep, triton", "reference", "memcheck", "racecheck"]
     assert steps[2].skipped == "not here"
+
+
+def test_outcomes_are_kept_and_rendered(monkeypatch, tmp_path):
+    """An op takes the place of its earlier entry; a failure is kept as one."""
+    monkeypatch.chdir(tmp_path)
+    tools = [check.Step(check.SANITIZER + tool, 3, 1.0) for tool in check.TOOLS]
+    steps = [check.Step("bench cases", 4, 1.0), check.Step("sweep, cuda", 12, 1.0), check.Step("sweep, triton", 5, 1.0)]
+    raced = [*steps, check.Step(tools[0].name, 3), check.Step(tools[1].name, 3, 1.0, ["2 error(s)"])]
+    asked = ("--device", "cpu", "--quick", "--save", "--revision", "abc123")
+    for op, outcome in (("store", steps + tools), ("decode", raced), ("replay", steps), ("decode", raced)):
+        monkeypatch.setattr(check, "run", lambda *arguments, outcome=outcome: outcome)
+        done = invoke("check", op, *asked)
+        assert done.exit_code == (1 if op == "decode" else 0), done.output
+        assert "check.json" in done.stdout
+    (path,) = tmp_path.glob("results/cpu-*/check.json")
+    kept = check_results.load(path)
+    assert [row.op for row in kept.rows] == ["decode", "replay", "store"]
+    assert [row.passed for row in kept.rows] == [False, True, True]
+    assert all(row.quick and row.machine["revision"] and row.tools == list(check.TOOLS) for row in kept.rows)
+    text = publish.render_document(
+        "<!-- kvstrata:check -->\n<!-- /kvstrata:check -->\n", publish.load_all(path.parents[1])
+    )
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert lines[-1][3:] == ["4", "17", "3", "3", "3", "3", "passed |"]
+    assert lines[2][3:] == ["4", "17", "3", "FAILED", "", "", "FAILED |"]
+    assert "- decode, compute-sanitizer, racecheck: 2 error(s)" in text
+    path.write_text("{}")
+    assert invoke("check", "store", *asked).exit_code == 2, "what is no such file is not overwritten"

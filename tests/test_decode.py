@@ -24,7 +24,9 @@ from decode_model import (
 )
 from kvstrata import DecodePlan, TieredCache, decode_attention
 from kvstrata.attention import op
+from kvstrata.bench import synthetic
 from kvstrata.jit import tuned
+from kvstrata.layout import Format
 
 
 @each_backend
@@ -385,6 +387,23 @@ def test_threads_share_out_the_heads(threads: int, monkeypatch: pytest.MonkeyPat
     assert decode_numba._pool.cache_info().currsize == 1
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
     assert decode_attention(q[:0], cache, requests=[], backend="numba").shape == (0, 1, 6, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests", [509, 512, 1024])
+def test_lists_of_many_heads(requests: int) -> None:
+    """The list of 16,288 heads and more asks for no more shared memory than a launch gets."""
+    formats = tuple(Format.parse(name, 32, 16) for name in ("K16V16", "K8V8", "K4V4", "K2V2"))
+    held = torch.randint(0, 40, (requests, 32, 4))
+    buckets = synthetic.layer(formats, held, torch.float16, DEVICE, 0)
+    q, rows = torch.randn(requests, 1, 32, 32, dtype=torch.float16, device=DEVICE), list(range(requests))
+    options = (32, 160, 0.2, None, None, None, True, False)
+    out, lse, _ = op.run(op.Job(q, buckets, None, rows, *options), "cuda")
+    for request in (0, 1, requests - 1):
+        one = q[request : request + 1]
+        want, want_lse, _ = op.run(op.Job(one, buckets, None, [request], *options), "reference")
+        torch.testing.assert_close(lse[request], want_lse[0], rtol=1e-3, atol=1e-2)
+        torch.testing.assert_close(out[request], want[0], rtol=0.02, atol=0.02)
 
 
 def test_what_is_returned() -> None:

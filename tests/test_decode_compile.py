@@ -8,6 +8,7 @@ import torch
 from ahead import compile_triton
 from kvstrata import jit
 from kvstrata.attention import decode_cuda, stages
+from kvstrata.jit.kernel import PORTABLE_SHARED
 from kvstrata.layout import Format
 from test_jit import ARCHITECTURES
 
@@ -86,11 +87,22 @@ def test_cuda_gates(name: str, arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 def test_list_and_combine_gates(arch: str) -> None:
     assert jit.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch=arch).registers <= 64
+    assert jit.usage(decode_cuda.FOLDER / "rows.cu", "rows", arch=arch).registers <= 32
     for dim, warps in ((128, 4), (128, 16), (80, 4), (256, 8), (64, 1), (128, 1), (80, 1), (256, 1)):
         entry = stages.combine_entry(torch.float16, dim, warps)
         usage = jit.usage(decode_cuda.FOLDER / "combine.cu", entry, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == 0, usage
         assert warps > 1 or usage.registers <= 128, usage  # a block finds room where one of decode.cu's has ended
+
+
+@pytest.mark.parametrize("tiers", range(1, decode_cuda.MAX_TIERS + 1))
+def test_list_takes_the_shared_memory_that_every_launch_gets(tiers: int) -> None:
+    """However many requests and KV heads: what the kernel declares itself counts, too."""
+    static = jit.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch="sm_90").shared_bytes
+    for units in (1, 8, 100, 16256, 16288, 16384, 16385, 100_000, 1_000_001):
+        parts, dynamic = decode_cuda.list_parts(units, tiers)
+        assert dynamic + static <= PORTABLE_SHARED
+        assert parts * dynamic >= units * tiers * decode_cuda.BASE_BYTES
 
 
 def test_stages_fit_their_slots() -> None:

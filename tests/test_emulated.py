@@ -11,7 +11,7 @@ import emulator
 from conftest import HAS_GPU
 from decode_model import Case, case_of, check, filled
 from kvstrata import DecodePlan, PagedCache, decode_attention
-from kvstrata.attention import decode_cuda, op
+from kvstrata.attention import decode_cuda, op, stages
 from kvstrata.attention.stages import FEW, Cut, begin_cost, cost, few_begin, few_cost, stage_tokens
 from kvstrata.bench import synthetic
 from kvstrata.layout import Format
@@ -87,7 +87,7 @@ def test_cut_of_a_tuned_table(combine: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(decode_cuda.tuned, "lookup", lambda op, gpu, shape: asdict(cut))
     case = case_of([150, 40], dtype=torch.bfloat16, tiers=("K4V4", "K2V2"), page_tokens=64, group=4, q_len=3)
     check(case, "cuda")
-    assert all(plan.cut == cut for plan in decode_cuda._PLANS.values())
+    assert [plan.cut for plan in decode_cuda._OWNED[case.cache].values()] == [cut]
 
 
 @pytest.mark.parametrize("dim", [32, 80, 256])
@@ -140,3 +140,26 @@ def test_work_list(counts: list[int]) -> None:
         assert written.get(group, []) == list(range(first, first + count))
     share, largest = sum(loads) / len(loads), max(map(price, formats))
     assert max(loads) <= max(1.1 * share, 2 * largest) + largest + 2 * begin
+
+
+def test_costs_past_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of hundreds of GB is cut as a small one is: sums of costs are of 64 bits."""
+    formats = tuple(Format.parse(name, 128) for name in ("K16V16", "K4V4"))
+    held = torch.tensor([64, 9000]).expand(8, 2, 2).clone()
+    held[::3, 0] //= 2
+    buckets = synthetic.layer(formats, held, torch.bfloat16, torch.device("cpu"), 0)
+    rows = tuple(range(8))
+    job = op.Job(
+        torch.randn(8, 1, 8, 128).bfloat16(), buckets, None, list(rows), 2, 9064, 1.0, *[None] * 3, False, False
+    )
+    lists = []
+    for factor in (1, 1 << 21):
+        for name in ("cost", "begin_cost", "few_cost", "few_begin"):
+            own = getattr(stages, name)
+            monkeypatch.setattr(decode_cuda, name, lambda f, own=own, factor=factor: factor * own(f))
+        step = decode_cuda.Plan(decode_cuda.Source.of(job), rows, 2, 8, 1)
+        step.parts.fill_(-1)
+        step.update()
+        lists.append((step.parts[0, :, 4:7], step.slots))
+    assert (lists[0][0][:, 1] > 0).sum() > 30
+    assert all(map(torch.equal, *lists))

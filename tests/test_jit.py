@@ -233,7 +233,7 @@ def test_structs_of_parameters_have_their_padding() -> None:
         "append": append_op.PARAMS, "combine": decode_cuda.COMBINE, "decode": decode_cuda.DECODE,
         "moves": moves_cuda.PARAMS, "phases": repack_phases.PARAMS, "prefill": prefill_cuda.PARAMS,
         "quantize": quantize_op.PARAMS, "repack": repack_cuda.PARAMS, "store": store_cuda.PARAMS,
-        "worklist": decode_cuda.WORKLIST,
+        "rows": decode_cuda.ROWS, "worklist": decode_cuda.WORKLIST,
     }  # fmt: skip
     assert {name: struct.size % 8 for name, struct in structs.items()} == dict.fromkeys(structs, 0)
     rooms = copy_cuda.CAPACITIES

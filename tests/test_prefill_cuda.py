@@ -23,7 +23,7 @@ from test_jit import ARCHITECTURES
 
 FOLDER = prefill_cuda.SOURCE.parent
 BF16, FP16 = torch.bfloat16, torch.float16
-CHECKED = (Tile(64, 64, 32, 4, 1, 1, 2), Ideas(persistent=True, vector=False, scores="checked"))
+CHECKED = (Tile(64, 64, 32, 4, 1, 1, 2), Ideas(persistent=True, width=4, scores="checked"))
 
 
 @pytest.fixture
@@ -76,7 +76,9 @@ def test_gates(name: str, arch: str) -> None:
     assert tile.shared(Ideas()) + usage.shared_bytes <= 48 * 1024
 
 
-@pytest.mark.parametrize("ideas", [Ideas(persistent=True), Ideas(vector=False), Ideas(scores="shared")], ids=str)
+@pytest.mark.parametrize(
+    "ideas", [Ideas(persistent=True), Ideas(width=4), Ideas(width=8), Ideas(scores="shared")], ids=str
+)
 def test_ideas_compile(ideas: Ideas) -> None:
     tile = Tile(64, 64, 32, 4, 1, 2, 4)
     usage = jit.usage(prefill_cuda.SOURCE, prefill_cuda.entry(FP16, tile, ideas, softcap=True), arch="sm_90")
@@ -100,7 +102,11 @@ template <class Layout, int kWays> __global__ void probe() {
 
 @pytest.mark.parametrize(
     "expected",
-    [*(f"Swizzle<{n}>,1" for n in (2, 6, 8, 10, 12, 16, 32)), "Straight<8>,8", "Straight<12>,4", "Straight<32>,8"],
+    [
+        *(f"Swizzle<{n}>,1" for n in (2, 6, 8, 10, 12, 16, 32)),
+        *("Padded<8>,1", "Padded<12>,2", "Padded<16>,1", "Padded<32>,1"),
+        *("Straight<8>,8", "Straight<12>,4", "Straight<32>,8"),
+    ],
 )
 def test_bank_conflicts_at_compile_time(tmp_path: Path, expected: str) -> None:
     (tmp_path / "probe.cu").write_text(PROBE)
@@ -123,7 +129,7 @@ def test_bank_conflicts_of_a_run(
         for file in FOLDER.glob("prefill*.cu*"):
             shutil.copy(file, tmp_path)
         header = tmp_path / "prefill_tile.cuh"
-        text = header.read_text().replace("using Layout = Swizzle<", "using Layout = Straight<")
+        text = header.read_text().replace("Either<Swizzle<", "Either<Straight<")
         header.write_text("\n".join(line for line in text.split("\n") if "tile_bank_ways" not in line))
         monkeypatch.setattr(prefill_cuda, "SOURCE", tmp_path / "prefill.cu")
     only(monkeypatch, PORTABLE[64], Ideas())
@@ -197,6 +203,7 @@ TILES = {
         Ideas(persistent=True),
         dict(dim=96, heads=8),
     ),
+    "padded rows, 8 bytes": (Tile(64, 64, 32, 4, 1, 2, 2, padded=True), Ideas(width=8), {}),
     "D 128": (PORTABLE[128], Ideas(), dict(dim=128)),
     "D 256": (PORTABLE[256], Ideas(), dict(dim=256)),
 }
@@ -306,7 +313,8 @@ SMALL = {
     "D 256, softcap": (PORTABLE[256], Ideas(), dict(dim=256, softcap=5.0)),
     "two groups": (FEW[64], Ideas(persistent=True), dict(heads=8)),
     "scores in shared memory": (PORTABLE[64], Ideas(scores="shared"), {}),
-    "4 bytes, one stage": (Tile(64, 64, 32, 4, 1, 1, 2), Ideas(vector=False), {}),
+    "4 bytes, one stage": (Tile(64, 64, 32, 4, 1, 1, 2), Ideas(width=4), {}),
+    "padded rows, 8 bytes": TILES["padded rows, 8 bytes"],
 }
 
 

@@ -333,27 +333,42 @@ def test_time_is_kept_for_the_last_measurement(tmp_path: Path, watch: Watch) -> 
     assert 0.5 < watch.now < 0.75  # the trial it ends with was begun in time
 
 
-def test_what_is_not_compiled_in_time_is_put_back(tmp_path: Path, watch: Watch) -> None:
-    from concurrent.futures import TimeoutError as NotDone
+class Slow:
+    """A compiler that has one kernel and needs `seconds` for the next."""
 
-    class Slow:
-        arch = "sm_90"
+    arch = "sm_90"
 
-        def usage(self, kernel: Needs, seconds: float | None = None) -> jit.Usage:
-            if kernel.entry == "1":
-                return jit.Usage(32, 0, 0, 0)
-            assert seconds is not None
-            watch.sleep(seconds)
-            raise NotDone
+    def __init__(self, watch: Watch, seconds: float) -> None:
+        self.watch, self.seconds = watch, seconds
 
+    def has(self, kernel: Needs) -> bool:
+        return kernel.entry == "1" or self.watch.now >= self.seconds
+
+    def wait(self, seconds: float) -> bool:
+        self.watch.sleep(seconds)
+        return True
+
+    def usage(self, kernel: Needs, seconds: float | None = None) -> jit.Usage:
+        assert self.has(kernel)
+        return jit.Usage(32, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("patience", "measured", "ended"),
+    [(0.0, 1, 0.5), (1.0, 1, 1.5), (2.5, 2, 2.0)],
+    ids=["none", "too little", "enough"],
+)
+def test_a_kernel_is_waited_for_with_patience(
+    patience: float, measured: int, ended: float, tmp_path: Path, watch: Watch
+) -> None:
     one = study(tmp_path)
     needs = dict(kernels=lambda choice: [Needs(tmp_path, str(choice["x"]), 32)])
     problem = tune_toy.problem(lambda x: Speed(100), values=(1, 2), **needs)
-    row = search.Search(problem, one, Drawn(), Slow(), search.Settings(seconds=0.5)).run()
-    assert row.trials["put back"] == 1
+    settings = search.Settings(seconds=0.5, patience=patience)
+    row = search.Search(problem, one, Drawn(), Slow(watch, 2.0), settings).run()
+    assert (row.measured, row.valid) == (measured, 2)
+    assert watch.now == pytest.approx(ended)
     assert "fails" not in row.rejected
-    (waiting,) = one.get_trials(states=(TrialState.WAITING,))
-    assert waiting.system_attrs["fixed_params"] == {"x": 2}
 
 
 def test_clocks_are_raised_once_not_for_every_trial(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_warmup_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, message in (
         ((), "kvstrata warmup --arch sm_90"),
-        (("nope", "--arch", "sm_90"), "nothing to compile for 'nope'; there are: decode, prefill, store"),
+        (("nope", "--arch", "sm_90"), "nothing to compile for 'nope'; there are: decode, prefill, replay, store"),
         (("--arch", "90"), "--arch: expected a name such as sm_90, got '90'"),
     ):
         done = invoke("warmup", *arguments)
@@ -125,8 +125,8 @@ def test_experiments_end_with_the_time(watch: Watch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nope", "--backend", "reference"), "nothing to tune in 'nope'; there are: decode, prefill, store"),
-        (("nope",), "nothing to tune in 'nope'; there are: decode, prefill, store"),
+        (("nope", "--backend", "reference"), "nothing to tune in 'nope'; there are: decode, prefill, replay, store"),
+        (("nope",), "nothing to tune in 'nope'; there are: decode, prefill, replay, store"),
         (("store", "--only", "zzz", "--backend", "reference"), "no case matches 'zzz'"),
         (("store", "--only", "8*", "--save", "--backend", "reference"), "--save with --only"),
         (("store", "--backend", "triton"), "--backend: expected cuda or reference, got 'triton'"),

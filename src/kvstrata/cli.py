@@ -48,7 +48,9 @@ def main(
 
 
 def bench(
-    op: Annotated[str, typer.Argument(help="What to measure: decode, prefill, quantize, replay, settle or store.")],
+    op: Annotated[
+        str, typer.Argument(help="What to measure: decode, prefill, quantize, replay, settle, step or store.")
+    ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json.")] = False,
     device: Where = Device.auto,

@@ -36,6 +36,10 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
 #pragma unroll
   for (int n = 0; n < kN; n++) st.weights[n][0] = st.weights[n][1] = st.weights[n][2] = st.weights[n][3] = 0.f;
   const auto attend_unit = [&](int unit) {
+    const int before = unit * kUnit * 16;
+    const unsigned char* positions = stage + P::kBytes + before * p.position_bytes;
+    const View view = view_of<kUnit, P::kOrdered>(p, st, tokens - before, positions, 0);
+    if (view == kNothing) return;
     Scores<kUnit, kN> sc;
     KWords words;
     words.load_unit(stage, unit);
@@ -72,13 +76,11 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
       sc.v[i][1] = vs.y * kSecondHalf<T::kV>;
     }
     unsigned w[kUnit][kN][2];
-    const int before = unit * kUnit * 16;
-    const unsigned char* positions = stage + P::kBytes + before * p.position_bytes;
     if constexpr (kMass) {
       share_mass<kUnit>(p, st, sc, group, tokens - before, positions, 0);
       return;
     }
-    soften<f16, kUnit, P::kOrdered>(p, st, sc, tokens - before, positions, 0, w);
+    soften<f16, kUnit, P::kOrdered>(p, st, sc, view, tokens - before, positions, 0, w);
 
     constexpr unsigned kOnes = 0x00010001u, kOnes8 = kOnes << (24 - place<T::kV>(2));
     const unsigned ones[4] = {kOnes, kOnes, kOnes8, kOnes8};

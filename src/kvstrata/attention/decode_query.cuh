@@ -87,14 +87,16 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
   constexpr int kSteps = kDim / 16;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, columns = p.queries * p.group;
   const Owner owner(p, stage);
-  st.fresh = true;
   st.shift = 0;
   st.unit = 24;
 #pragma unroll
   for (int n = 0; n < kN; n++) {
 #pragma unroll
     for (int s = 0; s < kSteps; s++) st.out[n][s][0] = st.out[n][s][1] = st.out[n][s][2] = st.out[n][s][3] = 0.f;
-    st.m[n][0] = st.m[n][1] = st.l[n][0] = st.l[n][1] = 0.f;
+    st.l[n][0] = st.l[n][1] = 0.f;
+#pragma unroll
+    for (int c = 0; c < 2; c++)  // nobody waits for columns that are not there
+      st.m[n][c] = (block * kN + n) * 8 + 2 * t + c < columns ? kNotBegun : 0.f;
     st.centre[n][0] = st.centre[n][1] = st.middle[n][0] = st.middle[n][1] = 0.f;
     if constexpr (kMass)  // columns that are not there, or see nothing, have no weight
 #pragma unroll

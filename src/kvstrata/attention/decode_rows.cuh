@@ -55,6 +55,8 @@ __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st
                                             int first) {
   constexpr int kSteps = kDim / 16, kTiles = P::kMine;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const View view = view_of<kTiles, P::kOrdered>(p, st, tokens, stage + P::kBytes, first);
+  if (view == kNothing) return;
   unsigned char* v_rows = stage + P::kKBytes;
   if (!kMass && tokens < P::kTokens) {  // weight 0 times what stands there must be 0
     for (int i = tokens * kDim * 2 + lane * 16; i < P::kVBytes; i += 512)
@@ -103,7 +105,7 @@ __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st
     return;
   }
   unsigned w[kTiles][kN][2];
-  soften<In, kTiles, P::kOrdered>(p, st, sc, tokens, stage + P::kBytes, first, w);
+  soften<In, kTiles, P::kOrdered>(p, st, sc, view, tokens, stage + P::kBytes, first, w);
 #pragma unroll
   for (int i = 0; i < kTiles; i++) {
     const unsigned char* rows = v_rows + i * 16 * kDim * 2;

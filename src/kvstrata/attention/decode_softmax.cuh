@@ -1,7 +1,9 @@
 // The streaming softmax of a warp: scores to weights that fit the second product, or to the mass of every token.
 //
 // Scores are in powers of two. The reference m of a column is such that weight * (scale of V) fits fp16; it is not the
-// largest score, and changes only when a stage does not fit (`rebase`): one vote a stage instead of a reduction.
+// largest score, and changes only when a stage does not fit (`rebase`): one vote a stage instead of a reduction. A column
+// begins with the first stage that it sees a token of: a reference taken from a hidden stage could be far above all scores
+// to come, whose weights would then underflow.
 #pragma once
 #include "decode_state.cuh"
 #include "warp.cuh"
@@ -19,17 +21,23 @@ __device__ __forceinline__ int position_of(const Params& p, const unsigned char*
   return first + token;
 }
 
-// Whether some query does not see some token, by positions. Few stages have such tokens, and to ask costs little.
-template <int kTiles, int kDim, int kN>
-__device__ __forceinline__ bool hides(const Params& p, const State<kDim, kN>& st, const unsigned char* positions, int first) {
-  bool some = false;
+// What the queries see of a stage: no token, some, or every query all of them. Asked before the first product.
+enum View { kNothing, kPart, kWhole };
+template <int kTiles, bool kOrdered, int kDim, int kN>
+__device__ __forceinline__ View view_of(const Params& p, const State<kDim, kN>& st, int tokens, const unsigned char* positions,
+                                        int first) {
+  if (!kOrdered) return tokens < kTiles * 16 ? kPart : kWhole;
+  bool hidden = tokens < kTiles * 16, seen = false;
+  const int last = st.first + p.queries - 1;  // position of the last query
 #pragma unroll
   for (int i = 0; i < kTiles; i += 2) {
-    const int token = min(i * 16 + static_cast<int>(threadIdx.x & 31), kTiles * 16 - 1);
+    const int token = min(i * 16 + static_cast<int>(threadIdx.x & 31), min(tokens, kTiles * 16) - 1);
     const int position = position_of(p, positions, first, token);
-    some = some || position > st.first || (p.window && position <= st.first + p.queries - 1 - p.window);
+    hidden = hidden || position > st.first || (p.window && position <= last - p.window);
+    seen = seen || (position <= last && (!p.window || position > st.first - p.window));
   }
-  return __any_sync(~0u, some);
+  if (!__any_sync(~0u, seen)) return kNothing;
+  return __any_sync(~0u, hidden) ? kPart : kWhole;
 }
 
 // Softcap, and what may not be seen: past the count, after the query, before its window.
@@ -71,8 +79,8 @@ __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st,
     }
 }
 
-// A new reference for every column, from the stage at hand; what was summed up moves along.
-template <int kTiles, int kDim, int kN>
+// A new reference for every column that sees the stage at hand; what was summed up moves along.
+template <int kTiles, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ void rebase(State<kDim, kN>& st, Scores<kTiles, kN>& sc) {
 #pragma unroll
   for (int n = 0; n < kN; n++)
@@ -86,11 +94,14 @@ __device__ __forceinline__ void rebase(State<kDim, kN>& st, Scores<kTiles, kN>& 
           if (sc.x[i][n][r][c] > kNone) d = fmaxf(d, sc.x[i][n][r][c] + log2_of(fmaxf(sc.v[i][r], 5.9604645e-8f)));
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) d = fmaxf(d, __shfl_xor_sync(~0u, d, lanes));
-      if (d <= kNone) d = 0.f;        // nothing is seen
-      if (!st.fresh) d = fmaxf(d, 0.f);
-      st.m[n][c] += d;
-      const float shrink = exp2_of(-d);
-      if (!st.fresh) {
+      const bool begun = has_begun(st.m[n][c]);
+      if (d <= kNone) {  // nothing is seen, or nothing but NaN
+        if (kOrdered) continue;
+        d = 0.f;
+      }
+      if (begun) {
+        d = fmaxf(d, 0.f);
+        const float shrink = exp2_of(-d);
         st.l[n][c] *= shrink;
 #pragma unroll
         for (int s = 0; s < kDim / 16; s++) {
@@ -99,13 +110,13 @@ __device__ __forceinline__ void rebase(State<kDim, kN>& st, Scores<kTiles, kN>& 
         }
         st.weights[n][c] *= shrink;
       }
+      st.m[n][c] += d;
 #pragma unroll
       for (int i = 0; i < kTiles; i++)
 #pragma unroll
         for (int r = 0; r < 2; r++)
           if (sc.x[i][n][r][c] > kNone) sc.x[i][n][r][c] -= d;
     }
-  st.fresh = false;
 }
 
 // Scores to weights for the second product, in W; true if all of them fit.
@@ -131,18 +142,20 @@ __device__ __forceinline__ bool weigh(const State<kDim, kN>& st, const Scores<kT
 #pragma unroll
   for (int n = 0; n < kN; n++) sum = fmaxf(sum, fmaxf(l[n][0], l[n][1]));
   const float2 top = pair_to_float<W>(most);
-  const bool fits = fmaxf(top.x, top.y) < 16384.f && sum < 1e18f;
-  return !__any_sync(~0u, !fits || st.fresh);
+  bool fits = fmaxf(top.x, top.y) < 16384.f && sum < 1e18f;
+#pragma unroll
+  for (int n = 0; n < kN; n++) fits = fits && has_begun(st.m[n][0]) && has_begun(st.m[n][1]);
+  return !__any_sync(~0u, !fits);
 }
 
+// Scores to weights as operands of the second product.
 template <class W, int kTiles, bool kOrdered, int kDim, int kN>
-__device__ __forceinline__ void soften(const Params& p, State<kDim, kN>& st, Scores<kTiles, kN>& sc, int tokens,
+__device__ __forceinline__ void soften(const Params& p, State<kDim, kN>& st, Scores<kTiles, kN>& sc, View view, int tokens,
                                        const unsigned char* positions, int first, unsigned (&w)[kTiles][kN][2]) {
-  if (tokens < kTiles * 16 || p.softcap_log2 > 0.f || (kOrdered && hides<kTiles>(p, st, positions, first)))
-    mask<kTiles, kOrdered>(p, st, sc, tokens, positions, first);
+  if (view != kWhole || p.softcap_log2 > 0.f) mask<kTiles, kOrdered>(p, st, sc, tokens, positions, first);
   float l[kN][2];
   if (!weigh<W>(st, sc, w, l)) {
-    rebase<kTiles>(st, sc);
+    rebase<kTiles, kOrdered>(st, sc);
     weigh<W>(st, sc, w, l);
   }
 #pragma unroll

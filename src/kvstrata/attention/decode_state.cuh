@@ -29,6 +29,11 @@ struct Params {
 
 constexpr float kNone = -1e30f;
 
+// The reference m of a column that has seen no token yet: -0, which no sum of other numbers gives. A flag of its own would
+// be a register too many.
+constexpr float kNotBegun = -0.f;
+__device__ __forceinline__ bool has_begun(float m) { return __float_as_uint(m) != 0x80000000u; }
+
 __device__ __forceinline__ float2 halves_of(unsigned x) {
   return make_float2(to_float(f16{static_cast<unsigned short>(x)}), to_float(f16{static_cast<unsigned short>(x >> 16)}));
 }
@@ -47,7 +52,6 @@ struct State {
   int shift;             // how much smaller the second half of q stands
   int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24
   int first;             // position of the first query; without positions not used
-  bool fresh;
 };
 
 template <class In>

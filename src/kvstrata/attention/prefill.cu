@@ -22,7 +22,7 @@
 template <class T, int kRows, int kThreads, int kWidth>
 __device__ __forceinline__ void copy_rows(unsigned to, const char* from, unsigned stride, int first, int end,
                                           unsigned thread) {
-  constexpr unsigned kPieces = T::Layout::kBytes / kWidth, kAll = kRows * kPieces;
+  constexpr unsigned kPieces = T::Layout::kChunks * 16 / kWidth, kAll = kRows * kPieces;
   constexpr bool kWholeRows = kThreads % kPieces == 0;  // a thread stays in its column
 #pragma unroll
   for (unsigned turn = 0; turn < kAll; turn += kThreads) {

@@ -96,7 +96,7 @@ def of_choice(choice: tuned.Choice, dim: int) -> Config | Tile:
     """The values of a tuned table (prefill_space.py) as a configuration for heads of this size."""
     kernel, m, n, stages = (choice[name] for name in ("kernel", "block_m", "block_n", "stages"))
     if kernel == "cuda":
-        return Tile(dim, m, n, 4 * choice["groups"], choice["groups"], stages, choice["resident"])
+        return Tile(dim, m, n, m // 16 * choice["groups"], choice["groups"], stages, choice["resident"])
     registers = choice["registers"] or None
     if kernel == "gluon":
         return Config(m, n, 4, stages, specialize=True, pingpong=bool(choice["pingpong"]), registers=registers)

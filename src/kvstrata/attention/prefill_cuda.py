@@ -41,15 +41,17 @@ class Tile:
     groups: int = 1
     stages: int = 2
     resident: int = 3  # blocks of a multiprocessor, for which registers are kept
+    padded: bool = False  # rows in shared memory 16 bytes longer, instead of swizzled
 
     @property
     def name(self) -> str:
         sizes = (self.head_dim, self.block_m, self.block_n, self.warps, self.groups, self.stages, self.resident)
-        return f"Tile<{','.join(map(str, sizes))}>"
+        return f"Tile<{','.join(map(str, sizes))}{',true' if self.padded else ''}>"
 
     def shared(self, ideas: Ideas) -> int:
         """Bytes of shared memory of a block, as prefill_tile.cuh lays them out."""
-        query, stage = 2 * self.block_m * self.head_dim, 4 * self.block_n * self.head_dim
+        row = 2 * self.head_dim + (16 if self.padded else 0)
+        query, stage = self.block_m * row, 2 * self.block_n * row
         scores = 0 if ideas.scores == "registers" else self.block_m * self.groups * (self.block_n + 8) * 4
         return query + self.groups * self.stages * stage + (self.groups - 1) * self.block_m * 8 + scores
 
@@ -62,11 +64,11 @@ class Ideas:
     """What the kernel does that can be left out, to see what it brings; overlap of copies is `Tile.stages` above 1."""
 
     persistent: bool = False  # a block goes on to the next item; else there are as many blocks as items
-    vector: bool = True  # 16 bytes an access; else 4
+    width: int = 16  # bytes of an access: 4, 8 or 16
     scores: str = "registers"  # or "shared": by way of shared memory; "checked": and compared there
 
     def name(self, softcap: bool) -> str:
-        flags = ",".join(str(flag).lower() for flag in (softcap, self.persistent, self.vector))
+        flags = ",".join(str(flag).lower() for flag in (softcap, self.persistent, self.width))
         return f"Ideas<{flags},{SCORES[self.scores]}>"
 
 

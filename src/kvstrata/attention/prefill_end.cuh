@@ -91,21 +91,22 @@ __device__ __forceinline__ void finish(const Params& p, int wave, State<T>& st, 
 #pragma unroll
       for (int d = 0; d < T::kDimTiles; d++) {
         const unsigned pair = pair_of(In{}, st.out[r][d][half * 2] * factor, st.out[r][d][half * 2 + 1] * factor);
-        if constexpr (I::kWidth == 16)
+        if constexpr (I::kWidth > 4)
           *reinterpret_cast<unsigned*>(rows + T::Layout::offset(row, d) + t * 4) = pair;
         else if (first_row + row < item.rows)
           *reinterpret_cast<unsigned*>(out + row * static_cast<i64>(p.out_by.token) + d * 16 + t * 4) = pair;
       }
     }
-  if constexpr (I::kWidth == 16) {
+  if constexpr (I::kWidth > 4) {
     __syncwarp();
-    constexpr int kChunks = T::Layout::kChunks;
+    using Piece = typename Either<uint4, uint2, I::kWidth == 8>::type;
+    constexpr int kPieces = T::Layout::kChunks * 16 / I::kWidth;
 #pragma unroll
-    for (int i = lane; i < T::kRows * kChunks; i += 32) {
-      const int row = i / kChunks, chunk = i % kChunks;
+    for (int i = lane; i < T::kRows * kPieces; i += 32) {
+      const int row = i / kPieces, byte = i % kPieces * I::kWidth;
       if (first_row + row < item.rows)
-        *reinterpret_cast<uint4*>(out + row * static_cast<i64>(p.out_by.token) + chunk * 16) =
-            *reinterpret_cast<const uint4*>(rows + T::Layout::offset(row, chunk));
+        *reinterpret_cast<Piece*>(out + row * static_cast<i64>(p.out_by.token) + byte) =
+            *reinterpret_cast<const Piece*>(rows + T::Layout::offset(row, byte / 16) + byte % 16);
     }
   }
 }

@@ -2,7 +2,7 @@
 
     triton   prefill_triton.py   block_m, block_n, stages, order, registers
     gluon    prefill_gluon.py    block_m, block_n, stages, registers, pingpong      (sm_90)
-    cuda     prefill.cu          block_n, stages, groups, resident
+    cuda     prefill.cu          block_m, block_n, stages, groups, resident
 
 Kernels of Triton's are compiled by Triton, into its own cache, with the very arguments of a launch: no GPU is needed,
 and the first call finds them there. What they take is read from the machine code.
@@ -35,16 +35,18 @@ WHEN = {
     "resident": ("kernel", ("cuda",)),
 }
 SHARED = 227 * 1024  # bytes that a block may have on sm_90
-SIDES = {"triton": ((64, 128), (64, 128)), "gluon": ((64, 128, 192), (64, 128)), "cuda": ((64,), (32, 64))}
+SIDES = {"triton": ((64, 128), (64, 128)), "gluon": ((64, 128, 192), (64, 128)), "cuda": ((32, 64, 128), (32, 64))}
+STAGES = {"triton": (2, 3), "gluon": (2, 3), "cuda": (1, 2, 3, 4)}
+WARPS = 64  # of a multiprocessor
 
 
 def choices(causal: bool, arch: str) -> dict[str, tuple[Value, ...]]:
     """Of a shape; on other GPUs than Hopper's there is no prefill_gluon.py."""
     return {
         "kernel": ("triton", "gluon", "cuda") if arch == "sm_90" else ("triton", "cuda"),
-        "block_m": (64, 128, 192),
+        "block_m": (32, 64, 128, 192),
         "block_n": (32, 64, 128),
-        "stages": (2, 3),
+        "stages": (1, 2, 3, 4),
         "order": (0, 2) if causal else (0,),
         "registers": (0, 128, 168),
         "pingpong": (0, 1),
@@ -71,13 +73,18 @@ def invalid(choice: Choice, dim: int) -> str | None:
     some_m, some_n = SIDES[kernel]
     if block_m not in some_m or block_n not in some_n:
         return f"{kernel} has no blocks of {block_m} by {block_n}"
+    if choice["stages"] not in STAGES[kernel]:
+        return f"{kernel} has no {choice['stages']} stages"
     if choice.get("registers") and block_m != 64:
         return "a limit of registers is for blocks of 64 queries"
     if choice.get("pingpong") and block_m == 64:
         return "one warpgroup takes no turns"
-    if kernel == "cuda":
-        shared = of_choice(choice, dim).shared(IDEAS)  # type: ignore[union-attr]
-        return None if choice["resident"] * (shared + 1024) <= SHARED else "so many blocks do not fit"
+    found = of_choice(choice, dim)
+    if isinstance(found, Tile):
+        if found.groups > 1 and block_m > found.stages * block_n:
+            return "a group's output does not fit its stages"
+        fits = found.resident * (found.shared(IDEAS) + 1024) <= SHARED and found.resident * found.warps <= WARPS
+        return None if fits else "so many blocks do not fit"
     wanted = 2 * dim * (block_m + 2 * choice["stages"] * block_n)
     return None if wanted <= SHARED else f"{wanted} bytes of shared memory, there are {SHARED}"
 

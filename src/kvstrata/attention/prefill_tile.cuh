@@ -35,7 +35,11 @@ struct Params {
 // queries, 16 or a multiple, and all keys of the tile.
 //
 //   shared memory:  Q (later: out) | group 0: stages of K, V | group 1 .. | stats of groups 1 .. | scores
-template <int kDim_, int kBlockM_, int kBlockN_, int kWarps_, int kGroups_, int kStages_, int kResident_>
+template <class First, class Second, bool kSecond> struct Either { using type = First; };
+template <class First, class Second> struct Either<First, Second, true> { using type = Second; };
+
+template <int kDim_, int kBlockM_, int kBlockN_, int kWarps_, int kGroups_, int kStages_, int kResident_,
+          bool kPadded = false>
 struct Tile {
   static constexpr int kDim = kDim_, kM = kBlockM_, kN = kBlockN_, kWarps = kWarps_, kGroups = kGroups_;
   static constexpr int kStages = kStages_, kResident = kResident_;  // kResident: blocks of a multiprocessor
@@ -43,8 +47,9 @@ struct Tile {
   static constexpr int kRows = kM / kRowWarps, kRowTiles = kRows / 16;  // of a warp
   static constexpr int kSteps = kDim / 16, kDimTiles = kDim / 8, kKeyTiles = kN / 8;
   static constexpr bool kKeepQuery = kDim * kRowTiles <= 128;  // in registers
-  using Layout = Swizzle<kDim / 8>;
-  static constexpr int kQueryBytes = kM * kDim * 2, kHalfStage = kN * kDim * 2, kRingBytes = kStages * 2 * kHalfStage;
+  using Layout = typename Either<Swizzle<kDim / 8>, Padded<kDim / 8>, kPadded>::type;
+  static constexpr int kQueryBytes = kM * Layout::kBytes, kHalfStage = kN * Layout::kBytes;
+  static constexpr int kRingBytes = kStages * 2 * kHalfStage;
   static constexpr int kStatsAt = kQueryBytes + kGroups * kRingBytes;
   static constexpr int kScoresAt = kStatsAt + (kGroups - 1) * kM * 8, kScoreRow = (kN + 8) * 4;
   static_assert(kWarps % kGroups == 0 && kM % (16 * kRowWarps) == 0 && kN % 16 == 0 && kDim % 16 == 0, "odd tile");
@@ -55,10 +60,10 @@ struct Tile {
 enum Scores { kInRegisters, kInShared, kChecked };  // kChecked: in shared memory, and compared with plain sums
 
 // What can be switched one at a time.
-template <bool kSoftcap_, bool kPersistent_ = true, bool kVector_ = true, Scores kScores_ = kInRegisters>
+template <bool kSoftcap_, bool kPersistent_ = true, int kWidth_ = 16, Scores kScores_ = kInRegisters>
 struct Ideas {
   static constexpr bool kSoftcap = kSoftcap_, kPersistent = kPersistent_;
-  static constexpr int kWidth = kVector_ ? 16 : 4;  // bytes of a load and of a store
+  static constexpr int kWidth = kWidth_;  // bytes of a load and of a store: 4, 8 or 16
   static constexpr Scores kScores = kScores_;
 };
 

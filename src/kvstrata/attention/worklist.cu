@@ -31,32 +31,40 @@ struct Params {
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ __forceinline__ i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
-// Exclusive sums over the block; `total` of all.
-__device__ __forceinline__ int3 scan(int3 mine, int3& total) {
-  __shared__ int3 sums[kThreads / 32];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int3 x = mine;
+// Sums over groups of stages. Costs of a large layer do not fit 32 bits.
+struct Sums {
+  int stages;
+  i64 cost;
+  i64 other;  // chunks with fixed_cost, else the cost where there are few stages
+
+  __device__ __forceinline__ void add(const Sums& x) { stages += x.stages, cost += x.cost, other += x.other; }
+};
+
+// Inclusive sums over the lanes of a warp.
+__device__ __forceinline__ Sums scan_warp(Sums x) {
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    const int a = __shfl_up_sync(~0u, x.x, d), b = __shfl_up_sync(~0u, x.y, d), c = __shfl_up_sync(~0u, x.z, d);
-    if (lane >= d) x.x += a, x.y += b, x.z += c;
+    const Sums before = {__shfl_up_sync(~0u, x.stages, d), __shfl_up_sync(~0u, x.cost, d), __shfl_up_sync(~0u, x.other, d)};
+    if ((threadIdx.x & 31) >= d) x.add(before);
   }
-  if (lane == 31) sums[warp] = x;
+  return x;
+}
+
+// Exclusive sums over the block; `total` of all.
+__device__ __forceinline__ Sums scan(const Sums& mine, Sums& total) {
+  __shared__ Sums of_warps[kThreads / 32];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const Sums x = scan_warp(mine);
+  if (lane == 31) of_warps[warp] = x;
   __syncthreads();
-  if (warp == 0) {
-    int3 s = sums[lane];
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int a = __shfl_up_sync(~0u, s.x, d), b = __shfl_up_sync(~0u, s.y, d), c = __shfl_up_sync(~0u, s.z, d);
-      if (lane >= d) s.x += a, s.y += b, s.z += c;
-    }
-    sums[lane] = s;
-  }
+  if (warp == 0) of_warps[lane] = scan_warp(of_warps[lane]);
   __syncthreads();
-  total = sums[kThreads / 32 - 1];
-  const int3 before = warp ? sums[warp - 1] : make_int3(0, 0, 0);
-  return make_int3(before.x + x.x - mine.x, before.y + x.y - mine.y, before.z + x.z - mine.z);
+  total = of_warps[kThreads / 32 - 1];
+  Sums base = {x.stages - mine.stages, x.cost - mine.cost, x.other - mine.other};
+  if (warp) base.add(of_warps[warp - 1]);
+  return base;
 }
 
 // Tokens of a tier: what is counted, but no more than the table has pages for.
@@ -64,12 +72,13 @@ __device__ __forceinline__ int held(const Params& p, const int* count, int tier)
   return min(max(count[tier], 0), p.max_pages * p.page_tokens);
 }
 
-// Stages, cost, and chunks (with fixed_cost) or cost where there are few, of one tier of a KV head.
-__device__ __forceinline__ int3 measure(const Params& p, const int* count, int tier) {
+// One tier of a KV head.
+__device__ __forceinline__ Sums measure(const Params& p, const int* count, int tier) {
   const int stages = ceil_div(held(p, count, tier), p.stage_tokens[tier]);
-  const int cost = stages ? p.begin_cost + stages * p.cost[tier] : 0;
-  const int few = stages ? p.few_begin + stages * p.few_cost[tier] : 0;
-  return make_int3(stages, cost, p.fixed_cost ? ceil_div(cost, p.fixed_cost) : few);
+  if (!stages) return {0, 0, 0};
+  const i64 cost = p.begin_cost + static_cast<i64>(stages) * p.cost[tier];
+  const i64 few = p.few_begin + static_cast<i64>(stages) * p.few_cost[tier];
+  return {stages, cost, p.fixed_cost ? ceil_div(cost, static_cast<i64>(p.fixed_cost)) : few};
 }
 
 __device__ __forceinline__ const int* counts_of(const Params& p, int layer, int unit) {
@@ -77,6 +86,12 @@ __device__ __forceinline__ const int* counts_of(const Params& p, int layer, int 
   const int head = p.page_bytes ? 0 : unit % p.kv_heads;  // plain pages: one length for all heads
   return p.count + request * p.count_request + layer * p.count_layer + head * p.tiers;
 }
+
+// What stands before a group in the list: cost (with fixed_cost: chunks) and stages.
+struct Base {
+  i64 cost;
+  int stages;
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_constant__ Params p) {
   wait_for_previous();
@@ -87,34 +102,32 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   Stage* stages = p.stages + static_cast<i64>(blockIdx.x) * p.capacity;
   Chunk* parts = p.parts + static_cast<i64>(blockIdx.x) * p.most;
   Slots* slots = p.slots + static_cast<i64>(blockIdx.x) * p.tiers * units;
-  extern __shared__ int3 bases[];  // [tiers, the part's units]
+  extern __shared__ Base bases[];  // [tiers, the part's units]
 
   // Groups in the order of the list, some in a row for every thread.
-  int3 mine = make_int3(0, 0, 0), total;
+  Sums mine = {0, 0, 0}, total;
   const int first = threadIdx.x * per_thread, end = min(first + per_thread, units * p.tiers);
   const auto group_of = [&](int group) { return measure(p, counts_of(p, layer, group % units), group / units); };
-  for (int group = first; group < end; group++) {
-    const int3 n = group_of(group);
-    mine.x += n.x, mine.y += n.y, mine.z += n.z;
-  }
-  int3 base = scan(mine, total);
+  for (int group = first; group < end; group++) mine.add(group_of(group));
+  Sums base = scan(mine, total);
+  const bool few = !p.fixed_cost && total.stages <= p.few, by_other = few || p.fixed_cost;
   for (int group = first; group < end; group++) {
     const int unit = group % units;
-    if (unit >= part_first && unit < part_end) bases[group / units * per_part + unit - part_first] = base;
-    const int3 n = group_of(group);
-    base.x += n.x, base.y += n.y, base.z += n.z;
+    if (unit >= part_first && unit < part_end)
+      bases[group / units * per_part + unit - part_first] = {by_other ? base.other : base.cost, base.stages};
+    base.add(group_of(group));
   }
   __syncthreads();
 
-  const bool few = !p.fixed_cost && total.x <= p.few;
   const int* costs = few ? p.few_cost : p.cost;
-  const int begin_cost = few ? p.few_begin : p.begin_cost, all = few ? total.z : total.y;
-  int largest = 1;
-  for (int t = 0; t < p.tiers; t++) largest = max(largest, costs[t]);
+  const int begin_cost = few ? p.few_begin : p.begin_cost;
+  const i64 all = few ? total.other : total.cost;
+  i64 largest = 1;
+  for (int t = 0; t < p.tiers; t++) largest = max(largest, static_cast<i64>(costs[t]));
   // A stage each where there are so few; else two at least, since some would get two anyway.
-  const int share = ceil_div(all, p.most);
-  const int size = p.fixed_cost ? p.fixed_cost : share <= largest ? largest : max(2 * largest, share);
-  const int used = p.fixed_cost ? total.z : ceil_div(all, size);
+  const i64 share = ceil_div(all, static_cast<i64>(p.most));
+  const i64 size = p.fixed_cost ? p.fixed_cost : share <= largest ? largest : max(2 * largest, share);
+  const int used = p.fixed_cost ? total.other : ceil_div(all, size);
   // Neighbours go to one multiprocessor, and as many to each: the place of a chunk by its number, and the other way round.
   const int each = ceil_div(used, p.multiprocessors);
   const bool spread = !p.fixed_cost && each < p.workers;
@@ -124,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
       const int in_turn = at % p.workers, chunk = spread ? at / p.workers * each + in_turn : at;
       if (chunk >= used || (spread && in_turn >= each)) parts[at].at = parts[at].end = 0;
     }
-    if (used && threadIdx.x == 0) parts[place_of(used - 1)].end = total.x;
+    if (used && threadIdx.x == 0) parts[place_of(used - 1)].end = total.stages;
   }
 
   const int lane = threadIdx.x & 31;
@@ -135,8 +148,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
     const int* table = p.table + request * p.table_request + layer * p.table_layer +
                        (p.page_bytes ? 0 : static_cast<i64>(head) * p.tiers * p.max_pages);
     for (int t = 0; t < p.tiers; t++) {
-      const int3 before = bases[t * per_part + u - part_first];
-      const int at = before.x, chunk = p.fixed_cost ? before.z : 0, begin = p.fixed_cost ? 0 : few ? before.z : before.y;
+      const Base before = bases[t * per_part + u - part_first];
+      const int at = before.stages, chunk = p.fixed_cost ? before.cost : 0;
+      const i64 begin = p.fixed_cost ? 0 : before.cost;
       const int tokens = held(p, count, t), step = p.stage_tokens[t], n = ceil_div(tokens, step), price = costs[t];
       const int per_page = p.page_tokens / step;
       const auto stage_of = [&](int i) {
@@ -151,10 +165,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
       for (int i = lane; i < n; i += 32) stages[at + i] = stage_of(i);
       // A chunk begins with the stage that its share of the cost begins in. No stage costs more than a share; with the cost
       // of beginning its group a first one may, and then chunks before its own are empty.
-      const int after = n ? begin + begin_cost : begin;
-      const i64 whole = after + static_cast<i64>(n) * price;
-      for (int c = ceil_div(begin, size) + lane; static_cast<i64>(c) * size < whole; c += 32) {
-        const int i = max(c * size - after, 0) / price, number = chunk + c;
+      const i64 after = n ? begin + begin_cost : begin, whole = after + static_cast<i64>(n) * price;
+      for (i64 c = ceil_div(begin, size) + lane; c * size < whole; c += 32) {
+        const int i = max(c * size - after, 0ll) / price, number = chunk + c;
         Chunk& part = parts[place_of(number)];
         part.first = stage_of(i);
         part.at = at + i;
@@ -166,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         if (n) {
           const int c = (after + price - 1) / size;
           found.first = chunk + c + t * units + u;
-          found.count = (after + n * price - 1) / size - c + 1;
+          found.count = static_cast<int>((whole - 1) / size) - c + 1;
         }
         slots[t * units + u] = found;
       }

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .budget import Memory
+from .scratch import scratch_bytes
 
 if TYPE_CHECKING:
     from .cache import TieredCache
@@ -44,6 +45,7 @@ def memory(cache: TieredCache) -> Memory:
         tokens=dict(zip(names, counts.tolist(), strict=True)),
         full=int(cache._lengths.sum()) * cache.kv_heads * 2 * cache.head_dim * cache.dtype.itemsize,
         allowed=cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests]),
+        scratch=scratch_bytes(cache),
     )
 
 

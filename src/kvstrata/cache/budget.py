@@ -1,17 +1,18 @@
 """The budget: how many bytes the pages of a layer may take, and what was allocated.
 
 Everything is charged: codes, scales, positions, importance, unused slots of a page (whole pages are paid), unused
-pages of a slab (a page costs its share of the slab, and one slab per tier is held in reserve), tables, centres.
+pages of a slab (one slab per tier is held in reserve for them), tables, centres.
 
 An absolute budget is split evenly over the layers; in a layer all requests share it. A fraction is granted to every
 request and layer on its own, so what happens to a request does not depend on its neighbours:
 
     allowed(n) = max(fraction * 16-bit bytes of n tokens, need(min(n, floor_tokens)))
-    need(n)    = sinks and window in whole 16-bit pages, the rest and one page in the lowest tier, tables, reserve
+    need(n)    = sinks, window and room in whole 16-bit pages, the rest and one page in the lowest tier, tables, reserve
 
 The second term is the floor: short contexts, of which the 16-bit window is a large part, may always take what they
-need with everything older in the lowest tier. ``floor_tokens`` is where the fraction overtakes that need; for a
-fraction that never does, it is one page more than sinks and window.
+need with everything older in the lowest tier. The room is for the tokens between two settlings, half a page unless
+``settle_every`` is less: a window that fills its pages would settle at every step without it. ``floor_tokens`` is
+where the fraction overtakes that need; for a fraction that never does, it is one page more than sinks and window.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Memory:
     tokens: dict[str, int] = field(default_factory=dict)  # per tier, over layers and KV heads
     full: int = 0  # all tokens appended, those evicted since included, at the model's precision, without any table
     allowed: int | None = None
+    scratch: int = 0  # of decode plans that are alive; neither in ``total`` nor under the budget
 
     @property
     def total(self) -> int:
@@ -87,6 +89,7 @@ class Budget:
     kv_heads: int
     token_bytes: int  # K and V of one KV head at the model's precision
     kept: int  # sinks and window
+    room: int  # plain tokens beside them that the floor has pages for
     page_tokens: int
     page_price: tuple[int, ...]  # per tier
     fixed: int  # tables, centres
@@ -124,7 +127,7 @@ class Budget:
         """Tokens from which a fraction is more than the need; inf for never."""
         low = self.page_price[-1]
         gain = self.kv_heads * (float(self.amount or 0) * self.token_bytes - low / self.page_tokens)
-        window = -(-self.kept // self.page_tokens) * self.page_price[0] + 2 * low
+        window = -(-(self.kept + self.room) // self.page_tokens) * self.page_price[0] + 2 * low
         constant = self.overhead + self.kv_heads * (window - self.kept * low / self.page_tokens)
         return max(int(constant / gain) + 1, self.kept) if gain > 0 else math.inf
 
@@ -137,7 +140,7 @@ class Budget:
         """Bytes of one request and layer with everything but sinks and window in the lowest tier."""
         if tokens == 0:
             return self.overhead
-        plain = -(-min(tokens, self.kept) // self.page_tokens)
+        plain = -(-min(tokens, self.kept + self.room) // self.page_tokens)
         lossy = -(-max(tokens - self.kept, 0) // self.page_tokens) + 1
         return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[-1])
 

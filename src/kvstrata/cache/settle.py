@@ -102,9 +102,14 @@ class Plans:
 
 
 def whole_pages(settle_every: int, kept: int, page_tokens: int) -> int:
-    """Room for about ``settle_every`` tokens beside those that stay plain, so that together they fill their pages."""
+    """Room for about ``settle_every`` tokens beside those that stay plain, so that together they fill their pages.
+
+    At least half and at most twice as much; ``settle_every`` itself where no number of pages gives that.
+    """
     room = (kept + settle_every) // page_tokens * page_tokens - kept
-    return room if room > 0 else settle_every
+    if 2 * room < settle_every:
+        room += page_tokens
+    return room if room <= 2 * settle_every else settle_every
 
 
 def _movable(scope: Scopes, policy: Policy) -> torch.Tensor:

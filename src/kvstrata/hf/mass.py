@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from ..cache import TieredCache
+from .mask import visible
 
-CHUNK = 64  # queries at a time
+CHUNK = 16  # queries at a time: their scores are the memory that this takes
 
 
 class Logits(NamedTuple):
@@ -26,7 +27,8 @@ class Logits(NamedTuple):
 def prompt_mass(
     query: torch.Tensor,
     key: torch.Tensor,
-    visible: torch.Tensor,
+    query_position: torch.Tensor,
+    column_position: torch.Tensor,
     asking: torch.Tensor,
     logits: Logits,
     limit: int,
@@ -36,7 +38,8 @@ def prompt_mass(
     Args:
         query: ``[rows, heads, queries, D]``.
         key: ``[rows, kv_heads, columns, D]``.
-        visible: bool ``[rows, kv_heads or 1, queries, columns]``.
+        query_position: ``[rows, queries]``; a query sees the positions up to its own.
+        column_position: ``[rows, kv_heads or 1, columns]``, -1 for a column without a token.
         asking: bool ``[rows, queries]``, False for padding.
         logits: how scores become logits.
         limit: how many queries are looked at.
@@ -58,7 +61,7 @@ def prompt_mass(
         if logits.softcap is not None:
             scores = scores.div_(logits.softcap).tanh_().mul_(logits.softcap)
         by_query = scores.view(rows, kv_heads, group, len(some), columns)
-        by_query.masked_fill_(~visible[:, :, some].unsqueeze(2), -torch.inf)
+        by_query.masked_fill_(~visible(query_position[:, some], column_position).unsqueeze(2), -torch.inf)
         if logits.sinks is not None:
             sink = logits.sinks.float().view(1, -1, 1, 1).expand(rows, -1, len(some), 1)
             scores = torch.cat([scores, sink.reshape(len(scores), -1, 1)], -1)

@@ -16,7 +16,7 @@ import torch
 
 from .compiler import compile
 
-STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may use without asking
+PORTABLE_SHARED = 48 * 1024  # bytes of shared memory, static and dynamic, that a launch gets without opting in
 
 
 def arch_of(device: torch.device | int | None = None) -> str:
@@ -30,6 +30,16 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+def capture_id(stream: int) -> int:
+    """Number of the graph capture that a capturing stream is part of; no two captures have the same."""
+    from cuda.bindings import driver
+
+    error, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
+    if int(error):
+        raise RuntimeError(f"stream: the driver answered {error.name} when asked for its capture")
+    return int(number)
+
+
 class Kernel:
     """One kernel, loaded; usable in every context of its architecture."""
 
@@ -40,6 +50,18 @@ class Kernel:
         self.entry = entry
         self._code = ObjectCode.from_cubin(cubin.code, name=source.name)
         self.core = self._code.get_kernel(cubin.symbol)
+
+    @functools.cached_property
+    def static_shared(self) -> int:
+        """Bytes of shared memory that the kernel declares itself, beside what a launch asks for."""
+        from cuda.bindings import driver
+
+        size = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        kernel, device = driver.CUkernel(int(self.core.handle)), driver.CUdevice(torch.cuda.current_device())
+        error, number = driver.cuKernelGetAttribute(size, kernel, device)
+        if int(error):
+            raise RuntimeError(f"{self.entry}: the driver answered {error.name} when asked for its shared memory")
+        return int(number)
 
     def resident(self, block: int, shared: int = 0) -> int:
         """How many of its blocks torch's current device runs at once."""
@@ -81,7 +103,7 @@ class Launch:
         self.args = ctypes.addressof(self._pointers)
         self._function = driver.CUfunction(int(kernel.core.handle))
         x, y = (grid, 1) if isinstance(grid, int) else grid
-        if shared > STATIC_SHARED:
+        if shared + kernel.static_shared > PORTABLE_SHARED:
             most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             device = driver.CUdevice(torch.cuda.current_device())
             (error,) = driver.cuKernelSetAttribute(most, shared, driver.CUkernel(int(kernel.core.handle)), device)

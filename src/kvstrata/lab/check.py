@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import torch
 
@@ -21,29 +20,14 @@ from kvstrata.bench import Case, cases
 from kvstrata.bench.runner import verify
 
 from . import child, sweeps
+from .check_results import SANITIZER, TOOLS, Step
 from .launch import build
 
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 TRIALS = (60, 12)  # of each backend: full, quick
 SWEEP_SECONDS = (20.0, 6.0)  # for them; most of it is compiling, on a GPU
 WATCHED = (6, 3)  # trials under a tool
 SECONDS = 420  # for one process
 FLAGS = ("--target-processes", "all", "--report-api-errors", "no", "--error-exitcode", "86")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One part of a check. `errors` is empty where it passed; `skipped` says why it was not done."""
-
-    name: str
-    done: int = 0
-    seconds: float = 0.0
-    errors: list[str] = field(default_factory=list)
-    skipped: str | None = None
-
-    @property
-    def verdict(self) -> str:
-        return "FAILED" if self.errors else "skipped" if self.skipped else "passed"
 
 
 def check_cases(op: str, device: torch.device) -> Step:
@@ -119,7 +103,7 @@ def check_sanitizer(
     tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str, limit: float = SECONDS
 ) -> Step:
     """Small trials under one tool of compute-sanitizer."""
-    began, name = time.perf_counter(), f"compute-sanitizer, {tool}"
+    began, name = time.perf_counter(), SANITIZER + tool
     command = sanitizer_command(tool, op, backends, trials, sanitizer)
     try:
         said, code = child.run(command, limit, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
@@ -200,5 +184,5 @@ def sanitize(
     elif not backends:
         reason = f"no CUDA C++ backend of {op} runs here"
     if reason or sanitizer is None:
-        return [Step(f"compute-sanitizer, {tool}", skipped=reason) for tool in tools]
+        return [Step(SANITIZER + tool, skipped=reason) for tool in tools]
     return [pool.submit(check_sanitizer, tool, op, backends, trials, sanitizer, limit) for tool in tools]

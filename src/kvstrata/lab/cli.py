@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NO_TOOL = 3  # exit code: the tool that a command drives is not there, or may not do its work
 
 
-Op = Annotated[str, typer.Argument(help="An op that bench knows: decode, prefill, quantize, replay, settle, store.")]
+Op = Annotated[str, typer.Argument(help="What bench knows: decode, prefill, quantize, replay, settle, step, store.")]
 
 
 def profile(
@@ -134,6 +134,11 @@ def check(
     device: Where = Device.auto,
     seed: Annotated[int, typer.Option(help="Of the first trial; a failure names its seed.")] = 0,
     minutes: Annotated[float, typer.Option(min=0.01, help="Of a sweep or a tool; one that takes longer failed.")] = 7.0,
+    save: Annotated[
+        bool, typer.Option("--save", help="Put the outcome into RESULTS/<machine>/check.json, failures too.")
+    ] = False,
+    results: Results = Path("results"),
+    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Is the op correct on this machine? Exit code 1 if anything says no.
@@ -149,11 +154,15 @@ def check(
 
     Example: kvstrata check prefill --tools none
 
+    Example: kvstrata check decode --quick --save
+
     Example: kvstrata check replay --device cpu --json
     """
     from kvstrata.bench import cases
+    from kvstrata.bench.machine import describe
 
     from . import check as checks
+    from . import check_results
     from .table import Grid
 
     say = console(stderr=as_json)
@@ -185,6 +194,13 @@ def check(
     notes += [f"{step.name} skipped: {step.skipped}" for step in steps if step.skipped]
     say.print(Grid(f"check {op} on {where}", ["", "verdict", "checked", "seconds"], rows, notes, names=2).terminal())
     say.print(f"Correctness: {'FAILED' if failed else 'PASSED'}", highlight=False)
+    if save:
+        checked = check_results.Checked(op, describe(where, revision), quick, seed, wanted, steps)
+        try:
+            path = check_results.save(checked, results)
+        except (ValueError, OSError) as error:
+            refuse(text_of(error))
+        say.print(f"Saved: {path}", markup=False, highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 

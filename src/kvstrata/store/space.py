@@ -1,26 +1,27 @@
 """What can be set in ``store.cu``, for `kvstrata tune`: the way to move a unit, and how the units are cut.
 
-``threads`` a block and units a thread (``per``) for direct and staged copies; rows a block (``rows``) for bulk copies.
+``threads`` a block, units a thread (``per``) and bytes of a unit (``unit``) for direct and staged copies; rows a block
+(``rows``) for bulk copies.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from ..jit.tuned import Choice
-from .store_cuda import Config, Shape, entry_of, in_chunks, takes
+from .store_cuda import Config, Shape, cut, entry_of, takes
 
 CHOICES: dict[str, tuple[int | str, ...]] = {
     "kernel": ("direct", "staged", "bulk"),
     "threads": (64, 128, 256, 512, 1024),
     "per": (1, 2, 4, 8),
+    "unit": (16, 8, 4),
     "rows": (1, 2, 3, 4, 6, 8, 16, 32),
 }
 WHEN: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "threads": ("kernel", ("direct", "staged")),
     "per": ("kernel", ("direct", "staged")),
+    "unit": ("kernel", ("direct", "staged")),
     "rows": ("kernel", ("bulk",)),
 }
 
@@ -29,13 +30,16 @@ def choice_of(config: Config) -> Choice:
     """What `Config.of` makes it from."""
     if config.kernel == "bulk":
         return {"kernel": "bulk", "rows": config.per}
-    return {"kernel": config.kernel, "threads": config.threads, "per": config.per}
+    return {"kernel": config.kernel, "threads": config.threads, "per": config.per, "unit": config.unit}
 
 
 def invalid(shape: Shape, config: Config, arch: str) -> str | None:
     """Why these rows cannot be moved that way, or None."""
     if config.kernel == "bulk" and int(arch.removeprefix("sm_")) < 90:
         return f"bulk copies need sm_90, got {arch}"
+    widest = shape.elements * shape.task.cache_dtype.itemsize
+    if config.kernel != "bulk" and config.unit > widest:
+        return f"units are {widest} bytes wide at most, got {config.unit}"
     if not takes(shape, config):
         return f"{config.kernel} copies do not take units of {shape.elements * shape.task.source_dtype.itemsize} bytes"
     return None
@@ -43,6 +47,4 @@ def invalid(shape: Shape, config: Config, arch: str) -> str | None:
 
 def entry(shape: Shape, slots: torch.dtype, config: Config) -> str:
     """The template instantiation that would be launched."""
-    if config.kernel == "bulk":
-        shape = replace(shape, task=in_chunks(shape.task))
-    return entry_of(shape, slots, config)
+    return entry_of(cut(shape, config), slots, config)

@@ -36,12 +36,14 @@ POINTERS = struct.Struct("7Q")
 class Config:
     """How a kernel of ``store.cu`` is cut.
 
-    ``direct`` and ``staged``: threads a block, units a thread. ``bulk``: rows a block, one thread each.
+    ``direct`` and ``staged``: threads a block, units a thread, bytes of a unit in the cache at most. ``bulk``: rows a
+    block, one thread each.
     """
 
     kernel: str = "direct"
     threads: int = 256
     per: int = 1
+    unit: int = 16
 
     def __post_init__(self) -> None:
         if self.kernel not in ("direct", "staged", "bulk"):
@@ -84,10 +86,22 @@ def shape_of(task: Task, address_bits: int) -> Shape:
         # A wide source unit is several 16-byte loads, so its start needs 16 bytes of alignment and no more.
         fits_source = elements if source_bytes == 16 else max(1, source_bytes // source)
         elements = min(elements, fits_source, max(1, cache_bytes // cache))
+    return _shape(task, elements)
+
+
+def _shape(task: Task, elements: int) -> Shape:
     k_units = task.k.dim // elements
     v_units = task.v.dim // elements if task.v else 0
     units = task.tokens * task.k.heads * max(k_units, v_units)
     return Shape(task, elements, k_units, v_units, units >= 1 << 30)
+
+
+def cut(shape: Shape, config: Config) -> Shape:
+    """The shape in the units of a configuration: those of ``bulk`` are pieces of rows, others may be made narrower."""
+    if config.kernel == "bulk":
+        return replace(shape, task=in_chunks(shape.task))
+    elements = min(shape.elements, config.unit // shape.task.cache_dtype.itemsize)
+    return shape if elements == shape.elements else _shape(shape.task, elements)
 
 
 def op_of(shape: Shape) -> str:
@@ -182,8 +196,10 @@ def in_chunks(task: Task) -> Task:
 def takes(shape: Shape, config: Config) -> bool:
     """Whether a kernel can move these rows: staged needs units of 4 bytes, bulk needs 16 and equal dtypes."""
     task, unit = shape.task, shape.elements * shape.task.source_dtype.itemsize
+    if config.unit < task.cache_dtype.itemsize:
+        return False
     if config.kernel == "staged":
-        return unit >= 4
+        return cut(shape, config).elements * task.source_dtype.itemsize >= 4
     if config.kernel == "bulk":
         return unit == 16 and not task.rounds and _longest(in_chunks(task)) * config.per <= 40 << 10
     return True
@@ -220,8 +236,7 @@ def plan(
             f"backend: {config.kernel} copies need rows of aligned 16-byte units of one dtype (staged: 4 bytes), "
             f"got {unit}-byte units of {task.source_dtype} into {task.cache_dtype}; use backend='cuda'"
         )
-    if config.kernel == "bulk":
-        shape = replace(shape, task=in_chunks(shape.task))
+    shape = cut(shape, config)
     task = shape.task
     source, cache = task.source_dtype.itemsize, task.cache_dtype.itemsize
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from rich.progress import Progress
 
+    from kvstrata.tune.gates import Limits
     from kvstrata.tune.problems import Problem
     from kvstrata.tune.results import Gate, Tuning
     from kvstrata.tune.search import Settings, State
@@ -33,7 +34,7 @@ NOISE = (0.02, 0.05)
 
 
 def tune(
-    op: Annotated[str, typer.Argument(help="What to tune: decode, prefill or store.")],
+    op: Annotated[str, typer.Argument(help="What to tune: decode, prefill, replay or store.")],
     trials: Annotated[
         int | None, typer.Option(min=1, help="Trials of each case; all processes and earlier runs count.")
     ] = None,
@@ -50,16 +51,27 @@ def tune(
     ] = False,
     device: Where = Device.auto,
     backend: Annotated[str, typer.Option(help="cuda, or reference: a toy, to see how it works.")] = "cuda",
+    gates: Annotated[
+        str,
+        typer.Option(
+            metavar="PRESET",
+            help="Limits of compiled kernels: hardware; portable: 48 KB of shared memory, 96 registers; portable-50: "
+            "and half of the warps resident.",
+        ),
+    ] = "hardware",
     shared_cap: Annotated[
         int | None, typer.Option(metavar="BYTES", help="Shared memory of a block; 49152 runs on every GPU.")
     ] = None,
-    max_registers: Annotated[int, typer.Option(min=16, max=255, help="Registers of a thread.")] = 255,
-    min_occupancy: Annotated[float, typer.Option(min=0, max=1, help="Resident warps, of those possible.")] = 0.1,
+    max_registers: Annotated[int | None, typer.Option(min=16, max=255, help="Registers of a thread.")] = None,
+    min_occupancy: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Resident warps, of those possible.")
+    ] = None,
     aa: Annotated[
         int | None, typer.Option("--aa", metavar="N", min=1, help="No search: N experiments with the gate itself.")
     ] = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Write RESULTS/<machine>/tune_<op>.json (or gate.json), and the table.")
+        bool,
+        typer.Option("--save", help="Write RESULTS/<machine>/tune_<op>[_<gates>].json (or gate.json), and the table."),
     ] = False,
     results: Results = Path("results"),
     tables: Annotated[
@@ -79,6 +91,8 @@ def tune(
 
     Example: kvstrata tune store --minutes 2 --save
 
+    Example: kvstrata tune prefill --gates portable --trials 100 --save
+
     Example: kvstrata tune decode --only 'mixed*' --trials 60 --storage sqlite:///tune.db --resume
 
     Example: kvstrata tune store --backend reference --device cpu --trials 4
@@ -89,8 +103,9 @@ def tune(
     for package in ("optuna", "scipy"):
         if importlib.util.find_spec(package) is None:
             refuse(f"tune needs {package}: pip install 'kvstrata[tune]'")
+    from kvstrata.jit.tuned import user_folder
     from kvstrata.tune import problems, render
-    from kvstrata.tune.gates import Limits
+    from kvstrata.tune.gates import HARDWARE, PRESETS
     from kvstrata.tune.results import dumps
     from kvstrata.tune.search import Settings
 
@@ -99,21 +114,25 @@ def tune(
         refuse("--save with --only would replace the whole result by a part of it; --tables DIR writes the table alone")
 
     def keep(result: Tuning | Gate) -> list[Path]:
-        return list(_save(op, result, arch, backend, results if save else None, tables))
+        own = save and limits == PRESETS[HARDWARE]  # what `auto` takes is bound by the hardware alone
+        folder = tables or (user_folder() if own else None)
+        return list(_save(op, result, arch, results if save else None, folder if backend == "cuda" else None))
 
     try:
         if op not in problems.names():
             raise LookupError(f"nothing to tune in {op!r}; there are: {', '.join(problems.names())}")
         where, arch = _where(device, backend)
         chosen = _chosen(op, arch, where, backend, only)
-        limits = Limits(shared_cap, max_registers, 0, min_occupancy)
+        limits = _limits(gates, shared_cap, max_registers, min_occupancy)
         if trials is None and minutes is None and aa is None:
             minutes = 5.0
-        settings = Settings(trials, None if minutes is None else 60 * minutes, limits)
+        settings = Settings(trials, None if minutes is None else 60 * minutes, limits=limits)
         if aa is not None:
             result: Tuning | Gate = _experiment(chosen, where, aa, revision, begun, settings.seconds)
         else:
-            result = _search(op, chosen, where, arch, backend, settings, begun, storage, resume, seed, revision, keep)
+            result = _search(
+                op, gates, chosen, where, arch, backend, settings, begun, storage, resume, seed, revision, keep
+            )
     except (LookupError, ValueError, OSError, RuntimeError) as error:
         refuse(text_of(error))
     if as_json:
@@ -128,7 +147,7 @@ def tune(
 
 
 def warmup(
-    op: Annotated[str | None, typer.Argument(help="decode, prefill or store; all if none is named.")] = None,
+    op: Annotated[str | None, typer.Argument(help="decode, prefill, replay or store; all if none is named.")] = None,
     arch: Annotated[str | None, typer.Option(help="Compile for this, such as sm_90; no GPU needed.")] = None,
     gpu: Annotated[
         str | None, typer.Option(help="Whose table, such as nvidia-h200; all of the architecture if none is named.")
@@ -208,8 +227,21 @@ def _chosen(op: str, arch: str, where: torch.device, backend: str, only: str) ->
     return chosen
 
 
+def _limits(preset: str, shared: int | None, registers: int | None, occupancy: float | None) -> Limits:
+    """The limits of a preset, with those that are named in their place."""
+    from dataclasses import replace
+
+    from kvstrata.tune.gates import PRESETS
+
+    if preset not in PRESETS:
+        raise ValueError(f"--gates: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    named = {"shared": shared, "registers": registers, "occupancy": occupancy}
+    return replace(PRESETS[preset], **{name: value for name, value in named.items() if value is not None})
+
+
 def _search(
     op: str,
+    gates: str,
     chosen: list[Problem],
     where: torch.device,
     arch: str,
@@ -224,6 +256,7 @@ def _search(
 ) -> Tuning:
     """Case after case, each with its share of the time since `begun`; `keep` sees what there is after each."""
     import gc
+    import random
     from dataclasses import replace
 
     import optuna
@@ -234,6 +267,7 @@ def _search(
     from kvstrata.jit import cache_folder
     from kvstrata.jit.tuned import nearest
     from kvstrata.tune.compiler import Compiler
+    from kvstrata.tune.gates import HARDWARE
     from kvstrata.tune.results import PREFIX, Tuning
     from kvstrata.tune.search import Search
     from kvstrata.tune.storage import open_storage, open_study
@@ -242,28 +276,44 @@ def _search(
     machine = describe(where, revision)
     method = {"backend": backend, "quick": settings.quick, "confirm": settings.confirm, "final": settings.final}
     method |= {"limits": asdict(settings.limits), "trials": settings.trials, "seconds": settings.seconds}
-    tuning = Tuning(PREFIX + op, machine, method)
+    method["gates"] = gates
+    kind = op if gates == HARDWARE else f"{op}_{gates}"
+    tuning = Tuning(PREFIX + kind, machine, method)
     studies = open_storage(storage or cache_folder() / "tune" / f"{machine['slug']}.journal")
     timer = Timer(where, TOY_FLUSH if where.type == "cpu" else None)
     end = None if settings.seconds is None else begun + settings.seconds
     with Compiler(arch) as compiler, _progress() as progress:
         compiler.ahead(kernel for problem in chosen for kernel in problem.kernels(problem.default))
+        spaces = []
         for problem in chosen:
-            valid = (choice for choice in problem.space if not problem.invalid(choice))
+            valid = [choice for choice in problem.space if not problem.invalid(choice)]
+            random.Random(0).shuffle(valid)  # so that what is compiled first is no part of the space
             compiler.ahead(kernel for choice in valid for kernel in problem.kernels(choice))
+            spaces.append(len(valid))
+        compiling = progress.add_task("compiling", total=compiler.progress[1], best="")
         for number, problem in enumerate(chosen):
-            task = progress.add_task(problem.case, total=settings.trials or len(problem.space), best="")
+            task = progress.add_task(
+                problem.case, total=min(settings.trials or spaces[number], spaces[number]), best=""
+            )
 
             def watch(state: State, task: object = task) -> None:
                 best = f"best {state.best:.2f}x  last: {state.last}"
                 progress.update(task, completed=state.finished, best=best)  # type: ignore[arg-type]
+                progress.update(compiling, completed=compiler.progress[0])
 
-            seconds = None if end is None else max(end - time.monotonic(), 0) / (len(chosen) - number)
-            study = open_study(studies, f"{op}/{problem.case}/{backend}/{machine['slug']}", resume, seed)
+            left = math.inf if end is None else max(end - time.monotonic(), 0)
+            remaining = len(chosen) - number
+            times = replace(
+                settings,
+                seconds=None if end is None else left / remaining,
+                patience=left / 2 * (remaining - 1) / remaining,  # half of the time is kept for the cases that follow
+            )
+            study = open_study(studies, f"{kind}/{problem.case}/{backend}/{machine['slug']}", resume, seed)
             known = nearest(op, machine["slug"], problem.shape)  # a good place to begin
             for choice in known["top"] if known and not study.get_trials(deepcopy=False) else []:
-                study.enqueue_trial(choice)
-            row = Search(problem, study, timer, compiler, replace(settings, seconds=seconds), watch).run()
+                if problem.space.has(choice) and not problem.invalid(choice):
+                    study.enqueue_trial(choice)
+            row = Search(problem, study, timer, compiler, times, watch).run()
             tuning.rows.append(row)
             keep(tuning)
             gc.collect()
@@ -303,19 +353,16 @@ def _experiment(
     return gate
 
 
-def _save(
-    op: str, result: Tuning | Gate, arch: str, backend: str, results: Path | None, tables: Path | None
-) -> Iterator[Path]:
-    """Write the result, and of what `auto` may choose the table."""
-    from kvstrata.jit.tuned import user_folder
+def _save(op: str, result: Tuning | Gate, arch: str, results: Path | None, tables: Path | None) -> Iterator[Path]:
+    """Write the result, and the table that `auto` reads."""
     from kvstrata.tune import tables as table
     from kvstrata.tune.results import Tuning
     from kvstrata.tune.results import save as write
 
     if results is not None:
         yield write(result, results)
-    if isinstance(result, Tuning) and backend == "cuda" and (tables is not None or results is not None):
-        yield table.save(op, result, arch, tables or user_folder())
+    if isinstance(result, Tuning) and tables is not None:
+        yield table.save(op, result, arch, tables)
 
 
 @contextmanager

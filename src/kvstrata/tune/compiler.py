@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 
@@ -58,6 +58,22 @@ class Compiler:
                 self._pool = ProcessPoolExecutor(self.jobs, mp_context=multiprocessing.get_context("spawn"))
             self._ahead[name] = self._pool.submit(build, str(kernel.source), kernel.entry, self.arch)
         return list(self._ahead.values())
+
+    def has(self, kernel: Needs) -> bool:
+        """Whether `usage` answers without waiting for another process."""
+        name = (kernel.source, kernel.entry)
+        return not self.jobs or name in self._done or (name in self._ahead and self._ahead[name].done())
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until another kernel is done; False if none is under way, or none was done in time."""
+        running = [future for future in self._ahead.values() if not future.done()]
+        return bool(running and wait(running, seconds, FIRST_COMPLETED).done)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Kernels that are done, and all that were asked for."""
+        done = sum(future.done() for future in self._ahead.values())
+        return done + len(self._done), len(self._ahead) + len(self._done)
 
     def usage(self, kernel: Needs, seconds: float | None = None) -> jit.Usage:
         """What a kernel takes; CompileError for one that cannot be compiled, TimeoutError for one that is not done."""

@@ -1,6 +1,6 @@
 """Whether a candidate is faster than the incumbent: a cheap look that saves time, then a gate that decides.
 
-    quick     40 samples: at least 5 % faster, or no slower with a better profile
+    quick     40 samples: at least 5 % faster, or no slower with a better profile; given up after 10 if all are slower
     confirm   100 samples: 95 % intervals of the medians apart, Hedges' g of at least 0.8, rank test below 0.05
 
 Samples of both are taken in turn (`bench.timer`), so drift falls on both. A few samples, however lucky, move neither a
@@ -21,6 +21,7 @@ FASTER = 1.05  # incumbent over candidate
 EFFECT = 0.8
 TAILS = 0.05  # of the samples at either end, for the effect
 LEVEL = 0.05
+FEWEST = 10  # samples before a candidate is given up
 BETTER_OCCUPANCY = 0.08  # of a multiprocessor's warps
 
 
@@ -43,6 +44,11 @@ class Verdict:
 def better_profile(candidate: Profile, incumbent: Profile) -> bool:
     """More warps resident, and nothing spilled that was not."""
     return candidate.spills <= incumbent.spills and candidate.occupancy >= incumbent.occupancy + BETTER_OCCUPANCY
+
+
+def hopeless(incumbent: Array, candidate: Array) -> bool:
+    """All samples are slower than the incumbent's median: of ten, by chance, once in 1,024 if it were as fast."""
+    return candidate.size >= FEWEST and float(candidate.min()) > float(np.median(incumbent))
 
 
 def passes_quick(incumbent: Array, candidate: Array, profile_is_better: bool = False) -> bool:

@@ -68,6 +68,16 @@ class Limits:
     occupancy: float = 0.1
 
 
+# `hardware`: what the GPU can launch. `portable`: what a block may have on every GPU, with registers to spare.
+# `portable-50`: and half of the warps resident, which leaves 64 registers a thread on sm_90 (80 on sm_89).
+HARDWARE = "hardware"
+PRESETS = {
+    HARDWARE: Limits(),
+    "portable": Limits(PORTABLE_SHARED, registers=96),
+    "portable-50": Limits(PORTABLE_SHARED, registers=96, occupancy=0.5),
+}
+
+
 @dataclass(frozen=True)
 class Profile:
     """What the compiled kernels of a configuration take: the worst of each."""

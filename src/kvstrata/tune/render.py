@@ -21,16 +21,16 @@ Grid = tuple[list[str], list[list[str]]]
 
 
 def _speed(tuning: Tuning) -> Grid:
-    header = ["case", "default us", "95 %", "tuned us", "95 %", "speed-up", "trials"]
+    header = ["case", "default us", "95 %", "tuned us", "95 %", "speed-up", "measured"]
     lines = []
     for row in tuning.rows:
-        finished = str(row.trials["complete"] + row.trials["pruned"])
+        finished = row.trials["complete"] + row.trials["pruned"] if row.measured is None else row.measured
         tuned = ["default stays", "", ""]
         if row.tuned is not None:
             speed = f"{row.ratio:.2f}x [{row.lo:.2f}, {row.hi:.2f}]"
             tuned = [f"{row.tuned.median:.2f}", f"{row.tuned.lo:.2f}-{row.tuned.hi:.2f}", speed]
         default = [f"{row.default.median:.2f}", f"{row.default.lo:.2f}-{row.default.hi:.2f}"]
-        lines.append([row.case, *default, *tuned, f"{finished} of {row.space}"])
+        lines.append([row.case, *default, *tuned, f"{finished} of {row.space if row.valid is None else row.valid}"])
     return header, lines
 
 

@@ -19,7 +19,12 @@ PREFIX = "tune_"
 
 @dataclass
 class Row:
-    """One case: the winner against the default on fresh samples. `choice` is None where the default stays."""
+    """One case: the winner against the default on fresh samples. `choice` is None where the default stays.
+
+    `valid`: choices that make sense for the shape and are within the limits, `measured`: how many of them were timed
+    (None in results of earlier versions). `outside`: why the limits do not allow the default. `values`: the fastest
+    time with each value of each parameter, over the default's. `metrics`: Nsight Compute on the default and the winner.
+    """
 
     case: str
     shape: dict[str, Value]
@@ -38,6 +43,11 @@ class Row:
     rejected: dict[str, int]
     top: list[Choice]
     seconds: float
+    valid: int | None = None
+    measured: int | None = None
+    outside: str = ""
+    values: dict[str, dict[str, float]] = field(default_factory=dict)
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""The search of one case: ask, gate, check, measure, decide, tell; until the trials, the time or the space are used up.
+"""The search of one case: ask, check, measure, decide, tell; until the trials, the time or the space are used up.
 
-A trial's value is its median over the default's, both from the same rounds. What else is known of it stands in the
-study too, so the incumbent and the reasons of rejections are the same for every process that works on it.
+Only choices that are valid, compiled and within the limits become trials (`candidates.py`). A trial's value is its
+median over the default's, both from the same rounds. What else is known of it stands in the study too, so the incumbent
+is the same for every process that works on it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import TimeoutError as NotDone
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,10 +25,12 @@ from kvstrata.bench.stats import Array, ratio, summary
 from kvstrata.bench.timer import Timer
 from kvstrata.jit.tuned import Choice
 from kvstrata.tune import decide, gates
+from kvstrata.tune.candidates import STATIC, Candidates
 from kvstrata.tune.compiler import Compiler
 from kvstrata.tune.gates import Limits, Profile, Rejected
 from kvstrata.tune.problems import Problem
 from kvstrata.tune.results import Row
+from kvstrata.tune.sampler import Listed, nearest
 from kvstrata.tune.space import key
 from kvstrata.tune.storage import OWNER, owner, put_back
 
@@ -39,14 +41,22 @@ IDLE = 0.5  # seconds after which a device is given time to raise its clocks aga
 CLAIMED, REJECTED, PROFILE, PROMOTED = "claimed", "rejected", "profile", "promoted"
 SEEN = "seen before"  # why a trial was rejected that does not count
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
+ANYTHING = Limits(occupancy=0, spills=1 << 30)
+LOOK = 0.5  # seconds between two reports while the compiler is waited for
 
 
 @dataclass(frozen=True)
 class Settings:
-    """When to stop (trials of the study in all, seconds of this process), what to let through, how many samples."""
+    """When to stop (trials of the study in all, seconds of this process), what to let through, how many samples.
+
+    `patience`: seconds beyond `seconds` that may be spent waiting for the compiler. `measured_profiles`: Nsight Compute
+    judges afterwards who has a better profile, so occupancy computed from registers does not.
+    """
 
     trials: int | None = None
     seconds: float | None = None
+    patience: float = 0.0
+    measured_profiles: bool = False
     limits: Limits = field(default_factory=Limits)
     quick: int = decide.QUICK
     confirm: int = decide.CONFIRM
@@ -77,23 +87,64 @@ class Search:
         self.problem, self.study, self.timer, self.compiler = problem, study, timer, compiler
         self.settings, self.watch = settings, watch
         self.started = time.monotonic()
+        self.candidates = Candidates(problem, compiler, settings.limits)
         self.ready = problem.build(timer.device)
         self._calls: dict[str, Call] = {}  # of the incumbents
         self._busy = -math.inf  # when the device was last seen at work
         self._round = 0.0  # seconds that a round of samples took
+        self._waited = 0.0  # seconds, for the compiler
         self._random = random.Random(len(study.get_trials(deepcopy=False)))
+        if not isinstance(study.sampler, Listed):
+            study.sampler = Listed(study.sampler, problem.space, self._pick)
+        study.sampler.pick = self._pick
 
     def run(self) -> Row:
         """Search, then measure the winner against the default."""
-        try:
-            self._profile(None)  # compiled by the others, if they are at it
-            self._default = self._prepared(self.problem.default)
-        except Rejected as error:
-            raise RuntimeError(f"{self.problem.case}: the default configuration is {error.kind}: {error}") from error
+        self._begin()
         while not self._over():
             put_back(self.study)
             self._next()
         return self._finish()
+
+    def reconsider(self, choices: Iterable[Choice]) -> Row:
+        """Confirm choices that were measured before and were not 5 % faster, then measure the winner."""
+        self._begin()
+        for choice in choices:
+            (trial,) = (t for t in self._trials(TrialState.COMPLETE) if key(t.params) == key(choice))
+            calls, holder = self._contenders(choice)
+            if self._confirmed(calls, holder or "default").faster:  # a finished trial cannot be changed
+                told = {**trial.user_attrs, PROMOTED: True}
+                told.pop(REJECTED, None)
+                self.study.add_trial(
+                    optuna.trial.create_trial(
+                        params=trial.params, distributions=trial.distributions, value=self._last, user_attrs=told
+                    )
+                )
+        return self._finish()
+
+    def near(self, most: int) -> list[Choice]:
+        """Complete trials that were no slower than the incumbent, but not 5 % faster: the fastest first."""
+        best = self._incumbent()
+        bound = 1.0 if best is None else _value(best)
+        found = [t for t in self._trials(TrialState.COMPLETE) if not t.user_attrs.get(PROMOTED) and _value(t) <= bound]
+        found = [t for t in found if key(t.params) != key(self.problem.default)]
+        return [dict(t.params) for t in sorted(found, key=_value)][:most]
+
+    def _begin(self) -> None:
+        """Make the default ready. `_outside` says why the limits do not allow it, or is empty."""
+        self._outside = ""
+        try:
+            self._static = gates.check(
+                self.candidates.kernels(self.problem.default), self.compiler.usage, self.compiler.arch, ANYTHING
+            )
+            self._default = self._prepared(self.problem.default)
+        except Rejected as error:
+            raise RuntimeError(f"{self.problem.case}: the default configuration is {error.kind}: {error}") from error
+        if self.settings.limits != Limits():  # what the hardware allows, the default may always use
+            try:
+                self.candidates.profile(self.problem.default)
+            except Rejected as error:
+                self._outside = str(error)
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Of the study, all processes together, without repetitions."""
@@ -105,18 +156,51 @@ class Search:
         if left is not None and left <= limit.final * self._round:  # which the last measurement will take
             return True
         taken = [t for t in self._trials(*DONE, TrialState.RUNNING) if OWNER in t.user_attrs]
+        taken = [t for t in taken if t.user_attrs.get(REJECTED) not in STATIC]
         if limit.trials is not None and len(taken) >= limit.trials:
             return True
-        return not self._unseen()
+        return not self._waiting() and not self._wait_for_one()
 
     def _left(self) -> float | None:
         """Seconds."""
-        seconds = self.settings.seconds
-        return None if seconds is None else max(self.started + seconds - time.monotonic(), 0.0)
+        if self.settings.seconds is None:
+            return None
+        allowed = self.settings.seconds + min(self._waited, self.settings.patience)
+        return max(self.started + allowed - time.monotonic(), 0.0)
+
+    def _waiting(self) -> bool:
+        return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
     def _unseen(self) -> list[Choice]:
-        seen = {key(t.params) for t in self._trials(*DONE, TrialState.RUNNING)}
-        return [choice for choice in self.problem.space if key(choice) not in seen]
+        return self.candidates.left({key(t.params) for t in self._trials(*DONE, TrialState.RUNNING)})
+
+    def _wait_for_one(self) -> bool:
+        """Wait until a choice can be measured; False if none is left or the time is up."""
+        while unseen := self._unseen():
+            compiled = [choice for choice in unseen if self.candidates.compiled(choice)]
+            if any(self.candidates.passes(choice) for choice in compiled):
+                return True
+            if len(compiled) == len(unseen):
+                continue  # all of them were just rejected
+            start, left = time.monotonic(), self._left()
+            if left is not None:
+                left += max(self.settings.patience - self._waited, 0.0)
+                if left <= 0.0:
+                    return False
+            self.compiler.wait(LOOK if left is None else min(left, LOOK))
+            self._waited += time.monotonic() - start
+            self._report("waiting for the compiler")
+        return False
+
+    def _pick(self, proposal: Choice) -> Choice | None:
+        """The choice nearest to a proposal of those that can be measured now; None if there is none."""
+        ready = [choice for choice in self._unseen() if self.candidates.compiled(choice)]
+        while ready:
+            choice = nearest(ready, proposal, self._random)
+            if self.candidates.passes(choice):
+                return choice
+            ready.remove(choice)
+        return None
 
     def _next(self) -> None:
         trial = self.study.ask()
@@ -125,8 +209,6 @@ class Search:
         trial.set_user_attr(CLAIMED, True)
         if self._taken(trial.number, choice):
             self._tell(trial, None, SEEN)
-            if unseen := self._unseen():
-                self.study.enqueue_trial(self._random.choice(unseen))
             return
         value, rejected, broken = None, None, None
         try:
@@ -145,9 +227,15 @@ class Search:
         self._tell(trial, value, rejected)
         if broken is not None:
             self._alive(broken)
-        done = self._trials(*DONE)
+        self._report(rejected or PROMOTED)
+
+    def _report(self, last: str) -> None:
         best = self._incumbent()
-        self.watch(State(len(done), 1.0 if best is None else 1 / best.value, rejected or PROMOTED))  # type: ignore[operator]
+        self.watch(State(len(self._measured()), 1.0 if best is None else 1 / _value(best), last))
+
+    def _measured(self) -> list[FrozenTrial]:
+        """Trials that were timed."""
+        return [t for t in self._trials(*DONE) if t.intermediate_values]
 
     def _taken(self, number: int, choice: Choice) -> bool:
         """Whether another trial has this choice. Whoever comes with it late sees an earlier number or an earlier claim,
@@ -198,44 +286,49 @@ class Search:
 
     def _judge(self, trial: optuna.Trial, choice: Choice) -> tuple[float, str | None]:
         """(value, why it was not promoted)."""
-        problem, limit = self.problem, self.settings
-        if reason := problem.invalid(choice):
-            raise Rejected("divisibility", reason)
-        compiler = self.compiler
-        left = self._left()
-        profile = gates.check(problem.kernels(choice), lambda k: compiler.usage(k, left), compiler.arch, limit.limits)
+        profile = self.candidates.profile(choice, self._left())
         trial.set_user_attr(PROFILE, asdict(profile))
-        calls = {"default": self._default, "candidate": self._prepared(choice)}
-        incumbent, holder = self._incumbent(), "default"
-        if incumbent is not None:
-            calls["incumbent"] = self._calls[key(incumbent.params)] = self._prepared(incumbent.params)
-            holder = "incumbent"
-        taken = self._quick(trial, calls)
-        better = decide.better_profile(profile, self._profile(incumbent))
-        if not decide.passes_quick(taken[holder], taken["candidate"], better):
-            return _relative(taken), f"not {decide.FASTER - 1:.0%} faster"
-        taken = self._sample(calls, limit.confirm)
-        self._verify(calls["candidate"])
-        verdict = decide.confirm(taken[holder], taken["candidate"])
-        if not verdict.faster:
+        calls, holder = self._contenders(choice)
+        taken = self._quick(trial, calls, holder)
+        if holder is not None:
+            better = not self.settings.measured_profiles and decide.better_profile(profile, self._profile())
+            if not decide.passes_quick(taken[holder], taken["candidate"], better):
+                return _relative(taken), f"not {decide.FASTER - 1:.0%} faster"
+        verdict = self._confirmed(calls, holder or "default")
+        if holder is not None and not verdict.faster:
             trial.set_user_attr("reason", verdict.failed)
-            return _relative(taken), "not confirmed"
+            return self._last, "not confirmed"
         trial.set_user_attr(PROMOTED, True)
-        return _relative(taken), None
+        return self._last, None
 
-    def _profile(self, incumbent: FrozenTrial | None) -> Profile:
-        if incumbent is not None:
-            return Profile(**incumbent.user_attrs[PROFILE])
-        compiler, anything = self.compiler, Limits(occupancy=0, spills=1 << 30)
-        return gates.check(self.problem.kernels(self.problem.default), compiler.usage, compiler.arch, anything)
+    def _contenders(self, choice: Choice) -> tuple[dict[str, Call], str | None]:
+        """What is sampled beside the choice, and which of them it has to beat; None if the limits allow none yet."""
+        calls = {"default": self._default, "candidate": self._prepared(choice)}
+        if (incumbent := self._incumbent()) is None:
+            return calls, None if self._outside else "default"
+        calls["incumbent"] = self._calls[key(incumbent.params)] = self._prepared(incumbent.params)
+        return calls, "incumbent"
 
-    def _quick(self, trial: optuna.Trial, calls: dict[str, Call]) -> dict[str, Array]:
+    def _confirmed(self, calls: dict[str, Call], holder: str) -> decide.Verdict:
+        """The second stage, on fresh samples; the output is checked once more."""
+        taken = self._sample(calls, self.settings.confirm)
+        self._verify(calls["candidate"])
+        self._last = _relative(taken)
+        return decide.confirm(taken[holder], taken["candidate"])
+
+    def _profile(self) -> Profile:
+        """Of the incumbent's compiled kernels."""
+        incumbent = self._incumbent()
+        return self._static if incumbent is None else Profile(**incumbent.user_attrs[PROFILE])
+
+    def _quick(self, trial: optuna.Trial, calls: dict[str, Call], holder: str | None) -> dict[str, Array]:
         parts: list[dict[str, Array]] = []
         for first in range(0, self.settings.quick, STEP):
             parts.append(self._sample(calls, min(STEP, self.settings.quick - first), seed=first))
             taken = {name: np.concatenate([part[name] for part in parts]) for name in calls}
             trial.report(_relative(taken), taken["candidate"].size)
-            if trial.should_prune() and first + STEP < self.settings.quick:
+            hopeless = holder is not None and decide.hopeless(taken[holder], taken["candidate"])
+            if first + STEP < self.settings.quick and (hopeless or trial.should_prune()):
                 raise optuna.TrialPruned
         return taken
 
@@ -259,9 +352,17 @@ class Search:
         taken = self._sample(calls, self.settings.final)
         verdict = decide.confirm(taken["default"], taken.get("candidate", taken["default"]))
         note = "" if choice is not None else "nothing faster was found"
-        if choice is not None and not verdict.faster:
+        if choice is None and self._outside:
+            note = "no configuration is within the limits"
+        elif choice is not None and not verdict.faster and not self._outside:
             note, choice = f"the winner did not hold: {verdict.failed}", None
         speed = ratio(taken["default"], taken["candidate"]) if choice is not None else None
+        measured, rejected = self._measured(), self.candidates.counts()
+        rejected.update(
+            str(t.user_attrs[REJECTED])
+            for t in self._trials(*DONE)
+            if t.user_attrs.get(REJECTED, STATIC[0]) not in STATIC
+        )
         return Row(
             case=self.problem.case,
             shape=self.problem.shape,
@@ -275,13 +376,15 @@ class Search:
             g=verdict.g if choice is not None and math.isfinite(verdict.g) else None,
             p=verdict.p if choice is not None else 1.0,
             note=note,
-            space=len(self.problem.space),
+            space=self.candidates.size,
             trials=self._counts(),
-            rejected=dict(
-                Counter(str(t.user_attrs[REJECTED]) for t in self._trials(*DONE) if REJECTED in t.user_attrs)
-            ),
+            rejected={kind: count for kind, count in rejected.items() if count},
             top=self._top(choice),
             seconds=round(time.monotonic() - self.started, 1),
+            valid=len(self.candidates),
+            measured=len(measured),
+            outside=self._outside,
+            values=_fastest(measured),
         )
 
     def _counts(self) -> dict[str, int]:
@@ -290,13 +393,28 @@ class Search:
 
     def _top(self, winner: Choice | None) -> list[Choice]:
         """The winner, then what was fastest in its trial."""
-        ranked = [dict(t.params) for t in sorted(self._trials(TrialState.COMPLETE), key=_value)]
+        ranked = [dict(t.params) for t in sorted(self._measured(), key=_time)]
         first = winner or self.problem.default
         return [first, *(choice for choice in ranked if choice != first)][:TOP]
 
 
 def _value(trial: FrozenTrial) -> float:
     return math.inf if trial.value is None else trial.value
+
+
+def _time(trial: FrozenTrial) -> float:
+    """Of a trial that was measured, over the default's; of one that was given up, up to then."""
+    return trial.intermediate_values[max(trial.intermediate_values)] if trial.value is None else trial.value
+
+
+def _fastest(trials: list[FrozenTrial]) -> dict[str, dict[str, float]]:
+    """Time of the fastest trial of each value of each parameter, over the default's."""
+    found: dict[str, dict[str, float]] = {}
+    for trial in trials:
+        for name, chosen in trial.params.items():
+            known = found.setdefault(name, {})
+            known[str(chosen)] = min(known.get(str(chosen), math.inf), _time(trial))
+    return found
 
 
 def _relative(taken: dict[str, Array]) -> float:

@@ -48,21 +48,22 @@ class Space:
         """What the sampler wants to see next."""
         choice: Choice = {}
         for name, values in self.choices.items():
-            if self._matters(name, choice):
+            if self.matters(name, choice):
                 choice[name] = trial.suggest_categorical(name, values)
         return choice
 
     def has(self, choice: Choice) -> bool:
         return any(choice == other for other in self)
 
-    def _matters(self, name: str, choice: Choice) -> bool:
+    def matters(self, name: str, choice: Choice) -> bool:
+        """Whether a parameter has a value beside the ones chosen so far."""
         other, values = self.when.get(name, (None, ()))
         return other is None or choice.get(other) in values
 
     def _from(self, choice: Choice, names: list[str]) -> Iterator[Choice]:
         if not names:
             yield choice
-        elif self._matters(names[0], choice):
+        elif self.matters(names[0], choice):
             for value in self.choices[names[0]]:
                 yield from self._from({**choice, names[0]: value}, names[1:])
         else:

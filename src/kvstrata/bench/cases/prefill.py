@@ -185,7 +185,9 @@ def ideas() -> dict[str, tuple[Tile, Ideas]]:
         "v3": (tile, Ideas()),
         "copies not overlapped": (replace(tile, stages=1), Ideas()),
         "scores in shared memory": (tile, Ideas(scores="shared")),
-        "4 bytes an access": (tile, Ideas(vector=False)),
+        "4 bytes an access": (tile, Ideas(width=4)),
+        "8 bytes an access": (tile, Ideas(width=8)),
+        "padded rows": (replace(tile, padded=True), Ideas()),
         "persistent blocks": (tile, Ideas(persistent=True)),
         "two groups of warps": (FEW[64], Ideas()),
     }

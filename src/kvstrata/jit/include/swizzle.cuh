@@ -21,6 +21,18 @@ struct Swizzle {
   }
 };
 
+// A chunk left free after every row instead: eight rows start in different banks, for 16 bytes more a row.
+template <int kChunks_>
+struct Padded {
+  static constexpr int kChunks = kChunks_, kBytes = kChunks * 16 + (kChunks % 2 == 0 ? 16 : 0);
+  static __device__ __forceinline__ constexpr unsigned offset(unsigned row, unsigned chunk) {
+    return row * kBytes + chunk * 16;
+  }
+  static __device__ __forceinline__ unsigned further(unsigned address, unsigned, unsigned, unsigned step) {
+    return address + step * 32;
+  }
+};
+
 // One row after the other, as a comparison.
 template <int kChunks_>
 struct Straight {

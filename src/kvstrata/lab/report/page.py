@@ -16,7 +16,8 @@ from kvstrata.eval import render as quality_render
 from kvstrata.eval.results import Quality
 from kvstrata.tune import render as tune_render
 
-from .. import profile, profile_tables
+from .. import check_results, profile, profile_tables
+from ..check_results import Checks
 from ..table import Grid
 from . import figures, history
 
@@ -67,6 +68,11 @@ def collect(results: Path) -> Content:
             sections.append(_bench(report, own, results))
         elif isinstance(report, Quality):
             sections.append(_quality(report))
+        elif isinstance(report, Checks):
+            header, rows = check_results.grid(report)
+            section = _section(report.op, report.machine, check_results.caption(report))
+            section.tables = [Grid("", header, rows, check_results.notes(report), names=3)]
+            sections.append(section)
         else:
             header, rows = tune_render.grid(report)
             section = _section(report.op, report.machine, tune_render.caption(report))

@@ -1,0 +1,135 @@
+"""Checks that are kept: results/<machine>/check.json, one entry an op, with the revision that was checked.
+
+    <!-- kvstrata:check -->
+    <!-- /kvstrata:check -->
+
+`on` names the machine. An op that is checked again takes the place of its earlier entry; those of other ops stay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+OP = "check"
+OPTIONS = {"on"}
+SANITIZER = "compute-sanitizer, "  # a step's name before that of the tool
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of a check. `errors` is empty where it passed; `skipped` says why it was not done."""
+
+    name: str
+    done: int = 0
+    seconds: float = 0.0
+    errors: list[str] = field(default_factory=list)
+    skipped: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        return "FAILED" if self.errors else "skipped" if self.skipped else "passed"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One run of `kvstrata check`; `machine` holds the revision and the date."""
+
+    op: str
+    machine: dict[str, Any]
+    quick: bool
+    seed: int
+    tools: list[str]
+    steps: list[Step]
+
+    @property
+    def passed(self) -> bool:
+        return not any(step.errors for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Checks:
+    """The last check of each op on one machine."""
+
+    rows: list[Checked]
+    op: str = OP
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        return self.rows[0].machine
+
+
+def save(checked: Checked, root: Path) -> Path:
+    """Put a check into the file of its machine; ValueError if that is no such file."""
+    path = root / checked.machine["slug"] / f"{OP}.json"
+    kept = [row for row in load(path).rows if row.op != checked.op] if path.exists() else []
+    rows = sorted([*kept, checked], key=lambda row: row.op)
+    lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(f'{{\n "schema": {SCHEMA},\n "op": "{OP}",\n "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+    os.replace(draft, path)
+    return path
+
+
+def load(path: Path) -> Checks:
+    """A file that `save` wrote; ValueError for anything else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if (data["schema"], data["op"]) != (SCHEMA, OP):
+            raise ValueError("another schema")
+        return Checks([Checked(**{**row, "steps": [Step(**step) for step in row["steps"]]}) for row in data["rows"]])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: not a result of kvstrata check: {error}") from error
+
+
+def is_ours(path: Path) -> bool:
+    return path.stem == OP
+
+
+def grid(checks: Checks) -> tuple[list[str], list[list[str]]]:
+    """One line an op: how many cases, trials of sweeps and trials under each tool, and whether they passed."""
+    header = ["op", "revision", "date", "bench cases", "sweeps", *TOOLS, "outcome"]
+    lines = []
+    for row in checks.rows:
+        steps = {step.name: step for step in row.steps}
+        sweeps = [step for name, step in steps.items() if name.startswith("sweep")]
+        revision = (row.machine.get("revision") or "unknown")[:10] + ("+changes" if row.machine.get("dirty") else "")
+        tools = [_cell([steps[SANITIZER + tool]] if SANITIZER + tool in steps else []) for tool in TOOLS]
+        cases = _cell([steps["bench cases"]] if "bench cases" in steps else [])
+        outcome = "passed" if row.passed else "FAILED"
+        lines.append([row.op, revision, row.machine["date"][:10], cases, _cell(sweeps), *tools, outcome])
+    return header, lines
+
+
+def _cell(steps: list[Step]) -> str:
+    """How many were checked; FAILED, or why none was."""
+    if any(step.errors for step in steps):
+        return "FAILED"
+    if not steps or all(step.skipped for step in steps):
+        return "skipped" if steps else ""
+    return str(sum(step.done for step in steps))
+
+
+def caption(checks: Checks) -> str:
+    machine = checks.machine
+    return f"checks on {machine['name']}, torch {machine['versions']['torch']}: cases and trials, none of them wrong"
+
+
+def notes(checks: Checks) -> list[str]:
+    """Errors, and why steps were skipped."""
+    failed = [f"{row.op}, {step.name}: {error}" for row in checks.rows for step in row.steps for error in step.errors]
+    return failed + [f"{row.op}, {s.name} skipped: {s.skipped}" for row in checks.rows for s in row.steps if s.skipped]
+
+
+def markdown(checks: Checks) -> str:
+    header, lines = grid(checks)
+    rule = ["---"] * 3 + ["---:"] * (len(header) - 3)
+    rows = ["| " + " | ".join(line) + " |" for line in [header, rule, *lines]]
+    failed = [f"- {note}" for note in notes(checks) if "skipped:" not in note]
+    return "\n".join([*rows, *(["", *failed] if failed else []), "", f"<sub>{caption(checks)}.</sub>"])

@@ -1,0 +1,213 @@
+"""Operations of a cache when memory runs out: nothing has changed, and a second try does what the first would have.
+
+Every allocation of an operation fails once: device tensors (any operator of torch that returns new memory), slabs,
+copies of host arrays, workspaces. Without ``slow`` it is the last one of each line of the source, or of each file that
+computes without looking at a cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvstrata
+from cache_model import fingerprint, make, rows, same
+from conftest import HAS_GPU
+from kvstrata.cache import TieredCache, files, step
+from kvstrata.cache.pool import Pool
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+SOURCE = str(Path(kvstrata.__file__).parent)
+PURE = {f"{SOURCE}/cache/{name}.py" for name in ("allocate", "importance", "moves", "quantize_reference", "settle")}
+
+
+class Allocations(TorchDispatchMode):
+    """Counts allocations, with the line that asks for each; number ``fails`` raises."""
+
+    def __init__(self, fails: int = -1) -> None:
+        super().__init__()
+        self.fails = fails
+        self.lines: list[tuple[str, int]] = []
+
+    def tick(self) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and not frame.f_code.co_filename.startswith(SOURCE):
+            frame = frame.f_back
+        self.lines.append(("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno))
+        if len(self.lines) - 1 == self.fails:
+            raise torch.OutOfMemoryError("out of memory, as asked for")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        schema = function._schema
+        if not schema.is_mutable and any(result.alias_info is None for result in schema.returns):
+            self.tick()
+        return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def of(cls, operation: Callable[[], object], monkeypatch: pytest.MonkeyPatch, fails: int = -1) -> Allocations:
+        """Those of one call."""
+        mode = cls(fails)
+        with monkeypatch.context() as patched, mode:
+            for name in ("_new_slab", "to_device", "read", "workspace"):
+                method = getattr(Pool, name)
+
+                def counted(*given, _method=method):
+                    mode.tick()
+                    return _method(*given)
+
+                patched.setattr(Pool, name, counted)
+            operation()
+        return mode
+
+
+def given(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = (x.to(DEVICE) for x in rows(tokens, dim=32, seed=seed))
+    return k, v
+
+
+def mass(requests: int, positions: int) -> torch.Tensor:
+    return (torch.rand(requests, 2, positions, generator=torch.Generator().manual_seed(1)) ** 4).to(DEVICE)
+
+
+def filled(**options) -> TieredCache:
+    """Requests 0 to 2 with settled tokens; 2 is a fork of 0 that has one token more in layer 0."""
+    options = dict(layers=2, dim=32, window=8, sinks=2, budget=0.4, max_requests=5, max_tokens=256) | options
+    cache = make(device=DEVICE, settle_every=8, tiers=("K8V4", "K4V3", "K2V2"), **options)
+    for kind in cache.kinds[1:]:
+        assert kind._codes  # tables that are made when they are needed first
+        assert kind._scale_index
+    for layer in range(2):
+        cache.append(layer, *given(190, layer), requests=[0, 1], lengths=[120, 70])
+        cache.update_importance(layer, mass(2, 120))
+    cache.append(0, *given(1, 5), requests=[cache.fork(0)])
+    return cache
+
+
+def before_advance() -> TieredCache:
+    """The next step settles, and needs pages after it."""
+    cache = filled()
+    for _ in range(60):
+        twin, settled = copy.deepcopy(cache), []
+        with pytest.MonkeyPatch.context() as patched:
+            settle = step._settle
+            patched.setattr(step, "_settle", lambda *x: settled.append(settle(*x)) or settled[-1])
+            twin.advance()
+        if settled == [True]:
+            return cache
+        cache.advance()
+        write(cache)
+    raise AssertionError("no step that settles")
+
+
+def with_holes() -> TieredCache:
+    """Pages of several requests in the same slabs, and then of fewer."""
+    cache = filled(budget=None, slab_bytes=1 << 14)
+    for part in range(3):
+        cache.append(0, *given(80, part), requests=[0, 1, 2, 3], lengths=[20] * 4)
+    for request in (0, 2):
+        cache.free(request)
+    return cache
+
+
+def write(cache: TieredCache) -> None:
+    """The rows of the tokens that `advance` made room for."""
+    ids = torch.tensor(cache.requests, dtype=torch.int32, device=DEVICE)
+    for layer in range(cache.layers):
+        cache.write(layer, *given(len(ids), layer), ids)
+
+
+OPERATIONS: dict[str, tuple[Callable[[], TieredCache], Callable[[TieredCache], object]]] = {
+    "append one": (filled, lambda c: c.append(0, *given(2, 7), requests=[1, 2], lengths=[1, 1])),
+    "append pages": (lambda: filled(budget=None), lambda c: c.append(0, *given(60, 7), requests=[2, 3], lengths=[40, 20])),
+    "append and settle": (filled, lambda c: c.append(1, *given(130, 7), requests=[3, 1], lengths=[100, 30])),
+    "append and settle ahead": (before_advance, lambda c: c.append(0, *given(2, 7), requests=[0, 1], lengths=[1, 1])),
+    "append with mass": (
+        filled, lambda c: c.append(0, *given(60, 7), requests=[0, 2], lengths=[30, 30], mass=mass(2, 160))
+    ),
+    "append under bytes": (
+        lambda: filled(budget=150_000), lambda c: c.append(0, *given(90, 7), requests=[1, 3], lengths=[40, 50])
+    ),
+    "advance": (before_advance, lambda c: c.advance()),
+    "advance without room": (filled, lambda c: c.advance()),
+    "update importance": (filled, lambda c: c.update_importance(0, mass(3, 130))),
+    "settle": (filled, lambda c: c.settle()),
+    "crop": (filled, lambda c: c.crop(2, 61)),
+    "crop to nothing": (filled, lambda c: c.crop(0, 0)),
+    "fork": (filled, lambda c: c.fork(1)),
+    "reorder": (filled, lambda c: c.reorder([1, 1, 0])),
+    "select": (filled, lambda c: c.select([2, 1])),
+    "free": (filled, lambda c: c.free(1)),
+    "compact": (with_holes, lambda c: c.compact()),
+}  # fmt: skip
+
+
+def contents(cache: TieredCache) -> list[object]:
+    """What the cache says of its tokens, wherever their pages are."""
+    held: list[object] = [cache.requests, cache.memory().tokens, cache.memory().full, cache._ahead_from.copy()]
+    for request in cache.requests:
+        for layer in range(cache.layers):
+            held += [*cache.gather(layer, request), cache.tier_map(layer, request), cache.importance(layer, request)]
+            held.append(cache.length(request, layer))
+    return held
+
+
+def chosen(lines: list[tuple[str, int]], every: bool) -> Sequence[int]:
+    last = {(file, 0 if file in PURE else line): number for number, (file, line) in enumerate(lines)}
+    return range(len(lines)) if every else sorted(last.values())
+
+
+def fail_everywhere(
+    make_cache: Callable[[], TieredCache], operation: Callable[[TieredCache], object], every: bool = False,
+    finish: Callable[[TieredCache], None] = lambda cache: None,
+) -> None:  # fmt: skip
+    monkeypatch = pytest.MonkeyPatch()
+    cache, undisturbed = make_cache(), make_cache()
+    lines = Allocations.of(lambda: operation(undisturbed), monkeypatch).lines
+    assert lines
+    before, held, slack = fingerprint(cache, spare=False), contents(cache), cache.memory().slab_slack
+    for number in chosen(lines, every):
+        with pytest.raises(torch.OutOfMemoryError, match="as asked for"):
+            Allocations.of(lambda: operation(cache), monkeypatch, number)
+        place = f"allocation {number} of {len(lines)}, at {lines[number]}"
+        assert same(before, fingerprint(cache, spare=False)), place
+        cache.check()
+        assert cache.memory().slab_slack <= slack, place
+    assert same(held, contents(cache))
+    operation(cache)
+    for one in (cache, undisturbed):
+        finish(one)
+        one.check()
+    assert same(contents(cache), contents(undisturbed))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_out_of_memory_changes_nothing(name: str) -> None:
+    fail_everywhere(*OPERATIONS[name], finish=write if "advance" in name else lambda cache: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_out_of_memory_anywhere_changes_nothing(name: str) -> None:
+    fail_everywhere(*OPERATIONS[name], True, write if "advance" in name else lambda cache: None)
+
+
+@pytest.mark.parametrize("budget", [None, 0.4, 150_000])
+def test_out_of_memory_while_loading(
+    budget: float | int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the request has to settle first."""
+    path, tensors = tmp_path / "request.safetensors", files.taken(filled(budget=None), 0)
+    tensors = {name: x.cpu() for name, x in tensors.items()}
+    monkeypatch.setattr(files, "_read", lambda cache, path: tensors)  # memory of safetensors is not ours
+    fail_everywhere(lambda: filled(budget=budget), lambda c: c.load(path))
+
+
+def test_out_of_memory_while_saving(tmp_path: Path) -> None:
+    path = tmp_path / "request.safetensors"
+    fail_everywhere(filled, lambda c: c.save(path, 0))
