@@ -42,7 +42,7 @@ def test_decode_compiles_ahead_of_time(name: str) -> None:
         MODULE, "decode_kernel", arch, TYPES | types, CONSTANTS | constants, num_warps=8, num_stages=1
     )
     assert 0 < used["REG"] <= 255, used
-    assert used["DYNAMIC"] <= 48 * 1024, used
+    assert used["SHARED"] <= 48 * 1024, used
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])

@@ -62,7 +62,7 @@ def test_warmup_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def timed_store(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference takes 100 us a call and 1 us a token, give or take 1 %, on a clock of its own."""
+    """The reference takes 1 us a token, give or take 1 %, however many at a time, on a clock of its own."""
     from kvstrata.store import reference
 
     watch.tick = 1e-7
@@ -70,7 +70,7 @@ def timed_store(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     store_kv, noise = reference.store_kv, np.random.default_rng(0)
 
     def timed(k, *rest):
-        watch.sleep(1e-6 * (100 + len(k)) * noise.lognormal(0, 0.01))
+        watch.sleep(1e-6 * len(k) * noise.lognormal(0, 0.01))
         return store_kv(k, *rest)
 
     monkeypatch.setattr(reference, "store_kv", timed)
@@ -82,7 +82,8 @@ def test_tune_on_a_cpu(own_cache: Path, tmp_path: Path, monkeypatch: pytest.Monk
     toy = ("tune", "store", "--backend", "reference", "--device", "cpu")
     done = invoke(*toy, "--trials", 2, "--save", "--json")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["rows"][0]["trials"] == {"complete": 2, "pruned": 0, "put back": 0}
+    trials = json.loads(done.stdout)["rows"][0]["trials"]
+    assert (trials["complete"] + trials["pruned"], trials["put back"]) == (2, 0)
     assert "rejected" in done.stderr
     (path,) = Path("results").glob("cpu-*/tune_store.json")
     saved = results.load(path)
