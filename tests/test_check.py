@@ -243,7 +243,7 @@ def test_on_a_gpu_sweeps_tools_and_cases_run_side_by_side(monkeypatch):
 def test_outcomes_are_kept_and_rendered(monkeypatch, tmp_path):
     """An op takes the place of its earlier entry; a failure is kept as one."""
     monkeypatch.chdir(tmp_path)
-    tools = [check.Step(check.SANITIZER + tool, 3, 1.0) for tool in check.TOOLS]
+    tools = [check.Step(check_results.SANITIZER + tool, 3, 1.0) for tool in check_results.TOOLS]
     steps = [check.Step("bench cases", 4, 1.0), check.Step("sweep, cuda", 12, 1.0), check.Step("sweep, triton", 5, 1.0)]
     raced = [*steps, check.Step(tools[0].name, 3), check.Step(tools[1].name, 3, 1.0, ["2 error(s)"])]
     asked = ("--device", "cpu", "--quick", "--save", "--revision", "abc123")
@@ -256,7 +256,7 @@ def test_outcomes_are_kept_and_rendered(monkeypatch, tmp_path):
     kept = check_results.load(path)
     assert [row.op for row in kept.rows] == ["decode", "replay", "store"]
     assert [row.passed for row in kept.rows] == [False, True, True]
-    assert all(row.quick and row.machine["revision"] and row.tools == list(check.TOOLS) for row in kept.rows)
+    assert all(row.quick and row.machine["revision"] and row.tools == list(check_results.TOOLS) for row in kept.rows)
     text = publish.render_document(
         "<!-- kvstrata:check -->\n<!-- /kvstrata:check -->\n", publish.load_all(path.parents[1])
     )

@@ -82,8 +82,7 @@ def test_tune_on_a_cpu(own_cache: Path, tmp_path: Path, monkeypatch: pytest.Monk
     toy = ("tune", "store", "--backend", "reference", "--device", "cpu")
     done = invoke(*toy, "--trials", 2, "--save", "--json")
     assert done.exit_code == 0, done.output
-    trials = json.loads(done.stdout)["rows"][0]["trials"]
-    assert (trials["complete"] + trials["pruned"], trials["put back"]) == (2, 0)
+    assert json.loads(done.stdout)["rows"][0]["measured"] == 2
     assert "rejected" in done.stderr
     (path,) = Path("results").glob("cpu-*/tune_store.json")
     saved = results.load(path)

@@ -12,7 +12,7 @@ optuna = pytest.importorskip("optuna")
 
 import tune_toy  # noqa: E402
 from kvstrata import jit  # noqa: E402
-from kvstrata.tune import decide, problems, search  # noqa: E402
+from kvstrata.tune import decide, problems, render, results, search  # noqa: E402
 from kvstrata.tune.compiler import Compiler  # noqa: E402
 from kvstrata.tune.gates import PRESETS, Limits, Needs  # noqa: E402
 from kvstrata.tune.problems import Problem, Ready  # noqa: E402
@@ -140,3 +140,21 @@ def test_units_of_the_store_may_be_narrower(unit: int, op: str, units: int) -> N
     assert kernel.entry.startswith(f"store_direct<{op}, 1, {units}, {units}, ")
     assert problem.default["unit"] == 16
     assert "at most, got 32" in problem.invalid({**choice, "unit": 32})
+
+
+def test_limits_values_and_metrics_are_rendered(tmp_path: Path) -> None:
+    default = next(c for c in sparse().space if sparse().invalid(c) is None and c["m"] == 3)
+    _, row = search_of(sparse(default), tmp_path, limits=PRESETS["portable"])
+    row.metrics = {"default": {"us": 3.0, "l2_hit": 40.0}, "tuned": {"us": 2.0, "l2_hit": 51.5}}
+    machine = {"name": "x", "slug": "x", "versions": {"torch": "2"}, "date": "2026-01-01T00:00Z"}
+    tuning = results.Tuning("tune_toy_portable", machine, {"backend": "cuda", "final": 200, "gates": "portable"}, [row])
+    again = results.load(results.save(tuning, tmp_path))
+    assert results.dumps(again) == results.dumps(tuning)
+    text = render.markdown(again, {"table": "limits"})
+    assert "| 65536 bytes of shared memory, the cap is 49152 | kernel=" in text
+    assert "limits portable" in text
+    values = render.markdown(again, {"table": "values", "of": "m"})
+    assert f"| sparse | m | 2: {row.values['m']['2']:.2f}, 1: {row.values['m']['1']:.2f} |" in values
+    assert "stages" not in values
+    assert "| 2.00 | 51.5 |" in render.markdown(again, {"table": "metrics"})
+    assert f"| {row.measured} of {row.valid} |" in render.markdown(again, {})

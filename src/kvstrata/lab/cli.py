@@ -167,8 +167,8 @@ def check(
 
     say = console(stderr=as_json)
     wanted = [tool for tool in tools.split(",") if tool and tool != "none"]
-    if unknown := [tool for tool in wanted if tool not in checks.TOOLS]:
-        refuse(f"--tools: expected some of {', '.join(checks.TOOLS)}, or none, got {unknown[0]!r}")
+    if unknown := [tool for tool in wanted if tool not in check_results.TOOLS]:
+        refuse(f"--tools: expected some of {', '.join(check_results.TOOLS)}, or none, got {unknown[0]!r}")
     try:
         cases.find(op)
         where = device_of(device)

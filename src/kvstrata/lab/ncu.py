@@ -131,7 +131,13 @@ def own_kernels() -> list[str]:
 
 
 def command(
-    ncu: str, watched: Sequence[str], log: Path, kernels: Iterable[str], launches: int, without: Iterable[str] = ()
+    ncu: str,
+    watched: Sequence[str],
+    log: Path,
+    kernels: Iterable[str],
+    launches: int,
+    without: Iterable[str] = (),
+    sections: Sequence[str] = SECTIONS,
 ) -> list[str]:
     """Profile what `watched` launches between cudaProfilerStart and Stop; `without` are metrics this GPU does not have.
 
@@ -144,7 +150,7 @@ def command(
         ncu, "--csv", "--page", "raw", "--print-units", "base", "--print-kernel-base", "function",
         "--log-file", str(log), "--profile-from-start", "off", "--clock-control", "none", "--cache-control", "all",
         "--launch-count", str(launches), *chosen,
-        *(part for section in SECTIONS for part in ("--section", section)),
+        *(part for section in sections for part in ("--section", section)),
         *(["--metrics", ",".join(metrics)] if metrics else []), *watched,
     ]  # fmt: skip
 

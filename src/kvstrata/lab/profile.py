@@ -152,13 +152,25 @@ def take(
 def _case(tool: str, op: str, name: str, contender: str | None, end: float = math.inf) -> list[Kernel]:
     watched = [sys.executable, "-m", "kvstrata.lab.launch", op, name, *([contender] if contender else [])]
     kernels = [] if contender else ncu.own_kernels()  # a contender that is named may launch those of a library
+    return first_of_each(watch(tool, watched, kernels, LAUNCHES, end))
+
+
+def watch(
+    tool: str,
+    watched: Sequence[str],
+    kernels: Sequence[str],
+    launches: int,
+    end: float = math.inf,
+    sections: Sequence[str] = ncu.SECTIONS,
+) -> list[Kernel]:
+    """Launches of a command under ncu, in their order; metrics that this GPU does not have are left out."""
     without: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         while True:
             if (left := min(end - time.monotonic(), SECONDS)) <= 0:
                 raise NcuError("the time was up")
-            said = _run(ncu.command(tool, watched, log, kernels, LAUNCHES, without), left)
+            said = _run(ncu.command(tool, watched, log, kernels, launches, without, sections), left)
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
             if '"ID",' in text or not (unknown := _unknown(f"{text}\n{said}", without)):
                 break
@@ -168,7 +180,7 @@ def _case(tool: str, op: str, name: str, contender: str | None, end: float = mat
         raise NcuError(told.group(1))
     if '"ID",' not in text:
         raise NcuError(ncu.explain(f"{text}\n{said}"))
-    return first_of_each(ncu.parse(text))
+    return ncu.parse(text)
 
 
 def take_traces(

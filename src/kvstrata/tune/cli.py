@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from fnmatch import fnmatch
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvstrata.tune.gates import Limits
     from kvstrata.tune.problems import Problem
     from kvstrata.tune.results import Gate, Tuning
-    from kvstrata.tune.search import Settings, State
 
 TOY_FLUSH = 4 << 20  # bytes, on a CPU
 SIMULATED = 200  # experiments
@@ -66,6 +65,13 @@ def tune(
     min_occupancy: Annotated[
         float | None, typer.Option(min=0, max=1, help="Resident warps, of those possible.")
     ] = None,
+    profile: Annotated[
+        bool | None,
+        typer.Option(
+            "--profile/--no-profile",
+            help="Nsight Compute on winners and on trials as fast as they; by default with --save, if ncu is there.",
+        ),
+    ] = None,
     aa: Annotated[
         int | None, typer.Option("--aa", metavar="N", min=1, help="No search: N experiments with the gate itself.")
     ] = None,
@@ -103,6 +109,8 @@ def tune(
     for package in ("optuna", "scipy"):
         if importlib.util.find_spec(package) is None:
             refuse(f"tune needs {package}: pip install 'kvstrata[tune]'")
+    from kvstrata.bench.machine import describe
+    from kvstrata.jit import cache_folder
     from kvstrata.jit.tuned import user_folder
     from kvstrata.tune import problems, render
     from kvstrata.tune.gates import HARDWARE, PRESETS
@@ -130,16 +138,35 @@ def tune(
         if aa is not None:
             result: Tuning | Gate = _experiment(chosen, where, aa, revision, begun, settings.seconds)
         else:
-            result = _search(
-                op, gates, chosen, where, arch, backend, settings, begun, storage, resume, seed, revision, keep
+            from kvstrata.tune.session import Session
+
+            machine = describe(where, revision)
+            session = Session(
+                op=op,
+                problems=chosen,
+                device=where,
+                arch=arch,
+                backend=backend,
+                gates=gates,
+                settings=settings,
+                machine=machine,
+                storage=storage or cache_folder() / "tune" / f"{machine['slug']}.journal",
+                flush_bytes=TOY_FLUSH if where.type == "cpu" else None,
+                resume=resume,
+                seed=seed,
+                profile=_profiled(profile, save, backend),
             )
+            with _progress() as progress:
+                result = session.run(begun, progress, keep)
     except (LookupError, ValueError, OSError, RuntimeError) as error:
         refuse(text_of(error))
     if as_json:
         sys.stdout.write(dumps(result))
     say.print(render.terminal(result))
     if aa is None:
-        say.print(render.terminal(result, "configurations"), render.terminal(result, "rejected"))
+        more = ["configurations", "rejected"] if gates == HARDWARE else ["limits", "rejected"]
+        for table in more:
+            say.print(render.terminal(result, table))
     for note in render.notes(result):
         say.print(note, markup=False, highlight=False)
     for path in keep(result):
@@ -227,6 +254,18 @@ def _chosen(op: str, arch: str, where: torch.device, backend: str, only: str) ->
     return chosen
 
 
+def _profiled(wanted: bool | None, save: bool, backend: str) -> bool:
+    """Whether Nsight Compute is used; ValueError if it is asked for and not there."""
+    from kvstrata.lab import child
+
+    if backend != "cuda" or wanted is False:
+        return False
+    there = child.find("ncu") is not None
+    if wanted and not there:
+        raise ValueError("--profile: ncu is not on the PATH; it comes with the CUDA toolkit")
+    return there and (save or wanted is True)
+
+
 def _limits(preset: str, shared: int | None, registers: int | None, occupancy: float | None) -> Limits:
     """The limits of a preset, with those that are named in their place."""
     from dataclasses import replace
@@ -235,91 +274,13 @@ def _limits(preset: str, shared: int | None, registers: int | None, occupancy: f
 
     if preset not in PRESETS:
         raise ValueError(f"--gates: expected one of {', '.join(PRESETS)}, got {preset!r}")
-    named = {"shared": shared, "registers": registers, "occupancy": occupancy}
-    return replace(PRESETS[preset], **{name: value for name, value in named.items() if value is not None})
-
-
-def _search(
-    op: str,
-    gates: str,
-    chosen: list[Problem],
-    where: torch.device,
-    arch: str,
-    backend: str,
-    settings: Settings,
-    begun: float,
-    storage: str | None,
-    resume: bool,
-    seed: int | None,
-    revision: str | None,
-    keep: Callable[[Tuning], object],
-) -> Tuning:
-    """Case after case, each with its share of the time since `begun`; `keep` sees what there is after each."""
-    import gc
-    import random
-    from dataclasses import replace
-
-    import optuna
-    import torch
-
-    from kvstrata.bench.machine import describe
-    from kvstrata.bench.timer import Timer
-    from kvstrata.jit import cache_folder
-    from kvstrata.jit.tuned import nearest
-    from kvstrata.tune.compiler import Compiler
-    from kvstrata.tune.gates import HARDWARE
-    from kvstrata.tune.results import PREFIX, Tuning
-    from kvstrata.tune.search import Search
-    from kvstrata.tune.storage import open_storage, open_study
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    machine = describe(where, revision)
-    method = {"backend": backend, "quick": settings.quick, "confirm": settings.confirm, "final": settings.final}
-    method |= {"limits": asdict(settings.limits), "trials": settings.trials, "seconds": settings.seconds}
-    method["gates"] = gates
-    kind = op if gates == HARDWARE else f"{op}_{gates}"
-    tuning = Tuning(PREFIX + kind, machine, method)
-    studies = open_storage(storage or cache_folder() / "tune" / f"{machine['slug']}.journal")
-    timer = Timer(where, TOY_FLUSH if where.type == "cpu" else None)
-    end = None if settings.seconds is None else begun + settings.seconds
-    with Compiler(arch) as compiler, _progress() as progress:
-        compiler.ahead(kernel for problem in chosen for kernel in problem.kernels(problem.default))
-        spaces = []
-        for problem in chosen:
-            valid = [choice for choice in problem.space if not problem.invalid(choice)]
-            random.Random(0).shuffle(valid)  # so that what is compiled first is no part of the space
-            compiler.ahead(kernel for choice in valid for kernel in problem.kernels(choice))
-            spaces.append(len(valid))
-        compiling = progress.add_task("compiling", total=compiler.progress[1], best="")
-        for number, problem in enumerate(chosen):
-            task = progress.add_task(
-                problem.case, total=min(settings.trials or spaces[number], spaces[number]), best=""
-            )
-
-            def watch(state: State, task: object = task) -> None:
-                best = f"best {state.best:.2f}x  last: {state.last}"
-                progress.update(task, completed=state.finished, best=best)  # type: ignore[arg-type]
-                progress.update(compiling, completed=compiler.progress[0])
-
-            left = math.inf if end is None else max(end - time.monotonic(), 0)
-            remaining = len(chosen) - number
-            times = replace(
-                settings,
-                seconds=None if end is None else left / remaining,
-                patience=left / 2 * (remaining - 1) / remaining,  # half of the time is kept for the cases that follow
-            )
-            study = open_study(studies, f"{kind}/{problem.case}/{backend}/{machine['slug']}", resume, seed)
-            known = nearest(op, machine["slug"], problem.shape)  # a good place to begin
-            for choice in known["top"] if known and not study.get_trials(deepcopy=False) else []:
-                if problem.space.has(choice) and not problem.invalid(choice):
-                    study.enqueue_trial(choice)
-            row = Search(problem, study, timer, compiler, times, watch).run()
-            tuning.rows.append(row)
-            keep(tuning)
-            gc.collect()
-            if where.type == "cuda":
-                torch.cuda.empty_cache()
-    return tuning
+    limits = PRESETS[preset]
+    return replace(
+        limits,
+        shared=limits.shared if shared is None else shared,
+        registers=limits.registers if registers is None else registers,
+        occupancy=limits.occupancy if occupancy is None else occupancy,
+    )
 
 
 def _experiment(

@@ -9,6 +9,7 @@ median nor a rank, and g does not see the outermost 5 % at either end.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,8 @@ FASTER = 1.05  # incumbent over candidate
 EFFECT = 0.8
 TAILS = 0.05  # of the samples at either end, for the effect
 LEVEL = 0.05
+# L2 hits up by 8 points, DRAM throughput down by 10, warps that are really resident up by 8: +1 is more, -1 is less.
+METRICS = {"l2_hit": (1, 8.0), "dram": (-1, 10.0), "occupancy": (1, 8.0)}
 FEWEST = 10  # samples before a candidate is given up
 BETTER_OCCUPANCY = 0.08  # of a multiprocessor's warps
 
@@ -44,6 +47,16 @@ class Verdict:
 def better_profile(candidate: Profile, incumbent: Profile) -> bool:
     """More warps resident, and nothing spilled that was not."""
     return candidate.spills <= incumbent.spills and candidate.occupancy >= incumbent.occupancy + BETTER_OCCUPANCY
+
+
+def better_metrics(candidate: Mapping[str, float], incumbent: Mapping[str, float]) -> bool:
+    """Measured by Nsight Compute: one of METRICS better by its margin, none worse by it; quantities of `lab.ncu`."""
+    gains = [
+        sign * (candidate[name] - incumbent[name]) / margin
+        for name, (sign, margin) in METRICS.items()
+        if name in candidate and name in incumbent
+    ]
+    return any(gain >= 1 for gain in gains) and not any(gain <= -1 for gain in gains)
 
 
 def hopeless(incumbent: Array, candidate: Array) -> bool:

@@ -1,0 +1,176 @@
+"""A search of all cases of an op: kernels compiled ahead, case after case, then profiles of what came out first."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optuna
+import torch
+
+from kvstrata.bench.timer import Timer
+from kvstrata.jit.tuned import Choice, nearest
+from kvstrata.lab import ncu, profile
+from kvstrata.lab.ncu import NcuError
+from kvstrata.tune import decide, profiles
+from kvstrata.tune.compiler import Compiler
+from kvstrata.tune.gates import HARDWARE
+from kvstrata.tune.problems import Problem
+from kvstrata.tune.results import PREFIX, Row, Tuning
+from kvstrata.tune.search import Search, Settings, State
+from kvstrata.tune.space import key
+from kvstrata.tune.storage import open_storage, open_study
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+NEAR = 2  # trials of a case that were as fast as the winner, and are profiled beside it
+SEARCH = 0.75  # of the time, if profiles are taken after it
+
+
+@dataclass(frozen=True)
+class Session:
+    """What is searched, where, and how; `profile`: Nsight Compute is there and may be used."""
+
+    op: str
+    problems: list[Problem]
+    device: torch.device
+    arch: str
+    backend: str
+    gates: str
+    settings: Settings
+    machine: dict[str, Any]
+    storage: str | Path
+    flush_bytes: int | None = None
+    resume: bool = False
+    seed: int | None = None
+    profile: bool = False
+
+    @property
+    def kind(self) -> str:
+        return self.op if self.gates == HARDWARE else f"{self.op}_{self.gates}"
+
+    def run(self, begun: float, progress: Progress, keep: Callable[[Tuning], object]) -> Tuning:
+        """Each case with its share of the time since `begun`; `keep` sees the result after each."""
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        settings = replace(self.settings, measured_profiles=self.profile)
+        tuning = Tuning(PREFIX + self.kind, self.machine, self._method())
+        timer = Timer(self.device, self.flush_bytes)
+        end = math.inf if settings.seconds is None else begun + settings.seconds
+        searched = begun + SEARCH * (end - begun) if self.profile else end
+        storage = open_storage(self.storage)
+        near: dict[str, list[Choice]] = {}
+        studies: dict[str, optuna.Study] = {}
+        with Compiler(self.arch) as compiler:
+            spaces = self._compile(compiler)
+            compiling = progress.add_task("compiling", total=compiler.progress[1], best="")
+            for number, (problem, size) in enumerate(zip(self.problems, spaces, strict=True)):
+                task = progress.add_task(problem.case, total=min(settings.trials or size, size), best="")
+
+                def watch(state: State, task: Any = task) -> None:
+                    best = f"best {state.best:.2f}x  last: {state.last}"
+                    progress.update(task, completed=state.finished, best=best)
+                    progress.update(compiling, completed=compiler.progress[0])
+
+                times = _share(settings, searched - time.monotonic(), len(self.problems) - number)
+                study = studies[problem.case] = self._study(storage, problem)
+                search = Search(problem, study, timer, compiler, times, watch)
+                tuning.rows.append(search.run())
+                near[problem.case] = search.near(NEAR)
+                keep(tuning)
+                del search
+                self._free()
+            if self.profile:
+                progress.add_task("Nsight Compute", total=None, best="")
+                left = end - time.monotonic()
+                self._profiles(tuning, near, min(left, profile.SECONDS), timer, compiler, studies)
+        return tuning
+
+    def _method(self) -> dict[str, Any]:
+        settings = self.settings
+        method = {"backend": self.backend, "quick": settings.quick, "confirm": settings.confirm}
+        method |= {"final": settings.final, "limits": asdict(settings.limits), "trials": settings.trials}
+        return {**method, "seconds": settings.seconds, "gates": self.gates}
+
+    def _compile(self, compiler: Compiler) -> list[int]:
+        """Begin with all kernels; how many valid choices each case has."""
+        compiler.ahead(kernel for problem in self.problems for kernel in problem.kernels(problem.default))
+        sizes = []
+        for problem in self.problems:
+            valid = [choice for choice in problem.space if not problem.invalid(choice)]
+            random.Random(0).shuffle(valid)  # so that what is compiled first is spread over the space
+            compiler.ahead(kernel for choice in valid for kernel in problem.kernels(choice))
+            sizes.append(len(valid))
+        return sizes
+
+    def _study(self, storage: optuna.storages.BaseStorage, problem: Problem) -> optuna.Study:
+        """The study of a case; a new one begins with the top of the nearest entry of the tuned table."""
+        name = f"{self.kind}/{problem.case}/{self.backend}/{self.machine['slug']}"
+        study = open_study(storage, name, self.resume, self.seed)
+        known = nearest(self.op, self.machine["slug"], problem.shape)
+        for choice in known["top"] if known and not study.get_trials(deepcopy=False) else []:
+            if problem.space.has(choice) and not problem.invalid(choice):
+                study.enqueue_trial(choice)
+        return study
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _profiles(
+        self,
+        tuning: Tuning,
+        near: dict[str, list[Choice]],
+        seconds: float,
+        timer: Timer,
+        compiler: Compiler,
+        studies: dict[str, optuna.Study],
+    ) -> None:
+        """Profile winners, defaults and near misses; a near miss with better metrics may still win by 100 samples."""
+        wanted = [(row.case, _choices(row, near[row.case])) for row in tuning.rows]
+        wanted = [(case, choices) for case, choices in wanted if len(choices) > 1]
+        if not wanted:
+            return
+        try:
+            found = profiles.take(self.op, wanted, seconds)
+        except NcuError as error:
+            tuning.method["profile"] = f"none: {error}"
+            return
+        tuning.method["profile"] = profile.version(ncu.find())
+        known = {problem.case: problem for problem in self.problems}
+        for number, row in enumerate(tuning.rows):
+            if (row.case, key(row.default_choice)) not in found:
+                continue
+            holder = found[row.case, key(row.choice or row.default_choice)]
+            better = [c for c in near[row.case] if decide.better_metrics(found[row.case, key(c)], holder)]
+            if better:
+                settings = replace(self.settings, measured_profiles=True)
+                search = Search(known[row.case], studies[row.case], timer, compiler, settings)
+                row = tuning.rows[number] = search.reconsider(better)
+                self._free()
+            row.metrics["default"] = found[row.case, key(row.default_choice)]
+            if row.choice is not None:
+                row.metrics["tuned"] = found[row.case, key(row.choice)]
+            told = f"{len(near[row.case])} no slower were profiled, {len(better)} with better metrics"
+            row.note = "; ".join(part for part in (row.note, told) if part)
+
+
+def _share(settings: Settings, left: float, cases: int) -> Settings:
+    """An equal share of the time left; half of what the other cases have may be spent waiting for the compiler."""
+    if math.isinf(left):
+        return replace(settings, seconds=None)
+    left = max(left, 0.0)
+    return replace(settings, seconds=left / cases, patience=left / 2 * (cases - 1) / cases)
+
+
+def _choices(row: Row, near: list[Choice]) -> list[Choice]:
+    """The default, the winner and near misses, each once."""
+    every = [row.default_choice, *([row.choice] if row.choice else []), *near]
+    return list({key(choice): choice for choice in every}.values())
