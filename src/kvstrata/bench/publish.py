@@ -10,15 +10,17 @@ from typing import NamedTuple
 from kvstrata.bench.plot import groups, plot
 from kvstrata.bench.render import OPTIONS, inject, markdown
 from kvstrata.bench.results import Report, load
+from kvstrata.eval import drift
 from kvstrata.eval import plot as quality_plot
 from kvstrata.eval import render as quality_render
 from kvstrata.eval import results as quality
+from kvstrata.eval.drift import Drift
 from kvstrata.eval.results import Quality
 from kvstrata.tune import render as tune_render
 from kvstrata.tune import results as tune
 from kvstrata.tune.results import Gate, Tuning
 
-Result = Report | Quality | Tuning | Gate
+Result = Report | Quality | Drift | Tuning | Gate
 
 
 class View(NamedTuple):
@@ -51,6 +53,8 @@ def load_all(root: Path) -> list[Result]:
 def _load(path: Path) -> Result:
     if tune.is_ours(path):
         return tune.load(path)
+    if drift.is_ours(path):
+        return drift.load(path)
     return quality.load(path) if quality.is_ours(path) else load(path)
 
 
@@ -60,12 +64,15 @@ def pick(reports: Iterable[Result], op: str, machine: str | None = None) -> Resu
         if report.op == op and machine in (None, report.machine["slug"]):
             return report
     command = f"tune {op.removeprefix(tune.PREFIX)}" if op.startswith(tune.PREFIX) else f"bench {op}"
+    command = op if op == drift.OP else command
     raise LookupError(f"no result of {op!r}{f' on {machine}' if machine else ''}: run kvstrata {command} --save")
 
 
 def _table(report: Result, options: dict[str, str]) -> str:
     if isinstance(report, (Tuning, Gate)):
         return tune_render.markdown(report, options)
+    if isinstance(report, Drift):
+        return drift.markdown(report)
     return quality_render.markdown(report, options) if isinstance(report, Quality) else markdown(report, options)
 
 
@@ -74,6 +81,7 @@ def render_document(text: str, reports: Sequence[Result]) -> str:
     for op in dict.fromkeys(re.findall(r"<!--\s*kvstrata:([\w-]+)(?=\s)", text)):
         ours = tune_render.OPTIONS if tune.is_ours(Path(op)) else OPTIONS
         known = quality_render.OPTIONS if quality.is_ours(Path(op)) else ours
+        known = drift.OPTIONS if op == drift.OP else known
         text = inject(text, f"kvstrata:{op}", lambda o, op=op: _table(pick(reports, op, o.get("on")), o), known)  # type: ignore[misc]
     return text
 
@@ -83,7 +91,7 @@ def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> li
     made = []
     for report in reports:
         stem = f"{report.op}-{report.machine['slug']}"
-        if isinstance(report, (Tuning, Gate)):
+        if isinstance(report, (Tuning, Gate, Drift)):
             continue
         if isinstance(report, Quality):
             made.append(quality_plot.plot(report, folder / f"{stem}{suffix}"))
