@@ -13,6 +13,9 @@ The second term is the floor: short contexts, of which the 16-bit window is a la
 need with everything older in the lowest tier. The room is for the tokens between two settlings, half a page unless
 ``settle_every`` is less: a window that fills its pages would settle at every step without it. ``floor_tokens`` is
 where the fraction overtakes that need; for a fraction that never does, it is one page more than sinks and window.
+
+Where the widest tier is K8V8, a fraction allows no more than that tier takes, however much it could pay for: old tokens
+at 16 bit would take twice the bytes of a decode step, for an error of a ten-thousandth.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 # Lists of tiers, the lowest last: close in width around what a budget affords, and 8 bit for the few tokens that get
-# most of the attention. Chosen by KL on packed bytes, docs/quality.md.
+# most of the attention. Chosen by KL on packed bytes, docs/quality.md; the first two by bytes, expected error and the
+# cost of a decode step, docs/decisions.md.
 TIERS: tuple[tuple[str, ...], ...] = (
+    ("K8V8",),
+    ("K8V8", "K8V4"),
     ("K8V8", "K8V4", "K4V4"),
     ("K8V4", "K4V4", "K4V3"),
     ("K8V4", "K4V4", "K4V3", "K4V2"),
@@ -103,6 +109,7 @@ class Budget:
     reserve: int  # one slab per tier
     max_requests: int
     max_tokens: int
+    ceiling_room: int | None = None  # plain tokens beside sinks and window under the ceiling of 8 bit; None: no ceiling
 
     @classmethod
     def check(cls, amount: int | float | None) -> int | float | None:
@@ -151,10 +158,18 @@ class Budget:
         lossy = -(-max(tokens - self.kept, 0) // self.page_tokens) + 1
         return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[-1])
 
+    def ceiling(self, tokens: int, room: int) -> int:
+        """Bytes of one request and layer with old tokens in the widest tier and ``room`` for new ones."""
+        plain = -(-min(tokens, self.kept + room) // self.page_tokens)
+        lossy = -(-max(tokens - self.kept, 0) // self.page_tokens) + len(self.page_price) - 1  # tiers end in open pages
+        return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[1])
+
     def granted(self, tokens: int) -> int:
         """What a fraction allows one request and layer."""
-        fraction = float(self.amount or 0)
-        return max(int(fraction * self.kv_heads * self.token_bytes * tokens), self.need(min(tokens, self.floor_tokens)))
+        fraction = int(float(self.amount or 0) * self.kv_heads * self.token_bytes * tokens)
+        if self.ceiling_room is not None:
+            fraction = min(fraction, self.ceiling(tokens, self.ceiling_room))
+        return max(fraction, self.need(min(tokens, self.floor_tokens)))
 
     def pages(self, tokens: int) -> int:
         """Bytes for the pages of one scope: a layer (absolute) or a request's ``tokens`` in a layer (fraction)."""

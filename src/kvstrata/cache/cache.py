@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -56,7 +57,7 @@ class TieredCache:
         layers, kv_heads, head_dim: of the model; ``head_dim`` a multiple of 16 from 32 to 256.
         budget: a float below 1 is a fraction of what the tokens held would take at ``dtype``, for each request and
             layer on its own (short contexts have a floor, see docs/cache.md); an int is bytes for everything; None or
-            1.0 compresses nothing.
+            1.0 compresses nothing. A fraction that has bytes to spare at K8V8 leaves them.
         tiers: names of formats for older tokens, best first, none larger than the one before; None chooses by the
             budget (`budget.default_tiers`).
         window, sinks: the last and the first tokens, kept at ``dtype``.
@@ -182,6 +183,10 @@ class TieredCache:
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
 
         self.budget = sizes.budget(strides, self.pool.slab_sizes, sum(books.fixed(self).values()))
+        headroom = whole_pages(settle_every, window + sinks, page_tokens)
+        leave_plain = isinstance(amount, float) and self.formats[1].name == "K8V8"
+        if leave_plain:
+            self.budget = replace(self.budget, ceiling_room=headroom)
         self.policy = Policy(
             policy,
             importance,
@@ -190,9 +195,10 @@ class TieredCache:
             window,
             sinks,
             hysteresis,
-            whole_pages(settle_every, window + sinks, page_tokens),
+            headroom,
             Prices(self.budget.page_price, page_tokens),
             tuple(format_error(f) for f in self.formats),
+            leave_plain,
         )
 
     # What is there

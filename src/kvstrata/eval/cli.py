@@ -1,4 +1,4 @@
-"""`kvstrata eval` and `kvstrata advise`. Everything heavy is imported when a command runs."""
+"""`kvstrata eval`, `advise` and `drift`. Everything heavy is imported when a command runs."""
 
 from __future__ import annotations
 
@@ -239,6 +239,54 @@ def advise(
         _refuse(f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {made.steps[0].budget}")
     advice.write(made, out)
     say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))", highlight=False)
+
+
+def drift(
+    steps: Annotated[int, typer.Option(min=160, help="Tokens decoded, each with a query of its own.")] = 10_000,
+    budget: Annotated[float, typer.Option(help="Fraction of 16 bit.")] = 0.3,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="mean and ema (importance), recency, uniform; mean, ema and uniform if none is given."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="JSON to write.")] = Path("drift.json"),
+    save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/drift.json instead.")] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder of results.")] = Path("results"),
+    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decode a long made-up text whose attention moves, and compare the error of its quarters.
+
+    Tokens are never promoted, so what is demoted today and asked for tomorrow stays as it is: the error of attention
+    against the exact one, the bytes and the shares of tiers say whether that adds up. Needs no model.
+
+    Example: kvstrata drift --steps 2000
+
+    Example: kvstrata drift --budget 0.25 --policy mean --policy uniform
+    """
+    from kvstrata.bench.machine import describe
+
+    from . import drift as runs
+
+    say = _console(as_json)
+    state = runs.Drift(describe("cpu", revision))
+    path = results / state.machine["slug"] / "drift.json" if save else out
+    try:
+        wanted = [runs.Setting(steps=steps, budget=budget, **runs.choice(name)) for name in policy or runs.DEFAULT]
+        for setting in wanted:
+            runs.make_cache(setting)
+    except ValueError as error:
+        _refuse(str(error))
+    with _progress(say) as bar:
+        for setting in wanted:
+            task = bar.add_task(f"{setting.policy}, {setting.importance}", total=steps)
+            state.rows.append(runs.run(setting, lambda step, task=task: bar.update(task, completed=step + 1)))  # type: ignore[misc]
+    runs.save(state, path)
+    if as_json:
+        sys.stdout.write(runs.dumps(state))
+    say.print(runs.table(state).terminal())
+    say.print(f"Saved: {path}", highlight=False)
+    if not all(row.within for row in state.rows):
+        _refuse("the budget did not hold at every step")
 
 
 def _advised(made: Advice, found: Sensitivity, bound: float) -> dict[str, Any]:
