@@ -213,13 +213,16 @@ def test_mass_without_end_is_the_greatest() -> None:
 
 
 def test_tiers_that_save_nothing_are_refused_clearly() -> None:
-    """Where a slab is one page, K8V8 costs as much as plain rows."""
+    """A second tier of the same format costs as much as the first; half of 16 bit is less than K8V8 takes."""
     for policy in settle.POLICIES:
-        options = dict(budget=0.6, page_tokens=16, dtype=torch.float16, policy=policy)
-        cache = TieredCache(1, 2, 64, tiers=("K8V8",), **options)
-        assert len(set(cache.policy.prices.page)) == 1
+        options = dict(page_tokens=16, dtype=torch.float16, policy=policy, tiers=("K8V8", "K8V8"))
+        cache, enough = (TieredCache(1, 2, 64, budget=budget, **options) for budget in (0.5, 0.6))
+        assert len(set(cache.policy.prices.page)) == 2
+        k, v = torch.randn(2, 2000, 2, 64).half()
         with pytest.raises(BudgetExceeded, match="expected at least"):
-            cache.append(0, *torch.randn(2, 2000, 2, 64).half())
+            cache.append(0, k, v)
+        enough.append(0, k, v)
+        enough.check()
 
 
 def test_slots_that_are_paid_for_are_filled_where_tokens_are_evicted_too() -> None:

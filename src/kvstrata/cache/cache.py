@@ -7,14 +7,14 @@ The class holds the state and the doors to it; what happens behind each is in a 
 
     sizes.py   pages, slabs and budget from the arguments     room.py    whether tokens fit, slabs given back
     append.py  new tokens                                     scopes.py  what to plan, and the plan carried out
-    step.py    the token of a step that a graph holds
+    step.py    the token of a step that a graph holds         transaction.py  an operation as a whole, or not at all
     mass.py    what attention gave to tokens                  share.py   forks, beams, requests that go
     crop.py    the last tokens go                             read.py    rows, tiers and importance read back
     files.py   a request saved and loaded                     books.py   bytes allocated, and what must be true
 
-Every operation plans first and raises before it changes anything; what it then does to pages is one `Buckets.move` per
-layer. State that kernels read is in device tensors at fixed addresses (`bucket_views`); the host knows the page lists,
-the counts and the owners of pages, never a token.
+Every operation plans first, takes the pages it needs and changes the rest when nothing can fail any more. State that
+kernels read is in device tensors at fixed addresses (`bucket_views`); the host knows the page lists, the counts and the
+owners of pages, never a token.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class TieredCache:
         rope: how far RoPE turns each pair of channels from one position to the next, in radians, as a model's
             ``inv_freq``; with it K's centre foresees longer contexts (docs/formats.md). None: K is not turned.
         debug: poison freed pages.
-        slab_bytes: of an allocation; None chooses.
+        slab_bytes: the most bytes of an allocation, at least a page of ``dtype``; None chooses.
 
-    Errors name the argument. Operations that raise leave the cache as it was. Not safe under graph capture, except for
-    `write` and what reads `bucket_views`.
+    Errors name the argument. Operations that raise, also for want of memory, leave the cache as it was. Not safe under
+    graph capture, except for `write` and what reads `bucket_views`. For several streams see docs/cache.md.
 
     Example:
         >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, window=32, page_tokens=16, dtype=torch.float32)
