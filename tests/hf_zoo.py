@@ -137,7 +137,12 @@ def verdict(model_type: str, attention: str) -> str:
         except ValueError as error:
             assert torch.equal(dynamic(), before), "a StrataCache that was refused has changed the model"
             return f"refused: {error}"
-        given = logits(model, cache)
+        try:
+            given = logits(model, cache)
+        except NotImplementedError as error:
+            if "softcap" not in str(error):
+                raise
+            return f"refused at the first token: {error}"  # sdpa ignores softcaps in old versions
     torch.testing.assert_close(given, before, atol=1e-4, rtol=1e-3)
     assert config._attn_implementation == attention
     assert torch.equal(dynamic(), before), "the model is not what it was for DynamicCache"

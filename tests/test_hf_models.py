@@ -159,7 +159,7 @@ def test_lookups_are_transformers_own_when_no_cache_is_left() -> None:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_other_caches_compile_to_one_graph(implementation: str) -> None:
-    model, ids = make("llama"), prompt(1, 12)
+    model, ids = make("llama"), prompt(1, 24)
     model.set_attn_implementation(implementation)
     with torch.no_grad():
         expected = model(ids).logits
