@@ -348,6 +348,24 @@ def test_prompt_mass_is_that_of_softmax() -> None:
     torch.testing.assert_close(some.sum(2), torch.tensor([[27.0, 27.0], [21.0, 21.0]]))
 
 
+@pytest.mark.parametrize("limit", [50, 20])
+@pytest.mark.parametrize("padding", [0, 7])
+def test_prompt_mass_in_chunks(limit: int, padding: int) -> None:
+    """Several chunks of queries behind older tokens: each looks only at columns up to its own, all or every third."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 50, 16), torch.randn(1, 1, 60, 16)
+    asking = torch.arange(50).unsqueeze(0) >= padding
+    query_position = 10 + asking.cumsum(1) - 1
+    column_position = torch.cat([torch.arange(10).unsqueeze(0), query_position.masked_fill(~asking, -1)], 1)
+    seen = (column_position >= 0) & (column_position <= query_position[0, :, None])
+    weights = (q @ k.mT * 0.3).masked_fill(~seen, -torch.inf).softmax(-1)
+    sampled = torch.arange(49, -1, -50 // limit)
+    part = asking[0, sampled]
+    expected = (weights[:, :, sampled] * part[:, None]).sum((1, 2)) * int(asking.sum()) / int(part.sum())
+    given = prompt_mass(q, k, query_position, column_position.unsqueeze(1), asking, Logits(0.3), limit)
+    torch.testing.assert_close(given[0], expected)
+
+
 def test_importance_comes_from_attention() -> None:
     """One query's mass after a prompt and steps: what the cache holds sums to what was given."""
     model = make("llama")

@@ -55,6 +55,8 @@ def prompt_mass(
     mass = torch.zeros(rows * kv_heads, 1, columns, dtype=torch.float32, device=query.device)
     keys = key.float().flatten(0, 1).transpose(1, 2)
     group = query.shape[1] // kv_heads
+    # Without padding only columns of the chunk's own queries can be hidden. Not asked on a GPU: the host would wait.
+    no_padding = query.device.type == "cpu" and bool(asking.all()) and bool((column_position >= 0).all())
     for chunk, (some, its_weight) in enumerate(zip(at.split(CHUNK), weight.split(CHUNK, 1), strict=True)):
         end = columns - chunk * CHUNK * stride  # behind the column of the chunk's last query, which sees no further
         q = query[:, :, some].float().mul_(logits.scale)
@@ -62,11 +64,15 @@ def prompt_mass(
         if logits.softcap is not None:
             scores = scores.div_(logits.softcap).tanh_().mul_(logits.softcap)
         by_query = scores.view(rows, kv_heads, group, len(some), end)
-        by_query.masked_fill_(~visible(query_position[:, some], column_position[..., :end]).unsqueeze(2), -torch.inf)
+        begin = end - 1 - (len(some) - 1) * stride if no_padding else 0
+        hidden = ~visible(query_position[:, some], column_position[..., begin:end])
+        by_query[..., begin:].masked_fill_(hidden.unsqueeze(2), -torch.inf)
         if logits.sinks is not None:
             sink = logits.sinks.float().view(1, -1, 1, 1).expand(rows, -1, len(some), 1)
             scores = torch.cat([scores, sink.reshape(len(scores), -1, 1)], -1)
-        seen = scores.softmax(-1)[..., :end].nan_to_num_(0.0)  # NaN: a padding row that sees nothing
+        seen = scores.softmax(-1)[..., :end]
+        if not no_padding:
+            seen.nan_to_num_(0.0)  # a padding row that sees nothing
         stands_for = its_weight[:, None, None].expand(-1, kv_heads, group, -1).reshape(len(scores), 1, -1)
         mass[..., :end] += torch.bmm(stands_for, seen)
     return mass.view(rows, kv_heads, columns)
