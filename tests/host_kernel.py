@@ -17,6 +17,7 @@ from pathlib import Path
 from kvstrata.replay import copy_cuda
 
 BEFORE = """
+#include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -28,10 +29,10 @@ BEFORE = """
 #define __shared__ static
 struct Index { unsigned x; };
 static Index threadIdx, blockIdx, gridDim;
-struct Stop {};
+static jmp_buf thread;  // where a thread began; kernels have no destructors
 static int barriers, last_barrier;  // passed by this thread; where it is to stop
 static bool stopped;
-inline void __syncthreads() { if (++barriers == last_barrier) { stopped = true; throw Stop{}; } }
+inline void __syncthreads() { if (++barriers == last_barrier) { stopped = true; longjmp(thread, 1); } }
 inline void __threadfence() {}
 inline void __threadfence_system() {}
 inline unsigned atomicAdd(unsigned* at, int n) { unsigned old = *at; *at += n; return old; }
@@ -69,10 +70,10 @@ template <int n, bool casts, bool staged, int threads, int lanes> void go(const 
   gridDim.x = grid;
   for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)
     for (last_barrier = 1, stopped = true; stopped; last_barrier++)
-      for (threadIdx.x = 0, stopped = false; threadIdx.x < threads; threadIdx.x++) try {
+      for (threadIdx.x = 0, stopped = false; threadIdx.x < threads; threadIdx.x++) {
         barriers = 0;
-        copy_all<n, casts, staged, threads, lanes>(*static_cast<const Params<n>*>(p));
-      } catch (Stop) {}
+        if (!setjmp(thread)) copy_all<n, casts, staged, threads, lanes>(*static_cast<const Params<n>*>(p));
+      }
 }
 template <int n> void run(const void* p, unsigned grid, int casts, int staged, int warps) {
   if (staged) go<n, false, true, 256, 256>(p, grid);

@@ -197,7 +197,7 @@ def test_imports_are_late(module, absent):
 
 def test_help_imports_nothing_heavy():
     """`kvstrata --help`, and that of every command, without torch: it takes seconds to import."""
-    heavy = ("torch", "triton", "transformers", "numba", "numpy", "scipy", "matplotlib", "optuna")
+    heavy = ("torch", "triton", "transformers", "numba", "numpy", "scipy", "matplotlib", "optuna", "rich.progress")
     code = f"""
 import sys
 from typer.testing import CliRunner

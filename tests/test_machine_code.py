@@ -68,8 +68,7 @@ KERNELS = [
     *(
         (quantize_op.SOURCE, quantize_op.entry_of(Format(bits, bits, dim), dtype))
         for bits in (2, 3, 4, 8)
-        for dim in (64, 128)
-        for dtype in (torch.float16, torch.bfloat16)
+        for dim, dtype in ((128, torch.bfloat16), (64, torch.float16))
     ),
     (quantize_op.SOURCE, quantize_op.entry_of(Format(4, 4, 128), torch.bfloat16, by_address=True)),
     *(
