@@ -42,6 +42,10 @@ def evaluate(
         list[float] | None,
         typer.Option(help="Compare tiers with one format at this mean width of codes, not at bytes; repeat it."),
     ] = None,
+    scales: Annotated[
+        list[str] | None,
+        typer.Option(help="With --bits: simulated rounding alone, with fp16, e4m3 or e5m2 scales; repeat it."),
+    ] = None,
     chunk: Annotated[
         int | None,
         typer.Option(
@@ -76,6 +80,8 @@ def evaluate(
     Example: kvstrata eval --model ./my-model --text notes.txt --budget 0.25 --budget 0.2 --tokens 4096
 
     Example: kvstrata eval --bits 2.5 --bits 3 --tokens 1024 --chunk 64 --stretches 8
+
+    Example: kvstrata eval --bits 2.5 --scales e4m3 --scales "e4m3 by page" --tokens 1024 --chunk 64
     """
     _need()
     from kvstrata.bench.machine import describe
@@ -94,8 +100,10 @@ def evaluate(
         where = device_of(device)
         machine = describe(where, revision)
         path = results / machine["slug"] / "quality.json" if save else out
-        widths = [contender for width in bits or [] for contender in known.at_bits(width, simulated=peers)]
+        widths = [contender for width in bits or [] for contender in known.at_bits(width, peers, scales or [])]
         lists = [entry.split(",") for entry in tiers or []]
+        if scales and not bits:
+            raise ValueError("--scales: expected --bits with it, got none")
         _check(budgets, policy or [], lists)
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None

@@ -17,6 +17,7 @@ from ..cache import TieredCache
 from ..cache.budget import tiers_for
 from .kivi import KiviCache
 from .rounding import RoundedCache
+from .scales import check_kind
 
 SIDE = 4  # bytes of scale and zero of a group
 
@@ -78,9 +79,9 @@ def strata(budget: float, name: str | None = None, kind: str = "ours", **options
 UNIFORM = ("K4V4", "K4V3", "K4V2", "K3V3", "K3V2", "K2V2")
 
 
-def at_bits(bits: float, simulated: bool = False) -> list[Contender]:
+def at_bits(bits: float, simulated: bool = False, scales: Sequence[str] = ()) -> list[Contender]:
     """Older tokens at this mean width of codes: tiers by importance, and every single format that has it; if asked for
-    also as `rounding` has it, without a packed byte."""
+    also as `rounding` has it, without a packed byte. With ``scales``, these alone: exact, and with each such scale."""
 
     def contender(name: str, kind: str, **options: Any) -> Contender:
         def make(config: Any, rows: int, tokens: int) -> Any:
@@ -94,8 +95,12 @@ def at_bits(bits: float, simulated: bool = False) -> list[Contender]:
     found = [contender("tiers", "ours", bits=bits, tiers=list(tiers_for(bits)), **whole_pages)]
     if not 2 <= bits <= 4:
         raise ValueError(f"--bits: expected 2 to 4, got {bits:g}")
+    if scales:
+        kinds = (None, *map(check_kind, scales))
+        own = (whole_pages["window"], whole_pages["sinks"])
+        return [_rounded(bits, name, *own, kind) for name in UNIFORM if _width(name) == bits for kind in kinds]
     for name in UNIFORM:
-        if (int(name[1]) + int(name[3])) / 2 == bits:
+        if _width(name) == bits:
             options = dict(bits=bits, policy="uniform", tiers=[name], **whole_pages)
             found.append(contender(f"uniform {name}", "variant", **options))
             if simulated:
@@ -103,8 +108,14 @@ def at_bits(bits: float, simulated: bool = False) -> list[Contender]:
     return found if bits not in (2, 4) else found[1:]  # at the ends tiers are one format
 
 
-def _rounded(bits: float, name: str, window: int, sinks: int) -> Contender:
-    options = dict(k_bits=int(name[1]), v_bits=int(name[3]), window=window, sinks=sinks)
+def _width(name: str) -> float:
+    return (int(name[1]) + int(name[3])) / 2
+
+
+def _rounded(bits: float, name: str, window: int, sinks: int, scales: str | None = None) -> Contender:
+    options: dict[str, Any] = dict(k_bits=int(name[1]), v_bits=int(name[3]), window=window, sinks=sinks)
+    if scales is not None:
+        name, options = f"{name} {scales}", {**options, "scales": scales}
 
     def make(config: Any, rows: int, tokens: int) -> Any:
         return RoundedCache(config, **options)

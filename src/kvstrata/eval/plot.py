@@ -13,7 +13,7 @@ FAMILIES = {"ours": "kvstrata", "baseline": "KIVI-style"}
 def family(row: Row) -> str:
     """What is one line: variants by name, peers by backend, formats alone together."""
     if row.name.startswith("simulated "):
-        return "simulated rounding"
+        return f"simulated, {row.options['scales']} scales" if "scales" in row.options else "simulated rounding"
     if row.kind == "peer":
         return " ".join(row.name.split()[:2])
     if row.name.startswith("uniform "):

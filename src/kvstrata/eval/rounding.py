@@ -3,8 +3,8 @@
 All rows stay exact. What a chunk sees of those between the sinks and the window is rounded anew each time: K less its
 mean over all tokens so far (or the centre that a cache takes from ``centre_tokens`` of them, with this horizon),
 rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits these levels best, times the
-gains of pages; no fp16. With the mean of all tokens it knows more than a cache can, whose centre is fixed when the
-first of them are quantised.
+gains of pages. Scales are exact, or of one of the kinds in `scales`. With the mean of all tokens it knows more than a
+cache can, whose centre is fixed when the first of them are quantised.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from ..cache.centre import HORIZON, centre_of
 from ..cache.quantize_reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 from ..hf.rope import frequencies
 from ..layout.rotation import rotate
+from .scales import round_scales, scale_bytes
 
 
-def round_rows(x: torch.Tensor, bits: int, gain: float) -> torch.Tensor:
-    """Rows ``[..., D]`` as they come back from ``bits`` bits a value, rotated for it; longer by ``gain``."""
+def round_rows(x: torch.Tensor, bits: int, gain: float, scales: str | None = None) -> torch.Tensor:
+    """Rows ``[..., tokens, D]`` as they come back from ``bits`` bits a value, rotated for it; longer by ``gain``."""
     x = rotate(x.float())
     step = x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-8) * GAUSSIAN_STEP[bits]
     half = (2**bits - 1) / 2
     level = (x / step + half).round().clamp(0, 2 * half) - half
-    scale = (x * level).sum(-1, keepdim=True) / level.square().sum(-1, keepdim=True)
-    return rotate(level * (scale * gain))
+    scale = (x * level).sum(-1) / level.square().sum(-1) * gain
+    return rotate(level * (scale if scales is None else round_scales(scale, scales)).unsqueeze(-1))
 
 
 class RoundedLayer(DynamicLayer):
@@ -47,10 +48,11 @@ class RoundedLayer(DynamicLayer):
         centre_tokens: int | None,
         horizon: int,
         rope: Callable[[int], Sequence[float] | None],
+        scales: str | None,
     ) -> None:
         super().__init__()
         self.bits, self.window, self.sinks = (k_bits, v_bits), window, sinks
-        self.centre_tokens, self.horizon, self.rope = centre_tokens, horizon, rope
+        self.centre_tokens, self.horizon, self.rope, self.scales = centre_tokens, horizon, rope, scales
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -63,8 +65,9 @@ class RoundedLayer(DynamicLayer):
         k, v = k.clone(), v.clone()
         k_bits, v_bits = self.bits
         centre = self._centre(k[..., :past, :].float())
-        k[..., old, :] = (round_rows(k[..., old, :] - centre, k_bits, K_GAIN[k_bits]) + centre).to(k.dtype)
-        v[..., old, :] = round_rows(v[..., old, :], v_bits, V_GAIN[v_bits]).to(v.dtype)
+        rounded = round_rows(k[..., old, :] - centre, k_bits, K_GAIN[k_bits], self.scales)
+        k[..., old, :] = (rounded + centre).to(k.dtype)
+        v[..., old, :] = round_rows(v[..., old, :], v_bits, V_GAIN[v_bits], self.scales).to(v.dtype)
         return k, v
 
     def _centre(self, k: torch.Tensor) -> torch.Tensor:
@@ -78,13 +81,13 @@ class RoundedLayer(DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        """What codes and fp16 scales of the old rows, and the others at 16 bit, would take."""
+        """What codes and scales (fp16 if they are exact here) of the old rows, and the others at 16 bit, would take."""
         if not self.is_initialized:
             return 0
         rows, dim = self.keys.shape[:2].numel(), self.keys.shape[-1]
         old = max(self.get_seq_length() - self.window - self.sinks, 0)
         plain = self.get_seq_length() - old
-        return rows * (plain * 4 * dim + old * (dim * sum(self.bits) // 8 + 4))
+        return rows * (plain * 4 * dim + round(old * (dim * sum(self.bits) // 8 + scale_bytes(self.scales or "fp16"))))
 
 
 class RoundedCache(Cache):
@@ -99,13 +102,14 @@ class RoundedCache(Cache):
         sinks: int,
         centre_tokens: int | None = None,
         horizon: int = HORIZON,
+        scales: str | None = None,
     ) -> None:
         text = config.get_text_config(decoder=True)
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         if other := sorted(set(kinds) - {"full_attention"}):
             raise ValueError(f"config: expected layers of full attention only, got {', '.join(other)}")
         rope = functools.partial(frequencies, text)
-        each = (k_bits, v_bits, window, sinks, centre_tokens, horizon, rope)
+        each = (k_bits, v_bits, window, sinks, centre_tokens, horizon, rope, scales)
         super().__init__(layers=[RoundedLayer(*each) for _ in kinds])
 
     @property
