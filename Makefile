@@ -25,7 +25,7 @@ RACECHECK_FLAGS ?= --kernel-regex-exclude kns=specialized
 # The revision to record where the tree is a copy without .git
 REVISION ?=
 # What make gpu measures
-OPS ?= store quantize settle decode prefill replay
+OPS ?= store quantize settle decode prefill replay step
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean
@@ -73,7 +73,7 @@ test: $(STAMP)
 test-oldest: $(STAMP)
 	@test -d $(OLDEST) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
 	  'transformers==5.17.0' 'huggingface_hub>=1.33,<2' httpx httpcore h11 anyio
-	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_hf.py tests/test_hf_rows.py tests/test_hf_rope.py tests/test_generate.py $(ARGS)
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_hf*.py tests/test_generate.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,7 +4,8 @@
 
 The batch has a fixed number of places, the requests of the cache; an empty place is a request without tokens. The host
 makes room for the tokens of a step (`TieredCache.advance`, which settles when the budget asks for it) and replays; the
-graph writes K and V, attends over all tiers, and picks the next tokens. Empty places are padding: nothing is written.
+graph writes K and V, attends over all tiers, and picks the next tokens (`kvstrata.hf.step`, to be rewritten for a model
+of another kind). Empty places are padding: nothing is written.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import sys
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvstrata
 from kvstrata.cache import BudgetExceeded
+from kvstrata.hf.step import decode_step
 
 
 class Engine:
@@ -37,22 +38,9 @@ class Engine:
         ).capture()
         self.last: dict[int, int] = {}  # the newest token of each request, which is not in the cache yet
 
-    @torch.no_grad()
     def step(self, ids: torch.Tensor, positions: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
         """The next token of every place; what the graph holds."""
-        self.plan.update()
-        inner, dim = self.model.model, self.cache.head_dim
-        x = inner.embed_tokens(ids)
-        cos, sin = inner.rotary_emb(x, positions.unsqueeze(1))
-        for number, layer in enumerate(inner.layers):
-            own, h = layer.self_attn, layer.input_layernorm(x)
-            q, k, v = (p(h).unflatten(-1, (-1, 1, dim)) for p in (own.q_proj, own.k_proj, own.v_proj))
-            q, k = apply_rotary_pos_emb(q, k, cos, sin)
-            self.cache.write(number, k.squeeze(2), v.squeeze(2), requests)
-            out = kvstrata.decode_attention(q.squeeze(2).unsqueeze(1), self.cache, number, plan=self.plan)
-            x = x + own.o_proj(out.flatten(1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.model.lm_head(inner.norm(x)).argmax(-1).int()
+        return decode_step(self.model, self.cache, self.plan, ids, positions, requests)
 
     def start(self, prompt: torch.Tensor) -> int:
         """A prompt ``[tokens]`` into a free place; its first new token is `last` of it."""

@@ -4,7 +4,7 @@ import types
 
 import torch
 
-from kvstrata.bench import Timer
+from kvstrata.bench import Timer, timer
 from kvstrata.bench.clock import CudaClock
 
 
@@ -35,6 +35,7 @@ class Queue:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(timer, "time", types.SimpleNamespace(perf_counter=lambda: 1e-6 * self.host))
         self.clock = CudaClock(torch.device("cpu"), types.SimpleNamespace(zero_=self.kernel(60)))
         self.clock.warm_seconds = 0.0
         self.timer = Timer("cpu", flush_bytes=1 << 12)

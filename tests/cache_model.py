@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvstrata.cache import TieredCache
+from kvstrata.cache.pool import EMPTY
 
 TIERS = ("K4V4", "K3V3", "K2V2")
 
@@ -23,11 +24,16 @@ def by_head(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1)
 
 
-def fingerprint(cache: TieredCache) -> list[object]:
-    """Everything that an operation that raised must have left alone."""
-    slabs = [None if slab is None else slab.clone() for slab in cache.pool.slabs]
+def fingerprint(cache: TieredCache, spare: bool = True) -> list[object]:
+    """Everything that an operation that raised must have left alone; ``spare``: empty slabs too."""
+    pool = cache.pool
+    slabs = [
+        None if slab is None or (tier == EMPTY and not spare) else slab.clone()
+        for slab, tier in zip(pool.slabs, pool.tier.tolist(), strict=True)
+    ]
     arrays = [cache.buckets.table, cache.buckets.count, cache.centre, cache._device_lengths]
-    books = [x.copy() for x in (cache._centred, cache._queries, cache._reported, cache._lengths)]
+    host = (cache._centred, cache._queries, cache._reported, cache._lengths, cache._ahead_from)
+    books = [x.copy() for x in (*host, cache.buckets.host_table, cache.buckets.host_count)]
     return [cache.requests, slabs, *books, *(x.clone() for x in arrays), cache.pool.refs.copy(), cache.pool.tier.copy()]
 
 

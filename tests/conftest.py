@@ -12,6 +12,9 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before kvstrata is imported
+    import interpreter
+
+    interpreter.speed_up()
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -31,6 +34,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+class Watch:
+    """A clock that stands in for the module `time`: it runs while something sleeps, and by `tick` when it is read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.tick = 0.0
+        self._patch = monkeypatch
+
+    def drive(self, *modules: Any) -> None:
+        """Replace `time` in these modules."""
+        for module in modules:
+            self._patch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        self.now += self.tick
+        return self.now
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
 
 
 def invoke(*arguments: object) -> Any:

@@ -201,7 +201,8 @@ def filled(
             target = torch.randint(0 if plain else 1, len(tiers) + 1, (len(tokens),), generator=generator)
             target[torch.rand(len(tokens), generator=generator) < drop] = DROP
             target = target.to(DEVICE).masked_fill(tokens.position >= length - recent, 0)
-            move_tokens(cache, [(layer, [request])], tokens, target)
+            with cache._operation() as change:
+                move_tokens(cache, change, [(layer, [request])], tokens, target)
     poison_tails(cache)
     return cache
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import re
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,8 @@ from kvstrata import jit
 from kvstrata.jit.compiler import header_folders
 
 HERE = Path(__file__).parent / "emulator"
+KEPT = Path(__file__).parents[1] / ".pytest_cache" / "emulated"
+COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fPIC")
 PTX = {"fp8.cuh", "mma.cuh", "warp.cuh", "ring.cuh", "pdl.cuh", "cp_async.cuh", "vec.cuh", "ldmatrix.cuh"}
 PTX |= {"barrier.cuh", "wmma.cuh"}  # instructions.h has these
 MAIN = """
@@ -39,8 +41,32 @@ def missing() -> str | None:
 
 
 @functools.cache
-def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="kvstrata-emulated-"))
+def _environment() -> str:
+    """Compiler, options and headers of all kernels."""
+    version = subprocess.run([*COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
+    return "\0".join([version, *COMPILER, *(path.read_text() for path in sorted(HERE.glob("*.h")))])
+
+
+def _build(name: str, *arguments: str, source: str | None = None) -> Path:
+    """What g++ makes of these arguments and the source, once for all processes and runs: named after the content."""
+    key = hashlib.sha256("\0".join((_environment(), *arguments, source or "")).encode()).hexdigest()[:16]
+    built = KEPT / key / name
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with (built.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            part = built.with_suffix(".part")
+            command = [*COMPILER, *arguments, "-I", str(HERE), "-o", str(part)]
+            done = subprocess.run([*command, *(["-"] if source else [])], input=source, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[:4000]
+            part.rename(built)
+    return built
+
+
+@functools.cache
+def _precompiled() -> Path:
+    """Folder of instructions.h as g++ has parsed it, which is half the work on a small kernel."""
+    return _build("instructions.h.gch", "-x", "c++-header", str(HERE / "instructions.h")).parent
 
 
 def _text(path: Path) -> str:
@@ -73,15 +99,7 @@ def _call(instruction: re.Match[str]) -> str:
 class Kernel:
     def __init__(self, source: Path, entry: str) -> None:
         body = f'#include "instructions.h"\n{_text(source)}{MAIN.format(entry=entry)}'
-        name = hashlib.sha256(body.encode()).hexdigest()[:16]
-        compiled = folder() / f"{name}.so"
-        if not compiled.exists():
-            (folder() / f"{name}.cpp").write_text(body)
-            command = ["g++", "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-I", str(HERE)]
-            done = subprocess.run(
-                [*command, "-o", str(compiled), f"{name}.cpp"], cwd=folder(), capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr[:4000]
+        compiled = _build("kernel.so", "-shared", "-I", str(_precompiled()), "-x", "c++", source=body)
         self.built = ctypes.CDLL(str(compiled))
         self.start = self.built.start
 
@@ -107,6 +125,7 @@ def launcher() -> SimpleNamespace:
         arch_of=lambda device=None: "sm_90",
         current_stream=lambda device: 0,
         bind_context=lambda device: None,
+        capture_id=lambda stream: 1,
         load=lambda source, entry, arch=None: Kernel(source, entry),
         Launch=Launch,
         Kernel=jit.Kernel,
@@ -119,7 +138,8 @@ def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     properties = SimpleNamespace(name="emulated", multi_processor_count=3, shared_memory_per_multiprocessor=233472)
     monkeypatch.setattr(decode_cuda, "jit", launcher())
-    monkeypatch.setattr(decode_cuda, "_PLANS", type(decode_cuda._PLANS)())
+    for plans in ("_PLANS", "_OWNED"):
+        monkeypatch.setattr(decode_cuda, plans, type(getattr(decode_cuda, plans))())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

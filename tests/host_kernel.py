@@ -65,20 +65,25 @@ inline void aligned(const void* at, int bytes) { if ((size_t)at % bytes) { fprin
 template <int kBytes> void store(void* to, const Vec<kBytes>& x) { aligned(to, kBytes); memcpy(to, &x, kBytes); }
 """
 AFTER = """
-template <int n, bool casts, bool staged> void go(const void* p, unsigned grid) {
+template <int n, bool casts, bool staged, int threads, int lanes> void go(const void* p, unsigned grid) {
   gridDim.x = grid;
   for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)
     for (last_barrier = 1, stopped = true; stopped; last_barrier++)
-      for (threadIdx.x = 0, stopped = false; threadIdx.x < kThreads; threadIdx.x++) try {
+      for (threadIdx.x = 0, stopped = false; threadIdx.x < threads; threadIdx.x++) try {
         barriers = 0;
-        copy_all<n, casts, staged>(*static_cast<const Params<n>*>(p));
+        copy_all<n, casts, staged, threads, lanes>(*static_cast<const Params<n>*>(p));
       } catch (Stop) {}
 }
-extern "C" void run_8(const void* p, unsigned grid, int casts, int staged) {
-  staged ? go<8, false, true>(p, grid) : casts ? go<8, true, false>(p, grid) : go<8, false, false>(p, grid);
+template <int n> void run(const void* p, unsigned grid, int casts, int staged, int warps) {
+  if (staged) go<n, false, true, 256, 256>(p, grid);
+  else if (warps) casts ? go<n, true, false, 128, 32>(p, grid) : go<n, false, false, 128, 32>(p, grid);
+  else casts ? go<n, true, false, 256, 256>(p, grid) : go<n, false, false, 256, 256>(p, grid);
 }
-extern "C" void run_28(const void* p, unsigned grid, int casts, int staged) {
-  staged ? go<28, false, true>(p, grid) : casts ? go<28, true, false>(p, grid) : go<28, false, false>(p, grid);
+extern "C" void run_8(const void* p, unsigned grid, int casts, int staged, int warps) {
+  run<8>(p, grid, casts, staged, warps);
+}
+extern "C" void run_28(const void* p, unsigned grid, int casts, int staged, int warps) {
+  run<28>(p, grid, casts, staged, warps);
 }
 extern "C" int size_8() { return sizeof(Params<8>); }
 extern "C" int size_28() { return sizeof(Params<28>); }
@@ -110,8 +115,17 @@ class HostCopies(copy_cuda.Copies):
 
     compiled: ctypes.CDLL
 
-    def __init__(self, count: int, casts: bool, device: object, stage: bytes | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        casts: bool,
+        device: object,
+        stage: bytes | None = None,
+        config: copy_cuda.Config | None = None,
+    ) -> None:
         self.count, self.room = count, copy_cuda.capacity(count)
+        self.config = config or copy_cuda.DEFAULT
+        assert (self.config.worker, self.config.threads) in (("block", 256), ("warp", 128))
         self._tail_at = 8 * self.room
         params = copy_cuda.empty_params(self.room, stage)
         assert len(params) == getattr(self.compiled, f"size_{self.room}")()
@@ -119,10 +133,10 @@ class HostCopies(copy_cuda.Copies):
         self._view = (ctypes.c_char * len(params)).from_buffer(self.params)
         self.write = struct.Struct(f"<{count}Q").pack_into
         self.grid = 0
-        self._flags = int(casts), int(stage is not None)
+        self._flags = int(casts), int(stage is not None), int(self.config.worker == "warp")
 
     def go(self) -> None:
         run = getattr(self.compiled, f"run_{self.room}")
-        run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_int]
+        run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_int, ctypes.c_int]
         if self.grid:
             run(ctypes.addressof(self._view), self.grid, *self._flags)

@@ -29,8 +29,8 @@ def forced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> s
     """All appends through one backend."""
     from kvstrata.cache import buckets
 
-    run = append_op.append_rows
-    monkeypatch.setattr(buckets, "append_rows", lambda job: run(job, request.param))
+    prepare = append_op.prepare_append
+    monkeypatch.setattr(buckets, "prepare_append", lambda job: prepare(job, request.param))
     return request.param
 
 
@@ -128,7 +128,7 @@ def test_gates(arguments: tuple, arch: str) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_triton_compiles_ahead_of_time(arch: int) -> None:
-    from test_jit import compile_triton
+    from ahead import compile_triton
 
     types = {f"{name}_ptr": "*i32" for name in ("table", "count", "length", "meta")}
     types |= {"k_ptr": "*i16", "v_ptr": "*i16", "pointers_ptr": "*i64", "importance_ptr": "*fp32"}

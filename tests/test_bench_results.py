@@ -8,7 +8,9 @@ import torch
 
 import toy
 from kvstrata.bench import Timer, probes, render, results, runner
-from kvstrata.bench.plot import groups, plot
+from kvstrata.bench.cases import decode
+from kvstrata.bench.plot import MEMORY, groups, plot
+from kvstrata.bench.results import CaseResult, Report, Row
 from kvstrata.bench.stats import summary
 
 CPU = torch.device("cpu")
@@ -115,3 +117,29 @@ def test_plot_writes_a_figure(report, tmp_path, y, suffix):
     first = path.read_bytes()
     assert len(first) > 5000
     assert plot(report, cases, path, y=y).read_bytes() == first
+
+
+def test_times_over_memory(tmp_path):
+    """A line for each context, points where its cases are in bytes, and the fastest peer at 16 bit."""
+
+    def case(kind: str, tokens: int, share: float, us: float) -> CaseResult:
+        params = {"kind": kind, "B": 2, "heads": 8, "kv_heads": 4, "head_dim": 64, "T": tokens}
+        rows = [Row("kvstrata", "ours", us=summary([us])), Row("other", "peer", us=summary([7.0]))]
+        return CaseResult(kind, params, int(share * 4 * 2 * 4 * 64 * tokens), 0, 1, True, rows=rows)
+
+    cases = [case("16bit", 1024, 1.0, 9.0), case("mixed", 1024, 0.25, 3.0), case("mixed", 2048, 0.25, 5.0)]
+    report = Report("decode", {"name": "GPU", "slug": "gpu"}, {}, {"tb_s": 4.0}, {}, cases)
+    ((name, drawn),) = groups(report, MEMORY, by="T").items()
+    assert name == "memory-2-8-4-64"
+    assert [case.name for case in drawn] == ["mixed", "mixed", "16bit"]
+    text = plot(report, drawn, tmp_path / "f.svg", MEMORY, "us", by="T").read_text()
+    assert "share of 16 bit" in text
+    assert "T 2048" in text
+
+
+@pytest.mark.parametrize(("tiers", "budget"), [(decode.NARROW, 0.2), (decode.WIDE, 0.4), (("K8V8",), 0.75), ((), 1.0)])
+def test_mixes_have_the_bytes_of_their_budget(tiers, budget):
+    shape = decode.Shape(32, 16384)
+    share = decode.bytes_of(shape, tiers, budget) / decode.bytes_of(shape, (), 1.0)
+    assert share == pytest.approx(budget, abs=0.005)
+    assert int(decode.counts_of(shape, tiers, budget)[0, 0].sum()) == shape.tokens

@@ -126,7 +126,8 @@ def test_centres_of_several_layers() -> None:
     every = [(layer, [request]) for layer in range(3) for request in range(2)]
     for places in (every[2:3], every):
         tokens = cache.buckets.snapshots(*scopes.pairs(places))
-        scopes.move_tokens(cache, places, tokens, torch.where(tokens.position < 40, 1, 0))
+        with cache._operation() as change:
+            scopes.move_tokens(cache, change, places, tokens, torch.where(tokens.position < 40, 1, 0))
         if places != every:
             first = cache.centre.clone()
             assert first[0, 1].all()

@@ -18,6 +18,7 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from allocations import Allocations
 from cache_model import fingerprint, same
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache import quantize_reference as quant
@@ -94,6 +95,7 @@ class Machine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.model: dict[int, list[Layer]] = {}
         self.saved: list[tuple[Path, list[Layer]]] = []
+        self.refused: int | None = None  # which allocation of the next operation
 
     def teardown(self) -> None:
         self.folder.cleanup()
@@ -149,7 +151,18 @@ class Machine(RuleBasedStateMachine):
         return k, v
 
     def attempt(self, operation) -> bool:
-        """Run it; when it does not fit, nothing may have changed."""
+        """Run it; when it does not fit, or memory runs out, nothing may have changed."""
+        if self.refused is not None:
+            before, number, self.refused = fingerprint(self.cache, spare=False), self.refused, None
+            try:
+                Allocations.of(operation, number)
+            except torch.OutOfMemoryError:
+                self.cache.check()
+            except BudgetExceeded:
+                pass
+            else:
+                return True
+            assert same(before, fingerprint(self.cache, spare=False))
         before = fingerprint(self.cache)
         try:
             operation()
@@ -161,6 +174,10 @@ class Machine(RuleBasedStateMachine):
         assert short > 0
         assert same(before, fingerprint(self.cache))
         return False
+
+    @rule(allocation=st.integers(0, 300))
+    def run_out_of_memory(self, allocation: int) -> None:
+        self.refused = allocation
 
     @rule(target=ids)
     def add(self):
@@ -233,7 +250,7 @@ class Machine(RuleBasedStateMachine):
         mass = torch.rand(len(self.model), HEADS, TOKENS, generator=self.random) ** 8
         if bad:
             mass[..., ::3] = torch.nan
-        self.cache.update_importance(layer, mass, queries=queries)
+        self.attempt(lambda: self.cache.update_importance(layer, mass, queries=queries))
 
     @rule(target=ids, request=ids)
     def fork(self, request: int):
@@ -248,7 +265,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(request=consumes(ids))
     def free(self, request: int) -> None:
-        self.cache.free(request)
+        self.attempt(lambda: self.cache.free(request))
         del self.model[request]
 
     @rule(request=ids, length=st.integers(0, TOKENS))
@@ -262,12 +279,12 @@ class Machine(RuleBasedStateMachine):
         given = sorted(self.model)
         if given:
             indices = [data.draw(st.integers(0, len(given) - 1)) for _ in given]
-            self.cache.reorder(indices)
+            self.attempt(lambda: self.cache.reorder(indices))
             self.model = {r: copy.deepcopy(self.model[given[i]]) for r, i in zip(given, indices, strict=True)}
 
     @rule()
     def compact(self) -> None:
-        self.cache.compact()
+        self.attempt(self.cache.compact)
 
     @rule(request=ids)
     def save(self, request: int) -> None:

@@ -117,7 +117,7 @@ def test_noise_in_scores_costs_more_than_its_variance() -> None:
 
 
 def test_slots_that_are_paid_for_are_used() -> None:
-    cache = make(budget=0.35, max_tokens=1024, settle_every=16, window=28)
+    cache = make(budget=0.3, max_tokens=1024, settle_every=16, window=28)
     cache.append(0, *rows(1000), mass=some_mass(1, 1000))
     cache.check()
     count = cache.bucket_views(0).count[0]

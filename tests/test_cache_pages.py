@@ -78,8 +78,53 @@ def test_pool_refuses() -> None:
     with pytest.raises(ValueError, match="capacity: expected at most"):
         pool.Pool([64], 1 << 30, 1 << 10, CPU)
     p = pool.Pool([512], 512, 2, CPU)
-    with pytest.raises(RuntimeError, match="all 2 are in use"):
+    with pytest.raises(RuntimeError, match="expected 3 free slabs, got 2 of 2"):
         p.allocate(0, 3)
+
+
+class Recorded(torch.Tensor):
+    """A slab that remembers the streams it was told of."""
+
+    streams: list[object]
+
+    def record_stream(self, stream: object) -> None:
+        self.streams.append(stream)
+
+
+def test_slabs_that_go_wait_for_the_streams_that_used_them() -> None:
+    """Slabs that are trimmed, and those that make way for another tier; one in use is left alone."""
+    p = pool.Pool([640, 448], 1024, 3, CPU)
+    handles = p.allocate(0, 3)
+    p.streams.update({1: "prefill", 2: "decode"})
+    slabs = []
+    for index, slab in enumerate(p.slabs):
+        slabs.append(slab.as_subclass(Recorded))
+        slabs[-1].streams = []
+        p.slabs[index] = slabs[-1]
+    p.release(handles[:2])
+    p.allocate(1, 2)
+    assert [slab.streams for slab in slabs] == [["prefill", "decode"], [], []]
+    p.trim()
+    assert [slab.streams for slab in slabs] == [["prefill", "decode"], ["prefill", "decode"], []]
+
+
+def test_a_stream_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation asks for torch's current stream by its number; an object is made of it the first time."""
+
+    class Stream:
+        def __init__(self, number: int) -> None:
+            self.cuda_stream = number
+
+    p, current, made = small_pool(), [7], []
+    p.space = None  # as on a GPU
+    monkeypatch.setattr(pool.jit, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.append(Stream(current[0])) or made[-1])
+    for number in (7, 7, 9, 7, 9):
+        current[0] = number
+        p.note_stream()
+    assert [stream.cuda_stream for stream in made] == [7, 9]
+    p.record_stream(Stream(11))
+    assert sorted(p.streams) == [7, 9, 11]
 
 
 # Pages
@@ -120,3 +165,33 @@ def test_a_width_that_stays_keeps_its_codes() -> None:
     assert moved.k is start.k
     assert moved.k_scale is start.k_scale
     assert moved.v.max() <= 3
+
+
+@pytest.mark.skipif(pages._numba() is None, reason="numba is not there")
+@pytest.mark.parametrize("dim", [32, 80, 128])
+def test_compiled_loops_give_the_bytes_of_torch(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From rows to codes to fewer codes and back, into pages that hold other tokens already."""
+    chance = torch.Generator().manual_seed(dim)
+    k, v = torch.randn(2, 40, dim, generator=chance).mul_(torch.rand(2, 40, 1, generator=chance) * 1e3)
+    k[3], v[5, 7], k[7] = 0.0, torch.inf, 1e30
+    centre = torch.randn(40, dim, generator=chance)
+    place = torch.randperm(48, generator=chance)[:40]
+    plain, *kinds = (
+        pages.PageKind(Format.parse(name, dim, 16), torch.float32, torch.int16, True, torch.device("cpu"))
+        for name in ("K32V32", "K8V4", "K4V3", "K3V2")
+    )
+
+    def run(compiled_rows: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(pages, "COMPILED_ROWS", compiled_rows)
+        rows, source = pages.Rows(k, v, None, None, torch.arange(40), torch.rand(40)), plain
+        found = []
+        for kind in kinds:
+            rows = kind.encode(rows, source, centre if source is plain else None)
+            raw = torch.full((3, kind.stride), 0xA5, dtype=torch.uint8)
+            kind.write(raw, place // 16, place % 16, rows)
+            rows, source = kind.read(raw, place // 16, place % 16), kind
+            found += [raw[:, : kind.format.page_bytes], rows.k, rows.v]
+        return found
+
+    for compiled, plain_torch in zip(run(1), run(1 << 30), strict=True):
+        assert torch.equal(compiled, plain_torch)

@@ -187,9 +187,34 @@ def test_benchmarks_are_found_by_module(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("module", "absent"),
-    [("kvstrata", ("scipy", "matplotlib", "typer", "rich")), ("kvstrata.cli", ("scipy", "matplotlib"))],
+    [("kvstrata", ("torch", "typer", "rich")), ("kvstrata.cache", ("scipy", "matplotlib", "typer", "rich"))],
 )
 def test_imports_are_late(module, absent):
     code = f"import sys, {module}; print([m for m in {absent} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_help_imports_nothing_heavy():
+    """`kvstrata --help`, and that of every command, without torch: it takes seconds to import."""
+    heavy = ("torch", "triton", "transformers", "numba", "numpy", "scipy", "matplotlib", "optuna")
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from kvstrata.cli import app
+for command in ([], *([name] for name in {COMMANDS})):
+    assert CliRunner().invoke(app, [*command, "--help"]).exit_code == 0, command
+print([m for m in {heavy} if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names_are_there():
+    import kvstrata
+
+    assert set(kvstrata.__all__) <= set(dir(kvstrata))
+    assert all(getattr(kvstrata, name) is not None for name in kvstrata.__all__)
+    assert kvstrata.cache.TieredCache is kvstrata.TieredCache
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        kvstrata.nothing  # noqa: B018

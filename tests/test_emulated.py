@@ -87,7 +87,7 @@ def test_cut_of_a_tuned_table(combine: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(decode_cuda.tuned, "lookup", lambda op, gpu, shape: asdict(cut))
     case = case_of([150, 40], dtype=torch.bfloat16, tiers=("K4V4", "K2V2"), page_tokens=64, group=4, q_len=3)
     check(case, "cuda")
-    assert all(plan.cut == cut for plan in decode_cuda._PLANS.values())
+    assert [plan.cut for plan in decode_cuda._OWNED[case.cache].values()] == [cut]
 
 
 @pytest.mark.parametrize("dim", [32, 80, 256])

@@ -95,7 +95,8 @@ def test_tiers_that_are_named_or_not() -> None:
     def names(**given) -> list[str]:
         return [f.name for f in TieredCache(**sizes, **given).formats[1:]]
 
-    assert names(budget=0.5) == ["K8V8", "K8V4", "K4V4"]
+    assert names(budget=0.4) == ["K8V8", "K8V4", "K4V4"]
+    assert names(budget=0.8) == ["K8V8"]
     assert names(budget=0.5, tiers=["K3V3"]) == ["K3V3"]
     assert names(budget=10**9) == names(budget=None) == names(budget=1.0) == ["K4V4", "K3V3", "K2V2"]
     config = model().config

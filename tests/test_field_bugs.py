@@ -30,6 +30,7 @@ from conftest import HAS_GPU
 from decode_model import BACKENDS, DEVICE, Case, case_of, check
 from kvstrata import DecodePlan, PagedCache, TieredCache, decode_attention, prefill_attention, prefill_attention_cached
 from kvstrata.attention import decode_cuda, op
+from kvstrata.attention.source import Source
 from kvstrata.cache import append_op, buckets
 from kvstrata.cache.space import Space
 from kvstrata.replay import CopyPlan
@@ -127,8 +128,8 @@ def test_sequences_and_heads_far_apart(name: str, axis: int) -> None:
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_appended_rows_far_apart(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = append_op.append_rows
-    monkeypatch.setattr(buckets, "append_rows", lambda job: run(job, "triton"))
+    prepare = append_op.prepare_append
+    monkeypatch.setattr(buckets, "prepare_append", lambda job: prepare(job, "triton"))
     room, near = room_of(torch.float16), torch.randn(2, 3, 3, 32).half().to(DEVICE)
     cache = TieredCache(1, 3, 32, budget=None, dtype=torch.float16, device=DEVICE, page_tokens=16)
     cache.append(0, *(apart(x, axis, room, i) for i, x in enumerate(near)))
@@ -261,10 +262,10 @@ def test_a_length_past_the_table_writes_nothing_outside(backend: str) -> None:
     table = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
     cache = PagedCache(k, v, table, torch.tensor([160, 20], dtype=torch.int32, device=DEVICE))
     q = torch.zeros(2, 1, 1, 64, dtype=torch.float16, device=DEVICE)
-    source = decode_cuda.Source.of(op._job(q, cache, 0, None, None, None, None, None, False, False))
+    source = Source.of(op._job(q, cache, 0, None, None, None, None, None, False, False))
     step = decode_cuda.Plan(source, (0, 1), 1, 1, 1)
     step.stages = torch.full((1, step.capacity + 64, 4), -7, dtype=torch.int32, device=DEVICE)
-    step._worklist = step._make_worklist()
+    step._worklist = step._make_worklist(source)
     step.update()
     assert (step.stages[:, : step.capacity] != -7).any()
     assert (step.stages[:, step.capacity :] == -7).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,59 @@ def test_bad_arguments_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = generate(folder, "w3", "--device", "cuda")
     assert (done.exit_code, done.stderr) == (2, "kvstrata: --device cuda: torch sees no CUDA device\n")
+
+
+def test_a_context_that_is_no_text_is_refused_in_one_line(folder: Path) -> None:
+    binary = folder / "binary"
+    binary.write_bytes(b"\x00\xff\xfe")
+    done = generate(folder, "w3", "--context", str(binary))
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("kvstrata: --context: expected a text file in UTF-8, got ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "advise"])
+def test_a_model_with_attention_of_its_own_is_refused_in_one_line(
+    folder: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer, FalconConfig, FalconForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    config = FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    FalconForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    arguments = ["w3"] if command == "generate" else ["--text", str(folder / "before.txt"), "--tokens", "32"]
+    done = CliRunner().invoke(app, [command, *arguments, "--model", str(tmp_path)])
+    assert done.exit_code == 2, done.output
+    assert "FalconForCausalLM" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_both_texts_are_written_in_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tokens of one, some of the other, after a short text over each; as if each had been written alone."""
+    from transformers import AutoModelForCausalLM
+
+    from kvstrata.hf import StrataCache
+
+    calls = []
+    run = AutoModelForCausalLM.from_pretrained(folder).__class__.generate
+    monkeypatch.setattr(
+        "transformers.LlamaForCausalLM.generate",
+        lambda self, ids, **given: (
+            calls.append((type(given["past_key_values"]), given["max_new_tokens"])),
+            run(self, ids, **given),
+        )[1],
+    )
+    found = json.loads(generate(folder, *after_a_text(folder), "--json", "--dtype", "float32").stdout)
+    assert [new for _, new in calls] == [2, 2, 8, 8, 4, 4]
+    assert [kind is StrataCache for kind, _ in calls] == [True, False] * 3
+    assert found["new_tokens"] == found["compare"]["new_tokens"] == 12
+    alone = json.loads(generate(folder, *after_a_text(folder)[:-1], "--json").stdout)
+    assert alone["text"] == found["text"]
+
+
+def test_without_numba_a_hint_says_so_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "numba" else find(name, *rest))
+    done = generate(folder, "w3", "--device", "cpu")
+    assert done.stderr.count("pip install 'kvstrata[cpu]'") == 1

@@ -61,3 +61,32 @@ def test_a_copied_cache_goes_its_own_way() -> None:
     twin.crop(-60)
     twin.tiered.check()
     assert (twin.get_seq_length(), cache.get_seq_length()) == (163, 223)
+
+
+def test_a_window_beyond_the_prompt_warns() -> None:
+    model = make("llama")
+    with pytest.warns(UserWarning, match="window: expected fewer than the 40 tokens of the prompt, got 64; nothing is"):
+        greedy(model, prompt(1, 40), StrataCache(model.config, budget=0.5, window=64), new=2)
+    greedy(model, prompt(1, 40), StrataCache(model.config, budget=0.5), new=2)  # nobody asked for a window
+
+
+def test_beams_give_back_the_copies_of_the_prompt() -> None:
+    """Each beam begins with the prompt in pages of its own; the first reordering leaves one copy in use."""
+    model, ids = make("llama"), prompt(1, 200)
+    cache = StrataCache(model.config, **SMALL)
+    greedy(model, ids, cache, num_beams=4, new=8)
+    pool = cache.tiered.pool
+    assert pool.slab_count <= 2 * int((pool.tier >= 0).sum())
+    assert cache.memory().slab_slack < 0.5 * cache.memory().kinds["slabs"]
+    cache.tiered.check()
+
+
+@pytest.mark.parametrize("options", [{}, dict(page_tokens=16, window=28, settle_every=16)])
+def test_the_default_budget_holds_for_short_heads(options: dict) -> None:
+    """Heads of 32 values: positions, importance and scales are a larger part of a token than with longer ones."""
+    model = make("llama")
+    cache = StrataCache(model.config, **options)
+    with torch.inference_mode():
+        model(prompt(1, 300), past_key_values=cache)
+    assert cache.memory().total <= cache.memory().allowed
+    assert cache.tiered.budget.overtakes < float("inf")

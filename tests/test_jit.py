@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from ahead import compile_triton
 from kvstrata import jit
 from kvstrata.attention import decode_cuda, prefill_cuda
 from kvstrata.cache import append_op, moves_cuda, quantize_op, repack_cuda, repack_phases
@@ -204,39 +200,6 @@ def test_baselines_compile(file: str, entry: str, arch: str) -> None:
     assert jit.usage(folder / file, entry, arch=arch).spill_bytes == 0
 
 
-AHEAD_OF_TIME = """
-import json, subprocess, sys, tempfile
-from importlib import import_module
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-module, name, arch = sys.argv[1], sys.argv[2], int(sys.argv[3])
-types, constants, options = map(json.loads, sys.argv[4:7])
-kernel = getattr(import_module(module), name)
-signature = {a: "constexpr" if a in constants else types.get(a, "i64") for a in kernel.arg_names}
-built = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", arch, 32), options=options)
-cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-    Path(file.name).write_bytes(built.asm["cubin"])
-    print(subprocess.run([cuobjdump, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout)
-    print("DYNAMIC:", built.metadata.shared, sep="")
-"""
-
-
-def compile_triton(
-    module: str, kernel: str, arch: int, types: dict[str, str], constants: dict, **options: int
-) -> dict[str, int]:
-    """What a Triton kernel uses (dynamic: shared memory), compiled in a process without the interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    given = [json.dumps(x) for x in (types, constants, options)]
-    command = [sys.executable, "-c", AHEAD_OF_TIME, module, kernel, str(arch), *given]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|DYNAMIC):(\d+)", done.stdout)}
-
-
 @pytest.mark.parametrize("mantissa", [0, 3])
 @pytest.mark.parametrize("arch", [80, 89, 90])
 def test_triton_store_compiles_ahead_of_time(arch: int, mantissa: int) -> None:
@@ -270,7 +233,7 @@ def test_structs_of_parameters_have_their_padding() -> None:
         "append": append_op.PARAMS, "combine": decode_cuda.COMBINE, "decode": decode_cuda.DECODE,
         "moves": moves_cuda.PARAMS, "phases": repack_phases.PARAMS, "prefill": prefill_cuda.PARAMS,
         "quantize": quantize_op.PARAMS, "repack": repack_cuda.PARAMS, "store": store_cuda.PARAMS,
-        "worklist": decode_cuda.WORKLIST,
+        "rows": decode_cuda.ROWS, "worklist": decode_cuda.WORKLIST,
     }  # fmt: skip
     assert {name: struct.size % 8 for name, struct in structs.items()} == dict.fromkeys(structs, 0)
     rooms = copy_cuda.CAPACITIES

@@ -16,7 +16,7 @@ import toy
 from conftest import invoke
 from kvstrata.bench import cases, results
 from kvstrata.bench.stats import summary
-from kvstrata.lab import git, regress
+from kvstrata.lab import git, regress, sweeps
 
 MACHINE = {"name": "NVIDIA H200", "slug": "nvidia-h200", "revision": "abc", "dirty": False, "date": "2026-01-01T00:00Z"}
 
@@ -99,7 +99,7 @@ def test_info_tells_tables_and_caches(tmp_path, monkeypatch):
     mine, other = sorted((t for t in facts["tables"] if str(tmp_path) in t["path"]), key=lambda t: not t["used"])
     assert (mine["used"], mine["ops"]) == (True, {"store": 0})
     assert "not a tuned table" in other["error"]
-    assert set(facts["backends"]) == set(cases.names())
+    assert set(facts["backends"]) == set(sweeps.names())
     for op in ("decode", "prefill"):
         assert facts["backends"][op]["reference"] is None
         assert facts["backends"][op]["cuda"] == "cuda needs CUDA tensors, got some on cpu"

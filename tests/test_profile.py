@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_our_kernels_are_found_in_the_sources():
 
 
 FAKE = """#!{python}
-import pathlib, sys, time
+import pathlib, sys
 if "--version" in sys.argv:
     print("NVIDIA (R) Nsight Compute Command Line Profiler\\nVersion 2025.3.1.0 (build 1)")
 elif "sm__pipe_tensor_cycles_active" in " ".join(sys.argv):
@@ -96,9 +97,6 @@ elif "sm__pipe_tensor_cycles_active" in " ".join(sys.argv):
     sys.exit(1)
 elif sys.argv[-1] == "odd" and "--metrics" in sys.argv:
     sys.exit("==ERROR== something that nobody has seen before")
-elif sys.argv[-1] == "slow":
-    print("==PROF== Connected", flush=True)
-    time.sleep(60)
 elif sys.argv[-1] == "wrong":
     log = sys.argv[sys.argv.index("--log-file") + 1]
     pathlib.Path(log).write_text(pathlib.Path({csv!r}).read_text())
@@ -146,16 +144,23 @@ def test_a_failure_of_no_known_reason_is_tried_again_with_sections_alone(fake_nc
     assert [case.case for case in found.cases] == ["odd"], found.failed
 
 
-def test_time_ends_a_profile_and_what_is_there_is_kept(fake_ncu):
+def test_time_ends_a_profile_and_what_is_there_is_kept(fake_ncu, watch, monkeypatch):
+    """A program takes a second on this clock, but for one that takes more than there is."""
+    run = child.run
+
+    def timed(command, seconds):
+        if command[-1] != "slow":
+            watch.sleep(1)
+            return run(command, 600)
+        watch.sleep(seconds)
+        raise child.Late(f"took more than {seconds:.0f} s and was ended")
+
+    watch.drive(profile)
+    monkeypatch.setattr(child, "run", timed)
     names = ["good", "slow", "never"]
-    began = time.monotonic()
     found = profile.take("store", names, MACHINE, dict.fromkeys(names, 1), seconds=4)
-    assert time.monotonic() - began < 20
     assert [case.case for case in found.cases] == ["good"]
-    assert re.fullmatch(
-        r"ncu took more than \d s and was ended; it said last: ==PROF== Connected", found.failed["slow"]
-    )
-    assert found.failed["never"] == "the time was up"
+    assert found.failed == {"slow": "ncu took more than 2 s and was ended", "never": "the time was up"}
 
 
 EVENTS = [
@@ -206,16 +211,21 @@ def test_without_counters_there_are_times_and_registers(fake_ncu, tmp_path, monk
     assert profile.load(Path("results/nvidia-h200/profile_store.json")).cases[1].case == "two"
 
 
-def test_a_late_program_is_ended_with_its_children(tmp_path):
-    """The grandchild holds the pipe: without its end nothing comes back."""
-    began, pid = time.monotonic(), tmp_path / "pid"
+def test_a_late_program_is_ended_with_its_children(tmp_path, monkeypatch):
+    """The grandchild holds the pipe: without its end nothing comes back. The time is up once it has begun."""
+    begun, survived = tmp_path / "begun", tmp_path / "survived"
+
+    class Late(subprocess.Popen):
+        def communicate(self, timeout=None):
+            while timeout and not begun.exists():
+                time.sleep(0.01)
+            return super().communicate(timeout=0 if timeout else None)
+
+    monkeypatch.setattr(child.subprocess, "Popen", Late)
     with pytest.raises(child.Late, match="took more than 1 s and was ended; it said last: begun"):
-        child.run(["sh", "-c", f"sleep 60 & echo $! > {pid}; echo begun; wait"], 1)
-    assert time.monotonic() - began < 20
-    state = Path(f"/proc/{pid.read_text().strip()}/stat")
-    while state.exists() and state.read_text().split()[2] != "Z":  # a signal takes a moment
-        assert time.monotonic() - began < 20, "the grandchild lives"
-        time.sleep(0.05)
+        child.run(["sh", "-c", f"(sleep 60; touch {survived}) & echo begun; touch {begun}; wait"], 1)
+    assert not survived.exists()
+    monkeypatch.undo()
     assert child.run(["sh", "-c", "echo $MINE >&2; exit 3"], 30, {"MINE": "x"}) == ("x\n", 3)
 
 

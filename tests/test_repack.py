@@ -374,7 +374,7 @@ def test_gates(dtype: torch.dtype, dim: int, page_tokens: int, arch: str) -> Non
 
 @pytest.mark.parametrize(("arch", "dim", "stages"), [(80, 128, 7), (90, 80, 4)])
 def test_triton_compiles_ahead_of_time(arch: int, dim: int, stages: int) -> None:
-    from test_jit import compile_triton
+    from ahead import compile_triton
 
     types = {f"{name}_ptr": "*i32" for name in ("packed", "places", "formats")}
     types |= {"pointers_ptr": "*i64", "side_ptr": "*i64", "k_ptr": "*bf16", "v_ptr": "*bf16"}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from kvstrata.cache.buckets import Buckets
 from kvstrata.cache.pages import PageKind, Rows
 from kvstrata.cache.pool import Pool
 from kvstrata.cache.tokens import DROP, NEW, Tokens
+from kvstrata.cache.transaction import Transaction
 from kvstrata.layout import Format
 from test_repack import Setup, assert_alike
 
@@ -69,7 +69,8 @@ def chained(buckets: Buckets, tokens: Tokens, target: torch.Tensor, rows: Rows |
     """The moves of moves.py: from where, to where, and what stands beside."""
     buckets.backend = "triton"
     requests = range(len(buckets.host_table))
-    prepared = buckets.prepare(0, requests, tokens, target, rows, torch.zeros(2 * len(requests), 32))
+    with Transaction(buckets.pool) as change:
+        prepared = buckets.prepare(change, 0, requests, tokens, target, rows, torch.zeros(2 * len(requests), 32))
     return set() if prepared is None else {(*x[:7], *x[9:11]) for x in prepared.job.packed.tolist()}
 
 
@@ -146,7 +147,8 @@ def test_the_plan_is_that_of_the_reference(emulated: None, monkeypatch: pytest.M
         rows = Rows(k, v, None, None, more.position, more.importance)
     wanted = chained(reference, tokens, target, rows)
     ours.backend = "cuda"
-    made = ours.prepare(0, range(len(counts) // 2), tokens, target, rows, torch.zeros(len(counts), 32))
+    with Transaction(ours.pool) as change:
+        made = ours.prepare(change, 0, range(len(counts) // 2), tokens, target, rows, torch.zeros(len(counts), 32))
     assert made is None
     assert np.array_equal(ours.host_table, reference.host_table)
     assert np.array_equal(ours.host_count, reference.host_count)
@@ -154,7 +156,7 @@ def test_the_plan_is_that_of_the_reference(emulated: None, monkeypatch: pytest.M
         assert not wanted
         assert bool((tokens.tier == target).all())
         return
-    [(_, lists, (first, _), _, _)] = seen
+    [(_, lists, (first, _), _)] = seen
     found = phased(ours, lists, first)
     handles, tiers, _ = lists.whole.tolist()
     assert set().union(*found) == {(*x[:6], None if x[2] == x[5] else x[6], *x[7:]) for x in wanted}
@@ -177,7 +179,8 @@ def test_whole_pages_are_made_as_such(emulated: None, monkeypatch: pytest.Monkey
     tokens = buckets.snapshot(0, [0])
     target = torch.where((tokens.tier == 0) & (tokens.slot >= 60), 1, tokens.tier)
     buckets.backend = "cuda"
-    buckets.prepare(0, [0], tokens, target, None, torch.zeros(2, 32))
+    with Transaction(buckets.pool) as change:
+        buckets.prepare(change, 0, [0], tokens, target, None, torch.zeros(2, 32))
     [(_, lists, *_)] = seen
     assert len(lists.copies) == 0
     assert lists.ranges.tolist() == [[[0, 0]] * 3, [[0, 0], [0, 12], [12, 12]], [[0, 0], [0, 6], [6, 6]]]
@@ -231,8 +234,10 @@ def test_chains_in_one_launch(request: pytest.FixtureRequest, monkeypatch: pytes
         request.getfixturevalue("emulated")
     options, new = CASES["three tiers, new rows"]
     ours, reference = Setup(**options), Setup(**options)
-    prepare = ours.buckets.prepare
-    monkeypatch.setattr(ours.buckets, "prepare", lambda *given: replace(prepare(*given), backend="cuda"))
+    prepare = repack_op.prepare
+    monkeypatch.setattr(
+        repack_op, "prepare", lambda job, backend: prepare(job, "cuda" if backend == "triton" else backend)
+    )
     ours.demote("triton", 0.4, new)
     reference.demote("reference", 0.4, new)
     ours.check()

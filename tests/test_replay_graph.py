@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -51,7 +55,9 @@ def inputs_of(step: int, most: int, width: int) -> dict[str, torch.Tensor]:
     )
 
 
-def runner_of(pool: torch.Tensor, staging: str, most: int = 16, width: int = 12) -> GraphRunner:
+def runner_of(
+    pool: torch.Tensor, staging: str, most: int = 16, width: int = 12, fused: bool | None = None
+) -> GraphRunner:
     shapes = dict(ids=(most,), slots=(most,), lengths=(most,), offsets=(most + 1,), table=(most, width))
     return GraphRunner(
         step_of(pool),
@@ -59,6 +65,7 @@ def runner_of(pool: torch.Tensor, staging: str, most: int = 16, width: int = 12)
         [1, 2, 4, 8, most],
         fill={"slots": -1, "offsets": "last"},
         staging=staging,
+        fused=fused,
         watch=[pool],
         device=DEVICE,
     )
@@ -71,9 +78,14 @@ def test_many_replays_equal_eager(staging: str) -> None:
     replays_equal_eager(staging, 2000 if HAS_GPU else 200)
 
 
-def replays_equal_eager(staging: str, steps: int) -> None:
+@pytest.mark.parametrize("staging", ["copy", "graph"])
+def test_replays_of_unfused_copies_equal_eager(staging: str) -> None:
+    replays_equal_eager(staging, 500 if HAS_GPU else 25, fused=False)
+
+
+def replays_equal_eager(staging: str, steps: int, fused: bool | None = None) -> None:
     pool, plain = torch.zeros(256, device=DEVICE), torch.zeros(256, device=DEVICE)
-    runner, eager = runner_of(pool, staging).capture(), step_of(plain)
+    runner, eager = runner_of(pool, staging, fused=fused).capture(), step_of(plain)
     assert (pool == 0).all(), "capturing wrote"
     for step in range(steps):
         given = inputs_of(step, 16, 12)
@@ -369,3 +381,36 @@ def test_what_is_timed_is_right() -> None:
         bench.poison("none", 0)
         with pytest.raises(AssertionError, match="is wrong"):
             bench.check("none", 0, None)
+
+
+UNFUSED = """
+import json
+import torch
+from kvstrata.replay import GraphRunner, graph
+
+plans = []
+
+class Recorded(graph.CopyPlan):
+    def __init__(self, *given, backend="auto", **options):
+        super().__init__(*given, backend=backend, **options)
+        plans.append((backend, len(self._groups)))
+
+graph.CopyPlan = Recorded
+device = "cuda" if torch.cuda.is_available() else "cpu"
+for staging in ("copy", "graph"):
+    runner = GraphRunner(lambda x: x + 1, {"x": ((2,), torch.int32)}, [2], staging=staging, device=device).capture()
+    assert runner(x=torch.ones(2, dtype=torch.int32, device=device)).tolist() == [2, 2]
+print(json.dumps(plans))
+"""
+
+
+def test_the_environment_reaches_the_runner() -> None:
+    """In a fresh process: the copies before the replay, and those that are the first nodes of the graph."""
+    env = os.environ | {"KVSTRATA_FUSED_COPY": "0"}
+    done = subprocess.run([sys.executable, "-c", UNFUSED], env=env, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [["reference", 0], ["reference", 0]]
+
+
+def test_pinned_memory_has_one_kernel_only() -> None:
+    with pytest.raises(ValueError, match='fused: expected None or True with staging="host"'):
+        runner_of(torch.zeros(256, device=DEVICE), "host", fused=False)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from kvstrata.replay import PrecomputedMetadata, fused_copy_replay_data, metadata
+from conftest import HAS_GPU
+from kvstrata.replay import PrecomputedMetadata, fused_copy_replay_data, metadata, switch
 from replay_model import DEVICE, ints
 
 INT = torch.int32
@@ -96,16 +100,124 @@ def test_precomputed_metadata_with_every_choice_of_fields(fused: bool) -> None:
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = []
+    backends = []
     plan_of = metadata._plan_of
-    monkeypatch.setattr(metadata, "_plan_of", lambda dst: planned.append(1) or plan_of(dst))
-    for flag, runs in ((True, 1), (False, 1)):
-        monkeypatch.setattr(metadata, "FUSED", flag)
+    monkeypatch.setattr(metadata, "_plan_of", lambda *given: backends.append(given[-1]) or plan_of(*given))
+    for flag in (True, False):
+        monkeypatch.setattr(switch, "FUSED", flag)
         fused_copy_replay_data(**fa_style(3, 4))
-        assert len(planned) == runs
+        fused_copy_replay_data(**fa_style(3, 4), fused=not flag)
+    assert backends == ["auto", "reference", "reference", "auto"]
 
 
 def test_plans_of_the_adaptors_are_few() -> None:
     for _ in range(metadata.REMEMBERED + 5):
         fused_copy_replay_data(**fa_style(3, 4), fused=True)
     assert len(metadata._plans) <= metadata.REMEMBERED
+
+
+@pytest.fixture
+def two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where ``auto`` is the reference, Triton's kernel under the interpreter is what fused copies run."""
+    if not HAS_GPU:
+        monkeypatch.setattr(metadata, "backend_of", lambda fused: "triton" if fused else "reference")
+
+
+def outcome(copy: Any, buffers: list[torch.Tensor], fused: bool) -> Any:
+    """Error, or bytes of the buffers; they are as they were before if there is one."""
+    for buffer in buffers:
+        buffer.fill_(99)
+    try:
+        copy(fused)
+    except (ValueError, TypeError) as error:
+        assert all(bool((buffer == 99).all()) for buffer in buffers), "written before it was refused"
+        return type(error), str(error)
+    return [buffer.tolist() for buffer in buffers]
+
+
+def changed(tensor: torch.Tensor, change: str) -> Any:
+    """One thing about a source that may not fit its buffer."""
+    changes = {
+        "int64": lambda: tensor.long(),
+        "float32": lambda: tensor.float(),
+        "row": lambda: tensor.unsqueeze(0),
+        "flat": lambda: tensor.reshape(-1),
+        "scalar": lambda: tensor.reshape(-1)[:1].reshape(()),
+        "double": lambda: torch.cat([tensor, tensor, tensor]),
+        "shorter": lambda: tensor[:-1],
+        "every other": lambda: tensor[::2],
+        "list": lambda: tensor.tolist(),
+        "meta": lambda: tensor.to("meta"),
+        "": lambda: tensor,
+    }
+    return changes[change]()
+
+
+CHANGES = ("int64", "float32", "row", "flat", "scalar", "double", "shorter", "every other", "list", "meta", "")
+FA_SOURCES = tuple(f"src_{name}" for name in metadata.NAMES)
+
+
+def test_both_ways_accept_and_refuse_the_same(two_ways: None) -> None:
+    """FA-style: the same error, or the same bytes, whatever one argument looks like."""
+
+    @settings(max_examples=300 if HAS_GPU else 40, deadline=None)
+    @given(st.sampled_from(FA_SOURCES), st.sampled_from(CHANGES), st.integers(-2, 5), st.integers(-2, 7), st.booleans())
+    @example("src_input_ids", "", 4, -1, False)
+    @example("src_page_table", "flat", 4, 6, False)
+    @example("src_positions", "int64", 4, 6, False)
+    @example("src_seq_lens", "double", 9, 6, False)
+    @example("src_out_loc", "", 4, 6, True)
+    def run(name: str, change: str, batch: int, columns: int, shared: bool) -> None:
+        arguments = fa_style(4, 6, most=6, most_width=8) | dict(batch_size=batch, max_seqlen_k=columns)
+        arguments[name] = changed(arguments[name], change)
+        if shared:
+            arguments["dst_positions"] = arguments["dst_out_loc"][2:]
+        buffers = [arguments[f"dst_{each}"] for each in metadata.NAMES]
+        one, other = (
+            outcome(lambda fused: fused_copy_replay_data(**arguments, fused=fused), buffers, fused)
+            for fused in (True, False)
+        )
+        assert one == other
+
+    run()
+
+
+def test_both_ways_of_precomputed_metadata_are_the_same(two_ways: None) -> None:
+    names = ("seqlens_expanded", "real_page_table", "flashmla_metadata")
+    fields = list(vars(nsa_style(1, 2, names, True)))
+
+    @settings(max_examples=300 if HAS_GPU else 25, deadline=None)
+    @given(st.sampled_from(fields), st.sampled_from(CHANGES), st.booleans())
+    @example("cu_seqlens_k", "scalar", False)
+    @example("page_indices", "int64", False)
+    @example("cache_seqlens", "list", True)
+    def run(name: str, change: str, of_buffers: bool) -> None:
+        buffers, step = nsa_style(5, 8, names, True), nsa_style(4, 6, names, False)
+        written = [getattr(buffers, each) for each in fields]
+        owner = buffers if of_buffers else step
+        if change != "meta" or not of_buffers:
+            setattr(owner, name, changed(getattr(owner, name), change))
+        one, other = (outcome(lambda fused: buffers.copy_from(step, fused), written, fused) for fused in (True, False))
+        assert one == other
+
+    run()
+    with pytest.raises(TypeError, match="step: expected a PrecomputedMetadata, got dict"):
+        nsa_style(5, 8, names, True).copy_from({})
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_refused_arguments_are_named(fused: bool) -> None:
+    refused = {
+        "max_seqlen_k: expected at least 0, got -1": dict(max_seqlen_k=-1),
+        "batch_size: expected at least 0, got -1": dict(batch_size=-1),
+        r"src_page_table: expected 2 dimensions \[batch, columns\], got shape \[4\]": dict(src_page_table=ints(4)),
+        r"src_seq_lens: expected 1 dimension, got shape \[4, 1\]": dict(src_seq_lens=ints(4, 1)),
+        r"src_out_loc: expected at most \[2\], the shape of dst_out_loc, got \[4\]": dict(dst_out_loc=ints(2)),
+        "dst_page_table: expected a tensor, got NoneType": dict(dst_page_table=None),
+        "src_positions: expected torch.int32 as dst_positions has, got torch.int64": dict(src_positions=ints(4).long()),
+        "batch_size: expected an int, got float": dict(batch_size=4.0),
+    }
+    for message, change in refused.items():
+        arguments = fa_style(4, 6) | change
+        with pytest.raises((ValueError, TypeError), match=message):
+            fused_copy_replay_data(**arguments, fused=fused)

@@ -74,12 +74,13 @@ def test_append(dim: int) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize(("q_len", "window"), [(1, None), (3, None), (2, 20)])
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_decode(dim: int, q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode(dim: int, q_len: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if q_len == 1:  # as for many requests: a warp combines a column
         cut = dict(warps=2, resident=8, width=1, waves=1, combine=1)
         monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: cut)
-    case = case_of([70, 0, 33, 1], dim=dim, page_tokens=32, q_len=q_len, dtype=torch.bfloat16, group=4)
+    sizes = dict(dim=dim, page_tokens=32, q_len=q_len, dtype=torch.bfloat16, group=4)
+    case = case_of([70, 0, 33, 1], options=dict(window=window), **sizes)
     check_decode(case, "cuda")
     torch.cuda.synchronize()

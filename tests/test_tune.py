@@ -15,6 +15,7 @@ optuna = pytest.importorskip("optuna")
 from optuna.trial import TrialState  # noqa: E402
 
 import tune_toy  # noqa: E402
+from conftest import Watch  # noqa: E402
 from kvstrata import jit  # noqa: E402
 from kvstrata.tune import gates, problems, results, search, tables  # noqa: E402
 from kvstrata.tune.gates import Limits, Needs, Rejected  # noqa: E402
@@ -116,19 +117,20 @@ def test_usage_is_kept_beside_the_cubin(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @needs_nvrtc
-def test_nobody_waits_for_a_compilation_when_the_time_is_up() -> None:
+def test_nobody_waits_for_a_compilation_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     from concurrent.futures import TimeoutError as NotDone
 
+    from kvstrata.tune import compiler as ahead
     from kvstrata.tune.compiler import Compiler
 
+    monkeypatch.setattr(ahead, "build", tune_toy.never_done)
     kernels = decode_needs()[:1]
     with Compiler("sm_90", jobs=1) as compiler:
         assert len(compiler.ahead([*kernels, *kernels])) == 1
         with pytest.raises(NotDone):
             compiler.usage(kernels[0], 0.01)
         (worker,) = compiler._pool._processes.values()
-    until = time.monotonic() + 20
-    while worker.exitcode is None and time.monotonic() < until:  # join may lose to the pool's own thread
+    while worker.exitcode is None:  # join may lose to the pool's own thread
         time.sleep(0.01)
     assert worker.exitcode == -signal.SIGTERM
 
@@ -299,25 +301,10 @@ def test_slow_trials_are_pruned_early(tmp_path: Path) -> None:
     assert all(t.state is TrialState.PRUNED for t in late)
 
 
-class Watch:
-    """A clock that goes on only while something sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    found = Watch()
-    monkeypatch.setattr(search, "time", found)
-    monkeypatch.setattr(tune_toy, "time", found)
-    return found
+@pytest.fixture(autouse=True)
+def search_watch(watch: Watch) -> None:
+    """Searches see a clock that runs only while something sleeps."""
+    watch.drive(search, tune_toy)
 
 
 def test_time_ends_a_search(tmp_path: Path, watch: Watch) -> None:

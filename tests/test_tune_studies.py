@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from subprocess import PIPE
 
@@ -27,24 +26,13 @@ def study(tmp_path: Path, name: str = "x") -> optuna.Study:
     return tune_toy.study_of(tmp_path / f"{name}.journal")
 
 
-def worker(journal: Path, trials: int, seconds: float) -> subprocess.Popen:
-    command = [sys.executable, tune_toy.__file__, str(journal), str(trials), str(seconds)]
+def worker(journal: Path, trials: int, hold: int) -> subprocess.Popen:
+    command = [sys.executable, tune_toy.__file__, str(journal), str(trials), str(hold)]
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=PIPE, stdout=PIPE, text=True)
 
 
-def start(*workers: subprocess.Popen) -> None:
-    """Let them begin at once, when all have come as far."""
-    assert [one.stdout.readline() for one in workers] == ["ready\n"] * len(workers)
-    for one in workers:
-        one.stdin.write("go\n")
-        one.stdin.flush()
-
-
-def wait_for(condition, seconds: float = 60.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.02)
+def wait_until_held(*workers: subprocess.Popen) -> None:
+    assert [one.stdout.readline() for one in workers] == ["held\n"] * len(workers)
 
 
 def trials_in(journal: Path, *states: TrialState) -> list:
@@ -53,11 +41,9 @@ def trials_in(journal: Path, *states: TrialState) -> list:
 
 def test_a_killed_study_resumes(tmp_path: Path) -> None:
     journal = tmp_path / "x.journal"
-    killed = worker(journal, 20, 0.1)
+    killed = worker(journal, 20, hold=5)
     try:
-        start(killed)
-        wait_for(lambda: len(trials_in(journal, TrialState.COMPLETE)) >= 3)
-        wait_for(lambda: any("x" in t.params for t in trials_in(journal, TrialState.RUNNING)))
+        wait_until_held(killed)
     finally:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
@@ -77,9 +63,11 @@ def test_a_killed_study_resumes(tmp_path: Path) -> None:
 
 def test_two_processes_share_a_study(tmp_path: Path) -> None:
     journal = tmp_path / "x.journal"
-    both = [worker(journal, 22, 0.05) for _ in range(2)]
-    start(*both)
-    assert [one.wait(timeout=90) for one in both] == [0, 0]
+    both = [worker(journal, 22, hold=2) for _ in range(2)]
+    wait_until_held(*both)  # each has a trial
+    for one in both:
+        one.communicate("go\n")
+    assert [one.returncode for one in both] == [0, 0]
     taken = [t for t in trials_in(journal) if storage.OWNER in t.user_attrs]
     every = [t for t in taken if t.user_attrs.get(search.REJECTED) != search.SEEN]
     assert all(t.state in search.DONE for t in every)

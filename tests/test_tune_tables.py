@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +11,7 @@ import torch
 optuna = pytest.importorskip("optuna")
 
 
+import ahead  # noqa: E402
 from kvstrata.attention import decode_cuda, stages  # noqa: E402
 from kvstrata.jit import tuned  # noqa: E402
 from kvstrata.layout import Format  # noqa: E402
@@ -218,18 +215,6 @@ def test_choices_of_prefill_are_its_configurations() -> None:
         assert problem.space.has(problem.default)
 
 
-AHEAD = """
-import sys
-from kvstrata import jit
-from kvstrata.tune.compiler import build
-for line in sys.stdin:
-    try:
-        print(build(SOURCE, line, "sm_90"))
-    except jit.CompileError as error:
-        print("not", " ".join(str(error).split()))
-"""
-
-
 def test_kernels_of_triton_are_compiled_ahead() -> None:
     """By their own launch, without a GPU: registers and shared memory of either kernel, and what is wrong with one."""
     from kvstrata.attention.prefill_space import SOURCE
@@ -240,17 +225,10 @@ def test_kernels_of_triton_are_compiled_ahead() -> None:
     entries = [kernel.entry for choice in choices for kernel in problem.kernels(choice)]
     entries.append(entries[0].replace("[64, 64, 4, 2", "[48, 64, 4, 2"))
     assert entries[2] != entries[0]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = AHEAD.replace("SOURCE", repr(str(SOURCE)))
-    done = subprocess.run(
-        [sys.executable, "-c", script], input="\n".join(entries), capture_output=True, text=True, env=environment,
-        check=True,
-    )  # fmt: skip
-    triton, gluon, wrong = done.stdout.splitlines()
-    for line in (triton, gluon):
-        used = {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", line)}
+    for kernel in entries[:2]:
+        used = ahead.call("kvstrata.tune.compiler:build", str(SOURCE), kernel, "sm_90")
         assert 40 <= used["registers"] <= 168
         assert used["spill_bytes"] == 0
         assert used["shared_bytes"] >= 2 * 64 * 64 * (1 + 2 * 2)  # queries, two stages of keys and values
-    assert wrong.startswith("not ")
-    assert "CompilationError" in wrong
+    with pytest.raises(AssertionError, match=r"CompileError: CompilationError"):
+        ahead.call("kvstrata.tune.compiler:build", str(SOURCE), entries[2], "sm_90")

@@ -1,10 +1,12 @@
 """A problem whose configurations take a known time, for tests of the search; as a program, a worker on a shared study.
 
-python tests/tune_toy.py JOURNAL TRIALS SECONDS_OF_A_TRIAL, which says "ready" and begins with the next line it reads.
+python tests/tune_toy.py JOURNAL TRIALS HOLD, which says "held" when it builds its HOLD-th contender (the first is the
+default) and goes on with the next line it reads.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -81,6 +83,24 @@ def problem(speeds, values=VALUES, default=None, seconds=0.0, **options):
     )
 
 
+def held_at(number):
+    """Speeds of contenders; the one of that number waits for a line."""
+    built = itertools.count(1)
+
+    def speed(value):
+        if next(built) == number:
+            print("held", flush=True)
+            sys.stdin.readline()
+        return Speed(100)
+
+    return speed
+
+
+def never_done(source, entry, arch):
+    """A compilation that takes an hour."""
+    time.sleep(3600)
+
+
 def run(problem, study, trials=None, timer=None, **settings):
     wanted = search.Settings(trials=trials, **settings)
     with Compiler("sm_90", jobs=0) as compiler:
@@ -102,7 +122,5 @@ def put(folder: Path, gpu: str, **ops: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    journal, trials, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    print("ready", flush=True)
-    sys.stdin.readline()
-    run(problem(lambda x: Speed(100), seconds=seconds), study_of(journal), trials)
+    journal, trials, hold = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    run(problem(held_at(hold)), study_of(journal), trials)

@@ -4,12 +4,21 @@ A token's K and V are written once and read at every later step. The stages of t
 writes rows into pages, `layout` says what the bytes mean, `cache` keeps tiers of them under a budget, `attention` reads
 them, `replay` feeds a step's metadata to a captured graph. Beside it: `jit` turns CUDA C++ into callables, `bench`
 measures and proves.
+
+Names are imported at first use, because torch takes seconds and `kvstrata --help` needs none of it. A program that
+only looks up `torch.ops.kvstrata` imports `kvstrata.store`, which registers them.
 """
 
-from .attention import DecodePlan, PagedCache, decode_attention, prefill_attention, prefill_attention_cached
-from .cache import TieredCache, dequantize, quantize
-from .replay import CopyPlan, GraphRunner, fused_copy_replay_data
-from .store import store_kv
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import DecodePlan, PagedCache, decode_attention, prefill_attention, prefill_attention_cached
+    from .cache import TieredCache, dequantize, quantize
+    from .replay import CopyPlan, GraphRunner, fused_copy_replay_data
+    from .store import store_kv
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,3 +36,28 @@ __all__ = [
     "quantize",
     "store_kv",
 ]
+
+_STAGES = {
+    "attention": ("DecodePlan", "PagedCache", "decode_attention", "prefill_attention", "prefill_attention_cached"),
+    "cache": ("TieredCache", "dequantize", "quantize"),
+    "jit": (),
+    "layout": (),
+    "replay": ("CopyPlan", "GraphRunner", "fused_copy_replay_data"),
+    "store": ("store_kv",),
+}
+_STAGE_OF = {name: stage for stage, names in _STAGES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name, or the stage of that name, when it is first asked for."""
+    if name in _STAGES:
+        return importlib.import_module(f".{name}", __name__)
+    if name not in _STAGE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_STAGE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_STAGES})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.eval.cli import advise, evaluate
+from kvstrata.eval.cli import advise, drift, evaluate
 from kvstrata.hf.cli import generate
 from kvstrata.lab.cli import check, info, profile, report
 from kvstrata.lab.terminal import AsJson, Device, Results, Where, console, device_of, refuse, text_of
@@ -48,7 +48,9 @@ def main(
 
 
 def bench(
-    op: Annotated[str, typer.Argument(help="What to measure: decode, prefill, quantize, replay, settle or store.")],
+    op: Annotated[
+        str, typer.Argument(help="What to measure: decode, prefill, quantize, replay, settle, step or store.")
+    ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json.")] = False,
     device: Where = Device.auto,
@@ -146,6 +148,7 @@ def _add(command: Callable[..., Any], name: str | None = None) -> None:
 _add(generate)
 _add(evaluate, "eval")
 _add(advise)
+_add(drift)
 _add(bench)
 _add(check)
 _add(profile)

@@ -3,9 +3,11 @@
     worklist.cu   counts, page tables --> stages in the order of (tier, request, KV head), cut into equal chunks
     decode.cu     a warp takes a chunk: pages --> partial results
     combine.cu    partial results --> out, lse
+    rows.cu       which row of the tables each request is, where row i is not request i
 
-`Plan` holds the list and the scratch of one shape of call. It is made anew by the device before every use or, when the
-caller keeps one for a step, once for all layers; the host never waits.
+`Plan` holds the list and the scratch of one shape of call. The device makes the list before every use or, when the
+caller keeps a plan for a step, once for all layers; the host never waits. Calls without a plan share one for each shape
+and stream (`decode`), whichever layer they read.
 """
 
 from __future__ import annotations
@@ -13,15 +15,21 @@ from __future__ import annotations
 import functools
 import math
 import struct
+import threading
 from collections import OrderedDict
+from collections.abc import Hashable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
 from .. import jit
+from ..cache.scratch import register
 from ..jit import tuned
 from ..layout.format import Format
+from .scratch import Sizes, layers_at_once, list_bytes
+from .source import Source
 from .stages import (
     COSTS,
     FEW,
@@ -40,7 +48,6 @@ from .stages import (
 )
 
 if TYPE_CHECKING:
-    from ..cache.views import BucketedCacheLayer
     from .op import Job, Result
     from .paged import PagedCache
 
@@ -48,12 +55,15 @@ FOLDER = Path(__file__).parent
 MAX_TIERS = 8
 PARTS = 16  # blocks that write one layer's list; more where their shared memory asks for it
 BASE_BYTES, BASES_BYTES = 16, 32 * 1024  # shared memory of worklist.cu: of a group, and at most of a block
-KEPT = 64  # plans of calls that bring none
+KEPT = 8  # plans of calls that bring none, for each cache
 ALONE = 12  # chunks for a KV head of a request: so few partial results are put together by one warp
 
 WORKLIST = struct.Struct(f"7q4q4q15i{3 * MAX_TIERS}i4x")
 DECODE = struct.Struct("9q5q6i2f3i5q")
 COMBINE = struct.Struct("9q7q7if")
+ROWS_AT_ONCE = 1016  # as in rows.cu
+ROWS = struct.Struct(f"q2i{ROWS_AT_ONCE}i")
+TABLES, PLAIN, LAYER = (1 * 8, "3q"), (11 * 8, "q"), (15 * 8, "i")  # where WORKLIST has them
 
 
 def missing(job: Job) -> str | None:
@@ -89,52 +99,6 @@ def _missing_rows(cache: PagedCache) -> str | None:
     return None
 
 
-class Source(NamedTuple):
-    """What the kernels read of a layer: of a `TieredCache`, or of plain pages as if it had one tier."""
-
-    formats: tuple[Format, ...]
-    table: torch.Tensor  # [requests, kv_heads, tiers, pages], or [requests, pages]
-    counts: torch.Tensor  # [requests, kv_heads, tiers], or [requests]
-    slabs: torch.Tensor | None
-    units: int
-    page_tokens: int
-    lengths: torch.Tensor
-    centre: torch.Tensor | None
-    position_bytes: int
-    rows: tuple[int, int, int, int]  # address of K, bytes of a page, a head and a row; zeros for a TieredCache
-    v_offset: int
-
-    @classmethod
-    def of(cls, job: Job) -> Source:
-        if job.paged is None:
-            assert job.buckets is not None
-            return cls.of_buckets(job.buckets)
-        c = job.paged
-        k, _ = c.by_head()
-        tokens = 32 if c.head_dim <= 64 and c.page_size % 32 == 0 else 16
-        format = Format(16, 16, c.head_dim, tokens)
-        page, head, row, _ = (2 * n for n in k.stride())
-        rows = (c.k.data_ptr(), page, head, row)
-        v_offset = c.v.data_ptr() - c.k.data_ptr()
-        return cls((format,), c.table, c.lengths, None, 1, c.page_size, c.lengths, None, 0, rows, v_offset)
-
-    @classmethod
-    def of_buckets(cls, b: BucketedCacheLayer) -> Source:
-        size = b.formats[0].page_tokens
-        return cls(
-            b.formats, b.table, b.count, b.slab_pointers, b.units, size, b.length, b.centre,
-            b.position_dtype.itemsize, (0, 0, 0, 0), 0,
-        )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=64)
-def _rows(requests: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
-    """The rows of the tables on the device; None where row i is request i."""
-    if requests == tuple(range(len(requests))):
-        return None
-    return torch.tensor(requests, dtype=torch.int32, device=device)
-
-
 @functools.lru_cache(maxsize=256)
 def _decode_kernel(
     formats: tuple[Format, ...], dtype: torch.dtype, cut: Cut, mass: bool, rows: bool, ordered: bool, device: int
@@ -153,6 +117,12 @@ def _pointer(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def _row(x: torch.Tensor, index: int) -> int:
+    """Address of ``x[index]``."""
+    return x.data_ptr() + index * x.stride(0) * x.element_size()
+
+
+@functools.cache
 def _inverse(number: int) -> int:
     """What divide.cuh multiplies by; right as long as what is divided is below 2^32 over the number."""
     return -(-(2**32) // number)
@@ -199,8 +169,7 @@ class Plan:
     ) -> None:
         device = source.table.device
         self.device = device.index if device.index is not None else torch.cuda.current_device()
-        self.source, self.requests, self.q_len, self.kv_heads = source, requests, q_len, kv_heads
-        self.formats = source.formats
+        self.q_len, self.kv_heads, self.formats = q_len, kv_heads, source.formats
         tiers, max_pages = len(self.formats), source.table.shape[-1]
         self.layers, self.layer_strides = layers, layer_strides
         first = self.formats[0]
@@ -229,23 +198,40 @@ class Plan:
         if fixed_split is not None:
             self.fixed_cost = max(fixed_split * COSTS[4] * first.head_dim // (64 * 128), max(self.costs))
             self.chunks = units * (-(-per_unit * max(self.costs) // self.fixed_cost) + tiers)
-        self.units = units
-        self.rows = _rows(requests, device)
-        ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
-        self.stages = ints(layers, max(self.capacity, 1), 4)
-        self.parts = ints(layers, self.chunks, 8)
-        self.slots = ints(layers, max(tiers * units, 1), 2)
+        self.units, groups = units, tiers * units
+        one = list_bytes(self.capacity, self.chunks, groups)
+        self.at_once = layers_at_once(layers, one, list_parts(units, tiers)[0], self.multiprocessors)
         columns = 8 * self.width * self.blocks  # with what fills the last block
+        self.sizes = Sizes(self.at_once, self.capacity, self.chunks, groups, columns, first.head_dim)
+        ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
+        self.stages = ints(self.at_once, max(self.capacity, 1), 4)
+        self.parts = ints(self.at_once, self.chunks, 8)
+        self.slots = ints(self.at_once, max(groups, 1), 2)
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
-        self.partial_out = floats(self.chunks + tiers * units, columns, first.head_dim)
-        self.partial_sum = floats(self.chunks + tiers * units, columns, 2)
-        self._worklist = self._make_worklist()
+        self.partial_out = floats(self.chunks + groups, columns, first.head_dim)
+        self.partial_sum = floats(self.chunks + groups, columns, 2)
+        self._row_numbers = ints(max(len(requests), 1))
+        self._set_requests(requests)
+        self._lists: tuple[int, int] | None = None  # capture and first layer of the lists as they are
+        self._captured = False
+        self._launches: dict[Hashable, jit.Launch] = {}
+        self._worklist = self._make_worklist(source)
+        self._rows_kernel = jit.load(FOLDER / "rows.cu", "rows", jit.arch_of(self.device))  # now: not in a capture
 
-    def _make_worklist(self) -> jit.Launch:
-        x = self.source
+    @property
+    def nbytes(self) -> int:
+        """Bytes of scratch on the device."""
+        return self.sizes.nbytes
+
+    def _set_requests(self, requests: tuple[int, ...]) -> None:
+        self.requests = requests
+        in_order = requests == tuple(range(len(requests)))
+        self.rows = 0 if in_order else self._row_numbers.data_ptr()  # address; 0: row i is request i
+
+    def _make_worklist(self, x: Source) -> jit.Launch:
         pad, first = [0] * (MAX_TIERS - len(self.formats)), self.formats[0]
         params = WORKLIST.pack(
-            _pointer(self.rows), x.table.data_ptr(), x.counts.data_ptr(), _pointer(x.slabs),
+            self.rows, x.table.data_ptr(), x.counts.data_ptr(), _pointer(x.slabs),
             *(y.data_ptr() for y in (self.stages, self.parts, self.slots)),
             x.table.stride(0), self.layer_strides[0], x.counts.stride(0), self.layer_strides[1], *x.rows,
             0, len(self.requests), self.kv_heads, len(self.formats), x.table.shape[-1], x.units, self.capacity,
@@ -256,36 +242,79 @@ class Plan:
         kernel = jit.load(FOLDER / "worklist.cu", "worklist", jit.arch_of(self.device))
         parts, shared = list_parts(self.units, len(self.formats))
         jit.bind_context(self.device)
-        return jit.Launch(kernel, (self.layers, parts), 1024, params, shared=shared)
+        return jit.Launch(kernel, (self.at_once, parts), 1024, params, shared=shared)
 
-    def update(self) -> None:
-        """Make the list from what the cache holds now; on torch's current stream."""
+    def read(self, source: Source, requests: tuple[int, ...]) -> None:
+        """Make the next list from another layer, or for other requests, of the same sizes."""
+        if self.requests != requests:
+            self._set_requests(requests)
+            struct.pack_into("q", self._worklist.params, 0, self.rows)
+        tables = (source.table.data_ptr(), source.counts.data_ptr(), _pointer(source.slabs))
+        struct.pack_into(TABLES[1], self._worklist.params, TABLES[0], *tables)
+        struct.pack_into(PLAIN[1], self._worklist.params, PLAIN[0], source.rows[0])
+
+    def update(self, rows: bool = True) -> None:
+        """Make the list from what the cache holds now; on torch's current stream. ``rows``: of `requests`, too."""
         if self.units:
-            self._worklist(jit.current_stream(self.device))
+            if rows and self.rows:
+                self._send_rows()
+            self._make_lists(self._capture(), 0)
 
-    def run(self, job: Job, index: int = 0) -> Result:
-        """``job`` over the layer whose list is the ``index``-th."""
-        q = job.q
+    def _send_rows(self) -> None:
+        for i in range(0, len(self.requests), ROWS_AT_ONCE):
+            some = self.requests[i : i + ROWS_AT_ONCE]
+            params = ROWS.pack(self.rows + 4 * i, len(some), 0, *some, *[0] * (ROWS_AT_ONCE - len(some)))
+            jit.Launch(self._rows_kernel, 1, 1024, params)(jit.current_stream(self.device))
+
+    def _capture(self) -> int:
+        """The capture that the current stream is part of, 0 for none."""
+        if self.at_once == self.layers or not torch.cuda.is_current_stream_capturing():
+            return 0
+        self._captured = True
+        return jit.capture_id(jit.current_stream(self.device))
+
+    def _make_lists(self, capture: int, first: int) -> None:
+        struct.pack_into(LAYER[1], self._worklist.params, LAYER[0], first)
+        self._worklist(jit.current_stream(self.device))
+        self._lists = (capture, first)
+
+    def _index(self, layer: int) -> int:
+        """The place of a layer's list, which is made where it is not there.
+
+        A replay leaves other lists than the host saw last, and starts from any. So a capture relies on lists that it
+        made itself, and eager calls, once there was a capture, on none.
+        """
+        if self.at_once == self.layers:
+            return layer
+        capture, first = self._capture(), min(layer // self.at_once * self.at_once, self.layers - self.at_once)
+        if self._lists != (capture, first) or (self._captured and not capture):
+            self._make_lists(capture, first)
+        return layer - first
+
+    def run(self, job: Job, layer: int = 0) -> Result:
+        """``job`` over a layer of those that the plan is for."""
+        q, source = job.q, Source.of(job)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = mass = None
         if job.return_lse or job.return_mass:
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        index = self._index(layer) if self.units else 0
         if self.units:
-            self._decode(job, index, None, None)
-            self._combine(job, index, out, lse)
+            self._decode(job, source, index, None, None)
+            self._combine(job, source, index, out, lse)
         if job.return_mass:
             mass = torch.zeros(q.shape[0], self.kv_heads, job.max_length, dtype=torch.float32, device=q.device)
             if self.units:
-                self._decode(job, index, lse, mass)
+                self._decode(job, source, index, lse, mass)
         return out, lse if job.return_lse else None, mass
 
-    def _decode(self, job: Job, index: int, lse: torch.Tensor | None, mass: torch.Tensor | None) -> None:
-        x, q = Source.of(job), job.q  # of the job's own layer
+    def _decode(self, job: Job, x: Source, index: int, lse: torch.Tensor | None, mass: torch.Tensor | None) -> None:
+        q = job.q
         size, log2e = q.element_size(), math.log2(math.e)
         ordered = mass is not None or job.window is not None or self.q_len > 1
         centre_stride = 0 if x.centre is None else x.centre.stride(0)
         params = DECODE.pack(
-            q.data_ptr(), self.stages[index].data_ptr(), self.parts[index].data_ptr(), _pointer(self.rows),
+            q.data_ptr(), _row(self.stages, index), _row(self.parts, index), self.rows,
             x.lengths.data_ptr(), _pointer(x.centre), _pointer(self.partial_out if mass is None else mass),
             self.partial_sum.data_ptr(), _pointer(lse),
             *(n * size for n in q.stride()[:3]), x.lengths.stride(0), centre_stride,
@@ -294,29 +323,38 @@ class Plan:
             x.position_bytes if ordered else 0, job.max_length, x.rows[3], x.v_offset,
             *map(_inverse, (job.group, self.kv_heads, self.multiprocessors)),
         )  # fmt: skip
-        rows = x.rows[1] > 0
-        kernel = _decode_kernel(self.formats, q.dtype, self.cut, mass is not None, rows, ordered, self.device)
-        grid = (self.grid, self.blocks)
-        launch = jit.Launch(kernel, grid, 32 * self.warps, params, shared=self.shared, overlap=mass is None)
-        launch(jit.current_stream(self.device))
+        key = (q.dtype, mass is not None, ordered)
+        if key not in self._launches:
+            kernel = _decode_kernel(self.formats, q.dtype, self.cut, key[1], x.rows[1] > 0, ordered, self.device)
+            self._launches[key] = jit.Launch(
+                kernel, (self.grid, self.blocks), 32 * self.warps, params, shared=self.shared, overlap=mass is None
+            )
+        self._start(key, params)
 
-    def _combine(self, job: Job, index: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        x, q = Source.of(job), job.q
+    def _combine(self, job: Job, x: Source, index: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        q = job.q
         # A cap acts on whole scores, so decode.cu then takes the centre's part itself.
         centre = None if job.softcap or x.centre is None else x.centre
         params = COMBINE.pack(
-            self.partial_out.data_ptr(), self.partial_sum.data_ptr(), self.slots[index].data_ptr(), out.data_ptr(),
-            _pointer(lse), _pointer(job.sinks), q.data_ptr(), _pointer(centre), _pointer(self.rows),
+            self.partial_out.data_ptr(), self.partial_sum.data_ptr(), _row(self.slots, index), out.data_ptr(),
+            _pointer(lse), _pointer(job.sinks), q.data_ptr(), _pointer(centre), self.rows,
             *(n * q.element_size() for n in q.stride()[:3]), 0 if centre is None else centre.stride(0),
             *map(_inverse, (self.q_len * job.group, job.group, self.kv_heads)),
             self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width, len(self.formats), self.units,
             job.scale * math.log2(math.e),
         )  # fmt: skip
-        head_dim, columns = out.shape[3], self.units * self.q_len * job.group
-        warps = self._combine_warps(head_dim, columns)
-        kernel = _combine_kernel(out.dtype, head_dim, warps, self.device)
-        grid, threads = (columns, 32 * warps) if warps > 1 else (-(-columns // 4), 128)
-        jit.Launch(kernel, grid, threads, params, overlap=True)(jit.current_stream(self.device))
+        if out.dtype not in self._launches:
+            head_dim, columns = out.shape[3], self.units * self.q_len * job.group
+            warps = self._combine_warps(head_dim, columns)
+            kernel = _combine_kernel(out.dtype, head_dim, warps, self.device)
+            grid, threads = (columns, 32 * warps) if warps > 1 else (-(-columns // 4), 128)
+            self._launches[out.dtype] = jit.Launch(kernel, grid, threads, params, overlap=True)
+        self._start(out.dtype, params)
+
+    def _start(self, key: Hashable, params: bytes) -> None:
+        launch = self._launches[key]
+        launch.params[:] = params
+        launch(jit.current_stream(self.device))
 
     def _combine_warps(self, head_dim: int, columns: int) -> int:
         """Warps for a column, 1: a warp on its own. With fixed splits the batch has no say in it."""
@@ -328,32 +366,52 @@ class Plan:
         return 16 if columns < 2 * self.grid else fewest
 
 
-_PLANS: OrderedDict[tuple, Plan] = OrderedDict()
-_CAPTURED: list[Plan] = []  # a graph may replay at any time
+Plans = OrderedDict[Hashable, Plan]  # the least recently used first
+_PLANS: Plans = OrderedDict()  # for plain pages
+_OWNED: WeakKeyDictionary[object, Plans] = WeakKeyDictionary()  # for a TieredCache, as long as there is one
+
+
+def _plan_of(job: Job, source: Source, device: int) -> Plan:
+    """The plan of calls of this shape, on this stream and thread, whatever layer they read."""
+    requests, sizes = tuple(job.requests), (job.kv_heads, job.q.shape[2], job.q.shape[1])
+    key: tuple[Hashable, ...] = (len(requests), *sizes, jit.current_stream(device), threading.get_ident())
+    plans = _PLANS if job.owner is None else _OWNED.setdefault(job.owner, OrderedDict())
+    if job.owner is None:
+        table, counts = source.table, source.counts
+        key += (device, source.formats, table.shape, table.stride(0), counts.stride(0))
+        key += (source.page_tokens, source.units, source.rows[1:])
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = Plan(source, requests, *sizes)
+        if job.owner is not None:
+            register(job.owner, plan)
+        if len(plans) > KEPT:
+            plans.popitem(last=False)
+        plan.update()
+        return plan
+    plans.move_to_end(key)
+    known = plan.requests == requests
+    plan.read(source, requests)
+    plan.update(rows=not known)
+    return plan
 
 
 def decode(job: Job) -> Result:
     """One call; without a plan it makes a list of its own, and keeps the scratch for the next call of this shape."""
-    job = job._replace(q=_aligned(job.q))
-    source, device = Source.of(job), job.q.get_device()
-    if job.plan is not None:
-        with torch.cuda.device(device):
-            jit.bind_context(device)
-            return job.plan.cuda().run(job, job.layer)
+    if (q := _aligned(job.q)) is not job.q:
+        job = job._replace(q=q)
+    device = q.get_device()
     with torch.cuda.device(device):
         jit.bind_context(device)
-        tables = (source.table, source.counts, source.slabs)
-        same = (*map(_pointer, tables), source.table.shape, source.units, source.formats, source.rows, source.v_offset)
-        key = (*same, tuple(job.requests), job.q.shape[1:3], jit.current_stream(device))
-        captured = torch.cuda.is_current_stream_capturing()
-        plan = None if captured else _PLANS.get(key)
-        if plan is None:
-            plan = Plan(source, tuple(job.requests), job.kv_heads, job.q.shape[2], job.q.shape[1])
-            if captured:
-                _CAPTURED.append(plan)
-            else:
-                _PLANS[key] = plan
-                if len(_PLANS) > KEPT:
-                    _PLANS.popitem(last=False)
+        if job.plan is not None:
+            return job.plan.cuda().run(job, job.layer)
+        source = Source.of(job)
+        if not torch.cuda.is_current_stream_capturing():
+            return _plan_of(job, source, device).run(job)
+        # Scratch made during a capture is in the graph's memory pool, so it may go here like any intermediate tensor:
+        # the pool hands it to later calls of the capture and is freed with the graph. Overlapping launches allow that.
+        # worklist.cu, the first to write to it again, starts when all kernels before it are done, and decode.cu and
+        # combine.cu wait for the kernel before them (pdl.cuh) before they write.
+        plan = Plan(source, tuple(job.requests), job.kv_heads, q.shape[2], q.shape[1])
         plan.update()
         return plan.run(job)

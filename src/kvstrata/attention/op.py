@@ -46,6 +46,7 @@ class Job(NamedTuple):
     return_mass: bool
     plan: DecodePlan | None = None  # of the step
     layer: int = 0
+    owner: TieredCache | None = None  # whose calls share scratch
 
     @property
     def group(self) -> int:
@@ -100,8 +101,9 @@ def _requests(cache: TieredCache | PagedCache, requests: Sequence[int] | None) -
     if requests is None:
         return list(there)
     given = whole_numbers("requests", requests)
+    known = set(there)
     for request in given:
-        if request not in there:
+        if request not in known:
             raise ValueError(f"requests: expected some of {tuple(there)}, got {request}")
     return given
 
@@ -114,7 +116,7 @@ def longest(cache: TieredCache, layer: int, requests: Sequence[int]) -> int:
     """Tokens of the longest of them; for a call that is captured, as many as there can be when it is replayed."""
     if capturing(cache.device):
         return cache.max_tokens
-    return max((cache.length(request, layer) for request in requests), default=0)
+    return int(cache._lengths[list(requests), layer].max(initial=0))
 
 
 def _check_q(q: torch.Tensor, cache: TieredCache | PagedCache, rows: int) -> None:
@@ -175,7 +177,8 @@ def _job(
         buckets, paged, max_length = None, cache, cache.max_length
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     job = (cache.kv_heads, max_length, scale, window, softcap, sinks, return_lse, return_mass)
-    return Job(q.detach(), buckets, paged, rows, *job)
+    owner = cache if isinstance(cache, TieredCache) else None
+    return Job(q.detach(), buckets, paged, rows, *job, owner=owner)
 
 
 def decode_attention(

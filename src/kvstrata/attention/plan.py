@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..cache.arguments import whole_numbers
 from ..cache.cache import TieredCache
+from ..cache.scratch import register
 
 if TYPE_CHECKING:
     from . import decode_cuda
@@ -27,8 +28,12 @@ class DecodePlan:
         fixed_split: this many tokens of a KV head (4-bit ones; others in proportion) make one partial result, whatever
             else is in the batch: a request's output is then the same to the bit alone and in any batch. Slower.
 
-    Capture `update` and the calls in a CUDA graph: lengths, counts and pages are read when it is replayed. The scratch
-    holds a list of every page that the cache's tables can name, 16 bytes each.
+    Capture `update` and the calls in a CUDA graph: lengths, counts and pages are read when it is replayed. Keep the
+    plan as long as the graph.
+
+    The scratch (`nbytes`) has room for every page that the cache's tables can name. While lists of all layers take up
+    to 32 MB, `update` makes them all. Where they take more, it makes those of the first layers, and calls of other
+    layers make theirs, some layers at a time; calls in the order of the layers make each list once.
 
     Example:
         >>> cache = kvstrata.TieredCache(2, 2, 64, budget=0.25, window=32, page_tokens=16, dtype=torch.float32)
@@ -64,6 +69,11 @@ class DecodePlan:
         self.cache, self.heads, self.q_len, self.requests, self.fixed_split = cache, heads, q_len, rows, fixed_split
         self._cuda: decode_cuda.Plan | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of scratch on the device: 0 before the first `update`, and always on other backends than ``cuda``."""
+        return 0 if self._cuda is None else self._cuda.nbytes
+
     def update(self) -> None:
         """Make the lists of all layers from what the cache holds now."""
         if self.cache.device.type == "cuda":
@@ -73,10 +83,11 @@ class DecodePlan:
         """What the CUDA kernels keep."""
         if self._cuda is None:
             from . import decode_cuda
+            from .source import Source
 
             table, count = self.cache.buckets.table, self.cache.buckets.count
             self._cuda = decode_cuda.Plan(
-                decode_cuda.Source.of_buckets(self.cache.bucket_views(0)),
+                Source.of_buckets(self.cache.bucket_views(0)),
                 self.requests,
                 self.cache.kv_heads,
                 self.heads,
@@ -85,6 +96,7 @@ class DecodePlan:
                 layer_strides=(table.stride(1), count.stride(1)),
                 fixed_split=self.fixed_split,
             )
+            register(self.cache, self._cuda)
         return self._cuda
 
     def check(self, job: Job, cache: object) -> None:

@@ -48,7 +48,8 @@ class Bench:
 class Case:
     """One line of a benchmark: `bytes` read plus written, `flops`, rotating input `sets`, and how it is built.
 
-    With `graph=True` contenders are captured first, and replays are checked and timed. Sampling ends after `seconds`.
+    With `graph=True` contenders are captured first, and replays are checked and timed. With `wall=True` a sample is
+    wall-clock time until the device has done the call, host included. Sampling ends after `seconds`.
     """
 
     op: str
@@ -59,6 +60,7 @@ class Case:
     flops: int = 0
     sets: int = 1
     graph: bool = False
+    wall: bool = False
     seconds: float = 20.0
 
 

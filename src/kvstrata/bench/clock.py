@@ -4,7 +4,8 @@ On CUDA a sample is  flush | start event | call | end event  on one stream, with
 writes more than the L2 and keeps the device busy while the host enqueues the rest, so the two events see device
 time alone. Whether that held is not assumed: if the start event has already completed when the end event is in the
 queue, the device was waiting for the host, and the sample is taken again behind a longer flush. A callable that
-outruns every flush (or synchronises) is host-bound and is reported as such. On a CPU a sample is wall-clock time.
+outruns every flush (or synchronises) is host-bound and is reported as such. On a CPU a sample is wall-clock time; on a
+GPU it can be, from an idle device to an idle device, for calls of which the host is a part.
 """
 
 from __future__ import annotations
@@ -83,3 +84,26 @@ class CpuClock:
 
     def synchronize(self) -> None:
         pass
+
+
+class WallClock(CpuClock):
+    """Wall-clock time on a GPU, until the device has done the call."""
+
+    warm_seconds = CudaClock.warm_seconds
+
+    def __init__(self, device: torch.device, buffer: torch.Tensor) -> None:
+        super().__init__(buffer)
+        self.device = device
+
+    def time(self, name: str, call: Call, i: int, before: Call | None = None) -> Mark:
+        self.buffer.zero_()
+        if before:
+            before(i)
+        self.synchronize()
+        start = time.perf_counter()
+        call(i)
+        self.synchronize()
+        return start, time.perf_counter()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)

@@ -1,8 +1,9 @@
 """Figures from a report: contenders against a size, in bytes a second with the copy as the roofline, or in
-microseconds of device and host. Needs matplotlib."""
+microseconds of device and host; or times against the memory that a KV cache takes. Needs matplotlib."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection
 from fnmatch import fnmatch
@@ -13,6 +14,8 @@ from kvstrata.bench.results import CaseResult, Report, Row
 from kvstrata.bench.stats import Summary
 
 PROBES = ("copy", "empty")
+MEMORY = "memory"  # as an x: bytes of a case as a share of those of its K and V at 16 bit, instead of a parameter
+CACHE = ("B", "T", "kv_heads", "head_dim")  # parameters that say how many those are
 LABELS = {
     "tb_s": "TB/s",
     "tflop_s": "TFLOP/s",
@@ -25,10 +28,18 @@ LABELS = {
 def groups(report: Report, x: str = "T", rows: str = "*", by: str | None = None) -> dict[str, list[CaseResult]]:
     """Cases that differ in `x` alone (and in `by`), at least two each, by the values of their other parameters."""
     found: dict[str, list[CaseResult]] = defaultdict(list)
+    needed, free = (set(CACHE), {"kind", by}) if x == MEMORY else ({x}, {x, by})
     for case in report.cases:
-        if x in case.params and case.rows and any(fnmatch(case.name, glob) for glob in rows.split(",")):
-            found["-".join(str(v) for k, v in case.params.items() if k not in (x, by)) or "all"].append(case)
-    return {name: sorted(g, key=lambda case: case.params[x]) for name, g in found.items() if len(g) > 1}
+        if needed <= case.params.keys() and case.rows and any(fnmatch(case.name, glob) for glob in rows.split(",")):
+            others = [str(v) for k, v in case.params.items() if k not in free]
+            found["-".join([MEMORY, *others] if x == MEMORY else others) or "all"].append(case)
+    return {name: sorted(g, key=lambda case: _x(case, x)) for name, g in found.items() if len(g) > 1}
+
+
+def _x(case: CaseResult, x: str) -> float:
+    if x != MEMORY:
+        return case.params[x]
+    return case.bytes / (4 * math.prod(case.params[name] for name in CACHE))
 
 
 def plot(
@@ -57,7 +68,7 @@ def plot(
     for case in cases:
         for row in case.rows:
             if row.name not in leave_out and (by is None or row.kind == "ours"):
-                lines[row.name if by is None else str(case.params[by])].append((case, row))
+                lines[row.name if by is None else _label(by, case.params[by])].append((case, row))
     for axes, one in zip(panels, ys, strict=True):
         _panel(report, lines, axes, x, one)
     title = f"{report.op} on {report.machine['name']}{about}"
@@ -73,9 +84,13 @@ def plot(
     return path
 
 
+def _label(name: str, value: object) -> str:
+    return value if isinstance(value, str) else f"{name} {value}"
+
+
 def _panel(report: Report, lines: dict[str, list[tuple[CaseResult, Row]]], axes: Any, x: str, y: str) -> None:
     for name, pairs in lines.items():
-        points = [(case.params[x], *_value(case, row, y)) for case, row in pairs if _drawn(case, row, y)]
+        points = [(_x(case, x), *_value(case, row, y)) for case, row in pairs if _drawn(case, row, y)]
         if not points:
             if name not in PROBES:
                 axes.plot([], [])  # the others keep the colour that they have in the panel beside
@@ -84,10 +99,19 @@ def _panel(report: Report, lines: dict[str, list[tuple[CaseResult, Row]]], axes:
         dash, colour = "--" if name in PROBES else "o-", "0.5" if name == "copy" else None
         (line,) = axes.plot(xs, middle, dash, color=colour, label=name)
         axes.fill_between(xs, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        if x == MEMORY:
+            others = [row.us.median for row in pairs[-1][0].rows if row.kind in ("peer", "baseline") and row.us]
+            axes.plot([1.0] * len(others[:1]), [min(others)] if others else [], "x", color=line.get_color())
     if y == "tb_s":
         peak = report.peak["tb_s"]
         axes.axhline(peak, color="0.2", linewidth=1, label=f"copy peak {peak:.3g} TB/s")
-    sizes = sorted({case.params[x] for pairs in lines.values() for case, _ in pairs})
+    sizes = sorted({_x(case, x) for pairs in lines.values() for case, _ in pairs})
+    if x == MEMORY:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set(xlabel="bytes of K and V as a share of 16 bit; x: the fastest peer, at 16 bit", ylabel=LABELS[y])
+        axes.grid(alpha=0.3)
+        return
     axes.set_xscale("log", base=2)
     if y == "vs_peer":
         axes.axhline(1.0, color="0.2", linewidth=1, label="the fastest peer")
@@ -101,7 +125,7 @@ def _panel(report: Report, lines: dict[str, list[tuple[CaseResult, Row]]], axes:
     axes.grid(alpha=0.3)
 
 
-def _plain_ticks(axes: Any, sizes: list[int]) -> None:
+def _plain_ticks(axes: Any, sizes: list[float]) -> None:
     """Sizes as they are, values as 1, 2, 5, 10, ...: powers are hard to read where a panel spans one or two of them."""
     from matplotlib import ticker
 

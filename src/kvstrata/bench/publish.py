@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstrata.bench.plot import groups, plot
+from kvstrata.bench.plot import MEMORY, groups, plot
 from kvstrata.bench.render import OPTIONS, inject, markdown
 from kvstrata.bench.results import Report, load
+from kvstrata.eval import drift
 from kvstrata.eval import plot as quality_plot
 from kvstrata.eval import render as quality_render
 from kvstrata.eval import results as quality
+from kvstrata.eval.drift import Drift
 from kvstrata.eval.results import Quality
 from kvstrata.lab import check_results as checks
 from kvstrata.lab.check_results import Checks
@@ -20,7 +22,7 @@ from kvstrata.tune import render as tune_render
 from kvstrata.tune import results as tune
 from kvstrata.tune.results import Gate, Tuning
 
-Result = Report | Quality | Tuning | Gate | Checks
+Result = Report | Quality | Drift | Tuning | Gate | Checks
 
 
 class View(NamedTuple):
@@ -37,7 +39,10 @@ class View(NamedTuple):
 
 SAME = ("pre-sliced", "adaptor", "bare launch", "copy")  # on the GPU as fast as another line of the figure, or no way
 VIEWS = {
-    "decode": [View(y="vs_peer", rows="mixed0.[2345]-B32-*[0-9],K8V8-B32-*", by="kind")],
+    "decode": [
+        View(y="vs_peer", rows="mixed0.[2345]-B32-*[0-9],K8V8-B32-*", by="kind"),
+        View(MEMORY, "us", "mixed0.[23457]*-B32-*[0-9],16bit-B32-*", by="T", about=", B {B}"),
+    ],
     "prefill": [View(y="tflop_s", leave_out=("copy", "empty"), about=": {kind}, D {D}")],
     "replay": [View("bs", "us,host", "*x4096", SAME), View("columns", "us,host", "fa-64x*[0-9]", SAME)],
 }
@@ -55,6 +60,8 @@ def _load(path: Path) -> Result:
         return tune.load(path)
     if checks.is_ours(path):
         return checks.load(path)
+    if drift.is_ours(path):
+        return drift.load(path)
     return quality.load(path) if quality.is_ours(path) else load(path)
 
 
@@ -65,6 +72,7 @@ def pick(reports: Iterable[Result], op: str, machine: str | None = None) -> Resu
             return report
     command = f"tune {op.removeprefix(tune.PREFIX)}" if op.startswith(tune.PREFIX) else f"bench {op}"
     command = "check OP" if op == checks.OP else command
+    command = op if op == drift.OP else command
     raise LookupError(f"no result of {op!r}{f' on {machine}' if machine else ''}: run kvstrata {command} --save")
 
 
@@ -73,6 +81,8 @@ def _table(report: Result, options: dict[str, str]) -> str:
         return tune_render.markdown(report, options)
     if isinstance(report, Checks):
         return checks.markdown(report)
+    if isinstance(report, Drift):
+        return drift.markdown(report)
     return quality_render.markdown(report, options) if isinstance(report, Quality) else markdown(report, options)
 
 
@@ -82,6 +92,7 @@ def render_document(text: str, reports: Sequence[Result]) -> str:
         ours = tune_render.OPTIONS if tune.is_ours(Path(op)) else OPTIONS
         ours = checks.OPTIONS if checks.is_ours(Path(op)) else ours
         known = quality_render.OPTIONS if quality.is_ours(Path(op)) else ours
+        known = drift.OPTIONS if op == drift.OP else known
         text = inject(text, f"kvstrata:{op}", lambda o, op=op: _table(pick(reports, op, o.get("on")), o), known)  # type: ignore[misc]
     return text
 
@@ -91,7 +102,7 @@ def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> li
     made = []
     for report in reports:
         stem = f"{report.op}-{report.machine['slug']}"
-        if isinstance(report, (Tuning, Gate, Checks)):
+        if isinstance(report, (Tuning, Gate, Checks, Drift)):
             continue
         if isinstance(report, Quality):
             made.append(quality_plot.plot(report, folder / f"{stem}{suffix}"))

@@ -52,6 +52,16 @@ def _significance(case: CaseResult, row: Row) -> str:
     return "" if a is None else f"{'' if a.g is None else f'{a.g:.1f}'} / {a.p:.1g}"
 
 
+def _rate(case: CaseResult, row: Row, each: int = 1) -> str:
+    return f"{1e6 * each / row.us.median:,.0f}" if row.us else ""
+
+
+def _share(case: CaseResult, row: Row) -> str:
+    """Percent of the row's time beyond the baseline's, with its interval."""
+    a = row.vs_baseline
+    return "" if a is None else f"{100 * (1 - a.ratio):.2f} % [{100 * (1 - a.hi):.2f}, {100 * (1 - a.lo):.2f}]"
+
+
 COLUMNS: dict[str, tuple[str, Cell]] = {
     "case": ("case", lambda case, row: case.name),
     "contender": ("contender", lambda case, row: row.name),
@@ -66,6 +76,9 @@ COLUMNS: dict[str, tuple[str, Cell]] = {
     "over_floor": ("x floor", lambda case, row: _number(row.over_floor)),
     "speedup": ("vs baseline", lambda case, row: _against(row.vs_baseline)),
     "vs_peer": ("vs best peer", lambda case, row: _against(row.vs_peer, named=True)),
+    "share": ("beyond baseline", _share),
+    "rate": ("a second", _rate),
+    "tokens_s": ("tokens/s", lambda case, row: _rate(case, row, case.params["B"]) if "B" in case.params else ""),
     "significance": ("g / p", _significance),
     "host": ("host us", lambda case, row: _number(case.host[row.name].median) if row.name in case.host else ""),
 }

@@ -76,6 +76,8 @@ def measure(case: Case, timer: Timer, rounds: int, peak: float) -> CaseResult:
 
 def _measure(case: Case, timer: Timer, rounds: int, peak: float, result: CaseResult) -> None:
     bench = case.build(timer.device)
+    if case.wall:
+        timer = timer.by_wall()
     if clash := set(PROBES) & bench.contenders.keys():
         raise ValueError(f"{', '.join(clash)}: these names belong to the probes")
     if missing := {bench.ours, bench.baseline, *bench.variants} - bench.contenders.keys():

@@ -5,6 +5,7 @@ Drift of clocks and temperature then falls on all contenders alike, and no input
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import time
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from kvstrata.bench.clock import Call, CpuClock, CudaClock
+from kvstrata.bench.clock import Call, CpuClock, CudaClock, WallClock
 from kvstrata.bench.machine import cache_bytes
 from kvstrata.bench.stats import Array
 
@@ -36,6 +37,13 @@ class Timer:
         self.flush_bytes = flush_bytes or max(2 * cache_bytes(self.device), (256 if cuda else 64) << 20)
         buffer = torch.zeros(self.flush_bytes // 4, dtype=torch.int32, device=self.device)
         self.clock = CudaClock(self.device, buffer) if cuda else CpuClock(buffer)
+
+    def by_wall(self) -> Timer:
+        """A timer whose samples are wall-clock time until the device is done, the host's part included."""
+        other = copy.copy(self)
+        if self.device.type == "cuda":
+            other.clock = WallClock(self.device, self.clock.buffer)
+        return other
 
     @property
     def host_bound(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ The first is the way of nearly every decoded token, layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,16 +18,16 @@ import torch
 
 from .append_op import Job
 from .arguments import check_int, check_mass, ragged
-from .budget import BudgetExceeded
 from .importance import initial
 from .mass import hear, hear_first
 from .pages import Rows
-from .room import fits_each, fits_plain, tidy
+from .room import fits_each, fits_plain
 from .scopes import move_tokens, pairs, plan_scopes, scopes_of, settle_ahead
 from .tokens import NEW, Tokens
 
 if TYPE_CHECKING:
     from .cache import TieredCache
+    from .transaction import Transaction
 
 
 def append_tokens(
@@ -49,15 +49,30 @@ def append_tokens(
     if not sum(lengths):
         cache._active.update(asked)
         return
-    if mass is None and append_plain(cache, layer, k, v, asked, lengths, room_only=True):
+    cache.pool.note_stream()
+    if mass is None and append_plain(cache, None, layer, k, v, asked, lengths):
         return
+    with cache._operation() as change:
+        _append(cache, change, layer, k, v, asked, lengths, mass, queries)
+
+
+def _append(
+    cache: TieredCache,
+    change: Transaction,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    asked: list[int],
+    lengths: list[int],
+    mass: torch.Tensor | None,
+    queries: int | None,
+) -> None:
+    """Rows that need pages, or come with mass."""
     fits = fits_plain(cache, layer, asked, lengths)
-    if mass is None and (fits or settle_ahead(cache, layer, asked, lengths)):
-        append_plain(cache, layer, k, v, asked, lengths)
-        tidy(cache)
+    if mass is None and (fits or settle_ahead(cache, change, layer, asked, lengths)):
+        append_plain(cache, change, layer, k, v, asked, lengths)
         return
     new = _new_tokens(cache, asked, layer, lengths)
-    undo = None
     if mass is not None:
         if queries is None and len(set(lengths)) > 1:
             raise ValueError(f"queries: expected how many are in mass, got None with lengths {lengths}")
@@ -66,31 +81,30 @@ def append_tokens(
         mass = check_mass(cache, mass, len(asked), max(ends))
         if cache.policy.name == "importance":
             new = hear_first(cache, new, mass, queries)
-            undo = hear(cache, layer, asked, mass, queries, ends)
+            hear(cache, change, layer, asked, mass, queries, ends)
     importance = None if mass is None else new.importance
     if fits:
-        append_plain(cache, layer, k, v, asked, lengths, importance)
+        append_plain(cache, change, layer, k, v, asked, lengths, importance)
     else:
-        _append_settling(cache, layer, k, v, asked, lengths, new, importance, undo)
-    tidy(cache)
+        _append_settling(cache, change, layer, k, v, asked, lengths, new, importance)
 
 
 def append_plain(
     cache: TieredCache,
+    change: Transaction | None,
     layer: int,
     k: torch.Tensor,
     v: torch.Tensor,
     requests: list[int],
     lengths: list[int],
     importance: torch.Tensor | None = None,
-    room_only: bool = False,
 ) -> bool:
-    """New rows to the plain buckets; ``room_only``: only if they fit pages that are there, False if they do not.
+    """New rows to the plain buckets; without a transaction only if they fit pages that are there, else False.
 
     Such an append takes no page, so it needs no look at the budget, which never shrinks as tokens come.
     """
-    ids, counts = np.array(requests), np.array(lengths)
-    before = (cache.buckets.room if room_only else cache.buckets.make_room)(layer, ids, counts)
+    buckets, ids, counts = cache.buckets, np.array(requests), np.array(lengths)
+    before = buckets.room(layer, ids, counts) if change is None else buckets.make_room(change, layer, ids, counts)
     if before is None:
         return False
     starts = cache._lengths[ids, layer].astype(np.int64)
@@ -100,16 +114,21 @@ def append_plain(
     else:
         first = initial(cache.policy.mode, torch.from_numpy(ends)).numpy()
     by_token = None if importance is None else importance.view(-1, cache.kv_heads).contiguous()
-    cache.buckets.append(
-        Job(cache.buckets, layer, ids, counts, starts, before, k, v, first, by_token, cache._device_lengths)
+    buckets.append(
+        Job(buckets, layer, ids, counts, starts, before, k, v, first, by_token, cache._device_lengths), change
     )
-    cache._lengths[ids, layer] = ends
-    cache._active.update(requests)
+    if change is None:
+        cache._lengths[ids, layer] = ends
+        cache._active.update(requests)
+    else:
+        change.set(cache._lengths, (ids, layer), ends)
+        cache._activate(change, requests)
     return True
 
 
 def _append_settling(
     cache: TieredCache,
+    change: Transaction,
     layer: int,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -117,9 +136,8 @@ def _append_settling(
     lengths: list[int],
     new: Tokens,
     importance: torch.Tensor | None,
-    undo: Callable[[], None] | None,
 ) -> None:
-    """New tokens planned together with those that are there; ``undo`` before BudgetExceeded."""
+    """New tokens planned together with those that are there."""
     flat_k, flat_v = (x.detach().reshape(-1, cache.head_dim) for x in (k, v))
     fresh = Rows(flat_k, flat_v, None, None, new.position, new.importance)
     # Those among the asked that need not settle.
@@ -136,20 +154,16 @@ def _append_settling(
     tokens = Tokens.cat([cache.buckets.snapshots(*pairs(places)), coming])
     coming_of = {asked[i]: lengths[i] for i in settling}
     ends = [[int(cache._lengths[r, layer]) + coming_of.get(r, 0) for r in scope] for _, scope in places]
-    try:
-        target = plan_scopes(cache, places, tokens, ends)
-    except BudgetExceeded:
-        if undo:
-            undo()
-        raise
-    cache._active.update(asked)
-    move_tokens(cache, places, tokens, target, fresh)
+    target = plan_scopes(cache, places, tokens, ends)
+    cache._activate(change, asked)
+    move_tokens(cache, change, places, tokens, target, fresh)
     settled = [asked[i] for i in settling]
-    cache._set_lengths(settled, layer, cache._lengths[settled, layer] + np.array([lengths[i] for i in settling]))
+    after = cache._lengths[settled, layer] + np.array([lengths[i] for i in settling])
+    cache._set_lengths(change, settled, layer, after)
     for i in plain:
         rows = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
         first = None if importance is None else importance.view(-1, cache.kv_heads)[rows].flatten()
-        append_plain(cache, layer, k[rows], v[rows], [asked[i]], [lengths[i]], first)
+        append_plain(cache, change, layer, k[rows], v[rows], [asked[i]], [lengths[i]], first)
 
 
 def _new_tokens(cache: TieredCache, requests: Sequence[int], layer: int, lengths: Sequence[int]) -> Tokens:

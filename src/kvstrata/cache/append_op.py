@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ STEP = 32  # bytes: every row of a plain page begins at a multiple
 WARPS = 8  # a block; a warp copies K and V of one token and head
 # struct Params: k, v, pointers, table, count, length, meta, importance; strides in bytes; int32 sizes.
 PARAMS = struct.Struct("8Q 4q 13i4x")
+Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -89,21 +91,25 @@ def write_rows(written: Written, backend: str = "auto") -> None:
 
 def append_rows(job: Job, backend: str = "auto") -> None:
     """Write the rows; ``auto`` takes CUDA C++, then Triton, on a GPU. Safe for any strides of k and v."""
+    prepare_append(job, backend)()
+
+
+def prepare_append(job: Job, backend: str = "auto") -> Step:
+    """What writes the rows; calling it allocates nothing."""
     device = job.buckets.device
     backend = resolve(backend, device)
     if job.k.shape[0] == 0:
-        return
+        return lambda: None
     if backend == "reference":
-        _reference(job)
-    elif backend == "triton":
-        from .append_triton import append_rows as run
+        return _reference(job)
+    if backend == "triton":
+        from .append_triton import prepare_append as prepare
 
-        run(job)
-    else:
-        _cuda(job)
+        return prepare(job)
+    return _cuda(job)
 
 
-def _reference(job: Job) -> None:
+def _reference(job: Job) -> Step:
     """The CPU path: rows are single elements of numpy views of the pool's space."""
     buckets, layer, kind = job.buckets, job.layer, job.buckets.kinds[0]
     space, p = buckets.pool.space, buckets.page_tokens
@@ -116,25 +122,33 @@ def _reference(job: Job) -> None:
         position, importance = job.position[index] + number, job.importance[index]
     page, row = np.divmod(slot, p)
     handle = buckets.host_table[request[:, None], layer, buckets.heads, 0, page].astype(np.int64)
-    size = kind.row_bytes
-    if at_once := handle.size > FEW:
-        at = handle * (64 // STEP) + row * (size // STEP)
-    else:  # a copy each is sooner done than an indexed write
-        to, heads = (handle * 64 + row * size + space.address).reshape(-1).tolist(), handle.shape[1]
-    for x, start in ((job.k, 0), (job.v, kind.v_offset)):
-        if not at_once:
-            base, token, head = x.data_ptr(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
-            for i, address in enumerate(to):
-                ctypes.memmove(address + start, base + i // heads * token + i % heads * head, size)
-            continue
-        rows = x.detach().contiguous().view(torch.int16).numpy().view(f"V{size}")
-        space.runs(start, size, STEP)[at] = rows[..., 0]
+    size, few = kind.row_bytes, handle.size <= FEW
     step = kind.position_dtype.itemsize
     positions = space.typed(np.int16 if step == 2 else np.int32)
-    positions[handle * (64 // step) + (row + kind.position_offset // step)] = position[:, None]
-    if kind.keeps_importance:
-        values = importance[:, None] if job.by_token is None else job.by_token.numpy()
-        space.typed(np.float32)[handle * 16 + (row + kind.importance_offset // 4)] = values
+    position_at = handle * (64 // step) + (row + kind.position_offset // step)
+    by_token = None if job.by_token is None else job.by_token.numpy()
+    sides = ((job.k, 0), (job.v, kind.v_offset))
+    if few:  # a copy each is sooner done than an indexed write
+        to, heads = (handle * 64 + row * size + space.address).reshape(-1).tolist(), handle.shape[1]
+    else:
+        at = handle * (64 // STEP) + row * (size // STEP)
+        rows = [x.detach().contiguous().view(torch.int16).numpy().view(f"V{size}")[..., 0] for x, _ in sides]
+
+    def write() -> None:
+        if few:
+            for x, start in sides:
+                base, token, head = x.data_ptr(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
+                for i, address in enumerate(to):
+                    ctypes.memmove(address + start, base + i // heads * token + i % heads * head, size)
+        else:
+            for values, (_, start) in zip(rows, sides, strict=True):
+                space.runs(start, size, STEP)[at] = values
+        positions[position_at] = position[:, None]
+        if kind.keeps_importance:
+            values = importance[:, None] if by_token is None else by_token
+            space.typed(np.float32)[handle * 16 + (row + kind.importance_offset // 4)] = values
+
+    return write
 
 
 def _write_reference(written: Written) -> None:
@@ -149,7 +163,8 @@ def _write_reference(written: Written) -> None:
     importance = (1 / length.astype(np.float32)) if written.reciprocal else np.zeros(len(row), np.float32)
     count = buckets.host_count[requests, layer, :, 0].astype(np.int64) - 1
     k, v = (x[torch.from_numpy(row)] for x in (written.k.detach(), written.v.detach()))
-    _reference(Job(buckets, layer, requests, ones, length - 1, count, k, v, importance, None, written.device_length))
+    job = Job(buckets, layer, requests, ones, length - 1, count, k, v, importance, None, written.device_length)
+    _reference(job)()
 
 
 def meta_of(job: Job) -> np.ndarray:
@@ -196,23 +211,23 @@ def _kernel(entry: str, device: int) -> jit.Kernel:
     return jit.load(SOURCE, entry, jit.arch_of(device))
 
 
-def _cuda(job: Job) -> None:
+def _cuda(job: Job) -> Step:
     ones = (job.position + 1).astype(np.float32)
     reciprocal = bool(job.importance.any())
     one = job.by_token is None and bool((job.lengths == 1).all())
     one = one and np.array_equal(job.importance, 1 / ones if reciprocal else np.zeros_like(ones))
     meta = _ids(job) if one else job.buckets.pool.to_device(meta_of(job))
     kernel, about = KERNELS[one], (meta, job.by_token, len(job.requests), reciprocal)
-    _launch(kernel, job.buckets, job.layer, job.k, job.v, job.device_length, *about)
+    return _prepare(kernel, job.buckets, job.layer, job.k, job.v, job.device_length, *about)
 
 
 def _write_cuda(written: Written) -> None:
     given = len(written.buckets.host_count)  # requests that there are
     about = (written.requests, None, given, written.reciprocal)
-    _launch("write_last", written.buckets, written.layer, written.k, written.v, written.device_length, *about)
+    _prepare("write_last", written.buckets, written.layer, written.k, written.v, written.device_length, *about)()
 
 
-def _launch(
+def _prepare(
     kernel: str,
     buckets: Buckets,
     layer: int,
@@ -223,7 +238,8 @@ def _launch(
     by_token: torch.Tensor | None,
     given: int,
     reciprocal: bool,
-) -> None:
+) -> Step:
+    """A launch that keeps what it reads."""
     kind, pool, size, device = buckets.kinds[0], buckets.pool, k.element_size(), k.get_device()
     tokens, heads, dim = k.shape
     _, layers, _, tiers, max_pages = buckets.table.shape
@@ -240,4 +256,10 @@ def _launch(
     with torch.cuda.device(device):
         jit.bind_context(device)
         launch = jit.Launch(_kernel(entry, device), grid, 32 * warps, params)
-        launch(jit.current_stream(device))
+
+    def run(_kept: object = (k, v, meta, by_token)) -> None:
+        with torch.cuda.device(device):
+            jit.bind_context(device)
+            launch(jit.current_stream(device))
+
+    return run

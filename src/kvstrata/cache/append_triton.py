@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -104,20 +105,24 @@ def _sizes(buckets: Buckets, k: torch.Tensor) -> dict[str, int]:
     )  # fmt: skip
 
 
-def append_rows(job: Job) -> None:
-    """Launch; one program per row and head."""
+def prepare_append(job: Job) -> Callable[[], None]:
+    """A launch of one program per row and head."""
     buckets = job.buckets
     integer = INTEGER[buckets.kinds[0].dtype.itemsize]
     k, v = (x.detach().view(integer) for x in (job.k, job.v))
     _, layers, _, tiers, max_pages = buckets.table.shape
     meta = buckets.pool.to_device(meta_of(job))
-    with torch.cuda.device_of(k):
-        append_kernel[k.shape[:2]](
-            k, v, buckets.pool.pointers, buckets.table, buckets.count, job.device_length, meta,
-            meta if job.by_token is None else job.by_token, *k.stride()[:2], *v.stride()[:2],
-            len(job.requests), job.layer, layers, tiers, max_pages, buckets.pool.units,
-            BY_TOKEN=job.by_token is not None, **_sizes(buckets, k),
-        )  # fmt: skip
+
+    def run() -> None:
+        with torch.cuda.device_of(k):
+            append_kernel[k.shape[:2]](
+                k, v, buckets.pool.pointers, buckets.table, buckets.count, job.device_length, meta,
+                meta if job.by_token is None else job.by_token, *k.stride()[:2], *v.stride()[:2],
+                len(job.requests), job.layer, layers, tiers, max_pages, buckets.pool.units,
+                BY_TOKEN=job.by_token is not None, **_sizes(buckets, k),
+            )  # fmt: skip
+
+    return run
 
 
 def write_rows(written: Written) -> None:

@@ -8,9 +8,12 @@ import numpy as np
 import torch
 
 from .budget import Memory
+from .scratch import scratch_bytes
 
 if TYPE_CHECKING:
     from .cache import TieredCache
+
+SCALE_BITS = 16  # fp16, one for K and one for V of each token and head
 
 
 def fixed(cache: TieredCache) -> dict[str, int]:
@@ -29,11 +32,11 @@ def memory(cache: TieredCache) -> Memory:
     """Everything, from what the host knows."""
     counts = cache.buckets.host_count[list(cache.requests)].astype(np.int64).sum((0, 1, 2))
     used = [cache.pool.pages(tier) * stride for tier, stride in enumerate(cache.pool.strides)]
-    slots = [cache.pool.pages(tier) * cache.page_tokens for tier in range(len(cache.kinds))]
+    pages = [cache.pool.pages(tier) for tier in range(len(cache.kinds))]
     taken = _slots_taken(cache) if cache.pool.shares else counts.tolist()
     slack = sum(
-        (n - count) * stride // cache.page_tokens
-        for n, count, stride in zip(slots, taken, cache.pool.strides, strict=True)
+        (n * cache.page_tokens - count) * stride // cache.page_tokens
+        for n, count, stride in zip(pages, taken, cache.pool.strides, strict=True)
     )
     names = [f.name for f in cache.formats]
     return Memory(
@@ -44,7 +47,23 @@ def memory(cache: TieredCache) -> Memory:
         tokens=dict(zip(names, counts.tolist(), strict=True)),
         full=int(cache._lengths.sum()) * cache.kv_heads * 2 * cache.head_dim * cache.dtype.itemsize,
         allowed=cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests]),
+        scratch=scratch_bytes(cache),
+        **_bits(cache, pages, taken),
     )
+
+
+def _bits(cache: TieredCache, pages: list[int], taken: list[int]) -> dict[str, float]:
+    """Bits per value of K and V: in whole pages, and by the widths of the formats of the tokens in them."""
+    tokens = max(sum(taken), 1)
+    sides: dict[str, float] = {}
+    for side in ("k", "v"):
+        stored = expected = 0.0
+        for f, n, count in zip(cache.formats, pages, taken, strict=True):
+            stored += n * (getattr(f, f"{side}_bytes") + f.scale_bytes / 2) * 8
+            expected += count * (getattr(f, f"{side}_bits") + (0 if f.plain else SCALE_BITS / cache.head_dim))
+        sides[f"{side}_bits"] = stored / (tokens * cache.head_dim)
+        sides[f"expected_{side}_bits"] = expected / tokens
+    return sides
 
 
 def _slots_taken(cache: TieredCache) -> list[int]:

@@ -9,14 +9,14 @@ by one of the last, so pages are full up to the count.
 
 Every other change of a bucket than an append of plain rows is one call of `move`: a flat list of tokens, new ones among
 them, and the tier each goes to. moves.py makes moves of it on the device, in CUDA C++ moves_cuda.py; the host takes and
-gives back the pages. The reference reads first, then gives pages back, then takes pages and writes, so it never holds
-old and new at once; kernels go from page to page, so pages are taken first and given back after. A page with other
-owners is left to them and copied before anything is written to it.
+gives back the pages. Every change is part of a `Transaction`: pages are taken first, tokens move when nothing can fail
+any more, and old pages are given back after. A page with other owners is left to them and copied before anything is
+written to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,12 @@ import numpy as np
 import torch
 
 from .. import backends
-from . import moves, repack_op, repack_reference
-from .append_op import Job, append_rows
+from . import moves, repack_op
+from .append_op import Job, prepare_append
 from .pages import PageKind, Rows
 from .pool import Pool
 from .tokens import DROP, NEW, Tokens
+from .transaction import Transaction
 
 if TYPE_CHECKING:
     from .repack_phases import Phases
@@ -38,18 +39,10 @@ __all__ = ["DROP", "NEW", "Buckets", "Tokens"]
 
 @dataclass(frozen=True)
 class Prepared:
-    """Moves in chains whose pages are taken."""
+    """Moves in chains whose pages are taken; to ``run`` them allocates nothing."""
 
     job: repack_op.Job
-    backend: str
-    taken: repack_reference.Taken | None  # rows that the reference has read
-    freed: np.ndarray  # pages that go when the moves are done
-
-    def run(self) -> None:
-        if self.taken is not None:
-            repack_reference.put(self.job, self.taken)
-        else:
-            repack_op.repack(self.job, self.backend)
+    run: Callable[[], None]
 
 
 class Buckets:
@@ -81,13 +74,21 @@ class Buckets:
             self.table[request, layer].copy_(torch.from_numpy(self.host_table[request, layer]))
             self.count[request, layer].copy_(torch.from_numpy(self.host_count[request, layer]))
 
-    def _push_pages(self, at: tuple[np.ndarray, ...], handles: np.ndarray) -> None:
-        """New handles at these indices of the table, here and on the device."""
-        self.host_table[at] = handles
-        if self.device.type != "cpu" and len(handles):
-            flat = np.ravel_multi_index(at, self.host_table.shape)
-            both = self.pool.to_device(np.stack([flat, handles]))
-            self.table.view(-1)[both[0]] = both[1].int()
+    def _set_pages(
+        self, change: Transaction, at: tuple[np.ndarray, ...], handles: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Write handles at these indices of the table, on the device when the transaction completes.
+
+        Returns the flat indices and the handles there; None if the device's table is the host's.
+        """
+        change.set(self.host_table, at, handles)
+        if self.device.type == "cpu" or not len(handles):
+            return None
+        flat = np.ravel_multi_index(at, self.host_table.shape)
+        both = self.pool.to_device(np.stack([flat, handles]))
+        index, values, table = both[0], both[1].int(), self.table.view(-1)
+        change.launch(lambda: table.__setitem__(index, values))
+        return index, values
 
     def room(self, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
         """Counts of the plain buckets ``[R, H]``, if new tokens fit their last pages and nobody else owns these."""
@@ -101,7 +102,7 @@ class Buckets:
                 return None
         return count
 
-    def make_room(self, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def make_room(self, change: Transaction, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Pages of its own for new plain tokens, empty slots zero; the counts before, ``[R, H]``."""
         p = self.page_tokens
         count = self.host_count[requests, layer, :, 0].astype(np.int64)
@@ -111,25 +112,31 @@ class Buckets:
         shared = self.pool.owners(last) > 1
         if shared.any():
             old = last[shared]
-            new = self.pool.allocate(0, len(old))
+            new = change.allocate(0, len(old))
             self.pool.copy(old, new, 0)
-            self._push_pages(tuple(x[shared] for x in at), new)
-            self.pool.release(old)
+            self._set_pages(change, tuple(x[shared] for x in at), new)
+            change.release(old)
         before, after = -(-count // p), -(-(count + lengths[:, None]) // p)
         missing = (after - before).reshape(-1)
         bucket = np.repeat(np.arange(len(missing)), missing)
         number = np.arange(len(bucket)) - np.repeat(np.cumsum(missing) - missing, missing)
         row, head = bucket // self.kv_heads, bucket % self.kv_heads
-        new = self.pool.allocate(0, len(bucket))
+        new = change.allocate(0, len(bucket))
         self.pool.clear(new, 0)
         index = before.reshape(-1)[bucket] + number
-        self._push_pages((requests[row], np.full(len(row), layer), head, np.zeros_like(row), index), new)
+        self._set_pages(change, (requests[row], np.full(len(row), layer), head, np.zeros_like(row), index), new)
         return count
 
-    def append(self, job: Job) -> None:
-        """Plain rows into the pages that `room` or `make_room` found; the counts follow."""
-        append_rows(job)
-        self.host_count[job.requests, job.layer, :, 0] = job.count + job.lengths[:, None]
+    def append(self, job: Job, change: Transaction | None = None) -> None:
+        """Plain rows into the pages that `room` or, in a transaction, `make_room` found; the counts follow."""
+        run, at = prepare_append(job), (job.requests, job.layer, slice(None), 0)
+        after = job.count + job.lengths[:, None]
+        if change is None:
+            run()
+            self.host_count[at] = after
+        else:
+            change.launch(run)
+            change.set(self.host_count, at, after)
 
     def _pages_of(self, layer: int, requests: Sequence[int], tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bucket, index in the bucket's list and handle of every page in use."""
@@ -176,8 +183,12 @@ class Buckets:
         first = (requests * self.table.shape[1] + layers) * heads * tiers * pages
         return self.pool.to_device((first[:, None] + np.arange(heads * tiers) * pages).reshape(-1))
 
-    def _handles_at(self, bases: torch.Tensor, group: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        return self.table.view(-1)[bases[group] + slot // self.page_tokens].long()
+    def _handles_at(
+        self, bases: torch.Tensor, group: torch.Tensor, slot: torch.Tensor, table: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Handles of tokens' pages in ``table``, by default the one on the device."""
+        table = self.table if table is None else table
+        return table.view(-1)[bases[group] + slot // self.page_tokens].long()
 
     def _side(self, handle: torch.Tensor, slot: torch.Tensor, tier: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions (int64) and importance (float32) of tokens; zeros where no importance is kept."""
@@ -200,20 +211,23 @@ class Buckets:
             )  # fmt: skip
         return position, importance
 
-    def set_side(self, handle: torch.Tensor, tokens: Tokens) -> None:
-        """Write the tokens' importance into their pages; positions are what they were."""
+    def prepare_side(self, handle: torch.Tensor, tokens: Tokens) -> Callable[[torch.Tensor], None]:
+        """What writes importance into the pages of tokens; calling it allocates nothing."""
         kind, slot = self.kinds[0], tokens.slot % self.page_tokens
         space = self.pool.space
         if space is not None:
             at = (handle * 64 + self.side_offsets[tokens.tier, 1]) // 4 + slot
-            space.bytes.view(torch.float32)[at] = tokens.importance
-            return
+            values = space.bytes.view(torch.float32)
+            return lambda importance: values.__setitem__(at, importance)
         from .pages_triton import side
 
-        side(
-            self.pool, handle, slot, tokens.tier, self.side_offsets, tokens.position, tokens.importance.contiguous(),
-            kind.position_dtype, kind.keeps_importance, write=True,
-        )  # fmt: skip
+        def write(importance: torch.Tensor) -> None:
+            side(
+                self.pool, handle, slot, tokens.tier, self.side_offsets, tokens.position, importance,
+                kind.position_dtype, kind.keeps_importance, write=True,
+            )  # fmt: skip
+
+        return write
 
     def owners(self, layer: int, requests: Sequence[int], tokens: Tokens) -> torch.Tensor:
         """Of the page of every token; a 1 where no page ever had two."""
@@ -254,15 +268,20 @@ class Buckets:
         target: torch.Tensor,
         fresh: Rows | None,
         centre: torch.Tensor,
+        change: Transaction | None = None,
     ) -> None:
-        """Bring every token to its target tier, or out (`DROP`); see `prepare`."""
-        prepared = self.prepare(layer, requests, tokens, target, fresh, centre)
+        """Bring every token to its target tier, or out (`DROP`), in a transaction or as one; see `prepare`."""
+        if change is None:
+            with Transaction(self.pool) as change:
+                self.move(layer, requests, tokens, target, fresh, centre, change)
+            return
+        prepared = self.prepare(change, layer, requests, tokens, target, fresh, centre)
         if prepared is not None:
-            prepared.run()
-            self.pool.release(prepared.freed)
+            change.launch(prepared.run)
 
     def prepare(
         self,
+        change: Transaction,
         layer: int | Sequence[int],
         requests: Sequence[int],
         tokens: Tokens,
@@ -280,24 +299,24 @@ class Buckets:
         layers = np.broadcast_to(np.array(layer, np.int64), requests_.shape)
         backend = backends.resolve(self.backend, self.device)
         if backend == "cuda":
-            return self.prepare_phases(layers, requests_, target.to(torch.int8), centre, tokens, fresh)
+            return self.prepare_phases(change, layers, requests_, target.to(torch.int8), centre, tokens, fresh)
         before = self.host_count[requests_, layers].reshape(-1).astype(np.int64)
-        change = moves.change(tokens, target, self.pool.to_device(before), tiers)
-        left, came, holes = change.to_host()
+        numbers = moves.change(tokens, target, self.pool.to_device(before), tiers)
+        left, came, holes = numbers.to_host()
         if not left.any() and not came.any():
             return None
-        plan = moves.plan(change, tokens, target, int(came.sum()), int(holes.sum()))
+        plan = moves.plan(numbers, tokens, target, int(came.sum()), int(holes.sum()))
         bases = self._bases(requests_, layers)
         packed = self._pack(plan, tokens, bases)
         k, v = (None, None) if fresh is None else (fresh.k, fresh.v)
+        table = self.exchange_pages(change, requests_, layers, left, came, holes)
+        packed[:, 3] = self._handles_at(bases, plan.group, plan.slot, table)
         job = repack_op.Job(self.pool, self.kinds, packed, k, v, centre)
-        taken = repack_reference.take(job) if backend == "reference" else None
-        freed = self.exchange_pages(requests_, layers, left, came, holes, release_first=taken is not None)
-        packed[:, 3] = self._handles_at(bases, plan.group, plan.slot)
-        return Prepared(job, backend, taken, freed)
+        return Prepared(job, repack_op.prepare(job, backend))
 
     def prepare_phases(
         self,
+        change: Transaction,
         layers: np.ndarray,
         requests: np.ndarray,
         target: torch.Tensor,
@@ -321,24 +340,24 @@ class Buckets:
         numbers = plan.to_host()
         if not numbers[:2].any():
             return None
-        old_table = self.table.clone()
-        freed = self.exchange_pages(requests, layers, numbers[0], numbers[1], numbers[2], clear_codes=False)
-        return repack_phases.phases(self, plan.place(numbers, old_table), rows, centre, freed)
+        old_table = self.table.clone() if self.device.type == "cpu" else self.table
+        table = self.exchange_pages(change, requests, layers, numbers[0], numbers[1], numbers[2], clear_codes=False)
+        return repack_phases.phases(self, plan.place(numbers, old_table, table), rows, centre)
 
     def exchange_pages(
         self,
+        change: Transaction,
         requests: np.ndarray,
         layers: np.ndarray,
         left: np.ndarray,
         came: np.ndarray,
         holes: np.ndarray,
-        release_first: bool = False,
         clear_codes: bool = True,
-    ) -> np.ndarray:
+    ) -> torch.Tensor:
         """Tables and counts for a change: pages past the end go, those that are written and not ours alone are copied.
 
-        Returns pages to release when the moves are done; with ``release_first`` none, they are released before any is
-        taken. ``clear_codes``: new pages of codes are zeroed, as plain ones always are.
+        Returns the device's table as it will be. ``clear_codes``: new pages of codes are zeroed, as plain ones always
+        are.
         """
         tiers, p = len(self.kinds), self.page_tokens
         before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
@@ -350,30 +369,28 @@ class Buckets:
         shared = self._shared(requests, layers, written, np.minimum(pages, pages_after))
         at_gone, at_added, at_shared = (self._at(requests, layers, *x) for x in (gone, added, shared))
         old = self.host_table[at_shared].astype(np.int64)
-        freed = np.concatenate([self.host_table[at_gone].astype(np.int64), old])
-        if release_first:
-            copies = [self.pool.read(old[at_shared[3] == t], 0, kind.stride) for t, kind in enumerate(self.kinds)]
-            self.pool.release(freed)
-            freed = freed[:0]
+        change.release(np.concatenate([self.host_table[at_gone].astype(np.int64), old]))
         new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
         for t in range(tiers):
-            mine, theirs = at_added[3] == t, at_shared[3] == t
-            new[mine] = self.pool.allocate(t, int(mine.sum()))
+            of_added, of_shared = at_added[3] == t, at_shared[3] == t
+            new[of_added] = change.allocate(t, int(of_added.sum()))
             if t == 0 or clear_codes:
-                self.pool.clear(new[mine], t)
-            own[theirs] = self.pool.allocate(t, int(theirs.sum()))
-            if release_first:
-                self.pool.write(own[theirs], 0, copies[t])
-            else:
-                self.pool.copy(old[theirs], own[theirs], t)
+                self.pool.clear(new[of_added], t)
+            own[of_shared] = change.allocate(t, int(of_shared.sum()))
+            self.pool.copy(old[of_shared], own[of_shared], t)
         everywhere = tuple(np.concatenate(x) for x in zip(at_gone, at_added, at_shared, strict=True))
-        self._push_pages(everywhere, np.concatenate([np.full(len(gone[0]), -1), new, own]))
+        entries = self._set_pages(change, everywhere, np.concatenate([np.full(len(gone[0]), -1), new, own]))
         counts = after.reshape(-1, self.kv_heads, tiers).astype(np.int32)
-        self.host_count[requests, layers] = counts
+        change.set(self.host_count, (requests, layers), counts)
         if self.device.type != "cpu":
-            place = self.pool.to_device(requests * self.table.shape[1] + layers)
-            self.count.flatten(0, 1)[place] = self.pool.to_device(counts)
-        return freed
+            place, values = self.pool.to_device(requests * self.table.shape[1] + layers), self.pool.to_device(counts)
+            count = self.count.flatten(0, 1)
+            change.launch(lambda: count.__setitem__(place, values))
+        if entries is None:
+            return self.table
+        table = self.table.clone()
+        table.view(-1)[entries[0]] = entries[1]
+        return table
 
     def _at(
         self, requests: np.ndarray, layers: np.ndarray, group: np.ndarray, page: np.ndarray

@@ -1,17 +1,21 @@
 """The budget: how many bytes the pages of a layer may take, and what was allocated.
 
 Everything is charged: codes, scales, positions, importance, unused slots of a page (whole pages are paid), unused
-pages of a slab (a page costs its share of the slab, and one slab per tier is held in reserve), tables, centres.
+pages of a slab (one slab per tier is held in reserve for them), tables, centres.
 
 An absolute budget is split evenly over the layers; in a layer all requests share it. A fraction is granted to every
 request and layer on its own, so what happens to a request does not depend on its neighbours:
 
     allowed(n) = max(fraction * 16-bit bytes of n tokens, need(min(n, floor_tokens)))
-    need(n)    = sinks and window in whole 16-bit pages, the rest and one page in the lowest tier, tables, reserve
+    need(n)    = sinks, window and room in whole 16-bit pages, the rest and one page in the lowest tier, tables, reserve
 
 The second term is the floor: short contexts, of which the 16-bit window is a large part, may always take what they
-need with everything older in the lowest tier. ``floor_tokens`` is where the fraction overtakes that need; for a
-fraction that never does, it is one page more than sinks and window.
+need with everything older in the lowest tier. The room is for the tokens between two settlings, half a page unless
+``settle_every`` is less: a window that fills its pages would settle at every step without it. ``floor_tokens`` is
+where the fraction overtakes that need; for a fraction that never does, it is one page more than sinks and window.
+
+Where the widest tier is K8V8, a fraction allows no more than that tier takes, however much it could pay for: old tokens
+at 16 bit would take twice the bytes of a decode step, for an error of a ten-thousandth.
 """
 
 from __future__ import annotations
@@ -22,8 +26,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 # Lists of tiers, the lowest last: close in width around what a budget affords, and 8 bit for the few tokens that get
-# most of the attention. Chosen by KL on packed bytes, docs/quality.md.
+# most of the attention. Chosen by KL on packed bytes, docs/quality.md; the first two by bytes, expected error and the
+# cost of a decode step, docs/decisions.md.
 TIERS: tuple[tuple[str, ...], ...] = (
+    ("K8V8",),
+    ("K8V8", "K8V4"),
     ("K8V8", "K8V4", "K4V4"),
     ("K8V4", "K4V4", "K4V3"),
     ("K8V4", "K4V4", "K4V3", "K4V2"),
@@ -57,7 +64,10 @@ class Memory:
     """Bytes, each counted once: ``total == sum(kinds.values())``, and ``kinds["slabs"]`` splits further.
 
     ``tiers``: pages in use per format. ``page_slack``: of these, slots without a token. ``slab_slack``: of the
-    slabs, what no page uses.
+    slabs, what no page uses. ``k_bits``, ``v_bits``: bits per value of K and of V in the pages in use, codes or rows
+    and scales, whole pages over the tokens in them. ``expected_k_bits``, ``expected_v_bits``: the mean of the formats'
+    widths and scales by the tokens in each. The former are larger by the empty slots of pages, and by the padding of
+    codes where a format has any.
     """
 
     kinds: dict[str, int]
@@ -67,6 +77,11 @@ class Memory:
     tokens: dict[str, int] = field(default_factory=dict)  # per tier, over layers and KV heads
     full: int = 0  # all tokens appended, those evicted since included, at the model's precision, without any table
     allowed: int | None = None
+    scratch: int = 0  # of decode plans that are alive; neither in ``total`` nor under the budget
+    k_bits: float = 0.0
+    v_bits: float = 0.0
+    expected_k_bits: float = 0.0
+    expected_v_bits: float = 0.0
 
     @property
     def total(self) -> int:
@@ -87,12 +102,14 @@ class Budget:
     kv_heads: int
     token_bytes: int  # K and V of one KV head at the model's precision
     kept: int  # sinks and window
+    room: int  # plain tokens beside them that the floor has pages for
     page_tokens: int
     page_price: tuple[int, ...]  # per tier
     fixed: int  # tables, centres
     reserve: int  # one slab per tier
     max_requests: int
     max_tokens: int
+    ceiling_room: int | None = None  # plain tokens beside sinks and window under the ceiling of 8 bit; None: no ceiling
 
     @classmethod
     def check(cls, amount: int | float | None) -> int | float | None:
@@ -124,7 +141,7 @@ class Budget:
         """Tokens from which a fraction is more than the need; inf for never."""
         low = self.page_price[-1]
         gain = self.kv_heads * (float(self.amount or 0) * self.token_bytes - low / self.page_tokens)
-        window = -(-self.kept // self.page_tokens) * self.page_price[0] + 2 * low
+        window = -(-(self.kept + self.room) // self.page_tokens) * self.page_price[0] + 2 * low
         constant = self.overhead + self.kv_heads * (window - self.kept * low / self.page_tokens)
         return max(int(constant / gain) + 1, self.kept) if gain > 0 else math.inf
 
@@ -137,14 +154,22 @@ class Budget:
         """Bytes of one request and layer with everything but sinks and window in the lowest tier."""
         if tokens == 0:
             return self.overhead
-        plain = -(-min(tokens, self.kept) // self.page_tokens)
+        plain = -(-min(tokens, self.kept + self.room) // self.page_tokens)
         lossy = -(-max(tokens - self.kept, 0) // self.page_tokens) + 1
         return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[-1])
 
+    def ceiling(self, tokens: int, room: int) -> int:
+        """Bytes of one request and layer with old tokens in the widest tier and ``room`` for new ones."""
+        plain = -(-min(tokens, self.kept + room) // self.page_tokens)
+        lossy = -(-max(tokens - self.kept, 0) // self.page_tokens) + len(self.page_price) - 1  # tiers end in open pages
+        return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[1])
+
     def granted(self, tokens: int) -> int:
         """What a fraction allows one request and layer."""
-        fraction = float(self.amount or 0)
-        return max(int(fraction * self.kv_heads * self.token_bytes * tokens), self.need(min(tokens, self.floor_tokens)))
+        fraction = int(float(self.amount or 0) * self.kv_heads * self.token_bytes * tokens)
+        if self.ceiling_room is not None:
+            fraction = min(fraction, self.ceiling(tokens, self.ceiling_room))
+        return max(fraction, self.need(min(tokens, self.floor_tokens)))
 
     def pages(self, tokens: int) -> int:
         """Bytes for the pages of one scope: a layer (absolute) or a request's ``tokens`` in a layer (fraction)."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -43,6 +44,7 @@ from .share import assign
 from .sizes import Sizes
 from .step import advance, write
 from .tokens import Tokens
+from .transaction import Transaction
 from .views import BucketedCacheLayer
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -55,7 +57,7 @@ class TieredCache:
         layers, kv_heads, head_dim: of the model; ``head_dim`` a multiple of 16 from 32 to 256.
         budget: a float below 1 is a fraction of what the tokens held would take at ``dtype``, for each request and
             layer on its own (short contexts have a floor, see docs/cache.md); an int is bytes for everything; None or
-            1.0 compresses nothing.
+            1.0 compresses nothing. A fraction that has bytes to spare at K8V8 leaves them.
         tiers: names of formats for older tokens, best first, none larger than the one before; None chooses by the
             budget (`budget.default_tiers`).
         window, sinks: the last and the first tokens, kept at ``dtype``.
@@ -65,8 +67,8 @@ class TieredCache:
         policy: ``importance`` (least expected error by attention mass), ``recency``, ``uniform``.
         per_head: each KV head chooses its own tokens; False: all heads of a layer choose alike.
         evict: drop the least important tokens where the lowest tier is not small enough, instead of `BudgetExceeded`.
-        settle_every: when settling is needed, make room for this many more tokens if possible, or a few less so that
-            sinks, window and room are whole pages.
+        settle_every: when settling is needed, make room for about this many more tokens if possible: from half to
+            twice as many, so that sinks, window and room are whole pages.
         hysteresis: a token that is already quantised counts this much more when tiers are chosen.
         importance: ``mean`` (mass per query so far) or ``ema`` with ``decay``.
         rope: how far RoPE turns each pair of channels from one position to the next, in radians, as a model's
@@ -147,6 +149,7 @@ class TieredCache:
             kv_heads=kv_heads,
             head_dim=head_dim,
             kept=window + sinks,
+            settle_every=settle_every,
             dtype=dtype,
             device=self.device,
             max_requests=max_requests,
@@ -179,7 +182,11 @@ class TieredCache:
         self._active: set[int] = set()
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
 
-        self.budget = sizes.budget(slab, self.pool.per_slab, sum(books.fixed(self).values()))
+        self.budget = sizes.budget(strides, self.pool.slab_sizes, sum(books.fixed(self).values()))
+        headroom = whole_pages(settle_every, window + sinks, page_tokens)
+        leave_plain = isinstance(amount, float) and self.formats[1].name == "K8V8"
+        if leave_plain:
+            self.budget = replace(self.budget, ceiling_room=headroom)
         self.policy = Policy(
             policy,
             importance,
@@ -188,9 +195,10 @@ class TieredCache:
             window,
             sinks,
             hysteresis,
-            whole_pages(settle_every, window + sinks, page_tokens),
+            headroom,
             Prices(self.budget.page_price, page_tokens),
             tuple(format_error(f) for f in self.formats),
+            leave_plain,
         )
 
     # What is there
@@ -209,6 +217,7 @@ class TieredCache:
     def bucket_views(self, layer: int) -> BucketedCacheLayer:
         """The state of a layer as kernels read it; valid until the cache goes, also across growth."""
         self._check_layer(layer)
+        self.pool.note_stream()
         return BucketedCacheLayer(
             self.buckets.table[:, layer],
             self.buckets.count[:, layer],
@@ -233,6 +242,7 @@ class TieredCache:
         """
         self._check_layer(layer)
         self._check_request(request)
+        self.pool.note_stream()
         k, v, positions = read.gather(self, layer, [request])
         return k[0], v[0], positions[0]
 
@@ -310,6 +320,7 @@ class TieredCache:
                 of theirs, or of a fork. None is 0, 1, ...
         """
         self._check_layer(layer)
+        self.pool.note_stream()
         write(self, layer, k, v, requests)
 
     def update_importance(
@@ -332,7 +343,8 @@ class TieredCache:
         ends = [int(self._lengths[r, layer]) for r in given]
         mass = check_mass(self, mass, len(given), max(ends, default=0))
         if self.policy.name == "importance":
-            hear(self, layer, given, mass, queries, ends)
+            with self._operation() as change:
+                hear(self, change, layer, given, mass, queries, ends)
 
     def settle(self, layer: int | None = None, requests: Sequence[int] | None = None) -> None:
         """Move tokens to the tiers that importance or age ask for now, where the budget is short of headroom.
@@ -342,14 +354,24 @@ class TieredCache:
         if layer is not None:
             self._check_layer(layer)
         scopes = scopes_of(self, self._given(requests))
-        settle_scopes(self, range(self.layers) if layer is None else [layer], scopes)
+        with self._operation() as change:
+            settle_scopes(self, change, range(self.layers) if layer is None else [layer], scopes)
 
     def compact(self) -> None:
         """Move pages so that each tier has at most one slab that is not full, and give the others back.
 
         Happens by itself when the budget needs it; a captured graph stays valid, since it reads the tables.
         """
-        room.compact(self)
+        self.pool.note_stream()
+        room.compact(self, self.pool.workspace())
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tell the cache that ``stream`` uses its pages, as `torch.Tensor.record_stream` does for a tensor.
+
+        Needed for a stream on which only a captured graph is replayed: operations and `bucket_views` note the stream
+        they are called on by themselves. What such a stream has queued is safe when the cache gives memory back.
+        """
+        self.pool.record_stream(stream)
 
     # Requests
 
@@ -414,6 +436,12 @@ class TieredCache:
         memo[id(self)] = twin = clone(self)
         return twin
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, torch.save and copy.copy, which gives a cache of its own: arguments, and what requests hold."""
+        from .clone import parts, restored
+
+        return restored, (type(self), self._arguments, parts(self))
+
     # What the other files ask of the state
 
     def _check_layer(self, layer: int) -> None:
@@ -442,13 +470,22 @@ class TieredCache:
     def _tokens(self, layer: int, request: int) -> Tokens:
         self._check_layer(layer)
         self._check_request(request)
+        self.pool.note_stream()
         return self.buckets.snapshot(layer, [request])
 
-    def _set_length(self, request: int, layer: int, length: int) -> None:
-        self._set_lengths([request], layer, np.array([length]))
+    def _operation(self) -> Transaction:
+        """All changes of an operation or none; after it the budget holds."""
+        return Transaction(self.pool, lambda workspace: room.tidy(self, workspace))
 
-    def _set_lengths(self, requests: list[int], layer: int, lengths: np.ndarray) -> None:
-        self._lengths[requests, layer] = lengths
+    def _activate(self, change: Transaction, requests: Sequence[int]) -> None:
+        before = self._active
+        change.undo(lambda: setattr(self, "_active", before))
+        self._active = before | set(requests)
+
+    def _set_lengths(self, change: Transaction, requests: list[int], layer: int, lengths: np.ndarray) -> None:
+        change.set(self._lengths, (requests, layer), lengths)
         if self.device.type != "cpu" and requests:
             where = self.pool.to_device(np.stack([np.array(requests), lengths]).astype(np.int64))
-            self._device_lengths[where[0], layer] = where[1].to(self._device_lengths.dtype)
+            index, values = where[0], where[1].to(self._device_lengths.dtype)
+            of_layer = self._device_lengths[:, layer]
+            change.launch(lambda: of_layer.__setitem__(index, values))

@@ -15,7 +15,8 @@ Values that are not finite, or too large for fp16, do not take part: one broken 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,7 @@ from .tokens import DROP, NEW, Tokens
 
 if TYPE_CHECKING:
     from .cache import TieredCache
+    from .transaction import Transaction
 
 CENTRE_TOKENS = 1024  # the more, the better: docs/decisions.md
 HORIZON = 2048  # positions that are foreseen at least, where the tables have so many
@@ -36,34 +38,47 @@ TABLE = 1 << 24  # values that are added up in one go
 
 def fix_centres(
     cache: TieredCache,
+    change: Transaction,
     layers: Sequence[int],
     requests: Sequence[int],
     tokens: Tokens,
     target: torch.Tensor,
     fresh: Rows | None,
-) -> None:
-    """Set K's centre for requests, each in its layer, whose first tokens are about to be quantised."""
+) -> torch.Tensor:
+    """K's centres of requests, each in its layer, float32 ``[pairs * kv_heads, D]``.
+
+    Those whose first tokens are about to be quantised are computed, and stored when the transaction completes.
+    """
+    places = cache.pool.to_device(np.array(requests, np.int64) * cache.layers + np.array(layers, np.int64))
+    stored = cache.centre.flatten(0, 1)
+    centres = stored[places]
     missing = ~cache._centred[requests, layers]
     for layer in np.unique(np.array(layers)[missing]).tolist():
-        mine = np.flatnonzero(missing & (np.array(layers) == layer))
-        some, goes = tokens, target
-        if len(mine) < len(requests):
+        without = np.flatnonzero(missing & (np.array(layers) == layer))
+        chosen, chosen_target = tokens, target
+        if len(without) < len(requests):
             index = np.full(len(requests), -1)
-            index[mine] = np.arange(len(mine))
-            some = tokens.renumbered(cache.pool.to_device(index), cache.kv_heads)
-            at = (some.bucket >= 0).nonzero().flatten()
-            some, goes = some[at], target[at]
-        _fix(cache, layer, [requests[i] for i in mine.tolist()], some, goes, fresh)
+            index[without] = np.arange(len(without))
+            chosen = tokens.renumbered(cache.pool.to_device(index), cache.kv_heads)
+            at = (chosen.bucket >= 0).nonzero().flatten()
+            chosen, chosen_target = chosen[at], target[at]
+        those = [requests[i] for i in without.tolist()]
+        for begun, centre in _computed(cache, layer, those, chosen, chosen_target, fresh):
+            at = cache.pool.to_device(without[begun])
+            centres[at] = centre
+            change.set(cache._centred, ([those[i] for i in begun], layer), True)
+            change.launch(partial(stored.__setitem__, places[at], centre))
+    return centres.flatten(0, 1)
 
 
-def _fix(
+def _computed(
     cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor, fresh: Rows | None
-) -> None:
-    """The same in one layer, of all these requests at once."""
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Centres ``[n, kv_heads, D]`` of requests of a layer whose first tokens are quantised, and which of them."""
     plain, heads = tokens.tier <= 0, cache.kv_heads
     begins = torch.zeros(len(requests), dtype=torch.int32, device=cache.device)
     begins.index_add_(0, tokens.bucket // heads, (plain & (target > 0)).int())
-    begun = [i for i, n in enumerate(begins.tolist()) if n and not cache._centred[requests[i], layer]]
+    begun = [i for i, n in enumerate(begins.tolist()) if n]
     first = plain & (tokens.position < CENTRE_TOKENS) & (target != DROP)
     last = torch.zeros(len(requests), dtype=torch.int64, device=cache.device)
     last = last.scatter_reduce(0, tokens.bucket.long() // heads, tokens.position.long(), "amax")
@@ -78,8 +93,7 @@ def _fix(
         table, takes_part = _table(k, there, len(some) * heads)
         positions = horizon(last[some] + 1, cache.max_tokens)
         centre = centre_of(table.unflatten(0, (-1, heads)), takes_part.unflatten(0, (-1, heads)), cache.rope, positions)
-        cache.centre[[requests[i] for i in some], layer] = centre
-        cache._centred[[requests[i] for i in some], layer] = True
+        yield some, centre
 
 
 def _first_rows(

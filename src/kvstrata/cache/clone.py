@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .files import put, taken
 
 if TYPE_CHECKING:
@@ -16,3 +18,18 @@ def clone(cache: TieredCache, **changes: Any) -> TieredCache:
     for request in cache.requests:
         put(twin, request, taken(cache, request))
     return twin
+
+
+def parts(cache: TieredCache) -> dict[int, dict[str, torch.Tensor]]:
+    """All requests as `files.taken` gives them, in memory of their own: torch.save takes no two views of one."""
+    return {r: {name: x.contiguous().clone() for name, x in taken(cache, r).items()} for r in cache.requests}
+
+
+def restored(
+    kind: type[TieredCache], arguments: dict[str, Any], requests: dict[int, dict[str, torch.Tensor]]
+) -> TieredCache:
+    """A cache with these requests, as `parts` gives them."""
+    cache = kind(**arguments)
+    for request, tensors in requests.items():
+        put(cache, request, tensors)
+    return cache

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from .room import fits_cropped, tidy
+from .room import fits_cropped
 from .scopes import Place, move_tokens, plan_scopes, scopes_of
 from .share import assign
 from .tokens import DROP, Tokens
 
 if TYPE_CHECKING:
     from .cache import TieredCache
+    from .transaction import Transaction
 
 
 def crop_request(cache: TieredCache, request: int, length: int) -> None:
@@ -21,6 +23,11 @@ def crop_request(cache: TieredCache, request: int, length: int) -> None:
         assign(cache, {}, [request])
         cache._active.add(request)
         return
+    with cache._operation() as change:
+        _crop(cache, change, request, length)
+
+
+def _crop(cache: TieredCache, change: Transaction, request: int, length: int) -> None:
     places: list[Place] = []
     every: list[Tokens] = []
     targets: list[torch.Tensor] = []
@@ -35,8 +42,8 @@ def crop_request(cache: TieredCache, request: int, length: int) -> None:
             [scope] = scopes_of(cache, [request])
             lengths = [length if r == request else int(cache._lengths[r, layer]) for r in scope]
             tokens = cache.buckets.snapshot(layer, scope)
-            mine = tokens.bucket // cache.kv_heads == scope.index(request)
-            kept = ~mine | (tokens.position < length)
+            cropped = tokens.bucket // cache.kv_heads == scope.index(request)
+            kept = ~cropped | (tokens.position < length)
             at = kept.nonzero().flatten()
             target = torch.full_like(tokens.tier, DROP)
             target[at] = plan_scopes(cache, [(layer, scope)], tokens[at], [lengths])
@@ -45,9 +52,9 @@ def crop_request(cache: TieredCache, request: int, length: int) -> None:
         targets.append(target)
     if places:
         tokens = Tokens.cat(every, [len(scope) * cache.kv_heads for _, scope in places])
-        move_tokens(cache, places, tokens, torch.cat(targets))
-    cache._ahead_from[request] = min(length + cache.policy.settle_every, cache._ahead_from[request])
+        move_tokens(cache, change, places, tokens, torch.cat(targets))
+    ahead_from = min(length + cache.policy.settle_every, cache._ahead_from[request])
+    change.set(cache._ahead_from, [request], ahead_from)
     for layer, _ in places:
-        cache._set_length(request, layer, length)
-        cache._reported[request, layer] = min(length, cache._reported[request, layer])
-    tidy(cache)
+        cache._set_lengths(change, [request], layer, np.array([length]))
+        change.set(cache._reported, ([request], layer), min(length, cache._reported[request, layer]))

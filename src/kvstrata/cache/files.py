@@ -7,6 +7,7 @@
     length, queries, reported  int64 [layers]
     centre             float32 [layers, kv_heads, head_dim]
     centred            uint8   [layers]
+    ahead_from         int64   [1]                    may be missing: the length to settle ahead from
 
 The metadata holds the version, the parameters of the cache and a digest of all tensors. What decides the meaning of
 the bytes must be the same in the cache that loads; the digest finds damage; and what a hostile file could still say
@@ -24,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .room import fits_plain, tidy
+from .room import fits_plain
 from .scopes import move_tokens, pairs, plan_scopes, scopes_of
 
 if TYPE_CHECKING:
     from .cache import TieredCache
+    from .transaction import Transaction
 
 KIND = "kvstrata.cache"
 VERSION = 1
@@ -67,7 +69,7 @@ def _settings(cache: TieredCache) -> dict[str, Any]:
     }
 
 
-def _digest(tensors: dict[str, torch.Tensor]) -> str:
+def digest(tensors: dict[str, torch.Tensor]) -> str:
     whole = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
@@ -100,6 +102,7 @@ def taken(cache: TieredCache, request: int) -> dict[str, torch.Tensor]:
     parts["reported"] = torch.from_numpy(cache._reported[request])
     parts["centre"] = cache.centre[request]
     parts["centred"] = torch.from_numpy(cache._centred[request]).to(torch.uint8)
+    parts["ahead_from"] = torch.tensor([int(cache._ahead_from[request])])
     return parts
 
 
@@ -115,69 +118,71 @@ def save(cache: TieredCache, path: str | PathLike[str], request: int) -> None:
         "version": str(VERSION),
         "meaning": json.dumps(_meaning(cache)),
         "settings": json.dumps(_settings(cache)),
-        "digest": _digest(tensors),
+        "digest": digest(tensors),
     }
     save_file(tensors, path, metadata=metadata)
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """Why a file is not taken."""
 
 
-def _want(condition: object, message: str) -> None:
+def want(condition: object, message: str) -> None:
     if not condition:
-        raise _Refused(message)
+        raise Refused(message)
 
 
 def _read(cache: TieredCache, path: str | PathLike[str]) -> dict[str, torch.Tensor]:
     """The tensors of a file whose header is ours and whose digest agrees."""
     from safetensors import SafetensorError, safe_open
 
-    _want(not Path(path).is_dir(), "it is a folder")
+    want(not Path(path).is_dir(), "it is a folder")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
-            _want(metadata.get("kind") == KIND, f"kind: expected {KIND!r}, got {metadata.get('kind')!r}")
+            want(metadata.get("kind") == KIND, f"kind: expected {KIND!r}, got {metadata.get('kind')!r}")
             version = metadata.get("version")
-            _want(version == str(VERSION), f"version: expected {VERSION}, got {version!r}")
+            want(version == str(VERSION), f"version: expected {VERSION}, got {version!r}")
             meaning, expected = json.loads(metadata.get("meaning", "null")), _meaning(cache)
-            _want(isinstance(meaning, dict), "meaning: expected an object")
+            want(isinstance(meaning, dict), "meaning: expected an object")
             for name, value in expected.items():
-                _want(
+                want(
                     meaning.get(name) == value, f"{name}: expected {value!r} as in the cache, got {meaning.get(name)!r}"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise _Refused(f"not a whole safetensors file ({error})") from error
-    _want(metadata.get("digest") == _digest(tensors), "the digest differs: the file is damaged")
+        raise Refused(f"not a whole safetensors file ({error})") from error
+    want(metadata.get("digest") == digest(tensors), "the digest differs: the file is damaged")
     return tensors
 
 
-def _validate(cache: TieredCache, tensors: dict[str, torch.Tensor]) -> None:
+def validate(cache: TieredCache, tensors: dict[str, torch.Tensor]) -> None:
     """Shapes, types and ranges of everything."""
     layers, heads, tiers, p = cache.layers, cache.kv_heads, len(cache.kinds), cache.page_tokens
 
     def shaped(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         tensor = tensors.get(name)
         if tensor is None:
-            raise _Refused(f"{name}: missing")
-        _want(tensor.dtype == dtype and tuple(tensor.shape) == shape, f"{name}: expected {dtype} {shape}")
+            raise Refused(f"{name}: missing")
+        want(tensor.dtype == dtype and tuple(tensor.shape) == shape, f"{name}: expected {dtype} {shape}")
         return tensor
 
     count = shaped("count", torch.int32, layers, heads, tiers).long()
     length = shaped("length", torch.int64, layers)
-    _want((length >= 0).all() and (length <= cache.max_tokens).all(), f"length: expected up to {cache.max_tokens}")
-    _want((count >= 0).all() and (count <= length[:, None, None]).all(), "count: expected up to the length")
+    want((length >= 0).all() and (length <= cache.max_tokens).all(), f"length: expected up to {cache.max_tokens}")
+    want((count >= 0).all() and (count <= length[:, None, None]).all(), "count: expected up to the length")
     totals = count.sum(-1)
-    _want((totals <= length[:, None]).all(), "count: expected no more tokens than the length")
-    _want(cache.policy.evict or (totals == length[:, None]).all(), "count: expected all tokens, some were evicted")
-    _want((shaped("queries", torch.int64, layers) >= 0).all(), "queries: expected 0 or more")
+    want((totals <= length[:, None]).all(), "count: expected no more tokens than the length")
+    want(cache.policy.evict or (totals == length[:, None]).all(), "count: expected all tokens, some were evicted")
+    want((shaped("queries", torch.int64, layers) >= 0).all(), "queries: expected 0 or more")
     reported = shaped("reported", torch.int64, layers)
-    _want((reported >= 0).all() and (reported <= length).all(), "reported: expected up to the length")
-    _want(shaped("centre", torch.float32, layers, heads, cache.head_dim).isfinite().all(), "centre: expected numbers")
+    want((reported >= 0).all() and (reported <= length).all(), "reported: expected up to the length")
+    want(shaped("centre", torch.float32, layers, heads, cache.head_dim).isfinite().all(), "centre: expected numbers")
     centred = shaped("centred", torch.uint8, layers)
-    _want((centred <= 1).all(), "centred: expected 0 or 1")
-    _want((centred.bool() | (count[:, :, 1:].sum((1, 2)) == 0)).all(), "centred: expected 1 where tokens are quantised")
+    want((centred <= 1).all(), "centred: expected 0 or 1")
+    want((centred.bool() | (count[:, :, 1:].sum((1, 2)) == 0)).all(), "centred: expected 1 where tokens are quantised")
+    if "ahead_from" in tensors:
+        want((shaped("ahead_from", torch.int64, 1) >= 0).all(), "ahead_from: expected 0 or more")
     keys = []
     for tier, kind in enumerate(cache.kinds):
         per_bucket = -(-count[:, :, tier].flatten() // p)
@@ -189,25 +194,25 @@ def _validate(cache: TieredCache, tensors: dict[str, torch.Tensor]) -> None:
         position = shaped(f"position.{tier}", torch.int32, n, p).long()
         importance = shaped(f"importance.{tier}", torch.float32, n, p)
         limit = length.repeat_interleave(heads)[bucket].unsqueeze(1)
-        _want(((position >= 0) & (position < limit))[used].all(), f"position.{tier}: expected below the length")
-        _want((importance.isfinite() & (importance >= 0)).all(), f"importance.{tier}: expected numbers from 0 on")
+        want(((position >= 0) & (position < limit))[used].all(), f"position.{tier}: expected below the length")
+        want((importance.isfinite() & (importance >= 0)).all(), f"importance.{tier}: expected numbers from 0 on")
         keys.append((bucket.unsqueeze(1) * cache.max_tokens + position)[used])
         if kind.format.plain:
             empty = not any(rows[~used].any() for rows in kind.plain_rows(pages))
-            _want(empty, f"pages.{tier}: expected zeros where there is no token")
+            want(empty, f"pages.{tier}: expected zeros where there is no token")
         else:
             f = kind.format
             scale = pages[:, f.scale_offset : f.scale_offset + f.scale_bytes].clone().view(torch.float16)
-            _want((scale.isfinite() & (scale >= 0)).all(), f"pages.{tier}: expected finite scales from 0 on")
+            want((scale.isfinite() & (scale >= 0)).all(), f"pages.{tier}: expected finite scales from 0 on")
     every = torch.cat(keys)
-    _want(len(torch.unique(every)) == len(every), "position: expected each once in a head")
+    want(len(torch.unique(every)) == len(every), "position: expected each once in a head")
 
 
 def load(cache: TieredCache, path: str | PathLike[str]) -> int:
     try:
         tensors = _read(cache, path)
-        _validate(cache, tensors)
-    except _Refused as error:
+        validate(cache, tensors)
+    except Refused as error:
         raise ValueError(f"path: expected a request that this cache can hold, {str(path)!r} is not: {error}") from error
     request = cache._free_request()
     put(cache, request, tensors)
@@ -215,45 +220,55 @@ def load(cache: TieredCache, path: str | PathLike[str]) -> int:
 
 
 def put(cache: TieredCache, request: int, tensors: dict[str, torch.Tensor]) -> None:
-    """What `taken` gave into a request that is not in use; or BudgetExceeded with nothing changed."""
-    cache._active.add(request)
+    """Fill a request that is not in use with what `taken` gave; BudgetExceeded leaves the cache as it was."""
+    with cache._operation() as change:
+        _put(cache, change, request, tensors)
+        _fit(cache, change, request)
+
+
+def _put(cache: TieredCache, change: Transaction, request: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Pages, tables and numbers of the request; its part of the device's tables is written at once."""
     buckets, count = cache.buckets, tensors["count"].numpy()
+    centre, old_centre = tensors["centre"].to(cache.device), cache.centre[request].clone()
+
+    def push() -> None:
+        if cache.device.type != "cpu":
+            cache._device_lengths[request].copy_(torch.from_numpy(cache._lengths[request]))
+            for layer in range(cache.layers):
+                buckets.push(layer, [request])
+
+    def restore() -> None:
+        cache.centre[request].copy_(old_centre)
+        push()
+
+    change.undo(restore)  # the last to be undone, when the host's tables are restored
+    cache._activate(change, [request])
     for tier, kind in enumerate(cache.kinds):
         pages = tensors[f"pages.{tier}"].to(cache.device)
         whole = torch.zeros(len(pages), kind.stride, dtype=torch.uint8, device=cache.device)
         whole[:, : kind.format.page_bytes] = pages
         kind.positions(whole)[:] = tensors[f"position.{tier}"].to(cache.device)
         kind.importance(whole)[:] = tensors[f"importance.{tier}"].to(cache.device)
-        handles = cache.pool.allocate(tier, len(pages))
+        handles = change.allocate(tier, len(pages))
         cache.pool.write(handles, 0, whole)
         listed = np.arange(buckets.max_pages) < -(-count[..., tier, None].astype(np.int64) // cache.page_tokens)
         table = np.full(listed.shape, -1, np.int32)
         table[listed] = handles
-        buckets.host_table[request, :, :, tier] = table
-    buckets.host_count[request] = count
-    cache._lengths[request] = tensors["length"].numpy()
-    cache._queries[request] = tensors["queries"].numpy()
-    cache._reported[request] = tensors["reported"].numpy()
-    cache._centred[request] = tensors["centred"].numpy().astype(bool)
-    cache.centre[request] = tensors["centre"].to(cache.device)
-    try:
-        _fit(cache, request)
-    except BaseException:
-        cache.free(request)
-        raise
+        change.set(buckets.host_table, np.index_exp[request, :, :, tier], table)
+    change.set(buckets.host_count, request, count)
+    change.set(cache._centred, request, tensors["centred"].numpy().astype(bool))
+    for array, name in ((cache._lengths, "length"), (cache._queries, "queries"), (cache._reported, "reported")):
+        change.set(array, request, tensors[name].numpy())
+    change.set(cache._ahead_from, request, int(tensors["ahead_from"]) if "ahead_from" in tensors else 0)
+    cache.centre[request].copy_(centre)
+    push()
 
 
-def _fit(cache: TieredCache, request: int) -> None:
-    """Settle where the budget of this cache is smaller; plans every layer before it changes one."""
+def _fit(cache: TieredCache, change: Transaction, request: int) -> None:
+    """Settle where the budget of this cache is smaller."""
     [scope] = scopes_of(cache, [request])
-    short: list[int] = []
-    for layer in range(cache.layers):
-        cache._set_length(request, layer, int(cache._lengths[request, layer]))
-        cache.buckets.push(layer, [request])
-        if not fits_plain(cache, layer, [request], [0]):
-            short.append(layer)
+    short = [layer for layer in range(cache.layers) if not fits_plain(cache, layer, [request], [0])]
     places = [(layer, scope) for layer in short]
     lengths = [[int(cache._lengths[r, layer]) for r in scope] for layer in short]
     tokens = cache.buckets.snapshots(*pairs(places))
-    move_tokens(cache, places, tokens, plan_scopes(cache, places, tokens, lengths))
-    tidy(cache)
+    move_tokens(cache, change, places, tokens, plan_scopes(cache, places, tokens, lengths))

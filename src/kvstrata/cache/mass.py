@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,32 +14,31 @@ from .tokens import Tokens
 
 if TYPE_CHECKING:
     from .cache import TieredCache
+    from .transaction import Transaction
 
 
 def hear(
-    cache: TieredCache, layer: int, requests: Sequence[int], mass: torch.Tensor, queries: int, ends: Sequence[int]
-) -> Callable[[], None]:
-    """Write mass into pages; ``ends``: the lengths when it was given. Returns what undoes it."""
-    before: list[tuple[Tokens, torch.Tensor]] = []
-    told = cache._queries[:, layer].copy(), cache._reported[:, layer].copy()
+    cache: TieredCache,
+    change: Transaction,
+    layer: int,
+    requests: Sequence[int],
+    mass: torch.Tensor,
+    queries: int,
+    ends: Sequence[int],
+) -> None:
+    """Write mass into pages; ``ends``: the lengths when it was given."""
     # A page that several share hears from one after the other.
     for part in [[i] for i in range(len(requests))] if cache.pool.shares else [list(range(len(requests)))]:
-        mine = [requests[i] for i in part]
-        tokens, handle = cache.buckets.look(layer, mine)
+        heard_from = [requests[i] for i in part]
+        tokens, handle = cache.buckets.look(layer, heard_from)
         own = mass_of(tokens, mass if len(part) == len(mass) else mass[part], cache.kv_heads)
-        owners = cache.buckets.owners(layer, mine, tokens)
-        heard = updated(cache.policy.mode, tokens.importance, own, queries, owners, cache.decay)
-        before.append((tokens, handle))
-        cache.buckets.set_side(handle, replace(tokens, importance=heard))
-    cache._queries[list(requests), layer] += queries
-    cache._reported[list(requests), layer] = ends
-
-    def undo() -> None:
-        for tokens, handle in reversed(before):
-            cache.buckets.set_side(handle, tokens)
-        cache._queries[:, layer], cache._reported[:, layer] = told
-
-    return undo
+        owners = cache.buckets.owners(layer, heard_from, tokens)
+        heard = updated(cache.policy.mode, tokens.importance, own, queries, owners, cache.decay).contiguous()
+        write = cache.buckets.prepare_side(handle, tokens)
+        change.undo(partial(write, tokens.importance.contiguous()))
+        write(heard)
+    change.set(cache._queries, (list(requests), layer), cache._queries[list(requests), layer] + queries)
+    change.set(cache._reported, (list(requests), layer), ends)
 
 
 def hear_first(cache: TieredCache, tokens: Tokens, mass: torch.Tensor, queries: int) -> Tokens:

@@ -114,8 +114,8 @@ class Plan:
         """``left, came, holes`` of every group: the one time that the host waits for the device."""
         return self._tensors["numbers"].cpu().numpy().astype(np.int64)
 
-    def place(self, numbers: np.ndarray, old_table: torch.Tensor) -> Lists:
-        """The moves, when the new pages are in the tables. The host goes over groups, not over pages or tokens."""
+    def place(self, numbers: np.ndarray, old_table: torch.Tensor, new_table: torch.Tensor) -> Lists:
+        """The moves from pages of one table to pages of another. The host goes over groups, not pages or tokens."""
         buckets, device = self.buckets, self.buckets.device
         tiers, p, groups = len(buckets.kinds), buckets.page_tokens, len(self.before)
         left, came, holes = numbers
@@ -139,7 +139,7 @@ class Plan:
             torch.empty(n_holes, 4, dtype=torch.int32, device=device),
             torch.empty(n_rest, len(COLUMNS), dtype=torch.int32, device=device),
             ranges,
-            self._whole(pages, n_pages),
+            self._whole(pages, n_pages, new_table),
             torch.full(shape, -1, dtype=torch.int64, device=device),
             torch.full(shape, -1, dtype=torch.int64, device=device) if "order" in self._tensors else None,
             torch.full((*shape, 2), -1, dtype=torch.int32, device=device),
@@ -147,11 +147,11 @@ class Plan:
         lists = {"copies": made.copies, "packed": made.packed, "k_at": made.k_at, "sides": made.sides}
         if made.v_at is not None:
             lists["v_at"] = made.v_at
-        self._tensors |= {"old_table": old_table, "new_table": buckets.table, **lists}
+        self._tensors |= {"old_table": old_table, "new_table": new_table, **lists}
         self._launch(entry_of(buckets.kinds[0]), groups // tiers)
         return made
 
-    def _whole(self, pages: np.ndarray, n: int) -> torch.Tensor:
+    def _whole(self, pages: np.ndarray, n: int, table: torch.Tensor) -> torch.Tensor:
         """Whole pages, tier by tier; ``pages``: of each group, ``n`` in all."""
         buckets, device, tensors = self.buckets, self.buckets.device, self._tensors
         tiers, of_place = len(buckets.kinds), buckets.kv_heads * len(buckets.kinds)
@@ -161,7 +161,7 @@ class Plan:
         group = bucket * tiers + tier
         page = torch.arange(n, device=device) - tensors["first"][2][group]
         row = tensors["places"][group // of_place].long() * of_place + group % of_place
-        return torch.stack([buckets.table.view(-1)[row * buckets.max_pages + page].long(), tier, bucket]).int()
+        return torch.stack([table.view(-1)[row * buckets.max_pages + page].long(), tier, bucket]).int()
 
     def _launch(self, entry: str, grid: int) -> None:
         if not grid:

@@ -13,7 +13,9 @@ needs no order and no second copy of the page.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 
@@ -23,6 +25,21 @@ from . import quantize_reference as quant
 from .pool import UNIT
 
 Table = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+COMPILED_ROWS = 64  # from so many on in the loops of pages_numba.py, where numba is installed
+
+
+@lru_cache(maxsize=1)
+def _numba() -> ModuleType | None:
+    if find_spec("numba") is None:
+        return None
+    from . import pages_numba
+
+    return pages_numba
+
+
+def loops_for(x: torch.Tensor) -> ModuleType | None:
+    """The compiled loops for rows ``x [n, D]``, None where torch is to do it."""
+    return _numba() if x.device.type == "cpu" and len(x) >= COMPILED_ROWS else None
 
 
 @dataclass(frozen=True)
@@ -144,7 +161,13 @@ class PageKind:
         sides: list[torch.Tensor] = []
         for tables, offset, bits in self._codes:
             codes = torch.zeros(len(page), self.format.head_dim, dtype=torch.uint8, device=self.device)
+            loops = loops_for(codes)
             for (width, low), (byte, bit) in zip(fragments.planes(bits), tables, strict=True):
+                if loops is not None:
+                    where = (x.contiguous().numpy() for x in (page, slot, byte, bit))
+                    flat = pages.contiguous().view(-1).numpy()
+                    loops.read_fields(flat, self.stride, offset, *where, width, low, codes.numpy())
+                    continue
                 field = pages[page.unsqueeze(1), offset + byte[slot]] >> bit[slot]
                 codes |= (field & (2**width - 1)) << low
             sides.append(codes)
@@ -163,9 +186,15 @@ class PageKind:
             return
         assert rows.k_scale is not None
         assert rows.v_scale is not None
-        flat = pages.view(-1)
+        flat, loops = pages.view(-1), loops_for(rows.k)
         for (tables, offset, bits), codes in zip(self._codes, (rows.k, rows.v), strict=True):
             for (width, low), (byte, bit) in zip(fragments.planes(bits), tables, strict=True):
+                if loops is not None:
+                    where = (x.contiguous().numpy() for x in (page, slot, byte, bit))
+                    loops.write_fields(
+                        flat.numpy(), self.stride, offset, *where, width, low, codes.contiguous().numpy()
+                    )
+                    continue
                 at, shift, mask = page.unsqueeze(1) * self.stride + offset + byte[slot], bit[slot], 2**width - 1
                 change = ((codes >> low) & mask) - ((flat[at] >> shift) & mask)  # uint8, modulo 256
                 flat.index_add_(0, at.flatten(), (change << shift).flatten())
@@ -187,13 +216,13 @@ class PageKind:
         ):
             if scale is None:
                 x = quant.clean(x, centre if new.centre and not sides else None)
-                x = rotation.rotate(x) if new.rotate else x
+                x = (loops_for(x) or rotation).rotate(x) if new.rotate else x
             elif was == bits:
                 sides.append((x, scale))
                 continue
             else:
                 x = quant.decode(x, scale, was)
-            codes = quant.encode(x, quant.step_of(x, bits), bits)
+            codes = (loops_for(x) or quant).encode(x, quant.step_of(x, bits), bits)
             sides.append((codes, quant.refit(x, codes, bits, gain[bits])))
         (k, k_scale), (v, v_scale) = sides
         return Rows(k, v, k_scale, v_scale, rows.position, rows.importance)

@@ -1,13 +1,18 @@
 """The page pool: slabs of bytes, pages cut from them, and who holds each page.
 
-    slab 0 (K16V16)          slab 1 (K4V4)                slab 2 (empty)
-    [page][page][page]..     [page][page][page][page]..   [                ]
+    slab 0 (K16V16)          slab 1 (K4V4)                slab 2 (none)
+    [page][page][page]       [page][page][page][page]     |                |
+    |<- slab_bytes of addresses ->|
 
-A slab is one uint8 tensor that never moves (on the CPU a part of one range of addresses, see space.py). While a page
-of it is in use it belongs to one tier, whose stride cuts it into pages; when the last page goes it is empty and may
-serve any tier. A page's handle is its byte offset in the space of all slabs laid end to end, divided by 64:
-``handle // units`` is the slab, ``handle % units * 64`` the offset in it. A kernel adds that to ``pointers[slab]``.
-Reference counts live on the host; a page may have several owners (forks), and whoever writes must be the only one.
+A slab is one uint8 tensor that never moves (on the CPU a part of one range of addresses, see space.py). It is as large
+as the whole pages of its tier that fit ``slab_bytes``, so a page costs its own bytes in every tier. When its last page
+goes the slab is empty: it serves the next tier of its size, or makes way for a slab of another size. A page's handle is
+its byte offset in the space of all slabs, ``slab_bytes`` each, divided by 64: ``handle // units`` is the slab,
+``handle % units * 64`` the offset in it. A kernel adds that to ``pointers[slab]``. Reference counts live on the host; a
+page may have several owners (forks), and whoever writes must be the only one.
+
+`allocate` takes all pages or none; transaction.py gives pages back when a later part of an operation fails. `release`,
+`trim` and `compact` with a workspace allocate nothing on the device.
 """
 
 from __future__ import annotations
@@ -17,15 +22,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .. import jit
 from .space import Space
 
 UNIT = 64  # bytes a handle counts in
 POISON = 0xFF  # NaN as fp16, bf16 and fp32; -1 as a position
 EMPTY = -1
+MOVED_TOGETHER = 256  # pages that `compact` copies in one go
 
 
 class Pool:
-    """Pages of several strides (one per tier) from slabs of one size."""
+    """Pages of several strides (one per tier) from slabs of up to ``slab_bytes``."""
 
     def __init__(
         self, strides: Sequence[int], slab_bytes: int, capacity: int, device: torch.device, debug: bool = False
@@ -41,12 +48,14 @@ class Pool:
         self.strides = tuple(strides)
         self.slab_bytes = slab_bytes
         self.per_slab = tuple(slab_bytes // stride for stride in strides)
+        self.slab_sizes = tuple(n * stride for n, stride in zip(self.per_slab, strides, strict=True))  # bytes, per tier
         self.device = device
         self.debug = debug
         self.space = Space(capacity * slab_bytes) if device.type == "cpu" else None
         self.slabs: list[torch.Tensor | None] = [None] * capacity
         self.pointers = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.allocated = np.zeros(capacity, bool)
+        self.sizes = np.zeros(capacity, np.int64)  # bytes of each slab, 0 for none
+        self.streams: dict[int, torch.cuda.Stream] = {}  # on which the slabs were used, by handle
         self.tier = np.full(capacity, EMPTY, np.int8)
         self.refs = np.zeros((capacity, max(self.per_slab)), np.int32)
         self.shares = False  # whether any page ever had two owners
@@ -60,13 +69,19 @@ class Pool:
         return len(self.slabs)
 
     @property
+    def allocated(self) -> np.ndarray:
+        """True for each slab that is there, empty ones included."""
+        return self.sizes > 0
+
+    @property
     def slab_count(self) -> int:
         """Slabs that are allocated, empty ones included."""
-        return int(np.count_nonzero(self.allocated))
+        return int(np.count_nonzero(self.sizes))
 
     @property
     def nbytes(self) -> int:
-        return self.slab_count * self.slab_bytes
+        """Bytes of all slabs, empty ones included."""
+        return int(self.sizes.sum())
 
     def pages(self, tier: int) -> int:
         """Pages of a tier in use, each counted once."""
@@ -82,39 +97,48 @@ class Pool:
         stride = self._stride[self.tier[slab]]
         return slab, handles % self.units * UNIT // stride
 
-    def _open(self, tier: int) -> None:
-        """One more slab for a tier: an empty one, or a new one."""
+    def _new_slab(self, index: int, size: int) -> torch.Tensor:
+        if self.space is not None:
+            return self.space.bytes[index * self.slab_bytes : index * self.slab_bytes + size]
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def _open(self, tier: int, n: int) -> None:
+        """Give a tier ``n`` more slabs: empty ones of its size, then new ones in place of other empty ones."""
+        size = self.slab_sizes[tier]
         empty = np.flatnonzero(self.allocated & (self.tier == EMPTY))
-        if len(empty):
-            at = int(empty[0])
-        else:
-            if self.allocated.all():
-                raise RuntimeError(f"pool: expected a free slab, all {self.capacity} are in use")
-            at = int(np.argmin(self.allocated))
-            with torch.inference_mode(False):
-                if self.space is None:
-                    slab = torch.empty(self.slab_bytes, dtype=torch.uint8, device=self.device)
-                else:
-                    slab = self.space.bytes[at * self.slab_bytes : (at + 1) * self.slab_bytes]
-            if self.debug:
-                slab.fill_(POISON)
-            self.slabs[at], self.allocated[at] = slab, True
-            self.pointers[at] = slab.data_ptr()
-        self.tier[at] = tier
-        self._slabs[tier] += 1
+        reused = empty[self.sizes[empty] == size][:n]
+        missing = n - len(reused)
+        if missing:
+            self._drop(empty[self.sizes[empty] != size][:missing])
+            unused = np.flatnonzero(self.sizes == 0)[:missing]
+            if len(unused) < missing:
+                raise RuntimeError(f"pool: expected {missing} free slabs, got {len(unused)} of {self.capacity}")
+            slabs = [self._new_slab(index, size) for index in unused.tolist()]
+            entries = self.to_device(np.stack([unused, np.array([slab.data_ptr() for slab in slabs], np.int64)]))
+            self.pointers[entries[0]] = entries[1]
+            for index, slab in zip(unused.tolist(), slabs, strict=True):
+                self.slabs[index] = slab.fill_(POISON) if self.debug else slab
+            self.sizes[unused] = size
+            reused = np.concatenate([reused, unused])
+        self.tier[reused] = tier
+        self._slabs[tier] += n
 
     def allocate(self, tier: int, n: int) -> np.ndarray:
-        """Handles of ``n`` pages, the lowest free ones, each with one owner. Their bytes are undefined."""
+        """Handles of ``n`` pages, the lowest free ones, each with one owner. Their bytes are undefined.
+
+        Takes no page if memory runs out.
+        """
         if n == 0:
             return np.zeros(0, np.int64)
         per_slab = self.per_slab[tier]
         missing = n - (self.slabs_of(tier) * per_slab - self.pages(tier))
-        for _ in range(-(-missing // per_slab)):
-            self._open(tier)
-        mine = np.flatnonzero((self.tier == tier) & (self._used < per_slab))
-        mine = mine[: np.searchsorted(np.cumsum(per_slab - self._used[mine]), n) + 1]
-        row, index = np.nonzero(self.refs[mine, :per_slab] == 0)
-        slab, index = mine[row[:n]], index[:n]
+        if missing > 0:
+            self._open(tier, -(-missing // per_slab))
+        slabs = np.flatnonzero((self.tier == tier) & (self._used < per_slab))
+        slabs = slabs[: np.searchsorted(np.cumsum(per_slab - self._used[slabs]), n) + 1]
+        row, index = np.nonzero(self.refs[slabs, :per_slab] == 0)
+        slab, index = slabs[row[:n]], index[:n]
         self.refs[slab, index] = 1
         self._used += np.bincount(slab, minlength=self.capacity)
         self._pages[tier] += n
@@ -190,8 +214,11 @@ class Pool:
 
     def copy(self, old: np.ndarray, new: np.ndarray, tier: int) -> None:
         """Whole pages of a tier to others."""
-        if self.space is not None or old.size == 0:
-            self.write(new, 0, self.read(old, 0, self.strides[tier]))
+        if old.size == 0:
+            return
+        if self.space is not None:
+            pages = self.space.runs(0, self.strides[tier])
+            pages[new] = pages[old]
         else:
             from .pages_triton import copy
 
@@ -215,28 +242,70 @@ class Pool:
             return copy.to(self.device)
         return copy.pin_memory().to(self.device, non_blocking=True)
 
+    def note_stream(self) -> None:
+        """Remember torch's current stream: slabs are not given to others before its work so far is done."""
+        if self.space is not None:
+            return
+        handle = jit.current_stream(self.pointers.get_device())
+        if handle not in self.streams:
+            self.record_stream(torch.cuda.current_stream(self.device))
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        self.streams[stream.cuda_stream] = stream
+
+    def _drop(self, slabs: np.ndarray) -> None:
+        """Give empty slabs back; the allocator reuses their memory when the streams that used it are done."""
+        for index in slabs.tolist():
+            slab = self.slabs[index]
+            assert slab is not None
+            for stream in self.streams.values():
+                slab.record_stream(stream)
+            self.slabs[index] = None
+            self.pointers[index : index + 1].fill_(0)
+            if self.space is not None:
+                self.space.forget(index * self.slab_bytes, self.slab_bytes)
+        self.sizes[slabs] = 0
+
     def trim(self, spare: int = 0) -> None:
         """Give empty slabs back, all but ``spare``."""
-        for at in np.flatnonzero(self.allocated & (self.tier == EMPTY))[spare:].tolist():
-            self.slabs[at], self.allocated[at] = None, False
-            self.pointers[at] = 0
-            if self.space is not None:
-                self.space.forget(at * self.slab_bytes, self.slab_bytes)
+        self._drop(np.flatnonzero(self.allocated & (self.tier == EMPTY))[spare:])
 
-    def compact(self, tier: int) -> tuple[np.ndarray, np.ndarray]:
-        """Move pages from the last slabs of a tier into holes of the first: handles before (sorted) and after."""
+    def workspace(self) -> torch.Tensor:
+        """Device memory for the handles that `compact` works on."""
+        return torch.empty(2, MOVED_TOGETHER, dtype=torch.int64, device=self.device)
+
+    def compact(self, tier: int, workspace: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Move pages from the last slabs of a tier into holes of the first: handles before (sorted) and after.
+
+        Nothing is allocated on the device when ``workspace`` is given.
+        """
+        workspace = self.workspace() if workspace is None else workspace
         per_slab, step = self.per_slab[tier], self.strides[tier] // UNIT
-        mine = np.flatnonzero(self.tier == tier)
+        slabs = np.flatnonzero(self.tier == tier)
         keep = -(-self.pages(tier) // per_slab)
-        from_row, from_index = np.nonzero(self.refs[mine[keep:], :per_slab] > 0)
-        to_row, to_index = np.nonzero(self.refs[mine[:keep], :per_slab] == 0)
-        from_slab, to_slab = mine[keep:][from_row], mine[:keep][to_row[: len(from_row)]]
+        from_row, from_index = np.nonzero(self.refs[slabs[keep:], :per_slab] > 0)
+        to_row, to_index = np.nonzero(self.refs[slabs[:keep], :per_slab] == 0)
+        from_slab, to_slab = slabs[keep:][from_row], slabs[:keep][to_row[: len(from_row)]]
         to_index = to_index[: len(from_row)]
         old, new = from_slab * self.units + from_index * step, to_slab * self.units + to_index * step
-        self.copy(old, new, tier)
+        self._move(old, new, tier, workspace)
         self.refs[to_slab, to_index] = self.refs[from_slab, from_index]
         np.add.at(self._used, to_slab, 1)
         self._pages[tier] += len(new)
         self.refs[from_slab, from_index] = 1
         self.release(old)
         return old, new
+
+    def _move(self, old: np.ndarray, new: np.ndarray, tier: int, workspace: torch.Tensor) -> None:
+        """`copy` in parts, without allocating on the device."""
+        for start in range(0, len(old), MOVED_TOGETHER):
+            part = slice(start, start + MOVED_TOGETHER)
+            if self.space is not None:
+                self.copy(old[part], new[part], tier)
+                continue
+            from .pages_triton import copy
+
+            handles = workspace[:, : len(old[part])]
+            for row, values in zip(handles, (old[part], new[part]), strict=True):
+                row.copy_(torch.from_numpy(values))
+            copy(self, handles[0], handles[1], self.strides[tier])

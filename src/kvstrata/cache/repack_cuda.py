@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -57,10 +58,17 @@ def launch(job: Job, first: int, n: int) -> jit.Launch:
     return jit.Launch(_kernel(entry_of(kinds[0], kinds[-1]), device), -(-2 * n // WARPS), 32 * WARPS, params)
 
 
-def repack(job: Job) -> None:
+def prepare(job: Job) -> Callable[[], None]:
     """All moves of a job in one launch."""
     device = job.packed.get_device()
     job = job._replace(centre=job.centre.contiguous())
     with torch.cuda.device(device):
         jit.bind_context(device)
-        launch(job, 0, len(job.packed))(jit.current_stream(device))
+        moves = launch(job, 0, len(job.packed))
+
+    def run(_kept: Job = job) -> None:
+        with torch.cuda.device(device):
+            jit.bind_context(device)
+            moves(jit.current_stream(device))
+
+    return run

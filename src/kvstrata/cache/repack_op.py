@@ -8,7 +8,7 @@ A job is a list of moves (`moves.Moves.packed`) in chains, see moves.py. The ari
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,16 +34,20 @@ class Job(NamedTuple):
 
 def repack(job: Job, backend: str = "auto") -> None:
     """Do all moves of a job. Destination slots that are shared with nobody; safe under graph capture on a GPU."""
+    prepare(job, backend)()
+
+
+def prepare(job: Job, backend: str = "auto") -> Callable[[], None]:
+    """What does all moves of a job; calling it allocates nothing. The reference reads and encodes them here."""
     backend = resolve(backend, job.pool.device)
     if len(job.packed) == 0:
-        return
+        return lambda: None
     if backend == "reference":
-        reference.put(job, reference.take(job))
-    elif backend == "triton":
-        from .repack_triton import repack as run_triton
+        return reference.put(job, reference.take(job))
+    if backend == "triton":
+        from .repack_triton import prepare as prepare_triton
 
-        run_triton(job)
-    else:
-        from .repack_cuda import repack as run_cuda
+        return prepare_triton(job)
+    from .repack_cuda import prepare as prepare_cuda
 
-        run_cuda(job)
+    return prepare_cuda(job)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from .. import jit
@@ -54,7 +53,6 @@ class Phases:
 
     device: int
     launches: tuple[jit.Launch, ...]
-    freed: np.ndarray  # pages that go when the moves are done
     kept: tuple[object, ...]  # what the launches read
 
     def run(self) -> None:
@@ -71,7 +69,6 @@ def phases(
     lists: Lists,
     rows: tuple[torch.Tensor | None, torch.Tensor | None],
     centre: torch.Tensor,
-    freed: np.ndarray,
 ) -> Phases:
     pool, kinds, tiers, p = buckets.pool, buckets.kinds, len(buckets.kinds), buckets.page_tokens
     plain, device = kinds[0], centre.get_device()
@@ -108,4 +105,4 @@ def phases(
                 launches.append(repack_cuda.launch(job, begin, last - begin))
         if slots := len(pages) * p:
             launches.append(own(slots, -(-slots // 256), sides=True))
-    return Phases(device, tuple(launches), freed, tuple(kept))
+    return Phases(device, tuple(launches), tuple(kept))

@@ -1,10 +1,11 @@
 """``repack`` in plain torch: what the kernels are compared with, and the CPU path.
 
-In two steps, all reads and then all writes, so that pages can be given back and taken in between.
+In two steps, all reads and then all writes, so that nothing is allocated once the first page changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -47,11 +48,21 @@ def take(job: Job) -> Taken:
     return taken
 
 
-def put(job: Job, taken: Taken) -> None:
-    """Write them to their pages."""
-    for mine, tier, rows in taken:
-        kind = job.kinds[tier]
-        handles, place = np.unique(job.packed[mine, 3].cpu().numpy(), return_inverse=True)
+def put(job: Job, taken: Taken) -> Callable[[], None]:
+    """What writes them to their pages; copies of the pages with the tokens in them are made here."""
+    written: list[tuple[np.ndarray, torch.Tensor]] = []
+    for tier in sorted({tier for _, tier, _ in taken}):
+        kind, parts = job.kinds[tier], [(moves, rows) for moves, now, rows in taken if now == tier]
+        to = torch.cat([job.packed[moves, 3] for moves, _ in parts]).cpu().numpy()
+        handles, place = np.unique(to, return_inverse=True)
         pages = job.pool.read(handles, 0, kind.stride)
-        kind.write(pages, job.pool.to_device(place.reshape(-1)), job.packed[mine, 4].long(), rows)
-        job.pool.write(handles, 0, pages)
+        places = job.pool.to_device(place.reshape(-1)).split([len(moves) for moves, _ in parts])
+        for (moves, rows), page in zip(parts, places, strict=True):
+            kind.write(pages, page, job.packed[moves, 4].long(), rows)
+        written.append((handles, pages))
+
+    def write() -> None:
+        for handles, pages in written:
+            job.pool.write(handles, 0, pages)
+
+    return write

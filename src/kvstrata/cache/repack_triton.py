@@ -9,6 +9,7 @@ differences of disjoint fields come out right in any order.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -190,20 +191,24 @@ def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
     return places.to(device), numbers.to(device), steps.to(device)
 
 
-def repack(job: Job) -> None:
-    """Launch; one program per side of a move, of which those that begin a chain have work."""
+def prepare(job: Job) -> Callable[[], None]:
+    """One program per side of a move, of which those that begin a chain have work."""
     formats, kind, device = tuple(kind.format for kind in job.kinds), job.kinds[0], job.pool.device
     lossy = formats[-1]
     places, numbers, steps = tables(formats, device)
     k, v = (job.packed if x is None else x.detach() for x in (job.k, job.v))
     offsets = torch.tensor([[kind.position_offset, kind.importance_offset] for kind in job.kinds])
-    dim = lossy.head_dim
-    with torch.cuda.device_of(job.packed):
-        repack_kernel[(len(job.packed), 2)](
-            job.packed, job.pool.pointers, k, v, k.stride(0) * k.element_size(), v.stride(0) * v.element_size(),
-            job.centre.contiguous(), places, numbers, steps, offsets.to(device, non_blocking=True), job.pool.units,
-            DIM=dim, WIDE=triton.next_power_of_2(dim), STAGES=block_of(dim).bit_length() - 1 if lossy.rotate else 0,
-            PAGE=lossy.page_tokens, ROW=kind.row_bytes, DTYPE=str(kind.dtype).removeprefix("torch."),
-            POSITION_BYTES=kind.position_dtype.itemsize, IMPORTANCE=kind.keeps_importance, CENTRED=lossy.centre,
-            COLUMNS=job.packed.shape[1], num_warps=1,
-        )  # fmt: skip
+    offsets, centre, dim = offsets.to(device, non_blocking=True), job.centre.contiguous(), lossy.head_dim
+
+    def run() -> None:
+        with torch.cuda.device_of(job.packed):
+            repack_kernel[(len(job.packed), 2)](
+                job.packed, job.pool.pointers, k, v, k.stride(0) * k.element_size(), v.stride(0) * v.element_size(),
+                centre, places, numbers, steps, offsets, job.pool.units,
+                DIM=dim, WIDE=triton.next_power_of_2(dim), STAGES=block_of(dim).bit_length() - 1 if lossy.rotate else 0,
+                PAGE=lossy.page_tokens, ROW=kind.row_bytes, DTYPE=str(kind.dtype).removeprefix("torch."),
+                POSITION_BYTES=kind.position_dtype.itemsize, IMPORTANCE=kind.keeps_importance, CENTRED=lossy.centre,
+                COLUMNS=job.packed.shape[1], num_warps=1,
+            )  # fmt: skip
+
+    return run

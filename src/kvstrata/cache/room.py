@@ -71,7 +71,7 @@ def fits_cropped(
     return physical(cache, layer) + copies <= cache.budget.pages(0)
 
 
-def tidy(cache: TieredCache) -> None:
+def tidy(cache: TieredCache, workspace: torch.Tensor) -> None:
     """Give back what the budget does not allow to keep: empty slabs, then holes in slabs."""
     allowed = cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests])
     fixed = cache.budget.fixed
@@ -83,13 +83,13 @@ def tidy(cache: TieredCache) -> None:
     if over():
         cache.pool.trim()
     if over():
-        compact(cache)
+        compact(cache, workspace)
 
 
-def compact(cache: TieredCache) -> None:
-    """Close the holes of slabs: pages move, and the tables with them."""
+def compact(cache: TieredCache, workspace: torch.Tensor) -> None:
+    """Close the holes of slabs: pages move, and the tables with them. Allocates nothing on the device."""
     for tier in range(len(cache.kinds)):
-        old, new = cache.pool.compact(tier)
+        old, new = cache.pool.compact(tier, workspace)
         if len(old):
             table = cache.buckets.host_table[:, :, :, tier]
             at = np.searchsorted(old, table).clip(max=len(old) - 1)

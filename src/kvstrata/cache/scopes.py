@@ -16,12 +16,13 @@ import torch
 from .budget import BudgetExceeded
 from .centre import fix_centres
 from .pages import Rows
-from .room import fits_each, fits_plain, tidy
+from .room import fits_each, fits_plain
 from .settle import Plans, Scopes, plan_all
 from .tokens import Tokens
 
 if TYPE_CHECKING:
     from .cache import TieredCache
+    from .transaction import Transaction
 
 Place = tuple[int, list[int]]  # a layer and the requests of a scope
 
@@ -81,18 +82,29 @@ def check_plans(
 
 
 def move_tokens(
-    cache: TieredCache, places: Sequence[Place], tokens: Tokens, target: torch.Tensor, fresh: Rows | None = None
+    cache: TieredCache,
+    change: Transaction,
+    places: Sequence[Place],
+    tokens: Tokens,
+    target: torch.Tensor,
+    fresh: Rows | None = None,
 ) -> None:
-    """All tokens of places to their targets, in one go; new tokens are rows of ``fresh``."""
+    """All tokens of places to their targets, in one go; new tokens are rows of ``fresh``.
+
+    The tokens move when the transaction completes, so a place may move once in it.
+    """
     layers, requests = pairs(places)
     if requests:
-        fix_centres(cache, layers, requests, tokens, target, fresh)
-        centre = cache.centre[requests, layers].flatten(0, 1)
-        cache.buckets.move(layers, requests, tokens, target, fresh, centre)
+        centre = fix_centres(cache, change, layers, requests, tokens, target, fresh)
+        cache.buckets.move(layers, requests, tokens, target, fresh, centre, change)
 
 
 def settle_scopes(
-    cache: TieredCache, layers: Sequence[int], scopes: list[list[int]], room: dict[int, int] | None = None
+    cache: TieredCache,
+    change: Transaction,
+    layers: Sequence[int],
+    scopes: list[list[int]],
+    room: dict[int, int] | None = None,
 ) -> list[list[int]]:
     """All in one go; with ``room`` those whose requests get it for so many tokens in every layer. Returns which did."""
     if cache.budget.amount is None or not scopes:
@@ -108,18 +120,18 @@ def settle_scopes(
         ]
         able = [scope for i, scope in enumerate(scopes) if all(found[i :: len(scopes)])]
         if len(able) < len(scopes):  # what they get does not depend on the others
-            return settle_scopes(cache, layers, able, room) if able else []
+            return settle_scopes(cache, change, layers, able, room) if able else []
     check_plans(cache, places, lengths, scopes_, made)
-    move_tokens(cache, places, scopes_.tokens, made.target)
-    tidy(cache)
+    move_tokens(cache, change, places, scopes_.tokens, made.target)
     return scopes
 
 
-def settle_ahead(cache: TieredCache, layer: int, requests: list[int], lengths: list[int]) -> bool:
+def settle_ahead(cache: TieredCache, change: Transaction, layer: int, requests: list[int], lengths: list[int]) -> bool:
     """Make room in all layers at once when one needs it: a step of a model brings them all to the same point.
 
     One search for all costs little more than for one. Only requests that have no room settle: when one does, does
-    not depend on the others. Where no room is found, it is not tried again for a while.
+    not depend on the others. Where no room is found, it is not tried again for a while. Those that settled have room:
+    if others have none, only these are left to plan.
     """
     if cache.layers == 1 or cache.policy.name != "importance" or not cache.policy.per_head:
         return False
@@ -134,7 +146,7 @@ def settle_ahead(cache: TieredCache, layer: int, requests: list[int], lengths: l
     scopes = [scope for scope in scopes_of(cache, list(room)) if waiting.isdisjoint(scope)]
     if not scopes:
         return False
-    settled = settle_scopes(cache, range(cache.layers), scopes, room)
+    settled = settle_scopes(cache, change, range(cache.layers), scopes, room)
     failed = [r for scope in scopes if scope not in settled for r in scope if r in room]
-    cache._ahead_from[failed] = cache._lengths[failed, layer] + cache.policy.settle_every
+    change.set(cache._ahead_from, failed, cache._lengths[failed, layer] + cache.policy.settle_every)
     return bool(settled) and fits_plain(cache, layer, requests, lengths)

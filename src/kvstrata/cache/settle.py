@@ -39,6 +39,7 @@ class Policy:
     settle_every: int
     prices: allocate.Prices
     error: tuple[float, ...]
+    leave_plain: bool = False  # old tokens leave 16 bit when a scope settles, also where bytes are left for some
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,14 @@ class Plans:
 
 
 def whole_pages(settle_every: int, kept: int, page_tokens: int) -> int:
-    """Room for about ``settle_every`` tokens beside those that stay plain, so that together they fill their pages."""
+    """Room for about ``settle_every`` tokens beside those that stay plain, so that together they fill their pages.
+
+    At least half and at most twice as much; ``settle_every`` itself where no number of pages gives that.
+    """
     room = (kept + settle_every) // page_tokens * page_tokens - kept
-    return room if room > 0 else settle_every
+    if 2 * room < settle_every:
+        room += page_tokens
+    return room if room <= 2 * settle_every else settle_every
 
 
 def _movable(scope: Scopes, policy: Policy) -> torch.Tensor:
@@ -112,6 +118,11 @@ def _movable(scope: Scopes, policy: Policy) -> torch.Tensor:
     tokens, length = scope.tokens, scope.length[scope.tokens.bucket]
     recent = (tokens.position < policy.sinks) | (tokens.position >= length - policy.window)
     return ~((tokens.tier <= 0) & recent)
+
+
+def _widest_tiers(scope: Scopes, policy: Policy, movable: torch.Tensor) -> torch.Tensor:
+    """The widest tier that each token may have after settling."""
+    return torch.where(movable & policy.leave_plain, scope.tokens.tier.clamp(min=1), scope.tokens.tier.clamp(min=0))
 
 
 def _weights(scope: Scopes, policy: Policy, movable: torch.Tensor) -> torch.Tensor:
@@ -186,6 +197,7 @@ def plan(scope: Scopes, policy: Policy, headroom: int) -> Plan:
         return Plan(current, spare=headroom)
     buckets = len(scope.length)
     movable = _movable(scope, policy)
+    widest = _widest_tiers(scope, policy, movable)
     weight = _weights(scope, policy, movable)
     spare = headroom
 
@@ -212,7 +224,7 @@ def plan(scope: Scopes, policy: Policy, headroom: int) -> Plan:
             return current
 
     def family(x: float) -> torch.Tensor:
-        return torch.where(movable, torch.maximum(current, wanted(x)), current)
+        return torch.where(movable, torch.maximum(widest, wanted(x)), current)
 
     def search(kind: allocate.Family, low: float, high: float) -> torch.Tensor | None:
         nonlocal spare
@@ -296,10 +308,11 @@ def _together(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
     target, pending = current, (summed(price(current)) > allowed) & (summed(used) > 0)
     if bool(pending.any()) and len(at := movable.nonzero().flatten()):
         by_head = policy.name == "importance"
+        widest = _widest_tiers(scopes, policy, movable)
         if by_head:
             weight = _weights(scopes, policy, movable)
             columns = len(prices.page)
-            ranked = allocate.Ranked(allocate.rank(weight[at]), bucket[at], current[at], prices, policy.error)
+            ranked = allocate.Ranked(allocate.rank(weight[at]), bucket[at], widest[at], prices, policy.error)
             fixed = prices.counts(bucket, torch.where(movable, DROP, current), buckets)
             least = current.index_copy(0, at, ranked.lowest())
         else:
@@ -307,7 +320,7 @@ def _together(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
             least = torch.where(movable, len(prices.page) - 1, current)
 
             def family(x: torch.Tensor) -> torch.Tensor:
-                return torch.maximum(current, torch.zeros_like(current).index_copy(0, at, aged(x[part])))
+                return torch.maximum(widest, torch.zeros_like(current).index_copy(0, at, aged(x[part])))
 
         count = allocate.count(bucket[at], buckets)
         while bool(pending.any()):

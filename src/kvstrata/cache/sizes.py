@@ -1,8 +1,8 @@
 """Sizes: what the arguments of a cache say before it holds a token: kinds of pages, slabs to cut them from, the budget.
 
-A slab is cut into pages of one tier. A page is charged its share of the slab, so the price of a page, and with it what
-a budget affords, depends on the size of slabs, which depends on the tiers; default tiers are chosen by what the budget
-would be with each list (`expected`).
+A slab is as large as the whole pages of one tier that fit its range of addresses, so a page is charged its own bytes.
+Beside the pages a budget pays for one slab of each tier, which may be nearly empty; what it affords depends on the
+tiers by both, and default tiers are chosen by what the budget would be with each list (`expected`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Sizes:
     kv_heads: int
     head_dim: int
     kept: int  # sinks and window
+    settle_every: int
     dtype: torch.dtype
     device: torch.device
     max_requests: int
@@ -51,7 +52,7 @@ class Sizes:
         return tuple(PageKind(f, self.dtype, self.position_dtype, self.importance, self.device) for f in formats)
 
     def slabs(self, stride: int, tiers: int) -> tuple[int, int]:
-        """Bytes of one, and how many the tables hold: small ones waste less, but there are not to be millions."""
+        """Bytes of addresses of one, and how many the tables hold: small ones waste less, but not millions of them."""
         pages = self.max_requests * self.layers * self.kv_heads * (self.max_pages + tiers - 1)
         size = stride * max(min(max(self.layers * self.kv_heads // 16, 1), 8), pages // MANY_SLABS)
         size = size if self.slab_bytes is None else self.slab_bytes
@@ -60,18 +61,19 @@ class Sizes:
         capacity = 2 * (-(-pages // (size // stride)) + tiers)
         return size, min(capacity, 2**31 // (size // UNIT))  # what handles can name
 
-    def budget(self, slab: int, per_slab: Sequence[int], fixed: int) -> Budget:
-        """With slabs of so many bytes, so many pages of each tier in one, and tables of ``fixed`` bytes."""
+    def budget(self, strides: Sequence[int], slab_sizes: Sequence[int], fixed: int) -> Budget:
+        """With pages and slabs of so many bytes in each tier, and tables of ``fixed`` bytes."""
         return Budget(
             amount=self.amount,
             layers=self.layers,
             kv_heads=self.kv_heads,
             token_bytes=2 * self.head_dim * self.dtype.itemsize,
             kept=self.kept,
+            room=min(self.settle_every, self.page_tokens // 2),
             page_tokens=self.page_tokens,
-            page_price=tuple(-(-slab // n) for n in per_slab),
+            page_price=tuple(strides),
             fixed=fixed,
-            reserve=len(per_slab) * slab,
+            reserve=sum(slab_sizes),
             max_requests=self.max_requests,
             max_tokens=self.max_tokens,
         )
@@ -82,4 +84,4 @@ class Sizes:
         size, capacity = self.slabs(strides[0], len(strides))
         per_head = len(strides) * self.max_pages + self.head_dim
         fixed = 8 * capacity + 4 * self.max_requests * self.layers * self.kv_heads * per_head
-        return self.budget(size, [size // stride for stride in strides], fixed)
+        return self.budget(strides, [size // stride * stride for stride in strides], fixed)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,19 +19,21 @@ import torch
 from .append_op import Written, write_rows
 from .arguments import check_rows
 from .importance import initial
-from .room import fits_each, fits_plain, tidy
+from .room import fits_each, fits_plain
 from .scopes import Place, check_plans, make_scopes, move_tokens, pairs, scopes_of
 from .settle import plan_all
 from .tokens import NEW, Tokens
 
 if TYPE_CHECKING:
     from .cache import TieredCache
+    from .transaction import Transaction
 
 
 def advance(cache: TieredCache, given: list[int]) -> None:
     """`TieredCache.advance` of these requests."""
     if not given:
         return
+    cache.pool.note_stream()
     ids, layers = np.array(given), range(cache.layers)
     longest = int(cache._lengths[ids].max())
     if longest >= cache.max_tokens:
@@ -42,17 +45,30 @@ def advance(cache: TieredCache, given: list[int]) -> None:
         return [layer for layer in layers if cache.buckets.room(layer, ids, one) is None] if _edge(cache, ids) else []
 
     needy = tight()
-    if needy:
-        for layer in tight() if _settle(cache, given, needy) else needy:
-            cache.buckets.make_room(layer, ids, one)
-    cache.buckets.host_count[ids, :, :, 0] += 1
-    cache._lengths[ids] += 1
+    if not needy:
+        _prepare_count(cache, ids)()
+        return
+    with cache._operation() as change:
+        for layer in tight() if _settle(cache, change, given, needy) else needy:
+            cache.buckets.make_room(change, layer, ids, one)
+        change.launch(_prepare_count(cache, ids))
+
+
+def _prepare_count(cache: TieredCache, ids: np.ndarray) -> Callable[[], None]:
+    """What counts one more plain token of these requests in every layer; calling it allocates nothing."""
+    buckets, on_device = cache.buckets, []
     if cache.device.type != "cpu":
         rows = cache.pool.to_device(ids)
-        for x in (cache.buckets.count.select(3, 0), cache._device_lengths):
-            x.index_add_(0, rows, torch.ones((), dtype=x.dtype, device=x.device).expand(len(ids), *x.shape[1:]))
-    if needy:
-        tidy(cache)
+        for x in (buckets.count.select(3, 0), cache._device_lengths):
+            on_device.append((x, torch.ones((), dtype=x.dtype, device=x.device).expand(len(ids), *x.shape[1:])))
+
+    def count() -> None:
+        buckets.host_count[ids, :, :, 0] += 1
+        cache._lengths[ids] += 1
+        for x, ones in on_device:
+            x.index_add_(0, rows, ones)
+
+    return count
 
 
 def _edge(cache: TieredCache, ids: np.ndarray) -> bool:
@@ -60,9 +76,8 @@ def _edge(cache: TieredCache, ids: np.ndarray) -> bool:
     return cache.pool.shares or bool((cache.buckets.host_count[ids, :, :, 0] % cache.page_tokens == 0).any())
 
 
-def _settle(cache: TieredCache, given: list[int], tight: list[int]) -> bool:
-    """Requests that have no room in one of these layers settle in all, whether there are any; or BudgetExceeded, and
-    nothing has changed."""
+def _settle(cache: TieredCache, change: Transaction, given: list[int], tight: list[int]) -> bool:
+    """Settle requests that lack room in one of these layers, in all layers; returns whether any did."""
     if cache.budget.amount is None:
         return False
     ones = [1] * len(given)
@@ -75,7 +90,7 @@ def _settle(cache: TieredCache, given: list[int], tight: list[int]) -> bool:
     if not places:
         return False
     tokens = cache.buckets.snapshots(*pairs(places))
-    move_tokens(cache, places, tokens, _targets(cache, places, tokens, set(given)))
+    move_tokens(cache, change, places, tokens, _targets(cache, places, tokens, set(given)))
     return True
 
 

@@ -1,4 +1,4 @@
-"""`kvstrata eval` and `kvstrata advise`. Everything heavy is imported when a command runs."""
+"""`kvstrata eval`, `advise` and `drift`. Everything heavy is imported when a command runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ..lab.terminal import AsJson
+from ..lab.terminal import AsJson, Device, Precision, Where, device_of, dtype_of, numba_hint
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
     from rich.progress import Progress
 
@@ -52,10 +51,8 @@ def evaluate(
     stretches: Annotated[
         int, typer.Option(min=1, help="Stretches of --tokens from each text, decoded as one batch: narrower intervals.")
     ] = 1,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, float16 or bfloat16; float32 on a CPU and bfloat16 on a GPU if none is given."),
-    ] = None,
+    device: Where = Device.auto,
+    dtype: Precision = None,
     needles: Annotated[bool, typer.Option(help="Needles in a haystack too.")] = True,
     peers: Annotated[
         bool, typer.Option(help="KIVI-style and transformers' quantised caches too; with --bits, simulated rounding.")
@@ -81,8 +78,6 @@ def evaluate(
     Example: kvstrata eval --bits 2.5 --bits 3 --tokens 1024 --chunk 64 --stretches 8
     """
     _need()
-    import torch
-
     from kvstrata.bench.machine import describe
 
     from . import contenders as known
@@ -95,19 +90,22 @@ def evaluate(
     budgets = budget or ([0.5, 0.25, 0.2] if quick else [0.5, 0.35, 0.25, 0.2])
     lengths = tokens or ([1024] if quick else [1024, 4096])
     chunk = chunk or (64 if quick else 32)
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = describe(where, revision)
-    path = results / machine["slug"] / "quality.json" if save else out
     try:
+        where = device_of(device)
+        machine = describe(where, revision)
+        path = results / machine["slug"] / "quality.json" if save else out
         widths = [contender for width in bits or [] for contender in known.at_bits(width, simulated=peers)]
         lists = [entry.split(",") for entry in tiers or []]
         _check(budgets, policy or [], lists)
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
         say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
-        loaded, tokenizer = models.load(model, where, _dtype(dtype))
+        loaded, tokenizer = models.load(model, where, dtype_of(dtype))
+        models.check_compressible(loaded)
     except (LookupError, ValueError, OSError) as error:
         _refuse(str(error))
+    if hint := numba_hint(where):
+        say.print(hint, markup=False, highlight=False, soft_wrap=True)
     name = (model or "SmolLM2-135M-Instruct") + (f" in {dtype}" if dtype else "")
     if state is None or (state.model, state.texts) != (name, list(words)):
         if state is not None:
@@ -176,6 +174,8 @@ def advise(
     kl: Annotated[float, typer.Option("--kl", help="Bound of the mean KL against 16 bit, in nats.")] = 0.02,
     tokens: Annotated[int, typer.Option(min=4, help="Length of the text.")] = 2048,
     chunk: Chunk = 64,
+    device: Where = Device.auto,
+    dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="The configuration to write.")] = Path("kvstrata.json"),
     as_json: AsJson = False,
 ) -> None:
@@ -189,8 +189,6 @@ def advise(
     Example: kvstrata advise --model ./my-model --text notes.txt --json
     """
     _need()
-    import torch
-
     from . import advise as advice
     from . import contenders as known
     from . import model as models
@@ -199,14 +197,18 @@ def advise(
     if not kl > 0:
         _refuse(f"--kl: expected a positive number of nats, got {kl:g}")
     say = _console(as_json)
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        where = device_of(device)
+        precision = dtype_of(dtype)
         words = texts.load(text or list(texts.DEFAULT[:1]))
         say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
-        loaded, tokenizer = models.load(model, where)
+        loaded, tokenizer = models.load(model, where, precision)
+        models.check_compressible(loaded)
         ids = models.encode(tokenizer, words, tokens).to(where)
     except (LookupError, ValueError, OSError) as error:
         _refuse(str(error))
+    if hint := numba_hint(where):
+        say.print(hint, markup=False, highlight=False, soft_wrap=True)
     with _progress(say) as bar:
         layers = loaded.config.get_text_config(decoder=True).num_hidden_layers
         task = bar.add_task("sensitivity", total=2 * layers)
@@ -237,6 +239,54 @@ def advise(
         _refuse(f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {made.steps[0].budget}")
     advice.write(made, out)
     say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))", highlight=False)
+
+
+def drift(
+    steps: Annotated[int, typer.Option(min=160, help="Tokens decoded, each with a query of its own.")] = 10_000,
+    budget: Annotated[float, typer.Option(help="Fraction of 16 bit.")] = 0.3,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="mean and ema (importance), recency, uniform; mean, ema and uniform if none is given."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="JSON to write.")] = Path("drift.json"),
+    save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/drift.json instead.")] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder of results.")] = Path("results"),
+    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decode a long made-up text whose attention moves, and compare the error of its quarters.
+
+    Tokens are never promoted, so what is demoted today and asked for tomorrow stays as it is: the error of attention
+    against the exact one, the bytes and the shares of tiers say whether that adds up. Needs no model.
+
+    Example: kvstrata drift --steps 2000
+
+    Example: kvstrata drift --budget 0.25 --policy mean --policy uniform
+    """
+    from kvstrata.bench.machine import describe
+
+    from . import drift as runs
+
+    say = _console(as_json)
+    state = runs.Drift(describe("cpu", revision))
+    path = results / state.machine["slug"] / "drift.json" if save else out
+    try:
+        wanted = [runs.Setting(steps=steps, budget=budget, **runs.choice(name)) for name in policy or runs.DEFAULT]
+        for setting in wanted:
+            runs.make_cache(setting)
+    except ValueError as error:
+        _refuse(str(error))
+    with _progress(say) as bar:
+        for setting in wanted:
+            task = bar.add_task(f"{setting.policy}, {setting.importance}", total=steps)
+            state.rows.append(runs.run(setting, lambda step, task=task: bar.update(task, completed=step + 1)))  # type: ignore[misc]
+    runs.save(state, path)
+    if as_json:
+        sys.stdout.write(runs.dumps(state))
+    say.print(runs.table(state).terminal())
+    say.print(f"Saved: {path}", highlight=False)
+    if not all(row.within for row in state.rows):
+        _refuse("the budget did not hold at every step")
 
 
 def _advised(made: Advice, found: Sensitivity, bound: float) -> dict[str, Any]:
@@ -274,14 +324,6 @@ def _wanted(
                 wanted.append(known.strata(budget, name, kind, **options, policy=policy))
         wanted += known.kivi(budget, config, length) if peers else []
     return wanted + (known.peers() if peers else [])
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
-
-    if name not in (None, "float32", "float16", "bfloat16"):
-        raise ValueError(f"--dtype: expected float32, float16 or bfloat16, got {name!r}")
-    return None if name is None else getattr(torch, name)
 
 
 def _ticker(bar: Progress, task: Any, prompt: int, chunk: int) -> Any:

@@ -42,6 +42,20 @@ def load(name: str | None, device: torch.device | str = "cpu", dtype: torch.dtyp
     return model, tokenizer
 
 
+def check_compressible(model: Any) -> None:
+    """ValueError for a model that cannot run over a `StrataCache`, such as one that reads K and V by itself: one token
+    tells."""
+    from ..hf import StrataCache
+
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            model(token, past_key_values=StrataCache(model.config, budget=None), use_cache=True)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        what = f"{type(model).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"--model: expected one that runs over a StrataCache, got {what}") from error
+
+
 def encode(tokenizer: Any, texts: dict[str, str], tokens: int, stretches: int = 1) -> torch.Tensor:
     """int64 ``[texts * stretches, tokens]``: so many stretches from the beginning of each, one behind the other;
     ValueError where a text is too short."""

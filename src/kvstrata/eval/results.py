@@ -154,18 +154,22 @@ def dumps(quality: Quality) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def save(quality: Quality, path: Path) -> None:
+def write(path: Path, text: str) -> None:
     """In one step: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(dumps(quality))
+            file.write(text)
         os.chmod(draft, 0o644)
         os.replace(draft, path)
     except BaseException:
         os.unlink(draft)
         raise
+
+
+def save(quality: Quality, path: Path) -> None:
+    write(path, dumps(quality))
 
 
 def is_ours(path: Path) -> bool:

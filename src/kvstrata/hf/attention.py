@@ -1,22 +1,26 @@
-"""The attention function that transformers calls, and the mask beside it.
+"""The way from transformers' attention interface to a compressed layer.
 
-A model looks its attention up by a name in its config. `install` puts our name there, with the name it had before as
-its ending ("kvstrata_sdpa"): what is not ours, that is plain tensors of any other cache or of a layer that is not
-compressed, goes on to that function with the mask it expects, so the model is what it was for everyone else.
+A model looks its attention function up by `config._attn_implementation`, after it has given K and V to the cache. While
+a `StrataCache` is alive, such a lookup returns the same function behind `_call`, which only looks at the type of K:
 
-    update(k, v) ──▶ Pending ──▶ attend ──▶ the layer: prompt or decode step
-                      tensors ──────┴─────▶ sdpa / eager, as before
+    update(k, v) ──▶ Pending ──▶ lookup ──▶ _call ──▶ the layer: prompt or decode step
+                     tensors ──▶ lookup ──▶ _call ──▶ the function that was looked up, same arguments
+
+Neither the config nor the registries of attention and mask functions are changed, so any other cache, a mask, a
+compiled graph and continuous batching are what they are without kvstrata.
 """
 
 from __future__ import annotations
 
-import sys
+import threading
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 
 from .mass import Logits
 
@@ -25,9 +29,8 @@ if TYPE_CHECKING:
 
     from .layer import StrataLayer
 
-PREFIX = "kvstrata_"
-BASES = ("sdpa", "eager")  # the mask is a tensor [rows, 1, queries, columns]
-REFUSED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")
+BASES = ("sdpa", "eager")  # their masks are tensors [rows, 1, queries, columns]
+REFUSED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_table", "indices", "block_indices")
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 # query, key, value, mask -> output: the model's own attention, everything else bound
 Under = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -41,44 +44,56 @@ class Pending:
     def __init__(self, layer: StrataLayer, rows: torch.Tensor) -> None:
         self.layer, self.rows = layer, rows
 
-    def __getattr__(self, name: str) -> Any:
+    def _refuse(self, use: str) -> NoReturn:
         raise RuntimeError(
-            "past_key_values: expected a model whose attention is kvstrata's, got one that reads K and V as tensors"
-            f" (.{name}); make the cache with the model's own config, StrataCache(model.config), after"
-            " set_attn_implementation"
+            "past_key_values: expected a model that hands K and V from the cache to transformers' attention interface,"
+            f" got one that reads them itself ({use}); a StrataCache cannot compress it, a DynamicCache works"
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse(f".{name}")
 
-def install(config: PreTrainedConfig) -> str:
-    """Make a text model's config name our attention; returns the name of the attention under it."""
+    def __getitem__(self, index: Any) -> NoReturn:
+        self._refuse("an index")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        given = tree_leaves((args, kwargs))
+        next(x for x in given if isinstance(x, cls))._refuse(getattr(function, "__name__", "a torch function"))
+
+
+def check_implementation(config: PreTrainedConfig) -> str:
+    """Attention of a text model's config; raises ValueError where it is not one that takes a mask as a tensor."""
     name = config._attn_implementation or "eager"
-    base = name.removeprefix(PREFIX)
-    if base not in BASES:
+    if name not in BASES:
         raise ValueError(
-            f'config: expected a model with attention "sdpa" or "eager", got {base!r};'
+            f'config: expected a model with attention "sdpa" or "eager", got {name!r};'
             ' model.set_attn_implementation("sdpa") changes it'
         )
-    # Only this config: those of a vision tower, say, have no cache.
-    config._attn_implementation_internal = PREFIX + base
-    return base
+    return name
 
 
-def base_attention(base: str, module: torch.nn.Module) -> Attend:
-    """What the model calls without us."""
-    if base == "eager":
-        return getattr(sys.modules[type(module).__module__], "eager_attention_forward")  # noqa: B009
-    return AttentionInterface._global_mapping[base]
-
-
-def _check(base: str, mask: torch.Tensor | None, options: dict[str, Any]) -> None:
-    """What a compressed layer cannot do is an error, not a wrong answer."""
-    if mask is not None and not hasattr(mask, "kvstrata_causal"):
-        raise NotImplementedError("attention_mask: expected padding, [rows, columns], got a mask of another kind")
+def _check(
+    base: str, module: torch.nn.Module, queries: int, mask: torch.Tensor | None, options: dict[str, Any]
+) -> None:
+    """Raise for everything that a compressed layer would ignore; `StrataCache.tokens_among` checks the mask."""
+    if base not in BASES:
+        raise NotImplementedError(
+            f'attention: expected "sdpa" or "eager" with a StrataCache, got {base!r};'
+            ' model.set_attn_implementation("sdpa") changes it'
+        )
     for name in REFUSED:
         if options.get(name) is not None:
             raise NotImplementedError(f"{name}: expected None with a StrataCache, got {type(options[name])}")
-    if options.get("is_causal") is False or options.get("sliding_window") is not None:
-        raise NotImplementedError("is_causal, sliding_window: expected causal attention to all tokens")
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if mask is None and queries > 1 and (base == "eager" or not causal):
+        raise NotImplementedError("is_causal: expected causal attention with a StrataCache, got attention both ways")
+    if options.get("sliding_window") is not None:
+        raise NotImplementedError(
+            f"sliding_window: expected None in a layer of full attention, got {options['sliding_window']}"
+        )
     if options.get("dropout") or options.get("output_attentions"):
         raise NotImplementedError(
             "dropout, output_attentions: expected neither with a StrataCache; model.eval() turns dropout off, and the"
@@ -90,43 +105,73 @@ def _check(base: str, mask: torch.Tensor | None, options: dict[str, Any]) -> Non
         )
 
 
-def _attend_over(base: str) -> Attend:
-    @torch.compiler.disable
-    def attend(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor | Pending,
-        value: torch.Tensor | Pending,
-        attention_mask: torch.Tensor | None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        own = base_attention(base, module)
-        if not isinstance(key, Pending):
-            return own(module, query, key, value, attention_mask, **options)
-        assert isinstance(value, Pending)
-        _check(base, attention_mask, options)
+@torch.compiler.disable  # a compiled model steps out of its graph for the cache
+def _attend(
+    base: str,
+    function: Attend,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Pending,
+    value: Pending,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    _check(base, module, query.shape[2], attention_mask, options)
 
-        def under(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-            return own(module, q, k, v, mask, **options)[0]
+    def under(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return function(module, q, k, v, mask, **options)[0]
 
-        scale = options.get("scaling") or query.shape[-1] ** -0.5
-        logits = Logits(scale, options.get("softcap"), options.get("s_aux"))
-        return key.layer.attend(query, key.rows, value.rows, attention_mask, under, logits), None
-
-    return attend
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    logits = Logits(scale, options.get("softcap"), options.get("s_aux"))
+    layer, positions = key.layer, options.get("position_ids")
+    return layer.attend(query, key.rows, value.rows, attention_mask, positions, under, logits), None
 
 
-def _mask_over(base: str) -> Callable[..., torch.Tensor | None]:
-    @torch.compiler.disable
-    def mask(*args: Any, **options: Any) -> torch.Tensor | None:
-        made = ALL_MASK_ATTENTION_FUNCTIONS[base](*args, **options)
-        if made is not None and options.get("mask_function", causal_mask_function) is causal_mask_function:
-            made.kvstrata_causal = True  # nothing but causal order and padding
-        return made
-
-    return mask
+def _call(base: str, function: Attend, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    key = args[2] if len(args) > 2 else options.get("key")
+    if isinstance(key, Pending):
+        return _attend(base, function, *args, **options)
+    return function(*args, **options)
 
 
-for _base in BASES:
-    AttentionInterface.register(PREFIX + _base, _attend_over(_base))
-    AttentionMaskInterface.register(PREFIX + _base, _mask_over(_base))
+def _behind_call(base: str, function: Attend) -> Attend:
+    if isinstance(function, partial) and function.func is _call:
+        return function
+    return partial(_call, base, function)
+
+
+_get_interface = AttentionInterface.get_interface
+_getitem = AttentionInterface.__getitem__  # inherited
+
+
+def _get_interface_behind_call(self: AttentionInterface, attn_implementation: str, default: Attend) -> Attend:
+    return _behind_call(attn_implementation or "eager", _get_interface(self, attn_implementation, default))
+
+
+def _getitem_behind_call(self: AttentionInterface, key: str) -> Attend:
+    return _behind_call(key, _getitem(self, key))
+
+
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.RLock()  # a finalizer may run while it is held
+
+
+def connect(cache: Any) -> None:
+    """Put lookups behind `_call` for as long as ``cache`` is alive."""
+    if cache in _users:
+        return
+    with _lock:
+        weakref.finalize(cache, _disconnect).atexit = False
+        _users.add(cache)
+        AttentionInterface.get_interface = _get_interface_behind_call
+        AttentionInterface.__getitem__ = _getitem_behind_call
+
+
+def _disconnect() -> None:
+    with _lock:
+        if any(True for _ in _users):  # len() counts dead ones
+            return
+        if AttentionInterface.get_interface is _get_interface_behind_call:
+            AttentionInterface.get_interface = _get_interface
+        if vars(AttentionInterface).get("__getitem__") is _getitem_behind_call:
+            del AttentionInterface.__getitem__

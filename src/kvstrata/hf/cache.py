@@ -6,6 +6,7 @@ column of the batch = a token or padding; only tokens are stored, so every row h
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -23,7 +24,8 @@ from ..cache import TieredCache
 from ..cache.arguments import check_int
 from ..cache.budget import Budget, Memory
 from ..cache.clone import clone
-from . import attention
+from . import attention, support
+from . import mask as masks
 from .layer import StrataLayer
 from .rope import frequencies
 
@@ -38,8 +40,7 @@ class StrataCache(Cache):
     """A cache for ``model.generate(..., past_key_values=StrataCache(model.config, budget=0.25))``.
 
     Args:
-        config: the model's own (``model.config``). Its attention becomes kvstrata's, over the one it had; other caches
-            go on to that one and behave as before.
+        config: the model's (``model.config``); it is not changed. ValueError for a model that cannot be compressed.
         budget, tiers, window, sinks, page_tokens, policy, ...: of `kvstrata.TieredCache`; a budget below 1 is a
             fraction of 16 bit, 1.0 compresses nothing.
         dtype: of tokens that are not compressed; None is the model's, and float16 where a float32 model is compressed.
@@ -49,9 +50,9 @@ class StrataCache(Cache):
         importance_queries: how many queries of a prompt are asked what they attended to.
 
     Layers that are not compressed (sliding window, linear attention, other shapes of K and V) are transformers' own;
-    `plain_layers` says which and why. `tiered` is the TieredCache, once there is a first token. Unsupported are custom
-    4-D masks, packed sequences, `output_attentions` and offloading; they raise. Gradients end at what is stored, so
-    nothing can be trained through it.
+    `plain_layers` says which and why. `tiered` is the TieredCache, once there is a first token. Unsupported are masks
+    beyond causal order and padding, packed sequences, `output_attentions` and offloading; they raise. Gradients end at
+    what is stored, so nothing can be trained through it.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -77,6 +78,7 @@ class StrataCache(Cache):
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config: expected the model's, model.config, got {type(config).__name__}")
         text = config.get_text_config(decoder=True)
+        support.check(config, attention.check_implementation(text))
         known = [name for name in inspect.signature(TieredCache).parameters if name not in OWN]
         for name in options:
             if name in OWN:
@@ -101,6 +103,7 @@ class StrataCache(Cache):
         self._tiered: TieredCache | None = None
         self._shape: tuple[int, int] | None = None
         self._real = np.ones((0, 0), bool)  # [rows, columns]
+        self._checked = masks.LastMask()
 
         layers = DynamicCache(config=config).layers
         shares = bool(getattr(text, "num_kv_shared_layers", None))
@@ -116,7 +119,8 @@ class StrataCache(Cache):
                 self._compressed += 1
         super().__init__(layers=layers)
         self._warn_if_useless()
-        self.base = attention.install(text)
+        self._check_sizes()
+        attention.connect(self)
 
     @classmethod
     def from_file(cls, config: PreTrainedConfig, path: str | PathLike[str], **options: Any) -> StrataCache:
@@ -128,6 +132,25 @@ class StrataCache(Cache):
         if not isinstance(given, dict):
             raise ValueError(f"path: expected a JSON object of arguments in {path}, got {type(given).__name__}")
         return cls(config, **(given | options))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write all of it as safetensors, to go on from with `load`; NotImplementedError for linear attention."""
+        from .files import save
+
+        save(self, path)
+
+    @classmethod
+    def load(
+        cls, config: PreTrainedConfig, path: str | PathLike[str], device: torch.device | str = "cpu"
+    ) -> StrataCache:
+        """A cache that `save` wrote, for the same model; ValueError for any other file or a model of another shape."""
+        from .files import load
+
+        return load(cls, config, path, device)
+
+    def __copy__(self) -> StrataCache:
+        """A cache of its own, as `copy.deepcopy` gives: layers and pages cannot have two owners."""
+        return copy.deepcopy(self)
 
     # The TieredCache
 
@@ -190,6 +213,18 @@ class StrataCache(Cache):
         )
         self._check_budget(self._tiered)
         self._real = np.ones((rows, 0), bool)
+        window = self.options.get("window")
+        if window is not None and window >= new > 1 and self._tiered.budget.amount is not None:
+            warnings.warn(
+                f"window: expected fewer than the {new} tokens of the prompt, got {window}; nothing is compressed until"
+                f" a row has more than {window + self._tiered.sinks} tokens",
+                stacklevel=2,
+            )
+
+    def adopt(self, tiered: TieredCache, real: np.ndarray) -> None:
+        """Take a TieredCache whose requests are the rows of ``real``, bool ``[rows, columns]``."""
+        self._tiered, self._real = tiered, real
+        self._shape = tiered.kv_heads, tiered.head_dim
 
     def reserve(self, tokens: int) -> None:
         """Tables for rows of so many tokens: they grow where nobody said how long a row may become."""
@@ -203,6 +238,23 @@ class StrataCache(Cache):
             if isinstance(layer, StrataLayer):
                 layer.ledger = None
         self._tiered = clone(self.tiered, max_tokens=max(self.context, 2 * tokens))
+
+    def _check_sizes(self) -> None:
+        """Refuse a budget that the sizes in the config rule out; `build` checks those that the model has."""
+        heads = getattr(self._text, "num_attention_heads", None)
+        dim = getattr(self._text, "head_dim", None) or (heads and getattr(self._text, "hidden_size", 0) // heads)
+        if not self._compressed or type(dim) is not int or dim % 16 or not 32 <= dim <= 256:
+            return
+        probe = TieredCache(
+            self._compressed,
+            1,  # tensor parallel leaves a rank fewer heads than the config has
+            dim,
+            dtype=self.dtype or torch.float16,
+            max_requests=self.max_batch or 1,
+            max_tokens=self.max_tokens or min(self.context, TOKENS),
+            **self.options,
+        )
+        self._check_budget(probe)
 
     def _check_budget(self, tiered: TieredCache) -> None:
         """A fraction below the lowest tier would fail in the middle of a text; say so before the first token."""
@@ -236,22 +288,32 @@ class StrataCache(Cache):
     def rows(self) -> int:
         return len(self._real)
 
-    def tokens_among(self, start: int, mask: torch.Tensor | None, rows: int, queries: int) -> torch.Tensor | None:
+    def tokens_among(
+        self, start: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int
+    ) -> torch.Tensor | None:
         """Which of the columns from ``start`` on are tokens: bool ``[rows, queries]``, None for all.
 
-        The first layer of a forward reads the mask, the others what it found.
+        The first layer of a forward reads mask and positions, the others only check a mask that is another one.
         """
         if rows != self.rows:
             raise ValueError(f"past_key_values: expected {self.rows} rows as before, got {rows}")
-        if self._real.shape[1] < start + queries:
+        end = start + queries
+        first = self._real.shape[1] < end
+        if mask is not None:
+            masks.check_shape(mask, queries, end)
+        if first:
             new = np.ones((rows, queries), bool)
             if mask is not None:
-                last = mask[:, 0, -1, -queries:]  # the last query sees every token
-                seen = last if last.dtype == torch.bool else last == 0
-                new = seen.expand(rows, -1).cpu().numpy()
+                new = masks.new_tokens(mask, queries).expand(rows, -1).cpu().numpy()
             self._real = np.concatenate([self._real[:, :start], new], 1)
-        real = self._real[:, start : start + queries]
-        return None if real.all() else torch.from_numpy(real).to(self.tiered.device)
+        if mask is not None and (first or not self._checked.holds(mask)):
+            masks.check_causal(mask, torch.from_numpy(self._real[:, :end]).to(mask.device), queries)
+            self._checked.set(mask)
+        real = self._real[:, start:end]
+        tokens = None if real.all() else torch.from_numpy(real).to(self.tiered.device)
+        if first and queries > 1 and positions is not None and positions.dim() == 2:
+            masks.check_positions(positions.to(self.tiered.device), tokens)
+        return tokens
 
     def forget(self, start: int) -> None:
         """Columns from ``start`` on are none: the first layer could not store them."""

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ..lab.terminal import AsJson, Device, Where, device_of, refuse
+from ..lab.terminal import AsJson, Device, Precision, Where, device_of, dtype_of, numba_hint, refuse
 
 
 def generate(
@@ -22,7 +22,9 @@ def generate(
     model: Annotated[
         str | None, typer.Option(metavar="DIR_OR_ID", help="A transformers model; SmolLM2-135M if none is named.")
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Run it with the 16-bit cache too.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run it with the 16-bit cache too, both in turn, some tokens at a time.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
     context: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text to put before the prompt.", exists=True, dir_okay=False)
@@ -38,6 +40,7 @@ def generate(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Leave the model's chat template out.")] = False,
     device: Where = Device.auto,
+    dtype: Precision = None,
     as_json: AsJson = False,
 ) -> None:
     """Write text with a compressed KV cache, then say what it cost.
@@ -60,20 +63,25 @@ def generate(
     from rich.console import Console
     from transformers.utils import logging
 
-    from ..eval.model import load
+    from ..eval.model import check_compressible, load
     from .cache import StrataCache
-    from .generate import encode, facts, floor_note, run, table
+    from .generate import encode, facts, floor_note, run, table, warm_up
 
     logging.set_verbosity_error()
     console = Console(stderr=as_json)
     name = model or "SmolLM2-135M"
     text = sys.stdin.read() if prompt == "-" else prompt
     if context is not None:
-        text = f"{context.read_text(encoding='utf-8')}\n\n{text}"
+        try:
+            text = f"{context.read_text(encoding='utf-8')}\n\n{text}"
+        except UnicodeDecodeError as error:
+            refuse(f"--context: expected a text file in UTF-8, got {context} ({error.reason} at byte {error.start})")
+    status = Console(stderr=True)
     try:
-        where = device_of(device)
-        with Console(stderr=True).status(f"loading {name}, half a minute"):
-            loaded, tokenizer = load(model, where)
+        where, precision = device_of(device), dtype_of(dtype)
+        with status.status(f"loading {name}, half a minute"):
+            loaded, tokenizer = load(model, where, precision)
+            check_compressible(loaded)
         if settings is None:
             cache = StrataCache(loaded.config, budget=budget)
         else:
@@ -87,13 +95,17 @@ def generate(
             console.print(words, end="", markup=False, highlight=False, soft_wrap=True)
             console.file.flush()
 
-        ours = run(loaded, tokenizer, ids, max_new_tokens, cache, say)
+        caches = [cache, None] if compare else [cache]
+        with status.status("warming up; the first run on a machine compiles loops for some seconds"):
+            compiled = warm_up(loaded, tokenizer, ids, caches)
+        if compiled:
+            status.print("Compiled the CPU loops; they are kept in files, later runs load them.", highlight=False)
+        if hint := numba_hint(where):
+            status.print(hint, markup=False, highlight=False, soft_wrap=True)
+        ours, *others = run(loaded, tokenizer, ids, max_new_tokens, caches, say)
     except (LookupError, OSError, TypeError, ValueError, NotImplementedError) as error:
         refuse(str(error))
-    plain = None
-    if compare:
-        with Console(stderr=True).status("again, with the 16-bit cache"):
-            plain = run(loaded, tokenizer, ids, max_new_tokens, None)
+    plain = others[0] if others else None
     if as_json:
         typer.echo(json.dumps({"model": name, "device": str(where), **facts(ours, plain, tokenizer)}, indent=1))
     console.print()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from transformers import DynamicCache, TextStreamer
 
 from ..cache.budget import Memory
 from .cache import StrataCache
+
+SEGMENT = 8  # tokens that a text is continued by while others wait
+WARM_TOKENS = 256  # of the prompt: enough to settle with the default window
 
 
 @dataclass(frozen=True)
@@ -33,20 +37,73 @@ class Run:
 
 
 class _Clock(TextStreamer):
-    """Hands text on as it comes, and remembers when tokens came."""
+    """Hands text on as it comes, and notes when each token came. One for all segments of a text."""
 
     def __init__(self, tokenizer: Any, say: Callable[[str], None] | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.say, self.times = say, [time.perf_counter()]
+        self.say = say
+        self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
         if not self.next_tokens_are_prompt:
             self.times.append(time.perf_counter())
         super().put(value)
 
+    def end(self) -> None:
+        """A segment ends; `finish` ends the text."""
+        self.next_tokens_are_prompt = True
+
+    def finish(self) -> None:
+        super().end()
+
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if self.say:
             self.say(text + ("\n" if stream_end else ""))
+
+
+class _Writer:
+    """Greedy text over one cache, a segment at a time; the clock runs only while it writes."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        ids: torch.Tensor,
+        cache: StrataCache | None,
+        say: Callable[[str], None] | None,
+    ) -> None:
+        self.model, self.cache = model, cache
+        self.held = DynamicCache(config=model.config) if cache is None else cache
+        self.ids, self.prompt = ids.to(model.device), ids.shape[1]
+        self.clock = _Clock(tokenizer, say)
+        self.first = self.rest = 0.0
+        ends = model.generation_config.eos_token_id
+        self.ends = set(ends if isinstance(ends, list) else [ends])
+        self.done = False
+
+    def write(self, new: int) -> None:
+        """Up to ``new`` more tokens."""
+        written = len(self.clock.times)
+        start = time.perf_counter()
+        self.ids = self.model.generate(
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            past_key_values=self.held,
+            max_new_tokens=new,
+            do_sample=False,
+            streamer=self.clock,
+        )
+        came = self.clock.times[written:]
+        if not written:
+            self.first = came[0] - start
+            start = came[0]
+        self.rest += came[-1] - start
+        self.done = int(self.ids[0, -1]) in self.ends
+
+    def finish(self) -> Run:
+        self.clock.finish()
+        name = "16 bit" if self.cache is None else f"budget {self.cache.options['budget']}"
+        return Run(name, self.prompt, self.ids[0, self.prompt :].tolist(), self.first, self.rest, self.cache)
 
 
 def encode(tokenizer: Any, prompt: str, raw: bool) -> torch.Tensor:
@@ -63,24 +120,42 @@ def run(
     tokenizer: Any,
     ids: torch.Tensor,
     new: int,
-    cache: StrataCache | None,
+    caches: Sequence[StrataCache | None],
     say: Callable[[str], None] | None = None,
-) -> Run:
-    """Greedy text after ``ids``, streamed to ``say``."""
-    clock = _Clock(tokenizer, say)
-    held = DynamicCache(config=model.config) if cache is None else cache
-    ids = ids.to(model.device)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=held,
-        max_new_tokens=new,
-        do_sample=False,
-        streamer=clock,
+) -> list[Run]:
+    """Greedy texts after ``ids``, one over each cache (None: 16 bit), the first streamed to ``say``.
+
+    Several are written in turn, some tokens at a time, so that whatever else the machine does slows all of them.
+    """
+    writers = [_Writer(model, tokenizer, ids, cache, None if i else say) for i, cache in enumerate(caches)]
+    segment = SEGMENT if len(writers) > 1 else new
+    for begin in range(0, new, segment):
+        for writer in writers:
+            if not writer.done:
+                writer.write(min(segment, new - begin))
+    return [writer.finish() for writer in writers]
+
+
+def warm_up(model: Any, tokenizer: Any, ids: torch.Tensor, caches: Sequence[StrataCache | None]) -> bool:
+    """A short text over each cache, which is then empty again: memory is touched, and loops that numba has not compiled
+    on this machine yet are. Returns whether any was compiled."""
+    before = _compilations()
+    run(model, tokenizer, ids[:, :WARM_TOKENS], 2, caches)
+    for cache in caches:
+        if cache is not None:
+            cache.reset()
+    return _compilations() > before
+
+
+def _compilations() -> int:
+    """Loops compiled so far because no file of an earlier run had them."""
+    return sum(
+        sum(loop.stats.cache_misses.values())
+        for name in ("attention.decode_numba", "attention.unpack_numba", "cache.pages_numba")
+        if (module := sys.modules.get(f"kvstrata.{name}"))
+        for loop in vars(module).values()
+        if hasattr(loop, "stats")
     )
-    start, first, *_ = clock.times
-    name = "16 bit" if cache is None else f"budget {cache.options['budget']}"
-    return Run(name, ids.shape[1], out[0, ids.shape[1] :].tolist(), first - start, clock.times[-1] - first, cache)
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
@@ -107,6 +182,8 @@ def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
         made.add_row("layers not compressed", f"{len(ours.cache.plain_layers)} of {len(ours.cache.layers)}")
     if plain:
         at = first_difference(ours.tokens, plain.tokens)
+        if at:
+            made.add_row("the same up to", repr(tokenizer.decode(ours.tokens[max(at - 8, 0) : at])))
         words = ("the same text", "") if at is None else (_words(run.tokens, at, tokenizer) for run in runs)
         made.add_row("first difference", *words)
     return made

@@ -7,6 +7,7 @@ is stored after; a decode step is stored first and read where it lies, by `decod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import kvstrata
 
 from ..cache.read import gather
 from . import attention
+from . import mask as masks
 from .mass import Logits, MassLedger, prompt_mass
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class StrataLayer(CacheLayerMixin):
     @torch.compiler.disable  # a compiled model steps out of its graph for the cache
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The new rows, for `attend`; a layer whose shape does not fit becomes a plain one here."""
+        attention.connect(self.owner)
         if not self.is_initialized:
             reason = self.owner.misfit(key_states, value_states)
             if reason:
@@ -60,14 +63,18 @@ class StrataLayer(CacheLayerMixin):
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
         under: attention.Under,
         logits: Logits,
     ) -> torch.Tensor:
-        """Attention output ``[rows, queries, heads, D]`` for ``query [rows, heads, queries, D]``; stores K and V."""
+        """Attention output ``[rows, queries, heads, D]`` for ``query [rows, heads, queries, D]``; stores K and V.
+
+        ``positions`` are the model's ``position_ids``, None where it does not hand them on.
+        """
         queries = query.shape[2]
-        real = self.owner.tokens_among(self.columns, mask, len(query), queries)
         few = queries <= min(DECODE_QUERIES, self.owner.tiered.window)
         try:
+            real = self.owner.tokens_among(self.columns, mask, positions, len(query), queries)
             if self.columns + queries > self.owner.tiered.max_tokens:
                 new = [queries] * len(query) if real is None else real.sum(1).tolist()
                 self.owner.reserve(max(map(add, self.lengths(), new)))
@@ -109,34 +116,60 @@ class StrataLayer(CacheLayerMixin):
         logits: Logits,
     ) -> torch.Tensor:
         self.flush()
-        queries = query.shape[2]
-        # What each query sees of the new columns, and the position that each column has in the cache.
-        causal = torch.ones(queries, queries, dtype=torch.bool, device=query.device).tril()
-        visible = causal & real[:, None, None]
-        before = torch.tensor(self.lengths(), device=query.device).view(-1, 1, 1)
-        position = (before + real[:, None].cumsum(-1) - 1).masked_fill(~real[:, None], -1)
-        keys, values = key, value
-        if self.columns:
-            past_k, past_v, at = self._past()
+        before = torch.tensor(self.lengths(), device=query.device).unsqueeze(1)
+        query_position = before + real.cumsum(1) - 1  # padding has that of the token before it
+        column_position = query_position.masked_fill(~real, -1).unsqueeze(1)
+        if not self.columns:
+            keys, out = key, self._alone(query, key, value, mask, under)
+        else:
+            past_k, past_v, past_position = self._past()
             keys, values = torch.cat([past_k.to(key.dtype), key], 2), torch.cat([past_v.to(value.dtype), value], 2)
-            seen = (at >= 0).unsqueeze(2)
             if not self.owner.tiered.policy.evict:
-                seen = seen[:, :1]  # all heads hold the same positions
-            visible = torch.cat([seen.expand(-1, -1, queries, -1), visible.expand(-1, seen.shape[1], -1, -1)], 3)
-            position = torch.cat([at, position.expand(-1, at.shape[1], -1)], 2)
-            mask = self._mask(visible, query)
-        out = under(query, keys, values, mask)
-        mass = self._mass(query, keys, visible, position, real, logits) if self.owner.listens else None
+                past_position = past_position[:, :1]  # all heads hold the same positions
+            column_position = column_position.expand(-1, past_position.shape[1], -1)
+            column_position = torch.cat([past_position, column_position], 2)
+            dtype = torch.bool if mask is None else mask.dtype
+
+            def mask_of(new: slice) -> torch.Tensor:
+                columns = column_position[..., : past_k.shape[2] + new.stop]
+                return masks.of_positions(query_position[:, new], columns, query.shape[1], dtype)
+
+            out = self._in_chunks(query, keys, values, mask_of, under)
+        mass = None
+        if self.owner.listens:
+            mass = self._mass(query, keys, query_position, column_position, real, logits)
         self._store(key, value, real, mass)
         return out
 
-    def _mask(self, visible: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """As the model's own attention wants it."""
-        if visible.shape[1] > 1:
-            visible = visible.repeat_interleave(query.shape[1] // visible.shape[1], 1)
-        if self.owner.base == "sdpa":
-            return visible
-        return torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, torch.finfo(query.dtype).min)
+    def _alone(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        under: attention.Under,
+    ) -> torch.Tensor:
+        """Attention of the first prompt, which has nothing before it."""
+        if mask is None:
+            return under(query, key, value, None)
+        return self._in_chunks(query, key, value, lambda new: mask[:, :, new, : new.stop], under)
+
+    def _in_chunks(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask_of: Callable[[slice], torch.Tensor],
+        under: attention.Under,
+    ) -> torch.Tensor:
+        """The model's own attention, some queries at a time, to the columns that the last of them may see."""
+        queries = query.shape[2]
+        before = keys.shape[2] - queries
+        parts = []
+        for new in masks.chunks(queries):
+            end = before + new.stop
+            parts.append(under(query[:, :, new], keys[:, :, :end], values[:, :, :end], mask_of(new)))
+        return torch.cat(parts, 1)
 
     def _past(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Stored K and V ``[rows, kv_heads, n, D]`` and positions ``[rows, kv_heads, n]``, -1 where nothing is."""
@@ -146,16 +179,17 @@ class StrataLayer(CacheLayerMixin):
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
-        visible: torch.Tensor,
-        position: torch.Tensor,
+        query_position: torch.Tensor,
+        column_position: torch.Tensor,
         real: torch.Tensor,
         logits: Logits,
     ) -> torch.Tensor:
-        """What the prompt attended to, by position: ``[rows, kv_heads, longest after it]``."""
-        by_column = prompt_mass(query, keys, visible, real, logits, self.owner.importance_queries)
-        longest = int(position.max()) + 1
+        """Mass that the prompt gave to each position: ``[rows, kv_heads, longest after it]``."""
+        limit = self.owner.importance_queries
+        by_column = prompt_mass(query, keys, query_position, column_position, real, logits, limit)
+        longest = int(column_position.max()) + 1
         mass = by_column.new_zeros(*by_column.shape[:2], longest + 1)  # the last for columns without a token
-        mass.scatter_add_(2, position.expand_as(by_column) % (longest + 1), by_column)
+        mass.scatter_add_(2, column_position.expand_as(by_column) % (longest + 1), by_column)
         return mass[..., :longest]
 
     def _store(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, mass: torch.Tensor | None) -> None:

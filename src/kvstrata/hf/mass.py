@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from ..cache import TieredCache
+from .mask import visible
 
-CHUNK = 64  # queries at a time
+CHUNK = 16  # queries at a time: their scores are the memory that this takes
 
 
 class Logits(NamedTuple):
@@ -26,7 +27,8 @@ class Logits(NamedTuple):
 def prompt_mass(
     query: torch.Tensor,
     key: torch.Tensor,
-    visible: torch.Tensor,
+    query_position: torch.Tensor,
+    column_position: torch.Tensor,
     asking: torch.Tensor,
     logits: Logits,
     limit: int,
@@ -35,8 +37,9 @@ def prompt_mass(
 
     Args:
         query: ``[rows, heads, queries, D]``.
-        key: ``[rows, kv_heads, columns, D]``.
-        visible: bool ``[rows, kv_heads or 1, queries, columns]``.
+        key: ``[rows, kv_heads, columns, D]``; the last columns are those of the queries.
+        query_position: ``[rows, queries]``; a query sees the positions up to its own.
+        column_position: ``[rows, kv_heads or 1, columns]``, -1 for a column without a token.
         asking: bool ``[rows, queries]``, False for padding.
         logits: how scores become logits.
         limit: how many queries are looked at.
@@ -52,19 +55,20 @@ def prompt_mass(
     mass = torch.zeros(rows * kv_heads, 1, columns, dtype=torch.float32, device=query.device)
     keys = key.float().flatten(0, 1).transpose(1, 2)
     group = query.shape[1] // kv_heads
-    for some, its_weight in zip(at.split(CHUNK), weight.split(CHUNK, 1), strict=True):
+    for chunk, (some, its_weight) in enumerate(zip(at.split(CHUNK), weight.split(CHUNK, 1), strict=True)):
+        end = columns - chunk * CHUNK * stride  # behind the column of the chunk's last query, which sees no further
         q = query[:, :, some].float().mul_(logits.scale)
-        scores = torch.bmm(q.reshape(rows * kv_heads, -1, q.shape[-1]), keys)
+        scores = torch.bmm(q.reshape(rows * kv_heads, -1, q.shape[-1]), keys[..., :end])
         if logits.softcap is not None:
             scores = scores.div_(logits.softcap).tanh_().mul_(logits.softcap)
-        by_query = scores.view(rows, kv_heads, group, len(some), columns)
-        by_query.masked_fill_(~visible[:, :, some].unsqueeze(2), -torch.inf)
+        by_query = scores.view(rows, kv_heads, group, len(some), end)
+        by_query.masked_fill_(~visible(query_position[:, some], column_position[..., :end]).unsqueeze(2), -torch.inf)
         if logits.sinks is not None:
             sink = logits.sinks.float().view(1, -1, 1, 1).expand(rows, -1, len(some), 1)
             scores = torch.cat([scores, sink.reshape(len(scores), -1, 1)], -1)
-        seen = scores.softmax(-1)[..., :columns].nan_to_num_(0.0)  # NaN: a padding row that sees nothing
+        seen = scores.softmax(-1)[..., :end].nan_to_num_(0.0)  # NaN: a padding row that sees nothing
         stands_for = its_weight[:, None, None].expand(-1, kv_heads, group, -1).reshape(len(scores), 1, -1)
-        mass += torch.bmm(stands_for, seen)
+        mass[..., :end] += torch.bmm(stands_for, seen)
     return mass.view(rows, kv_heads, columns)
 
 

@@ -17,6 +17,8 @@ def frequencies(config: Any, head_dim: int) -> list[float] | None:
         return None
     kind = "full_attention" if "full_attention" in given else None
     mine = given[kind] if kind else given
+    if not mine:  # only layers with a sliding window are turned
+        return None
     name, theta = mine.get("rope_type", "default"), mine.get("rope_theta")
     if name in ROPE_INIT_FUNCTIONS:
         found = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **{"layer_type": kind} if kind else {})[0]

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 
 from .compiler import CompileError, Cubin, Usage, cache_folder, compile, known_usage, usage
-from .kernel import Kernel, Launch, arch_of, bind_context, current_stream, load
+from .kernel import Kernel, Launch, arch_of, bind_context, capture_id, current_stream, load
 
 __all__ = [
     "CompileError",
@@ -17,6 +17,7 @@ __all__ = [
     "arch_of",
     "bind_context",
     "cache_folder",
+    "capture_id",
     "compile",
     "current_stream",
     "known_usage",

@@ -30,6 +30,16 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+def capture_id(stream: int) -> int:
+    """Number of the graph capture that a capturing stream is part of; no two captures have the same."""
+    from cuda.bindings import driver
+
+    error, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
+    if int(error):
+        raise RuntimeError(f"stream: the driver answered {error.name} when asked for its capture")
+    return int(number)
+
+
 class Kernel:
     """One kernel, loaded; usable in every context of its architecture."""
 

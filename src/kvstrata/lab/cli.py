@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NO_TOOL = 3  # exit code: the tool that a command drives is not there, or may not do its work
 
 
-Op = Annotated[str, typer.Argument(help="An op that bench knows: decode, prefill, quantize, replay, settle, store.")]
+Op = Annotated[str, typer.Argument(help="What bench knows: decode, prefill, quantize, replay, settle, step, store.")]
 
 
 def profile(

@@ -39,6 +39,7 @@ CHOSEN = {
         "full-B4-H16-S2048-D128",
         "causal-B4-H16-S2048-D128",
     ),
+    "replay": ("fa-1x16", "fa-64x4096", "fa-256x8192", "nsa-64x4096"),
     "decode": ("K8V8-B32-16384", "K4V4-B32-16384", "K2V2-B32-16384", "16bit-B32-16384"),
 }
 MOST = 4  # cases of an op that is not in CHOSEN

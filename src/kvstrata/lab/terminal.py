@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,14 @@ class Device(str, Enum):
 Results = Annotated[Path, typer.Option("--results", help="Folder of results, one subfolder per machine.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Where = Annotated[Device, typer.Option(help="Where to run; auto takes a GPU if there is one.")]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="The model's: float32, float16 or bfloat16; float32 on a CPU and bfloat16 on a GPU if none is given.",
+    ),
+]
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 def device_of(wanted: Device) -> torch.device:
@@ -35,6 +44,22 @@ def device_of(wanted: Device) -> torch.device:
         raise ValueError("--device cuda: torch sees no CUDA device")
     gpu = torch.cuda.is_available() and wanted is not Device.cpu
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The torch dtype of a --dtype; ValueError for another name."""
+    import torch
+
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"--dtype: expected float32, float16 or bfloat16, got {name!r}")
+    return None if name is None else getattr(torch, name)
+
+
+def numba_hint(device: torch.device) -> str | None:
+    """A line for a CPU without numba, None elsewhere."""
+    if device.type != "cpu" or importlib.util.find_spec("numba") is not None:
+        return None
+    return "Without numba the cache runs in plain torch here, several times slower: pip install 'kvstrata[cpu]'"
 
 
 def console(stderr: bool) -> Console:

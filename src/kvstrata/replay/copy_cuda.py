@@ -1,20 +1,24 @@
-"""The copies of a plan in CUDA C++: descriptors packed for ``copy.cu``, launched with the grid that the shapes need."""
+"""The copies of a plan in CUDA C++: descriptors packed for ``copy.cu``, launched with the grid that the shapes need.
+
+How the work is cut is data (``Config``): ``kvstrata tune replay`` searches it, and a plan takes what the table has for
+buffers like its own.
+"""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import jit
+from ..jit import tuned
 from .copies import BITS, Bound, Move
 
 SOURCE = Path(__file__).with_name("copy.cu")
-THREADS = 256  # kThreads of the kernel
-CHUNK = 8192  # bytes of a block's share
 CAPACITIES = (8, 28)  # copies that a launch has room for: 28 descriptors are what 4 KB of parameters hold
 MOST = CAPACITIES[-1]
 # struct Copy: target, lengths, rows; strides; fill; sizes, extents; lengths' step, per, extra; rows' per, extra; bytes,
@@ -26,17 +30,59 @@ NO_BLOCK = 0xFFFFFFFF
 FILL, WIDE_LENGTHS, WIDE_ROWS, FILL_LAST, SKIPS = 1, 2, 4, 8, 16
 
 
+@dataclass(frozen=True)
+class Config:
+    """Cut of the work: threads and bytes of a block, and the workers that belong to one copy, blocks or warps."""
+
+    worker: str = "block"
+    threads: int = 256
+    share: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.worker not in ("block", "warp"):
+            raise ValueError(f"worker: expected block or warp, got {self.worker!r}")
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a worker."""
+        return self.threads if self.worker == "block" else 32
+
+    @property
+    def workers(self) -> int:
+        """Workers of a block."""
+        return self.threads // self.lanes
+
+
+DEFAULT = Config()
+
+
+def features(copies: int, nbytes: int, casts: bool) -> dict[str, int | str]:
+    """Key of a launch in a tuned table: its copies, and the bytes of their buffers together."""
+    return {"copies": copies, "bytes": nbytes, "kind": "casts" if casts else "bits"}
+
+
+def config_of(dst: Sequence[torch.Tensor], casts: bool, device: torch.device) -> Config:
+    """The cut that a tuned table has for buffers like these on this GPU, or the default."""
+    if device.type != "cuda":
+        return DEFAULT
+    nbytes = sum(buffer.numel() * buffer.itemsize for buffer in dst)
+    choice = tuned.lookup("replay", torch.cuda.get_device_name(device), features(len(dst), nbytes, casts))
+    return Config(**choice) if choice else DEFAULT
+
+
 def capacity(copies: int) -> int:
     """The smallest launch that holds as many copies."""
     return next(most for most in CAPACITIES if copies <= most)
 
 
-def entry_of(copies: int, casts: bool, staged: bool) -> str:
-    return f"copy_all<{capacity(copies)}, {str(casts).lower()}, {str(staged).lower()}>"
+def entry_of(copies: int, casts: bool, staged: bool, config: Config = DEFAULT) -> str:
+    flags = f"{str(casts).lower()}, {str(staged).lower()}"
+    return f"copy_all<{capacity(copies)}, {flags}, {config.threads}, {config.lanes}>"
 
 
-def blocks_of(move: Move) -> int:
-    return -(-move.elements * move.itemsize // CHUNK)
+def workers_of(move: Move, config: Config) -> int:
+    """Workers that share the bytes of a copy."""
+    return -(-move.elements * move.itemsize * config.workers // config.share)
 
 
 def pack(
@@ -56,10 +102,10 @@ def pack(
     )  # fmt: skip
 
 
-def first_blocks(blocks: Sequence[int]) -> list[int]:
-    """Where each copy's blocks begin, and the grid."""
+def first_workers(workers: Sequence[int]) -> list[int]:
+    """First worker of each copy, and their number."""
     first = [0]
-    for count in blocks:
+    for count in workers:
         first.append(first[-1] + count)
     return first
 
@@ -76,14 +122,22 @@ class Copies:
     Not for use by two threads at once.
     """
 
-    def __init__(self, count: int, casts: bool, device: torch.device, stage: bytes | None = None) -> None:
-        self.count, self.room = count, capacity(count)
+    def __init__(
+        self,
+        count: int,
+        casts: bool,
+        device: torch.device,
+        stage: bytes | None = None,
+        config: Config = DEFAULT,
+    ) -> None:
+        self.count, self.room, self.config = count, capacity(count), config
         self.device = device.index if device.index is not None else torch.cuda.current_device()
         with torch.cuda.device(self.device):
             jit.bind_context(self.device)
-            kernel = jit.load(SOURCE, entry_of(count, casts, stage is not None), jit.arch_of(device))
+            kernel = jit.load(SOURCE, entry_of(count, casts, stage is not None, config), jit.arch_of(device))
         self._tail_at = 8 * self.room
-        self.launch = jit.Launch(kernel, 1, THREADS, empty_params(self.room, stage))
+        self._threads = config.threads
+        self.launch = jit.Launch(kernel, 1, config.threads, empty_params(self.room, stage))
         self.params, self.args = self.launch.params, self.launch.args
         # Launch fixes its grid; here the shapes choose it.
         self._call: Any = self.launch.call.func
@@ -91,9 +145,10 @@ class Copies:
         self.write = struct.Struct(f"<{count}Q").pack_into
         self.grid = 0
 
-    def tail(self, descriptors: Sequence[bytes], blocks: Sequence[int]) -> tuple[bytes, int]:
-        """Descriptors and first blocks as they lie behind pointers and stage, and the grid."""
-        *first, grid = first_blocks(blocks)
+    def tail(self, descriptors: Sequence[bytes], workers: Sequence[int]) -> tuple[bytes, int]:
+        """Descriptors and first workers as they lie behind pointers and stage, and the grid."""
+        *first, total = first_workers(workers)
+        grid = -(-total // self.config.workers)
         empty = self.room - len(descriptors)
         firsts = struct.pack(f"<{self.room}I", *first, *(NO_BLOCK,) * empty)
         return b"".join(descriptors) + NOTHING * empty + firsts, grid
@@ -109,7 +164,7 @@ class Copies:
             return
         if torch._C._cuda_getDevice() == self.device:
             stream = torch._C._cuda_getCurrentRawStream(self.device)
-            (error,) = self._call(self._function, self.grid, 1, 1, THREADS, 1, 1, 0, stream, self.args, 0)
+            (error,) = self._call(self._function, self.grid, 1, 1, self._threads, 1, 1, 0, stream, self.args, 0)
             if int(error):
                 self.launch.fail(error)
         else:

@@ -24,6 +24,7 @@ import torch
 from .copies import Bound, Fill, Names, check_list, check_source, shape
 from .plan import CopyPlan
 from .staging import HostStage
+from .switch import backend_of, is_fused
 
 STAGINGS = ("copy", "graph", "host")
 ALIGN = 256
@@ -69,6 +70,9 @@ class GraphRunner:
         fill: by name what padding rows, and columns that a call does not bring, get: a number, ``"last"`` (1-D), or
             None to leave them as they were. Names that are not given get 0.
         staging: ``copy``, ``graph`` or ``host``.
+        fused: False makes one ``.copy_`` for each input, and fills one by one, where otherwise one launch does it all,
+            to compare the two; None goes by the environment, ``KVSTRATA_FUSED_COPY=0`` being False. Pinned memory is
+            read by one kernel always: ``staging="host"`` takes no False, and does not look at the environment.
         watch: further tensors that the step reads or writes, checked with the buffers before each replay: a graph does
             not notice when a tensor has moved.
         warmup: eager runs before each capture, in which kernels are compiled and allocators settle.
@@ -98,6 +102,7 @@ class GraphRunner:
         *,
         fill: Mapping[str, Fill] | None = None,
         staging: str = "copy",
+        fused: bool | None = None,
         watch: Sequence[torch.Tensor] = (),
         device: torch.device | str | None = None,
         warmup: int = 2,
@@ -106,7 +111,10 @@ class GraphRunner:
     ) -> None:
         if staging not in STAGINGS:
             raise ValueError(f"staging: expected one of {STAGINGS}, got {staging!r}")
+        if staging == "host" and fused is not None and not fused:
+            raise ValueError('fused: expected None or True with staging="host", which has one kernel only, got False')
         check_list(watch, "watch")
+        self.fused = staging == "host" or is_fused(fused)
         self.sizes = _sizes(sizes)
         self.step, self.staging, self.warmup, self.pool, self.progress = step, staging, warmup, pool, progress
         self.buffers = _buffers(inputs, device)
@@ -201,12 +209,12 @@ class GraphRunner:
         if self._stage is not None:
             return self._stage.node(list(parts.values()))
         if self._live is None:
-            plan = CopyPlan(list(parts.values()), fill=fills)
+            plan = CopyPlan(list(parts.values()), fill=fills, backend=backend_of(self.fused))
             plan.names = self._names
             return plan.run
         sources = [self.staged[name][: part.shape[0]] for name, part in parts.items()]
         rows = [Bound(self._live, extra=self._extra[name]) for name in parts]
-        return CopyPlan(list(parts.values()), sources, fill=fills, rows=rows).run
+        return CopyPlan(list(parts.values()), sources, fill=fills, rows=rows, backend=backend_of(self.fused)).run
 
     def _body(self, one: Captured) -> Any:
         """What is captured: the step, after its metadata where that is part of the graph."""

@@ -1,46 +1,37 @@
 """Metadata of two attention backends into the buffers of a captured graph, with one launch in place of six or eight.
 
-``KVSTRATA_FUSED_COPY=0`` takes the plain ``.copy_`` calls instead, for comparison; it is read when the package is
-imported.
+``fused=False`` or ``KVSTRATA_FUSED_COPY=0`` makes one ``.copy_`` a buffer instead, for comparison. Both ways are a
+``CopyPlan`` and differ in its backend alone, so that checks and errors are the same.
 """
 
 from __future__ import annotations
 
-import os
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 
-from .plan import CopyPlan
+from .copies import Names, shape
+from .plan import CopyPlan, check_buffers
+from .switch import backend_of
 
-FUSED = os.environ.get("KVSTRATA_FUSED_COPY", "1") != "0"
 REMEMBERED = 64
-_plans: OrderedDict[tuple[int, ...], CopyPlan] = OrderedDict()
+_plans: OrderedDict[tuple[int | str, ...], CopyPlan] = OrderedDict()
 
 
-def _plan_of(dst: Sequence[torch.Tensor]) -> CopyPlan:
+def _plan_of(dst: Sequence[torch.Tensor], names: Sequence[Names], backend: str) -> CopyPlan:
     """The plan of these very tensors; it keeps them alive, so that their ids stay theirs."""
-    key = tuple(map(id, dst))
+    key: tuple[int | str, ...] = (backend, *map(id, dst))
     plan = _plans.get(key)
     if plan is None or any(a.data_ptr() != at for a, at in zip(plan.dst, plan.addresses, strict=True)):
-        plan = _plans[key] = CopyPlan(dst)
+        check_buffers(dst, names)
+        plan = _plans[key] = CopyPlan(dst, backend=backend)
+        plan.names = list(names)
         if len(_plans) > REMEMBERED:
             _plans.popitem(last=False)
     return plan
-
-
-def _corner(dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-    return dst[tuple(slice(0, n) for n in src.shape)]
-
-
-def _copy(dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor], fused: bool) -> None:
-    if fused:
-        _plan_of(dst).run(src)
-    else:
-        for a, b in zip(dst, src, strict=True):
-            _corner(a, b).copy_(b)
 
 
 def fused_copy_replay_data(
@@ -64,9 +55,11 @@ def fused_copy_replay_data(
     """Copy a decode step's metadata into a captured graph's buffers, in one launch.
 
     Of the sources the first ``batch_size`` elements count (``batch_size + 1`` of ``src_cu_seqlens_k``) and of the page
-    table the first ``max_seqlen_k`` columns; buffers may be larger and keep what is behind. Dtypes of a pair are equal.
-    The ``dst`` tensors are mutated; a plan is kept for the very tensor objects. Raises ValueError or TypeError for what
-    does not fit. Safe under graph capture. ``fused=False`` (or ``KVSTRATA_FUSED_COPY=0``) makes six ``.copy_`` calls.
+    table the first ``max_seqlen_k`` columns; buffers may be larger and keep what is behind. Page tables are 2-D, all
+    other tensors 1-D. Dtypes of a pair are equal; nothing is cast. The ``dst`` tensors are mutated; a plan is kept for
+    the very tensor objects. Raises ValueError or TypeError, naming the argument, for what does not fit, before
+    anything is written. Safe under graph capture. ``fused=False`` (or ``KVSTRATA_FUSED_COPY=0``) makes six ``.copy_``
+    calls, with the same checks.
 
     Example:
         >>> names = ["input_ids", "out_loc", "cu_seqlens_k", "positions", "seq_lens"]
@@ -79,22 +72,41 @@ def fused_copy_replay_data(
     """
     dst = (dst_input_ids, dst_out_loc, dst_cu_seqlens_k, dst_positions, dst_seq_lens, dst_page_table)
     given = (src_input_ids, src_out_loc, src_cu_seqlens_k, src_positions, src_seq_lens, src_page_table)
-    rows = (batch_size, batch_size, batch_size + 1, batch_size, batch_size, batch_size)
-    src = [t if t.shape[0] == n else _rows(t, n, i) for i, (t, n) in enumerate(zip(given, rows, strict=True))]
-    if src_page_table.shape[1] != max_seqlen_k:
-        if src_page_table.shape[1] < max_seqlen_k:
-            raise ValueError(f"max_seqlen_k: expected at most {src_page_table.shape[1]} columns, got {max_seqlen_k}")
-        src[5] = src[5][:, :max_seqlen_k]
-    _copy(dst, src, FUSED if fused is None else fused)
+    batch, columns = _count(batch_size, "batch_size"), _count(max_seqlen_k, "max_seqlen_k")
+    src = [_rows(t, batch + (i == OFFSETS_AT), i) for i, t in enumerate(given)]
+    if (width := src_page_table.shape[1]) != columns:
+        if width < columns:
+            raise ValueError(f"max_seqlen_k: expected at most {width} columns, got {columns}")
+        src[TABLE_AT] = src[TABLE_AT][:, :columns]
+    _plan_of(dst, FA_NAMES, backend_of(fused)).run(src)
 
 
 NAMES = ("input_ids", "out_loc", "cu_seqlens_k", "positions", "seq_lens", "page_table")
+FA_NAMES = [Names(f"src_{name}", f"dst_{name}") for name in NAMES]
+OFFSETS_AT, TABLE_AT = NAMES.index("cu_seqlens_k"), NAMES.index("page_table")
+
+
+def _count(value: int, name: str) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
+    if count < 0:
+        raise ValueError(f"{name}: expected at least 0, got {count}")
+    return count
 
 
 def _rows(tensor: torch.Tensor, rows: int, i: int) -> torch.Tensor:
-    if tensor.shape[0] < rows or rows < 0:
-        raise ValueError(f"src_{NAMES[i]}: expected at least {rows} rows for the batch, got shape {list(tensor.shape)}")
-    return tensor[:rows]
+    """The first ``rows`` rows of source ``i``."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"src_{NAMES[i]}: expected a tensor, got {type(tensor).__name__}")
+    size, dims = tensor.shape, 2 if i == TABLE_AT else 1
+    if len(size) != dims:
+        wanted = "2 dimensions [batch, columns]" if dims == 2 else "1 dimension"
+        raise ValueError(f"src_{NAMES[i]}: expected {wanted}, got shape {shape(tensor)}")
+    if size[0] < rows:
+        raise ValueError(f"src_{NAMES[i]}: expected at least {rows} rows for the batch, got shape {shape(tensor)}")
+    return tensor if size[0] == rows else tensor[:rows]
 
 
 @dataclass
@@ -117,30 +129,42 @@ class PrecomputedMetadata:
     def copy_from(self, step: PrecomputedMetadata, fused: bool | None = None) -> None:
         """Copy a step's metadata into these buffers, in one launch; ``fused=False`` makes one ``.copy_`` a field.
 
-        Raises ValueError or TypeError for what does not fit. Safe under graph capture, where the addresses of ``step``
-        become part of the graph.
+        Raises ValueError or TypeError, naming the field, for what does not fit, before anything is written. Safe under
+        graph capture, where the addresses of ``step`` become part of the graph.
         """
-        mine, theirs = [], []
+        if not isinstance(step, PrecomputedMetadata):
+            raise TypeError(f"step: expected a PrecomputedMetadata, got {type(step).__name__}")
+        names, targets, sources = [], [], []
         for field in fields(self):
-            a, b = getattr(self, field.name), getattr(step, field.name)
-            if b is None:
+            name, target, source = field.name, getattr(self, field.name), getattr(step, field.name)
+            if source is None:
                 continue
-            if a is None:
-                raise ValueError(
-                    f"{field.name}: expected None as in the buffers, got a tensor of shape {list(b.shape)}"
-                )
-            if field.name in OFFSETS:
-                a, b = self._past_zero(field.name, a), b[1:]
-            mine.append(a)
-            theirs.append(b)
-        _copy(mine, theirs, FUSED if fused is None else fused)
+            if not isinstance(source, torch.Tensor):
+                raise TypeError(f"{name}: expected a tensor or None, got {type(source).__name__}")
+            if target is None:
+                raise ValueError(f"{name}: expected None as in the buffers, got a tensor of shape {shape(source)}")
+            if name in OFFSETS:
+                target, source = self._past_zero(name, target), _offsets(source, NSA_NAMES[name].source)[1:]
+            names.append(NSA_NAMES[name])
+            targets.append(target)
+            sources.append(source)
+        _plan_of(targets, names, backend_of(fused)).run(sources)
 
     def _past_zero(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """``buffer[1:]`` as one object, since plans are known by their tensors."""
         kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = self.__dict__.setdefault("_offsets", {})
         if name not in kept or kept[name][0] is not buffer:
-            kept[name] = (buffer, buffer[1:])
+            kept[name] = (buffer, _offsets(buffer, NSA_NAMES[name].target)[1:])
         return kept[name][1]
 
 
+def _offsets(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.dim() != 1:
+        raise ValueError(f"{name}: expected 1 dimension [batch + 1], got shape {shape(tensor)}")
+    return tensor
+
+
 OFFSETS = ("cu_seqlens_k", "nsa_cu_seqlens_k")
+NSA_NAMES = {field.name: Names(field.name, f"{field.name} of the buffers") for field in fields(PrecomputedMetadata)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,7 @@ from .copies import (
     Fill,
     Look,
     Move,
+    Names,
     check_bound,
     check_fill,
     check_list,
@@ -32,6 +33,9 @@ from .copies import (
 )
 from .memory import folds, overlap, span
 
+if TYPE_CHECKING:
+    from .copy_cuda import Config
+
 REMEMBERED = 4096
 Source = torch.Tensor | None
 DATA_PTR = torch.Tensor.data_ptr
@@ -39,10 +43,10 @@ Addresses = tuple[int, ...]
 
 
 class Described:
-    """One copy from sources of one look: its move, and the bytes and blocks of its descriptor in CUDA C++."""
+    """One copy from sources of one look: its move, and its descriptor in CUDA C++."""
 
-    def __init__(self, move: Move, packed: bytes = b"", blocks: int = 0) -> None:
-        self.move, self.packed, self.blocks = move, packed, blocks
+    def __init__(self, move: Move, packed: bytes = b"") -> None:
+        self.move, self.packed = move, packed
         self.safe: set[int] = set()  # addresses at which such a source was found to be clear of all buffers
 
 
@@ -126,8 +130,8 @@ class CopyPlan:
         check_list(dst, "dst")
         self.dst = tuple(dst)
         count = len(self.dst)
-        _check_buffers(self.dst)
         self.names = names_of(count, casts=True)  # for errors; a runner puts its own here
+        check_buffers(self.dst, self.names)
         self.fill = _spread(fill, count, "fill")
         self.rows, self.lengths = _bounds(rows, count, "rows"), _bounds(lengths, count, "lengths")
         self.cast = [bool(value) for value in _spread(cast, count, "cast")]
@@ -171,18 +175,24 @@ class CopyPlan:
             if bound is not None and (other := self._written(bound.tensor)) is not None:
                 raise ValueError(f"{name}[{i}]: expected memory that no copy writes, got some of dst[{other}]")
 
-    def _kernels(self) -> list[Any]:
+    def _kernels(self, config: Config | None = None) -> list[Any]:
         """The launches of the CUDA backend, compiled and loaded here so that any run may be captured."""
         if self.backend != "cuda":
             return []
         from . import copy_cuda
 
-        count = len(self.dst)
-        firsts = range(0, count, copy_cuda.MOST)
-        return [
-            copy_cuda.Copies(min(copy_cuda.MOST, count - i), any(self.cast[i : i + copy_cuda.MOST]), self.device)
-            for i in firsts
-        ]
+        launches = []
+        for i in range(0, len(self.dst), copy_cuda.MOST):
+            dst, casts = self.dst[i : i + copy_cuda.MOST], any(self.cast[i : i + copy_cuda.MOST])
+            cut = config or copy_cuda.config_of(dst, casts, self.device)
+            launches.append(copy_cuda.Copies(len(dst), casts, self.device, config=cut))
+        return launches
+
+    def configure(self, config: Config) -> CopyPlan:
+        """Cut the launches of the CUDA backend this way, and not as the tuned table says. Before the first run."""
+        self._groups = self._kernels(config)
+        self._single = self._groups[0] if len(self._groups) == 1 else None
+        return self
 
     def run(self, src: Sequence[Source] | None = None) -> None:
         """Copy ``src``, or the sources that the plan was made with; one launch, nothing waits."""
@@ -223,15 +233,14 @@ class CopyPlan:
 
     def _load(self, looks: Looks, at: Addresses) -> None:
         """Descriptors of these looks, and addresses, into the launches."""
-        from .copy_cuda import NOTHING
+        from .copy_cuda import NOTHING, workers_of
 
         if looks.prepared is None:
             tails, first = [], 0
             for group in self._groups:
                 copies = looks.copies[first : first + group.count]
-                tails.append(
-                    group.tail([c.packed if c else NOTHING for c in copies], [c.blocks if c else 0 for c in copies])
-                )
+                workers = [workers_of(c.move, group.config) if c else 0 for c in copies]
+                tails.append(group.tail([c.packed if c else NOTHING for c in copies], workers))
                 first += group.count
             looks.prepared = tails
         first = 0
@@ -323,8 +332,7 @@ class CopyPlan:
         if self._groups:
             from . import copy_cuda
 
-            packed = copy_cuda.pack(move, self.addresses[i], *self._kernel_bounds(i))
-            described = Described(move, packed, copy_cuda.blocks_of(move))
+            described = Described(move, copy_cuda.pack(move, self.addresses[i], *self._kernel_bounds(i)))
         if len(self._described[i]) >= REMEMBERED:
             self._described[i].clear()
         self._described[i][look] = described
@@ -352,17 +360,21 @@ def _check_aligned(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}: expected an address aligned to {tensor.itemsize}, got {tensor.data_ptr():#x}")
 
 
-def _check_buffers(dst: Sequence[torch.Tensor]) -> None:
+def check_buffers(dst: Sequence[torch.Tensor], names: Sequence[Names]) -> None:
+    """Check the targets of copies: tensors of up to three dimensions on one device, no two of them in one place."""
+    called = [name.target for name in names]
     for i, buffer in enumerate(dst):
         if not isinstance(buffer, torch.Tensor):
-            raise TypeError(f"dst[{i}]: expected a tensor, got {type(buffer).__name__}")
+            raise TypeError(f"{called[i]}: expected a tensor, got {type(buffer).__name__}")
         if buffer.dim() > 3:
-            raise ValueError(f"dst[{i}]: expected at most 3 dimensions, got {shape(buffer)}")
+            raise ValueError(f"{called[i]}: expected at most 3 dimensions, got {shape(buffer)}")
         if buffer.device != dst[0].device:
-            raise ValueError(f"dst[{i}]: expected a tensor on {dst[0].device} as dst[0] is, got one on {buffer.device}")
+            raise ValueError(
+                f"{called[i]}: expected a tensor on {dst[0].device} as {called[0]} is, got one on {buffer.device}"
+            )
         if folds(buffer):
-            raise ValueError(f"dst[{i}]: expected elements that do not share memory, got strides {buffer.stride()}")
-        _check_aligned(buffer, f"dst[{i}]")
+            raise ValueError(f"{called[i]}: expected elements that do not share memory, got strides {buffer.stride()}")
+        _check_aligned(buffer, called[i])
     spans = sorted((*span(t), i) for i, t in enumerate(dst) if t.numel())
     if all(end <= start for (_, end, _), (start, _, _) in pairwise(spans)):
         return
@@ -371,4 +383,5 @@ def _check_buffers(dst: Sequence[torch.Tensor]) -> None:
             if start >= end:
                 break
             if overlap(dst[i], dst[j]):
-                raise ValueError(f"dst[{max(i, j)}]: expected memory of its own, got some of dst[{min(i, j)}]")
+                later, earlier = called[max(i, j)], called[min(i, j)]
+                raise ValueError(f"{later}: expected memory of its own, got some of {earlier}")

@@ -36,22 +36,23 @@ def copy(
     """``src`` into the corner of ``dst``; with ``fill`` the rest gets that value. Never waits for the GPU."""
     if dst.dim() == 0:
         dst, src = dst.reshape(1), src.reshape(1)
-    mask = covered(src, rows, lengths)
-    value = None
-    if fill is not None and fill != LAST:
-        value = torch.full((), fill, dtype=dst.dtype, device=dst.device)  # type: ignore[arg-type]
+    buffer, mask = dst, covered(src, rows, lengths)
     src = src.to(dst.dtype)
     if (whole := INTEGER.get(dst.itemsize)) is not None:  # as integers, so that every bit pattern survives
-        dst, src, value = dst.view(whole), src.view(whole), None if value is None else value.view(whole)
-    at = tuple(slice(0, n) for n in src.shape)
+        dst, src = dst.view(whole), src.view(whole)
+    corner = tuple(slice(0, n) for n in src.shape)
     if fill is None:
-        dst[at].copy_(src if mask is None else torch.where(mask, src, dst[at]))
+        dst[corner].copy_(src if mask is None else torch.where(mask, src, dst[corner]))
         return
-    if value is None:
+    if fill == LAST:
         value = _last(src, mask)
-    rest = value.expand(dst.shape).clone()
-    rest[at].copy_(src if mask is None else torch.where(mask, src, value))
-    dst.copy_(rest)
+    else:
+        value = torch.full((), fill, dtype=buffer.dtype, device=dst.device).view(dst.dtype)  # type: ignore[arg-type]
+    dst[corner].copy_(src if mask is None else torch.where(mask, src, value))
+    for dim, n in enumerate(src.shape):  # what lies behind the source, dimension by dimension
+        rest = dst[(*corner[:dim], slice(n, None))]
+        if rest.numel():
+            rest.fill_(value)
 
 
 def _last(src: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -62,4 +63,5 @@ def _last(src: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     if mask is None:
         return src[-1]
     count = mask.sum()
-    return torch.where(count > 0, src[(count - 1).clamp(min=0)], zero)
+    last = src.index_select(0, (count - 1).clamp(min=0).reshape(1)).reshape(())  # src[..] would wait for the count
+    return torch.where(count > 0, last, zero)

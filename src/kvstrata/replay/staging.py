@@ -26,7 +26,7 @@ import torch
 from ..backends import resolve
 from . import reference
 from .copies import Bound, Fill, Look, check_fill, check_list, check_source, move_of, names_of
-from .plan import _check_buffers, _spread
+from .plan import _spread, check_buffers
 
 if TYPE_CHECKING:
     from . import copy_cuda
@@ -65,8 +65,8 @@ class HostStage:
     def __init__(self, dst: Sequence[torch.Tensor], *, fill: Fill | Sequence[Fill] = None) -> None:
         check_list(dst, "dst")
         self.dst = tuple(dst)
-        _check_buffers(self.dst)
         self.names = names_of(len(self.dst))  # for errors of ``write``; a runner puts its own here
+        check_buffers(self.dst, self.names)
         if not self.dst:
             raise ValueError("dst: expected at least one buffer, got none")
         self.fill = _spread(fill, len(self.dst), "fill")
@@ -211,7 +211,7 @@ class Scatter:
             else:
                 bounds = (columns if target.dim() == 2 else None, 0, rows)
             descriptors.append(copy_cuda.pack(move, target.data_ptr(), *bounds, skips=True))
-            blocks.append(min(copy_cuda.blocks_of(move), STAGED_BLOCKS))
+            blocks.append(min(copy_cuda.workers_of(move, copies.config), STAGED_BLOCKS))
         blocks[0] = max(blocks[0], 1)  # at least one block, which counts the step
         copies.load(*copies.tail(descriptors, blocks))
         copies.write(copies.params, 0, *(base + offset for offset in stage._offsets))

@@ -33,7 +33,7 @@ NOISE = (0.02, 0.05)
 
 
 def tune(
-    op: Annotated[str, typer.Argument(help="What to tune: decode, prefill or store.")],
+    op: Annotated[str, typer.Argument(help="What to tune: decode, prefill, replay or store.")],
     trials: Annotated[
         int | None, typer.Option(min=1, help="Trials of each case; all processes and earlier runs count.")
     ] = None,
@@ -174,7 +174,7 @@ def tune(
 
 
 def warmup(
-    op: Annotated[str | None, typer.Argument(help="decode, prefill or store; all if none is named.")] = None,
+    op: Annotated[str | None, typer.Argument(help="decode, prefill, replay or store; all if none is named.")] = None,
     arch: Annotated[str | None, typer.Option(help="Compile for this, such as sm_90; no GPU needed.")] = None,
     gpu: Annotated[
         str | None, typer.Option(help="Whose table, such as nvidia-h200; all of the architecture if none is named.")

@@ -5,7 +5,9 @@ cache streams: codes and scales, or rows; queries and outputs are left out. Call
 sample the cache of the device is filled by reading, as a model's weights do between two attentions: dirty lines that
 somebody else left would otherwise be written back in our time.
 
-The work list of a step is made once for all layers; ``with its list`` makes it in every call, for one layer.
+The work list of a step is made once for all layers; ``with its list`` makes it in every call, for one layer, as calls
+without a plan do. For mixes, ``with mass`` also gives the mass of every token (`return_mass`), and ``with list and
+mass`` is a call without a plan that does, as StrataCache's are.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ WINDOW = 64  # plain tokens in a tiered cache
 PEER_PAGE = 16  # tokens of FlashInfer's pages
 NARROW, WIDE = ("K4V4", "K3V3", "K2V2"), ("K8V8", "K4V4", "K2V2")
 MEAN = 0.211  # of 16 bit: 3.25 bits of codes a value at head_dim 128
+WIDEST = 0.51  # of 16 bit: from here on tokens are in 8 and 16 bit
+OURS = ("kvstrata", "with its list", "with mass", "with list and mass")
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,12 @@ class Shape:
     q_len: int = 1
 
     @property
+    def usual(self) -> bool:
+        return (self.heads, self.kv_heads, self.head_dim) == (32, 8, 128)
+
+    @property
     def name(self) -> str:
-        heads = (
-            ""
-            if (self.heads, self.kv_heads, self.head_dim) == (32, 8, 128)
-            else f"-{self.heads}h{self.kv_heads}d{self.head_dim}"
-        )
+        heads = "" if self.usual else f"-{self.heads}h{self.kv_heads}d{self.head_dim}"
         return f"B{self.requests}-{self.tokens}{heads}{'' if self.q_len == 1 else f'-q{self.q_len}'}"
 
 
@@ -62,6 +66,9 @@ def counts_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> torch.Tens
     """Tokens of every tier, the same for all heads; plain alone, or a plain window and the rest."""
     counts = torch.zeros(shape.requests, shape.kv_heads, 1 + len(tiers), dtype=torch.int64)
     old = shape.tokens - WINDOW if tiers else 0
+    if tiers and budget > WIDEST:  # some old ones in plain, too
+        [lossy] = (f.bytes_per_token / (4 * shape.head_dim) for f in formats_of(shape, tiers)[1:])
+        old = min(old, round((1 - budget) / (1 - lossy) * shape.tokens))
     counts[..., 0] = shape.tokens - old
     if len(tiers) == 1:
         counts[..., 1] = old
@@ -70,6 +77,11 @@ def counts_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> torch.Tens
         counts[..., 1], counts[..., 2] = round(first * old), round(second * old)
         counts[..., 3] = old - counts[..., 1] - counts[..., 2]
     return counts
+
+
+def mixed(tiers: tuple[str, ...], budget: float) -> bool:
+    """Whether old tokens are in several formats."""
+    return len(tiers) > 1 or (len(tiers) == 1 and budget > WIDEST)
 
 
 def formats_of(shape: Shape, tiers: tuple[str, ...]) -> tuple[Format, ...]:
@@ -168,30 +180,41 @@ def _close(out: torch.Tensor, expected: torch.Tensor, limit: float = 1e-2) -> No
 
 def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device: torch.device) -> Bench:
     jobs = [_job(shape, tiers, budget, device, seed) for seed in range(sets)]
-    some = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in jobs]
-    wanted = [op.run(job, "reference")[0].float() for job in some]
+    # Each list of formats is one more kernel to compile, and made-up pages have positions of two bytes.
+    mass = mixed(tiers, budget) and shape.usual and shape.q_len == 1 and shape.tokens <= 1 << 15
+    heard = [job._replace(return_mass=mass) for job in jobs]
+    some = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in heard]
+    wanted = [op.run(job, "reference") for job in some]
     contenders: dict[str, Call] = {}
     if device.type == "cuda":
-        from kvstrata.attention.decode_cuda import Plan, Source
+        from kvstrata.attention.decode_cuda import Plan
+        from kvstrata.attention.source import Source
 
         sizes = (shape.kv_heads, shape.heads, shape.q_len)
         plans = [Plan(Source.of(job), tuple(job.requests), *sizes) for job in jobs]
         for plan in plans:
             plan.update()
-
-        def planned(i: int) -> torch.Tensor:
-            plans[i].update()
-            return plans[i].run(jobs[i])[0]
-
-        contenders = {"kvstrata": lambda i: plans[i].run(jobs[i])[0], "with its list": planned}
+        contenders = {
+            "kvstrata": lambda i: plans[i].run(jobs[i]),
+            "with its list": lambda i: op.run(jobs[i], "cuda"),
+        }
+        if mass:
+            contenders["with mass"] = lambda i: plans[i].run(heard[i])
+            contenders["with list and mass"] = lambda i: op.run(heard[i], "cuda")
     else:
-        contenders = {"kvstrata": lambda i: op.run(jobs[i], "reference")[0]}
+        contenders = {"kvstrata": lambda i: op.run(jobs[i], "reference")}
+    ours = contenders.keys() & set(OURS)
     rows = Rows(shape, jobs[0].q)
     contenders["flash"] = _sdpa(rows, SDPBackend.FLASH_ATTENTION)
 
-    def check(name: str, i: int, out: torch.Tensor) -> None:
-        ours = name in ("kvstrata", "with its list")
-        _close(out, wanted[i] if ours else rows.expected, 0.1 if "fp8" in name else 1e-2)
+    def check(name: str, i: int, result: torch.Tensor | op.Result) -> None:
+        if isinstance(result, torch.Tensor):
+            _close(result, rows.expected, 0.1 if "fp8" in name else 1e-2)
+            return
+        out, _, weights = result
+        _close(out, wanted[i][0].float())
+        if weights is not None and (expected := wanted[i][2]) is not None:
+            _close(weights, expected, 2e-2)
 
     bench = Bench(
         contenders=contenders,
@@ -199,8 +222,8 @@ def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device
         check=check,
         ours="kvstrata",
         baseline="flash",
-        variants={"with its list"} & contenders.keys(),
-        host={"kvstrata": contenders["kvstrata"]},
+        variants=ours - {"kvstrata"},
+        host={name: contenders[name] for name in OURS if name in ours},
         before=_read(device),
     )
     attach(bench, "decode", rows)
@@ -224,13 +247,13 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     if cuda and not quick:
         for n in (1024, 2048, 4096, 8192, 16384):
             wanted += [(Shape(32, n), NARROW, 0.2), *((Shape(32, n), WIDE, budget) for budget in (0.3, 0.4, 0.5))]
-            wanted += [(Shape(32, n), ("K8V8",), 0.0)]
+            wanted += [(Shape(32, n), ("K8V8",), 0.0), (Shape(32, n), ("K8V8",), 0.75), (Shape(32, n), (), 1.0)]
         others = [Shape(8, 16384, 32, 32), Shape(32, 16384, 64, 8), Shape(64, 16384, 32, 1)]
         others += [Shape(32, 16384, 32, 8, 64), Shape(32, 16384, q_len=4)]
         wanted += [(shape, NARROW, MEAN if shape.head_dim == 128 else 0.22) for shape in others]
     found: dict[str, Case] = {}
     for shape, tiers, budget in wanted:
-        kind = {0: "16bit", 1: "".join(tiers)}.get(len(tiers), f"mixed{budget:g}")
+        kind = f"mixed{budget:g}" if mixed(tiers, budget) else "".join(tiers) or "16bit"
         name = f"{kind}-{shape.name}"
         moved = bytes_of(shape, tiers, budget)
         params = {"kind": kind, "B": shape.requests, "heads": shape.heads, "kv_heads": shape.kv_heads,

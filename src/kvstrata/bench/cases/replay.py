@@ -1,13 +1,16 @@
 """The replay benchmark: a decode step's metadata into the buffers of a captured graph, by every way the notes name.
 
 ``fa`` are the six copies of FA-style metadata, ``nsa`` the eight of NSA-style, both into buffers of 256 rows and 8,192
-columns. Cases named ``-graph`` capture each contender first: the device alone. In the others every contender is called
-from Python, and what a call costs the host is measured beside it.
+columns. ``vectors`` are copies of one size into buffers of that size: one, two, and the note's seven of 32 elements.
+Cases named ``-graph`` capture each contender first: the device alone. In the others every contender is called
+from Python, and what a call costs the host is measured beside it. ``cuts`` are the same copies with the work cut in
+other ways: blocks of other sizes, and a warp for a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +20,7 @@ from kvstrata import backends, jit
 from kvstrata.bench import Bench, Case, sets_for
 from kvstrata.bench.clock import Call
 from kvstrata.bench.probes import EMPTY
-from kvstrata.replay import CopyPlan, HostStage, PrecomputedMetadata, fused_copy_replay_data
+from kvstrata.replay import CopyPlan, HostStage, PrecomputedMetadata, copy_cuda, fused_copy_replay_data
 
 ROWS, COLUMNS = 256, 8192
 POISON = 0xA5
@@ -30,29 +33,69 @@ TABLES = {"page_table": 1, "page_indices": 1, "real_page_table": 64}  # columns 
 OFFSETS = ("cu_seqlens_k", "nsa_cu_seqlens_k")
 
 
-def shape_of(name: str, rows: int, columns: int) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Style:
+    """Copies of a step: ``fa`` or ``nsa`` of a batch and columns of its page table, or ``rows`` vectors of a size."""
+
+    kind: str
+    rows: int
+    columns: int
+
+    @property
+    def case(self) -> str:
+        return f"{self.kind}-{self.rows}x{self.columns}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        if self.kind == "vectors":
+            return tuple(f"vector {i}" for i in range(self.rows))
+        return FA if self.kind == "fa" else NSA
+
+    @property
+    def room(self) -> Style:
+        """Of the buffers."""
+        return self if self.kind == "vectors" else Style(self.kind, ROWS, COLUMNS)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        if self.kind == "vectors":
+            return {"style": self.kind, "copies": self.rows, "elements": self.columns}
+        return {"style": self.kind, "bs": self.rows, "columns": self.columns}
+
+
+def shape_of(name: str, style: Style) -> tuple[int, ...]:
+    if style.kind == "vectors":
+        return (style.columns,)
     if name in TABLES:
-        return rows, max(columns // TABLES[name], 1)
+        return style.rows, max(style.columns // TABLES[name], 1)
     if name == "flashmla_metadata":
         return 132, 8
-    return (rows + (name in OFFSETS),)
+    return (style.rows + (name in OFFSETS),)
+
+
+def shapes_of(style: Style) -> list[tuple[int, ...]]:
+    return [shape_of(name, style) for name in style.names]
+
+
+def bytes_of(style: Style) -> int:
+    """Read and written."""
+    return 2 * 4 * sum(torch.Size(shape).numel() for shape in shapes_of(style))
 
 
 class Inputs:
-    """One input set: a step's metadata on the device and on the host, and buffers of full size."""
+    """One input set: a step's metadata on the device and on the host, and buffers."""
 
-    def __init__(self, style: str, rows: int, columns: int, device: torch.device, seed: int) -> None:
+    def __init__(self, style: Style, device: torch.device, seed: int, room: Style | None = None) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.style, self.rows, self.columns, self.device = style, rows, columns, device
-        self.names = FA if style == "fa" else NSA
-        shapes = [shape_of(name, rows, columns) for name in self.names]
-        self.on_host = [torch.randint(0, 1 << 30, shape, generator=generator).int() for shape in shapes]
-        if style == "nsa":  # offsets begin with a zero that stays where it is
+        self.style, self.device, self.names = style.kind, device, style.names
+        self.rows, self.columns = style.columns if style.kind == "vectors" else style.rows, style.columns
+        self.on_host = [torch.randint(0, 1 << 30, shape, generator=generator).int() for shape in shapes_of(style)]
+        if style.kind == "nsa":  # offsets begin with a zero that stays where it is
             for name, tensor in zip(self.names, self.on_host, strict=True):
                 if name in OFFSETS:
                     tensor[0] = 0
         self.src = [tensor.to(device) for tensor in self.on_host]
-        self.dst = [torch.zeros(shape_of(name, ROWS, COLUMNS), dtype=torch.int32, device=device) for name in self.names]
+        self.dst = [torch.zeros(s, dtype=torch.int32, device=device) for s in shapes_of(room or style.room)]
 
     def views(self) -> list[torch.Tensor]:
         return [d[tuple(slice(0, n) for n in s.shape)] for d, s in zip(self.dst, self.src, strict=True)]
@@ -195,8 +238,8 @@ def _replays(inputs: Sequence[Inputs]) -> dict[str, Call]:
     }
 
 
-def build(style: str, rows: int, columns: int, sets: int, graph: bool, device: torch.device) -> Bench:
-    inputs = [Inputs(style, rows, columns, device, seed) for seed in range(sets)]
+def build(style: Style, sets: int, graph: bool, device: torch.device) -> Bench:
+    inputs = [Inputs(style, device, seed) for seed in range(sets)]
     contenders: dict[str, Call] = {
         "kvstrata": _plan(inputs, "auto"),
         "sliced": _sliced(inputs),
@@ -211,7 +254,7 @@ def build(style: str, rows: int, columns: int, sets: int, graph: bool, device: t
         ours="kvstrata",
         baseline="sliced",
     )
-    variants: dict[str, Call] = {"adaptor": _adaptor(inputs)}
+    variants: dict[str, Call] = {} if style.kind == "vectors" else {"adaptor": _adaptor(inputs)}
     if device.type != "cuda":
         bench.absent["streams"] = bench.absent["triton"] = "needs a CUDA device"
     else:
@@ -237,22 +280,57 @@ def build(style: str, rows: int, columns: int, sets: int, graph: bool, device: t
     return bench
 
 
+CUTS = {
+    **{f"{n} threads": copy_cuda.Config(threads=n) for n in (64, 128, 256, 512, 1024)},
+    "256 threads, 2 KB": copy_cuda.Config(share=2048),
+    "256 threads, 32 KB": copy_cuda.Config(share=32768),
+    "warps": copy_cuda.Config("warp", 256),
+    "warps, 2 KB": copy_cuda.Config("warp", 256, 2048),
+}
+
+
+def build_cuts(style: Style, sets: int, device: torch.device) -> Bench:
+    """The plan's kernel with its work cut in other ways; the default is 256 threads and 8 KB a block."""
+    inputs = [Inputs(style, device, seed) for seed in range(sets)]
+
+    def cut(config: copy_cuda.Config) -> Call:
+        plans = [CopyPlan(one.dst, one.src, backend="cuda").configure(config) for one in inputs]
+        return lambda i: plans[i].run()
+
+    contenders: dict[str, Call] = {"kvstrata": _plan(inputs, "cuda"), **{name: cut(c) for name, c in CUTS.items()}}
+    return Bench(
+        contenders=contenders,
+        poison=lambda name, i: inputs[i].poison(),
+        check=lambda name, i, out: inputs[i].assert_copied(),
+        ours="kvstrata",
+        baseline="256 threads",
+        variants=CUTS.keys() - {"256 threads"},
+    )
+
+
+VECTORS = [Style("vectors", copies, 32) for copies in (1, 2, 7)]
+CUT_CASES = [VECTORS[2], Style("fa", 1, 16), Style("fa", 64, 4096), Style("fa", 256, 8192)]
+
+
 def cases(device: torch.device, quick: bool) -> list[Case]:
     cuda = device.type == "cuda"
+    styles = [Style("fa", n, width) for n in (1, 16, 64, 256) for width in (16, 512, 4096, 8192)]
+    styles += [Style("nsa", n, width) for n in (1, 16, 64, 256) for width in (16, 4096)]
+    styles += VECTORS
+    if quick or not cuda:
+        styles = [Style("fa", 64, 4096), Style("nsa", 64, 512), VECTORS[2]]
     found = []
-    for style in ("fa", "nsa"):
-        rows: tuple[int, ...] = (1, 16, 64, 256)
-        columns: tuple[int, ...] = (16, 512, 4096, 8192) if style == "fa" else (16, 4096)
-        if quick or not cuda:
-            rows, columns = (64,), (4096,) if style == "fa" else (512,)
-        names = FA if style == "fa" else NSA
-        for n in rows:
-            for width in columns:
-                moved = 2 * 4 * sum(torch.Size(shape_of(name, n, width)).numel() for name in names)
-                sets = sets_for(moved, device, memory=1 << 30)
-                params = {"style": style, "bs": n, "columns": width}
-                for graph in (False, True) if cuda else (False,):
-                    name = f"{style}-{n}x{width}{'-graph' if graph else ''}"
-                    make = partial(build, style, n, width, sets, graph)
-                    found.append(Case("replay", name, params, moved, make, sets=sets, graph=graph))
+    for style in styles:
+        moved = bytes_of(style)
+        sets = sets_for(moved, device, memory=1 << 30)
+        for graph in (False, True) if cuda else (False,):
+            name = f"{style.case}{'-graph' if graph else ''}"
+            make = partial(build, style, sets, graph)
+            found.append(Case("replay", name, style.params, moved, make, sets=sets, graph=graph))
+    if cuda and not quick and jit.missing() is None:
+        for style in CUT_CASES:
+            moved = bytes_of(style)
+            sets, name = sets_for(moved, device, memory=1 << 30), f"cuts-{style.case}-graph"
+            params, make = {**style.params, "style": f"cuts-{style.kind}"}, partial(build_cuts, style, sets)
+            found.append(Case("replay", name, params, moved, make, sets=sets, graph=True))
     return found

@@ -4,8 +4,9 @@
 random. Timed are the moves of all layers together, given their plan, phase by phase.
 Bytes are those of the tokens that move, read and written once, fillers among them; lists of moves are not counted.
 ``with plan`` also makes the plan from targets, which waits for the device once; the pages are there. ``token by token``
-sends all moves through chains, a launch a layer. ``append`` writes one token for each request and all heads, beside
-``store_kv`` of the same rows.
+sends all moves through chains, a launch a layer. ``append`` cases write one token for each request and all heads,
+beside ``store_kv`` of the same rows: ``kvstrata`` is the kernel with its arguments worked out, ``append`` all of
+`TieredCache.append` to a cache that grows.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvstrata.cache.buckets import Buckets
 from kvstrata.cache.pages import PageKind
 from kvstrata.cache.pool import Pool
 from kvstrata.cache.repack_phases import Phases
+from kvstrata.cache.transaction import Transaction
 from kvstrata.layout import Format
 
 POISON = 0xFF
@@ -71,7 +73,8 @@ class State:
         self.chains = [job for job, *_ in made]
         self.target = torch.cat([target for _, target, *_ in made])
         numbers = np.concatenate([numbers for *_, numbers in made], 1)
-        self.buckets.exchange_pages(*self.places, *numbers)
+        with Transaction(self.pool) as change:
+            self.buckets.exchange_pages(change, *self.places, *numbers)
         self.moved = 0
         size = torch.tensor([k.format.bytes_per_token + 6 for k in self.kinds], device=device)
         for layer, (job, _, plan, _) in enumerate(made):
@@ -123,8 +126,8 @@ class State:
         requests, layers = self.places
         places = requests * self.layers + layers
         plan = moves_cuda.Plan(self.buckets, places, self.before, self.target, starts=self.starts)
-        lists, none = plan.place(plan.to_host(), self.old_table), np.zeros(0, np.int64)
-        return repack_phases.phases(self.buckets, lists, (None, None), self.centres, none)
+        lists = plan.place(plan.to_host(), self.old_table, self.buckets.table)
+        return repack_phases.phases(self.buckets, lists, (None, None), self.centres)
 
     def restore(self) -> None:
         """The slabs as they were, and what some moves have to bring."""
@@ -200,10 +203,14 @@ class Appends:
         def rows(n: int) -> torch.Tensor:
             return torch.randn(2, n, heads, dim, generator=generator, device=device).bfloat16()
 
-        self.cache = TieredCache(1, heads, dim, budget=None, max_requests=requests, max_tokens=LONGEST, device=device)
         lengths = [1 + (7 * i + seed) % 62 for i in range(requests)]
         k, v = rows(sum(lengths))
-        self.cache.append(0, k, v, list(range(requests)), lengths)
+        self.cache, self.grows = (
+            TieredCache(1, heads, dim, budget=None, max_requests=requests, max_tokens=LONGEST, device=device)
+            for _ in range(2)
+        )
+        for cache in (self.cache, self.grows):
+            cache.append(0, k, v, list(range(requests)), lengths)
         self.k, self.v = rows(requests)
         ids, before = np.arange(requests), np.array(lengths)
         count = self.cache.buckets.room(0, ids, np.ones_like(ids))
@@ -219,12 +226,15 @@ class Appends:
         self.caches = torch.zeros(2, requests, 64, heads, dim, dtype=torch.bfloat16, device=device)
         self.slots = torch.tensor([64 * i + n for i, n in enumerate(lengths)], dtype=torch.int32, device=device)
 
+    def append(self) -> None:
+        self.grows.append(0, self.k.unsqueeze(1), self.v.unsqueeze(1))
+
     def store(self) -> None:
         kvstrata.store_kv(self.k, self.v, self.caches[0], self.caches[1], self.slots)
 
     def poison(self) -> None:
         self.caches.view(torch.uint8).fill_(POISON)
-        for slab in self.cache.pool.slabs:
+        for slab in (*self.cache.pool.slabs, *self.grows.pool.slabs):
             if slab is not None:
                 slab.fill_(POISON)
         self.rewind()
@@ -239,15 +249,20 @@ class Appends:
             for x, cache in zip((self.k, self.v), self.caches, strict=True):
                 assert torch.equal(cache.flatten(0, 1)[self.slots.long()], x), "a row is wrong"
             return
-        buckets, kind = self.cache.buckets, self.cache.kinds[0]
-        heads = np.arange(self.cache.kv_heads)
-        handles = buckets.host_table[self.job.requests[:, None], 0, heads, 0, 0].reshape(-1).astype(np.int64)
-        pages = self.cache.pool.read(handles, 0, kind.stride)
-        slot = self.cache.pool.to_device(self.job.count.reshape(-1))
-        got = kind.read(pages, torch.arange(len(slot), device=slot.device), slot)
+        cache = self.cache if name == "kvstrata" else self.grows
+        buckets, kind, heads = cache.buckets, cache.kinds[0], np.arange(cache.kv_heads)
+        count, lengths = self.job.count, self.job.position
+        if cache is self.grows:  # the newest
+            count = buckets.host_count[:, 0, :, 0].astype(np.int64) - 1
+            lengths = cache._lengths[:, 0].astype(np.int64) - 1
+        page, slot = np.divmod(count.reshape(len(lengths), -1), cache.page_tokens)
+        handles = buckets.host_table[self.job.requests[:, None], 0, heads, 0, page].reshape(-1).astype(np.int64)
+        pages = cache.pool.read(handles, 0, kind.stride)
+        slots = cache.pool.to_device(slot.reshape(-1))
+        got = kind.read(pages, torch.arange(len(slots), device=slots.device), slots)
         assert torch.equal(got.k, self.k.flatten(0, 1)), "a row of k is wrong"
         assert torch.equal(got.v, self.v.flatten(0, 1)), "a row of v is wrong"
-        position = self.cache.pool.to_device(self.job.position).repeat_interleave(self.cache.kv_heads)
+        position = cache.pool.to_device(lengths).repeat_interleave(cache.kv_heads)
         assert torch.equal(got.position, position), "a position is wrong"
         assert torch.equal(got.importance, torch.zeros_like(got.importance)), "an importance is wrong"
 
@@ -257,6 +272,7 @@ def build_append(requests: int, heads: int, dim: int, sets: int, device: torch.d
     contenders: dict[str, Call] = {
         "kvstrata": lambda i: append_op.append_rows(inputs[i].job),
         "store_kv": lambda i: inputs[i].store(),
+        "append": lambda i: inputs[i].append(),
     }
     return Bench(
         contenders=contenders,
@@ -264,6 +280,7 @@ def build_append(requests: int, heads: int, dim: int, sets: int, device: torch.d
         check=lambda name, i, out: inputs[i].assert_appended(name),
         ours="kvstrata",
         baseline="store_kv",
+        variants={"append"},
         host=dict(contenders),
         before=lambda i: inputs[i].rewind(),
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstrata import __version__
 from kvstrata.bench import publish, render
 from kvstrata.bench.results import Against, CaseResult, Report, Row
+from kvstrata.eval import drift
 from kvstrata.eval import plot as quality_plot
 from kvstrata.eval import render as quality_render
 from kvstrata.eval.results import Quality
@@ -72,6 +73,10 @@ def collect(results: Path) -> Content:
             header, rows = check_results.grid(report)
             section = _section(report.op, report.machine, check_results.caption(report))
             section.tables = [Grid("", header, rows, check_results.notes(report), names=3)]
+            sections.append(section)
+        elif isinstance(report, drift.Drift):
+            section = _section(report.op, report.machine, drift.caption(report))
+            section.tables = [replace(drift.table(report), title="")]
             sections.append(section)
         else:
             header, rows = tune_render.grid(report)

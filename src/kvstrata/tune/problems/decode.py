@@ -78,7 +78,8 @@ def _wanted(jobs: list[op.Job]) -> list[torch.Tensor]:
 
 
 def _build_cuda(shape: Shape, tiers: Tiers, sets: int, device: torch.device) -> Ready:
-    from kvstrata.attention.decode_cuda import Plan, Source
+    from kvstrata.attention.decode_cuda import Plan
+    from kvstrata.attention.source import Source
 
     jobs = [_job(shape, tiers, MEAN, device, seed) for seed in range(sets)]
     wanted = _wanted(jobs)

@@ -1,0 +1,43 @@
+"""Sizes of a decode plan's scratch: work lists of some layers, and the partial results of one.
+
+    stages        [layers at once, capacity, 4] int32     16 bytes for every stage that the page tables can name
+    chunks        [layers at once, chunks, 8] int32
+    slots         [layers at once, groups, 2] int32        a group is (tier, request, KV head)
+    partial_out   [chunks + groups, columns, head_dim] float32
+    partial_sum   [chunks + groups, columns, 2] float32
+
+Lists of all layers are made in one launch while they are small. Where they are not, in launches of `layers_at_once`
+layers: as many as fill the multiprocessors, so that a step takes as many rounds of blocks as before. On an H200 the
+kernel has 54 registers a thread, so one block of 1,024 threads is resident: 32 layers of 16 blocks each take four
+rounds of 128 blocks in one launch, and four launches take one round each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LIST_BYTES = 32 << 20  # lists of this size are not worth a second launch
+
+
+class Sizes(NamedTuple):
+    layers: int  # whose lists are there at once
+    capacity: int  # stages of a layer
+    chunks: int
+    groups: int
+    columns: int
+    head_dim: int
+
+    @property
+    def nbytes(self) -> int:
+        lists = self.layers * list_bytes(self.capacity, self.chunks, self.groups)
+        return lists + (self.chunks + self.groups) * self.columns * (self.head_dim + 2) * 4
+
+
+def list_bytes(capacity: int, chunks: int, groups: int) -> int:
+    """Bytes of the work list of one layer."""
+    return 16 * capacity + 32 * chunks + 8 * groups
+
+
+def layers_at_once(layers: int, layer_bytes: int, blocks: int, multiprocessors: int) -> int:
+    """Layers whose lists one launch makes, ``blocks`` thread blocks and ``layer_bytes`` bytes each."""
+    return min(layers, max(LIST_BYTES // max(layer_bytes, 1), multiprocessors // blocks, 1))

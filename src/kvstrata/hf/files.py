@@ -1,0 +1,200 @@
+"""A `StrataCache` as one safetensors file: no pickle, versioned, checked before anything is taken from it.
+
+    row.<r>.<name>            tensors of a request, as in cache/files.py
+    tokens                    uint8 [rows, columns], 0 for padding
+    mass.<layer>              float32, mass of decode steps that importance has not got yet
+    plain.<layer>.keys, values   layers that are not compressed
+
+The metadata holds the shape of the model, the arguments of both caches, numbers of each layer and a digest of all
+tensors. A model of another shape is refused; weights are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..cache import TieredCache
+from ..cache.files import Refused, digest, put, taken, validate, want
+from .layer import StrataLayer
+from .mass import MassLedger
+
+if TYPE_CHECKING:
+    from .cache import StrataCache
+
+KIND = "kvstrata.strata_cache"
+VERSION = 1
+SHAPE = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "layer_types",
+    "sliding_window",
+    "rope_parameters",
+)
+
+
+def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of a text config that have to agree between the model that saves and the one that loads."""
+    text = config.get_text_config(decoder=True)
+    return json.loads(json.dumps({name: getattr(text, name, None) for name in SHAPE}, default=str))
+
+
+def save(cache: StrataCache, path: str | PathLike[str]) -> None:
+    """`StrataCache.save`."""
+    from safetensors.torch import save_file
+
+    if not Path(path).parent.is_dir():
+        raise FileNotFoundError(f"path: expected a file in a folder that exists, got {str(path)!r}")
+    tensors = {"tokens": torch.from_numpy(cache._real.astype(np.uint8))}
+    for row in range(cache.rows):
+        tensors |= {f"row.{row}.{name}": x for name, x in taken(cache.tiered, row).items()}
+    layers = [_layer(cache, place, tensors) for place in range(len(cache.layers))]
+    tensors = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    arguments = cache.options | {
+        "dtype": _name(cache.dtype),
+        "max_batch": cache.max_batch,
+        "max_tokens": cache.max_tokens,
+        "importance_queries": cache.importance_queries,
+    }
+    tiered = None
+    if cache._tiered is not None:
+        given = {name: value for name, value in cache.tiered._arguments.items() if name != "device"}
+        tiered = given | {"dtype": _name(cache.tiered.dtype)}
+    metadata = {
+        "kind": KIND,
+        "version": str(VERSION),
+        "model": json.dumps(model_shape(cache._text)),
+        "arguments": json.dumps(arguments),
+        "tiered": json.dumps(tiered),
+        "layers": json.dumps(layers),
+        "digest": digest(tensors),
+    }
+    save_file(tensors, path, metadata=metadata)
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _layer(cache: StrataCache, place: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The numbers of a layer; its tensors go to ``tensors``."""
+    layer = cache.layers[place]
+    if isinstance(layer, StrataLayer):
+        queries = 0
+        if layer.ledger is not None and layer.ledger.mass is not None:
+            tensors[f"mass.{place}"], queries = layer.ledger.mass, layer.ledger.queries
+        dtype = _name(layer.dtype) if layer.is_initialized else None
+        return {"columns": layer.columns, "queries": queries, "dtype": dtype}
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise NotImplementedError(
+            f"save: expected layers of full or sliding-window attention, layer {place} is a {type(layer).__name__}"
+        )
+    if layer.is_initialized:
+        tensors[f"plain.{place}.keys"], tensors[f"plain.{place}.values"] = layer.keys, layer.values
+    return {"plain": cache.plain_layers[place], "length": layer.get_seq_length()}
+
+
+def load(
+    kind: type[StrataCache], config: PreTrainedConfig, path: str | PathLike[str], device: torch.device | str
+) -> StrataCache:
+    """`StrataCache.load`."""
+    try:
+        metadata, tensors = _read(path)
+        return _restore(kind, config, metadata, tensors, torch.device(device))
+    except Refused as error:
+        raise ValueError(f"path: expected a StrataCache of this model, {str(path)!r} is not: {error}") from error
+
+
+def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Metadata and tensors of a file whose header is ours and whose digest agrees."""
+    from safetensors import SafetensorError, safe_open
+
+    want(not Path(path).is_dir(), "it is a folder")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            header = file.metadata() or {}
+            want(header.get("kind") == KIND, f"kind: expected {KIND!r}, got {header.get('kind')!r}")
+            want(header.get("version") == str(VERSION), f"version: expected {VERSION}, got {header.get('version')!r}")
+            metadata = {name: json.loads(header[name]) for name in ("model", "arguments", "tiered", "layers")}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"not a whole safetensors file ({error})") from error
+    want(header.get("digest") == digest(tensors), "the digest differs: the file is damaged")
+    return metadata, tensors
+
+
+def _restore(
+    kind: type[StrataCache],
+    config: PreTrainedConfig,
+    metadata: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    device: torch.device,
+) -> StrataCache:
+    for name, value in model_shape(config).items():
+        saved = metadata["model"].get(name)
+        want(saved == value, f"{name}: expected {value!r} as in the model, got {saved!r}")
+    arguments = metadata["arguments"]
+    cache = kind(config, **arguments | {"dtype": _dtype(arguments["dtype"])})
+    tokens = tensors.get("tokens")
+    if tokens is None or tokens.dtype != torch.uint8 or tokens.dim() != 2:
+        raise Refused("tokens: expected uint8 [rows, columns]")
+    want(len(metadata["layers"]) == len(cache.layers), f"layers: expected {len(cache.layers)}")
+    if metadata["tiered"] is not None:
+        given = metadata["tiered"]
+        tiered = TieredCache(**given | {"dtype": _dtype(given["dtype"]), "device": device})
+        for row, columns in enumerate(tokens):
+            prefix = f"row.{row}."
+            parts = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+            validate(tiered, parts)
+            want((parts["length"] <= int(columns.sum())).all(), f"{prefix}length: expected up to its tokens")
+            put(tiered, row, parts)
+        cache.adopt(tiered, tokens.numpy().astype(bool))
+    for place, numbers in enumerate(metadata["layers"]):
+        _restore_layer(cache, place, numbers, tensors, device)
+    return cache
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    dtype = getattr(torch, name) if name in ("float32", "float16", "bfloat16") else None
+    want(name is None or dtype is not None, f"dtype: expected a floating-point type, got {name!r}")
+    return dtype
+
+
+def _restore_layer(
+    cache: StrataCache, place: int, numbers: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
+) -> None:
+    if "plain" in numbers:
+        if place not in cache.plain_layers:
+            cache.keep_plain(place, numbers["plain"])
+        keys, values = (tensors.get(f"plain.{place}.{name}") for name in ("keys", "values"))
+        if keys is not None and values is not None:
+            layer, keys, values = cache.layers[place], keys.to(device), values.to(device)
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = numbers["length"]
+        return
+    layer = cache.layers[place]
+    want(isinstance(layer, StrataLayer), f"layer {place}: expected one that is not compressed")
+    if numbers["dtype"] is None:
+        return
+    layer.dtype, layer.device, layer.is_initialized = _dtype(numbers["dtype"]), device, True
+    layer.columns = numbers["columns"]
+    want(layer.columns == cache._real.shape[1], f"layer {place}: expected {cache._real.shape[1]} columns")
+    mass = tensors.get(f"mass.{place}")
+    if mass is not None:
+        layer.ledger = MassLedger(cache.tiered, layer.index)
+        layer.ledger.mass, layer.ledger.queries = mass.to(device), numbers["queries"]

@@ -1,0 +1,113 @@
+"""Masks: which columns are tokens, and what a query sees.
+
+A compressed layer knows causal order and padding. Everything is worked out from positions, some queries at a time: the
+whole mask of a prompt is quadratic in its length.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+QUERIES = 256  # of a prompt that share a mask
+
+
+class LastMask:
+    """The mask that was checked last, without keeping it alive; copies and pickles know none."""
+
+    def __init__(self) -> None:
+        self._mask: weakref.ref[torch.Tensor] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LastMask, ()
+
+    def holds(self, mask: torch.Tensor) -> bool:
+        return self._mask is not None and self._mask() is mask
+
+    def set(self, mask: torch.Tensor) -> None:
+        self._mask = weakref.ref(mask)
+
+
+def check_shape(mask: torch.Tensor, queries: int, columns: int) -> None:
+    """Raise NotImplementedError unless a mask has a value for each query and column."""
+    if mask.dim() != 4 or mask.shape[2:] != (queries, columns):
+        raise NotImplementedError(
+            f"attention_mask: expected {queries} queries and {columns} columns with a StrataCache, got"
+            f" {tuple(mask.shape)}"
+        )
+
+
+def new_tokens(mask: torch.Tensor, queries: int) -> torch.Tensor:
+    """New columns that are tokens, bool ``[rows or 1, queries]``: a token sees itself, padding sees nothing there."""
+    own = mask[:, 0, -queries:, -queries:].diagonal(dim1=1, dim2=2)
+    return own if own.dtype == torch.bool else own == 0
+
+
+def check_causal(mask: torch.Tensor, real: torch.Tensor, queries: int) -> None:
+    """Raise NotImplementedError unless a mask is causal order and padding, nothing else.
+
+    Args:
+        mask: ``[rows or 1, heads or 1, queries, columns]``, True or 0 where a query sees a column.
+        real: bool ``[rows, columns]``, False for padding. Rows of padding queries are not looked at.
+        queries: the last of the columns.
+    """
+    columns = real.shape[1]
+    column = torch.arange(columns, device=mask.device)
+    wrong = torch.zeros((), dtype=torch.bool, device=mask.device)
+    for new in chunks(queries):
+        part, own = mask[:, :, new], column[columns - queries :][new]
+        expected = (real[:, None] & (column <= own[:, None])).unsqueeze(1)
+        differs = part != expected if part.dtype == torch.bool else (part == 0) != expected
+        if part.dtype != torch.bool:
+            differs |= (part != 0) & (part > torch.finfo(part.dtype).min / 2)  # a bias
+        wrong |= (differs & real[:, own, None].unsqueeze(1)).any()
+    if bool(wrong):
+        raise NotImplementedError(
+            "attention_mask: expected causal order and the padding of earlier calls with a StrataCache, got a mask of"
+            " another kind"
+        )
+
+
+def check_positions(positions: torch.Tensor, real: torch.Tensor | None) -> None:
+    """Raise NotImplementedError where the positions of a row's tokens go back, as those of packed sequences do.
+
+    Args:
+        positions: ``[rows or 1, queries]``.
+        real: bool ``[rows, queries]``, None without padding.
+    """
+    if real is None:
+        back = positions < positions.cummax(1).values
+    else:
+        tokens = positions.expand(len(real), -1).masked_fill(~real, torch.iinfo(positions.dtype).min)
+        back = (tokens < tokens.cummax(1).values) & real
+    if bool(back.any()):
+        raise NotImplementedError(
+            "position_ids: expected positions that grow with a StrataCache, got packed sequences; one row for each"
+        )
+
+
+def visible(query_position: torch.Tensor, column_position: torch.Tensor) -> torch.Tensor:
+    """Bool ``[rows, heads, queries, columns]`` from ``[rows, queries]`` and ``[rows, heads, columns]``, -1 for none."""
+    column = column_position.unsqueeze(2)
+    return (column >= 0) & (column <= query_position[:, None, :, None])
+
+
+def of_positions(
+    query_position: torch.Tensor, column_position: torch.Tensor, heads: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """`visible` as a model's attention takes it: of ``heads`` or 1, as bool or as a bias of 0 and the lowest number."""
+    seen = visible(query_position, column_position)
+    if seen.shape[1] > 1:
+        seen = seen.repeat_interleave(heads // seen.shape[1], 1)
+    if dtype == torch.bool:
+        return seen
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def chunks(queries: int) -> Iterator[slice]:
+    """Slices of up to `QUERIES` queries."""
+    for begin in range(0, queries, QUERIES):
+        yield slice(begin, min(begin + QUERIES, queries))

@@ -1,0 +1,143 @@
+"""Which models a `StrataCache` can compress, from the source of their attention.
+
+A compressed layer's K and V are not tensors, so a model has to hand what `update` returned to transformers' attention
+interface and do nothing else with it:
+
+    key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+    attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, ...)
+    attn_output, attn_weights = attention_interface(self, query_states, key_states, value_states, attention_mask, ...)
+
+The source is read before the first token, without importing it. A model whose source cannot be found is not refused
+here; `attention.Pending` raises where such a model reads K or V.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+# Keyword arguments of an attention function that a compressed layer knows or that say nothing about the scores.
+KNOWN = {"query", "key", "value", "attention_mask", "position_ids", "is_causal", "sliding_window", "scaling", "softcap"}
+KNOWN |= {"s_aux", "dropout", "output_attentions"}
+
+
+def check(config: Any, attention: str) -> None:
+    """Raise ValueError for a model that cannot be compressed; ``attention`` is "sdpa" or "eager"."""
+    text = config.get_text_config(decoder=True)
+    reason = None
+    if config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
+        reason = "it is an encoder-decoder model, whose cache is an EncoderDecoderCache"
+    elif getattr(text, "add_cross_attention", False):
+        reason = "its layers have cross-attention"
+    else:
+        source = _source(type(text).__module__)
+        reason = None if source is None else _refusal(source, attention)
+    if reason:
+        raise ValueError(
+            f"config: expected a model that a StrataCache can compress, got {text.model_type!r}: {reason}; a"
+            " DynamicCache works"
+        )
+
+
+def _source(configuration: str) -> str | None:
+    """Source of the modeling module beside a configuration module."""
+    package, _, name = configuration.rpartition(".")
+    if not name.startswith("configuration_"):
+        return None
+    try:
+        spec = importlib.util.find_spec(f"{package}.modeling_{name.removeprefix('configuration_')}")
+        return spec.loader.get_source(spec.name) if spec and spec.loader else None  # type: ignore[attr-defined]
+    except (ImportError, AttributeError, OSError):
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def _refusal(source: str, attention: str) -> str | None:
+    """Why a modeling module's attention cannot be compressed, None if it can."""
+    for owner in ast.parse(source).body:
+        if isinstance(owner, ast.ClassDef):
+            for function in owner.body:
+                if isinstance(function, ast.FunctionDef) and (reason := _refused(function, attention)):
+                    return f"{owner.name}.{function.name} {reason}"
+    return None
+
+
+def _refused(function: ast.FunctionDef, attention: str) -> str | None:
+    nodes = list(ast.walk(function))
+    updates = [node for node in nodes if isinstance(node, ast.Call) and _is_update(node)]
+    if not updates:
+        return None
+    by_value: dict[ast.AST, ast.expr] = {node.value: node.targets[0] for node in nodes if isinstance(node, ast.Assign)}
+    names = set()
+    for update in updates:
+        target = by_value.get(update)
+        if not isinstance(target, ast.Tuple) or not all(isinstance(name, ast.Name) for name in target.elts):
+            return "does not take K and V from the cache as a pair"
+        names |= {name.id for name in target.elts if isinstance(name, ast.Name)}
+    lookups = list(_lookups(nodes))
+    calls = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in dict(lookups)
+    ]
+    if not calls:
+        return "does not use transformers' attention interface"
+    if attention == "eager" and not any(by_method for _, by_method in lookups):
+        return 'looks its attention up only where it is not "eager"; model.set_attn_implementation("sdpa") changes it'
+    for call in calls:
+        if reason := _refused_call(call, names):
+            return reason
+    last = max(update.lineno for update in updates)
+    for node in nodes:
+        if isinstance(node, ast.Assign) and "attention_mask" in _computed(node):
+            return "makes a mask of its own in each layer"
+        if getattr(node, "lineno", 0) > last and (reason := _refused_use(node, names)):
+            return reason
+    return None
+
+
+def _is_update(call: ast.Call) -> bool:
+    """``past_key_values.update(key, value, layer)``, whatever the cache is called."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "update":
+        return False
+    cache = ast.unparse(call.func.value)
+    return len(call.args) + len(call.keywords) >= 3 and "past" in cache and "cross_attention" not in cache
+
+
+def _lookups(nodes: list[ast.AST]) -> Iterator[tuple[str, bool]]:
+    """Names of looked-up attention functions, and whether by `get_interface`."""
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            for part in ast.walk(node.value):
+                if isinstance(part, ast.Attribute | ast.Subscript) and ast.unparse(part.value) == REGISTRY:
+                    yield ast.unparse(target), isinstance(part, ast.Attribute)
+
+
+def _refused_call(call: ast.Call, names: set[str]) -> str | None:
+    by_name = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    given = call.args[2:4] or [by_name[name] for name in ("key", "value") if name in by_name]
+    if len(given) != 2 or not {ast.unparse(x) for x in given} <= names:
+        return "computes other tensors from the K and V of the cache"
+    unknown = sorted(by_name.keys() - KNOWN)
+    return f"gives its attention function {', '.join(unknown)}" if unknown else None
+
+
+def _refused_use(node: ast.AST, names: set[str]) -> str | None:
+    """Uses of K and V after `update` other than handing them on."""
+    if isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node.value) in names:
+        return f"reads {ast.unparse(node)} after the cache"
+    if isinstance(node, ast.Assign) and (again := _computed(node) & names):
+        return f"computes {', '.join(sorted(again))} anew after the cache"
+    return None
+
+
+def _computed(node: ast.Assign) -> set[str]:
+    """Names that an assignment gives something else than another name's value."""
+    if isinstance(node.value, ast.Name):
+        return set()
+    return {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}

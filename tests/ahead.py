@@ -1,0 +1,86 @@
+"""Triton kernels compiled without a GPU: in one process without the interpreter, which the tests of a worker share.
+
+As a program it reads lines of JSON, a function ("module:name") and its arguments, and answers each with its result.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from importlib import import_module
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+
+@functools.cache
+def _process() -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    process = subprocess.Popen([sys.executable, __file__], stdin=PIPE, stdout=PIPE, text=True, env=environment)
+    atexit.register(process.communicate)
+    return process
+
+
+def call(function: str, *arguments: Any) -> Any:
+    """The result of a function in that process; an AssertionError with its traceback where it raised."""
+    process = _process()
+    process.stdin.write(json.dumps([function, arguments]) + "\n")
+    process.stdin.flush()
+    result, error = json.loads(process.stdout.readline() or '[null, "the compiler ended"]')
+    assert error is None, error
+    return result
+
+
+def compile_triton(
+    module: str, kernel: str, arch: int, types: dict[str, str], constants: dict, **options: int
+) -> dict[str, int]:
+    """Registers, stack, local and (as SHARED) shared memory of a Triton kernel."""
+    return resources(call("ahead:compile_kernel", module, kernel, arch, types, constants, options))
+
+
+def resources(listing: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", listing)}
+
+
+# In the process
+
+
+def compile_kernel(module: str, name: str, arch: int, types: dict, constants: dict, options: dict) -> str:
+    from triton.compiler import ASTSource
+
+    kernel = getattr(import_module(module), name)
+    signature = {a: "constexpr" if a in constants else types.get(a, "i64") for a in kernel.arg_names}
+    return compile_source(ASTSource(kernel, signature, constants), arch, options)
+
+
+def compile_source(source: Any, arch: int, options: dict, *flags: str) -> str:
+    """What cuobjdump says of the kernel, asked for its resources and with more `flags`; shared memory comes last."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(built.asm["cubin"])
+        command = [cuobjdump, "-res-usage", *flags, file.name]
+        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return f"{listing}\nSHARED:{built.metadata.shared}"
+
+
+if __name__ == "__main__":
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        name, given = json.loads(line)
+        module, _, function = name.partition(":")
+        try:
+            answer = [getattr(import_module(module), function)(*given), None]
+        except Exception:
+            answer = [None, traceback.format_exc()]
+        print(json.dumps(answer, default=vars), file=answers, flush=True)

@@ -1,0 +1,132 @@
+"""How `test_prefill_compile` compiles the kernels of prefill, in the process of `ahead`."""
+
+from __future__ import annotations
+
+import triton
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from ahead import compile_source
+from kvstrata.attention import cached_gluon, cached_triton, prefill_gluon, prefill_triton
+from kvstrata.attention.prefill_configs import Config
+from kvstrata.attention.unpack_triton import whole_pages
+
+
+def compile_prefill(dim, causal, packed, ragged, arch, given):
+    config, wide = Config(*given), triton.next_power_of_2(dim)
+    sides = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "out": 64}
+    constants = dict(HEADS=16, GROUP=4, DIM=dim, BLOCK_N=config.block_n, CAUSAL=causal, SINKS=False, LSE=True)
+    constants["TAIL"] = causal or packed or ragged
+    options = dict(num_warps=4 if config.specialize else config.warps)
+    if config.registers:
+        options["maxnreg"] = config.registers
+    if config.specialize:
+        kernel, source, layout = prefill_gluon.specialized_kernel, GluonASTSource, f",{NVMMASharedLayout(128, 16, 4)!r}"
+        sides["q"] = 64
+        consumers = 2 if config.split else config.block_m // 64
+        registers = prefill_gluon.registers_of(consumers, config.registers)
+        constants |= dict(
+            STAGES=config.stages,
+            CONSUMERS=consumers,
+            PINGPONG=config.pingpong,
+            ORDER=config.order % 2,
+            DIM=wide,
+            SPLIT=config.split,
+            REGISTERS=registers,
+        )
+    else:
+        kernel, source, layout = prefill_triton.prefill_kernel, ASTSource, ""
+        options["num_stages"] = config.stages
+        constants |= dict(
+            WIDE=wide,
+            BLOCK_M=config.block_m,
+            WINDOWED=False,
+            CAPPED=False,
+            PACKED=packed,
+            TMA=config.tma,
+            PERSISTENT=config.persistent,
+            ORDER=config.order,
+            PRECISION="tf32",
+        )
+    types, aligned = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        side = name.removesuffix("_desc").removesuffix("_ptr")
+        if name in constants:
+            types[name] = "constexpr"
+            continue
+        if side in sides and (config.specialize or (config.tma and side != "out")):
+            types[name] = f"tensordesc<fp16[1, 1, {sides[side]}, {wide}]{layout}>"
+            continue
+        types[name] = "*fp32" if name.endswith("_ptr") else "i32"
+        if side in sides:
+            types[name] = "*fp16"
+        elif side.startswith("cu_"):
+            types[name] = "*i32"
+        if name in ("factor", "softcap"):
+            types[name] = "fp32"
+        elif types[name][0] == "*" or name.startswith("stride_"):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    return compile_source(source(kernel, types, constants, aligned), arch, options, "-sass")
+
+
+def compile_chunk(kernel, arch, dim, first, last):
+    """One of `prefill_attention_cached`."""
+    wide, hopper = triton.next_power_of_2(dim), kernel == "specialized_chunk_kernel"
+    all = dict(
+        KV_HEADS=8,
+        GROUP=4,
+        DIM=dim,
+        WIDE=wide,
+        BLOCK_M=128,
+        BLOCK_N=128 if arch == 90 else 64,
+        FIRST=first,
+        LAST=last,
+        SINKS=last,
+        LSE=last,
+        STAGES=cached_gluon.STAGES,
+        CONSUMERS=2,
+        TIERS=3,
+        TOKENS=64,
+        BLOCK=dim,
+        FORMATS=0x324400,
+        CENTRED=True,
+        POSITION_BYTES=4,
+        MANTISSA=0,
+        SCALED=0,
+        PAGE=64,
+        WINDOWED=False,
+        CAPPED=False,
+        PRECISION="tf32",
+        MOST=64,
+        REGISTERS=prefill_gluon.registers_of(2, None),
+        WHOLE=whole_pages(dim, 64, (4, 3, 2)),
+    )
+    kernel = getattr(cached_gluon if hopper or kernel == "order_kernel" else cached_triton, kernel)
+    constants = {name: value for name, value in all.items() if name in kernel.arg_names}
+    kinds = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "k_rows_ptr", "v_rows_ptr"), "*bf16")
+    kinds |= dict.fromkeys(("acc_ptr", "stats_ptr", "lse_ptr", "sinks_ptr", "centre_ptr", "k_scale_ptr"), "*fp32")
+    kinds |= {
+        "v_scale_ptr": "*fp32",
+        "pointers_ptr": "*i64",
+        "hadamard_ptr": "*fp16",
+        "factor": "fp32",
+        "softcap": "fp32",
+    }
+    kinds |= dict.fromkeys(constants, "constexpr")
+    block = f"tensordesc<bf16[1, 1, {cached_gluon.BLOCK_N}, {wide}],{NVMMASharedLayout(128, 16, 4)!r}>"
+    kinds |= {"k_desc": block, "v_desc": block}
+    types = {name: kinds.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(types.items())
+        if kind[0] == "*" or name.startswith("stride_q")
+    }
+    options = {
+        "stage_kernel": dict(num_warps=cached_triton.stage_warps(dim)),
+        "order_kernel": dict(num_warps=1),
+        "chunk_kernel": dict(num_warps=8, num_stages=2),
+        "specialized_chunk_kernel": dict(num_warps=4),
+    }
+    source = GluonASTSource if hopper else ASTSource
+    return compile_source(source(kernel, types, constants, aligned), arch, options[kernel.__name__], "-sass")
