@@ -12,7 +12,8 @@ optuna = pytest.importorskip("optuna")
 
 import tune_toy  # noqa: E402
 from kvstrata import jit  # noqa: E402
-from kvstrata.tune import decide, problems, render, results, search  # noqa: E402
+from kvstrata.tune import decide, gates, problems, render, results, search  # noqa: E402
+from kvstrata.tune.candidates import Candidates  # noqa: E402
 from kvstrata.tune.compiler import Compiler  # noqa: E402
 from kvstrata.tune.gates import PRESETS, Limits, Needs  # noqa: E402
 from kvstrata.tune.problems import Problem, Ready  # noqa: E402
@@ -158,3 +159,24 @@ def test_limits_values_and_metrics_are_rendered(tmp_path: Path) -> None:
     assert "stages" not in values
     assert "| 2.00 | 51.5 |" in render.markdown(again, {"table": "metrics"})
     assert f"| {row.measured} of {row.valid} |" in render.markdown(again, {})
+
+
+@pytest.mark.skipif(jit.missing() is not None, reason=str(jit.missing()))
+def test_what_is_portable_on_hopper() -> None:
+    """As docs/tune.md has it: store and prefill.cu at D 64 are inside, decode is not."""
+    cases = {
+        ("store", "8x128-fp16-256"): ("", ""),
+        ("prefill", "causal-B8-H16-S128-D64"): ("", "31% of the warps are resident, at least 50%"),
+        ("decode", "K2V2-B32-16384"): ("67584 bytes of shared memory, the cap is 49152",) * 2,
+    }
+    for (op, case), outside in cases.items():
+        problem = next(p for p in problems.find(op, "sm_90", CPU, "cuda") if p.case == case)
+        with Compiler("sm_90", jobs=0) as compiler:
+            for preset, reason in zip(("portable", "portable-50"), outside, strict=True):
+                candidates = Candidates(problem, compiler, PRESETS[preset])
+                try:
+                    candidates.profile(problem.default)
+                    found = ""
+                except gates.Rejected as error:
+                    found = str(error)
+                assert found == reason

@@ -62,7 +62,7 @@ class Compiler:
     def has(self, kernel: Needs) -> bool:
         """Whether `usage` answers without waiting for another process."""
         name = (kernel.source, kernel.entry)
-        return not self.jobs or name in self._done or (name in self._ahead and self._ahead[name].done())
+        return name not in self._ahead or self._ahead[name].done()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until another kernel is done; False if none is under way, or none was done in time."""

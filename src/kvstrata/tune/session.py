@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 NEAR = 2  # trials of a case that were as fast as the winner, and are profiled beside it
+MOST = 12  # cases that are profiled, those with a winner first
 SEARCH = 0.75  # of the time, if profiles are taken after it
 
 
@@ -135,7 +136,9 @@ class Session:
     ) -> None:
         """Profile winners, defaults and near misses; a near miss with better metrics may still win by 100 samples."""
         wanted = [(row.case, _choices(row, near[row.case])) for row in tuning.rows]
+        won = {row.case for row in tuning.rows if row.choice is not None}
         wanted = [(case, choices) for case, choices in wanted if len(choices) > 1]
+        wanted = sorted(wanted, key=lambda each: each[0] not in won)[:MOST]
         if not wanted:
             return
         try:
@@ -153,7 +156,10 @@ class Session:
             if better:
                 settings = replace(self.settings, measured_profiles=True)
                 search = Search(known[row.case], studies[row.case], timer, compiler, settings)
-                row = tuning.rows[number] = search.reconsider(better)
+                earlier, row = row.seconds, search.reconsider(better)
+                row.seconds = round(row.seconds + earlier, 1)
+                tuning.rows[number] = row
+                del search
                 self._free()
             row.metrics["default"] = found[row.case, key(row.default_choice)]
             if row.choice is not None:
