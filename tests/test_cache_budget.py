@@ -177,7 +177,19 @@ def test_pages_cost_their_bytes_and_a_slab_per_tier(
     layers, heads, dim, page_tokens, requests, tiers, dtype, importance, max_tokens, slab_pages, data
 ) -> None:
     sizes = Sizes(
-        0.25, layers, heads, dim, 68, dtype, torch.device("cpu"), requests, max_tokens, page_tokens, importance, None
+        0.25,
+        layers,
+        heads,
+        dim,
+        68,
+        64,
+        dtype,
+        torch.device("cpu"),
+        requests,
+        max_tokens,
+        page_tokens,
+        importance,
+        None,
     )
     strides = [kind.stride for kind in sizes.kinds(tiers)]
     slab, capacity = sizes.slabs(strides[0], len(strides))

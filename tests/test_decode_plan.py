@@ -295,9 +295,9 @@ def test_a_captured_step_with_lists_of_some_layers(whole: bool, monkeypatch: pyt
             outs = run(layers)
         graphs.append((graph, layers, outs))
     for _ in range(2):
-        new = torch.randn(2, 2 * 9, 2, 64, device="cuda").bfloat16()
+        new = torch.randn(2, 2 * 7, 2, 64, device="cuda").bfloat16()
         for layer in range(5):
-            cache.append(layer, *new, requests=[0, 1], lengths=[9, 9])
+            cache.append(layer, *new, requests=[0, 1], lengths=[7, 7])
         for graph, layers, outs in reversed(graphs):
             if not whole:
                 step.update()

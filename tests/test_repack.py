@@ -280,6 +280,7 @@ def page_to_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "resolve", lambda backend, device: "triton")
 
 
+@pytest.mark.skipif(HAS_GPU, reason="the kernels run on the GPU here")
 def test_state_machine_in_the_order_of_a_gpu(page_to_page: None) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 

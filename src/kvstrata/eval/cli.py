@@ -279,7 +279,7 @@ def drift(
     state = runs.Drift(describe("cpu", revision))
     path = results / state.machine["slug"] / "drift.json" if save else out
     try:
-        wanted = [replace(runs.choice(name), steps=steps, budget=budget) for name in policy or runs.DEFAULT]
+        wanted = [runs.Setting(steps=steps, budget=budget, **runs.choice(name)) for name in policy or runs.DEFAULT]
         for setting in wanted:
             runs.make_cache(setting)
     except ValueError as error:

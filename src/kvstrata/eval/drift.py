@@ -65,7 +65,7 @@ class Setting:
             raise ValueError(f"turns: expected a multiple of {QUARTERS}, got {self.turns}")
 
 
-def choice(name: str) -> dict[str, str]:
+def choice(name: str) -> dict[str, Any]:
     """The policy with this name, as arguments of a setting."""
     if name not in CHOICES:
         raise ValueError(f"policy: expected one of {', '.join(CHOICES)}, got {name!r}")
