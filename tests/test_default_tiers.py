@@ -88,14 +88,14 @@ def test_from_a_half_on_no_budget_is_worse_than_8_bit(budget: float) -> None:
             assert default.error <= outcome(narrow, uniform(narrow, tokens), mass).error
 
 
-def test_at_a_half_two_tiers_are_faster_than_three() -> None:
-    """Each tier is one more group of stages in a step. K4V4 below them helps only where few tokens get all the mass."""
+def test_at_a_half_a_third_tier_would_add_nothing() -> None:
+    """Each tier is one more group of stages in a step. Below K8V4 it helps short contexts alone, under their floor."""
     two, three = cache_of(0.5), cache_of(0.5, ("K8V8", "K8V4", "K4V4"))
     assert [f.name for f in two.formats[1:]] == ["K8V8", "K8V4"]
-    for tokens, more in zip(LENGTHS, (1.5, 1.5, 1.02), strict=True):
+    for tokens in LENGTHS:
         first, second = (outcome(cache, *settled(cache, tokens)) for cache in (two, three))
-        assert first.cost <= second.cost
-        assert first.error <= more * second.error
+        assert first.error <= (1 if tokens > 1024 else 1.2) * second.error
+        assert first.cost <= 1.1 * second.cost
 
 
 @pytest.mark.parametrize("policy", ["importance", "uniform", "recency"])
