@@ -19,6 +19,7 @@ from kvstrata.attention import op
 from kvstrata.cache import quantize_reference as quant
 from kvstrata.cache.buckets import DROP
 from kvstrata.cache.scopes import move_tokens
+from kvstrata.cache.transaction import Transaction
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 HAS_NUMBA = find_spec("numba") is not None
@@ -201,7 +202,7 @@ def filled(
             target = torch.randint(0 if plain else 1, len(tiers) + 1, (len(tokens),), generator=generator)
             target[torch.rand(len(tokens), generator=generator) < drop] = DROP
             target = target.to(DEVICE).masked_fill(tokens.position >= length - recent, 0)
-            with cache._operation() as change:
+            with Transaction(cache.pool) as change:
                 move_tokens(cache, change, [(layer, [request])], tokens, target)
     poison_tails(cache)
     return cache

@@ -89,6 +89,7 @@ class Layer:
 
 class Machine(RuleBasedStateMachine):
     ids = Bundle("ids")
+    refuses_memory = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +178,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(allocation=st.integers(0, 300))
     def run_out_of_memory(self, allocation: int) -> None:
-        self.refused = allocation
+        self.refused = allocation if self.refuses_memory else None
 
     @rule(target=ids)
     def add(self):

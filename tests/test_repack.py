@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -270,14 +271,16 @@ def test_bad_backends_are_named() -> None:
 
 @pytest.fixture
 def page_to_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of a GPU, pages taken before any are given back, with the reference in the kernel's place."""
+    """The order of a GPU, where moves read their tokens when they are launched, with the reference in the kernel's
+    place. It allocates then, which a kernel does not."""
 
-    def repack(job: repack_op.Job, backend: str) -> None:
+    def prepare(job: repack_op.Job, backend: str) -> Callable[[], None]:
         assert backend == "triton"
-        repack_reference.put(job, repack_reference.take(job))
+        return lambda: repack_reference.put(job, repack_reference.take(job))()
 
-    monkeypatch.setattr(repack_op, "repack", repack)
+    monkeypatch.setattr(repack_op, "prepare", prepare)
     monkeypatch.setattr(backends, "resolve", lambda backend, device: "triton")
+    monkeypatch.setattr(test_cache_machine.Machine, "refuses_memory", False)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the kernels run on the GPU here")
