@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -23,4 +24,6 @@ for options in (dict(budget=1.0), small):
     tokens.append(model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False))
     kv_heads.append(cache.tiered.kv_heads)
 torch.save(dict(tokens=tokens, kv_heads=kv_heads), folder / f"rank{dist.get_rank()}.pt")
+dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # threads of gloo may still run when the interpreter ends, which aborts now and then
