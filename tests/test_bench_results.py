@@ -137,7 +137,9 @@ def test_times_over_memory(tmp_path):
     assert "T 2048" in text
 
 
-@pytest.mark.parametrize(("tiers", "budget"), [(decode.NARROW, 0.2), (decode.WIDE, 0.4), (("K8V8",), 0.75), ((), 1.0)])
+@pytest.mark.parametrize(
+    ("tiers", "budget"), [(decode.NARROW, 0.2), (decode.WIDE, 0.4), (decode.EIGHT, 0.5), (("K8V8",), 0.75), ((), 1.0)]
+)
 def test_mixes_have_the_bytes_of_their_budget(tiers, budget):
     shape = decode.Shape(32, 16384)
     share = decode.bytes_of(shape, tiers, budget) / decode.bytes_of(shape, (), 1.0)
