@@ -6,17 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 optuna = pytest.importorskip("optuna")
 
 from optuna.trial import TrialState  # noqa: E402
 
 import tune_toy  # noqa: E402
-from kvstrata.tune import search, storage  # noqa: E402
+from kvstrata.tune import cli, search, session, storage  # noqa: E402
 from tune_toy import Speed  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -99,3 +103,36 @@ def test_what_another_host_left_is_taken_after_a_while(tmp_path: Path, monkeypat
     monkeypatch.setattr(storage, "STALE", storage.STALE * 0)
     assert storage.put_back(one) == 1
     assert one.ask().suggest_categorical("x", tune_toy.VALUES) == trial.params["x"]
+
+
+def test_time_left_goes_to_cases_whose_kernels_were_compiled_late(tmp_path, monkeypatch):
+    """The first case has one kernel at first, the second all of its two: only the first is searched again."""
+    runs: list[str] = []
+    available = {"early": [1, 3, 3], "late": [2]}
+
+    class Fake:
+        def __init__(self, problem, *rest):
+            self.case = problem.case
+
+        def run(self):
+            measured = available[self.case].pop(0)
+            runs.append(self.case)
+            return SimpleNamespace(
+                case=self.case, measured=measured, valid=4 if self.case == "early" else 2, seconds=1.0
+            )
+
+        def near(self, most):
+            return []
+
+    monkeypatch.setattr(session, "Search", Fake)
+    monkeypatch.setattr(session, "Timer", lambda *arguments: None)
+    problem = tune_toy.problem(lambda x: Speed(100), values=(1, 2, 3, 4))
+    one = session.Session(
+        op="toy", problems=[replace(problem, case="early"), replace(problem, case="late")], device=torch.device("cpu"),
+        arch="sm_90", backend="cuda", gates="hardware", settings=search.Settings(trials=4, seconds=600.0),
+        machine={"slug": "x"}, storage=tmp_path / "x.journal",
+    )  # fmt: skip
+    with cli._progress() as progress:
+        tuning = one.run(time.monotonic(), progress, lambda tuning: None)
+    assert runs == ["early", "late", "early", "early"], "until nothing new can be measured"
+    assert [(row.case, row.measured, row.seconds) for row in tuning.rows] == [("early", 3, 3.0), ("late", 2, 1.0)]

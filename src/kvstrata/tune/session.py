@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 NEAR = 2  # trials of a case that were as fast as the winner, and are profiled beside it
 MOST = 12  # cases that are profiled, those with a winner first
+AGAIN = 5.0  # seconds that must be left to search cases again
 SEARCH = 0.75  # of the time, if profiles are taken after it
 
 
@@ -69,24 +70,40 @@ class Session:
         near: dict[str, list[Choice]] = {}
         studies: dict[str, optuna.Study] = {}
         with Compiler(self.arch) as compiler:
-            spaces = self._compile(compiler)
+            goals = [min(settings.trials or size, size) for size in self._compile(compiler)]
             compiling = progress.add_task("compiling", total=compiler.progress[1], best="")
-            for number, (problem, size) in enumerate(zip(self.problems, spaces, strict=True)):
-                task = progress.add_task(problem.case, total=min(settings.trials or size, size), best="")
+            tasks = [
+                progress.add_task(p.case, total=goal, best="") for p, goal in zip(self.problems, goals, strict=True)
+            ]
+            unfinished, measured = list(range(len(self.problems))), -1
+            while unfinished:
+                for turn, number in enumerate(unfinished):
+                    problem = self.problems[number]
 
-                def watch(state: State, task: Any = task) -> None:
-                    best = f"best {state.best:.2f}x  last: {state.last}"
-                    progress.update(task, completed=state.finished, best=best)
-                    progress.update(compiling, completed=compiler.progress[0])
+                    def watch(state: State, task: Any = tasks[number]) -> None:
+                        best = f"best {state.best:.2f}x  last: {state.last}"
+                        progress.update(task, completed=state.finished, best=best)
+                        progress.update(compiling, completed=compiler.progress[0])
 
-                times = _share(settings, searched - time.monotonic(), len(self.problems) - number)
-                study = studies[problem.case] = self._study(storage, problem)
-                search = Search(problem, study, timer, compiler, times, watch)
-                tuning.rows.append(search.run())
-                near[problem.case] = search.near(NEAR)
-                keep(tuning)
-                del search
-                self._free()
+                    times = _share(settings, searched - time.monotonic(), len(unfinished) - turn)
+                    if problem.case not in studies:
+                        studies[problem.case] = self._study(storage, problem)
+                    search = Search(problem, studies[problem.case], timer, compiler, times, watch)
+                    row = search.run()
+                    if number < len(tuning.rows):
+                        row.seconds = round(row.seconds + tuning.rows[number].seconds, 1)
+                        tuning.rows[number] = row
+                    else:
+                        tuning.rows.append(row)
+                    near[problem.case] = search.near(NEAR)
+                    keep(tuning)
+                    del search
+                    self._free()
+                # Again with kernels that were not compiled yet when their case was searched.
+                earlier, measured = measured, sum(row.measured for row in tuning.rows)
+                if searched - time.monotonic() < AGAIN or measured == earlier:
+                    break
+                unfinished = [i for i, goal in enumerate(goals) if _untried(tuning.rows[i], goal)]
             if self.profile:
                 progress.add_task("Nsight Compute", total=None, best="")
                 left = end - time.monotonic()
@@ -174,6 +191,11 @@ def _share(settings: Settings, left: float, cases: int) -> Settings:
         return replace(settings, seconds=None)
     left = max(left, 0.0)
     return replace(settings, seconds=left / cases, patience=left / 2 * (cases - 1) / cases)
+
+
+def _untried(row: Row, goal: int) -> bool:
+    """True if fewer than ``goal`` configurations were measured, and there are more within the limits."""
+    return row.measured < min(goal, row.valid)
 
 
 def _choices(row: Row, near: list[Choice]) -> list[Choice]:
