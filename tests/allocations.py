@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvstrata
-from kvstrata.cache.pool import Pool
+from kvstrata.cache.storage.pool import Pool
 
 SOURCE = str(Path(kvstrata.__file__).parent)
 

@@ -4,8 +4,8 @@ import types
 
 import torch
 
-from kvstrata.bench import Timer, timer
-from kvstrata.bench.clock import CudaClock
+from kvstrata.tools.bench import Timer, timer
+from kvstrata.tools.bench.clock import CudaClock
 
 
 class Queue:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvstrata.cache import TieredCache
-from kvstrata.cache.pool import EMPTY
+from kvstrata.cache.storage.pool import EMPTY
 
 TIERS = ("K4V4", "K3V3", "K2V2")
 

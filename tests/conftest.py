@@ -67,7 +67,7 @@ def invoke(*arguments: object) -> Any:
     """`kvstrata` with these arguments."""
     from typer.testing import CliRunner
 
-    from kvstrata.cli import app
+    from kvstrata.tools.cli import app
 
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 

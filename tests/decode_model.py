@@ -15,11 +15,11 @@ import torch
 
 from conftest import HAS_GPU
 from kvstrata import PagedCache, TieredCache, decode_attention
-from kvstrata.attention import op
-from kvstrata.cache import quantize_reference as quant
-from kvstrata.cache.buckets import DROP
-from kvstrata.cache.scopes import move_tokens
-from kvstrata.cache.transaction import Transaction
+from kvstrata.attention.decode import op
+from kvstrata.cache.ops.transaction import Transaction
+from kvstrata.cache.policy.scopes import move_tokens
+from kvstrata.cache.storage.page_table import DROP
+from kvstrata.quant import reference as quant
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 HAS_NUMBA = find_spec("numba") is not None

@@ -134,7 +134,8 @@ def launcher() -> SimpleNamespace:
 
 def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on "cuda" is the emulator for `decode_attention`, on three multiprocessors."""
-    from kvstrata.attention import decode_cuda, op, plan
+    from kvstrata.attention.decode import cuda as decode_cuda
+    from kvstrata.attention.decode import op, plan
 
     properties = SimpleNamespace(name="emulated", multi_processor_count=3, shared_memory_per_multiprocessor=233472)
     monkeypatch.setattr(decode_cuda, "jit", launcher())

@@ -1,4 +1,4 @@
-"""A tiny random model with a vocabulary of letters, for tests of `kvstrata.eval`."""
+"""A tiny random model with a vocabulary of letters, for tests of `kvstrata.tools.eval`."""
 
 from __future__ import annotations
 

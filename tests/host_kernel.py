@@ -14,7 +14,7 @@ import struct
 import subprocess
 from pathlib import Path
 
-from kvstrata.replay import copy_cuda
+from kvstrata.replay import cuda as copy_cuda
 
 BEFORE = """
 #include <csetjmp>

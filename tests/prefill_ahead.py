@@ -8,9 +8,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ahead import compile_source
-from kvstrata.attention import cached_gluon, cached_triton, prefill_gluon, prefill_triton
-from kvstrata.attention.prefill_configs import Config
-from kvstrata.attention.unpack_triton import whole_pages
+from kvstrata.attention.prefill import gluon as prefill_gluon
+from kvstrata.attention.prefill import triton as prefill_triton
+from kvstrata.attention.prefill.configs import Config
+from kvstrata.attention.prefill_cached import gluon as cached_gluon
+from kvstrata.attention.prefill_cached import triton as cached_triton
+from kvstrata.layout.unpack_triton import whole_pages
 
 
 def compile_prefill(dim, causal, packed, ragged, arch, given):

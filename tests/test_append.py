@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from conftest import HAS_GPU
-from kvstrata.cache import TieredCache, append_op
+from kvstrata.cache import TieredCache
+from kvstrata.cache.move import append as append_op
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 BACKENDS = ["triton"] + (["cuda"] if HAS_GPU else [])
@@ -27,7 +28,7 @@ def rows(tokens: int, dim: int, dtype: torch.dtype, gap: int = 0, seed: int = 0)
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """All appends through one backend."""
-    from kvstrata.cache import buckets
+    from kvstrata.cache.storage import page_table as buckets
 
     prepare = append_op.prepare_append
     monkeypatch.setattr(buckets, "prepare_append", lambda job: prepare(job, request.param))
@@ -136,12 +137,12 @@ def test_triton_compiles_ahead_of_time(arch: int) -> None:
         HEADS=3, DIM=128, WIDE=128, PAGE=64, ROW=256, V_OFFSET=16384, POSITION_OFFSET=32768, POSITION_BYTES=2,
         IMPORTANCE_OFFSET=32896, BY_TOKEN=False,
     )  # fmt: skip
-    used = compile_triton("kvstrata.cache.append_triton", "append_kernel", arch, types, constants)
+    used = compile_triton("kvstrata.cache.move.append_triton", "append_kernel", arch, types, constants)
     assert 0 < used["REG"] <= 128, used
     types = {f"{name}_ptr": "*i64" for name in ("pointers", "handle", "slot", "tier", "offset", "position")}
     constants = dict(POSITION_BYTES=2, IMPORTANCE=True, WRITE=True, BLOCK=256)
     types |= {"importance_ptr": "*fp32"}
-    assert compile_triton("kvstrata.cache.pages_triton", "side_kernel", arch, types, constants)["LOCAL"] == 0
+    assert compile_triton("kvstrata.cache.storage.page_triton", "side_kernel", arch, types, constants)["LOCAL"] == 0
     types = {"pointers_ptr": "*i64", "handles_ptr": "*i64", "others_ptr": "*i64", "data_ptr": "*i32"}
     constants = dict(FROM="page", TO="page", BLOCK=1024)
-    assert compile_triton("kvstrata.cache.pages_triton", "pages_kernel", arch, types, constants)["LOCAL"] == 0
+    assert compile_triton("kvstrata.cache.storage.page_triton", "pages_kernel", arch, types, constants)["LOCAL"] == 0

@@ -11,8 +11,8 @@ import torch
 
 import toy
 from bench_queue import Queue
-from kvstrata.bench import Bench, Case, Timer, machine, probes, render, results, runner
-from kvstrata.bench.stats import summary
+from kvstrata.tools.bench import Bench, Case, Timer, machine, probes, render, results, runner
+from kvstrata.tools.bench.stats import summary
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench_queue import Queue
-from kvstrata.bench import Timer, sets_for, timer
-from kvstrata.bench.clock import LONGEST_LEAD
+from kvstrata.tools.bench import Timer, sets_for, timer
+from kvstrata.tools.bench.clock import LONGEST_LEAD
 
 CPU = torch.device("cpu")
 
@@ -135,7 +135,7 @@ def test_captured_calls_replay_their_own_input_set(monkeypatch):
 
 
 def test_sets_cover_four_caches(monkeypatch):
-    monkeypatch.setattr("kvstrata.bench.case.cache_bytes", lambda device: 60 << 20)
+    monkeypatch.setattr("kvstrata.tools.bench.case.cache_bytes", lambda device: 60 << 20)
     assert sets_for(1 << 10, CPU) == 8
     assert sets_for(60 << 20, CPU) == 4
     assert sets_for(1 << 30, CPU) == 2

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import toy
-from kvstrata.bench import Timer, probes, render, results, runner
-from kvstrata.bench.cases import decode
-from kvstrata.bench.plot import MEMORY, groups, plot
-from kvstrata.bench.results import CaseResult, Report, Row
-from kvstrata.bench.stats import summary
+from kvstrata.tools.bench import Timer, probes, render, results, runner
+from kvstrata.tools.bench.cases import decode
+from kvstrata.tools.bench.plot import MEMORY, groups, plot
+from kvstrata.tools.bench.results import CaseResult, Report, Row
+from kvstrata.tools.bench.stats import summary
 
 CPU = torch.device("cpu")
 

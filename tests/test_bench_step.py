@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvstrata.bench import runner
-from kvstrata.bench.cases import step
-from kvstrata.bench.clock import WallClock
-from kvstrata.bench.render import markdown
-from kvstrata.bench.results import CaseResult, Report, Row
-from kvstrata.bench.runner import _judge
-from kvstrata.bench.stats import summary
+from kvstrata.tools.bench import runner
+from kvstrata.tools.bench.cases import step
+from kvstrata.tools.bench.clock import WallClock
+from kvstrata.tools.bench.render import markdown
+from kvstrata.tools.bench.results import CaseResult, Report, Row
+from kvstrata.tools.bench.runner import _judge
+from kvstrata.tools.bench.stats import summary
 
 pytest.importorskip("transformers")
 DEVICE = torch.device("cpu")

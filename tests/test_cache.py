@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from cache_model import by_head, fingerprint, make, rows, same
-from kvstrata.cache import TieredCache, allocate
-from kvstrata.cache import quantize_reference as quant
+from kvstrata.cache import TieredCache
+from kvstrata.cache.policy import assign as allocate
+from kvstrata.quant import reference as quant
 
 # Append and read back
 

@@ -17,7 +17,9 @@ import torch
 from allocations import Allocations
 from cache_model import fingerprint, make, rows, same
 from conftest import HAS_GPU
-from kvstrata.cache import TieredCache, files, scopes, settle, step
+from kvstrata.cache import TieredCache
+from kvstrata.cache.ops import files, step
+from kvstrata.cache.policy import scopes, settle
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 

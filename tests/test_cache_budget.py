@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from cache_model import fingerprint, make, rows, same
 from kvstrata.cache import BudgetExceeded, TieredCache
-from kvstrata.cache.budget import TIERS
-from kvstrata.cache.pool import Pool
-from kvstrata.cache.sizes import Sizes
+from kvstrata.cache.policy.budget import TIERS
+from kvstrata.cache.policy.sizes import Sizes
+from kvstrata.cache.storage.pool import Pool
 
 
 @pytest.mark.parametrize("budget", [0.2, 0.25, 0.4, 0.6])

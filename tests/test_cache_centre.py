@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cache_model import by_head, make, rows
-from kvstrata.cache import centre as centre_module
-from kvstrata.cache import scopes
+from kvstrata.cache.policy import centre as centre_module
+from kvstrata.cache.policy import scopes
 
 
 def test_centre_is_the_mean_of_the_first_tokens_and_stays() -> None:

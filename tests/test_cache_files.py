@@ -106,7 +106,7 @@ def rewritten(path, change) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    from kvstrata.cache.files import digest
+    from kvstrata.cache.ops.files import digest
 
     with safe_open(path, framework="pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -21,9 +21,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from allocations import Allocations
 from cache_model import fingerprint, same
 from kvstrata.cache import BudgetExceeded, TieredCache
-from kvstrata.cache import quantize_reference as quant
-from kvstrata.cache.read import gather
+from kvstrata.cache.ops.inspect import gather
 from kvstrata.layout import rotate
+from kvstrata.quant import reference as quant
 
 LAYERS, HEADS, DIM, REQUESTS, TOKENS = 2, 2, 32, 4, 256
 TIERS = [("K4V4", "K3V3", "K2V2"), ("K8V8", "K4V2"), ("K4V3", "K4V2", "K3V2", "K2V2"), ("K2V2",)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvstrata.cache import BudgetExceeded, TieredCache, settle
-from kvstrata.cache.allocate import format_error, spread
+from kvstrata.cache import BudgetExceeded, TieredCache
+from kvstrata.cache.policy import settle
+from kvstrata.cache.policy.assign import format_error, spread
 from kvstrata.layout import Format
 
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvstrata.cache import pages, pool
-from kvstrata.cache import quantize_reference as quant
+from kvstrata.cache.storage import page as pages
+from kvstrata.cache.storage import pool
 from kvstrata.layout import Format
+from kvstrata.quant import reference as quant
 
 CPU = torch.device("cpu")
 

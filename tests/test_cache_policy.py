@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_model import make, rows
-from kvstrata.cache import allocate
-from kvstrata.cache import quantize_reference as quant
+from kvstrata.cache.policy import assign as allocate
 from kvstrata.layout import Format
+from kvstrata.quant import reference as quant
 
 # The allocator
 

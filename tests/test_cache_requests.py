@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cache_model import by_head, fingerprint, make, rows, same
-from kvstrata.cache import crop
+from kvstrata.cache.ops import crop
 
 
 def test_fork_shares_until_one_writes() -> None:

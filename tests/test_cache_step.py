@@ -11,7 +11,8 @@ import torch
 import kvstrata
 from cache_model import fingerprint, make, rows, same
 from conftest import HAS_GPU
-from kvstrata.cache import BudgetExceeded, append_op
+from kvstrata.cache import BudgetExceeded
+from kvstrata.cache.move import append as append_op
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 BACKENDS = ["triton"] + (["cuda"] if HAS_GPU else ["reference"])
@@ -38,7 +39,7 @@ def started(lengths: dict[int, int], layers: int = 2, **options):
 )
 def test_a_step_is_an_append(backend: str, dtype: torch.dtype, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same pages to the last bit, over the edge of a page, from strided rows, padding among them."""
-    from kvstrata.cache import step
+    from kvstrata.cache.ops import step
 
     run = append_op.write_rows
     monkeypatch.setattr(step, "write_rows", lambda written: run(written, backend))

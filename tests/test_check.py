@@ -14,9 +14,11 @@ import torch
 import kvstrata as library
 import toy
 from conftest import invoke
-from kvstrata.bench import cases, publish
-from kvstrata.lab import check, check_results, child, sweeps
-from kvstrata.lab.sweeps.draw import Draw, Refused
+from kvstrata.tools import child
+from kvstrata.tools.bench import cases, publish
+from kvstrata.tools.check import check, sweeps
+from kvstrata.tools.check import results as check_results
+from kvstrata.tools.check.sweeps.draw import Draw, Refused
 from prefill_model import DEVICE
 from test_prefill_cuda import cuda  # noqa: F401
 

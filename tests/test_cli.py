@@ -16,8 +16,8 @@ from typer import rich_utils
 from typer.testing import CliRunner
 
 import toy
-from kvstrata.bench import Timer, cases, probes, results, runner
-from kvstrata.cli import app
+from kvstrata.tools.bench import Timer, cases, probes, results, runner
+from kvstrata.tools.cli import app
 
 
 @pytest.fixture

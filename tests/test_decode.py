@@ -23,10 +23,10 @@ from decode_model import (
     poison_tails,
 )
 from kvstrata import DecodePlan, TieredCache, decode_attention
-from kvstrata.attention import op
-from kvstrata.bench import synthetic
+from kvstrata.attention.decode import op
 from kvstrata.jit import tuned
 from kvstrata.layout import Format
+from kvstrata.tools.bench import synthetic
 
 
 @each_backend
@@ -358,8 +358,8 @@ def test_plans_that_do_not_fit() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_plain_numbers_in_compiled_loops(dtype: torch.dtype) -> None:
     """Every 16-bit number, subnormal ones too, is what torch says; NaN of fp16 becomes infinite."""
-    from kvstrata.attention import unpack_numba
-    from kvstrata.attention.decode_numba import KINDS
+    from kvstrata.attention.decode.numba import KINDS
+    from kvstrata.layout import unpack_numba
 
     given = torch.arange(2**16).to(torch.uint16).view(torch.int16)
     x = given.view(dtype) if dtype != torch.float32 else given.float() * 1e-3
@@ -376,7 +376,7 @@ def test_plain_numbers_in_compiled_loops(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not HAS_NUMBA or HAS_GPU, reason="numba, a CPU backend, is not there")
 @pytest.mark.parametrize("threads", [2, 3, 9])
 def test_threads_share_out_the_heads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstrata.attention import decode_numba
+    from kvstrata.attention.decode import numba as decode_numba
 
     cache = filled([150, 0, 40])
     q = torch.randn(3, 1, 6, 64)

@@ -7,11 +7,12 @@ import torch
 
 from ahead import compile_triton
 from kvstrata import jit
-from kvstrata.attention import decode_cuda, stages
+from kvstrata.attention.decode import cuda as decode_cuda
+from kvstrata.attention.decode import stages
 from kvstrata.jit.kernel import PORTABLE_SHARED
 from kvstrata.layout import Format
 
-MODULE = "kvstrata.attention.decode_triton"
+MODULE = "kvstrata.attention.decode.triton"
 TYPES = {f"{name}_ptr": "*i32" for name in ("requests", "length", "table", "count", "offsets")}
 TYPES |= {f"{name}_ptr": "*fp32" for name in ("centre", "k_scale", "v_scale", "partial", "stats", "lse", "mass")}
 TYPES |= {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "pointers_ptr": "*i64"}

@@ -15,8 +15,8 @@ import emulator
 from conftest import HAS_GPU
 from decode_model import DEVICE, filled
 from kvstrata import DecodePlan, PagedCache, TieredCache, decode_attention
-from kvstrata.attention import decode_cuda
-from kvstrata.attention.source import Source
+from kvstrata.attention.decode import cuda as decode_cuda
+from kvstrata.attention.decode.source import Source
 from kvstrata.layout import Format
 
 

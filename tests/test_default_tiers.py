@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from cache_model import make, rows
-from kvstrata.attention import stages
+from kvstrata.attention.decode import stages
 from kvstrata.cache import TieredCache
-from kvstrata.cache.settle import Scopes, plan_all
-from kvstrata.cache.tokens import Tokens
+from kvstrata.cache.policy.settle import Scopes, plan_all
+from kvstrata.cache.storage.tokens import Tokens
 
 HEADS, LAYERS, DIM = 8, 32, 128
 LENGTHS = (1024, 2048, 16384)

@@ -13,9 +13,9 @@ import torch
 from cache_model import make, rows
 from decode_model import DEVICE, HAS_NUMBA
 from kvstrata import PagedCache, TieredCache, decode_attention, prefill_attention, prefill_attention_cached
-from kvstrata.attention import op, parts, unpack
+from kvstrata.attention.decode import op, parts
 from kvstrata.hf.mass import Logits, prompt_mass
-from kvstrata.layout import fragments, hadamard
+from kvstrata.layout import fragments, hadamard, unpack
 
 each_backend = pytest.mark.parametrize("backend", ["auto", "reference"])
 each_kind = pytest.mark.parametrize("kind", ["tiered", "paged"])

@@ -72,7 +72,7 @@ def test_links_lead_somewhere(path: Path, link: str) -> None:
 def test_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    from kvstrata.cli import app
+    from kvstrata.tools.cli import app
 
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, ["report", "--check"])

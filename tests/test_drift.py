@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvstrata.bench import publish
-from kvstrata.cli import app
-from kvstrata.eval import drift
+from kvstrata.tools.bench import publish
+from kvstrata.tools.cli import app
+from kvstrata.tools.eval import drift
 
 SHORT = drift.Setting(steps=600, turns=4)
 

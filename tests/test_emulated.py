@@ -11,10 +11,11 @@ import emulator
 from conftest import HAS_GPU
 from decode_model import Case, case_of, check, filled
 from kvstrata import DecodePlan, PagedCache, decode_attention
-from kvstrata.attention import decode_cuda, op, stages
-from kvstrata.attention.stages import FEW, Cut, begin_cost, cost, few_begin, few_cost, stage_tokens
-from kvstrata.bench import synthetic
+from kvstrata.attention.decode import cuda as decode_cuda
+from kvstrata.attention.decode import op, stages
+from kvstrata.attention.decode.stages import FEW, Cut, begin_cost, cost, few_begin, few_cost, stage_tokens
 from kvstrata.layout import Format
+from kvstrata.tools.bench import synthetic
 
 pytestmark = [
     pytest.mark.skipif(HAS_GPU, reason="the kernels run on the GPU here"),

@@ -16,11 +16,14 @@ from transformers import DynamicCache, LlamaConfig
 
 from eval_model import Letters, model, tokens
 from hf_model import SIZES
-from kvstrata.bench import publish
-from kvstrata.cache import TieredCache, settle
-from kvstrata.cache import quantize_reference as quant
-from kvstrata.cache.allocate import SQNR_DB
-from kvstrata.eval import (
+from kvstrata.cache import TieredCache
+from kvstrata.cache.policy import settle
+from kvstrata.cache.policy.assign import SQNR_DB
+from kvstrata.hf import StrataCache
+from kvstrata.layout import Format
+from kvstrata.quant import reference as quant
+from kvstrata.tools.bench import publish
+from kvstrata.tools.eval import (
     advise,
     bits,
     contenders,
@@ -34,9 +37,7 @@ from kvstrata.eval import (
     sensitivity,
     texts,
 )
-from kvstrata.eval.kivi import KiviCache, dequantize_groups, quantize_groups
-from kvstrata.hf import StrataCache
-from kvstrata.layout import Format
+from kvstrata.tools.eval.kivi import KiviCache, dequantize_groups, quantize_groups
 
 OPTIONS = dict(tiers=["K4V4", "K2V2"], window=12, sinks=4, page_tokens=16, settle_every=16)
 

@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 from typer.testing import CliRunner
 
 from eval_model import Letters, model
-from kvstrata.cli import app
-from kvstrata.eval import advise, render, results, texts
-from kvstrata.eval import model as models
+from kvstrata.tools.cli import app
+from kvstrata.tools.eval import advise, render, results, texts
+from kvstrata.tools.eval import model as models
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,12 @@ from cache_model import make as make_cache
 from conftest import HAS_GPU
 from decode_model import BACKENDS, DEVICE, Case, case_of, check
 from kvstrata import DecodePlan, PagedCache, TieredCache, decode_attention, prefill_attention, prefill_attention_cached
-from kvstrata.attention import decode_cuda, op
-from kvstrata.attention.source import Source
-from kvstrata.cache import append_op, buckets
-from kvstrata.cache.space import Space
+from kvstrata.attention.decode import cuda as decode_cuda
+from kvstrata.attention.decode import op
+from kvstrata.attention.decode.source import Source
+from kvstrata.cache.move import append as append_op
+from kvstrata.cache.storage import page_table as buckets
+from kvstrata.cache.storage.address_space import Space
 from kvstrata.replay import CopyPlan
 
 HALF = torch.bfloat16 if HAS_GPU else torch.float32

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from typer.testing import CliRunner
 
 from hf_model import make
-from kvstrata.cli import app
+from kvstrata.tools.cli import app
 
 
 @pytest.fixture(scope="module")

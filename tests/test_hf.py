@@ -459,7 +459,7 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_small_real_model() -> None:
     """SmolLM2, where it is installed: nothing compressed gives DynamicCache's text."""
-    from kvstrata.eval.model import default_folder, load
+    from kvstrata.tools.eval.model import default_folder, load
 
     try:
         default_folder()

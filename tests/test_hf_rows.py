@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_model import SIZES, SMALL, greedy, make, prompt
-from kvstrata.cache import centre
+from kvstrata.cache.policy import centre
 from kvstrata.hf import StrataCache
 
 

@@ -11,13 +11,17 @@ import torch
 
 from ahead import compile_triton
 from kvstrata import jit
-from kvstrata.attention import decode_cuda, prefill_cuda
-from kvstrata.cache import append_op, moves_cuda, quantize_op, repack_cuda, repack_phases
+from kvstrata.attention.decode import cuda as decode_cuda
+from kvstrata.attention.prefill import cuda as prefill_cuda
+from kvstrata.cache.move import append as append_op
+from kvstrata.cache.move import moves_cuda, repack_cuda
+from kvstrata.cache.move import phases as repack_phases
 from kvstrata.jit import compiler
 from kvstrata.layout import Format
-from kvstrata.replay import copy_cuda
-from kvstrata.store import store_cuda
-from kvstrata.store.rows import Rows, Task
+from kvstrata.quant import op as quantize_op
+from kvstrata.replay import cuda as copy_cuda
+from kvstrata.store import cuda as store_cuda
+from kvstrata.store.job import Rows, Task
 
 pytest.importorskip("cuda.core")
 ARCHITECTURES = ["sm_80", "sm_89", "sm_90"]
@@ -199,7 +203,7 @@ def test_quantise_gates(arch: str, format: Format, dtype: torch.dtype, registers
     [("store_warp.cu", "store_warp<2048>"), ("store_warp.cu", "store_warp<1152>"), ("empty.cu", "empty")],
 )
 def test_baselines_compile(file: str, entry: str, arch: str) -> None:
-    folder = Path(jit.__file__).parent.parent / "bench" / "baselines"
+    folder = Path(jit.__file__).parent.parent / "tools" / "bench" / "baselines"
     assert jit.usage(folder / file, entry, arch=arch).spill_bytes == 0
 
 
@@ -210,7 +214,7 @@ def test_triton_store_compiles_ahead_of_time(arch: int, mantissa: int) -> None:
     types = {"k_ptr": source, "v_ptr": source, "k_cache_ptr": cache, "v_cache_ptr": cache}
     types |= {"slots_ptr": "*i32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
     constants = dict(HEADS=8, K_DIM=128, V_DIM=128, PAGE_SIZE=16, MANTISSA=mantissa, K_SCALES=8, V_SCALES=8, BLOCK=1024)
-    used = compile_triton("kvstrata.store.store_triton", "store_kernel", arch, types, constants)
+    used = compile_triton("kvstrata.store.triton", "store_kernel", arch, types, constants)
     assert 0 < used["REG"] <= 128, used
     assert used["LOCAL"] == 0, used
 
@@ -226,7 +230,7 @@ def test_triton_quantise_compiles_ahead_of_time(arch: int, k_bits: int) -> None:
         DIM=64, WIDE=64, TOKENS=64, K_BITS=k_bits, V_BITS=2, K_STEP=0.3, V_STEP=0.9957, K_BYTES=format.k_bytes,
         V_BYTES=format.v_bytes, ROTATE=True, CENTRED=True, BLOCK=1024,
     )  # fmt: skip
-    used = compile_triton("kvstrata.cache.quantize_triton", "quantize_kernel", arch, types, constants)
+    used = compile_triton("kvstrata.quant.triton", "quantize_kernel", arch, types, constants)
     assert 0 < used["REG"] <= 255, used
 
 

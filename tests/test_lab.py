@@ -14,9 +14,10 @@ import torch
 
 import toy
 from conftest import invoke
-from kvstrata.bench import cases, results
-from kvstrata.bench.stats import summary
-from kvstrata.lab import git, regress, sweeps
+from kvstrata.tools import git
+from kvstrata.tools.bench import cases, regress, results
+from kvstrata.tools.bench.stats import summary
+from kvstrata.tools.check import sweeps
 
 MACHINE = {"name": "NVIDIA H200", "slug": "nvidia-h200", "revision": "abc", "dirty": False, "date": "2026-01-01T00:00Z"}
 

@@ -17,9 +17,10 @@ import torch
 import triton
 
 from kvstrata import jit
-from kvstrata.attention import decode_cuda, stages
-from kvstrata.cache import quantize_op
+from kvstrata.attention.decode import cuda as decode_cuda
+from kvstrata.attention.decode import stages
 from kvstrata.layout import Format
+from kvstrata.quant import op as quantize_op
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 CYCLES = 6  # the least that it leaves elsewhere

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from conftest import HAS_GPU
 from kvstrata import prefill_attention
-from kvstrata.attention import prefill, prefill_triton
-from kvstrata.attention.prefill_configs import Config
+from kvstrata.attention.prefill import op as prefill
+from kvstrata.attention.prefill import triton as prefill_triton
+from kvstrata.attention.prefill.configs import Config
 from prefill_model import BACKENDS, DEVICE, DTYPES, HALF, INTERPRETED, Case, case_of, check, relative_error
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

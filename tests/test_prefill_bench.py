@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from kvstrata import prefill_attention
-from kvstrata.attention import prefill_configs
-from kvstrata.attention.prefill import PrefillJob
-from kvstrata.attention.prefill_configs import TABLE, default_of, nearest
-from kvstrata.bench import results, runner
-from kvstrata.bench.cases import prefill as cases
-from kvstrata.bench.publish import figures, render_document
-from kvstrata.bench.stats import summary
+from kvstrata.attention.prefill import configs as prefill_configs
+from kvstrata.attention.prefill.configs import TABLE, default_of, nearest
+from kvstrata.attention.prefill.op import PrefillJob
+from kvstrata.tools.bench import results, runner
+from kvstrata.tools.bench.cases import prefill as cases
+from kvstrata.tools.bench.publish import figures, render_document
+from kvstrata.tools.bench.stats import summary
 
 CPU = torch.device("cpu")
 MANY = ["kvstrata", "flash", "cuda", "cudnn"]
@@ -85,7 +85,7 @@ def test_a_stale_output_is_noticed() -> None:
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> results.Report:
     """All cases of a GPU, with times made up: every contender of a case 10 % slower than the one before."""
-    monkeypatch.setattr("kvstrata.bench.case.cache_bytes", lambda device: 60 << 20)
+    monkeypatch.setattr("kvstrata.tools.bench.case.cache_bytes", lambda device: 60 << 20)
     measured = []
     for case in cases.cases(torch.device("cuda"), False):
         names = {"ideas": [*cases.ideas(), "v2"], "tiers": ["kvstrata", "unpack then flash", "unpack then cudnn"]}

@@ -11,9 +11,9 @@ import triton.language as tl
 from conftest import HAS_GPU
 from decode_model import DEVICE, EPS, INTERPRETED, Case, filled, poison_tails
 from kvstrata import PagedCache, TieredCache, decode_attention, prefill_attention_cached
-from kvstrata.attention import cached_triton
-from kvstrata.attention.cached import CachedJob
-from kvstrata.attention.unpack_triton import load_levels, page_levels, whole_pages
+from kvstrata.attention.prefill_cached import triton as cached_triton
+from kvstrata.attention.prefill_cached.op import CachedJob
+from kvstrata.layout.unpack_triton import load_levels, page_levels, whole_pages
 
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
 # On Hopper the backend has a second kernel, cached_gluon.py: portable is Triton without it.
@@ -167,7 +167,7 @@ def test_levels_of_a_whole_page(bits: int, dim: int, tokens: int, is_k: bool) ->
 @pytest.mark.parametrize("new", [0, 1, 40])
 def test_blocks_with_a_mask_come_first(new: int) -> None:
     """Those with a position after the first new token's, or with an empty slot."""
-    gluon = pytest.importorskip("kvstrata.attention.cached_gluon")
+    gluon = pytest.importorskip("kvstrata.attention.prefill_cached.gluon")
     generator, slots, tokens = torch.Generator().manual_seed(new), 640, 64
     length = torch.tensor([500, 90], dtype=torch.int32)
     count = torch.tensor([[500], [90]], dtype=torch.int32)
@@ -245,7 +245,7 @@ def test_pages_of_odd_heads(backend: str) -> None:
 
 
 def test_what_is_not_for_warps_with_roles() -> None:
-    gluon = pytest.importorskip("kvstrata.attention.cached_gluon")
+    gluon = pytest.importorskip("kvstrata.attention.prefill_cached.gluon")
     q = torch.zeros(4, 8, 128, dtype=torch.float16)
     job = CachedJob(q, [4], None, None, [0], 2, 40, 1.0, None, None, None, False)
     assert gluon.missing(job) is None

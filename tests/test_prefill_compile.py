@@ -7,7 +7,7 @@ import re
 import pytest
 
 import ahead
-from kvstrata.attention.prefill_configs import TABLE, Config, default_of
+from kvstrata.attention.prefill.configs import TABLE, Config, default_of
 
 # ragged: keys end within a block. Entries of the table are compiled for their own length, as they were measured; the
 # one for D 128 keeps one register on the stack when the keys are ragged and not causal.

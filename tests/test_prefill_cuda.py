@@ -15,9 +15,10 @@ import torch
 import emulator
 from conftest import HAS_GPU
 from kvstrata import jit
-from kvstrata.attention import prefill, prefill_cuda
-from kvstrata.attention.prefill_cuda import FEW, PORTABLE, Ideas, Tile
-from kvstrata.bench.baselines import prefill_v2
+from kvstrata.attention.prefill import cuda as prefill_cuda
+from kvstrata.attention.prefill import op as prefill
+from kvstrata.attention.prefill.cuda import FEW, PORTABLE, Ideas, Tile
+from kvstrata.tools.bench.baselines import prefill_v2
 from prefill_model import Case, case_of, check, compare, model
 from test_jit import ARCHITECTURES
 

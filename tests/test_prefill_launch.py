@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kvstrata import prefill_attention
-from kvstrata.attention import prefill_launch, prefill_triton
-from kvstrata.attention.prefill_configs import Config
+from kvstrata.attention.prefill import launch as prefill_launch
+from kvstrata.attention.prefill import triton as prefill_triton
+from kvstrata.attention.prefill.configs import Config
 from prefill_model import DEVICE
 
 
@@ -35,7 +36,7 @@ class Recorder:
 
 def recorded(monkeypatch: pytest.MonkeyPatch, config: Config) -> Recorder:
     name = "specialized_kernel" if config.specialize else "prefill_kernel"
-    module = pytest.importorskip("kvstrata.attention.prefill_gluon") if config.specialize else prefill_triton
+    module = pytest.importorskip("kvstrata.attention.prefill.gluon") if config.specialize else prefill_triton
     kernel = Recorder(getattr(module, name))
     monkeypatch.setattr(module, name, kernel)
     monkeypatch.setattr(prefill_triton, "config_of", lambda *_: config)

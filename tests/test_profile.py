@@ -14,8 +14,10 @@ import torch
 
 import toy
 from conftest import invoke
-from kvstrata.bench import cases
-from kvstrata.lab import child, launch, ncu, profile, profile_tables
+from kvstrata.tools import child
+from kvstrata.tools.bench import cases
+from kvstrata.tools.profile import launch, ncu, profile
+from kvstrata.tools.profile import tables as profile_tables
 
 CSV = (Path(__file__).parent / "data" / "ncu_raw.csv").read_text()
 CPU = torch.device("cpu")
@@ -194,8 +196,8 @@ def test_without_counters_there_are_times_and_registers(fake_ncu, tmp_path, monk
 
     monkeypatch.setattr(profile, "_run", run)
     monkeypatch.setattr(profile, "choose", lambda *arguments: ["one", "two"])
-    monkeypatch.setattr("kvstrata.lab.cli.device_of", lambda device: torch.device("cuda"))
-    monkeypatch.setattr("kvstrata.bench.machine.describe", lambda *arguments: MACHINE)
+    monkeypatch.setattr("kvstrata.tools.commands.device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("kvstrata.tools.bench.machine.describe", lambda *arguments: MACHINE)
     few = [cases.find("store").cases(CPU, True)[0]]
     few = [type(few[0])(**{**few[0].__dict__, "name": name, "bytes": 300_000_000}) for name in ("one", "two")]
     monkeypatch.setattr(cases.find("store"), "cases", lambda *arguments: few)
@@ -320,7 +322,7 @@ def test_profiled_cases_exist():
 
 def test_prefill_is_profiled_beside_what_it_began_with(monkeypatch):
     """The kernel of the note's gate and the one before it, each by its name."""
-    from kvstrata.bench.cases import prefill
+    from kvstrata.tools.bench.cases import prefill
 
     monkeypatch.setattr(prefill, "sets_for", lambda *a, **k: 1)
     names = profile.choose("prefill", [], torch.device("cuda"))

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
-from kvstrata.eval import bits, contenders, measure, model, rounding, texts
+from kvstrata.tools.eval import bits, contenders, measure, model, rounding, texts
 
 pytestmark = pytest.mark.slow
 OPTIONS = dict(window=27, sinks=4, page_tokens=16)  # 31 and the next token fill two pages

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.cache import dequantize, quantize
-from kvstrata.cache import quantize_reference as reference
+from kvstrata.quant import dequantize, quantize
 from kvstrata.layout import Format, rotate
 from kvstrata.layout import format as format_module
+from kvstrata.quant import reference
 
 BITS = [2, 3, 4, 8]
 DIMS = list(range(32, 257, 16))

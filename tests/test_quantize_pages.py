@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import emulator
 from conftest import HAS_GPU
-from kvstrata.cache import quantize_op
-from kvstrata.cache import quantize_reference as reference
-from kvstrata.cache.quantize_op import UNIT, quantize_pages
 from kvstrata.layout import Format, fragments, rotate, scales
+from kvstrata.quant import op as quantize_op
+from kvstrata.quant import reference
+from kvstrata.quant.op import UNIT, quantize_pages
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 BACKENDS = ["triton"] + (["cuda"] if HAS_GPU else [])

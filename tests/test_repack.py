@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 import test_cache_machine
 from conftest import HAS_GPU
 from kvstrata import backends, jit
-from kvstrata.cache import TieredCache, moves, quantize_op, repack_cuda, repack_op, repack_reference
-from kvstrata.cache.buckets import Buckets
-from kvstrata.cache.pages import PageKind, Rows
-from kvstrata.cache.pool import Pool
-from kvstrata.cache.tokens import DROP, NEW, Tokens
+from kvstrata.cache import TieredCache
+from kvstrata.cache.move import moves, repack_cuda, repack_op, repack_reference
+from kvstrata.cache.storage.page import PageKind, Rows
+from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.cache.storage.pool import Pool
+from kvstrata.cache.storage.tokens import DROP, NEW, Tokens
 from kvstrata.layout import Format
+from kvstrata.quant import op as quantize_op
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 BACKENDS = ["triton"] + (["cuda"] if HAS_GPU else [])
@@ -387,7 +389,7 @@ def test_triton_compiles_ahead_of_time(arch: int, dim: int, stages: int) -> None
         DIM=dim, WIDE=128, STAGES=stages, PAGE=64, ROW=2 * dim, DTYPE="bfloat16", POSITION_BYTES=2, IMPORTANCE=True,
         CENTRED=True, COLUMNS=len(moves.COLUMNS),
     )  # fmt: skip
-    used = compile_triton("kvstrata.cache.repack_triton", "repack_kernel", arch, types, constants)
+    used = compile_triton("kvstrata.cache.move.repack_triton", "repack_kernel", arch, types, constants)
     assert 0 < used["REG"] <= 255, used
     assert used["LOCAL"] == 0, used
 

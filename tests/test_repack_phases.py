@@ -16,14 +16,16 @@ import emulator
 import test_repack
 from conftest import HAS_GPU
 from kvstrata import backends, jit
-from kvstrata.bench.cases import settle as settle_case
-from kvstrata.cache import moves_cuda, quantize_op, repack_cuda, repack_op, repack_phases, whole_pages
-from kvstrata.cache.buckets import Buckets
-from kvstrata.cache.pages import PageKind, Rows
-from kvstrata.cache.pool import Pool
-from kvstrata.cache.tokens import DROP, NEW, Tokens
-from kvstrata.cache.transaction import Transaction
+from kvstrata.cache.move import moves_cuda, repack_cuda, repack_op, whole_pages
+from kvstrata.cache.move import phases as repack_phases
+from kvstrata.cache.ops.transaction import Transaction
+from kvstrata.cache.storage.page import PageKind, Rows
+from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.cache.storage.pool import Pool
+from kvstrata.cache.storage.tokens import DROP, NEW, Tokens
 from kvstrata.layout import Format
+from kvstrata.quant import op as quantize_op
+from kvstrata.tools.bench.cases import settle as settle_case
 from test_repack import Setup, assert_alike
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from conftest import HAS_GPU
 from kvstrata import backends, jit
 from kvstrata.jit import tuned
-from kvstrata.replay import Bound, CopyPlan, copies, copy_cuda, memory, space
+from kvstrata.replay import Bound, CopyPlan, copies, memory, space
+from kvstrata.replay import cuda as copy_cuda
 from kvstrata.replay.copies import Fill
 from replay_model import Copies
 from replay_model import copies as any_copies
@@ -361,7 +362,7 @@ def test_triton_copy_compiles_ahead_of_time(arch: int) -> None:
 
     constants = dict(COPIES=8, CASTS=True, BLOCK=1024)
     types = {"table_ptr": "*i64", "copies": "i32"}
-    used = compile_triton("kvstrata.replay.copy_triton", "copy_kernel", arch, types, constants)
+    used = compile_triton("kvstrata.replay.triton", "copy_kernel", arch, types, constants)
     assert 0 < used["REG"] <= 255, used
 
 

@@ -16,8 +16,8 @@ import torch
 
 import kvstrata
 from conftest import HAS_GPU
-from kvstrata.bench.cases.replay import cases
 from kvstrata.replay import GraphRunner
+from kvstrata.tools.bench.cases.replay import cases
 from replay_model import DEVICE, ints
 
 gpu = pytest.mark.gpu

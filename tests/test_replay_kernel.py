@@ -11,7 +11,8 @@ import test_replay
 import test_replay_graph
 import test_replay_stage
 from kvstrata import backends
-from kvstrata.replay import copies, copy_cuda, plan, staging
+from kvstrata.replay import copies, plan, staging
+from kvstrata.replay import cuda as copy_cuda
 from replay_model import Copies
 from replay_model import copies as any_copies
 

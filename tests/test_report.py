@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from kvstrata.bench import publish, render
-from kvstrata.bench.plot import groups
-from kvstrata.bench.results import Against, CaseResult, Report, Row, load
-from kvstrata.bench.stats import summary
-from kvstrata.cli import app
-from kvstrata.lab import ncu, profile
-from kvstrata.lab.report import figures, history, page
+from kvstrata.tools.bench import publish, render
+from kvstrata.tools.bench.plot import groups
+from kvstrata.tools.bench.results import Against, CaseResult, Report, Row, load
+from kvstrata.tools.bench.stats import summary
+from kvstrata.tools.cli import app
+from kvstrata.tools.profile import ncu, profile
+from kvstrata.tools.report import figures, history, page
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parent.parent

@@ -7,9 +7,10 @@ import torch
 
 from decode_model import case_of
 from decode_model import check as check_decode
-from kvstrata.cache import TieredCache, quantize_op
+from kvstrata.cache import TieredCache
 from kvstrata.jit import tuned
 from kvstrata.layout import Format
+from kvstrata.quant import op as quantize_op
 from store_model import make
 from test_quantize_pages import Call as PageCall
 from test_quantize_pages import assert_close_enough

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstrata.cache import quantize_reference as quant
-from kvstrata.eval import contenders, rounding, scales
 from kvstrata.layout import Format, rotate
+from kvstrata.quant import reference as quant
+from kvstrata.tools.eval import contenders, rounding, scales
 
 DECISIONS = Path(__file__).parent.parent / "docs" / "decisions.md"
 

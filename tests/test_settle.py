@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvstrata.cache import BudgetExceeded, TieredCache, allocate, settle
-from kvstrata.cache import scopes as scopes_module
-from kvstrata.cache.tokens import Tokens
+from kvstrata.cache import BudgetExceeded, TieredCache
+from kvstrata.cache.policy import assign as allocate
+from kvstrata.cache.policy import scopes as scopes_module
+from kvstrata.cache.policy import settle
+from kvstrata.cache.storage.tokens import Tokens
 
 
 def filled(lengths: list[int], layers: int = 3, **options) -> TieredCache:

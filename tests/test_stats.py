@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from kvstrata.bench.stats import hedges_g, rank_test, ratio, summary
-from kvstrata.tune import decide, experiment
-from kvstrata.tune.gates import Profile
+from kvstrata.tools.bench.stats import hedges_g, rank_test, ratio, summary
+from kvstrata.tools.tune import decide, experiment
+from kvstrata.tools.tune.gates import Profile
 
 rng = np.random.default_rng(7)
 A, B = rng.lognormal(1.0, 0.1, 60), rng.lognormal(1.05, 0.1, 45)

@@ -15,9 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kvstrata
 from conftest import HAS_GPU
-from kvstrata import guard, jit
+from kvstrata import call_cache as guard
+from kvstrata import jit
 from kvstrata.backends import missing
-from kvstrata.store import op, reference, rows, store_cuda
+from kvstrata.store import cuda as store_cuda
+from kvstrata.store import job as rows
+from kvstrata.store import op, reference
 from store_model import FP8, Call, make, nearest_fp8
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

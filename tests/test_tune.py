@@ -17,9 +17,9 @@ from optuna.trial import TrialState  # noqa: E402
 import tune_toy  # noqa: E402
 from conftest import Watch  # noqa: E402
 from kvstrata import jit  # noqa: E402
-from kvstrata.tune import gates, problems, results, search, tables  # noqa: E402
-from kvstrata.tune.gates import Limits, Needs, Rejected  # noqa: E402
-from kvstrata.tune.space import Space  # noqa: E402
+from kvstrata.tools.tune import gates, problems, results, search, tables  # noqa: E402
+from kvstrata.tools.tune.gates import Limits, Needs, Rejected  # noqa: E402
+from kvstrata.tools.tune.space import Space  # noqa: E402
 from tune_toy import Drawn, Speed  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -74,9 +74,9 @@ def test_declared_spaces_hold_what_the_ops_choose(arch: str) -> None:
 
 
 def test_meta_tensors_give_the_task_of_the_benchmark() -> None:
-    from kvstrata.bench.cases.store import KINDS, Inputs
-    from kvstrata.store.rows import check
-    from kvstrata.tune.problems.store import task_of
+    from kvstrata.store.job import check
+    from kvstrata.tools.bench.cases.store import KINDS, Inputs
+    from kvstrata.tools.tune.problems.store import task_of
 
     for kind in KINDS:
         assert check(*Inputs(kind, 16, CPU, 0).tensors, kind.layout) == task_of(kind, 16)
@@ -99,7 +99,7 @@ def usage(kernel: Needs) -> jit.Usage:
 @needs_nvrtc
 def test_usage_is_kept_beside_the_cubin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvstrata.jit import compiler
-    from kvstrata.tune.compiler import Compiler
+    from kvstrata.tools.tune.compiler import Compiler
 
     problem = problems.find("store", "sm_90", CPU, "cuda")[0]
     (kernel,) = problem.kernels(problem.default)
@@ -120,8 +120,8 @@ def test_usage_is_kept_beside_the_cubin(tmp_path: Path, monkeypatch: pytest.Monk
 def test_nobody_waits_for_a_compilation_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     from concurrent.futures import TimeoutError as NotDone
 
-    from kvstrata.tune import compiler as ahead
-    from kvstrata.tune.compiler import Compiler
+    from kvstrata.tools.tune import compiler as ahead
+    from kvstrata.tools.tune.compiler import Compiler
 
     monkeypatch.setattr(ahead, "build", tune_toy.never_done)
     kernels = decode_needs()[:1]

@@ -14,10 +14,10 @@ optuna = pytest.importorskip("optuna")
 
 from conftest import Watch, invoke  # noqa: E402
 from kvstrata import jit  # noqa: E402
-from kvstrata.bench import clock, publish  # noqa: E402
 from kvstrata.jit import tuned  # noqa: E402
-from kvstrata.tune import experiment, problems, render, results, warmup  # noqa: E402
-from kvstrata.tune.space import show  # noqa: E402
+from kvstrata.tools.bench import clock, publish  # noqa: E402
+from kvstrata.tools.tune import experiment, problems, render, results, warmup  # noqa: E402
+from kvstrata.tools.tune.space import show  # noqa: E402
 from tune_toy import entry, put  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_tune_on_a_cpu(own_cache: Path, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("timed_store")
 def test_experiments_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvstrata.tune.cli.SIMULATED", 5)
+    monkeypatch.setattr("kvstrata.tools.tune.cli.SIMULATED", 5)
     done = invoke("tune", "store", "--backend", "reference", "--device", "cpu", "--aa", 1, "--save")
     assert done.exit_code == 0, done.output
     (path,) = Path("results").glob("cpu-*/gate.json")

@@ -12,9 +12,10 @@ import torch
 optuna = pytest.importorskip("optuna")
 
 import tune_toy  # noqa: E402
-from kvstrata.lab import child, ncu, profile  # noqa: E402
-from kvstrata.tune import cli, decide, profiles, search, session  # noqa: E402
-from kvstrata.tune.space import key  # noqa: E402
+from kvstrata.tools import child  # noqa: E402
+from kvstrata.tools.profile import ncu, profile  # noqa: E402
+from kvstrata.tools.tune import cli, decide, profiles, search, session  # noqa: E402
+from kvstrata.tools.tune.space import key  # noqa: E402
 from tune_toy import Drawn, Speed  # noqa: E402
 
 CSV = Path(__file__).parent / "data" / "ncu_raw.csv"
@@ -128,11 +129,11 @@ def test_occupancy_by_registers_alone_does_not_promote(tmp_path: Path, monkeypat
 
 
 def test_profiles_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.lab.child.find", lambda tool: None)
+    monkeypatch.setattr("kvstrata.tools.child.find", lambda tool: None)
     assert not cli._profiled(None, True, "cuda")
     with pytest.raises(ValueError, match="--profile: ncu is not on the PATH"):
         cli._profiled(True, False, "cuda")
-    monkeypatch.setattr("kvstrata.lab.child.find", lambda tool: "/bin/ncu")
+    monkeypatch.setattr("kvstrata.tools.child.find", lambda tool: "/bin/ncu")
     assert cli._profiled(None, True, "cuda")
     assert cli._profiled(True, False, "cuda")
     assert not cli._profiled(None, False, "cuda")

@@ -20,7 +20,7 @@ optuna = pytest.importorskip("optuna")
 from optuna.trial import TrialState  # noqa: E402
 
 import tune_toy  # noqa: E402
-from kvstrata.tune import cli, search, session, storage  # noqa: E402
+from kvstrata.tools.tune import cli, search, session, storage  # noqa: E402
 from tune_toy import Speed  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -12,11 +12,12 @@ optuna = pytest.importorskip("optuna")
 
 
 import ahead  # noqa: E402
-from kvstrata.attention import decode_cuda, stages  # noqa: E402
+from kvstrata.attention.decode import cuda as decode_cuda  # noqa: E402
+from kvstrata.attention.decode import stages  # noqa: E402
 from kvstrata.jit import tuned  # noqa: E402
 from kvstrata.layout import Format  # noqa: E402
-from kvstrata.store import store_cuda  # noqa: E402
-from kvstrata.tune import problems, results, search, tables  # noqa: E402
+from kvstrata.store import cuda as store_cuda  # noqa: E402
+from kvstrata.tools.tune import problems, results, search, tables  # noqa: E402
 from tune_toy import entry, put  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -123,8 +124,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pretend")
 def test_auto_of_store_reads_the_table(own_cache: Path) -> None:
-    from kvstrata.bench.cases.store import KINDS
-    from kvstrata.tune.problems.store import task_of
+    from kvstrata.tools.bench.cases.store import KINDS
+    from kvstrata.tools.tune.problems.store import task_of
 
     task, slots = task_of(KINDS[0], 256), torch.zeros(256, dtype=torch.int32)
 
@@ -168,9 +169,9 @@ def test_auto_of_decode_reads_the_table(own_cache: Path) -> None:
 
 
 def test_auto_of_prefill_reads_the_table(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstrata.attention import prefill_configs as configs
-    from kvstrata.attention.prefill import PrefillJob
-    from kvstrata.attention.prefill_cuda import Tile
+    from kvstrata.attention.prefill import configs
+    from kvstrata.attention.prefill.cuda import Tile
+    from kvstrata.attention.prefill.op import PrefillJob
 
     monkeypatch.setattr(configs, "_name_of", lambda device: "NVIDIA Test")
     monkeypatch.setattr(configs, "processors_of", lambda device: (132, True))
@@ -201,9 +202,9 @@ def test_auto_of_prefill_reads_the_table(own_cache: Path, monkeypatch: pytest.Mo
 
 
 def test_choices_of_prefill_are_its_configurations() -> None:
-    from kvstrata.attention import prefill_space
-    from kvstrata.attention.prefill_configs import TABLE, of_choice
-    from kvstrata.attention.prefill_cuda import FEW, PORTABLE
+    from kvstrata.attention.prefill import space as prefill_space
+    from kvstrata.attention.prefill.configs import TABLE, of_choice
+    from kvstrata.attention.prefill.cuda import FEW, PORTABLE
 
     found = [(key[0], config) for key, config in TABLE.items() if config is not None]
     found += [(dim, tile) for tiles in (PORTABLE, FEW) for dim, tile in tiles.items() if dim in (64, 128)]
@@ -217,7 +218,7 @@ def test_choices_of_prefill_are_its_configurations() -> None:
 
 def test_kernels_of_triton_are_compiled_ahead() -> None:
     """By their own launch, without a GPU: registers and shared memory of either kernel, and what is wrong with one."""
-    from kvstrata.attention.prefill_space import SOURCE
+    from kvstrata.attention.prefill.space import SOURCE
 
     problem = next(p for p in problems.find("prefill", "sm_90", CPU, "cuda") if p.case == "causal-B4-H16-S512-D64")
     sizes = dict(block_m=64, block_n=64, stages=2, registers=168)
@@ -226,9 +227,9 @@ def test_kernels_of_triton_are_compiled_ahead() -> None:
     entries.append(entries[0].replace("[64, 64, 4, 2", "[48, 64, 4, 2"))
     assert entries[2] != entries[0]
     for kernel in entries[:2]:
-        used = ahead.call("kvstrata.tune.compiler:build", str(SOURCE), kernel, "sm_90")
+        used = ahead.call("kvstrata.tools.tune.compiler:build", str(SOURCE), kernel, "sm_90")
         assert 40 <= used["registers"] <= 168
         assert used["spill_bytes"] == 0
         assert used["shared_bytes"] >= 2 * 64 * 64 * (1 + 2 * 2)  # queries, two stages of keys and values
     with pytest.raises(AssertionError, match=r"CompileError: CompilationError"):
-        ahead.call("kvstrata.tune.compiler:build", str(SOURCE), entries[2], "sm_90")
+        ahead.call("kvstrata.tools.tune.compiler:build", str(SOURCE), entries[2], "sm_90")

@@ -12,12 +12,12 @@ optuna = pytest.importorskip("optuna")
 
 import tune_toy  # noqa: E402
 from kvstrata import jit  # noqa: E402
-from kvstrata.tune import decide, gates, problems, render, results, search  # noqa: E402
-from kvstrata.tune.candidates import Candidates  # noqa: E402
-from kvstrata.tune.compiler import Compiler  # noqa: E402
-from kvstrata.tune.gates import PRESETS, Limits, Needs  # noqa: E402
-from kvstrata.tune.problems import Problem, Ready  # noqa: E402
-from kvstrata.tune.space import Space, key  # noqa: E402
+from kvstrata.tools.tune import decide, gates, problems, render, results, search  # noqa: E402
+from kvstrata.tools.tune.candidates import Candidates  # noqa: E402
+from kvstrata.tools.tune.compiler import Compiler  # noqa: E402
+from kvstrata.tools.tune.gates import PRESETS, Limits, Needs  # noqa: E402
+from kvstrata.tools.tune.problems import Problem, Ready  # noqa: E402
+from kvstrata.tools.tune.space import Space, key  # noqa: E402
 from tune_toy import Drawn, Speed  # noqa: E402
 
 CPU = torch.device("cpu")

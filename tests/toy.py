@@ -1,8 +1,8 @@
-"""A toy op with the interface of `kvstrata.bench.cases.<op>`: doubling a vector. Tests only."""
+"""A toy op with the interface of `kvstrata.tools.bench.cases.<op>`: doubling a vector. Tests only."""
 
 import torch
 
-from kvstrata.bench import Absent, Bench, Case, attach, peer
+from kvstrata.tools.bench import Absent, Bench, Case, attach, peer
 
 
 @peer("toy", "elsewhere")

@@ -19,10 +19,10 @@ import optuna
 import torch
 
 from kvstrata.jit import tuned
-from kvstrata.tune import search, storage
-from kvstrata.tune.compiler import Compiler
-from kvstrata.tune.problems import Problem, Ready
-from kvstrata.tune.space import Space
+from kvstrata.tools.tune import search, storage
+from kvstrata.tools.tune.compiler import Compiler
+from kvstrata.tools.tune.problems import Problem, Ready
+from kvstrata.tools.tune.space import Space
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 VALUES = tuple(range(1, 25))

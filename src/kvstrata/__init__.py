@@ -15,10 +15,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention import DecodePlan, PagedCache, decode_attention, prefill_attention, prefill_attention_cached
-    from .cache import TieredCache, dequantize, quantize
+    from .attention import DecodePlan, decode_attention, prefill_attention, prefill_attention_cached
+    from .cache import TieredCache
+    from .quant import dequantize, quantize
     from .replay import CopyPlan, GraphRunner, fused_copy_replay_data
-    from .store import store_kv
+    from .store import PagedCache, store_kv
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,12 +39,13 @@ __all__ = [
 ]
 
 _STAGES = {
-    "attention": ("DecodePlan", "PagedCache", "decode_attention", "prefill_attention", "prefill_attention_cached"),
-    "cache": ("TieredCache", "dequantize", "quantize"),
+    "attention": ("DecodePlan", "decode_attention", "prefill_attention", "prefill_attention_cached"),
+    "cache": ("TieredCache",),
     "jit": (),
     "layout": (),
+    "quant": ("dequantize", "quantize"),
     "replay": ("CopyPlan", "GraphRunner", "fused_copy_replay_data"),
-    "store": ("store_kv",),
+    "store": ("PagedCache", "store_kv"),
 }
 _STAGE_OF = {name: stage for stage, names in _STAGES.items() for name in names}
 

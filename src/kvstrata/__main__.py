@@ -1,6 +1,6 @@
 """`python -m kvstrata`: the command line without an installed script, as on a GPU host with PYTHONPATH=src."""
 
-from kvstrata.cli import app
+from kvstrata.tools.cli import app
 
 if __name__ == "__main__":
     app(prog_name="kvstrata")

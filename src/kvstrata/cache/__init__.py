@@ -1,8 +1,7 @@
 """K/V rests: tiers of lower precision, buckets of pages under a budget."""
 
-from .budget import BudgetExceeded, Memory
-from .cache import TieredCache
-from .quantize_reference import Packed, dequantize, quantize
-from .views import BucketedCacheLayer
+from .policy.budget import BudgetExceeded, Memory
+from .storage.views import BucketedCacheLayer
+from .tiered_cache import TieredCache
 
-__all__ = ["BucketedCacheLayer", "BudgetExceeded", "Memory", "Packed", "TieredCache", "dequantize", "quantize"]
+__all__ = ["BucketedCacheLayer", "BudgetExceeded", "Memory", "TieredCache"]

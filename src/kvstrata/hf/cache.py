@@ -20,10 +20,11 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..cache import TieredCache
-from ..cache.arguments import check_int
-from ..cache.budget import Budget, Memory
-from ..cache.clone import clone
+from kvstrata.cache import TieredCache
+from kvstrata.cache.ops.arguments import check_int
+from kvstrata.cache.ops.clone import clone
+from kvstrata.cache.policy.budget import Budget, Memory
+
 from . import attention, support
 from . import mask as masks
 from .layer import StrataLayer

@@ -1,6 +1,6 @@
 """A `StrataCache` as one safetensors file: no pickle, versioned, checked before anything is taken from it.
 
-    row.<r>.<name>            tensors of a request, as in cache/files.py
+    row.<r>.<name>            tensors of a request, as in cache/ops/files.py
     tokens                    uint8 [rows, columns], 0 for padding
     mass.<layer>              float32, mass of decode steps that importance has not got yet
     plain.<layer>.keys, values   layers that are not compressed
@@ -21,8 +21,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..cache import TieredCache
-from ..cache.files import Refused, digest, put, taken, validate, want
+from kvstrata.cache import TieredCache
+from kvstrata.cache.ops.files import Refused, digest, put, taken, validate, want
+
 from .layer import StrataLayer
 from .mass import MassLedger
 

@@ -15,8 +15,8 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 import kvstrata
+from kvstrata.cache.ops.inspect import gather
 
-from ..cache.read import gather
 from . import attention
 from . import mask as masks
 from .mass import Logits, MassLedger, prompt_mass

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..cache import TieredCache
+from kvstrata.cache import TieredCache
+
 from .mask import visible
 
 CHUNK = 16  # queries at a time: their scores are the memory that this takes

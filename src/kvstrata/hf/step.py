@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from ..attention import DecodePlan, decode_attention
+from kvstrata.attention import DecodePlan, decode_attention
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-    from ..cache import TieredCache
+    from kvstrata.cache import TieredCache
 
 
 @torch.no_grad()

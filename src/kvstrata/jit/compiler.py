@@ -17,7 +17,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-INCLUDE = Path(__file__).parent / "include"
+INCLUDE = (Path(__file__).parent / "include", Path(__file__).parents[1] / "layout")
 CACHE_BYTES = 1 << 30
 
 
@@ -53,7 +53,7 @@ def cache_folder() -> Path:
 
 def header_folders(source: Path) -> list[Path]:
     """Where a kernel's headers are: ideas that any may use, and those beside it."""
-    return [INCLUDE, source.parent] if any(source.parent.glob("*.cuh")) else [INCLUDE]
+    return [*INCLUDE, source.parent] if any(source.parent.glob("*.cuh")) else [*INCLUDE]
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ from .compiler import cache_folder
 
 SCHEMA = 1
 FARTHEST = 2.0
-SHIPPED = Path(__file__).parents[1] / "tune" / "tables"
+SHIPPED = Path(__file__).parent / "tables"
 
 Value = int | str
 Choice = dict[str, Any]  # the values of the parameters that were tuned

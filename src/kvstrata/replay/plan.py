@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import BACKENDS, resolve
-from ..guard import guard_of
+from kvstrata.backends import BACKENDS, resolve
+from kvstrata.call_cache import guard_of
+
 from . import reference
 from .copies import (
     Bound,
@@ -34,7 +35,7 @@ from .copies import (
 from .memory import folds, overlap, span
 
 if TYPE_CHECKING:
-    from .copy_cuda import Config
+    from .cuda import Config
 
 REMEMBERED = 4096
 Source = torch.Tensor | None
@@ -179,7 +180,7 @@ class CopyPlan:
         """The launches of the CUDA backend, compiled and loaded here so that any run may be captured."""
         if self.backend != "cuda":
             return []
-        from . import copy_cuda
+        from . import cuda as copy_cuda
 
         launches = []
         for i in range(0, len(self.dst), copy_cuda.MOST):
@@ -233,7 +234,7 @@ class CopyPlan:
 
     def _load(self, looks: Looks, at: Addresses) -> None:
         """Descriptors of these looks, and addresses, into the launches."""
-        from .copy_cuda import NOTHING, workers_of
+        from .cuda import NOTHING, workers_of
 
         if looks.prepared is None:
             tails, first = [], 0
@@ -252,7 +253,7 @@ class CopyPlan:
         self._loaded, self._at = looks, at
 
     def _run_triton(self, looks: Looks, at: Addresses) -> None:
-        from . import copy_triton
+        from . import triton as copy_triton
 
         looks.prepared = tables = looks.prepared or {}
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -330,7 +331,7 @@ class CopyPlan:
         move = move_of(look, self._targets[i], self.fill[i], bounded)
         described = Described(move)
         if self._groups:
-            from . import copy_cuda
+            from . import cuda as copy_cuda
 
             described = Described(move, copy_cuda.pack(move, self.addresses[i], *self._kernel_bounds(i)))
         if len(self._described[i]) >= REMEMBERED:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from .copy_cuda import Config
+from .cuda import Config
 
 CHOICES: dict[str, tuple[int | str, ...]] = {
     "worker": ("block", "warp"),

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..backends import resolve
+from kvstrata.backends import resolve
+
 from . import reference
 from .copies import Bound, Fill, Look, check_fill, check_list, check_source, move_of, names_of
 from .plan import _spread, check_buffers
 
 if TYPE_CHECKING:
-    from . import copy_cuda
+    from . import cuda as copy_cuda
 
 ALIGN = 256
 STAGED_BLOCKS = 64  # of one buffer: all are to run at once, because they wait for the first
@@ -190,7 +191,7 @@ class Scatter:
             self._on_cpu()
 
     def _launch(self) -> copy_cuda.Copies:
-        from . import copy_cuda
+        from . import cuda as copy_cuda
 
         stage = self._stage
         if len(self._dst) > copy_cuda.MOST:

@@ -1,5 +1,6 @@
 """K/V enters: rows into 16-bit or fp8 pages."""
 
 from .op import store_kv
+from .paged_cache import PagedCache
 
-__all__ = ["store_kv"]
+__all__ = ["PagedCache", "store_kv"]

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from .. import jit
-from ..backends import resolve
-from ..guard import guard_of, traced
+from kvstrata import jit
+from kvstrata.backends import resolve
+from kvstrata.call_cache import guard_of, traced
+
 from . import reference
-from .rows import Task
-from .rows import check as check_call
+from .job import Task
+from .job import check as check_call
 
 BACKENDS = ("auto", "reference", "triton", "cuda", "cuda_direct", "cuda_staged", "cuda_bulk")
 REMEMBERED = 4096
@@ -60,7 +61,7 @@ class Plan:
 
 
 def _triton(task: Task) -> Run:
-    from . import store_triton
+    from . import triton as store_triton
 
     def run(tensors: Tensors) -> None:
         with torch.cuda.device_of(tensors[2]):
@@ -70,7 +71,7 @@ def _triton(task: Task) -> Run:
 
 
 def _cuda(task: Task, slots: torch.Tensor, backend: str, overlap: bool, address_bits: int) -> Launch:
-    from . import store_cuda
+    from . import cuda as store_cuda
 
     device = slots.get_device()
     with torch.cuda.device(device):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ..jit.tuned import Choice
-from .store_cuda import Config, Shape, cut, entry_of, takes
+from kvstrata.jit.tuned import Choice
+
+from .cuda import Config, Shape, cut, entry_of, takes
 
 CHOICES: dict[str, tuple[int | str, ...]] = {
     "kernel": ("direct", "staged", "bulk"),

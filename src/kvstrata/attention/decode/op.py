@@ -1,0 +1,248 @@
+"""``decode_attention``: a few queries of each request over everything its cache holds, in one pass over the bytes.
+
+The arguments are checked here and become a `Job`, which every backend takes: ``reference.decode``,
+``decode_numba.decode``, ``decode_triton.decode`` and ``decode_cuda.decode`` return (out, lse, mass), None for what was
+not asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from kvstrata.cache.ops.arguments import whole_numbers
+from kvstrata.cache.storage.views import BucketedCacheLayer
+from kvstrata.cache.tiered_cache import TieredCache
+from kvstrata.store.paged_cache import PagedCache
+
+from .plan import DecodePlan
+
+BACKENDS = ("auto", "reference", "numba", "triton", "cuda")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+class Job(NamedTuple):
+    """One call, checked. Exactly one of ``buckets`` and ``paged`` is given."""
+
+    q: torch.Tensor  # [B, q_len, Hq, D], inner stride 1
+    buckets: BucketedCacheLayer | None  # the layer's views
+    paged: PagedCache | None
+    requests: list[int]  # rows of the tables, one per row of q
+    kv_heads: int
+    max_length: int  # of these requests (`longest`); of a PagedCache, what its table can name
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None  # float32 [Hq]
+    return_lse: bool
+    return_mass: bool
+    plan: DecodePlan | None = None  # of the step
+    layer: int = 0
+    owner: TieredCache | None = None  # whose calls share scratch
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.q.shape[2] // self.kv_heads
+
+
+@functools.cache
+def _module(backend: str) -> ModuleType:
+    """Imported when first asked for: not every machine has what every backend needs."""
+    name = "reference" if backend == "reference" else f"decode_{backend}"
+    return import_module(f"{__package__}.{name}")
+
+
+@functools.cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
+
+
+def missing(backend: str, job: Job) -> str | None:
+    """Why ``backend`` cannot run this job, or None when it can."""
+    from kvstrata.backends import missing as not_there
+
+    if backend == "numba":
+        return _module("numba").missing(job) if _has_numba() else "numba is not installed"
+    if reason := not_there(backend, job.q.device):
+        return reason
+    if backend == "cuda":
+        try:
+            return _module("cuda").missing(job)
+        except ImportError as error:
+            return f"cuda is not there: {error}"
+    return None
+
+
+def _choose(backend: str, job: Job) -> str:
+    if backend != "auto":
+        if reason := missing(backend, job):
+            raise RuntimeError(f"backend: {reason}")
+        return backend
+    ranked = ("cuda", "triton") if job.q.device.type == "cuda" else ("numba",)
+    return next((name for name in ranked if missing(name, job) is None), "reference")
+
+
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+        raise ValueError(f"{name}: expected a positive number, got {value!r}")
+
+
+def _requests(cache: TieredCache | PagedCache, requests: Sequence[int] | None) -> list[int]:
+    there = cache.requests if isinstance(cache, TieredCache) else range(cache.table.shape[0])
+    if requests is None:
+        return list(there)
+    given = whole_numbers("requests", requests)
+    known = set(there)
+    for request in given:
+        if request not in known:
+            raise ValueError(f"requests: expected some of {tuple(there)}, got {request}")
+    return given
+
+
+def capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def longest(cache: TieredCache, layer: int, requests: Sequence[int]) -> int:
+    """Tokens of the longest of them; for a call that is captured, as many as there can be when it is replayed."""
+    if capturing(cache.device):
+        return cache.max_tokens
+    return int(cache._lengths[list(requests), layer].max(initial=0))
+
+
+def _check_q(q: torch.Tensor, cache: TieredCache | PagedCache, rows: int) -> None:
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
+    heads, dim = cache.kv_heads, cache.head_dim
+    if q.dim() != 4 or q.shape[3] != dim or q.shape[2] == 0 or q.shape[2] % heads:
+        raise ValueError(f"q: expected [requests, q_len, a multiple of {heads}, {dim}], got shape {tuple(q.shape)}")
+    if q.shape[0] != rows:
+        raise ValueError(f"q: expected {rows} rows, one per request, got {q.shape[0]}")
+    if q.shape[1] == 0:
+        raise ValueError("q: expected at least one query, got q_len 0")
+    if q.stride(3) != 1:
+        raise ValueError(f"q: expected an inner stride of 1, got {q.stride(3)}")
+    if isinstance(cache, TieredCache):
+        dtypes: tuple[torch.dtype, ...] = (cache.dtype,)
+    else:
+        dtypes = DTYPES if cache.fp8 else (cache.k.dtype,)
+    if q.dtype not in dtypes:
+        raise TypeError(f"q: expected {' or '.join(map(str, dtypes))} for this cache, got {q.dtype}")
+    if q.device != cache.device:
+        raise ValueError(f"q: expected a tensor on {cache.device}, where the cache is, got {q.device}")
+
+
+def _job(
+    q: torch.Tensor,
+    cache: TieredCache | PagedCache,
+    layer: int,
+    requests: Sequence[int] | None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    return_lse: bool,
+    return_mass: bool,
+) -> Job:
+    if not isinstance(cache, (TieredCache, PagedCache)):
+        raise TypeError(f"cache: expected a TieredCache or a PagedCache, got {type(cache).__name__}")
+    rows = _requests(cache, requests)
+    _check_q(q, cache, len(rows))
+    _positive("scale", scale)
+    _positive("softcap", softcap)
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"window: expected an int of at least 1, got {window!r}")
+    if sinks is not None:
+        if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
+            given = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
+            raise ValueError(f"sinks: expected floats [{q.shape[2]}], one per query head, got {given}")
+        if sinks.device != q.device:
+            raise ValueError(f"sinks: expected a tensor on {q.device}, where q is, got {sinks.device}")
+        sinks = sinks.detach().float().contiguous()
+    if isinstance(cache, TieredCache):
+        buckets, paged = cache.bucket_views(layer), None
+        max_length = longest(cache, layer, rows)
+    else:
+        if layer != 0:
+            raise ValueError(f"layer: expected 0, a PagedCache is one layer, got {layer!r}")
+        buckets, paged, max_length = None, cache, cache.max_length
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    job = (cache.kv_heads, max_length, scale, window, softcap, sinks, return_lse, return_mass)
+    owner = cache if isinstance(cache, TieredCache) else None
+    return Job(q.detach(), buckets, paged, rows, *job, owner=owner)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: TieredCache | PagedCache,
+    layer: int = 0,
+    *,
+    requests: Sequence[int] | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_mass: bool = False,
+    plan: DecodePlan | None = None,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Attention of the newest queries of each request over all tokens its cache holds, whatever tier they are in.
+
+    Args:
+        q: ``[B, q_len, Hq, D]`` in the cache's dtype (any of float32, float16, bfloat16 over fp8 pages), Hq a multiple
+            of the cache's KV heads, any strides with an inner one of 1.
+        cache: a `TieredCache` or a `PagedCache`. K and V of the q_len new tokens are in it already. Not mutated.
+        layer: of the cache; 0 for a PagedCache.
+        requests: which requests the rows of q are; None is all in use, ascending.
+        scale: of the scores; None is ``D ** -0.5``.
+        window: a query sees this many positions, its own the last of them; None is all.
+        softcap: c makes c * tanh(score / c) of a score.
+        sinks: ``[Hq]``, a logit that takes part in the softmax of every query of a head and has no value.
+        return_lse: also float32 ``[B, q_len, Hq]``, the log of the sum of the exponentials, the sink's included.
+        return_mass: also float32 ``[B, Hkv, max length]``: what `TieredCache.update_importance` takes. By position, the
+            softmax weight of a token, summed over queries and the query heads of its KV head; 0 where no token is. For
+            a PagedCache the last size is what its table can name, in a captured call ``cache.max_tokens``.
+        plan: of the step, made once for all layers; None makes one for this call.
+        backend: ``auto``, ``reference``, ``numba`` (CPU), ``triton`` or ``cuda``.
+
+    Query i of q_len stands at position ``length - q_len + i`` and sees no later one. One that sees no token gives zeros
+    and -inf (with a sink: its logit).
+
+    Returns out, in q's shape and dtype; with more asked for, a tuple (out, lse, mass) of what was.
+
+    Raises ValueError, TypeError or RuntimeError (a backend that is not there), naming the argument.
+
+    Example:
+        >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, window=32, page_tokens=16, dtype=torch.float32)
+        >>> cache.append(0, *torch.randn(2, 1000, 2, 64))
+        >>> out, mass = kvstrata.decode_attention(torch.randn(1, 1, 8, 64), cache, return_mass=True)
+        >>> out.shape, mass.shape
+        (torch.Size([1, 1, 8, 64]), torch.Size([1, 2, 1000]))
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    job = _job(q, cache, layer, requests, scale, window, softcap, sinks, return_lse, return_mass)
+    if plan is not None:
+        if not isinstance(plan, DecodePlan):
+            raise TypeError(f"plan: expected a DecodePlan or None, got {type(plan).__name__}")
+        plan.check(job, cache)
+        job = job._replace(plan=plan, layer=layer)
+    out, lse, mass = run(job, _choose(backend, job))
+    extra = tuple(x for x in (lse, mass) if x is not None)
+    return (out, *extra) if extra else out
+
+
+def run(job: Job, backend: str) -> Result:
+    """A checked job on a backend that is there."""
+    return _module(backend).decode(job)

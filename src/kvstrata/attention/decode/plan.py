@@ -1,0 +1,111 @@
+"""``DecodePlan``: what a decode step works out once, before its layers read the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvstrata.cache.ops.arguments import whole_numbers
+from kvstrata.cache.storage.scratch import register
+from kvstrata.cache.tiered_cache import TieredCache
+
+if TYPE_CHECKING:
+    from . import cuda as decode_cuda
+    from .op import Job
+
+
+class DecodePlan:
+    """Which pages are read by whom, for every layer of a step; made by the device, the host does not wait.
+
+    Make one for a shape of call, `update` it after the step's tokens were appended, and give it to the calls of all
+    layers. Calls without a plan make their own, layer by layer. On other backends than ``cuda`` it changes nothing.
+
+    Args:
+        cache: a `TieredCache`.
+        heads: query heads of a layer.
+        q_len: queries of a request.
+        requests: the rows of q, as in `decode_attention`; None is all in use now, ascending.
+        fixed_split: this many tokens of a KV head (4-bit ones; others in proportion) make one partial result, whatever
+            else is in the batch: a request's output is then the same to the bit alone and in any batch. Slower.
+
+    Capture `update` and the calls in a CUDA graph: lengths, counts and pages are read when it is replayed. Keep the
+    plan as long as the graph.
+
+    The scratch (`nbytes`) has room for every page that the cache's tables can name. While lists of all layers take up
+    to 32 MB, `update` makes them all. Where they take more, it makes those of the first layers, and calls of other
+    layers make theirs, some layers at a time; calls in the order of the layers make each list once.
+
+    Example:
+        >>> cache = kvstrata.TieredCache(2, 2, 64, budget=0.25, window=32, page_tokens=16, dtype=torch.float32)
+        >>> plan = kvstrata.DecodePlan(cache, heads=8, requests=[0])
+        >>> for layer in range(2):
+        ...     cache.append(layer, *torch.randn(2, 1000, 2, 64))
+        >>> plan.update()
+        >>> kvstrata.decode_attention(torch.randn(1, 1, 8, 64), cache, layer=1, plan=plan).shape
+        torch.Size([1, 1, 8, 64])
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        heads: int,
+        *,
+        q_len: int = 1,
+        requests: Sequence[int] | None = None,
+        fixed_split: int | None = None,
+    ) -> None:
+        if not isinstance(cache, TieredCache):
+            raise TypeError(f"cache: expected a TieredCache, got {type(cache).__name__}")
+        if type(heads) is not int or heads < 1 or heads % cache.kv_heads:
+            raise ValueError(f"heads: expected a multiple of {cache.kv_heads}, got {heads!r}")
+        if type(q_len) is not int or q_len < 1:
+            raise ValueError(f"q_len: expected an int of at least 1, got {q_len!r}")
+        if fixed_split is not None and (type(fixed_split) is not int or fixed_split < 1):
+            raise ValueError(f"fixed_split: expected an int of at least 1, got {fixed_split!r}")
+        rows = cache.requests if requests is None else tuple(whole_numbers("requests", requests))
+        for request in rows:
+            if not 0 <= request < cache.max_requests:
+                raise ValueError(f"requests: expected rows from 0 to {cache.max_requests - 1}, got {request}")
+        self.cache, self.heads, self.q_len, self.requests, self.fixed_split = cache, heads, q_len, rows, fixed_split
+        self._cuda: decode_cuda.Plan | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of scratch on the device: 0 before the first `update`, and always on other backends than ``cuda``."""
+        return 0 if self._cuda is None else self._cuda.nbytes
+
+    def update(self) -> None:
+        """Make the lists of all layers from what the cache holds now."""
+        if self.cache.device.type == "cuda":
+            self.cuda().update()
+
+    def cuda(self) -> decode_cuda.Plan:
+        """What the CUDA kernels keep."""
+        if self._cuda is None:
+            from . import cuda as decode_cuda
+            from .source import Source
+
+            table, count = self.cache.buckets.table, self.cache.buckets.count
+            self._cuda = decode_cuda.Plan(
+                Source.of_buckets(self.cache.bucket_views(0)),
+                self.requests,
+                self.cache.kv_heads,
+                self.heads,
+                self.q_len,
+                layers=self.cache.layers,
+                layer_strides=(table.stride(1), count.stride(1)),
+                fixed_split=self.fixed_split,
+            )
+            register(self.cache, self._cuda)
+        return self._cuda
+
+    def check(self, job: Job, cache: object) -> None:
+        """Raise unless the plan is one for this call."""
+        if cache is not self.cache:
+            raise ValueError("plan: expected one of the cache given, got one of another")
+        given, mine = (job.q.shape[2], job.q.shape[1], tuple(job.requests)), (self.heads, self.q_len, self.requests)
+        if given != mine:
+            raise ValueError(
+                f"plan: expected one for (heads, q_len, requests) {given}, got one for {mine};"
+                " without requests=, a plan is for those in use when it was made"
+            )

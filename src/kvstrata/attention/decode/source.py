@@ -1,0 +1,52 @@
+"""``Source``: tables and pages of a layer as the CUDA decode kernels read them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kvstrata.layout.format import Format
+
+if TYPE_CHECKING:
+    from kvstrata.cache.storage.views import BucketedCacheLayer
+
+    from .op import Job
+
+
+class Source(NamedTuple):
+    """A layer of a `TieredCache`, or plain pages as a cache of one tier. Holds tables, never pages."""
+
+    formats: tuple[Format, ...]
+    table: torch.Tensor  # [requests, kv_heads, tiers, pages], or [requests, pages]
+    counts: torch.Tensor  # [requests, kv_heads, tiers], or [requests]
+    slabs: torch.Tensor | None
+    units: int
+    page_tokens: int
+    lengths: torch.Tensor
+    centre: torch.Tensor | None
+    position_bytes: int
+    rows: tuple[int, int, int, int]  # address of K, bytes of a page, a head and a row; zeros for a TieredCache
+    v_offset: int
+
+    @classmethod
+    def of(cls, job: Job) -> Source:
+        if job.paged is None:
+            assert job.buckets is not None
+            return cls.of_buckets(job.buckets)
+        c = job.paged
+        k, _ = c.by_head()
+        tokens = 32 if c.head_dim <= 64 and c.page_size % 32 == 0 else 16
+        format = Format(16, 16, c.head_dim, tokens)
+        page, head, row, _ = (2 * n for n in k.stride())
+        rows = (c.k.data_ptr(), page, head, row)
+        v_offset = c.v.data_ptr() - c.k.data_ptr()
+        return cls((format,), c.table, c.lengths, None, 1, c.page_size, c.lengths, None, 0, rows, v_offset)
+
+    @classmethod
+    def of_buckets(cls, b: BucketedCacheLayer) -> Source:
+        size = b.formats[0].page_tokens
+        return cls(
+            b.formats, b.table, b.count, b.slab_pointers, b.units, size, b.length, b.centre,
+            b.position_dtype.itemsize, (0, 0, 0, 0), 0,
+        )  # fmt: skip

@@ -1,0 +1,47 @@
+"""What can be set in a decode step, for `kvstrata tune`: the fields of `stages.Cut`, all of them chosen by the host.
+
+More resident warps hide more latency with fewer registers each; more columns in a warp read pages less often; more
+chunks for a warp even out what tiers really cost. Stages and slots are sizes that the kernels fix.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvstrata.layout.format import Format
+
+from .cuda import FOLDER, shared_of
+from .stages import Cut, combine_entry, decode_entry
+
+
+def choices(columns: int) -> dict[str, tuple[int, ...]]:
+    """Of a step with this many columns; where they fit one block of 8 there is nothing to choose about them."""
+    return {
+        "warps": (1, 2, 4, 8),
+        "resident": (8, 12, 16),
+        "width": (1,) if columns <= 8 else (1, 2),
+        "waves": (1, 2, 3, 4),
+        "combine": (0, 1, 4, 8, 16),
+    }
+
+
+def invalid(cut: Cut) -> str | None:
+    """Why a step cannot be cut that way, or None."""
+    if cut.resident % cut.warps:
+        return f"{cut.resident} resident warps are no whole blocks of {cut.warps}"
+    return None
+
+
+def kernels(
+    formats: tuple[Format, ...], dtype: torch.dtype, cut: Cut, arch: str, *, ordered: bool = False
+) -> list[tuple[str, str, int, int]]:
+    """(source, entry, threads, bytes of shared memory asked for at the launch) of what a step launches."""
+    head_dim = formats[0].head_dim
+    fewest = max(4, -(-head_dim // 32))
+    widths = {1, fewest, 16} if not cut.combine else {1} if cut.combine == 1 else {max(fewest, cut.combine)}
+    decode = decode_entry(formats, dtype, cut.width, arch, ordered=ordered, cut=cut)
+    return [
+        (str(FOLDER / "decode.cu"), decode, 32 * cut.warps, shared_of(formats, cut)),
+        (str(FOLDER / "worklist.cu"), "worklist", 1024, 0),
+        *((str(FOLDER / "combine.cu"), combine_entry(dtype, head_dim, n), 32 * max(n, 4), 0) for n in sorted(widths)),
+    ]

@@ -1,0 +1,369 @@
+"""``decode_attention`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
+
+    decode_kernel    a program per (request, KV head, block of query rows, split) walks every ``SPLITS``-th block of
+                     tokens of all tiers with a streaming softmax; quantised tiers first, in the rotated space, then
+                     the accumulator is rotated back and plain rows follow
+    combine_kernel   a program per query row joins the splits
+    mass_kernel      only when asked: a second pass over K with the final log-sum-exp
+
+All arithmetic is float32. The two products use tensor cores in TF32 for 16-bit queries.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvstrata.cache.storage.page_triton import page_address
+from kvstrata.layout.rotation import block_of
+from kvstrata.layout.unpack_triton import load_levels, load_scales, rotate_rows, widen
+
+from .op import Job, Result
+
+PLAIN = 0  # as the bits of a format
+
+
+@triton.jit
+def _cap(s, softcap, CAPPED: tl.constexpr):
+    """softcap * tanh(s / softcap)"""
+    if CAPPED:
+        return softcap - 2.0 * softcap / (tl.exp(2.0 * s / softcap) + 1.0)
+    return s
+
+
+@triton.jit
+def _seen(live, position, own, window, ORDERED: tl.constexpr, WINDOWED: tl.constexpr):
+    """Which of the tokens ``[1, TOK]`` the queries at ``own [ROWS, 1]`` see."""
+    seen = live & (own == own)
+    if ORDERED:
+        seen = seen & (position <= own)
+    if WINDOWED:
+        seen = seen & (position > own - window)
+    return seen
+
+
+@triton.jit
+def _step(s, v, v_scale, top, total, acc, PRECISION: tl.constexpr):
+    """Streaming softmax: scores ``[ROWS, TOK]``, -inf where hidden, and values ``[TOK, WIDE]`` join the sums."""
+    new_top = tl.maximum(top, tl.max(s, 1))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    old = tl.exp(top - safe)
+    p = tl.exp(s - safe[:, None])
+    total = total * old + tl.sum(p, 1)
+    acc = tl.dot(p * v_scale[None, :], v, acc * old[:, None], input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def _add_mass(s, seen, lse, mass_ptr, position, live):
+    """The weights of a block, summed over rows, to their positions."""
+    p = tl.exp(tl.where(seen, s - lse[:, None], float("-inf")))
+    tl.atomic_add(mass_ptr + position, tl.sum(p, 0), mask=live)
+
+
+@triton.jit
+def _positions(page, offset, token, live, POSITION_BYTES: tl.constexpr):
+    if POSITION_BYTES == 2:
+        at_ptr = (page + offset).to(tl.pointer_type(tl.int16))
+    else:
+        at_ptr = (page + offset).to(tl.pointer_type(tl.int32))
+    return tl.load(at_ptr + token, mask=live, other=0).to(tl.int32)
+
+
+@triton.jit
+def _coded_tier(
+    q, q_centre, own, row_live, lse, top, total, acc, mass_ptr, pages_ptr, count, offsets_ptr, pointers_ptr, units,
+    softcap, window, split,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
+    TOK: tl.constexpr, SPLITS: tl.constexpr, POSITION_BYTES: tl.constexpr, ORDERED: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All blocks of a quantised bucket that are this split's."""
+    v_offset, scale_offset, position_offset = (
+        tl.load(offsets_ptr), tl.load(offsets_ptr + 1), tl.load(offsets_ptr + 2),
+    )  # fmt: skip
+    offs, dim = tl.arange(0, TOK), tl.arange(0, WIDE)
+    mask_d = dim < DIM
+    for block in range(split, tl.cdiv(count, TOK), SPLITS):
+        slot = block * TOK + offs
+        live = slot < count
+        token = slot % TOKENS
+        page = page_address(pointers_ptr, tl.load(pages_ptr + block * TOK // TOKENS), units)
+        k_ptr = page.to(tl.pointer_type(tl.int32))
+        scale_ptr = (page + scale_offset).to(tl.pointer_type(tl.float16))
+        k = load_levels(k_ptr, token[None, :], dim[:, None], mask_d[:, None] & live[None, :], K_BITS, DIM, TOKENS, True)
+        s = tl.dot(q, k, input_precision=PRECISION) * load_scales(scale_ptr, token, live, 0)[None, :]
+        s = _cap(s + q_centre[:, None], softcap, CAPPED)
+        position = tl.zeros((TOK,), tl.int32)
+        if ORDERED or WINDOWED or MASS:
+            position = _positions(page, position_offset, token, live, POSITION_BYTES)
+        seen = _seen(live[None, :], position[None, :], own[:, None], window, ORDERED, WINDOWED)
+        if MASS:
+            _add_mass(s, seen & row_live[:, None], lse, mass_ptr, position, live)
+        else:
+            v_ptr = (page + v_offset).to(tl.pointer_type(tl.int32))
+            v = load_levels(
+                v_ptr, token[:, None], dim[None, :], mask_d[None, :] & live[:, None], V_BITS, DIM, TOKENS, False
+            )
+            s = tl.where(seen, s, float("-inf"))
+            top, total, acc = _step(s, v, load_scales(scale_ptr, token, live, 1), top, total, acc, PRECISION)
+    return top, total, acc
+
+
+@triton.jit
+def _plain_block(
+    q, own, row_live, lse, top, total, acc, mass_ptr, k_rows, v_rows, k_scale, v_scale, live, position, softcap, window,
+    DIM: tl.constexpr, WIDE: tl.constexpr, TOK: tl.constexpr, MANTISSA: tl.constexpr, ORDERED: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of plain tokens, whose rows begin at the pointers ``k_rows, v_rows [TOK]``."""
+    dim = tl.arange(0, WIDE)
+    mask_d = dim < DIM
+    k = widen(tl.load(k_rows[None, :] + dim[:, None], mask=mask_d[:, None] & live[None, :], other=0), MANTISSA)
+    s = _cap(tl.dot(q, k, input_precision=PRECISION) * k_scale, softcap, CAPPED)
+    seen = _seen(live[None, :], position[None, :], own[:, None], window, ORDERED, WINDOWED)
+    if MASS:
+        _add_mass(s, seen & row_live[:, None], lse, mass_ptr, position, live)
+    else:
+        v = widen(tl.load(v_rows[:, None] + dim[None, :], mask=mask_d[None, :] & live[:, None], other=0), MANTISSA)
+        s = tl.where(seen, s, float("-inf"))
+        ones = tl.full((TOK,), 1.0, tl.float32) * v_scale
+        top, total, acc = _step(s, v, ones, top, total, acc, PRECISION)
+    return top, total, acc
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr, requests_ptr, length_ptr, table_ptr, count_ptr, centre_ptr, pointers_ptr, offsets_ptr, k_ptr, v_ptr,
+    k_scale_ptr, v_scale_ptr, partial_ptr, stats_ptr, lse_ptr, mass_ptr, stride_qb, stride_ql, stride_qh,
+    stride_length, stride_table_r, stride_table_h, stride_table_t, stride_count_r, stride_count_h, stride_centre_r,
+    stride_centre_h, stride_k_page, stride_k_row, stride_k_head, stride_v_page, stride_v_row, stride_v_head, units,
+    max_length, scale, softcap, window,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, ROW_BLOCKS: tl.constexpr, TIERS: tl.constexpr, FORMATS: tl.constexpr, TOKENS: tl.constexpr,
+    TOK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, POSITION_BYTES: tl.constexpr,
+    MANTISSA: tl.constexpr, SCALED: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    MASS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """TIERS 0: a PagedCache with pages of TOKENS rows. BLOCK: of the rotation, 1 for none."""
+    bucket, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
+    batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
+    request = tl.load(requests_ptr + batch).to(tl.int64)
+    length = tl.load(length_ptr + request * stride_length)
+    row = tl.program_id(0) % ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
+    row_live = row < Q_LEN * GROUP
+    query, head = row // GROUP, kv_head * GROUP + row % GROUP
+    own = length - Q_LEN + query
+    dim, offs = tl.arange(0, WIDE), tl.arange(0, TOK)
+    mask_q = row_live[:, None] & (dim < DIM)[None, :]
+    q_at = batch.to(tl.int64) * stride_qb + query[:, None] * stride_ql + head[:, None] * stride_qh + dim[None, :]
+    q = tl.load(q_ptr + q_at, mask=mask_q, other=0.0).to(tl.float32) * scale
+    lse = tl.zeros((ROWS,), tl.float32)
+    if MASS:
+        lse_at = (batch * Q_LEN + query) * (KV_HEADS * GROUP) + head
+        lse = tl.load(lse_ptr + lse_at, mask=row_live, other=0.0)
+        mass_ptr += bucket.to(tl.int64) * max_length
+
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, WIDE), tl.float32)
+    if TIERS > 0:
+        pages_ptr = table_ptr + request * stride_table_r + kv_head * stride_table_h
+        count_ptr += request * stride_count_r + kv_head * stride_count_h
+        if TIERS > 1:
+            turned = rotate_rows(q, ROWS, WIDE, BLOCK) if BLOCK > 1 else q
+            q_centre = tl.zeros((ROWS,), tl.float32)
+            if CENTRED:
+                at = request * stride_centre_r + kv_head * stride_centre_h + dim
+                q_centre = tl.sum(q * tl.load(centre_ptr + at, mask=dim < DIM, other=0.0)[None, :], 1)
+            for tier in tl.static_range(1, TIERS):
+                top, total, acc = _coded_tier(
+                    turned, q_centre, own, row_live, lse, top, total, acc, mass_ptr, pages_ptr + tier * stride_table_t,
+                    tl.load(count_ptr + tier), offsets_ptr + 3 * tier, pointers_ptr, units, softcap, window, split,
+                    (FORMATS >> (8 * tier)) & 15, (FORMATS >> (8 * tier + 4)) & 15, DIM, WIDE, TOKENS, TOK, SPLITS,
+                    POSITION_BYTES, ORDERED, WINDOWED, CAPPED, MASS, PRECISION,
+                )  # fmt: skip
+            if BLOCK > 1 and not MASS:
+                acc = rotate_rows(acc, ROWS, WIDE, BLOCK)
+        count = tl.load(count_ptr)
+        v_offset, position_offset = tl.load(offsets_ptr), tl.load(offsets_ptr + 2)
+        for block in range(split, tl.cdiv(count, TOK), SPLITS):
+            slot = block * TOK + offs
+            live = slot < count
+            token = slot % TOKENS
+            page = page_address(pointers_ptr, tl.load(pages_ptr + block * TOK // TOKENS), units)
+            position = tl.zeros((TOK,), tl.int32)
+            if ORDERED or WINDOWED or MASS:
+                position = _positions(page, position_offset, token, live, POSITION_BYTES)
+            k_rows = page.to(tl.pointer_type(q_ptr.dtype.element_ty)) + token * DIM
+            v_rows = (page + v_offset).to(tl.pointer_type(q_ptr.dtype.element_ty)) + token * DIM
+            top, total, acc = _plain_block(
+                q, own, row_live, lse, top, total, acc, mass_ptr, k_rows, v_rows, 1.0, 1.0, live, position, softcap,
+                window, DIM, WIDE, TOK, 0, ORDERED, WINDOWED, CAPPED, MASS, PRECISION,
+            )  # fmt: skip
+    else:
+        k_scale, v_scale = 1.0, 1.0
+        if SCALED > 0:
+            k_scale = tl.load(k_scale_ptr + kv_head % SCALED)
+            v_scale = tl.load(v_scale_ptr + kv_head % SCALED)
+        first = 0
+        if WINDOWED:
+            first = tl.maximum(length - Q_LEN - window + 1, 0) // TOK
+        for block in range(first + split, tl.cdiv(length, TOK), SPLITS):
+            position = block * TOK + offs
+            live = position < length
+            page = tl.load(table_ptr + request * stride_table_r + position // TOKENS, mask=live, other=0).to(tl.int64)
+            token, side = (position % TOKENS).to(tl.int64), kv_head.to(tl.int64)
+            k_rows = k_ptr + page * stride_k_page + token * stride_k_row + side * stride_k_head
+            v_rows = v_ptr + page * stride_v_page + token * stride_v_row + side * stride_v_head
+            top, total, acc = _plain_block(
+                q, own, row_live, lse, top, total, acc, mass_ptr, k_rows, v_rows, k_scale, v_scale, live, position,
+                softcap, window, DIM, WIDE, TOK, MANTISSA, ORDERED, WINDOWED, CAPPED, MASS, PRECISION,
+            )  # fmt: skip
+
+    if not MASS:
+        at = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
+        tl.store(partial_ptr + at[:, None] * DIM + dim[None, :], acc, mask=mask_q)
+        tl.store(stats_ptr + at * 2, top, mask=row_live)
+        tl.store(stats_ptr + at * 2 + 1, total, mask=row_live)
+
+
+@triton.jit
+def combine_kernel(
+    partial_ptr, stats_ptr, sinks_ptr, out_ptr, lse_ptr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    SPLITS: tl.constexpr, WIDE_SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """One query row: partial sums weighted by where their maxima stand, the sink in the denominator."""
+    bucket, row = tl.program_id(0), tl.program_id(1)
+    head = bucket % KV_HEADS * GROUP + row % GROUP
+    at = (bucket // KV_HEADS * Q_LEN + row // GROUP) * (KV_HEADS * GROUP) + head
+    offs, dim = tl.arange(0, WIDE_SPLITS), tl.arange(0, WIDE)
+    rows = (bucket.to(tl.int64) * SPLITS + offs) * (Q_LEN * GROUP) + row
+    tops = tl.load(stats_ptr + rows * 2, mask=offs < SPLITS, other=float("-inf"))
+    totals = tl.load(stats_ptr + rows * 2 + 1, mask=offs < SPLITS, other=0.0)
+    top = tl.max(tops, 0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head)
+        top = tl.maximum(top, sink)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(totals * tl.exp(tops - safe), 0)
+    if SINKS:
+        total += tl.exp(sink - safe)
+    acc = tl.zeros((WIDE,), tl.float32)
+    for split in range(SPLITS):
+        here = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
+        weight = tl.exp(tl.load(stats_ptr + here * 2) - safe)
+        acc += weight * tl.load(partial_ptr + here * DIM + dim, mask=dim < DIM, other=0.0)
+    some = tl.where(total == 0.0, 1.0, total)
+    acc = acc / some
+    tl.store(out_ptr + at.to(tl.int64) * DIM + dim, acc.to(out_ptr.dtype.element_ty), mask=dim < DIM)
+    if LSE:
+        tl.store(lse_ptr + at, tl.where(total == 0.0, float("-inf"), safe + tl.log(some)))
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32, remembered: a decode step asks for the same requests in every layer."""
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _splits(programs: int, blocks: int, device: torch.device) -> int:
+    """Enough programs to fill the device about twice, and at least two blocks a split."""
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return max(1, min(triton.cdiv(wanted, max(programs, 1)), triton.cdiv(blocks, 2), 64))
+
+
+def _tiered(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Tensors, numbers and constants that say where the tokens of a TieredCache are."""
+    buckets, q = job.buckets, job.q
+    assert buckets is not None
+    coded = [f for f in buckets.formats if not f.plain]
+    each = zip(buckets.formats, buckets.position_offsets, strict=True)
+    offsets = [n for format, at in each for n in (format.v_offset, format.scale_offset, at)]
+    formats = sum((f.k_bits | f.v_bits << 4) << 8 * i for i, f in enumerate(buckets.formats) if not f.plain)
+    tensors = [buckets.length, buckets.table, buckets.count, buckets.centre, buckets.slab_pointers,
+               _on_device(tuple(offsets), q.device), q, q, q, q]  # fmt: skip
+    numbers = [buckets.length.stride(0), *buckets.table.stride()[:3], *buckets.count.stride()[:2],
+               *buckets.centre.stride()[:2], 0, 0, 0, 0, 0, 0, buckets.units]  # fmt: skip
+    constants = dict(
+        TIERS=len(buckets.formats), FORMATS=formats, TOKENS=buckets.formats[0].page_tokens,
+        BLOCK=block_of(q.shape[3]) if any(f.rotate for f in coded) else 1, CENTRED=any(f.centre for f in coded),
+        POSITION_BYTES=buckets.position_dtype.itemsize, MANTISSA=0, SCALED=0,
+    )  # fmt: skip
+    return tensors, numbers, constants
+
+
+def _paged(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """The same for a PagedCache."""
+    cache, q = job.paged, job.q
+    assert cache is not None
+    k, v = cache.by_head()
+    strides = [n for x in (k, v) for n in (x.stride(0), x.stride(2), x.stride(1))]
+    mantissa = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}.get(k.dtype, 0)
+    if mantissa:
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    one = torch.ones(1, dtype=torch.float32, device=q.device) if cache.k_scale is None or cache.v_scale is None else q
+    k_scale, v_scale = (one if s is None else s.contiguous() for s in (cache.k_scale, cache.v_scale))
+    scaled = 0
+    if cache.k_scale is not None or cache.v_scale is not None:
+        scaled = max(k_scale.numel(), v_scale.numel())
+        k_scale, v_scale = (s.flatten().expand(scaled).contiguous() for s in (k_scale, v_scale))
+    tensors = [cache.lengths, cache.table, q, q, q, q, k, v, k_scale if scaled else q, v_scale if scaled else q]
+    numbers = [1, cache.table.stride(0), 0, 0, 0, 0, 0, 0, *strides, 1]
+    constants = dict(TIERS=0, FORMATS=0, TOKENS=cache.page_size, BLOCK=1, CENTRED=False, POSITION_BYTES=4,
+                     MANTISSA=mantissa, SCALED=scaled)  # fmt: skip
+    return tensors, numbers, constants
+
+
+def decode(job: Job) -> Result:
+    """Launch for a checked job."""
+    q = job.q
+    batch, q_len, heads, dim = q.shape
+    device, group, buckets = q.device, job.group, batch * job.kv_heads
+    out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    lse = floats(batch, q_len, heads) if job.return_lse or job.return_mass else None
+    mass = floats(batch, job.kv_heads, job.max_length).zero_() if job.return_mass else None
+    if batch == 0:
+        return out, lse if job.return_lse else None, mass
+    tensors, numbers, constants = _tiered(job) if job.buckets is not None else _paged(job)
+    rows, wide = q_len * group, max(16, triton.next_power_of_2(dim))
+    block_rows = 32 if rows > 16 and wide <= 128 else 16
+    row_blocks = triton.cdiv(rows, block_rows)
+    tokens = constants["TOKENS"] if job.buckets is not None else 64
+    block_tokens = min(tokens, max(16, 4096 // wide))
+    tiers = max(constants["TIERS"], 1)
+    blocks = triton.cdiv(job.max_length, block_tokens) + tiers
+    splits = _splits(buckets * row_blocks, blocks, device)
+    partial = floats(buckets * splits * rows * dim)
+    stats = floats(buckets * splits * rows * 2)
+    exact = q.dtype == torch.float32 or torch.version.hip is not None
+    shape = dict(KV_HEADS=job.kv_heads, GROUP=group, Q_LEN=q_len, DIM=dim, WIDE=wide)
+    options = dict(
+        ROWS=block_rows, ROW_BLOCKS=row_blocks, TOK=block_tokens, SPLITS=splits, ORDERED=q_len > 1,
+        WINDOWED=job.window is not None, CAPPED=job.softcap is not None, PRECISION="ieee" if exact else "tf32",
+        num_warps=8, num_stages=1,  # more stages want more shared memory than a consumer GPU has
+    )  # fmt: skip
+
+    def launch(mass_pass: bool) -> None:
+        decode_kernel[(buckets * row_blocks, splits)](
+            q, _on_device(tuple(job.requests), device), *tensors, partial, stats, partial if lse is None else lse,
+            partial if mass is None else mass, *q.stride()[:3], *numbers, job.max_length, job.scale,
+            job.softcap or 0.0, job.window or 0, **shape, **constants, **options, MASS=mass_pass,
+        )  # fmt: skip
+
+    with torch.cuda.device_of(q):
+        launch(False)
+        combine_kernel[(buckets, rows)](
+            partial, stats, partial if job.sinks is None else job.sinks, out, partial if lse is None else lse,
+            **shape, SPLITS=splits, WIDE_SPLITS=triton.next_power_of_2(splits), SINKS=job.sinks is not None,
+            LSE=lse is not None, num_warps=1 if dim <= 64 else 4,
+        )  # fmt: skip
+        if mass is not None and job.max_length:
+            launch(True)
+    return out, lse if job.return_lse else None, mass

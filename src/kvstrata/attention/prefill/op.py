@@ -1,0 +1,297 @@
+"""``prefill_attention``: many queries over keys as they come from the projections, writing nothing but the output.
+
+The arguments are checked here and become a `PrefillJob`, which every backend takes: ``prefill_reference.run``,
+``prefill_triton.run`` and ``prefill_cuda.run`` return (out, lse), None for what was not asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from kvstrata import backends
+
+BACKENDS = ("auto", "reference", "triton", "cuda")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 96, 128, 256)
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class PrefillJob(NamedTuple):
+    """One call, checked. Dense ``[B, H, S, D]``, or packed ``[T, H, D]`` with both cu_seqlens."""
+
+    q: torch.Tensor  # inner stride 1, as k and v
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None  # int32 [sequences + 1], on the device
+    cu_seqlens_k: torch.Tensor | None
+    max_seqlen_q: int  # no sequence is longer; dense: the sizes
+    max_seqlen_k: int
+    causal: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None  # float32 [Hq]
+    return_lse: bool
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[-1]
+
+    def outputs(self) -> Result:
+        """Memory for the results: out with q's order of axes, dense; lse if asked for, as q without its last axis."""
+        lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device) if self.return_lse else None
+        return torch.empty_like(self.q), lse
+
+
+@functools.cache
+def _module(backend: str) -> ModuleType:
+    """Imported when first asked for: not every machine has what every backend needs."""
+    return import_module(f"{__package__}.prefill_{backend}")
+
+
+def missing(backend: str, job: PrefillJob) -> str | None:
+    """Why ``backend`` cannot run this job, or None when it can."""
+    if reason := backends.missing(backend, job.q.device):
+        return reason
+    try:
+        return None if backend == "reference" else _module(backend).missing(job)
+    except ImportError as error:
+        return f"{backend} is not there: {error}"
+
+
+def _choose(backend: str, job: PrefillJob) -> str:
+    if backend != "auto":
+        if reason := missing(backend, job):
+            raise RuntimeError(f"backend: {reason}")
+        return backend
+    if job.q.device.type != "cuda":
+        return "reference"
+    from .configs import cuda_first
+
+    ranked = ("cuda", "triton") if cuda_first(job) else ("triton", "cuda")
+    return next((name for name in ranked if missing(name, job) is None), "reference")
+
+
+def positive(name: str, value: float | None) -> None:
+    if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+        raise ValueError(f"{name}: expected a positive number, got {value!r}")
+
+
+def check_sinks(sinks: torch.Tensor | None, heads: int, device: torch.device) -> torch.Tensor | None:
+    """float32, one logit per query head."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or tuple(sinks.shape) != (heads,):
+        given = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
+        raise ValueError(f"sinks: expected floats [{heads}], one per query head, got {given}")
+    if sinks.device != device:
+        raise ValueError(f"sinks: expected a tensor on {device}, where q is, got {sinks.device}")
+    return sinks.detach().float().contiguous()
+
+
+def check_window(window: int | None) -> None:
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"window: expected an int of at least 1, got {window!r}")
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        wanted = "[tokens, heads, head_dim] with cu_seqlens" if packed else "[batch, heads, tokens, head_dim]"
+        if x.dim() != (3 if packed else 4):
+            raise ValueError(f"{name}: expected {wanted}, got shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: expected one of {DTYPES}, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected {q.dtype} as q, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected a tensor on {q.device}, where q is, got {x.device}")
+        if x.shape[-1] not in HEAD_DIMS:
+            raise ValueError(f"{name}: expected a head_dim of {HEAD_DIMS}, got {x.shape[-1]}")
+        if x.shape[-1] != q.shape[-1]:
+            raise ValueError(f"{name}: expected a head_dim of {q.shape[-1]} as q, got {x.shape[-1]}")
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name}: expected an inner stride of 1, got {x.stride(-1)}")
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected shape {tuple(k.shape)} as k, got {tuple(v.shape)}")
+    if not packed and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k: expected a batch of {q.shape[0]} as q, got {k.shape[0]}")
+    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q: expected a multiple of {k.shape[1]} heads, those of k, got {q.shape[1]}")
+
+
+def _check_lengths(name: str, cu: torch.Tensor, q: torch.Tensor) -> None:
+    if not isinstance(cu, torch.Tensor) or cu.dtype != torch.int32 or cu.dim() != 1 or len(cu) < 1:
+        given = f"{cu.dtype} {tuple(cu.shape)}" if isinstance(cu, torch.Tensor) else repr(cu)
+        raise ValueError(f"{name}: expected int32 [sequences + 1], got {given}")
+    if not cu.is_contiguous():
+        raise ValueError(f"{name}: expected contiguous memory, got stride {cu.stride(0)}")
+    if cu.device != q.device:
+        raise ValueError(f"{name}: expected a tensor on {q.device}, where q is, got {cu.device}")
+
+
+def _longest(given: int | None, cu: torch.Tensor) -> int:
+    """As given, or read from the device."""
+    if given is not None:
+        return given
+    return int(cu.diff().max()) if len(cu) > 1 else 0
+
+
+REMEMBERED = 4096
+_passed: set[tuple[Hashable, ...]] = set()  # looks of calls whose arguments were checked
+
+
+def _look(
+    tensors: tuple[torch.Tensor | None, ...], options: tuple[object, ...], exact: tuple[object, ...]
+) -> tuple[Hashable, ...] | None:
+    """What the checks of a call depend on; None where that cannot be told. ``exact``: 1 is not True."""
+    try:
+        looks = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+        look = (*looks, *options, *exact, *map(type, exact))
+        hash(look)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return look
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    softcap: float | None,
+    window: int | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> None:
+    """Everything that shapes, strides, dtypes, devices and options decide; ValueError or TypeError."""
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        raise ValueError("cu_seqlens_k: expected to be given exactly when cu_seqlens_q is")
+    _check_tensors(q, k, v, cu_seqlens_q is not None)
+    positive("scale", scale)
+    positive("softcap", softcap)
+    check_window(window)
+    if window is not None and not causal:
+        raise ValueError(f"window: expected None without causal, got {window}")
+    check_sinks(sinks, q.shape[1], q.device)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        _check_lengths("cu_seqlens_q", cu_seqlens_q, q)
+        _check_lengths("cu_seqlens_k", cu_seqlens_k, q)
+        if cu_seqlens_k.shape != cu_seqlens_q.shape:
+            raise ValueError(f"cu_seqlens_k: expected {len(cu_seqlens_q)} as cu_seqlens_q, got {len(cu_seqlens_k)}")
+    for name, given in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if given is None:
+            continue
+        if cu_seqlens_q is None:
+            raise ValueError(f"{name}: expected None without cu_seqlens, got {given!r}")
+        if type(given) is not int or given < 0:
+            raise ValueError(f"{name}: expected an int of at least 0, got {given!r}")
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of many queries over K and V in memory; forward only.
+
+    Args:
+        q: ``[B, Hq, Sq, D]``, or packed ``[T, Hq, D]`` with cu_seqlens; float16, bfloat16 or float32; D 64, 96, 128 or
+            256; any strides with an inner one of 1.
+        k, v: ``[B, Hkv, Sk, D]`` or ``[T', Hkv, D]`` alike, Hq a multiple of Hkv.
+        causal: query i of Sq stands at position ``Sk - Sq + i`` and sees no later key.
+        scale: of the scores; None is ``D ** -0.5``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``: sequence n is rows ``cu[n] .. cu[n + 1]`` of q and of k.
+            Rows of no sequence may hold anything; what out holds there is not defined.
+        max_seqlen_q, max_seqlen_k: no sequence is longer; None reads it from the device, which waits and cannot be
+            captured.
+        window: a query sees this many positions, its own the last of them; None is all. Needs ``causal``.
+        softcap: c makes c * tanh(score / c) of a score.
+        sinks: ``[Hq]``, a logit that takes part in the softmax of every query of a head and has no value.
+        return_lse: also float32 ``[B, Hq, Sq]`` (packed: ``[T, Hq]``), the natural log of the sum of the exponentials,
+            the sink's included.
+        backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
+
+    A query that sees no key gives zeros and -inf (with a sink: its logit). Nothing is mutated; safe under graph capture
+    once a shape has run.
+
+    Returns out in q's shape and dtype, with q's order of axes in memory; with ``return_lse`` a tuple (out, lse).
+
+    Raises ValueError, TypeError or RuntimeError (a backend that is not there), naming the argument.
+
+    Example:
+        >>> q, (k, v) = torch.randn(1, 8, 100, 64), torch.randn(2, 1, 2, 300, 64)  # a chunk of 100 after 200 tokens
+        >>> kvstrata.prefill_attention(q, k, v).shape
+        torch.Size([1, 8, 100, 64])
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks)
+    options = (causal, scale, softcap, window, max_seqlen_q, max_seqlen_k)
+    look = _look(tensors, options[:3], options[3:])
+    if look is None or look not in _passed:
+        _check(*tensors, *options)
+        if look is not None:
+            if len(_passed) >= REMEMBERED:
+                _passed.clear()
+            _passed.add(look)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        longest = _longest(max_seqlen_q, cu_seqlens_q), _longest(max_seqlen_k, cu_seqlens_k)
+    else:
+        longest = (q.shape[2], k.shape[2])
+    if sinks is not None:
+        sinks = sinks.detach().float().contiguous()
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        q, k, v = q.detach(), k.detach(), v.detach()
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    job = PrefillJob(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, bool(causal), scale, window, softcap, sinks, return_lse
+    )
+    out, lse = run(job, _choose(backend, job))
+    return out if lse is None else (out, lse)
+
+
+def run(job: PrefillJob, backend: str) -> Result:
+    """A checked job on a backend that is there."""
+    return _module(backend).run(job)

@@ -1,0 +1,80 @@
+"""``prefill_attention`` in torch: float32, sequence by sequence, a block of queries at a time. The CPU path and the
+truth that kernels are tested with."""
+
+from __future__ import annotations
+
+import torch
+
+from .op import PrefillJob, Result
+
+SCORES = 1 << 25  # float32 at a time
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, first: int, job: PrefillJob
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``q [Hq, m, D]`` at positions ``own [m]`` over ``k, v [Hkv, n, D]`` from position ``first`` on, float32."""
+    (heads, m, dim), (kv_heads, n) = q.shape, k.shape[:2]
+    rows = heads // kv_heads * m
+    scores = torch.bmm(q.reshape(kv_heads, rows, dim), k.transpose(1, 2)).mul_(job.scale).view(heads, m, n)
+    if job.softcap is not None:
+        scores = scores.div_(job.softcap).tanh_().mul_(job.softcap)
+    if job.causal:
+        position = first + torch.arange(n, device=q.device)
+        hidden = position > own.unsqueeze(1)
+        if job.window is not None:
+            hidden |= position <= own.unsqueeze(1) - job.window
+        scores.masked_fill_(hidden, -torch.inf)
+    # A sink is one more score; without one, a score of -inf, so that there always is a largest.
+    if job.sinks is None:
+        sink = torch.full((heads, 1, 1), -torch.inf, dtype=torch.float32, device=q.device)
+    else:
+        sink = job.sinks.view(-1, 1, 1)
+    top = torch.cat([scores, sink.expand(heads, m, 1)], 2).amax(2, keepdim=True)
+    safe = top.masked_fill(top == -torch.inf, 0.0)
+    weights = scores.sub_(safe).exp_()
+    total = weights.sum(2, keepdim=True) + torch.exp(sink - safe)
+    out = torch.bmm(weights.view(kv_heads, rows, n), v).view(q.shape) / total.masked_fill(total == 0.0, 1.0)
+    return out, (safe + total.log()).squeeze(2)
+
+
+def _sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: PrefillJob) -> tuple[torch.Tensor, torch.Tensor]:
+    """``q [Hq, Sq, D]`` over ``k, v [Hkv, Sk, D]``: float32 out and lse."""
+    heads, queries, _ = q.shape
+    keys = k.shape[1]
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    k, v = k.float(), v.float()
+    block = max(1, SCORES // max(heads * keys, 1))
+    for begin in range(0, queries, block):
+        end = min(begin + block, queries)
+        own = torch.arange(begin, end, device=q.device) + keys - queries
+        low, high = 0, keys
+        if job.causal:  # keys that some query of the block sees
+            high = max(0, keys - queries + end)
+            low = 0 if job.window is None else min(max(0, keys - queries + begin - job.window + 1), high)
+        part = slice(low, high)
+        out[:, begin:end], lse[:, begin:end] = _attend(q[:, begin:end].float(), k[:, part], v[:, part], own, low, job)
+    return out, lse
+
+
+def run(job: PrefillJob) -> Result:
+    """out, lse or None."""
+    out, lse = job.outputs()
+    with torch.no_grad():
+        if job.cu_seqlens_q is None or job.cu_seqlens_k is None:
+            for i in range(job.sequences):
+                o, s = _sequence(job.q[i], job.k[i], job.v[i], job)
+                out[i] = o
+                if lse is not None:
+                    lse[i] = s
+            return out, lse
+        ends_q, ends_k = job.cu_seqlens_q.tolist(), job.cu_seqlens_k.tolist()
+        for i in range(job.sequences):
+            rows, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
+            q, k, v = (x.transpose(0, 1) for x in (job.q[rows], job.k[keys], job.v[keys]))
+            o, s = _sequence(q, k, v, job)
+            out[rows] = o.transpose(0, 1)
+            if lse is not None:
+                lse[rows] = s.transpose(0, 1)
+        return out, lse

@@ -1,0 +1,202 @@
+"""``prefill_attention_cached``: a chunk of new tokens of each request over everything its cache holds.
+
+As `decode_attention`, but for hundreds of queries at once: K and V of the new tokens are in the cache, in whatever tier
+each token is. Tiers and pages are brought to rows of the model's space a chunk of tokens at a time, never as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvstrata.attention.decode import op
+from kvstrata.attention.prefill.op import Result, check_sinks, check_window, positive
+from kvstrata.cache.ops.arguments import whole_numbers
+from kvstrata.cache.storage.views import BucketedCacheLayer
+from kvstrata.cache.tiered_cache import TieredCache
+from kvstrata.store.paged_cache import PagedCache
+
+BACKENDS = ("auto", "reference", "triton")
+
+
+class CachedJob(NamedTuple):
+    """One call, checked. Exactly one of ``buckets`` and ``paged`` is given."""
+
+    q: torch.Tensor  # [T, Hq, D], the new tokens of all requests end to end, inner stride 1
+    new: list[int]  # new tokens of each request
+    buckets: BucketedCacheLayer | None
+    paged: PagedCache | None
+    requests: list[int]
+    kv_heads: int
+    max_length: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None  # float32 [Hq]
+    return_lse: bool
+
+
+def _new_tokens(q: torch.Tensor, lengths: Sequence[int] | None, rows: int, heads: int, dim: int) -> list[int]:
+    """New tokens of each request, from the shape of q or as given."""
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
+    if q.dim() not in (3, 4) or q.shape[-1] != dim or q.shape[-2] == 0 or q.shape[-2] % heads:
+        raise ValueError(
+            f"q: expected [requests, new tokens, a multiple of {heads}, {dim}], or [tokens, ..] with lengths, "
+            f"got shape {tuple(q.shape)}"
+        )
+    if q.stride(-1) != 1:
+        raise ValueError(f"q: expected an inner stride of 1, got {q.stride(-1)}")
+    if q.dim() == 4:
+        if lengths is not None:
+            raise ValueError("lengths: expected None with q [requests, new tokens, heads, head_dim], got some")
+        if q.shape[0] != rows:
+            raise ValueError(f"q: expected {rows} rows, one per request, got {q.shape[0]}")
+        return [q.shape[1]] * rows
+    if lengths is None:
+        raise ValueError("lengths: expected the new tokens of each request, with q [tokens, heads, head_dim], got None")
+    new = whole_numbers("lengths", lengths)
+    if len(new) != rows or any(n < 0 for n in new) or sum(new) != q.shape[0]:
+        raise ValueError(f"lengths: expected {rows} that sum to {q.shape[0]}, the tokens of q, got {new}")
+    return new
+
+
+def _job(
+    q: torch.Tensor,
+    cache: TieredCache | PagedCache,
+    layer: int,
+    lengths: Sequence[int] | None,
+    requests: Sequence[int] | None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    return_lse: bool,
+) -> CachedJob:
+    if not isinstance(cache, (TieredCache, PagedCache)):
+        raise TypeError(f"cache: expected a TieredCache or a PagedCache, got {type(cache).__name__}")
+    rows = op._requests(cache, requests)
+    new = _new_tokens(q, lengths, len(rows), cache.kv_heads, cache.head_dim)
+    dtypes: tuple[torch.dtype, ...]
+    if isinstance(cache, TieredCache):
+        dtypes = (cache.dtype,)
+    else:
+        dtypes = op.DTYPES if cache.fp8 else (cache.k.dtype,)
+    if q.dtype not in dtypes:
+        raise TypeError(f"q: expected {' or '.join(map(str, dtypes))} for this cache, got {q.dtype}")
+    if q.device != cache.device:
+        raise ValueError(f"q: expected a tensor on {cache.device}, where the cache is, got {q.device}")
+    positive("scale", scale)
+    positive("softcap", softcap)
+    check_window(window)
+    sinks = check_sinks(sinks, q.shape[-2], q.device)
+    if isinstance(cache, TieredCache):
+        buckets, paged = cache.bucket_views(layer), None
+        max_length = op.longest(cache, layer, rows)
+    else:
+        if layer != 0:
+            raise ValueError(f"layer: expected 0, a PagedCache is one layer, got {layer!r}")
+        buckets, paged, max_length = None, cache, cache.max_length
+    scale = cache.head_dim**-0.5 if scale is None else float(scale)
+    softcap = None if softcap is None else float(softcap)
+    flat = q.detach().flatten(0, 1) if q.dim() == 4 else q.detach()
+    options = (cache.kv_heads, max_length, scale, window, softcap, sinks, return_lse)
+    return CachedJob(flat, new, buckets, paged, rows, *options)
+
+
+def prefill_attention_cached(
+    q: torch.Tensor,
+    cache: TieredCache | PagedCache,
+    layer: int = 0,
+    *,
+    lengths: Sequence[int] | None = None,
+    requests: Sequence[int] | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of the newest tokens of each request, many or few, over all tokens its cache holds.
+
+    Args:
+        q: ``[B, new, Hq, D]``, or ``[T, Hq, D]`` with ``lengths`` where requests have different numbers of new tokens;
+            the cache's dtype (any of float32, float16, bfloat16 over fp8 pages), an inner stride of 1.
+        cache: a `TieredCache` or a `PagedCache`. K and V of the new tokens are in it already. Not mutated.
+        layer: of the cache; 0 for a PagedCache.
+        lengths: new tokens of each request, zeros allowed, end to end in q.
+        requests: which requests the rows of q (or the lengths) are; None is all in use, ascending.
+        scale, window, softcap, sinks: as in `decode_attention`.
+        return_lse: also float32, q's shape without its last axis.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Query i of n new ones stands at position ``length - n + i`` and sees no later one. Beside the result, a chunk of
+    tokens at a time is unpacked, never the cache as a whole.
+
+    Returns out in q's shape and dtype; with ``return_lse`` a tuple (out, lse).
+
+    Raises ValueError, TypeError or RuntimeError (a backend that is not there), naming the argument.
+
+    Example:
+        >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, window=64, page_tokens=16, dtype=torch.float32)
+        >>> cache.append(0, *torch.randn(2, 1000, 2, 64))  # the last 40 of them are the new chunk
+        >>> kvstrata.prefill_attention_cached(torch.randn(1, 40, 8, 64), cache).shape
+        torch.Size([1, 40, 8, 64])
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    job = _job(q, cache, layer, lengths, requests, scale, window, softcap, sinks, return_lse)
+    out, lse = run(job, _choose(backend, job))
+    out = out.view(q.shape)
+    return out if lse is None else (out, lse.view(q.shape[:-1]))
+
+
+def _choose(backend: str, job: CachedJob) -> str:
+    from kvstrata.backends import missing
+
+    if backend == "auto":
+        return "triton" if job.q.device.type == "cuda" and missing("triton", job.q.device) is None else "reference"
+    if reason := missing(backend, job.q.device):
+        raise RuntimeError(f"backend: {reason}")
+    return backend
+
+
+def run(job: CachedJob, backend: str) -> Result:
+    """A checked job on a backend that is there."""
+    if backend == "reference":
+        return _reference(job)
+    from . import triton as cached_triton
+
+    return cached_triton.run(job)
+
+
+QUERIES = 128  # at a time in the reference
+
+
+def _reference(job: CachedJob) -> Result:
+    """Decode's reference, a block of queries after the other, each as if the request ended with it."""
+    from kvstrata.attention.decode import reference
+
+    out = torch.empty(job.q.shape, dtype=job.q.dtype, device=job.q.device)
+    lse = torch.empty(job.q.shape[:2], dtype=torch.float32, device=job.q.device) if job.return_lse else None
+    source = job.paged.lengths if job.buckets is None else job.buckets.length  # type: ignore[union-attr]
+    lengths = source.cpu()[job.requests].tolist()
+    first = 0
+    with torch.no_grad():
+        for request, length, new in zip(job.requests, lengths, job.new, strict=True):
+            for begin in range(0, new, QUERIES):
+                end = min(begin + QUERIES, new)
+                part = slice(first + begin, first + end)
+                options = (job.scale, job.window, job.softcap, job.sinks, job.return_lse, False)
+                few = op.Job(
+                    job.q[part].unsqueeze(0), job.buckets, job.paged, [request], job.kv_heads, job.max_length, *options
+                )
+                found, sums, _ = reference.decode_at(few, [length - new + end])
+                out[part] = found[0]
+                if lse is not None and sums is not None:
+                    lse[part] = sums[0]
+            first += new
+    return out, lse

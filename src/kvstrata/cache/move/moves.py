@@ -1,0 +1,138 @@
+"""From targets to moves: which token goes from which slot to which, as vector operations on the device of the tokens.
+
+A token that leaves a bucket makes a hole; the tokens past the bucket's new end fill the holes, the i-th the i-th, and
+arrivals follow after them. A group is one bucket in one tier, ``bucket * tiers + tier``. What the host has to know, to
+take pages and to give them back, are three numbers a group (`Change.to_host`), however many tokens there are.
+
+A move may write where another one reads. Such moves form chains: each writes where the one before it has read, the
+first where nobody reads. There are no cycles, since a move either goes to a later tier or, in its tier, to an earlier
+slot; and no forks, since a slot has one token before and one after. Whoever works through a chain in order, and
+through different chains in any order, does every move as if all reads had been made first.
+
+This is the reference, and the way of the CPU and of Triton; CUDA C++ makes the same moves in moves.cu, by phases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvstrata.cache.storage.tokens import DROP, Tokens
+
+# Columns of `Moves.packed`: from where, to where, which centre, the next of the chain, whether this is the first one,
+# and what goes into the page beside the codes. A source tier of -1 is a new row, its slot the number of the row.
+COLUMNS = ("source", "source_slot", "source_tier", "to", "slot", "tier", "centre", "after", "head", "position",
+           "importance", "unused")  # fmt: skip
+
+
+def spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All numbers ``first[i] .. end[i] - 1``: the i of each, and the number."""
+    counts = np.maximum(end - first, 0)
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _add(groups: int, index: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """How many of the chosen are in each group; never waits for the device."""
+    index = torch.where(chosen, index, groups)
+    return torch.zeros(groups + 1, dtype=torch.int64, device=index.device).index_add_(0, index, chosen.long())[:-1]
+
+
+def pick(chosen: torch.Tensor, n: int) -> torch.Tensor:
+    """The indices of the ``n`` chosen, ascending; never waits for the device."""
+    if chosen.device.type == "cpu":
+        return chosen.nonzero().flatten()
+    place = torch.where(chosen, chosen.cumsum(0) - 1, n)
+    every = torch.arange(len(chosen), device=chosen.device)
+    return torch.empty(n + 1, dtype=torch.int64, device=chosen.device).scatter_(0, place, every)[:n]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Per group ``[buckets * tiers]``, int64: tokens before, that leave, that come, and holes that are filled."""
+
+    tiers: int
+    before: torch.Tensor
+    left: torch.Tensor
+    came: torch.Tensor
+    holes: torch.Tensor
+    is_hole: torch.Tensor = field(repr=False)  # [n], of the tokens
+    is_filler: torch.Tensor = field(repr=False)
+    arrives: torch.Tensor = field(repr=False)
+
+    @property
+    def kept(self) -> torch.Tensor:
+        return self.before - self.left
+
+    @property
+    def count(self) -> torch.Tensor:
+        return self.kept + self.came
+
+    def to_host(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``left, came, holes``: the one time that the host waits for the device."""
+        left, came, holes = torch.stack([self.left, self.came, self.holes]).cpu().numpy()
+        return left, came, holes
+
+
+def change(tokens: Tokens, target: torch.Tensor, before: torch.Tensor, tiers: int) -> Change:
+    """What targets (`DROP`: out) do to the groups; ``before`` are their counts."""
+    stored = tokens.tier >= 0
+    group = torch.where(stored, tokens.bucket * tiers + tokens.tier, 0)
+    moves = tokens.tier != target
+    arrives = moves & (target != DROP)
+    leaves = stored & moves
+    left = _add(len(before), group, leaves)
+    past = tokens.slot >= (before - left)[group]
+    is_hole = leaves & ~past
+    came = _add(len(before), tokens.bucket * tiers + target.clamp(min=0), arrives)
+    return Change(
+        tiers, before, left, came, _add(len(before), group, is_hole), is_hole, stored & ~moves & past, arrives
+    )
+
+
+@dataclass(frozen=True)
+class Moves:
+    """``n`` moves, arrivals by group and slot, then fillers; int64 unless said."""
+
+    token: torch.Tensor  # flat index of the token
+    group: torch.Tensor  # where it goes
+    slot: torch.Tensor  # and the slot there, counted in the bucket
+    after: torch.Tensor  # the move that writes where this one has read, or -1
+    head: torch.Tensor  # bool: this one writes where nobody reads
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+
+def plan(change: Change, tokens: Tokens, target: torch.Tensor, arrivals: int, fillers: int) -> Moves:
+    """The moves of a change, given how many there are.
+
+    The stored tokens of a group must stand one after the other, by slot, all of them.
+    """
+    tiers, device = change.tiers, tokens.bucket.device
+    coming = pick(change.arrives, arrivals)
+    group = tokens.bucket[coming] * tiers + target[coming]
+    group, order = torch.sort(group, stable=True)
+    coming = coming[order]
+    first = change.came.cumsum(0) - change.came
+    slot = change.kept[group] + torch.arange(arrivals, device=device) - first[group]
+    filler, hole = pick(change.is_filler, fillers), pick(change.is_hole, fillers)
+    token = torch.cat([coming, filler])
+    group = torch.cat([group, tokens.bucket[filler] * tiers + tokens.tier[filler]])
+    slot = torch.cat([slot, tokens.slot[hole]])
+
+    # The token that was in the slot a move goes to, if that one moves too.
+    n, groups = len(tokens), len(change.before)
+    stored = torch.where(tokens.tier >= 0, tokens.bucket * tiers + tokens.tier, groups)
+    every = torch.arange(n, device=device)
+    start = torch.full((groups + 1,), n, device=device).scatter_reduce_(0, stored, every, "amin")
+    number = torch.arange(len(token), device=device)
+    move_of = torch.full((n + 1,), -1, device=device).scatter_(0, token, number)
+    occupant = torch.where(slot < change.before[group], start[group] + slot, n)
+    ahead = move_of[occupant]
+    head = ahead < 0
+    after = torch.full((len(token) + 1,), -1, device=device)
+    after.scatter_(0, torch.where(head, len(token), ahead), number)
+    return Moves(token, group, slot, after[:-1], head)

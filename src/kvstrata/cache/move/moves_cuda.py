@@ -1,0 +1,182 @@
+"""The plan of moves.py made by ``moves.cu``: a block per bucket, two launches and one wait between them.
+
+    targets ──count──▶ three numbers a group ──▶ the host takes pages and says where lists begin ──place──▶ lists
+
+Moves come out as lists by phase, not as chains. A phase is the fillers of a tier, or its arrivals; phases go from the
+last tier to the first, fillers first. Then nobody writes where another one has yet to read: the holes of a tier are
+those of tokens that went on to later tiers, and arrivals go where these or its fillers were. Pages in which all slots
+are free for arrivals are made whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata import jit
+from kvstrata.cache.storage.page import PageKind
+
+from .moves import COLUMNS, pick
+
+if TYPE_CHECKING:
+    from kvstrata.cache.storage.page_table import Buckets
+    from kvstrata.cache.storage.tokens import Tokens
+
+SOURCE = Path(__file__).with_name("moves.cu")
+TIERS = 16
+# struct Params of moves.cu, in its order.
+POINTERS = (
+    "target", "bucket", "tier", "slot", "position", "importance", "order", "new_first", "starts", "before", "numbers",
+    "first", "places", "old_table", "new_table", "pointers", "k", "v", "copies", "packed", "k_at", "v_at", "sides",
+)  # fmt: skip
+PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 8i {2 * TIERS}i")
+
+
+def entry_of(plain: PageKind) -> str:
+    position = "short" if plain.position_dtype == torch.int16 else "int"
+    return f"place<{position}, {str(plain.keeps_importance).lower()}>"
+
+
+@functools.lru_cache(maxsize=16)
+def _kernel(entry: str, device: int) -> jit.Kernel:
+    return jit.load(SOURCE, entry, jit.arch_of(device))
+
+
+def begins_of(counts: np.ndarray) -> np.ndarray:
+    """Where the tokens of each group begin in a snapshot: ``counts [buckets, tiers]``, tier by tier."""
+    flat = counts.T.reshape(-1).astype(np.int64)
+    return np.ascontiguousarray((np.cumsum(flat) - flat).reshape(counts.shape[::-1]).T)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Moves by phase; see moves.cu."""
+
+    copies: torch.Tensor  # int32 [n, 4], fillers
+    packed: torch.Tensor  # int32 [n, 12], arrivals that are not whole
+    ranges: np.ndarray  # [3, tiers, 2]: of fillers in `copies`, arrivals in `packed`, `whole`; by tier first and end
+    whole: torch.Tensor  # int32 [3, pages]: handle, tier and bucket of pages that are made whole
+    k_at: torch.Tensor  # int64 [pages, page_tokens], of rows or codes, -1 for an empty slot
+    v_at: torch.Tensor | None
+    sides: torch.Tensor  # int32 [pages, page_tokens, 2]
+
+
+@dataclass
+class Plan:
+    """Targets of all tokens of some (request, layer), on their way to moves.
+
+    Either ``starts``, where the tokens of each group begin in ``target``, or ``tokens``, which may have new ones.
+    """
+
+    buckets: Buckets
+    places: np.ndarray  # of (request, layer) in the tables
+    before: np.ndarray  # [groups]
+    target: torch.Tensor  # int8 [n]
+    tokens: Tokens | None = None
+    rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # k and v of new tokens
+    starts: torch.Tensor | None = None
+    _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Launch what counts."""
+        buckets, pool, groups = self.buckets, self.buckets.pool, len(self.before)
+        tensors, device = self._tensors, self.buckets.device
+        if len(buckets.kinds) > TIERS:
+            raise ValueError(f"tiers: expected at most {TIERS}, got {len(buckets.kinds)}")
+        tensors["target"] = self.target
+        tensors["before"] = pool.to_device(self.before.astype(np.int32))
+        tensors["places"] = pool.to_device(self.places.astype(np.int32))
+        tensors["pointers"] = pool.pointers
+        tensors["numbers"] = torch.empty(3, groups, dtype=torch.int32, device=device)
+        if self.tokens is not None:
+            for name in ("bucket", "tier", "slot", "position", "importance"):
+                tensors[name] = getattr(self.tokens, name).contiguous()
+            new = len(self.tokens) - int(self.before.sum())
+            if new:
+                order = pick(self.tokens.tier < 0, new)
+                bucket, by_bucket = torch.sort(self.tokens.bucket[order], stable=True)
+                every = torch.arange(groups // len(buckets.kinds) + 1, device=device)
+                tensors["order"], tensors["new_first"] = order[by_bucket], torch.searchsorted(bucket, every)
+        tensors |= {name: x for name, x in zip(("k", "v"), self.rows, strict=True) if x is not None}
+        if self.starts is None:
+            tensors["starts"] = torch.zeros(groups, dtype=torch.int64, device=device)
+            self._launch("find<>", -(-len(self.target) // 256))
+        else:
+            tensors["starts"] = self.starts
+        self._launch("count<>", groups // len(buckets.kinds))
+
+    def to_host(self) -> np.ndarray:
+        """``left, came, holes`` of every group: the one time that the host waits for the device."""
+        return self._tensors["numbers"].cpu().numpy().astype(np.int64)
+
+    def place(self, numbers: np.ndarray, old_table: torch.Tensor, new_table: torch.Tensor) -> Lists:
+        """The moves from pages of one table to pages of another. The host goes over groups, not pages or tokens."""
+        buckets, device = self.buckets, self.buckets.device
+        tiers, p, groups = len(buckets.kinds), buckets.page_tokens, len(self.before)
+        left, came, holes = numbers
+        kept, coded = self.before - left, np.arange(groups) % tiers > 0
+        # Pages of codes past the kept tokens are whole; tokens that come into the page where these end are not.
+        begun = -(-kept // p)
+        pages = np.where(coded, np.maximum(-(-(kept + came) // p) - begun, 0), 0)
+        rest = np.where(coded, np.minimum(came, -kept % p), came)
+        first, ranges = np.zeros((3, groups), np.int64), np.zeros((3, tiers, 2), np.int64)
+        for which, sizes in enumerate((holes, rest, pages)):
+            by_tier = sizes.reshape(-1, tiers).T.reshape(-1)
+            ends = np.cumsum(by_tier)
+            first[which] = (ends - by_tier).reshape(tiers, -1).T.reshape(-1)
+            ranges[which, :, 1] = ends.reshape(tiers, -1)[:, -1]
+            ranges[which, 1:, 0] = ranges[which, :-1, 1]
+        first[2] -= begun  # pages are asked for by their index in the bucket
+        n_holes, n_rest, n_pages = (int(n) for n in ranges[:, -1, 1])
+        self._tensors["first"] = buckets.pool.to_device(first.astype(np.int32))
+        shape = (n_pages, p)
+        made = Lists(
+            torch.empty(n_holes, 4, dtype=torch.int32, device=device),
+            torch.empty(n_rest, len(COLUMNS), dtype=torch.int32, device=device),
+            ranges,
+            self._whole(pages, n_pages, new_table),
+            torch.full(shape, -1, dtype=torch.int64, device=device),
+            torch.full(shape, -1, dtype=torch.int64, device=device) if "order" in self._tensors else None,
+            torch.full((*shape, 2), -1, dtype=torch.int32, device=device),
+        )
+        lists = {"copies": made.copies, "packed": made.packed, "k_at": made.k_at, "sides": made.sides}
+        if made.v_at is not None:
+            lists["v_at"] = made.v_at
+        self._tensors |= {"old_table": old_table, "new_table": new_table, **lists}
+        self._launch(entry_of(buckets.kinds[0]), groups // tiers)
+        return made
+
+    def _whole(self, pages: np.ndarray, n: int, table: torch.Tensor) -> torch.Tensor:
+        """Whole pages, tier by tier; ``pages``: of each group, ``n`` in all."""
+        buckets, device, tensors = self.buckets, self.buckets.device, self._tensors
+        tiers, of_place = len(buckets.kinds), buckets.kv_heads * len(buckets.kinds)
+        repeats = buckets.pool.to_device(pages.reshape(-1, tiers).T.reshape(-1))
+        which = torch.repeat_interleave(repeats, output_size=n)  # tier * buckets + bucket
+        tier, bucket = which // (len(pages) // tiers), which % (len(pages) // tiers)
+        group = bucket * tiers + tier
+        page = torch.arange(n, device=device) - tensors["first"][2][group]
+        row = tensors["places"][group // of_place].long() * of_place + group % of_place
+        return torch.stack([table.view(-1)[row * buckets.max_pages + page].long(), tier, bucket]).int()
+
+    def _launch(self, entry: str, grid: int) -> None:
+        if not grid:
+            return
+        buckets, kinds, tensors = self.buckets, self.buckets.kinds, self._tensors
+        offsets = [x for kind in kinds for x in (kind.position_offset, kind.importance_offset)]
+        rows = [tensors.get(name) for name in ("k", "v")]
+        params = PARAMS.pack(
+            *(tensors[name].data_ptr() if name in tensors else 0 for name in POINTERS),
+            len(self.target), *(0 if x is None else x.stride(0) * x.element_size() for x in rows),
+            len(self.before), buckets.kv_heads, len(kinds), buckets.page_tokens, buckets.max_pages, buckets.pool.units,
+            kinds[0].row_bytes, kinds[0].v_offset, *offsets, *[0] * (2 * (TIERS - len(kinds))),
+        )  # fmt: skip
+        device = self.target.get_device()
+        with torch.cuda.device(device):
+            jit.bind_context(device)
+            jit.Launch(_kernel(entry, device), grid, 256, params)(jit.current_stream(device))

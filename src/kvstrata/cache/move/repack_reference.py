@@ -1,0 +1,68 @@
+"""``repack`` in plain torch: what the kernels are compared with, and the CPU path.
+
+In two steps, all reads and then all writes, so that nothing is allocated once the first page changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata.cache.storage.page import Rows
+
+if TYPE_CHECKING:
+    from .repack_op import Job
+
+Taken = list[tuple[torch.Tensor, int, Rows]]  # numbers of moves, the tier they go to, rows encoded for it
+
+
+def take(job: Job) -> Taken:
+    """Read every moving token and encode it for the tier it goes to."""
+    source, slot, source_tier = (job.packed[:, i] for i in range(3))
+    tier, centre = job.packed[:, 5], job.packed[:, 6]
+    taken: Taken = []
+    pair = (source_tier + 1) * len(job.kinds) + tier
+    for number in torch.bincount(pair).nonzero().flatten().tolist():
+        was, now = number // len(job.kinds) - 1, number % len(job.kinds)
+        mine = (pair == number).nonzero().flatten()
+        kind = job.kinds[max(was, 0)]
+        position = job.packed[mine, 9].long()
+        importance = job.packed[mine, 10].view(torch.float32)
+        if was < 0:
+            assert job.k is not None
+            assert job.v is not None
+            row = slot[mine].long()
+            rows = Rows(job.k[row], job.v[row], None, None, position, importance)
+        else:
+            handles, place = np.unique(source[mine].cpu().numpy(), return_inverse=True)
+            pages = job.pool.read(handles, 0, kind.stride)
+            rows = kind.read(pages, job.pool.to_device(place.reshape(-1)), slot[mine].long())
+            rows = replace(rows, position=position, importance=importance)
+        if now > 0 and now != was:
+            rows = job.kinds[now].encode(rows, kind, job.centre[centre[mine].long()] if was <= 0 else None)
+        taken.append((mine, now, rows))
+    return taken
+
+
+def put(job: Job, taken: Taken) -> Callable[[], None]:
+    """What writes them to their pages; copies of the pages with the tokens in them are made here."""
+    written: list[tuple[np.ndarray, torch.Tensor]] = []
+    for tier in sorted({tier for _, tier, _ in taken}):
+        kind, parts = job.kinds[tier], [(moves, rows) for moves, now, rows in taken if now == tier]
+        to = torch.cat([job.packed[moves, 3] for moves, _ in parts]).cpu().numpy()
+        handles, place = np.unique(to, return_inverse=True)
+        pages = job.pool.read(handles, 0, kind.stride)
+        places = job.pool.to_device(place.reshape(-1)).split([len(moves) for moves, _ in parts])
+        for (moves, rows), page in zip(parts, places, strict=True):
+            kind.write(pages, page, job.packed[moves, 4].long(), rows)
+        written.append((handles, pages))
+
+    def write() -> None:
+        for handles, pages in written:
+            job.pool.write(handles, 0, pages)
+
+    return write

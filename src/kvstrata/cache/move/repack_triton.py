@@ -1,0 +1,215 @@
+"""``repack`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
+
+A program does one side of one chain of moves. Formats are data here: where the field of a value lies comes from a
+table (layout/fragments.py), widths and offsets from another, so one kernel serves all tiers. A word is shared with
+other tokens, whose moves other programs do at the same time: the difference of the field is added to it, and sums of
+differences of disjoint fields come out right in any order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from kvstrata.cache.storage.page_triton import page_address
+from kvstrata.layout import fragments
+from kvstrata.layout.format import Format
+from kvstrata.layout.rotation import block_of
+from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
+
+from .repack_op import Job
+
+
+@triton.jit
+def _rotate(x, WIDE: tl.constexpr, STAGES: tl.constexpr):
+    """Butterflies in the order of layout/rotation.py on blocks of 2^STAGES of a row [WIDE]."""
+    for i in tl.static_range(STAGES):
+        pairs = tl.permute(tl.reshape(x, (WIDE >> (i + 1), 2, 1 << i)), (0, 2, 1))
+        a, b = tl.split(pairs)
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (WIDE,))
+    FACTOR: tl.constexpr = 2 ** (-STAGES / 2)
+    return x * FACTOR
+
+
+@triton.jit
+def _field(page, places_ptr, at, width, mask):
+    """Word, shift and value of a field of every dim; a width of 0 is no field."""
+    mask = mask & (width > 0)
+    bit = tl.load(places_ptr + at, mask=mask, other=0)
+    word = page.to(tl.pointer_type(tl.int32)) + bit // 32
+    value = tl.load(word, mask=mask, other=0)
+    return word, bit % 32, (value >> (bit % 32)) & ((1 << width) - 1)
+
+
+@triton.jit
+def _scale_at(page, scale_offset, slot, SIDE: tl.constexpr):
+    index = slot // 16 * 32 + slot % 8 * 4 + slot % 16 // 8 + 2 * SIDE
+    return (page + scale_offset).to(tl.pointer_type(tl.float16)) + index
+
+
+@triton.jit
+def _put(page, places_ptr, at, width, new, mask):
+    """One plane of the codes: add what the field has to change by."""
+    word, shift, old = _field(page, places_ptr, at, width, mask)
+    change = ((new & ((1 << width) - 1)) - old) << shift
+    tl.atomic_add(word, change, mask=mask & (width > 0))
+
+
+@triton.jit
+def _follow(
+    move, packed_ptr, pointers_ptr, fresh_ptr, fresh_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
+    units, DIM: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    ROW: tl.constexpr, DTYPE: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE: tl.constexpr,
+    CENTRED: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """One side of a chain, from its first move on."""
+    offs = tl.arange(0, WIDE)
+    mask = offs < DIM
+    ELEMENT: tl.constexpr = tl.float32 if DTYPE == "float32" else tl.float16 if DTYPE == "float16" else tl.bfloat16
+    INTEGER: tl.constexpr = tl.int32 if DTYPE == "float32" else tl.int16
+    while move >= 0:
+        line = packed_ptr + move.to(tl.int64) * COLUMNS
+        source_slot, source_tier = tl.load(line + 1), tl.load(line + 2)
+        slot, tier = tl.load(line + 4), tl.load(line + 5)
+        source = page_address(pointers_ptr, tl.load(line), units)
+        page = page_address(pointers_ptr, tl.load(line + 3), units)
+        # Of a format: width, low and high plane, for K and V; offsets of V and of the scales.
+        old_ptr, new_ptr = formats_ptr + tl.maximum(source_tier, 0) * 8, formats_ptr + tier * 8
+        if source_tier < 0:
+            address = fresh_ptr.to(tl.int64) + source_slot.to(tl.int64) * fresh_row
+        else:
+            address = source + SIDE * tl.load(old_ptr + 6) + source_slot * ROW
+        if tier == 0:
+            raw = tl.load(address.to(tl.pointer_type(INTEGER)) + offs, mask=mask)
+            to = (page + SIDE * tl.load(new_ptr + 6) + slot * ROW).to(tl.pointer_type(INTEGER))
+            tl.debug_barrier()
+            tl.store(to + offs, raw, mask=mask)
+        else:
+            bits = tl.load(new_ptr + 3 * SIDE)
+            if source_tier > 0:
+                was = tl.load(old_ptr + 3 * SIDE)
+                at = ((source_tier * 2 + SIDE) * 2 * PAGE + source_slot) * DIM + offs
+                _, _, low = _field(source, places_ptr, at, tl.load(old_ptr + 3 * SIDE + 1), mask)
+                _, _, high = _field(source, places_ptr, at + PAGE * DIM, tl.load(old_ptr + 3 * SIDE + 2), mask)
+                codes = low | (high << 2)
+                scale = tl.load(_scale_at(source, tl.load(old_ptr + 7), source_slot, SIDE))
+                x = (codes.to(tl.float32) - ((1 << was) - 1).to(tl.float32) * 0.5) * scale.to(tl.float32)
+                x = tl.where(mask, x, 0.0)
+            else:
+                was = bits * 0
+                codes = tl.zeros((WIDE,), tl.int32)
+                scale = tl.full((), 0.0, tl.float16)
+                x = tl.load(address.to(tl.pointer_type(ELEMENT)) + offs, mask=mask, other=0.0).to(tl.float32)
+                if CENTRED:
+                    row = tl.load(line + 6).to(tl.int64) * DIM
+                    x = x - tl.load(centre_ptr + row + offs, mask=mask, other=0.0)
+                x = tl.where(x == x, x, 0.0)
+                x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+                if STAGES:
+                    x = _rotate(x, WIDE, STAGES)
+            if was != bits:
+                if bits == 8:
+                    step = tl.max(tl.abs(x), axis=0) * (2.0 / 255.0)
+                else:
+                    step = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=0), tl.full((), DIM, tl.float32)))
+                    step = step * tl.load(steps_ptr + bits)
+                step = tl.maximum(step, 5.9604644775390625e-08)
+                inverse = tl.div_rn(tl.full((), 1.0, tl.float32), step)
+                half = 1 << (bits - 1)
+                floor = tl.floor(x.to(tl.float64) * inverse.to(tl.float64))  # exact
+                floor = tl.minimum(tl.maximum(floor, -half.to(tl.float64)), (half - 1).to(tl.float64)).to(tl.float32)
+                level = tl.where(mask, floor + 0.5, 0.0)
+                fitted = tl.div_rn(tl.sum(x * level, axis=0), tl.sum(level * level, axis=0))
+                fitted = fitted * tl.load(steps_ptr + 9 * (1 + SIDE) + bits)
+                scale = tl.minimum(tl.maximum(fitted, 0.0), 65504.0).to(tl.float16)
+                codes = floor.to(tl.int32) + half
+            tl.debug_barrier()
+            at = ((tier * 2 + SIDE) * 2 * PAGE + slot) * DIM + offs
+            _put(page, places_ptr, at, tl.load(new_ptr + 3 * SIDE + 1), codes, mask)
+            _put(page, places_ptr, at + PAGE * DIM, tl.load(new_ptr + 3 * SIDE + 2), codes >> 2, mask)
+            tl.store(_scale_at(page, tl.load(new_ptr + 7), slot, SIDE), scale)
+        if SIDE == 0:
+            POSITION: tl.constexpr = tl.int16 if POSITION_BYTES == 2 else tl.int32
+            positions = (page + tl.load(side_ptr + 2 * tier)).to(tl.pointer_type(POSITION))
+            tl.store(positions + slot, tl.load(line + 9).to(POSITION))
+            if IMPORTANCE:
+                values = (page + tl.load(side_ptr + 2 * tier + 1)).to(tl.pointer_type(tl.int32))
+                tl.store(values + slot, tl.load(line + 10))
+        tl.debug_barrier()
+        move = tl.load(line + 7)
+
+
+@triton.jit
+def repack_kernel(
+    packed_ptr, pointers_ptr, k_ptr, v_ptr, k_row, v_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
+    units, DIM: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    ROW: tl.constexpr, DTYPE: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE: tl.constexpr,
+    CENTRED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    move = tl.program_id(0)
+    if tl.load(packed_ptr + move.to(tl.int64) * COLUMNS + 8) == 0:
+        move = -1
+    if tl.program_id(1) == 0:
+        _follow(
+            move, packed_ptr, pointers_ptr, k_ptr, k_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
+            units, DIM, WIDE, STAGES, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, CENTRED, COLUMNS, 0,
+        )  # fmt: skip
+    else:
+        _follow(
+            move, packed_ptr, pointers_ptr, v_ptr, v_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
+            units, DIM, WIDE, STAGES, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, False, COLUMNS, 1,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bit of every value ``[tiers, 2 sides, 2 planes, P, D]``; numbers of a format ``[tiers, 8]``; step and gains."""
+    p, dim = formats[0].page_tokens, formats[0].head_dim
+    places = torch.zeros(len(formats), 2, 2, p, dim, dtype=torch.int32)
+    numbers = torch.zeros(len(formats), 8, dtype=torch.int32)
+    for tier, f in enumerate(formats):
+        numbers[tier, 6], numbers[tier, 7] = f.v_offset, f.scale_offset
+        sides: tuple[tuple[fragments.Side, int, int], ...] = (
+            ("k", f.k_bits, f.k_offset),
+            ("v", f.v_bits, f.v_offset),
+        )
+        for side, (name, bits, offset) in enumerate(sides):
+            if f.plain:
+                continue
+            numbers[tier, 3 * side] = bits
+            found = zip(fragments.planes(bits), fragments.places(bits, dim, p, name), strict=True)
+            for plane, ((width, _), (byte, bit)) in enumerate(found):
+                numbers[tier, 3 * side + 1 + plane] = width
+                places[tier, side, plane] = (offset + byte) * 8 + bit
+    steps = torch.zeros(3, 9, dtype=torch.float32, device="cpu")
+    for row, values in enumerate((GAUSSIAN_STEP, K_GAIN, V_GAIN)):
+        for bits, value in values.items():
+            steps[row, bits] = value
+    return places.to(device), numbers.to(device), steps.to(device)
+
+
+def prepare(job: Job) -> Callable[[], None]:
+    """One program per side of a move, of which those that begin a chain have work."""
+    formats, kind, device = tuple(kind.format for kind in job.kinds), job.kinds[0], job.pool.device
+    lossy = formats[-1]
+    places, numbers, steps = tables(formats, device)
+    k, v = (job.packed if x is None else x.detach() for x in (job.k, job.v))
+    offsets = torch.tensor([[kind.position_offset, kind.importance_offset] for kind in job.kinds])
+    offsets, centre, dim = offsets.to(device, non_blocking=True), job.centre.contiguous(), lossy.head_dim
+
+    def run() -> None:
+        with torch.cuda.device_of(job.packed):
+            repack_kernel[(len(job.packed), 2)](
+                job.packed, job.pool.pointers, k, v, k.stride(0) * k.element_size(), v.stride(0) * v.element_size(),
+                centre, places, numbers, steps, offsets, job.pool.units,
+                DIM=dim, WIDE=triton.next_power_of_2(dim), STAGES=block_of(dim).bit_length() - 1 if lossy.rotate else 0,
+                PAGE=lossy.page_tokens, ROW=kind.row_bytes, DTYPE=str(kind.dtype).removeprefix("torch."),
+                POSITION_BYTES=kind.position_dtype.itemsize, IMPORTANCE=kind.keeps_importance, CENTRED=lossy.centre,
+                COLUMNS=job.packed.shape[1], num_warps=1,
+            )  # fmt: skip
+
+    return run

@@ -1,0 +1,188 @@
+"""Append: new tokens to the plain bucket while the budget has room, else to the tiers that a plan finds for them.
+
+    room in pages that are there ──▶ plain rows (append_op.py), nothing else
+    room in the budget           ──▶ pages taken, plain rows
+    room in all layers at once   ──▶ settle_ahead (scopes.py), plain rows
+    none                         ──▶ old and new tokens of the scope planned together, one move
+
+The first is the way of nearly every decoded token, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata.cache.move.append import Job
+from kvstrata.cache.policy.importance import initial
+from kvstrata.cache.policy.mass import hear, hear_first
+from kvstrata.cache.policy.room import fits_each, fits_plain
+from kvstrata.cache.policy.scopes import move_tokens, pairs, plan_scopes, scopes_of, settle_ahead
+from kvstrata.cache.storage.page import Rows
+from kvstrata.cache.storage.tokens import NEW, Tokens
+
+from .arguments import check_int, check_mass, ragged
+
+if TYPE_CHECKING:
+    from kvstrata.cache.tiered_cache import TieredCache
+
+    from .transaction import Transaction
+
+
+def append_tokens(
+    cache: TieredCache,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    requests: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+    mass: torch.Tensor | None,
+    queries: int | None,
+) -> None:
+    """`TieredCache.append`."""
+    cache._check_layer(layer)
+    k, v, requests, lengths = ragged(cache, layer, k, v, requests, lengths)
+    asked, lengths = list(requests), list(lengths)
+    if mass is None and queries is not None:
+        raise ValueError(f"queries: expected None without mass, got {queries!r}")
+    if not sum(lengths):
+        cache._active.update(asked)
+        return
+    cache.pool.note_stream()
+    if mass is None and append_plain(cache, None, layer, k, v, asked, lengths):
+        return
+    with cache._operation() as change:
+        _append(cache, change, layer, k, v, asked, lengths, mass, queries)
+
+
+def _append(
+    cache: TieredCache,
+    change: Transaction,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    asked: list[int],
+    lengths: list[int],
+    mass: torch.Tensor | None,
+    queries: int | None,
+) -> None:
+    """Rows that need pages, or come with mass."""
+    fits = fits_plain(cache, layer, asked, lengths)
+    if mass is None and (fits or settle_ahead(cache, change, layer, asked, lengths)):
+        append_plain(cache, change, layer, k, v, asked, lengths)
+        return
+    new = _new_tokens(cache, asked, layer, lengths)
+    if mass is not None:
+        if queries is None and len(set(lengths)) > 1:
+            raise ValueError(f"queries: expected how many are in mass, got None with lengths {lengths}")
+        queries = check_int("queries", lengths[0] if queries is None else queries, 1)
+        ends = [int(cache._lengths[r, layer]) + n for r, n in zip(asked, lengths, strict=True)]
+        mass = check_mass(cache, mass, len(asked), max(ends))
+        if cache.policy.name == "importance":
+            new = hear_first(cache, new, mass, queries)
+            hear(cache, change, layer, asked, mass, queries, ends)
+    importance = None if mass is None else new.importance
+    if fits:
+        append_plain(cache, change, layer, k, v, asked, lengths, importance)
+    else:
+        _append_settling(cache, change, layer, k, v, asked, lengths, new, importance)
+
+
+def append_plain(
+    cache: TieredCache,
+    change: Transaction | None,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    requests: list[int],
+    lengths: list[int],
+    importance: torch.Tensor | None = None,
+) -> bool:
+    """New rows to the plain buckets; without a transaction only if they fit pages that are there, else False.
+
+    Such an append takes no page, so it needs no look at the budget, which never shrinks as tokens come.
+    """
+    buckets, ids, counts = cache.buckets, np.array(requests), np.array(lengths)
+    before = buckets.room(layer, ids, counts) if change is None else buckets.make_room(change, layer, ids, counts)
+    if before is None:
+        return False
+    starts = cache._lengths[ids, layer].astype(np.int64)
+    ends = starts + counts
+    if cache.policy.mode == "mean":  # begins at 0, whatever the length
+        first = np.zeros(len(ids), np.float32)
+    else:
+        first = initial(cache.policy.mode, torch.from_numpy(ends)).numpy()
+    by_token = None if importance is None else importance.view(-1, cache.kv_heads).contiguous()
+    buckets.append(
+        Job(buckets, layer, ids, counts, starts, before, k, v, first, by_token, cache._device_lengths), change
+    )
+    if change is None:
+        cache._lengths[ids, layer] = ends
+        cache._active.update(requests)
+    else:
+        change.set(cache._lengths, (ids, layer), ends)
+        cache._activate(change, requests)
+    return True
+
+
+def _append_settling(
+    cache: TieredCache,
+    change: Transaction,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    asked: list[int],
+    lengths: list[int],
+    new: Tokens,
+    importance: torch.Tensor | None,
+) -> None:
+    """New tokens planned together with those that are there."""
+    flat_k, flat_v = (x.detach().reshape(-1, cache.head_dim) for x in (k, v))
+    fresh = Rows(flat_k, flat_v, None, None, new.position, new.importance)
+    # Those among the asked that need not settle.
+    plain = [] if cache.budget.shared else np.flatnonzero(fits_each(cache, layer, asked, lengths)).tolist()
+    settling = [i for i in range(len(asked)) if i not in plain]
+    places = [(layer, scope) for scope in scopes_of(cache, [asked[i] for i in settling])]
+    there = {request: i for i, request in enumerate(pairs(places)[1])}
+    index = np.full(len(asked), -1)
+    index[settling] = [there[asked[i]] for i in settling]
+    coming = new.renumbered(cache.pool.to_device(index), cache.kv_heads)
+    if plain:
+        goes = np.repeat(index >= 0, np.array(lengths) * cache.kv_heads)
+        coming = coming[cache.pool.to_device(np.flatnonzero(goes))]
+    tokens = Tokens.cat([cache.buckets.snapshots(*pairs(places)), coming])
+    coming_of = {asked[i]: lengths[i] for i in settling}
+    ends = [[int(cache._lengths[r, layer]) + coming_of.get(r, 0) for r in scope] for _, scope in places]
+    target = plan_scopes(cache, places, tokens, ends)
+    cache._activate(change, asked)
+    move_tokens(cache, change, places, tokens, target, fresh)
+    settled = [asked[i] for i in settling]
+    after = cache._lengths[settled, layer] + np.array([lengths[i] for i in settling])
+    cache._set_lengths(change, settled, layer, after)
+    for i in plain:
+        rows = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
+        first = None if importance is None else importance.view(-1, cache.kv_heads)[rows].flatten()
+        append_plain(cache, change, layer, k[rows], v[rows], [asked[i]], [lengths[i]], first)
+
+
+def _new_tokens(cache: TieredCache, requests: Sequence[int], layer: int, lengths: Sequence[int]) -> Tokens:
+    """Tokens to be appended, row by row, head by head."""
+    rows, count = sum(lengths), torch.tensor(list(lengths), device="cpu")
+    index = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), count)
+    starts = torch.tensor([int(cache._lengths[r, layer]) for r in requests], device="cpu")
+    first = count.cumsum(0) - count
+    position = (torch.arange(rows, device="cpu") - first[index] + starts[index]).to(cache.device)
+    ends = (starts + count)[index].to(cache.device)
+    index = index.to(cache.device)
+    heads = torch.arange(cache.kv_heads, device=cache.device)
+    each = torch.ones_like(heads)
+    return Tokens(
+        (index.unsqueeze(1) * cache.kv_heads + heads).flatten(),
+        torch.full((rows * cache.kv_heads,), NEW, device=cache.device),
+        torch.arange(rows * cache.kv_heads, device=cache.device),
+        torch.outer(position, each).flatten(),
+        initial(cache.policy.mode, torch.outer(ends, each).flatten()),
+    )

@@ -1,0 +1,174 @@
+"""Arguments of the cache's operations, checked at the door: errors name the argument, what is expected and given."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvstrata.layout.format import Format
+
+if TYPE_CHECKING:
+    from kvstrata.cache.tiered_cache import TieredCache
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) is not int or value < low or (high is not None and value > high):
+        wanted = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
+        raise ValueError(f"{name}: expected {wanted}, got {value!r}")
+    return value
+
+
+def check_number(name: str, value: float, wanted: str, within: Callable[[float], bool]) -> None:
+    if not isinstance(value, (int, float)) or not within(value):
+        raise ValueError(f"{name}: expected a number in {wanted}, got {value!r}")
+
+
+def check_rope(rope: Sequence[float] | torch.Tensor | None, head_dim: int) -> tuple[float, ...]:
+    """Radians a position of each pair of channels; none where K is not turned."""
+    if rope is None:
+        return ()
+    try:
+        found = tuple(float(x) for x in rope)
+    except (TypeError, ValueError):
+        raise ValueError(f"rope: expected a row of numbers such as a model's inv_freq, got {rope!r}") from None
+    if len(found) > head_dim // 2:
+        raise ValueError(f"rope: expected up to {head_dim // 2} numbers, head_dim / 2, got {len(found)}")
+    for x in found:
+        check_number("rope", x, "(-inf, inf)", math.isfinite)
+    return found
+
+
+def whole_numbers(name: str, values: Sequence[int]) -> list[int]:
+    """As ints, also from a tensor."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise ValueError(f"{name}: expected whole numbers, got {values!r}") from None
+
+
+def check_tensor(name: str, x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Of tiers: each one a format; says which of them is none."""
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        raise ValueError(f"tiers: expected a list of formats such as ['K4V4', 'K2V2'], got {names!r}")
+    for name in names:
+        try:
+            Format.parse(str(name), 64)
+        except ValueError as error:
+            raise ValueError(f"tiers: expected formats such as 'K4V2', got {name!r} ({error})") from None
+
+
+def check_tiers(formats: Sequence[Format], names: Sequence[str]) -> None:
+    """``formats``: the plain one, and those of the names."""
+    for better, worse in itertools.pairwise(formats):
+        if worse.plain or worse.k_bits > better.k_bits or worse.v_bits > better.v_bits:
+            raise ValueError(
+                "tiers: expected none that is wider than the one before, for K or for V,"
+                f" got {worse.name} after {better.name} in {tuple(names)}"
+            )
+    if len(formats) == 1:
+        raise ValueError("tiers: expected at least one format, got none")
+
+
+def _check_pair(cache: TieredCache, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a layer; with inner stride 1."""
+    inner = (cache.kv_heads, cache.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.dim() not in (3, 4) or tuple(x.shape[-2:]) != inner:
+            raise ValueError(
+                f"{name}: expected [tokens, {inner[0]}, {inner[1]}] or [requests, tokens, {inner[0]}, {inner[1]}],"
+                f" got {tuple(x.shape)}"
+            )
+        if x.dtype != cache.dtype:
+            raise TypeError(f"{name}: expected {cache.dtype}, got {x.dtype}")
+        if x.device != cache.device:
+            raise ValueError(f"{name}: expected a tensor on {cache.device}, got one on {x.device}")
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected shape {tuple(k.shape)} as k, got {tuple(v.shape)}")
+    if k.stride(-1) != 1 or v.stride(-1) != 1:
+        k, v = k.contiguous(), v.contiguous()
+    return k, v
+
+
+def check_rows(
+    cache: TieredCache, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token of each request ``[requests, kv_heads, head_dim]``; looks at nothing that is on the device."""
+    k, v = _check_pair(cache, k, v)
+    if k.dim() == 4:
+        if k.shape[1] != 1:
+            raise ValueError(f"k: expected one token of each request, got {tuple(k.shape)}")
+        k, v = k.squeeze(1), v.squeeze(1)
+    if requests is None:
+        if len(k) > cache.max_requests:
+            raise ValueError(f"k: expected at most {cache.max_requests} rows (max_requests), got {len(k)}")
+        return k, v
+    check_tensor("requests", requests)
+    if requests.dtype != torch.int32 or requests.device != cache.device:
+        raise TypeError(f"requests: expected int32 on {cache.device}, got {requests.dtype} on {requests.device}")
+    if tuple(requests.shape) != (len(k),) or not requests.is_contiguous():
+        raise ValueError(f"requests: expected [{len(k)}], one for each row of k, got {tuple(requests.shape)}")
+    return k, v
+
+
+def ragged(
+    cache: TieredCache,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    requests: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]:
+    """Packed rows ``[tokens, kv_heads, head_dim]``, and whose they are."""
+    k, v = _check_pair(cache, k, v)
+    if k.dim() == 4:
+        if lengths is not None:
+            raise ValueError("lengths: expected None for [requests, tokens, ..], got a list")
+        lengths = [k.shape[1]] * k.shape[0]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    elif lengths is None:
+        lengths = [k.shape[0]]
+    lengths = whole_numbers("lengths", lengths)
+    if sum(lengths) != k.shape[0] or min(lengths, default=0) < 0:
+        raise ValueError(f"lengths: expected numbers that sum to {k.shape[0]}, the rows of k, got {lengths}")
+    requests = list(range(len(lengths))) if requests is None else whole_numbers("requests", requests)
+    if len(requests) != len(lengths):
+        raise ValueError(
+            f"requests: expected {len(lengths)}, one for each of the lengths {lengths}, got {requests};"
+            " packed rows of several requests come with lengths"
+        )
+    if len(set(requests)) != len(requests):
+        raise ValueError(f"requests: expected {len(lengths)} different ones, got {requests}")
+    if max(requests, default=0) >= cache.max_requests:
+        raise ValueError(f"requests: expected numbers below {cache.max_requests} (max_requests), got {requests}")
+    for request, count in zip(requests, lengths, strict=True):
+        check_int("requests", request, 0)
+        room = cache.max_tokens - int(cache._lengths[request, layer])
+        if count > room:
+            raise ValueError(
+                f"k: expected at most {room} more tokens for request {request} (max_tokens {cache.max_tokens}),"
+                f" got {count}"
+            )
+    return k, v, requests, lengths
+
+
+def check_mass(cache: TieredCache, mass: torch.Tensor, requests: int, longest: int) -> torch.Tensor:
+    check_tensor("mass", mass)
+    if mass.dim() != 3 or tuple(mass.shape[:2]) != (requests, cache.kv_heads) or mass.shape[2] < longest:
+        raise ValueError(f"mass: expected [{requests}, {cache.kv_heads}, at least {longest}], got {tuple(mass.shape)}")
+    if not mass.is_floating_point():
+        raise TypeError(f"mass: expected a floating-point tensor, got {mass.dtype}")
+    return mass.detach().to(cache.device)

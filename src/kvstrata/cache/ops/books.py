@@ -1,0 +1,124 @@
+"""The books: what a cache has allocated, and what must be true of it after every operation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata.cache.policy.budget import Memory
+from kvstrata.cache.storage.scratch import scratch_bytes
+
+if TYPE_CHECKING:
+    from kvstrata.cache.tiered_cache import TieredCache
+
+SCALE_BITS = 16  # fp16, one for K and one for V of each token and head
+
+
+def fixed(cache: TieredCache) -> dict[str, int]:
+    """Bytes of what is there whether or not there are tokens."""
+    tensors = {
+        "table": cache.buckets.table,
+        "count": cache.buckets.count,
+        "centre": cache.centre,
+        "length": cache._device_lengths,
+        "slab_pointers": cache.pool.pointers,
+    }
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def memory(cache: TieredCache) -> Memory:
+    """Everything, from what the host knows."""
+    counts = cache.buckets.host_count[list(cache.requests)].astype(np.int64).sum((0, 1, 2))
+    used = [cache.pool.pages(tier) * stride for tier, stride in enumerate(cache.pool.strides)]
+    pages = [cache.pool.pages(tier) for tier in range(len(cache.kinds))]
+    taken = _slots_taken(cache) if cache.pool.shares else counts.tolist()
+    slack = sum(
+        (n * cache.page_tokens - count) * stride // cache.page_tokens
+        for n, count, stride in zip(pages, taken, cache.pool.strides, strict=True)
+    )
+    names = [f.name for f in cache.formats]
+    return Memory(
+        kinds={"slabs": cache.pool.nbytes, **fixed(cache)},
+        tiers=dict(zip(names, used, strict=True)),
+        page_slack=slack,
+        slab_slack=cache.pool.nbytes - sum(used),
+        tokens=dict(zip(names, counts.tolist(), strict=True)),
+        full=int(cache._lengths.sum()) * cache.kv_heads * 2 * cache.head_dim * cache.dtype.itemsize,
+        allowed=cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests]),
+        scratch=scratch_bytes(cache),
+        **_bits(cache, pages, taken),
+    )
+
+
+def _bits(cache: TieredCache, pages: list[int], taken: list[int]) -> dict[str, float]:
+    """Bits per value of K and V: in whole pages, and by the widths of the formats of the tokens in them."""
+    tokens = max(sum(taken), 1)
+    sides: dict[str, float] = {}
+    for side in ("k", "v"):
+        stored = expected = 0.0
+        for f, n, count in zip(cache.formats, pages, taken, strict=True):
+            stored += n * (getattr(f, f"{side}_bytes") + f.scale_bytes / 2) * 8
+            expected += count * (getattr(f, f"{side}_bits") + (0 if f.plain else SCALE_BITS / cache.head_dim))
+        sides[f"{side}_bits"] = stored / (tokens * cache.head_dim)
+        sides[f"expected_{side}_bits"] = expected / tokens
+    return sides
+
+
+def _slots_taken(cache: TieredCache) -> list[int]:
+    """Slots with a token per tier, of pages that requests share once: as many as the owner with the most has."""
+    first = np.arange(cache.buckets.max_pages) * cache.page_tokens
+    taken = []
+    for tier in range(len(cache.kinds)):
+        table = cache.buckets.host_table[:, :, :, tier]
+        filled = (cache.buckets.host_count[:, :, :, tier, None] - first).clip(0, cache.page_tokens)[table >= 0]
+        pages, page = np.unique(table[table >= 0], return_inverse=True)
+        most = np.zeros(len(pages), np.int64)
+        np.maximum.at(most, page, filled)
+        taken.append(int(most.sum()))
+    return taken
+
+
+def check(cache: TieredCache) -> None:
+    """Assert that owners, counts, positions and bytes agree; reads every page."""
+    table, count = cache.buckets.host_table, cache.buckets.host_count
+    handles, owned = np.unique(table[table >= 0], return_counts=True)
+    assert (cache.pool.owners(handles) == owned).all(), "a page has other owners than the tables say"
+    used = int((cache.pool.refs > 0).sum())
+    assert used == len(handles), f"{used} pages in use, {len(handles)} in tables"
+    pool = cache.pool
+    for t in range(len(cache.kinds)):
+        assert pool.pages(t) == int((pool.refs[pool.tier == t] > 0).sum()), "a tier's pages were counted wrong"
+        assert pool.slabs_of(t) == int((pool.tier == t).sum()), "a tier's slabs were counted wrong"
+    pages = -(-count.astype(np.int64) // cache.page_tokens)
+    listed = np.arange(table.shape[-1]) < pages[..., None]
+    assert ((table >= 0) == listed).all(), "page lists and counts differ"
+    tier = np.broadcast_to(np.arange(len(cache.kinds))[:, None], table.shape)
+    assert (cache.pool.tier[table[listed] // cache.pool.units] == tier[listed]).all(), "a page in another tier's slab"
+    assert torch.equal(cache.buckets.table.cpu(), torch.from_numpy(table)), "device table differs"
+    assert torch.equal(cache.buckets.count.cpu(), torch.from_numpy(count)), "device counts differ"
+    assert torch.equal(cache._device_lengths.cpu(), torch.from_numpy(cache._lengths)), "device lengths differ"
+    for request in range(cache.max_requests):
+        if request not in cache._active:
+            assert not count[request].any(), "an unused request holds tokens"
+            assert not cache._lengths[request].any(), "an unused request has a length"
+            continue
+        for layer in range(cache.layers):
+            _check_positions(cache, layer, request)
+    allocated = sum(slab.nbytes for slab in cache.pool.slabs if slab is not None) + sum(fixed(cache).values())
+    taken = cache.memory()
+    assert taken.total == allocated, f"memory() says {taken.total}, allocated are {allocated}"
+    assert taken.allowed is None or taken.total <= taken.allowed, f"{taken.total} bytes of {taken.allowed}"
+    addresses = [0 if slab is None else slab.data_ptr() for slab in cache.pool.slabs]
+    assert cache.pool.pointers.tolist() == addresses, "a stale slab pointer"
+
+
+def _check_positions(cache: TieredCache, layer: int, request: int) -> None:
+    tokens = cache.buckets.snapshot(layer, [request])
+    length = int(cache._lengths[request, layer])
+    keys = tokens.bucket * cache.max_tokens + tokens.position
+    assert len(torch.unique(keys)) == len(keys), "a position twice in a head"
+    assert not len(keys) or (int(tokens.position.min()) >= 0 and int(tokens.position.max()) < length), "position"
+    if not cache.policy.evict:
+        assert len(keys) == length * cache.kv_heads, f"{len(keys)} tokens of {length} x {cache.kv_heads}"

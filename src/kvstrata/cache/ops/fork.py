@@ -1,0 +1,52 @@
+"""Sharing: requests that become copies of others, or go. No page is copied: owners are counted, until one writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata.cache.storage.pool import EMPTY
+
+if TYPE_CHECKING:
+    from kvstrata.cache.storage.pool import Pool
+    from kvstrata.cache.tiered_cache import TieredCache
+
+
+def assign(cache: TieredCache, source: dict[int, int], gone: Sequence[int]) -> None:
+    """Requests become copies of what others were, pages shared; some go."""
+    with cache._operation() as change:
+        table, count = cache.buckets.host_table, cache.buckets.host_count
+        to, origin, left = list(source), list(source.values()), list(gone)
+        state = (table, count, cache._lengths, cache._queries, cache._reported, cache._centred, cache._ahead_from)
+        new = [x[origin].copy() for x in state]
+        changed = [*to, *left]
+        centres = torch.zeros(len(changed), *cache.centre.shape[1:], dtype=torch.float32, device=cache.device)
+        centres[: len(to)] = cache.centre[cache.pool.to_device(np.array(origin, np.int64))]
+        rows = cache.pool.to_device(np.array(changed, np.int64))
+        old_handles = table[changed]
+        change.release(old_handles[old_handles >= 0].astype(np.int64))
+
+        def run() -> None:
+            cache.pool.retain(new[0][new[0] >= 0])
+            for x, values in zip(state, new, strict=True):
+                x[to] = values
+                x[left] = -1 if x is table else 0
+            cache.centre[rows] = centres
+            cache._active = (cache._active | set(to)) - set(gone)
+            if cache.device.type != "cpu":
+                cache._device_lengths.copy_(torch.from_numpy(cache._lengths))
+                for layer in range(cache.layers):
+                    cache.buckets.push(layer, changed)
+
+        change.launch(run)
+    _give_back(cache.pool)
+
+
+def _give_back(pool: Pool) -> None:
+    """Give slabs back where more are empty than in use, as after beams that begin with a copy of the prompt each."""
+    used = int((pool.tier != EMPTY).sum())
+    if pool.slab_count > 2 * used:
+        pool.trim(spare=used // 4)

@@ -1,0 +1,66 @@
+"""Reading a cache back, head by head and sorted by position: for tests, tools and reference attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata.cache.policy import importance as importance_module
+from kvstrata.cache.storage.page_table import Tokens
+
+if TYPE_CHECKING:
+    from kvstrata.cache.tiered_cache import TieredCache
+
+
+def by_head(
+    cache: TieredCache, layer: int, requests: Sequence[int], tokens: Tokens
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
+    """Where each token of a snapshot goes in ``[requests * kv_heads, n]`` when every head is sorted by position."""
+    counts = cache.buckets.host_count[list(requests), layer].sum(-1, dtype=np.int64).reshape(-1)
+    starts = cache.pool.to_device(np.cumsum(counts) - counts)
+    order = torch.argsort(tokens.bucket * cache.max_tokens + tokens.position)
+    column = torch.empty_like(order)
+    column[order] = torch.arange(len(order), device=cache.device) - starts[tokens.bucket[order]]
+    return (tokens.bucket, column), (len(counts), int(counts.max()))
+
+
+def gather(cache: TieredCache, layer: int, requests: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Dequantised rows ``[requests, kv_heads, n, D]`` and positions, sorted by position."""
+    tokens = cache.buckets.snapshot(layer, requests)
+    centre = cache.centre[cache.pool.to_device(np.array(requests, np.int64)), layer].flatten(0, 1)
+    k = torch.empty(len(tokens), cache.head_dim, dtype=cache.dtype, device=cache.device)
+    v = torch.empty_like(k)
+    for kind, at, rows in cache.buckets.read_all(layer, requests, tokens):
+        k[at], v[at] = kind.decode(rows, centre[tokens.bucket[at]])
+    place, shape = by_head(cache, layer, requests, tokens)
+    out = [torch.zeros(*shape, cache.head_dim, dtype=cache.dtype, device=cache.device) for _ in range(2)]
+    positions = torch.full(shape, -1, device=cache.device)
+    out[0][place], out[1][place], positions[place] = k, v, tokens.position
+    each = (len(requests), cache.kv_heads)
+    return out[0].unflatten(0, each), out[1].unflatten(0, each), positions.unflatten(0, each)
+
+
+def tier_map(cache: TieredCache, layer: int, request: int) -> torch.Tensor:
+    """Tiers in the same order."""
+    tokens = cache._tokens(layer, request)
+    place, shape = by_head(cache, layer, [request], tokens)
+    tiers = torch.full(shape, -1, device=cache.device)
+    tiers[place] = tokens.tier
+    return tiers
+
+
+def importance(cache: TieredCache, layer: int, request: int) -> torch.Tensor:
+    """Estimated mass in the same order."""
+    tokens = cache._tokens(layer, request)
+    place, shape = by_head(cache, layer, [request], tokens)
+    length = torch.full_like(tokens.position, int(cache._lengths[request, layer]))
+    queries = torch.full_like(tokens.position, int(cache._queries[request, layer]))
+    reported = torch.full_like(tokens.position, int(cache._reported[request, layer]))
+    estimates = torch.zeros(shape, dtype=torch.float32, device=cache.device)
+    estimates[place] = importance_module.estimate(
+        cache.policy.mode, tokens.importance, tokens.position, length, queries, reported
+    )
+    return estimates

@@ -1,0 +1,1 @@
+"""What a cache decides: importance, budget, the tier of every token, centres."""

@@ -1,0 +1,196 @@
+"""The centre of K: one vector per request, layer and KV head, subtracted before K is quantised.
+
+It is fixed by the first tokens that are there when the first of them is quantised, and must not change while tokens
+that were quantised with it are alive. It should be near the mean of all that will come. Without RoPE that is the mean
+of those tokens. With it the mean moves: what is common to all tokens is turned by their positions. So they are turned
+back, their mean is taken, and turned to all positions up to the horizon: the mean of that is the centre. A pair of
+channels that turns fast has none, however few tokens there are.
+
+How RoPE pairs channels, (i, i + n) or (2i, 2i + 1), is not asked for: turned back rightly, rows have the longest means
+(over all heads of a layer, which has one RoPE), and where neither are longer than the plain ones, these stay. Where
+positions are counted from does not matter.
+
+Values that are not finite, or too large for fp16, do not take part: one broken token would shift all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata.cache.storage.page import Rows
+from kvstrata.cache.storage.tokens import DROP, NEW, Tokens
+from kvstrata.quant import reference as quant
+
+if TYPE_CHECKING:
+    from kvstrata.cache.ops.transaction import Transaction
+    from kvstrata.cache.tiered_cache import TieredCache
+
+CENTRE_TOKENS = 1024  # the more, the better: docs/decisions.md
+HORIZON = 2048  # positions that are foreseen at least, where the tables have so many
+STRIDE = 32  # additions one after the other, and as many of their sums
+TABLE = 1 << 24  # values that are added up in one go
+
+
+def fix_centres(
+    cache: TieredCache,
+    change: Transaction,
+    layers: Sequence[int],
+    requests: Sequence[int],
+    tokens: Tokens,
+    target: torch.Tensor,
+    fresh: Rows | None,
+) -> torch.Tensor:
+    """K's centres of requests, each in its layer, float32 ``[pairs * kv_heads, D]``.
+
+    Those whose first tokens are about to be quantised are computed, and stored when the transaction completes.
+    """
+    places = cache.pool.to_device(np.array(requests, np.int64) * cache.layers + np.array(layers, np.int64))
+    stored = cache.centre.flatten(0, 1)
+    centres = stored[places]
+    missing = ~cache._centred[requests, layers]
+    for layer in np.unique(np.array(layers)[missing]).tolist():
+        without = np.flatnonzero(missing & (np.array(layers) == layer))
+        chosen, chosen_target = tokens, target
+        if len(without) < len(requests):
+            index = np.full(len(requests), -1)
+            index[without] = np.arange(len(without))
+            chosen = tokens.renumbered(cache.pool.to_device(index), cache.kv_heads)
+            at = (chosen.bucket >= 0).nonzero().flatten()
+            chosen, chosen_target = chosen[at], target[at]
+        those = [requests[i] for i in without.tolist()]
+        for begun, centre in _computed(cache, layer, those, chosen, chosen_target, fresh):
+            at = cache.pool.to_device(without[begun])
+            centres[at] = centre
+            change.set(cache._centred, ([those[i] for i in begun], layer), True)
+            change.launch(partial(stored.__setitem__, places[at], centre))
+    return centres.flatten(0, 1)
+
+
+def _computed(
+    cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor, fresh: Rows | None
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Centres ``[n, kv_heads, D]`` of requests of a layer whose first tokens are quantised, and which of them."""
+    plain, heads = tokens.tier <= 0, cache.kv_heads
+    begins = torch.zeros(len(requests), dtype=torch.int32, device=cache.device)
+    begins.index_add_(0, tokens.bucket // heads, (plain & (target > 0)).int())
+    begun = [i for i, n in enumerate(begins.tolist()) if n]
+    first = plain & (tokens.position < CENTRE_TOKENS) & (target != DROP)
+    last = torch.zeros(len(requests), dtype=torch.int64, device=cache.device)
+    last = last.scatter_reduce(0, tokens.bucket.long() // heads, tokens.position.long(), "amax")
+    each = max(TABLE // (heads * CENTRE_TOKENS * cache.head_dim), 1)
+    for some in (begun[i : i + each] for i in range(0, len(begun), each)):
+        row = torch.full((len(requests),), -1, device=cache.device)
+        row[some] = torch.arange(len(some), device=cache.device)
+        row = row[tokens.bucket // heads]
+        at = (first & (row >= 0)).nonzero().flatten()
+        k = _first_rows(cache, layer, requests, tokens[at], fresh)
+        there = (row[at] * heads + tokens.bucket[at] % heads, tokens.position[at])
+        table, takes_part = _table(k, there, len(some) * heads)
+        positions = horizon(last[some] + 1, cache.max_tokens)
+        centre = centre_of(table.unflatten(0, (-1, heads)), takes_part.unflatten(0, (-1, heads)), cache.rope, positions)
+        yield some, centre
+
+
+def _first_rows(
+    cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, fresh: Rows | None
+) -> torch.Tensor:
+    """K of plain tokens, new ones among them: float32 ``[n, D]``."""
+    k = torch.zeros(len(tokens), cache.head_dim, dtype=torch.float32, device=cache.device)
+    new = (tokens.tier == NEW).nonzero().flatten()
+    if len(new):
+        assert fresh is not None
+        k[new] = fresh.k[tokens.slot[new]].float()
+    if len(new) < len(tokens):
+        stored = (tokens.tier != NEW).nonzero().flatten()
+        k[stored] = cache.buckets.read(layer, requests, tokens[stored], 0).k.float()
+    return k
+
+
+def _table(
+    k: torch.Tensor, there: tuple[torch.Tensor, torch.Tensor], buckets: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``k [n, D]`` at their bucket and position: float32 ``[buckets, CENTRE_TOKENS, D]``, and which values of
+    these take part; others are 0."""
+    finite = k.isfinite() & (k.abs() <= quant.LARGEST)
+    table = torch.zeros(buckets, CENTRE_TOKENS, k.shape[1], dtype=torch.float32, device=k.device)
+    takes_part = torch.zeros_like(table, dtype=torch.bool)
+    table[there], takes_part[there] = torch.where(finite, k, 0.0), finite
+    return table, takes_part
+
+
+def horizon(tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """How many positions to foresee when so many tokens are there: nobody knows how many will come, as many again is a
+    fair guess."""
+    return (2 * tokens).clamp(min=HORIZON).clamp(max=most)
+
+
+def centre_of(
+    table: torch.Tensor, takes_part: torch.Tensor, rope: Sequence[float], positions: torch.Tensor
+) -> torch.Tensor:
+    """The centres of the heads of requests: float32 ``[requests, heads, D]``.
+
+    Args:
+        table: float32 ``[requests, heads, positions, D]``, zero where ``takes_part`` is False.
+        takes_part: bool, of the same shape: values that there are.
+        rope: radians a position, of pairs of channels; empty where K is not turned.
+        positions: how many there will be, of each request ``[requests]``.
+    """
+    centre = plain = _mean(table, takes_part)
+    if not rope:
+        return plain
+    n = len(rope)
+    angle = torch.tensor(rope, dtype=torch.float64).to(table.device)
+    turn = torch.arange(table.shape[2], dtype=torch.float64, device=table.device).unsqueeze(1) * angle
+    cos, sin = turn.cos().float(), turn.sin().float()
+    ahead_cos, ahead_sin = (x.unsqueeze(1) for x in _mean_turn(angle, positions))
+    longest = _length(plain)
+    for one, two in ((slice(n), slice(n, 2 * n)), (slice(0, 2 * n, 2), slice(1, 2 * n, 2))):
+        both = takes_part[..., one] & takes_part[..., two]
+        x, y = (torch.where(both, table[..., side], 0.0) for side in (one, two))
+        x, y = _mean(x * cos + y * sin, both), _mean(y * cos - x * sin, both)
+        mean, ahead = plain.clone(), plain.clone()
+        mean[..., one], mean[..., two] = x, y
+        ahead[..., one], ahead[..., two] = x * ahead_cos - y * ahead_sin, y * ahead_cos + x * ahead_sin
+        length = _length(mean)
+        centre = torch.where((length > longest).view(-1, 1, 1), ahead, centre)
+        longest = torch.maximum(length, longest)
+    return centre
+
+
+def _length(mean: torch.Tensor) -> torch.Tensor:
+    """Squares of ``[requests, heads, D]``, summed by request; head by head, for the reason that `_sum` has."""
+    total = torch.zeros_like(mean[:, 0, 0])
+    for head in mean.square().sum(-1).unbind(1):
+        total = total + head
+    return total
+
+
+def _mean_turn(angle: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean of cos and sin of ``angle [n]`` times 0, 1, ..: float32 ``[requests, n]``, over so many ``[requests]``."""
+    n = positions.double().unsqueeze(1)
+    half = angle / 2
+    whole_turns = half.sin().abs() < 1e-9  # or none
+    size = torch.where(whole_turns, 1.0, (n * half).sin() / (n * half.sin()))
+    phase = torch.where(whole_turns, 0.0, (n - 1) * half)
+    return (size * phase.cos()).float(), (size * phase.sin()).float()
+
+
+def _mean(table: torch.Tensor, takes_part: torch.Tensor) -> torch.Tensor:
+    """Over positions, the last dimension but one, of values that take part; others are 0."""
+    return _sum(table) / takes_part.sum(-2).clamp(min=1)
+
+
+def _sum(table: torch.Tensor) -> torch.Tensor:
+    """Over positions, one by one: a sum over a dimension may go in another order when there are more buckets."""
+    sums = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[-2] % STRIDE)).unflatten(-2, (-1, STRIDE))
+    for _ in range(2):
+        total = torch.zeros_like(sums.select(-2, 0))
+        for row in sums.unbind(-2):
+            total += row
+        sums = total
+    return sums

@@ -1,0 +1,99 @@
+"""Room: whether tokens fit the budget as things stand, and slabs that it does not allow to keep.
+
+Pages are what is paid: a token that fits a page that is there costs nothing, one that does not costs a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata.cache.storage.pool import EMPTY
+from kvstrata.cache.storage.tokens import Tokens
+
+if TYPE_CHECKING:
+    from kvstrata.cache.tiered_cache import TieredCache
+
+
+def physical(cache: TieredCache, layer: int) -> int:
+    """The price of a layer's pages, shared ones once."""
+    total = 0
+    for tier, price in enumerate(cache.policy.prices.page):
+        handles = cache.buckets.host_table[:, layer, :, tier]
+        total += len(np.unique(handles[handles >= 0])) * price
+    return total
+
+
+def fits_plain(cache: TieredCache, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Whether new tokens can all go to the plain bucket as things stand."""
+    if cache.budget.amount is None:
+        return True
+    prices, p = cache.policy.prices, cache.page_tokens
+    if not cache.budget.shared:
+        return bool(fits_each(cache, layer, requests, lengths).all())
+    pages = 0
+    for request, new in zip(requests, lengths, strict=True):
+        count = cache.buckets.host_count[request, layer, :, 0].astype(np.int64)
+        pages += int((-(-(count + new) // p) - -(-count // p)).sum())
+        open_heads = np.flatnonzero(count % p)
+        last = cache.buckets.host_table[request, layer, open_heads, 0, count[open_heads] // p]
+        pages += int((cache.pool.owners(last) > 1).sum())
+    return physical(cache, layer) + pages * prices.page[0] <= cache.budget.pages(0)
+
+
+def fits_each(cache: TieredCache, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+    """The same of each request alone: bool ``[requests]``. For a fraction."""
+    prices, where, new = cache.policy.prices, np.array(requests, np.int64), np.array(lengths, np.int64)
+    counts = cache.buckets.host_count[where, layer].astype(np.int64)
+    counts[:, :, 0] += new[:, None]
+    needed = (-(-counts // cache.page_tokens) @ np.array(prices.page)).sum(1)
+    ends = (cache._lengths[where, layer] + new).tolist()
+    allowed = {n: cache.budget.pages(n) for n in set(ends)}
+    return needed <= np.array([allowed[n] for n in ends], np.int64)
+
+
+def fits_cropped(
+    cache: TieredCache, layer: int, request: int, tokens: Tokens, target: torch.Tensor, length: int
+) -> bool:
+    """Whether the tokens of a request that stay fit the budget of its new length."""
+    if cache.budget.amount is None:
+        return True
+    prices = cache.policy.prices
+    if not cache.budget.shared:
+        return prices.total(prices.counts(tokens.bucket, target, cache.kv_heads)) <= cache.budget.pages(length)
+    copies = 0
+    for tier, price in enumerate(prices.page):
+        handles = cache.buckets._pages_of(layer, [request], tier)[2]
+        copies += int((cache.pool.owners(handles) > 1).sum()) * price
+    return physical(cache, layer) + copies <= cache.budget.pages(0)
+
+
+def tidy(cache: TieredCache, workspace: torch.Tensor) -> None:
+    """Give back what the budget does not allow to keep: empty slabs, then holes in slabs."""
+    allowed = cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests])
+    fixed = cache.budget.fixed
+
+    def over() -> bool:
+        too_many = int((cache.pool.tier != EMPTY).sum()) > cache.pool.capacity // 2
+        return too_many or (allowed is not None and fixed + cache.pool.nbytes > allowed)
+
+    if over():
+        cache.pool.trim()
+    if over():
+        compact(cache, workspace)
+
+
+def compact(cache: TieredCache, workspace: torch.Tensor) -> None:
+    """Close the holes of slabs: pages move, and the tables with them. Allocates nothing on the device."""
+    for tier in range(len(cache.kinds)):
+        old, new = cache.pool.compact(tier, workspace)
+        if len(old):
+            table = cache.buckets.host_table[:, :, :, tier]
+            at = np.searchsorted(old, table).clip(max=len(old) - 1)
+            table[...] = np.where(old[at] == table, new[at], table)
+    cache.pool.trim()
+    for layer in range(cache.layers):
+        cache.buckets.push(layer, cache.requests)

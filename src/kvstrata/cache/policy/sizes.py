@@ -1,0 +1,88 @@
+"""Sizes: what the arguments of a cache say before it holds a token: kinds of pages, slabs to cut them from, the budget.
+
+A slab is as large as the whole pages of one tier that fit its range of addresses, so a page is charged its own bytes.
+Beside the pages a budget pays for one slab of each tier, which may be nearly empty; what it affords depends on the
+tiers by both, and default tiers are chosen by what the budget would be with each list (`expected`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvstrata.cache.ops.arguments import check_int
+from kvstrata.cache.storage.page import PageKind
+from kvstrata.cache.storage.pool import UNIT
+from kvstrata.layout.format import Format
+
+from .budget import Budget
+
+MANY_SLABS = 1 << 15
+
+
+@dataclass(frozen=True)
+class Sizes:
+    amount: int | float | None  # of the budget
+    layers: int
+    kv_heads: int
+    head_dim: int
+    kept: int  # sinks and window
+    settle_every: int
+    dtype: torch.dtype
+    device: torch.device
+    max_requests: int
+    max_tokens: int
+    page_tokens: int
+    importance: bool  # whether pages hold it
+    slab_bytes: int | None  # None chooses
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.max_tokens // self.page_tokens)
+
+    @property
+    def position_dtype(self) -> torch.dtype:
+        return torch.int16 if self.max_tokens <= 2**15 else torch.int32
+
+    def kinds(self, names: Sequence[str]) -> tuple[PageKind, ...]:
+        """The pages of plain rows, then of these tiers."""
+        plain = f"K{8 * self.dtype.itemsize}V{8 * self.dtype.itemsize}"
+        formats = (Format.parse(name, self.head_dim, self.page_tokens) for name in (plain, *names))
+        return tuple(PageKind(f, self.dtype, self.position_dtype, self.importance, self.device) for f in formats)
+
+    def slabs(self, stride: int, tiers: int) -> tuple[int, int]:
+        """Bytes of addresses of one, and how many the tables hold: small ones waste less, but not millions of them."""
+        pages = self.max_requests * self.layers * self.kv_heads * (self.max_pages + tiers - 1)
+        size = stride * max(min(max(self.layers * self.kv_heads // 16, 1), 8), pages // MANY_SLABS)
+        size = size if self.slab_bytes is None else self.slab_bytes
+        check_int("slab_bytes", size, stride)
+        size = size // UNIT * UNIT
+        capacity = 2 * (-(-pages // (size // stride)) + tiers)
+        return size, min(capacity, 2**31 // (size // UNIT))  # what handles can name
+
+    def budget(self, strides: Sequence[int], slab_sizes: Sequence[int], fixed: int) -> Budget:
+        """With pages and slabs of so many bytes in each tier, and tables of ``fixed`` bytes."""
+        return Budget(
+            amount=self.amount,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            token_bytes=2 * self.head_dim * self.dtype.itemsize,
+            kept=self.kept,
+            room=min(self.settle_every, self.page_tokens // 2),
+            page_tokens=self.page_tokens,
+            page_price=tuple(strides),
+            fixed=fixed,
+            reserve=sum(slab_sizes),
+            max_requests=self.max_requests,
+            max_tokens=self.max_tokens,
+        )
+
+    def expected(self, names: Sequence[str]) -> Budget:
+        """The budget with these tiers, but for the smaller tables."""
+        strides = [kind.stride for kind in self.kinds(names)]
+        size, capacity = self.slabs(strides[0], len(strides))
+        per_head = len(strides) * self.max_pages + self.head_dim
+        fixed = 8 * capacity + 4 * self.max_requests * self.layers * self.kv_heads * per_head
+        return self.budget(strides, [size // stride * stride for stride in strides], fixed)

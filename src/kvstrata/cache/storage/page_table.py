@@ -1,0 +1,430 @@
+"""Buckets: which pages hold the tokens of a (request, layer, KV head) in each tier, and how tokens move between them.
+
+    table  int32 [requests, layers, kv_heads, tiers, max_pages]   handles, -1 for none
+    count  int32 [requests, layers, kv_heads, tiers]              tokens; slot s is row s % P of page s // P
+
+Both are device tensors at fixed addresses; the host works on its own copy (on the CPU it is the same memory) and
+copies what changed. Tier 0 is plain rows. The order of tokens in a bucket means nothing: one that leaves is replaced
+by one of the last, so pages are full up to the count.
+
+Every other change of a bucket than an append of plain rows is one call of `move`: a flat list of tokens, new ones among
+them, and the tier each goes to. moves.py makes moves of it on the device, in CUDA C++ moves_cuda.py; the host takes and
+gives back the pages. Every change is part of a `Transaction`: pages are taken first, tokens move when nothing can fail
+any more, and old pages are given back after. A page with other owners is left to them and copied before anything is
+written to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata import backends
+from kvstrata.cache.move import moves, repack_op
+from kvstrata.cache.move.append import Job, prepare_append
+from kvstrata.cache.ops.transaction import Transaction
+
+from .page import PageKind, Rows
+from .pool import Pool
+from .tokens import DROP, NEW, Tokens
+
+if TYPE_CHECKING:
+    from kvstrata.cache.move.phases import Phases
+
+__all__ = ["DROP", "NEW", "Buckets", "Tokens"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Moves in chains whose pages are taken; to ``run`` them allocates nothing."""
+
+    job: repack_op.Job
+    run: Callable[[], None]
+
+
+class Buckets:
+    """The page tables of all requests, and the pool under them."""
+
+    def __init__(
+        self, pool: Pool, kinds: Sequence[PageKind], requests: int, layers: int, kv_heads: int, max_pages: int
+    ) -> None:
+        self.pool, self.kinds = pool, tuple(kinds)
+        self.kv_heads, self.max_pages = kv_heads, max_pages
+        self.page_tokens = kinds[0].format.page_tokens
+        self.device = pool.device
+        self.heads = np.arange(kv_heads)
+        self.backend = "auto"  # of repack
+        self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
+        offsets = [[kind.position_offset, kind.importance_offset] for kind in kinds]
+        self.side_offsets = torch.tensor(offsets, device=self.device)
+        shape = (requests, layers, kv_heads, len(kinds))
+        table = torch.full((*shape, max_pages), -1, dtype=torch.int32, device="cpu")
+        count = torch.zeros(shape, dtype=torch.int32, device="cpu")
+        self.host_table, self.host_count = table.numpy(), count.numpy()
+        self.table, self.count = table.to(self.device), count.to(self.device)
+
+    def push(self, layer: int, requests: Sequence[int]) -> None:
+        """The host's tables to the device."""
+        if self.device.type == "cpu":
+            return
+        for request in requests:
+            self.table[request, layer].copy_(torch.from_numpy(self.host_table[request, layer]))
+            self.count[request, layer].copy_(torch.from_numpy(self.host_count[request, layer]))
+
+    def _set_pages(
+        self, change: Transaction, at: tuple[np.ndarray, ...], handles: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Write handles at these indices of the table, on the device when the transaction completes.
+
+        Returns the flat indices and the handles there; None if the device's table is the host's.
+        """
+        change.set(self.host_table, at, handles)
+        if self.device.type == "cpu" or not len(handles):
+            return None
+        flat = np.ravel_multi_index(at, self.host_table.shape)
+        both = self.pool.to_device(np.stack([flat, handles]))
+        index, values, table = both[0], both[1].int(), self.table.view(-1)
+        change.launch(lambda: table.__setitem__(index, values))
+        return index, values
+
+    def room(self, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
+        """Counts of the plain buckets ``[R, H]``, if new tokens fit their last pages and nobody else owns these."""
+        count = self.host_count[requests, layer, :, 0].astype(np.int64)
+        if (-count % self.page_tokens < lengths[:, None]).any():
+            return None
+        if self.pool.shares:
+            some = lengths > 0
+            last = self.host_table[requests[some, None], layer, self.heads, 0, count[some] // self.page_tokens]
+            if (self.pool.owners(last) > 1).any():
+                return None
+        return count
+
+    def make_room(self, change: Transaction, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Pages of its own for new plain tokens, empty slots zero; the counts before, ``[R, H]``."""
+        p = self.page_tokens
+        count = self.host_count[requests, layer, :, 0].astype(np.int64)
+        row, head = np.nonzero((count % p > 0) & (lengths[:, None] > 0))
+        at = (requests[row], np.full(len(row), layer), head, np.zeros_like(row), count[row, head] // p)
+        last = self.host_table[at].astype(np.int64)
+        shared = self.pool.owners(last) > 1
+        if shared.any():
+            old = last[shared]
+            new = change.allocate(0, len(old))
+            self.pool.copy(old, new, 0)
+            self._set_pages(change, tuple(x[shared] for x in at), new)
+            change.release(old)
+        before, after = -(-count // p), -(-(count + lengths[:, None]) // p)
+        missing = (after - before).reshape(-1)
+        bucket = np.repeat(np.arange(len(missing)), missing)
+        number = np.arange(len(bucket)) - np.repeat(np.cumsum(missing) - missing, missing)
+        row, head = bucket // self.kv_heads, bucket % self.kv_heads
+        new = change.allocate(0, len(bucket))
+        self.pool.clear(new, 0)
+        index = before.reshape(-1)[bucket] + number
+        self._set_pages(change, (requests[row], np.full(len(row), layer), head, np.zeros_like(row), index), new)
+        return count
+
+    def append(self, job: Job, change: Transaction | None = None) -> None:
+        """Plain rows into the pages that `room` or, in a transaction, `make_room` found; the counts follow."""
+        run, at = prepare_append(job), (job.requests, job.layer, slice(None), 0)
+        after = job.count + job.lengths[:, None]
+        if change is None:
+            run()
+            self.host_count[at] = after
+        else:
+            change.launch(run)
+            change.set(self.host_count, at, after)
+
+    def _pages_of(self, layer: int, requests: Sequence[int], tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Bucket, index in the bucket's list and handle of every page in use."""
+        count = self.host_count[list(requests), layer, :, tier].reshape(-1)
+        pages = -(-count.astype(np.int64) // self.page_tokens)
+        bucket = np.repeat(np.arange(len(pages)), pages)
+        index = np.arange(len(bucket)) - np.repeat(np.cumsum(pages) - pages, pages)
+        table = self.host_table[list(requests), layer, :, tier].reshape(-1, self.max_pages)
+        return bucket, index, table[bucket, index].astype(np.int64)
+
+    def snapshot(self, layer: int, requests: Sequence[int]) -> Tokens:
+        """All tokens of these requests: tier by tier, bucket by bucket, slot by slot. Does not wait for the device."""
+        return self.look(layer, requests)[0]
+
+    def look(self, layer: int, requests: Sequence[int]) -> tuple[Tokens, torch.Tensor]:
+        """The same, and the handles of their pages."""
+        where = np.array(requests, np.int64)
+        groups = np.arange(where.size * self.kv_heads * len(self.kinds)).reshape(-1, len(self.kinds))
+        return self._tokens_of(where, np.full_like(where, layer), groups.T)
+
+    def snapshots(self, layers: Sequence[int], requests: Sequence[int]) -> Tokens:
+        """All tokens of each request in its layer, one request after the other, each as in `snapshot`."""
+        where, at = np.array(requests, np.int64), np.array(layers, np.int64)
+        shape = (where.size, self.kv_heads, len(self.kinds))
+        return self._tokens_of(where, at, np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1))[0]
+
+    def _tokens_of(self, requests: np.ndarray, layers: np.ndarray, order: np.ndarray) -> tuple[Tokens, torch.Tensor]:
+        """Tokens of places, group by group (bucket * tiers + tier) in this order, and the handles of their pages."""
+        order, tiers = order.reshape(-1), len(self.kinds)
+        host = self.host_count[requests, layers].reshape(-1).astype(np.int64)[order]
+        n = int(host.sum())
+        groups, count = self.pool.to_device(np.stack([order, host]))
+        numbers = torch.repeat_interleave(torch.arange(len(host), device=self.device), count, output_size=n)
+        slot = torch.arange(n, device=self.device) - (count.cumsum(0) - count)[numbers]
+        group = groups[numbers]
+        tier = group % tiers
+        handle = self._handles_at(self._bases(requests, layers), group, slot)
+        position, importance = self._side(handle, slot, tier)
+        return Tokens(group // tiers, tier, slot, position, importance), handle
+
+    def _bases(self, requests: np.ndarray, layers: np.ndarray) -> torch.Tensor:
+        """Where the page list of each group of these places begins in the flat table."""
+        heads, tiers, pages = self.table.shape[2:]
+        first = (requests * self.table.shape[1] + layers) * heads * tiers * pages
+        return self.pool.to_device((first[:, None] + np.arange(heads * tiers) * pages).reshape(-1))
+
+    def _handles_at(
+        self, bases: torch.Tensor, group: torch.Tensor, slot: torch.Tensor, table: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Handles of tokens' pages in ``table``, by default the one on the device."""
+        table = self.table if table is None else table
+        return table.view(-1)[bases[group] + slot // self.page_tokens].long()
+
+    def _side(self, handle: torch.Tensor, slot: torch.Tensor, tier: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions (int64) and importance (float32) of tokens; zeros where no importance is kept."""
+        kind, slot = self.kinds[0], slot % self.page_tokens
+        position = torch.empty_like(slot)
+        importance = torch.zeros(len(slot), dtype=torch.float32, device=self.device)
+        space, at = self.pool.space, self.side_offsets[tier]
+        if space is not None:
+            step = kind.position_dtype.itemsize
+            found = space.bytes.view(kind.position_dtype)[(handle * 64 + at[:, 0]) // step + slot]
+            position.copy_(found)
+            if kind.keeps_importance:
+                importance = space.bytes.view(torch.float32)[(handle * 64 + at[:, 1]) // 4 + slot]
+        else:
+            from .page_triton import side
+
+            side(
+                self.pool, handle, slot, tier, self.side_offsets, position, importance, kind.position_dtype,
+                kind.keeps_importance, write=False,
+            )  # fmt: skip
+        return position, importance
+
+    def prepare_side(self, handle: torch.Tensor, tokens: Tokens) -> Callable[[torch.Tensor], None]:
+        """What writes importance into the pages of tokens; calling it allocates nothing."""
+        kind, slot = self.kinds[0], tokens.slot % self.page_tokens
+        space = self.pool.space
+        if space is not None:
+            at = (handle * 64 + self.side_offsets[tokens.tier, 1]) // 4 + slot
+            values = space.bytes.view(torch.float32)
+            return lambda importance: values.__setitem__(at, importance)
+        from .page_triton import side
+
+        def write(importance: torch.Tensor) -> None:
+            side(
+                self.pool, handle, slot, tokens.tier, self.side_offsets, tokens.position, importance,
+                kind.position_dtype, kind.keeps_importance, write=True,
+            )  # fmt: skip
+
+        return write
+
+    def owners(self, layer: int, requests: Sequence[int], tokens: Tokens) -> torch.Tensor:
+        """Of the page of every token; a 1 where no page ever had two."""
+        if not self.pool.shares:
+            return torch.ones((), dtype=torch.float32, device=self.device)
+        table = self.host_table[list(requests), layer].reshape(-1, len(self.kinds), self.max_pages)
+        owned = np.ones(table.shape, np.int32)
+        owned[table >= 0] = self.pool.owners(table[table >= 0])
+        return self.pool.to_device(owned)[tokens.bucket, tokens.tier, tokens.slot // self.page_tokens]
+
+    def read(self, layer: int, requests: Sequence[int], tokens: Tokens, tier: int) -> Rows:
+        """The rows of tokens that are all in one tier."""
+        bucket, slot = tokens.bucket.cpu().numpy(), tokens.slot.cpu().numpy()
+        keys, place = np.unique(bucket * self.max_pages + slot // self.page_tokens, return_inverse=True)
+        table = self.host_table[list(requests), layer, :, tier].reshape(-1)
+        pages = self.pool.read(table[keys].astype(np.int64), 0, self.kinds[tier].stride)
+        return self.kinds[tier].read(pages, self.pool.to_device(place.reshape(-1)), tokens.slot % self.page_tokens)
+
+    def read_all(self, layer: int, requests: Sequence[int], tokens: Tokens) -> Iterator[tuple[PageKind, slice, Rows]]:
+        """The rows of a `snapshot`, tier by tier: their kind and where in it they are. Does not wait for the device."""
+        end = 0
+        for tier, kind in enumerate(self.kinds):
+            count = self.host_count[list(requests), layer, :, tier].reshape(-1).astype(np.int64)
+            begin, end = end, end + int(count.sum())
+            if begin == end:
+                continue
+            some, pages = tokens[begin:end], -(-count // self.page_tokens)
+            first = self.pool.to_device(np.cumsum(pages) - pages)
+            page = first[some.bucket] + some.slot // self.page_tokens
+            stored = self.pool.read(self._pages_of(layer, requests, tier)[2], 0, kind.stride)
+            yield kind, slice(begin, end), kind.read(stored, page, some.slot % self.page_tokens)
+
+    def move(
+        self,
+        layer: int | Sequence[int],
+        requests: Sequence[int],
+        tokens: Tokens,
+        target: torch.Tensor,
+        fresh: Rows | None,
+        centre: torch.Tensor,
+        change: Transaction | None = None,
+    ) -> None:
+        """Bring every token to its target tier, or out (`DROP`), in a transaction or as one; see `prepare`."""
+        if change is None:
+            with Transaction(self.pool) as change:
+                self.move(layer, requests, tokens, target, fresh, centre, change)
+            return
+        prepared = self.prepare(change, layer, requests, tokens, target, fresh, centre)
+        if prepared is not None:
+            change.launch(prepared.run)
+
+    def prepare(
+        self,
+        change: Transaction,
+        layer: int | Sequence[int],
+        requests: Sequence[int],
+        tokens: Tokens,
+        target: torch.Tensor,
+        fresh: Rows | None,
+        centre: torch.Tensor,
+    ) -> Prepared | Phases | None:
+        """Moves, pages, tables and counts; what is left to do is the moves themselves. None if nothing moves.
+
+        ``layer``: one for all requests, or one for each; then a bucket is (number of the pair) * kv_heads + head.
+        ``tokens`` are all tokens of the buckets, those of a bucket and tier one after the other, by slot. ``fresh`` are
+        the plain rows of new tokens; ``centre [buckets, D]`` is subtracted from plain K on its way into codes.
+        """
+        requests_, tiers = np.array(requests, np.int64), len(self.kinds)
+        layers = np.broadcast_to(np.array(layer, np.int64), requests_.shape)
+        backend = backends.resolve(self.backend, self.device)
+        if backend == "cuda":
+            return self.prepare_phases(change, layers, requests_, target.to(torch.int8), centre, tokens, fresh)
+        before = self.host_count[requests_, layers].reshape(-1).astype(np.int64)
+        numbers = moves.change(tokens, target, self.pool.to_device(before), tiers)
+        left, came, holes = numbers.to_host()
+        if not left.any() and not came.any():
+            return None
+        plan = moves.plan(numbers, tokens, target, int(came.sum()), int(holes.sum()))
+        bases = self._bases(requests_, layers)
+        packed = self._pack(plan, tokens, bases)
+        k, v = (None, None) if fresh is None else (fresh.k, fresh.v)
+        table = self.exchange_pages(change, requests_, layers, left, came, holes)
+        packed[:, 3] = self._handles_at(bases, plan.group, plan.slot, table)
+        job = repack_op.Job(self.pool, self.kinds, packed, k, v, centre)
+        return Prepared(job, repack_op.prepare(job, backend))
+
+    def prepare_phases(
+        self,
+        change: Transaction,
+        layers: np.ndarray,
+        requests: np.ndarray,
+        target: torch.Tensor,
+        centre: torch.Tensor,
+        tokens: Tokens | None = None,
+        fresh: Rows | None = None,
+        starts: torch.Tensor | None = None,
+    ) -> Phases | None:
+        """`prepare` in CUDA C++, without chains. ``target`` is int8; ``starts`` in place of ``tokens`` if none is new.
+
+        ``starts``: int64 ``[buckets * tiers]``, where the tokens of a bucket and tier begin in ``target``.
+        """
+        from kvstrata.cache.move import moves_cuda, whole_pages
+        from kvstrata.cache.move import phases as repack_phases
+
+        rows: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        if fresh is not None:
+            rows = whole_pages.aligned(fresh.k), whole_pages.aligned(fresh.v)
+        before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
+        places = requests * self.table.shape[1] + layers
+        plan = moves_cuda.Plan(self, places, before, target, tokens, rows, starts)
+        numbers = plan.to_host()
+        if not numbers[:2].any():
+            return None
+        old_table = self.table.clone() if self.device.type == "cpu" else self.table
+        table = self.exchange_pages(change, requests, layers, numbers[0], numbers[1], numbers[2], clear_codes=False)
+        return repack_phases.phases(self, plan.place(numbers, old_table, table), rows, centre)
+
+    def exchange_pages(
+        self,
+        change: Transaction,
+        requests: np.ndarray,
+        layers: np.ndarray,
+        left: np.ndarray,
+        came: np.ndarray,
+        holes: np.ndarray,
+        clear_codes: bool = True,
+    ) -> torch.Tensor:
+        """Tables and counts for a change: pages past the end go, those that are written and not ours alone are copied.
+
+        Returns the device's table as it will be. ``clear_codes``: new pages of codes are zeroed, as plain ones always
+        are.
+        """
+        tiers, p = len(self.kinds), self.page_tokens
+        before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
+        after = before - left + came
+        pages, pages_after = -(-before // p), -(-after // p)
+        gone = moves.spans(pages_after, pages)
+        added = moves.spans(pages, pages_after)
+        written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # from this page on
+        shared = self._shared(requests, layers, written, np.minimum(pages, pages_after))
+        at_gone, at_added, at_shared = (self._at(requests, layers, *x) for x in (gone, added, shared))
+        old = self.host_table[at_shared].astype(np.int64)
+        change.release(np.concatenate([self.host_table[at_gone].astype(np.int64), old]))
+        new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
+        for t in range(tiers):
+            of_added, of_shared = at_added[3] == t, at_shared[3] == t
+            new[of_added] = change.allocate(t, int(of_added.sum()))
+            if t == 0 or clear_codes:
+                self.pool.clear(new[of_added], t)
+            own[of_shared] = change.allocate(t, int(of_shared.sum()))
+            self.pool.copy(old[of_shared], own[of_shared], t)
+        everywhere = tuple(np.concatenate(x) for x in zip(at_gone, at_added, at_shared, strict=True))
+        entries = self._set_pages(change, everywhere, np.concatenate([np.full(len(gone[0]), -1), new, own]))
+        counts = after.reshape(-1, self.kv_heads, tiers).astype(np.int32)
+        change.set(self.host_count, (requests, layers), counts)
+        if self.device.type != "cpu":
+            place, values = self.pool.to_device(requests * self.table.shape[1] + layers), self.pool.to_device(counts)
+            count = self.count.flatten(0, 1)
+            change.launch(lambda: count.__setitem__(place, values))
+        if entries is None:
+            return self.table
+        table = self.table.clone()
+        table.view(-1)[entries[0]] = entries[1]
+        return table
+
+    def _at(
+        self, requests: np.ndarray, layers: np.ndarray, group: np.ndarray, page: np.ndarray
+    ) -> tuple[np.ndarray, ...]:
+        """Indices into the table."""
+        tiers = len(self.kinds)
+        place, head = group // (tiers * self.kv_heads), group // tiers % self.kv_heads
+        return requests[place], layers[place], head, group % tiers, page
+
+    def _shared(
+        self, requests: np.ndarray, layers: np.ndarray, first: np.ndarray, end: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of pages ``first .. end - 1`` of every group, those with other owners: group and page."""
+        if not self.pool.shares:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        group, page = moves.spans(first, end)
+        many = self.pool.owners(self.host_table[self._at(requests, layers, group, page)]) > 1
+        return group[many], page[many]
+
+    def _pack(self, plan: moves.Moves, tokens: Tokens, bases: torch.Tensor) -> torch.Tensor:
+        """Moves as kernels read them, all but where they go: that is known when the pages are."""
+        tiers, p, some = len(self.kinds), self.page_tokens, tokens[plan.token]
+        stored = some.tier >= 0
+        slot = torch.where(stored, some.slot % p, some.slot)
+        group = some.bucket * tiers + some.tier.clamp(min=0)
+        source = torch.where(stored, self._handles_at(bases, group, torch.where(stored, some.slot, 0)), 0)
+        columns = [
+            source, slot, some.tier, torch.zeros_like(slot), plan.slot % p, plan.group % tiers, some.bucket,
+            plan.after, plan.head, some.position,
+        ]  # fmt: skip
+        packed = torch.zeros(len(plan), len(moves.COLUMNS), dtype=torch.int32, device=self.device)
+        for i, column in enumerate(columns):
+            packed[:, i] = column
+        packed[:, 10] = some.importance.view(torch.int32)
+        return packed

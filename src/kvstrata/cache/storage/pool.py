@@ -1,0 +1,312 @@
+"""The page pool: slabs of bytes, pages cut from them, and who holds each page.
+
+    slab 0 (K16V16)          slab 1 (K4V4)                slab 2 (none)
+    [page][page][page]       [page][page][page][page]     |                |
+    |<- slab_bytes of addresses ->|
+
+A slab is one uint8 tensor that never moves (on the CPU a part of one range of addresses, see space.py). It is as large
+as the whole pages of its tier that fit ``slab_bytes``, so a page costs its own bytes in every tier. When its last page
+goes the slab is empty: it serves the next tier of its size, or makes way for a slab of another size. A page's handle is
+its byte offset in the space of all slabs, ``slab_bytes`` each, divided by 64: ``handle // units`` is the slab,
+``handle % units * 64`` the offset in it. A kernel adds that to ``pointers[slab]``. Reference counts live on the host; a
+page may have several owners (forks), and whoever writes must be the only one.
+
+`allocate` takes all pages or none; transaction.py gives pages back when a later part of an operation fails. `release`,
+`trim` and `compact` with a workspace allocate nothing on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvstrata import jit
+
+from .address_space import Space
+
+UNIT = 64  # bytes a handle counts in
+POISON = 0xFF  # NaN as fp16, bf16 and fp32; -1 as a position
+EMPTY = -1
+MOVED_TOGETHER = 256  # pages that `compact` copies in one go
+
+
+class Pool:
+    """Pages of several strides (one per tier) from slabs of up to ``slab_bytes``."""
+
+    def __init__(
+        self, strides: Sequence[int], slab_bytes: int, capacity: int, device: torch.device, debug: bool = False
+    ) -> None:
+        for tier, stride in enumerate(strides):
+            if stride % UNIT or not 0 < stride <= slab_bytes:
+                raise ValueError(f"strides[{tier}]: expected a multiple of {UNIT} up to {slab_bytes}, got {stride}")
+        if slab_bytes % UNIT:
+            raise ValueError(f"slab_bytes: expected a multiple of {UNIT}, got {slab_bytes}")
+        self.units = slab_bytes // UNIT
+        if capacity * self.units > 2**31:
+            raise ValueError(f"capacity: expected at most {2**31 // self.units} slabs of {slab_bytes}, got {capacity}")
+        self.strides = tuple(strides)
+        self.slab_bytes = slab_bytes
+        self.per_slab = tuple(slab_bytes // stride for stride in strides)
+        self.slab_sizes = tuple(n * stride for n, stride in zip(self.per_slab, strides, strict=True))  # bytes, per tier
+        self.device = device
+        self.debug = debug
+        self.space = Space(capacity * slab_bytes) if device.type == "cpu" else None
+        self.slabs: list[torch.Tensor | None] = [None] * capacity
+        self.pointers = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.sizes = np.zeros(capacity, np.int64)  # bytes of each slab, 0 for none
+        self.streams: dict[int, torch.cuda.Stream] = {}  # on which the slabs were used, by handle
+        self.tier = np.full(capacity, EMPTY, np.int8)
+        self.refs = np.zeros((capacity, max(self.per_slab)), np.int32)
+        self.shares = False  # whether any page ever had two owners
+        self._used = np.zeros(capacity, np.int32)  # pages with an owner
+        self._pages = np.zeros(len(self.strides), np.int64)  # the same per tier
+        self._slabs = np.zeros(len(self.strides), np.int64)  # slabs per tier
+        self._stride = np.asarray(self.strides)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.slabs)
+
+    @property
+    def allocated(self) -> np.ndarray:
+        """True for each slab that is there, empty ones included."""
+        return self.sizes > 0
+
+    @property
+    def slab_count(self) -> int:
+        """Slabs that are allocated, empty ones included."""
+        return int(np.count_nonzero(self.sizes))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs, empty ones included."""
+        return int(self.sizes.sum())
+
+    def pages(self, tier: int) -> int:
+        """Pages of a tier in use, each counted once."""
+        return int(self._pages[tier])
+
+    def slabs_of(self, tier: int) -> int:
+        return int(self._slabs[tier])
+
+    def _locate(self, handles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Slab and index in it."""
+        handles = handles.astype(np.int64)
+        slab = handles // self.units
+        stride = self._stride[self.tier[slab]]
+        return slab, handles % self.units * UNIT // stride
+
+    def _new_slab(self, index: int, size: int) -> torch.Tensor:
+        if self.space is not None:
+            return self.space.bytes[index * self.slab_bytes : index * self.slab_bytes + size]
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def _open(self, tier: int, n: int) -> None:
+        """Give a tier ``n`` more slabs: empty ones of its size, then new ones in place of other empty ones."""
+        size = self.slab_sizes[tier]
+        empty = np.flatnonzero(self.allocated & (self.tier == EMPTY))
+        reused = empty[self.sizes[empty] == size][:n]
+        missing = n - len(reused)
+        if missing:
+            self._drop(empty[self.sizes[empty] != size][:missing])
+            unused = np.flatnonzero(self.sizes == 0)[:missing]
+            if len(unused) < missing:
+                raise RuntimeError(f"pool: expected {missing} free slabs, got {len(unused)} of {self.capacity}")
+            slabs = [self._new_slab(index, size) for index in unused.tolist()]
+            entries = self.to_device(np.stack([unused, np.array([slab.data_ptr() for slab in slabs], np.int64)]))
+            self.pointers[entries[0]] = entries[1]
+            for index, slab in zip(unused.tolist(), slabs, strict=True):
+                self.slabs[index] = slab.fill_(POISON) if self.debug else slab
+            self.sizes[unused] = size
+            reused = np.concatenate([reused, unused])
+        self.tier[reused] = tier
+        self._slabs[tier] += n
+
+    def allocate(self, tier: int, n: int) -> np.ndarray:
+        """Handles of ``n`` pages, the lowest free ones, each with one owner. Their bytes are undefined.
+
+        Takes no page if memory runs out.
+        """
+        if n == 0:
+            return np.zeros(0, np.int64)
+        per_slab = self.per_slab[tier]
+        missing = n - (self.slabs_of(tier) * per_slab - self.pages(tier))
+        if missing > 0:
+            self._open(tier, -(-missing // per_slab))
+        slabs = np.flatnonzero((self.tier == tier) & (self._used < per_slab))
+        slabs = slabs[: np.searchsorted(np.cumsum(per_slab - self._used[slabs]), n) + 1]
+        row, index = np.nonzero(self.refs[slabs, :per_slab] == 0)
+        slab, index = slabs[row[:n]], index[:n]
+        self.refs[slab, index] = 1
+        self._used += np.bincount(slab, minlength=self.capacity)
+        self._pages[tier] += n
+        return slab * self.units + index * (self.strides[tier] // UNIT)
+
+    def owners(self, handles: np.ndarray) -> np.ndarray:
+        """Reference counts."""
+        return self.refs[self._locate(handles)]
+
+    def retain(self, handles: np.ndarray) -> None:
+        """One more owner each; a handle may appear more than once."""
+        if handles.size == 0:
+            return
+        np.add.at(self.refs, self._locate(handles), 1)
+        self.shares = True
+
+    def release(self, handles: np.ndarray) -> None:
+        """One owner less each; pages without any are free, and slabs without any page are empty."""
+        if handles.size == 0:
+            return
+        slab, index = self._locate(handles)
+        refs, page = self.refs.reshape(-1), slab * self.refs.shape[1] + index
+        np.subtract.at(refs, page, 1)
+        left = refs[page]
+        if (left < 0).any():
+            raise RuntimeError(f"pool: page {int(handles[left < 0][0])} released more often than it was owned")
+        freed = handles[left == 0]
+        if self.shares:  # else a page that is given back twice was found above
+            freed = np.unique(freed)
+        if not len(freed):
+            return
+        if self.debug:
+            for handle in freed.tolist():
+                self._bytes(handle, 0, self.strides[self.tier[handle // self.units]]).fill_(POISON)
+        by_slab = np.bincount(freed // self.units, minlength=self.capacity)
+        self._used -= by_slab
+        np.subtract.at(self._pages, self.tier[by_slab > 0], by_slab[by_slab > 0])
+        self._empty(np.flatnonzero((by_slab > 0) & (self._used == 0)))
+
+    def _empty(self, slabs: np.ndarray) -> None:
+        """Slabs without a page belong to no tier."""
+        np.subtract.at(self._slabs, self.tier[slabs], 1)
+        self.tier[slabs] = EMPTY
+
+    def _bytes(self, handle: int, start: int, size: int) -> torch.Tensor:
+        slab = self.slabs[handle // self.units]
+        assert slab is not None
+        at = handle % self.units * UNIT + start
+        return slab[at : at + size]
+
+    def read(self, handles: np.ndarray, start: int, size: int) -> torch.Tensor:
+        """Copies of bytes ``start .. start + size`` of pages: uint8 ``[n, size]``; one indexed read for all pages."""
+        if handles.size == 0:
+            return torch.empty(0, size, dtype=torch.uint8, device=self.device)
+        if self.space is not None:
+            found = self.space.runs(start, size)[handles]
+            return torch.from_numpy(found.view(np.uint8).reshape(len(handles), size))
+        from .page_triton import gather
+
+        return gather(self, self.to_device(handles), start, size)
+
+    def write(self, handles: np.ndarray, start: int, data: torch.Tensor) -> None:
+        """The inverse of ``read``; no page twice."""
+        if handles.size == 0:
+            return
+        if self.space is not None:
+            rows = data.contiguous().numpy().view(f"V{data.shape[1]}")
+            self.space.runs(start, data.shape[1])[handles] = rows.reshape(len(handles))
+        else:
+            from .page_triton import scatter
+
+            scatter(self, self.to_device(handles), start, data)
+
+    def copy(self, old: np.ndarray, new: np.ndarray, tier: int) -> None:
+        """Whole pages of a tier to others."""
+        if old.size == 0:
+            return
+        if self.space is not None:
+            pages = self.space.runs(0, self.strides[tier])
+            pages[new] = pages[old]
+        else:
+            from .page_triton import copy
+
+            copy(self, self.to_device(old), self.to_device(new), self.strides[tier])
+
+    def clear(self, handles: np.ndarray, tier: int) -> None:
+        """Zeros in whole pages of a tier."""
+        if handles.size == 0:
+            return
+        if self.space is not None:
+            self.space.runs(0, self.strides[tier])[handles] = np.zeros(1, f"V{self.strides[tier]}")
+        else:
+            from .page_triton import clear
+
+            clear(self, self.to_device(handles), self.strides[tier])
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """A copy of a small host array; on a GPU it goes through pinned memory, and the host does not wait."""
+        copy = torch.from_numpy(np.ascontiguousarray(array))
+        if self.space is not None or copy.numel() == 0:
+            return copy.to(self.device)
+        return copy.pin_memory().to(self.device, non_blocking=True)
+
+    def note_stream(self) -> None:
+        """Remember torch's current stream: slabs are not given to others before its work so far is done."""
+        if self.space is not None:
+            return
+        handle = jit.current_stream(self.pointers.get_device())
+        if handle not in self.streams:
+            self.record_stream(torch.cuda.current_stream(self.device))
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        self.streams[stream.cuda_stream] = stream
+
+    def _drop(self, slabs: np.ndarray) -> None:
+        """Give empty slabs back; the allocator reuses their memory when the streams that used it are done."""
+        for index in slabs.tolist():
+            slab = self.slabs[index]
+            assert slab is not None
+            for stream in self.streams.values():
+                slab.record_stream(stream)
+            self.slabs[index] = None
+            self.pointers[index : index + 1].fill_(0)
+            if self.space is not None:
+                self.space.forget(index * self.slab_bytes, self.slab_bytes)
+        self.sizes[slabs] = 0
+
+    def trim(self, spare: int = 0) -> None:
+        """Give empty slabs back, all but ``spare``."""
+        self._drop(np.flatnonzero(self.allocated & (self.tier == EMPTY))[spare:])
+
+    def workspace(self) -> torch.Tensor:
+        """Device memory for the handles that `compact` works on."""
+        return torch.empty(2, MOVED_TOGETHER, dtype=torch.int64, device=self.device)
+
+    def compact(self, tier: int, workspace: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Move pages from the last slabs of a tier into holes of the first: handles before (sorted) and after.
+
+        Nothing is allocated on the device when ``workspace`` is given.
+        """
+        workspace = self.workspace() if workspace is None else workspace
+        per_slab, step = self.per_slab[tier], self.strides[tier] // UNIT
+        slabs = np.flatnonzero(self.tier == tier)
+        keep = -(-self.pages(tier) // per_slab)
+        from_row, from_index = np.nonzero(self.refs[slabs[keep:], :per_slab] > 0)
+        to_row, to_index = np.nonzero(self.refs[slabs[:keep], :per_slab] == 0)
+        from_slab, to_slab = slabs[keep:][from_row], slabs[:keep][to_row[: len(from_row)]]
+        to_index = to_index[: len(from_row)]
+        old, new = from_slab * self.units + from_index * step, to_slab * self.units + to_index * step
+        self._move(old, new, tier, workspace)
+        self.refs[to_slab, to_index] = self.refs[from_slab, from_index]
+        np.add.at(self._used, to_slab, 1)
+        self._pages[tier] += len(new)
+        self.refs[from_slab, from_index] = 1
+        self.release(old)
+        return old, new
+
+    def _move(self, old: np.ndarray, new: np.ndarray, tier: int, workspace: torch.Tensor) -> None:
+        """`copy` in parts, without allocating on the device."""
+        for start in range(0, len(old), MOVED_TOGETHER):
+            part = slice(start, start + MOVED_TOGETHER)
+            if self.space is not None:
+                self.copy(old[part], new[part], tier)
+                continue
+            from .page_triton import copy
+
+            handles = workspace[:, : len(old[part])]
+            for row, values in zip(handles, (old[part], new[part]), strict=True):
+                row.copy_(torch.from_numpy(values))
+            copy(self, handles[0], handles[1], self.strides[tier])

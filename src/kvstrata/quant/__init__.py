@@ -1,0 +1,5 @@
+"""Rows of K and V to codes and back: reference, Triton and CUDA."""
+
+from .reference import Packed, dequantize, quantize
+
+__all__ = ["Packed", "dequantize", "quantize"]

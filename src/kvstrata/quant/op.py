@@ -1,0 +1,234 @@
+"""``quantize_pages``: rows of K and V become whole pages of codes, for all heads and both sides in one launch.
+
+Every page says which row of ``k`` and ``v`` each of its slots takes, so pages can be made of consecutive tokens of a
+prompt or of any tokens that a head has chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kvstrata import jit
+from kvstrata.backends import BACKENDS, missing
+from kvstrata.layout import Format, fragments
+
+from . import reference
+
+SOURCE = Path(__file__).with_name("quantize.cu")
+UNIT = 64  # bytes that a page handle counts in
+CXX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+# struct Params: k, v, pool, pages, source of k and of v, heads, centre, centres; strides of heads and of tokens in
+# bytes; the number of pages; bits of K and V, offsets of V and scales in the tiers that codes come from.
+TIERS = 16
+PARAMS = struct.Struct(f"9Q2q3i{4 * TIERS}i4x")
+# Warps of a round, of those that the GPU has room for, by head_dim up to: K and V then run beside each other, where the
+# machine code of both fits the instruction cache.
+ROUNDS = {64: 0.5, 128: 0.75, 256: 1.0}
+SAME_HEAD = 32  # a warp's next page is a multiple of it further: of the same head where heads take turns
+ASKED = 4 * (17 * 8 + 2 * 4)  # bytes of what says where rows are
+ROW_BYTES = 16  # that rows are aligned to: what a thread copies at once
+
+
+def entry_of(format: Format, dtype: torch.dtype, by_address: bool = False) -> str:
+    """The template instantiation for a format and the dtype of the rows; ``by_address``: see whole_pages.py."""
+    widths = f"{format.k_bits}, {format.v_bits}, {format.page_tokens}"
+    index = ", long long" if by_address else ""
+    return f"quantize_pages<{CXX[dtype]}, {format.head_dim}, {widths}, {str(format.rotate).lower()}{index}>"
+
+
+def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, params: bytes) -> jit.Launch:
+    """The launch that makes ``pages`` pages.
+
+    A warp makes one side of 16 tokens, in page after page: K in one round of warps, V in several, each of half as many
+    pages as the one before. Where tiles share words, a block is a page.
+    """
+    steps, tiles = format.head_dim // fragments.STEP_DIMS, format.page_tokens // fragments.TILE_TOKENS
+    planes = [width for bits in (format.k_bits, format.v_bits) for width, _ in fragments.planes(bits)]
+    centre = 4 * format.head_dim  # bytes
+    if any(steps * width % 4 for width in planes):
+        shared = format.k_bytes + format.v_bytes + tiles * 2 * centre
+        return jit.Launch(kernel, pages, 64 * tiles, params, shared=shared)
+    rows = fragments.TILE_TOKENS * format.head_dim * dtype.itemsize
+    shared = 2 * (rows + centre) + ASKED + 2 * centre  # of two tiles, and the centre through butterflies, twice
+    share = next(share for most, share in ROUNDS.items() if format.head_dim <= most)
+    warps = max(1, min(pages, int(kernel.resident(32, shared) * share) // tiles))
+    warps = warps // SAME_HEAD * SAME_HEAD or warps
+    rounds = (-(-pages // warps)).bit_length()
+    return jit.Launch(kernel, (warps * tiles, 1 + rounds), 32, params, shared=shared)
+
+
+def _fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> None:
+    raise error(f"{argument}: expected {expected}, got {given}")
+
+
+class Job(NamedTuple):
+    """The arguments of one call."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    pool: torch.Tensor
+    pages: torch.Tensor
+    source: torch.Tensor
+    heads: torch.Tensor
+    format: Format
+    centre: torch.Tensor | None
+    centres: torch.Tensor | None
+
+
+def _check(job: Job) -> None:
+    k, v, pool, pages, source, heads, format, centre, centres = job
+    if format.plain:
+        _fail("format", "a quantised format", format.name)
+    if k.dim() != 3 or k.shape[2] != format.head_dim:
+        _fail("k", f"[tokens, heads, {format.head_dim}]", f"shape {tuple(k.shape)}")
+    if v.shape != k.shape:
+        _fail("v", f"shape {tuple(k.shape)} as k", tuple(v.shape))
+    if k.dtype not in CXX:
+        _fail("k", "float32, float16 or bfloat16", k.dtype, TypeError)
+    if v.dtype != k.dtype:
+        _fail("v", f"{k.dtype} as k", v.dtype, TypeError)
+    for name, x in (("k", k), ("v", v)):
+        if x.stride(2) != 1:
+            _fail(name, "an inner stride of 1", x.stride(2))
+    if pool.dtype != torch.uint8:
+        _fail("pool", "torch.uint8", pool.dtype, TypeError)
+    if pool.dim() != 1 or not pool.is_contiguous() or pool.numel() % UNIT:
+        _fail("pool", f"a contiguous run of bytes, a multiple of {UNIT}", f"shape {tuple(pool.shape)}")
+    if pages.dim() != 1:
+        _fail("pages", "[n]", f"shape {tuple(pages.shape)}")
+    n = pages.shape[0]
+    shapes = {"source": (source, (n, format.page_tokens)), "heads": (heads, (n,))}
+    if (centre is None) != (centres is None):
+        _fail("centres", "centre and centres given together, or neither", None)
+    if centre is not None and centres is not None:
+        if not format.centre:
+            _fail("centre", f"None for {format.name} with centre=False", "a tensor")
+        if centre.dtype != torch.float32 or centre.dim() != 2 or centre.shape[1] != format.head_dim:
+            _fail("centre", f"float32 [rows, {format.head_dim}]", f"{centre.dtype} of shape {tuple(centre.shape)}")
+        shapes["centres"] = (centres, (n,))
+    for name, (tensor, shape) in shapes.items():
+        if tuple(tensor.shape) != shape:
+            _fail(name, f"shape {shape}", tuple(tensor.shape))
+    for name, tensor in [("pages", pages), *((name, tensor) for name, (tensor, _) in shapes.items())]:
+        if tensor.dtype != torch.int32:
+            _fail(name, "torch.int32", tensor.dtype, TypeError)
+        if not tensor.is_contiguous():
+            _fail(name, "a contiguous tensor", f"strides {tuple(tensor.stride())}")
+    others = {"k": k, "v": v, "pages": pages, "source": source, "heads": heads, "centre": centre, "centres": centres}
+    for name, given in others.items():
+        if given is not None and given.device != pool.device:
+            _fail(name, f"a tensor on {pool.device}, where pool is", given.device)
+
+
+def quantize_pages(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    source: torch.Tensor,
+    heads: torch.Tensor,
+    format: Format,
+    *,
+    centre: torch.Tensor | None = None,
+    centres: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Quantise rows of K and V into pages of a pool, in one launch.
+
+    Args:
+        k: ``[T, H, D]`` float32, float16 or bfloat16, any token and head stride; ``v`` likewise.
+        pool: uint8, one run of bytes. Mutated: the bytes of the pages named, all of them.
+        pages: int32 ``[n]``, where each page begins, in units of 64 bytes; no two overlap.
+        source: int32 ``[n, page_tokens]``: the row of ``k`` and ``v`` that a slot takes. A negative one is an empty
+            slot: it gets a scale of zero.
+        heads: int32 ``[n]``, the head whose rows a page takes.
+        format: a quantised format; it says page size, widths and rotation.
+        centre: float32 ``[m, D]``, subtracted from K before the rotation; page i takes row ``centres[i]``.
+        backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
+
+    Raises ValueError or TypeError, naming the argument. Rows, pages and heads are not checked against their bounds on
+    a GPU. Safe under graph capture.
+    """
+    if backend not in BACKENDS:
+        _fail("backend", f"one of {BACKENDS}", repr(backend))
+    job = Job(k, v, pool, pages, source, heads, format, centre, centres)
+    _check(job)
+    if backend == "auto":
+        backend = _best(k, v, pool)
+    elif reason := missing(backend, pool.device):
+        raise RuntimeError(f"backend: {reason}")
+    if pages.shape[0] == 0:
+        return
+    if backend == "reference":
+        _reference(job)
+    elif backend == "triton":
+        from . import triton as quantize_triton
+
+        quantize_triton.quantize_pages(job)
+    else:
+        if not _aligned(k, v, pool):
+            expected = f"rows and pool aligned to {ROW_BYTES} bytes, strides below 2 GiB, for cuda"
+            _fail("backend", expected, "others; use backend='triton'")
+        _cuda(job)
+
+
+def _aligned(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> bool:
+    """Whether rows can be copied and a page's chunks written in the kernel's accesses."""
+    strides = [n * k.element_size() for x in (k, v) for n in x.stride()[:2]]
+    return max(strides) < 1 << 31 and all(
+        n % ROW_BYTES == 0 for n in (*strides, k.data_ptr(), v.data_ptr(), pool.data_ptr())
+    )
+
+
+def _best(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> str:
+    if pool.device.type != "cuda":
+        return "reference"
+    return "cuda" if missing("cuda", pool.device) is None and _aligned(k, v, pool) else "triton"
+
+
+def _reference(job: Job) -> None:
+    k, v, pool, pages, source, heads, format, centre, centres = job
+    empty = (source < 0).unsqueeze(-1)
+    row, head = source.clamp(min=0).long(), heads.long().unsqueeze(1)
+    k_rows, v_rows = (x[row, head].float().masked_fill(empty, 0.0) for x in (k, v))
+    if centre is not None and centres is not None:
+        by_page = centre[centres.long()].unsqueeze(1)
+        k_rows = reference.clean(k_rows, by_page).masked_fill(empty, 0.0)
+    at = pages.long().unsqueeze(1) * UNIT + torch.arange(format.page_bytes, device=pool.device)
+    pool[at] = reference.quantize_page(k_rows, v_rows, format)
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
+    return jit.load(SOURCE, entry_of(format, dtype), jit.arch_of(device))
+
+
+def centre_rows(centre: torch.Tensor) -> torch.Tensor:
+    """Centres as the kernel copies them."""
+    rows = centre.contiguous()
+    return rows if rows.data_ptr() % ROW_BYTES == 0 else rows.clone()
+
+
+def _cuda(job: Job) -> None:
+    k, v, pool, pages, source, heads, format, centre, centres = job
+    size, device = k.element_size(), pool.get_device()
+    addresses = [0, 0]
+    if centre is not None and centres is not None:
+        centre = centre_rows(centre)
+        addresses = [centre.data_ptr(), centres.data_ptr()]
+    params = PARAMS.pack(
+        *(x.data_ptr() for x in (k, v, pool, pages, source, source, heads)),
+        *addresses,
+        *(x.stride(dim) * size for dim in (1, 0) for x in (k, v)),
+        pages.shape[0],
+        *[0] * (4 * TIERS),
+    )
+    with torch.cuda.device(device):
+        jit.bind_context(device)
+        launch = prepare(_kernel(format, k.dtype, device), format, k.dtype, pages.shape[0], params)
+        launch(jit.current_stream(device))

@@ -1,0 +1,277 @@
+// K and V rows of one head into whole pages of codes: a warp makes one side of a tile of 16 tokens.
+//
+//   rows [16, D] --16 dims at a time: mma with a Hadamard matrix of +-1--> fragments of float32, exact products
+//   --butterflies over steps--> rotated rows --reduce, encode, refit--> codes, already in the page's order
+//
+// The rotation's factor (block ^ -0.5) is left to the scale: rows are kept sqrt(block) too long until then.
+//
+// The product leaves every lane with just the values whose codes it owns in the page (layout/fragments.py): K with
+// tokens as rows of the product, V with dims as rows. So there is no exchange between lanes but the reductions, and
+// a lane's words go out in 16-, 8- or 4-byte stores.
+//
+// A warp stays for tile after tile: while it works on one, the rows of the next come into shared memory, and what says
+// where the rows of the one after that are. Where a word is shared by two tiles (head dims whose number of steps is not a
+// multiple of 2 or 4), a block is a page instead, its rows come straight into registers, and its codes are put together
+// in shared memory.
+//
+// A token may also come as codes of another tier, which are rotated already: where there are such, the tile is made of
+// both, by code that keeps out of the others' way.
+//
+// What K's scale is fitted with stands on the diagonals of products of the tensor cores. No more is left to them: with V's
+// squares as well, or the butterflies between steps, they are what a tile waits for.
+//
+// Rows that are not finite or beyond +-65504 show in the sum of squares; such a tile is done again with every value
+// cleaned first. The arithmetic is that of quant/reference.py.
+#include "quantize_coded.cuh"
+#include "quantize_encode.cuh"
+#include "quantize_rows.cuh"
+
+struct Params {
+  const char* k;
+  const char* v;
+  unsigned char* pool;
+  const void* pages;     // Index [n] destination, in units of 64 bytes
+  const void* source;    // Index [n, tokens of a page] row of k; negative: an empty slot. i64: its first byte, or codes
+  const void* v_source;  // the same for v
+  const int* heads;      // [n]
+  const float* centre;   // [m, D], subtracted from K, in the model's space
+  const int* centres;    // [n] row of centre; null: n-th page has none
+  i64 k_head, v_head;  // strides in bytes
+  int k_token, v_token;
+  int n;
+  Tier tiers[16];  // i64: of the pages that codes come from
+};
+
+// A tile of any rows: those to be cleaned, and codes. `rows`: null if none comes as codes.
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, class Source>
+__device__ __forceinline__ void quantize_any(const Source& source, const Centre& centre, const i64* rows,
+                                             const Tier* tiers, unsigned char* to, int tile, unsigned char* scales) {
+  Tile<kSteps> f;
+  int kept = -1;
+  if (!rows || __any_sync(~0u, is_plain(__ldg(rows + (threadIdx.x & 15))))) {
+    rotate_cleaned<In, kSteps, kIsV, kRotate>(f, source, centre);
+  } else {
+    clear<kSteps>(f);
+  }
+  if (rows) {
+    const Coded<16 * kSteps, 16 * kTiles, kIsV> coded(rows, tiers);
+    coded.put_all(f, 1.f / rotation_factor<kSteps, kRotate>());
+    kept = coded.kept(kBits);
+  }
+  const float measure = measure_rows<kBits, kSteps, kIsV>(f);
+  write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, false>(f, measure, kept, to, tile, scales);
+}
+
+// Out of the way of tiles of plain rows that are fine, which need the registers.
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source>
+__device__ __noinline__ void quantize_rarely(Source source, Centre centre, const i64* rows, const Tier* tiers,
+                                             unsigned char* to, int tile, unsigned char* scales) {
+  quantize_any<In, kSteps, kBits, kTiles, kIsV, kRotate>(source, centre, kByAddress ? rows : nullptr, tiers, to, tile, scales);
+}
+
+// One side of a tile, from rows to codes and scales in the page.
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source>
+__device__ __forceinline__ void quantize_side(const Source& source, const Centre& centre, const i64* rows,
+                                              const Tier* tiers, unsigned char* to, int tile, unsigned char* scales) {
+  if constexpr (sizeof(In) == 2) {  // float32 has no fast way
+    if (!kByAddress || !rows) {
+      Tile<kSteps> f;
+      rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
+      const float measure = measure_rows<kBits, kSteps, kIsV>(f);
+      if (__all_sync(~0u, is_fine<kBits>(measure, rotation_factor<kSteps, kRotate>()))) {
+        write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, true>(f, measure, -1, to, tile, scales);
+        return;
+      }
+    }
+    quantize_rarely<In, kSteps, kBits, kTiles, kIsV, kRotate, kByAddress>(source, centre, rows, tiers, to, tile, scales);
+  } else {
+    quantize_any<In, kSteps, kBits, kTiles, kIsV, kRotate>(source, centre, kByAddress ? rows : nullptr, tiers, to, tile,
+                                                           scales);
+  }
+}
+
+// A block is a page where its tiles share words, else one warp: warps that start apart load and compute at
+// different times, and so keep both memory and arithmetic busy.
+template <class In, int kKBits, int kVBits, int kSteps, int kTiles> struct Cut {
+  static constexpr bool kStaged = !Codes<kKBits, kSteps>::kWhole || !Codes<kVBits, kSteps>::kWhole;
+  static constexpr int kThreads = kStaged ? kTiles * 64 : 32;
+  // Blocks a multiprocessor, so that the compiler keeps to 80, 128, 168 or 255 registers: as few as hardly spill.
+  static constexpr int kBlocks = kStaged || kSteps > 8 ? 8 / (kThreads / 32)
+                                 : sizeof(In) == 4     ? 12
+                                 : kSteps <= 4         ? 24
+                                 : kKBits + kVBits > 8 ? 12
+                                                       : 16;
+};
+
+// One side of the pages: its rows, and where they are quantised to.
+template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, class Index, bool kIsV>
+struct Side {
+  static constexpr bool kByAddress = sizeof(Index) == 8;
+  static constexpr int kSteps = kDim / 16, kTiles = kTokens / 16;
+  static constexpr int kKBytes = code_bytes<kKBits, kSteps, kTiles>(), kVBytes = code_bytes<kVBits, kSteps, kTiles>();
+  const Params& p;
+  int tile;
+
+  // What says where the tile of a page comes from and goes to.
+  struct Asked {
+    Index row[16], page;
+    int head, centre;
+  };
+  __device__ __forceinline__ const Index* rows(int n) const {
+    return static_cast<const Index*>(kIsV ? p.v_source : p.source) + static_cast<i64>(n) * kTokens + tile * 16;
+  }
+  __device__ __forceinline__ const char* at(Index row, int head) const {
+    const char* base = kIsV ? p.v + head * p.v_head : p.k + head * p.k_head;
+    return base + (kByAddress ? static_cast<i64>(row) : static_cast<i64>(row) * (kIsV ? p.v_token : p.k_token));
+  }
+  __device__ __forceinline__ unsigned char* address(Index page) const { return p.pool + static_cast<i64>(page) * 64; }
+
+  // `codes`: where those of the page go.
+  template <class Source>
+  __device__ __forceinline__ void make(int n, const Source& source, const Centre& centre, bool coded, unsigned char* codes,
+                                       unsigned char* page) const {
+    quantize_side<In, kSteps, kIsV ? kVBits : kKBits, kTiles, kIsV, kRotate, kByAddress>(
+        source, centre,
+        coded ? reinterpret_cast<const i64*>(rows(n)) : nullptr, p.tiers, codes + (kIsV ? kKBytes : 0), tile,
+        page + kKBytes + kVBytes);
+  }
+
+  __device__ __forceinline__ Centre centre_of(int row, const float* begin) const {
+    return {!kIsV && p.centres, p.centre + static_cast<i64>(row) * kDim, begin};
+  }
+
+  // A tile of one page, by this warp; codes go to shared memory.
+  __device__ __forceinline__ void once(int n, unsigned char* codes, float* begin, unsigned char* page) const {
+    const int head = __ldg(p.heads + n);
+    const Centre centre = centre_of(!kIsV && p.centres ? __ldg(p.centres + n) : 0, begin);
+    if constexpr (!kIsV) {
+      if (centre.there) begin_products<kSteps, kRotate>(begin, centre.plain);
+      else begin_with_nothing<kSteps>(begin);
+    }
+    bool coded = false;
+    InMemory<In> source;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const Index row = __ldg(rows(n) + (threadIdx.x & 31) / 4 + 8 * i);
+      source.there[i] = is_plain(row);
+      source.at[i] = at(row, head) + threadIdx.x % 4 * 4 * sizeof(In);
+      coded |= is_coded(row);
+    }
+    make(n, source, centre, kByAddress && __any_sync(~0u, coded), codes, page);
+  }
+
+  // A tile of page after page: rows of two and what is asked of four are in shared memory. The next rows are asked for before
+  // those of this tile are awaited.
+  using Stage = InStage<In, kSteps>;
+
+  __device__ __forceinline__ void ask(Asked& asked, int n) const {
+    const int lane = threadIdx.x & 31;
+    const Index* from = lane < 16 ? rows(n) + lane : static_cast<const Index*>(p.pages) + n;
+    if (lane < 17) cp_async_or_zero<sizeof(Index)>(shared_address(asked.row) + lane * sizeof(Index), from, true);
+    const int* more = lane == 17 ? p.heads : p.centres;
+    if (lane == 17 || (lane == 18 && !kIsV && more))
+      cp_async_or_zero<4>(shared_address(&asked.head) + (lane - 17) * 4, more + n, true);
+  }
+
+  // The centre comes with the rows if it is not that of the tile before.
+  __device__ __forceinline__ void copy_centre(float* to, int row) const {
+    const float* from = p.centre + static_cast<i64>(row) * kDim;
+    for (int dim = (threadIdx.x & 31) * 4; dim < kDim; dim += 128)
+      cp_async_or_zero<16>(shared_address(to + dim), from + dim, true);
+  }
+
+  // Four lanes copy a row; zeros where it is not plain.
+  __device__ __forceinline__ void copy(unsigned to, const Asked& asked) const {
+    constexpr int kRow = Stage::Rows::kBytes;
+    const int first = Stage::row_to_copy(), chunk = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const Index row = asked.row[first + 8 * i];
+      const bool there = is_plain(row);
+      const char* from = at(there ? row : 0, asked.head) + chunk * 16;
+      unsigned place[2];  // of chunks 0 to 3 and 4 to 7; eight chunks further is 128 bytes further
+#pragma unroll
+      for (int half = 0; half < 2; half++) place[half] = to + Stage::Rows::offset(first + 8 * i, chunk + 4 * half);
+#pragma unroll
+      for (int c = 0; c < kRow; c += 64)  // single tokens from anywhere: the rest of a line may be another token's
+        if (c + 64 <= kRow || c + chunk * 16 < kRow)
+          cp_async_or_zero<16, !kByAddress>(place[c / 64 % 2] + c / 128 * 128, from + c, there);
+    }
+  }
+
+  // Pages n, n + step and so on, before `end`.
+  __device__ __forceinline__ void all(unsigned char* stages, int n, int end, int step) const {
+    if (n >= end) return;
+    const int lane = threadIdx.x & 31;
+    const bool centred = !kIsV && p.centres;
+    Asked* asked = reinterpret_cast<Asked*>(stages + 2 * Stage::kBytes);
+    float* begin = reinterpret_cast<float*>(asked + 4);
+    float* centres = begin + 2 * kDim;  // of two tiles
+    if (!kIsV && !centred) begin_with_nothing<kSteps>(begin);
+    ask(asked[0], n);
+    commit_group();
+    wait_group<0>();
+    __syncwarp();
+    if (n + step < end) ask(asked[1], n + step);
+    commit_group();
+    copy(shared_address(stages), asked[0]);
+    if (centred) copy_centre(centres, asked[0].centre);
+    commit_group();
+#pragma unroll 1
+    for (int i = 0; n < end; n += step, i++) {
+      wait_group<1>();  // what was asked, before the last rows
+      __syncwarp();     // also: what was read of the tile before may be written over
+      if (n + 2 * step < end) ask(asked[(i + 2) % 4], n + 2 * step);
+      commit_group();
+      const Asked &mine = asked[i % 4], &next = asked[(i + 1) % 4], &last = asked[(i + 3) % 4];
+      if (n + step < end) {
+        copy(shared_address(stages + (i + 1) % 2 * Stage::kBytes), next);
+        if (centred && next.centre != mine.centre) copy_centre(centres + (i + 1) % 2 * kDim, next.centre);
+      }
+      commit_group();
+      wait_group<2>();  // the rows of this tile
+      __syncwarp();
+      const Stage source{stages + i % 2 * Stage::kBytes, {is_plain(mine.row[lane / 4]), is_plain(mine.row[lane / 4 + 8])}};
+      unsigned char* page = address(mine.page);
+      const bool coded = kByAddress && __any_sync(~0u, is_coded(mine.row[lane & 15]));
+      if (centred && (i == 0 || mine.centre != last.centre))
+        begin_products<kSteps, kRotate>(begin, centres + i % 2 * kDim);
+      make(n, source, centre_of(centred ? mine.centre : 0, begin), coded, page, page);
+    }
+  }
+};
+
+// Index: int, or i64 for rows and pages that lie anywhere, given by their addresses.
+template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, class Index = int,
+          int kSteps = kDim / 16, int kTiles = kTokens / 16>
+__global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThreads,
+                                  Cut<In, kKBits, kVBits, kSteps, kTiles>::kBlocks)
+    quantize_pages(const __grid_constant__ Params p) {
+  using K = Side<In, kDim, kKBits, kVBits, kTokens, kRotate, Index, false>;
+  using V = Side<In, kDim, kKBits, kVBits, kTokens, kRotate, Index, true>;
+  extern __shared__ __align__(512) unsigned char shared[];  // of the longest row, for Swizzle
+  if constexpr (Cut<In, kKBits, kVBits, kSteps, kTiles>::kStaged) {
+    constexpr int kBytes = K::kKBytes + K::kVBytes;
+    const int n = blockIdx.x, warp = threadIdx.x >> 5;
+    for (int i = threadIdx.x * 16; i < kBytes; i += kTiles * 64 * 16)
+      *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+    unsigned char* page = K{p, warp}.address(__ldg(static_cast<const Index*>(p.pages) + n));
+    if (warp < kTiles) K{p, warp}.once(n, shared, reinterpret_cast<float*>(shared + kBytes) + 2 * warp * kDim, page);
+    else V{p, warp - kTiles}.once(n, shared, nullptr, page);
+    __syncthreads();
+    for (int i = threadIdx.x * 16; i < kBytes; i += kTiles * 64 * 16)
+      *reinterpret_cast<uint4*>(page + i) = *reinterpret_cast<const uint4*>(shared + i);
+  } else {
+    // First K, then V in rounds of which each takes half of what is left, so that all warps end at about the same time.
+    // Tiles of a page are made side by side: what they have in common of a sector is put together in L2.
+    const int tile = blockIdx.x % kTiles, n = blockIdx.x / kTiles, step = gridDim.x / kTiles, round = blockIdx.y - 1;
+    const int left = (p.n + step - 1) / step;
+    if (round < 0) {
+      K{p, tile}.all(shared, n, p.n, step);
+    } else {
+      const int done = left - (left >> round), next = left - (left >> (round + 1));
+      V{p, tile}.all(shared, n + step * done, min(p.n, step * next), step);
+    }
+  }
+}

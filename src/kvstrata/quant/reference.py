@@ -1,0 +1,241 @@
+"""Quantisation in plain torch: what the kernels are compared with, and the CPU path.
+
+A row is D values of one token and KV head. Its way into codes, every operation in float32, rounded to nearest even:
+
+    clean    x = row - centre (K, where the format has one); NaN becomes 0; clamped to +-65504
+    rotate   butterflies in the order of `layout.rotation`
+    step_of  2, 3, 4 bit: sqrt(sum(x * x) / D) * GAUSSIAN_STEP[bits]; 8 bit: max|x| * (2 / 255); at least 2^-24
+    encode   code = clamp(floor(x * inv), -2^(b-1), 2^(b-1) - 1) + 2^(b-1),  inv = 1 / step, the product not rounded
+    refit    scale = sum(x * c) / sum(c * c), c = code - (2^b - 1) / 2; in pages times K_GAIN[bits] or V_GAIN[bits];
+             clamped to 0 .. 65504, rounded to fp16
+    decode   c * scale, which float32 holds exactly
+
+The sums may be taken in any order, so steps and scales agree between backends up to rounding. Given x and step, codes
+agree bit for bit: ``inv`` is rounded once and the floor is that of the exact product.
+The reasons and the measurements behind these rules are in docs/formats.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvstrata.layout import fragments, rotation, rows, scales
+from kvstrata.layout.format import Format
+
+BACKENDS = ("auto", "reference")
+LARGEST = 65504.0  # of fp16: rows are clamped to it, scales saturate at it
+SMALLEST_STEP = 2.0**-24  # the smallest fp16 above zero: 1 / step stays finite, and a row of zeros needs no branch
+# The step with the least squared error for a unit Gaussian and 2^bits mid-rise levels.
+GAUSSIAN_STEP = {2: 0.9957, 3: 0.586, 4: 0.3352, 8: 0.0308}
+# The row that comes closest is shorter than the row: its error e is orthogonal to it. In an output, a sum over tokens,
+# errors average out and shortness does not, so pages hold longer rows: K's by (1 - e)^-1/2, which restores the norm, or
+# tokens of fewer bits would get lower scores than those of more; V's by (1 - e)^-3/4, between that and unbiased.
+K_GAIN = {2: 1.0653, 3: 1.0193, 4: 1.0058, 8: 1.0}
+V_GAIN = {2: 1.0995, 3: 1.0291, 4: 1.0087, 8: 1.0}
+
+
+def clean(x: torch.Tensor, centre: torch.Tensor | None = None) -> torch.Tensor:
+    """``x - centre`` in float32 without anything that is not finite: NaN becomes 0, the rest is clamped to +-65504."""
+    x = x.detach().float()
+    if centre is not None:
+        x = x - centre.detach().float()
+    return x.nan_to_num(nan=0.0).clamp(-LARGEST, LARGEST)
+
+
+def step_of(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """The width of a level for rows ``x [..., D]``: float32 ``[...]``, positive."""
+    fragments.check_bits(bits)
+    if bits == 8:
+        step = x.abs().amax(-1) * (2 / 255)
+    else:
+        step = x.square().mean(-1).sqrt() * GAUSSIAN_STEP[bits]
+    return step.clamp(min=SMALLEST_STEP)
+
+
+def encode(x: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes uint8 ``[..., D]`` of float32 rows, given their steps ``[...]``. Bit-exact on every backend."""
+    middle = 2 ** (fragments.check_bits(bits) - 1)
+    inverse = step.reciprocal().unsqueeze(-1)
+    # A product of two float32 is exact in float64, so its floor is that of a fused multiply-add rounded down.
+    return ((x.double() * inverse).floor().clamp(-middle, middle - 1) + middle).to(torch.uint8)
+
+
+def levels(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes as float32 multiples of the scale: -(2^b - 1) / 2 .. (2^b - 1) / 2 in steps of one, never 0."""
+    return codes.float() - (2**bits - 1) / 2
+
+
+def refit(x: torch.Tensor, codes: torch.Tensor, bits: int, gain: float = 1.0) -> torch.Tensor:
+    """The fp16 scales ``[...]`` with which these codes come closest to the rows, times ``gain``."""
+    c = levels(codes, bits)
+    # Levels are at least 1/2 in magnitude: the divisor is never 0, and up to D = 256 it is exact.
+    scale = (x * c).sum(-1) / c.square().sum(-1) * gain
+    return scale.clamp(0.0, LARGEST).half()
+
+
+def decode(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
+    """float32 rows ``[..., D]`` from codes and fp16 scales ``[...]``; no rounding happens here."""
+    return levels(codes, bits) * scale.float().unsqueeze(-1)
+
+
+def _quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of clean rows."""
+    if rotate:
+        x = rotation.rotate(x)
+    codes = encode(x, step_of(x, bits), bits)
+    return codes, refit(x, codes, bits, gain)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 to ``dtype``, saturated: what was finite stays finite."""
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def quantize_page(k: torch.Tensor, v: torch.Tensor, format: Format, centre: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows as the model made them, ``k, v [..., P, D]``, to pages uint8 ``[..., page_bytes]``.
+
+    ``centre`` broadcasts against ``k`` (``[D]`` for one head) and is only for a format with ``centre``; None is zero
+    there. A page that is not full takes any rows for the rest. Plain formats copy the rows' bits.
+    """
+    shape = (format.page_tokens, format.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        if not x.is_floating_point():
+            raise TypeError(f"{name}: expected a floating-point tensor, got {x.dtype}")
+        if x.dim() < 2 or tuple(x.shape[-2:]) != shape:
+            raise ValueError(f"{name}: expected [..., {shape[0]}, {shape[1]}] as in the format, got {tuple(x.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected shape {tuple(k.shape)} as k, got {tuple(v.shape)}")
+    if centre is not None and not format.centre:
+        raise ValueError(f"centre: expected None for {format.name} with centre=False, got a tensor")
+    if format.plain:
+        for name, x in (("k", k), ("v", v)):
+            if x.dtype.itemsize * 8 != format.k_bits:
+                raise TypeError(f"{name}: expected a {format.k_bits}-bit type for {format.name}, got {x.dtype}")
+        return torch.cat([x.detach().contiguous().view(torch.uint8).flatten(-2) for x in (k, v)], -1)
+    k_codes, k_scale = _quantize_rows(clean(k, centre), format.k_bits, format.rotate, K_GAIN[format.k_bits])
+    v_codes, v_scale = _quantize_rows(clean(v), format.v_bits, format.rotate, V_GAIN[format.v_bits])
+    parts = [
+        fragments.pack(k_codes, format.k_bits, "k"),
+        fragments.pack(v_codes, format.v_bits, "v"),
+        scales.pack_scales(k_scale, v_scale),
+    ]
+    return torch.cat(parts, -1)
+
+
+def dequantize_page(
+    pages: torch.Tensor, format: Format, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages uint8 ``[..., page_bytes]`` to ``k, v [..., P, D]`` as stored: rotated, K without its centre.
+
+    ``dtype`` is that of the result, float32 if None; for plain formats it is the dtype of the rows and must be given.
+    """
+    if pages.dtype != torch.uint8:
+        raise TypeError(f"pages: expected torch.uint8, got {pages.dtype}")
+    if pages.dim() < 1 or pages.shape[-1] != format.page_bytes:
+        raise ValueError(f"pages: expected [..., {format.page_bytes}] for {format.name}, got {tuple(pages.shape)}")
+    k_raw, v_raw, scale_raw = pages.split([format.k_bytes, format.v_bytes, format.scale_bytes], -1)
+    shape = (*pages.shape[:-1], format.page_tokens, format.head_dim)
+    if format.plain:
+        if dtype is None or dtype.itemsize * 8 != format.k_bits:
+            raise TypeError(f"dtype: expected the {format.k_bits}-bit type of the rows, got {dtype}")
+        k, v = (raw.clone(memory_format=torch.contiguous_format).view(dtype).reshape(shape) for raw in (k_raw, v_raw))
+        return k, v
+    k_scale, v_scale = scales.unpack_scales(scale_raw)
+    k_codes = fragments.unpack(k_raw, format.k_bits, format.head_dim, format.page_tokens, "k")
+    v_codes = fragments.unpack(v_raw, format.v_bits, format.head_dim, format.page_tokens, "v")
+    dtype = dtype or torch.float32
+    return (
+        _cast(decode(k_codes, k_scale, format.k_bits), dtype),
+        _cast(decode(v_codes, v_scale, format.v_bits), dtype),
+    )
+
+
+def restore(
+    k: torch.Tensor, v: torch.Tensor, format: Format, centre: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``dequantize_page`` gave, back in the model's space: rotation undone and, where given, K's centre added."""
+    if format.rotate:
+        k, v = rotation.rotate(k), rotation.rotate(v)
+    return (k if centre is None else (k + centre).to(k.dtype)), v
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Quantised rows: ``codes`` uint8 ``[..., D * bits / 8]`` (order: `layout.rows`) and ``scale`` fp16 ``[...]``."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    bits: int
+    head_dim: int
+    rotated: bool
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the rows before."""
+        return torch.Size((*self.scale.shape, self.head_dim))
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+
+def quantize(x: torch.Tensor, bits: int, *, format: Format | None = None, backend: str = "auto") -> Packed:
+    """Rows to codes and one fp16 scale a row.
+
+    Args:
+        x: ``[..., D]`` of any floating-point type, D a multiple of 8. Not mutated. NaN counts as 0, values beyond
+            +-65504 and infinities as +-65504.
+        bits: 2, 3, 4 or 8.
+        format: says whether rows are rotated, and checks D and ``bits``; None rotates. Its centre is not applied.
+        backend: ``auto`` or ``reference``.
+
+    Raises ValueError or TypeError, naming the argument. Never synchronises with the device.
+
+    Example:
+        >>> packed = quantize(torch.randn(3, 8, 64), 4)
+        >>> packed.codes.shape, packed.scale.shape
+        (torch.Size([3, 8, 32]), torch.Size([3, 8]))
+        >>> dequantize(packed).shape
+        torch.Size([3, 8, 64])
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    fragments.check_bits(bits)
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        raise TypeError(f"x: expected a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if x.dim() < 1 or x.shape[-1] % 8 or x.shape[-1] == 0:
+        raise ValueError(f"x: expected [..., D] with D a positive multiple of 8, got shape {tuple(x.shape)}")
+    if format is not None:
+        if not isinstance(format, Format):
+            raise TypeError(f"format: expected a Format, such as Format(4, 4, 64), got {format!r}")
+        if format.head_dim != x.shape[-1]:
+            raise ValueError(f"x: expected [..., {format.head_dim}] as in the format, got shape {tuple(x.shape)}")
+        if bits not in (format.k_bits, format.v_bits):
+            raise ValueError(f"bits: expected {format.k_bits} or {format.v_bits} as in {format.name}, got {bits}")
+    rotated = format is None or format.rotate
+    codes, scale = _quantize_rows(clean(x), bits, rotated)
+    return Packed(rows.pack_rows(codes, bits), scale, bits, x.shape[-1], rotated, x.dtype)
+
+
+def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Rows ``[..., D]`` from what ``quantize`` made, rotation undone; in ``dtype``, by default that of the original.
+
+    Finite always: what does not fit ``dtype`` saturates.
+
+    Example:
+        >>> x = torch.zeros(2, 64)
+        >>> bool((dequantize(quantize(x, 2)) == 0).all())
+        True
+    """
+    if not isinstance(packed, Packed):
+        raise TypeError(f"packed: expected what quantize gives, got {type(packed).__name__}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+    x = decode(rows.unpack_rows(packed.codes, packed.bits, packed.head_dim), packed.scale, packed.bits)
+    return _cast(rotation.rotate(x) if packed.rotated else x, packed.dtype if dtype is None else dtype)

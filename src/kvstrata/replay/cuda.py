@@ -1,0 +1,173 @@
+"""The copies of a plan in CUDA C++: descriptors packed for ``copy.cu``, launched with the grid that the shapes need.
+
+How the work is cut is data (``Config``): ``kvstrata tune replay`` searches it, and a plan takes what the table has for
+buffers like its own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvstrata import jit
+from kvstrata.jit import tuned
+
+from .copies import BITS, Bound, Move
+
+SOURCE = Path(__file__).with_name("copy.cu")
+CAPACITIES = (8, 28)  # copies that a launch has room for: 28 descriptors are what 4 KB of parameters hold
+MOST = CAPACITIES[-1]
+# struct Copy: target, lengths, rows; strides; fill; sizes, extents; lengths' step, per, extra; rows' per, extra; bytes,
+# kinds, flags.
+COPY = struct.Struct("<3Q 6q Q 6I 5i 4B")
+STAGE = struct.Struct("<3Q q")  # turn, done, number, bytes of a slot
+NOTHING = COPY.pack(*(0,) * 3, *(0,) * 6, 0, *(0,) * 3, *(0,) * 3, 0, 1, 0, 1, 0, 1, BITS, BITS, 0)
+NO_BLOCK = 0xFFFFFFFF
+FILL, WIDE_LENGTHS, WIDE_ROWS, FILL_LAST, SKIPS = 1, 2, 4, 8, 16
+
+
+@dataclass(frozen=True)
+class Config:
+    """Cut of the work: threads and bytes of a block, and the workers that belong to one copy, blocks or warps."""
+
+    worker: str = "block"
+    threads: int = 256
+    share: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.worker not in ("block", "warp"):
+            raise ValueError(f"worker: expected block or warp, got {self.worker!r}")
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a worker."""
+        return self.threads if self.worker == "block" else 32
+
+    @property
+    def workers(self) -> int:
+        """Workers of a block."""
+        return self.threads // self.lanes
+
+
+DEFAULT = Config()
+
+
+def features(copies: int, nbytes: int, casts: bool) -> dict[str, int | str]:
+    """Key of a launch in a tuned table: its copies, and the bytes of their buffers together."""
+    return {"copies": copies, "bytes": nbytes, "kind": "casts" if casts else "bits"}
+
+
+def config_of(dst: Sequence[torch.Tensor], casts: bool, device: torch.device) -> Config:
+    """The cut that a tuned table has for buffers like these on this GPU, or the default."""
+    if device.type != "cuda":
+        return DEFAULT
+    nbytes = sum(buffer.numel() * buffer.itemsize for buffer in dst)
+    choice = tuned.lookup("replay", torch.cuda.get_device_name(device), features(len(dst), nbytes, casts))
+    return Config(**choice) if choice else DEFAULT
+
+
+def capacity(copies: int) -> int:
+    """The smallest launch that holds as many copies."""
+    return next(most for most in CAPACITIES if copies <= most)
+
+
+def entry_of(copies: int, casts: bool, staged: bool, config: Config = DEFAULT) -> str:
+    flags = f"{str(casts).lower()}, {str(staged).lower()}"
+    return f"copy_all<{capacity(copies)}, {flags}, {config.threads}, {config.lanes}>"
+
+
+def workers_of(move: Move, config: Config) -> int:
+    """Workers that share the bytes of a copy."""
+    return -(-move.elements * move.itemsize * config.workers // config.share)
+
+
+def pack(
+    move: Move, target: int, lengths: Bound | None, lengths_step: int, rows: Bound | None, skips: bool = False
+) -> bytes:
+    """One descriptor; steps in bytes. ``skips``: a count below zero leaves the target alone."""
+    flags = (FILL if move.fill is not None else 0) | (FILL_LAST if move.fill_last else 0)
+    flags |= SKIPS if skips else 0
+    flags |= WIDE_LENGTHS if lengths and lengths.tensor.dtype == torch.int64 else 0
+    flags |= WIDE_ROWS if rows and rows.tensor.dtype == torch.int64 else 0
+    return COPY.pack(
+        target, lengths.tensor.data_ptr() if lengths else 0, rows.tensor.data_ptr() if rows else 0,
+        *move.source_stride, *move.target_stride, move.fill or 0, *move.size, *move.extent,
+        lengths_step, lengths.per if lengths else 1, lengths.extra if lengths else 0,
+        rows.per if rows else 1, rows.extra if rows else 0,
+        move.itemsize, move.source_kind, move.target_kind, flags,
+    )  # fmt: skip
+
+
+def first_workers(workers: Sequence[int]) -> list[int]:
+    """First worker of each copy, and their number."""
+    first = [0]
+    for count in workers:
+        first.append(first[-1] + count)
+    return first
+
+
+def empty_params(room: int, stage: bytes | None) -> bytes:
+    """struct Params without a copy."""
+    firsts = struct.pack(f"<{room}I", *(NO_BLOCK,) * room)
+    return bytes(8 * room) + (stage or bytes(STAGE.size)) + NOTHING * room + firsts
+
+
+class Copies:
+    """Up to ``MOST`` copies in one launch; the parameters stay in place and are rewritten where they changed.
+
+    Not for use by two threads at once.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        casts: bool,
+        device: torch.device,
+        stage: bytes | None = None,
+        config: Config = DEFAULT,
+    ) -> None:
+        self.count, self.room, self.config = count, capacity(count), config
+        self.device = device.index if device.index is not None else torch.cuda.current_device()
+        with torch.cuda.device(self.device):
+            jit.bind_context(self.device)
+            kernel = jit.load(SOURCE, entry_of(count, casts, stage is not None, config), jit.arch_of(device))
+        self._tail_at = 8 * self.room
+        self._threads = config.threads
+        self.launch = jit.Launch(kernel, 1, config.threads, empty_params(self.room, stage))
+        self.params, self.args = self.launch.params, self.launch.args
+        # Launch fixes its grid; here the shapes choose it.
+        self._call: Any = self.launch.call.func
+        self._function: Any = self.launch.call.args[0]
+        self.write = struct.Struct(f"<{count}Q").pack_into
+        self.grid = 0
+
+    def tail(self, descriptors: Sequence[bytes], workers: Sequence[int]) -> tuple[bytes, int]:
+        """Descriptors and first workers as they lie behind pointers and stage, and the grid."""
+        *first, total = first_workers(workers)
+        grid = -(-total // self.config.workers)
+        empty = self.room - len(descriptors)
+        firsts = struct.pack(f"<{self.room}I", *first, *(NO_BLOCK,) * empty)
+        return b"".join(descriptors) + NOTHING * empty + firsts, grid
+
+    def load(self, tail: bytes, grid: int) -> None:
+        start = self._tail_at + STAGE.size
+        self.params[start : start + len(tail)] = tail
+        self.grid = grid
+
+    def go(self) -> None:
+        """Launch with what the parameters say now, on torch's current stream."""
+        if self.grid == 0:
+            return
+        if torch._C._cuda_getDevice() == self.device:
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            (error,) = self._call(self._function, self.grid, 1, 1, self._threads, 1, 1, 0, stream, self.args, 0)
+            if int(error):
+                self.launch.fail(error)
+        else:
+            with torch.cuda.device(self.device):
+                self.go()

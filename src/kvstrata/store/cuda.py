@@ -1,0 +1,255 @@
+"""``store_kv`` in CUDA C++: from a checked task to one launch of a kernel in ``store.cu``.
+
+What depends on the shape becomes template parameters, so the kernel divides by constants only; what depends on the
+call (pointers) is written into the launch's parameter struct.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kvstrata import jit
+from kvstrata.jit import tuned
+
+from .job import Rows, Task
+
+SOURCE = Path(__file__).with_name("store.cu")
+CXX = {
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int32: "int",
+    torch.int64: "long long",
+}
+# struct Params: source, cache and scale of K and of V, slots; five strides of each; stride of slots, bound, tokens.
+PARAMS = struct.Struct("7Q 5q 5q q q i4x")
+POINTERS = struct.Struct("7Q")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel of ``store.cu`` is cut.
+
+    ``direct`` and ``staged``: threads a block, units a thread, bytes of a unit in the cache at most. ``bulk``: rows a
+    block, one thread each.
+    """
+
+    kernel: str = "direct"
+    threads: int = 256
+    per: int = 1
+    unit: int = 16
+
+    def __post_init__(self) -> None:
+        if self.kernel not in ("direct", "staged", "bulk"):
+            raise ValueError(f"kernel: expected direct, staged or bulk, got {self.kernel!r}")
+
+    @classmethod
+    def of(cls, choice: tuned.Choice) -> Config:
+        """From the parameters of `space.py`."""
+        return cls("bulk", threads=32, per=choice["rows"]) if choice["kernel"] == "bulk" else cls(**choice)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A task as the kernels see it: units per head row, unit width, index width."""
+
+    task: Task
+    elements: int
+    k_units: int
+    v_units: int
+    wide_index: bool
+
+
+def alignment(*values: int) -> int:
+    """The largest power of two, at most 16, that divides all values."""
+    together = 16
+    for value in values:
+        together |= value
+    return together & -together
+
+
+def shape_of(task: Task, address_bits: int) -> Shape:
+    """Cut the merged task into units as wide as addresses, strides and row lengths allow."""
+    task = task.merged()
+    source, cache = task.source_dtype.itemsize, task.cache_dtype.itemsize
+    elements = min(16 // cache, 32 // source)  # two loads at most, one store
+    for rows in _sides(task):
+        source_bytes = alignment(*(n * source for n in (rows.source_token, rows.source_head, rows.dim)), address_bits)
+        cache_strides = (rows.cache_page, rows.cache_row, rows.cache_head, rows.dim)
+        cache_bytes = alignment(*(n * cache for n in cache_strides), address_bits)
+        # A wide source unit is several 16-byte loads, so its start needs 16 bytes of alignment and no more.
+        fits_source = elements if source_bytes == 16 else max(1, source_bytes // source)
+        elements = min(elements, fits_source, max(1, cache_bytes // cache))
+    return _shape(task, elements)
+
+
+def _shape(task: Task, elements: int) -> Shape:
+    k_units = task.k.dim // elements
+    v_units = task.v.dim // elements if task.v else 0
+    units = task.tokens * task.k.heads * max(k_units, v_units)
+    return Shape(task, elements, k_units, v_units, units >= 1 << 30)
+
+
+def cut(shape: Shape, config: Config) -> Shape:
+    """The shape in the units of a configuration: those of ``bulk`` are pieces of rows, others may be made narrower."""
+    if config.kernel == "bulk":
+        return replace(shape, task=in_chunks(shape.task))
+    elements = min(shape.elements, config.unit // shape.task.cache_dtype.itemsize)
+    return shape if elements == shape.elements else _shape(shape.task, elements)
+
+
+def op_of(shape: Shape) -> str:
+    """What happens to a unit on its way."""
+    task = shape.task
+    if task.rounds:
+        return f"Round<{CXX[task.source_dtype]}, {CXX[task.cache_dtype]}, {shape.elements}>"
+    return f"Copy<{shape.elements * task.cache_dtype.itemsize}>"
+
+
+def features(shape: Shape) -> dict[str, int | str]:
+    """What a tuned table knows a task by: tokens, heads apart, bytes of an unbroken row; sides and units."""
+    task = shape.task
+    sizes = {"tokens": task.tokens, "heads": task.k.heads, "row": _longest(task)}
+    return {**sizes, "sides": "kv" if task.v else "k", "unit": op_of(shape)}
+
+
+def tuned_config(shape: Shape, device: torch.device) -> Config | None:
+    """The cut that a tuned table has for this GPU and shape, if it has one that the kernel can run."""
+    choice = tuned.lookup("store", torch.cuda.get_device_name(device), features(shape))
+    config = Config.of(choice) if choice else None
+    return config if config and takes(shape, config) else None
+
+
+def entry_of(shape: Shape, slots_dtype: torch.dtype, config: Config) -> str:
+    """The template instantiation for a shape."""
+    task = shape.task
+    slot, per_head = CXX[slots_dtype], str(task.scale_per_head).lower()
+    if config.kernel == "bulk":
+        row_bytes = [rows.dim * task.cache_dtype.itemsize if rows else 0 for rows in (task.k, task.v)]
+        return f"store_bulk<{task.k.heads}, {row_bytes[0]}, {row_bytes[1]}, {task.k.page_size}, {slot}, {config.per}>"
+    index = "unsigned long long" if shape.wide_index else "unsigned"
+    return (
+        f"store_{config.kernel}<{op_of(shape)}, {task.k.heads}, {shape.k_units}, {shape.v_units}, {task.k.page_size}, "
+        f"{slot}, {index}, {per_head}, {config.threads}, {config.per}>"
+    )
+
+
+def _sides(task: Task) -> list[Rows]:
+    return [task.k] if task.v is None else [task.k, task.v]
+
+
+def _longest(task: Task) -> int:
+    """Bytes of the longest unbroken row in the cache."""
+    return max(rows.dim for rows in _sides(task)) * task.cache_dtype.itemsize
+
+
+# Where the kernels change places, measured on an H200: `docs/perf-log.md`.
+SMALL = 10 << 20  # bytes stored; below it wide blocks start soonest
+BULK_FROM = 24 << 20  # bytes stored; below it the direct kernel starts sooner
+BULK_FROM_LATENT = 9 << 20  # the same without V, where a thread of the direct kernel has half as much under way
+BULK_ROW = 1024  # bytes of an unbroken row; below it bulk copies are too many
+BULK_STAGE = 4096  # bytes under way in a block
+BULK_CHUNK = 2048  # the longest single copy
+
+
+def config_of(backend: str, shape: Shape, arch: str) -> Config:
+    """The cut that a backend's name stands for; ``cuda`` takes the faster of direct and bulk copies."""
+    longest = _longest(shape.task)
+    stored = shape.task.tokens * shape.task.k.heads * longest * len(_sides(shape.task))
+    bulk = Config("bulk", threads=32, per=max(1, min(32, BULK_STAGE // _longest(in_chunks(shape.task)))))
+    if backend == "cuda_bulk":
+        return bulk
+    if backend == "cuda_staged":
+        return Config("staged", threads=128, per=1)
+    enough = BULK_FROM if shape.task.v else BULK_FROM_LATENT
+    hopper = int(arch.removeprefix("sm_")) >= 90
+    wins = stored >= enough and longest >= BULK_ROW and hopper and takes(shape, bulk)
+    if backend == "cuda" and wins:
+        return bulk
+    return Config("direct", threads=512, per=1) if stored < SMALL else Config("direct", threads=128, per=2)
+
+
+def in_chunks(task: Task) -> Task:
+    """Unbroken rows that are longer than one bulk copy should be, cut into equal pieces that count as heads."""
+    sides = _sides(task)
+    size = task.cache_dtype.itemsize
+    fewest = -(-_longest(task) // BULK_CHUNK)
+    if task.k.heads > 1 or fewest == 1:
+        return task
+    fitting = (n for n in range(fewest, 4 * fewest) if all(rows.dim * size % (16 * n) == 0 for rows in sides))
+    if (pieces := next(fitting, None)) is None:
+        return task
+
+    def cut(rows: Rows) -> Rows:
+        dim = rows.dim // pieces
+        return replace(rows, heads=pieces, dim=dim, source_head=dim, cache_head=dim)
+
+    return replace(task, k=cut(task.k), v=cut(task.v) if task.v else None)
+
+
+def takes(shape: Shape, config: Config) -> bool:
+    """Whether a kernel can move these rows: staged needs units of 4 bytes, bulk needs 16 and equal dtypes."""
+    task, unit = shape.task, shape.elements * shape.task.source_dtype.itemsize
+    if config.unit < task.cache_dtype.itemsize:
+        return False
+    if config.kernel == "staged":
+        return cut(shape, config).elements * task.source_dtype.itemsize >= 4
+    if config.kernel == "bulk":
+        return unit == 16 and not task.rounds and _longest(in_chunks(task)) * config.per <= 40 << 10
+    return True
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def grid_of(shape: Shape, config: Config, device: int) -> int:
+    task = shape.task
+    if config.kernel == "bulk":
+        return -(-task.tokens * task.k.heads // config.per) * (2 if task.v else 1)
+    units = task.tokens * task.k.heads * max(shape.k_units, shape.v_units)
+    blocks = -(-units // (config.threads * config.per))
+    if config.kernel == "staged":
+        return min(blocks, _multiprocessors(device) * (2048 // config.threads))
+    return blocks
+
+
+def plan(
+    task: Task, slots: torch.Tensor, address_bits: int, backend: str, overlap: bool, config: Config | None = None
+) -> jit.Launch:
+    """Everything of a launch but the pointers."""
+    shape = shape_of(task, address_bits)
+    arch = jit.arch_of(slots.device)
+    if config is None:
+        config = tuned_config(shape, slots.device) if backend == "cuda" else None
+        config = config or config_of(backend, shape, arch)
+    if not takes(shape, config):
+        unit = shape.elements * task.source_dtype.itemsize
+        raise ValueError(
+            f"backend: {config.kernel} copies need rows of aligned 16-byte units of one dtype (staged: 4 bytes), "
+            f"got {unit}-byte units of {task.source_dtype} into {task.cache_dtype}; use backend='cuda'"
+        )
+    shape = cut(shape, config)
+    task = shape.task
+    source, cache = task.source_dtype.itemsize, task.cache_dtype.itemsize
+
+    def strides(rows: Rows | None) -> tuple[int, ...]:
+        if rows is None:
+            return (0,) * 5
+        in_source, in_cache = (rows.source_token, rows.source_head), (rows.cache_page, rows.cache_row, rows.cache_head)
+        return *(n * source for n in in_source), *(n * cache for n in in_cache)
+
+    pointers = (0,) * 7
+    params = PARAMS.pack(
+        *pointers, *strides(task.k), *strides(task.v), slots.stride(0), task.slots_in_cache, task.tokens
+    )
+    kernel = jit.load(SOURCE, entry_of(shape, slots.dtype, config), arch)
+    return jit.Launch(kernel, grid_of(shape, config, slots.get_device()), config.threads, params, overlap=overlap)

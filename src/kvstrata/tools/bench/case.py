@@ -1,0 +1,70 @@
+"""What is measured: a case says what moves, its bench holds the inputs, the contenders and the check.
+
+The runner drives `poison -> contender -> check` on every input set with the callables it times, so no figure
+belongs to an output that was not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .clock import Call
+from .machine import cache_bytes
+from .timer import BURST
+
+
+class Absent(Exception):
+    """Raised by a peer's factory that cannot take part; the message is the reason shown to the reader."""
+
+
+@dataclass
+class Bench:
+    """The inputs of a case on a device, made ready.
+
+    `contenders[name](i)` runs on input set i. `poison(name, i)` spoils what that call will write; `check(name, i,
+    out)` gets what it returned and raises AssertionError if anything is wrong. `variants` are our own other
+    implementations: not peers, but they must be right. `host` are the calls whose host cost is measured. `before(i)`
+    runs between the flush and each sample, outside the time: what an engine does just before, such as writing the
+    rows that are then stored.
+    """
+
+    contenders: dict[str, Call]
+    poison: Callable[[str, int], None]
+    check: Callable[[str, int, Any], None]
+    ours: str
+    baseline: str
+    variants: set[str] = field(default_factory=set)
+    absent: dict[str, str] = field(default_factory=dict)
+    host: dict[str, Call] = field(default_factory=dict)
+    burst: int = BURST  # calls of `host` that fit the launch queue
+    before: Call | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a benchmark: `bytes` read plus written, `flops`, rotating input `sets`, and how it is built.
+
+    With `graph=True` contenders are captured first, and replays are checked and timed. With `wall=True` a sample is
+    wall-clock time until the device has done the call, host included. Sampling ends after `seconds`.
+    """
+
+    op: str
+    name: str
+    params: dict[str, Any]
+    bytes: int
+    build: Callable[[torch.device], Bench]
+    flops: int = 0
+    sets: int = 1
+    graph: bool = False
+    wall: bool = False
+    seconds: float = 20.0
+
+
+def sets_for(nbytes: int, device: torch.device, most: int = 8, memory: int = 4 << 30) -> int:
+    """Input sets of `nbytes` that exceed four times the cache together: 2 to `most`, or 1 where memory ends first."""
+    wanted = -(-4 * cache_bytes(device) // max(nbytes, 1))
+    return max(1, min(max(2, wanted), most, memory // max(nbytes, 1)))

@@ -1,0 +1,267 @@
+"""The decode benchmark: one query of each request over all its tokens, in tiers or in bfloat16.
+
+Peers read as many tokens in bfloat16, contiguous; FlashInfer in pages, in bfloat16 and in fp8. Bytes are those that our
+cache streams: codes and scales, or rows; queries and outputs are left out. Calls are captured and replayed. Before each
+sample the cache of the device is filled by reading, as a model's weights do between two attentions: dirty lines that
+somebody else left would otherwise be written back in our time.
+
+The work list of a step is made once for all layers; ``with its list`` makes it in every call, for one layer, as calls
+without a plan do. For mixes, ``with mass`` also gives the mass of every token (`return_mass`), and ``with list and
+mass`` is a call without a plan that does, as StrataCache's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvstrata.attention.decode import op
+from kvstrata.layout import Format
+from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, sets_for, synthetic
+from kvstrata.tools.bench.clock import Call
+from kvstrata.tools.bench.machine import cache_bytes
+
+CHECKED = 2  # requests compared with the reference
+WINDOW = 64  # plain tokens in a tiered cache
+PEER_PAGE = 16  # tokens of FlashInfer's pages
+NARROW, WIDE = ("K4V4", "K3V3", "K2V2"), ("K8V8", "K4V4", "K2V2")
+EIGHT = ("K8V8", "K8V4")  # what a TieredCache chooses for a budget of 0.5
+MEAN = 0.211  # of 16 bit: 3.25 bits of codes a value at head_dim 128
+WIDEST = 0.51  # of 16 bit: from here on tokens are in 8 and 16 bit
+OURS = ("kvstrata", "with its list", "with mass", "with list and mass")
+
+
+@dataclass(frozen=True)
+class Shape:
+    requests: int
+    tokens: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    q_len: int = 1
+
+    @property
+    def usual(self) -> bool:
+        return (self.heads, self.kv_heads, self.head_dim) == (32, 8, 128)
+
+    @property
+    def name(self) -> str:
+        heads = "" if self.usual else f"-{self.heads}h{self.kv_heads}d{self.head_dim}"
+        return f"B{self.requests}-{self.tokens}{heads}{'' if self.q_len == 1 else f'-q{self.q_len}'}"
+
+
+def shares(budget: float, formats: Sequence[Format]) -> tuple[float, ...]:
+    """Shares of the older tokens in two or three tiers, such that a token takes ``budget`` of its 16-bit bytes."""
+    most, *between, least = (f.bytes_per_token for f in formats)
+    wanted = min(max(budget * 4 * formats[0].head_dim, least), most)
+    second = [0.4 * min(1.0, (most - wanted) / (most - x), (wanted - least) / (x - least)) for x in between]
+    left = wanted - sum(share * x for share, x in zip(second, between, strict=True))
+    first = (left - (1 - sum(second)) * least) / (most - least)
+    return (first, *second, 1 - sum(second) - first)
+
+
+def counts_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> torch.Tensor:
+    """Tokens of every tier, the same for all heads; plain alone, or a plain window and the rest."""
+    counts = torch.zeros(shape.requests, shape.kv_heads, 1 + len(tiers), dtype=torch.int64)
+    old = shape.tokens - WINDOW if tiers else 0
+    if tiers and budget > WIDEST:  # some old ones in plain, too
+        [lossy] = (f.bytes_per_token / (4 * shape.head_dim) for f in formats_of(shape, tiers)[1:])
+        old = min(old, round((1 - budget) / (1 - lossy) * shape.tokens))
+    counts[..., 0] = shape.tokens - old
+    if len(tiers) == 1:
+        counts[..., 1] = old
+    elif tiers:
+        for tier, share in enumerate(shares(budget, formats_of(shape, tiers)[1:])[:-1], start=1):
+            counts[..., tier] = round(share * old)
+        counts[..., len(tiers)] = old - counts[..., 1:].sum(-1)
+    return counts
+
+
+def mixed(tiers: tuple[str, ...], budget: float) -> bool:
+    """Whether old tokens are in several formats."""
+    return len(tiers) > 1 or (len(tiers) == 1 and budget > WIDEST)
+
+
+def formats_of(shape: Shape, tiers: tuple[str, ...]) -> tuple[Format, ...]:
+    return tuple(Format.parse(name, shape.head_dim) for name in ("K16V16", *tiers))
+
+
+def bytes_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> int:
+    counts = counts_of(shape, tiers, budget).sum((0, 1)).tolist()
+    return sum(n * f.bytes_per_token for n, f in zip(counts, formats_of(shape, tiers), strict=True))
+
+
+def _job(shape: Shape, tiers: tuple[str, ...], budget: float, device: torch.device, seed: int) -> op.Job:
+    counts = counts_of(shape, tiers, budget)
+    buckets = synthetic.layer(formats_of(shape, tiers), counts, torch.bfloat16, device, seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (shape.requests, shape.q_len, shape.heads, shape.head_dim)
+    q = torch.randn(size, device=device, generator=generator).bfloat16()
+    rows, scale = list(range(shape.requests)), shape.head_dim**-0.5
+    return op.Job(q, buckets, None, rows, shape.kv_heads, shape.tokens, scale, None, None, None, False, False)
+
+
+class Rows:
+    """K and V in bfloat16 for the peers, and what they must give for the first requests."""
+
+    def __init__(self, shape: Shape, q: torch.Tensor) -> None:
+        size = (shape.requests, shape.kv_heads, shape.tokens, shape.head_dim)
+        self.k, self.v = (torch.empty(size, dtype=torch.bfloat16, device=q.device).normal_() for _ in range(2))
+        self.q, self.group = q.transpose(1, 2), shape.heads // shape.kv_heads
+        few_q, few_k, few_v = (x[:CHECKED].float() for x in (self.q, self.k, self.v))
+        out = torch.nn.functional.scaled_dot_product_attention(few_q, few_k, few_v, enable_gqa=True)
+        self.expected = out.transpose(1, 2)
+
+
+def _sdpa(rows: Rows, backend: SDPBackend) -> Call:
+    def call(i: int) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(rows.q, rows.k, rows.v, enable_gqa=rows.group > 1)
+        return out.transpose(1, 2)
+
+    try:
+        call(0)
+    except RuntimeError as error:
+        raise Absent(" ".join(str(error).split())[:120]) from error
+    return call
+
+
+@peer("decode", "cudnn")
+def cudnn(rows: Rows) -> Call:
+    return _sdpa(rows, SDPBackend.CUDNN_ATTENTION)
+
+
+def _flashinfer(rows: Rows, dtype: torch.dtype) -> Call:
+    if rows.q.device.type != "cuda":
+        raise Absent("needs a CUDA device")
+    if rows.q.shape[2] != 1:
+        raise Absent("its decode takes one query")
+    import flashinfer as library
+
+    requests, kv_heads, tokens, head_dim = rows.k.shape
+    per_request = tokens // PEER_PAGE
+    pages = tuple(
+        x.view(requests, kv_heads, per_request, PEER_PAGE, head_dim)
+        .transpose(1, 2)
+        .flatten(0, 1)
+        .to(dtype)
+        .contiguous()
+        for x in (rows.k, rows.v)
+    )
+    ints = partial(torch.arange, dtype=torch.int32, device=rows.q.device)
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(1 << 30, dtype=torch.uint8, device=rows.q.device), "HND", use_tensor_cores=True
+    )
+    wrapper.plan(
+        ints(requests + 1) * per_request, ints(requests * per_request), ints(requests) * 0 + PEER_PAGE,
+        rows.q.shape[1], kv_heads, head_dim, PEER_PAGE, q_data_type=rows.q.dtype, kv_data_type=dtype,
+    )  # fmt: skip
+    q = rows.q[:, :, 0].contiguous()
+    return lambda i: wrapper.run(q, pages).unsqueeze(1)
+
+
+@peer("decode", "flashinfer")
+def flashinfer(rows: Rows) -> Call:
+    return _flashinfer(rows, rows.k.dtype)
+
+
+@peer("decode", "flashinfer fp8")
+def flashinfer_fp8(rows: Rows) -> Call:
+    return _flashinfer(rows, torch.float8_e4m3fn)
+
+
+def _close(out: torch.Tensor, expected: torch.Tensor, limit: float = 1e-2) -> None:
+    error = (out[:CHECKED].float() - expected).norm() / expected.norm()
+    assert float(error) < limit, f"the relative error is {float(error):.1e}"
+    assert not bool(out.isnan().any()), "an output is NaN"
+
+
+def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device: torch.device) -> Bench:
+    jobs = [_job(shape, tiers, budget, device, seed) for seed in range(sets)]
+    # Each list of formats is one more kernel to compile, and made-up pages have positions of two bytes.
+    mass = mixed(tiers, budget) and shape.usual and shape.q_len == 1 and shape.tokens <= 1 << 15
+    heard = [job._replace(return_mass=mass) for job in jobs]
+    some = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in heard]
+    wanted = [op.run(job, "reference") for job in some]
+    contenders: dict[str, Call] = {}
+    if device.type == "cuda":
+        from kvstrata.attention.decode.cuda import Plan
+        from kvstrata.attention.decode.source import Source
+
+        sizes = (shape.kv_heads, shape.heads, shape.q_len)
+        plans = [Plan(Source.of(job), tuple(job.requests), *sizes) for job in jobs]
+        for plan in plans:
+            plan.update()
+        contenders = {
+            "kvstrata": lambda i: plans[i].run(jobs[i]),
+            "with its list": lambda i: op.run(jobs[i], "cuda"),
+        }
+        if mass:
+            contenders["with mass"] = lambda i: plans[i].run(heard[i])
+            contenders["with list and mass"] = lambda i: op.run(heard[i], "cuda")
+    else:
+        contenders = {"kvstrata": lambda i: op.run(jobs[i], "reference")}
+    ours = contenders.keys() & set(OURS)
+    rows = Rows(shape, jobs[0].q)
+    contenders["flash"] = _sdpa(rows, SDPBackend.FLASH_ATTENTION)
+
+    def check(name: str, i: int, result: torch.Tensor | op.Result) -> None:
+        if isinstance(result, torch.Tensor):
+            _close(result, rows.expected, 0.1 if "fp8" in name else 1e-2)
+            return
+        out, _, weights = result
+        _close(out, wanted[i][0].float())
+        if weights is not None and (expected := wanted[i][2]) is not None:
+            _close(weights, expected, 2e-2)
+
+    bench = Bench(
+        contenders=contenders,
+        poison=lambda name, i: None,
+        check=check,
+        ours="kvstrata",
+        baseline="flash",
+        variants=ours - {"kvstrata"},
+        host={name: contenders[name] for name in OURS if name in ours},
+        before=_read(device),
+    )
+    attach(bench, "decode", rows)
+    return bench
+
+
+def _read(device: torch.device) -> Call:
+    """Fill the device's cache with clean lines."""
+    weights = torch.ones(max(4 * cache_bytes(device), 1 << 20) // 4, device=device)
+    return lambda i: weights.sum()
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    cuda = device.type == "cuda"
+    widths: list[tuple[str, ...]] = [("K8V8",), ("K4V4",), ("K3V3",), ("K2V2",), NARROW, ()]
+    if not cuda:
+        shapes, widths = [Shape(1, 1024, 8, 2, 64)], [("K4V4",)]
+    else:
+        shapes = [Shape(32, 16384), Shape(8, 65536), Shape(32, 1024), Shape(1, 16384)][: 1 if quick else 4]
+    wanted = [(shape, tiers, MEAN) for shape in shapes for tiers in widths]
+    if cuda and not quick:
+        for n in (1024, 2048, 4096, 8192, 16384):
+            wanted += [(Shape(32, n), NARROW, 0.2), *((Shape(32, n), WIDE, budget) for budget in (0.3, 0.4))]
+            wanted.append((Shape(32, n), EIGHT, 0.5))
+            wanted += [(Shape(32, n), ("K8V8",), 0.0), (Shape(32, n), ("K8V8",), 0.75), (Shape(32, n), (), 1.0)]
+        others = [Shape(8, 16384, 32, 32), Shape(32, 16384, 64, 8), Shape(64, 16384, 32, 1)]
+        others += [Shape(32, 16384, 32, 8, 64), Shape(32, 16384, q_len=4)]
+        wanted += [(shape, NARROW, MEAN if shape.head_dim == 128 else 0.22) for shape in others]
+    found: dict[str, Case] = {}
+    for shape, tiers, budget in wanted:
+        kind = f"mixed{budget:g}" if mixed(tiers, budget) else "".join(tiers) or "16bit"
+        name = f"{kind}-{shape.name}"
+        moved = bytes_of(shape, tiers, budget)
+        params = {"kind": kind, "B": shape.requests, "heads": shape.heads, "kv_heads": shape.kv_heads,
+                  "head_dim": shape.head_dim, "q_len": shape.q_len, "T": shape.tokens}  # fmt: skip
+        sets = min(sets_for(moved, device), 2)
+        make: Callable[[torch.device], Bench] = partial(build, shape, tiers, budget, sets)
+        found[name] = Case("decode", name, params, moved, make, sets=sets, graph=cuda)
+    return list(found.values())

@@ -1,0 +1,325 @@
+"""The prefill benchmark: dense attention of whole prompts, and a chunk of new tokens over a cache in 4 bit.
+
+Operations are the two products, of a causal one the half that is seen. Calls are captured and replayed; before each
+sample the cache of the device is filled by reading. Ours are ``kvstrata`` (auto) and the backends that auto did not
+take. Cases ``ideas-*`` hold prefill.cu against the kernel that the work began with, ``v2``: with one tile for all, and
+with one thing at a time done otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvstrata.attention.prefill import cuda as prefill_cuda
+from kvstrata.attention.prefill import op as prefill
+from kvstrata.attention.prefill.cuda import FEW, PORTABLE, Ideas, Tile
+from kvstrata.attention.prefill.op import PrefillJob
+from kvstrata.attention.prefill_cached import op as cached
+from kvstrata.layout import Format
+from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, sets_for, synthetic
+from kvstrata.tools.bench.clock import Call
+
+from .decode import _read
+
+CHECKED = 2  # heads of the first sequence compared with float32
+NEW, PREFIX = 512, 32256  # a chunk, and the tokens before it: 32k together
+SECONDS = 4.0  # of sampling, at most
+IDEAS = [(2, 8, 512, 64), (4, 16, 1024, 64)]  # fewer blocks than multiprocessors, and more than are resident
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    length: int
+    dim: int
+    causal: bool
+    kv_heads: int | None = None
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.heads}" if self.kv_heads is None else f"{self.heads}h{self.kv_heads}"
+        return f"{'causal' if self.causal else 'full'}-B{self.batch}-H{heads}-S{self.length}-D{self.dim}"
+
+    @property
+    def flops(self) -> int:
+        pairs = self.length * (self.length + 1) // 2 if self.causal else self.length**2
+        return 4 * self.batch * self.heads * pairs * self.dim
+
+    @property
+    def bytes(self) -> int:
+        rows = 2 * self.heads + 2 * (self.kv_heads or self.heads)
+        return self.batch * rows * self.length * self.dim * 2
+
+
+def _job(shape: Shape, device: torch.device, seed: int) -> PrefillJob:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def rows(heads: int) -> torch.Tensor:
+        size = (shape.batch, heads, shape.length, shape.dim)
+        return torch.randn(size, device=device, generator=generator).half()
+
+    q, k, v = rows(shape.heads), *(rows(shape.kv_heads or shape.heads) for _ in range(2))
+    lengths = (shape.length, shape.length)
+    return PrefillJob(q, k, v, None, None, *lengths, shape.causal, shape.dim**-0.5, None, None, None, False)
+
+
+def _expected(job: PrefillJob) -> torch.Tensor:
+    few = job._replace(q=job.q[:1, :CHECKED].float(), k=job.k[:1, :1].float(), v=job.v[:1, :1].float())
+    if job.heads == job.kv_heads:
+        few = few._replace(k=job.k[:1, :CHECKED].float(), v=job.v[:1, :CHECKED].float())
+    return prefill.run(few, "reference")[0]
+
+
+def _close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    error = float((out.float() - expected).norm() / expected.norm())
+    assert error < 5e-3, f"the relative error is {error:.1e}"
+
+
+def _sdpa(jobs: list[PrefillJob], backend: SDPBackend) -> Call:
+    def call(i: int) -> torch.Tensor:
+        job = jobs[i]
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                job.q, job.k, job.v, is_causal=job.causal, enable_gqa=job.heads != job.kv_heads
+            )
+
+    try:
+        call(0)
+    except RuntimeError as error:
+        raise Absent(" ".join(str(error).split())[:120]) from error
+    return call
+
+
+@peer("prefill", "cudnn")
+def cudnn(jobs: list[PrefillJob]) -> Call:
+    return _sdpa(jobs, SDPBackend.CUDNN_ATTENTION)
+
+
+@peer("prefill", "efficient")
+def efficient(jobs: list[PrefillJob]) -> Call:
+    return _sdpa(jobs, SDPBackend.EFFICIENT_ATTENTION)
+
+
+@peer("prefill", "flashinfer")
+def flashinfer(jobs: list[PrefillJob]) -> Call:
+    import flashinfer as library
+
+    job = jobs[0]
+    batch, heads, length, dim = job.q.shape
+    packed = [[x.transpose(1, 2).reshape(-1, x.shape[1], dim).contiguous() for x in (j.q, j.k, j.v)] for j in jobs]
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=job.q.device)
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=job.q.device) * length
+    wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    try:  # compiles when a size is new
+        wrapper.plan(ends, ends, heads, job.kv_heads, dim, causal=job.causal, q_data_type=job.q.dtype)
+    except RuntimeError as error:
+        raise Absent(" ".join(str(error).split())[:120]) from error
+
+    def call(i: int) -> torch.Tensor:
+        return wrapper.run(*packed[i]).view(batch, length, heads, dim).transpose(1, 2)
+
+    return call
+
+
+def _v2(jobs: list[PrefillJob]) -> Call:
+    from kvstrata.tools.bench.baselines import prefill_v2
+
+    outs = [torch.empty_like(job.q) for job in jobs]
+    pairs = zip(jobs, outs, strict=True)
+    launches = [prefill_v2.launch(j.q, j.k, j.v, out, causal=j.causal) for j, out in pairs]
+
+    def call(i: int) -> torch.Tensor:
+        launches[i](torch.cuda.current_stream().cuda_stream)
+        return outs[i]
+
+    return call
+
+
+def _bench(jobs: list[PrefillJob], contenders: dict[str, Call], ours: str, baseline: str) -> Bench:
+    wanted = [_expected(job) for job in jobs]
+    written: dict[tuple[str, int], torch.Tensor] = {}  # a replay writes where it wrote before
+
+    def poison(name: str, i: int) -> None:
+        if (name, i) in written:
+            written[name, i].fill_(float("nan"))
+
+    def check(name: str, i: int, out: torch.Tensor) -> None:
+        written[name, i] = out
+        assert out.shape == jobs[i].q.shape
+        _close(out[:1, :CHECKED], wanted[i])
+        assert not bool(out.isnan().any()), "an output is NaN"
+
+    before = _read(jobs[0].q.device)
+    return Bench(contenders=contenders, poison=poison, check=check, ours=ours, baseline=baseline, before=before)
+
+
+def build(shape: Shape, sets: int, device: torch.device) -> Bench:
+    jobs = [_job(shape, device, seed) for seed in range(sets)]
+    chosen = prefill._choose("auto", jobs[0])
+    contenders: dict[str, Call] = {"kvstrata": lambda i: prefill.run(jobs[i], chosen)[0]}
+    contenders["flash"] = _sdpa(jobs, SDPBackend.FLASH_ATTENTION)
+    bench = _bench(jobs, contenders, "kvstrata", "flash")
+    if device.type == "cuda":
+        for backend in ("triton", "cuda"):
+            if backend == chosen:
+                continue
+            if reason := prefill.missing(backend, jobs[0]):
+                bench.absent[backend] = reason
+            else:
+                contenders[backend] = lambda i, backend=backend: prefill.run(jobs[i], backend)[0]  # type: ignore[misc]
+                bench.variants.add(backend)
+        attach(bench, "prefill", jobs)
+        if shape.length <= 512:  # of longer ones it is the same
+            bench.host = {"kvstrata": contenders["kvstrata"]}
+    return bench
+
+
+def ideas() -> dict[str, tuple[Tile, Ideas]]:
+    """``v3``, what it is with one thing done otherwise, and with a second group of warps."""
+    tile = PORTABLE[64]
+    return {
+        "v3": (tile, Ideas()),
+        "copies not overlapped": (replace(tile, stages=1), Ideas()),
+        "scores in shared memory": (tile, Ideas(scores="shared")),
+        "4 bytes an access": (tile, Ideas(width=4)),
+        "8 bytes an access": (tile, Ideas(width=8)),
+        "padded rows": (replace(tile, padded=True), Ideas()),
+        "persistent blocks": (tile, Ideas(persistent=True)),
+        "two groups of warps": (FEW[64], Ideas()),
+    }
+
+
+def build_ideas(shape: Shape, sets: int, device: torch.device) -> Bench:
+    jobs = [_job(shape, device, seed) for seed in range(sets)]
+    contenders: dict[str, Call] = {
+        name: lambda i, tile=tile, how=how: prefill_cuda.run(jobs[i], tile, how)[0]  # type: ignore[misc]
+        for name, (tile, how) in ideas().items()
+    }
+    contenders["v2"] = _v2(jobs)
+    bench = _bench(jobs, contenders, "v3", "v2")
+    bench.variants = contenders.keys() - {"v3", "v2"}
+    return bench
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
+
+
+def in_two_parts(attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the last keys' queries with what aligns masks to the first key: the earlier keys without a
+    mask, then their own with one, added up by the log-sum-exp of either. ``attend(q, k, v, causal) -> out, lse``."""
+    earlier = k.shape[2] - q.shape[2]
+    (a, top), (b, own) = (
+        attend(q, k[:, :, :earlier], v[:, :, :earlier], False),
+        attend(q, k[:, :, earlier:], v[:, :, earlier:], True),
+    )
+    share = torch.sigmoid(top - own).reshape(*q.shape[:3], 1)
+    return torch.lerp(b.float(), a.float(), share).to(q.dtype)
+
+
+def _cudnn_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = op(q, k, v, None, True, 0.0, causal, False, scale=q.shape[-1] ** -0.5)[:2]
+    return out, lse
+
+
+def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_heads: int = 8) -> Bench:
+    """A chunk over a cache in K4V4: in parts, or all of it unpacked first and then SDPA with flash or cuDNN."""
+    dim = 128 if device.type == "cuda" else 64
+    formats = tuple(Format.parse(name, dim) for name in ("K16V16", "K4V4"))
+    counts = torch.zeros(1, kv_heads, 2, dtype=torch.int64)
+    counts[..., 0], counts[..., 1] = NEW, prefix
+    buckets = synthetic.layer(formats, counts, torch.bfloat16, device, 0)
+    q = torch.randn(NEW, heads, dim, device=device).bfloat16()
+    sizes = (kv_heads, NEW + prefix, dim**-0.5, None, None, None, False)
+    job = cached.CachedJob(q, [NEW], buckets, None, [0], *sizes)
+    expected = cached.run(job, "reference")[0].float()
+    backend = cached._choose("auto", job)
+    contenders: dict[str, Call] = {"kvstrata": lambda i: cached.run(job, backend)[0]}
+    absent: dict[str, str] = {}
+    if device.type == "cuda":
+        from kvstrata.attention.prefill_cached import triton as cached_triton
+
+        queries = q.unsqueeze(0).transpose(1, 2)
+
+        def rows() -> tuple[torch.Tensor, torch.Tensor]:
+            k, v, _ = cached_triton.unpack(job)
+            return k[:, :, : NEW + prefix], v[:, :, : NEW + prefix]
+
+        def with_flash(i: int) -> torch.Tensor:
+            # aligned to the last key, as scaled_dot_product_attention is not
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(queries, *rows(), 0.0, True, scale=dim**-0.5)[0][0].transpose(0, 1)
+
+        def with_cudnn(i: int) -> torch.Tensor:
+            return in_two_parts(_cudnn_with_lse, queries, *rows())[0].transpose(0, 1)
+
+        contenders["unpack then flash"] = with_flash
+        try:
+            with_cudnn(0)
+            contenders["unpack then cudnn"] = with_cudnn
+        except RuntimeError as error:
+            absent["unpack then cudnn"] = " ".join(str(error).split())[:120]
+    else:
+        contenders["unpack then flash"] = lambda i: cached.run(job, "reference")[0]
+
+    def check(name: str, i: int, out: torch.Tensor) -> None:
+        error = float((out.float() - expected).norm() / expected.norm())
+        assert error < 1e-2, f"the relative error is {error:.1e}"
+
+    return Bench(
+        contenders=contenders,
+        poison=lambda name, i: None,
+        check=check,
+        ours="kvstrata",
+        baseline="unpack then flash",
+        before=_read(device),
+        absent=absent,
+    )
+
+
+def _shapes(quick: bool) -> list[Shape]:
+    goals = [(2, 8, 512, 64), (4, 16, 512, 64), (4, 16, 1024, 64), (4, 16, 2048, 128), (1, 32, 8192, 128)]
+    rest = [(8, 16, 128, 64), (8, 16, 256, 64), (4, 16, 2048, 64), (1, 32, 8192, 64)]
+    rest += [(8, 16, 128, 128), (8, 16, 256, 128), (4, 16, 512, 128), (4, 16, 1024, 128)]
+    sizes = goals[:: 3 if quick else 1] + ([] if quick else rest)
+    found = [Shape(*size, causal) for size in sizes for causal in (False, True)]
+    return found if quick else [*found, Shape(1, 32, 4096, 128, True, kv_heads=8)]
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    cuda = device.type == "cuda"
+    shapes = _shapes(quick) if cuda else [Shape(1, 2, 128, 64, True)]
+    found = []
+    for shape in shapes:
+        kind = "few-" * (shape.batch * shape.heads < 32) + shape.name.partition("-")[0]
+        params = {"kind": kind + "-gqa" * (shape.kv_heads is not None), "D": shape.dim, "T": shape.length}
+        sets = min(sets_for(shape.bytes, device), 2)
+        make: Callable[[torch.device], Bench] = partial(build, shape, sets)
+        sizes: dict[str, Any] = dict(flops=shape.flops, sets=sets, graph=cuda, seconds=SECONDS)
+        found.append(Case("prefill", shape.name, params, shape.bytes, make, **sizes))
+    for shape in [Shape(*size, causal) for size in IDEAS for causal in (False, True)] if cuda else []:
+        sets = min(sets_for(shape.bytes, device), 2)
+        params = {"kind": "ideas", "causal": shape.causal, "D": shape.dim, "S": shape.length}
+        make = partial(build_ideas, shape, sets)
+        sizes = dict(flops=shape.flops, sets=sets, graph=True, seconds=SECONDS)
+        found.append(Case("prefill", f"ideas-{shape.name}", params, shape.bytes, make, **sizes))
+    prefix, heads, kv_heads, dim = (PREFIX, 32, 8, 128) if cuda else (512, 2, 1, 64)
+    pairs = NEW * prefix + NEW * (NEW + 1) // 2
+    moved = kv_heads * (prefix * Format.parse("K4V4", dim).bytes_per_token + NEW * 4 * dim) + 4 * NEW * heads * dim
+    params = {"kind": "tiers", "D": dim, "T": prefix + NEW}
+    name = f"tiers-K4V4-{prefix}+{NEW}"
+    tiers = partial(build_tiers, prefix=prefix, heads=heads, kv_heads=kv_heads)
+    # the plain tokens are among the earlier ones, the new ones among the quantised
+    found.append(
+        Case("prefill", name, params, moved, tiers, flops=4 * heads * pairs * dim, graph=cuda, seconds=SECONDS)
+    )
+    return found

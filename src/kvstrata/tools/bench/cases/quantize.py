@@ -1,0 +1,106 @@
+"""The quantise benchmark: K and V rows in bfloat16 into whole pages of codes, all heads in one launch.
+
+The rows of a prompt: every page takes 64 consecutive tokens of one head, and every head has its centre. Bytes are rows
+read, pages written and the index of rows. ``plain`` cases leave the rotation out, to show what it costs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from kvstrata.backends import missing
+from kvstrata.layout import Format, fragments, scales
+from kvstrata.quant import reference
+from kvstrata.quant.op import UNIT, Job, quantize_pages
+from kvstrata.tools.bench import Bench, Case, sets_for
+from kvstrata.tools.bench.clock import Call
+
+POISON = 0xFF
+CHECKED = 256  # pages compared with the reference, code by code
+
+
+class Inputs(Job):
+    """One input set: rows, where every page goes and which rows it takes."""
+
+    @classmethod
+    def make(cls, format: Format, tokens: int, heads: int, device: torch.device, seed: int) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+        k, v = torch.randn(2, tokens, heads, format.head_dim, generator=generator, device=device).bfloat16()
+        size, runs = format.page_tokens, tokens // format.page_tokens
+        n = runs * heads
+        order = torch.randperm(n, generator=generator, device=device)
+        rows = torch.arange(tokens, dtype=torch.int32, device=device).view(runs, 1, size).expand(runs, heads, size)
+        return cls(
+            k=k,
+            v=v,
+            pool=torch.empty(n * format.page_bytes, dtype=torch.uint8, device=device),
+            pages=(order * (format.page_bytes // UNIT)).int(),
+            source=rows.reshape(n, size).contiguous(),
+            heads=torch.arange(heads, dtype=torch.int32, device=device).repeat(runs),
+            format=format,
+            centre=torch.randn(heads, format.head_dim, generator=generator, device=device),
+            centres=torch.arange(heads, dtype=torch.int32, device=device).repeat(runs),
+        )
+
+    def run(self, backend: str) -> None:
+        quantize_pages(**self._asdict(), backend=backend)
+
+    def assert_quantised(self) -> None:
+        """Some pages code by code against the reference; all others must have been written."""
+        f = self.format
+        chosen = torch.linspace(0, len(self.pages) - 1, CHECKED, device=self.pool.device).long().unique()
+        page = self.pool.view(-1, f.page_bytes)
+        rows, head = self.source[chosen].long(), self.heads[chosen].long().unsqueeze(1)
+        centre = self.centre[head]  # type: ignore[index]
+        want = reference.quantize_page(self.k[rows, head], self.v[rows, head], f, centre)
+        got = page[self.pages[chosen].long() * UNIT // f.page_bytes]
+        sides: tuple[tuple[fragments.Side, int, int, int], ...] = (
+            ("k", f.k_bits, f.k_offset, f.k_bytes),
+            ("v", f.v_bits, f.v_offset, f.v_bytes),
+        )
+        for side, bits, first, size in sides:
+            packed = (x[:, first : first + size] for x in (got, want))
+            ours, theirs = (fragments.unpack(x, bits, f.head_dim, f.page_tokens, side).int() for x in packed)
+            off = (ours - theirs).abs()
+            assert int(off.max()) <= 1, f"a code of {side} is off by more than one"
+            assert float((off > 0).float().mean()) < 1e-3, f"too many codes of {side} are off by one"
+        for a, b in zip(*(scales.unpack_scales(x[:, f.scale_offset :]) for x in (got, want)), strict=True):
+            assert torch.allclose(a.float(), b.float(), rtol=2e-2), "a scale is wrong"  # one code off moves it
+        assert not (page[:, f.scale_offset :] == POISON).all(-1).any(), "a page was not written"
+
+
+def build(format: Format, tokens: int, heads: int, sets: int, device: torch.device) -> Bench:
+    inputs = [Inputs.make(format, tokens, heads, device, seed) for seed in range(sets)]
+    contenders: dict[str, Call] = {"kvstrata": lambda i: inputs[i].run("auto")}
+    baseline = "triton" if missing("triton", device) is None else "reference"
+    contenders[baseline] = lambda i: inputs[i].run(baseline)
+    return Bench(
+        contenders=contenders,
+        poison=lambda name, i: inputs[i].pool.fill_(POISON),  # type: ignore[arg-type]
+        check=lambda name, i, out: inputs[i].assert_quantised(),
+        ours="kvstrata",
+        baseline=baseline,
+        host={"kvstrata": contenders["kvstrata"]},
+    )
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    cuda = device.type == "cuda"
+    tokens = 65536 if cuda and not quick else 8192 if cuda else 1024
+    heads = 8 if cuda else 2
+    names = ["K8V8", "K4V4", "K3V3", "K2V2", "K4V2"] if not quick else ["K4V4"]
+    found = []
+    for dim in (128, 64) if not quick else (128,):
+        for name in names:
+            for rotated in (True, False) if dim == 128 else (True,):
+                format = Format.parse(name, dim, rotate=rotated)
+                moved = tokens * heads * (2 * dim * 2 + format.bytes_per_token + 4)
+                params = {"format": name, "head_dim": dim, "rotate": rotated, "T": tokens}
+                sets = sets_for(moved, device)
+                case = f"{name}-d{dim}{'' if rotated else '-plain'}"
+                found.append(
+                    Case("quantize", case, params, moved, partial(build, format, tokens, heads, sets), sets=sets)
+                )
+    return found

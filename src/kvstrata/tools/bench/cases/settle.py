@@ -1,0 +1,326 @@
+"""The settle benchmark: tokens move to lower tiers in many requests and layers; and single tokens are appended.
+
+``settle`` cases have 16,384 tokens a request and 8 KV heads of 128; a twentieth of all tokens goes down, chosen at
+random. Timed are the moves of all layers together, given their plan, phase by phase.
+Bytes are those of the tokens that move, read and written once, fillers among them; lists of moves are not counted.
+``with plan`` also makes the plan from targets, which waits for the device once; the pages are there. ``token by token``
+sends all moves through chains, a launch a layer. ``append`` cases write one token for each request and all heads,
+beside ``store_kv`` of the same rows: ``kvstrata`` is the kernel with its arguments worked out, ``append`` all of
+`TieredCache.append` to a cache that grows.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+import kvstrata
+from kvstrata.backends import missing
+from kvstrata.cache import TieredCache
+from kvstrata.cache.move import append as append_op
+from kvstrata.cache.move import moves, moves_cuda, repack_op, repack_reference
+from kvstrata.cache.move import phases as repack_phases
+from kvstrata.cache.move.append import Job as AppendJob
+from kvstrata.cache.move.phases import Phases
+from kvstrata.cache.ops.transaction import Transaction
+from kvstrata.cache.storage.page import PageKind
+from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.cache.storage.pool import Pool
+from kvstrata.layout import Format
+from kvstrata.tools.bench import Bench, Case, sets_for
+from kvstrata.tools.bench.clock import Call
+
+POISON = 0xFF
+LONGEST = 1 << 15  # tokens of a request, more than an append is repeated
+CHECKED = 1024  # moves of a layer compared with the reference
+TIERS = ("K16V16", "K4V4", "K2V2")
+SHARES = (0.1, 0.5, 0.4)  # of the tokens, before
+
+
+class State:
+    """Buckets with pages of random tokens, and the plan of one settling of every layer."""
+
+    def __init__(self, requests: int, tokens: int, layers: int, heads: int, dim: int, lossy: float,
+                 device: torch.device) -> None:  # fmt: skip
+        self.random = torch.Generator(device).manual_seed(0)
+        self.layers, self.requests, self.lossy, self.device = layers, list(range(requests)), lossy, device
+        formats = [Format.parse(name, dim) for name in TIERS]
+        self.kinds = [PageKind(f, torch.bfloat16, torch.int16, True, device) for f in formats]
+        strides, p = [kind.stride for kind in self.kinds], formats[0].page_tokens
+        counts = [int(share * tokens) // p * p + p // 2 for share in SHARES]
+        groups = requests * layers * heads
+        arriving = -(-tokens // 20 // p) + 1
+        needed = sum(groups * (-(-n // p) + arriving) * stride for n, stride in zip(counts, strides, strict=True))
+        slab = strides[0] * (1024 if needed > 1 << 30 else 4)
+        self.pool = Pool(strides, slab, int(1.02 * needed) // slab + 8, device)
+        self.buckets = Buckets(self.pool, self.kinds, requests, layers, heads, -(-tokens // p) + arriving)
+        for tier, n in enumerate(counts):
+            pages = -(-n // p)
+            handles = self.pool.allocate(tier, groups * pages).reshape(requests, layers, heads, pages)
+            self.buckets.host_table[:, :, :, tier, :pages] = handles
+            self.buckets.host_count[:, :, :, tier] = n
+        self.buckets.table.copy_(torch.from_numpy(self.buckets.host_table))
+        self.buckets.count.copy_(torch.from_numpy(self.buckets.host_count))
+        self.centre = torch.randn(requests * heads, dim, generator=self.random, device=device)
+        self._fill()
+        self.places = np.tile(self.requests, layers), np.repeat(np.arange(layers), requests)  # requests, layers
+        self.before = self.buckets.host_count[self.places].reshape(-1).astype(np.int64)
+        held = self.buckets.host_count[:, 0].reshape(-1, len(TIERS))
+        first = np.arange(layers)[:, None] * int(held.sum()) + moves_cuda.begins_of(held).reshape(-1)
+        self.starts = self.pool.to_device(first.reshape(-1))
+        self.centres = self.centre.repeat(layers, 1)
+        self.old_table = self.buckets.table.clone()
+        made = [self._chains(layer) for layer in range(layers)]
+        self.chains = [job for job, *_ in made]
+        self.target = torch.cat([target for _, target, *_ in made])
+        numbers = np.concatenate([numbers for *_, numbers in made], 1)
+        with Transaction(self.pool) as change:
+            self.buckets.exchange_pages(change, *self.places, *numbers)
+        self.moved = 0
+        size = torch.tensor([k.format.bytes_per_token + 6 for k in self.kinds], device=device)
+        for layer, (job, _, plan, _) in enumerate(made):
+            job.packed[:, 3] = self.buckets._handles_at(self._bases(layer), plan.group, plan.slot)
+            self.moved += int((size[job.packed[:, 2].long()] + size[job.packed[:, 5].long()]).sum())
+        self.phases: Phases | None = None
+        if missing("cuda", device) is None:
+            self.phases = self.plan()
+        self.saved = [None if s is None else s.clone() for s in self.pool.slabs]
+        self.expected: list[tuple[torch.Tensor, repack_reference.Taken]] = []
+
+    def _fill(self) -> None:
+        """Slabs full of pages made of random rows; a few different ones, over and over."""
+        for tier, kind in enumerate(self.kinds):
+            f, n = kind.format, self.pool.per_slab[tier]
+            shape = (n, f.page_tokens, f.head_dim)
+            k, v = torch.randn(2, *shape, generator=self.random, device=self.device).bfloat16()
+            from kvstrata.quant.reference import quantize_page
+
+            pages = torch.zeros(n, kind.stride, dtype=torch.uint8, device=self.device)
+            pages[:, : f.page_bytes] = quantize_page(k, v, f)
+            kind.positions(pages)[:] = torch.arange(f.page_tokens, device=self.device).short()
+            kind.importance(pages)[:] = torch.rand(n, f.page_tokens, generator=self.random, device=self.device)
+            for at in np.flatnonzero(self.pool.tier == tier).tolist():
+                slab = self.pool.slabs[at]
+                assert slab is not None
+                slab[: n * kind.stride] = pages.flatten()
+
+    def _bases(self, layer: int) -> torch.Tensor:
+        return self.buckets._bases(np.array(self.requests), np.full(len(self.requests), layer))
+
+    def _chains(self, layer: int) -> tuple[repack_op.Job, torch.Tensor, moves.Moves, np.ndarray]:
+        """A layer's moves in chains (where to: when the pages are there), targets, plan and numbers of its groups."""
+        tokens, tiers = self.buckets.snapshot(layer, self.requests), len(self.kinds)
+        dice = torch.rand(len(tokens), generator=self.random, device=self.device)
+        # A twentieth of all tokens: of the plain ones, and where asked for a part of those of the middle tier.
+        chances = torch.tensor([0.05 * (1 - self.lossy) / SHARES[0], 0.05 * self.lossy / SHARES[1], 0.0])
+        target = torch.where(dice < chances.to(self.device)[tokens.tier], tokens.tier + 1, tokens.tier)
+        before = self.pool.to_device(self.buckets.host_count[:, layer].reshape(-1).astype(np.int64))
+        change = moves.change(tokens, target, before, tiers)
+        numbers = np.stack(change.to_host())
+        plan = moves.plan(change, tokens, target, int(numbers[1].sum()), int(numbers[2].sum()))
+        packed = self.buckets._pack(plan, tokens, self._bases(layer))
+        job = repack_op.Job(self.pool, self.kinds, packed, None, None, self.centre)
+        return job, target.to(torch.int8), plan, numbers
+
+    def plan(self) -> Phases:
+        """From targets to launches, as `Buckets.prepare_phases` does it; but the pages are there."""
+        requests, layers = self.places
+        places = requests * self.layers + layers
+        plan = moves_cuda.Plan(self.buckets, places, self.before, self.target, starts=self.starts)
+        lists = plan.place(plan.to_host(), self.old_table, self.buckets.table)
+        return repack_phases.phases(self.buckets, lists, (None, None), self.centres)
+
+    def restore(self) -> None:
+        """The slabs as they were, and what some moves have to bring."""
+        for slab, saved in zip(self.pool.slabs, self.saved, strict=True):
+            if slab is not None and saved is not None:
+                slab.copy_(saved)
+        self.expected = []
+        for job in self.chains:
+            n = len(job.packed)
+            some = torch.linspace(0, n - 1, min(n, CHECKED), device=self.device).long().unique()
+            self.expected.append((some, repack_reference.take(job._replace(packed=job.packed[some]))))
+
+    def assert_moved(self) -> None:
+        for job, (some, taken) in zip(self.chains, self.expected, strict=True):
+            packed = job.packed[some]
+            for mine, tier, want in taken:
+                kind = self.kinds[tier]
+                handles, place = np.unique(packed[mine, 3].cpu().numpy(), return_inverse=True)
+                pages = self.pool.read(handles, 0, kind.stride)
+                got = kind.read(pages, self.pool.to_device(place.reshape(-1)), packed[mine, 4].long())
+                assert torch.equal(got.position, want.position), "a position is wrong"
+                assert torch.equal(got.importance, want.importance), "an importance is wrong"
+                for side, a, b in (("k", got.k, want.k), ("v", got.v, want.v)):
+                    if tier == 0:
+                        assert torch.equal(a, b), f"a row of {side} is wrong"
+                        continue
+                    off = (a.int() - b.int()).abs()
+                    assert int(off.max()) <= 1, f"a code of {side} is off by more than one"
+                    assert float((off > 0).float().mean()) < 2e-3, f"too many codes of {side} are off by one"
+                for x, y in ((got.k_scale, want.k_scale), (got.v_scale, want.v_scale)):
+                    assert x is None or y is None or torch.allclose(x.float(), y.float(), rtol=3e-2), "a scale is wrong"
+
+    def run(self) -> None:
+        """The moves, given their plan."""
+        if self.phases is not None:
+            self.phases.run()
+        else:
+            self.run_chains("auto")
+
+    def run_chains(self, backend: str) -> None:
+        for job in self.chains:
+            repack_op.repack(job, backend)
+
+
+def build_settle(state: partial[State], expected: int, device: torch.device) -> Bench:
+    made = state(device=device)
+    assert abs(made.moved / expected - 1) < (0.02 if expected > 1 << 30 else 0.5), "the bytes of the case are wrong"
+    cuda = device.type == "cuda"
+    baseline = "triton" if cuda else "reference"
+    contenders: dict[str, Call] = {"kvstrata": lambda i: made.run(), baseline: lambda i: made.run_chains(baseline)}
+    bench = Bench(
+        contenders=contenders,
+        poison=lambda name, i: made.restore(),
+        check=lambda name, i, out: made.assert_moved(),
+        ours="kvstrata",
+        baseline=baseline,
+        host={"kvstrata": contenders["kvstrata"]},
+        burst=4,
+    )
+    if made.phases is not None:
+        contenders["token by token"] = lambda i: made.run_chains("cuda")
+        contenders["with plan"] = lambda i: made.plan().run()
+        bench.variants |= {"token by token", "with plan"}
+    return bench
+
+
+class Appends:
+    """Requests with plain tokens and room in their last pages, and one more token for each."""
+
+    def __init__(self, requests: int, heads: int, dim: int, device: torch.device, seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def rows(n: int) -> torch.Tensor:
+            return torch.randn(2, n, heads, dim, generator=generator, device=device).bfloat16()
+
+        lengths = [1 + (7 * i + seed) % 62 for i in range(requests)]
+        k, v = rows(sum(lengths))
+        self.cache, self.grows = (
+            TieredCache(1, heads, dim, budget=None, max_requests=requests, max_tokens=LONGEST, device=device)
+            for _ in range(2)
+        )
+        for cache in (self.cache, self.grows):
+            cache.append(0, k, v, list(range(requests)), lengths)
+        self.k, self.v = rows(requests)
+        ids, before = np.arange(requests), np.array(lengths)
+        count = self.cache.buckets.room(0, ids, np.ones_like(ids))
+        assert count is not None
+        self.job = AppendJob(
+            self.cache.buckets, 0, ids, np.ones_like(ids), before, count, self.k, self.v,
+            np.zeros(requests, np.float32), None, self.cache._device_lengths,
+        )  # fmt: skip
+        # Calls that are not rewound go on to the next slots; whichever page that is, it is this one.
+        self.cache.buckets.table[:, 0, :, 0] = self.cache.buckets.table[:, 0, :, 0, :1].clone()
+        self.count = self.cache.buckets.count[:, 0, :, 0].clone()
+        self.length = self.cache._device_lengths[:, 0].clone()
+        self.caches = torch.zeros(2, requests, 64, heads, dim, dtype=torch.bfloat16, device=device)
+        self.slots = torch.tensor([64 * i + n for i, n in enumerate(lengths)], dtype=torch.int32, device=device)
+
+    def append(self) -> None:
+        self.grows.append(0, self.k.unsqueeze(1), self.v.unsqueeze(1))
+
+    def store(self) -> None:
+        kvstrata.store_kv(self.k, self.v, self.caches[0], self.caches[1], self.slots)
+
+    def poison(self) -> None:
+        self.caches.view(torch.uint8).fill_(POISON)
+        for slab in (*self.cache.pool.slabs, *self.grows.pool.slabs):
+            if slab is not None:
+                slab.fill_(POISON)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Counts and lengths as before, so that the next call writes the same slots."""
+        self.cache.buckets.count[:, 0, :, 0] = self.count
+        self.cache._device_lengths[:, 0] = self.length
+
+    def assert_appended(self, name: str) -> None:
+        if name.startswith("store"):
+            for x, cache in zip((self.k, self.v), self.caches, strict=True):
+                assert torch.equal(cache.flatten(0, 1)[self.slots.long()], x), "a row is wrong"
+            return
+        cache = self.cache if name == "kvstrata" else self.grows
+        buckets, kind, heads = cache.buckets, cache.kinds[0], np.arange(cache.kv_heads)
+        count, lengths = self.job.count, self.job.position
+        if cache is self.grows:  # the newest
+            count = buckets.host_count[:, 0, :, 0].astype(np.int64) - 1
+            lengths = cache._lengths[:, 0].astype(np.int64) - 1
+        page, slot = np.divmod(count.reshape(len(lengths), -1), cache.page_tokens)
+        handles = buckets.host_table[self.job.requests[:, None], 0, heads, 0, page].reshape(-1).astype(np.int64)
+        pages = cache.pool.read(handles, 0, kind.stride)
+        slots = cache.pool.to_device(slot.reshape(-1))
+        got = kind.read(pages, torch.arange(len(slots), device=slots.device), slots)
+        assert torch.equal(got.k, self.k.flatten(0, 1)), "a row of k is wrong"
+        assert torch.equal(got.v, self.v.flatten(0, 1)), "a row of v is wrong"
+        position = cache.pool.to_device(lengths).repeat_interleave(cache.kv_heads)
+        assert torch.equal(got.position, position), "a position is wrong"
+        assert torch.equal(got.importance, torch.zeros_like(got.importance)), "an importance is wrong"
+
+
+def build_append(requests: int, heads: int, dim: int, sets: int, device: torch.device) -> Bench:
+    inputs = [Appends(requests, heads, dim, device, seed) for seed in range(sets)]
+    contenders: dict[str, Call] = {
+        "kvstrata": lambda i: append_op.append_rows(inputs[i].job),
+        "store_kv": lambda i: inputs[i].store(),
+        "append": lambda i: inputs[i].append(),
+    }
+    return Bench(
+        contenders=contenders,
+        poison=lambda name, i: inputs[i].poison(),
+        check=lambda name, i, out: inputs[i].assert_appended(name),
+        ours="kvstrata",
+        baseline="store_kv",
+        variants={"append"},
+        host=dict(contenders),
+        before=lambda i: inputs[i].rewind(),
+    )
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    cuda = device.type == "cuda"
+    heads, dim, requests = (8, 128, 256) if cuda else (2, 64, 16)
+    moved = requests * heads * (2 * dim * 2 * 2 + 6)
+    sets = sets_for(moved, device)
+    found = [
+        Case(
+            "settle", f"append-{requests}", {"what": "append", "requests": requests, "layers": 1}, moved,
+            partial(build_append, requests, heads, dim, sets), sets=sets,
+        )
+    ]  # fmt: skip
+    shapes = [(64, 16384, 32)] if cuda and not quick else [(8, 16384, 4)] if cuda else [(2, 512, 1)]
+    for many, tokens, layers in shapes:
+        for name, lossy in (("plain", 0.0), ("mixed", 0.5)):
+            state = partial(State, many, tokens, layers, heads, dim, lossy)
+            params = {"what": name, "requests": many, "layers": layers, "T": tokens}
+            moved = bytes_of(many * tokens * layers * heads, dim, lossy)
+            case = f"settle-{name}-{many}x{tokens}x{layers}"
+            found.append(Case("settle", case, params, moved, partial(build_settle, state, moved), seconds=8.0))
+    return found
+
+
+def bytes_of(tokens: int, dim: int, lossy: float) -> int:
+    """Expected bytes of the moves: a twentieth of the tokens goes down, and fillers take the holes they leave.
+
+    Of the plain tokens half leave, so half of the holes are before the new end; of the middle tier as many as come.
+    """
+    plain, middle, low = (Format.parse(name, dim).bytes_per_token + 6 for name in TIERS)
+    down = 0.05 * (1 - lossy)
+    leave = down / SHARES[0]
+    total = down * (plain + middle) + down * (1 - leave) * 2 * plain
+    if lossy:
+        also = 0.05 * lossy
+        total += also * (middle + low) + also * (1 - also / SHARES[1]) * 2 * middle
+    return int(tokens * total)

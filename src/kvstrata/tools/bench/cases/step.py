@@ -1,0 +1,273 @@
+"""The step benchmark: a whole decode step, captured, with its metadata brought into the graph in every way there is.
+
+The step is that of `examples/engine.py` (`kvstrata.hf.step`): GEMMs by torch, `TieredCache.write` and
+`decode_attention` in every layer, at the shapes of Llama-3.1-8B with random weights. Contexts are random K and V. Two
+cases for each batch:
+
+    step-B32-4096-16bit      wall-clock time of a step as an engine runs it: advance the cache, bring ids, positions
+                             and requests, replay, read the tokens. Contexts grow by one token a step, for all alike.
+    step-B32-4096-16bit-gpu  device time of the metadata and the replay, over the same state each time; `replay` is
+                             the graph alone, so what is beyond it is the metadata's share.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+import kvstrata
+from kvstrata.replay import GraphRunner
+from kvstrata.tools.bench import Bench, Case
+from kvstrata.tools.bench.clock import Call
+
+GROWTH = 1024  # tokens that a request may grow by while samples are taken
+INPUTS = ("ids", "positions", "requests")
+# How metadata gets into the graph: the options of a runner.
+WAYS: dict[str, dict[str, Any]] = {
+    "fused": dict(staging="copy", fused=True),
+    "unfused": dict(staging="copy", fused=False),
+    "in graph": dict(staging="graph", fused=True),
+    "host-staged": dict(staging="host"),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a Llama."""
+
+    layers: int = 32
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    mlp: int = 14336
+    vocab: int = 128256
+
+    @property
+    def weights(self) -> int:
+        """Numbers that a step reads; of the embedding it reads a row a token."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.mlp) + self.vocab * self.hidden
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch of requests with contexts of up to ``context`` tokens, and the cache's budget; None is 16 bit."""
+
+    batch: int
+    context: int
+    budget: float | None = None
+    model: Model = Model()
+    page_tokens: int = 64
+
+    @property
+    def name(self) -> str:
+        return f"step-B{self.batch}-{self.context}-{'16bit' if self.budget is None else self.budget}"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"B": self.batch, "T": self.context, "budget": self.budget or "16bit"}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each request: at different places of their pages, so that not all need a new one at once."""
+        return [self.context - 7 * i % self.page_tokens for i in range(self.batch)]
+
+    @property
+    def bytes(self) -> int:
+        """Weights, and K and V of the contexts as the budget has them."""
+        one = 2 * self.model.layers * self.model.kv_heads * self.model.head_dim
+        return 2 * self.model.weights + int(2 * one * sum(self.lengths) * (self.budget or 1.0))
+
+
+@lru_cache(maxsize=1)
+def model_of(sizes: Model, device: torch.device) -> Any:
+    """A Llama with random weights, made on the device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=sizes.hidden, intermediate_size=sizes.mlp, num_hidden_layers=sizes.layers, vocab_size=sizes.vocab,
+        num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads, head_dim=sizes.head_dim,
+    )  # fmt: skip
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        torch.manual_seed(0)
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(usual)
+
+
+class Decoder:
+    """Requests with filled contexts, and a captured step for each way to bring its metadata."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        from kvstrata.hf.step import decode_step
+
+        sizes, batch = shape.model, shape.batch
+        self.model, self.batch, self.device = model_of(sizes, device), batch, device
+        self.cache = kvstrata.TieredCache(
+            sizes.layers, sizes.kv_heads, sizes.head_dim, budget=shape.budget, dtype=self.model.dtype, device=device,
+            max_requests=batch, max_tokens=shape.context + GROWTH, page_tokens=shape.page_tokens,
+            rope=self.model.model.rotary_emb.inv_freq,
+        )  # fmt: skip
+        self.requests = [self.cache.add() for _ in range(batch)]
+        self._fill(shape)
+        self.plan = kvstrata.DecodePlan(self.cache, sizes.heads)
+        buffers = dict.fromkeys(INPUTS, ((batch,), torch.int32))
+        step = partial(decode_step, self.model, self.cache, self.plan)
+        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.runners = {
+            name: GraphRunner(
+                step, buffers, [batch], fill={"requests": -1}, device=device, pool=pool, progress=False, **options
+            ).capture()
+            for name, options in WAYS.items()
+        }
+        # Metadata as the host has it; on the device it is one copy, of which the inputs are rows.
+        self.host = torch.zeros(3, batch, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.host[0] = torch.randint(0, sizes.vocab, (batch,))
+        self.host[1] = torch.tensor(shape.lengths) - 1  # of the newest token
+        self.host[2] = torch.arange(batch)
+        self.on_device = torch.zeros_like(self.host, device=device)
+        self.host_rows = dict(zip(INPUTS, self.host.unbind(), strict=True))
+        self.device_rows = dict(zip(INPUTS, self.on_device.unbind(), strict=True))
+        self.advance()
+
+    def _fill(self, shape: Shape) -> None:
+        generator, tokens = torch.Generator(self.device).manual_seed(0), sum(shape.lengths)
+        rows = (2, tokens, shape.model.kv_heads, shape.model.head_dim)
+        k, v = torch.randn(rows, generator=generator, device=self.device, dtype=self.model.dtype)
+        for layer in range(shape.model.layers):
+            self.cache.append(layer, k, v, self.requests, shape.lengths)
+
+    def advance(self) -> None:
+        """Room for one more token of each request, and its position."""
+        self.cache.advance(self.requests)
+        self.host[1] += 1
+
+    def run(self, way: str) -> torch.Tensor:
+        """Bring the metadata that way, replay, and return the next tokens: views of the runner's memory."""
+        runner = self.runners[way]
+        if way == "host-staged":
+            return runner(**self.host_rows)
+        if way == "in graph":
+            for name, row in self.host_rows.items():
+                runner.staged[name].copy_(row, non_blocking=True)
+            return runner.replay(self.batch)
+        self.on_device.copy_(self.host, non_blocking=True)
+        return runner(**self.device_rows)
+
+    def step(self, way: str) -> list[int]:
+        """A step as an engine runs it; its tokens are the next step's."""
+        self.advance()
+        tokens: list[int] = self.run(way).tolist()
+        self.host[0] = torch.tensor(tokens)
+        return tokens
+
+    def spoil(self) -> None:
+        """Zeros and no requests wherever metadata was: what is not brought anew is seen in the tokens."""
+        on_device = [self.device_rows, *(held for r in self.runners.values() for held in (r.buffers, r.staged))]
+        for held in on_device:
+            for name, tensor in held.items():
+                tensor.fill_(-1 if name == "requests" else 0)
+
+
+_built: dict[tuple[Shape, torch.device], Decoder] = {}
+
+
+def decoder_of(shape: Shape, device: torch.device) -> Decoder:
+    """The decoder of a shape, kept until another is asked for: both cases of a shape share it."""
+    if (shape, device) not in _built:
+        _built.clear()
+        gc.collect()  # the cache of the last one may be most of the memory
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        _built[shape, device] = Decoder(shape, device)
+    return _built[shape, device]
+
+
+def build_wall(shape: Shape, device: torch.device) -> Bench:
+    decoder = decoder_of(shape, device)
+    ids: list[torch.Tensor] = []  # of the last step
+
+    def step(way: str, i: int) -> list[int]:
+        ids[:] = [decoder.host[0].clone()]
+        return decoder.step(way)
+
+    def check(name: str, i: int, out: list[int]) -> None:
+        """Over the same state, with metadata brought by plain copies, the same tokens come out."""
+        decoder.host[0] = ids[0]
+        again = decoder.run("unfused").tolist()
+        decoder.host[0] = torch.tensor(out)
+        assert out == again, f"{sum(map(int.__ne__, out, again))} of {len(out)} tokens are others"
+
+    calls: dict[str, Call] = {way: partial(step, way) for way in WAYS}
+    return Bench(
+        contenders=calls,
+        poison=lambda name, i: decoder.spoil(),
+        check=check,
+        ours="fused",
+        baseline="unfused",
+        variants=WAYS.keys() - {"fused", "unfused"},
+    )
+
+
+def build_gpu(shape: Shape, device: torch.device) -> Bench:
+    decoder = decoder_of(shape, device)
+    wanted = decoder.run("unfused").clone()
+
+    def run(way: str, i: int) -> torch.Tensor:
+        return decoder.run(way)
+
+    calls: dict[str, Call] = {way: partial(run, way) for way in WAYS}
+    calls["replay"] = lambda i: decoder.runners["fused"].replay(decoder.batch)
+
+    def poison(name: str, i: int) -> None:
+        decoder.spoil()
+        if name == "replay":
+            decoder.run("fused")
+
+    def check(name: str, i: int, out: torch.Tensor) -> None:
+        assert torch.equal(out, wanted), f"{int((out != wanted).sum())} of {len(out)} tokens are others"
+
+    return Bench(
+        contenders=calls,
+        poison=poison,
+        check=check,
+        ours="fused",
+        baseline="replay",
+        variants=WAYS.keys() - {"fused"},
+        host=dict(calls),
+        burst=1,
+    )
+
+
+Build = Callable[[Shape, torch.device], Bench]
+
+
+def cases_of(shape: Shape) -> list[Case]:
+    """Device time, then wall-clock time: contexts grow in the second."""
+    kinds: list[tuple[str, Build, bool]] = [("-gpu", build_gpu, False), ("", build_wall, True)]
+    return [
+        Case(
+            "step", shape.name + end, {**shape.params, "time": "wall" if wall else "gpu"}, shape.bytes,
+            partial(build, shape), wall=wall, seconds=2.0,
+        )
+        for end, build, wall in kinds
+    ]  # fmt: skip
+
+
+# K and V of 64 x 4,096, 128 x 2,048 and 256 x 1,024 tokens are 34 GB each.
+SHAPES = [Shape(1, 4096), Shape(8, 4096), Shape(32, 4096), Shape(64, 4096), Shape(128, 2048), Shape(256, 1024)]
+TOY = Shape(3, 40, model=Model(2, 64, 4, 2, 64, 96, 128), page_tokens=16)
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    shapes = [TOY] if device.type != "cuda" else SHAPES[2:3] if quick else SHAPES
+    return [case for shape in shapes for case in cases_of(shape)]

@@ -1,0 +1,288 @@
+"""The store benchmark: K and V rows at random slots of paged caches, against the note's baseline and other libraries.
+
+Cases named ``fresh`` write the rows just before the store, as the projection before it does in a model, so that they
+are in the L2; in all others every input comes from memory. ``overlap`` stores on a side stream while attention runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvstrata
+from kvstrata import jit
+from kvstrata.backends import missing
+from kvstrata.store import cuda as store_cuda
+from kvstrata.store import op, reference
+from kvstrata.store.job import check
+from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, sets_for
+from kvstrata.tools.bench.clock import Call
+
+PAGE = 16
+POISON = 0xFF
+VARIANTS = ("triton", "cuda_direct", "cuda_staged", "cuda_bulk")
+BASELINES = Path(__file__).parent.parent / "baselines"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Rows of one model: heads, dim, with or without V, source and cache dtype."""
+
+    name: str
+    heads: int
+    dim: int
+    has_v: bool = True
+    source: torch.dtype = torch.float16
+    cache: torch.dtype = torch.float16
+    layout: str = "NHD"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Read plus written, K plus V, and the slot."""
+        return (1 + self.has_v) * self.heads * self.dim * (self.source.itemsize + self.cache.itemsize) + 4
+
+
+KINDS = (
+    Kind("8x128-fp16", 8, 128),
+    Kind("8x128-fp16-HND", 8, 128, layout="HND"),
+    Kind("32x128-fp16", 32, 128),
+    Kind("1x576-bf16", 1, 576, has_v=False, source=torch.bfloat16, cache=torch.bfloat16),
+    Kind("8x128-bf16-to-fp8", 8, 128, source=torch.bfloat16, cache=torch.float8_e4m3fn),
+)
+
+
+class Inputs:
+    """One input set: rows, paged caches of at least twice as many slots, random slots, scales where fp8 is made."""
+
+    def __init__(self, kind: Kind, tokens: int, device: torch.device, seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        pages = max(2 * tokens, 16384) // PAGE
+        shape = (pages, PAGE, kind.heads, kind.dim) if kind.layout == "NHD" else (pages, kind.heads, PAGE, kind.dim)
+
+        def rows() -> torch.Tensor:
+            return torch.randn(tokens, kind.heads, kind.dim, generator=generator, device=device).to(kind.source)
+
+        self.kind, self.tokens = kind, tokens
+        self.slots = torch.randperm(pages * PAGE, generator=generator, device=device)[:tokens].int()
+        self.rows = [rows() for _ in range(1 + kind.has_v)]
+        self.caches = [torch.empty(shape, dtype=kind.cache, device=device) for _ in self.rows]
+        rounds = kind.source != kind.cache
+        self.scales = [torch.full((kind.heads,), 0.02 + i / 100, device=device) if rounds else None for i in range(2)]
+        long = self.slots.long()
+        self.page, self.row = long // PAGE, long % PAGE
+
+    @property
+    def tensors(self) -> op.Tensors:
+        """As ``store_kv`` and its plans take them."""
+        k, k_cache, k_scale = self.rows[0], self.caches[0], self.scales[0]
+        if not self.kind.has_v:
+            return k, None, k_cache, None, self.slots, k_scale, None
+        return k, self.rows[1], k_cache, self.caches[1], self.slots, k_scale, self.scales[1]
+
+    def store(self, backend: str) -> None:
+        k, v, k_cache, v_cache, slots, k_scale, v_scale = self.tensors
+        kvstrata.store_kv(
+            k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale, layout=self.kind.layout, backend=backend
+        )
+
+    def by_token(self, cache: torch.Tensor) -> torch.Tensor:
+        return cache.transpose(1, 2) if self.kind.layout == "HND" else cache
+
+    def poison(self) -> None:
+        for cache in self.caches:
+            cache.view(torch.uint8).fill_(POISON)
+
+    def assert_stored(self) -> None:
+        """Every byte of the caches: the rows where they belong, poison everywhere else."""
+        for side, x, cache, scale in zip("kv", self.rows, self.caches, self.scales, strict=False):
+            want = torch.full_like(cache.view(torch.uint8), POISON).view(cache.dtype)
+            if x.dtype != cache.dtype:
+                x = reference.to_fp8(x, scale, cache.dtype).view(cache.dtype)
+            bits = torch.uint8 if cache.dtype.itemsize == 1 else torch.int16
+            self.by_token(want).view(bits)[self.page, self.row] = x.view(bits)
+            assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8)), f"{side}_cache is wrong"
+
+
+def _index_put(inputs: Sequence[Inputs]) -> Call:
+    """What plain torch takes: one indexed write a side, and for fp8 the scaling and rounding before it."""
+
+    def run(i: int) -> None:
+        one = inputs[i]
+        for x, cache, scale in zip(one.rows, one.caches, one.scales, strict=False):
+            target = one.by_token(cache)
+            if x.dtype != cache.dtype:
+                x = reference.to_fp8(x, scale, cache.dtype)
+                target = target.view(torch.uint8)
+            target.index_put_((one.page, one.row), x)
+
+    return run
+
+
+@peer("store", "index_copy")
+def index_copy(inputs: Sequence[Inputs]) -> Call:
+    """``index_copy_`` on the caches seen as flat slots."""
+    kind = inputs[0].kind
+    if kind.layout != "NHD" or kind.source != kind.cache:
+        raise Absent("index_copy_ takes flat slots of one dtype")
+    flat = [[cache.flatten(0, 1) for cache in one.caches] for one in inputs]
+    slots = [one.slots.long() for one in inputs]
+
+    def run(i: int) -> None:
+        for x, cache in zip(inputs[i].rows, flat[i], strict=True):
+            cache.index_copy_(0, slots[i], x)
+
+    return run
+
+
+@peer("store", "flashinfer")
+def flashinfer(inputs: Sequence[Inputs]) -> Call:
+    """``append_paged_kv_cache``: every token is a request of one page, so that slots can be random."""
+    kind = inputs[0].kind
+    if not kind.has_v or kind.source != kind.cache:
+        raise Absent("append_paged_kv_cache takes K and V of the cache's dtype")
+    if inputs[0].slots.device.type != "cuda":
+        raise Absent("needs a CUDA device")
+    import flashinfer as library
+
+    def arguments(one: Inputs) -> tuple[Any, ...]:
+        requests = torch.arange(one.tokens + 1, dtype=torch.int32, device=one.slots.device)
+        last = (one.row + 1).int()
+        pages = one.page.int()
+        return (*one.rows, requests[:-1], one.row.int(), tuple(one.caches), pages, requests, last, kind.layout)
+
+    prepared = [arguments(one) for one in inputs]
+    return lambda i: library.append_paged_kv_cache(*prepared[i])
+
+
+def _note(inputs: Sequence[Inputs]) -> Call:
+    """The note's kernel, launched by ``cuda.core.launch`` with everything prepared that can be."""
+    import numpy
+    from cuda.core import LaunchConfig, Stream, launch
+
+    kind, tokens = inputs[0].kind, inputs[0].tokens
+    kernel = jit.load(BASELINES / "store_warp.cu", f"store_warp<{kind.heads * kind.dim * kind.source.itemsize}>").core
+    config, count = LaunchConfig(grid=-(-tokens // 8), block=256), numpy.int32(tokens)
+    streams: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        (k, v), (k_cache, v_cache), slots = inputs[i].rows, inputs[i].caches, inputs[i].slots
+        handle = jit.current_stream(slots.get_device())
+        stream = streams.get(handle) or streams.setdefault(handle, Stream.from_handle(handle))
+        launch(
+            stream, config, kernel, k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), k.data_ptr(),
+            v.data_ptr(), count,
+        )  # fmt: skip
+
+    return run
+
+
+def _bare(inputs: Sequence[Inputs]) -> Call:
+    """The kernel that ``auto`` picks, planned: pointers written, one driver call, nothing checked."""
+    one = inputs[0]
+    launch = store_cuda.plan(check(*one.tensors, one.kind.layout), one.slots, 0, "cuda", False)
+    addresses = [op._addresses(each.tensors) for each in inputs]
+    device = one.slots.get_device()
+
+    def run(i: int) -> None:
+        store_cuda.POINTERS.pack_into(launch.params, 0, *addresses[i])
+        launch(jit.current_stream(device))
+
+    return run
+
+
+def build(kind: Kind, tokens: int, sets: int, fresh: bool, device: torch.device) -> Bench:
+    inputs = [Inputs(kind, tokens, device, seed) for seed in range(sets)]
+    contenders: dict[str, Call] = {"kvstrata": lambda i: inputs[i].store("auto"), "index_put": _index_put(inputs)}
+    bench = Bench(
+        contenders=contenders,
+        poison=lambda name, i: inputs[i].poison(),
+        check=lambda name, i, out: inputs[i].assert_stored(),
+        ours="kvstrata",
+        baseline="index_put",
+    )
+    for backend in VARIANTS:
+        if reason := missing(backend, device):
+            bench.absent[backend] = reason
+        elif backend == "cuda_bulk" and kind.source != kind.cache:
+            bench.absent[backend] = "bulk copies do not convert"
+        else:
+            contenders[backend] = lambda i, backend=backend: inputs[i].store(backend)  # type: ignore[misc]
+            bench.variants.add(backend)
+    if "cuda_direct" in contenders and kind.has_v and kind.source == kind.cache and kind.layout == "NHD":
+        contenders["note"] = _note(inputs)
+        bench.baseline = "note"
+    if "cuda_direct" in contenders and tokens == 256 and not fresh:
+        contenders["bare launch"] = _bare(inputs)  # checked as the others are
+        bench.variants.add("bare launch")
+        bench.host = {name: contenders[name] for name in ("kvstrata", "bare launch", "note") if name in contenders}
+    attach(bench, "store", inputs)
+    if fresh:
+        bench.before = lambda i: [x.mul_(1) for x in inputs[i].rows] and inputs[i].slots.add_(0)
+    return bench
+
+
+def build_overlap(kind: Kind, tokens: int, sets: int, device: torch.device) -> Bench:
+    """Attention of one layer (32 requests, 4,096 keys, GQA 4) and the store of the next, in turn or side by side."""
+    inputs = [Inputs(kind, tokens, device, seed) for seed in range(sets)]
+    q = torch.randn(32, 32, 1, kind.dim, device=device, dtype=kind.source)
+    k, v = (torch.randn(32, 8, 4096, kind.dim, device=device, dtype=kind.source) for _ in range(2))
+    side = torch.cuda.Stream(device)
+
+    def attend() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def in_turn(i: int) -> torch.Tensor:
+        inputs[i].store("auto")
+        return attend()
+
+    def side_by_side(i: int) -> torch.Tensor:
+        here = torch.cuda.current_stream(device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            inputs[i].store("auto")
+        out = attend()
+        here.wait_stream(side)
+        return out
+
+    want = attend()
+
+    def verify(name: str, i: int, out: torch.Tensor) -> None:
+        inputs[i].assert_stored()
+        assert torch.allclose(out, want, rtol=1e-2, atol=1e-3), "attention changed"
+
+    return Bench(
+        contenders={"side by side": side_by_side, "in turn": in_turn},
+        poison=lambda name, i: inputs[i].poison(),
+        check=verify,
+        ours="side by side",
+        baseline="in turn",
+    )
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    cuda = device.type == "cuda"
+    found = []
+    for kind in KINDS:
+        main = kind is KINDS[0]
+        counts: tuple[int, ...] = (1, 16, 256, 2048, 8192, 65536) if main else (256, 8192, 65536)
+        if quick or not cuda:
+            counts = (16, 2048) if main else (256,)
+        for tokens in counts:
+            moved = tokens * kind.bytes_per_token
+            sets = sets_for(moved, device)
+            for fresh in (False, True) if cuda and main and tokens <= 256 else (False,):
+                name = f"{kind.name}-{'fresh-' if fresh else ''}{tokens}"
+                params = {"rows": kind.name + ("-fresh" if fresh else ""), "T": tokens}
+                found.append(Case("store", name, params, moved, partial(build, kind, tokens, sets, fresh), sets=sets))
+    if cuda:
+        kind, tokens = KINDS[0], 8192
+        moved = tokens * kind.bytes_per_token + 32 * 4096 * 8 * kind.dim * 2 * 2
+        params = {"rows": "overlap", "T": tokens}
+        name = f"overlap-{tokens}"
+        found.append(Case("store", name, params, moved, partial(build_overlap, kind, tokens, 2), sets=2, graph=True))
+    return found

@@ -1,0 +1,125 @@
+"""What a figure was measured on: device, driver, clocks, versions and revision. Says nothing that names the host."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvstrata import __version__
+from kvstrata.jit.tuned import slug as slug
+
+PACKAGE = Path(__file__).resolve().parents[2]
+CLOCKS = {
+    "sm_mhz": "clocks.sm",
+    "sm_max_mhz": "clocks.max.sm",
+    "memory_mhz": "clocks.mem",
+    "memory_max_mhz": "clocks.max.mem",
+    "power_limit_w": "power.limit",
+}
+
+
+def describe(device: torch.device | str, revision: str | None = None) -> dict[str, Any]:
+    """The environment as plain data; `revision` is recorded where the package is no git checkout."""
+    device = torch.device(device)
+    return {
+        **(_gpu(device) if device.type == "cuda" else _cpu()),
+        "versions": versions(),
+        **_revision(revision),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what takes part in a measurement; None where a package is not installed."""
+    found: dict[str, str | None] = {
+        "kvstrata": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+    }
+    for name in ("triton", "cuda-core", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the last-level cache: the L2 of a GPU, the largest cache of a CPU (32 MB where it is not told)."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(s[:-1]) << {"K": 10, "M": 20}[s[-1]] for s in sizes if s[-1:] in ("K", "M")), default=32 << 20)
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "slug": slug(properties.name),
+        "capability": f"{properties.major}.{properties.minor}",
+        "sms": properties.multi_processor_count,
+        "cache_bytes": cache_bytes(device),
+        "memory_bytes": properties.total_memory,
+        **_nvidia_smi(str(getattr(properties, "uuid", ""))),
+    }
+
+
+def _nvidia_smi(uuid: str) -> dict[str, Any]:
+    """Driver and clocks of the GPU with that uuid; empty where nvidia-smi cannot tell."""
+    fields = ["uuid", "driver_version", *CLOCKS.values()]
+    rows = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits").splitlines()
+    table = [[cell.strip() for cell in row.split(",")] for row in rows]
+    mine = [row for row in table if len(row) == len(fields) and (len(table) == 1 or (uuid and row[0].endswith(uuid)))]
+    if not mine:
+        return {"driver": None, "clocks": {}}
+    return {"driver": mine[0][1], "clocks": dict(zip(CLOCKS, map(_number, mine[0][2:]), strict=True))}
+
+
+def _cpu() -> dict[str, Any]:
+    arch = platform.machine()
+    return {
+        "name": _cpu_model() or arch,
+        "slug": f"cpu-{slug(arch)}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cache_bytes": cache_bytes(torch.device("cpu")),
+    }
+
+
+def _cpu_model() -> str:
+    match = re.search(r"^Model name:\s*(.+)$", _output("lscpu"), re.MULTILINE)
+    return match.group(1).strip() if match else platform.processor()
+
+
+def _revision(given: str | None) -> dict[str, Any]:
+    """Revision and dirty flag of the checkout, if git tracks this very package (not one it merely lies inside)."""
+    git = ("git", "-C", str(PACKAGE))
+    if not _output(*git, "ls-files", "__init__.py"):
+        return {"revision": given, "dirty": None}
+    status = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return {"revision": _output(*git, "rev-parse", "HEAD").strip() or given, "dirty": bool(status)}
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

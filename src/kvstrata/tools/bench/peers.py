@@ -1,0 +1,38 @@
+"""Other libraries as optional contenders: registered per op, built when a case is, listed with a reason if absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .case import Absent, Bench
+from .clock import Call
+
+Factory = Callable[..., Call]
+F = TypeVar("F", bound=Factory)
+PEERS: dict[str, dict[str, Factory]] = {}
+
+
+def peer(op: str, name: str) -> Callable[[F], F]:
+    """Register a factory: it imports its library, takes what `attach` is given and returns the contender.
+
+    >>> @peer("store", "flashinfer")
+    ... def flashinfer(inputs):
+    ...     import flashinfer
+    ...     return lambda i: flashinfer.append_paged_kv_cache(*inputs[i])
+    """
+
+    def register(factory: F) -> F:
+        PEERS.setdefault(op, {})[name] = factory
+        return factory
+
+    return register
+
+
+def attach(bench: Bench, op: str, *inputs: Any) -> None:
+    """Add every peer of `op` to the bench, or its reason to `absent` (ImportError or Absent; others are errors)."""
+    for name, factory in PEERS.get(op, {}).items():
+        try:
+            bench.contenders[name] = factory(*inputs)
+        except (ImportError, Absent) as reason:
+            bench.absent[name] = str(reason)

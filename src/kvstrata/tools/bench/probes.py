@@ -1,0 +1,59 @@
+"""The two yardsticks beside every figure: what a plain copy reaches, and what an empty kernel costs."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .clock import Call
+from .stats import summary
+from .timer import Timer
+
+EMPTY = Path(__file__).parent / "baselines" / "empty.cu"
+
+
+def copy_call(moved: int, sets: int, device: torch.device) -> Call:
+    """A contiguous copy that reads and writes `moved` bytes together, on rotating buffers."""
+    half = max(moved // 2, 1)
+    stride = -(-half // 512) * 512  # every buffer aligned as an allocation of its own would be
+    source = torch.randint(0, 256, (sets, stride), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    pairs = [(target[i, :half], source[i, :half]) for i in range(sets)]
+    return lambda i: pairs[i][0].copy_(pairs[i][1])
+
+
+@functools.cache
+def empty_call(device: torch.device) -> tuple[Call, str]:
+    """A call that does nothing on the device, and what it is."""
+    if device.type != "cuda":
+        return (lambda i: None), "an empty Python function"
+    try:
+        from kvstrata import jit
+
+        kernel = jit.load(EMPTY, "empty")
+        kernel.launch(grid=1, block=32)
+    except Exception as error:  # the run is worth more than this yardstick; the report says which one was used
+        return (lambda i: torch.cuda._sleep(0)), f"torch.cuda._sleep(0), since {_reason(error)}"
+    return (lambda i: kernel.launch(grid=1, block=32)), EMPTY.name
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def copy_bandwidth(timer: Timer, nbytes: int | None = None, rounds: int = 20) -> dict[str, Any]:
+    """TB/s of a large device copy, bytes read plus bytes written, with its 95 % interval."""
+    nbytes = nbytes or (2 << 30 if timer.device.type == "cuda" else 1 << 27)
+    us = summary(timer.sample({"copy": copy_call(2 * nbytes, 1, timer.device)}, rounds)["copy"])
+    tb_s = [2e-6 * nbytes / t for t in (us.median, us.hi, us.lo)]
+    return {"nbytes": nbytes, **dict(zip(("tb_s", "lo", "hi"), tb_s, strict=True))}
+
+
+def floor(timer: Timer, rounds: int = 100) -> dict[str, Any]:
+    """Microseconds between two events around an empty kernel, with their 95 % interval, and which kernel it was."""
+    call, kernel = empty_call(timer.device)
+    us = summary(timer.sample({"empty": call}, rounds)["empty"])
+    return {"us": us.median, "lo": us.lo, "hi": us.hi, "kernel": kernel}

@@ -1,0 +1,235 @@
+"""Tables for people, from a report: in the terminal, and as Markdown between markers in a document.
+
+A document says what it wants where it wants it, and `kvstrata report` fills it in:
+
+    <!-- kvstrata:store rows=8x128-fp16-* pivot=us -->
+    <!-- /kvstrata:store -->
+
+`rows` and `contenders` are comma-separated globs, `columns` names of COLUMNS, and so is `pivot`: then a row is a case
+and each contender has a column or, with `by`, each value of that parameter of the cases. `targets` are aims as
+targets.py reads them. `on` names the machine where results of several exist.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Collection
+from fnmatch import fnmatch
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from . import targets
+from .results import Against, CaseResult, Report, Row
+
+Cell = Callable[[CaseResult, Row], str]
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def _against(a: Against | None, named: bool = False) -> str:
+    if a is None:
+        return ""
+    return f"{a.ratio:.2f}x [{a.lo:.2f}, {a.hi:.2f}]" + (f" {a.name}" if named else "")
+
+
+def _us(case: CaseResult, row: Row) -> str:
+    if row.us is None:
+        return f"WRONG: {row.error}"
+    return f"{row.us.median:.2f}" + (" (host-bound)" if row.host_bound else "")
+
+
+def _significance(case: CaseResult, row: Row) -> str:
+    a = row.vs_baseline
+    return "" if a is None else f"{'' if a.g is None else f'{a.g:.1f}'} / {a.p:.1g}"
+
+
+def _rate(case: CaseResult, row: Row, each: int = 1) -> str:
+    return f"{1e6 * each / row.us.median:,.0f}" if row.us else ""
+
+
+def _share(case: CaseResult, row: Row) -> str:
+    """Percent of the row's time beyond the baseline's, with its interval."""
+    a = row.vs_baseline
+    return "" if a is None else f"{100 * (1 - a.ratio):.2f} % [{100 * (1 - a.hi):.2f}, {100 * (1 - a.lo):.2f}]"
+
+
+COLUMNS: dict[str, tuple[str, Cell]] = {
+    "case": ("case", lambda case, row: case.name),
+    "contender": ("contender", lambda case, row: row.name),
+    "us": ("us", _us),
+    "interval": ("95 %", lambda case, row: f"{row.us.lo:.2f}-{row.us.hi:.2f}" if row.us else ""),
+    "p95": ("p95", lambda case, row: _number(row.us.p95) if row.us else ""),
+    "tb_s": ("TB/s", lambda case, row: "" if row.tb_s is None else f"{row.tb_s:.3g}"),
+    "tflop_s": ("TFLOP/s", lambda case, row: _number(row.tflop_s, 1)),
+    "of_peak": ("of copy peak", lambda case, row: _percent(row.of_peak)),
+    "less_floor": ("less floor", lambda case, row: _percent(row.less_floor)),
+    "of_copy": ("of same-size copy", lambda case, row: _percent(row.vs_copy.ratio if row.vs_copy else None)),
+    "over_floor": ("x floor", lambda case, row: _number(row.over_floor)),
+    "speedup": ("vs baseline", lambda case, row: _against(row.vs_baseline)),
+    "vs_peer": ("vs best peer", lambda case, row: _against(row.vs_peer, named=True)),
+    "share": ("beyond baseline", _share),
+    "rate": ("a second", _rate),
+    "tokens_s": ("tokens/s", lambda case, row: _rate(case, row, case.params["B"]) if "B" in case.params else ""),
+    "significance": ("g / p", _significance),
+    "host": ("host us", lambda case, row: _number(case.host[row.name].median) if row.name in case.host else ""),
+}
+DEFAULT = "case,contender,us,interval,tb_s,of_peak,less_floor,of_copy,over_floor,speedup,vs_peer,host"
+OPTIONS = {"rows", "contenders", "columns", "pivot", "by", "targets", "on"}
+
+
+def terminal(report: Report) -> Group:
+    """The report as a rich table, with what is absent or wrong said below it."""
+    header, lines = _grid(report)
+    table = Table(title=escape(caption(report)), title_justify="left")
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=i < 2)
+    last = None
+    for line in lines:
+        if last not in (None, line[0]):
+            table.add_section()
+        table.add_row(*(escape(cell) for cell in (line if line[0] != last else ["", *line[1:]])))
+        last = line[0]
+    return Group(table, *(escape(note) for note in notes(report)))
+
+
+def markdown(report: Report, options: dict[str, str] | None = None) -> str:
+    """The report as a Markdown table with its caption."""
+    options = options or {}
+    if "targets" in options:
+        header, lines = targets.grid(report, options["targets"])
+    else:
+        header, lines = _pivot(report, options) if "pivot" in options else _grid(report, options)
+    named = 1 if "pivot" in options else min(2, len(header))
+    rule = ["---"] * named + ["---:"] * (len(header) - named)
+    rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [header, rule, *lines]]
+    chosen = options.keys() & {"pivot", "columns", "targets"}
+    below = [caption(report)] if chosen else [caption(report), *notes(report)]
+    return "\n".join([*rows, "", f"<sub>{'. '.join(below)}.</sub>"])
+
+
+def caption(report: Report) -> str:
+    """Where, when and how the figures were taken."""
+    machine, v = report.machine, report.machine["versions"]
+    revision = (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
+    taken = sorted({row.us.n for case in report.cases for row in case.rows if row.us}) or [0]
+    samples = f"{taken[0]} to {taken[-1]}" if len(taken) > 1 else str(taken[0])
+    return (
+        f"{report.op} on {machine['name']}, torch {v['torch']}, revision {revision}, {machine['date'][:10]}: "
+        f"median of {samples} cold interleaved samples{' (quick)' if report.method['quick'] else ''}, "
+        f"copy peak {report.peak['tb_s']:.3g} TB/s, floor {report.floor['us']:.2f} us"
+    )
+
+
+def notes(report: Report) -> list[str]:
+    """What the table cannot hold: an unusual floor, absent peers and why, other host costs, cases that did not run."""
+    usual = report.machine["slug"].startswith("cpu") or report.floor["kernel"] == "empty.cu"
+    absent = {f"{name} absent: {why}": None for case in report.cases for name, why in case.absent.items()}
+    floor = [] if usual else [f"floor of {report.floor['kernel']}"]
+    host = [
+        f"host cost in {case.name}: " + ", ".join(f"{name} {us.median:.2f} us" for name, us in case.host.items())
+        for case in report.cases
+        if case.host
+    ]
+    return [*floor, *absent, *host, *(f"{case.name} did not run: {case.error}" for case in report.cases if case.error)]
+
+
+def verdict(report: Report) -> str:
+    """The four lines under a table: correctness, then baseline against ours on the case that moves most bytes."""
+    if report.failures:
+        return "\n".join(["Correctness: FAILED", *report.failures])
+    passed = "Correctness: PASSED"
+    pairs = [(case, case.row("ours"), case.row("baseline")) for case in report.cases]
+    full = [(case, ours, base) for case, ours, base in pairs if ours and base and ours.vs_baseline]
+    if not full:
+        return f"{passed}\nBaseline performance: none, no baseline was correct"
+    case, ours, base = max(full, key=lambda pair: pair[0].bytes)
+    return "\n".join(
+        [
+            passed,
+            f"Baseline performance: {_us(case, base)} us ({base.name}, {case.name})",
+            f"Optimized performance: {_us(case, ours)} us ({ours.name}, {case.name})",
+            f"Speedup: {_against(ours.vs_baseline).replace('x', ' x', 1)}",
+        ]
+    )
+
+
+def inject(
+    text: str, marker: str, table: str | Callable[[dict[str, str]], str], options: Collection[str] = OPTIONS
+) -> str:
+    """Replace what stands between `<!-- marker options -->` and `<!-- /marker -->`, wherever it does.
+
+    `table` is the new text, or a function that makes it from the options of each marker; `options` may stand there.
+    """
+    name = re.escape(marker)
+    begins, ends = (len(re.findall(rf"<!--\s*{slash}{name}(?=\s)", text)) for slash in ("", "/"))
+    if begins != ends or not begins:
+        raise ValueError(f"{marker}: {begins} opening and {ends} closing markers")
+
+    def fill(match: re.Match[str]) -> str:
+        body = table if isinstance(table, str) else table(_options(match.group(2), options))
+        return f"{match.group(1)}\n{body}\n{match.group(3)}"
+
+    pattern = rf"(<!--\s*{name}(?=\s)(.*?)-->).*?(<!--\s*/{name}\s*-->)"
+    return re.sub(pattern, fill, text, flags=re.DOTALL)
+
+
+def _options(text: str, known: Collection[str] = OPTIONS) -> dict[str, str]:
+    pairs = [word.partition("=") for word in shlex.split(text)]
+    if unknown := [key for key, sep, value in pairs if key not in known or not value]:
+        raise ValueError(f"marker option {unknown[0]!r}: expected one of {', '.join(sorted(known))}, as key=value")
+    return {key: value for key, _, value in pairs}
+
+
+def _pairs(report: Report, options: dict[str, str]) -> list[tuple[CaseResult, Row]]:
+    def wanted(name: str, option: str) -> bool:
+        return any(fnmatch(name, glob) for glob in options.get(option, "*").split(","))
+
+    cases = [case for case in report.cases if wanted(case.name, "rows")]
+    return [(case, row) for case in cases for row in case.rows if wanted(row.name, "contenders")]
+
+
+def _grid(report: Report, options: dict[str, str] | None = None) -> tuple[list[str], list[list[str]]]:
+    """Header and lines, one line per contender; columns that are empty throughout are left out unless asked for."""
+    options = options or {}
+    columns = _columns(options.get("columns", DEFAULT))
+    lines = [[cell(case, row) for _, cell in columns] for case, row in _pairs(report, options)]
+    keep = [i for i in range(len(columns)) if "columns" in options or i < 2 or any(line[i] for line in lines)]
+    return [columns[i][0] for i in keep], [[line[i] for i in keep] for line in lines]
+
+
+def _pivot(report: Report, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines, one line per case and one column per contender or, with `by`, per value of that parameter."""
+    columns, by = _columns(options["pivot"]), options.get("by")
+    lines: dict[str, dict[str, str]] = {}
+    title = "case"
+    for case, row in _pairs(report, options):
+        line, column = case.name, row.name
+        if by:
+            if by not in case.params:
+                raise ValueError(f"by {by!r}: {case.name} has {', '.join(case.params) or 'no parameters'}")
+            others = {key: str(value) for key, value in case.params.items() if key != by}
+            title, line, column = " ".join(others), " ".join(others.values()), f"{by} {case.params[by]}"
+        cells = lines.setdefault(line, {})
+        if column in cells:
+            raise ValueError(f"by {by!r}: {case.name}, {row.name} is not alone there; choose with rows and contenders")
+        cells[column] = ", ".join(filter(None, (cell(case, row) for _, cell in columns)))
+    names = list(dict.fromkeys(name for cells in lines.values() for name in cells))
+    if by:
+        names = [f"{by} {value}" for value in sorted({c.params[by] for c, _ in _pairs(report, options)})]
+    head = f"{title} ({', '.join(name for name, _ in columns)})"
+    return [head, *names], [[line, *(cells.get(n, "") for n in names)] for line, cells in lines.items()]
+
+
+def _columns(names: str) -> list[tuple[str, Cell]]:
+    if unknown := [name for name in names.split(",") if name not in COLUMNS]:
+        raise ValueError(f"column {unknown[0]!r}: expected one of {', '.join(COLUMNS)}")
+    return [COLUMNS[name] for name in names.split(",")]

@@ -1,0 +1,194 @@
+"""What a run leaves behind: rows with summaries and raw samples, as readable JSON under results/<machine>/<op>.json.
+
+Raw samples are kept (to 0.01 us) so that a later revision can be compared by statistics and not by two medians.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .stats import Summary, rank_test
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Against:
+    """How a row compares with another: ratio > 1 means the row is faster. `g` is None where there is no variance."""
+
+    name: str
+    ratio: float
+    lo: float
+    hi: float
+    g: float | None
+    p: float
+
+
+@dataclass
+class Row:
+    """One contender in one case; a contender that is not correct has no times. `kind` is ours, variant, baseline,
+    peer or probe; shares are of the large copy, `less_floor` after the empty kernel's time is taken off."""
+
+    name: str
+    kind: str
+    correct: bool = True
+    error: str | None = None
+    host_bound: bool = False
+    us: Summary | None = None
+    tb_s: float | None = None
+    tflop_s: float | None = None
+    of_peak: float | None = None
+    less_floor: float | None = None
+    over_floor: float | None = None
+    vs_copy: Against | None = None
+    vs_baseline: Against | None = None
+    vs_peer: Against | None = None
+    samples: list[float] = field(default_factory=list)
+
+
+@dataclass
+class CaseResult:
+    name: str
+    params: dict[str, Any]
+    bytes: int
+    flops: int
+    sets: int
+    graph: bool
+    error: str | None = None  # the case could not be built or timed at all
+    absent: dict[str, str] = field(default_factory=dict)
+    host: dict[str, Summary] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def row(self, kind: str) -> Row | None:
+        """The correct row of that kind, if there is one."""
+        return next((row for row in self.rows if row.kind == kind and row.us), None)
+
+
+@dataclass
+class Report:
+    op: str
+    machine: dict[str, Any]
+    method: dict[str, Any]
+    peak: dict[str, Any]
+    floor: dict[str, Any]
+    cases: list[CaseResult] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[str]:
+        """What is wrong with our own side; empty if all of it is correct."""
+        found = [f"{case.name}: {case.error}" for case in self.cases if case.error]
+        for case in self.cases:
+            found += [
+                f"{case.name}: {row.name}: {row.error}"
+                for row in case.rows
+                if row.kind in ("ours", "variant") and not row.correct
+            ]
+        return found
+
+
+@dataclass(frozen=True)
+class Regression:
+    case: str
+    name: str
+    old_us: float
+    new_us: float
+    p: float
+
+    def __str__(self) -> str:
+        change = 100 * (self.new_us / self.old_us - 1)
+        return f"{self.case}: {self.name} {self.old_us:.2f} -> {self.new_us:.2f} us (+{change:.1f} %, p = {self.p:.2g})"
+
+
+def dumps(report: Report) -> str:
+    """The report as JSON: keys in the order of the fields, one line per list of numbers."""
+    text = json.dumps(_plain({"schema": SCHEMA, **asdict(report)}), indent=1, allow_nan=False)
+    return re.sub(r"\[\n\s*([-+.\deE,\s]+?)\n\s*\]", lambda m: "[" + " ".join(m.group(1).split()) + "]", text) + "\n"
+
+
+def save(report: Report, root: Path | str) -> Path:
+    """Write `<root>/<machine>/<op>.json` in one step: a reader sees the old file or the new one."""
+    path = Path(root) / report.machine["slug"] / f"{report.op}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{report.op}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(dumps(report))
+        os.chmod(draft, 0o644)  # mkstemp's 0600 is for secrets
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise
+    return path
+
+
+def load(path: Path | str) -> Report:
+    """Read what `save` wrote; ValueError for anything else."""
+    return loads(Path(path).read_text(encoding="utf-8"), str(path))
+
+
+def loads(text: str, name: str) -> Report:
+    """What `dumps` made; ValueError, which calls it `name`, for anything else."""
+    try:
+        data = json.loads(text)
+        schema = data.pop("schema", None) if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(f"schema {schema!r}, this version reads {SCHEMA}")
+        return Report(**{**data, "cases": [_case(case) for case in data["cases"]]})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{name}: not a kvstrata result: {error}") from error
+
+
+def compare(old: Report, new: Report) -> list[Regression]:
+    """Our rows that became slower beyond noise: intervals apart, rank test p < 0.05, and more than 2 %."""
+    if (old.op, old.machine["slug"]) != (new.op, new.machine["slug"]):
+        raise ValueError(
+            f"cannot compare {old.op} on {old.machine['slug']} with {new.op} on {new.machine['slug']}: "
+            "times of another op or machine say nothing"
+        )
+    before = _own_rows(old)
+    after = _own_rows(new)
+    if not before.keys() & after.keys():
+        raise ValueError("the two results have no case and contender in common")
+    slower = []
+    for key in before.keys() & after.keys():
+        (a, x), (b, y) = before[key], after[key]
+        if b.lo > a.hi and b.median > 1.02 * a.median and (p := rank_test(x, y)) < 0.05:
+            slower.append(Regression(*key, a.median, b.median, p))
+    return sorted(slower, key=lambda r: (r.case, r.name))
+
+
+def _own_rows(report: Report) -> dict[tuple[str, str], tuple[Summary, list[float]]]:
+    return {
+        (case.name, row.name): (row.us, row.samples)
+        for case in report.cases
+        for row in case.rows
+        if row.kind in ("ours", "variant") and row.us
+    }
+
+
+def _case(data: dict[str, Any]) -> CaseResult:
+    host = {name: Summary(**us) for name, us in data["host"].items()}
+    return CaseResult(**{**data, "host": host, "rows": [_row(row) for row in data["rows"]]})
+
+
+def _row(data: dict[str, Any]) -> Row:
+    nested = {"us": Summary, "vs_copy": Against, "vs_baseline": Against, "vs_peer": Against}
+    made = {name: kind(**data[name]) if data[name] else None for name, kind in nested.items()}
+    return Row(**{**data, **made})
+
+
+def _plain(value: Any, key: str = "") -> Any:
+    """JSON values with floats cut to what they mean: samples to 0.01 us, all else to six digits."""
+    if isinstance(value, dict):
+        return {k: _plain(v, k) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, key) for v in value]
+    if isinstance(value, float):
+        return round(value, 2) if key == "samples" else float(f"{value:.6g}")
+    return value

@@ -1,0 +1,189 @@
+"""Runs cases: build, check every contender on every input set, time them interleaved, check again, compare.
+
+A contender whose output is wrong, before or after the timing, leaves a row without any speed.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatch
+
+import torch
+
+from .case import Bench, Case
+from .clock import Call
+from .machine import describe
+from .probes import copy_bandwidth, copy_call, empty_call, floor
+from .results import Against, CaseResult, Report, Row
+from .stats import hedges_g, rank_test, ratio, summary
+from .timer import Timer
+
+ROUNDS = {"cuda": (200, 40), "cpu": (30, 7)}  # full, quick
+PROBES = ("copy", "empty")
+
+
+def run(
+    cases: Iterable[Case],
+    device: torch.device | str,
+    quick: bool = False,
+    only: str = "*",
+    *,
+    timer: Timer | None = None,
+    revision: str | None = None,
+    after_case: Callable[[Report], object] = lambda report: None,
+) -> Report:
+    """Measure the cases whose name matches `only`; `after_case` sees the report as it grows."""
+    chosen = select(cases, only)
+    timer = timer or Timer(device)
+    rounds = ROUNDS[timer.device.type][quick]
+    peak, ground = copy_bandwidth(timer), floor(timer)
+    _free(timer.device)
+    report = Report(
+        op=chosen[0].op,
+        machine=describe(timer.device, revision),  # here, since the clocks are those of a busy device
+        method={"rounds": rounds, "quick": quick, "flush_bytes": timer.flush_bytes, "only": only},
+        peak=peak,
+        floor=ground,
+    )
+    for case in _progress(chosen):
+        report.cases.append(measure(case, timer, rounds, peak["tb_s"]))
+        after_case(report)
+        _free(timer.device)
+    return report
+
+
+def select(cases: Iterable[Case], only: str) -> list[Case]:
+    """The cases that match a glob; ValueError lists the names if none does."""
+    cases = list(cases)
+    chosen = [case for case in cases if fnmatch(case.name, only)]
+    if not chosen:
+        raise ValueError(f"no case matches {only!r}; there are: {', '.join(case.name for case in cases) or 'none'}")
+    return chosen
+
+
+def measure(case: Case, timer: Timer, rounds: int, peak: float) -> CaseResult:
+    """One case; an error that is not a contender's own ends up in `error`, and the run goes on."""
+    result = CaseResult(case.name, case.params, case.bytes, case.flops, case.sets, case.graph)
+    try:
+        _measure(case, timer, rounds, peak, result)
+    except Exception as error:
+        result.error, result.rows = _short(error), []
+    return result
+
+
+def _measure(case: Case, timer: Timer, rounds: int, peak: float, result: CaseResult) -> None:
+    bench = case.build(timer.device)
+    if case.wall:
+        timer = timer.by_wall()
+    if clash := set(PROBES) & bench.contenders.keys():
+        raise ValueError(f"{', '.join(clash)}: these names belong to the probes")
+    if missing := {bench.ours, bench.baseline, *bench.variants} - bench.contenders.keys():
+        raise ValueError(f"not among the contenders: {', '.join(sorted(missing))}")
+    result.absent = bench.absent
+    calls = dict(bench.contenders)
+    errors: dict[str, str] = {}
+    if case.graph and timer.device.type == "cuda":
+        calls, errors = _captured(calls, timer, case.sets)
+    errors |= verify(bench, calls, case.sets)
+    timed = {name: call for name, call in calls.items() if name not in errors}
+    timed["copy"] = copy_call(case.bytes, case.sets, timer.device)
+    timed["empty"] = empty_call(timer.device)[0]
+    samples = timer.sample(timed, rounds, case.sets, seconds=case.seconds, before=bench.before)
+    errors |= verify(bench, {name: call for name, call in calls.items() if name not in errors}, case.sets)
+    for name in [*bench.contenders, *PROBES]:
+        row = Row(name, _kind(name, bench), name not in errors, errors.get(name), name in timer.host_bound)
+        if row.correct:
+            row.us, row.samples = summary(samples[name]), samples[name].tolist()
+        result.rows.append(row)
+    _judge(result, case, peak)
+    if timer.device.type == "cuda":  # on a CPU the host cost is the time itself
+        right = {name: call for name, call in bench.host.items() if name not in errors}
+        result.host = {name: summary(us) for name, us in timer.host(right, case.sets, burst=bench.burst).items()}
+
+
+def _captured(calls: dict[str, Call], timer: Timer, sets: int) -> tuple[dict[str, Call], dict[str, str]]:
+    captured, errors = {}, {}
+    for name, call in calls.items():
+        try:
+            captured[name] = timer.capture(call, sets)
+        except Exception as error:
+            errors[name] = f"cannot be captured: {_short(error)}"
+    return captured, errors
+
+
+def verify(bench: Bench, calls: dict[str, Call], sets: int) -> dict[str, str]:
+    """Poison, run and check every contender on every input set; the messages of those that fail."""
+    errors = {}
+    for name, call in calls.items():
+        try:
+            for i in range(sets):
+                bench.poison(name, i)
+                bench.check(name, i, call(i))
+        except Exception as error:
+            errors[name] = _short(error)
+    return errors
+
+
+def _judge(result: CaseResult, case: Case, peak: float) -> None:
+    """Fill in bandwidth, shares and comparisons of the rows that have times."""
+    timed = {row.name: row for row in result.rows if row.us}
+    baseline = result.row("baseline")
+    fastest = min((row for row in timed.values() if row.kind == "peer"), key=_median, default=None)
+    ground = _median(timed["empty"])
+    for row in timed.values():
+        t = _median(row)
+        row.over_floor = t / ground
+        if row.name == "empty":
+            continue
+        row.tb_s = 1e-6 * case.bytes / t
+        row.of_peak = row.tb_s / peak
+        row.less_floor = row.of_peak * t / (t - ground) if t > 2 * ground else None
+        if row.kind == "probe":
+            continue
+        row.tflop_s = 1e-6 * case.flops / t if case.flops else None
+        row.vs_copy = _against(timed["copy"], row)
+        row.vs_baseline = _against(baseline, row) if baseline and baseline is not row else None
+        row.vs_peer = _against(fastest, row) if fastest and row.kind in ("ours", "variant") else None
+
+
+def _against(other: Row, row: Row) -> Against:
+    a, b = other.samples, row.samples
+    r, g = ratio(a, b), hedges_g(a, b)
+    return Against(other.name, r.value, r.lo, r.hi, g if math.isfinite(g) else None, rank_test(a, b))
+
+
+def _kind(name: str, bench: Bench) -> str:
+    if name in PROBES:
+        return "probe"
+    if name == bench.ours:
+        return "ours"
+    if name == bench.baseline:
+        return "baseline"
+    return "variant" if name in bench.variants else "peer"
+
+
+def _median(row: Row) -> float:
+    assert row.us is not None
+    return row.us.median
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, AssertionError) and text else f"{type(error).__name__}: {text}"
+
+
+def _progress(cases: Sequence[Case]) -> Iterable[Case]:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(cases, f"bench {cases[0].op}", console=console, transient=True, disable=not sys.stderr.isatty())
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

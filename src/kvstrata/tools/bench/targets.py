@@ -1,0 +1,54 @@
+"""Aims, and whether a report meets them: a table from lines such as
+
+    fa-64x4096: host kvstrata / host bare launch <= 1.3
+
+The case; two times, one over the other; the most or the least that the ratio is to be. A time is `host` or `gpu` and a
+contender, or `bytes`: what the case moves, at the copy peak; `+` adds them. Lines are set apart by semicolons.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .results import CaseResult, Report
+
+LINE = re.compile(r"(\S+):\s+(.+?)\s+/\s+(.+?)\s+(<=|>=)\s+([\d.]+)")
+Range = tuple[float, float, float]  # median and the ends of its 95 % interval, in us
+
+
+def grid(report: Report, text: str) -> tuple[list[str], list[list[str]]]:
+    """Header and lines; the range of a ratio is that of both intervals' ends, so wider than 95 %."""
+    lines = []
+    for line in filter(None, (line.strip() for line in text.split(";"))):
+        if not (match := LINE.fullmatch(" ".join(line.split()))):
+            raise ValueError(f"target {line!r}: expected 'case: time / time <= number' or '>='")
+        name, over, under, sign, aim = match.groups()
+        case = next((case for case in report.cases if case.name == name), None)
+        if case is None:
+            raise ValueError(f"target {line!r}: no case {name!r}")
+        a, b = _time(report, case, over), _time(report, case, under)
+        ratio = a[0] / b[0]
+        met = ratio <= float(aim) if sign == "<=" else ratio >= float(aim)
+        reached = [f"{ratio:.2f}", f"{a[1] / b[2]:.2f}-{a[2] / b[1]:.2f}"]
+        shown = " / ".join(f"({text})" if "+" in text else text for text in (over, under))
+        lines.append([shown, name, f"{a[0]:.2f} / {b[0]:.2f}", f"{sign} {aim}", *reached,
+                      "met" if met else "missed"])  # fmt: skip
+    return ["ratio", "case", "us", "aim", "reached", "range", ""], lines
+
+
+def _time(report: Report, case: CaseResult, text: str) -> Range:
+    parts = [_part(report, case, part.strip()) for part in text.split("+")]
+    return sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts)
+
+
+def _part(report: Report, case: CaseResult, text: str) -> Range:
+    if text == "bytes":
+        return 3 * (1e-6 * case.bytes / report.peak["tb_s"],)
+    where, _, name = text.partition(" ")
+    times = {"host": case.host, "gpu": {row.name: row.us for row in case.rows if row.us}}
+    if where not in times:
+        raise ValueError(f"time {text!r}: expected host or gpu and a contender, or bytes")
+    us = times[where].get(name)
+    if us is None:
+        raise ValueError(f"time {text!r}: {case.name} has {', '.join(times[where]) or 'none'}")
+    return us.median, us.lo, us.hi

@@ -1,0 +1,1 @@
+"""Correctness on this machine: bench checks, random sweeps and compute-sanitizer."""

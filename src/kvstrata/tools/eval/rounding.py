@@ -1,0 +1,118 @@
+"""Rounding simulated in floats, to tell what a format costs from what packing, pages and settling add to it.
+
+All rows stay exact. What a chunk sees of those between the sinks and the window is rounded anew each time: K less its
+mean over all tokens so far (or the centre that a cache takes from ``centre_tokens`` of them, with this horizon),
+rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits these levels best, times the
+gains of pages. Scales are exact, or of one of the kinds in `scales`. With the mean of all tokens it knows more than a
+cache can, whose centre is fixed when the first of them are quantised.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvstrata.cache.policy.centre import HORIZON, centre_of
+from kvstrata.hf.rope import frequencies
+from kvstrata.layout.rotation import rotate
+from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
+
+from .scales import round_scales, scale_bytes
+
+
+def round_rows(x: torch.Tensor, bits: int, gain: float, scales: str | None = None) -> torch.Tensor:
+    """Rows ``[..., tokens, D]`` as they come back from ``bits`` bits a value, rotated for it; longer by ``gain``."""
+    x = rotate(x.float())
+    step = x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-8) * GAUSSIAN_STEP[bits]
+    half = (2**bits - 1) / 2
+    level = (x / step + half).round().clamp(0, 2 * half) - half
+    scale = (x * level).sum(-1) / level.square().sum(-1) * gain
+    return rotate(level * (scale if scales is None else round_scales(scale, scales)).unsqueeze(-1))
+
+
+class RoundedLayer(DynamicLayer):
+    """``keys`` and ``values`` are exact; what is handed out is not."""
+
+    is_croppable = False
+
+    def __init__(
+        self,
+        k_bits: int,
+        v_bits: int,
+        window: int,
+        sinks: int,
+        centre_tokens: int | None,
+        horizon: int,
+        rope: Callable[[int], Sequence[float] | None],
+        scales: str | None,
+    ) -> None:
+        super().__init__()
+        self.bits, self.window, self.sinks = (k_bits, v_bits), window, sinks
+        self.centre_tokens, self.horizon, self.rope, self.scales = centre_tokens, horizon, rope, scales
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        past = self.get_seq_length()
+        k, v = super().update(key_states, value_states, *args, **kwargs)
+        old = slice(self.sinks, max(past - self.window, self.sinks))
+        if old.start == old.stop:
+            return k, v
+        k, v = k.clone(), v.clone()
+        k_bits, v_bits = self.bits
+        centre = self._centre(k[..., :past, :].float())
+        rounded = round_rows(k[..., old, :] - centre, k_bits, K_GAIN[k_bits], self.scales)
+        k[..., old, :] = (rounded + centre).to(k.dtype)
+        v[..., old, :] = round_rows(v[..., old, :], v_bits, V_GAIN[v_bits], self.scales).to(v.dtype)
+        return k, v
+
+    def _centre(self, k: torch.Tensor) -> torch.Tensor:
+        """Of K so far ``[rows, heads, tokens, D]``, to subtract from it."""
+        if self.centre_tokens is None:
+            return k.mean(-2, keepdim=True)
+        first = k[..., : self.centre_tokens, :]
+        positions = torch.full_like(first[:, 0, 0, 0], self.horizon)
+        rope = self.rope(k.shape[-1]) or ()
+        return centre_of(first, torch.ones_like(first, dtype=torch.bool), rope, positions).unsqueeze(-2)
+
+    @property
+    def nbytes(self) -> int:
+        """What codes and scales (fp16 if they are exact here) of the old rows, and the others at 16 bit, would take."""
+        if not self.is_initialized:
+            return 0
+        rows, dim = self.keys.shape[:2].numel(), self.keys.shape[-1]
+        old = max(self.get_seq_length() - self.window - self.sinks, 0)
+        plain = self.get_seq_length() - old
+        return rows * (plain * 4 * dim + round(old * (dim * sum(self.bits) // 8 + scale_bytes(self.scales or "fp16"))))
+
+
+class RoundedCache(Cache):
+    """One `RoundedLayer` per layer of a model with full attention."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        k_bits: int,
+        v_bits: int,
+        window: int,
+        sinks: int,
+        centre_tokens: int | None = None,
+        horizon: int = HORIZON,
+        scales: str | None = None,
+    ) -> None:
+        text = config.get_text_config(decoder=True)
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        if other := sorted(set(kinds) - {"full_attention"}):
+            raise ValueError(f"config: expected layers of full attention only, got {', '.join(other)}")
+        rope = functools.partial(frequencies, text)
+        each = (k_bits, v_bits, window, sinks, centre_tokens, horizon, rope, scales)
+        super().__init__(layers=[RoundedLayer(*each) for _ in kinds])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)

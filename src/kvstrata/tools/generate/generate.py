@@ -1,0 +1,241 @@
+"""`kvstrata generate`: a real model's text over a compressed cache, and what that cost beside the 16-bit one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import DynamicCache, TextStreamer
+
+from kvstrata.cache.policy.budget import Memory
+from kvstrata.hf.cache import StrataCache
+
+SEGMENT = 8  # tokens that a text is continued by while others wait
+WARM_TOKENS = 256  # of the prompt: enough to settle with the default window
+
+
+@dataclass(frozen=True)
+class Run:
+    """One text. Seconds: to the first token, and for all later ones."""
+
+    name: str
+    prompt: int
+    tokens: list[int]
+    first: float
+    rest: float
+    cache: StrataCache | None  # None: 16 bit
+
+    @property
+    def speed(self) -> float | None:
+        """Decoded tokens per second; None for a text of one token."""
+        return (len(self.tokens) - 1) / self.rest if len(self.tokens) > 1 else None
+
+
+class _Clock(TextStreamer):
+    """Hands text on as it comes, and notes when each token came. One for all segments of a text."""
+
+    def __init__(self, tokenizer: Any, say: Callable[[str], None] | None) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.say = say
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.times.append(time.perf_counter())
+        super().put(value)
+
+    def end(self) -> None:
+        """A segment ends; `finish` ends the text."""
+        self.next_tokens_are_prompt = True
+
+    def finish(self) -> None:
+        super().end()
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if self.say:
+            self.say(text + ("\n" if stream_end else ""))
+
+
+class _Writer:
+    """Greedy text over one cache, a segment at a time; the clock runs only while it writes."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        ids: torch.Tensor,
+        cache: StrataCache | None,
+        say: Callable[[str], None] | None,
+    ) -> None:
+        self.model, self.cache = model, cache
+        self.held = DynamicCache(config=model.config) if cache is None else cache
+        self.ids, self.prompt = ids.to(model.device), ids.shape[1]
+        self.clock = _Clock(tokenizer, say)
+        self.first = self.rest = 0.0
+        ends = model.generation_config.eos_token_id
+        self.ends = set(ends if isinstance(ends, list) else [ends])
+        self.done = False
+
+    def write(self, new: int) -> None:
+        """Up to ``new`` more tokens."""
+        written = len(self.clock.times)
+        start = time.perf_counter()
+        self.ids = self.model.generate(
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            past_key_values=self.held,
+            max_new_tokens=new,
+            do_sample=False,
+            streamer=self.clock,
+        )
+        came = self.clock.times[written:]
+        if not written:
+            self.first = came[0] - start
+            start = came[0]
+        self.rest += came[-1] - start
+        self.done = int(self.ids[0, -1]) in self.ends
+
+    def finish(self) -> Run:
+        self.clock.finish()
+        name = "16 bit" if self.cache is None else f"budget {self.cache.options['budget']}"
+        return Run(name, self.prompt, self.ids[0, self.prompt :].tolist(), self.first, self.rest, self.cache)
+
+
+def encode(tokenizer: Any, prompt: str, raw: bool) -> torch.Tensor:
+    """Token ids ``[1, n]``: as a user's message where the model knows chats, else as it is."""
+    if not raw and tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    return tokenizer(prompt, return_tensors="pt").input_ids
+
+
+def run(
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    new: int,
+    caches: Sequence[StrataCache | None],
+    say: Callable[[str], None] | None = None,
+) -> list[Run]:
+    """Greedy texts after ``ids``, one over each cache (None: 16 bit), the first streamed to ``say``.
+
+    Several are written in turn, some tokens at a time, so that whatever else the machine does slows all of them.
+    """
+    writers = [_Writer(model, tokenizer, ids, cache, None if i else say) for i, cache in enumerate(caches)]
+    segment = SEGMENT if len(writers) > 1 else new
+    for begin in range(0, new, segment):
+        for writer in writers:
+            if not writer.done:
+                writer.write(min(segment, new - begin))
+    return [writer.finish() for writer in writers]
+
+
+def warm_up(model: Any, tokenizer: Any, ids: torch.Tensor, caches: Sequence[StrataCache | None]) -> bool:
+    """A short text over each cache, which is then empty again: memory is touched, and loops that numba has not compiled
+    on this machine yet are. Returns whether any was compiled."""
+    before = _compilations()
+    run(model, tokenizer, ids[:, :WARM_TOKENS], 2, caches)
+    for cache in caches:
+        if cache is not None:
+            cache.reset()
+    return _compilations() > before
+
+
+def _compilations() -> int:
+    """Loops compiled so far because no file of an earlier run had them."""
+    return sum(
+        sum(loop.stats.cache_misses.values())
+        for name in ("attention.decode_numba", "attention.unpack_numba", "cache.pages_numba")
+        if (module := sys.modules.get(f"kvstrata.{name}"))
+        for loop in vars(module).values()
+        if hasattr(loop, "stats")
+    )
+
+
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    """The first place where two texts differ, None if they are one."""
+    both = min(len(ours), len(theirs))
+    differ = (i for i in range(both) if ours[i] != theirs[i])
+    return next(differ, None if len(ours) == len(theirs) else both)
+
+
+def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
+    """What was measured, and where the texts part."""
+    assert ours.cache is not None
+    memory = ours.cache.memory()
+    runs = [run for run in (ours, plain) if run]
+    made = Table("", *(run.name for run in runs))
+    made.add_row("prompt + new tokens", *(f"{run.prompt} + {len(run.tokens)}" for run in runs))
+    made.add_row("to the first token", *(f"{run.first:.2f} s" for run in runs))
+    made.add_row("decode", *("-" if run.speed is None else f"{run.speed:.2f} tokens/s" for run in runs))
+    made.add_row("cache", *(f"{size / 1e6:.2f} MB" for size in (memory.total, memory.full)[: len(runs)]))
+    made.add_row("of 16 bit", *(f"{share:.3f}" for share in (memory.fraction, 1.0)[: len(runs)]))
+    tiers = ", ".join(f"{name} {share:.0%}" for name, share in _tiers(memory).items())
+    made.add_row("tokens by tier", tiers or "-", *["all at 16 bit"] * bool(plain))
+    if ours.cache.plain_layers:
+        made.add_row("layers not compressed", f"{len(ours.cache.plain_layers)} of {len(ours.cache.layers)}")
+    if plain:
+        at = first_difference(ours.tokens, plain.tokens)
+        if at:
+            made.add_row("the same up to", repr(tokenizer.decode(ours.tokens[max(at - 8, 0) : at])))
+        words = ("the same text", "") if at is None else (_words(run.tokens, at, tokenizer) for run in runs)
+        made.add_row("first difference", *words)
+    return made
+
+
+def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
+    """The same as plain data. ``tiers``: the share of the tokens in each; ``compare``: None without ``plain``."""
+    assert ours.cache is not None
+    memory = ours.cache.memory()
+
+    def told(run: Run) -> dict[str, Any]:
+        text = tokenizer.decode(run.tokens, skip_special_tokens=True)
+        seconds = {"first_token_s": run.first, "tokens_per_s": run.speed}
+        return {"text": text, "prompt_tokens": run.prompt, "new_tokens": len(run.tokens), **seconds}
+
+    found = {
+        "budget": ours.cache.options["budget"],
+        **told(ours),
+        "cache_bytes": memory.total,
+        "full_bytes": memory.full,
+        "fraction": memory.fraction,
+        "tiers": _tiers(memory),
+        "plain_layers": sorted(ours.cache.plain_layers),
+        "note": floor_note(ours),
+        "compare": None,
+    }
+    if plain:
+        at = first_difference(ours.tokens, plain.tokens)
+        found["compare"] = told(plain) | {"first_difference": None if at is None else at + 1}
+    return found
+
+
+def _tiers(memory: Memory) -> dict[str, float]:
+    """The share of the tokens in each tier that has some."""
+    held = sum(memory.tokens.values())
+    return {name: count / held for name, count in memory.tokens.items() if count}
+
+
+def floor_note(run: Run) -> str | None:
+    """Why a short text takes more than its budget says; None where it does not."""
+    assert run.cache is not None
+    memory = run.cache.memory()
+    if not memory.tokens:
+        return None
+    budget, floor = run.cache.tiered.budget.amount, run.cache.tiered.budget.floor_tokens
+    if not isinstance(budget, float) or memory.fraction <= budget or run.cache.tiered.length(0) >= floor:
+        return None
+    return (
+        f"A short text: the budget of {budget:g} holds from {floor:,} tokens on. Before that the 16-bit window, whole"
+        " pages and tables weigh more; --context FILE makes the text longer."
+    )
+
+
+def _words(tokens: list[int], at: int, tokenizer: Any) -> str:
+    return f"token {at + 1}: {tokenizer.decode(tokens[at : at + 6])!r}"

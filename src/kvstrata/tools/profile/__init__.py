@@ -1,0 +1,1 @@
+"""Kernel profiles by Nsight Compute: taken, saved, compared."""

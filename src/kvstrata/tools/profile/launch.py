@@ -1,0 +1,128 @@
+"""The child that a profiler watches: one call of one contender of one case, between cudaProfilerStart and Stop.
+
+python -m kvstrata.tools.profile.launch store 8x128-fp16-8192 [cuda_direct]
+
+With ``--trace`` it watches itself, through torch's profiler, and prints the launches: no counters, so no permission.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvstrata.tools.bench import Bench, Case, cases, peers
+from kvstrata.tools.bench.clock import Call
+from kvstrata.tools.bench.machine import cache_bytes
+
+WARM = 2  # calls before the one that is watched: compilation, lazy loading, plans
+
+
+def case_of(op: str, name: str, device: torch.device) -> Case:
+    """The case of that name, whether or not it is among the quick ones; LookupError lists what there is."""
+    module = cases.find(op)
+    known = {case.name: case for quick in (True, False) for case in module.cases(device, quick)}
+    if name not in known:
+        raise LookupError(f"no case named {name!r} of {op}; there are: {', '.join(known)}")
+    return known[name]
+
+
+def contender_of(bench: Bench, name: str | None) -> tuple[str, Call]:
+    """The contender named, or ours; LookupError says why it is not there."""
+    name = name or bench.ours
+    if name not in bench.contenders:
+        why = bench.absent.get(name, f"there are: {', '.join(bench.contenders)}")
+        raise LookupError(f"no contender named {name!r}: {why}")
+    return name, bench.contenders[name]
+
+
+@contextmanager
+def without_peers(op: str) -> Iterator[None]:
+    """Other libraries stay out of what is built here: they take seconds to load."""
+    importlib.import_module(f"{cases.__name__}.{op}")  # which registers them
+    kept = peers.PEERS.pop(op, {})
+    try:
+        yield
+    finally:
+        peers.PEERS[op] = kept
+
+
+def build(case: Case, contender: str | None, device: torch.device) -> Bench:
+    """The case made ready, with other libraries only if one of them is what is watched."""
+    if contender in peers.PEERS.get(case.op, {}):
+        return case.build(device)
+    with without_peers(case.op):
+        return case.build(device)
+
+
+def main(op: str, name: str, contender: str | None = None) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    case = case_of(op, name, device)
+    bench = build(case, contender, device)
+    chosen, call = contender_of(bench, contender)
+    runtime: Any = torch.cuda.cudart()
+    for turn in range(WARM + 1):
+        bench.poison(chosen, 0)
+        torch.cuda.synchronize()
+        if turn == WARM:
+            runtime.cudaProfilerStart()
+        out = call(0)
+        torch.cuda.synchronize()
+    runtime.cudaProfilerStop()
+    bench.check(chosen, 0, out)
+
+
+TRACED = "traced: "  # before the JSON that `trace` prints
+# What torch's trace tells of a launch, as quantities of ncu.py, and what a unit of it is worth there.
+TOLD = {"registers": ("registers per thread", 1.0), "shared": ("shared memory", 1e-3),
+        "occupancy": ("est. achieved occupancy %", 1.0)}  # fmt: skip
+
+
+def trace(op: str, name: str, contender: str | None = None) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    bench = build(case_of(op, name, device), contender, device)
+    chosen, call = contender_of(bench, contender)
+    flush = torch.zeros(max(2 * cache_bytes(device), 256 << 20) // 4, dtype=torch.int32, device=device)
+    for _ in range(WARM):
+        bench.poison(chosen, 0)
+        call(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
+        flush.zero_()
+        out = call(0)
+        torch.cuda.synchronize()
+    bench.check(chosen, 0, out)
+    with tempfile.TemporaryDirectory() as folder:
+        watched.export_chrome_trace(str(path := Path(folder) / "trace.json"))
+        print(TRACED + json.dumps(launches(json.loads(path.read_text())["traceEvents"])))
+
+
+def launches(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Kernels of a trace in their order, as the fields of `ncu.Kernel`."""
+    found = []
+    for event in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: float(e["ts"])):
+        told = event.get("args", {})
+        values = {"us": float(event["dur"])}
+        values |= {key: scale * float(told[field]) for key, (field, scale) in TOLD.items() if field in told}
+        base = re.search(r"(\w+)\s*(?:<|\(|$)", str(event["name"]).removeprefix("void "))
+        sizes = (str(tuple(told.get(name, ()))) for name in ("grid", "block"))
+        found.append(dict(zip(("name", "grid", "block"), (base.group(1) if base else "?", *sizes), strict=True)))
+        found[-1]["values"] = values
+    return found
+
+
+if __name__ == "__main__":
+    try:
+        if sys.argv[1] == "--trace":
+            trace(*sys.argv[2:])
+        else:
+            main(*sys.argv[1:])
+    except (LookupError, AssertionError) as error:  # what was watched is not there, or is wrong
+        sys.exit(f"kvstrata: {error}")

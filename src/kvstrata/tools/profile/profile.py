@@ -1,0 +1,338 @@
+"""Profiles of cases: taken with Nsight Compute, kept as JSON, compared, and held against gates.
+
+A gate is ``QUANTITY<=NUMBER`` or ``>=``. A number with a sign is a change against the other profile, in percentage
+points for shares (l2_hit, dram, ..) and in percent for the rest (us, dram_read, ..); one without is the value itself:
+``l2_hit>=+8``, ``dram<=-10``, ``registers<=64``. Gates look at the kernel that takes most of a case's time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvstrata.tools import child
+
+from . import launch, ncu
+from .ncu import QUANTITIES, Kernel, NcuError
+
+SCHEMA = 1
+LAUNCHES = 16  # of our kernels that are profiled in one call
+SECONDS = 180  # for one case
+# What is profiled where no case is named: few, and each bounded by something else. CASE:CONTENDER is not ours.
+CHOSEN = {
+    "store": ("8x128-fp16-256", "8x128-fp16-8192", "8x128-fp16-65536", "8x128-bf16-to-fp8-8192"),
+    "prefill": (
+        "ideas-full-B2-H8-S512-D64",
+        "ideas-full-B2-H8-S512-D64:v2",
+        "full-B4-H16-S2048-D128",
+        "causal-B4-H16-S2048-D128",
+    ),
+    "replay": ("fa-1x16", "fa-64x4096", "fa-256x8192", "nsa-64x4096"),
+    "decode": ("K8V8-B32-16384", "K4V4-B32-16384", "K2V2-B32-16384", "16bit-B32-16384"),
+}
+MOST = 4  # cases of an op that is not in CHOSEN
+
+
+@dataclass(frozen=True)
+class CaseProfile:
+    case: str
+    contender: str
+    bytes: int  # that the case counts
+    kernels: list[Kernel]
+
+    @property
+    def main(self) -> Kernel:
+        """The kernel that takes longest."""
+        return max(self.kernels, key=lambda kernel: kernel.values.get("us", 0.0))
+
+
+@dataclass
+class Profile:
+    op: str
+    machine: dict[str, Any]
+    tool: str
+    cases: list[CaseProfile] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # case: why
+
+
+@dataclass(frozen=True)
+class Gate:
+    text: str
+    key: str
+    at_least: bool
+    bound: float
+    relative: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """One quantity of the main kernel of a case in two profiles."""
+
+    case: str
+    key: str
+    before: float
+    after: float
+
+    @property
+    def amount(self) -> float:
+        """In percentage points, or in percent; cut to what a gate may decide by."""
+        if QUANTITIES[self.key].unit == "%":
+            return round(self.after - self.before, 6)
+        if not self.before:
+            return 0.0 if self.after == self.before else math.inf
+        return round(100 * (self.after / self.before - 1), 6)
+
+    @property
+    def shown(self) -> str:
+        return f"{self.amount:+.1f} {'pp' if QUANTITIES[self.key].unit == '%' else '%'}"
+
+
+def split(name: str) -> tuple[str, str | None]:
+    """A case, and whom of it to watch if it is said: CASE or CASE:CONTENDER."""
+    case, _, contender = name.partition(":")
+    return case, contender or None
+
+
+def choose(op: str, wanted: Sequence[str], device: torch.device) -> list[str]:
+    """Names of cases: those that match the globs, or the few that say most; ValueError where a glob matches none."""
+    from kvstrata.tools.bench import cases
+
+    known = list(dict.fromkeys(case.name for quick in (True, False) for case in cases.find(op).cases(device, quick)))
+    if not wanted:
+        return [name for name in CHOSEN.get(op, ()) if split(name)[0] in known] or known[:MOST]
+    found = []
+    for text in wanted:
+        glob, contender = split(text)
+        matched = [name + (f":{contender}" if contender else "") for name in known if fnmatch(name, glob)]
+        if not matched:
+            raise ValueError(f"no case matches {text!r}; there are: {', '.join(known)}")
+        found += [name for name in matched if name not in found]
+    return found
+
+
+def take(
+    op: str,
+    names: Sequence[str],
+    machine: dict[str, Any],
+    sizes: dict[str, int],
+    contender: str | None = None,
+    tick: Callable[[str], object] = lambda name: None,
+    seconds: float = math.inf,
+) -> Profile:
+    """Profile cases one after the other, each in a process of its own, until the time is up."""
+    tool, end = ncu.find(), time.monotonic() + seconds
+    profile = Profile(op, machine, version(tool))
+    for name in names:
+        tick(name)
+        case, who = split(name)
+        who = who or contender
+        try:
+            kernels = _case(tool, op, case, who, end)
+        except NcuError as error:
+            profile.failed[name] = str(error)
+            if not profile.cases and "counters" in str(error):  # no other case will do better
+                break
+        else:
+            profile.cases.append(CaseProfile(name, who or "ours", sizes[case], kernels))
+    return profile
+
+
+def _case(tool: str, op: str, name: str, contender: str | None, end: float = math.inf) -> list[Kernel]:
+    watched = [sys.executable, "-m", "kvstrata.tools.profile.launch", op, name, *([contender] if contender else [])]
+    kernels = [] if contender else ncu.own_kernels()  # a contender that is named may launch those of a library
+    return first_of_each(watch(tool, watched, kernels, LAUNCHES, end))
+
+
+def watch(
+    tool: str,
+    watched: Sequence[str],
+    kernels: Sequence[str],
+    launches: int,
+    end: float = math.inf,
+    sections: Sequence[str] = ncu.SECTIONS,
+) -> list[Kernel]:
+    """Launches of a command under ncu, in their order; metrics that this GPU does not have are left out."""
+    without: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        while True:
+            if (left := min(end - time.monotonic(), SECONDS)) <= 0:
+                raise NcuError("the time was up")
+            said = _run(ncu.command(tool, watched, log, kernels, launches, without, sections), left)
+            text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+            if '"ID",' in text or not (unknown := _unknown(f"{text}\n{said}", without)):
+                break
+            without += unknown
+            log.unlink(missing_ok=True)
+    if told := re.search(r"^kvstrata: (.*)", said, re.MULTILINE):
+        raise NcuError(told.group(1))
+    if '"ID",' not in text:
+        raise NcuError(ncu.explain(f"{text}\n{said}"))
+    return ncu.parse(text)
+
+
+def take_traces(
+    op: str,
+    names: Sequence[str],
+    machine: dict[str, Any],
+    sizes: dict[str, int],
+    contender: str | None = None,
+    seconds: float = math.inf,
+) -> Profile:
+    """What can be had without counters: times, registers, shared memory and estimated occupancy of the launches."""
+    end = time.monotonic() + seconds
+    profile = Profile(op, machine, "torch's profiler, without counters (occupancy is an estimate)")
+    for name in names:
+        case, who = split(name)
+        who = who or contender
+        kernels = set(() if who else ncu.own_kernels())
+        command = [sys.executable, "-m", "kvstrata.tools.profile.launch", "--trace", op, case, *([who] if who else [])]
+        try:
+            said = _run(command, min(end - time.monotonic(), SECONDS))
+            told = re.search(rf"^{launch.TRACED}(.*)", said, re.MULTILINE)
+            if told is None:
+                raise NcuError(ncu.explain(said).replace("ncu failed", "the child failed"))
+            found = [Kernel(**kernel) for kernel in json.loads(told.group(1))]
+        except NcuError as error:
+            profile.failed[name] = str(error)
+            continue
+        if chosen := first_of_each([kernel for kernel in found if not kernels or kernel.name in kernels]):
+            profile.cases.append(CaseProfile(name, who or "ours", sizes[case], chosen))
+        else:
+            profile.failed[name] = "no kernel of ours was launched"
+    return profile
+
+
+def _unknown(text: str, without: Sequence[str]) -> list[str]:
+    """Metrics to leave out after a failure: those complained about or, where no reason is known, all, once."""
+    named = [m for m in ncu.unknown_metrics(text) if m in ncu.ASKED and m not in without]
+    if named or not ncu.explain(text).startswith("ncu failed"):
+        return named
+    return [m for m in ncu.ASKED if m not in without]
+
+
+def first_of_each(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """One launch of each kernel: a call that covers many layers launches the same ones over and over."""
+    found: dict[tuple[str, str], Kernel] = {}
+    for kernel in kernels:
+        found.setdefault((kernel.name, kernel.block), kernel)
+    return list(found.values())
+
+
+def _run(command: Sequence[str], seconds: float) -> str:
+    """What a command said on both channels; a late one is ended."""
+    try:
+        return child.run(command, seconds)[0]
+    except child.Late as error:
+        raise NcuError(f"ncu {error}") from error
+
+
+@functools.cache
+def version(tool: str) -> str:
+    done = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"Version (\S+)", done.stdout)
+    return f"ncu {found.group(1)}" if found else "ncu"
+
+
+def gate_of(text: str) -> Gate:
+    """Read a gate; ValueError says what one looks like."""
+    match = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([+-]?)(\d+(?:\.\d+)?)\s*", text)
+    if not match or match.group(1) not in QUANTITIES:
+        raise ValueError(
+            f"--gate: expected QUANTITY<=NUMBER or >=, such as l2_hit>=+8, with one of {', '.join(QUANTITIES)}; "
+            f"got {text!r}"
+        )
+    key, side, sign, number = match.groups()
+    return Gate(text, key, side == ">=", float(f"{sign}{number}"), bool(sign))
+
+
+def changes(before: Profile, after: Profile) -> list[Change]:
+    """Every quantity that both have, case by case; ValueError where nothing can be compared."""
+    if before.op != after.op:
+        raise ValueError(f"cannot compare a profile of {before.op} with one of {after.op}")
+    old = {case.case: case.main for case in before.cases}
+    pairs = [(case.case, old[case.case], case.main) for case in after.cases if case.case in old]
+    if not pairs:
+        raise ValueError(
+            f"the two profiles have no case in common: {', '.join(old) or 'none'} against "
+            f"{', '.join(case.case for case in after.cases) or 'none'}"
+        )
+    return [
+        Change(name, key, a.values[key], b.values[key])
+        for name, a, b in pairs
+        for key in QUANTITIES
+        if key in a.values and key in b.values
+    ]
+
+
+def missed(gates: Sequence[Gate], after: Profile, found: Sequence[Change]) -> list[str]:
+    """What keeps the gates from passing, a line each; a quantity that is not there does."""
+    lines = []
+    for gate in gates:
+        if gate.relative and not found:
+            lines.append(f"{gate.text}: there is nothing to compare with, give --against or --compare")
+            continue
+        for case in after.cases:
+            change = next((c for c in found if (c.case, c.key) == (case.case, gate.key)), None)
+            value = change.amount if change and gate.relative else case.main.values.get(gate.key)
+            if gate.relative and change is None:
+                value = None
+            if value is None:
+                lines.append(f"{gate.text}: {case.case} has no {gate.key}")
+            elif not (value >= gate.bound if gate.at_least else value <= gate.bound):
+                shown = change.shown if change and gate.relative else f"{value:g}"
+                lines.append(f"{gate.text}: {case.case} has {shown}")
+    return lines
+
+
+def dumps(profile: Profile) -> str:
+    def short(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: short(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [short(v) for v in value]
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+
+    return json.dumps({"schema": SCHEMA, "kind": "profile", **short(asdict(profile))}, indent=1) + "\n"
+
+
+def loads(text: str, name: str) -> Profile:
+    """What `dumps` made; ValueError for anything else."""
+    try:
+        data = json.loads(text)
+        if (data.pop("schema"), data.pop("kind")) != (SCHEMA, "profile"):
+            raise ValueError("another schema")
+        found = [
+            CaseProfile(**{**case, "kernels": [Kernel(**kernel) for kernel in case["kernels"]]})
+            for case in data.pop("cases")
+        ]
+        return Profile(**data, cases=found)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{name}: not a profile of kvstrata: {error}") from error
+
+
+def load(path: Path) -> Profile:
+    return loads(path.read_text(encoding="utf-8"), str(path))
+
+
+def save(profile: Profile, path: Path) -> Path:
+    """In one step: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(dumps(profile), encoding="utf-8")
+    os.replace(draft, path)
+    return path

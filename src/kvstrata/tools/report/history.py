@@ -1,0 +1,47 @@
+"""How our times changed from revision to revision: the versions of a result that git keeps, and the present one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstrata.tools import git
+from kvstrata.tools.bench.results import Report, load, loads
+
+
+@dataclass(frozen=True)
+class Point:
+    """One version of a result: the revision that was measured, and the median of our row in each case."""
+
+    revision: str
+    date: str
+    us: dict[str, float]
+    speedup: float | None  # over the baseline, geometric mean of all cases
+
+
+def points(path: Path) -> list[Point]:
+    """Oldest first; one point outside a git checkout. Versions that this kvstrata cannot read are left out."""
+    found: list[Report] = []
+    for version in git.versions(path):
+        try:
+            found.append(loads(version.text, path.name))
+        except ValueError:
+            continue
+    present = load(path)
+    if not found or _key(found[-1]) != _key(present):
+        found.append(present)
+    return [_point(report) for report in found]
+
+
+def _key(report: Report) -> tuple[object, ...]:
+    return report.machine.get("revision"), report.machine["date"]
+
+
+def _point(report: Report) -> Point:
+    ours = {case.name: row for case in report.cases if (row := case.row("ours"))}
+    ratios = [row.vs_baseline.ratio for row in ours.values() if row.vs_baseline]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+    revision = (report.machine.get("revision") or "unknown")[:7] + ("+" if report.machine.get("dirty") else "")
+    us = {name: row.us.median for name, row in ours.items() if row.us}
+    return Point(revision, report.machine["date"][:10], us, mean)

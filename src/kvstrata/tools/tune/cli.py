@@ -1,0 +1,343 @@
+"""The commands `kvstrata tune` and `kvstrata warmup`; `kvstrata.tools.cli` registers them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvstrata.tools.terminal import AsJson, Device, Results, Where, console, device_of, refuse, text_of
+
+if TYPE_CHECKING:
+    import torch
+    from rich.progress import Progress
+
+    from .gates import Limits
+    from .problems import Problem
+    from .results import Gate, Tuning
+
+TOY_FLUSH = 4 << 20  # bytes, on a CPU
+SIMULATED = 200  # experiments
+NOISE = (0.02, 0.05)
+
+
+def tune(
+    op: Annotated[str, typer.Argument(help="What to tune: decode, prefill, replay or store.")],
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Trials of each case; all processes and earlier runs count.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Time for the whole command; 5 for a search of no number of trials.")
+    ] = None,
+    only: Annotated[str, typer.Option(metavar="GLOB", help="Only cases whose name matches.")] = "*",
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="FILE_OR_URL", help="Where studies live: a journal file, or sqlite:///tune.db."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest study, or join a process at work on it.")
+    ] = False,
+    device: Where = Device.auto,
+    backend: Annotated[str, typer.Option(help="cuda, or reference: a toy, to see how it works.")] = "cuda",
+    gates: Annotated[
+        str,
+        typer.Option(
+            metavar="PRESET",
+            help="Limits of compiled kernels: hardware; portable: 48 KB of shared memory, 96 registers; portable-50: "
+            "and half of the warps resident.",
+        ),
+    ] = "hardware",
+    shared_cap: Annotated[
+        int | None, typer.Option(metavar="BYTES", help="Shared memory of a block; 49152 runs on every GPU.")
+    ] = None,
+    max_registers: Annotated[int | None, typer.Option(min=16, max=255, help="Registers of a thread.")] = None,
+    min_occupancy: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Resident warps, of those possible.")
+    ] = None,
+    profile: Annotated[
+        bool | None,
+        typer.Option(
+            "--profile/--no-profile",
+            help="Nsight Compute on winners and on trials as fast as they; by default with --save, if ncu is there.",
+        ),
+    ] = None,
+    aa: Annotated[
+        int | None, typer.Option("--aa", metavar="N", min=1, help="No search: N experiments with the gate itself.")
+    ] = None,
+    save: Annotated[
+        bool,
+        typer.Option("--save", help="Write RESULTS/<machine>/tune_<op>[_<gates>].json (or gate.json), and the table."),
+    ] = False,
+    results: Results = Path("results"),
+    tables: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the table here; --save alone: into the cache folder.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampler.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search for the fastest configuration of a kernel, and keep it only if statistics say so.
+
+    A configuration is stopped before any launch if its compiled code spills, needs too much shared memory or too many
+    registers, or leaves too few warps resident; then if its output is wrong; then if 40 samples do not show 5 %; and it
+    wins only if 100 more are faster beyond noise. Winners become a table that backend="auto" reads from then on.
+
+    A study may be killed and resumed, and several processes, GPUs or hosts may share it.
+
+    Example: kvstrata tune store --minutes 2 --save
+
+    Example: kvstrata tune prefill --gates portable --trials 100 --save
+
+    Example: kvstrata tune decode --only 'mixed*' --trials 60 --storage sqlite:///tune.db --resume
+
+    Example: kvstrata tune store --backend reference --device cpu --trials 4
+
+    Example: kvstrata tune store --aa 200 --save
+    """
+    begun = time.monotonic()
+    for package in ("optuna", "scipy"):
+        if importlib.util.find_spec(package) is None:
+            refuse(f"tune needs {package}: pip install 'kvstrata[tune]'")
+    from kvstrata.jit import cache_folder
+    from kvstrata.jit.tuned import user_folder
+    from kvstrata.tools.bench.machine import describe
+
+    from . import problems, render
+    from .gates import HARDWARE, PRESETS
+    from .results import dumps
+    from .search import Settings
+
+    say = console(stderr=as_json)
+    if save and only != "*" and aa is None:
+        refuse("--save with --only would replace the whole result by a part of it; --tables DIR writes the table alone")
+
+    def keep(result: Tuning | Gate) -> list[Path]:
+        own = save and limits == PRESETS[HARDWARE]  # what `auto` takes is bound by the hardware alone
+        folder = tables or (user_folder() if own else None)
+        return list(_save(op, result, arch, results if save else None, folder if backend == "cuda" else None))
+
+    try:
+        if op not in problems.names():
+            raise LookupError(f"nothing to tune in {op!r}; there are: {', '.join(problems.names())}")
+        where, arch = _where(device, backend)
+        chosen = _chosen(op, arch, where, backend, only)
+        limits = _limits(gates, shared_cap, max_registers, min_occupancy)
+        if trials is None and minutes is None and aa is None:
+            minutes = 5.0
+        settings = Settings(trials, None if minutes is None else 60 * minutes, limits=limits)
+        if aa is not None:
+            result: Tuning | Gate = _experiment(chosen, where, aa, revision, begun, settings.seconds)
+        else:
+            from .session import Session
+
+            machine = describe(where, revision)
+            session = Session(
+                op=op,
+                problems=chosen,
+                device=where,
+                arch=arch,
+                backend=backend,
+                gates=gates,
+                settings=settings,
+                machine=machine,
+                storage=storage or cache_folder() / "tune" / f"{machine['slug']}.journal",
+                flush_bytes=TOY_FLUSH if where.type == "cpu" else None,
+                resume=resume,
+                seed=seed,
+                profile=_profiled(profile, save, backend),
+            )
+            with _progress() as progress:
+                result = session.run(begun, progress, keep)
+    except (LookupError, ValueError, OSError, RuntimeError) as error:
+        refuse(text_of(error))
+    if as_json:
+        sys.stdout.write(dumps(result))
+    say.print(render.terminal(result))
+    if aa is None:
+        more = ["configurations", "rejected"] if gates == HARDWARE else ["limits", "rejected"]
+        for table in more:
+            say.print(render.terminal(result, table))
+    for note in render.notes(result):
+        say.print(note, markup=False, highlight=False)
+    for path in keep(result):
+        say.print(f"Saved: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def warmup(
+    op: Annotated[str | None, typer.Argument(help="decode, prefill, replay or store; all if none is named.")] = None,
+    arch: Annotated[str | None, typer.Option(help="Compile for this, such as sm_90; no GPU needed.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Whose table, such as nvidia-h200; all of the architecture if none is named.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=0, help="Processes; 0 compiles in this one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile kernels before they are asked for: the top five of each entry of the tuned table, and the defaults.
+
+    Cubins go to the cache folder, so a first call does not wait. In an image build, name the architecture.
+
+    Example: kvstrata warmup
+
+    Example: kvstrata warmup decode --arch sm_90 --gpu nvidia-h200
+    """
+    from kvstrata import jit
+    from kvstrata.jit.tuned import slug
+
+    from . import problems
+    from . import warmup as heat
+
+    if reason := jit.missing():
+        refuse(f"warmup: {reason}")
+    import torch
+
+    if op is not None and op not in problems.names():
+        refuse(f"nothing to compile for {op!r}; there are: {', '.join(problems.names())}")
+    if arch is None:
+        if not torch.cuda.is_available():
+            refuse("no GPU here: name the architecture, as in kvstrata warmup --arch sm_90")
+        arch, gpu = jit.arch_of(), gpu or slug(torch.cuda.get_device_name())
+    if not arch.startswith("sm_") or not arch[3:].isdigit():
+        refuse(f"--arch: expected a name such as sm_90, got {arch!r}")
+    start = time.monotonic()
+    result = heat.Warmed(arch, heat.tables_for(arch, gpu))
+    wanted = heat.kernels([op] if op else problems.names(), arch, result.tables)
+    with _progress() as progress:
+        task = progress.add_task(f"compiling for {arch}", total=len(wanted), best="")
+        for _ in heat.compile_all(wanted, jobs, result):
+            progress.advance(task)
+    if as_json:
+        typer.echo(
+            json.dumps({**asdict(result), "cache": str(jit.cache_folder()), "seconds": time.monotonic() - start})
+        )
+    else:
+        known = ", ".join(result.tables) or "none"
+        took = f"{time.monotonic() - start:.1f} s"
+        typer.echo(f"{result.kernels} kernels for {arch} in {jit.cache_folder()} (tables: {known}), {took}")
+        for entry, why in result.failed.items():
+            typer.echo(f"failed: {entry}: {why.splitlines()[0]}", err=True)
+    if result.failed:
+        raise typer.Exit(1)
+
+
+def _where(device: Device, backend: str) -> tuple[torch.device, str]:
+    """The device, and the architecture to compile for, if anything is."""
+    from kvstrata import jit
+
+    if backend not in ("cuda", "reference"):
+        raise ValueError(f"--backend: expected cuda or reference, got {backend!r}")
+    where = device_of(device)
+    if backend == "reference":
+        return where, "none"
+    if where.type != "cuda":
+        raise ValueError("no GPU here: --backend reference --device cpu tunes a toy, to see how it works")
+    if reason := jit.missing():
+        raise ValueError(f"--backend cuda: {reason}")
+    return where, jit.arch_of(where)
+
+
+def _chosen(op: str, arch: str, where: torch.device, backend: str, only: str) -> list[Problem]:
+    from . import problems
+
+    there = problems.find(op, arch, where, backend)
+    chosen = [problem for problem in there if fnmatch(problem.case, only)]
+    if not chosen:
+        raise ValueError(f"no case matches {only!r}; there are: {', '.join(problem.case for problem in there)}")
+    return chosen
+
+
+def _profiled(wanted: bool | None, save: bool, backend: str) -> bool:
+    """Whether Nsight Compute is used; ValueError if it is asked for and not there."""
+    from kvstrata.tools import child
+
+    if backend != "cuda" or wanted is False:
+        return False
+    there = child.find("ncu") is not None
+    if wanted and not there:
+        raise ValueError("--profile: ncu is not on the PATH; it comes with the CUDA toolkit")
+    return there and (save or wanted is True)
+
+
+def _limits(preset: str, shared: int | None, registers: int | None, occupancy: float | None) -> Limits:
+    """The limits of a preset, with those that are named in their place."""
+    from dataclasses import replace
+
+    from .gates import PRESETS
+
+    if preset not in PRESETS:
+        raise ValueError(f"--gates: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    limits = PRESETS[preset]
+    return replace(
+        limits,
+        shared=limits.shared if shared is None else shared,
+        registers=limits.registers if registers is None else registers,
+        occupancy=limits.occupancy if occupancy is None else occupancy,
+    )
+
+
+def _experiment(
+    chosen: list[Problem], where: torch.device, n: int, revision: str | None, begun: float, seconds: float | None
+) -> Gate:
+    """A/A and A/B on the longest of the cases, and simulated (beside a GPU, in processes of their own)."""
+    import multiprocessing
+    import os
+    from concurrent.futures import ProcessPoolExecutor
+
+    from kvstrata.tools.bench.machine import describe
+    from kvstrata.tools.bench.timer import Timer
+
+    from . import decide, experiment
+    from .results import GATE, Gate
+
+    problem = max(chosen, key=lambda problem: int(problem.shape["tokens"]))
+    timer = Timer(where, TOY_FLUSH if where.type == "cpu" else None)
+    method = {"quick": decide.QUICK, "confirm": decide.CONFIRM, "case": problem.case}
+    gate = Gate(GATE, describe(where, revision), method)
+    wanted = [(noise, factor, SIMULATED) for noise in NOISE for factor in experiment.FACTORS]
+    jobs = min(len(wanted), os.cpu_count() or 1)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool, _progress() as progress:
+        beside = where.type == "cuda" and jobs > 1
+        running = [pool.submit(experiment.simulated, *each) for each in wanted] if beside else []
+        for left, factor in zip(range(len(experiment.FACTORS), 0, -1), experiment.FACTORS, strict=True):
+            task, now = progress.add_task(f"{problem.case} {factor:g}x", total=n, best=""), time.monotonic()
+            end = math.inf if seconds is None else now + (begun + seconds - now) / left
+            step = partial(progress.advance, task)
+            gate.rows.append(experiment.on_device(problem, timer, factor, n, step, end))
+        gate.rows += [one.result() for one in running] or [experiment.simulated(*each) for each in wanted]
+    return gate
+
+
+def _save(op: str, result: Tuning | Gate, arch: str, results: Path | None, tables: Path | None) -> Iterator[Path]:
+    """Write the result, and the table that `auto` reads."""
+    from . import tables as table
+    from .results import Tuning
+    from .results import save as write
+
+    if results is not None:
+        yield write(result, results)
+    if isinstance(result, Tuning) and tables is not None:
+        yield table.save(op, result, arch, tables)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Bars on a terminal; nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TextColumn("{task.fields[best]}"), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        yield progress

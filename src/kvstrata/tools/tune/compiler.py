@@ -1,0 +1,98 @@
+"""Kernels compiled ahead in other processes: the search waits for one only if it is not done yet."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from types import TracebackType
+
+from kvstrata import jit
+
+from .gates import Needs
+
+Name = tuple[Path, str]
+
+
+def by_triton(source: str | Path) -> bool:
+    """Whether a kernel is Python."""
+    return Path(source).suffix == ".py"
+
+
+def build(source: str, entry: str, arch: str) -> jit.Usage:
+    """What a kernel takes; it is in the cache afterwards, of cubins or, if Triton compiles it, in Triton's."""
+    try:
+        if by_triton(source):
+            from kvstrata.attention.prefill import space as prefill_space
+
+            return prefill_space.usage(entry, arch)
+        return jit.usage(Path(source), entry, arch=arch)
+    except jit.CompileError as error:
+        text = str(error)
+    raise jit.CompileError(text)  # without the frames that hold the compiler's objects
+
+
+class Compiler:
+    """For one architecture; `jobs` processes, none: in this one, when asked."""
+
+    def __init__(self, arch: str, jobs: int | None = None) -> None:
+        self.arch = arch
+        self.jobs = max((os.cpu_count() or 1) - 2, 1) if jobs is None else jobs
+        self._pool: ProcessPoolExecutor | None = None
+        self._ahead: dict[Name, Future[jit.Usage]] = {}
+        self._done: dict[Name, jit.Usage] = {}
+
+    def ahead(self, kernels: Iterable[Needs]) -> list[Future[jit.Usage]]:
+        """Begin with these, one per different kernel; those in the cache are done."""
+        if not self.jobs:
+            return []
+        for kernel in kernels:
+            name = (kernel.source, kernel.entry)
+            if name in self._ahead or name in self._done:
+                continue
+            if not by_triton(kernel.source) and (known := jit.known_usage(*name, arch=self.arch)):
+                self._done[name] = known
+                continue
+            if self._pool is None:
+                self._pool = ProcessPoolExecutor(self.jobs, mp_context=multiprocessing.get_context("spawn"))
+            self._ahead[name] = self._pool.submit(build, str(kernel.source), kernel.entry, self.arch)
+        return list(self._ahead.values())
+
+    def has(self, kernel: Needs) -> bool:
+        """Whether `usage` answers without waiting for another process."""
+        name = (kernel.source, kernel.entry)
+        return name not in self._ahead or self._ahead[name].done()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until another kernel is done; False if none is under way, or none was done in time."""
+        running = [future for future in self._ahead.values() if not future.done()]
+        return bool(running and wait(running, seconds, FIRST_COMPLETED).done)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Kernels that are done, and all that were asked for."""
+        done = sum(future.done() for future in self._ahead.values())
+        return done + len(self._done), len(self._ahead) + len(self._done)
+
+    def usage(self, kernel: Needs, seconds: float | None = None) -> jit.Usage:
+        """What a kernel takes; CompileError for one that cannot be compiled, TimeoutError for one that is not done."""
+        name = (kernel.source, kernel.entry)
+        if name in self._ahead:
+            return self._ahead[name].result(seconds)
+        if name not in self._done:
+            self._done[name] = build(str(kernel.source), kernel.entry, self.arch)
+        return self._done[name]
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._pool is None:
+            return
+        workers = list((self._pool._processes or {}).values())
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if not all(future.done() for future in self._ahead.values()):
+            for worker in workers:  # nobody wants what they compile; a cubin is written in one step
+                worker.terminate()

@@ -1,0 +1,123 @@
+"""Decode's cases: the CUDA C++ kernels, or on any device the reference, some requests at a time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvstrata.attention.decode import op, space, stages
+from kvstrata.jit.tuned import Choice
+from kvstrata.tools.bench.case import sets_for
+from kvstrata.tools.bench.cases.decode import CHECKED, MEAN, NARROW, Shape, _close, _job, _read, bytes_of, formats_of
+from kvstrata.tools.bench.clock import Call
+from kvstrata.tools.tune.gates import Needs
+from kvstrata.tools.tune.space import Space
+
+from . import Problem, Ready
+
+Tiers = tuple[str, ...]
+CASES: list[tuple[Shape, Tiers]] = [
+    (Shape(32, 16384), NARROW),
+    (Shape(32, 1024), NARROW),
+    (Shape(1, 16384), NARROW),
+    (Shape(32, 16384, q_len=4), NARROW),
+    (Shape(32, 16384), ("K4V4",)),
+    (Shape(32, 16384), ("K2V2",)),
+    (Shape(32, 4096), ()),
+]
+TOY = Shape(4, 256, 4, 2, 64)
+
+
+def problems(arch: str, device: torch.device, backend: str) -> list[Problem]:
+    if backend == "reference":
+        return [_reference()]
+    return [_cuda(shape, tiers, arch, device) for shape, tiers in CASES]
+
+
+def _name(shape: Shape, tiers: Tiers) -> str:
+    return f"{'mixed' if len(tiers) > 1 else ''.join(tiers) or '16bit'}-{shape.name}"
+
+
+def _cuda(shape: Shape, tiers: Tiers, arch: str, device: torch.device) -> Problem:
+    formats = formats_of(shape, tiers)
+    columns = shape.q_len * shape.heads // shape.kv_heads
+    page = formats[0].page_tokens
+    tokens = (-(-shape.tokens // page) + len(formats)) * page  # as the synthetic layer's table
+    sets = min(sets_for(bytes_of(shape, tiers, MEAN), device), 2) if device.type == "cuda" else 1
+
+    def kernels(choice: Choice) -> list[Needs]:
+        found = space.kernels(formats, torch.bfloat16, stages.Cut(**choice), arch, ordered=shape.q_len > 1)
+        return [Needs(Path(source), entry, threads, dynamic) for source, entry, threads, dynamic in found]
+
+    return Problem(
+        op="decode",
+        case=_name(shape, tiers),
+        shape=_features(formats, shape, tokens, columns),
+        space=Space(space.choices(columns)),
+        default=asdict(stages.cut_of(formats, columns, arch)),
+        build=partial(_build_cuda, shape, tiers, sets),
+        sets=sets,
+        graph=True,
+        invalid=lambda choice: space.invalid(stages.Cut(**choice)),
+        kernels=kernels,
+    )
+
+
+def _features(formats: Any, shape: Shape, tokens: int, columns: int) -> dict[str, int | str]:
+    from kvstrata.attention.decode.cuda import features
+
+    return features(formats, False, shape.requests * shape.kv_heads, tokens, columns)
+
+
+def _wanted(jobs: list[op.Job]) -> list[torch.Tensor]:
+    some = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in jobs]
+    return [op.run(job, "reference")[0].float() for job in some]
+
+
+def _build_cuda(shape: Shape, tiers: Tiers, sets: int, device: torch.device) -> Ready:
+    from kvstrata.attention.decode.cuda import Plan
+    from kvstrata.attention.decode.source import Source
+
+    jobs = [_job(shape, tiers, MEAN, device, seed) for seed in range(sets)]
+    wanted = _wanted(jobs)
+    sizes = (shape.kv_heads, shape.heads, shape.q_len)
+
+    def call(choice: Choice) -> Call:
+        plans = [Plan(Source.of(job), tuple(job.requests), *sizes, cut=stages.Cut(**choice)) for job in jobs]
+        for plan in plans:
+            plan.update()
+        return lambda i: plans[i].run(jobs[i])[0]
+
+    return Ready(call, lambda i: None, lambda i, out: _close(out, wanted[i]), _read(device))
+
+
+def _reference() -> Problem:
+    """Requests at a time."""
+    return Problem(
+        op="decode",
+        case=f"{_name(TOY, ('K4V4',))}-reference",
+        shape={"requests": TOY.requests, "tokens": TOY.tokens},
+        space=Space({"requests": (1, 2, TOY.requests)}),
+        default={"requests": 2},
+        build=_build_reference,
+    )
+
+
+def _build_reference(device: torch.device) -> Ready:
+    job = _job(TOY, ("K4V4",), MEAN, device, 0)
+    wanted = _wanted([job])
+
+    def call(choice: Choice) -> Call:
+        def run(i: int) -> torch.Tensor:
+            parts = range(0, TOY.requests, choice["requests"])
+            some = [slice(at, at + choice["requests"]) for at in parts]
+            jobs = [job._replace(q=job.q[part], requests=job.requests[part]) for part in some]
+            return torch.cat([op.run(one, "reference")[0] for one in jobs])
+
+        return run
+
+    return Ready(call, lambda i: None, lambda i, out: _close(out, wanted[i]))

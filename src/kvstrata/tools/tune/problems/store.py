@@ -1,0 +1,120 @@
+"""The store's cases: the CUDA C++ kernels, or on any device the reference, fed some tokens at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvstrata import jit
+from kvstrata.jit.tuned import Choice
+from kvstrata.store import cuda as store_cuda
+from kvstrata.store import op, reference, space
+from kvstrata.store.job import Task, check
+from kvstrata.tools.bench.case import sets_for
+from kvstrata.tools.bench.cases.store import KINDS, PAGE, Inputs, Kind
+from kvstrata.tools.bench.clock import Call
+from kvstrata.tools.tune.gates import Needs
+from kvstrata.tools.tune.space import Space
+
+from . import Problem, Ready
+
+MAIN = (1, 16, 256, 2048, 8192, 65536)
+OTHERS = (256, 8192, 65536)
+ALIGNED = 0  # address bits: tensors of their own
+TOY = 512  # tokens
+
+
+def problems(arch: str, device: torch.device, backend: str) -> list[Problem]:
+    if backend == "reference":
+        return [_reference(KINDS[0], TOY, device)]
+    counts = [(kind, tokens) for kind in KINDS for tokens in (MAIN if kind is KINDS[0] else OTHERS)]
+    return [_cuda(kind, tokens, arch, device) for kind, tokens in counts]
+
+
+def task_of(kind: Kind, tokens: int) -> Task:
+    """Of the benchmark's inputs, made without them."""
+    empty = partial(torch.empty, device="meta")
+    pages = max(2 * tokens, 16384) // PAGE
+    shape = (pages, PAGE, kind.heads, kind.dim) if kind.layout == "NHD" else (pages, kind.heads, PAGE, kind.dim)
+    rows, cache = empty(tokens, kind.heads, kind.dim, dtype=kind.source), empty(shape, dtype=kind.cache)
+    scale = empty(kind.heads) if kind.source != kind.cache else None
+    v = (rows, cache, scale) if kind.has_v else (None, None, None)
+    return check(rows, v[0], cache, v[1], empty(tokens, dtype=torch.int32), scale, v[2], kind.layout)
+
+
+def _cuda(kind: Kind, tokens: int, arch: str, device: torch.device) -> Problem:
+    task = task_of(kind, tokens)
+    shape = store_cuda.shape_of(task, ALIGNED)
+
+    def kernels(choice: Choice) -> list[Needs]:
+        config = store_cuda.Config.of(choice)
+        return [Needs(store_cuda.SOURCE, space.entry(shape, torch.int32, config), config.threads)]
+
+    sets = sets_for(tokens * kind.bytes_per_token, device) if device.type == "cuda" else 1
+    return Problem(
+        op="store",
+        case=f"{kind.name}-{tokens}",
+        shape=store_cuda.features(shape),
+        space=Space(space.CHOICES, space.WHEN),
+        default=space.choice_of(store_cuda.config_of("cuda", shape, arch)),
+        build=partial(_build_cuda, kind, tokens, sets),
+        sets=sets,
+        invalid=lambda choice: space.invalid(shape, store_cuda.Config.of(choice), arch),
+        kernels=kernels,
+    )
+
+
+def _inputs(kind: Kind, tokens: int, sets: int, device: torch.device) -> tuple[list[Inputs], dict[str, Any]]:
+    inputs = [Inputs(kind, tokens, device, seed) for seed in range(sets)]
+    return inputs, {"poison": lambda i: inputs[i].poison(), "check": lambda i, out: inputs[i].assert_stored()}
+
+
+def _build_cuda(kind: Kind, tokens: int, sets: int, device: torch.device) -> Ready:
+    inputs, checks = _inputs(kind, tokens, sets, device)
+    one, index = inputs[0], inputs[0].slots.get_device()
+    task = check(*one.tensors, kind.layout)
+    addresses = [op._addresses(each.tensors) for each in inputs]
+
+    def call(choice: Choice) -> Call:
+        jit.bind_context(index)
+        launch = store_cuda.plan(task, one.slots, ALIGNED, "cuda", False, store_cuda.Config.of(choice))
+
+        def run(i: int) -> None:
+            store_cuda.POINTERS.pack_into(launch.params, 0, *addresses[i])
+            launch(jit.current_stream(index))
+
+        return run
+
+    return Ready(call=call, **checks)
+
+
+def _reference(kind: Kind, tokens: int, device: torch.device) -> Problem:
+    """Tokens at a time: the only thing there is to choose in a loop over torch's indexed writes."""
+    return Problem(
+        op="store",
+        case=f"{kind.name}-{tokens}-reference",
+        shape={"tokens": tokens},
+        space=Space({"chunk": (16, 64, 256, tokens)}),
+        default={"chunk": 64},
+        build=partial(_build_reference, kind, tokens),
+    )
+
+
+def _build_reference(kind: Kind, tokens: int, device: torch.device) -> Ready:
+    inputs, checks = _inputs(kind, tokens, 1, device)
+
+    def call(choice: Choice) -> Call:
+        k, v, k_cache, v_cache, slots, k_scale, v_scale = inputs[0].tensors
+        parts = range(0, tokens, choice["chunk"])
+
+        def run(i: int) -> None:
+            for at in parts:
+                some = slice(at, at + choice["chunk"])
+                rows = (k[some], None if v is None else v[some])
+                reference.store_kv(*rows, k_cache, v_cache, slots[some], k_scale, v_scale, kind.layout)
+
+        return run
+
+    return Ready(call=call, **checks)

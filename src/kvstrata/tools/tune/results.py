@@ -1,0 +1,139 @@
+"""What a search and an experiment leave behind, as JSON under results/<machine>/: tune_<op>.json and gate.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvstrata.jit.tuned import Choice, Value
+from kvstrata.tools.bench.stats import Summary
+
+SCHEMA = 1
+GATE = "gate"
+PREFIX = "tune_"
+
+
+@dataclass
+class Row:
+    """One case: the winner against the default on fresh samples. `choice` is None where the default stays.
+
+    `valid`: choices that make sense for the shape and are within the limits, `measured`: how many of them were timed
+    (None in results of earlier versions). `outside`: why the limits do not allow the default. `values`: the fastest
+    time with each value of each parameter, over the default's. `metrics`: Nsight Compute on the default and the winner.
+    """
+
+    case: str
+    shape: dict[str, Value]
+    default_choice: Choice
+    choice: Choice | None
+    default: Summary
+    tuned: Summary | None
+    ratio: float
+    lo: float
+    hi: float
+    g: float | None
+    p: float
+    note: str
+    space: int
+    trials: dict[str, int]
+    rejected: dict[str, int]
+    top: list[Choice]
+    seconds: float
+    valid: int | None = None
+    measured: int | None = None
+    outside: str = ""
+    values: dict[str, dict[str, float]] = field(default_factory=dict)
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass
+class Tuning:
+    """The search of one op."""
+
+    op: str
+    machine: dict[str, Any]
+    method: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+
+@dataclass
+class Rate:
+    """How often the gate let a candidate through that is `factor` times as fast: at each stage, and at both."""
+
+    samples: str
+    factor: float
+    measured: float | None
+    n: int
+    quick: int
+    confirm: int
+    promoted: int
+
+
+@dataclass
+class Gate:
+    """The gate put to the test."""
+
+    op: str
+    machine: dict[str, Any]
+    method: dict[str, Any]
+    rows: list[Rate] = field(default_factory=list)
+
+
+def is_ours(path: Path) -> bool:
+    return path.stem == GATE or path.stem.startswith(PREFIX)
+
+
+def dumps(result: Tuning | Gate) -> str:
+    def short(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: short(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [short(v) for v in value]
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+
+    data = {"schema": SCHEMA, **short(asdict(result))}
+    parts = [f' "{k}": {json.dumps(v)}' for k, v in data.items() if k != "rows"]
+    lines = ",\n  ".join(json.dumps(row) for row in data["rows"])
+    return "{\n" + ",\n".join([*parts, f' "rows": [\n  {lines}\n ]' if lines else ' "rows": []']) + "\n}\n"
+
+
+def save(result: Tuning | Gate, root: Path) -> Path:
+    return write(root / result.machine["slug"] / f"{result.op}.json", dumps(result))
+
+
+def write(path: Path, text: str) -> Path:
+    """In one step: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(draft, 0o644)  # mkstemp's 0600 is for secrets
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise
+    return path
+
+
+def load(path: Path) -> Tuning | Gate:
+    """What `save` wrote; ValueError for anything else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("schema") != SCHEMA:
+            raise ValueError("another schema")
+        rows = data.pop("rows")
+        if data["op"] == GATE:
+            return Gate(**data, rows=[Rate(**row) for row in rows])
+        return Tuning(**data, rows=[_row(row) for row in rows])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: not a result of kvstrata tune: {error}") from error
+
+
+def _row(data: dict[str, Any]) -> Row:
+    times = {name: Summary(**data[name]) if data[name] else None for name in ("default", "tuned")}
+    return Row(**{**data, **times})

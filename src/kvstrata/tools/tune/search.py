@@ -1,0 +1,422 @@
+"""The search of one case: ask, check, measure, decide, tell; until the trials, the time or the space are used up.
+
+Only choices that are valid, compiled and within the limits become trials (`candidates.py`). A trial's value is its
+median over the default's, both from the same rounds. What else is known of it stands in the study too, so the incumbent
+is the same for every process that works on it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import TimeoutError as NotDone
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import optuna
+import torch
+from optuna.trial import FrozenTrial, TrialState
+
+from kvstrata.jit.tuned import Choice
+from kvstrata.tools.bench.clock import Call
+from kvstrata.tools.bench.stats import Array, ratio, summary
+from kvstrata.tools.bench.timer import Timer
+
+from . import decide, gates
+from .candidates import STATIC, Candidates
+from .compiler import Compiler
+from .gates import Limits, Profile, Rejected
+from .problems import Problem
+from .results import Row
+from .sampler import Listed, nearest
+from .space import key
+from .storage import OWNER, owner, put_back
+
+STEP = 10  # samples between two looks of the pruner
+FINAL = 200  # samples of the winner against the default, none of which chose it
+TOP = 5
+IDLE = 0.5  # seconds after which a device is given time to raise its clocks again
+CLAIMED, REJECTED, PROFILE, PROMOTED = "claimed", "rejected", "profile", "promoted"
+SEEN = "seen before"  # why a trial was rejected that does not count
+DONE = (TrialState.COMPLETE, TrialState.PRUNED)
+ANYTHING = Limits(occupancy=0, spills=1 << 30)
+LOOK = 0.5  # seconds between two reports while the compiler is waited for
+
+
+@dataclass(frozen=True)
+class Settings:
+    """When to stop (trials of the study in all, seconds of this process), what to let through, how many samples.
+
+    `patience`: seconds beyond `seconds` that may be spent waiting for the compiler. `measured_profiles`: Nsight Compute
+    judges afterwards who has a better profile, so occupancy computed from registers does not.
+    """
+
+    trials: int | None = None
+    seconds: float | None = None
+    patience: float = 0.0
+    measured_profiles: bool = False
+    limits: Limits = field(default_factory=Limits)
+    quick: int = decide.QUICK
+    confirm: int = decide.CONFIRM
+    final: int = FINAL
+
+
+@dataclass(frozen=True)
+class State:
+    """What a watcher sees after each trial."""
+
+    finished: int
+    best: float
+    last: str
+
+
+class Search:
+    """Works on a study of one problem on one device."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        study: optuna.Study,
+        timer: Timer,
+        compiler: Compiler,
+        settings: Settings,
+        watch: Callable[[State], None] = lambda state: None,
+    ) -> None:
+        self.problem, self.study, self.timer, self.compiler = problem, study, timer, compiler
+        self.settings, self.watch = settings, watch
+        self.started = time.monotonic()
+        self.candidates = Candidates(problem, compiler, settings.limits)
+        self.ready = problem.build(timer.device)
+        self._calls: dict[str, Call] = {}  # of the incumbents
+        self._busy = -math.inf  # when the device was last seen at work
+        self._round = 0.0  # seconds that a round of samples took
+        self._waited = 0.0  # seconds, for the compiler
+        self._random = random.Random(len(study.get_trials(deepcopy=False)))
+        if not isinstance(study.sampler, Listed):
+            study.sampler = Listed(study.sampler, problem.space, self._pick)
+        study.sampler.pick = self._pick
+
+    def run(self) -> Row:
+        """Search, then measure the winner against the default."""
+        self._begin()
+        while not self._over():
+            put_back(self.study)
+            self._next()
+        return self._finish()
+
+    def reconsider(self, choices: Iterable[Choice]) -> Row:
+        """Confirm choices that were measured before and were not 5 % faster, then measure the winner."""
+        self._begin()
+        for choice in choices:
+            (trial,) = (t for t in self._trials(TrialState.COMPLETE) if key(t.params) == key(choice))
+            calls, holder = self._contenders(choice)
+            if self._confirmed(calls, holder or "default").faster:  # a finished trial cannot be changed
+                told = {**trial.user_attrs, PROMOTED: True}
+                told.pop(REJECTED, None)
+                self.study.add_trial(
+                    optuna.trial.create_trial(
+                        params=trial.params, distributions=trial.distributions, value=self._last, user_attrs=told
+                    )
+                )
+        return self._finish()
+
+    def near(self, most: int) -> list[Choice]:
+        """Complete trials that were no slower than the incumbent, but not 5 % faster: the fastest first."""
+        best = self._incumbent()
+        bound = 1.0 if best is None else _value(best)
+        found = [t for t in self._trials(TrialState.COMPLETE) if not t.user_attrs.get(PROMOTED) and _value(t) <= bound]
+        found = [t for t in found if key(t.params) != key(self.problem.default)]
+        return [dict(t.params) for t in sorted(found, key=_value)][:most]
+
+    def _begin(self) -> None:
+        """Make the default ready. `_outside` says why the limits do not allow it, or is empty."""
+        self._outside = ""
+        try:
+            self._static = gates.check(
+                self.candidates.kernels(self.problem.default), self.compiler.usage, self.compiler.arch, ANYTHING
+            )
+            self._default = self._prepared(self.problem.default)
+        except Rejected as error:
+            raise RuntimeError(f"{self.problem.case}: the default configuration is {error.kind}: {error}") from error
+        if self.settings.limits != Limits():  # what the hardware allows, the default may always use
+            try:
+                self.candidates.profile(self.problem.default)
+            except Rejected as error:
+                self._outside = str(error)
+
+    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """Of the study, all processes together, without repetitions."""
+        found = self.study.get_trials(deepcopy=False, states=states)
+        return [t for t in found if t.user_attrs.get(REJECTED) != SEEN]
+
+    def _over(self) -> bool:
+        limit, left = self.settings, self._left()
+        if left is not None and left <= limit.final * self._round:  # which the last measurement will take
+            return True
+        taken = [t for t in self._trials(*DONE, TrialState.RUNNING) if OWNER in t.user_attrs]
+        taken = [t for t in taken if t.user_attrs.get(REJECTED) not in STATIC]
+        if limit.trials is not None and len(taken) >= limit.trials:
+            return True
+        return not self._waiting() and not self._wait_for_one()
+
+    def _left(self) -> float | None:
+        """Seconds."""
+        if self.settings.seconds is None:
+            return None
+        allowed = self.settings.seconds + min(self._waited, self.settings.patience)
+        return max(self.started + allowed - time.monotonic(), 0.0)
+
+    def _waiting(self) -> bool:
+        return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+
+    def _unseen(self) -> list[Choice]:
+        return self.candidates.left({key(t.params) for t in self._trials(*DONE, TrialState.RUNNING)})
+
+    def _wait_for_one(self) -> bool:
+        """Wait until a choice can be measured; False if none is left or the time is up."""
+        while unseen := self._unseen():
+            compiled = [choice for choice in unseen if self.candidates.compiled(choice)]
+            if any(self.candidates.passes(choice) for choice in compiled):
+                return True
+            if len(compiled) == len(unseen):
+                continue  # all of them were just rejected
+            start, left = time.monotonic(), self._left()
+            if left is not None:
+                left += max(self.settings.patience - self._waited, 0.0)
+                if left <= 0.0:
+                    return False
+            self.compiler.wait(LOOK if left is None else min(left, LOOK))
+            self._waited += time.monotonic() - start
+            self._report("waiting for the compiler")
+        return False
+
+    def _pick(self, proposal: Choice) -> Choice | None:
+        """The choice nearest to a proposal of those that can be measured now; None if there is none."""
+        ready = [choice for choice in self._unseen() if self.candidates.compiled(choice)]
+        while ready:
+            choice = nearest(ready, proposal, self._random)
+            if self.candidates.passes(choice):
+                return choice
+            ready.remove(choice)
+        return None
+
+    def _next(self) -> None:
+        trial = self.study.ask()
+        trial.set_user_attr(OWNER, owner())
+        choice = self.problem.space.suggest(trial)
+        trial.set_user_attr(CLAIMED, True)
+        if self._taken(trial.number, choice):
+            self._tell(trial, None, SEEN)
+            return
+        value, rejected, broken = None, None, None
+        try:
+            value, rejected = self._judge(trial, choice)
+        except Rejected as error:
+            rejected = error.kind
+            trial.set_user_attr("reason", " ".join(str(error).split())[:300])
+        except optuna.TrialPruned:
+            rejected = "pruned"
+        except NotDone:  # the time was up before it was compiled: for whoever resumes
+            self.study.tell(trial, state=TrialState.FAIL)
+            self.study.enqueue_trial(choice)
+            return
+        except Exception as error:  # of a launch: a kernel may have left the device unusable
+            rejected, broken = "fails", error
+        self._tell(trial, value, rejected)
+        if broken is not None:
+            self._alive(broken)
+        self._report(rejected or PROMOTED)
+
+    def _report(self, last: str) -> None:
+        best = self._incumbent()
+        self.watch(State(len(self._measured()), 1.0 if best is None else 1 / _value(best), last))
+
+    def _measured(self) -> list[FrozenTrial]:
+        """Trials that were timed."""
+        return [t for t in self._trials(*DONE) if t.intermediate_values]
+
+    def _taken(self, number: int, choice: Choice) -> bool:
+        """Whether another trial has this choice. Whoever comes with it late sees an earlier number or an earlier claim,
+        so no choice is tried twice, whatever the timing."""
+        others = [t for t in self._trials(*DONE, TrialState.RUNNING) if key(t.params) == key(choice)]
+        return any(t.number < number or (t.number > number and CLAIMED in t.user_attrs) for t in others)
+
+    def _tell(self, trial: optuna.Trial, value: float | None, rejected: str | None) -> None:
+        if rejected:
+            trial.set_user_attr(REJECTED, rejected)
+        try:
+            self.study.tell(trial, value, state=TrialState.PRUNED if value is None else TrialState.COMPLETE)
+        except (ValueError, RuntimeError) as error:
+            if "finished" not in str(error) and "Cannot tell" not in str(error):
+                raise  # else: this process was taken for dead and another did the work
+
+    def _alive(self, error: Exception) -> None:
+        """Raise if the device no longer works after an error."""
+        if self.timer.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.timer.device)
+        except RuntimeError:
+            raise RuntimeError(f"a trial broke the device ({error}); it is noted, --resume goes on after it") from error
+
+    def _prepared(self, choice: Choice) -> Call:
+        """A contender that was launched on every input set and gave what the benchmark's check wants."""
+        if (name := key(choice)) in self._calls:
+            return self._calls[name]
+        call = self.ready.call(choice)
+        if self.problem.graph and self.timer.device.type == "cuda":
+            call = self.timer.capture(call, self.problem.sets)
+        self._verify(call)
+        return call
+
+    def _verify(self, call: Call) -> None:
+        for i in range(self.problem.sets):
+            self.ready.poison(i)
+            out = call(i)
+            try:
+                self.ready.check(i, out)
+            except AssertionError as error:
+                raise Rejected("wrong", str(error)) from error
+
+    def _incumbent(self) -> FrozenTrial | None:
+        promoted = [t for t in self._trials(TrialState.COMPLETE) if t.user_attrs.get(PROMOTED)]
+        return min(promoted, key=_value, default=None)
+
+    def _judge(self, trial: optuna.Trial, choice: Choice) -> tuple[float, str | None]:
+        """(value, why it was not promoted)."""
+        profile = self.candidates.profile(choice, self._left())
+        trial.set_user_attr(PROFILE, asdict(profile))
+        calls, holder = self._contenders(choice)
+        taken = self._quick(trial, calls, holder)
+        if holder is not None:
+            better = not self.settings.measured_profiles and decide.better_profile(profile, self._profile())
+            if not decide.passes_quick(taken[holder], taken["candidate"], better):
+                return _relative(taken), f"not {decide.FASTER - 1:.0%} faster"
+        verdict = self._confirmed(calls, holder or "default")
+        if holder is not None and not verdict.faster:
+            trial.set_user_attr("reason", verdict.failed)
+            return self._last, "not confirmed"
+        trial.set_user_attr(PROMOTED, True)
+        return self._last, None
+
+    def _contenders(self, choice: Choice) -> tuple[dict[str, Call], str | None]:
+        """What is sampled beside the choice, and which of them it has to beat; None if the limits allow none yet."""
+        calls = {"default": self._default, "candidate": self._prepared(choice)}
+        if (incumbent := self._incumbent()) is None:
+            return calls, None if self._outside else "default"
+        calls["incumbent"] = self._calls[key(incumbent.params)] = self._prepared(incumbent.params)
+        return calls, "incumbent"
+
+    def _confirmed(self, calls: dict[str, Call], holder: str) -> decide.Verdict:
+        """The second stage, on fresh samples; the output is checked once more."""
+        taken = self._sample(calls, self.settings.confirm)
+        self._verify(calls["candidate"])
+        self._last = _relative(taken)
+        return decide.confirm(taken[holder], taken["candidate"])
+
+    def _profile(self) -> Profile:
+        """Of the incumbent's compiled kernels."""
+        incumbent = self._incumbent()
+        return self._static if incumbent is None else Profile(**incumbent.user_attrs[PROFILE])
+
+    def _quick(self, trial: optuna.Trial, calls: dict[str, Call], holder: str | None) -> dict[str, Array]:
+        parts: list[dict[str, Array]] = []
+        for first in range(0, self.settings.quick, STEP):
+            parts.append(self._sample(calls, min(STEP, self.settings.quick - first), seed=first))
+            taken = {name: np.concatenate([part[name] for part in parts]) for name in calls}
+            trial.report(_relative(taken), taken["candidate"].size)
+            hopeless = holder is not None and decide.hopeless(taken[holder], taken["candidate"])
+            if first + STEP < self.settings.quick and (hopeless or trial.should_prune()):
+                raise optuna.TrialPruned
+        return taken
+
+    def _sample(self, calls: dict[str, Call], rounds: int, seed: int = 0) -> dict[str, Array]:
+        clock, start = self.timer.clock, time.monotonic()
+        usual = clock.warm_seconds
+        clock.warm_seconds = usual if start - self._busy > IDLE else 0.0
+        try:
+            return self.timer.sample(calls, rounds, self.problem.sets, seed=seed, before=self.ready.before)
+        finally:
+            self._busy = time.monotonic()
+            self._round = (self._busy - start - clock.warm_seconds) / rounds
+            clock.warm_seconds = usual
+
+    def _finish(self) -> Row:
+        best = self._incumbent()
+        choice: Choice | None = None if best is None else dict(best.params)
+        calls = {"default": self._default}
+        if choice is not None:
+            calls["candidate"] = self._prepared(choice)
+        taken = self._sample(calls, self.settings.final)
+        verdict = decide.confirm(taken["default"], taken.get("candidate", taken["default"]))
+        note = "" if choice is not None else "nothing faster was found"
+        if choice is None and self._outside:
+            note = "no configuration is within the limits"
+        elif choice is not None and not verdict.faster and not self._outside:
+            note, choice = f"the winner did not hold: {verdict.failed}", None
+        speed = ratio(taken["default"], taken["candidate"]) if choice is not None else None
+        measured, rejected = self._measured(), self.candidates.counts()
+        rejected.update(
+            str(t.user_attrs[REJECTED])
+            for t in self._trials(*DONE)
+            if t.user_attrs.get(REJECTED, STATIC[0]) not in STATIC
+        )
+        return Row(
+            case=self.problem.case,
+            shape=self.problem.shape,
+            default_choice=self.problem.default,
+            choice=choice,
+            default=summary(taken["default"]),
+            tuned=summary(taken["candidate"]) if choice is not None else None,
+            ratio=speed.value if speed else 1.0,
+            lo=speed.lo if speed else 1.0,
+            hi=speed.hi if speed else 1.0,
+            g=verdict.g if choice is not None and math.isfinite(verdict.g) else None,
+            p=verdict.p if choice is not None else 1.0,
+            note=note,
+            space=self.candidates.size,
+            trials=self._counts(),
+            rejected={kind: count for kind, count in rejected.items() if count},
+            top=self._top(choice),
+            seconds=round(time.monotonic() - self.started, 1),
+            valid=len(self.candidates),
+            measured=len(measured),
+            outside=self._outside,
+            values=_fastest(measured),
+        )
+
+    def _counts(self) -> dict[str, int]:
+        counts: dict[str, Any] = {state.name.lower(): len(self._trials(state)) for state in DONE}
+        return {**counts, "put back": len(self._trials(TrialState.FAIL))}
+
+    def _top(self, winner: Choice | None) -> list[Choice]:
+        """The winner, then what was fastest in its trial."""
+        ranked = [dict(t.params) for t in sorted(self._measured(), key=_time)]
+        first = winner or self.problem.default
+        return [first, *(choice for choice in ranked if choice != first)][:TOP]
+
+
+def _value(trial: FrozenTrial) -> float:
+    return math.inf if trial.value is None else trial.value
+
+
+def _time(trial: FrozenTrial) -> float:
+    """Of a trial that was measured, over the default's; of one that was given up, up to then."""
+    return trial.intermediate_values[max(trial.intermediate_values)] if trial.value is None else trial.value
+
+
+def _fastest(trials: list[FrozenTrial]) -> dict[str, dict[str, float]]:
+    """Time of the fastest trial of each value of each parameter, over the default's."""
+    found: dict[str, dict[str, float]] = {}
+    for trial in trials:
+        for name, chosen in trial.params.items():
+            known = found.setdefault(name, {})
+            known[str(chosen)] = min(known.get(str(chosen), math.inf), _time(trial))
+    return found
+
+
+def _relative(taken: dict[str, Array]) -> float:
+    return float(np.median(taken["candidate"]) / np.median(taken["default"]))

@@ -1,0 +1,205 @@
+"""A search of all cases of an op: kernels compiled ahead, case after case, then profiles of what came out first."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optuna
+import torch
+
+from kvstrata.jit.tuned import Choice, nearest
+from kvstrata.tools.bench.timer import Timer
+from kvstrata.tools.profile import ncu, profile
+from kvstrata.tools.profile.ncu import NcuError
+
+from . import decide, profiles
+from .compiler import Compiler
+from .gates import HARDWARE
+from .problems import Problem
+from .results import PREFIX, Row, Tuning
+from .search import Search, Settings, State
+from .space import key
+from .storage import open_storage, open_study
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+NEAR = 2  # trials of a case that were as fast as the winner, and are profiled beside it
+MOST = 12  # cases that are profiled, those with a winner first
+AGAIN = 5.0  # seconds that must be left to search cases again
+SEARCH = 0.75  # of the time, if profiles are taken after it
+
+
+@dataclass(frozen=True)
+class Session:
+    """What is searched, where, and how; `profile`: Nsight Compute is there and may be used."""
+
+    op: str
+    problems: list[Problem]
+    device: torch.device
+    arch: str
+    backend: str
+    gates: str
+    settings: Settings
+    machine: dict[str, Any]
+    storage: str | Path
+    flush_bytes: int | None = None
+    resume: bool = False
+    seed: int | None = None
+    profile: bool = False
+
+    @property
+    def kind(self) -> str:
+        return self.op if self.gates == HARDWARE else f"{self.op}_{self.gates}"
+
+    def run(self, begun: float, progress: Progress, keep: Callable[[Tuning], object]) -> Tuning:
+        """Each case with its share of the time since `begun`; `keep` sees the result after each."""
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        settings = replace(self.settings, measured_profiles=self.profile)
+        tuning = Tuning(PREFIX + self.kind, self.machine, self._method())
+        timer = Timer(self.device, self.flush_bytes)
+        end = math.inf if settings.seconds is None else begun + settings.seconds
+        searched = begun + SEARCH * (end - begun) if self.profile else end
+        storage = open_storage(self.storage)
+        near: dict[str, list[Choice]] = {}
+        studies: dict[str, optuna.Study] = {}
+        with Compiler(self.arch) as compiler:
+            goals = [min(settings.trials or size, size) for size in self._compile(compiler)]
+            compiling = progress.add_task("compiling", total=compiler.progress[1], best="")
+            tasks = [
+                progress.add_task(p.case, total=goal, best="") for p, goal in zip(self.problems, goals, strict=True)
+            ]
+            unfinished, measured = list(range(len(self.problems))), -1
+            while unfinished:
+                for turn, number in enumerate(unfinished):
+                    problem = self.problems[number]
+
+                    def watch(state: State, task: Any = tasks[number]) -> None:
+                        best = f"best {state.best:.2f}x  last: {state.last}"
+                        progress.update(task, completed=state.finished, best=best)
+                        progress.update(compiling, completed=compiler.progress[0])
+
+                    times = _share(settings, searched - time.monotonic(), len(unfinished) - turn)
+                    if problem.case not in studies:
+                        studies[problem.case] = self._study(storage, problem)
+                    search = Search(problem, studies[problem.case], timer, compiler, times, watch)
+                    row = search.run()
+                    if number < len(tuning.rows):
+                        row.seconds = round(row.seconds + tuning.rows[number].seconds, 1)
+                        tuning.rows[number] = row
+                    else:
+                        tuning.rows.append(row)
+                    near[problem.case] = search.near(NEAR)
+                    keep(tuning)
+                    del search
+                    self._free()
+                # Again with kernels that were not compiled yet when their case was searched.
+                earlier, measured = measured, sum(row.measured or 0 for row in tuning.rows)
+                if searched - time.monotonic() < AGAIN or measured == earlier:
+                    break
+                unfinished = [i for i, goal in enumerate(goals) if _untried(tuning.rows[i], goal)]
+            if self.profile:
+                progress.add_task("Nsight Compute", total=None, best="")
+                left = end - time.monotonic()
+                self._profiles(tuning, near, min(left, profile.SECONDS), timer, compiler, studies)
+        return tuning
+
+    def _method(self) -> dict[str, Any]:
+        settings = self.settings
+        method = {"backend": self.backend, "quick": settings.quick, "confirm": settings.confirm}
+        method |= {"final": settings.final, "limits": asdict(settings.limits), "trials": settings.trials}
+        return {**method, "seconds": settings.seconds, "gates": self.gates}
+
+    def _compile(self, compiler: Compiler) -> list[int]:
+        """Begin with all kernels; how many valid choices each case has."""
+        compiler.ahead(kernel for problem in self.problems for kernel in problem.kernels(problem.default))
+        sizes = []
+        for problem in self.problems:
+            valid = [choice for choice in problem.space if not problem.invalid(choice)]
+            random.Random(0).shuffle(valid)  # so that what is compiled first is spread over the space
+            compiler.ahead(kernel for choice in valid for kernel in problem.kernels(choice))
+            sizes.append(len(valid))
+        return sizes
+
+    def _study(self, storage: optuna.storages.BaseStorage, problem: Problem) -> optuna.Study:
+        """The study of a case; a new one begins with the top of the nearest entry of the tuned table."""
+        name = f"{self.kind}/{problem.case}/{self.backend}/{self.machine['slug']}"
+        study = open_study(storage, name, self.resume, self.seed)
+        known = nearest(self.op, self.machine["slug"], problem.shape)
+        for choice in known["top"] if known and not study.get_trials(deepcopy=False) else []:
+            if problem.space.has(choice) and not problem.invalid(choice):
+                study.enqueue_trial(choice)
+        return study
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _profiles(
+        self,
+        tuning: Tuning,
+        near: dict[str, list[Choice]],
+        seconds: float,
+        timer: Timer,
+        compiler: Compiler,
+        studies: dict[str, optuna.Study],
+    ) -> None:
+        """Profile winners, defaults and near misses; a near miss with better metrics may still win by 100 samples."""
+        wanted = [(row.case, _choices(row, near[row.case])) for row in tuning.rows]
+        won = {row.case for row in tuning.rows if row.choice is not None}
+        wanted = [(case, choices) for case, choices in wanted if len(choices) > 1]
+        wanted = sorted(wanted, key=lambda each: each[0] not in won)[:MOST]
+        if not wanted:
+            return
+        try:
+            found = profiles.take(self.op, wanted, seconds)
+        except NcuError as error:
+            tuning.method["profile"] = f"none: {error}"
+            return
+        tuning.method["profile"] = profile.version(ncu.find())
+        known = {problem.case: problem for problem in self.problems}
+        for number, row in enumerate(tuning.rows):
+            if (row.case, key(row.default_choice)) not in found:
+                continue
+            holder = found[row.case, key(row.choice or row.default_choice)]
+            better = [c for c in near[row.case] if decide.better_metrics(found[row.case, key(c)], holder)]
+            if better:
+                settings = replace(self.settings, measured_profiles=True)
+                search = Search(known[row.case], studies[row.case], timer, compiler, settings)
+                earlier, row = row.seconds, search.reconsider(better)
+                row.seconds = round(row.seconds + earlier, 1)
+                tuning.rows[number] = row
+                del search
+                self._free()
+            row.metrics["default"] = found[row.case, key(row.default_choice)]
+            if row.choice is not None:
+                row.metrics["tuned"] = found[row.case, key(row.choice)]
+            told = f"{len(near[row.case])} no slower were profiled, {len(better)} with better metrics"
+            row.note = "; ".join(part for part in (row.note, told) if part)
+
+
+def _share(settings: Settings, left: float, cases: int) -> Settings:
+    """An equal share of the time left; half of what the other cases have may be spent waiting for the compiler."""
+    if math.isinf(left):
+        return replace(settings, seconds=None)
+    left = max(left, 0.0)
+    return replace(settings, seconds=left / cases, patience=left / 2 * (cases - 1) / cases)
+
+
+def _untried(row: Row, goal: int) -> bool:
+    """True if fewer than ``goal`` configurations were measured, and there are more within the limits."""
+    return (row.measured or 0) < min(goal, row.valid or 0)
+
+
+def _choices(row: Row, near: list[Choice]) -> list[Choice]:
+    """The default, the winner and near misses, each once."""
+    every = [row.default_choice, *([row.choice] if row.choice else []), *near]
+    return list({key(choice): choice for choice in every}.values())

@@ -1,0 +1,39 @@
+"""Winners as tables: what a search found becomes what `auto` reads (`jit.tuned`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvstrata.jit import tuned
+
+from .results import Tuning, write
+
+
+def entries(tuning: Tuning) -> list[tuned.Entry]:
+    """One for each case; where the default stays that is said, so that no far winner takes its place."""
+    return [{"case": row.case, "shape": row.shape, "choice": row.choice, "top": row.top} for row in tuning.rows]
+
+
+def save(op: str, tuning: Tuning, arch: str, folder: Path) -> Path:
+    """Put the winners into `<folder>/<gpu>.json`; entries of other ops and cases stay."""
+    path = folder / f"{tuning.machine['slug']}.json"
+    there = tuned.read(path) if path.exists() else {}
+    fresh = entries(tuning)
+    kept = [entry for entry in there.get(op, []) if entry["case"] not in {e["case"] for e in fresh}]
+    there[op] = sorted([*kept, *fresh], key=lambda entry: entry["case"])
+    ops = []
+    for name, found in sorted(there.items()):
+        ops.append(f'  "{name}": [\n   ' + ",\n   ".join(json.dumps(entry) for entry in found) + "\n  ]")
+    head = {"schema": tuned.SCHEMA, "gpu": tuning.machine["name"], "arch": arch}
+    text = ",\n".join(
+        [*(f' "{k}": {json.dumps(v)}' for k, v in head.items()), ' "ops": {\n' + ",\n".join(ops) + "\n }"]
+    )
+    write(path, "{\n" + text + "\n}\n")
+    tuned.forget()
+    return path
+
+
+def arch_of(path: Path) -> str:
+    """The architecture that a table was made on."""
+    return str(json.loads(path.read_text(encoding="utf-8"))["arch"])
