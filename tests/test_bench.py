@@ -77,7 +77,7 @@ def test_a_wrong_contender_gets_no_speed():
     text = render.verdict(report)
     assert text.startswith("Correctness: FAILED")
     assert "Speedup" not in text
-    assert "WRONG" in render.markdown(report)
+    assert "WRONG" in render.table(report, {}).document()
 
 
 def test_a_contender_that_turns_wrong_while_timed_gets_no_speed():
@@ -127,7 +127,7 @@ def test_a_case_that_cannot_be_built_does_not_end_the_run():
     assert report.cases[1].rows
     assert report.failures == ["broken: MemoryError: too large"]
     assert seen == [1, 2, 3]
-    assert "broken did not run" in render.markdown(report)
+    assert "broken did not run" in render.table(report, {}).document()
 
 
 def test_wrong_names_are_said():

@@ -12,6 +12,7 @@ from kvstrata.tools.bench.cases import decode
 from kvstrata.tools.bench.plot import MEMORY, groups, plot
 from kvstrata.tools.bench.results import CaseResult, Report, Row
 from kvstrata.tools.bench.stats import summary
+from kvstrata.tools.render import inject
 
 CPU = torch.device("cpu")
 
@@ -80,33 +81,33 @@ def test_compare_finds_what_is_slower_and_only_that():
 
 def test_markdown_selects_rows_and_columns(report):
     options = {"rows": "*-64", "contenders": "ours,naive", "columns": "contender,us,speedup"}
-    lines = render.markdown(report, options).splitlines()
+    lines = render.table(report, options).document().splitlines()
     assert lines[0] == "| contender | us | vs baseline |"
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| ours", "| naive"]
     assert lines[4] == ""
     assert "elsewhere absent" not in lines[5]  # a chosen part has the caption; the whole table has the notes too
-    assert "elsewhere absent" in render.markdown(report).splitlines()[-1]
-    pivot = render.markdown(report, {"pivot": "us", "contenders": "ours*"}).splitlines()
+    assert "elsewhere absent" in render.table(report, {}).document()
+    pivot = render.table(report, {"pivot": "us", "contenders": "ours*"}).document().splitlines()
     assert pivot[0] == "| case (us) | ours | ours-too |"
     assert len(pivot) == 2 + 2 + 2
     with pytest.raises(ValueError, match="column 'nothing'"):
-        render.markdown(report, {"columns": "nothing"})
+        render.table(report, {"columns": "nothing"}).document()
 
 
 def test_inject_fills_every_block_and_keeps_the_rest():
     other = "<!-- kvstrata:storex -->x<!-- /kvstrata:storex -->"
     text = f"a\n<!-- kvstrata:store pivot=us -->\nold\n<!-- /kvstrata:store -->\nb\n{other}"
-    once = render.inject(text, "kvstrata:store", lambda options: f"new {options}")
+    once = inject(text, "kvstrata:store", lambda options: f"new {options}", {"pivot"})
     assert "new {'pivot': 'us'}" in once
     assert "old" not in once
     assert once.endswith(f"b\n{other}")
-    assert render.inject(once, "kvstrata:store", lambda options: f"new {options}") == once
+    assert inject(once, "kvstrata:store", lambda options: f"new {options}", {"pivot"}) == once
     with pytest.raises(ValueError, match="0 opening"):
-        render.inject(text, "kvstrata:other", "t")
+        inject(text, "kvstrata:other", "t", ())
     with pytest.raises(ValueError, match="1 opening and 0 closing"):
-        render.inject("<!-- kvstrata:store -->", "kvstrata:store", "t")
+        inject("<!-- kvstrata:store -->", "kvstrata:store", "t", ())
     with pytest.raises(ValueError, match="marker option 'colour'"):
-        render.inject(text.replace("pivot", "colour"), "kvstrata:store", lambda options: "t")
+        inject(text.replace("pivot", "colour"), "kvstrata:store", lambda options: "t", {"pivot"})
 
 
 @pytest.mark.parametrize(("y", "suffix"), [("tb_s", ".svg"), ("us", ".png"), ("tflop_s", ".svg")])

@@ -10,7 +10,7 @@ import torch
 from kvstrata.tools.bench import runner
 from kvstrata.tools.bench.cases import step
 from kvstrata.tools.bench.clock import WallClock
-from kvstrata.tools.bench.render import markdown
+from kvstrata.tools.bench.render import table
 from kvstrata.tools.bench.results import CaseResult, Report, Row
 from kvstrata.tools.bench.runner import _judge
 from kvstrata.tools.bench.stats import summary
@@ -70,9 +70,10 @@ def test_rates_and_shares_are_columns() -> None:
     _judge(case, step.cases_of(SMALL)[0], 1.0)
     machine = {"name": "x", "versions": {"torch": "1"}, "date": "2026-01-01", "slug": "x"}
     report = Report("step", machine, {"quick": False}, {"tb_s": 1.0}, {"us": 1.0, "kernel": "empty.cu"}, [case])
-    table = markdown(report, {"columns": "contender,us,share,rate,tokens_s", "contenders": "fused,replay"})
-    assert "| fused | 1250.00 | 20.00 % [20.00, 20.00] | 800 | 1,600 |" in table
-    assert "| replay | 1000.00 |  | 1,000 | 2,000 |" in table
+    shown = {"columns": "contender,us,share,rate,tokens_s", "contenders": "fused,replay"}
+    text = table(report, shown).document()
+    assert "| fused | 1250.00 | 20.00 % [20.00, 20.00] | 800 | 1,600 |" in text
+    assert "| replay | 1000.00 |  | 1,000 | 2,000 |" in text
 
 
 def test_wall_clock_time_has_the_host_in_it(monkeypatch: pytest.MonkeyPatch) -> None:

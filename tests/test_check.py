@@ -14,8 +14,8 @@ import torch
 import kvstrata as library
 import toy
 from conftest import invoke
-from kvstrata.tools import child
-from kvstrata.tools.bench import cases, publish
+from kvstrata.tools import child, publish
+from kvstrata.tools.bench import cases
 from kvstrata.tools.check import check, sweeps
 from kvstrata.tools.check import results as check_results
 from kvstrata.tools.check.sweeps.draw import Draw, Refused

@@ -201,7 +201,7 @@ def test_help_imports_nothing_heavy():
     code = f"""
 import sys
 from typer.testing import CliRunner
-from kvstrata.cli import app
+from kvstrata.tools.cli import app
 for command in ([], *([name] for name in {COMMANDS})):
     assert CliRunner().invoke(app, [*command, "--help"]).exit_code == 0, command
 print([m for m in {heavy} if m in sys.modules])

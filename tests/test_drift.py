@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvstrata.tools.bench import publish
+from kvstrata.tools import publish
 from kvstrata.tools.cli import app
 from kvstrata.tools.eval import drift
 

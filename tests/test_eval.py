@@ -22,7 +22,7 @@ from kvstrata.cache.policy.assign import SQNR_DB
 from kvstrata.hf import StrataCache
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
-from kvstrata.tools.bench import publish
+from kvstrata.tools import publish
 from kvstrata.tools.eval import (
     advise,
     bits,
@@ -215,12 +215,12 @@ def test_tables_and_plot(tmp_path: Path) -> None:
     quality.run_needles(
         net, Letters(), "hay " * 200, [contenders.strata(0.5, **OPTIONS)], state, lengths=[220], depths=[0.5], asked=1
     )
-    table = render.markdown(state, {"table": "budgets", "names": "kv*"})
+    table = render.table(state, {"table": "budgets", "names": "kv*"}).document()
     assert "| 60 after 60 | kvstrata | 0.5 |" in table
     assert "16 bit |" not in table.splitlines()[2]
-    assert "depth 0.5" in render.markdown(state, {"table": "needles"})
+    assert "depth 0.5" in render.table(state, {"table": "needles"}).document()
     with pytest.raises(ValueError, match="table 'x'"):
-        render.markdown(state, {"table": "x"})
+        render.table(state, {"table": "x"}).document()
     pytest.importorskip("matplotlib")
     assert plot.plot(state, tmp_path / "q.png").stat().st_size > 1000
 

@@ -158,8 +158,8 @@ def test_the_command_takes_stretches_of_a_text(command, tmp_path: Path) -> None:
         mean = sum(map(sum, many.nll[3 * text : 3 * text + 3])) / (3 * sum(many.count))
         assert many.perplexity(text) == pytest.approx(math.exp(mean))
     assert kept.exact(many) is kept.rows[2]
-    assert "3 x 200" in render.markdown(kept, {"stretches": "3"})
-    assert "| 200 |" not in render.markdown(kept, {"stretches": "3"})
+    assert "3 x 200" in render.table(kept, {"stretches": "3"}).document()
+    assert "| 200 |" not in render.table(kept, {"stretches": "3"}).document()
     much = ("--tokens", "2000", "--stretches", "1000", "--out", str(tmp_path / "much.json"))
     assert "at least 2000000 tokens" in command(*given[:4], *much).output
 

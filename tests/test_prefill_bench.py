@@ -13,8 +13,8 @@ from kvstrata.attention.prefill.configs import TABLE, default_of, nearest
 from kvstrata.attention.prefill.op import PrefillJob
 from kvstrata.tools.bench import results, runner
 from kvstrata.tools.bench.cases import prefill as cases
-from kvstrata.tools.bench.publish import figures, render_document
 from kvstrata.tools.bench.stats import summary
+from kvstrata.tools.publish import figures, render_document
 
 CPU = torch.device("cpu")
 MANY = ["kvstrata", "flash", "cuda", "cudnn"]

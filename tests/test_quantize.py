@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.quant import dequantize, quantize
 from kvstrata.layout import Format, rotate
 from kvstrata.layout import format as format_module
-from kvstrata.quant import reference
+from kvstrata.quant import dequantize, quantize, reference
 
 BITS = [2, 3, 4, 8]
 DIMS = list(range(32, 257, 16))

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from kvstrata.tools.bench import publish, render
+from kvstrata.tools import publish
+from kvstrata.tools.bench import render
 from kvstrata.tools.bench.plot import groups
 from kvstrata.tools.bench.results import Against, CaseResult, Report, Row, load
 from kvstrata.tools.bench.stats import summary
@@ -257,7 +258,7 @@ def cells(table: str) -> list[list[str]]:
 
 def test_a_pivot_by_a_parameter_has_every_case_once(replay):
     options = {"rows": "fa-*[0-9]", "contenders": "kvstrata", "pivot": "us,vs_peer", "by": "columns"}
-    head, _, *lines = cells(render.markdown(replay, options))
+    head, _, *lines = cells(render.table(replay, options).document())
     assert head == ["style bs (us, vs best peer)", "columns 16", "columns 512", "columns 4096", "columns 8192"]
     assert [line[0] for line in lines] == ["fa 1", "fa 16", "fa 64", "fa 256"]
     case = next(case for case in replay.cases if case.name == "fa-64x4096")
@@ -265,9 +266,9 @@ def test_a_pivot_by_a_parameter_has_every_case_once(replay):
     assert lines[2][3].startswith(f"{us:.2f}, {against.ratio:.2f}x [")
     assert lines[2][3].endswith(f"] {against.name}")
     with pytest.raises(ValueError, match="kvstrata is not alone there"):  # the captured case has the same parameters
-        render.markdown(replay, options | {"rows": "fa-*"})
+        render.table(replay, options | {"rows": "fa-*"}).document()
     with pytest.raises(ValueError, match="by 'T': fa-1x16 has style, bs, columns"):
-        render.markdown(replay, options | {"by": "T"})
+        render.table(replay, options | {"by": "T"}).document()
 
 
 def test_targets_are_met_or_missed_by_the_figures(replay):
@@ -280,7 +281,7 @@ def test_targets_are_met_or_missed_by_the_figures(replay):
         f"fa-64x4096: host kvstrata / host bare launch >= {ratio + 0.01:.2f}",
         "fa-64x4096: gpu kvstrata + host kvstrata / bytes + gpu empty >= 0",
     ]
-    _, _, *rows = cells(render.markdown(replay, {"targets": ";\n".join(lines) + ";"}))
+    _, _, *rows = cells(render.table(replay, {"targets": ";\n".join(lines) + ";"}).document())
     assert [row[-1] for row in rows] == ["met", "missed", "missed", "met"]
     assert rows[0][:3] == ["host kvstrata / host bare launch", "fa-64x4096",
                            f"{host['kvstrata']:.2f} / {host['bare launch']:.2f}"]  # fmt: skip
@@ -304,7 +305,7 @@ def test_targets_are_met_or_missed_by_the_figures(replay):
 )
 def test_a_target_that_cannot_be_read_is_named(replay, line, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        render.markdown(replay, {"targets": line})
+        render.table(replay, {"targets": line}).document()
 
 
 def test_a_marker_may_span_lines(replay):

@@ -15,7 +15,8 @@ optuna = pytest.importorskip("optuna")
 from conftest import Watch, invoke  # noqa: E402
 from kvstrata import jit  # noqa: E402
 from kvstrata.jit import tuned  # noqa: E402
-from kvstrata.tools.bench import clock, publish  # noqa: E402
+from kvstrata.tools import publish  # noqa: E402
+from kvstrata.tools.bench import clock  # noqa: E402
 from kvstrata.tools.tune import experiment, problems, render, results, warmup  # noqa: E402
 from kvstrata.tools.tune.space import show  # noqa: E402
 from tune_toy import entry, put  # noqa: E402
@@ -105,8 +106,8 @@ def test_experiments_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     gate = results.load(path)
     assert [row.factor for row in gate.rows] == [1.0, 1.05, 1.1] * 3
     assert [row.measured for row in gate.rows[:3]] == pytest.approx([1.0, 1.05, 1.1], abs=0.01), "delays are real"
-    assert "| simulated, 5% noise | the same |" in render.markdown(gate, {})
-    assert "gate on" in render.markdown(gate, {})
+    assert "| simulated, 5% noise | the same |" in render.table(gate, {}).document()
+    assert "gate on" in render.table(gate, {}).document()
 
 
 def test_experiments_end_with_the_time(watch: Watch) -> None:

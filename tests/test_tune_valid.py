@@ -151,14 +151,14 @@ def test_limits_values_and_metrics_are_rendered(tmp_path: Path) -> None:
     tuning = results.Tuning("tune_toy_portable", machine, {"backend": "cuda", "final": 200, "gates": "portable"}, [row])
     again = results.load(results.save(tuning, tmp_path))
     assert results.dumps(again) == results.dumps(tuning)
-    text = render.markdown(again, {"table": "limits"})
+    text = render.table(again, {"table": "limits"}).document()
     assert "| 65536 bytes of shared memory, the cap is 49152 | kernel=" in text
     assert "limits portable" in text
-    values = render.markdown(again, {"table": "values", "of": "m"})
+    values = render.table(again, {"table": "values", "of": "m"}).document()
     assert f"| sparse | m | 2: {row.values['m']['2']:.2f}, 1: {row.values['m']['1']:.2f} |" in values
     assert "stages" not in values
-    assert "| 2.00 | 51.5 |" in render.markdown(again, {"table": "metrics"})
-    assert f"| {row.measured} of {row.valid} |" in render.markdown(again, {})
+    assert "| 2.00 | 51.5 |" in render.table(again, {"table": "metrics"}).document()
+    assert f"| {row.measured} of {row.valid} |" in render.table(again, {}).document()
 
 
 @pytest.mark.skipif(jit.missing() is not None, reason=str(jit.missing()))

@@ -84,7 +84,7 @@ def bench(
     from .bench import cases
     from .bench.machine import describe
     from .bench.regress import earlier
-    from .bench.render import terminal, verdict
+    from .bench.render import table, verdict
     from .bench.results import dumps, load
     from .bench.results import save as write
     from .bench.runner import run, select
@@ -115,7 +115,7 @@ def bench(
         taken = run(chosen, where, quick, only, revision=revision, after_case=keep)
     if as_json:
         sys.stdout.write(dumps(taken))
-    say.print(terminal(taken))
+    say.print(table(taken, {}).terminal())
     say.print(getattr(module, "summary", verdict)(taken), markup=False, highlight=False)
     if save:
         say.print(f"Saved: {results / taken.machine['slug'] / op}.json", highlight=False)

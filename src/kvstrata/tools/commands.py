@@ -162,7 +162,7 @@ def check(
     from .bench.machine import describe
     from .check import check as checks
     from .check import results as check_results
-    from .table import Grid
+    from .render import Grid
 
     say = console(stderr=as_json)
     wanted = [tool for tool in tools.split(",") if tool and tool != "none"]
@@ -272,7 +272,7 @@ def _documents(
     documents: list[Path] | None, results: Path, figures: Path, check: bool
 ) -> tuple[list[Path], list[Path]]:
     """Bring documents and figures up to date; what was written, and with `check` what would have been."""
-    from .bench import publish
+    from . import publish
 
     changed = []
     try:

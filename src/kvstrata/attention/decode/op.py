@@ -58,8 +58,7 @@ class Job(NamedTuple):
 @functools.cache
 def _module(backend: str) -> ModuleType:
     """Imported when first asked for: not every machine has what every backend needs."""
-    name = "reference" if backend == "reference" else f"decode_{backend}"
-    return import_module(f"{__package__}.{name}")
+    return import_module(f"{__package__}.{backend}")
 
 
 @functools.cache

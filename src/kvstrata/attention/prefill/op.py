@@ -70,7 +70,7 @@ class PrefillJob(NamedTuple):
 @functools.cache
 def _module(backend: str) -> ModuleType:
     """Imported when first asked for: not every machine has what every backend needs."""
-    return import_module(f"{__package__}.prefill_{backend}")
+    return import_module(f"{__package__}.{backend}")
 
 
 def missing(backend: str, job: PrefillJob) -> str | None:

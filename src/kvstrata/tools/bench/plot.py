@@ -10,6 +10,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from kvstrata.tools.plot import panels
+
 from .results import CaseResult, Report, Row
 from .stats import Summary
 
@@ -55,32 +57,22 @@ def plot(
     """Draw `y` (a name of LABELS; several with commas, a panel each) of every contender that is not left out over `x`,
     with 95 % intervals; with `by` ours alone, a line for each value of that parameter. `path` ends with the format,
     the title with `about`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "kvstrata"  # the same report gives the same file
     ys = y.split(",")
-    figure, panels = plt.subplots(1, len(ys), figsize=(7 if len(ys) == 1 else 5 * len(ys), 4.2), layout="constrained")
-    panels = panels if len(ys) > 1 else [panels]
     lines: dict[str, list[tuple[CaseResult, Row]]] = defaultdict(list)
     for case in cases:
         for row in case.rows:
             if row.name not in leave_out and (by is None or row.kind == "ours"):
                 lines[row.name if by is None else _label(by, case.params[by])].append((case, row))
-    for axes, one in zip(panels, ys, strict=True):
-        _panel(report, lines, axes, x, one)
     title = f"{report.op} on {report.machine['name']}{about}"
-    if len(ys) == 1:
-        panels[0].set(title=title)
-        panels[0].legend(fontsize=8)
-    else:
-        figure.suptitle(title)
-        figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside right center")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
-    plt.close(figure)
+    with panels(path, len(ys), 7 if len(ys) == 1 else 5) as (figure, every):
+        for axes, one in zip(every, ys, strict=True):
+            _panel(report, lines, axes, x, one)
+        if len(ys) == 1:
+            every[0].set(title=title)
+            every[0].legend(fontsize=8)
+        else:
+            figure.suptitle(title)
+            figure.legend(*every[0].get_legend_handles_labels(), fontsize=8, loc="outside right center")
     return path
 
 

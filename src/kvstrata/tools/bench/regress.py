@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata.tools import git
-from kvstrata.tools.table import Grid
+from kvstrata.tools.render import Grid
 
 from .results import Report, Row, compare, load, loads
 

@@ -12,17 +12,16 @@ targets.py reads them. `on` names the machine where results of several exist.
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from fnmatch import fnmatch
 
-from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
+from kvstrata.tools.render import Grid
+from kvstrata.tools.results import provenance
 
 from . import targets
-from .results import Against, CaseResult, Report, Row
+from .results import Against, CaseResult, Report, Row, load
+
+__all__ = ["COLUMNS", "OPTIONS", "caption", "command", "load", "notes", "owns", "table", "verdict"]
 
 Cell = Callable[[CaseResult, Row], str]
 
@@ -86,44 +85,34 @@ DEFAULT = "case,contender,us,interval,tb_s,of_peak,less_floor,of_copy,over_floor
 OPTIONS = {"rows", "contenders", "columns", "pivot", "by", "targets", "on"}
 
 
-def terminal(report: Report) -> Group:
-    """The report as a rich table, with what is absent or wrong said below it."""
-    header, lines = _grid(report)
-    table = Table(title=escape(caption(report)), title_justify="left")
-    for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=i < 2)
-    last = None
-    for line in lines:
-        if last not in (None, line[0]):
-            table.add_section()
-        table.add_row(*(escape(cell) for cell in (line if line[0] != last else ["", *line[1:]])))
-        last = line[0]
-    return Group(table, *(escape(note) for note in notes(report)))
+def owns(name: str) -> bool:
+    """True for every name: what no other command claims is a benchmark."""
+    return True
 
 
-def markdown(report: Report, options: dict[str, str] | None = None) -> str:
-    """The report as a Markdown table with its caption."""
-    options = options or {}
+def command(op: str) -> str:
+    return f"bench {op} --save"
+
+
+def table(report: Report, options: dict[str, str]) -> Grid:
+    """Cases and contenders, a pivot of them, or targets, by the options of a marker."""
     if "targets" in options:
         header, lines = targets.grid(report, options["targets"])
     else:
         header, lines = _pivot(report, options) if "pivot" in options else _grid(report, options)
-    named = 1 if "pivot" in options else min(2, len(header))
-    rule = ["---"] * named + ["---:"] * (len(header) - named)
-    rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [header, rule, *lines]]
-    chosen = options.keys() & {"pivot", "columns", "targets"}
-    below = [caption(report)] if chosen else [caption(report), *notes(report)]
-    return "\n".join([*rows, "", f"<sub>{'. '.join(below)}.</sub>"])
+    names = 1 if "pivot" in options else min(2, len(header))
+    if options.keys() & {"pivot", "columns", "targets"}:
+        return Grid(caption(report), header, lines, names=names)
+    return Grid(caption(report), header, lines, notes(report), names)
 
 
 def caption(report: Report) -> str:
     """Where, when and how the figures were taken."""
     machine, v = report.machine, report.machine["versions"]
-    revision = (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
     taken = sorted({row.us.n for case in report.cases for row in case.rows if row.us}) or [0]
     samples = f"{taken[0]} to {taken[-1]}" if len(taken) > 1 else str(taken[0])
     return (
-        f"{report.op} on {machine['name']}, torch {v['torch']}, revision {revision}, {machine['date'][:10]}: "
+        f"{report.op} on {machine['name']}, torch {v['torch']}, {provenance(machine)}: "
         f"median of {samples} cold interleaved samples{' (quick)' if report.method['quick'] else ''}, "
         f"copy peak {report.peak['tb_s']:.3g} TB/s, floor {report.floor['us']:.2f} us"
     )
@@ -160,33 +149,6 @@ def verdict(report: Report) -> str:
             f"Speedup: {_against(ours.vs_baseline).replace('x', ' x', 1)}",
         ]
     )
-
-
-def inject(
-    text: str, marker: str, table: str | Callable[[dict[str, str]], str], options: Collection[str] = OPTIONS
-) -> str:
-    """Replace what stands between `<!-- marker options -->` and `<!-- /marker -->`, wherever it does.
-
-    `table` is the new text, or a function that makes it from the options of each marker; `options` may stand there.
-    """
-    name = re.escape(marker)
-    begins, ends = (len(re.findall(rf"<!--\s*{slash}{name}(?=\s)", text)) for slash in ("", "/"))
-    if begins != ends or not begins:
-        raise ValueError(f"{marker}: {begins} opening and {ends} closing markers")
-
-    def fill(match: re.Match[str]) -> str:
-        body = table if isinstance(table, str) else table(_options(match.group(2), options))
-        return f"{match.group(1)}\n{body}\n{match.group(3)}"
-
-    pattern = rf"(<!--\s*{name}(?=\s)(.*?)-->).*?(<!--\s*/{name}\s*-->)"
-    return re.sub(pattern, fill, text, flags=re.DOTALL)
-
-
-def _options(text: str, known: Collection[str] = OPTIONS) -> dict[str, str]:
-    pairs = [word.partition("=") for word in shlex.split(text)]
-    if unknown := [key for key, sep, value in pairs if key not in known or not value]:
-        raise ValueError(f"marker option {unknown[0]!r}: expected one of {', '.join(sorted(known))}, as key=value")
-    return {key: value for key, _, value in pairs}
 
 
 def _pairs(report: Report, options: dict[str, str]) -> list[tuple[CaseResult, Row]]:

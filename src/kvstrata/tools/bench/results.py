@@ -6,16 +6,14 @@ Raw samples are kept (to 0.01 us) so that a later revision can be compared by st
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .stats import Summary, rank_test
+from kvstrata.tools.results import SCHEMA, parse, reading, trim, write
 
-SCHEMA = 1
+from .stats import Summary, rank_test
 
 
 @dataclass(frozen=True)
@@ -107,24 +105,13 @@ class Regression:
 
 def dumps(report: Report) -> str:
     """The report as JSON: keys in the order of the fields, one line per list of numbers."""
-    text = json.dumps(_plain({"schema": SCHEMA, **asdict(report)}), indent=1, allow_nan=False)
+    text = json.dumps(trim({"schema": SCHEMA, **asdict(report)}), indent=1, allow_nan=False)
     return re.sub(r"\[\n\s*([-+.\deE,\s]+?)\n\s*\]", lambda m: "[" + " ".join(m.group(1).split()) + "]", text) + "\n"
 
 
 def save(report: Report, root: Path | str) -> Path:
-    """Write `<root>/<machine>/<op>.json` in one step: a reader sees the old file or the new one."""
-    path = Path(root) / report.machine["slug"] / f"{report.op}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{report.op}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(dumps(report))
-        os.chmod(draft, 0o644)  # mkstemp's 0600 is for secrets
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
-    return path
+    """Write ``<root>/<machine>/<op>.json``."""
+    return write(Path(root) / report.machine["slug"] / f"{report.op}.json", dumps(report))
 
 
 def load(path: Path | str) -> Report:
@@ -133,15 +120,10 @@ def load(path: Path | str) -> Report:
 
 
 def loads(text: str, name: str) -> Report:
-    """What `dumps` made; ValueError, which calls it `name`, for anything else."""
-    try:
-        data = json.loads(text)
-        schema = data.pop("schema", None) if isinstance(data, dict) else None
-        if schema != SCHEMA:
-            raise ValueError(f"schema {schema!r}, this version reads {SCHEMA}")
+    """Read the text of a file; ValueError, which calls it ``name``, if it is no result of bench."""
+    with reading(name, "a kvstrata result"):
+        data = parse(text)
         return Report(**{**data, "cases": [_case(case) for case in data["cases"]]})
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{name}: not a kvstrata result: {error}") from error
 
 
 def compare(old: Report, new: Report) -> list[Regression]:
@@ -181,14 +163,3 @@ def _row(data: dict[str, Any]) -> Row:
     nested = {"us": Summary, "vs_copy": Against, "vs_baseline": Against, "vs_peer": Against}
     made = {name: kind(**data[name]) if data[name] else None for name, kind in nested.items()}
     return Row(**{**data, **made})
-
-
-def _plain(value: Any, key: str = "") -> Any:
-    """JSON values with floats cut to what they mean: samples to 0.01 us, all else to six digits."""
-    if isinstance(value, dict):
-        return {k: _plain(v, k) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v, key) for v in value]
-    if isinstance(value, float):
-        return round(value, 2) if key == "samples" else float(f"{value:.6g}")
-    return value

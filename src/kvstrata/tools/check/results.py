@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+from kvstrata.tools import results
+from kvstrata.tools.render import Grid
+
 OP = "check"
 OPTIONS = {"on"}
 SANITIZER = "compute-sanitizer, "  # a step's name before that of the tool
@@ -69,31 +69,26 @@ def save(checked: Checked, root: Path) -> Path:
     path = root / checked.machine["slug"] / f"{OP}.json"
     kept = [row for row in load(path).rows if row.op != checked.op] if path.exists() else []
     rows = sorted([*kept, checked], key=lambda row: row.op)
-    lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(f'{{\n "schema": {SCHEMA},\n "op": "{OP}",\n "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
-    os.replace(draft, path)
-    return path
+    return results.write(path, results.dumps({"op": OP, "rows": [asdict(row) for row in rows]}))
 
 
 def load(path: Path) -> Checks:
-    """A file that `save` wrote; ValueError for anything else."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if (data["schema"], data["op"]) != (SCHEMA, OP):
-            raise ValueError("another schema")
-        return Checks([Checked(**{**row, "steps": [Step(**step) for step in row["steps"]]}) for row in data["rows"]])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: not a result of kvstrata check: {error}") from error
+    """Read a file that ``save`` wrote; ValueError for anything else."""
+    with results.reading(path, "a result of kvstrata check"):
+        rows = results.parse(path.read_text(encoding="utf-8"), op=OP)["rows"]
+        return Checks([Checked(**{**row, "steps": [Step(**step) for step in row["steps"]]}) for row in rows])
 
 
-def is_ours(path: Path) -> bool:
-    return path.stem == OP
+def owns(name: str) -> bool:
+    return name == OP
 
 
-def grid(checks: Checks) -> tuple[list[str], list[list[str]]]:
-    """One line an op: how many cases, trials of sweeps and trials under each tool, and whether they passed."""
+def command(op: str) -> str:
+    return "check OP --save"
+
+
+def table(checks: Checks, options: dict[str, str] | None = None) -> Grid:
+    """One row per op: bench cases, trials of the sweeps and under each tool, and the outcome."""
     header = ["op", "revision", "date", "bench cases", "sweeps", *TOOLS, "outcome"]
     lines = []
     for row in checks.rows:
@@ -104,7 +99,7 @@ def grid(checks: Checks) -> tuple[list[str], list[list[str]]]:
         cases = _cell([steps["bench cases"]] if "bench cases" in steps else [])
         outcome = "passed" if row.passed else "FAILED"
         lines.append([row.op, revision, row.machine["date"][:10], cases, _cell(sweeps), *tools, outcome])
-    return header, lines
+    return Grid(caption(checks), header, lines, notes(checks, skipped=options is None), names=3)
 
 
 def _cell(steps: list[Step]) -> str:
@@ -121,15 +116,10 @@ def caption(checks: Checks) -> str:
     return f"checks on {machine['name']}, torch {machine['versions']['torch']}: cases and trials, none of them wrong"
 
 
-def notes(checks: Checks) -> list[str]:
-    """Errors, and why steps were skipped."""
-    failed = [f"{row.op}, {step.name}: {error}" for row in checks.rows for step in row.steps for error in step.errors]
-    return failed + [f"{row.op}, {s.name} skipped: {s.skipped}" for row in checks.rows for s in row.steps if s.skipped]
-
-
-def markdown(checks: Checks) -> str:
-    header, lines = grid(checks)
-    rule = ["---"] * 3 + ["---:"] * (len(header) - 3)
-    rows = ["| " + " | ".join(line) + " |" for line in [header, rule, *lines]]
-    failed = [f"- {note}" for note in notes(checks) if "skipped:" not in note]
-    return "\n".join([*rows, *(["", *failed] if failed else []), "", f"<sub>{caption(checks)}.</sub>"])
+def notes(checks: Checks, skipped: bool = True) -> list[str]:
+    """Errors and, with ``skipped``, why steps were left out."""
+    every = [(row, step) for row in checks.rows for step in row.steps]
+    failed = [f"{row.op}, {step.name}: {error}" for row, step in every for error in step.errors]
+    return failed + [
+        f"{row.op}, {step.name} skipped: {step.skipped}" for row, step in every if skipped and step.skipped
+    ]

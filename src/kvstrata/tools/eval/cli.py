@@ -166,9 +166,9 @@ def evaluate(
     kept.save(state, path)
     if as_json:
         sys.stdout.write(kept.dumps(state))
-    say.print(render.terminal(state))
+    say.print(render.table(state, {}).terminal())
     if state.needles:
-        say.print(render.terminal(state, "needles"))
+        say.print(render.table(state, {"table": "needles"}).terminal())
     say.print(f"Saved: {path}", highlight=False)
     if importlib.util.find_spec("matplotlib") is None:
         say.print("No plot: it needs matplotlib, pip install 'kvstrata[bench]'")

@@ -13,7 +13,6 @@ bytes with the budget. Quarters of the run contain whole turns, so they ask for 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -24,11 +23,9 @@ import torch
 
 from kvstrata.attention import decode_attention
 from kvstrata.cache import TieredCache
-from kvstrata.tools.table import Grid
+from kvstrata.tools import results
+from kvstrata.tools.render import Grid
 
-from .results import write
-
-SCHEMA = 1
 OP = "drift"
 OPTIONS = {"on"}  # of a block in a document
 QUARTERS = 4
@@ -207,38 +204,29 @@ class Drift:
 
 
 def dumps(drift: Drift) -> str:
-    def short(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: short(v) for k, v in value.items()}
-        if isinstance(value, list):
-            return [short(v) for v in value]
-        return float(f"{value:.4g}") if isinstance(value, float) else value
-
-    rows = ",\n  ".join(json.dumps(short(asdict(row))) for row in drift.rows)
-    machine = json.dumps(drift.machine)
-    return f'{{\n "schema": {SCHEMA},\n "op": "{OP}",\n "machine": {machine},\n "rows": [\n  {rows}\n ]\n}}\n'
+    return results.dumps({"op": OP, "machine": drift.machine, "rows": [asdict(row) for row in drift.rows]})
 
 
-def save(drift: Drift, path: Path) -> None:
-    write(path, dumps(drift))
+def save(drift: Drift, path: Path) -> Path:
+    return results.write(path, dumps(drift))
 
 
-def is_ours(path: Path) -> bool:
-    return path.stem == OP
+def owns(name: str) -> bool:
+    return name == OP
 
 
 def load(path: Path) -> Drift:
-    """What `save` wrote; ValueError for anything else."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if (data["schema"], data["op"]) != (SCHEMA, OP):
-            raise ValueError("another schema")
+    """Read a file that ``save`` wrote; ValueError for anything else."""
+    with results.reading(path, "a result of kvstrata drift"):
+        data = results.parse(path.read_text(encoding="utf-8"), op=OP)
         return Drift(data["machine"], [Row(**row) for row in data["rows"]])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: not a result of kvstrata drift: {error}") from error
 
 
-def table(drift: Drift) -> Grid:
+def command(op: str) -> str:
+    return "drift --save"
+
+
+def table(drift: Drift, options: dict[str, str] | None = None) -> Grid:
     """One line for each run and quarter."""
     header = ["policy", "quarter", "error", "95th percentile", "of 16 bit", "tokens in each tier"]
     lines = []
@@ -252,10 +240,5 @@ def table(drift: Drift) -> Grid:
 
 def caption(drift: Drift) -> str:
     machine, setting = drift.machine, drift.rows[0].setting
-    revision = (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
     run = f"{setting['steps']} steps after {setting['prompt']} tokens, budget {setting['budget']:g}"
-    return f"drift, {run}, on {machine['name']}, revision {revision}, {machine['date'][:10]}"
-
-
-def markdown(drift: Drift) -> str:
-    return f"{table(drift).markdown()}\n\n<sub>{caption(drift)}.</sub>"
+    return f"drift, {run}, on {machine['name']}, {results.provenance(machine)}"

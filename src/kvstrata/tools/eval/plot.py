@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+from kvstrata.tools.plot import panels
+
 from .results import Quality, Row
 
 FAMILIES = {"ours": "kvstrata", "baseline": "KIVI-style"}
@@ -23,34 +25,27 @@ def family(row: Row) -> str:
 
 def plot(quality: Quality, path: Path) -> Path:
     """Loss in perplexity over the share of 16-bit bytes; the suffix of ``path`` is the format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "kvstrata"
     sizes = sorted({(row.tokens, row.prompt, row.stretches, row.length) for row in quality.rows})
     ours_first = sorted(
         {family(row) for row in quality.rows if row.kind != "exact"}, key=lambda name: (name != "kvstrata", name)
     )
     colours = {name: f"C{i}" for i, name in enumerate(ours_first)}  # the same in every panel
-    figure, panels = plt.subplots(1, len(sizes), figsize=(5.5 * len(sizes), 4.2), layout="constrained", squeeze=False)
-    for axes, (*_, length) in zip(panels[0], sizes, strict=True):
-        lines: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
-        for row in quality.rows:
-            if row.length == length and row.kind != "exact":
-                loss, low, high = (100 * x for x in row.loss(quality.exact(row)))
-                lines[family(row)].append((row.fraction, loss, low, high))
-        for name in sorted(lines, key=ours_first.index):
-            x, middle, lower, upper = zip(*sorted(lines[name]), strict=True)
-            wide, above = (2, 3) if name == "kvstrata" else (1, 2)
-            axes.plot(x, middle, "o-", label=name, color=colours[name], linewidth=wide, zorder=above)
-            axes.fill_between(x, lower, upper, color=colours[name], alpha=0.15, linewidth=0)
-        axes.set_yscale("symlog", linthresh=1)
-        axes.set(xlabel="bytes of 16 bit, everything counted", ylabel="perplexity lost, %", title=f"{length} tokens")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
-    plt.close(figure)
+    with panels(path, len(sizes), 5.5) as (_, every):
+        for axes, (*_, length) in zip(every, sizes, strict=True):
+            lines: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
+            for row in quality.rows:
+                if row.length == length and row.kind != "exact":
+                    loss, low, high = (100 * x for x in row.loss(quality.exact(row)))
+                    lines[family(row)].append((row.fraction, loss, low, high))
+            for name in sorted(lines, key=ours_first.index):
+                x, middle, lower, upper = zip(*sorted(lines[name]), strict=True)
+                wide, above = (2, 3) if name == "kvstrata" else (1, 2)
+                axes.plot(x, middle, "o-", label=name, color=colours[name], linewidth=wide, zorder=above)
+                axes.fill_between(x, lower, upper, color=colours[name], alpha=0.15, linewidth=0)
+            axes.set_yscale("symlog", linthresh=1)
+            axes.set(
+                xlabel="bytes of 16 bit, everything counted", ylabel="perplexity lost, %", title=f"{length} tokens"
+            )
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
     return path

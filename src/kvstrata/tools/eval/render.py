@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from fnmatch import fnmatch
 
-from rich.markup import escape
-from rich.table import Table
+from kvstrata.tools.render import Grid
+from kvstrata.tools.results import provenance
 
-from .results import Quality, Row
+from .results import Quality, Row, load, owns
+
+__all__ = ["OPTIONS", "budgets", "caption", "command", "load", "needles", "owns", "table"]
 
 WHAT = {"kl": "KL", "nll": "nll"}
 OPTIONS = {"table", "tokens", "names", "kinds", "on", "prompt", "stretches", "what"}
@@ -118,28 +120,19 @@ TABLES = {"budgets": budgets, "needles": needles, "pairs": pairs, "packed": pack
 
 def caption(quality: Quality) -> str:
     machine = quality.machine
-    revision = (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
     away = "".join(f"; {name} absent: {why}" for name, why in quality.absent.items())
-    return f"quality of {quality.model} on {machine['name']}, revision {revision}, {machine['date'][:10]}{away}"
+    return f"quality of {quality.model} on {machine['name']}, {provenance(machine)}{away}"
 
 
-def markdown(quality: Quality, options: dict[str, str]) -> str:
+def command(op: str) -> str:
+    return "eval --save"
+
+
+def table(quality: Quality, options: dict[str, str]) -> Grid:
+    """A table by the options of a marker; ``budgets`` if ``table`` is left out."""
     if unknown := set(options) - OPTIONS:
         raise ValueError(f"option {min(unknown)!r}: expected one of {', '.join(sorted(OPTIONS))}")
-    kind = options.get("table", "budgets")
-    if kind not in TABLES:
-        raise ValueError(f"table {kind!r}: expected one of {', '.join(TABLES)}")
-    header, lines = TABLES[kind](quality, options)
-    rule = ["---", "---"] + ["---:"] * (len(header) - 2)
-    rows = ["| " + " | ".join(line) + " |" for line in [header, rule, *lines]]
-    return "\n".join([*rows, "", f"<sub>{caption(quality)}.</sub>"])
-
-
-def terminal(quality: Quality, kind: str = "budgets") -> Table:
-    header, lines = TABLES[kind](quality, {})
-    table = Table(title=escape(caption(quality)), title_justify="left")
-    for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=i < 2)
-    for line in lines:
-        table.add_row(*(escape(cell) for cell in line))
-    return table
+    chosen = options.get("table", "budgets")
+    if chosen not in TABLES:
+        raise ValueError(f"table {chosen!r}: expected one of {', '.join(TABLES)}")
+    return Grid(caption(quality), *TABLES[chosen](quality, options), names=2)

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstrata.tools import results
+
 if TYPE_CHECKING:
     from .contenders import Contender
 
-SCHEMA = 1
 OP = "quality"
 
 
@@ -139,50 +138,20 @@ def plain(value: Any) -> Any:
 
 
 def dumps(quality: Quality) -> str:
-    def short(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: short(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [short(v) for v in value]
-        return float(f"{value:.6g}") if isinstance(value, float) else value
-
-    data = {"schema": SCHEMA, "op": OP, **short(asdict(quality))} | {"op": OP}
-    parts = [f' "{k}": {json.dumps(v)}' for k, v in data.items() if k not in ("rows", "needles")]
-    for key in ("rows", "needles"):
-        lines = ",\n  ".join(json.dumps(row) for row in data[key])
-        parts.append(f' "{key}": [\n  {lines}\n ]' if lines else f' "{key}": []')
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def write(path: Path, text: str) -> None:
-    """In one step: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(draft, 0o644)
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
+    return results.dumps({"op": OP, **asdict(quality)} | {"op": OP}, lists=("rows", "needles"))
 
 
 def save(quality: Quality, path: Path) -> None:
-    write(path, dumps(quality))
+    results.write(path, dumps(quality))
 
 
-def is_ours(path: Path) -> bool:
-    return path.stem == OP or path.stem.startswith(f"{OP}_")
+def owns(name: str) -> bool:
+    return name == OP or name.startswith(f"{OP}_")
 
 
 def load(path: Path) -> Quality:
-    """What `save` wrote; ValueError for anything else."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if (data.pop("schema"), data.pop("op")) != (SCHEMA, OP):
-            raise ValueError("another schema")
+    """Read a file that ``save`` wrote; ValueError for anything else."""
+    with results.reading(path, "a result of kvstrata eval"):
+        data = results.parse(path.read_text(encoding="utf-8"), op=OP)
         rows, needles = [Row(**row) for row in data.pop("rows")], [Needle(**n) for n in data.pop("needles")]
         return Quality(**data, rows=rows, needles=needles, op=path.stem)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: not a result of kvstrata eval: {error}") from error

@@ -14,7 +14,7 @@ import torch
 
 from kvstrata.layout import Format, rotate
 from kvstrata.quant import reference as quant
-from kvstrata.tools.table import Grid
+from kvstrata.tools.render import Grid
 
 FORMATS = ("K8V8", "K8V4", "K4V4", "K4V3", "K4V2", "K3V3", "K3V2", "K2V2")
 KINDS = ("fp16", "e4m3", "e5m2", "e4m3 by page", "e5m2 by page")

@@ -123,9 +123,10 @@ def own_kernels() -> list[str]:
     """Names of the kernels that the package has, in CUDA C++ and in Triton."""
     cuda = (
         re.findall(r"__global__.*?(\w+)\s*\(\s*const __grid_constant__", path.read_text(encoding="utf-8"), re.DOTALL)
-        for path in PACKAGE.glob("*/*.cu")
+        for path in PACKAGE.rglob("*.cu")
+        if path.parent.name != "baselines"
     )
-    python = (path for kind in ("triton", "gluon") for path in PACKAGE.glob(f"*/*_{kind}.py"))
+    python = (path for name in ("triton", "gluon") for path in PACKAGE.rglob(f"*{name}.py"))
     triton = (re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE) for path in python)
     return sorted({name for names in (*cuda, *triton) for name in names})
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -24,12 +23,11 @@ from typing import Any
 
 import torch
 
-from kvstrata.tools import child
+from kvstrata.tools import child, results
 
 from . import launch, ncu
 from .ncu import QUANTITIES, Kernel, NcuError
 
-SCHEMA = 1
 LAUNCHES = 16  # of our kernels that are profiled in one call
 SECONDS = 180  # for one case
 # What is profiled where no case is named: few, and each bounded by something else. CASE:CONTENDER is not ours.
@@ -300,29 +298,19 @@ def missed(gates: Sequence[Gate], after: Profile, found: Sequence[Change]) -> li
 
 
 def dumps(profile: Profile) -> str:
-    def short(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: short(v) for k, v in value.items()}
-        if isinstance(value, list):
-            return [short(v) for v in value]
-        return float(f"{value:.6g}") if isinstance(value, float) else value
-
-    return json.dumps({"schema": SCHEMA, "kind": "profile", **short(asdict(profile))}, indent=1) + "\n"
+    fields = {"schema": results.SCHEMA, "kind": "profile", **results.trim(asdict(profile))}
+    return json.dumps(fields, indent=1) + "\n"
 
 
 def loads(text: str, name: str) -> Profile:
-    """What `dumps` made; ValueError for anything else."""
-    try:
-        data = json.loads(text)
-        if (data.pop("schema"), data.pop("kind")) != (SCHEMA, "profile"):
-            raise ValueError("another schema")
-        found = [
+    """Read the text of a file; ValueError, which calls it ``name``, if it is no profile."""
+    with results.reading(name, "a profile of kvstrata"):
+        data = results.parse(text, kind="profile")
+        cases = [
             CaseProfile(**{**case, "kernels": [Kernel(**kernel) for kernel in case["kernels"]]})
             for case in data.pop("cases")
         ]
-        return Profile(**data, cases=found)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{name}: not a profile of kvstrata: {error}") from error
+        return Profile(**data, cases=cases)
 
 
 def load(path: Path) -> Profile:
@@ -330,9 +318,4 @@ def load(path: Path) -> Profile:
 
 
 def save(profile: Profile, path: Path) -> Path:
-    """In one step: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(dumps(profile), encoding="utf-8")
-    os.replace(draft, path)
-    return path
+    return results.write(path, dumps(profile))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstrata.tools.table import Grid
+from kvstrata.tools.render import Grid
+from kvstrata.tools.results import provenance
 
 from .ncu import QUANTITIES, Kernel
 from .profile import Change, Profile
@@ -15,8 +16,7 @@ BUSY = 60.0  # percent of a peak from which a unit is said to bound a kernel
 
 def caption(profile: Profile) -> str:
     machine = profile.machine
-    revision = (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
-    return f"{profile.op} on {machine['name']}, {profile.tool}, revision {revision}, {machine['date'][:10]}"
+    return f"{profile.op} on {machine['name']}, {profile.tool}, {provenance(machine)}"
 
 
 def bound(kernel: Kernel) -> str:

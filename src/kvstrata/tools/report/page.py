@@ -9,18 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstrata import __version__
-from kvstrata.tools.bench import publish, render
+from kvstrata.tools import publish
+from kvstrata.tools.bench import render
 from kvstrata.tools.bench.results import Against, CaseResult, Report, Row
-from kvstrata.tools.check import results as check_results
-from kvstrata.tools.check.results import Checks
-from kvstrata.tools.eval import drift
 from kvstrata.tools.eval import plot as quality_plot
 from kvstrata.tools.eval import render as quality_render
 from kvstrata.tools.eval.results import Quality
 from kvstrata.tools.profile import profile
 from kvstrata.tools.profile import tables as profile_tables
-from kvstrata.tools.table import Grid
-from kvstrata.tools.tune import render as tune_render
+from kvstrata.tools.render import Grid
 
 from . import figures, history
 
@@ -71,19 +68,10 @@ def collect(results: Path) -> Content:
             sections.append(_bench(report, own, results))
         elif isinstance(report, Quality):
             sections.append(_quality(report))
-        elif isinstance(report, Checks):
-            header, rows = check_results.grid(report)
-            section = _section(report.op, report.machine, check_results.caption(report))
-            section.tables = [Grid("", header, rows, check_results.notes(report), names=3)]
-            sections.append(section)
-        elif isinstance(report, drift.Drift):
-            section = _section(report.op, report.machine, drift.caption(report))
-            section.tables = [replace(drift.table(report), title="")]
-            sections.append(section)
         else:
-            header, rows = tune_render.grid(report)
-            section = _section(report.op, report.machine, tune_render.caption(report))
-            section.tables = [Grid("", header, rows, tune_render.notes(report))]
+            kind = publish.kind_of(report.op)
+            section = _section(report.op, report.machine, kind.caption(report))
+            section.tables = [replace(kind.table(report, {}), title="")]
             sections.append(section)
     known = {(report.op, report.machine["slug"]) for report in measured}
     for one in profiles:

@@ -163,11 +163,9 @@ def tune(
         refuse(text_of(error))
     if as_json:
         sys.stdout.write(dumps(result))
-    say.print(render.terminal(result))
-    if aa is None:
-        more = ["configurations", "rejected"] if gates == HARDWARE else ["limits", "rejected"]
-        for table in more:
-            say.print(render.terminal(result, table))
+    shown = ["rates"] if aa is not None else ["speed", "configurations" if gates == HARDWARE else "limits", "rejected"]
+    for name in shown:
+        say.print(render.table(result, {"table": name}).terminal())
     for note in render.notes(result):
         say.print(note, markup=False, highlight=False)
     for path in keep(result):

@@ -12,21 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich.markup import escape
-from rich.table import Table
-
 from kvstrata.tools.profile.ncu import QUANTITIES
+from kvstrata.tools.render import Grid
+from kvstrata.tools.results import provenance
 
 from . import decide
 from .gates import HARDWARE
-from .results import Gate, Rate, Tuning
+from .results import GATE, PREFIX, Gate, Rate, Tuning, load, owns
 from .space import show
 
+__all__ = ["OPTIONS", "caption", "command", "load", "notes", "owns", "table"]
+
 OPTIONS = {"table", "on", "of"}
-Grid = tuple[list[str], list[list[str]]]
+Cells = tuple[list[str], list[list[str]]]  # header and rows
 
 
-def _speed(tuning: Tuning) -> Grid:
+def _speed(tuning: Tuning) -> Cells:
     counted = "trials" if any(row.measured is None for row in tuning.rows) else "measured"
     header = ["case", "default us", "95 %", "tuned us", "95 %", "speed-up", counted]
     lines = []
@@ -41,18 +42,18 @@ def _speed(tuning: Tuning) -> Grid:
     return header, lines
 
 
-def _configurations(tuning: Tuning) -> Grid:
+def _configurations(tuning: Tuning) -> Cells:
     lines = [[row.case, show(row.default_choice), show(row.choice)] for row in tuning.rows]
     return ["case", "default", "tuned"], lines
 
 
-def _rejected(tuning: Tuning) -> Grid:
+def _rejected(tuning: Tuning) -> Cells:
     kinds = sorted({kind for row in tuning.rows for kind in row.rejected})
     lines = [[row.case, *(str(row.rejected.get(kind, "")) for kind in kinds)] for row in tuning.rows]
     return ["case", *kinds], lines
 
 
-def _limits(tuning: Tuning) -> Grid:
+def _limits(tuning: Tuning) -> Cells:
     header = ["case", "default", "outside the limits by", "fastest inside", "default over it"]
     lines = []
     for row in tuning.rows:
@@ -62,7 +63,7 @@ def _limits(tuning: Tuning) -> Grid:
     return header, lines
 
 
-def _values(tuning: Tuning, names: Sequence[str] = ()) -> Grid:
+def _values(tuning: Tuning, names: Sequence[str] = ()) -> Cells:
     """Times over the default's; a value that no trial had is left out."""
     header, lines = ["case", "parameter", "fastest trial with each value, over the default"], []
     for row in tuning.rows:
@@ -73,7 +74,7 @@ def _values(tuning: Tuning, names: Sequence[str] = ()) -> Grid:
     return header, lines
 
 
-def _metrics(tuning: Tuning) -> Grid:
+def _metrics(tuning: Tuning) -> Cells:
     keys = [name for name in QUANTITIES if any(name in m for row in tuning.rows for m in row.metrics.values())]
     header = ["case", "configuration", *(f"{QUANTITIES[k].title} {QUANTITIES[k].unit}".strip() for k in keys)]
     lines = []
@@ -86,7 +87,7 @@ def _metrics(tuning: Tuning) -> Grid:
     return header, lines
 
 
-def _rates(gate: Gate) -> Grid:
+def _rates(gate: Gate) -> Cells:
     def share(row: Rate, count: int) -> str:
         from scipy.stats import binomtest
 
@@ -103,7 +104,7 @@ def _rates(gate: Gate) -> Grid:
     return header, lines
 
 
-TABLES: dict[str, Callable[[Tuning], Grid]] = {
+TABLES: dict[str, Callable[[Tuning], Cells]] = {
     "speed": _speed,
     "configurations": _configurations,
     "rejected": _rejected,
@@ -114,22 +115,29 @@ TABLES: dict[str, Callable[[Tuning], Grid]] = {
 WORDS = {"configurations": 3, "limits": 4, "values": 3, "metrics": 2}  # columns at the left that are no figures
 
 
-def grid(result: Tuning | Gate, table: str | None = None, names: Sequence[str] = ()) -> Grid:
+def table(result: Tuning | Gate, options: dict[str, str]) -> Grid:
+    """A table by the options of a marker: ``table`` (rates or speed if it is left out) and ``of``."""
+    title, chosen = caption(result), options.get("table", "rates" if isinstance(result, Gate) else "speed")
     if isinstance(result, Gate):
-        if table not in (None, "rates"):
-            raise ValueError(f"table {table!r}: expected rates")
-        return _rates(result)
-    if (table or "speed") not in TABLES:
-        raise ValueError(f"table {table!r}: expected one of {', '.join(TABLES)}")
-    if table == "values":
-        return _values(result, names)
-    return TABLES[table or "speed"](result)
+        if chosen != "rates":
+            raise ValueError(f"table {chosen!r}: expected rates")
+        return Grid(title, *_rates(result), names=2)
+    if chosen not in TABLES:
+        raise ValueError(f"table {chosen!r}: expected one of {', '.join(TABLES)}")
+    if chosen == "values":
+        cells = _values(result, [name for name in options.get("of", "").split(",") if name])
+    else:
+        cells = TABLES[chosen](result)
+    return Grid(title, *cells, names=WORDS.get(chosen, 1))
+
+
+def command(op: str) -> str:
+    return f"tune {op.removeprefix(PREFIX)} --save" if op != GATE else "tune store --aa 200 --save"
 
 
 def caption(result: Tuning | Gate) -> str:
     machine, v = result.machine, result.machine["versions"]
-    revision = (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
-    where = f"{result.op} on {machine['name']}, torch {v['torch']}, revision {revision}, {machine['date'][:10]}"
+    where = f"{result.op} on {machine['name']}, torch {v['torch']}, {provenance(machine)}"
     if isinstance(result, Gate):
         return f"{where}: {decide.QUICK} samples, then {decide.CONFIRM}; rates with their exact 95 % intervals"
     backend, seconds = result.method["backend"], sum(row.seconds for row in result.rows)
@@ -141,22 +149,3 @@ def caption(result: Tuning | Gate) -> str:
 def notes(result: Tuning | Gate) -> list[str]:
     """What the table cannot hold."""
     return [f"{row.case}: {row.note}" for row in result.rows if row.note] if isinstance(result, Tuning) else []
-
-
-def markdown(result: Tuning | Gate, options: dict[str, str]) -> str:
-    table = options.get("table")
-    header, lines = grid(result, table, [name for name in options.get("of", "").split(",") if name])
-    words = 2 if isinstance(result, Gate) else WORDS.get(table or "", 1)
-    rule = ["---"] * words + ["---:"] * (len(header) - words)
-    rows = ["| " + " | ".join(line) + " |" for line in [header, rule, *lines]]
-    return "\n".join([*rows, "", f"<sub>{caption(result)}.</sub>"])
-
-
-def terminal(result: Tuning | Gate, table: str | None = None) -> Table:
-    header, lines = grid(result, table)
-    made = Table(title=escape(caption(result)) if table is None else table, title_justify="left")
-    for i, name in enumerate(header):
-        made.add_column(name, justify="left" if i < WORDS.get(table or "", 1) else "right", no_wrap=i == 0)
-    for line in lines:
-        made.add_row(*(escape(cell) for cell in line))
-    return made

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvstrata.jit.tuned import Choice, Value
+from kvstrata.tools import results
 from kvstrata.tools.bench.stats import Summary
 
-SCHEMA = 1
 GATE = "gate"
 PREFIX = "tune_"
 
@@ -83,55 +80,26 @@ class Gate:
     rows: list[Rate] = field(default_factory=list)
 
 
-def is_ours(path: Path) -> bool:
-    return path.stem == GATE or path.stem.startswith(PREFIX)
+def owns(name: str) -> bool:
+    return name == GATE or name.startswith(PREFIX)
 
 
 def dumps(result: Tuning | Gate) -> str:
-    def short(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: short(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [short(v) for v in value]
-        return float(f"{value:.6g}") if isinstance(value, float) else value
-
-    data = {"schema": SCHEMA, **short(asdict(result))}
-    parts = [f' "{k}": {json.dumps(v)}' for k, v in data.items() if k != "rows"]
-    lines = ",\n  ".join(json.dumps(row) for row in data["rows"])
-    return "{\n" + ",\n".join([*parts, f' "rows": [\n  {lines}\n ]' if lines else ' "rows": []']) + "\n}\n"
+    return results.dumps(asdict(result))
 
 
 def save(result: Tuning | Gate, root: Path) -> Path:
-    return write(root / result.machine["slug"] / f"{result.op}.json", dumps(result))
-
-
-def write(path: Path, text: str) -> Path:
-    """In one step: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(draft, 0o644)  # mkstemp's 0600 is for secrets
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
-    return path
+    return results.write(root / result.machine["slug"] / f"{result.op}.json", dumps(result))
 
 
 def load(path: Path) -> Tuning | Gate:
-    """What `save` wrote; ValueError for anything else."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data.pop("schema") != SCHEMA:
-            raise ValueError("another schema")
+    """Read a file that ``save`` wrote; ValueError for anything else."""
+    with results.reading(path, "a result of kvstrata tune"):
+        data = results.parse(path.read_text(encoding="utf-8"))
         rows = data.pop("rows")
         if data["op"] == GATE:
             return Gate(**data, rows=[Rate(**row) for row in rows])
         return Tuning(**data, rows=[_row(row) for row in rows])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: not a result of kvstrata tune: {error}") from error
 
 
 def _row(data: dict[str, Any]) -> Row:

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from kvstrata.jit import tuned
+from kvstrata.tools.results import write
 
-from .results import Tuning, write
+from .results import Tuning
 
 
 def entries(tuning: Tuning) -> list[tuned.Entry]:

@@ -5,25 +5,38 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from kvstrata.tools.check import results as checks
+from kvstrata.tools.bench import render as bench
+from kvstrata.tools.bench.plot import MEMORY, groups, plot
+from kvstrata.tools.bench.results import Report
+from kvstrata.tools.check import results as check
 from kvstrata.tools.check.results import Checks
 from kvstrata.tools.eval import drift
 from kvstrata.tools.eval import plot as quality_plot
-from kvstrata.tools.eval import render as quality_render
-from kvstrata.tools.eval import results as quality
+from kvstrata.tools.eval import render as quality
 from kvstrata.tools.eval.drift import Drift
 from kvstrata.tools.eval.results import Quality
-from kvstrata.tools.tune import render as tune_render
-from kvstrata.tools.tune import results as tune
+from kvstrata.tools.render import Grid, inject
+from kvstrata.tools.tune import render as tune
 from kvstrata.tools.tune.results import Gate, Tuning
 
-from .plot import MEMORY, groups, plot
-from .render import OPTIONS, inject, markdown
-from .results import Report, load
-
 Result = Report | Quality | Drift | Tuning | Gate | Checks
+
+
+class Kind(Protocol):
+    """Results of one command: a module that knows its files, reads them and makes tables of them."""
+
+    OPTIONS: set[str]  # of a marker
+
+    def owns(self, name: str) -> bool: ...
+    def load(self, path: Path) -> Any: ...
+    def command(self, op: str) -> str: ...
+    def caption(self, result: Any) -> str: ...
+    def table(self, result: Any, options: dict[str, str]) -> Grid: ...
+
+
+KINDS: tuple[Kind, ...] = (tune, check, drift, quality, bench)  # the first that owns a name
 
 
 class View(NamedTuple):
@@ -49,21 +62,16 @@ VIEWS = {
 }
 
 
+def kind_of(name: str) -> Kind:
+    """The command that writes results of this name."""
+    return next(kind for kind in KINDS if kind.owns(name))
+
+
 def load_all(root: Path) -> list[Result]:
-    """Every result under `<root>/<machine>/`, GPUs before CPUs; profiles have a reader of their own."""
+    """Every result under ``<root>/<machine>/`` but profiles, GPUs before CPUs."""
     paths = sorted(path for path in root.glob("*/*.json") if not path.stem.startswith("profile_"))
-    reports = [_load(path) for path in paths]
+    reports: list[Result] = [kind_of(path.stem).load(path) for path in paths]
     return sorted(reports, key=lambda report: report.machine["slug"].startswith("cpu"))
-
-
-def _load(path: Path) -> Result:
-    if tune.is_ours(path):
-        return tune.load(path)
-    if checks.is_ours(path):
-        return checks.load(path)
-    if drift.is_ours(path):
-        return drift.load(path)
-    return quality.load(path) if quality.is_ours(path) else load(path)
 
 
 def pick(reports: Iterable[Result], op: str, machine: str | None = None) -> Result:
@@ -71,30 +79,19 @@ def pick(reports: Iterable[Result], op: str, machine: str | None = None) -> Resu
     for report in reports:
         if report.op == op and machine in (None, report.machine["slug"]):
             return report
-    command = f"tune {op.removeprefix(tune.PREFIX)}" if op.startswith(tune.PREFIX) else f"bench {op}"
-    command = "check OP" if op == checks.OP else command
-    command = op if op == drift.OP else command
-    raise LookupError(f"no result of {op!r}{f' on {machine}' if machine else ''}: run kvstrata {command} --save")
-
-
-def _table(report: Result, options: dict[str, str]) -> str:
-    if isinstance(report, (Tuning, Gate)):
-        return tune_render.markdown(report, options)
-    if isinstance(report, Checks):
-        return checks.markdown(report)
-    if isinstance(report, Drift):
-        return drift.markdown(report)
-    return quality_render.markdown(report, options) if isinstance(report, Quality) else markdown(report, options)
+    where = f" on {machine}" if machine else ""
+    raise LookupError(f"no result of {op!r}{where}: run kvstrata {kind_of(op).command(op)}")
 
 
 def render_document(text: str, reports: Sequence[Result]) -> str:
-    """The document with every `kvstrata:<op>` block made anew."""
+    """The document with every ``kvstrata:<op>`` block rendered again."""
     for op in dict.fromkeys(re.findall(r"<!--\s*kvstrata:([\w-]+)(?=\s)", text)):
-        ours = tune_render.OPTIONS if tune.is_ours(Path(op)) else OPTIONS
-        ours = checks.OPTIONS if checks.is_ours(Path(op)) else ours
-        known = quality_render.OPTIONS if quality.is_ours(Path(op)) else ours
-        known = drift.OPTIONS if op == drift.OP else known
-        text = inject(text, f"kvstrata:{op}", lambda o, op=op: _table(pick(reports, op, o.get("on")), o), known)  # type: ignore[misc]
+        kind = kind_of(op)
+
+        def fill(options: dict[str, str], kind: Kind = kind, op: str = op) -> str:
+            return kind.table(pick(reports, op, options.get("on")), options).document()
+
+        text = inject(text, f"kvstrata:{op}", fill, kind.OPTIONS)
     return text
 
 
