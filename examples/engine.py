@@ -16,7 +16,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvstrata
-from kvstrata.cache import BudgetExceeded
 from kvstrata.hf.step import decode_step
 
 
@@ -50,7 +49,7 @@ class Engine:
             for number, layer in enumerate(done.past_key_values.layers):
                 k, v = (x[0].transpose(0, 1) for x in (layer.keys, layer.values))
                 self.cache.append(number, k, v, [request])
-        except BudgetExceeded:
+        except kvstrata.BudgetExceeded:
             self.cache.crop(request, 0)
             raise
         self.free.pop()

@@ -102,7 +102,7 @@ class Case:
         """out, lse, mass in float32; with ``low`` the products are done in the dtype of q."""
         q, (batch, q_len, heads, dim) = self.q.cpu(), self.q.shape
         scale = self.options.get("scale") or dim**-0.5
-        window, softcap, sinks = (self.options.get(name) for name in ("window", "softcap", "sinks"))
+        window, softcap, sinks = (self.options.get(name) for name in ("sliding_window", "softcap", "sinks"))
         kv_heads = self.cache.kv_heads
         longest = self.cache.max_length if isinstance(self.cache, PagedCache) else max(self.lengths, default=0)
         out, lse = torch.zeros(q.shape), torch.full((batch, q_len, heads), -torch.inf)
@@ -140,7 +140,7 @@ class Case:
 def check(case: Case, backend: str) -> None:
     """A backend against the model."""
     if backend in ("cuda", "numba"):  # float32 and fp8 are left to Triton, plain pages to the reference
-        options = (case.options.get(name) for name in ("window", "softcap", "sinks"))
+        options = (case.options.get(name) for name in ("sliding_window", "softcap", "sinks"))
         job = op._job(case.q, case.cache, case.layer, case.requests, None, *options, True, True)
         if reason := op.missing(backend, job):
             pytest.skip(reason)

@@ -19,6 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from kvstrata import AttentionOutput
+
 SIZES = dict(
     vocab_size=128,
     hidden_size=64,
@@ -108,4 +110,4 @@ def dequantising(q, cache, layer=0, *, scale, softcap=None, sinks=None, return_m
         weights = scores.softmax(-1)[..., : k.shape[1]]
         out[row] = torch.einsum("hgqn,hnd->qhgd", weights, v.float()).flatten(1, 2).to(q.dtype)
         mass[row].scatter_add_(1, position.clamp(min=0), weights.sum((1, 2)))
-    return (out, mass) if return_mass else out
+    return AttentionOutput(out, mass=mass) if return_mass else out

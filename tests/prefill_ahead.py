@@ -16,11 +16,11 @@ from kvstrata.attention.prefill_cached import triton as cached_triton
 from kvstrata.layout.unpack_triton import whole_pages
 
 
-def compile_prefill(dim, causal, packed, ragged, arch, given):
+def compile_prefill(dim, causal, ragged, tail, arch, given):
     config, wide = Config(*given), triton.next_power_of_2(dim)
     sides = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "out": 64}
     constants = dict(HEADS=16, GROUP=4, DIM=dim, BLOCK_N=config.block_n, CAUSAL=causal, SINKS=False, LSE=True)
-    constants["TAIL"] = causal or packed or ragged
+    constants["TAIL"] = causal or ragged or tail
     options = dict(num_warps=4 if config.specialize else config.warps)
     if config.registers:
         options["maxnreg"] = config.registers
@@ -46,7 +46,7 @@ def compile_prefill(dim, causal, packed, ragged, arch, given):
             BLOCK_M=config.block_m,
             WINDOWED=False,
             CAPPED=False,
-            PACKED=packed,
+            RAGGED=ragged,
             TMA=config.tma,
             PERSISTENT=config.persistent,
             ORDER=config.order,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conftest import HAS_GPU
-from kvstrata import prefill_attention
+from kvstrata import AttentionOutput, prefill_attention
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 BACKENDS = ["reference", "triton", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -47,7 +47,7 @@ def model(
     group = q.shape[0] // k.shape[0]
     scale = options.get("scale") or q.shape[2] ** -0.5
     softcap, sinks = options.get("softcap"), options.get("sinks")
-    mask = seen(q.shape[1], k.shape[1], options.get("causal", True), options.get("window")).to(q.device)
+    mask = seen(q.shape[1], k.shape[1], options.get("causal", True), options.get("sliding_window")).to(q.device)
     out, lse = torch.zeros_like(q, dtype=torch.float64), torch.zeros_like(q[..., 0], dtype=torch.float64)
     for head in range(q.shape[0]):
         keys, values = k[head // group], v[head // group]
@@ -75,14 +75,24 @@ class Case:
         return [model(*sequence, self.options, low) for sequence in self.sequences]
 
     def dense(self, backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        q, k, v = (torch.stack(x) for x in zip(*self.sequences, strict=True))
-        out, lse = prefill_attention(q, k, v, return_lse=True, backend=backend, **self.options)
-        assert out.shape == q.shape
-        assert out.dtype == q.dtype
-        assert lse.dtype == torch.float32
-        return list(zip(out, lse, strict=True))
+        """As one batch; results with heads first, as the model has them."""
+        q, k, v = self.batch()
+        made = prefill_attention(q, k, v, return_lse=True, backend=backend, **self.options)
+        assert type(made) is AttentionOutput
+        assert made.mass is None
+        out, lse, _ = made
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        assert out.is_contiguous()
+        assert lse.is_contiguous()
+        return [(o.transpose(0, 1), s.transpose(0, 1)) for o, s in zip(out, lse, strict=True)]
 
-    def packed(self, backend: str, spare: int = 3, **more: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v: contiguous ``[batch, seq, heads, dim]``."""
+        q, k, v = (torch.stack([x.transpose(0, 1) for x in xs]) for xs in zip(*self.sequences, strict=True))
+        return q, k, v
+
+    def ragged(self, backend: str, spare: int = 3, **more: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """All sequences end to end, between rows of NaN."""
 
         def pack(xs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +102,7 @@ class Case:
             return torch.cat([bad, *rows, bad]), ends
 
         (q, ends_q), (k, ends_k), (v, _) = (pack(list(x)) for x in zip(*self.sequences, strict=True))
-        out, lse = prefill_attention(
+        out, lse, _ = prefill_attention(
             q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, return_lse=True, backend=backend, **more, **self.options
         )
         assert out.shape == q.shape
@@ -129,8 +139,8 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((error / size.clamp(min=1e-30)).max())
 
 
-def check(case: Case, backend: str, packed: bool = False, **more: int) -> None:
-    got = case.packed(backend, **more) if packed else case.dense(backend)
+def check(case: Case, backend: str, ragged: bool = False, **more: int) -> None:
+    got = case.ragged(backend, **more) if ragged else case.dense(backend)
     compare(got, case.expected(), case.expected(low=True), case.sequences[0][0].dtype)
 
 

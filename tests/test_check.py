@@ -74,8 +74,8 @@ def test_a_sweep_finds_a_wrong_kernel(monkeypatch, op, name, wrong):
 
 
 IGNORED = {
-    "causal": lambda given: dict(causal=False, window=None),
-    "window": lambda given: dict(window=None),
+    "causal": lambda given: dict(causal=False, sliding_window=None),
+    "window": lambda given: dict(sliding_window=None),
     "softcap": lambda given: dict(softcap=None),
     "sinks": lambda given: dict(sinks=None),
     "lengths of k": lambda given: dict(cu_seqlens_k=given.get("cu_seqlens_q")),

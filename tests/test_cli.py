@@ -216,5 +216,9 @@ def test_public_names_are_there():
     assert set(kvstrata.__all__) <= set(dir(kvstrata))
     assert all(getattr(kvstrata, name) is not None for name in kvstrata.__all__)
     assert kvstrata.cache.TieredCache is kvstrata.TieredCache
+    assert kvstrata.cache.BudgetExceeded is kvstrata.BudgetExceeded
+    assert kvstrata.layout.Format is kvstrata.Format
+    assert "fused_copy_replay_data" in kvstrata.replay.__all__
+    assert not hasattr(kvstrata, "fused_copy_replay_data")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         kvstrata.nothing  # noqa: B018

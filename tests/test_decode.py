@@ -22,7 +22,7 @@ from decode_model import (
     filled,
     poison_tails,
 )
-from kvstrata import DecodePlan, TieredCache, decode_attention
+from kvstrata import AttentionOutput, DecodePlan, TieredCache, decode_attention
 from kvstrata.attention.decode import op
 from kvstrata.jit import tuned
 from kvstrata.layout import Format
@@ -100,7 +100,7 @@ def test_empty_requests(backend: str) -> None:
 @pytest.mark.parametrize("window", [1, 7, 33, 1000])
 def test_window(backend: str, window: int, q_len: int) -> None:
     few(backend, window != 33)
-    check(case_of([60, 5, 20], q_len=q_len, options=dict(window=window), dtype=HALF), backend)
+    check(case_of([60, 5, 20], q_len=q_len, options=dict(sliding_window=window), dtype=HALF), backend)
 
 
 @each_backend
@@ -110,11 +110,13 @@ def test_hidden_in_full_pages(backend: str, tiers: tuple[str, ...], q_len: int, 
     """Nothing but a position says so: every slot is taken, and all but a few tokens are seen."""
     few(backend, tiers == ("K4V4",) and q_len != 8)
     full = dict(page_tokens=64, recent=0, plain=False, tiers=tiers, dtype=HALF)
-    check(case_of([128, 64], q_len=q_len, group=4, options=dict(window=window), **full), backend)
+    check(case_of([128, 64], q_len=q_len, group=4, options=dict(sliding_window=window), **full), backend)
 
 
 @each_backend
-@pytest.mark.parametrize("options", [dict(softcap=5.0), dict(scale=0.3), dict(softcap=30.0, window=20)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(softcap=5.0), dict(scale=0.3), dict(softcap=30.0, sliding_window=20)], ids=str
+)
 def test_score_options(backend: str, options: dict) -> None:
     check(case_of([47, 21], q_len=2, options=options, dtype=HALF), backend)
 
@@ -147,7 +149,7 @@ def test_equal_huge_scores_average(backend: str) -> None:
     v = torch.randn(40, 1, 64).to(HALF).to(DEVICE)
     cache.append(0, torch.full_like(v, 100.0), v)
     q = torch.full((1, 1, 4, 64), 100.0, dtype=HALF, device=DEVICE)
-    out, lse = decode_attention(q, cache, return_lse=True, backend=backend)
+    out, lse, _ = decode_attention(q, cache, return_lse=True, backend=backend)
     torch.testing.assert_close(out[0, 0, 2].float(), v.float().mean((0, 1)), atol=2e-3 if HAS_GPU else 1e-6, rtol=0)
     assert lse.min() > 7.9e4
 
@@ -217,7 +219,7 @@ def test_settled_under_a_budget(backend: str) -> None:
         cache.append(0, *torch.randn(2, 2, 1, 2, 64).to(HALF).to(DEVICE))
         q = torch.randn(2, 1, 4, 64).to(HALF).to(DEVICE)
         check(Case(cache, q, [0, 1], [121 + step, 81 + step]), backend)
-        _, mass = decode_attention(q, cache, return_mass=True, backend=backend)
+        _, _, mass = decode_attention(q, cache, return_mass=True, backend=backend)
         cache.update_importance(0, mass)
         cache.settle()
 
@@ -249,7 +251,7 @@ def test_any_case(backend: str) -> None:
         k_widths, v_widths = (sorted(widths, reverse=True) for widths in zip(*tiers, strict=True))
         names = tuple(f"K{k}V{v}" for k, v in zip(k_widths, v_widths, strict=True))
         sinks = torch.randn(kv_heads * group, device=DEVICE) if sink else None
-        options = dict(window=window, softcap=softcap, sinks=sinks)
+        options = dict(sliding_window=window, softcap=softcap, sinks=sinks)
         case = case_of(
             lengths, kv_heads=kv_heads, group=group, dim=dim, tiers=names, page_tokens=page_tokens, q_len=q_len,
             options=options, recent=recent, drop=drop, seed=seed, dtype=HALF,
@@ -314,12 +316,12 @@ def test_captured_step_follows_the_cache(backend: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plan.update()
-        out, mass = decode_attention(q, cache, plan=plan, backend=backend, return_mass=True)
+        out, _, mass = decode_attention(q, cache, plan=plan, backend=backend, return_mass=True)
     for tokens in (1, 1, 12):
         new = torch.randn(2, 2 * tokens, 2, 64, device="cuda").bfloat16()
         cache.append(0, *new, requests=[0, 1], lengths=[tokens, tokens])
         graph.replay()
-        want, its_mass = decode_attention(q, cache, backend=backend, return_mass=True)
+        want, _, its_mass = decode_attention(q, cache, backend=backend, return_mass=True)
         if backend == "cuda":
             assert torch.equal(out, want)
         torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
@@ -332,9 +334,9 @@ def test_a_captured_call_has_room_for_what_will_come(backend: str, monkeypatch: 
     """Sizes that the host fixes are those of the longest request that there can be."""
     cache = filled([30, 5])
     q = torch.randn(2, 1, 6, 64, device=DEVICE)
-    want, its_mass = decode_attention(q, cache, backend=backend, return_mass=True)
+    want, _, its_mass = decode_attention(q, cache, backend=backend, return_mass=True)
     monkeypatch.setattr(op, "capturing", lambda device: True)
-    out, mass = decode_attention(q, cache, backend=backend, return_mass=True)
+    out, _, mass = decode_attention(q, cache, backend=backend, return_mass=True)
     assert mass.shape == (2, 2, cache.max_tokens)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(mass[..., :30], its_mass)
@@ -412,13 +414,18 @@ def test_what_is_returned() -> None:
     out = decode_attention(q, cache)
     assert isinstance(out, torch.Tensor)
     assert not out.requires_grad
-    lse = decode_attention(q, cache, return_lse=True)[1]
-    mass = decode_attention(q, cache, return_mass=True)[1]
+    with_lse = decode_attention(q, cache, return_lse=True)
+    with_mass = decode_attention(q, cache, return_mass=True)
     both = decode_attention(q, cache, return_lse=True, return_mass=True)
-    assert (lse.dtype, lse.shape) == (torch.float32, (1, 1, 6))
-    assert (mass.dtype, mass.shape) == (torch.float32, (1, 2, 20))
-    assert torch.equal(both[1], lse)
-    assert torch.equal(both[2], mass)
+    assert all(type(made) is AttentionOutput for made in (with_lse, with_mass, both))
+    assert with_lse.mass is None
+    assert with_mass.lse is None
+    assert (both.lse.dtype, both.lse.shape) == (torch.float32, (1, 1, 6))
+    assert (both.mass.dtype, both.mass.shape) == (torch.float32, (1, 2, 20))
+    for made in (with_lse, with_mass, both):
+        assert torch.equal(made.out, out)
+    assert torch.equal(both.lse, with_lse.lse)
+    assert torch.equal(both.mass, with_mass.mass)
 
 
 BAD = {
@@ -437,7 +444,7 @@ BAD = {
     "plan": (lambda q, c: dict(plan="x"), TypeError, "plan: expected a DecodePlan or None, got str"),
     "scale": (lambda q, c: dict(scale=-1.0), ValueError, "scale: expected a positive number, got -1.0"),
     "softcap": (lambda q, c: dict(softcap=0), ValueError, "softcap: expected a positive number, got 0"),
-    "window": (lambda q, c: dict(window=0), ValueError, "window: expected an int of at least 1, got 0"),
+    "window": (lambda q, c: dict(sliding_window=0), ValueError, "sliding_window: expected an int of at least 1, got 0"),
     "sinks": (lambda q, c: dict(sinks=torch.zeros(2)), ValueError, r"sinks: expected floats \[4\]"),
     "sinks type": (lambda q, c: dict(sinks=1.0), ValueError, r"sinks: expected floats \[4\].* got 1.0"),
     "backend": (lambda q, c: dict(backend="fast"), ValueError, "backend: expected one of"),

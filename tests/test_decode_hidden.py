@@ -62,8 +62,9 @@ def tiered(drop: float, recent: int, q_len: int) -> tuple[TieredCache, torch.Ten
 
 
 def compare(cache: PagedCache | TieredCache, q: torch.Tensor, window: int, backend: str) -> None:
-    want, want_lse = decode_attention(q, cache, scale=1.0, window=window, return_lse=True, backend="reference")
-    out, lse = decode_attention(q, cache, scale=1.0, window=window, return_lse=True, backend=backend)
+    options = dict(scale=1.0, sliding_window=window, return_lse=True)
+    want, want_lse, _ = decode_attention(q, cache, backend="reference", **options)
+    out, lse, _ = decode_attention(q, cache, backend=backend, **options)
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=2e-2)
     torch.testing.assert_close(out.float(), want.float(), rtol=0.02, atol=0.02 * float(want.float().abs().max()))
 

@@ -65,7 +65,7 @@ def test_paged_fp8(backend: str, cache_dtype: torch.dtype, scaled: str) -> None:
 @each_backend
 def test_paged_options(backend: str) -> None:
     sinks = torch.randn(6, device=DEVICE)
-    options = dict(window=20, softcap=10.0, sinks=sinks)
+    options = dict(sliding_window=20, softcap=10.0, sinks=sinks)
     case = paged_case([44, 3, 26], q_len=4, group=3, page_size=1, options=options)
     check(case, backend)
     some = Case(case.cache, case.q[:1], [2], [26], options=options)

@@ -34,8 +34,8 @@ CASES: dict[str, tuple[list[int], dict]] = {
     "four tiers": ([150, 1, 97], dict(tiers=("K8V8", "K4V4", "K3V3", "K2V2"), page_tokens=64, group=4)),
     "queries, softcap": ([70, 33], dict(q_len=3, group=4, options=dict(softcap=5.0), tiers=("K4V4", "K2V4"))),
     "hidden in full pages": ([128], dict(q_len=4, group=4, tiers=("K4V4",), dim=128) | FULL),
-    "window in full pages": ([128], dict(tiers=("K2V2",), options=dict(window=70)) | FULL),
-    "odd head_dim, window": ([70, 21], dict(dim=80, tiers=("K3V2",), page_tokens=32, options=dict(window=33))),
+    "window in full pages": ([128], dict(tiers=("K2V2",), options=dict(sliding_window=70)) | FULL),
+    "odd head_dim, window": ([70, 21], dict(dim=80, tiers=("K3V2",), page_tokens=32, options=dict(sliding_window=33))),
     "D 128": ([200], dict(dim=128, tiers=("K8V4", "K3V3"), page_tokens=64, group=8)),
 }
 
@@ -53,7 +53,7 @@ def test_rows_of_store_kv(layout: str) -> None:
     table = torch.tensor([[3, 1, 8], [5, 0, -7]], dtype=torch.int32)
     lengths = torch.tensor([70, 33], dtype=torch.int32)
     cache = PagedCache(k, v, table, lengths, layout=layout)
-    case = Case(cache, torch.randn(2, 2, 6, 64).half(), [0, 1], [70, 33], options=dict(window=40))
+    case = Case(cache, torch.randn(2, 2, 6, 64).half(), [0, 1], [70, 33], options=dict(sliding_window=40))
     check(case, "cuda")
 
 

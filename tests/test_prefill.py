@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -114,8 +115,8 @@ def test_query_heads_per_kv_head(backend: str, group: int) -> None:
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 1000])
 def test_window(backend: str, window: int) -> None:
     few(backend, window in (1, 17, 40))
-    check(case_of([(50, 70)], window=window), backend)
-    check(case_of([(40, 40)], window=window, heads=1), backend)
+    check(case_of([(50, 70)], sliding_window=window), backend)
+    check(case_of([(40, 40)], sliding_window=window, heads=1), backend)
 
 
 @pytest.mark.gpu
@@ -123,13 +124,13 @@ def test_window(backend: str, window: int) -> None:
 @pytest.mark.parametrize("window", [1, 64, 100, 128, 500])
 def test_window_over_many_blocks(backend: str, window: int) -> None:
     for dim in (64, 128):
-        check(case_of([(700, 900)], window=window, dim=dim), backend)
+        check(case_of([(700, 900)], sliding_window=window, dim=dim), backend)
 
 
 @each_backend
 @pytest.mark.parametrize(
     "options",
-    [dict(softcap=2.0), dict(scale=0.4), dict(softcap=20.0, window=9), dict(softcap=5.0, causal=False)],
+    [dict(softcap=2.0), dict(scale=0.4), dict(softcap=20.0, sliding_window=9), dict(softcap=5.0, causal=False)],
     ids=str,
 )
 def test_score_options(backend: str, options: dict) -> None:
@@ -140,7 +141,7 @@ def test_score_options(backend: str, options: dict) -> None:
 def test_sinks_take_weight(backend: str) -> None:
     sinks = torch.tensor([-torch.inf, 0.0, 4.0, 30.0], device=DEVICE)
     check(case_of([(25, 18)], heads=4, kv_heads=2, sinks=sinks), backend)
-    check(case_of([(18, 25)], heads=4, kv_heads=2, sinks=sinks, window=4, softcap=8.0), backend)
+    check(case_of([(18, 25)], heads=4, kv_heads=2, sinks=sinks, sliding_window=4, softcap=8.0), backend)
     case = case_of([(3, 1)], heads=4, sinks=sinks)
     ((out, lse),) = case.dense(backend)
     assert (out[:, :2] == 0).all()
@@ -155,12 +156,12 @@ def test_nothing_is_seen(backend: str) -> None:
     ((out, lse),) = case_of([(20, 3)]).dense(backend)
     assert (out[:, :17] == 0).all()
     assert (lse[:, :17] == -torch.inf).all()
-    assert prefill_attention(*torch.zeros(3, 0, 2, 4, 64, device=DEVICE), backend=backend).shape == (0, 2, 4, 64)
+    assert prefill_attention(*torch.zeros(3, 0, 4, 2, 64, device=DEVICE), backend=backend).shape == (0, 4, 2, 64)
 
 
 @each_backend
 def test_one_key_is_its_value(backend: str) -> None:
-    q, (k, v) = torch.randn(1, 3, 40, 64).to(HALF).to(DEVICE), torch.randn(2, 1, 3, 1, 64).to(HALF).to(DEVICE)
+    q, (k, v) = torch.randn(1, 40, 3, 64).to(HALF).to(DEVICE), torch.randn(2, 1, 1, 3, 64).to(HALF).to(DEVICE)
     out = prefill_attention(q, k, v, causal=False, backend=backend)
     torch.testing.assert_close(out, v.expand_as(out), rtol=0, atol=0)
 
@@ -169,11 +170,11 @@ def test_one_key_is_its_value(backend: str) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_equal_huge_scores_average(backend: str, causal: bool) -> None:
     """Scores of tens of thousands, all equal: means of the values, and nothing overflows."""
-    k = torch.full((1, 1, 40, 64), 100.0, dtype=HALF, device=DEVICE)
-    v = torch.randn(1, 1, 40, 64).to(HALF).to(DEVICE)
-    out, lse = prefill_attention(k, k, v, causal=causal, return_lse=True, backend=backend)
-    count = torch.arange(1, 41, device=DEVICE).unsqueeze(1) if causal else 40
-    want = (v.float().cumsum(2) if causal else v.float().sum(2, keepdim=True)) / count
+    k = torch.full((1, 40, 1, 64), 100.0, dtype=HALF, device=DEVICE)
+    v = torch.randn(1, 40, 1, 64).to(HALF).to(DEVICE)
+    out, lse, _ = prefill_attention(k, k, v, causal=causal, return_lse=True, backend=backend)
+    count = torch.arange(1, 41, device=DEVICE).view(-1, 1, 1) if causal else 40
+    want = (v.float().cumsum(1) if causal else v.float().sum(1, keepdim=True)) / count
     torch.testing.assert_close(out.float(), want.expand_as(v), rtol=0, atol=2e-3)
     assert lse.min() > 7.9e4
 
@@ -245,11 +246,11 @@ def test_memory_around_is_never_read(backend: str, value: float) -> None:
     """Views into memory full of NaN and inf: rows before and after, heads beside, the rest of a row."""
     few(backend, value != value)
     case = case_of([(21, 37)] * 2, heads=4, kv_heads=2)
-    q, k, v = (torch.stack(x) for x in zip(*case.sequences, strict=True))
+    q, k, v = case.batch()
 
     def inside(x: torch.Tensor) -> torch.Tensor:
-        room = torch.full((x.shape[0] + 2, x.shape[1] + 2, x.shape[2] + 70, x.shape[3] + 16), value, dtype=x.dtype)
-        view = room.to(DEVICE)[1:-1, 1:-1, 3:-67, 8:-8]
+        room = torch.full((x.shape[0] + 2, x.shape[1] + 70, x.shape[2] + 2, x.shape[3] + 16), value, dtype=x.dtype)
+        view = room.to(DEVICE)[1:-1, 3:-67, 1:-1, 8:-8]
         return view.copy_(x)
 
     for causal in (True, False):
@@ -260,43 +261,45 @@ def test_memory_around_is_never_read(backend: str, value: float) -> None:
 
 @each_backend
 def test_strided_inputs(backend: str) -> None:
-    """Of a fused projection, heads before tokens and after, an expanded head; out has q's order of axes."""
-    qkv = torch.randn(2, 30, 8, 64).to(HALF).to(DEVICE)
-    q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 2, 2], 2))
+    """Of a fused projection, tokens before heads in memory and after, an expanded head; out is contiguous."""
+    q, k, v = torch.randn(2, 30, 8, 64).to(HALF).to(DEVICE).split([4, 2, 2], 2)
     want = prefill_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend=backend)
     got = prefill_attention(q, k, v, backend=backend)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert got.transpose(1, 2).is_contiguous()
-    one = k[:, :1].expand(-1, 2, -1, -1)
+    heads_first = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    got = prefill_attention(*heads_first, backend=backend)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert got.is_contiguous()
+    one = k[:, :, :1].expand(-1, -1, 2, -1)
     torch.testing.assert_close(
         prefill_attention(q, one, v, backend=backend), prefill_attention(q, one.contiguous(), v, backend=backend)
     )
-    odd = torch.randn(2, 4, 30, 65).to(HALF).to(DEVICE)[..., 1:]  # not 16-byte aligned
+    odd = torch.randn(2, 30, 4, 65).to(HALF).to(DEVICE)[..., 1:]  # not 16-byte aligned
     torch.testing.assert_close(
         prefill_attention(odd, k, v, backend=backend), prefill_attention(odd.contiguous(), k, v, backend=backend)
     )
 
 
 @each_backend
-@pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window=6, softcap=4.0)], ids=str)
-def test_packed(backend: str, options: dict) -> None:
+@pytest.mark.parametrize("options", [{}, dict(causal=False), dict(sliding_window=6, softcap=4.0)], ids=str)
+def test_ragged(backend: str, options: dict) -> None:
     """Empty sequences, single tokens, sequences without keys, chunks after a prefix; NaN around them."""
     lengths = [(0, 0), (5, 5), (1, 30), (0, 7), (33, 40), (3, 0), (20, 9)]
-    check(case_of(lengths, **options), backend, packed=True)
+    check(case_of(lengths, **options), backend, ragged=True)
 
 
 @each_backend
-def test_packed_with_given_lengths(backend: str) -> None:
+def test_ragged_with_given_lengths(backend: str) -> None:
     """Upper bounds are enough; all empty is fine."""
-    check(case_of([(5, 9), (20, 20)]), backend, packed=True, max_seqlen_q=50, max_seqlen_k=90)
-    check(case_of([(0, 0), (0, 0)]), backend, packed=True)
+    check(case_of([(5, 9), (20, 20)]), backend, ragged=True, max_seqlen_q=50, max_seqlen_k=90)
+    check(case_of([(0, 0), (0, 0)]), backend, ragged=True)
 
 
 @each_backend
-def test_packed_is_dense(backend: str) -> None:
+def test_ragged_is_dense(backend: str) -> None:
     """The same numbers either way."""
     case = case_of([(24, 24)] * 3, heads=4, kv_heads=2)
-    for (a, b), (c, d) in zip(case.dense(backend), case.packed(backend), strict=True):
+    for (a, b), (c, d) in zip(case.dense(backend), case.ragged(backend), strict=True):
         torch.testing.assert_close(a, c, rtol=0, atol=1e-3)
         torch.testing.assert_close(b, d)
 
@@ -312,22 +315,22 @@ def test_any_case(backend: str, data: st.DataObject) -> None:
     kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     options: dict = dict(causal=data.draw(st.booleans()))
     if options["causal"]:
-        options["window"] = data.draw(st.none() | st.integers(1, most + 5))
+        options["sliding_window"] = data.draw(st.none() | st.integers(1, most + 5))
     options["softcap"] = data.draw(st.none() | st.floats(1.0, 50.0))
     if data.draw(st.booleans()):
         options["sinks"] = torch.randn(kv_heads * group, device=DEVICE)
     dim, dtype = data.draw(st.sampled_from([64, 96, 128])), data.draw(st.sampled_from(DTYPES))
     case = case_of(lengths, heads=kv_heads * group, kv_heads=kv_heads, dim=dim, dtype=dtype, **options)
-    packed = count > 1 and len(set(lengths)) > 1
-    check(case, backend, packed=packed)
+    ragged = count > 1 and len(set(lengths)) > 1
+    check(case, backend, ragged=ragged)
 
 
 def test_long_sequences_stay_within_memory() -> None:
     """8k by 8k in blocks of queries: no matrix of all scores."""
-    q, k, v = torch.randn(3, 1, 1, 8192, 64)
+    q, k, v = torch.randn(3, 1, 8192, 1, 64)
     out = prefill_attention(q, k, v, backend="reference")
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    want = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    torch.testing.assert_close(out, want.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
 VARIANTS = [
@@ -389,13 +392,13 @@ def test_auto_runs() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "triton", "cuda"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_captured(backend: str, packed: bool) -> None:
+@pytest.mark.parametrize("ragged", [False, True])
+def test_captured(backend: str, ragged: bool) -> None:
     """A replay reads what is in the inputs then."""
-    q, k, v = torch.randn(3, 2, 4, 100, 64, device=DEVICE).to(HALF)
+    q, k, v = torch.randn(3, 2, 100, 4, 64, device=DEVICE).to(HALF)
     more: dict = {}
-    if packed:
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    if ragged:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         ends = torch.tensor([0, 100, 200], dtype=torch.int32, device=DEVICE)
         more = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=100, max_seqlen_k=100)
     prefill_attention(q, k, v, backend=backend, **more)
@@ -410,34 +413,40 @@ def test_captured(backend: str, packed: bool) -> None:
 
 def test_checks_are_not_forgotten() -> None:
     """What passed once does not let through what only compares equal to it."""
-    prefill_attention(X, X, X, window=1)
-    with pytest.raises(ValueError, match="window: expected an int"):
-        prefill_attention(X, X, X, window=True)
-    wide = torch.zeros(1, 2, 8, 128)
+    prefill_attention(X, X, X, sliding_window=1)
+    with pytest.raises(ValueError, match="sliding_window: expected an int"):
+        prefill_attention(X, X, X, sliding_window=True)
+    wide = torch.zeros(1, 8, 2, 128)
     prefill_attention(wide, wide, wide)
     with pytest.raises(ValueError, match="inner stride"):
         prefill_attention(wide[..., ::2], X, X)
 
 
-X = torch.zeros(1, 2, 8, 64)
+X = torch.zeros(1, 8, 2, 64)
 CU = torch.tensor([0, 8], dtype=torch.int32)
 BAD = {
     "q: expected a tensor": dict(q=3),
-    "k: expected \\[batch": dict(k=X[0]),
-    "q: expected \\[tokens": dict(cu_seqlens_q=CU, cu_seqlens_k=CU),
+    "k: expected [batch, seq, heads, dim] without cu_seqlens, got shape (8, 2, 64)": dict(k=X[0]),
+    "q: expected [tokens, heads, dim] with cu_seqlens, got shape (1, 8, 2, 64)": dict(cu_seqlens_q=CU, cu_seqlens_k=CU),
     "q: expected one of": dict(q=X.double()),
     "k: expected torch.float32 as q": dict(k=X.half()),
-    "q: expected a head_dim of \\(64": dict(q=X[..., :32]),
-    "k: expected a head_dim of 64 as q": dict(k=torch.zeros(1, 2, 8, 128)),
-    "v: expected an inner stride of 1": dict(v=torch.zeros(1, 2, 8, 128)[..., ::2]),
-    "v: expected shape": dict(v=X[:, :, :7]),
-    "k: expected a batch of 1": dict(k=X.expand(2, -1, -1, -1), v=X.expand(2, -1, -1, -1)),
-    "q: expected a multiple of 2 heads": dict(q=torch.zeros(1, 3, 8, 64)),
+    "q: expected [batch, seq, heads, dim] with a dim of (64, 96, 128, 256), got shape": dict(q=X[..., :32]),
+    "k: expected [batch, seq, heads, dim] with q's dim of 64, got shape": dict(k=torch.zeros(1, 8, 2, 128)),
+    "v: expected an inner stride of 1": dict(v=torch.zeros(1, 8, 2, 128)[..., ::2]),
+    "v: expected shape (1, 8, 2, 64) as k, got (1, 7, 2, 64)": dict(v=X[:, :7]),
+    "k: expected [batch, seq, heads, dim] with q's batch of 1, got shape (2, 8, 2, 64)": dict(
+        k=X.expand(2, -1, -1, -1), v=X.expand(2, -1, -1, -1)
+    ),
+    "k: expected [batch, seq, heads, dim] with heads that divide q's 3, got shape (1, 8, 2, 64), q (1, 8, 3, 64)": dict(
+        q=torch.zeros(1, 8, 3, 64)
+    ),
+    "k: expected [batch, seq, heads, dim] with heads that divide q's 2, got shape (1, 2, 8, 64), q (1, 8, 2, 64); if "
+    "heads come before tokens, pass .transpose(1, 2)": dict(k=X.transpose(1, 2), v=X.transpose(1, 2)),
     "scale: expected a positive": dict(scale=0.0),
     "softcap: expected a positive": dict(softcap=-1.0),
-    "window: expected an int": dict(window=0),
-    "window: expected None without causal": dict(window=3, causal=False),
-    "sinks: expected floats \\[2\\]": dict(sinks=torch.zeros(3)),
+    "sliding_window: expected an int": dict(sliding_window=0),
+    "sliding_window: expected None without causal": dict(sliding_window=3, causal=False),
+    "sinks: expected floats [2]": dict(sinks=torch.zeros(3)),
     "cu_seqlens_k: expected to be given": dict(cu_seqlens_q=CU),
     "max_seqlen_q: expected None": dict(max_seqlen_q=8),
     "backend: expected one of": dict(backend="fast"),
@@ -446,24 +455,26 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input(message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         prefill_attention(**(dict(q=X, k=X, v=X) | BAD[message]))
 
 
-PACKED = dict(q=X[0].transpose(0, 1), k=X[0].transpose(0, 1), v=X[0].transpose(0, 1), cu_seqlens_q=CU, cu_seqlens_k=CU)
-BAD_PACKED = {
+RAGGED = dict(q=X[0], k=X[0], v=X[0], cu_seqlens_q=CU, cu_seqlens_k=CU)
+BAD_RAGGED = {
     "cu_seqlens_q: expected int32": dict(cu_seqlens_q=CU.long()),
     "cu_seqlens_k: expected int32": dict(cu_seqlens_k=CU[:0]),
     "cu_seqlens_k: expected 2 as": dict(cu_seqlens_k=torch.zeros(3, dtype=torch.int32)),
     "cu_seqlens_q: expected contiguous": dict(cu_seqlens_q=torch.zeros(4, dtype=torch.int32)[::2]),
     "max_seqlen_k: expected an int": dict(max_seqlen_k=-1),
+    "k: expected [tokens, heads, dim] with heads that divide q's 2, got shape (2, 8, 64), q (8, 2, 64); if heads come "
+    "before tokens, pass .transpose(0, 1)": dict(k=X[0].transpose(0, 1), v=X[0].transpose(0, 1)),
 }
 
 
-@pytest.mark.parametrize("message", BAD_PACKED)
-def test_bad_packed_input(message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        prefill_attention(**(PACKED | BAD_PACKED[message]))
+@pytest.mark.parametrize("message", BAD_RAGGED)
+def test_bad_ragged_input(message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prefill_attention(**(RAGGED | BAD_RAGGED[message]))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there it is")

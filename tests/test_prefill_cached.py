@@ -43,7 +43,7 @@ def check(
     heads = cache.kv_heads * group
     generator = torch.Generator().manual_seed(7)
     q = torch.randn(sum(new), heads, cache.head_dim, generator=generator).to(dtype).to(DEVICE)
-    out, lse = prefill_attention_cached(q, cache, lengths=new, return_lse=True, backend=backend, **options)
+    out, lse, _ = prefill_attention_cached(q, cache, lengths=new, return_lse=True, backend=backend, **options)
     assert out.shape == q.shape
     assert lse.shape == q.shape[:2]
     first = 0
@@ -92,9 +92,11 @@ def test_pages(backend: str, page_tokens: int) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("options", [dict(window=1), dict(window=12), dict(softcap=4.0), dict(scale=0.3)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(sliding_window=1), dict(sliding_window=12), dict(softcap=4.0), dict(scale=0.3)], ids=str
+)
 def test_options(backend: str, options: dict) -> None:
-    few(backend, "window" in options)
+    few(backend, "sliding_window" in options)
     lengths = [55, 20]
     check(filled(lengths, dtype=HALF, tiers=("K4V4",)), lengths, [24, 5], backend, **options)
 
@@ -119,7 +121,7 @@ def test_several_chunks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached_triton, "STAGED", 1)
     lengths = [75, 16] if INTERPRETED else [500, 70]
     cache = filled(lengths, tiers=("K4V4", "K2V2"), dtype=HALF)
-    check(cache, lengths, [18, 16], backend, window=40)
+    check(cache, lengths, [18, 16], backend, sliding_window=40)
     check(cache, lengths, [1, 3], backend)
 
 
@@ -250,7 +252,7 @@ def test_what_is_not_for_warps_with_roles() -> None:
     job = CachedJob(q, [4], None, None, [0], 2, 40, 1.0, None, None, None, False)
     assert gluon.missing(job) is None
     far = torch.empty(0, dtype=torch.float16).as_strided((0, 8, 128), (128, 1 << 28, 1))
-    for other in (dict(q=q.float()), dict(q=q[..., :100]), dict(q=q[..., :32]), dict(q=far), dict(window=3),
+    for other in (dict(q=q.float()), dict(q=q[..., :100]), dict(q=q[..., :32]), dict(q=far), dict(sliding_window=3),
                   dict(softcap=3.0)):  # fmt: skip
         assert gluon.missing(job._replace(**other)), other
 
@@ -259,8 +261,8 @@ def test_what_is_not_for_warps_with_roles() -> None:
 def test_as_decode_for_few_queries(backend: str) -> None:
     cache = filled([70, 30], dtype=HALF)
     q = torch.randn(2, 3, 4, 64).to(HALF).to(DEVICE)
-    out, lse = prefill_attention_cached(q, cache, return_lse=True, backend=backend)
-    want, want_lse = decode_attention(q, cache, return_lse=True, backend="reference")
+    out, lse, _ = prefill_attention_cached(q, cache, return_lse=True, backend=backend)
+    want, want_lse, _ = decode_attention(q, cache, return_lse=True, backend="reference")
     assert out.shape == q.shape
     torch.testing.assert_close(out.float(), want.float(), rtol=0, atol=0.05 if HAS_GPU else 0.01)
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=0.05 if HAS_GPU else 0.01)
@@ -293,7 +295,7 @@ BAD = {
     "lengths: expected the new tokens": dict(q=Q[0]),
     "lengths: expected 1 that sum to 5": dict(q=Q[0], lengths=[4]),
     "requests: expected some of": dict(requests=[7]),
-    "window: expected an int": dict(window=0),
+    "sliding_window: expected an int": dict(sliding_window=0),
     "scale: expected a positive": dict(scale=-1.0),
     "sinks: expected floats \\[4\\]": dict(sinks=torch.zeros(2)),
     "backend: expected one of": dict(backend="cuda"),

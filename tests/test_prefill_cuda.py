@@ -145,8 +145,8 @@ CASES: dict[str, tuple[list[tuple[int, int]], dict]] = {
     "chunk after a prefix": ([(33, 150)], {}),
     "queries that see nothing": ([(150, 33)], {}),
     "no keys at all": ([(5, 0)], {}),
-    "window": ([(70, 129)], dict(window=37)),
-    "window of one": ([(40, 40)], dict(window=1)),
+    "window": ([(70, 129)], dict(sliding_window=37)),
+    "window of one": ([(40, 40)], dict(sliding_window=1)),
     "not causal": ([(40, 77)], dict(causal=False)),
     "sinks": ([(40, 20)], dict(sinks=torch.tensor([0.7, -torch.inf]))),
     "large logits": ([(64, 64)], dict(loud=100.0)),
@@ -189,11 +189,11 @@ def on_device(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed(cuda: None, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+def test_ragged(cuda: None, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     """NaN before and after every sequence but the first and last neighbours; one is empty, one has no keys."""
     only(monkeypatch, PORTABLE[64], Ideas())
     lengths = [(33, 33), (0, 7), (1, 100), (4, 0), (66, 65)]
-    check(case_of(lengths, dtype=BF16, causal=causal), "cuda", packed=True)
+    check(case_of(lengths, dtype=BF16, causal=causal), "cuda", ragged=True)
 
 
 TILES = {
@@ -225,11 +225,11 @@ def test_strided_and_poisoned(cuda: None, monkeypatch: pytest.MonkeyPatch) -> No
     (q, k, v), given = case.sequences[0], []
     for x in (q, k, v):
         room = torch.full((1, x.shape[1] + 40, x.shape[0], 72), torch.nan, dtype=x.dtype, device=x.device)
-        view = room[:, : x.shape[1], :, :64].transpose(1, 2)
-        view.copy_(x)
+        view = room[:, : x.shape[1], :, :64]
+        view.copy_(x.transpose(0, 1))
         given.append(view)
-    out, lse = prefill.prefill_attention(*given, return_lse=True, backend="cuda")
-    compare([(out[0], lse[0])], case.expected(), case.expected(low=True), BF16)
+    out, lse, _ = prefill.prefill_attention(*given, return_lse=True, backend="cuda")
+    compare([(out[0].transpose(0, 1), lse[0].transpose(0, 1))], case.expected(), case.expected(low=True), BF16)
 
 
 def test_a_launch_is_made_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,11 +248,11 @@ def test_checking_build(cuda: None) -> None:
     tile, ideas = CHECKED
     case = case_of([(33, 50)], dtype=BF16)
     counters = torch.zeros(4, dtype=torch.int32, device=case.sequences[0][0].device)
-    q, k, v = (x.unsqueeze(0) for x in case.sequences[0])
+    q, k, v = case.batch()
     job = prefill.PrefillJob(q, k, v, None, None, 33, 50, True, 0.125, None, None, None, True)
     out, lse = prefill_cuda.run(job, tile, ideas, counters)
     assert lse is not None
-    compare([(out[0], lse[0])], case.expected(), case.expected(low=True), BF16)
+    compare([(out[0].transpose(0, 1), lse[0].transpose(0, 1))], case.expected(), case.expected(low=True), BF16)
     scores, wrong_scores, products, wrong_products = counters.tolist()
     # two heads; all four warps see something of both tiles of 32 keys
     assert scores == 2 * (4 * 16 * 32 + 4 * 16 * 32)
@@ -269,7 +269,7 @@ def test_checking_build_finds_a_wrong_operand(cuda: None, tmp_path: Path, monkey
     assert right in kernel.read_text()
     kernel.write_text(kernel.read_text().replace(right, right.replace("b[2], b[3]", "b[3], b[2]")))
     monkeypatch.setattr(prefill_cuda, "SOURCE", kernel)
-    q, k, v = (x.unsqueeze(0) for x in case_of([(16, 32)], dtype=BF16).sequences[0])
+    q, k, v = case_of([(16, 32)], dtype=BF16).batch()
     counters = torch.zeros(4, dtype=torch.int32)
     job = prefill.PrefillJob(q, k, v, None, None, 16, 32, False, 0.125, None, None, None, False)
     prefill_cuda.run(job, *CHECKED, counters)
@@ -277,10 +277,10 @@ def test_checking_build_finds_a_wrong_operand(cuda: None, tmp_path: Path, monkey
 
 
 def test_what_cannot_run() -> None:
-    q, k, v = torch.randn(3, 1, 2, 8, 64).half()
+    q, k, v = torch.randn(3, 1, 8, 2, 64).half()
     job = prefill.PrefillJob(q, k, v, None, None, 8, 8, True, 0.125, None, None, None, False)
     assert prefill_cuda.missing(job) is None
-    odd = torch.randn(1, 2, 8, 65).half()[..., :64]
+    odd = torch.randn(1, 8, 2, 65).half()[..., :64]
     assert "rows of k at multiples of 16 bytes" in str(prefill_cuda.missing(job._replace(k=odd)))
     assert "float16 or bfloat16" in str(prefill_cuda.missing(job._replace(q=q.float())))
 
@@ -309,7 +309,7 @@ def test_baseline(cuda: None, queries: int, keys: int, causal: bool) -> None:
 
 SMALL = {
     "D 64": (PORTABLE[64], Ideas(), {}),
-    "D 96, window": (PORTABLE[96], Ideas(), dict(dim=96, window=20)),
+    "D 96, window": (PORTABLE[96], Ideas(), dict(dim=96, sliding_window=20)),
     "D 128, waves": (PORTABLE[128], Ideas(persistent=True), dict(dim=128, heads=8)),
     "D 256, softcap": (PORTABLE[256], Ideas(), dict(dim=256, softcap=5.0)),
     "two groups": (FEW[64], Ideas(persistent=True), dict(heads=8)),
@@ -321,13 +321,13 @@ SMALL = {
 
 @pytest.mark.gpu
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("name", SMALL)
-def test_under_sanitizers(monkeypatch: pytest.MonkeyPatch, name: str, packed: bool) -> None:
+def test_under_sanitizers(monkeypatch: pytest.MonkeyPatch, name: str, ragged: bool) -> None:
     tile, ideas, options = SMALL[name]
     only(monkeypatch, tile, ideas)
-    lengths = [(65, 97), (3, 40), (0, 5)] if packed else [(65, 97), (65, 97)]
-    check(case_of(lengths, dtype=BF16, **options), "cuda", packed=packed)
+    lengths = [(65, 97), (3, 40), (0, 5)] if ragged else [(65, 97), (65, 97)]
+    check(case_of(lengths, dtype=BF16, **options), "cuda", ragged=ragged)
     torch.cuda.synchronize()
 
 

@@ -61,8 +61,8 @@ def test_a_repeated_launch_has_the_arguments_of_a_first(config: Config, monkeypa
     """The second call, with other tensors that look alike, goes past Triton's own search for the kernel."""
     kernel, sinks, seen, kept = recorded(monkeypatch, config), torch.zeros(4, device=DEVICE), [], []
     for _ in range(2):
-        q, k, v = torch.randn(3, 2, 4, 70, 64, device=DEVICE).half().unbind()
-        out, lse = prefill_attention(q, k, v, sinks=sinks, return_lse=True, backend="triton")
+        q, k, v = torch.randn(3, 2, 70, 4, 64, device=DEVICE).half().unbind()
+        out, lse, _ = prefill_attention(q, k, v, sinks=sinks, return_lse=True, backend="triton")
         kept.append((q, k, v, out, lse))  # so that no address comes back
         tensors = dict(q=q, k=k, v=v, out=out, lse=lse, sinks=sinks)
         seen.append([plain(x, {x.data_ptr(): name for name, x in tensors.items()}) for x in kernel.calls[-1][1]])
@@ -79,16 +79,16 @@ def test_a_repeated_launch_has_the_arguments_of_a_first(config: Config, monkeypa
 def test_what_looks_otherwise_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths, strides, options, the alignment of an address: each may want another kernel."""
     kernel = recorded(monkeypatch, LAUNCHED[0])
-    q, k, v = torch.randn(3, 1, 4, 20, 64, device=DEVICE).half()
-    whole = torch.randn(1, 4, 20, 72, device=DEVICE).half()
+    q, k, v = torch.randn(3, 1, 20, 4, 64, device=DEVICE).half()
+    whole = torch.randn(1, 20, 4, 72, device=DEVICE).half()
     ways: list[tuple[tuple, dict]] = [
         ((q, k, v), {}),
-        ((q[:, :, :19], k, v), {}),
-        ((q, k[:, :2], v[:, :2]), {}),
+        ((q[:, :19], k, v), {}),
+        ((q, k[:, :, :2], v[:, :, :2]), {}),
         ((whole[..., :64], k, v), {}),
         ((whole[..., 1:65], k, v), {}),
         ((q, k, v), dict(causal=False)),
-        ((q, k, v), dict(window=5)),
+        ((q, k, v), dict(sliding_window=5)),
         ((q, k, v), dict(softcap=5.0)),
         ((q, k, v), dict(scale=1.0)),
         ((q, k, v), dict(sinks=torch.zeros(4, device=DEVICE))),

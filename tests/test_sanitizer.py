@@ -82,6 +82,6 @@ def test_decode(dim: int, q_len: int, window: int | None, monkeypatch: pytest.Mo
         cut = dict(warps=2, resident=8, width=1, waves=1, combine=1)
         monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: cut)
     sizes = dict(dim=dim, page_tokens=32, q_len=q_len, dtype=torch.bfloat16, group=4)
-    case = case_of([70, 0, 33, 1], options=dict(window=window), **sizes)
+    case = case_of([70, 0, 33, 1], options=dict(sliding_window=window), **sizes)
     check_decode(case, "cuda")
     torch.cuda.synchronize()

@@ -177,7 +177,7 @@ def test_auto_of_prefill_reads_the_table(own_cache: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(configs, "processors_of", lambda device: (132, True))
 
     def job(length: int, dim: int = 64, causal: bool = True) -> PrefillJob:
-        q = torch.empty(4, 16, length, dim, dtype=torch.float16, device="meta")
+        q = torch.empty(4, length, 16, dim, dtype=torch.float16, device="meta")
         return PrefillJob(q, q, q, None, None, length, length, causal, 0.1, None, None, None, False)
 
     def table(**choice: object) -> None:

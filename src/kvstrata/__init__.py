@@ -15,23 +15,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention import DecodePlan, decode_attention, prefill_attention, prefill_attention_cached
-    from .cache import TieredCache
+    from .attention import (
+        AttentionOutput,
+        DecodePlan,
+        decode_attention,
+        prefill_attention,
+        prefill_attention_cached,
+    )
+    from .cache import BudgetExceeded, TieredCache
+    from .layout import Format
     from .quant import dequantize, quantize
-    from .replay import CopyPlan, GraphRunner, fused_copy_replay_data
+    from .replay import CopyPlan, GraphRunner
     from .store import PagedCache, store_kv
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttentionOutput",
+    "BudgetExceeded",
     "CopyPlan",
     "DecodePlan",
+    "Format",
     "GraphRunner",
     "PagedCache",
     "TieredCache",
     "__version__",
     "decode_attention",
     "dequantize",
-    "fused_copy_replay_data",
     "prefill_attention",
     "prefill_attention_cached",
     "quantize",
@@ -39,12 +48,18 @@ __all__ = [
 ]
 
 _STAGES = {
-    "attention": ("DecodePlan", "decode_attention", "prefill_attention", "prefill_attention_cached"),
-    "cache": ("TieredCache",),
+    "attention": (
+        "AttentionOutput",
+        "DecodePlan",
+        "decode_attention",
+        "prefill_attention",
+        "prefill_attention_cached",
+    ),
+    "cache": ("BudgetExceeded", "TieredCache"),
     "jit": (),
-    "layout": (),
+    "layout": ("Format",),
     "quant": ("dequantize", "quantize"),
-    "replay": ("CopyPlan", "GraphRunner", "fused_copy_replay_data"),
+    "replay": ("CopyPlan", "GraphRunner"),
     "store": ("PagedCache", "store_kv"),
 }
 _STAGE_OF = {name: stage for stage, names in _STAGES.items() for name in names}

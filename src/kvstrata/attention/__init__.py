@@ -2,7 +2,14 @@
 
 from .decode.op import decode_attention
 from .decode.plan import DecodePlan
+from .output import AttentionOutput
 from .prefill.op import prefill_attention
 from .prefill_cached.op import prefill_attention_cached
 
-__all__ = ["DecodePlan", "decode_attention", "prefill_attention", "prefill_attention_cached"]
+__all__ = [
+    "AttentionOutput",
+    "DecodePlan",
+    "decode_attention",
+    "prefill_attention",
+    "prefill_attention_cached",
+]

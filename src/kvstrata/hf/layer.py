@@ -99,11 +99,11 @@ class StrataLayer(CacheLayerMixin):
         )
         if isinstance(made, torch.Tensor):
             return made.to(query.dtype)
-        out, mass = made
+        assert made.mass is not None
         if self.ledger is None:
             self.ledger = MassLedger(cache, self.index)
-        self.ledger.add(mass, query.shape[2])
-        return out.to(query.dtype)
+        self.ledger.add(made.mass, query.shape[2])
+        return made.out.to(query.dtype)
 
     def _prompt(
         self,

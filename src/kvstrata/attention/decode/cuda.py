@@ -313,7 +313,7 @@ class Plan:
     def _decode(self, job: Job, x: Source, index: int, lse: torch.Tensor | None, mass: torch.Tensor | None) -> None:
         q = job.q
         size, log2e = q.element_size(), math.log2(math.e)
-        ordered = mass is not None or job.window is not None or self.q_len > 1
+        ordered = mass is not None or job.sliding_window is not None or self.q_len > 1
         centre_stride = 0 if x.centre is None else x.centre.stride(0)
         params = DECODE.pack(
             q.data_ptr(), _row(self.stages, index), _row(self.parts, index), self.rows,
@@ -321,7 +321,7 @@ class Plan:
             self.partial_sum.data_ptr(), _pointer(lse),
             *(n * size for n in q.stride()[:3]), x.lengths.stride(0), centre_stride,
             self.q_len, job.group, self.kv_heads, self.chunks, self.units, self.multiprocessors,
-            job.scale * log2e, (job.softcap or 0.0) * log2e, job.window or 0,
+            job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0,
             x.position_bytes if ordered else 0, job.max_length, x.rows[3], x.v_offset,
             *map(_inverse, (job.group, self.kv_heads, self.multiprocessors)),
         )  # fmt: skip

@@ -117,7 +117,7 @@ def decode(job: Job) -> Result:
         _tiers(buckets.formats, buckets.position_offsets, job.q.dtype),
         buckets.formats[0].page_tokens,
         q.numpy(),
-        job.window or 0,
+        job.sliding_window or 0,
         job.softcap or 0.0,
         np.empty(0, np.float32) if job.sinks is None else job.sinks.numpy(),
         out.numpy(),

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvstrata.attention.output import AttentionOutput
 from kvstrata.cache.ops.arguments import whole_numbers
 from kvstrata.cache.storage.views import BucketedCacheLayer
 from kvstrata.cache.tiered_cache import TieredCache
@@ -40,7 +41,7 @@ class Job(NamedTuple):
     kv_heads: int
     max_length: int  # of these requests (`longest`); of a PagedCache, what its table can name
     scale: float
-    window: int | None
+    sliding_window: int | None
     softcap: float | None
     sinks: torch.Tensor | None  # float32 [Hq]
     return_lse: bool
@@ -147,7 +148,7 @@ def _job(
     layer: int,
     requests: Sequence[int] | None,
     scale: float | None,
-    window: int | None,
+    sliding_window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
     return_lse: bool,
@@ -159,8 +160,8 @@ def _job(
     _check_q(q, cache, len(rows))
     _positive("scale", scale)
     _positive("softcap", softcap)
-    if window is not None and (type(window) is not int or window < 1):
-        raise ValueError(f"window: expected an int of at least 1, got {window!r}")
+    if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
+        raise ValueError(f"sliding_window: expected an int of at least 1, got {sliding_window!r}")
     if sinks is not None:
         if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
             given = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
@@ -176,7 +177,7 @@ def _job(
             raise ValueError(f"layer: expected 0, a PagedCache is one layer, got {layer!r}")
         buckets, paged, max_length = None, cache, cache.max_length
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    job = (cache.kv_heads, max_length, scale, window, softcap, sinks, return_lse, return_mass)
+    job = (cache.kv_heads, max_length, scale, sliding_window, softcap, sinks, return_lse, return_mass)
     owner = cache if isinstance(cache, TieredCache) else None
     return Job(q.detach(), buckets, paged, rows, *job, owner=owner)
 
@@ -188,14 +189,14 @@ def decode_attention(
     *,
     requests: Sequence[int] | None = None,
     scale: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     return_mass: bool = False,
     plan: DecodePlan | None = None,
     backend: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> torch.Tensor | AttentionOutput:
     """Attention of the newest queries of each request over all tokens its cache holds, whatever tier they are in.
 
     Args:
@@ -205,9 +206,9 @@ def decode_attention(
         layer: of the cache; 0 for a PagedCache.
         requests: which requests the rows of q are; None is all in use, ascending.
         scale: of the scores; None is ``D ** -0.5``.
-        window: a query sees this many positions, its own the last of them; None is all.
+        sliding_window: a query sees this many positions, its own the last of them; None is all.
         softcap: c makes c * tanh(score / c) of a score.
-        sinks: ``[Hq]``, a logit that takes part in the softmax of every query of a head and has no value.
+        sinks: ``[Hq]``, attention-sink logit per head, added to the softmax denominator.
         return_lse: also float32 ``[B, q_len, Hq]``, the log of the sum of the exponentials, the sink's included.
         return_mass: also float32 ``[B, Hkv, max length]``: what `TieredCache.update_importance` takes. By position, the
             softmax weight of a token, summed over queries and the query heads of its KV head; 0 where no token is. For
@@ -218,28 +219,27 @@ def decode_attention(
     Query i of q_len stands at position ``length - q_len + i`` and sees no later one. One that sees no token gives zeros
     and -inf (with a sink: its logit).
 
-    Returns out, in q's shape and dtype; with more asked for, a tuple (out, lse, mass) of what was.
+    Returns out in q's shape and dtype; with ``return_lse`` or ``return_mass`` an `AttentionOutput`.
 
     Raises ValueError, TypeError or RuntimeError (a backend that is not there), naming the argument.
 
     Example:
         >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, window=32, page_tokens=16, dtype=torch.float32)
         >>> cache.append(0, *torch.randn(2, 1000, 2, 64))
-        >>> out, mass = kvstrata.decode_attention(torch.randn(1, 1, 8, 64), cache, return_mass=True)
-        >>> out.shape, mass.shape
+        >>> made = kvstrata.decode_attention(torch.randn(1, 1, 8, 64), cache, return_mass=True)
+        >>> made.out.shape, made.mass.shape
         (torch.Size([1, 1, 8, 64]), torch.Size([1, 2, 1000]))
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    job = _job(q, cache, layer, requests, scale, window, softcap, sinks, return_lse, return_mass)
+    job = _job(q, cache, layer, requests, scale, sliding_window, softcap, sinks, return_lse, return_mass)
     if plan is not None:
         if not isinstance(plan, DecodePlan):
             raise TypeError(f"plan: expected a DecodePlan or None, got {type(plan).__name__}")
         plan.check(job, cache)
         job = job._replace(plan=plan, layer=layer)
     out, lse, mass = run(job, _choose(backend, job))
-    extra = tuple(x for x in (lse, mass) if x is not None)
-    return (out, *extra) if extra else out
+    return AttentionOutput(out, lse, mass) if return_lse or return_mass else out
 
 
 def run(job: Job, backend: str) -> Result:

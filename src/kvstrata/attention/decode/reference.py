@@ -44,8 +44,8 @@ def _hide(scores: torch.Tensor, part: Plain | Coded, own: torch.Tensor | None, j
         assert part.position is not None
         position = part.position[:, None, None].long()
         hidden = position > own
-        if job.window is not None:
-            hidden |= position <= own - job.window
+        if job.sliding_window is not None:
+            hidden |= position <= own - job.sliding_window
         by_query = scores.unflatten(1, (own.shape[1], -1))
         by_query.masked_fill_(hidden, -torch.inf)
     return scores
@@ -66,7 +66,7 @@ def decode_at(job: Job, lengths: list[int]) -> Result:
     batch, q_len, heads, dim = job.q.shape
     kv_heads, group, device = job.kv_heads, job.group, job.q.device
     groups, rows = batch * kv_heads, q_len * group
-    ordered = q_len > 1 or job.window is not None
+    ordered = q_len > 1 or job.sliding_window is not None
     if job.buckets is not None:
         parts = tier_parts(job.buckets, job.requests, job.q.dtype, ordered or job.return_mass)
     else:

@@ -346,7 +346,7 @@ def decode(job: Job) -> Result:
     shape = dict(KV_HEADS=job.kv_heads, GROUP=group, Q_LEN=q_len, DIM=dim, WIDE=wide)
     options = dict(
         ROWS=block_rows, ROW_BLOCKS=row_blocks, TOK=block_tokens, SPLITS=splits, ORDERED=q_len > 1,
-        WINDOWED=job.window is not None, CAPPED=job.softcap is not None, PRECISION="ieee" if exact else "tf32",
+        WINDOWED=job.sliding_window is not None, CAPPED=job.softcap is not None, PRECISION="ieee" if exact else "tf32",
         num_warps=8, num_stages=1,  # more stages want more shared memory than a consumer GPU has
     )  # fmt: skip
 
@@ -354,7 +354,7 @@ def decode(job: Job) -> Result:
         decode_kernel[(buckets * row_blocks, splits)](
             q, _on_device(tuple(job.requests), device), *tensors, partial, stats, partial if lse is None else lse,
             partial if mass is None else mass, *q.stride()[:3], *numbers, job.max_length, job.scale,
-            job.softcap or 0.0, job.window or 0, **shape, **constants, **options, MASS=mass_pass,
+            job.softcap or 0.0, job.sliding_window or 0, **shape, **constants, **options, MASS=mass_pass,
         )  # fmt: skip
 
     with torch.cuda.device_of(q):

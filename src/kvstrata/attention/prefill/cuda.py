@@ -20,6 +20,7 @@ from kvstrata import jit
 from kvstrata.attention.decode.stages import NAMES
 
 from .launch import REMEMBERED, look
+from .op import lse_strides, strides_of
 
 if TYPE_CHECKING:
     from .op import PrefillJob, Result
@@ -107,7 +108,7 @@ def missing(job: PrefillJob) -> str | None:
     for name, x in (("q", job.q), ("k", job.k), ("v", job.v)):
         if any(2 * n % 16 for n in x.stride()[:-1]) or x.data_ptr() % 16:
             return f"cuda: expected rows of {name} at multiples of 16 bytes, got strides {x.stride()}"
-        token = x.stride(0 if job.packed else 2)
+        token = x.stride(-3)
         if 2 * token >= 1 << 32:
             return f"cuda: expected tokens of {name} less than 4 GiB apart, got a stride of {token}"
     return None
@@ -125,13 +126,6 @@ def section_of(units: int, bytes_each: int) -> int:
     """How many units are worked on together: a divisor of all of them."""
     most = max(SECTION_BYTES // max(bytes_each, 1), 1)
     return max(n for n in range(1, min(units, most) + 1) if units % n == 0)
-
-
-def _strides(x: torch.Tensor, packed: bool) -> tuple[int, int, int]:
-    """Bytes from one batch, head and token to the next."""
-    batch, *rest = (0, *x.stride()) if packed else x.stride()
-    token, head = rest[:2] if packed else rest[1::-1]
-    return tuple(n * x.element_size() for n in (batch, head, token))  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=256)
@@ -190,12 +184,12 @@ def _plan(
     units, blocks = job.sequences * job.heads, -(-job.max_seqlen_q // tile.block_m)
     section = section_of(units, 4 * job.max_seqlen_k * job.head_dim // (job.heads // job.kv_heads))
     log2e, softcap = math.log2(math.e), job.softcap or 0.0
-    moves = [_strides(x, job.packed) for x in (job.q, job.k, job.v, out)]
-    moves.append((0, 0, 0) if lse is None else _strides(lse, job.packed))
+    byte_strides = [n * x.element_size() for x in (job.q, job.k, job.v, out) for n in strides_of(x)]
+    byte_strides += [4 * n for n in lse_strides(lse)]
     divisors = (section * blocks, section, job.heads, job.heads // job.kv_heads)
     params = PARAMS.pack(
-        *[0] * 9, *(n for move in moves for n in move), *(n for by in divisors for n in divisor(by)),
-        units * blocks, blocks, job.max_seqlen_q, job.max_seqlen_k, job.causal, job.window or 0,
+        *[0] * 9, *byte_strides, *(n for by in divisors for n in divisor(by)),
+        units * blocks, blocks, job.max_seqlen_q, job.max_seqlen_k, job.causal, job.sliding_window or 0,
         job.scale * log2e, softcap * log2e,
     )  # fmt: skip
     shared = tile.shared(ideas)

@@ -9,8 +9,8 @@
     turn[i]                warpgroup i may issue its products; with SPLIT, the second one's sums are there
 
 Blocks of keys run from the last to the first: those that need a mask (diagonal, end of the keys) come first. Rows past
-the end of a sequence arrive as zeros and are not written. Dense 16-bit inputs without window and soft cap whose queries
-all see a key; everything else is left to prefill_triton.py. Needs Triton 3.6.
+the end of a sequence arrive as zeros and are not written. Dense 16-bit inputs without sliding window and soft cap whose
+queries all see a key; everything else is left to prefill_triton.py. Needs Triton 3.6.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .configs import Config
-from .launch import Launch, Run, empty, moved
-from .op import PrefillJob
+from .launch import Launch, Run, empty, heads_first, moved
+from .op import PrefillJob, lse_strides
 
 ROWS = 64  # of a warpgroup
 COPIER = 24  # registers of a thread that copies
@@ -144,7 +144,7 @@ def _consume(
     With SPLIT both warpgroups have the same queries and every second block; the second hands its sums to the first.
     """
     q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn, out_desc, lse_ptr, sinks_ptr = work[:12]
-    batch, head, begin, blocks, whole, queries, keys, stride_lb, stride_lh, factor, sums_smem, stats_smem = work[12:]
+    batch, head, begin, blocks, whole, queries, keys, lse_by, factor, sums_smem, stats_smem = work[12:]
     ring = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
     EACH: gl.constexpr = CONSUMERS if SPLIT else 1
     FIRST: gl.constexpr = WHO if SPLIT else 0  # block
@@ -214,15 +214,16 @@ def _consume(
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [batch, head, begin + MINE * 64, 0], q_smem.index(MINE))
         if LSE:
-            at = lse_ptr + batch.to(gl.int64) * stride_lb + head * stride_lh + row
+            stride_lb, stride_lh, stride_ls = lse_by
+            at = lse_ptr + batch.to(gl.int64) * stride_lb + head * stride_lh + row.to(gl.int64) * stride_ls
             gl.store(at, (top + gl.log2(total)) * 0.6931471805599453, mask=row < queries)
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["stride_lb", "stride_lh", "sequences", "queries", "keys", "tiles_m"])
+@gluon.jit(do_not_specialize=["stride_lb", "stride_lh", "stride_ls", "sequences", "queries", "keys", "tiles_m"])
 def specialized_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, stride_lb, stride_lh, sequences, queries, keys, tiles_m,
-    factor,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, stride_lb, stride_lh, stride_ls, sequences, queries, keys,
+    tiles_m, factor,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, PINGPONG: gl.constexpr, ORDER: gl.constexpr,
     SINKS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
@@ -273,7 +274,8 @@ def specialized_kernel(
     copies = (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, batch, head,
               kv_head, begin, blocks)  # fmt: skip
     work = (q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn, out_desc, lse_ptr, sinks_ptr, batch,
-            head, begin, blocks, whole, queries, keys, stride_lb, stride_lh, factor, sums_smem, stats_smem)  # fmt: skip
+            head, begin, blocks, whole, queries, keys, (stride_lb, stride_lh, stride_ls), factor, sums_smem,
+            stats_smem)  # fmt: skip
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consume, (work, 0, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE, SPLIT)),
@@ -297,10 +299,10 @@ def specialized_kernel(
 def missing(job: PrefillJob) -> str | None:
     """Why this job is not for the kernel, or None."""
     size = job.q.element_size()
-    if job.packed or size != 2:
+    if job.ragged or size != 2:
         return "the kernel takes dense 16-bit tensors"
-    if job.window is not None or job.softcap is not None:
-        return "the kernel has no window and no softcap"
+    if job.sliding_window is not None or job.softcap is not None:
+        return "the kernel has no sliding window and no softcap"
     if job.max_seqlen_k == 0 or (job.causal and job.max_seqlen_q > job.max_seqlen_k):
         return "the kernel needs a key for every query"
     for x in (job.q, job.k, job.v):
@@ -323,11 +325,10 @@ def plan(job: PrefillJob, config: Config, out: torch.Tensor, lse: torch.Tensor |
     def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
         block = [1, 1, rows, wide]
         layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-        return empty(TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout))
+        return empty(TensorDescriptor(x, *heads_first(x), block, layout))
 
     tiles = triton.cdiv(job.max_seqlen_q, config.block_m)
-    strides = (0, 0) if lse is None else lse.stride()[:2]
-    numbers = (*strides, job.sequences, job.max_seqlen_q, job.max_seqlen_k, tiles, job.scale * LOG2E)
+    numbers = (*lse_strides(lse), job.sequences, job.max_seqlen_q, job.max_seqlen_k, tiles, job.scale * LOG2E)
     constants = dict(
         HEADS=job.heads, GROUP=job.heads // job.kv_heads, DIM=wide, BLOCK_N=config.block_n, STAGES=config.stages,
         CONSUMERS=consumers, CAUSAL=job.causal,

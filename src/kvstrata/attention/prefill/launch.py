@@ -31,6 +31,12 @@ def look(job: PrefillJob) -> tuple[Hashable, ...]:
     )  # fmt: skip
 
 
+def heads_first(x: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of a dense tensor as ``[B, H, S, D]``: a descriptor's block is tokens of one head."""
+    (batch, tokens, heads, dim), (by_batch, by_token, by_head, inner) = x.shape, x.stride()
+    return [batch, heads, tokens, dim], [by_batch, by_head, by_token, inner]
+
+
 def empty(descriptor: Any) -> Any:
     """Without its tensor, which would be kept alive: to be `moved`."""
     descriptor.base = None

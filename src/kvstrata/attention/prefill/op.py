@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from kvstrata import backends
+from kvstrata.attention.output import AttentionOutput
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,7 +26,7 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class PrefillJob(NamedTuple):
-    """One call, checked. Dense ``[B, H, S, D]``, or packed ``[T, H, D]`` with both cu_seqlens."""
+    """One call, checked. Dense ``[B, S, H, D]``, or ragged ``[T, H, D]`` with both cu_seqlens."""
 
     q: torch.Tensor  # inner stride 1, as k and v
     k: torch.Tensor
@@ -36,13 +37,13 @@ class PrefillJob(NamedTuple):
     max_seqlen_k: int
     causal: bool
     scale: float
-    window: int | None
+    sliding_window: int | None
     softcap: float | None
     sinks: torch.Tensor | None  # float32 [Hq]
     return_lse: bool
 
     @property
-    def packed(self) -> bool:
+    def ragged(self) -> bool:
         return self.cu_seqlens_q is not None
 
     @property
@@ -51,20 +52,31 @@ class PrefillJob(NamedTuple):
 
     @property
     def heads(self) -> int:
-        return self.q.shape[1]
+        return self.q.shape[-2]
 
     @property
     def kv_heads(self) -> int:
-        return self.k.shape[1]
+        return self.k.shape[-2]
 
     @property
     def head_dim(self) -> int:
         return self.q.shape[-1]
 
     def outputs(self) -> Result:
-        """Memory for the results: out with q's order of axes, dense; lse if asked for, as q without its last axis."""
-        lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device) if self.return_lse else None
-        return torch.empty_like(self.q), lse
+        """Memory for the results, contiguous: out in q's shape; lse, if asked for, without the last axis."""
+        q = self.q
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if self.return_lse else None
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
+
+
+def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
+    """Elements from one sequence, head and token to the next; 0 for the sequences of a ragged tensor."""
+    return (0 if x.dim() == 3 else x.stride(0), x.stride(-2), x.stride(-3))
+
+
+def lse_strides(lse: torch.Tensor | None) -> tuple[int, int, int]:
+    """Elements from one sequence, head and token to the next."""
+    return (0, 0, 0) if lse is None else strides_of(lse.unsqueeze(-1))
 
 
 @functools.cache
@@ -113,18 +125,32 @@ def check_sinks(sinks: torch.Tensor | None, heads: int, device: torch.device) ->
     return sinks.detach().float().contiguous()
 
 
-def check_window(window: int | None) -> None:
-    if window is not None and (type(window) is not int or window < 1):
-        raise ValueError(f"window: expected an int of at least 1, got {window!r}")
+def check_sliding_window(sliding_window: int | None) -> None:
+    if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
+        raise ValueError(f"sliding_window: expected an int of at least 1, got {sliding_window!r}")
 
 
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
+def _check_heads(q: torch.Tensor, k: torch.Tensor, axes: str) -> None:
+    """q's heads are a multiple of k's; where other axes would fit, the error says so."""
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if heads and kv_heads and heads % kv_heads == 0:
+        return
+    message = f"k: expected {axes} with heads that divide q's {heads}, got shape {tuple(k.shape)}, q {tuple(q.shape)}"
+    swapped = k.shape[-3]
+    if swapped and (heads % swapped == 0 or q.shape[-3] % swapped == 0):
+        first, second = (0, 1) if k.dim() == 3 else (1, 2)
+        message += f"; if heads come before tokens, pass .transpose({first}, {second})"
+    raise ValueError(message)
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ragged: bool) -> None:
+    axes = "[tokens, heads, dim]" if ragged else "[batch, seq, heads, dim]"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        wanted = "[tokens, heads, head_dim] with cu_seqlens" if packed else "[batch, heads, tokens, head_dim]"
-        if x.dim() != (3 if packed else 4):
-            raise ValueError(f"{name}: expected {wanted}, got shape {tuple(x.shape)}")
+        if x.dim() != (3 if ragged else 4):
+            when = "with" if ragged else "without"
+            raise ValueError(f"{name}: expected {axes} {when} cu_seqlens, got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: expected one of {DTYPES}, got {x.dtype}")
         if x.dtype != q.dtype:
@@ -132,17 +158,16 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bo
         if x.device != q.device:
             raise ValueError(f"{name}: expected a tensor on {q.device}, where q is, got {x.device}")
         if x.shape[-1] not in HEAD_DIMS:
-            raise ValueError(f"{name}: expected a head_dim of {HEAD_DIMS}, got {x.shape[-1]}")
+            raise ValueError(f"{name}: expected {axes} with a dim of {HEAD_DIMS}, got shape {tuple(x.shape)}")
         if x.shape[-1] != q.shape[-1]:
-            raise ValueError(f"{name}: expected a head_dim of {q.shape[-1]} as q, got {x.shape[-1]}")
+            raise ValueError(f"{name}: expected {axes} with q's dim of {q.shape[-1]}, got shape {tuple(x.shape)}")
         if x.stride(-1) != 1:
             raise ValueError(f"{name}: expected an inner stride of 1, got {x.stride(-1)}")
     if v.shape != k.shape:
         raise ValueError(f"v: expected shape {tuple(k.shape)} as k, got {tuple(v.shape)}")
-    if not packed and k.shape[0] != q.shape[0]:
-        raise ValueError(f"k: expected a batch of {q.shape[0]} as q, got {k.shape[0]}")
-    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q: expected a multiple of {k.shape[1]} heads, those of k, got {q.shape[1]}")
+    if not ragged and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k: expected {axes} with q's batch of {q.shape[0]}, got shape {tuple(k.shape)}")
+    _check_heads(q, k, axes)
 
 
 def _check_lengths(name: str, cu: torch.Tensor, q: torch.Tensor) -> None:
@@ -189,7 +214,7 @@ def _check(
     causal: bool,
     scale: float | None,
     softcap: float | None,
-    window: int | None,
+    sliding_window: int | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> None:
@@ -199,10 +224,10 @@ def _check(
     _check_tensors(q, k, v, cu_seqlens_q is not None)
     positive("scale", scale)
     positive("softcap", softcap)
-    check_window(window)
-    if window is not None and not causal:
-        raise ValueError(f"window: expected None without causal, got {window}")
-    check_sinks(sinks, q.shape[1], q.device)
+    check_sliding_window(sliding_window)
+    if sliding_window is not None and not causal:
+        raise ValueError(f"sliding_window: expected None without causal, got {sliding_window}")
+    check_sinks(sinks, q.shape[-2], q.device)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         _check_lengths("cu_seqlens_q", cu_seqlens_q, q)
         _check_lengths("cu_seqlens_k", cu_seqlens_k, q)
@@ -228,47 +253,47 @@ def prefill_attention(
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | AttentionOutput:
     """Attention of many queries over K and V in memory; forward only.
 
     Args:
-        q: ``[B, Hq, Sq, D]``, or packed ``[T, Hq, D]`` with cu_seqlens; float16, bfloat16 or float32; D 64, 96, 128 or
-            256; any strides with an inner one of 1.
-        k, v: ``[B, Hkv, Sk, D]`` or ``[T', Hkv, D]`` alike, Hq a multiple of Hkv.
-        causal: query i of Sq stands at position ``Sk - Sq + i`` and sees no later key.
-        scale: of the scores; None is ``D ** -0.5``.
+        q: ``[batch, seq, heads, dim]``, or ragged ``[tokens, heads, dim]`` with cu_seqlens; float16, bfloat16 or
+            float32; dim 64, 96, 128 or 256; any strides with an inner one of 1.
+        k, v: the same axes and dtype, with a sequence length of their own and KV heads that divide q's heads.
+        causal: query i of n stands at position ``keys - n + i`` and sees no later key.
+        scale: of the scores; None is ``dim ** -0.5``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``: sequence n is rows ``cu[n] .. cu[n + 1]`` of q and of k.
             Rows of no sequence may hold anything; what out holds there is not defined.
         max_seqlen_q, max_seqlen_k: no sequence is longer; None reads it from the device, which waits and cannot be
             captured.
-        window: a query sees this many positions, its own the last of them; None is all. Needs ``causal``.
+        sliding_window: a query sees this many positions, its own the last of them; None is all. Needs ``causal``.
         softcap: c makes c * tanh(score / c) of a score.
-        sinks: ``[Hq]``, a logit that takes part in the softmax of every query of a head and has no value.
-        return_lse: also float32 ``[B, Hq, Sq]`` (packed: ``[T, Hq]``), the natural log of the sum of the exponentials,
-            the sink's included.
+        sinks: ``[heads]``, attention-sink logit per head, added to the softmax denominator.
+        return_lse: also float32 ``[batch, seq, heads]`` (ragged: ``[tokens, heads]``), the natural log of the sum of
+            the exponentials, the sink's included.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     A query that sees no key gives zeros and -inf (with a sink: its logit). Nothing is mutated; safe under graph capture
     once a shape has run.
 
-    Returns out in q's shape and dtype, with q's order of axes in memory; with ``return_lse`` a tuple (out, lse).
+    Returns out in q's shape and dtype, contiguous; with ``return_lse`` an `AttentionOutput`, whose mass is None.
 
     Raises ValueError, TypeError or RuntimeError (a backend that is not there), naming the argument.
 
     Example:
-        >>> q, (k, v) = torch.randn(1, 8, 100, 64), torch.randn(2, 1, 2, 300, 64)  # a chunk of 100 after 200 tokens
+        >>> q, (k, v) = torch.randn(1, 100, 8, 64), torch.randn(2, 1, 300, 2, 64)  # a chunk of 100 after 200 tokens
         >>> kvstrata.prefill_attention(q, k, v).shape
-        torch.Size([1, 8, 100, 64])
+        torch.Size([1, 100, 8, 64])
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks)
-    options = (causal, scale, softcap, window, max_seqlen_q, max_seqlen_k)
+    options = (causal, scale, softcap, sliding_window, max_seqlen_q, max_seqlen_k)
     look = _look(tensors, options[:3], options[3:])
     if look is None or look not in _passed:
         _check(*tensors, *options)
@@ -279,17 +304,17 @@ def prefill_attention(
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         longest = _longest(max_seqlen_q, cu_seqlens_q), _longest(max_seqlen_k, cu_seqlens_k)
     else:
-        longest = (q.shape[2], k.shape[2])
+        longest = (q.shape[1], k.shape[1])
     if sinks is not None:
         sinks = sinks.detach().float().contiguous()
     if q.requires_grad or k.requires_grad or v.requires_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     job = PrefillJob(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, bool(causal), scale, window, softcap, sinks, return_lse
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, bool(causal), scale, sliding_window, softcap, sinks, return_lse
     )
     out, lse = run(job, _choose(backend, job))
-    return out if lse is None else (out, lse)
+    return out if lse is None else AttentionOutput(out, lse)
 
 
 def run(job: PrefillJob, backend: str) -> Result:

@@ -3,6 +3,9 @@ truth that kernels are tested with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 
 from .op import PrefillJob, Result
@@ -22,8 +25,8 @@ def _attend(
     if job.causal:
         position = first + torch.arange(n, device=q.device)
         hidden = position > own.unsqueeze(1)
-        if job.window is not None:
-            hidden |= position <= own.unsqueeze(1) - job.window
+        if job.sliding_window is not None:
+            hidden |= position <= own.unsqueeze(1) - job.sliding_window
         scores.masked_fill_(hidden, -torch.inf)
     # A sink is one more score; without one, a score of -inf, so that there always is a largest.
     if job.sinks is None:
@@ -52,7 +55,9 @@ def _sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: PrefillJob
         low, high = 0, keys
         if job.causal:  # keys that some query of the block sees
             high = max(0, keys - queries + end)
-            low = 0 if job.window is None else min(max(0, keys - queries + begin - job.window + 1), high)
+            low = (
+                0 if job.sliding_window is None else min(max(0, keys - queries + begin - job.sliding_window + 1), high)
+            )
         part = slice(low, high)
         out[:, begin:end], lse[:, begin:end] = _attend(q[:, begin:end].float(), k[:, part], v[:, part], own, low, job)
     return out, lse
@@ -61,20 +66,15 @@ def _sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: PrefillJob
 def run(job: PrefillJob) -> Result:
     """out, lse or None."""
     out, lse = job.outputs()
+    rows: Sequence[int | slice] = range(job.sequences)
+    keys = rows
+    if job.cu_seqlens_q is not None and job.cu_seqlens_k is not None:
+        rows, keys = ([slice(*ends) for ends in pairwise(cu.tolist())] for cu in (job.cu_seqlens_q, job.cu_seqlens_k))
     with torch.no_grad():
-        if job.cu_seqlens_q is None or job.cu_seqlens_k is None:
-            for i in range(job.sequences):
-                o, s = _sequence(job.q[i], job.k[i], job.v[i], job)
-                out[i] = o
-                if lse is not None:
-                    lse[i] = s
-            return out, lse
-        ends_q, ends_k = job.cu_seqlens_q.tolist(), job.cu_seqlens_k.tolist()
-        for i in range(job.sequences):
-            rows, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
-            q, k, v = (x.transpose(0, 1) for x in (job.q[rows], job.k[keys], job.v[keys]))
+        for own, seen in zip(rows, keys, strict=True):
+            q, k, v = (x.transpose(0, 1) for x in (job.q[own], job.k[seen], job.v[seen]))
             o, s = _sequence(q, k, v, job)
-            out[rows] = o.transpose(0, 1)
+            out[own] = o.transpose(0, 1)
             if lse is not None:
-                lse[rows] = s.transpose(0, 1)
-        return out, lse
+                lse[own] = s.transpose(0, 1)
+    return out, lse

@@ -146,7 +146,7 @@ def _compile(size: tuple[int, ...], causal: bool, config: Config) -> Any:
     from . import triton as prefill_triton
 
     batch, heads, kv_heads, length, dim = size
-    q, k = (torch.empty(batch, n, length, dim, dtype=torch.float16, device="cpu") for n in (heads, kv_heads))
+    q, k = (torch.empty(batch, length, n, dim, dtype=torch.float16, device="cpu") for n in (heads, kv_heads))
     job = PrefillJob(q, k, k, None, None, length, length, causal, dim**-0.5, None, None, None, False)
     with prefill_launch.compiling() as built:
         prefill_triton.run(job, config)

@@ -7,7 +7,7 @@ without any mask:
     keys ->   |  window's edge  |  seen by all  |  diagonal, end of the keys  |
                    masked            no mask               masked
 
-    k, v      by pointers (any strides, packed sequences), or TMA: blocks come by tensor descriptors, and what lies
+    k, v      by pointers (any strides, ragged sequences), or TMA: blocks come by tensor descriptors, and what lies
               past the end of a sequence is zero without a mask (dense, 16-byte strides, sm_90)
     PERSISTENT a program walks over many tiles; else a tile is a program
     ORDER     0: the tiles of a head side by side; 1: the longest tiles of all heads first; 2: as 1, every second
@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from .configs import Config, config_of, default_of, processors_of
-from .launch import Launch, Run, empty, look, moved, remembered
-from .op import PrefillJob, Result
+from .launch import Launch, Run, empty, heads_first, look, moved, remembered
+from .op import PrefillJob, Result, lse_strides, strides_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -91,12 +91,12 @@ def _tile(
     stride_lh, stride_ls, queries, keys, factor, softcap, window,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    PACKED: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries ``block * BLOCK_M ..`` of a head."""
     kv_head = head // GROUP
     batch = batch.to(tl.int64)
-    if PACKED:
+    if RAGGED:
         first_q, first_k = tl.load(cu_q_ptr + batch), tl.load(cu_k_ptr + batch)
         queries, keys = tl.load(cu_q_ptr + batch + 1) - first_q, tl.load(cu_k_ptr + batch + 1) - first_k
         q_at, out_at, lse_at = first_q.to(tl.int64) * stride_qs, first_q.to(tl.int64) * stride_os, first_q * stride_ls
@@ -189,7 +189,7 @@ def prefill_kernel(
     sequences, queries, keys, blocks, processors, factor, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr,
+    LSE: tl.constexpr, RAGGED: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr,
     PERSISTENT: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``q, k, v``: pointers, or with TMA descriptors ``[B, H, S, D]``. ``blocks``: of a sequence's queries."""
@@ -200,7 +200,7 @@ def prefill_kernel(
                 block, head, batch, q, k, v, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qh,
                 stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_ob, stride_oh,
                 stride_os, stride_lb, stride_lh, stride_ls, queries, keys, factor, softcap, window, GROUP, DIM, WIDE,
-                BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, CAPPED, SINKS, LSE, PACKED, TAIL, TMA, PRECISION,
+                BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, CAPPED, SINKS, LSE, RAGGED, TAIL, TMA, PRECISION,
             )  # fmt: skip
     else:
         block, head, batch = _place(tl.program_id(0), sequences, blocks, processors, HEADS, CAUSAL, ORDER)
@@ -208,7 +208,7 @@ def prefill_kernel(
             block, head, batch, q, k, v, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, stride_qb, stride_qh,
             stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_ob, stride_oh,
             stride_os, stride_lb, stride_lh, stride_ls, queries, keys, factor, softcap, window, GROUP, DIM, WIDE,
-            BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, CAPPED, SINKS, LSE, PACKED, TAIL, TMA, PRECISION,
+            BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, CAPPED, SINKS, LSE, RAGGED, TAIL, TMA, PRECISION,
         )  # fmt: skip
 
 
@@ -221,21 +221,10 @@ def takes_descriptors(job: PrefillJob) -> bool:
     """Whether the memory is as the copy engine wants it: dense, 16-byte strides and addresses, no empty axis."""
     size = job.q.element_size()
     tensors = (job.q, job.k, job.v)
-    return not job.packed and all(
+    return not job.ragged and all(
         x.data_ptr() % 16 == 0 and x.numel() > 0 and all(s > 0 and s * size % 16 == 0 for s in x.stride()[:3])
         for x in tensors
     )
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Of batch, head and row."""
-    return (0, x.stride(1), x.stride(0)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
-
-
-def _lse_strides(lse: torch.Tensor | None) -> tuple[int, int, int]:
-    if lse is None:
-        return 0, 0, 0
-    return (0, lse.stride(1), lse.stride(0)) if lse.dim() == 2 else (lse.stride(0), lse.stride(1), lse.stride(2))
 
 
 def run(job: PrefillJob, config: Config | None = None) -> Result:
@@ -273,20 +262,22 @@ def _plan(
     tiles = job.sequences * job.heads * blocks
     dim, wide = job.head_dim, triton.next_power_of_2(job.head_dim)
     factor = job.scale * LOG2E.value if job.softcap is None else 2 * job.scale / job.softcap
-    ragged = job.packed or job.causal or job.max_seqlen_k % config.block_n != 0
+    tail = job.ragged or job.causal or job.max_seqlen_k % config.block_n != 0
     precise = job.q.dtype == torch.float32
     grid = (
         min(tiles, 2 * processors if config.warps == 4 else processors) if config.persistent and processors else tiles
     )
     numbers = (
-        *_strides(job.q), *_strides(job.k), *_strides(job.v), *_strides(out), *_lse_strides(lse), job.sequences,
-        job.max_seqlen_q, job.max_seqlen_k, blocks, max(processors, 1), factor, job.softcap or 0.0, job.window or 0,
+        *strides_of(job.q), *strides_of(job.k), *strides_of(job.v), *strides_of(out), *lse_strides(lse),
+        job.sequences, job.max_seqlen_q, job.max_seqlen_k, blocks, max(processors, 1), factor, job.softcap or 0.0,
+        job.sliding_window or 0,
     )  # fmt: skip
     constants = dict(
         HEADS=job.heads, GROUP=job.heads // job.kv_heads, DIM=dim, WIDE=wide, BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, CAUSAL=job.causal, WINDOWED=job.window is not None, CAPPED=job.softcap is not None,
-        SINKS=job.sinks is not None, LSE=lse is not None, PACKED=job.packed, TAIL=ragged, TMA=config.tma,
-        PERSISTENT=config.persistent, ORDER=config.order, PRECISION="ieee" if precise else "tf32",
+        BLOCK_N=config.block_n, CAUSAL=job.causal, WINDOWED=job.sliding_window is not None,
+        CAPPED=job.softcap is not None, SINKS=job.sinks is not None, LSE=lse is not None, RAGGED=job.ragged,
+        TAIL=tail, TMA=config.tma, PERSISTENT=config.persistent, ORDER=config.order,
+        PRECISION="ieee" if precise else "tf32",
     )  # fmt: skip
     options: dict[str, Any] = dict(num_warps=config.warps, num_stages=config.stages)
     if config.registers is not None:
@@ -324,6 +315,6 @@ def _descriptors(job: PrefillJob, config: Config, wide: int) -> tuple[Any, ...]:
 
     sizes = (config.block_m, config.block_n, config.block_n)
     return tuple(
-        empty(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, wide]))
+        empty(TensorDescriptor(x, *heads_first(x), [1, 1, rows, wide]))
         for x, rows in zip((job.q, job.k, job.v), sizes, strict=True)
     )

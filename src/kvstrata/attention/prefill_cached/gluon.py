@@ -209,8 +209,8 @@ def missing(job: CachedJob) -> str | None:
         return "the kernel takes 16-bit heads of 64 to 128, in whole chunks of 16 bytes"
     if heads * job.q.stride(1) >= 1 << 31:
         return "the kernel takes heads of a query that are less than 2^31 elements apart"
-    if job.window is not None or job.softcap is not None:
-        return "the kernel has no window and no softcap"
+    if job.sliding_window is not None or job.softcap is not None:
+        return "the kernel has no sliding window and no softcap"
     return None
 
 

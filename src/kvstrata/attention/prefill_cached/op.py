@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from kvstrata.attention.decode import op
-from kvstrata.attention.prefill.op import Result, check_sinks, check_window, positive
+from kvstrata.attention.output import AttentionOutput
+from kvstrata.attention.prefill.op import Result, check_sinks, check_sliding_window, positive
 from kvstrata.cache.ops.arguments import whole_numbers
 from kvstrata.cache.storage.views import BucketedCacheLayer
 from kvstrata.cache.tiered_cache import TieredCache
@@ -32,7 +33,7 @@ class CachedJob(NamedTuple):
     kv_heads: int
     max_length: int
     scale: float
-    window: int | None
+    sliding_window: int | None
     softcap: float | None
     sinks: torch.Tensor | None  # float32 [Hq]
     return_lse: bool
@@ -70,7 +71,7 @@ def _job(
     lengths: Sequence[int] | None,
     requests: Sequence[int] | None,
     scale: float | None,
-    window: int | None,
+    sliding_window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
     return_lse: bool,
@@ -90,7 +91,7 @@ def _job(
         raise ValueError(f"q: expected a tensor on {cache.device}, where the cache is, got {q.device}")
     positive("scale", scale)
     positive("softcap", softcap)
-    check_window(window)
+    check_sliding_window(sliding_window)
     sinks = check_sinks(sinks, q.shape[-2], q.device)
     if isinstance(cache, TieredCache):
         buckets, paged = cache.bucket_views(layer), None
@@ -102,7 +103,7 @@ def _job(
     scale = cache.head_dim**-0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
     flat = q.detach().flatten(0, 1) if q.dim() == 4 else q.detach()
-    options = (cache.kv_heads, max_length, scale, window, softcap, sinks, return_lse)
+    options = (cache.kv_heads, max_length, scale, sliding_window, softcap, sinks, return_lse)
     return CachedJob(flat, new, buckets, paged, rows, *options)
 
 
@@ -114,12 +115,12 @@ def prefill_attention_cached(
     lengths: Sequence[int] | None = None,
     requests: Sequence[int] | None = None,
     scale: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | AttentionOutput:
     """Causal attention of the newest tokens of each request, many or few, over all tokens its cache holds.
 
     Args:
@@ -129,14 +130,14 @@ def prefill_attention_cached(
         layer: of the cache; 0 for a PagedCache.
         lengths: new tokens of each request, zeros allowed, end to end in q.
         requests: which requests the rows of q (or the lengths) are; None is all in use, ascending.
-        scale, window, softcap, sinks: as in `decode_attention`.
-        return_lse: also float32, q's shape without its last axis.
+        scale, sliding_window, softcap, sinks: as in `decode_attention`.
+        return_lse: also float32 ``[B, new, Hq]`` (with ``lengths``: ``[T, Hq]``), the natural log-sum-exp.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Query i of n new ones stands at position ``length - n + i`` and sees no later one. Beside the result, a chunk of
     tokens at a time is unpacked, never the cache as a whole.
 
-    Returns out in q's shape and dtype; with ``return_lse`` a tuple (out, lse).
+    Returns out in q's shape and dtype; with ``return_lse`` an `AttentionOutput`, whose mass is None.
 
     Raises ValueError, TypeError or RuntimeError (a backend that is not there), naming the argument.
 
@@ -148,10 +149,10 @@ def prefill_attention_cached(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    job = _job(q, cache, layer, lengths, requests, scale, window, softcap, sinks, return_lse)
+    job = _job(q, cache, layer, lengths, requests, scale, sliding_window, softcap, sinks, return_lse)
     out, lse = run(job, _choose(backend, job))
     out = out.view(q.shape)
-    return out if lse is None else (out, lse.view(q.shape[:-1]))
+    return out if lse is None else AttentionOutput(out, lse.view(q.shape[:-1]))
 
 
 def _choose(backend: str, job: CachedJob) -> str:
@@ -190,7 +191,7 @@ def _reference(job: CachedJob) -> Result:
             for begin in range(0, new, QUERIES):
                 end = min(begin + QUERIES, new)
                 part = slice(first + begin, first + end)
-                options = (job.scale, job.window, job.softcap, job.sinks, job.return_lse, False)
+                options = (job.scale, job.sliding_window, job.softcap, job.sinks, job.return_lse, False)
                 few = op.Job(
                     job.q[part].unsqueeze(0), job.buckets, job.paged, [request], job.kv_heads, job.max_length, *options
                 )

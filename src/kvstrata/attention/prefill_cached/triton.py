@@ -382,12 +382,12 @@ class Attend:
             job.q, staged.k, staged.v, staged.positions, staged.bounds, sums.acc, sums.stats, out,
             out if lse is None else lse, out if job.sinks is None else job.sinks, requests, sums.starts, length, count,
             *job.q.stride()[:2], *staged.count_strides, chunk * slots // staged.page_tokens, slots, tokens * group,
-            sums.factor, job.softcap or 0.0, job.window or 0,
+            sums.factor, job.softcap or 0.0, job.sliding_window or 0,
         )  # fmt: skip
         constants = dict(
             KV_HEADS=job.kv_heads, GROUP=group, DIM=dim, WIDE=staged.wide, TIERS=staged.tiers,
             TOKENS=staged.page_tokens, BLOCK_M=self.block_m, BLOCK_N=self.block_n, FIRST=chunk == 0,
-            LAST=chunk == staged.chunks - 1, WINDOWED=job.window is not None, CAPPED=job.softcap is not None,
+            LAST=chunk == staged.chunks - 1, WINDOWED=job.sliding_window is not None, CAPPED=job.softcap is not None,
             SINKS=job.sinks is not None, LSE=lse is not None, PRECISION="ieee" if job.q.element_size() == 4 else "tf32",
         )  # fmt: skip
         grid = (-(-max(job.new) * group // self.block_m), buckets, 1)

@@ -51,7 +51,18 @@ def tiers_for(bits: float) -> tuple[str, ...]:
 
 
 class BudgetExceeded(RuntimeError):
-    """The tokens do not fit the budget with everything in the lowest tier; the cache is as it was before the call."""
+    """The tokens do not fit the budget with everything in the lowest tier; the cache is as it was before the call.
+
+    Attributes are ``needed`` and ``allowed`` bytes.
+
+    Example:
+        >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.05, page_tokens=16)
+        >>> try:
+        ...     cache.append(0, *torch.randn(2, 3000, 2, 64).bfloat16())
+        ... except kvstrata.BudgetExceeded as error:
+        ...     error.needed > error.allowed, cache.length(0, 0)
+        (True, 0)
+    """
 
     def __init__(self, where: str, needed: int, allowed: int, advice: str = "") -> None:
         super().__init__(f"budget: expected at least {needed} bytes {where}, allowed are {allowed}{advice}")

@@ -168,7 +168,8 @@ def steps(setting: Setting) -> Iterator[tuple[TieredCache, int, float | None]]:
         error = None
         if step % setting.report_every == 0:
             q = text.query(step)
-            out, mass = decode_attention(q, cache, 0, return_mass=True)
+            out, _, mass = decode_attention(q, cache, 0, return_mass=True)
+            assert mass is not None
             cache.update_importance(0, mass)
             exact = text.exact(q, tokens)
             error = float((out.float() - exact).norm() / exact.norm())

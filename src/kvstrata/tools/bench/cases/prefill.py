@@ -63,7 +63,7 @@ def _job(shape: Shape, device: torch.device, seed: int) -> PrefillJob:
 
     def rows(heads: int) -> torch.Tensor:
         size = (shape.batch, heads, shape.length, shape.dim)
-        return torch.randn(size, device=device, generator=generator).half()
+        return torch.randn(size, device=device, generator=generator).half().transpose(1, 2)
 
     q, k, v = rows(shape.heads), *(rows(shape.kv_heads or shape.heads) for _ in range(2))
     lengths = (shape.length, shape.length)
@@ -71,10 +71,9 @@ def _job(shape: Shape, device: torch.device, seed: int) -> PrefillJob:
 
 
 def _expected(job: PrefillJob) -> torch.Tensor:
-    few = job._replace(q=job.q[:1, :CHECKED].float(), k=job.k[:1, :1].float(), v=job.v[:1, :1].float())
-    if job.heads == job.kv_heads:
-        few = few._replace(k=job.k[:1, :CHECKED].float(), v=job.v[:1, :CHECKED].float())
-    return prefill.run(few, "reference")[0]
+    kv_heads = CHECKED if job.heads == job.kv_heads else 1
+    q, k, v = (x[:1, :, :n].float() for x, n in ((job.q, CHECKED), (job.k, kv_heads), (job.v, kv_heads)))
+    return prefill.run(job._replace(q=q, k=k, v=v), "reference")[0]
 
 
 def _close(out: torch.Tensor, expected: torch.Tensor) -> None:
@@ -85,10 +84,12 @@ def _close(out: torch.Tensor, expected: torch.Tensor) -> None:
 def _sdpa(jobs: list[PrefillJob], backend: SDPBackend) -> Call:
     def call(i: int) -> torch.Tensor:
         job = jobs[i]
+        q, k, v = (x.transpose(1, 2) for x in (job.q, job.k, job.v))
         with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(
-                job.q, job.k, job.v, is_causal=job.causal, enable_gqa=job.heads != job.kv_heads
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=job.causal, enable_gqa=job.heads != job.kv_heads
             )
+        return out.transpose(1, 2)
 
     try:
         call(0)
@@ -112,8 +113,8 @@ def flashinfer(jobs: list[PrefillJob]) -> Call:
     import flashinfer as library
 
     job = jobs[0]
-    batch, heads, length, dim = job.q.shape
-    packed = [[x.transpose(1, 2).reshape(-1, x.shape[1], dim).contiguous() for x in (j.q, j.k, j.v)] for j in jobs]
+    batch, length, heads, dim = job.q.shape
+    ragged = [[x.flatten(0, 1).contiguous() for x in (j.q, j.k, j.v)] for j in jobs]
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device=job.q.device)
     ends = torch.arange(batch + 1, dtype=torch.int32, device=job.q.device) * length
     wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
@@ -123,7 +124,7 @@ def flashinfer(jobs: list[PrefillJob]) -> Call:
         raise Absent(" ".join(str(error).split())[:120]) from error
 
     def call(i: int) -> torch.Tensor:
-        return wrapper.run(*packed[i]).view(batch, length, heads, dim).transpose(1, 2)
+        return wrapper.run(*ragged[i]).view(batch, length, heads, dim)
 
     return call
 
@@ -131,13 +132,16 @@ def flashinfer(jobs: list[PrefillJob]) -> Call:
 def _v2(jobs: list[PrefillJob]) -> Call:
     from kvstrata.tools.bench.baselines import prefill_v2
 
-    outs = [torch.empty_like(job.q) for job in jobs]
-    pairs = zip(jobs, outs, strict=True)
-    launches = [prefill_v2.launch(j.q, j.k, j.v, out, causal=j.causal) for j, out in pairs]
+    tensors, launches = [], []  # launches keep addresses only
+    for job in jobs:
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (job.q, job.k, job.v))
+        out = torch.empty_like(q)
+        tensors.append((q, k, v, out))
+        launches.append(prefill_v2.launch(q, k, v, out, causal=job.causal))
 
     def call(i: int) -> torch.Tensor:
         launches[i](torch.cuda.current_stream().cuda_stream)
-        return outs[i]
+        return tensors[i][3].transpose(1, 2)
 
     return call
 
@@ -153,7 +157,7 @@ def _bench(jobs: list[PrefillJob], contenders: dict[str, Call], ours: str, basel
     def check(name: str, i: int, out: torch.Tensor) -> None:
         written[name, i] = out
         assert out.shape == jobs[i].q.shape
-        _close(out[:1, :CHECKED], wanted[i])
+        _close(out[:1, :, :CHECKED], wanted[i])
         assert not bool(out.isnan().any()), "an output is NaN"
 
     before = _read(jobs[0].q.device)

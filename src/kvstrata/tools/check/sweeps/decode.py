@@ -32,13 +32,15 @@ def trial(draw: Draw, backend: str) -> str:
     k, v = draw.normal(2, sum(lengths), heads, dim).to(dtype).to(draw.device)
     cache.append(0, k, v, list(range(len(lengths))), lengths)
     q = draw.normal(len(lengths), q_len, heads * group, dim).to(dtype).to(draw.device)
-    options = dict(window=window, softcap=softcap, return_lse=True, return_mass=True)
+    options = dict(sliding_window=window, softcap=softcap, return_lse=True, return_mass=True)
     try:
         out, lse, mass = kvstrata.decode_attention(q, cache, backend=backend, **options)  # type: ignore[arg-type]
     except RuntimeError as error:
         if str(error).startswith("backend: "):
             raise Refused(str(error).removeprefix("backend: ")) from error
         raise
+    assert lse is not None
+    assert mass is not None
     assert out.shape == q.shape
     assert not bool(out.isnan().any()), f"an output is NaN: {what}"
     for request, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""prefill_attention: prompts and chunks, dense or packed, inside memory full of NaN, against attention in float32."""
+"""prefill_attention: prompts and chunks, dense or ragged, inside memory full of NaN, against attention in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .draw import CLOSE, FLOATS, Draw, Refused
 BACKENDS = ("reference", "triton", "cuda")
 SANITIZED = ("cuda",)
 DIMS = (64, 96, 128, 256)
-SPARE = 3  # rows of NaN before and after packed sequences
+SPARE = 3  # rows of NaN before and after ragged sequences
 LEAST = {"out": 1e-2, "lse": 1.0}  # root mean square that errors are relative to at least: a sink may take all weight
 
 Sequence = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [Hq, Sq, D], k and v [Hkv, Sk, D]
@@ -24,14 +24,14 @@ def trial(draw: Draw, backend: str) -> str:
     """Any lengths, more queries than keys among them; windows, soft caps and sinks in any combination."""
     kv_heads, group, dim = draw.size(1, 3), draw.one(1, 2, 4, 7), draw.one(*DIMS)
     heads, dtype = kv_heads * group, draw.one(*_dtypes(draw, backend))
-    packed, causal = draw.one(False, True), draw.one(False, True, True)
-    lengths = [_lengths(draw) for _ in range(draw.size(1, 4))] if packed else [_lengths(draw)] * draw.size(1, 2)
+    ragged, causal = draw.one(False, True), draw.one(False, True, True)
+    lengths = [_lengths(draw) for _ in range(draw.size(1, 4))] if ragged else [_lengths(draw)] * draw.size(1, 2)
     window = draw.one(None, 1, 33, draw.size(1, 200)) if causal else None
     softcap, loud = draw.one(None, None, 5.0), draw.one(1.0, 1.0, 6.0)
     sinks = 2 * draw.normal(heads) if draw.one(False, True) else None
     gap, bound = draw.one(0, 0, 8, 8 if backend == "cuda" else 3), draw.one(None, 0, 40)  # 3: rows that are not aligned
     what = (
-        f"lengths {lengths}{' packed' if packed else ''}, {heads}/{kv_heads} heads, D {dim}, {dtype}, causal {causal},"
+        f"lengths {lengths}{' ragged' if ragged else ''}, {heads}/{kv_heads} heads, D {dim}, {dtype}, causal {causal},"
         f" window {window}, softcap {softcap}, sinks {sinks is not None}, gap {gap}"
     )
 
@@ -39,12 +39,14 @@ def trial(draw: Draw, backend: str) -> str:
         return (scale * draw.normal(count, n, dim)).to(dtype)
 
     given = [(rows(heads, a, loud), rows(kv_heads, b), rows(kv_heads, b)) for a, b in lengths]
-    options: dict[str, object] = dict(causal=causal, window=window, softcap=softcap, backend=backend, return_lse=True)
+    options: dict[str, object] = dict(
+        causal=causal, sliding_window=window, softcap=softcap, backend=backend, return_lse=True
+    )
     options["sinks"] = None if sinks is None else sinks.to(draw.device)
-    if packed and bound is not None:
+    if ragged and bound is not None:
         options["max_seqlen_q"], options["max_seqlen_k"] = (max(n) + bound for n in zip(*lengths, strict=True))
     try:
-        made = (_packed if packed else _dense)(given, draw.device, gap, options)
+        made = (_ragged if ragged else _dense)(given, draw.device, gap, options)
     except RuntimeError as error:
         if str(error).startswith("backend: "):
             raise Refused(str(error).removeprefix("backend: ")) from error
@@ -81,15 +83,16 @@ def _inside(x: torch.Tensor, gap: int) -> torch.Tensor:
 
 
 def _dense(given: list[Sequence], device: torch.device, gap: int, options: dict[str, object]) -> list[Result]:
-    """Tokens before heads in memory, as projections leave them."""
+    """All sequences as one batch."""
     rows = (torch.stack(x).transpose(1, 2).to(device) for x in zip(*given, strict=True))
-    q, k, v = (_inside(x, gap).transpose(1, 2) for x in rows)
-    out, lse = kvstrata.prefill_attention(q, k, v, **options)  # type: ignore[arg-type]
+    q, k, v = (_inside(x, gap) for x in rows)
+    out, lse, _ = kvstrata.prefill_attention(q, k, v, **options)  # type: ignore[arg-type]
+    assert lse is not None
     assert out.dtype == q.dtype, f"out is {out.dtype}"
-    return list(zip(out.cpu(), lse.cpu(), strict=True))
+    return [(o.transpose(0, 1).cpu(), s.transpose(0, 1).cpu()) for o, s in zip(out, lse, strict=True)]
 
 
-def _packed(given: list[Sequence], device: torch.device, gap: int, options: dict[str, object]) -> list[Result]:
+def _ragged(given: list[Sequence], device: torch.device, gap: int, options: dict[str, object]) -> list[Result]:
     """All sequences end to end, between rows of NaN."""
 
     def pack(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +103,8 @@ def _packed(given: list[Sequence], device: torch.device, gap: int, options: dict
 
     (q, ends_q), (k, ends_k), (v, _) = (pack(x) for x in zip(*given, strict=True))
     ends = dict(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
-    out, lse = kvstrata.prefill_attention(q, k, v, **ends, **options)  # type: ignore[arg-type]
+    out, lse, _ = kvstrata.prefill_attention(q, k, v, **ends, **options)  # type: ignore[arg-type]
+    assert lse is not None
     assert out.dtype == q.dtype, f"out is {out.dtype}"
     parts = [slice(begin, end) for begin, end in pairwise(ends_q.tolist())]
     return [(out[part].transpose(0, 1).cpu(), lse[part].transpose(0, 1).cpu()) for part in parts]

@@ -77,7 +77,7 @@ def _checks(jobs: list[PrefillJob], call: Callable[[Choice], Call], device: torc
     def check(i: int, out: torch.Tensor) -> None:
         written[i] = out
         assert out.shape == jobs[i].q.shape
-        _close(out[:1, :CHECKED], wanted[i])
+        _close(out[:1, :, :CHECKED], wanted[i])
         assert not bool(out.isnan().any()), "an output is NaN"
 
     return Ready(call, poison, check, _read(device) if device.type == "cuda" else None)
@@ -117,8 +117,8 @@ def _build_reference(device: torch.device) -> Ready:
         parts = [slice(at, at + choice["heads"]) for at in range(0, TOY.heads, choice["heads"])]
 
         def run(i: int) -> torch.Tensor:
-            some = [job._replace(q=job.q[:, part], k=job.k[:, part], v=job.v[:, part]) for part in parts]
-            return torch.cat([prefill.run(one, "reference")[0] for one in some], 1)
+            some = [job._replace(q=job.q[:, :, part], k=job.k[:, :, part], v=job.v[:, :, part]) for part in parts]
+            return torch.cat([prefill.run(one, "reference")[0] for one in some], 2)
 
         return run
 
