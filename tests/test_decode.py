@@ -378,6 +378,7 @@ def test_plain_numbers_in_compiled_loops(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not HAS_NUMBA or HAS_GPU, reason="numba, a CPU backend, is not there")
 @pytest.mark.parametrize("threads", [2, 3, 9])
 def test_threads_share_out_the_heads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstrata.attention import threads as pools
     from kvstrata.attention.decode import numba as decode_numba
 
     cache = filled([150, 0, 40])
@@ -386,7 +387,7 @@ def test_threads_share_out_the_heads(threads: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(decode_numba, "THREADED", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     together = decode_attention(q, cache, return_lse=True, return_mass=True, backend="numba")
-    assert decode_numba._pool.cache_info().currsize == 1
+    assert pools._pool.cache_info().currsize >= 1
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
     assert decode_attention(q[:0], cache, requests=[], backend="numba").shape == (0, 1, 6, 64)
 

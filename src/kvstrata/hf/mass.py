@@ -6,6 +6,9 @@ probabilities, so up to `limit` of their queries are done again here, evenly spa
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -23,6 +26,19 @@ class Logits(NamedTuple):
     scale: float
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # [heads]
+
+
+class _Prompt(NamedTuple):
+    """Arguments of `prompt_mass`, and the queries that are looked at, the last one first."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    query_position: torch.Tensor
+    column_position: torch.Tensor
+    stride: int
+    sampled: torch.Tensor  # every stride-th query
+    weight: torch.Tensor  # float32 [rows, sampled], how many queries each stands for
+    no_padding: bool  # known to have none
 
 
 def prompt_mass(
@@ -47,18 +63,57 @@ def prompt_mass(
 
     Returns float32 ``[rows, kv_heads, columns]`` whose sum over a KV head is about (queries asking) * (its heads).
     """
-    rows, _, queries, _ = query.shape
-    kv_heads, columns = key.shape[1:3]
-    stride = -(-queries // limit)
-    at = torch.arange(queries - 1, -1, -stride, device=query.device)
-    weight = asking[:, at].float()
+    stride = -(-query.shape[2] // limit)
+    sampled = torch.arange(query.shape[2] - 1, -1, -stride, device=query.device)
+    weight = asking[:, sampled].float()
     weight *= (asking.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
+    # Without padding only columns of the chunk's own queries can be hidden. Not asked on a GPU: the host would wait.
+    on_cpu = query.device.type == "cpu"
+    no_padding = on_cpu and bool(asking.all()) and bool((column_position >= 0).all())
+    prompt = _Prompt(query, key, query_position, column_position, stride, sampled, weight, no_padding)
+    if on_cpu and (loops := _numba()) is not None:
+        return _compiled_mass(loops, prompt, logits)
+    return _torch_mass(prompt, logits)
+
+
+@lru_cache(maxsize=1)
+def _numba() -> ModuleType | None:
+    if find_spec("numba") is None:
+        return None
+    from . import mass_numba
+
+    return mass_numba
+
+
+def _compiled_mass(loops: ModuleType, prompt: _Prompt, logits: Logits) -> torch.Tensor:
+    """`prompt_mass` of the sampled queries, one row and KV head at a time."""
+    query, key, query_position, column_position, _, sampled, weight, no_padding = prompt
+    (rows, kv_heads, columns), queries = key.shape[:3], query.shape[2]
+    mass = torch.zeros(rows, kv_heads, columns, dtype=torch.float32, device=query.device)
+    by_head = query.detach().unflatten(1, (kv_heads, -1))
+    keys, own = key.detach().float(), columns - queries + sampled
+    positions = column_position[..., :0] if no_padding else column_position
+    positions = positions.expand(-1, kv_heads, -1)
+    for row in range(rows):
+        for head in range(kv_heads):
+            its = logits
+            if logits.sinks is not None:
+                its = logits._replace(sinks=logits.sinks.view(kv_heads, -1)[head])
+            loops.add_mass(
+                by_head[row, head][:, sampled], keys[row, head], own, query_position[row, sampled],
+                positions[row, head].contiguous(), weight[row], its, mass[row, head],
+            )  # fmt: skip
+    return mass
+
+
+def _torch_mass(prompt: _Prompt, logits: Logits) -> torch.Tensor:
+    """`prompt_mass` of the sampled queries, all rows and heads together."""
+    query, key, query_position, column_position, stride, sampled, weight, no_padding = prompt
+    rows, kv_heads, columns = key.shape[:3]
+    group = query.shape[1] // kv_heads
     mass = torch.zeros(rows * kv_heads, 1, columns, dtype=torch.float32, device=query.device)
     keys = key.float().flatten(0, 1).transpose(1, 2)
-    group = query.shape[1] // kv_heads
-    # Without padding only columns of the chunk's own queries can be hidden. Not asked on a GPU: the host would wait.
-    no_padding = query.device.type == "cpu" and bool(asking.all()) and bool((column_position >= 0).all())
-    for chunk, (some, its_weight) in enumerate(zip(at.split(CHUNK), weight.split(CHUNK, 1), strict=True)):
+    for chunk, (some, its_weight) in enumerate(zip(sampled.split(CHUNK), weight.split(CHUNK, 1), strict=True)):
         end = columns - chunk * CHUNK * stride  # behind the column of the chunk's last query, which sees no further
         q = query[:, :, some].float().mul_(logits.scale)
         scores = torch.bmm(q.reshape(rows * kv_heads, -1, q.shape[-1]), keys[..., :end])

@@ -10,8 +10,9 @@ A row is D values of one token and KV head. Its way into codes, every operation 
              clamped to 0 .. 65504, rounded to fp16
     decode   c * scale, which float32 holds exactly
 
-The sums may be taken in any order, so steps and scales agree between backends up to rounding. Given x and step, codes
-agree bit for bit: ``inv`` is rounded once and the floor is that of the exact product.
+The sums may be taken in any order, so steps and scales agree between backends up to rounding; on the CPU it is that of
+`row_sum`, with numba or without. Given x and step, codes agree bit for bit: ``inv`` is rounded once and the floor is
+that of the exact product.
 The reasons and the measurements behind these rules are in docs/formats.md.
 """
 
@@ -44,13 +45,24 @@ def clean(x: torch.Tensor, centre: torch.Tensor | None = None) -> torch.Tensor:
     return x.nan_to_num(nan=0.0).clamp(-LARGEST, LARGEST)
 
 
+def row_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sums of rows ``[..., D]`` by halves: the second half is added to the first, as long as there are two."""
+    while x.shape[-1] % 2 == 0:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    total = x[..., 0]
+    for i in range(1, x.shape[-1]):
+        total = total + x[..., i]
+    return total
+
+
 def step_of(x: torch.Tensor, bits: int) -> torch.Tensor:
     """The width of a level for rows ``x [..., D]``: float32 ``[...]``, positive."""
     fragments.check_bits(bits)
     if bits == 8:
         step = x.abs().amax(-1) * (2 / 255)
     else:
-        step = x.square().mean(-1).sqrt() * GAUSSIAN_STEP[bits]
+        step = (row_sum(x.square()) / x.shape[-1]).sqrt() * GAUSSIAN_STEP[bits]
     return step.clamp(min=SMALLEST_STEP)
 
 
@@ -71,7 +83,7 @@ def refit(x: torch.Tensor, codes: torch.Tensor, bits: int, gain: float = 1.0) ->
     """The fp16 scales ``[...]`` with which these codes come closest to the rows, times ``gain``."""
     c = levels(codes, bits)
     # Levels are at least 1/2 in magnitude: the divisor is never 0, and up to D = 256 it is exact.
-    scale = (x * c).sum(-1) / c.square().sum(-1) * gain
+    scale = row_sum(x * c) / c.square().sum(-1) * gain
     return scale.clamp(0.0, LARGEST).half()
 
 
@@ -80,8 +92,8 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     return levels(codes, bits) * scale.float().unsqueeze(-1)
 
 
-def _quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of clean rows."""
+def quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 ``[..., D]`` and fp16 scales ``[...]`` of clean float32 rows."""
     if rotate:
         x = rotation.rotate(x)
     codes = encode(x, step_of(x, bits), bits)
@@ -117,8 +129,8 @@ def quantize_page(k: torch.Tensor, v: torch.Tensor, format: Format, centre: torc
             if x.dtype.itemsize * 8 != format.k_bits:
                 raise TypeError(f"{name}: expected a {format.k_bits}-bit type for {format.name}, got {x.dtype}")
         return torch.cat([x.detach().contiguous().view(torch.uint8).flatten(-2) for x in (k, v)], -1)
-    k_codes, k_scale = _quantize_rows(clean(k, centre), format.k_bits, format.rotate, K_GAIN[format.k_bits])
-    v_codes, v_scale = _quantize_rows(clean(v), format.v_bits, format.rotate, V_GAIN[format.v_bits])
+    k_codes, k_scale = quantize_rows(clean(k, centre), format.k_bits, format.rotate, K_GAIN[format.k_bits])
+    v_codes, v_scale = quantize_rows(clean(v), format.v_bits, format.rotate, V_GAIN[format.v_bits])
     parts = [
         fragments.pack(k_codes, format.k_bits, "k"),
         fragments.pack(v_codes, format.v_bits, "v"),
@@ -219,7 +231,7 @@ def quantize(x: torch.Tensor, bits: int, *, format: Format | None = None, backen
         if bits not in (format.k_bits, format.v_bits):
             raise ValueError(f"bits: expected {format.k_bits} or {format.v_bits} as in {format.name}, got {bits}")
     rotated = format is None or format.rotate
-    codes, scale = _quantize_rows(clean(x), bits, rotated)
+    codes, scale = quantize_rows(clean(x), bits, rotated)
     return Packed(rows.pack_rows(codes, bits), scale, bits, x.shape[-1], rotated, x.dtype)
 
 

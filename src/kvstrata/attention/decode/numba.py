@@ -11,15 +11,13 @@ heads, query by query:
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from kvstrata.attention.softmax_numba import hide, soften, softmax
+from kvstrata.attention.threads import share_out
 from kvstrata.layout.format import Format
 from kvstrata.layout.fragments import words_per_lane
 from kvstrata.layout.rotation import hadamard
@@ -40,8 +38,6 @@ from .op import Job, Result
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 CODES = -1  # in the place of a kind
-LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
-LEAST = np.float32(-87.0)  # exp of less is 0 here
 THREADED = 2048  # tokens of all KV heads: fewer are done before another thread has begun
 
 
@@ -76,15 +72,6 @@ def _tiers(formats: tuple[Format, ...], offsets: tuple[int, ...], dtype: torch.d
             k_words, v_words = (words_per_lane(bits, f.head_dim, f.page_tokens) for bits in (f.k_bits, f.v_bits))
             rows.append(_Tier(CODES, f.k_bits, f.v_bits, k_words, v_words, f.v_offset, f.scale_offset, position))
     return np.array(rows, np.int64)
-
-
-@functools.lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "kvstrata-decode")
-
-
-if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 @functools.lru_cache(maxsize=64)
@@ -126,13 +113,8 @@ def decode(job: Job) -> Result:
         job.return_mass,
     )
     units = batch * job.kv_heads
-    threads = min(torch.get_num_threads(), units) if units * job.max_length >= THREADED else 1
-    ends = [-(-units * (i + 1) // threads) for i in range(threads)]
-    others = [_pool(threads - 1).submit(_decode, *arguments, *part) for part in itertools.pairwise(ends)]
-    if units:
-        _decode(*arguments, 0, ends[0])
-    for other in others:
-        other.result()
+    threads = torch.get_num_threads() if units * job.max_length >= THREADED else 1
+    share_out(_decode, arguments, units, threads)
     made = out[0].add_(out[1] @ turn).to(job.q.dtype)
     return made, torch.from_numpy(lse) if job.return_lse else None, torch.from_numpy(mass) if job.return_mass else None
 
@@ -168,11 +150,11 @@ def _decode(
             own = length[request] - q_len + r // group
             to = head * group + r % group
             if softcap > 0:
-                _soften(scores[r], np.float32(softcap))
+                soften(scores[r], np.float32(softcap))
             if ordered:
-                _hide(scores[r], at, own, own - window if window > 0 else -1)
+                hide(scores[r], at, own, own - window if window > 0 else -1)
             sink = sinks[to] if len(sinks) else np.float32(-np.inf)
-            lse[b, r // group, to] = _softmax(scores[r], sink)
+            lse[b, r // group, to] = softmax(scores[r], sink)
             if listens:
                 to_mass, weights = mass[b, head], scores[r]
                 for i in range(n):
@@ -185,57 +167,6 @@ def _decode(
             for r in range(rows):
                 for d in range(dim):
                     out[space, b, r // group, head * group + r % group, d] = sums[space, r, d]
-
-
-@compiled
-def _soften(scores, softcap):
-    for i in range(len(scores)):
-        scores[i] = softcap * math.tanh(scores[i] / softcap)
-
-
-@compiled
-def _hide(scores, position, last, before):
-    """-inf but for tokens at positions ``before < p <= last``."""
-    for i in range(len(scores)):
-        if position[i] > last or position[i] <= before:
-            scores[i] = -np.inf
-
-
-@compiled
-def _softmax(scores, sink):
-    """Scores become weights, zeros where nothing is seen; the log of the sum, the sink's part included."""
-    top = sink
-    for i in range(len(scores)):
-        top = max(top, scores[i])
-    if top == -np.inf:
-        for i in range(len(scores)):
-            scores[i] = 0
-        return top
-    # exp(x) = 2 ** n * exp(rest), |rest| <= ln(2) / 2, in float32 vectors; 2 ** n is put together from its bits.
-    bits = np.empty(len(scores), np.int32)
-    power = bits.view(np.float32)
-    for i in range(len(scores)):
-        x = scores[i] - top
-        x = x if x > LEAST else LEAST
-        n = np.floor(x * LOG2E + np.float32(0.5))
-        rest = x - n * LN2_HIGH - n * LN2_LOW
-        bits[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
-        p = np.float32(1.9875691500e-4)
-        p = p * rest + np.float32(1.3981999507e-3)
-        p = p * rest + np.float32(8.3334519073e-3)
-        p = p * rest + np.float32(4.1665795894e-2)
-        p = p * rest + np.float32(1.6666665459e-1)
-        p = p * rest + np.float32(0.5)
-        scores[i] = (p * rest * rest + rest + np.float32(1)) if x > LEAST else np.float32(0)
-    total = np.float32(0)
-    for i in range(len(scores)):
-        scores[i] *= power[i]
-        total += scores[i]
-    total += np.float32(math.exp(sink - top))
-    by = np.float32(1) / total
-    for i in range(len(scores)):
-        scores[i] *= by
-    return top + np.float32(math.log(total))
 
 
 @compiled

@@ -18,34 +18,38 @@ if TYPE_CHECKING:
     from .repack_op import Job
 
 Taken = list[tuple[torch.Tensor, int, Rows]]  # numbers of moves, the tier they go to, rows encoded for it
+TOGETHER = 1024  # new rows that are encoded in one go: they stay in a core's cache
 
 
 def take(job: Job) -> Taken:
     """Read every moving token and encode it for the tier it goes to."""
-    source, slot, source_tier = (job.packed[:, i] for i in range(3))
-    tier, centre = job.packed[:, 5], job.packed[:, 6]
     taken: Taken = []
-    pair = (source_tier + 1) * len(job.kinds) + tier
+    pair = (job.packed[:, 2] + 1) * len(job.kinds) + job.packed[:, 5]
     for number in torch.bincount(pair).nonzero().flatten().tolist():
         was, now = number // len(job.kinds) - 1, number % len(job.kinds)
         mine = (pair == number).nonzero().flatten()
-        kind = job.kinds[max(was, 0)]
-        position = job.packed[mine, 9].long()
-        importance = job.packed[mine, 10].view(torch.float32)
-        if was < 0:
-            assert job.k is not None
-            assert job.v is not None
-            row = slot[mine].long()
-            rows = Rows(job.k[row], job.v[row], None, None, position, importance)
-        else:
-            handles, place = np.unique(source[mine].cpu().numpy(), return_inverse=True)
-            pages = job.pool.read(handles, 0, kind.stride)
-            rows = kind.read(pages, job.pool.to_device(place.reshape(-1)), slot[mine].long())
-            rows = replace(rows, position=position, importance=importance)
-        if now > 0 and now != was:
-            rows = job.kinds[now].encode(rows, kind, job.centre[centre[mine].long()] if was <= 0 else None)
+        parts = mine.split(TOGETHER) if was < 0 else [mine]
+        rows = Rows.cat([_rows(job, part, was, now) for part in parts])
         taken.append((mine, now, rows))
     return taken
+
+
+def _rows(job: Job, moves: torch.Tensor, was: int, now: int) -> Rows:
+    """Tokens of moves from tier ``was`` (-1: new rows) to tier ``now``, encoded for it."""
+    source, slot, centre, position, importance = (job.packed[moves, i] for i in (0, 1, 6, 9, 10))
+    kind = job.kinds[max(was, 0)]
+    if was < 0:
+        assert job.k is not None
+        assert job.v is not None
+        rows = Rows(job.k[slot.long()], job.v[slot.long()], None, None, position.long(), importance.view(torch.float32))
+    else:
+        handles, place = np.unique(source.cpu().numpy(), return_inverse=True)
+        pages = job.pool.read(handles, 0, kind.stride)
+        rows = kind.read(pages, job.pool.to_device(place.reshape(-1)), slot.long())
+        rows = replace(rows, position=position.long(), importance=importance.view(torch.float32))
+    if now <= 0 or now == was:
+        return rows
+    return job.kinds[now].encode(rows, kind, job.centre[centre.long()] if was <= 0 else None)
 
 
 def put(job: Job, taken: Taken) -> Callable[[], None]:

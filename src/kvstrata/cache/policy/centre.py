@@ -16,7 +16,7 @@ Values that are not finite, or too large for fp16, do not take part: one broken 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,17 +76,18 @@ def _computed(
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Centres ``[n, kv_heads, D]`` of requests of a layer whose first tokens are quantised, and which of them."""
     plain, heads = tokens.tier <= 0, cache.kv_heads
+    request = tokens.bucket // heads
     begins = torch.zeros(len(requests), dtype=torch.int32, device=cache.device)
-    begins.index_add_(0, tokens.bucket // heads, (plain & (target > 0)).int())
+    begins.index_add_(0, request, (plain & (target > 0)).int())
     begun = [i for i, n in enumerate(begins.tolist()) if n]
     first = plain & (tokens.position < CENTRE_TOKENS) & (target != DROP)
     last = torch.zeros(len(requests), dtype=torch.int64, device=cache.device)
-    last = last.scatter_reduce(0, tokens.bucket.long() // heads, tokens.position.long(), "amax")
+    last = last.scatter_reduce(0, request.long(), tokens.position.long(), "amax")
     each = max(TABLE // (heads * CENTRE_TOKENS * cache.head_dim), 1)
     for some in (begun[i : i + each] for i in range(0, len(begun), each)):
         row = torch.full((len(requests),), -1, device=cache.device)
         row[some] = torch.arange(len(some), device=cache.device)
-        row = row[tokens.bucket // heads]
+        row = row[request]
         at = (first & (row >= 0)).nonzero().flatten()
         k = _first_rows(cache, layer, requests, tokens[at], fresh)
         there = (row[at] * heads + tokens.bucket[at] % heads, tokens.position[at])
@@ -115,11 +116,15 @@ def _table(
     k: torch.Tensor, there: tuple[torch.Tensor, torch.Tensor], buckets: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows ``k [n, D]`` at their bucket and position: float32 ``[buckets, CENTRE_TOKENS, D]``, and which values of
-    these take part; others are 0."""
-    finite = k.isfinite() & (k.abs() <= quant.LARGEST)
+    these take part, others are 0: one flag a token where all its values do, as far as the host knows."""
+    finite = k.abs() <= quant.LARGEST
     table = torch.zeros(buckets, CENTRE_TOKENS, k.shape[1], dtype=torch.float32, device=k.device)
-    takes_part = torch.zeros_like(table, dtype=torch.bool)
-    table[there], takes_part[there] = torch.where(finite, k, 0.0), finite
+    if k.device.type == "cpu" and bool(finite.all()):
+        finite = finite[:, :1]
+    else:
+        k = torch.where(finite, k, 0.0)
+    takes_part = torch.zeros(buckets, CENTRE_TOKENS, finite.shape[1], dtype=torch.bool, device=k.device)
+    table[there], takes_part[there] = k, finite
     return table, takes_part
 
 
@@ -136,23 +141,28 @@ def centre_of(
 
     Args:
         table: float32 ``[requests, heads, positions, D]``, zero where ``takes_part`` is False.
-        takes_part: bool, of the same shape: values that there are.
+        takes_part: bool, of the same shape, or with one value for all of D: values that there are.
         rope: radians a position, of pairs of channels; empty where K is not turned.
         positions: how many there will be, of each request ``[requests]``.
     """
-    centre = plain = _mean(table, takes_part)
     if not rope:
-        return plain
+        return _means([table], [takes_part])[0]
     n = len(rope)
+    cos, sin = _turns(tuple(rope), table.shape[2], table.device)
+    pairs = ((slice(n), slice(n, 2 * n)), (slice(0, 2 * n, 2), slice(1, 2 * n, 2)))
+    tables, parts = [table], [takes_part]
+    for one, two in pairs:
+        x, y, both = table[..., one], table[..., two], takes_part
+        if takes_part.shape[-1] > 1:
+            both = takes_part[..., one] & takes_part[..., two]
+            x, y = torch.where(both, x, 0.0), torch.where(both, y, 0.0)
+        tables += [x * cos + y * sin, y * cos - x * sin]
+        parts += [both, both]
+    plain, *turned = _means(tables, parts)
     angle = torch.tensor(rope, dtype=torch.float64).to(table.device)
-    turn = torch.arange(table.shape[2], dtype=torch.float64, device=table.device).unsqueeze(1) * angle
-    cos, sin = turn.cos().float(), turn.sin().float()
     ahead_cos, ahead_sin = (x.unsqueeze(1) for x in _mean_turn(angle, positions))
-    longest = _length(plain)
-    for one, two in ((slice(n), slice(n, 2 * n)), (slice(0, 2 * n, 2), slice(1, 2 * n, 2))):
-        both = takes_part[..., one] & takes_part[..., two]
-        x, y = (torch.where(both, table[..., side], 0.0) for side in (one, two))
-        x, y = _mean(x * cos + y * sin, both), _mean(y * cos - x * sin, both)
+    centre, longest = plain, _length(plain)
+    for (one, two), x, y in zip(pairs, turned[::2], turned[1::2], strict=True):
         mean, ahead = plain.clone(), plain.clone()
         mean[..., one], mean[..., two] = x, y
         ahead[..., one], ahead[..., two] = x * ahead_cos - y * ahead_sin, y * ahead_cos + x * ahead_sin
@@ -160,6 +170,14 @@ def centre_of(
         centre = torch.where((length > longest).view(-1, 1, 1), ahead, centre)
         longest = torch.maximum(length, longest)
     return centre
+
+
+@lru_cache(maxsize=8)
+def _turns(rope: tuple[float, ...], positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cos and sin of each pair's angle at each position: float32 ``[positions, pairs]``."""
+    angle = torch.tensor(rope, dtype=torch.float64).to(device)
+    turn = torch.arange(positions, dtype=torch.float64, device=device).unsqueeze(1) * angle
+    return turn.cos().float(), turn.sin().float()
 
 
 def _length(mean: torch.Tensor) -> torch.Tensor:
@@ -180,14 +198,23 @@ def _mean_turn(angle: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tens
     return (size * phase.cos()).float(), (size * phase.sin()).float()
 
 
-def _mean(table: torch.Tensor, takes_part: torch.Tensor) -> torch.Tensor:
-    """Over positions, the last dimension but one, of values that take part; others are 0."""
-    return _sum(table) / takes_part.sum(-2).clamp(min=1)
+def _means(tables: list[torch.Tensor], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Over positions, the last dimension but one, of the values in each table that take part; others are 0.
+
+    All are summed in one go. How many take part is a sum of float32 too, which is exact and adds in the same way.
+    """
+    flags = {id(part): part for part in parts}
+    columns = [*tables, *(part.float() for part in flags.values())]
+    sums = _sum(torch.cat(columns, -1)).split([x.shape[-1] for x in columns], -1)
+    counts = dict(zip(flags, sums[len(tables) :], strict=True))
+    return [total / counts[id(part)].clamp(min=1) for total, part in zip(sums, parts, strict=False)]
 
 
 def _sum(table: torch.Tensor) -> torch.Tensor:
     """Over positions, one by one: a sum over a dimension may go in another order when there are more buckets."""
-    sums = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[-2] % STRIDE)).unflatten(-2, (-1, STRIDE))
+    if table.shape[-2] % STRIDE:
+        table = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[-2] % STRIDE))
+    sums = table.unflatten(-2, (-1, STRIDE))
     for _ in range(2):
         total = torch.zeros_like(sums.select(-2, 0))
         for row in sums.unbind(-2):

@@ -19,7 +19,7 @@ from types import ModuleType
 
 import torch
 
-from kvstrata.layout import fragments, rotation, scales
+from kvstrata.layout import fragments, scales
 from kvstrata.layout.format import Format
 from kvstrata.quant import reference as quant
 
@@ -61,6 +61,9 @@ class Rows:
 
     @staticmethod
     def cat(parts: list[Rows]) -> Rows:
+        if len(parts) == 1:
+            return parts[0]
+
         def join(name: str) -> torch.Tensor | None:
             tensors = [getattr(part, name) for part in parts]
             return None if tensors[0] is None else torch.cat(tensors)
@@ -188,14 +191,12 @@ class PageKind:
         assert rows.k_scale is not None
         assert rows.v_scale is not None
         flat, loops = pages.view(-1), loops_for(rows.k)
-        for (tables, offset, bits), codes in zip(self._codes, (rows.k, rows.v), strict=True):
+        sides: tuple[fragments.Side, ...] = ("k", "v")
+        for side, (tables, offset, bits), codes in zip(sides, self._codes, (rows.k, rows.v), strict=True):
+            if loops is not None:
+                loops.write_codes(pages, offset, page, slot, codes, self.format.page_tokens, bits, side)
+                continue
             for (width, low), (byte, bit) in zip(fragments.planes(bits), tables, strict=True):
-                if loops is not None:
-                    where = (x.contiguous().numpy() for x in (page, slot, byte, bit))
-                    loops.write_fields(
-                        flat.numpy(), self.stride, offset, *where, width, low, codes.contiguous().numpy()
-                    )
-                    continue
                 at, shift, mask = page.unsqueeze(1) * self.stride + offset + byte[slot], bit[slot], 2**width - 1
                 change = ((codes >> low) & mask) - ((flat[at] >> shift) & mask)  # uint8, modulo 256
                 flat.index_add_(0, at.flatten(), (change << shift).flatten())
@@ -217,14 +218,13 @@ class PageKind:
         ):
             if scale is None:
                 x = quant.clean(x, centre if new.centre and not sides else None)
-                x = (loops_for(x) or rotation).rotate(x) if new.rotate else x
             elif was == bits:
                 sides.append((x, scale))
                 continue
             else:
                 x = quant.decode(x, scale, was)
-            codes = (loops_for(x) or quant).encode(x, quant.step_of(x, bits), bits)
-            sides.append((codes, quant.refit(x, codes, bits, gain[bits])))
+            rotate = new.rotate and scale is None
+            sides.append((loops_for(x) or quant).quantize_rows(x, bits, rotate, gain[bits]))
         (k, k_scale), (v, v_scale) = sides
         return Rows(k, v, k_scale, v_scale, rows.position, rows.importance)
 

@@ -1,73 +1,204 @@
-"""Loops of `pages.py` compiled for the CPU: rotation, codes, and their fields in pages. Bit for bit what torch gives.
+"""Loops of `pages.py` compiled for the CPU: rows to codes, and their fields in pages. Bit for bit what torch gives.
 
-Torch walks over all rows once per operation and indexes single bytes with 8-byte numbers; these stay with a row.
-Where numba is not installed, and for a few rows, torch does it.
+Torch walks over all rows once per operation and indexes single bytes with 8-byte numbers. Here a tile of rows is turned
+so that a vector holds one dim of many rows: each row is added up in the order of `quantize_reference.row_sum`, and no
+sum goes across a vector. Where numba is not installed, and for a few rows, torch does it.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numba
 import numpy as np
 import torch
 
+from kvstrata.layout import fragments
 from kvstrata.layout.rotation import block_of
+from kvstrata.quant.reference import GAUSSIAN_STEP, LARGEST, SMALLEST_STEP
+
+TILE = 64  # rows that are quantised side by side
+SMALLEST, MOST = np.float32(SMALLEST_STEP), np.float32(LARGEST)
 
 # No fastmath: the order of the additions is part of the format, and a product is not fused.
 compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """`layout.rotation.rotate` of float32 rows ``[n, D]`` on the CPU."""
-    rotated = torch.empty(x.shape, dtype=torch.float32)
-    block = block_of(x.shape[1])
-    _rotate(x.contiguous().numpy(), block, np.float32(block**-0.5), rotated.numpy())
-    return rotated
-
-
-def encode(x: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
-    """`quantize_reference.encode` of float32 rows ``[n, D]`` on the CPU."""
-    codes = torch.empty(x.shape, dtype=torch.uint8)
-    _encode(x.contiguous().numpy(), step.reciprocal().numpy(), 2 ** (bits - 1), codes.numpy())
-    return codes
+def quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_reference.quantize_rows` of float32 rows ``[n, D]`` on the CPU."""
+    codes, scale = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x), dtype=torch.float32)
+    block = block_of(x.shape[1]) if rotate else 1
+    step = np.float32(2 / 255 if bits == 8 else GAUSSIAN_STEP[bits])
+    _quantize(
+        x.contiguous().numpy(), block, np.float32(block**-0.5), bits, step, np.float32(gain), codes.numpy(),
+        scale.numpy(),
+    )  # fmt: skip
+    return codes, scale.half()
 
 
 @compiled
-def _rotate(x, block, scale, out):
+def _quantize(x, block, shrink, bits, per_norm, gain, codes, scale):
+    """Clean rows to codes and scales (float32, not yet rounded to fp16), a tile at a time."""
     rows, dim = x.shape
-    for i in range(rows):
-        for j in range(dim):
-            out[i, j] = x[i, j]
-        distance = 1
-        while distance < block:
-            for first in range(0, dim, 2 * distance):
-                for j in range(first, first + distance):
-                    a, b = out[i, j], out[i, j + distance]
-                    out[i, j], out[i, j + distance] = a + b, a - b
-            distance *= 2
-        for j in range(dim):
-            out[i, j] *= scale
-
-
-@compiled
-def _encode(x, inverse, middle, codes):
+    tile, terms = np.zeros((dim, TILE), np.float32), np.empty((dim, TILE), np.float32)
+    levels, step, divisor = np.empty((dim, TILE), np.uint8), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    middle = np.int32(1 << (bits - 1))
     low, high = np.float64(-middle), np.float64(middle - 1)
-    for i in range(x.shape[0]):
-        by = np.float64(inverse[i])
-        for j in range(x.shape[1]):
-            level = np.floor(np.float64(x[i, j]) * by)  # exact in float64
-            codes[i, j] = np.uint8(np.int64(min(max(level, low), high)) + middle)
+    centre = np.float32((1 << bits) - 1) / np.float32(2)
+    for first in range(0, rows, TILE):
+        here = min(rows - first, TILE)
+        for i in range(here):
+            for d in range(dim):
+                tile[d, i] = x[first + i, d]
+        if block > 1:
+            _rotate(tile, block, shrink)
+        if bits == 8:
+            for i in range(TILE):
+                step[i] = 0
+            for d in range(dim):
+                for i in range(step.size):
+                    size = abs(tile[d, i])
+                    step[i] = size if size > step[i] else step[i]
+        else:
+            for d in range(dim):
+                for i in range(terms.shape[1]):
+                    terms[d, i] = tile[d, i] * tile[d, i]
+            _sum(terms)
+            for i in range(step.size):
+                step[i] = np.sqrt(terms[0, i] / np.float32(dim))
+        for i in range(step.size):
+            width = step[i] * per_norm
+            step[i] = np.float32(1) / (width if width > SMALLEST else SMALLEST)
+            divisor[i] = 0
+        for d in range(dim):
+            for i in range(step.size):
+                level = np.floor(np.float64(tile[d, i]) * np.float64(step[i]))  # exact in float64
+                level = level if level > low else low
+                level = level if level < high else high
+                code = np.int32(level) + middle
+                levels[d, i] = np.uint8(code)
+                c = np.float32(code) - centre
+                terms[d, i] = tile[d, i] * c
+                divisor[i] += c * c  # exact
+        _sum(terms)
+        for i in range(here):
+            fitted = terms[0, i] / divisor[i] * gain
+            scale[first + i] = min(max(fitted, np.float32(0)), MOST)
+            for d in range(dim):
+                codes[first + i, d] = levels[d, i]
 
 
 @compiled
-def write_fields(pages, stride, offset, page, slot, byte, bit, width, low, codes):
-    """Bits ``low .. low + width`` of ``codes [n, D]`` into the bytes of ``pages``; the rest of each byte stays."""
-    mask = np.uint8((1 << width) - 1)
-    for i in range(len(page)):
-        begin = page[i] * stride + offset
-        for j in range(codes.shape[1]):
-            at, shift = begin + byte[slot[i], j], bit[slot[i], j]
-            field = (codes[i, j] >> np.uint8(low)) & mask
+def _rotate(tile, block, shrink):
+    """`layout.rotation.rotate` of columns ``[D, n]``, in place."""
+    dim = tile.shape[0]
+    distance = 1
+    while distance < block:
+        for begin in range(0, dim, 2 * distance):
+            for d in range(begin, begin + distance):
+                for i in range(tile.shape[1]):
+                    a, b = tile[d, i], tile[d + distance, i]
+                    tile[d, i], tile[d + distance, i] = a + b, a - b
+        distance *= 2
+    for d in range(dim):
+        for i in range(tile.shape[1]):
+            tile[d, i] *= shrink
+
+
+@compiled
+def _sum(terms):
+    """`quantize_reference.row_sum` of columns ``[D, n]``, into the first row."""
+    width = terms.shape[0]
+    while width % 2 == 0:
+        width //= 2
+        for d in range(width):
+            for i in range(terms.shape[1]):
+                terms[d, i] += terms[d + width, i]
+    for d in range(1, width):
+        for i in range(terms.shape[1]):
+            terms[0, i] += terms[d, i]
+
+
+def write_codes(
+    pages: torch.Tensor, offset: int, page: torch.Tensor, slot: torch.Tensor, codes: torch.Tensor, tokens: int,
+    bits: int, side: fragments.Side,
+) -> None:  # fmt: skip
+    """Codes uint8 ``[n, D]`` of one side into the bytes from ``offset`` on of ``pages [m, stride]`` of ``tokens``."""
+    dim, stride = codes.shape[1], pages.shape[1]
+    where = (page.contiguous().numpy(), slot.contiguous().numpy())
+    for plane, (width, low) in enumerate(fragments.planes(bits)):
+        tables = _tables(bits, dim, tokens, side, plane)
+        _write_fields(pages.view(-1).numpy(), stride, offset, *where, *tables, width, low, codes.contiguous().numpy())
+
+
+@functools.lru_cache(maxsize=1024)
+def _tables(
+    bits: int, dim: int, tokens: int, side: fragments.Side, plane: int
+) -> tuple[np.ndarray, np.ndarray, int, np.ndarray]:
+    """Where the fields of a plane are, by value and by byte.
+
+    Returns byte and bit of every value ``[P, D]``; then the first byte with fields and the value of each field from
+    there on, uint16 ``[8 / width, bytes]``. There are no bytes where other bits lie between the fields.
+    """
+    width, _ = fragments.planes(bits)[plane]
+    byte, bit = (x.numpy() for x in fragments.places(bits, dim, tokens, side)[plane])
+    first = int(byte.min())
+    source = np.full((8 // width, int(byte.max()) + 1 - first), -1)
+    source[bit // width, byte - first] = np.arange(byte.size).reshape(byte.shape)
+    if (source < 0).any():
+        source = source[:, :0]
+    return byte, bit, first, source.astype(np.uint16)
+
+
+@compiled
+def _write_fields(pages, stride, offset, page, slot, byte, bit, begin, source, width, low, codes):
+    """Bits ``low .. low + width`` of ``codes [n, D]`` into the bytes of ``pages``; the rest of each byte stays.
+
+    Tokens that fill a page, one slot after the other, are written byte by byte, all others value by value.
+    """
+    low, mask = np.uint8(low), np.uint8((1 << width) - 1)
+    tokens, dim = byte.shape
+    flat, fields, packed = codes.reshape(-1), np.empty(tokens * dim, np.uint8), np.empty(source.shape[1], np.uint8)
+    i = 0
+    while i < len(page):
+        base = page[i] * stride + offset
+        if len(packed) and _whole_page(page, slot, i, tokens):
+            _shift(flat[i * dim : (i + tokens) * dim], low, mask, fields)
+            packed[:] = 0
+            for field in range(len(source)):
+                _put(fields, source[field], np.uint8(field * width), packed)
+            pages[base + begin : base + begin + len(packed)] = packed
+            i += tokens
+            continue
+        for j in range(dim):
+            at, shift = base + byte[slot[i], j], bit[slot[i], j]
+            field = (codes[i, j] >> low) & mask
             pages[at] = (pages[at] & ~np.uint8(mask << shift)) | np.uint8(field << shift)
+        i += 1
+
+
+@compiled
+def _shift(codes, low, mask, fields):
+    for i in range(len(codes)):
+        fields[i] = (codes[i] >> low) & mask
+
+
+@compiled
+def _put(fields, source, shift, packed):
+    """One field of every byte."""
+    for i in range(len(packed)):
+        packed[i] |= np.uint8(fields[source[i]] << shift)
+
+
+@compiled
+def _whole_page(page, slot, first, tokens):
+    """True if the tokens from ``first`` on are all slots of a page in order."""
+    if first + tokens > len(page):
+        return False
+    wrong = 0
+    for t in range(tokens):
+        wrong += (page[first + t] != page[first]) | (slot[first + t] != t)
+    return wrong == 0
 
 
 @compiled

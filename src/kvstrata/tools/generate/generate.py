@@ -151,7 +151,7 @@ def _compilations() -> int:
     """Loops compiled so far because no file of an earlier run had them."""
     return sum(
         sum(loop.stats.cache_misses.values())
-        for name in ("attention.decode_numba", "attention.unpack_numba", "cache.pages_numba")
+        for name in ("attention.decode_numba", "attention.unpack_numba", "cache.pages_numba", "hf.mass_numba")
         if (module := sys.modules.get(f"kvstrata.{name}"))
         for loop in vars(module).values()
         if hasattr(loop, "stats")

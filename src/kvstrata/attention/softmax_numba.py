@@ -1,0 +1,82 @@
+"""Scores to weights in compiled loops on the CPU, one row of scores at a time, in place."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvstrata.layout.unpack_numba import compiled
+
+LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+LEAST = np.float32(-87.0)  # exp of less is 0 here
+LANES = 32  # maxima that are kept side by side: each comparison of a single one would wait for the one before it
+
+
+@compiled
+def soften(scores, softcap):
+    for i in range(len(scores)):
+        scores[i] = softcap * math.tanh(scores[i] / softcap)
+
+
+@compiled
+def hide(scores, position, last, before):
+    """-inf but for tokens at positions ``before < p <= last``."""
+    for i in range(len(scores)):
+        if position[i] > last or position[i] <= before:
+            scores[i] = -np.inf
+
+
+@compiled
+def softmax(scores, sink):
+    """Scores become weights, zeros where nothing is seen; the log of the sum, the sink's part included."""
+    top = max(greatest(scores), sink)
+    total = exponentials(scores, top) + (np.float32(math.exp(sink - top)) if top > -np.inf else np.float32(0))
+    by = np.float32(1) / total if total > 0 else np.float32(0)
+    for i in range(len(scores)):
+        scores[i] *= by
+    return top + np.float32(math.log(total)) if top > -np.inf else top
+
+
+@compiled
+def greatest(scores):
+    """The greatest number, -inf of none; NaN does not count."""
+    lanes = np.full(min(LANES, len(scores)), -np.inf, np.float32)  # side by side: one maximum would wait for the last
+    for first in range(0, len(scores) - len(lanes) + 1, max(len(lanes), 1)):
+        some = scores[first : first + len(lanes)]
+        for i in range(len(lanes)):
+            lanes[i] = some[i] if some[i] > lanes[i] else lanes[i]
+    top = np.float32(-np.inf)
+    for i in range(len(lanes)):
+        top = max(top, lanes[i], scores[len(scores) - 1 - i])
+    return top
+
+
+@compiled
+def exponentials(scores, top):
+    """Scores become exp(score - top), their sum is returned; all are zeros where ``top`` is -inf."""
+    if top == -np.inf:
+        for i in range(len(scores)):
+            scores[i] = 0
+        return np.float32(0)
+    # exp(x) = 2 ** n * exp(rest), |rest| <= ln(2) / 2, in float32 vectors; 2 ** n is put together from its bits.
+    bits = np.empty(len(scores), np.int32)
+    power = bits.view(np.float32)
+    for i in range(len(scores)):
+        x = scores[i] - top
+        x = x if x > LEAST else LEAST
+        n = np.floor(x * LOG2E + np.float32(0.5))
+        rest = x - n * LN2_HIGH - n * LN2_LOW
+        bits[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
+        p = np.float32(1.9875691500e-4)
+        p = p * rest + np.float32(1.3981999507e-3)
+        p = p * rest + np.float32(8.3334519073e-3)
+        p = p * rest + np.float32(4.1665795894e-2)
+        p = p * rest + np.float32(1.6666665459e-1)
+        p = p * rest + np.float32(0.5)
+        scores[i] = (p * rest * rest + rest + np.float32(1)) if x > LEAST else np.float32(0)
+    total = np.float32(0)
+    for i in range(len(scores)):
+        scores[i] *= power[i]
+        total += scores[i]
+    return total

@@ -1,0 +1,87 @@
+"""The mass of prompt queries on the CPU: products by torch, from scores to weights in compiled loops.
+
+A row of scores stays in a core's cache from the first look at it to the last, and columns behind a query are not
+looked at. Torch's softmax over all heads goes through memory four times.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata.attention.softmax_numba import exponentials, greatest, hide, soften
+from kvstrata.attention.threads import share_out
+from kvstrata.layout.unpack_numba import compiled
+
+if TYPE_CHECKING:
+    from .mass import Logits
+
+SCORES = 1 << 19  # of a chunk of queries of one KV head: 2 MiB
+
+
+def add_mass(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    columns: torch.Tensor,
+    query_position: torch.Tensor,
+    column_position: torch.Tensor,
+    weight: torch.Tensor,
+    logits: Logits,
+    mass: torch.Tensor,
+) -> None:
+    """Add the mass that queries of one KV head give.
+
+    Args:
+        query: ``[group, queries, D]``, the last one first.
+        key: float32 ``[columns, D]``.
+        columns: int64 ``[queries]``, the column of each query; it sees none behind it.
+        query_position: int64 ``[queries]``; a query sees the positions up to its own.
+        column_position: int64 ``[columns]``, -1 for a column without a token; empty if queries see all columns up to
+            their own.
+        weight: float32 ``[queries]``, how many queries each stands for.
+        logits: how scores become logits; sinks ``[group]``.
+        mass: float32 ``[columns]``. Mutated.
+    """
+    group, queries, dim = query.shape
+    chunk = min(max(SCORES // (len(key) * group), 1), queries)
+    space = torch.empty(group * chunk * len(key), dtype=torch.float32, device="cpu")
+    sinks = np.empty(0, np.float32) if logits.sinks is None else logits.sinks.detach().float().contiguous().numpy()
+    for begin in range(0, queries, chunk):
+        some = slice(begin, begin + chunk)
+        end = int(columns[begin]) + 1
+        q = query[:, some].float().mul(logits.scale).reshape(-1, dim)
+        scores = space[: len(q) * end].view(len(q), end)
+        torch.mm(q, key[:end].T, out=scores)
+        by = torch.empty(len(q), dtype=torch.float32, device="cpu")
+        arguments = (
+            scores.numpy(), columns[some].numpy(), query_position[some].numpy(), column_position.numpy(),
+            weight[some].numpy(), np.float32(logits.softcap or 0.0), sinks, by.numpy(),
+        )  # fmt: skip
+        share_out(_weigh, arguments, len(q), torch.get_num_threads())
+        mass[:end].addmv_(scores.T, by)
+
+
+@compiled
+def _weigh(scores, columns, query_position, column_position, weight, softcap, sinks, by, first, last):
+    """Rows ``first`` to ``last`` of scores, head by head: weights up to a factor, which goes into ``by``."""
+    for row in range(first, last):
+        i, head = row % len(columns), row // len(columns)
+        own, behind = scores[row, : columns[i] + 1], scores[row, columns[i] + 1 :]
+        behind[:] = 0
+        if weight[i] == 0:
+            own[:] = 0
+            by[row] = 0
+            continue
+        if softcap > 0:
+            soften(own, softcap)
+        if len(column_position):
+            hide(own, column_position, query_position[i], -1)
+        sink = sinks[head] if len(sinks) else np.float32(-np.inf)
+        top = max(greatest(own), sink)
+        total = exponentials(own, top)
+        if len(sinks):
+            total += np.float32(math.exp(sink - top))
+        by[row] = weight[i] / total if total != 0 else np.float32(0)
