@@ -477,6 +477,22 @@ def test_bad_ragged_input(message: str) -> None:
         prefill_attention(**(RAGGED | BAD_RAGGED[message]))
 
 
+def test_a_ragged_call_does_not_vouch_for_a_dense_one() -> None:
+    """The same q, k and v without cu_seqlens, and in another grad or inference mode."""
+    prefill_attention(**RAGGED)
+    with pytest.raises(ValueError, match="without cu_seqlens"):
+        prefill_attention(RAGGED["q"], RAGGED["k"], RAGGED["v"])
+    q, k, v = torch.randn(3, 1, 8, 2, 64)
+    want = prefill_attention(q, k, v)
+    assert torch.equal(prefill_attention(q, k, v), want)
+    with torch.inference_mode():
+        assert torch.equal(prefill_attention(q, k, v), want)
+    learned = torch.nn.Parameter(q)
+    out = prefill_attention(learned, k.requires_grad_(), v)
+    assert torch.equal(out, want)
+    assert not out.requires_grad
+
+
 @pytest.mark.skipif(HAS_GPU, reason="there it is")
 def test_a_backend_that_is_not_there_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="backend: cuda"):

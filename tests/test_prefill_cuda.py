@@ -280,6 +280,8 @@ def test_what_cannot_run() -> None:
     q, k, v = torch.randn(3, 1, 8, 2, 64).half()
     job = prefill.PrefillJob(q, k, v, None, None, 8, 8, True, 0.125, None, None, None, False)
     assert prefill_cuda.missing(job) is None
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert prefill_cuda.missing(job._replace(q=heads_first[0], k=heads_first[1], v=heads_first[2])) is None
     odd = torch.randn(1, 8, 2, 65).half()[..., :64]
     assert "rows of k at multiples of 16 bytes" in str(prefill_cuda.missing(job._replace(k=odd)))
     assert "float16 or bfloat16" in str(prefill_cuda.missing(job._replace(q=q.float())))

@@ -56,12 +56,19 @@ def plain(x: Any, names: dict[int, str]) -> object:
 LAUNCHED = [Config(64, 64, 4, 2), Config(64, 64, 4, 2, tma=True), Config(64, 64, 4, 2, specialize=True)]
 
 
+@pytest.mark.parametrize("heads_first", [False, True], ids=["tokens first", "heads first"])
 @pytest.mark.parametrize("config", LAUNCHED, ids=["pointers", "descriptors", "specialized"])
-def test_a_repeated_launch_has_the_arguments_of_a_first(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second call, with other tensors that look alike, goes past Triton's own search for the kernel."""
+def test_a_repeated_launch_has_the_arguments_of_a_first(
+    config: Config, heads_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call, with other tensors that look alike, goes past Triton's own search for the kernel.
+
+    Either order in memory goes to the same kernel as it is, with no copy.
+    """
     kernel, sinks, seen, kept = recorded(monkeypatch, config), torch.zeros(4, device=DEVICE), [], []
     for _ in range(2):
-        q, k, v = torch.randn(3, 2, 70, 4, 64, device=DEVICE).half().unbind()
+        shape = (3, 2, 4, 70, 64) if heads_first else (3, 2, 70, 4, 64)
+        q, k, v = (x.transpose(1, 2) if heads_first else x for x in torch.randn(shape, device=DEVICE).half())
         out, lse, _ = prefill_attention(q, k, v, sinks=sinks, return_lse=True, backend="triton")
         kept.append((q, k, v, out, lse))  # so that no address comes back
         tensors = dict(q=q, k=k, v=v, out=out, lse=lse, sinks=sinks)
@@ -74,6 +81,11 @@ def test_a_repeated_launch_has_the_arguments_of_a_first(config: Config, monkeypa
     assert all(tensor() is None for tensor in watched), "what is remembered keeps memory"
     assert len(seen[0]) == 1 + len(kernel.arg_names)
     assert seen[0] == seen[1]
+    if config.tma or config.specialize:
+        name, fields = seen[0][1]
+        assert name == "TensorDescriptor"
+        assert fields["shape"] == [2, 4, 70, 64]
+        assert fields["strides"] == ([17920, 4480, 64, 1] if heads_first else [17920, 64, 256, 1])
 
 
 def test_what_looks_otherwise_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:

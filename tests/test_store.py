@@ -378,6 +378,7 @@ def test_guard_in_python_decides_alike(monkeypatch: pytest.MonkeyPatch, device: 
         (k.half(), cache, slots),
         (k, cache.transpose(0, 1), slots),
         (k, cache, slots.int()),
+        (3, cache, slots),
     ]
     for make_guard in (guard.guard_of, guard.python_guard):
         same = make_guard([k, cache, slots])

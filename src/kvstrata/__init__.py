@@ -6,7 +6,7 @@ them, `replay` feeds a step's metadata to a captured graph. Beside it: `jit` tur
 measures and proves.
 
 Names are imported at first use, because torch takes seconds and `kvstrata --help` needs none of it. A program that
-only looks up `torch.ops.kvstrata` imports `kvstrata.store`, which registers them.
+only looks up `torch.ops.kvstrata` imports `kvstrata.store` and `kvstrata.attention`, which register them.
 """
 
 from __future__ import annotations

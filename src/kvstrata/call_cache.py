@@ -29,7 +29,9 @@ def python_guard(tensors: Sequence[torch.Tensor]) -> Guard:
     seen = tuple(looks(tensor) for tensor in tensors)
 
     def guard(*given: torch.Tensor) -> bool:
-        return len(given) == len(seen) and tuple(looks(tensor) for tensor in given) == seen and not traced()
+        if len(given) != len(seen) or not all(isinstance(tensor, torch.Tensor) for tensor in given):
+            return False
+        return tuple(looks(tensor) for tensor in given) == seen and not traced()
 
     return guard
 

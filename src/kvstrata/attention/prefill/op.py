@@ -1,7 +1,8 @@
 """``prefill_attention``: many queries over keys as they come from the projections, writing nothing but the output.
 
 The arguments are checked here and become a `PrefillJob`, which every backend takes: ``prefill_reference.run``,
-``prefill_triton.run`` and ``prefill_cuda.run`` return (out, lse), None for what was not asked for.
+``prefill_triton.run`` and ``prefill_cuda.run`` return (out, lse), None for what was not asked for. Under tracing the
+call is the operator ``kvstrata::prefill_attention``.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import math
 from collections.abc import Hashable
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from kvstrata import backends
 from kvstrata.attention.output import AttentionOutput
+from kvstrata.call_cache import Guard, guard_of, traced
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -188,20 +190,16 @@ def _longest(given: int | None, cu: torch.Tensor) -> int:
 
 
 REMEMBERED = 4096
-_passed: set[tuple[Hashable, ...]] = set()  # looks of calls whose arguments were checked
+_passed: dict[tuple[Hashable, ...], Guard] = {}  # looks of calls whose arguments were checked
+_latest: tuple[tuple[object, ...], Guard] = ((), lambda *tensors: False)  # of a dense call: causal, scale, softcap
 
 
 def _look(
     tensors: tuple[torch.Tensor | None, ...], options: tuple[object, ...], exact: tuple[object, ...]
-) -> tuple[Hashable, ...] | None:
-    """What the checks of a call depend on; None where that cannot be told. ``exact``: 1 is not True."""
-    try:
-        looks = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-        look = (*looks, *options, *exact, *map(type, exact))
-        hash(look)
-    except (AttributeError, TypeError, RuntimeError):
-        return None
-    return look
+) -> tuple[Hashable, ...]:
+    """Everything the checks of a call and its guard depend on. ``exact``: options whose type counts, as 1 == True."""
+    looks = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    return (*looks, *options, *exact, *map(type, exact), torch.is_inference_mode_enabled())
 
 
 def _check(
@@ -242,6 +240,110 @@ def _check(
             raise ValueError(f"{name}: expected an int of at least 0, got {given!r}")
 
 
+def _check_once(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    """`_check`, unless a call that looks the same has passed; the next such dense call is known by its guard."""
+    global _latest
+    try:
+        look = _look(tensors, options[:3], options[3:])
+        guard = _passed.get(look)
+    except (AttributeError, TypeError, RuntimeError):
+        _check(*tensors, *options)
+        return
+    if guard is None:
+        _check(*tensors, *options)
+        if len(_passed) >= REMEMBERED:
+            _passed.clear()
+        guard = _passed[look] = guard_of(tensors[:3])
+    if all(x is None for x in (*tensors[3:], *options[3:])):
+        _latest = options[:3], guard
+
+
+def run(job: PrefillJob, backend: str) -> Result:
+    """A checked job on a backend that is there."""
+    return _module(backend).run(job)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    known: bool = False,
+) -> Result:
+    """Checks a call, unless it is ``known`` to look like one before, makes its job and runs it."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    if not known:
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks)
+        options = (causal, scale, softcap, sliding_window, max_seqlen_q, max_seqlen_k)
+        _check_once(tensors, options)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        longest = _longest(max_seqlen_q, cu_seqlens_q), _longest(max_seqlen_k, cu_seqlens_k)
+    else:
+        longest = (q.shape[1], k.shape[1])
+    if sinks is not None:
+        sinks = sinks.detach().float().contiguous()
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        q, k, v = q.detach(), k.detach(), v.detach()
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    job = PrefillJob(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, bool(causal), scale, sliding_window, softcap, sinks, return_lse
+    )
+    return run(job, _choose(backend, job))
+
+
+_library = torch.library.Library("kvstrata", "FRAGMENT")
+_library.define(
+    "prefill_attention(Tensor q, Tensor k, Tensor v, *, bool causal=True, float? scale=None,"
+    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None,"
+    " int? sliding_window=None, float? softcap=None, Tensor? sinks=None, bool return_lse=False, str backend='auto')"
+    " -> (Tensor out, Tensor lse)"
+)
+
+
+def _operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operator ``kvstrata::prefill_attention``; lse is empty where not asked for."""
+    out, lse = _attend(q, k, v, **options)
+    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+_library.impl("prefill_attention", _operator, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("kvstrata::prefill_attention", lib=_library)
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    **unused: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, scale, softcap, sliding_window, None, None)
+    shape = q.shape[:-1] if return_lse else (0,)
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+
+
+_is_compiling = torch.compiler.is_compiling
+
+
 def prefill_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -278,8 +380,8 @@ def prefill_attention(
             the exponentials, the sink's included.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
-    A query that sees no key gives zeros and -inf (with a sink: its logit). Nothing is mutated; safe under graph capture
-    once a shape has run.
+    A query that sees no key gives zeros and -inf (with a sink: its logit). Nothing is mutated; safe under
+    ``torch.compile(fullgraph=True)`` and, once a shape has run, under graph capture.
 
     Returns out in q's shape and dtype, contiguous; with ``return_lse`` an `AttentionOutput`, whose mass is None.
 
@@ -290,33 +392,23 @@ def prefill_attention(
         >>> kvstrata.prefill_attention(q, k, v).shape
         torch.Size([1, 100, 8, 64])
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks)
-    options = (causal, scale, softcap, sliding_window, max_seqlen_q, max_seqlen_k)
-    look = _look(tensors, options[:3], options[3:])
-    if look is None or look not in _passed:
-        _check(*tensors, *options)
-        if look is not None:
-            if len(_passed) >= REMEMBERED:
-                _passed.clear()
-            _passed.add(look)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        longest = _longest(max_seqlen_q, cu_seqlens_q), _longest(max_seqlen_k, cu_seqlens_k)
+    # Under torch.compile, fake tensors, subclasses and dispatch modes the call is the operator. Everything else goes
+    # straight to the job, which costs the host less; a dense call like the latest one is known by one comparison.
+    dense = cu_seqlens_q is cu_seqlens_k is sinks is None and max_seqlen_q is max_seqlen_k is sliding_window is None
+    known = dense and not _is_compiling() and (latest := _latest)[0] == (causal, scale, softcap) and latest[1](q, k, v)
+    if not known and (_is_compiling() or traced() or not type(q) is type(k) is type(v) is torch.Tensor):
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        out, lse = torch.ops.kvstrata.prefill_attention(
+            q.detach(), k.detach(), v.detach(), causal=causal, scale=scale, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            sliding_window=sliding_window, softcap=softcap, return_lse=return_lse, backend=backend,
+            sinks=sinks.detach() if isinstance(sinks, torch.Tensor) else sinks,
+        )  # fmt: skip
     else:
-        longest = (q.shape[1], k.shape[1])
-    if sinks is not None:
-        sinks = sinks.detach().float().contiguous()
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        q, k, v = q.detach(), k.detach(), v.detach()
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    job = PrefillJob(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, bool(causal), scale, sliding_window, softcap, sinks, return_lse
-    )
-    out, lse = run(job, _choose(backend, job))
-    return out if lse is None else AttentionOutput(out, lse)
-
-
-def run(job: PrefillJob, backend: str) -> Result:
-    """A checked job on a backend that is there."""
-    return _module(backend).run(job)
+        out, lse = _attend(
+            q, k, v, causal, scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sliding_window, softcap,
+            sinks, return_lse, backend, known,
+        )  # fmt: skip
+    return AttentionOutput(out, lse) if return_lse else out

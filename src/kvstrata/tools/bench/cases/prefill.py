@@ -1,9 +1,10 @@
 """The prefill benchmark: dense attention of whole prompts, and a chunk of new tokens over a cache in 4 bit.
 
 Operations are the two products, of a causal one the half that is seen. Calls are captured and replayed; before each
-sample the cache of the device is filled by reading. Ours are ``kvstrata`` (auto) and the backends that auto did not
-take. Cases ``ideas-*`` hold prefill.cu against the kernel that the work began with, ``v2``: with one tile for all, and
-with one thing at a time done otherwise.
+sample the cache of the device is filled by reading. Tensors are contiguous ``[batch, seq, heads, dim]``; SDPA gets
+transposed views of them. Ours are ``kvstrata`` (auto) and the backends that auto did not take. Cases ``ideas-*`` hold
+prefill.cu against the kernel that the work began with, ``v2``, which has copies with heads first, the only memory it
+takes: with one tile for all, and with one thing at a time done otherwise.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def _job(shape: Shape, device: torch.device, seed: int) -> PrefillJob:
     generator = torch.Generator(device).manual_seed(seed)
 
     def rows(heads: int) -> torch.Tensor:
-        size = (shape.batch, heads, shape.length, shape.dim)
-        return torch.randn(size, device=device, generator=generator).half().transpose(1, 2)
+        size = (shape.batch, shape.length, heads, shape.dim)
+        return torch.randn(size, device=device, generator=generator).half()
 
     q, k, v = rows(shape.heads), *(rows(shape.kv_heads or shape.heads) for _ in range(2))
     lengths = (shape.length, shape.length)
