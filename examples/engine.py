@@ -29,7 +29,7 @@ class Engine:
             config.num_hidden_layers, kv_heads, config.head_dim, budget=budget, dtype=model.dtype, device=model.device,
             max_requests=places, rope=model.model.rotary_emb.inv_freq, **options,
         )  # fmt: skip
-        self.free = [self.cache.add() for _ in range(places)]
+        self.free = [self.cache.add_request() for _ in range(places)]
         self.plan = kvstrata.DecodePlan(self.cache, heads)
         buffers = dict.fromkeys(("ids", "positions", "requests"), ((places,), torch.int32))
         self.runner = kvstrata.GraphRunner(
@@ -105,7 +105,7 @@ def small_model(device: str, dtype: torch.dtype) -> LlamaForCausalLM:
 
 def main(tokens: int) -> None:
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    engine = Engine(small_model(device, dtype), places=4, window=32, page_tokens=16, max_tokens=2048)
+    engine = Engine(small_model(device, dtype), places=4, recent_tokens=32, page_tokens=16, max_tokens=2048)
     prompts = [torch.randint(0, 512, (length,), device=device) for length in (700, 90, 400, 15, 1000, 250)]
     found = serve(engine, prompts, tokens)
     for prompt, new in zip(prompts, found, strict=True):

@@ -18,14 +18,14 @@ q = torch.randn(32, 32, 1, 128, device=device, dtype=torch.float16)
 keys, values = torch.randn(2, 32, 8, 4096, 128, device=device, dtype=torch.float16)
 k, v = torch.randn(2, 8192, 8, 128, device=device, dtype=torch.float16)
 k_cache, v_cache = torch.zeros(2, 1024, 16, 8, 128, device=device, dtype=torch.float16)
-slots = torch.randperm(1024 * 16, device=device)[:8192]
+slot_mapping = torch.randperm(1024 * 16, device=device)[:8192]
 
 side = torch.cuda.Stream()
 side.wait_stream(torch.cuda.current_stream())  # k and v are ready
 with torch.cuda.stream(side):
-    kvstrata.store_kv(k, v, k_cache, v_cache, slots)
+    kvstrata.store_kv(k, v, k_cache, v_cache, slot_mapping)
 out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 torch.cuda.current_stream().wait_stream(side)  # whoever reads the pages next sees them
 
-assert torch.equal(k_cache.flatten(0, 1)[slots], k)
+assert torch.equal(k_cache.flatten(0, 1)[slot_mapping], k)
 print(f"stored {k.shape[0]} tokens beside attention over {tuple(keys.shape)}; output {tuple(out.shape)}")

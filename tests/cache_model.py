@@ -15,8 +15,15 @@ def rows(tokens: int, heads: int = 2, dim: int = 64, dtype=torch.float32, seed: 
     return k, v
 
 
+def limit(amount: int | float | None) -> dict:
+    """The arguments of a cache: an int is bytes, anything else a fraction."""
+    return dict(budget=None, budget_bytes=amount) if type(amount) is int else dict(budget=amount)
+
+
 def make(layers: int = 1, heads: int = 2, dim: int = 64, **options) -> TieredCache:
-    options = dict(window=32, page_tokens=16, dtype=torch.float32, max_tokens=4096, tiers=TIERS, debug=True) | options
+    options = (
+        dict(recent_tokens=32, page_tokens=16, dtype=torch.float32, max_tokens=4096, tiers=TIERS, debug=True) | options
+    )
     return TieredCache(layers, heads, dim, **options)
 
 
@@ -31,7 +38,7 @@ def fingerprint(cache: TieredCache, spare: bool = True) -> list[object]:
         None if slab is None or (tier == EMPTY and not spare) else slab.clone()
         for slab, tier in zip(pool.slabs, pool.tier.tolist(), strict=True)
     ]
-    arrays = [cache.buckets.table, cache.buckets.count, cache.centre, cache._device_lengths]
+    arrays = [cache.buckets.page_table, cache.buckets.count, cache.centre, cache._device_lengths]
     host = (cache._centred, cache._queries, cache._reported, cache._lengths, cache._ahead_from)
     books = [x.copy() for x in (*host, cache.buckets.host_table, cache.buckets.host_count)]
     return [cache.requests, slabs, *books, *(x.clone() for x in arrays), cache.pool.refs.copy(), cache.pool.tier.copy()]

@@ -54,12 +54,12 @@ class Tokens:
 
 def tokens_of(cache: TieredCache | PagedCache, layer: int, request: int, head: int) -> Tokens:
     if isinstance(cache, PagedCache):
-        length = int(cache.lengths[request])
+        length = int(cache.seq_lens[request])
         sides = []
         for x, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
             rows = torch.zeros(length, x.shape[-1])
             for i in range(length):
-                page, row = int(cache.table[request, i // cache.page_size]), i % cache.page_size
+                page, row = int(cache.block_table[request, i // cache.block_size]), i % cache.block_size
                 rows[i] = (x[page, row, head] if cache.layout == "NHD" else x[page, head, row]).float().cpu()
             if scale is not None:
                 rows *= float(scale.flatten()[head if scale.numel() > 1 else 0])
@@ -67,8 +67,8 @@ def tokens_of(cache: TieredCache | PagedCache, layer: int, request: int, head: i
         return Tokens(sides[0], sides[1], torch.arange(length))
     every = cache.buckets.snapshot(layer, [request])
     ks, vs, positions = [], [], []
-    for tier, kind in enumerate(cache.kinds):
-        at = ((every.tier == tier) & (every.bucket == head)).nonzero().flatten()
+    for tier, kind in enumerate(cache.page_formats):
+        at = ((every.tier == tier) & (every.head_cache == head)).nonzero().flatten()
         if not len(at):
             continue
         rows = cache.buckets.read(layer, [request], every[at], tier)
@@ -189,14 +189,14 @@ def filled(
         max_tokens=longest + 16, page_tokens=page_tokens, debug=True,
     )  # fmt: skip
     for request in range(len(lengths)):
-        cache.add()
+        cache.add_request()
         assert cache.requests[-1] == request
     for layer in range(layers):
         rows = torch.randn(2, sum(lengths), kv_heads, dim, generator=generator)
         rows[0] += 3 * torch.randn(kv_heads, dim, generator=generator)  # K has a constant part
         rows[0] *= large
         k, v = rows.to(dtype).to(DEVICE)
-        cache.append(layer, k, v, requests=list(range(len(lengths))), lengths=lengths)
+        cache.append(layer, k, v, requests=list(range(len(lengths))), seq_lens=lengths)
         for request, length in enumerate(lengths):
             tokens = cache.buckets.snapshot(layer, [request])
             target = torch.randint(0 if plain else 1, len(tiers) + 1, (len(tokens),), generator=generator)
@@ -210,7 +210,7 @@ def filled(
 
 def poison_tails(cache: TieredCache) -> None:
     """Slots without a token hold 0xFF: NaN rows and scales, positions of -1."""
-    for tier, kind in enumerate(cache.kinds):
+    for tier, kind in enumerate(cache.page_formats):
         ones = torch.full((1, kind.stride), 0xFF, dtype=torch.uint8, device=DEVICE)
         count = cache.buckets.host_count[..., tier]
         for request, layer, head in zip(*(count % cache.page_tokens).nonzero(), strict=True):

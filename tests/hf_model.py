@@ -64,7 +64,7 @@ FAMILIES = {
         rope_parameters=dict(rope_type="default", rope_theta=10000.0),
     ),
 }
-SMALL = dict(budget=0.5, page_tokens=16, window=16, sinks=2)  # settles within a hundred tokens
+SMALL = dict(budget=0.5, page_tokens=16, recent_tokens=16, sink_tokens=2)  # settles within a hundred tokens
 EXACT = dict(SMALL, dtype=torch.float32)
 
 

@@ -18,7 +18,7 @@ dist.init_process_group("gloo")
 model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto")).eval()
 ids = torch.load(folder / "ids.pt")
 tokens, kv_heads = [], []
-small = dict(budget=0.5, page_tokens=16, window=16, sinks=2, dtype=torch.float32, policy="recency")
+small = dict(budget=0.5, page_tokens=16, recent_tokens=16, sink_tokens=2, dtype=torch.float32, policy="recency")
 for options in (dict(budget=1.0), small):
     cache = StrataCache(model.config, **options)
     tokens.append(model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False))

@@ -29,7 +29,7 @@ class Call:
     v: torch.Tensor | None
     k_cache: torch.Tensor
     v_cache: torch.Tensor | None
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     layout: str = "NHD"
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
@@ -37,7 +37,7 @@ class Call:
 
     def run(self, store_kv, **options) -> None:
         store_kv(
-            self.k, self.v, self.k_cache, self.v_cache, self.slots,
+            self.k, self.v, self.k_cache, self.v_cache, self.slot_mapping,
             layout=self.layout, k_scale=self.k_scale, v_scale=self.v_scale, **options,
         )  # fmt: skip
 
@@ -50,16 +50,16 @@ class Call:
             view = copy.view(cache.dtype).as_strided(cache.shape, cache.stride(), cache.storage_offset())
             paged = view.dim() == 4
             by_token = view.transpose(1, 2) if paged and self.layout == "HND" else view
-            page_size = by_token.shape[1] if paged else 1
+            block_size = by_token.shape[1] if paged else 1
             bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.dtype.itemsize]
-            for token, slot in enumerate(self.slots.tolist()):
-                if not 0 <= slot < by_token.shape[0] * page_size:
+            for token, slot in enumerate(self.slot_mapping.tolist()):
+                if not 0 <= slot < by_token.shape[0] * block_size:
                     continue
                 row = x[token]
                 if x.dtype != cache.dtype:
                     inverse = 1.0 if scale is None else (1.0 / scale).reshape(-1, 1).cpu()
                     row = nearest_fp8(row.cpu().float() * inverse, cache.dtype).to(x.device).view(cache.dtype)
-                at = by_token[slot // page_size, slot % page_size] if paged else by_token[slot]
+                at = by_token[slot // block_size, slot % block_size] if paged else by_token[slot]
                 at.view(bits).copy_(row.view(bits))
             after.append(copy)
         return after
@@ -80,10 +80,10 @@ def make(
     source: torch.dtype = torch.float16,
     cache: torch.dtype | None = None,
     kind: str = "NHD",
-    pages: int = 5,
-    page_size: int = 4,
-    slots_dtype: torch.dtype = torch.int32,
-    slots: list[int] | None = None,
+    num_blocks: int = 5,
+    block_size: int = 4,
+    slot_dtype: torch.dtype = torch.int32,
+    slot_mapping: list[int] | None = None,
     source_gap: int = 0,
     cache_gap: int = 0,
     offset: int = 0,
@@ -103,24 +103,28 @@ def make(
         flat = torch.cat([torch.zeros(offset, dtype=torch.float32).to(source), fused.flatten()]).to(device)
         return flat[offset:].view(fused.shape)[:, 1:, :dim]
 
-    def cache_pages(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = {"flat": (pages * page_size, heads), "NHD": (pages, page_size, heads), "HND": (pages, heads, page_size)}
+    def cache_blocks(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = {
+            "flat": (num_blocks * block_size, heads),
+            "NHD": (num_blocks, block_size, heads),
+            "HND": (num_blocks, heads, block_size),
+        }
         full = (*shape[kind][:-1], shape[kind][-1] + (cache_gap > 0), dim + cache_gap)
         count = offset + torch.Size(full).numel()
         pool = poisoned(count * cache.itemsize, device)
         view = pool.view(cache)[offset:].view(full)
         return pool, view.narrow(-2, 0, shape[kind][-1]).narrow(-1, 0, dim)
 
-    if slots is None:
-        order = torch.randperm(pages * page_size, generator=generator)[:tokens].tolist()
-        slots = (order + [-1, pages * page_size, -7] * tokens)[:tokens]
+    if slot_mapping is None:
+        order = torch.randperm(num_blocks * block_size, generator=generator)[:tokens].tolist()
+        slot_mapping = (order + [-1, num_blocks * block_size, -7] * tokens)[:tokens]
         for i in range(0, tokens, 5):
-            slots[i] = [-1, pages * page_size, 2**31 - 1][i // 5 % 3]
-    k, (k_pool, k_cache) = source_rows(k_dim), cache_pages(k_dim)
-    call = Call(k, None, k_cache, None, torch.tensor(slots, dtype=slots_dtype, device=device), pools=[k_pool])
+            slot_mapping[i] = [-1, num_blocks * block_size, 2**31 - 1][i // 5 % 3]
+    k, (k_pool, k_cache) = source_rows(k_dim), cache_blocks(k_dim)
+    call = Call(k, None, k_cache, None, torch.tensor(slot_mapping, dtype=slot_dtype, device=device), pools=[k_pool])
     call.layout = "HND" if kind == "HND" else "NHD"
     if v_dim is not None:
-        call.v, (v_pool, call.v_cache) = source_rows(v_dim), cache_pages(v_dim)
+        call.v, (v_pool, call.v_cache) = source_rows(v_dim), cache_blocks(v_dim)
         call.pools.append(v_pool)
     if scales and source != cache:
         values = torch.rand(2, heads if scales == 2 else 1, generator=generator) * 2 + 0.05

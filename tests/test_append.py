@@ -92,7 +92,7 @@ def test_rows_with_any_strides(tokens: int, budget: float | None) -> None:
     k, v = rows(tokens, 64, torch.bfloat16)
     strange = [x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in (k, v)]
     assert strange[0].stride(2) != 1
-    straight, other = (build(DEVICE, torch.bfloat16, 64, budget=budget, window=16) for _ in range(2))
+    straight, other = (build(DEVICE, torch.bfloat16, 64, budget=budget, recent_tokens=16) for _ in range(2))
     straight.append(0, k, v)
     other.append(0, *strange)
     for a, b in zip(straight.gather(0), other.gather(0), strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ from kvstrata.quant import reference as quant
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_no_budget_compresses_nothing(dtype: torch.dtype) -> None:
-    for budget in (None, 1.0):
+    for budget in (None, 1.0, 1):
         cache = make(budget=budget, dtype=dtype)
         k, v = rows(200, dtype=dtype)
         cache.append(0, k, v)
@@ -35,7 +34,7 @@ def test_no_budget_compresses_nothing(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 35, 36, 37, 63, 64, 65, 500])
 @pytest.mark.parametrize("policy", ["importance", "recency", "uniform"])
 def test_any_length(tokens: int, policy: str) -> None:
-    """Around pages of 16, a window of 32 with 4 sinks, and where a head is settled for the first time."""
+    """Around pages of 16, 32 recent tokens with 4 sink tokens, and where a head is settled for the first time."""
     cache = make(budget=0.25, policy=policy)
     k, v = rows(tokens)
     cache.append(0, k, v)
@@ -56,13 +55,13 @@ def test_nothing_there() -> None:
     assert cache.length(0) == 0
     assert cache.memory().kinds["slabs"] == 0
     cache.settle()
-    request = cache.add()
+    request = cache.add_request()
     cache.check()
     k, v, positions = cache.gather(0, request)
     assert k.shape == v.shape == (2, 0, 64)
     assert positions.shape == (2, 0)
     cache.crop(request, 0)
-    cache.free(request)
+    cache.free_request(request)
     with pytest.raises(ValueError, match=r"request: expected one of \(\), got 0"):
         cache.gather(0)
 
@@ -70,7 +69,7 @@ def test_nothing_there() -> None:
 def test_chunks_and_single_tokens_give_the_same_tokens() -> None:
     """How tokens came after the centre was set does not change what a quantised row looks like, only when it was."""
     k, v = rows(400)
-    whole, steps = (make(policy="recency", tiers=("K4V4",), window=64) for _ in range(2))
+    whole, steps = (make(policy="recency", tiers=("K4V4",), recent_tokens=64) for _ in range(2))
     for cache in (whole, steps):
         cache.append(0, k[:150], v[:150])
         assert (cache.tier_map(0) == 1).any()
@@ -88,7 +87,7 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
     """With a fraction: alone and in a ragged batch, bit for bit."""
     parts = [rows(n, seed=n) for n in (7, 300, 0, 129)]
     batch, lengths = make(max_requests=4), [7, 300, 0, 129]
-    batch.append(0, torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts]), lengths=lengths)
+    batch.append(0, torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts]), seq_lens=lengths)
     batch.check()
     for i, (k, v) in enumerate(parts):
         alone = make(max_requests=4)
@@ -104,7 +103,7 @@ def decoded_beside(cache: TieredCache, neighbours: list[int]) -> torch.Tensor:
     parts = [[torch.randn(2, 340, 2, 32, generator=torch.Generator().manual_seed(n)) for n in lengths] for _ in "kv"]
     for layer in range(2):
         k, v = (torch.cat([x[layer, :n] for x, n in zip(side, lengths, strict=True)]) for side in parts)
-        cache.append(layer, k, v, lengths=lengths)
+        cache.append(layer, k, v, seq_lens=lengths)
     for step in range(40):
         for layer in range(2):
             cache.append(layer, *(torch.stack([x[layer, 300 + step] for x in side]).unsqueeze(1) for side in parts))
@@ -113,7 +112,7 @@ def decoded_beside(cache: TieredCache, neighbours: list[int]) -> torch.Tensor:
 
 def test_when_a_request_settles_does_not_depend_on_its_neighbours() -> None:
     """Also where all layers settle at once, and one of the others finds no room so; nor on who was there before."""
-    options = dict(layers=2, dim=32, budget=0.6, window=28, sinks=4, settle_every=16, max_requests=3)
+    options = dict(layers=2, dim=32, budget=0.6, recent_tokens=28, sink_tokens=4, settle_every=16, max_requests=3)
     alone = decoded_beside(make(**options), [])
     for neighbours in ([33], [33, 290], [0, 120]):
         cache = make(**options)
@@ -194,20 +193,20 @@ def test_a_bad_row_stays_alone(fill: float) -> None:
 def test_views_are_the_state() -> None:
     cache = make(layers=2, max_requests=2, dtype=torch.bfloat16)
     view = cache.bucket_views(1)
-    addresses = [t.data_ptr() for t in (view.table, view.count, view.slab_pointers, view.centre, view.length)]
+    addresses = [t.data_ptr() for t in (view.page_table, view.count, view.slab_pointers, view.centre, view.seq_lens)]
     cache.append(1, *rows(700, dtype=torch.bfloat16))
     cache.append(1, *rows(900, dtype=torch.bfloat16, seed=1), requests=[1])
     again = cache.bucket_views(1)
     assert addresses == [
-        t.data_ptr() for t in (again.table, again.count, again.slab_pointers, again.centre, again.length)
+        t.data_ptr() for t in (again.page_table, again.count, again.slab_pointers, again.centre, again.seq_lens)
     ]
-    assert view.length.tolist() == [700, 900]
-    assert (view.count.sum(-1) == view.length.unsqueeze(1)).all()
+    assert view.seq_lens.tolist() == [700, 900]
+    assert (view.count.sum(-1) == view.seq_lens.unsqueeze(1)).all()
     # A kernel's way to a page, by hand: pointer table and offset, against the slab it means.
     k_all, v_all, positions = cache.gather(1, 1)
     tiers = cache.tier_map(1, 1)
     for tier, f in enumerate(view.formats):
-        handle = int(view.table[1, 0, tier, 0])
+        handle = int(view.page_table[1, 0, tier, 0])
         if handle < 0:
             continue
         slab = view.slabs[handle // view.units]
@@ -240,23 +239,31 @@ def test_wide_positions() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(budget=0), "budget: expected bytes"),
-        (dict(budget=1.5), "budget: expected bytes"),
-        (dict(budget=10), "budget: expected at least"),
-        (dict(budget=True), "budget: expected bytes"),
+        (dict(budget=0), r"budget: expected a fraction in \(0, 1\] or None, got 0; bytes are budget_bytes"),
+        (dict(budget=1.5), r"budget: expected a fraction in \(0, 1\] or None, got 1.5$"),
+        (dict(budget=500_000), r"budget: expected a fraction in \(0, 1\] or None, got 500000; bytes are budget_bytes"),
+        (dict(budget=True), "budget: expected a fraction"),
+        (dict(budget="0.25"), "budget: expected a fraction"),
+        (dict(budget_bytes=10), "budget_bytes: expected at least .* for tables and slabs, got 10"),
+        (dict(budget_bytes=0), "budget_bytes: expected an int of at least 1, got 0"),
+        (dict(budget_bytes=True), "budget_bytes: expected an int of at least 1, got True"),
+        (dict(budget_bytes=0.25), "budget_bytes: expected an int, got 0.25; a fraction of 16 bit is budget"),
+        (
+            dict(budget=0.25, budget_bytes=10**9),
+            "budget: expected to be left out, since budget_bytes is given",
+        ),
         (dict(tiers=("K2V2", "K4V4")), "tiers: expected none that is wider .* got K4V4 after K2V2"),
         (dict(tiers=("K3V4", "K4V2")), "tiers: expected none that is wider .* got K4V2 after K3V4"),
         (dict(tiers=("K2V8", "K2V4", "K4V2")), "tiers: expected none that is wider .* got K4V2 after K2V4"),
         (dict(tiers=5), "tiers: expected a list of formats .* got 5"),
         (dict(tiers=(4,)), "tiers: expected formats such as 'K4V2', got 4"),
-        (dict(budget=1), "budget: expected at least .* got 1; a fraction is a float"),
         (dict(tiers=("K4V4", "4")), r"tiers: expected formats such as 'K4V2', got '4' \(name: expected K<bits>V<bits>"),
         (dict(tiers=("K9V2",)), r"tiers: expected formats such as 'K4V2', got 'K9V2' \(k_bits: expected"),
         (dict(tiers="K4V4"), r"tiers: expected a list of formats .* got 'K4V4'"),
         (dict(dtype="float16"), "dtype: expected one of .* got 'float16'"),
         (dict(tiers=()), "tiers: expected at least one"),
-        (dict(window=0), "window: expected an int of at least 1, got 0"),
-        (dict(sinks=-1), "sinks: expected"),
+        (dict(recent_tokens=0), "recent_tokens: expected an int of at least 1, got 0"),
+        (dict(sink_tokens=-1), "sink_tokens: expected"),
         (dict(dtype=torch.float64), "dtype: expected one of"),
         (dict(policy="best"), "policy: expected one of"),
         (dict(importance="sum"), "importance: expected one of"),
@@ -287,12 +294,12 @@ def test_flags_are_true_or_false(name: str) -> None:
 def test_requests_are_whole_numbers() -> None:
     cache = make(max_requests=2)
     k, v = rows(4)
-    cache.append(0, k, v, requests=torch.tensor([0]), lengths=[np.int64(4)])
+    cache.append(0, k, v, requests=torch.tensor([0]), seq_lens=torch.tensor([4], dtype=torch.int32))
     before = fingerprint(cache)
     for requests, lengths in (([0.9], [4]), ([0], [3.7]), ("0", [4]), ([0], "4"), ([float("inf")], [4]), (0, [4])):
-        with pytest.raises(ValueError, match=r"(requests|lengths): expected whole numbers, got"):
-            cache.append(0, k, v, requests=requests, lengths=lengths)
-    for call in (cache.fork, cache.free, lambda r: cache.gather(0, r), lambda r: cache.crop(r, 1)):
+        with pytest.raises(ValueError, match=r"(requests|seq_lens): expected whole numbers, got"):
+            cache.append(0, k, v, requests=requests, seq_lens=lengths)
+    for call in (cache.fork, cache.free_request, lambda r: cache.gather(0, r), lambda r: cache.crop(r, 1)):
         for request in (0.0, [0], "0", None):
             with pytest.raises(ValueError, match=r"request: expected one of \(0,\), got"):
                 call(request)
@@ -320,14 +327,14 @@ def test_what_append_refuses() -> None:
         (lambda: cache.append(0, k[:, :1], v), ValueError, r"k: expected \[tokens, 2, 64\]"),
         (lambda: cache.append(0, k, v[:5]), ValueError, "v: expected shape"),
         (lambda: cache.append(0, k.half(), v.half()), TypeError, "k: expected torch.float32, got torch.float16"),
-        (lambda: cache.append(0, k, v, lengths=[3, 3]), ValueError, "lengths: expected numbers that sum to 10"),
-        (lambda: cache.append(0, k, v, lengths=[-1, 11]), ValueError, "lengths: expected"),
-        (lambda: cache.append(0, k[None], v[None], lengths=[10]), ValueError, "lengths: expected None"),
+        (lambda: cache.append(0, k, v, seq_lens=[3, 3]), ValueError, "seq_lens: expected numbers that sum to 10"),
+        (lambda: cache.append(0, k, v, seq_lens=[-1, 11]), ValueError, "seq_lens: expected"),
+        (lambda: cache.append(0, k[None], v[None], seq_lens=[10]), ValueError, "seq_lens: expected None"),
         (lambda: cache.append(0, k, v, requests=[2]), ValueError, "requests: expected numbers below 2"),
-        (lambda: cache.append(0, k, v, requests=[0, 0], lengths=[5, 5]), ValueError, "requests: expected 2 different"),
-        (lambda: cache.append(0, k, v, requests=[0, 1]), ValueError, r"requests: expected 1, .* come with lengths"),
+        (lambda: cache.append(0, k, v, requests=[0, 0], seq_lens=[5, 5]), ValueError, "requests: expected 2 different"),
+        (lambda: cache.append(0, k, v, requests=[0, 1]), ValueError, r"requests: expected 1, .* come with seq_lens"),
         (lambda: cache.append(0, k, v, requests="a"), ValueError, "requests: expected whole numbers, got 'a'"),
-        (lambda: cache.append(0, k, v, lengths=["a"]), ValueError, r"lengths: expected whole numbers, got \['a'\]"),
+        (lambda: cache.append(0, k, v, seq_lens=["a"]), ValueError, r"seq_lens: expected whole numbers, got \['a'\]"),
         (lambda: cache.append(0, [1], v), TypeError, "k: expected a tensor, got list"),
         (lambda: cache.append(0, k, v.to("meta")), ValueError, "v: expected a tensor on cpu, got one on meta"),
         (lambda: cache.append(0, k, v, mass=1.0), TypeError, "mass: expected a tensor, got float"),

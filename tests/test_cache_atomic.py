@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from allocations import Allocations
-from cache_model import fingerprint, make, rows, same
+from cache_model import fingerprint, limit, make, rows, same
 from conftest import HAS_GPU
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops import files, step
@@ -35,20 +35,22 @@ def mass(requests: int, positions: int) -> torch.Tensor:
 
 def filled(**options) -> TieredCache:
     """Requests 0 to 2 with settled tokens; 2 is a fork of 0 that has one token more in layer 0."""
-    options = dict(layers=2, dim=32, window=8, sinks=2, budget=0.4, max_requests=5, max_tokens=192) | options
+    options = (
+        dict(layers=2, dim=32, recent_tokens=8, sink_tokens=2, budget=0.4, max_requests=5, max_tokens=192) | options
+    )
     cache = make(device=DEVICE, settle_every=8, tiers=("K8V4", "K4V3", "K2V2"), **options)
-    for kind in cache.kinds[1:]:
+    for kind in cache.page_formats[1:]:
         assert kind._codes  # tables that are made when they are needed first
         assert kind._scale_index
     for layer in range(2):
-        cache.append(layer, *given(110, layer), requests=[0, 1], lengths=[70, 40])
+        cache.append(layer, *given(110, layer), requests=[0, 1], seq_lens=[70, 40])
         cache.update_importance(layer, mass(2, 70))
     cache.append(0, *given(1, 5), requests=[cache.fork(0)])
     return cache
 
 
 def one_each(cache: TieredCache, layer: int = 0) -> None:
-    cache.append(layer, *given(3, 7), requests=[0, 1, 2], lengths=[1, 1, 1])
+    cache.append(layer, *given(3, 7), requests=[0, 1, 2], seq_lens=[1, 1, 1])
 
 
 def before_settling(operation: Callable[[TieredCache], object]) -> TieredCache:
@@ -67,9 +69,9 @@ def with_holes() -> TieredCache:
     """Pages of several requests in the same slabs, and then of fewer."""
     cache = filled(budget=None, slab_bytes=1 << 14)
     for part in range(3):
-        cache.append(0, *given(80, part), requests=[0, 1, 2, 3], lengths=[20] * 4)
+        cache.append(0, *given(80, part), requests=[0, 1, 2, 3], seq_lens=[20] * 4)
     for request in (0, 2):
-        cache.free(request)
+        cache.free_request(request)
     return cache
 
 
@@ -84,15 +86,15 @@ OPERATIONS: dict[str, tuple[Callable[[], TieredCache], Callable[[TieredCache], o
     "append one": (filled, one_each),
     "append one to a shared page": (filled, lambda c: c.append(1, *given(1), requests=[2])),
     "append pages": (
-        lambda: filled(budget=None), lambda c: c.append(0, *given(60, 7), requests=[2, 3], lengths=[40, 20])
+        lambda: filled(budget=None), lambda c: c.append(0, *given(60, 7), requests=[2, 3], seq_lens=[40, 20])
     ),
-    "append and settle": (filled, lambda c: c.append(1, *given(130, 7), requests=[3, 1], lengths=[100, 30])),
+    "append and settle": (filled, lambda c: c.append(1, *given(130, 7), requests=[3, 1], seq_lens=[100, 30])),
     "append and settle ahead": (lambda: before_settling(one_each), one_each),
     "append with mass": (
-        filled, lambda c: c.append(0, *given(60, 7), requests=[0, 2], lengths=[30, 30], mass=mass(2, 160))
+        filled, lambda c: c.append(0, *given(60, 7), requests=[0, 2], seq_lens=[30, 30], mass=mass(2, 160))
     ),
     "append under bytes": (
-        lambda: filled(budget=150_000), lambda c: c.append(0, *given(90, 7), requests=[1, 3], lengths=[40, 50])
+        lambda: filled(**limit(150_000)), lambda c: c.append(0, *given(90, 7), requests=[1, 3], seq_lens=[40, 50])
     ),
     "advance": (lambda: before_settling(TieredCache.advance), lambda c: c.advance()),
     "advance without room": (filled, lambda c: c.advance()),
@@ -103,7 +105,7 @@ OPERATIONS: dict[str, tuple[Callable[[], TieredCache], Callable[[TieredCache], o
     "fork": (filled, lambda c: c.fork(1)),
     "reorder": (filled, lambda c: c.reorder([1, 1, 0])),
     "select": (filled, lambda c: c.select([2, 1])),
-    "free": (filled, lambda c: c.free(1)),
+    "free": (filled, lambda c: c.free_request(1)),
     "compact": (with_holes, lambda c: c.compact()),
 }  # fmt: skip
 
@@ -194,7 +196,7 @@ def test_out_of_memory_while_loading(
     path, tensors = tmp_path / "request.safetensors", files.taken(filled(budget=None), 0)
     tensors = {name: x.cpu() for name, x in tensors.items()}
     monkeypatch.setattr(files, "_read", lambda cache, path: tensors)  # memory of safetensors is not ours
-    fail_everywhere(lambda: filled(budget=budget), lambda c: c.load(path))
+    fail_everywhere(lambda: filled(**limit(budget)), lambda c: c.load(path))
 
 
 def test_out_of_memory_while_saving(tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_memory_that_goes_back_waits_for_other_streams() -> None:
         found = [slab.clone() for slab in slabs if slab is not None]
     del slabs
     for request in cache.requests:
-        cache.free(request)
+        cache.free_request(request)
     cache.compact()
     assert cache.pool.slab_count == 0
     for _ in range(4):

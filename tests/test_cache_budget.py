@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_model import fingerprint, make, rows, same
+from cache_model import fingerprint, limit, make, rows, same
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache.policy.budget import TIERS
 from kvstrata.cache.policy.sizes import Sizes
@@ -33,7 +35,7 @@ def test_memory_is_what_was_allocated() -> None:
     cache.append(0, *rows(700))
     memory = cache.memory()
     slabs = sum(slab.nbytes for slab in cache.pool.slabs if slab is not None)
-    tables = cache.buckets.table.nbytes + cache.buckets.count.nbytes + cache.pool.pointers.nbytes
+    tables = cache.buckets.page_table.nbytes + cache.buckets.count.nbytes + cache.pool.pointers.nbytes
     assert memory.total == slabs + tables + cache.centre.nbytes + cache._device_lengths.nbytes
     assert sum(memory.tiers.values()) + memory.slab_slack == memory.kinds["slabs"]
     assert 0 < memory.page_slack < sum(memory.tiers.values())
@@ -42,10 +44,11 @@ def test_memory_is_what_was_allocated() -> None:
 @pytest.mark.parametrize("budget", [60_000, 0.05])
 def test_exceeded_says_what_has_room(budget: int | float) -> None:
     options = dict(dtype=torch.bfloat16, max_tokens=2048)
-    with pytest.raises(BudgetExceeded, match=r"; budget=[\d.]+ has room for them") as found:
-        make(budget=budget, **options).append(0, *rows(2000, dtype=torch.bfloat16))
-    enough = str(found.value).split("; budget=")[1].split()[0]
-    make(budget=type(budget)(enough), **options).append(0, *rows(2000, dtype=torch.bfloat16))
+    with pytest.raises(BudgetExceeded, match=r"; budget(_bytes)?=[\d.]+ has room for them") as found:
+        make(**limit(budget), **options).append(0, *rows(2000, dtype=torch.bfloat16))
+    [(name, enough)] = re.findall(r"; (\w+)=([\d.]+) has room", str(found.value))
+    assert name in limit(budget)
+    make(**limit(type(budget)(enough)), **options).append(0, *rows(2000, dtype=torch.bfloat16))
 
 
 def test_exceeded_leaves_everything() -> None:
@@ -58,12 +61,12 @@ def test_exceeded_leaves_everything() -> None:
     assert caught.value.needed > caught.value.allowed
     cache.check()
     with pytest.raises(BudgetExceeded):  # the short request would fit: none of both is taken
-        cache.append(0, *rows(2001), requests=[1, 0], lengths=[1, 2000])
+        cache.append(0, *rows(2001), requests=[1, 0], seq_lens=[1, 2000])
     assert same(before, fingerprint(cache))
 
 
 def test_bytes_for_everything() -> None:
-    cache = make(budget=400_000, max_requests=4, dtype=torch.bfloat16, max_tokens=2048)
+    cache = make(budget_bytes=400_000, max_requests=4, dtype=torch.bfloat16, max_tokens=2048)
 
     def fill() -> None:
         for i in range(100):
@@ -75,7 +78,7 @@ def test_bytes_for_everything() -> None:
     assert cache.memory().total <= 400_000
     low = cache.memory().tokens["K2V2"]
     assert low / sum(cache.memory().tokens.values()) > 0.7  # nothing was refused that could have been squeezed
-    cache.free(0)
+    cache.free_request(0)
     cache.append(0, *rows(100, dtype=torch.bfloat16), requests=[1])
     cache.check()
 
@@ -100,10 +103,10 @@ def test_holes_in_slabs_are_closed() -> None:
     """Requests whose pages lie mixed in the same slabs; some go, and a shared page moves with both its owners."""
     cache = make(max_requests=6, dim=32, max_tokens=512, slab_bytes=6 * 16 * 264)
     for part in range(6):
-        cache.append(0, *rows(6 * 30, dim=32, seed=part), lengths=[30] * 6)
+        cache.append(0, *rows(6 * 30, dim=32, seed=part), seq_lens=[30] * 6)
     cache.reorder([0, 1, 2, 3, 4, 4])
     for request in (0, 2, 3):
-        cache.free(request)
+        cache.free_request(request)
     before = [cache.gather(0, r) for r in (1, 4, 5)]
     slabs, used = cache.memory().kinds["slabs"], cache.memory().tiers
     cache.compact()
@@ -119,10 +122,13 @@ def test_holes_in_slabs_are_closed() -> None:
 @pytest.mark.parametrize(
     ("options", "most"),
     [
-        (dict(page_tokens=64, window=64, settle_every=64), 60),  # the defaults: 4 + 64 tokens leave 60 of two pages
-        (dict(page_tokens=16, window=28, settle_every=16), 16),  # fills two pages
-        (dict(page_tokens=16, window=27, settle_every=16), 17),  # leaves one slot
-        (dict(page_tokens=16, window=27, settle_every=1), 1),  # asked for
+        (
+            dict(page_tokens=64, recent_tokens=64, settle_every=64),
+            60,
+        ),  # the defaults: 4 + 64 tokens leave 60 of two pages
+        (dict(page_tokens=16, recent_tokens=28, settle_every=16), 16),  # fills two pages
+        (dict(page_tokens=16, recent_tokens=27, settle_every=16), 17),  # leaves one slot
+        (dict(page_tokens=16, recent_tokens=27, settle_every=1), 1),  # asked for
     ],
 )
 def test_settlings_make_room_for_several_steps(options: dict, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +153,7 @@ def test_settlings_make_room_for_several_steps(options: dict, most: int, monkeyp
 
 @pytest.mark.parametrize(("tiers", "budget", "tokens"), [("K8V8", 0.55, 100_000), ("K4V4", 0.3, 16_384)])
 def test_a_page_of_few_layers_and_heads_costs_its_bytes(tiers: str, budget: float, tokens: int) -> None:
-    """K8V8 takes 0.52 of 16 bit, positions and importance included, K4V4 0.27; the rest is for the window."""
+    """K8V8 takes 0.52 of 16 bit, positions and importance included, K4V4 0.27; the rest is for recent tokens."""
     options = dict(budget=budget, tiers=[tiers])
     granted = TieredCache(1, 8, 128, max_tokens=tokens, **options).budget
     assert granted.need(tokens) <= budget * tokens * 8 * granted.token_bytes
@@ -191,7 +197,7 @@ def test_pages_cost_their_bytes_and_a_slab_per_tier(
         importance,
         None,
     )
-    strides = [kind.stride for kind in sizes.kinds(tiers)]
+    strides = [kind.stride for kind in sizes.page_formats(tiers)]
     slab, capacity = sizes.slabs(strides[0], len(strides))
     if slab_pages is not None:
         slab, capacity = slab_pages * strides[0], 400
@@ -234,7 +240,7 @@ def test_bits_that_are_stored_are_those_of_the_tiers(dim: int) -> None:
     cache = make(layers=2, dim=dim, dtype=torch.bfloat16, budget=0.3, max_requests=3, tiers=("K8V4", "K4V3", "K3V2"))
     assert cache.memory().k_bits == cache.memory().expected_k_bits == 0
     for layer in range(2):
-        cache.append(layer, *rows(3000, dim=dim, dtype=torch.bfloat16), requests=[0, 1], lengths=[2000, 1000])
+        cache.append(layer, *rows(3000, dim=dim, dtype=torch.bfloat16), requests=[0, 1], seq_lens=[2000, 1000])
 
     def check() -> None:
         """Against the bytes of every page that a table names, once each."""

@@ -14,7 +14,7 @@ from kvstrata.cache.policy import scopes
 
 def test_centre_is_the_mean_of_the_first_tokens_and_stays() -> None:
     for tokens in (40, 300, 1024, 1100):
-        cache = make(max_tokens=2048, window=16)
+        cache = make(max_tokens=2048, recent_tokens=16)
         k, v = rows(tokens)
         k += 3
         if tokens == 40:
@@ -49,14 +49,14 @@ def test_a_centre_foresees_the_turns_of_rope(neighbours: bool, tokens: int, most
     angle[-1] = 0.0
     common = 4 * torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(3))
     k = turned(common.expand(horizon, -1, -1), angle, 7, neighbours)
-    cache = make(max_tokens=most, window=16, rope=angle)
+    cache = make(max_tokens=most, recent_tokens=16, rope=angle)
     cache.append(0, k[:tokens], k[:tokens])
     torch.testing.assert_close(cache.centre[0, 0], k.mean(0), rtol=1e-3, atol=1e-3)
     # Of a few noisy rows of a long text it is nearer to the mean of all than their own mean is.
     k += torch.randn(k.shape, generator=torch.Generator().manual_seed(4))
     errors = []
     for rope in (angle.tolist(), None):
-        cache = make(max_tokens=most, window=16, rope=rope)
+        cache = make(max_tokens=most, recent_tokens=16, rope=rope)
         cache.append(0, k[:tokens], k[:tokens])
         errors.append(float((cache.centre[0, 0] - k.mean(0)).norm()))
     assert errors[0] < (0.5 if tokens == 90 else 1.0) * errors[1]
@@ -65,7 +65,7 @@ def test_a_centre_foresees_the_turns_of_rope(neighbours: bool, tokens: int, most
 def test_rows_that_rope_does_not_explain_have_their_mean() -> None:
     k, v = rows(300)
     k += 3  # not turned
-    cache = make(window=16, rope=1e4 ** -(torch.arange(32) / 32))
+    cache = make(recent_tokens=16, rope=1e4 ** -(torch.arange(32) / 32))
     cache.append(0, k, v)
     torch.testing.assert_close(cache.centre[0, 0], k.mean(0))
 
@@ -79,7 +79,7 @@ def test_values_that_are_not_finite_shift_no_turned_centre() -> None:
     for spoilt in (False, True):
         if spoilt:
             k[3, 0, 5], k[4, 1], k[:, :, 50] = math.nan, math.inf, math.nan
-        cache = make(window=16, rope=angle)
+        cache = make(recent_tokens=16, rope=angle)
         cache.append(0, k, rows(300)[1])
         centres.append(cache.centre[0, 0])
     assert centres[1].isfinite().all()
@@ -93,7 +93,7 @@ def test_the_heads_of_a_layer_are_turned_alike() -> None:
     angle = 1e4 ** -(torch.arange(32).double() / 32)
     common = torch.stack([torch.full((64,), 5.0), torch.zeros(64)]).unsqueeze(0)
     k = turned(common.expand(40, -1, -1), angle, 0, False) + rows(40)[0]
-    cache = make(window=16, rope=angle)
+    cache = make(recent_tokens=16, rope=angle)
     cache.append(0, k, rows(40)[1])
     fast = [*range(8), *range(32, 40)]
     assert k.mean(0)[1, fast].norm() > 0.3
@@ -104,13 +104,13 @@ def test_the_heads_of_a_layer_are_turned_alike() -> None:
 def test_centres_of_many_requests_in_parts(rope: tuple[float, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit what each has alone, whatever fits into one sum."""
     k, v = rows(5 * 90)
-    whole, parts = (make(max_requests=5, window=16, rope=rope) for _ in range(2))
-    whole.append(0, k, v, lengths=[90] * 5)
+    whole, parts = (make(max_requests=5, recent_tokens=16, rope=rope) for _ in range(2))
+    whole.append(0, k, v, seq_lens=[90] * 5)
     monkeypatch.setattr(centre_module, "TABLE", 2 * whole.kv_heads * centre_module.CENTRE_TOKENS * whole.head_dim)
-    parts.append(0, k, v, lengths=[90] * 5)
+    parts.append(0, k, v, seq_lens=[90] * 5)
     assert torch.equal(whole.centre, parts.centre)
     for request in range(5):
-        alone, mine = make(max_requests=5, window=16, rope=rope), slice(90 * request, 90 * (request + 1))
+        alone, mine = make(max_requests=5, recent_tokens=16, rope=rope), slice(90 * request, 90 * (request + 1))
         alone.append(0, k[mine], v[mine])
         assert torch.equal(alone.centre[0], whole.centre[request])
 
@@ -139,7 +139,7 @@ def test_centres_of_several_layers() -> None:
 
 def test_centres_of_those_that_have_none_yet() -> None:
     """A request that has one settles beside one that has none, stored and new tokens in both."""
-    cache = make(max_requests=3, window=16)
+    cache = make(max_requests=3, recent_tokens=16)
     k, v = rows(900)
     cache.append(0, k[:300], v[:300], [1])
     cache.append(0, k[300:320], v[300:320], [2])
@@ -156,7 +156,7 @@ def test_centres_of_those_that_have_none_yet() -> None:
 def test_nan_among_the_first_tokens_leaves_the_centre_finite() -> None:
     k, v = rows(400)
     k[3, 0, 5], k[4, 1] = math.nan, math.inf
-    cache = make(sinks=0)
+    cache = make(sink_tokens=0)
     cache.append(0, k, v)
     assert cache.centre.isfinite().all()
     others = torch.tensor([i not in (3, 4) for i in range(400)])

@@ -170,7 +170,7 @@ def test_damaged_files_are_refused(tmp_path) -> None:
     for data in broken:
         path.write_bytes(data)
         try:
-            cache.free(cache.load(path))
+            cache.free_request(cache.load(path))
         except ValueError as error:
             refused.append(str(error))
     assert all(message.startswith("path: expected a request") for message in refused)

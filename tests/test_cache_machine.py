@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from allocations import Allocations
-from cache_model import fingerprint, same
+from cache_model import fingerprint, limit, same
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache.ops.inspect import gather
 from kvstrata.layout import rotate
@@ -104,8 +104,8 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         budget=st.sampled_from([0.2, 0.3, 0.5, 0.8, None, 200_000, 150_000, 0.05]),
         tiers=st.sampled_from(TIERS),
-        window=st.sampled_from([1, 8, 16, 21]),
-        sinks=st.sampled_from([0, 2, 4]),
+        recent_tokens=st.sampled_from([1, 8, 16, 21]),
+        sink_tokens=st.sampled_from([0, 2, 4]),
         page_tokens=st.sampled_from([16, 16, 32]),
         policy=st.sampled_from(["importance", "importance", "recency", "uniform"]),
         mode=st.sampled_from(["mean", "ema"]),
@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
                 LAYERS,
                 HEADS,
                 DIM,
-                budget=budget,
+                **limit(budget),
                 tiers=tiers,
                 importance=mode,
                 dtype=dtype,
@@ -184,9 +184,9 @@ class Machine(RuleBasedStateMachine):
     def add(self):
         if len(self.model) == REQUESTS:
             with pytest.raises(RuntimeError, match="max_requests"):
-                self.cache.add()
+                self.cache.add_request()
             return multiple()
-        request = self.cache.add()
+        request = self.cache.add_request()
         assert request not in self.model
         self.model[request] = [Layer() for _ in range(LAYERS)]
         return request
@@ -266,7 +266,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(request=consumes(ids))
     def free(self, request: int) -> None:
-        self.attempt(lambda: self.cache.free(request))
+        self.attempt(lambda: self.cache.free_request(request))
         del self.model[request]
 
     @rule(request=ids, length=st.integers(0, TOKENS))
@@ -339,9 +339,9 @@ class Machine(RuleBasedStateMachine):
         tiers = torch.full((HEADS, layer.length), -1)
         tiers[heads, positions[there]] = cache.tier_map(index, request)[there]
         kept = torch.arange(layer.length)
-        kept = (kept < cache.sinks) | (kept >= layer.length - cache.window)
-        plain = kept & (layer.tier == 0)  # after a crop the window may hold quantised tokens
-        assert (tiers[plain] == 0).all(), "a sink or a token of the window was moved"
+        kept = (kept < cache.sink_tokens) | (kept >= layer.length - cache.recent_tokens)
+        plain = kept & (layer.tier == 0)  # after a crop recent tokens may be quantised
+        assert (tiers[plain] == 0).all(), "a sink or a recent token was moved"
         if not cache.policy.per_head:
             assert (tiers == tiers[:1]).all()
         centre = cache.centre[request, index]

@@ -12,7 +12,7 @@ from kvstrata.layout import Format
 
 
 def make(**options) -> TieredCache:
-    given = dict(layers=1, kv_heads=2, head_dim=64, window=32, page_tokens=16, max_tokens=4096)
+    given = dict(layers=1, kv_heads=2, head_dim=64, recent_tokens=32, page_tokens=16, max_tokens=4096)
     return TieredCache(**given | dict(dtype=torch.bfloat16, tiers=("K4V4", "K3V3", "K2V2")) | options)
 
 
@@ -65,8 +65,8 @@ def test_ragged_requests_say_how_many_queries() -> None:
     cache = make(max_requests=2, budget=0.25)
     k, v = rows(900)
     with pytest.raises(ValueError, match="queries: expected how many"):
-        cache.append(0, k, v, requests=[0, 1], lengths=[300, 600], mass=some_mass(2, 600))
-    cache.append(0, k, v, requests=[0, 1], lengths=[300, 600], mass=some_mass(2, 600), queries=64)
+        cache.append(0, k, v, requests=[0, 1], seq_lens=[300, 600], mass=some_mass(2, 600))
+    cache.append(0, k, v, requests=[0, 1], seq_lens=[300, 600], mass=some_mass(2, 600), queries=64)
     cache.check()
     assert cache.importance(0, 1).shape == (2, 600)
     with pytest.raises(ValueError, match="mass: expected"):
@@ -76,7 +76,7 @@ def test_ragged_requests_say_how_many_queries() -> None:
 
 
 def test_what_does_not_fit_leaves_the_importance() -> None:
-    cache = make(budget=400_000, max_tokens=20_000)
+    cache = make(budget_bytes=400_000, max_tokens=20_000)
     cache.append(0, *rows(500), mass=some_mass(1, 500))
     before, tiers = cache.importance(0), cache.tier_map(0)
     with pytest.raises(BudgetExceeded):
@@ -118,7 +118,7 @@ def test_noise_in_scores_costs_more_than_its_variance() -> None:
 
 
 def test_slots_that_are_paid_for_are_used() -> None:
-    cache = make(budget=0.3, max_tokens=1024, settle_every=16, window=28)
+    cache = make(budget=0.3, max_tokens=1024, settle_every=16, recent_tokens=28)
     cache.append(0, *rows(1000), mass=some_mass(1, 1000))
     cache.check()
     count = cache.bucket_views(0).count[0]

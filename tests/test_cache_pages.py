@@ -135,8 +135,8 @@ def test_a_stream_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("dim", "tokens"), [(64, 64), (48, 16), (80, 32)])
 def test_rows_in_pages_as_the_layout_packs_them(name: str, dim: int, tokens: int) -> None:
     """Token by token into a page of garbage gives what packing the page at once gives."""
-    kind = pages.PageKind(Format.parse(name, dim, tokens), torch.float32, torch.int16, True, CPU)
-    plain = pages.PageKind(Format.parse("K32V32", dim, tokens), torch.float32, torch.int16, True, CPU)
+    kind = pages.PageFormat(Format.parse(name, dim, tokens), torch.float32, torch.int16, True, CPU)
+    plain = pages.PageFormat(Format.parse("K32V32", dim, tokens), torch.float32, torch.int16, True, CPU)
     k, v = torch.randn(2, 2 * tokens, dim)
     position = torch.randperm(2 * tokens)
     source = pages.Rows(k, v, None, None, position, torch.rand(2 * tokens))
@@ -157,9 +157,9 @@ def test_rows_in_pages_as_the_layout_packs_them(name: str, dim: int, tokens: int
 
 def test_a_width_that_stays_keeps_its_codes() -> None:
     four, mixed = (
-        pages.PageKind(Format.parse(name, 64, 16), torch.float32, torch.int16, True, CPU) for name in ("K4V4", "K4V2")
+        pages.PageFormat(Format.parse(name, 64, 16), torch.float32, torch.int16, True, CPU) for name in ("K4V4", "K4V2")
     )
-    plain = pages.PageKind(Format.parse("K32V32", 64, 16), torch.float32, torch.int16, True, CPU)
+    plain = pages.PageFormat(Format.parse("K32V32", 64, 16), torch.float32, torch.int16, True, CPU)
     k, v = torch.randn(2, 8, 64)
     start = four.encode(pages.Rows(k, v, None, None, torch.arange(8), torch.zeros(8)), plain, None)
     moved = mixed.encode(start, four, None)
@@ -178,7 +178,7 @@ def test_compiled_loops_give_the_bytes_of_torch(dim: int, monkeypatch: pytest.Mo
     centre = torch.randn(40, dim, generator=chance)
     place = torch.randperm(48, generator=chance)[:40]
     plain, *kinds = (
-        pages.PageKind(Format.parse(name, dim, 16), torch.float32, torch.int16, True, torch.device("cpu"))
+        pages.PageFormat(Format.parse(name, dim, 16), torch.float32, torch.int16, True, torch.device("cpu"))
         for name in ("K32V32", "K8V4", "K4V3", "K3V2")
     )
 

@@ -146,7 +146,7 @@ def test_recency_gives_the_newest_the_most() -> None:
 
 
 def test_importance_keeps_what_matters_per_head() -> None:
-    cache = make(budget=0.35, dtype=torch.bfloat16, window=128)
+    cache = make(budget=0.35, dtype=torch.bfloat16, recent_tokens=128)
     cache.append(0, *rows(120, dtype=torch.bfloat16))
     mass = torch.full((1, 2, 120), 1e-3)
     mass[0, 0, 20:60], mass[0, 1, 60:100] = 1.0, 1.0

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from cache_model import by_head, fingerprint, make, rows, same
+from cache_model import by_head, fingerprint, limit, make, rows, same
 from kvstrata.cache.ops import crop
 
 
@@ -24,10 +24,10 @@ def test_fork_shares_until_one_writes() -> None:
     cache.check()
     assert all(torch.equal(a, b) for a, b in zip(original, cache.gather(0, 0), strict=True))
     assert torch.equal(cache.gather(1, twin)[0], cache.gather(1, 0)[0])
-    cache.free(0)
+    cache.free_request(0)
     cache.check()
     assert cache.length(twin) == 700
-    cache.free(twin)
+    cache.free_request(twin)
     assert cache.memory().kinds["slabs"] == 0
 
 
@@ -36,7 +36,7 @@ def test_a_request_that_goes_shares_nothing() -> None:
     cache = make(max_requests=3)
     cache.append(0, *rows(100))
     cache.append(0, *rows(100), requests=[1])
-    cache.free(1)
+    cache.free_request(1)
     cache.crop(0, 0)
     assert not cache.pool.shares
     cache.append(0, *rows(100))
@@ -44,8 +44,9 @@ def test_a_request_that_goes_shares_nothing() -> None:
     assert cache.pool.shares
 
 
-def test_a_copy_has_pages_of_its_own() -> None:
-    cache = make(layers=2, max_requests=3)
+@pytest.mark.parametrize("budget", [0.25, 1_000_000])
+def test_a_copy_has_pages_of_its_own(budget: int | float) -> None:
+    cache = make(layers=2, max_requests=3, **limit(budget))
     for layer in range(2):
         cache.append(layer, *rows(300, seed=layer), requests=[0])
         cache.append(layer, *rows(40, seed=layer), requests=[2])
@@ -61,7 +62,7 @@ def test_a_copy_has_pages_of_its_own() -> None:
     before = fingerprint(cache)
     for layer in range(2):
         twin.append(layer, *rows(200, seed=5))
-    twin.free(2)
+    twin.free_request(2)
     assert same(before, fingerprint(cache))
 
 
@@ -81,7 +82,7 @@ def test_forks_under_bytes_cost_nothing_until_they_differ() -> None:
     one = make(budget=None, dtype=torch.bfloat16, max_requests=8, max_tokens=1024)
     one.append(0, *rows(500, dtype=torch.bfloat16))
     budget = one.memory().total + 24 * one.pool.slab_bytes
-    cache = make(budget=budget, dtype=torch.bfloat16, max_requests=8, max_tokens=1024)
+    cache = make(budget_bytes=budget, dtype=torch.bfloat16, max_requests=8, max_tokens=1024)
     cache.append(0, *rows(500, dtype=torch.bfloat16))
     for _ in range(7):
         cache.fork(0)
@@ -114,9 +115,11 @@ def test_crop(length: int) -> None:
 
 def test_a_crop_that_has_to_settle_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bytes that all share: the copies that a fork's crop makes are paid by everybody's tokens, in every layer."""
-    options = dict(layers=2, dim=32, dtype=torch.float16, max_requests=3, max_tokens=600, window=16, slab_bytes=1 << 13)
+    options = dict(
+        layers=2, dim=32, dtype=torch.float16, max_requests=3, max_tokens=600, recent_tokens=16, slab_bytes=1 << 13
+    )
     plain = make(budget=None, **options).budget
-    cache = make(budget=plain.fixed + plain.reserve + 96_000, **options)
+    cache = make(budget_bytes=plain.fixed + plain.reserve + 96_000, **options)
     given = [rows(180, dim=32, dtype=torch.float16, seed=layer) for layer in range(2)]
     for layer, (k, v) in enumerate(given):
         cache.append(layer, k, v, [0], [180])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvstrata
-from cache_model import fingerprint, make, rows, same
+from cache_model import fingerprint, limit, make, rows, same
 from conftest import HAS_GPU
 from kvstrata.cache import BudgetExceeded
 from kvstrata.cache.move import append as append_op
@@ -62,7 +62,7 @@ def test_a_step_is_an_append(backend: str, dtype: torch.dtype, options: dict, mo
 @pytest.mark.parametrize("budget", [0.3, 400_000])
 def test_steps_settle_within_the_budget(policy: str, budget: float | int) -> None:
     """The newest tokens come back as they were written, all others within their format; `check` adds up the bytes."""
-    cache = started({0: 150, 2: 90}, budget=budget, policy=policy, window=16, settle_every=8)
+    cache = started({0: 150, 2: 90}, **limit(budget), policy=policy, recent_tokens=16, settle_every=8)
     written: dict[tuple[int, int], list[torch.Tensor]] = {}
     for number in range(60):
         cache.advance()
@@ -96,7 +96,10 @@ def test_a_step_fits_where_an_append_does() -> None:
     """Down to the last assignment that there is; one that does not fit changes nothing."""
     raised = 0
     for amount in (190_000, 214_000):
-        one, other = (make(2, budget=amount, window=8, sinks=0, settle_every=1, max_requests=2) for _ in range(2))
+        one, other = (
+            make(2, budget_bytes=amount, recent_tokens=8, sink_tokens=0, settle_every=1, max_requests=2)
+            for _ in range(2)
+        )
         k, v = rows(2)
         for _ in range(200):
             before = fingerprint(one)
@@ -116,7 +119,7 @@ def test_a_step_fits_where_an_append_does() -> None:
 
 def test_forks_that_share_their_pages_need_no_plan_to_fit() -> None:
     """A layer that fits as it is, since its pages are shared, beside one that does not."""
-    options = dict(budget=240_000, window=16, sinks=0, settle_every=8, max_requests=3)
+    options = dict(budget_bytes=240_000, recent_tokens=16, sink_tokens=0, settle_every=8, max_requests=3)
     one, other = (make(2, **options) for _ in range(2))
     k, v = rows(20)
     for cache in (one, other):
@@ -171,7 +174,7 @@ def test_rows_of_requests_without_tokens_go_nowhere() -> None:
     cache.write(0, k, v, ids(0, -1, 3, 99))
     cache.advance([])
     assert same(before, fingerprint(cache))
-    fresh = cache.add()
+    fresh = cache.add_request()
     cache.advance([fresh])
     cache.write(0, k[:1], v[:1], ids(fresh))
     cache.write(1, k[:1], v[:1], ids(fresh))
@@ -205,9 +208,9 @@ def test_bad_input_is_named() -> None:
 @pytest.mark.gpu
 def test_a_captured_step_follows_the_cache() -> None:
     """One graph for all steps: pages fill, layers settle, a request waits, another comes."""
-    options = dict(dtype=torch.bfloat16, budget=0.3, window=16, settle_every=8)
+    options = dict(dtype=torch.bfloat16, budget=0.3, recent_tokens=16, settle_every=8)
     cache, eager = (started({0: 150, 2: 90}, **options) for _ in range(2))
-    assert [both.add() for both in (cache, eager) for _ in range(2)] == [1, 3, 1, 3]
+    assert [both.add_request() for both in (cache, eager) for _ in range(2)] == [1, 3, 1, 3]
     everyone = range(4)
     plan = kvstrata.DecodePlan(cache, heads=4)
     q = torch.zeros(2, 4, 1, 4, 64, dtype=torch.bfloat16, device=DEVICE)

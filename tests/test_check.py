@@ -54,9 +54,9 @@ def test_prefill_takes_what_the_sanitizer_watches():
     assert [(o.error, o.refused) for o in outcomes] == [(None, None)] * len(outcomes)
 
 
-def forgets_the_last_row(store_kv, k, v, k_cache, v_cache, slots, **options):
+def forgets_the_last_row(store_kv, k, v, k_cache, v_cache, slot_mapping, **options):
     last = slice(0, max(len(k) - 1, 0))
-    store_kv(k[last], None if v is None else v[last], k_cache, v_cache, slots[last], **options)
+    store_kv(k[last], None if v is None else v[last], k_cache, v_cache, slot_mapping[last], **options)
 
 
 def off_a_little(decode, q, cache, **options):

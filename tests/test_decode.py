@@ -162,8 +162,8 @@ def test_evicted_tokens(backend: str) -> None:
 @each_backend
 def test_forks_crops_and_some_requests(backend: str) -> None:
     cache = filled([60, 35, 0, 0], dtype=HALF)
-    cache.free(3)
-    cache.free(2)
+    cache.free_request(3)
+    cache.free_request(2)
     twin = cache.fork(0)
     more = torch.randn(2, 4, 2, 64).to(HALF).to(DEVICE)
     cache.append(0, *more, requests=[twin])
@@ -211,10 +211,19 @@ def test_long_context(backend: str) -> None:
 def test_settled_under_a_budget(backend: str) -> None:
     """As a model uses it: append, decode, hand the mass back."""
     cache = TieredCache(
-        1, 2, 64, budget=0.3, window=16, page_tokens=16, dtype=HALF, device=DEVICE, max_requests=2, max_tokens=600
+        1,
+        2,
+        64,
+        budget=0.3,
+        recent_tokens=16,
+        page_tokens=16,
+        dtype=HALF,
+        device=DEVICE,
+        max_requests=2,
+        max_tokens=600,
     )
     torch.manual_seed(0)
-    cache.append(0, *torch.randn(2, 200, 2, 64).to(HALF).to(DEVICE), requests=[0, 1], lengths=[120, 80])
+    cache.append(0, *torch.randn(2, 200, 2, 64).to(HALF).to(DEVICE), requests=[0, 1], seq_lens=[120, 80])
     for step in range(3):
         cache.append(0, *torch.randn(2, 2, 1, 2, 64).to(HALF).to(DEVICE))
         q = torch.randn(2, 1, 4, 64).to(HALF).to(DEVICE)
@@ -269,7 +278,7 @@ def test_one_plan_for_all_layers(backend: str) -> None:
     plan = DecodePlan(cache, heads=6, requests=[1, 0])
     k, v = torch.randn(2, 2, 2, 64, dtype=HALF, device=DEVICE)
     for layer in range(3):
-        cache.append(layer, k, v, requests=[0, 1], lengths=[1, 1])
+        cache.append(layer, k, v, requests=[0, 1], seq_lens=[1, 1])
     plan.update()
     q = torch.randn(2, 1, 6, 64, dtype=HALF, device=DEVICE)
     for layer in range(3):
@@ -319,7 +328,7 @@ def test_captured_step_follows_the_cache(backend: str) -> None:
         out, _, mass = decode_attention(q, cache, plan=plan, backend=backend, return_mass=True)
     for tokens in (1, 1, 12):
         new = torch.randn(2, 2 * tokens, 2, 64, device="cuda").bfloat16()
-        cache.append(0, *new, requests=[0, 1], lengths=[tokens, tokens])
+        cache.append(0, *new, requests=[0, 1], seq_lens=[tokens, tokens])
         graph.replay()
         want, _, its_mass = decode_attention(q, cache, backend=backend, return_mass=True)
         if backend == "cuda":

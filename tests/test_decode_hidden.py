@@ -53,7 +53,7 @@ def tiered(drop: float, recent: int, q_len: int) -> tuple[TieredCache, torch.Ten
     score[:, -recent:] = -drop
     k, direction = rows_with_scores(score.flatten(), (kv_heads,), 64)
     cache = TieredCache(
-        1, kv_heads, 64, budget=0.35, tiers=["K4V4"], window=16, page_tokens=32, max_requests=requests,
+        1, kv_heads, 64, budget=0.35, tiers=["K4V4"], recent_tokens=16, page_tokens=32, max_requests=requests,
         max_tokens=tokens, dtype=torch.float16, device=DEVICE,
     )  # fmt: skip
     k, v = (x.half().to(DEVICE).view(requests, tokens, kv_heads, 64) for x in (k, torch.randn_like(k)))

@@ -1,4 +1,4 @@
-"""decode_attention over the pages that store_kv writes (`PagedCache`): every backend against the float32 model."""
+"""decode_attention over the num_blocks that store_kv writes (`PagedCache`): every backend against the float32 model."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from kvstrata import PagedCache, decode_attention, store_kv
 
 def paged_case(
     lengths: list[int], *, layout: str = "NHD", dtype: torch.dtype = HALF, cache_dtype: torch.dtype | None = None,
-    dim: int = 64, kv_heads: int = 2, group: int = 2, q_len: int = 1, page_size: int = 16, scaled: str = "none",
+    dim: int = 64, kv_heads: int = 2, group: int = 2, q_len: int = 1, block_size: int = 16, scaled: str = "none",
     options: dict | None = None, strided: bool = False, seed: int = 0,
 ) -> Case:  # fmt: skip
-    """Pages at shuffled places, written by store_kv, poison everywhere else; a table with nonsense past the length."""
+    """Blocks at shuffled places, written by store_kv, poison everywhere else, and behind the end of the block table."""
     generator = torch.Generator().manual_seed(seed)
-    max_pages = -(-max(lengths) // page_size) + 1
-    pages = len(lengths) * max_pages + 2
-    inner = (page_size, kv_heads) if layout == "NHD" else (kv_heads, page_size)
+    max_blocks = -(-max(lengths) // block_size) + 1
+    num_blocks = len(lengths) * max_blocks + 2
+    inner = (block_size, kv_heads) if layout == "NHD" else (kv_heads, block_size)
     cache_dtype = cache_dtype or dtype
-    full = torch.full((2, pages, *inner, dim * (2 if strided else 1)), torch.nan).to(cache_dtype).to(DEVICE)
+    full = torch.full((2, num_blocks, *inner, dim * (2 if strided else 1)), torch.nan).to(cache_dtype).to(DEVICE)
     k_cache, v_cache = full[..., :dim]
-    table = torch.randperm(pages, generator=generator)[: len(lengths) * max_pages].view(len(lengths), -1).int()
-    rows, slots = [], []
+    block_table = (
+        torch.randperm(num_blocks, generator=generator)[: len(lengths) * max_blocks].view(len(lengths), -1).int()
+    )
+    rows, slot_mapping = [], []
     for request, length in enumerate(lengths):
         at = torch.arange(length)
-        slots.append(table[request][at // page_size].long() * page_size + at % page_size)
+        slot_mapping.append(block_table[request][at // block_size].long() * block_size + at % block_size)
         rows.append(torch.randn(2, length, kv_heads, dim, generator=generator))
-        table[request, -(-length // page_size) :] = -1 if request % 2 else 2**30
+        block_table[request, -(-length // block_size) :] = -1 if request % 2 else 2**30
     scale = {"none": None, "one": torch.tensor([0.02]), "heads": torch.linspace(0.01, 0.03, kv_heads)}[scaled]
     scales = {} if scale is None else dict(k_scale=scale.to(DEVICE), v_scale=(2 * scale).to(DEVICE))
     k, v = torch.cat(rows, 1).to(dtype).to(DEVICE)
-    store_kv(k, v, k_cache, v_cache, torch.cat(slots).to(DEVICE), layout=layout, **scales)
+    store_kv(k, v, k_cache, v_cache, torch.cat(slot_mapping).to(DEVICE), layout=layout, **scales)
     counts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    cache = PagedCache(k_cache, v_cache, table.to(DEVICE), counts, layout=layout, **scales)
+    cache = PagedCache(k_cache, v_cache, block_table.to(DEVICE), counts, layout=layout, **scales)
     q = torch.randn(len(lengths), q_len, kv_heads * group, dim, generator=generator).to(dtype).to(DEVICE)
     return Case(cache, q, list(range(len(lengths))), lengths, options=options or {})
 
@@ -52,7 +54,7 @@ def test_paged(backend: str, layout: str, dim: int) -> None:
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_paged_with_gaps(backend: str, layout: str, dim: int) -> None:
     few(backend, dim < 128)
-    check(paged_case([21, 30], layout=layout, dim=dim, strided=True, page_size=8), backend)
+    check(paged_case([21, 30], layout=layout, dim=dim, strided=True, block_size=8), backend)
 
 
 @each_backend
@@ -66,7 +68,7 @@ def test_paged_fp8(backend: str, cache_dtype: torch.dtype, scaled: str) -> None:
 def test_paged_options(backend: str) -> None:
     sinks = torch.randn(6, device=DEVICE)
     options = dict(sliding_window=20, softcap=10.0, sinks=sinks)
-    case = paged_case([44, 3, 26], q_len=4, group=3, page_size=1, options=options)
+    case = paged_case([44, 3, 26], q_len=4, group=3, block_size=1, options=options)
     check(case, backend)
     some = Case(case.cache, case.q[:1], [2], [26], options=options)
     check(some, backend)
@@ -74,28 +76,28 @@ def test_paged_options(backend: str) -> None:
 
 def _paged(**changes: object) -> PagedCache:
     k = torch.zeros(4, 16, 2, 64)
-    given = dict(k=k, v=k, table=torch.zeros(1, 4, dtype=torch.int32), lengths=torch.ones(1, dtype=torch.int32))
+    given = dict(k=k, v=k, block_table=torch.zeros(1, 4, dtype=torch.int32), seq_lens=torch.ones(1, dtype=torch.int32))
     return PagedCache(**(given | changes))  # type: ignore[arg-type]
 
 
-BAD_PAGES = {
+BAD_BLOCKS = {
     "layout": (dict(layout="DHN"), ValueError, "layout: expected one of"),
     "k type": (dict(k="a"), TypeError, "k: expected a tensor, got str"),
-    "table type": (dict(table=[[0, 1]]), TypeError, "table: expected a tensor, got list"),
+    "block table type": (dict(block_table=[[0, 1]]), TypeError, "block_table: expected a tensor, got list"),
     "k": (dict(k=torch.zeros(4, 64)), ValueError, "k: expected 4 dimensions"),
     "k dtype": (dict(k=torch.zeros(4, 16, 2, 64).double()), TypeError, "k: expected one of"),
     "v": (dict(v=torch.zeros(4, 16, 1, 64)), ValueError, "v: expected shape"),
     "v dtype": (dict(v=torch.zeros(4, 16, 2, 64).half()), TypeError, "v: expected torch.float32 as k"),
     "stride": (dict(v=torch.zeros(4, 16, 2, 128)[..., ::2]), ValueError, "v: expected an inner stride of 1"),
-    "table": (dict(table=torch.zeros(1, 4)), TypeError, "table: expected torch.int32"),
-    "lengths": (dict(lengths=torch.ones(3, dtype=torch.int32)), ValueError, "lengths: expected 1, one per row"),
+    "block_table": (dict(block_table=torch.zeros(1, 4)), TypeError, "block_table: expected torch.int32"),
+    "seq_lens": (dict(seq_lens=torch.ones(3, dtype=torch.int32)), ValueError, "seq_lens: expected 1, one per row"),
     "k_scale": (dict(k_scale=torch.ones(1)), ValueError, "k_scale: expected None for torch.float32"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_PAGES)
-def test_bad_pages_are_named(name: str) -> None:
-    changes, error, message = BAD_PAGES[name]
+@pytest.mark.parametrize("name", BAD_BLOCKS)
+def test_bad_blocks_are_named(name: str) -> None:
+    changes, error, message = BAD_BLOCKS[name]
     with pytest.raises(error, match=message):
         _paged(**changes)
 

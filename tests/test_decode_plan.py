@@ -74,7 +74,7 @@ def small(layers: int = 1, requests: int = 1, **options: Any) -> TieredCache:
     )  # fmt: skip
     for layer in range(layers):
         rows = torch.randn(2, 5 * requests, 1, 32).bfloat16().to(DEVICE)
-        cache.append(layer, *rows, requests=list(range(requests)), lengths=[5] * requests)
+        cache.append(layer, *rows, requests=list(range(requests)), seq_lens=[5] * requests)
     return cache
 
 
@@ -297,7 +297,7 @@ def test_a_captured_step_with_lists_of_some_layers(whole: bool, monkeypatch: pyt
     for _ in range(2):
         new = torch.randn(2, 2 * 7, 2, 64, device="cuda").bfloat16()
         for layer in range(5):
-            cache.append(layer, *new, requests=[0, 1], lengths=[7, 7])
+            cache.append(layer, *new, requests=[0, 1], seq_lens=[7, 7])
         for graph, layers, outs in reversed(graphs):
             if not whole:
                 step.update()

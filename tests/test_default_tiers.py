@@ -65,7 +65,7 @@ def outcome(cache: TieredCache, tier: torch.Tensor, mass: torch.Tensor) -> Outco
 def uniform(cache: TieredCache, tokens: int) -> torch.Tensor:
     """All old tokens in the first tier."""
     tier = torch.ones(HEADS, tokens, dtype=torch.int64)
-    tier[:, : cache.sinks] = tier[:, tokens - cache.window :] = 0
+    tier[:, : cache.sink_tokens] = tier[:, tokens - cache.recent_tokens :] = 0
     return tier
 
 
@@ -100,7 +100,7 @@ def test_at_a_half_a_third_tier_would_add_nothing() -> None:
 
 @pytest.mark.parametrize("policy", ["importance", "uniform", "recency"])
 def test_bytes_to_spare_keep_no_old_token_at_16_bit(policy: str) -> None:
-    options = dict(tiers=("K8V8",), policy=policy, settle_every=16, window=28, dtype=torch.bfloat16)
+    options = dict(tiers=("K8V8",), policy=policy, settle_every=16, recent_tokens=28, dtype=torch.bfloat16)
     cache = make(budget=0.95, slab_bytes=36864, **options)
     k, v = rows(700, dtype=torch.bfloat16)
     cache.append(0, k[:600], v[:600])
@@ -111,7 +111,7 @@ def test_bytes_to_spare_keep_no_old_token_at_16_bit(policy: str) -> None:
         memory = cache.memory()
         assert memory.allowed is not None
         assert memory.total <= memory.allowed < 0.92 * memory.full
-    kept = cache.window + cache.sinks
+    kept = cache.recent_tokens + cache.sink_tokens
     assert min(plain) == kept
     assert max(plain) <= kept + 16 + cache.page_tokens  # until there is a page to settle
     assert sum(now < before for before, now in pairwise(plain)) <= 100 // 16

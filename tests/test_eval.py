@@ -39,7 +39,7 @@ from kvstrata.tools.eval import (
 )
 from kvstrata.tools.eval.kivi import KiviCache, dequantize_groups, quantize_groups
 
-OPTIONS = dict(tiers=["K4V4", "K2V2"], window=12, sinks=4, page_tokens=16, settle_every=16)
+OPTIONS = dict(tiers=["K4V4", "K2V2"], recent_tokens=12, sink_tokens=4, page_tokens=16, settle_every=16)
 
 
 def test_decoding_in_chunks_equals_one_forward() -> None:
@@ -69,7 +69,7 @@ def test_a_budget_of_one_measures_like_16_bit() -> None:
 def test_fewer_bits_cost_more() -> None:
     net, ids = model(), tokens(400)
     state = results.Quality({}, "tiny", ["text"])
-    options = dict(policy="uniform", window=12, sinks=4, page_tokens=16)
+    options = dict(policy="uniform", recent_tokens=12, sink_tokens=4, page_tokens=16)
     wanted = [contenders.bits(w, f"{w}", tiers=[f"K{w}V{w}"], **options) for w in (8, 4, 3, 2)]
     quality.run(net, ids, wanted, state, prompt=200, chunk=50)
     kl = [row.mean_kl for row in state.rows[1:]]
@@ -77,7 +77,7 @@ def test_fewer_bits_cost_more() -> None:
     assert kl[3] > 1e-3
 
 
-@pytest.mark.parametrize("options", [{}, dict(window=20, sinks=4, page_tokens=16)])
+@pytest.mark.parametrize("options", [{}, dict(recent_tokens=20, sink_tokens=4, page_tokens=16)])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_default_tiers_follow_the_budget(dim: int, options: dict) -> None:
     """The smaller the fraction, the smaller the lowest tier, so that the fraction counts from 2,048 tokens on."""
@@ -99,7 +99,7 @@ def test_tiers_that_are_named_or_not() -> None:
     assert names(budget=0.4) == ["K8V8", "K8V4", "K4V4"]
     assert names(budget=0.8) == ["K8V8"]
     assert names(budget=0.5, tiers=["K3V3"]) == ["K3V3"]
-    assert names(budget=10**9) == names(budget=None) == names(budget=1.0) == ["K4V4", "K3V3", "K2V2"]
+    assert names(budget_bytes=10**9) == names(budget=None) == names(budget=1.0) == ["K4V4", "K3V3", "K2V2"]
     config = model().config
     for budget in (0.5, 0.25):
         cache = StrataCache(config, budget=budget, max_tokens=1024, **contenders.fitting())
@@ -119,7 +119,7 @@ def test_room_for_more_tokens_fills_whole_pages() -> None:
 def test_bits_of_codes_are_what_was_asked_for() -> None:
     net, ids = model(), tokens(600)
     for wanted in (2.5, 3.0, 3.5):
-        options = OPTIONS | dict(tiers=["K4V4", "K3V2", "K2V2"], window=11)  # 15 and the next token fill a page
+        options = OPTIONS | dict(tiers=["K4V4", "K3V2", "K2V2"], recent_tokens=11)  # 15 and the next token fill a page
         cache = bits.BitsCache(net.config, wanted, **options, max_tokens=600)
         measure.decode(net, ids, cache, prompt=300, chunk=50)
         assert wanted - 0.15 < bits.mean_bits(cache.tiered) <= wanted + 0.25  # whole pages
@@ -182,6 +182,11 @@ def test_results_come_back_and_a_run_goes_on(tmp_path: Path) -> None:
         saved.append(len(state.rows))
 
     quality.run(net, ids, wanted[:1], state, prompt=60, chunk=20, after=after)
+    text = (tmp_path / "quality.json").read_text()
+    assert '"recent_tokens"' in text
+    assert '"sink_tokens"' in text
+    older = text.replace('"recent_tokens"', '"window"').replace('"sink_tokens"', '"sinks"')
+    (tmp_path / "quality.json").write_text(older)  # names of options before they were renamed
     again = results.load(tmp_path / "quality.json")
     assert [row.name for row in again.rows] == ["16 bit", "kvstrata"]
     assert again.rows[1].perplexity(0) == pytest.approx(state.rows[1].perplexity(0), rel=1e-4)
@@ -256,11 +261,11 @@ def test_pairs_are_of_one_width_and_read_the_same_chunks() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_rounding_has_the_error_of_its_width(bits: int) -> None:
-    """As `test_quantize.py` has it of packed rows; sinks, window and the newest tokens are exact."""
+    """As `test_quantize.py` has it of packed rows; sink, recent and the newest tokens are exact."""
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
     noise = (rounding.round_rows(x, bits, 1.0) - x).square().sum() / x.square().sum()
     assert -10 * math.log10(float(noise)) == pytest.approx(SQNR_DB[bits], abs=0.3)
-    cache = rounding.RoundedCache(model().config, bits, bits, window=7, sinks=4)
+    cache = rounding.RoundedCache(model().config, bits, bits, recent_tokens=7, sink_tokens=4)
     k, v = torch.randn(2, 1, 1, 40, 64, generator=torch.Generator().manual_seed(1))
     for start in (0, 20):
         got = cache.update(k[..., start : start + 20, :], v[..., start : start + 20, :], 0)
@@ -290,7 +295,7 @@ def test_rounding_has_the_error_of_its_width(bits: int) -> None:
     mixed = LlamaConfig(**SIZES)
     mixed.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="full attention only, got sliding_attention"):
-        rounding.RoundedCache(mixed, bits, bits, window=7, sinks=4)
+        rounding.RoundedCache(mixed, bits, bits, recent_tokens=7, sink_tokens=4)
 
 
 def test_a_needle_is_where_it_should_be() -> None:
@@ -321,7 +326,7 @@ def test_sensitivity_finds_the_layer_that_matters() -> None:
 def test_advice_keeps_its_bound_and_loads(tmp_path: Path) -> None:
     net, ids = model(), tokens(400)
     found = sensitivity.Sensitivity(2, [1.0], [0.1])
-    options = dict(window=12, sinks=4, page_tokens=16, settle_every=16)
+    options = dict(recent_tokens=12, sink_tokens=4, page_tokens=16, settle_every=16)
     loose = advise.advise(net, ids, found, 0.5, prompt=200, chunk=50, steps=3, **options)
     assert loose.family == "K over V"
     assert loose.arguments is not None

@@ -22,7 +22,7 @@ from kvstrata.tools.eval import model as models
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--budget", "7"), "budget: expected bytes"),
+        (("--budget", "7"), "budget: expected a fraction"),
         (("--tiers", "K4V4,K9V9"), "tiers: expected formats such as 'K4V2', got 'K9V9'"),
         (("--policy", "best"), "policy: expected one of"),
         (("--chunk", "0"), "--chunk"),

@@ -48,7 +48,9 @@ def test_a_captured_engine_says_what_an_eager_one_says(budget: float | None) -> 
     model, given = engine.small_model("cuda", torch.bfloat16), prompts("cuda")
     found = []
     for captured in (True, False):
-        mine = engine.Engine(model, places=2, budget=budget, window=16, sinks=0, page_tokens=16, max_tokens=256)
+        mine = engine.Engine(
+            model, places=2, budget=budget, recent_tokens=16, sink_tokens=0, page_tokens=16, max_tokens=256
+        )
         if not captured:
             mine.runner = mine.step
         found.append(engine.serve(mine, given, 80))

@@ -203,7 +203,7 @@ def test_prefill_of_rows_without_keys_in_spoilt_memory(name: str) -> None:
     prefill_model.check(prefill_model.case_of([(7, 3)] * 2), name)
     if name != "cuda":
         cache = make_cache(budget=None, max_requests=2, device=DEVICE)
-        cache.append(0, *torch.randn(2, 5, 2, 64, device=DEVICE), requests=[0, 1], lengths=[5, 0])
+        cache.append(0, *torch.randn(2, 5, 2, 64, device=DEVICE), requests=[0, 1], seq_lens=[5, 0])
         q = torch.randn(2, 7, 4, 64, device=DEVICE)  # two queries of request 0 stand before its first token
         out = prefill_attention_cached(q, cache, backend=name)
         assert out[0, 2:].isfinite().all()
@@ -229,9 +229,9 @@ def test_k_and_v_in_one_full_pool(backend: str, layout: str, fp8: bool) -> None:
     names = ("k_scale", "v_scale") if fp8 else ()
     table = torch.tensor([[4, 0, 2], [1, 3, 7]], dtype=torch.int32, device=DEVICE)
     pages = torch.cat([table[0], table[1, :2]])
-    slots = (pages[:, None] * 16 + torch.arange(16, device=DEVICE)).flatten()
+    slot_mapping = (pages[:, None] * 16 + torch.arange(16, device=DEVICE)).flatten()
     k, v = torch.randn(2, 80, 2, 64).to(dtype).to(DEVICE)
-    kvstrata.store_kv(k, v, k_cache, v_cache, slots, layout=layout, **dict(zip(names, scales, strict=False)))
+    kvstrata.store_kv(k, v, k_cache, v_cache, slot_mapping, layout=layout, **dict(zip(names, scales, strict=False)))
     assert pool.float().isfinite().all(), "the pool is not full"
     lengths = torch.tensor([48, 32], dtype=torch.int32, device=DEVICE)
     beside = torch.stack([scales, torch.full_like(scales, 9.0)], 2)[..., 0]
@@ -279,12 +279,12 @@ def test_a_length_past_the_table_writes_nothing_outside(backend: str) -> None:
 @on(EMULATED, CUDA)
 def test_a_plan_follows_a_cache_that_moves(backend: str) -> None:
     """Made, and on a GPU captured, in few slabs; run after the cache took many, settled, freed and was compacted."""
-    options = dict(window=16, page_tokens=16, tiers=("K4V4", "K2V2"), dtype=torch.bfloat16, slab_bytes=1 << 14)
+    options = dict(recent_tokens=16, page_tokens=16, tiers=("K4V4", "K2V2"), dtype=torch.bfloat16, slab_bytes=1 << 14)
     cache = TieredCache(1, 2, 64, budget=0.4, device=DEVICE, max_requests=3, max_tokens=400, **options)
 
     def grow(lengths: list[int]) -> None:
         rows = torch.randn(2, sum(lengths), 2, 64).bfloat16().to(DEVICE)
-        cache.append(0, *rows, requests=[0, 1, 2], lengths=lengths)
+        cache.append(0, *rows, requests=[0, 1, 2], seq_lens=lengths)
 
     grow([5, 9, 3])
     slabs = int(cache.pool.allocated.sum())
@@ -302,7 +302,7 @@ def test_a_plan_follows_a_cache_that_moves(backend: str) -> None:
     for lengths in ([150, 200, 90], [60, 1, 100]):
         grow(lengths)
         cache.settle()
-    cache.free(1)
+    cache.free_request(1)
     cache.compact()
     cache.crop(2, 170)
     assert int(cache.pool.allocated.sum()) > slabs + 2
@@ -325,11 +325,11 @@ def test_appends_behind_a_busy_stream() -> None:
         if HAS_GPU and number % 3 == 0:
             torch.cuda._sleep(50_000_000)
         if number == 7:
-            cache.free(1)
+            cache.free_request(1)
             held[1] = []
         given, requests = torch.randn(2, sum(lengths), 2, 64).to(HALF), [0, 1, 2]
         rows, sizes = given.clone().to(DEVICE), list(lengths)
-        cache.append(1, rows[0], rows[1], requests=requests, lengths=sizes)
+        cache.append(1, rows[0], rows[1], requests=requests, seq_lens=sizes)
         for request, part in enumerate(given.split(lengths, 1)):
             held.setdefault(request, []).append(part)
         rows.fill_(torch.nan)
@@ -347,15 +347,15 @@ def test_appends_behind_a_busy_stream() -> None:
 def test_a_freed_request_is_gone() -> None:
     """Freed twice, read or appended to after: refused, while its pages are another's already."""
     cache = make_cache(max_requests=2, budget=None)
-    first, second = cache.add(), cache.add()
+    first, second = cache.add_request(), cache.add_request()
     cache.append(0, *torch.randn(2, 40, 2, 64), requests=[first])
-    cache.free(first)
+    cache.free_request(first)
     k, v = torch.randn(2, 40, 2, 64)
     cache.append(0, k, v, requests=[second])
     before = fingerprint(cache)
     q = torch.randn(1, 1, 2, 64)
     for call in (
-        lambda: cache.free(first),
+        lambda: cache.free_request(first),
         lambda: cache.gather(0, first),
         lambda: cache.fork(first),
         lambda: cache.crop(first, 3),

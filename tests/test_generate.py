@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>").save_pretrained(path)
     make("llama").save_pretrained(path)
     (path / "before.txt").write_text(" ".join(f"w{i % 120}" for i in range(200)))
-    (path / "settings.json").write_text(json.dumps(dict(budget=0.5, window=16, page_tokens=16)))
+    (path / "settings.json").write_text(json.dumps(dict(budget=0.5, recent_tokens=16, page_tokens=16)))
     return path
 
 

@@ -250,7 +250,7 @@ def test_cuda_agrees_with_cpu(dtype: torch.dtype) -> None:
 
     def logits(device: str) -> torch.Tensor:
         model.to(device)
-        options = dict(policy="recency", window=32, page_tokens=16, tiers=["K4V4", "K3V3", "K2V2"])
+        options = dict(policy="recency", recent_tokens=32, page_tokens=16, tiers=["K4V4", "K3V3", "K2V2"])
         cache = StrataCache(model.config, budget=0.3, dtype=dtype, **options)
         with torch.no_grad():
             made = [model(ids.to(device), past_key_values=cache).logits[:, -1:]]
@@ -399,16 +399,24 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
             StrataCache(config, **{name: value})
     with pytest.raises(ValueError, match=r"dtype: expected one of .* got 'float16'"):
         StrataCache(config, dtype="float16")
-    with pytest.raises(ValueError, match="window: expected an int"):
-        StrataCache(config, window=0)
-    with pytest.raises(ValueError, match="budget: expected bytes"):
+    with pytest.raises(ValueError, match="recent_tokens: expected an int"):
+        StrataCache(config, recent_tokens=0)
+    with pytest.raises(ValueError, match="budget: expected a fraction"):
         StrataCache(config, budget=2.0)
+    with pytest.raises(ValueError, match=r"budget: expected a fraction .* bytes are budget_bytes"):
+        StrataCache(config, 10**9)
+    with pytest.raises(ValueError, match=r"budget: expected to be left out, since budget_bytes is given, got 0\.25"):
+        StrataCache(config, budget=0.25, budget_bytes=10**9)
     with pytest.raises(ValueError, match=r"budget: expected more than 0\.\d+, which K2V2 of 32"):
         StrataCache(config, budget=0.1)
-    with pytest.raises(ValueError, match=r"budget: expected at least \d+ bytes for tables and slabs, got 1000;"):
-        StrataCache(config, budget=1000)
+    with pytest.raises(ValueError, match=r"budget_bytes: expected at least \d+ for tables and slabs, got 1000$"):
+        StrataCache(config, budget_bytes=1000)
     with pytest.raises(BudgetExceeded):
-        greedy(model, prompt(1, 300), StrataCache(config, budget=100_000, page_tokens=16, max_tokens=512, window=200))
+        greedy(
+            model,
+            prompt(1, 300),
+            StrataCache(config, budget_bytes=100_000, page_tokens=16, max_tokens=512, recent_tokens=200),
+        )
     strange = copy.deepcopy(config)
     strange._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ValueError, match='"sdpa" or "eager", got \'flash_attention_2\''):
@@ -420,9 +428,12 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
 def test_arguments_from_a_file(tmp_path: Path) -> None:
     model = make("llama")
     path = tmp_path / "advice.json"
-    path.write_text(json.dumps(dict(budget=0.4, tiers=["K4V2", "K2V2"], window=32)))
-    cache = StrataCache.from_file(model.config, path, window=48)
-    assert cache.options == dict(budget=0.4, tiers=["K4V2", "K2V2"], window=48)
+    path.write_text(json.dumps(dict(budget=0.4, tiers=["K4V2", "K2V2"], recent_tokens=32)))
+    cache = StrataCache.from_file(model.config, path, recent_tokens=48)
+    assert cache.options == dict(budget=0.4, tiers=["K4V2", "K2V2"], recent_tokens=48)
+    cache = StrataCache.from_file(model.config, path, budget_bytes=10**8)
+    assert cache.options == dict(budget_bytes=10**8, tiers=["K4V2", "K2V2"], recent_tokens=32)
+    assert "budget_bytes=100000000" in repr(cache)
     path.write_text("[1]")
     with pytest.raises(ValueError, match="a JSON object"):
         StrataCache.from_file(model.config, path)

@@ -88,16 +88,19 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_an_empty_cache_is_saved(tmp_path: Path) -> None:
     model = make("llama")
     cache = saved(StrataCache(model.config, **SMALL), model.config, tmp_path / "empty.safetensors")
+    assert cache.options["budget"] == 0.5
+    in_bytes = saved(StrataCache(model.config, budget_bytes=10**8), model.config, tmp_path / "bytes.safetensors")
+    assert in_bytes.options == dict(budget_bytes=10**8)
     assert torch.equal(
         greedy(model, prompt(1, 40), cache), greedy(model, prompt(1, 40), StrataCache(model.config, **SMALL))
     )
 
 
 def test_a_tiered_cache_is_pickled() -> None:
-    cache = TieredCache(2, 1, 32, budget=0.6, window=16, page_tokens=16, max_requests=3, dtype=torch.float32)
+    cache = TieredCache(2, 1, 32, budget=0.6, recent_tokens=16, page_tokens=16, max_requests=3, dtype=torch.float32)
     k, v = torch.randn(2, 300, 1, 32)
     for layer in range(2):
-        cache.append(layer, k, v, requests=[2, 0], lengths=[200, 100])
+        cache.append(layer, k, v, requests=[2, 0], seq_lens=[200, 100])
     for twin in (pickle.loads(pickle.dumps(cache)), copy.copy(cache)):
         twin.check()
         assert twin.requests == (0, 2)

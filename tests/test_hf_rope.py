@@ -90,7 +90,7 @@ def test_a_strata_cache_knows_the_turns() -> None:
         layer.self_attn.k_proj.weight.mul_(0.1)
         layer.self_attn.k_proj.bias = torch.nn.Parameter(torch.randn(128))
     ids = torch.randint(0, 64, (1, 200))
-    cache = StrataCache(net.config, budget=0.25, window=16, page_tokens=16)
+    cache = StrataCache(net.config, budget=0.25, recent_tokens=16, page_tokens=16)
     net(ids, past_key_values=cache, use_cache=True)
     exact = net(torch.randint(0, 64, (1, 2048)), use_cache=True).past_key_values.layers[0].keys[0]
     assert cache.tiered.rope == pytest.approx(net.model.rotary_emb.inv_freq.tolist())

@@ -65,9 +65,11 @@ def test_a_copied_cache_goes_its_own_way() -> None:
 
 def test_a_window_beyond_the_prompt_warns() -> None:
     model = make("llama")
-    with pytest.warns(UserWarning, match="window: expected fewer than the 40 tokens of the prompt, got 64; nothing is"):
-        greedy(model, prompt(1, 40), StrataCache(model.config, budget=0.5, window=64), new=2)
-    greedy(model, prompt(1, 40), StrataCache(model.config, budget=0.5), new=2)  # nobody asked for a window
+    with pytest.warns(
+        UserWarning, match="recent_tokens: expected fewer than the 40 tokens of the prompt, got 64; nothing is"
+    ):
+        greedy(model, prompt(1, 40), StrataCache(model.config, budget=0.5, recent_tokens=64), new=2)
+    greedy(model, prompt(1, 40), StrataCache(model.config, budget=0.5), new=2)  # the default is no request
 
 
 def test_beams_give_back_the_copies_of_the_prompt() -> None:
@@ -81,7 +83,7 @@ def test_beams_give_back_the_copies_of_the_prompt() -> None:
     cache.tiered.check()
 
 
-@pytest.mark.parametrize("options", [{}, dict(page_tokens=16, window=28, settle_every=16)])
+@pytest.mark.parametrize("options", [{}, dict(page_tokens=16, recent_tokens=28, settle_every=16)])
 def test_the_default_budget_holds_for_short_heads(options: dict) -> None:
     """Heads of 32 values: positions, importance and scales are a larger part of a token than with longer ones."""
     model = make("llama")

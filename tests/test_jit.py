@@ -212,7 +212,7 @@ def test_baselines_compile(file: str, entry: str, arch: str) -> None:
 def test_triton_store_compiles_ahead_of_time(arch: int, mantissa: int) -> None:
     source, cache = ("*bf16", "*u8") if mantissa else ("*i16", "*i16")
     types = {"k_ptr": source, "v_ptr": source, "k_cache_ptr": cache, "v_cache_ptr": cache}
-    types |= {"slots_ptr": "*i32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
+    types |= {"slot_mapping_ptr": "*i32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
     constants = dict(HEADS=8, K_DIM=128, V_DIM=128, PAGE_SIZE=16, MANTISSA=mantissa, K_SCALES=8, V_SCALES=8, BLOCK=1024)
     used = compile_triton("kvstrata.store.triton", "store_kernel", arch, types, constants)
     assert 0 < used["REG"] <= 128, used

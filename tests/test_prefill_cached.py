@@ -228,11 +228,11 @@ def test_plain_pages(backend: str, layout: str, fp8: bool) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("page_size", [1, 5, 48])
-def test_pages_of_any_size(backend: str, page_size: int) -> None:
-    few(backend, page_size == 5)
-    k, v = torch.randn(2, 3 + 50 // page_size, page_size, 2, 64).to(HALF).to(DEVICE)
-    table = torch.randperm(len(k))[: 50 // page_size + 1].int().to(DEVICE).unsqueeze(0)
+@pytest.mark.parametrize("block_size", [1, 5, 48])
+def test_blocks_of_any_size(backend: str, block_size: int) -> None:
+    few(backend, block_size == 5)
+    k, v = torch.randn(2, 3 + 50 // block_size, block_size, 2, 64).to(HALF).to(DEVICE)
+    table = torch.randperm(len(k))[: 50 // block_size + 1].int().to(DEVICE).unsqueeze(0)
     lengths = torch.tensor([45], dtype=torch.int32, device=DEVICE)
     check(PagedCache(k, v, table, lengths), [45], [19], backend)
 
@@ -271,7 +271,7 @@ def test_as_decode_for_few_queries(backend: str) -> None:
 @each_backend
 def test_some_requests_of_a_forked_cache(backend: str) -> None:
     cache = filled([60, 35, 0], dtype=HALF)
-    cache.free(2)
+    cache.free_request(2)
     twin = cache.fork(0)
     cache.append(0, *torch.randn(2, 4, 2, 64).to(HALF).to(DEVICE), requests=[twin])
     poison_tails(cache)

@@ -18,7 +18,7 @@ pytest.importorskip("gguf")
 from kvstrata.tools.eval import bits, contenders, measure, model, rounding, texts
 
 pytestmark = pytest.mark.slow
-OPTIONS = dict(window=27, sinks=4, page_tokens=16)  # 31 and the next token fill two pages
+OPTIONS = dict(recent_tokens=27, sink_tokens=4, page_tokens=16)  # 31 and the next token fill two pages
 # From the table of the design, of simulated rounding; a little air for another machine's sums.
 UNIFORM = {
     "K4V4": (4.0, 12.77),
@@ -87,7 +87,9 @@ def test_uniform_widths_reproduce_the_simulation(topics: Text, name: str) -> Non
 def test_packing_adds_nothing_to_rounding(topics: Text, name: str) -> None:
     """A simulation with the centre of the first chunk and no fp16 in it; the KL of 1,024 tokens has this much noise."""
     widths = int(name[1]), int(name[3])
-    simulated = rounding.RoundedCache(topics.net.config, *widths, OPTIONS["window"], OPTIONS["sinks"], 64, 1024)
+    simulated = rounding.RoundedCache(
+        topics.net.config, *widths, OPTIONS["recent_tokens"], OPTIONS["sink_tokens"], 64, 1024
+    )
     assert topics(UNIFORM[name][0], policy="uniform", tiers=[name])[1] <= 1.1 * topics.through(simulated)[1]
 
 

@@ -16,7 +16,7 @@ from conftest import HAS_GPU
 from kvstrata import backends, jit
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import moves, repack_cuda, repack_op, repack_reference
-from kvstrata.cache.storage.page import PageKind, Rows
+from kvstrata.cache.storage.page import PageFormat, Rows
 from kvstrata.cache.storage.page_table import Buckets
 from kvstrata.cache.storage.pool import Pool
 from kvstrata.cache.storage.tokens import DROP, NEW, Tokens
@@ -62,8 +62,8 @@ def test_chains_in_any_order_do_what_all_at_once_does(counts, new, leave, drop, 
     plan = moves.plan(change, tokens, target, int(came.sum()), int(holes.sum()))
     count = (before - torch.from_numpy(left) + torch.from_numpy(came)).tolist()
 
-    where = {(b * 3 + t, s): i for i, (b, t, s) in enumerate(
-        zip(tokens.bucket.tolist(), tokens.tier.tolist(), tokens.slot.tolist(), strict=True)) if t >= 0}  # fmt: skip
+    places = zip(tokens.head_cache.tolist(), tokens.tier.tolist(), tokens.slot.tolist(), strict=True)
+    where = {(head_cache * 3 + t, s): i for i, (head_cache, t, s) in enumerate(places) if t >= 0}
     slots = dict(where)
     chains = []
     for first in plan.head.nonzero().flatten().tolist():
@@ -77,17 +77,18 @@ def test_chains_in_any_order_do_what_all_at_once_does(counts, new, leave, drop, 
         move = chain.pop(0)
         token = int(plan.token[move])
         if tokens.tier[token] >= 0:
-            source = int(tokens.bucket[token] * 3 + tokens.tier[token]), int(tokens.slot[token])
+            source = int(tokens.head_cache[token] * 3 + tokens.tier[token]), int(tokens.slot[token])
             assert slots[source] == token, "read after somebody wrote there"
-        slots[int(plan.group[move]), int(plan.slot[move])] = token
+        slots[int(plan.bucket[move]), int(plan.slot[move])] = token
         chains = [c for c in chains if c]
 
     found = {}
-    for group, n in enumerate(count):
+    for bucket, n in enumerate(count):
         for slot in range(n):
-            found[slots[group, slot]] = group
+            found[slots[bucket, slot]] = bucket
     kept = [i for i, t in enumerate(target.tolist()) if t != DROP]
-    assert found == {i: int(tokens.bucket[i]) * 3 + int(target[i]) for i in kept}, "pages are not full up to the count"
+    want = {i: int(tokens.head_cache[i]) * 3 + int(target[i]) for i in kept}
+    assert found == want, "pages are not full up to the count"
 
 
 def test_nothing_moves() -> None:
@@ -110,10 +111,10 @@ class Setup:
         plain = f"K{8 * dtype.itemsize}V{8 * dtype.itemsize}"
         position = torch.int32 if wide else torch.int16
         formats = [Format.parse(name, dim, page_tokens) for name in (plain, *tiers)]
-        self.kinds = [PageKind(f, dtype, position, keeps, DEVICE) for f in formats]
-        strides = [kind.stride for kind in self.kinds]
+        self.page_formats = [PageFormat(f, dtype, position, keeps, DEVICE) for f in formats]
+        strides = [kind.stride for kind in self.page_formats]
         self.pool = Pool(strides, 2 * strides[0], 64, DEVICE, debug=True)
-        self.buckets = Buckets(self.pool, self.kinds, 3, 2, 2, 8)
+        self.buckets = Buckets(self.pool, self.page_formats, 3, 2, 2, 8)
         self.where = [0, 1, 2], [2, 0, 1]  # layers and requests
         self.random = torch.Generator().manual_seed(seed)
         self.centre = torch.randn(6, dim, generator=self.random).to(DEVICE)
@@ -121,7 +122,7 @@ class Setup:
         self.layers, self.requests = [1, 0, 1], [2, 0, 1]
         coming = self.fresh(6 * tokens)
         bucket = torch.arange(6).repeat_interleave(tokens)
-        target = torch.randint(0, len(self.kinds), (6 * tokens,), generator=self.random)
+        target = torch.randint(0, len(self.page_formats), (6 * tokens,), generator=self.random)
         self.move(self.new(bucket, 0), target, coming, "reference")
 
     def fresh(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +140,7 @@ class Setup:
         parts = []
         for i, (layer, request) in enumerate(zip(self.layers, self.requests, strict=True)):
             part = self.buckets.snapshot(layer, [request])
-            parts.append(Tokens(part.bucket + 2 * i, part.tier, part.slot, part.position, part.importance))
+            parts.append(Tokens(part.head_cache + 2 * i, part.tier, part.slot, part.position, part.importance))
         return Tokens.cat(parts)
 
     def move(self, tokens: Tokens, target: torch.Tensor, rows, backend: str) -> None:
@@ -150,7 +151,7 @@ class Setup:
     def demote(self, backend: str, leave: float, new: int = 0) -> None:
         """Each token goes down with this chance, a fifth of those out; new tokens come to any tier."""
         tokens = self.tokens()
-        n, tiers = len(tokens), len(self.kinds)
+        n, tiers = len(tokens), len(self.page_formats)
         dice = torch.rand(3, n, generator=self.random)
         down = tokens.tier.cpu() + 1 + (dice[1] * (tiers - 1 - tokens.tier.cpu())).long()
         down[(dice[2] < 0.2) | (down >= tiers)] = DROP
@@ -168,7 +169,7 @@ class Setup:
         parts = [torch.from_numpy(self.buckets.host_count.copy())]
         for layer, request in zip(self.layers, self.requests, strict=True):
             tokens = self.buckets.snapshot(layer, [request])
-            for tier in range(len(self.kinds)):
+            for tier in range(len(self.page_formats)):
                 some = tokens[(tokens.tier == tier).nonzero().flatten()]
                 rows = self.buckets.read(layer, [request], some, tier)
                 found = (rows.k, rows.v, rows.k_scale, rows.v_scale, rows.position, rows.importance)
@@ -181,7 +182,7 @@ class Setup:
         handles, owned = np.unique(table[table >= 0], return_counts=True)
         assert (self.pool.owners(handles) == owned).all()
         assert int((self.pool.refs > 0).sum()) == len(handles)
-        assert torch.equal(self.buckets.table.cpu(), torch.from_numpy(table))
+        assert torch.equal(self.buckets.page_table.cpu(), torch.from_numpy(table))
         assert torch.equal(self.buckets.count.cpu(), torch.from_numpy(self.buckets.host_count))
 
 
@@ -297,7 +298,8 @@ def test_state_machine_in_the_order_of_a_gpu(page_to_page: None) -> None:
 def through(backend: str, device: torch.device, **options) -> TieredCache:
     """Append, settle, fork, crop, reorder and free."""
     options = (
-        dict(budget=0.3, window=16, page_tokens=16, dtype=torch.bfloat16, max_requests=4, max_tokens=1024) | options
+        dict(budget=0.3, recent_tokens=16, page_tokens=16, dtype=torch.bfloat16, max_requests=4, max_tokens=1024)
+        | options
     )
     cache = TieredCache(2, 2, 64, device=device, debug=True, **options)
     cache.buckets.backend = backend
@@ -323,7 +325,7 @@ def through(backend: str, device: torch.device, **options) -> TieredCache:
     cache.check()
     cache.reorder([1, 0, 2])
     append([0, 1, 2], [5, 0, 17])
-    cache.free(1)
+    cache.free_request(1)
     cache.compact()
     cache.check()
     append([0], [200])
@@ -334,7 +336,13 @@ def through(backend: str, device: torch.device, **options) -> TieredCache:
 @pytest.mark.parametrize("backend", ["reference", "triton", "cuda"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"policy": "recency"}, {"budget": 400_000}, {"evict": True, "budget": 0.1}, {"per_head": False}],
+    [
+        {},
+        {"policy": "recency"},
+        {"budget": None, "budget_bytes": 400_000},
+        {"evict": True, "budget": 0.1},
+        {"per_head": False},
+    ],
     ids=str,
 )
 def test_the_cache_on_a_gpu_holds_what_it_holds_on_the_cpu(backend: str, options: dict) -> None:
@@ -372,7 +380,7 @@ def test_gates(dtype: torch.dtype, dim: int, page_tokens: int, arch: str) -> Non
     """No spills; few enough registers for 32 warps a multiprocessor."""
     pytest.importorskip("cuda.core")
     cpu, bits = torch.device("cpu"), 8 * dtype.itemsize
-    plain, lossy = (PageKind(Format(b, b, dim, page_tokens), dtype, torch.int16, True, cpu) for b in (bits, 3))
+    plain, lossy = (PageFormat(Format(b, b, dim, page_tokens), dtype, torch.int16, True, cpu) for b in (bits, 3))
     usage = jit.usage(repack_cuda.SOURCE, repack_cuda.entry_of(plain, lossy), arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
     assert 0 < usage.registers <= 64, usage

@@ -19,7 +19,7 @@ from kvstrata import backends, jit
 from kvstrata.cache.move import moves_cuda, repack_cuda, repack_op, whole_pages
 from kvstrata.cache.move import phases as repack_phases
 from kvstrata.cache.ops.transaction import Transaction
-from kvstrata.cache.storage.page import PageKind, Rows
+from kvstrata.cache.storage.page import PageFormat, Rows
 from kvstrata.cache.storage.page_table import Buckets
 from kvstrata.cache.storage.pool import Pool
 from kvstrata.cache.storage.tokens import DROP, NEW, Tokens
@@ -49,19 +49,21 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def filled(counts: list[list[int]], seed: int) -> Buckets:
     """Buckets of two heads with these counts per tier; positions and importance are any numbers."""
     names, generator = ("K32V32", "K4V4", "K2V2"), torch.Generator().manual_seed(seed)
-    kinds = [PageKind(Format.parse(n, 32, 16), torch.float32, torch.int32, True, test_repack.DEVICE) for n in names]
-    strides, most = [kind.stride for kind in kinds], 2 + sum(map(sum, counts)) // 16
+    formats = [Format.parse(name, 32, 16) for name in names]
+    page_formats = [PageFormat(f, torch.float32, torch.int32, True, test_repack.DEVICE) for f in formats]
+    strides, most = [kind.stride for kind in page_formats], 2 + sum(map(sum, counts)) // 16
     pages = len(counts) * (most + 4) * 3
     pool = Pool(strides, 4 * strides[0], pages, test_repack.DEVICE)
-    buckets = Buckets(pool, kinds, len(counts) // 2, 1, 2, most)
+    buckets = Buckets(pool, page_formats, len(counts) // 2, 1, 2, most)
     for bucket, tiers in enumerate(counts):
         for tier, n in enumerate(tiers):
             handles = pool.allocate(tier, -(-n // 16))
             buckets.host_table[bucket // 2, 0, bucket % 2, tier, : len(handles)] = handles
             buckets.host_count[bucket // 2, 0, bucket % 2, tier] = n
             data = torch.zeros(len(handles), strides[tier], dtype=torch.uint8)
-            kinds[tier].positions(data)[:] = torch.randint(1 << 20, (len(handles), 16), generator=generator).int()
-            kinds[tier].importance(data)[:] = torch.rand(len(handles), 16, generator=generator)
+            position = torch.randint(1 << 20, (len(handles), 16), generator=generator).int()
+            page_formats[tier].positions(data)[:] = position
+            page_formats[tier].importance(data)[:] = torch.rand(len(handles), 16, generator=generator)
             pool.write(handles, 0, data.to(test_repack.DEVICE))
     buckets.push(0, range(len(counts) // 2))
     return buckets
@@ -78,7 +80,7 @@ def chained(buckets: Buckets, tokens: Tokens, target: torch.Tensor, rows: Rows |
 
 def phased(buckets: Buckets, lists: moves_cuda.Lists, k: torch.Tensor | None) -> list[set[tuple[int, ...]]]:
     """The same of every phase, in order."""
-    pool, (plain, *_) = buckets.pool, buckets.kinds
+    pool, (plain, *_) = buckets.pool, buckets.page_formats
     words = pool.space.bytes.view(torch.int32)
     whole: list[set] = [set(), set(), set()]
     pages = lists.whole.T.tolist(), lists.k_at.tolist(), lists.sides.tolist()
@@ -104,7 +106,7 @@ def phased(buckets: Buckets, lists: moves_cuda.Lists, k: torch.Tensor | None) ->
         (first, end), (begin, last) = lists.ranges[:2, tier].tolist()
         some = set()
         for source, slot, to, there in lists.copies[first:end].tolist():
-            at = source * 16 + buckets.kinds[tier].position_offset // 4 + slot
+            at = source * 16 + buckets.page_formats[tier].position_offset // 4 + slot
             some.add((source, slot, tier, to, there, tier, None, int(words[at]), int(words[at + 16])))
         lines = lists.packed[begin:last].tolist()
         assert all((x[5], *x[7:9]) == (tier, -1, 1) for x in lines), "the tier of the phase, and no chain"
@@ -294,7 +296,7 @@ def test_gates_of_copies(name: str, arch: str) -> None:
     pytest.importorskip("cuda.core")
     cpu = torch.device("cpu")
     for dim in (64, 80, 128, 192, 256) if arch == "sm_90" else (80, 256):
-        kind = PageKind(Format.parse(name, dim), torch.bfloat16, torch.int16, True, cpu)
+        kind = PageFormat(Format.parse(name, dim), torch.bfloat16, torch.int16, True, cpu)
         entry = repack_phases.entry_of(kind, sides=dim == 64 and name == "K16V16")
         usage = jit.usage(repack_phases.SOURCE, entry, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage

@@ -17,7 +17,9 @@ from kvstrata.cache.storage.tokens import Tokens
 
 def filled(lengths: list[int], layers: int = 3, **options) -> TieredCache:
     """Requests of these lengths, prompts first, with importance of their own in every layer."""
-    options = dict(budget=0.3, window=20, sinks=4, page_tokens=16, dtype=torch.float32, settle_every=8) | options
+    options = (
+        dict(budget=0.3, recent_tokens=20, sink_tokens=4, page_tokens=16, dtype=torch.float32, settle_every=8) | options
+    )
     options = dict(tiers=("K4V4", "K3V3", "K2V2")) | options
     cache = TieredCache(layers, 2, 32, max_requests=len(lengths), max_tokens=1024, **options)
     generator = torch.Generator().manual_seed(sum(lengths))
@@ -41,7 +43,7 @@ def tighter(scopes: settle.Scopes, less: float) -> settle.Scopes:
 
 def mixed(scopes: settle.Scopes, seed: int = 0) -> settle.Scopes:
     """The same tokens in another order, so that those of a scope lie apart; slot by slot in a bucket all the same."""
-    bucket = scopes.tokens.bucket.numpy()
+    bucket = scopes.tokens.head_cache.numpy()
     order = np.random.default_rng(seed).permutation(len(bucket))
     order[np.argsort(bucket[order], kind="stable")] = np.argsort(bucket, kind="stable")
     return replace(scopes, tokens=scopes.tokens[torch.from_numpy(order)])
@@ -54,7 +56,7 @@ def each(scopes: settle.Scopes) -> list[tuple[settle.Scopes, torch.Tensor]]:
 
 
 def price(scope: settle.Scopes, target: torch.Tensor, spare: int, prices) -> int:
-    return prices.total(prices.counts(scope.tokens.bucket, target, len(scope.length)), spare)
+    return prices.total(prices.counts(scope.tokens.head_cache, target, len(scope.length)), spare)
 
 
 @pytest.mark.parametrize("policy", ["importance", "uniform", "recency"])
@@ -98,11 +100,11 @@ def test_a_head_has_its_part_of_the_bytes(less: float) -> None:
         cache.update_importance(0, mass, [request], queries=50)
     prices, apart = cache.policy.prices, []
     for x, _ in each(scopes_of(cache)):
-        allowed = int(less * prices.total(prices.counts(x.tokens.bucket, x.tokens.tier, 2)))
+        allowed = int(less * prices.total(prices.counts(x.tokens.head_cache, x.tokens.tier, 2)))
         x = replace(x, allowed=(allowed,))
         made, one = settle.plan_all(x, cache.policy, 8), settle.plan(x, cache.policy, 8)
         for target, spare in ((made.target, made.spare[0]), (one.target, one.spare)):
-            heads = prices.each(prices.counts(x.tokens.bucket, target, len(x.length)), spare)
+            heads = prices.each(prices.counts(x.tokens.head_cache, target, len(x.length)), spare)
             apart.append(int(heads.max() - heads.min()))
             assert allowed - 2 * prices.page[0] <= int(heads.sum()) <= allowed
     assert max(apart[::2]) <= prices.page[0] < max(apart[1::2])
@@ -111,7 +113,7 @@ def test_a_head_has_its_part_of_the_bytes(less: float) -> None:
 def test_an_empty_scope_beside_a_full_one() -> None:
     cache = filled([300, 200], budget=0.5)
     (both, _), *_ = scopes_of(cache).split([2, 6])
-    both = replace(both, tokens=both.tokens[both.tokens.bucket >= 2], allowed=(0, int(both.allowed[1] * 0.9)))
+    both = replace(both, tokens=both.tokens[both.tokens.head_cache >= 2], allowed=(0, int(both.allowed[1] * 0.9)))
     alone = settle.plan_all(each(both)[0][0], cache.policy, 8)
     beside = settle.plan_all(both, cache.policy, 8)
     assert (alone.needed[0], alone.spare[0]) == (beside.needed[0], beside.spare[0]) == (None, 8)
@@ -126,10 +128,10 @@ def test_parts_of_scopes() -> None:
     first = 0
     for part, at in parts:
         assert bool((at.diff() > 0).all()), "in the order they had"
-        assert torch.equal(part.tokens.bucket + first, scopes.tokens.bucket[at])
+        assert torch.equal(part.tokens.head_cache + first, scopes.tokens.head_cache[at])
         assert torch.equal(part.tokens.position, scopes.tokens.position[at])
-        assert torch.equal(part.numbers, scopes.numbers[:, first : first + sum(part.buckets)])
-        first += sum(part.buckets)
+        assert torch.equal(part.numbers, scopes.numbers[:, first : first + sum(part.head_caches)])
+        first += sum(part.head_caches)
     assert sum((part.allowed for part, _ in parts), ()) == scopes.allowed
     assert sum((part.longest for part, _ in parts), ()) == scopes.longest
 
@@ -147,7 +149,7 @@ def test_the_weightiest_get_the_slots_that_are_left() -> None:
     spare = torch.tensor([3, 0])
     filled_in = settle._fill(target, current, movable, weight, scopes, cache.policy, spare)
     for bucket in range(2):
-        mine = tokens.bucket == bucket
+        mine = tokens.head_cache == bucket
         kept = int(((target == 0) & mine).sum()) + int(spare[bucket])
         able = (mine & movable & (current == 0)).nonzero().flatten()
         best = able[weight[able].argsort(descending=True)][: -kept % cache.page_tokens]
@@ -165,7 +167,7 @@ def test_weights_are_those_of_the_estimate() -> None:
     movable = scopes.tokens.position < 100
     weight = settle._weights(scopes, cache.policy, movable)
     for bucket in range(2):
-        mine = scopes.tokens.bucket == bucket
+        mine = scopes.tokens.head_cache == bucket
         mass, position = (x[mine].tolist() for x in (scopes.tokens.importance, scopes.tokens.position))
         each = {p: (m + 1 / 120) / (min(8, max(90 - p, 0)) + 1) for m, p in zip(mass, position, strict=True)}
         mean = np.mean([each[p] for p in range(100)])
@@ -229,7 +231,7 @@ def test_tiers_that_save_nothing_are_refused_clearly() -> None:
 
 def test_slots_that_are_paid_for_are_filled_where_tokens_are_evicted_too() -> None:
     """20 plain tokens need two pages, so the weightiest of the others take the rest of the second."""
-    options = dict(budget=0.1, window=16, sinks=4, settle_every=2, evict=True, max_tokens=4096)
+    options = dict(budget=0.1, recent_tokens=16, sink_tokens=4, settle_every=2, evict=True, max_tokens=4096)
     cache = TieredCache(1, 2, 32, page_tokens=16, dtype=torch.float32, tiers=("K4V4", "K3V3", "K2V2"), **options)
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 3000, 2, 32, generator=generator)
@@ -280,8 +282,8 @@ def test_layers_settle_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_room_ahead_every_layer_is_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that leaves no slot: tried once in a while, and nothing is lost."""
-    cache = filled([300], budget=0.22, window=28, sinks=4, settle_every=16)
+    """Recent tokens that leave no slot: tried once in a while, and nothing is lost."""
+    cache = filled([300], budget=0.22, recent_tokens=28, sink_tokens=4, settle_every=16)
     tried = []
     ahead = scopes_module.settle_scopes
     monkeypatch.setattr(scopes_module, "settle_scopes", lambda *given: tried.append(1) or ahead(*given))

@@ -34,7 +34,9 @@ def refuses(call: Call, backend: str) -> bool:
     """Whether these rows are not for a kernel that needs wide units (4 bytes when staged, 16 in bulk)."""
     if backend not in ("cuda_staged", "cuda_bulk") or call.k.shape[0] == 0:
         return False
-    task = rows.check(call.k, call.v, call.k_cache, call.v_cache, call.slots, call.k_scale, call.v_scale, call.layout)
+    task = rows.check(
+        call.k, call.v, call.k_cache, call.v_cache, call.slot_mapping, call.k_scale, call.v_scale, call.layout
+    )
     both = [t for t in (call.k, call.v, call.k_cache, call.v_cache) if t is not None]
     shape = store_cuda.shape_of(task, functools.reduce(operator.or_, (t.data_ptr() for t in both)) & 15)
     return not store_cuda.takes(shape, store_cuda.config_of(backend, shape, jit.arch_of()))
@@ -43,7 +45,7 @@ def refuses(call: Call, backend: str) -> bool:
 def check(call: Call, backend: str, **options) -> None:
     """Run and compare every byte of the pools, and that the caller's tensors are as they were."""
     expected = call.expected()
-    before = [None if t is None else t.clone() for t in (call.k, call.v, call.slots, call.k_scale, call.v_scale)]
+    before = [None if t is None else t.clone() for t in (call.k, call.v, call.slot_mapping, call.k_scale, call.v_scale)]
     if refuses(call, backend):
         with pytest.raises(ValueError, match="copies need rows"):
             call.run(kvstrata.store_kv, backend=backend, **options)
@@ -51,7 +53,7 @@ def check(call: Call, backend: str, **options) -> None:
     call.run(kvstrata.store_kv, backend=backend, **options)
     for pool, want in zip(call.pools, expected, strict=True):
         torch.testing.assert_close(pool, want, rtol=0, atol=0)
-    after = (call.k, call.v, call.slots, call.k_scale, call.v_scale)
+    after = (call.k, call.v, call.slot_mapping, call.k_scale, call.v_scale)
     for old, new in zip(before, after, strict=True):
         if old is not None:
             assert torch.equal(old.contiguous().view(torch.uint8), new.contiguous().view(torch.uint8))
@@ -70,9 +72,9 @@ def calls(draw) -> dict:
         source=source,
         cache=cache,
         kind=draw(st.sampled_from(["flat", "NHD", "HND"])),
-        pages=draw(st.integers(1, 5)),
-        page_size=draw(st.integers(1, 7)),
-        slots_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        num_blocks=draw(st.integers(1, 5)),
+        block_size=draw(st.integers(1, 7)),
+        slot_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
         source_gap=draw(st.sampled_from([0, 0, 1, 8])),
         cache_gap=draw(st.sampled_from([0, 0, 3, 16])),
         offset=draw(st.sampled_from([0, 0, 1, 4])),
@@ -115,7 +117,7 @@ def test_shapes_of_models(backend, kind, heads, k_dim, v_dim, source, cache, sca
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_leaves_every_byte(backend: str) -> None:
-    call = make(6, 2, 32, 32, device=DEVICE, slots=[-1, 20, -(2**31), 2**31 - 1, -1, 21])
+    call = make(6, 2, 32, 32, device=DEVICE, slot_mapping=[-1, 20, -(2**31), 2**31 - 1, -1, 21])
     poison = [pool.clone() for pool in call.pools]
     call.run(kvstrata.store_kv, backend=backend)
     assert all(torch.equal(pool, old) for pool, old in zip(call.pools, poison, strict=True))
@@ -134,8 +136,8 @@ def test_offsets_past_2_31(backend: str) -> None:
     pool[-4096:] = 0xFF
     cache = pool.view(torch.float8_e4m3fn).as_strided((3, 4, 2, 32), (stride, 64, 32, 1))
     k = torch.arange(tokens * 64, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn).view(tokens, 2, 32)
-    slots = torch.tensor([8, 11, 9, 10], device=DEVICE)
-    kvstrata.store_kv(k, None, cache, None, slots, backend=backend)
+    slot_mapping = torch.tensor([8, 11, 9, 10], device=DEVICE)
+    kvstrata.store_kv(k, None, cache, None, slot_mapping, backend=backend)
     wanted = k.view(torch.uint8)[[0, 2, 3, 1]].flatten()
     assert torch.equal(pool[2 * stride : 2 * stride + 256], wanted)
     assert (pool[2 * stride + 256 :] == 0xFF).all()
@@ -157,32 +159,32 @@ def test_head_stride_times_head_past_2_31(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_k_and_v_in_one_pool_and_strided_slots(backend: str) -> None:
-    """[pages, 2, page_size, heads, dim], as engines have it: pages of K do not adjoin; every second slot counts."""
+    """[num_blocks, 2, block_size, heads, dim], as in engines: blocks of K do not adjoin; every second slot counts."""
     pool = torch.full((5, 2, 4, 2, 64), 7.0, dtype=torch.float16, device=DEVICE)
     k, v = torch.randn(2, 3, 2, 64, device=DEVICE).half()
-    slots = torch.tensor([6, -1, 17, -1, 2**40, -1], device=DEVICE)[::2]
+    slot_mapping = torch.tensor([6, -1, 17, -1, 2**40, -1], device=DEVICE)[::2]
     want = pool.clone()
     for token, slot in enumerate((6, 17)):
         want[slot // 4, 0, slot % 4], want[slot // 4, 1, slot % 4] = k[token], v[token]
-    kvstrata.store_kv(k, v, pool[:, 0], pool[:, 1], slots, backend=backend)
+    kvstrata.store_kv(k, v, pool[:, 0], pool[:, 1], slot_mapping, backend=backend)
     assert torch.equal(pool, want)
 
 
 def test_nothing_to_store_in_rows_without_elements(device: torch.device) -> None:
-    slots = torch.tensor([0, 1], device=device)
+    slot_mapping = torch.tensor([0, 1], device=device)
     for heads, dim in ((0, 16), (2, 0)):
         rows_, cache = torch.zeros(2, heads, dim, device=device), torch.zeros(4, heads, dim, device=device)
-        kvstrata.store_kv(rows_, rows_, cache, cache.clone(), slots)
+        kvstrata.store_kv(rows_, rows_, cache, cache.clone(), slot_mapping)
     k, cache = torch.ones(2, 2, 16, device=device), torch.zeros(4, 2, 16, device=device)
-    kvstrata.store_kv(k, k[..., :0], cache, cache[..., :0], slots)
+    kvstrata.store_kv(k, k[..., :0], cache, cache[..., :0], slot_mapping)
     assert torch.equal(cache[:2], k)
 
 
 def test_plans_are_not_mixed_up(device: torch.device) -> None:
     """Calls that differ in one thing only, one after the other and back again, each against the model."""
     kinds = [
-        dict(kind="NHD", page_size=2), dict(kind="HND", page_size=2), dict(offset=1), dict(offset=8),
-        dict(source_gap=8), dict(slots_dtype=torch.int64), dict(cache=FP8[0]), dict(cache=FP8[0], scales=1),
+        dict(kind="NHD", block_size=2), dict(kind="HND", block_size=2), dict(offset=1), dict(offset=8),
+        dict(source_gap=8), dict(slot_dtype=torch.int64), dict(cache=FP8[0]), dict(cache=FP8[0], scales=1),
         dict(cache=FP8[0], scales=2), dict(cache=FP8[1]), dict(v_dim=None),
     ]  # fmt: skip
     for backend in ("auto", *BACKENDS):
@@ -202,13 +204,13 @@ def test_more_than_2_31_elements(backend: str) -> None:
     tokens, dim = (1 << 24) + 3, 129
     k = torch.randint(0, 256, (tokens, 1, dim), dtype=torch.uint8, device=DEVICE)
     cache = torch.zeros_like(k)
-    slots = torch.arange(tokens - 1, -1, -1, device=DEVICE)
+    slot_mapping = torch.arange(tokens - 1, -1, -1, device=DEVICE)
     k8, cache8 = k.view(torch.float8_e4m3fn), cache.view(torch.float8_e4m3fn)
-    kvstrata.store_kv(k8, None, cache8, None, slots, backend=backend)
+    kvstrata.store_kv(k8, None, cache8, None, slot_mapping, backend=backend)
     assert torch.equal(cache.flip(0), k)
     # And V of one element a row: its units run out long before those of K.
     narrow, narrow_cache = k8[..., :1].contiguous(), cache8[..., :1].contiguous()
-    kvstrata.store_kv(k8, narrow, cache8, narrow_cache, slots, backend=backend)
+    kvstrata.store_kv(k8, narrow, cache8, narrow_cache, slot_mapping, backend=backend)
     assert torch.equal(narrow_cache.view(torch.uint8).flip(0), k[..., :1])
 
 
@@ -223,22 +225,25 @@ def test_every_half_rounds_like_the_search(dtype: torch.dtype) -> None:
         if backend == "cuda_bulk":
             continue
         cache = torch.zeros(512, 1, 128, dtype=torch.uint8, device=DEVICE).view(dtype)
-        slots, factor = torch.arange(512, device=DEVICE), scale.to(DEVICE)
-        kvstrata.store_kv(x.to(DEVICE), None, cache, None, slots, k_scale=factor, backend=backend)
+        slot_mapping, factor = torch.arange(512, device=DEVICE), scale.to(DEVICE)
+        kvstrata.store_kv(x.to(DEVICE), None, cache, None, slot_mapping, k_scale=factor, backend=backend)
         assert torch.equal(cache.view(torch.uint8).cpu(), want), backend
 
 
 def test_check_names_position_and_value(device: torch.device) -> None:
-    call = make(3, 2, 32, 32, device=device, slots=[1, 20, 99])
+    call = make(3, 2, 32, 32, device=device, slot_mapping=[1, 20, 99])
     poison = call.pools[0].clone()
-    with pytest.raises(IndexError, match=r"slots\[1\]: expected at most 19, .* got 20"):
+    with pytest.raises(IndexError, match=r"slot_mapping\[1\]: expected at most 19, .* got 20"):
         call.run(kvstrata.store_kv, check=True)
     assert torch.equal(call.pools[0], poison)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"layout": "x"}, "layout: expected"), ({"slots": torch.zeros(3, 1, dtype=torch.int32)}, "slots: expected shape")],
+    [
+        ({"layout": "x"}, "layout: expected"),
+        ({"slot_mapping": torch.zeros(3, 1, dtype=torch.int32)}, "slot_mapping: expected shape"),
+    ],
 )
 def test_check_validates_first(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -259,7 +264,7 @@ BAD = {
     "tokens of v": (lambda c: bad(c, v=c.v[:1]), ValueError, r"v: expected \[3, 2, dim\]"),
     "v without cache": (lambda c: bad(c, v_cache=None), ValueError, "v_cache: expected v and v_cache"),
     "cache without v": (lambda c: bad(c, v=None), ValueError, "v: expected v and v_cache"),
-    "pages of v": (lambda c: bad(c, v_cache=c.v_cache[:2]), ValueError, "v_cache: expected 5 pages of 4"),
+    "blocks of v": (lambda c: bad(c, v_cache=c.v_cache[:2]), ValueError, "v_cache: expected 5 blocks of 4"),
     "dtype of v": (lambda c: bad(c, v=c.v.float()), TypeError, r"v: expected torch.float16"),
     "dtype of v_cache": (lambda c: bad(c, v_cache=c.v_cache.float()), TypeError, r"v_cache: expected torch.float16"),
     "dtype pair": (lambda c: bad(c, k=c.k.float(), v=c.v.float()), TypeError, "torch.float32 into torch.float16"),
@@ -268,15 +273,23 @@ BAD = {
     "inner stride": (lambda c: bad(c, k=c.k.transpose(1, 2).contiguous().transpose(1, 2)), ValueError,
                      "k: expected an inner stride of 1, got 2"),
     "expanded cache": (lambda c: bad(c, k_cache=c.k_cache[:1].expand(5, -1, -1, -1)), ValueError, "do not share"),
-    "slots length": (lambda c: bad(c, slots=c.slots[:2]), ValueError, r"slots: expected shape \(3,\)"),
-    "slots rank": (lambda c: bad(c, slots=c.slots[:, None]), ValueError, r"slots: expected shape \(3,\)"),
-    "slots dtype": (lambda c: bad(c, slots=c.slots.short()), TypeError, "slots: expected torch.int32 or torch.int64"),
+    "slot_mapping length": (
+        lambda c: bad(c, slot_mapping=c.slot_mapping[:2]), ValueError, r"slot_mapping: expected shape \(3,\)"
+    ),
+    "slot_mapping rank": (
+        lambda c: bad(c, slot_mapping=c.slot_mapping[:, None]), ValueError, r"slot_mapping: expected shape \(3,\)"
+    ),
+    "slot_mapping dtype": (
+        lambda c: bad(c, slot_mapping=c.slot_mapping.short()), TypeError, "slot_mapping: expected torch.int32 or torch"
+    ),
     "layout": (lambda c: bad(c, layout="DHN"), ValueError, "layout: expected one of"),
     "scale without fp8": (lambda c: bad(c, k_scale=torch.ones(1)), ValueError, "k_scale: expected None"),
     "device": (lambda c: bad(c, k=c.k.to("meta")), ValueError, "k: expected a tensor on"),
     "k is a list": (lambda c: bad(c, k=[1.0]), TypeError, "k: expected a tensor, got list"),
     "k is None": (lambda c: bad(c, k=None), TypeError, "k: expected a tensor, got NoneType"),
-    "slots are a list": (lambda c: bad(c, slots=[1]), TypeError, "slots: expected a tensor, got list"),
+    "slot_mapping is a list": (
+        lambda c: bad(c, slot_mapping=[1]), TypeError, "slot_mapping: expected a tensor, got list"
+    ),
     "scale is a number": (lambda c: bad(c, k_scale=0.5), TypeError, "k_scale: expected a tensor, got float"),
 }  # fmt: skip
 
@@ -284,7 +297,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named_and_nothing_is_written(name: str, device: torch.device) -> None:
     change, error, message = BAD[name]
-    call = make(3, 2, 32, 32, device=device, slots=[0, 1, 2])
+    call = make(3, 2, 32, 32, device=device, slot_mapping=[0, 1, 2])
     poison = [pool.clone() for pool in call.pools]
     with pytest.raises(error, match=message):
         change(call).run(kvstrata.store_kv)
@@ -345,47 +358,47 @@ def test_threads_do_not_share_plans(device: torch.device) -> None:
 
 @pytest.mark.parametrize("v_dim", [32, None])
 def test_opcheck(v_dim: int | None, device: torch.device) -> None:
-    call = make(3, 2, 32, v_dim, device=device, slots=[0, 5, -1])
+    call = make(3, 2, 32, v_dim, device=device, slot_mapping=[0, 5, -1])
     call.k = torch.nan_to_num(call.k)  # opcheck compares with ==
     for pool in call.pools:
         pool.zero_()
     if call.v is not None:
         call.v = torch.nan_to_num(call.v)
-    arguments = (call.k, call.v, call.k_cache, call.v_cache, call.slots, None, None, "NHD", "auto", False)
+    arguments = (call.k, call.v, call.k_cache, call.v_cache, call.slot_mapping, None, None, "NHD", "auto", False)
     torch.library.opcheck(torch.ops.kvstrata.store_kv.default, arguments)
 
 
 def test_compiles_as_one_graph(device: torch.device) -> None:
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
-    def step(k, v, k_cache, v_cache, slots):
-        kvstrata.store_kv(k * 2, v + 1, k_cache, v_cache, slots)
+    def step(k, v, k_cache, v_cache, slot_mapping):
+        kvstrata.store_kv(k * 2, v + 1, k_cache, v_cache, slot_mapping)
         return k_cache.sum() * 0 + 1
 
     for tokens in (1, 3, 5):
         call = make(tokens, 2, 32, 32, device=device, seed=tokens)
         call.k, call.v = call.k.contiguous(), call.v.contiguous()
-        doubled = Call(call.k * 2, call.v + 1, call.k_cache, call.v_cache, call.slots, pools=call.pools)
+        doubled = Call(call.k * 2, call.v + 1, call.k_cache, call.v_cache, call.slot_mapping, pools=call.pools)
         expected = doubled.expected()
-        step(call.k, call.v, call.k_cache, call.v_cache, call.slots)
+        step(call.k, call.v, call.k_cache, call.v_cache, call.slot_mapping)
         assert all(torch.equal(pool, want) for pool, want in zip(call.pools, expected, strict=True))
 
 
 def test_guard_in_python_decides_alike(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Where torch offers no TensorGuards, the stand-in gives the same answers."""
-    k, cache, slots = torch.randn(3, 2, 32), torch.randn(8, 2, 32), torch.arange(3)
+    k, cache, slot_mapping = torch.randn(3, 2, 32), torch.randn(8, 2, 32), torch.arange(3)
     others = [
-        (k[:2], cache, slots),
-        (k.half(), cache, slots),
-        (k, cache.transpose(0, 1), slots),
-        (k, cache, slots.int()),
-        (3, cache, slots),
+        (k[:2], cache, slot_mapping),
+        (k.half(), cache, slot_mapping),
+        (k, cache.transpose(0, 1), slot_mapping),
+        (k, cache, slot_mapping.int()),
+        (3, cache, slot_mapping),
     ]
     for make_guard in (guard.guard_of, guard.python_guard):
-        same = make_guard([k, cache, slots])
-        assert same(k.clone(), cache.clone(), slots.clone())
+        same = make_guard([k, cache, slot_mapping])
+        assert same(k.clone(), cache.clone(), slot_mapping.clone())
         assert not any(same(*other) for other in others)
         with FlopCounterMode(display=False):
-            assert not same(k, cache, slots)
+            assert not same(k, cache, slot_mapping)
 
 
 @pytest.mark.parametrize("kind", [dict(v_dim=32), dict(v_dim=None), dict(v_dim=32, cache=FP8[0], scales=1)])
@@ -394,7 +407,7 @@ def test_the_fast_way_is_taken_when_it_fits(kind: dict) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     cpu, launched = torch.device("cpu"), []
-    call = make(3, 2, 32, device=cpu, slots=[0, 1, 2], **kind)
+    call = make(3, 2, 32, device=cpu, slot_mapping=[0, 1, 2], **kind)
 
     def run(other: Call = call, **options) -> int:
         before = len(launched)
@@ -412,15 +425,15 @@ def test_the_fast_way_is_taken_when_it_fits(kind: dict) -> None:
     plant()
     assert run() == 1
     assert launched[0][0] == call.k.data_ptr()
-    assert launched[0][-1] == call.slots.data_ptr()
+    assert launched[0][-1] == call.slot_mapping.data_ptr()
     for change in (
-        dict(tokens=2, slots=[0, 1]),
+        dict(tokens=2, slot_mapping=[0, 1]),
         dict(heads=3),
         dict(offset=1),
-        dict(slots_dtype=torch.int64),
+        dict(slot_dtype=torch.int64),
         dict(source_gap=8),
     ):
-        changed = dict(tokens=3, heads=2, k_dim=32, device=cpu, slots=[0, 1, 2]) | kind | change
+        changed = dict(tokens=3, heads=2, k_dim=32, device=cpu, slot_mapping=[0, 1, 2]) | kind | change
         assert run(make(**changed)) == 0, change
     plant()
     with torch.inference_mode():
@@ -431,7 +444,7 @@ def test_the_fast_way_is_taken_when_it_fits(kind: dict) -> None:
         fake = Call(
             *(
                 None if t is None else mode.from_tensor(t)
-                for t in (call.k, call.v, call.k_cache, call.v_cache, call.slots)
+                for t in (call.k, call.v, call.k_cache, call.v_cache, call.slot_mapping)
             )
         )
         fake.k_scale, fake.v_scale = (None if t is None else mode.from_tensor(t) for t in (call.k_scale, call.v_scale))
@@ -442,7 +455,7 @@ def test_the_fast_way_is_taken_when_it_fits(kind: dict) -> None:
 
 def test_guard_takes_no_none() -> None:
     """``v`` given without ``v_cache`` after a call that had both: the guard says no, the check says why."""
-    call = make(3, 2, 32, 32, device=DEVICE, slots=[0, 1, 2])
+    call = make(3, 2, 32, 32, device=DEVICE, slot_mapping=[0, 1, 2])
     call.run(kvstrata.store_kv)
     call.v_cache = None
     with pytest.raises(ValueError, match="v_cache: expected v and v_cache"):
@@ -450,7 +463,7 @@ def test_guard_takes_no_none() -> None:
 
 
 def test_dispatch_modes_see_the_operator(device: torch.device) -> None:
-    call = make(3, 2, 32, 32, device=device, slots=[0, 1, 2])
+    call = make(3, 2, 32, 32, device=device, slot_mapping=[0, 1, 2])
     call.run(kvstrata.store_kv)
     seen = []
 
@@ -470,7 +483,7 @@ def test_fake_tensors_are_checked(device: torch.device) -> None:
     with FakeTensorMode():
         k, cache = torch.empty(3, 2, 32), torch.empty(8, 2, 32)
         kvstrata.store_kv(k, k, cache, cache.clone(), torch.empty(3, dtype=torch.int64))
-        with pytest.raises(ValueError, match="slots: expected shape"):
+        with pytest.raises(ValueError, match="slot_mapping: expected shape"):
             kvstrata.store_kv(k, k, cache, cache.clone(), torch.empty(4, dtype=torch.int64))
 
 
@@ -492,7 +505,7 @@ def test_graph_replay_reads_new_slots_and_rows(backend: str, overlap: bool) -> N
         fresh = make(6, 2, 64, 64, device=DEVICE, seed=seed)
         static.k.copy_(torch.nan_to_num(fresh.k))
         static.v.copy_(fresh.v)
-        static.slots.copy_(fresh.slots)
+        static.slot_mapping.copy_(fresh.slot_mapping)
         for pool in static.pools:
             pool.fill_(0xFF)
         want = static.expected()
@@ -522,7 +535,7 @@ def test_side_stream_and_no_hidden_copy() -> None:
 
 @gpu
 def test_check_is_refused_under_capture() -> None:
-    call = make(2, 2, 64, 64, device=DEVICE, slots=[0, 1])
+    call = make(2, 2, 64, 64, device=DEVICE, slot_mapping=[0, 1])
     call.run(kvstrata.store_kv)
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="check: expected False"):

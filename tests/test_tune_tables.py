@@ -127,10 +127,10 @@ def test_auto_of_store_reads_the_table(own_cache: Path) -> None:
     from kvstrata.tools.bench.cases.store import KINDS
     from kvstrata.tools.tune.problems.store import task_of
 
-    task, slots = task_of(KINDS[0], 256), torch.zeros(256, dtype=torch.int32)
+    task, slot_mapping = task_of(KINDS[0], 256), torch.zeros(256, dtype=torch.int32)
 
     def entry_for(backend: str, bits: int = 0) -> str:
-        return store_cuda.plan(task, slots, bits, backend, False).entry
+        return store_cuda.plan(task, slot_mapping, bits, backend, False).entry
 
     default = entry_for("cuda")
     shape = store_cuda.features(store_cuda.shape_of(task, 0))

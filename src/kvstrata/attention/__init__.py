@@ -1,4 +1,4 @@
-"""K and V are read: decode attention over every tier of a cache or over plain pages, prefill over rows and tiers."""
+"""K and V are read: decode over every tier of a cache or over an engine's blocks, prefill over rows and tiers."""
 
 from .decode.op import decode_attention
 from .decode.plan import DecodePlan

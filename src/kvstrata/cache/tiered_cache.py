@@ -38,9 +38,9 @@ from .ops.step import advance, write
 from .ops.transaction import Transaction
 from .policy import room
 from .policy.assign import Prices, format_error
-from .policy.budget import Budget, Memory, default_tiers
+from .policy.budget import DEFAULT, Memory, check_budget, default_tiers
 from .policy.importance import MODES
-from .policy.mass import hear
+from .policy.mass import add_mass
 from .policy.scopes import scopes_of, settle_scopes
 from .policy.settle import POLICIES, Policy, whole_pages
 from .policy.sizes import Sizes
@@ -57,12 +57,13 @@ class TieredCache:
 
     Args:
         layers, kv_heads, head_dim: of the model; ``head_dim`` a multiple of 16 from 32 to 256.
-        budget: a float below 1 is a fraction of what the tokens held would take at ``dtype``, for each request and
-            layer on its own (short contexts have a floor, see docs/cache.md); an int is bytes for everything; None or
-            1.0 compresses nothing. A fraction that has bytes to spare at K8V8 leaves them.
+        budget: a fraction of what the tokens held would take at ``dtype``, for each request and layer on its own
+            (short contexts have a floor, see docs/cache.md); 1.0 compresses nothing, None is no limit. A fraction that
+            has bytes to spare at K8V8 leaves them.
+        budget_bytes: bytes for everything, in place of ``budget``.
         tiers: names of formats for older tokens, best first, none larger than the one before; None chooses by the
             budget (`budget.default_tiers`).
-        window, sinks: the last and the first tokens, kept at ``dtype``.
+        recent_tokens, sink_tokens: how many of the last and of the first tokens are kept at ``dtype``.
         dtype, device: of the model's K and V.
         max_requests, max_tokens: the size of the tables. ``max_tokens`` up to 32768 has 2-byte positions, else 4.
         page_tokens: 64, 32 or 16; small contexts want small pages.
@@ -70,7 +71,7 @@ class TieredCache:
         per_head: each KV head chooses its own tokens; False: all heads of a layer choose alike.
         evict: drop the least important tokens where the lowest tier is not small enough, instead of `BudgetExceeded`.
         settle_every: when settling is needed, make room for about this many more tokens if possible: from half to
-            twice as many, so that sinks, window and room are whole pages.
+            twice as many, so that sink and recent tokens and room are whole pages.
         hysteresis: a token that is already quantised counts this much more when tiers are chosen.
         importance: ``mean`` (mass per query so far) or ``ema`` with ``decay``.
         rope: how far RoPE turns each pair of channels from one position to the next, in radians, as a model's
@@ -82,7 +83,7 @@ class TieredCache:
     graph capture, except for `write` and what reads `bucket_views`. For several streams see docs/cache.md.
 
     Example:
-        >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, window=32, page_tokens=16, dtype=torch.float32)
+        >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, recent_tokens=32, page_tokens=16, dtype=torch.float32)
         >>> k, v = torch.randn(2, 2000, 2, 64)
         >>> cache.append(0, k, v)
         >>> cache.length(0), cache.memory().total <= 0.25 * cache.memory().full
@@ -95,10 +96,11 @@ class TieredCache:
         kv_heads: int,
         head_dim: int,
         *,
-        budget: int | float | None = 0.25,
+        budget: float | None = DEFAULT,
+        budget_bytes: int | None = None,
         tiers: Sequence[str] | None = None,
-        window: int = 64,
-        sinks: int = 4,
+        recent_tokens: int = 64,
+        sink_tokens: int = 4,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         max_requests: int = 1,
@@ -119,8 +121,8 @@ class TieredCache:
         self.layers = check_int("layers", layers, 1)
         self.kv_heads = check_int("kv_heads", kv_heads, 1)
         self.head_dim = head_dim
-        self.window = check_int("window", window, 1)
-        self.sinks = check_int("sinks", sinks, 0)
+        self.recent_tokens = check_int("recent_tokens", recent_tokens, 1)
+        self.sink_tokens = check_int("sink_tokens", sink_tokens, 0)
         self.max_requests = check_int("max_requests", max_requests, 1)
         self.max_tokens = check_int("max_tokens", max_tokens, 1)
         self.page_tokens = page_tokens
@@ -143,14 +145,15 @@ class TieredCache:
             self.device = torch.empty(0, device=self.device).device  # with its number
         self.decay, self.debug = decay, debug
         self.rope = self._arguments["rope"] = check_rope(rope, head_dim)
-        amount = Budget.check(budget)
+        amount = check_budget(budget, budget_bytes)
+        self._arguments["budget"] = amount if budget_bytes is None else None
 
         sizes = Sizes(
             amount=amount,
             layers=layers,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            kept=window + sinks,
+            kept=recent_tokens + sink_tokens,
             settle_every=settle_every,
             dtype=dtype,
             device=self.device,
@@ -164,16 +167,16 @@ class TieredCache:
         if tiers is None:
             tiers = default_tiers(amount, sizes.expected)
         check_names(tiers)
-        self.kinds = sizes.kinds(tiers)
-        self.formats = tuple(kind.format for kind in self.kinds)
+        self.page_formats = sizes.page_formats(tiers)
+        self.formats = tuple(kind.format for kind in self.page_formats)
         check_tiers(self.formats, tiers)
         self._arguments["tiers"] = tuple(tiers)
 
         with torch.inference_mode(False):  # whoever makes the cache: its tensors are written to later
-            strides = [kind.stride for kind in self.kinds]
+            strides = [kind.stride for kind in self.page_formats]
             slab, capacity = sizes.slabs(strides[0], len(strides))
             self.pool = Pool(strides, slab, capacity, self.device, debug)
-            self.buckets = Buckets(self.pool, self.kinds, max_requests, layers, kv_heads, sizes.max_pages)
+            self.buckets = Buckets(self.pool, self.page_formats, max_requests, layers, kv_heads, sizes.max_pages)
             centre_shape = (max_requests, layers, kv_heads, head_dim)
             self.centre = torch.zeros(centre_shape, dtype=torch.float32, device=self.device)
             lengths = torch.zeros(max_requests, layers, dtype=torch.int32, device="cpu")
@@ -185,7 +188,7 @@ class TieredCache:
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
 
         self.budget = sizes.budget(strides, self.pool.slab_sizes, sum(books.fixed(self).values()))
-        headroom = whole_pages(settle_every, window + sinks, page_tokens)
+        headroom = whole_pages(settle_every, recent_tokens + sink_tokens, page_tokens)
         leave_plain = isinstance(amount, float) and self.formats[1].name == "K8V8"
         if leave_plain:
             self.budget = replace(self.budget, ceiling_room=headroom)
@@ -194,8 +197,8 @@ class TieredCache:
             importance,
             per_head,
             evict,
-            window,
-            sinks,
+            recent_tokens,
+            sink_tokens,
             hysteresis,
             headroom,
             Prices(self.budget.page_price, page_tokens),
@@ -221,7 +224,7 @@ class TieredCache:
         self._check_layer(layer)
         self.pool.note_stream()
         return BucketedCacheLayer(
-            self.buckets.table[:, layer],
+            self.buckets.page_table[:, layer],
             self.buckets.count[:, layer],
             self._device_lengths[:, layer],
             self.centre[:, layer],
@@ -230,8 +233,8 @@ class TieredCache:
             self.pool.units,
             self.formats,
             self.pool.strides,
-            tuple(kind.position_offset for kind in self.kinds),
-            tuple(kind.importance_offset for kind in self.kinds),
+            tuple(kind.position_offset for kind in self.page_formats),
+            tuple(kind.importance_offset for kind in self.page_formats),
             self.position_dtype,
             None if self.pool.space is None else self.pool.space.bytes,
         )
@@ -266,9 +269,9 @@ class TieredCache:
 
     # Tokens come and settle
 
-    def add(self) -> int:
-        """A new, empty request."""
-        request = self._free_request()
+    def add_request(self) -> int:
+        """Take an unused request into use, empty; RuntimeError if all ``max_requests`` are in use."""
+        request = self._unused_request()
         self._active.add(request)
         return request
 
@@ -278,7 +281,7 @@ class TieredCache:
         k: torch.Tensor,
         v: torch.Tensor,
         requests: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
+        seq_lens: Sequence[int] | None = None,
         *,
         mass: torch.Tensor | None = None,
         queries: int | None = None,
@@ -290,7 +293,7 @@ class TieredCache:
             k, v: ``[tokens, kv_heads, head_dim]``, the requests' tokens one after the other, or
                 ``[requests, tokens, kv_heads, head_dim]``; in the cache's dtype and on its device.
             requests: which; None is 0, 1, ... A request not in use yet is taken into use.
-            lengths: tokens of each request, for packed rows of several.
+            seq_lens: new tokens of each request, for packed rows of several.
             mass: what the queries of these tokens gave to all positions, the new ones included, as in
                 `update_importance`: a prompt that attends before it is stored settles by it at once.
             queries: how many queries of each request are in ``mass``; None is one per token, so that all requests need
@@ -298,7 +301,7 @@ class TieredCache:
 
         Raises ValueError, TypeError or BudgetExceeded with nothing changed.
         """
-        append_tokens(self, layer, k, v, requests, lengths, mass, queries)
+        append_tokens(self, layer, k, v, requests, seq_lens, mass, queries)
 
     def advance(self, requests: Sequence[int] | None = None) -> None:
         """One more token for each of these requests (None: all in use) in every layer, whose rows `write` brings.
@@ -346,7 +349,7 @@ class TieredCache:
         mass = check_mass(self, mass, len(given), max(ends, default=0))
         if self.policy.name == "importance":
             with self._operation() as change:
-                hear(self, change, layer, given, mass, queries, ends)
+                add_mass(self, change, layer, given, mass, queries, ends)
 
     def settle(self, layer: int | None = None, requests: Sequence[int] | None = None) -> None:
         """Move tokens to the tiers that importance or age ask for now, where the budget is short of headroom.
@@ -380,7 +383,7 @@ class TieredCache:
     def fork(self, request: int) -> int:
         """A second request with the same tokens, sharing every page until one of both changes it."""
         self._check_request(request)
-        twin = self._free_request()
+        twin = self._unused_request()
         assign(self, {twin: request}, [])
         return twin
 
@@ -413,7 +416,7 @@ class TieredCache:
         check_int("length", length, 0)
         crop_request(self, request, length)
 
-    def free(self, request: int) -> None:
+    def free_request(self, request: int) -> None:
         """Forget a request; pages that no fork shares go back."""
         self._check_request(request)
         assign(self, {}, [request])
@@ -463,7 +466,7 @@ class TieredCache:
             raise ValueError(f"requests: expected each once, got {given}")
         return given
 
-    def _free_request(self) -> int:
+    def _unused_request(self) -> int:
         for request in range(self.max_requests):
             if request not in self._active:
                 return request

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.arguments import check_int
 from kvstrata.cache.ops.clone import clone
-from kvstrata.cache.policy.budget import Budget, Memory
+from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget
 
 from . import attention, support
 from . import mask as masks
@@ -42,8 +42,9 @@ class StrataCache(Cache):
 
     Args:
         config: the model's (``model.config``); it is not changed. ValueError for a model that cannot be compressed.
-        budget, tiers, window, sinks, page_tokens, policy, ...: of `kvstrata.TieredCache`; a budget below 1 is a
-            fraction of 16 bit, 1.0 compresses nothing.
+        budget: a fraction of 16 bit; 1.0 compresses nothing, None is no limit.
+        budget_bytes: bytes for everything, in place of ``budget``.
+        tiers, recent_tokens, sink_tokens, page_tokens, policy, ...: of `kvstrata.TieredCache`.
         dtype: of tokens that are not compressed; None is the model's, and float16 where a float32 model is compressed.
         max_batch: rows, for `batch_repeat_interleave`; None is what comes first.
         max_tokens: of a row; None begins with the config's context length, up to 32768 for shorter prompts, and grows
@@ -68,8 +69,9 @@ class StrataCache(Cache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        budget: int | float | None = 0.25,
+        budget: float | None = DEFAULT,
         *,
+        budget_bytes: int | None = None,
         dtype: torch.dtype | None = None,
         max_batch: int | None = None,
         max_tokens: int | None = None,
@@ -90,12 +92,14 @@ class StrataCache(Cache):
         check_int("importance_queries", importance_queries, 1)
         if max_batch is not None:
             check_int("max_batch", max_batch, 1)
-        Budget.check(budget)
+        amount = check_budget(budget, budget_bytes)
         early: dict[str, Any] = {
             name: value for name, value in (("dtype", dtype), ("max_tokens", max_tokens)) if value is not None
         }
         TieredCache(1, 1, 64, budget=None, **early, **options)
-        self.options = options | dict(budget=budget)
+        self._compresses = amount is not None
+        fraction = None if budget is None else float(budget)
+        self.options = options | ({"budget": fraction} if budget_bytes is None else {"budget_bytes": budget_bytes})
         self.dtype, self.max_batch, self.max_tokens = dtype, max_batch, max_tokens
         self.importance_queries = importance_queries
         self._text = text
@@ -132,6 +136,8 @@ class StrataCache(Cache):
             raise ValueError(f"path: expected a JSON object of arguments in {path}, got {error}") from error
         if not isinstance(given, dict):
             raise ValueError(f"path: expected a JSON object of arguments in {path}, got {type(given).__name__}")
+        if "budget" in options or "budget_bytes" in options:
+            given = {name: value for name, value in given.items() if name not in ("budget", "budget_bytes")}
         return cls(config, **(given | options))
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -162,8 +168,8 @@ class StrataCache(Cache):
         return self._tiered
 
     @property
-    def listens(self) -> bool:
-        """Whether attention mass matters."""
+    def uses_mass(self) -> bool:
+        """True where attention mass decides which tokens are demoted."""
         return self.tiered.policy.name == "importance" and self.tiered.budget.amount is not None
 
     def misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
@@ -194,8 +200,7 @@ class StrataCache(Cache):
             return
         dtype = self.dtype
         if dtype is None:
-            compresses = Budget.check(self.options["budget"]) is not None
-            dtype = torch.float16 if key.dtype == torch.float32 and compresses else key.dtype
+            dtype = torch.float16 if key.dtype == torch.float32 and self._compresses else key.dtype
         tokens = self.max_tokens
         if tokens is None:
             tokens = min(self.context, TOKENS) if 2 * new <= TOKENS else max(self.context, 2 * new)
@@ -214,11 +219,11 @@ class StrataCache(Cache):
         )
         self._check_budget(self._tiered)
         self._real = np.ones((rows, 0), bool)
-        window = self.options.get("window")
-        if window is not None and window >= new > 1 and self._tiered.budget.amount is not None:
+        recent = self.options.get("recent_tokens")
+        if recent is not None and recent >= new > 1 and self._tiered.budget.amount is not None:
             warnings.warn(
-                f"window: expected fewer than the {new} tokens of the prompt, got {window}; nothing is compressed until"
-                f" a row has more than {window + self._tiered.sinks} tokens",
+                f"recent_tokens: expected fewer than the {new} tokens of the prompt, got {recent}; nothing is"
+                f" compressed until a row has more than {recent + self._tiered.sink_tokens} tokens",
                 stacklevel=2,
             )
 
@@ -281,7 +286,8 @@ class StrataCache(Cache):
 
     def __repr__(self) -> str:
         plain = "".join(f", layer {place} plain: {why}" for place, why in sorted(self.plain_layers.items()))
-        return f"StrataCache({self._compressed} layers, budget={self.options['budget']!r}{plain})"
+        limit = "budget_bytes" if "budget_bytes" in self.options else "budget"
+        return f"StrataCache({self._compressed} layers, {limit}={self.options[limit]!r}{plain})"
 
     # Columns: which are tokens
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .cache import StrataCache
 
 KIND = "kvstrata.strata_cache"
-VERSION = 1
+VERSION = 2
 SHAPE = (
     "model_type",
     "num_hidden_layers",

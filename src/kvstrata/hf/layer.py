@@ -72,7 +72,7 @@ class StrataLayer(CacheLayerMixin):
         ``positions`` are the model's ``position_ids``, None where it does not hand them on.
         """
         queries = query.shape[2]
-        few = queries <= min(DECODE_QUERIES, self.owner.tiered.window)
+        few = queries <= min(DECODE_QUERIES, self.owner.tiered.recent_tokens)
         try:
             real = self.owner.tokens_among(self.columns, mask, positions, len(query), queries)
             if self.columns + queries > self.owner.tiered.max_tokens:
@@ -91,11 +91,11 @@ class StrataLayer(CacheLayerMixin):
         return out
 
     def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
-        cache, listens = self.owner.tiered, self.owner.listens
+        cache, uses_mass = self.owner.tiered, self.owner.uses_mass
         cache.append(self.index, self._rows(key), self._rows(value))
         q = query.transpose(1, 2).to(cache.dtype)
         made = kvstrata.decode_attention(
-            q, cache, self.index, scale=logits.scale, softcap=logits.softcap, sinks=logits.sinks, return_mass=listens
+            q, cache, self.index, scale=logits.scale, softcap=logits.softcap, sinks=logits.sinks, return_mass=uses_mass
         )
         if isinstance(made, torch.Tensor):
             return made.to(query.dtype)
@@ -136,7 +136,7 @@ class StrataLayer(CacheLayerMixin):
 
             out = self._in_chunks(query, keys, values, mask_of, under)
         mass = None
-        if self.owner.listens:
+        if self.owner.uses_mass:
             mass = self._mass(query, keys, query_position, column_position, real, logits)
         self._store(key, value, real, mass)
         return out
@@ -206,7 +206,7 @@ class StrataLayer(CacheLayerMixin):
                 k[request][chosen],
                 v[request][chosen],
                 requests=[request],
-                lengths=[count],
+                seq_lens=[count],
                 mass=own,
                 queries=None if own is None else count,
             )

@@ -82,7 +82,7 @@ def shape_of(task: Task, address_bits: int) -> Shape:
     elements = min(16 // cache, 32 // source)  # two loads at most, one store
     for rows in _sides(task):
         source_bytes = alignment(*(n * source for n in (rows.source_token, rows.source_head, rows.dim)), address_bits)
-        cache_strides = (rows.cache_page, rows.cache_row, rows.cache_head, rows.dim)
+        cache_strides = (rows.cache_block, rows.cache_row, rows.cache_head, rows.dim)
         cache_bytes = alignment(*(n * cache for n in cache_strides), address_bits)
         # A wide source unit is several 16-byte loads, so its start needs 16 bytes of alignment and no more.
         fits_source = elements if source_bytes == 16 else max(1, source_bytes // source)
@@ -127,16 +127,16 @@ def tuned_config(shape: Shape, device: torch.device) -> Config | None:
     return config if config and takes(shape, config) else None
 
 
-def entry_of(shape: Shape, slots_dtype: torch.dtype, config: Config) -> str:
+def entry_of(shape: Shape, slot_dtype: torch.dtype, config: Config) -> str:
     """The template instantiation for a shape."""
     task = shape.task
-    slot, per_head = CXX[slots_dtype], str(task.scale_per_head).lower()
+    slot, per_head = CXX[slot_dtype], str(task.scale_per_head).lower()
     if config.kernel == "bulk":
         row_bytes = [rows.dim * task.cache_dtype.itemsize if rows else 0 for rows in (task.k, task.v)]
-        return f"store_bulk<{task.k.heads}, {row_bytes[0]}, {row_bytes[1]}, {task.k.page_size}, {slot}, {config.per}>"
+        return f"store_bulk<{task.k.heads}, {row_bytes[0]}, {row_bytes[1]}, {task.k.block_size}, {slot}, {config.per}>"
     index = "unsigned long long" if shape.wide_index else "unsigned"
     return (
-        f"store_{config.kernel}<{op_of(shape)}, {task.k.heads}, {shape.k_units}, {shape.v_units}, {task.k.page_size}, "
+        f"store_{config.kernel}<{op_of(shape)}, {task.k.heads}, {shape.k_units}, {shape.v_units}, {task.k.block_size}, "
         f"{slot}, {index}, {per_head}, {config.threads}, {config.per}>"
     )
 
@@ -223,13 +223,18 @@ def grid_of(shape: Shape, config: Config, device: int) -> int:
 
 
 def plan(
-    task: Task, slots: torch.Tensor, address_bits: int, backend: str, overlap: bool, config: Config | None = None
+    task: Task,
+    slot_mapping: torch.Tensor,
+    address_bits: int,
+    backend: str,
+    overlap: bool,
+    config: Config | None = None,
 ) -> jit.Launch:
     """Everything of a launch but the pointers."""
     shape = shape_of(task, address_bits)
-    arch = jit.arch_of(slots.device)
+    arch = jit.arch_of(slot_mapping.device)
     if config is None:
-        config = tuned_config(shape, slots.device) if backend == "cuda" else None
+        config = tuned_config(shape, slot_mapping.device) if backend == "cuda" else None
         config = config or config_of(backend, shape, arch)
     if not takes(shape, config):
         unit = shape.elements * task.source_dtype.itemsize
@@ -244,12 +249,14 @@ def plan(
     def strides(rows: Rows | None) -> tuple[int, ...]:
         if rows is None:
             return (0,) * 5
-        in_source, in_cache = (rows.source_token, rows.source_head), (rows.cache_page, rows.cache_row, rows.cache_head)
+        in_source, in_cache = (rows.source_token, rows.source_head), (rows.cache_block, rows.cache_row, rows.cache_head)
         return *(n * source for n in in_source), *(n * cache for n in in_cache)
 
     pointers = (0,) * 7
     params = PARAMS.pack(
-        *pointers, *strides(task.k), *strides(task.v), slots.stride(0), task.slots_in_cache, task.tokens
+        *pointers, *strides(task.k), *strides(task.v), slot_mapping.stride(0), task.slots_in_cache, task.tokens
     )
-    kernel = jit.load(SOURCE, entry_of(shape, slots.dtype, config), arch)
-    return jit.Launch(kernel, grid_of(shape, config, slots.get_device()), config.threads, params, overlap=overlap)
+    kernel = jit.load(SOURCE, entry_of(shape, slot_mapping.dtype, config), arch)
+    return jit.Launch(
+        kernel, grid_of(shape, config, slot_mapping.get_device()), config.threads, params, overlap=overlap
+    )

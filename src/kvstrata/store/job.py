@@ -1,8 +1,8 @@
 """What ``store_kv`` is asked to do, checked and put into numbers once, for every backend alike.
 
 ``Rows`` describes one side (K or V): where its source rows and its cache rows lie. All three cache layouts become
-page, row-in-page and head strides, so no kernel knows about layouts. Heads that adjoin in source and cache are merged
-into one wide row, pages that adjoin into a flat cache.
+block, row-in-block and head strides, so no kernel knows about layouts. Heads that adjoin in source and cache are merged
+into one wide row, blocks that adjoin into a flat cache.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ class Rows:
     dim: int
     source_token: int
     source_head: int
-    cache_page: int
+    cache_block: int
     cache_row: int
     cache_head: int
-    pages: int
-    page_size: int
+    num_blocks: int
+    block_size: int
 
     @property
     def heads_adjoin(self) -> bool:
         return self.heads == 1 or self.source_head == self.cache_head == self.dim
 
     @property
-    def pages_adjoin(self) -> bool:
-        return self.page_size == 1 or self.cache_page == self.page_size * self.cache_row
+    def blocks_adjoin(self) -> bool:
+        return self.block_size == 1 or self.cache_block == self.block_size * self.cache_row
 
     def with_heads_merged(self) -> Rows:
         return replace(self, heads=1, dim=self.heads * self.dim, source_head=0, cache_head=0)
 
-    def with_pages_merged(self) -> Rows:
-        step = self.cache_page if self.page_size == 1 else self.cache_row
-        return replace(self, cache_page=step, cache_row=0, pages=self.pages * self.page_size, page_size=1)
+    def with_blocks_merged(self) -> Rows:
+        step = self.cache_block if self.block_size == 1 else self.cache_row
+        return replace(self, cache_block=step, cache_row=0, num_blocks=self.num_blocks * self.block_size, block_size=1)
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,15 @@ class Task:
 
     @property
     def slots_in_cache(self) -> int:
-        return self.k.pages * self.k.page_size
+        return self.k.num_blocks * self.k.block_size
 
     def merged(self) -> Task:
-        """The same task with heads as one row and slots as one-slot pages, where they adjoin on every side."""
+        """The same task with heads as one row and slots as one-slot blocks, where they adjoin on every side."""
         sides = [self.k] if self.v is None else [self.k, self.v]
         if not self.scale_per_head and all(rows.heads_adjoin for rows in sides):
             sides = [rows.with_heads_merged() for rows in sides]
-        if all(rows.pages_adjoin for rows in sides):
-            sides = [rows.with_pages_merged() for rows in sides]
+        if all(rows.blocks_adjoin for rows in sides):
+            sides = [rows.with_blocks_merged() for rows in sides]
         return replace(self, k=sides[0], v=sides[1] if self.v else None)
 
 
@@ -90,21 +90,21 @@ def _rows(name: str, x: torch.Tensor, cache: torch.Tensor, layout: str) -> Rows:
     if x.dim() != 3:
         _fail(name, "[tokens, heads, dim]", f"shape {tuple(x.shape)}")
     if cache.dim() not in (3, 4):
-        _fail(cache_name, "[slots, heads, dim] or 4-D pages", f"shape {tuple(cache.shape)}")
+        _fail(cache_name, "[slots, heads, dim] or 4-D blocks", f"shape {tuple(cache.shape)}")
     if cache.dim() == 3:
         slots, heads, dim = cache.shape
         strides = cache.stride()
-        page = Rows(heads, dim, 0, 0, strides[0], 0, strides[1], slots, 1)
+        rows = Rows(heads, dim, 0, 0, strides[0], 0, strides[1], slots, 1)
     elif layout == "NHD":
-        pages, page_size, heads, dim = cache.shape
+        num_blocks, block_size, heads, dim = cache.shape
         strides = cache.stride()
-        page = Rows(heads, dim, 0, 0, strides[0], strides[1], strides[2], pages, page_size)
+        rows = Rows(heads, dim, 0, 0, strides[0], strides[1], strides[2], num_blocks, block_size)
     else:
-        pages, heads, page_size, dim = cache.shape
+        num_blocks, heads, block_size, dim = cache.shape
         strides = cache.stride()
-        page = Rows(heads, dim, 0, 0, strides[0], strides[2], strides[1], pages, page_size)
-    if tuple(x.shape[1:]) != (page.heads, page.dim):
-        _fail(name, f"[tokens, {page.heads}, {page.dim}] as in {cache_name}", f"shape {tuple(x.shape)}")
+        rows = Rows(heads, dim, 0, 0, strides[0], strides[2], strides[1], num_blocks, block_size)
+    if tuple(x.shape[1:]) != (rows.heads, rows.dim):
+        _fail(name, f"[tokens, {rows.heads}, {rows.dim}] as in {cache_name}", f"shape {tuple(x.shape)}")
     for tensor_name, tensor in ((name, x), (cache_name, cache)):
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             _fail(tensor_name, "an inner stride of 1", tensor.stride(-1))
@@ -112,10 +112,10 @@ def _rows(name: str, x: torch.Tensor, cache: torch.Tensor, layout: str) -> Rows:
         _fail(cache_name, "rows that do not share memory (an expanded tensor cannot be written)", tuple(cache.stride()))
     # A stride along one element says nothing; as zero it cannot spoil the alignment.
     return replace(
-        page,
+        rows,
         source_token=x.stride(0) if x.shape[0] > 1 else 0,
         source_head=x.stride(1) if x.shape[1] > 1 else 0,
-        cache_head=page.cache_head if page.heads > 1 else 0,
+        cache_head=rows.cache_head if rows.heads > 1 else 0,
     )
 
 
@@ -141,7 +141,7 @@ def check(
     v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     layout: str,
@@ -169,15 +169,15 @@ def check(
     if len(rows) == 2:
         if v is not None and v.shape[:2] != k.shape[:2]:
             _fail("v", f"[{k.shape[0]}, {k.shape[1]}, dim] as in k", f"shape {tuple(v.shape)}")
-        if (rows[0].pages, rows[0].page_size) != (rows[1].pages, rows[1].page_size):
-            expected = f"{rows[0].pages} pages of {rows[0].page_size} as in k_cache"
-            _fail("v_cache", expected, f"{rows[1].pages} pages of {rows[1].page_size}")
-    if slots.dim() != 1 or slots.shape[0] != k.shape[0]:
-        _fail("slots", f"shape ({k.shape[0]},), one per token of k", f"shape {tuple(slots.shape)}")
-    if slots.dtype not in (torch.int32, torch.int64):
-        _fail("slots", "torch.int32 or torch.int64", slots.dtype, TypeError)
-    if slots.device != k_cache.device:
-        _fail("slots", f"a tensor on {k_cache.device}", slots.device)
+        if (rows[0].num_blocks, rows[0].block_size) != (rows[1].num_blocks, rows[1].block_size):
+            expected = f"{rows[0].num_blocks} blocks of {rows[0].block_size} as in k_cache"
+            _fail("v_cache", expected, f"{rows[1].num_blocks} blocks of {rows[1].block_size}")
+    if slot_mapping.dim() != 1 or slot_mapping.shape[0] != k.shape[0]:
+        _fail("slot_mapping", f"shape ({k.shape[0]},), one per token of k", f"shape {tuple(slot_mapping.shape)}")
+    if slot_mapping.dtype not in (torch.int32, torch.int64):
+        _fail("slot_mapping", "torch.int32 or torch.int64", slot_mapping.dtype, TypeError)
+    if slot_mapping.device != k_cache.device:
+        _fail("slot_mapping", f"a tensor on {k_cache.device}", slot_mapping.device)
     rounds = k.dtype != k_cache.dtype
     per_head = _check_scale("k_scale", k_scale, rows[0].heads, rounds, k_cache.device)
     if v is None and v_scale is not None:

@@ -1,4 +1,4 @@
-"""``store_kv``: K and V rows enter their pages.
+"""``store_kv``: K and V rows enter the blocks of a paged cache.
 
 A call is checked once per combination of shapes, strides, dtypes and devices; the outcome is a plan, remembered per
 thread. The layers of a model call with the same combination over and over, so the latest plan is tried first and one
@@ -24,10 +24,10 @@ from .job import check as check_call
 
 BACKENDS = ("auto", "reference", "triton", "cuda", "cuda_direct", "cuda_staged", "cuda_bulk")
 REMEMBERED = 4096
-NAMES = ("k", "v", "k_cache", "v_cache", "slots", "k_scale", "v_scale")
+NAMES = ("k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale")
 OPTIONAL = ("v", "v_cache", "k_scale", "v_scale")
 Optional = torch.Tensor | None
-# k, v, k_cache, v_cache, slots, k_scale, v_scale
+# k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale
 Tensors = tuple[torch.Tensor, Optional, torch.Tensor, Optional, torch.Tensor, Optional, Optional]
 Run = Callable[[Tensors], None]
 Launch = Callable[..., None]  # takes addresses in the order of the kernel's parameters
@@ -37,7 +37,7 @@ class Plan:
     """A checked combination: what runs it, and the test whether another call is of the same combination."""
 
     def __init__(self, tensors: Tensors, layout: str, backend: str, overlap: bool, address_bits: int) -> None:
-        k_cache, slots = tensors[2], tensors[4]
+        k_cache, slot_mapping = tensors[2], tensors[4]
         task = check_call(*tensors, layout)
         asked, backend = backend, resolve(backend, k_cache.device, BACKENDS)
         if overlap and not backend.startswith("cuda"):
@@ -55,7 +55,7 @@ class Plan:
         elif backend == "triton":
             self.run = _triton(task)
         else:
-            self.launch = launch = _cuda(task, slots, backend, overlap, address_bits)
+            self.launch = launch = _cuda(task, slot_mapping, backend, overlap, address_bits)
             self.run = lambda tensors: launch(*_addresses(tensors))
             self.options = (layout, asked, overlap, *(tensors[i] is None for i in (1, 3, 5, 6)))
 
@@ -70,13 +70,13 @@ def _triton(task: Task) -> Run:
     return run
 
 
-def _cuda(task: Task, slots: torch.Tensor, backend: str, overlap: bool, address_bits: int) -> Launch:
+def _cuda(task: Task, slot_mapping: torch.Tensor, backend: str, overlap: bool, address_bits: int) -> Launch:
     from . import cuda as store_cuda
 
-    device = slots.get_device()
+    device = slot_mapping.get_device()
     with torch.cuda.device(device):
         jit.bind_context(device)
-        launch = store_cuda.plan(task, slots, address_bits, backend, overlap)
+        launch = store_cuda.plan(task, slot_mapping, address_bits, backend, overlap)
     write, params, call, args = store_cuda.POINTERS.pack_into, launch.params, launch.call, launch.args
     stream_of = torch._C._cuda_getCurrentRawStream
     current_device = torch._C._cuda_getDevice
@@ -122,7 +122,7 @@ _is_compiling = torch.compiler.is_compiling
 
 def _addresses(tensors: Tensors) -> tuple[int, ...]:
     """In the order of the kernel's parameters; 0 for what is not given."""
-    k, v, k_cache, v_cache, slots, k_scale, v_scale = tensors
+    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = tensors
     return (
         k.data_ptr(),
         k_cache.data_ptr(),
@@ -130,7 +130,7 @@ def _addresses(tensors: Tensors) -> tuple[int, ...]:
         0 if v is None else v.data_ptr(),
         0 if v_cache is None else v_cache.data_ptr(),
         0 if v_scale is None else v_scale.data_ptr(),
-        slots.data_ptr(),
+        slot_mapping.data_ptr(),
     )
 
 
@@ -139,7 +139,7 @@ def _store(
     v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     layout: str,
@@ -147,7 +147,7 @@ def _store(
     overlap: bool,
 ) -> None:
     """The operator: find or make the plan of this call, and run it."""
-    tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    tensors = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     at = _addresses(tensors)
     address_bits = (at[0] | at[1] | at[3] | at[4]) & 15  # of rows and caches together: they limit an access's width
     _plans.find(tensors, layout, backend, overlap, address_bits).run(tensors)
@@ -155,7 +155,7 @@ def _store(
 
 _library = torch.library.Library("kvstrata", "FRAGMENT")
 _library.define(
-    "store_kv(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slots, Tensor? k_scale,"
+    "store_kv(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot_mapping, Tensor? k_scale,"
     " Tensor? v_scale, str layout, str backend, bool overlap) -> ()"
 )
 _library.impl("store_kv", _store, "CompositeExplicitAutograd")
@@ -167,24 +167,25 @@ def _store_fake(
     v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     layout: str,
     backend: str,
     overlap: bool,
 ) -> None:
-    check_call(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout)
+    check_call(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout)
 
 
-def _check_slots(slots: torch.Tensor, slots_in_cache: int) -> None:
+def _check_slots(slot_mapping: torch.Tensor, slots_in_cache: int) -> None:
     """Raise for the first slot past the end of the cache; this reads the slots back to the host."""
-    if _is_compiling() or (slots.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if _is_compiling() or (slot_mapping.is_cuda and torch.cuda.is_current_stream_capturing()):
         raise RuntimeError("check: expected False under graph capture and torch.compile (it reads slots), got True")
-    past = (slots >= slots_in_cache).nonzero()
+    past = (slot_mapping >= slots_in_cache).nonzero()
     if past.numel():
-        at = int(past[0])
-        raise IndexError(f"slots[{at}]: expected at most {slots_in_cache - 1}, the last slot, got {int(slots[at])}")
+        row = int(past[0])
+        slot = int(slot_mapping[row])
+        raise IndexError(f"slot_mapping[{row}]: expected at most {slots_in_cache - 1}, the last slot, got {slot}")
 
 
 def store_kv(
@@ -192,7 +193,7 @@ def store_kv(
     v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
@@ -206,11 +207,11 @@ def store_kv(
     Args:
         k: ``[T, H, Dk]`` float32, float16, bfloat16 or float8; any token and head stride, inner stride 1.
         v: ``[T, H, Dv]`` of the same dtype, or None together with ``v_cache`` (latent caches).
-        k_cache: ``[slots, H, Dk]``, ``[pages, page_size, H, Dk]`` (``layout="NHD"``) or
-            ``[pages, H, page_size, Dk]`` (``layout="HND"``), also a strided view of a larger pool. Mutated.
+        k_cache: ``[slots, H, Dk]``, ``[num_blocks, block_size, H, Dk]`` (``layout="NHD"``) or
+            ``[num_blocks, H, block_size, Dk]`` (``layout="HND"``), also a strided view of a larger pool. Mutated.
         v_cache: the same for V, with Dv. Mutated.
-        slots: ``[T]`` int32 or int64. A slot counts through the pages: page ``slot // page_size``, row
-            ``slot % page_size``. A row whose slot is negative or past the end is not written. Of rows with equal
+        slot_mapping: ``[T]`` int32 or int64. A slot counts through the blocks: block ``slot // block_size``, row
+            ``slot % block_size``. A row whose slot is negative or past the end is not written. Of rows with equal
             slots any may remain.
         k_scale: for a float8 cache fed from a wider dtype: float32, one value or ``[H]``; what is stored is
             ``k * (1 / k_scale)``, rounded to nearest even and saturated. None is 1.
@@ -227,16 +228,16 @@ def store_kv(
 
     Example:
         >>> k, v = torch.randn(2, 3, 8, 64, dtype=torch.float16)
-        >>> k_cache, v_cache = torch.zeros(2, 4, 16, 8, 64, dtype=torch.float16)  # 4 pages of 16 slots
+        >>> k_cache, v_cache = torch.zeros(2, 4, 16, 8, 64, dtype=torch.float16)  # 4 blocks of 16 slots
         >>> kvstrata.store_kv(k, v, k_cache, v_cache, torch.tensor([0, 17, -1]))
         >>> bool((k_cache[1, 1] == k[1]).all())
         True
     """
     if check:
-        task = check_call(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout)
-        _check_slots(slots, task.slots_in_cache)
+        task = check_call(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout)
+        _check_slots(slot_mapping, task.slots_in_cache)
     if _is_compiling():
-        torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout, backend, overlap)
+        torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout, backend, overlap)
         return
     # The way of almost every call, written out: what it costs the host is half of what the launch costs. The guard
     # fails for other looks, for subclasses and under dispatch modes: only then does anything else matter.
@@ -244,19 +245,19 @@ def store_kv(
     if plan is not None and plan.options == (
         layout, backend, overlap, v is None, v_cache is None, k_scale is None, v_scale is None,
     ):  # fmt: skip
-        given = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
+        given = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         plain = v is not None and k_scale is v_scale is None
         if plan.guard(*given[:5]) if plain else plan.guard(*[t for t in given if t is not None]):
             at = _addresses(given)
             if plan.address_bits == (at[0] | at[1] | at[3] | at[4]) & 15:
                 plan.launch(*at)
                 return
-    tensors = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    tensors = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     arguments: tuple[Any, ...] = tensors
     for name, argument in zip(NAMES, arguments, strict=True):
         if not (isinstance(argument, torch.Tensor) or (argument is None and name in OPTIONAL)):
             raise TypeError(f"{name}: expected a tensor, got {type(argument).__name__}")
     if traced() or any(t is not None and type(t) is not torch.Tensor for t in tensors):
-        torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout, backend, overlap)
+        torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout, backend, overlap)
     else:
-        _store(k, v, k_cache, v_cache, slots, k_scale, v_scale, layout, backend, overlap)
+        _store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout, backend, overlap)

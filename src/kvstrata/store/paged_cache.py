@@ -1,4 +1,4 @@
-"""``PagedCache``: plain pages of 16-bit, 32-bit or fp8 rows, as ``store_kv`` writes them, for `decode_attention`."""
+"""``PagedCache``: blocks of 16-bit, 32-bit or fp8 rows, as ``store_kv`` writes them, for `decode_attention`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ LAYOUTS = ("NHD", "HND")
 
 @dataclass(frozen=True, eq=False)
 class PagedCache:
-    """K and V of one layer in pages that a table names; views, nothing is copied.
+    """K and V of one layer in an engine's blocks, listed by a block table; views, nothing is copied.
 
     Args:
-        k, v: ``[pages, page_size, kv_heads, head_dim]`` (``layout="NHD"``) or ``[pages, kv_heads, page_size,
-            head_dim]`` (``"HND"``), also strided, with an inner stride of 1.
-        table: int32 ``[requests, max_pages]``. Token i of a request is row ``i % page_size`` of page
-            ``table[request, i // page_size]``; entries past the length may hold anything.
-        lengths: int32 ``[requests]``.
+        k, v: ``[num_blocks, block_size, kv_heads, head_dim]`` (``layout="NHD"``) or ``[num_blocks, kv_heads,
+            block_size, head_dim]`` (``"HND"``), also strided, with an inner stride of 1.
+        block_table: int32 ``[requests, max_blocks]``. Token i of a request is row ``i % block_size`` of block
+            ``block_table[request, i // block_size]``; entries past the length may hold anything.
+        seq_lens: int32 ``[requests]``, tokens of each.
         k_scale, v_scale: for fp8: float32, one value or ``[kv_heads]``; what is read is the stored value times it.
 
-    Raises ValueError or TypeError, naming the argument. Pages and lengths are not checked against their bounds.
+    Raises ValueError or TypeError, naming the argument. Blocks and lengths are not checked against their bounds.
 
     Example:
-        >>> k, v = torch.randn(2, 4, 16, 8, 64)  # 4 pages of 16 slots, 8 KV heads
-        >>> table = torch.tensor([[2, 0], [3, 0]], dtype=torch.int32)
-        >>> cache = kvstrata.PagedCache(k, v, table, torch.tensor([20, 5], dtype=torch.int32))
+        >>> k, v = torch.randn(2, 4, 16, 8, 64)  # 4 blocks of 16 slots, 8 KV heads
+        >>> block_table = torch.tensor([[2, 0], [3, 0]], dtype=torch.int32)
+        >>> cache = kvstrata.PagedCache(k, v, block_table, torch.tensor([20, 5], dtype=torch.int32))
         >>> kvstrata.decode_attention(torch.randn(2, 1, 32, 64), cache).shape
         torch.Size([2, 1, 32, 64])
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    table: torch.Tensor
-    lengths: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     layout: str = "NHD"
@@ -44,7 +44,7 @@ class PagedCache:
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {LAYOUTS}, got {self.layout!r}")
-        tensors = {"k": self.k, "v": self.v, "table": self.table, "lengths": self.lengths}
+        tensors = {"k": self.k, "v": self.v, "block_table": self.block_table, "seq_lens": self.seq_lens}
         tensors |= {n: s for n, s in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if s is not None}
         for name, x in tensors.items():
             if not isinstance(x, torch.Tensor):
@@ -60,13 +60,14 @@ class PagedCache:
         for name, x in (("k", self.k), ("v", self.v)):
             if x.stride(3) != 1:
                 raise ValueError(f"{name}: expected an inner stride of 1, got {x.stride(3)}")
-        for name, x, dims in (("table", self.table, 2), ("lengths", self.lengths, 1)):
+        for name, x, dims in (("block_table", self.block_table, 2), ("seq_lens", self.seq_lens, 1)):
             if x.dtype != torch.int32:
                 raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
             if x.dim() != dims or not x.is_contiguous():
                 raise ValueError(f"{name}: expected {dims} contiguous dimensions, got shape {tuple(x.shape)}")
-        if self.lengths.shape[0] != self.table.shape[0]:
-            raise ValueError(f"lengths: expected {self.table.shape[0]}, one per row of table, got {len(self.lengths)}")
+        if self.seq_lens.shape[0] != self.block_table.shape[0]:
+            rows = self.block_table.shape[0]
+            raise ValueError(f"seq_lens: expected {rows}, one per row of block_table, got {len(self.seq_lens)}")
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if scale is None:
                 continue
@@ -85,7 +86,11 @@ class PagedCache:
         return self.k.dtype in FP8
 
     @property
-    def page_size(self) -> int:
+    def num_blocks(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def block_size(self) -> int:
         return self.k.shape[1 if self.layout == "NHD" else 2]
 
     @property
@@ -98,13 +103,13 @@ class PagedCache:
 
     @property
     def max_length(self) -> int:
-        """The tokens that a row of the table can name."""
-        return self.table.shape[1] * self.page_size
+        """The tokens that a row of the block table has room for."""
+        return self.block_table.shape[1] * self.block_size
 
     @property
     def device(self) -> torch.device:
         return self.k.device
 
     def by_head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of k and v as ``[pages, kv_heads, page_size, head_dim]``."""
+        """Views of k and v as ``[num_blocks, kv_heads, block_size, head_dim]``."""
         return (self.k.transpose(1, 2), self.v.transpose(1, 2)) if self.layout == "NHD" else (self.k, self.v)

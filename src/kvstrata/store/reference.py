@@ -30,7 +30,7 @@ def store_kv(
     v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     layout: str,
@@ -40,18 +40,18 @@ def store_kv(
         sides.append((v, v_cache, v_scale))
     for x, cache, scale in sides:
         if cache.dim() == 4:
-            by_token = cache.transpose(1, 2) if layout == "HND" else cache  # [pages, page_size, heads, dim]
+            by_token = cache.transpose(1, 2) if layout == "HND" else cache  # [num_blocks, block_size, heads, dim]
         else:
             by_token = cache.unsqueeze(1)
-        pages, page_size = by_token.shape[:2]
-        slot = slots.long()
-        live = (slot >= 0) & (slot < pages * page_size)
+        num_blocks, block_size = by_token.shape[:2]
+        slot = slot_mapping.long()
+        live = (slot >= 0) & (slot < num_blocks * block_size)
         if not live.all():
             slot, x = slot[live], x[live]
         if x.dtype != cache.dtype:
             x, by_token = to_fp8(x, scale, cache.dtype), by_token.view(torch.uint8)
         x, by_token = _as_integers(x, by_token)
-        if page_size == 1 or by_token.stride(0) == page_size * by_token.stride(1):
+        if block_size == 1 or by_token.stride(0) == block_size * by_token.stride(1):
             by_token.flatten(0, 1).index_copy_(0, slot, x)
         else:
-            by_token[slot // page_size, slot % page_size] = x
+            by_token[slot // block_size, slot % block_size] = x

@@ -46,6 +46,6 @@ def invalid(shape: Shape, config: Config, arch: str) -> str | None:
     return None
 
 
-def entry(shape: Shape, slots: torch.dtype, config: Config) -> str:
+def entry(shape: Shape, slot_dtype: torch.dtype, config: Config) -> str:
     """The template instantiation that would be launched."""
-    return entry_of(cut(shape, config), slots, config)
+    return entry_of(cut(shape, config), slot_dtype, config)

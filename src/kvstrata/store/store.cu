@@ -34,9 +34,9 @@ struct Strides {  // in bytes
 // What changes from call to call comes first, so that the host rewrites one run of bytes.
 struct Params {
   Pointers k, v;
-  const void* slots;
+  const void* slot_mapping;
   Strides k_strides, v_strides;
-  i64 slots_stride, slots_in_cache;
+  i64 slot_stride, slots_in_cache;
   int tokens;
 };
 
@@ -92,7 +92,7 @@ __device__ __forceinline__ Index units_of(const Params& p) {
 // A plain load: it stays behind wait_for_previous(), which is all that a read-only one could not promise.
 template <class Slot>
 __device__ __forceinline__ i64 slot_of(const Params& p, int token) {
-  return static_cast<const Slot*>(p.slots)[token * p.slots_stride];
+  return static_cast<const Slot*>(p.slot_mapping)[token * p.slot_stride];
 }
 
 template <int kPageSize>

@@ -71,14 +71,15 @@ def _store_side(
 
 @triton.jit
 def store_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_scale_ptr, v_scale_ptr, stride_slots, slots_in_cache,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_scale_ptr, v_scale_ptr,
+    stride_slot_mapping, slots_in_cache,
     k_stride_token, k_stride_head, k_stride_page, k_stride_row, k_stride_cache_head,
     v_stride_token, v_stride_head, v_stride_page, v_stride_row, v_stride_cache_head,
     HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, MANTISSA: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token * stride_slots).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token * stride_slot_mapping).to(tl.int64)
     if (slot >= 0) & (slot < slots_in_cache):
         _store_side(
             k_ptr, k_cache_ptr, k_scale_ptr, token, slot, k_stride_token, k_stride_head, k_stride_page, k_stride_row,
@@ -92,7 +93,7 @@ def store_kernel(
 
 
 def _strides(rows: Rows) -> tuple[int, ...]:
-    return rows.source_token, rows.source_head, rows.cache_page, rows.cache_row, rows.cache_head
+    return rows.source_token, rows.source_head, rows.cache_block, rows.cache_row, rows.cache_head
 
 
 def store_kv(
@@ -101,7 +102,7 @@ def store_kv(
     v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     config: Config | None = None,
@@ -120,9 +121,9 @@ def store_kv(
     widest = task.k.heads * max(task.k.dim, v_dim)
     block = min(config.block, triton.next_power_of_2(widest))
     store_kernel[(task.tokens, triton.cdiv(widest, block))](
-        k, v, k_cache, v_cache, slots, k if k_scale is None else k_scale, k if v_scale is None else v_scale,
-        slots.stride(0), task.slots_in_cache, *_strides(task.k), *_strides(v_rows),
-        HEADS=task.k.heads, K_DIM=task.k.dim, V_DIM=v_dim, PAGE_SIZE=task.k.page_size,
+        k, v, k_cache, v_cache, slot_mapping, k if k_scale is None else k_scale, k if v_scale is None else v_scale,
+        slot_mapping.stride(0), task.slots_in_cache, *_strides(task.k), *_strides(v_rows),
+        HEADS=task.k.heads, K_DIM=task.k.dim, V_DIM=v_dim, PAGE_SIZE=task.k.block_size,
         MANTISSA=MANTISSA[task.cache_dtype] if task.rounds else 0,
         K_SCALES=0 if k_scale is None else k_scale.numel(), V_SCALES=0 if v_scale is None else v_scale.numel(),
         BLOCK=block, num_warps=config.num_warps,

@@ -24,7 +24,7 @@ struct Params {
   const int* requests;         // [rows], or null
   i64 q_row, q_query, q_head, centre_request;
   unsigned long long by_columns, by_group, by_kv_heads;  // for divide()
-  int queries, group, kv_heads, blocks, block_columns, tiers, units;
+  int queries, group, kv_heads, blocks, block_columns, tiers, head_caches;
   float scale_log2;
 };
 
@@ -42,13 +42,13 @@ __device__ __forceinline__ float butterfly(float mine, float other, bool second)
 
 // The number-th column of all.
 struct Column {
-  int unit, number, row, query, kv_head, head;
+  int head_cache, number, row, query, kv_head, head;
   __device__ __forceinline__ Column(const Params& p, int of_all) {
-    unit = divide(of_all, p.by_columns);
-    number = of_all - unit * p.queries * p.group;
-    row = divide(unit, p.by_kv_heads);
+    head_cache = divide(of_all, p.by_columns);
+    number = of_all - head_cache * p.queries * p.group;
+    row = divide(head_cache, p.by_kv_heads);
     query = divide(number, p.by_group);
-    kv_head = unit - row * p.kv_heads;
+    kv_head = head_cache - row * p.kv_heads;
     head = kv_head * p.group + number - query * p.group;
   }
   __device__ __forceinline__ i64 place(const Params& p) const {
@@ -56,17 +56,17 @@ struct Column {
   }
 };
 
-// Where the partial results of a unit are, tier by tier: lane t has those of tier t.
+// Where the partials of a head cache are, tier by tier: lane t has those of tier t.
 struct Found {
   Slots mine;
   int all, plain;
 
   // The list is older than the kernel before this one, which waited for it; the partial results are not.
-  __device__ __forceinline__ Found(const Params& p, int unit) {
+  __device__ __forceinline__ Found(const Params& p, int head_cache) {
     const int lane = threadIdx.x & 31;
     mine.first = mine.count = 0;
     if (lane < p.tiers) {
-      const int2 found = __ldcg(reinterpret_cast<const int2*>(p.slots) + lane * p.units + unit);
+      const int2 found = __ldcg(reinterpret_cast<const int2*>(p.slots) + lane * p.head_caches + head_cache);
       mine.first = found.x, mine.count = found.y;
     }
     all = mine.count;
@@ -231,8 +231,8 @@ __device__ __forceinline__ void finish(const Params& p, const Column& column, Su
 template <class In, int kDim>
 __global__ void __launch_bounds__(128) combine_alone(const __grid_constant__ Params p) {
   const Column column(p, blockIdx.x * 4 + (threadIdx.x >> 5));
-  if (column.unit >= p.units) return;
-  const Found found(p, column.unit);
+  if (column.head_cache >= p.head_caches) return;
+  const Found found(p, column.head_cache);
   const int slot = found.slot(threadIdx.x & 31, p.tiers);
   const float centre = centre_score<In, kDim>(p, column);
   wait_for_previous();
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 8 : 1) combine(cons
   __shared__ float4 outs[2][kPer][kWarps][32];
   const Column column(p, blockIdx.x);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const Found found(p, column.unit);
+  const Found found(p, column.head_cache);
   const int slot = found.slot(warp + lane * kWarps, p.tiers);
   const float centre = centre_score<In, kDim>(p, column);
   wait_for_previous();

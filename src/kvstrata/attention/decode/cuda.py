@@ -89,11 +89,11 @@ def _aligned(q: torch.Tensor) -> torch.Tensor:
 
 def _missing_rows(cache: PagedCache) -> str | None:
     if cache.k.dtype not in NAMES:
-        return f"cuda: expected pages in float16 or bfloat16, got {cache.k.dtype}"
+        return f"cuda: expected blocks in float16 or bfloat16, got {cache.k.dtype}"
     if cache.head_dim % 16 or not 32 <= cache.head_dim <= 256:
         return f"cuda: expected a head_dim that is a multiple of 16 from 32 to 256, got {cache.head_dim}"
-    if cache.page_size % 16:
-        return f"cuda: expected pages of a multiple of 16 tokens, got {cache.page_size}"
+    if cache.block_size % 16:
+        return f"cuda: expected blocks of a multiple of 16 tokens, got {cache.block_size}"
     if cache.k.stride() != cache.v.stride():
         return f"cuda: expected k and v with the same strides, got {cache.k.stride()} and {cache.v.stride()}"
     if any(n * 2 % 16 for n in cache.k.stride()[:3]) or cache.k.data_ptr() % 16 or cache.v.data_ptr() % 16:
@@ -130,11 +130,13 @@ def _inverse(number: int) -> int:
     return -(-(2**32) // number)
 
 
-def features(formats: tuple[Format, ...], rows: bool, units: int, tokens: int, columns: int) -> dict[str, int | str]:
+def features(
+    formats: tuple[Format, ...], rows: bool, head_caches: int, tokens: int, columns: int
+) -> dict[str, int | str]:
     """What a tuned table knows a step by: (request, KV head) pairs, tokens that the page table can name for one,
     columns of the product; bits of K and V together, mean over the tiers."""
     bits = sum(f.k_bits + f.v_bits for f in formats) // len(formats)
-    sizes = {"units": units, "tokens": tokens, "columns": columns, "bits": bits}
+    sizes = {"units": head_caches, "tokens": tokens, "columns": columns, "bits": bits}  # names in saved tables
     return {"pages": "rows" if rows else "tiers", "head_dim": str(formats[0].head_dim), **sizes}
 
 
@@ -143,10 +145,10 @@ def shared_of(formats: tuple[Format, ...], cut: Cut) -> int:
     return cut.warps * SLOTS * slot_bytes(formats)
 
 
-def list_parts(units: int, tiers: int) -> tuple[int, int]:
+def list_parts(head_caches: int, tiers: int) -> tuple[int, int]:
     """Blocks that write one layer's list, and the dynamic shared memory of each in bytes."""
-    parts = max(min(PARTS, units // 8), -(-units * tiers * BASE_BYTES // BASES_BYTES), 1)
-    return parts, -(-units // parts) * tiers * BASE_BYTES
+    parts = max(min(PARTS, head_caches // 8), -(-head_caches * tiers * BASE_BYTES // BASES_BYTES), 1)
+    return parts, -(-head_caches // parts) * tiers * BASE_BYTES
 
 
 class Plan:
@@ -193,16 +195,16 @@ class Plan:
         self.grid = self.multiprocessors * max(min(resident, fit), 1)
         self.costs = [cost(f) for f in self.formats]
         self.tokens = [stage_tokens(f) for f in self.formats]
-        units = len(requests) * kv_heads
-        per_unit = max_pages * (source.page_tokens // min(self.tokens)) + tiers
-        self.capacity = units * per_unit
+        head_caches = len(requests) * kv_heads
+        per_head_cache = max_pages * (source.page_tokens // min(self.tokens)) + tiers
+        self.capacity = head_caches * per_head_cache
         self.fixed_cost, self.chunks = 0, self.grid * self.warps * cut.waves
         if fixed_split is not None:
             self.fixed_cost = max(fixed_split * COSTS[4] * first.head_dim // (64 * 128), max(self.costs))
-            self.chunks = units * (-(-per_unit * max(self.costs) // self.fixed_cost) + tiers)
-        self.units, groups = units, tiers * units
+            self.chunks = head_caches * (-(-per_head_cache * max(self.costs) // self.fixed_cost) + tiers)
+        self.head_caches, groups = head_caches, tiers * head_caches
         one = list_bytes(self.capacity, self.chunks, groups)
-        self.at_once = layers_at_once(layers, one, list_parts(units, tiers)[0], self.multiprocessors)
+        self.at_once = layers_at_once(layers, one, list_parts(head_caches, tiers)[0], self.multiprocessors)
         columns = 8 * self.width * self.blocks  # with what fills the last block
         self.sizes = Sizes(self.at_once, self.capacity, self.chunks, groups, columns, first.head_dim)
         ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
@@ -242,7 +244,7 @@ class Plan:
             *self.tokens, *pad, *self.costs, *pad, *map(few_cost, self.formats), *pad,
         )  # fmt: skip
         kernel = jit.load(FOLDER / "worklist.cu", "worklist", jit.arch_of(self.device))
-        parts, shared = list_parts(self.units, len(self.formats))
+        parts, shared = list_parts(self.head_caches, len(self.formats))
         jit.bind_context(self.device)
         return jit.Launch(kernel, (self.at_once, parts), 1024, params, shared=shared)
 
@@ -257,7 +259,7 @@ class Plan:
 
     def update(self, rows: bool = True) -> None:
         """Make the list from what the cache holds now; on torch's current stream. ``rows``: of `requests`, too."""
-        if self.units:
+        if self.head_caches:
             if rows and self.rows:
                 self._send_rows()
             self._make_lists(self._capture(), 0)
@@ -300,13 +302,13 @@ class Plan:
         lse = mass = None
         if job.return_lse or job.return_mass:
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        index = self._index(layer) if self.units else 0
-        if self.units:
+        index = self._index(layer) if self.head_caches else 0
+        if self.head_caches:
             self._decode(job, source, index, None, None)
             self._combine(job, source, index, out, lse)
         if job.return_mass:
             mass = torch.zeros(q.shape[0], self.kv_heads, job.max_length, dtype=torch.float32, device=q.device)
-            if self.units:
+            if self.head_caches:
                 self._decode(job, source, index, lse, mass)
         return out, lse if job.return_lse else None, mass
 
@@ -320,7 +322,7 @@ class Plan:
             x.lengths.data_ptr(), _pointer(x.centre), _pointer(self.partial_out if mass is None else mass),
             self.partial_sum.data_ptr(), _pointer(lse),
             *(n * size for n in q.stride()[:3]), x.lengths.stride(0), centre_stride,
-            self.q_len, job.group, self.kv_heads, self.chunks, self.units, self.multiprocessors,
+            self.q_len, job.group, self.kv_heads, self.chunks, self.head_caches, self.multiprocessors,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0,
             x.position_bytes if ordered else 0, job.max_length, x.rows[3], x.v_offset,
             *map(_inverse, (job.group, self.kv_heads, self.multiprocessors)),
@@ -342,11 +344,11 @@ class Plan:
             _pointer(lse), _pointer(job.sinks), q.data_ptr(), _pointer(centre), self.rows,
             *(n * q.element_size() for n in q.stride()[:3]), 0 if centre is None else centre.stride(0),
             *map(_inverse, (self.q_len * job.group, job.group, self.kv_heads)),
-            self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width, len(self.formats), self.units,
+            self.q_len, job.group, self.kv_heads, self.blocks, 8 * self.width, len(self.formats), self.head_caches,
             job.scale * math.log2(math.e),
         )  # fmt: skip
         if out.dtype not in self._launches:
-            head_dim, columns = out.shape[3], self.units * self.q_len * job.group
+            head_dim, columns = out.shape[3], self.head_caches * self.q_len * job.group
             warps = self._combine_warps(head_dim, columns)
             kernel = _combine_kernel(out.dtype, head_dim, warps, self.device)
             grid, threads = (columns, 32 * warps) if warps > 1 else (-(-columns // 4), 128)
@@ -363,13 +365,13 @@ class Plan:
         fewest, chosen = max(4, -(-head_dim // 32)), self.cut.combine
         if chosen or self.fixed_cost:
             return chosen if chosen == 1 else max(fewest, chosen)
-        if self.chunks <= ALONE * self.units and columns >= self.multiprocessors:
+        if self.chunks <= ALONE * self.head_caches and columns >= self.multiprocessors:
             return 1
         return 16 if columns < 2 * self.grid else fewest
 
 
 Plans = OrderedDict[Hashable, Plan]  # the least recently used first
-_PLANS: Plans = OrderedDict()  # for plain pages
+_PLANS: Plans = OrderedDict()  # of PagedCache
 _OWNED: WeakKeyDictionary[object, Plans] = WeakKeyDictionary()  # for a TieredCache, as long as there is one
 
 

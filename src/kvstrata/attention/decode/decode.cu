@@ -23,7 +23,7 @@ __device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, 
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int columns = p.queries * p.group - block * 8 * kN;
   const i64 first = (static_cast<i64>(chunk + group) * gridDim.y + block) * (8 * kN);
-  const bool lossy = group >= p.units;
+  const bool lossy = group >= p.head_caches;
   if (lossy) {
     const float high = __uint_as_float(static_cast<unsigned>(st.unit + 127) << 23);
 #pragma unroll

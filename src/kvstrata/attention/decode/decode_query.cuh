@@ -16,9 +16,9 @@ __device__ __forceinline__ int plain_dim(int s, int part) {
 struct Owner {
   int row, head;
   __device__ __forceinline__ Owner(const Params& p, const Stage& stage) {
-    const int unit = stage.group - tier_of(stage.meta) * p.units;
-    row = divide(unit, p.by_kv_heads);
-    head = unit - row * p.kv_heads;
+    const int head_cache = stage.group - tier_of(stage.meta) * p.head_caches;
+    row = divide(head_cache, p.by_kv_heads);
+    head = head_cache - row * p.kv_heads;
   }
 };
 

@@ -177,7 +177,7 @@ __device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN
                                            int tokens, const unsigned char* positions, int first) {
   const int lane = threadIdx.x & 31, g = lane >> 2;
   mask<kTiles, true>(p, st, sc, tokens, positions, first);
-  float* mass = p.partial_out + static_cast<i64>(group % p.units) * p.mass_length;
+  float* mass = p.partial_out + static_cast<i64>(group % p.head_caches) * p.mass_length;
 #pragma unroll
   for (int i = 0; i < kTiles; i++)
 #pragma unroll

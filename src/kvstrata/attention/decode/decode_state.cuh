@@ -19,7 +19,7 @@ struct Params {
   i64 q_row, q_query, q_head;  // strides in bytes
   i64 length_stride, centre_request;
   int queries, group, kv_heads, chunks;
-  int units, multiprocessors;
+  int head_caches, multiprocessors;
   float scale_log2, softcap_log2;  // softcap 0: none
   int window, position_bytes;      // window 0: none; position_bytes 0: positions are not read
   int mass_length;

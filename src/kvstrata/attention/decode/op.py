@@ -39,7 +39,7 @@ class Job(NamedTuple):
     paged: PagedCache | None
     requests: list[int]  # rows of the tables, one per row of q
     kv_heads: int
-    max_length: int  # of these requests (`longest`); of a PagedCache, what its table can name
+    max_length: int  # of these requests (`longest`); of a PagedCache, what its block_table has room for
     scale: float
     sliding_window: int | None
     softcap: float | None
@@ -98,7 +98,7 @@ def _positive(name: str, value: float | None) -> None:
 
 
 def _requests(cache: TieredCache | PagedCache, requests: Sequence[int] | None) -> list[int]:
-    there = cache.requests if isinstance(cache, TieredCache) else range(cache.table.shape[0])
+    there = cache.requests if isinstance(cache, TieredCache) else range(cache.block_table.shape[0])
     if requests is None:
         return list(there)
     given = whole_numbers("requests", requests)
@@ -212,7 +212,7 @@ def decode_attention(
         return_lse: also float32 ``[B, q_len, Hq]``, the log of the sum of the exponentials, the sink's included.
         return_mass: also float32 ``[B, Hkv, max length]``: what `TieredCache.update_importance` takes. By position, the
             softmax weight of a token, summed over queries and the query heads of its KV head; 0 where no token is. For
-            a PagedCache the last size is what its table can name, in a captured call ``cache.max_tokens``.
+            a PagedCache the last size is what its block_table has room for, in a captured call ``cache.max_tokens``.
         plan: of the step, made once for all layers; None makes one for this call.
         backend: ``auto``, ``reference``, ``numba`` (CPU), ``triton`` or ``cuda``.
 
@@ -224,7 +224,7 @@ def decode_attention(
     Raises ValueError, TypeError or RuntimeError (a backend that is not there), naming the argument.
 
     Example:
-        >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, window=32, page_tokens=16, dtype=torch.float32)
+        >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, recent_tokens=32, page_tokens=16, dtype=torch.float32)
         >>> cache.append(0, *torch.randn(2, 1000, 2, 64))
         >>> made = kvstrata.decode_attention(torch.randn(1, 1, 8, 64), cache, return_mass=True)
         >>> made.out.shape, made.mass.shape

@@ -131,7 +131,7 @@ def tier_parts(
 ) -> list[Plain | Coded]:
     """The tiers that hold a token of these requests; their positions only where asked for."""
     counts = buckets.count.cpu().numpy()[requests].astype(np.int64)  # [B, H, tiers]
-    table = buckets.table.cpu().numpy()
+    table = buckets.page_table.cpu().numpy()
     parts: list[Plain | Coded] = []
     for tier, format in enumerate(buckets.formats):
         count = np.ascontiguousarray(counts[:, :, tier]).reshape(-1)
@@ -161,13 +161,13 @@ def tier_parts(
 
 def paged_parts(cache: PagedCache, requests: list[int]) -> list[Plain | Coded]:
     """The tokens of these requests, as one part or none."""
-    length = cache.lengths.cpu().numpy()[requests].astype(np.int64)
+    length = cache.seq_lens.cpu().numpy()[requests].astype(np.int64)
     longest = int(length.max(initial=0))
     if longest <= 0:
         return []
-    pages = -(-longest // cache.page_size)
-    table = cache.table[torch.tensor(requests, device=cache.device), :pages].long()
-    used = torch.arange(pages, device=cache.device) * cache.page_size
+    blocks = -(-longest // cache.block_size)
+    table = cache.block_table[torch.tensor(requests, device=cache.device), :blocks].long()
+    used = torch.arange(blocks, device=cache.device) * cache.block_size
     table = torch.where(used < torch.from_numpy(length).to(cache.device).unsqueeze(1), table, 0)
     sides = []
     for x, scale in zip(cache.by_head(), (cache.k_scale, cache.v_scale), strict=True):
@@ -175,5 +175,5 @@ def paged_parts(cache: PagedCache, requests: list[int]) -> list[Plain | Coded]:
         if scale is not None:
             rows = rows * scale.view(-1, 1, 1)
         sides.append(rows.flatten(0, 1))
-    position = torch.arange(pages * cache.page_size, device=cache.device).expand(len(sides[0]), -1)
+    position = torch.arange(blocks * cache.block_size, device=cache.device).expand(len(sides[0]), -1)
     return [Plain(sides[0], sides[1], np.repeat(length, cache.kv_heads), position)]

@@ -36,7 +36,7 @@ class DecodePlan:
     layers make theirs, some layers at a time; calls in the order of the layers make each list once.
 
     Example:
-        >>> cache = kvstrata.TieredCache(2, 2, 64, budget=0.25, window=32, page_tokens=16, dtype=torch.float32)
+        >>> cache = kvstrata.TieredCache(2, 2, 64, budget=0.25, recent_tokens=32, page_tokens=16, dtype=torch.float32)
         >>> plan = kvstrata.DecodePlan(cache, heads=8, requests=[0])
         >>> for layer in range(2):
         ...     cache.append(layer, *torch.randn(2, 1000, 2, 64))
@@ -85,7 +85,7 @@ class DecodePlan:
             from . import cuda as decode_cuda
             from .source import Source
 
-            table, count = self.cache.buckets.table, self.cache.buckets.count
+            table, count = self.cache.buckets.page_table, self.cache.buckets.count
             self._cuda = decode_cuda.Plan(
                 Source.of_buckets(self.cache.bucket_views(0)),
                 self.requests,

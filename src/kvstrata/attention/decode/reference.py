@@ -32,7 +32,7 @@ def _cat(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
 
 
 def _lengths(job: Job) -> list[int]:
-    source = job.paged.lengths if job.buckets is None else job.buckets.length  # type: ignore[union-attr]
+    source = job.paged.seq_lens if job.buckets is None else job.buckets.seq_lens  # type: ignore[union-attr]
     return source.cpu()[job.requests].tolist()
 
 

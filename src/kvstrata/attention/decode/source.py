@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """A layer of a `TieredCache`, or plain pages as a cache of one tier. Holds tables, never pages."""
+    """A layer of a `TieredCache`, or an engine's blocks as a cache of one tier. Holds tables, never pages."""
 
     formats: tuple[Format, ...]
     table: torch.Tensor  # [requests, kv_heads, tiers, pages], or [requests, pages]
@@ -36,17 +36,17 @@ class Source(NamedTuple):
             return cls.of_buckets(job.buckets)
         c = job.paged
         k, _ = c.by_head()
-        tokens = 32 if c.head_dim <= 64 and c.page_size % 32 == 0 else 16
+        tokens = 32 if c.head_dim <= 64 and c.block_size % 32 == 0 else 16
         format = Format(16, 16, c.head_dim, tokens)
-        page, head, row, _ = (2 * n for n in k.stride())
-        rows = (c.k.data_ptr(), page, head, row)
+        block, head, row, _ = (2 * n for n in k.stride())
+        rows = (c.k.data_ptr(), block, head, row)
         v_offset = c.v.data_ptr() - c.k.data_ptr()
-        return cls((format,), c.table, c.lengths, None, 1, c.page_size, c.lengths, None, 0, rows, v_offset)
+        return cls((format,), c.block_table, c.seq_lens, None, 1, c.block_size, c.seq_lens, None, 0, rows, v_offset)
 
     @classmethod
     def of_buckets(cls, b: BucketedCacheLayer) -> Source:
         size = b.formats[0].page_tokens
         return cls(
-            b.formats, b.table, b.count, b.slab_pointers, b.units, size, b.length, b.centre,
+            b.formats, b.page_table, b.count, b.slab_pointers, b.units, size, b.seq_lens, b.centre,
             b.position_dtype.itemsize, (0, 0, 0, 0), 0,
         )  # fmt: skip

@@ -286,9 +286,9 @@ def _tiered(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
     each = zip(buckets.formats, buckets.position_offsets, strict=True)
     offsets = [n for format, at in each for n in (format.v_offset, format.scale_offset, at)]
     formats = sum((f.k_bits | f.v_bits << 4) << 8 * i for i, f in enumerate(buckets.formats) if not f.plain)
-    tensors = [buckets.length, buckets.table, buckets.count, buckets.centre, buckets.slab_pointers,
+    tensors = [buckets.seq_lens, buckets.page_table, buckets.count, buckets.centre, buckets.slab_pointers,
                _on_device(tuple(offsets), q.device), q, q, q, q]  # fmt: skip
-    numbers = [buckets.length.stride(0), *buckets.table.stride()[:3], *buckets.count.stride()[:2],
+    numbers = [buckets.seq_lens.stride(0), *buckets.page_table.stride()[:3], *buckets.count.stride()[:2],
                *buckets.centre.stride()[:2], 0, 0, 0, 0, 0, 0, buckets.units]  # fmt: skip
     constants = dict(
         TIERS=len(buckets.formats), FORMATS=formats, TOKENS=buckets.formats[0].page_tokens,
@@ -313,9 +313,9 @@ def _paged(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
     if cache.k_scale is not None or cache.v_scale is not None:
         scaled = max(k_scale.numel(), v_scale.numel())
         k_scale, v_scale = (s.flatten().expand(scaled).contiguous() for s in (k_scale, v_scale))
-    tensors = [cache.lengths, cache.table, q, q, q, q, k, v, k_scale if scaled else q, v_scale if scaled else q]
-    numbers = [1, cache.table.stride(0), 0, 0, 0, 0, 0, 0, *strides, 1]
-    constants = dict(TIERS=0, FORMATS=0, TOKENS=cache.page_size, BLOCK=1, CENTRED=False, POSITION_BYTES=4,
+    tensors = [cache.seq_lens, cache.block_table, q, q, q, q, k, v, k_scale if scaled else q, v_scale if scaled else q]
+    numbers = [1, cache.block_table.stride(0), 0, 0, 0, 0, 0, 0, *strides, 1]
+    constants = dict(TIERS=0, FORMATS=0, TOKENS=cache.block_size, BLOCK=1, CENTRED=False, POSITION_BYTES=4,
                      MANTISSA=mantissa, SCALED=scaled)  # fmt: skip
     return tensors, numbers, constants
 

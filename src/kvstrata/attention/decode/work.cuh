@@ -9,7 +9,7 @@
 
 struct alignas(16) Stage {
   unsigned long long page;  // its first byte
-  int group;                // tier * units + unit; a unit is (request row, KV head)
+  int group;                // tier * head_caches + head_cache: (request row, KV head)
   unsigned meta;            // tokens, tier, and which part of its page it is (rows: which stage of its request)
 };
 __device__ __forceinline__ unsigned meta_of(int tokens, int tier, int part) { return tokens | tier << 7 | part << 10; }

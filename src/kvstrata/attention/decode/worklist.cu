@@ -81,9 +81,9 @@ __device__ __forceinline__ Sums measure(const Params& p, const int* count, int t
   return {stages, cost, p.fixed_cost ? ceil_div(cost, static_cast<i64>(p.fixed_cost)) : few};
 }
 
-__device__ __forceinline__ const int* counts_of(const Params& p, int layer, int unit) {
-  const int row = unit / p.kv_heads, request = p.requests ? p.requests[row] : row;
-  const int head = p.page_bytes ? 0 : unit % p.kv_heads;  // plain pages: one length for all heads
+__device__ __forceinline__ const int* counts_of(const Params& p, int layer, int head_cache) {
+  const int row = head_cache / p.kv_heads, request = p.requests ? p.requests[row] : row;
+  const int head = p.page_bytes ? 0 : head_cache % p.kv_heads;  // plain pages: one length for all heads
   return p.count + request * p.count_request + layer * p.count_layer + head * p.tiers;
 }
 
@@ -96,25 +96,29 @@ struct Base {
 extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_constant__ Params p) {
   wait_for_previous();
   release_next();
-  const int layer = p.layer + blockIdx.x, units = p.rows * p.kv_heads, per_thread = ceil_div(units * p.tiers, kThreads);
-  const int per_part = ceil_div(units, gridDim.y), part_first = blockIdx.y * per_part;
-  const int part_end = min(part_first + per_part, units);
+  const int layer = p.layer + blockIdx.x, head_caches = p.rows * p.kv_heads;
+  const int per_thread = ceil_div(head_caches * p.tiers, kThreads);
+  const int per_part = ceil_div(head_caches, gridDim.y), part_first = blockIdx.y * per_part;
+  const int part_end = min(part_first + per_part, head_caches);
   Stage* stages = p.stages + static_cast<i64>(blockIdx.x) * p.capacity;
   Chunk* parts = p.parts + static_cast<i64>(blockIdx.x) * p.most;
-  Slots* slots = p.slots + static_cast<i64>(blockIdx.x) * p.tiers * units;
-  extern __shared__ Base bases[];  // [tiers, the part's units]
+  Slots* slots = p.slots + static_cast<i64>(blockIdx.x) * p.tiers * head_caches;
+  extern __shared__ Base bases[];  // [tiers, the part's head caches]
 
   // Groups in the order of the list, some in a row for every thread.
   Sums mine = {0, 0, 0}, total;
-  const int first = threadIdx.x * per_thread, end = min(first + per_thread, units * p.tiers);
-  const auto group_of = [&](int group) { return measure(p, counts_of(p, layer, group % units), group / units); };
+  const int first = threadIdx.x * per_thread, end = min(first + per_thread, head_caches * p.tiers);
+  const auto group_of = [&](int group) {
+    return measure(p, counts_of(p, layer, group % head_caches), group / head_caches);
+  };
   for (int group = first; group < end; group++) mine.add(group_of(group));
   Sums base = scan(mine, total);
   const bool few = !p.fixed_cost && total.stages <= p.few, by_other = few || p.fixed_cost;
   for (int group = first; group < end; group++) {
-    const int unit = group % units;
-    if (unit >= part_first && unit < part_end)
-      bases[group / units * per_part + unit - part_first] = {by_other ? base.other : base.cost, base.stages};
+    const int head_cache = group % head_caches;
+    if (head_cache >= part_first && head_cache < part_end)
+      bases[group / head_caches * per_part + head_cache - part_first] = {by_other ? base.other : base.cost,
+                                                                         base.stages};
     base.add(group_of(group));
   }
   __syncthreads();
@@ -158,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         Stage stage;
         if (p.page_bytes) stage.page = p.plain + handle * p.page_bytes + head * p.head_bytes + part * step * p.row_bytes;
         else stage.page = p.slabs[handle / p.units] + static_cast<unsigned long long>(handle % p.units) * 64;
-        stage.group = t * units + u;
+        stage.group = t * head_caches + u;
         stage.meta = meta_of(min(tokens - i * step, step), t, p.page_bytes ? i : part);
         return stage;
       };
@@ -178,10 +182,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         Slots found = {0, 0};
         if (n) {
           const int c = (after + price - 1) / size;
-          found.first = chunk + c + t * units + u;
+          found.first = chunk + c + t * head_caches + u;
           found.count = static_cast<int>((whole - 1) / size) - c + 1;
         }
-        slots[t * units + u] = found;
+        slots[t * head_caches + u] = found;
       }
     }
   }

@@ -142,7 +142,7 @@ def prefill_attention_cached(
     Raises ValueError, TypeError or RuntimeError (a backend that is not there), naming the argument.
 
     Example:
-        >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, window=64, page_tokens=16, dtype=torch.float32)
+        >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, recent_tokens=64, page_tokens=16, dtype=torch.float32)
         >>> cache.append(0, *torch.randn(2, 1000, 2, 64))  # the last 40 of them are the new chunk
         >>> kvstrata.prefill_attention_cached(torch.randn(1, 40, 8, 64), cache).shape
         torch.Size([1, 40, 8, 64])
@@ -183,7 +183,7 @@ def _reference(job: CachedJob) -> Result:
 
     out = torch.empty(job.q.shape, dtype=job.q.dtype, device=job.q.device)
     lse = torch.empty(job.q.shape[:2], dtype=torch.float32, device=job.q.device) if job.return_lse else None
-    source = job.paged.lengths if job.buckets is None else job.buckets.length  # type: ignore[union-attr]
+    source = job.paged.seq_lens if job.buckets is None else job.buckets.seq_lens  # type: ignore[union-attr]
     lengths = source.cpu()[job.requests].tolist()
     first = 0
     with torch.no_grad():

@@ -111,7 +111,7 @@ def prepare_append(job: Job, backend: str = "auto") -> Step:
 
 def _reference(job: Job) -> Step:
     """The CPU path: rows are single elements of numpy views of the pool's space."""
-    buckets, layer, kind = job.buckets, job.layer, job.buckets.kinds[0]
+    buckets, layer, kind = job.buckets, job.layer, job.buckets.page_formats[0]
     space, p = buckets.pool.space, buckets.page_tokens
     assert space is not None, "the reference needs a pool on the CPU"
     if (job.lengths == 1).all():  # a token each
@@ -240,11 +240,11 @@ def _prepare(
     reciprocal: bool,
 ) -> Step:
     """A launch that keeps what it reads."""
-    kind, pool, size, device = buckets.kinds[0], buckets.pool, k.element_size(), k.get_device()
+    kind, pool, size, device = buckets.page_formats[0], buckets.pool, k.element_size(), k.get_device()
     tokens, heads, dim = k.shape
-    _, layers, _, tiers, max_pages = buckets.table.shape
+    _, layers, _, tiers, max_pages = buckets.page_table.shape
     params = PARAMS.pack(
-        k.data_ptr(), v.data_ptr(), pool.pointers.data_ptr(), buckets.table.data_ptr(), buckets.count.data_ptr(),
+        k.data_ptr(), v.data_ptr(), pool.pointers.data_ptr(), buckets.page_table.data_ptr(), buckets.count.data_ptr(),
         device_length.data_ptr(), *(0 if x is None else x.data_ptr() for x in (meta, by_token)),
         *(n * size for x in (k, v) for n in x.stride()[:2]),
         tokens, heads, given, layer, layers, tiers, max_pages, buckets.page_tokens, pool.units,

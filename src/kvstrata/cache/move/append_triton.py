@@ -98,7 +98,7 @@ def write_kernel(
 
 def _sizes(buckets: Buckets, k: torch.Tensor) -> dict[str, int]:
     """Of tokens and pages, as both kernels have them."""
-    kind, (_, heads, dim) = buckets.kinds[0], k.shape
+    kind, (_, heads, dim) = buckets.page_formats[0], k.shape
     return dict(
         HEADS=heads, DIM=dim, WIDE=triton.next_power_of_2(dim), PAGE=buckets.page_tokens, ROW=kind.row_bytes,
         V_OFFSET=kind.format.v_offset, POSITION_OFFSET=kind.position_offset,
@@ -109,15 +109,15 @@ def _sizes(buckets: Buckets, k: torch.Tensor) -> dict[str, int]:
 def prepare_append(job: Job) -> Callable[[], None]:
     """A launch of one program per row and head."""
     buckets = job.buckets
-    integer = INTEGER[buckets.kinds[0].dtype.itemsize]
+    integer = INTEGER[buckets.page_formats[0].dtype.itemsize]
     k, v = (x.detach().view(integer) for x in (job.k, job.v))
-    _, layers, _, tiers, max_pages = buckets.table.shape
+    _, layers, _, tiers, max_pages = buckets.page_table.shape
     meta = buckets.pool.to_device(meta_of(job))
 
     def run() -> None:
         with torch.cuda.device_of(k):
             append_kernel[k.shape[:2]](
-                k, v, buckets.pool.pointers, buckets.table, buckets.count, job.device_length, meta,
+                k, v, buckets.pool.pointers, buckets.page_table, buckets.count, job.device_length, meta,
                 meta if job.by_token is None else job.by_token, *k.stride()[:2], *v.stride()[:2],
                 len(job.requests), job.layer, layers, tiers, max_pages, buckets.pool.units,
                 BY_TOKEN=job.by_token is not None, **_sizes(buckets, k),
@@ -129,12 +129,12 @@ def prepare_append(job: Job) -> Callable[[], None]:
 def write_rows(written: Written) -> None:
     """Launch; one program per row and head."""
     buckets, requests = written.buckets, written.requests
-    integer = INTEGER[buckets.kinds[0].dtype.itemsize]
+    integer = INTEGER[buckets.page_formats[0].dtype.itemsize]
     k, v = (x.detach().view(integer) for x in (written.k, written.v))
-    given, layers, _, tiers, max_pages = buckets.table.shape
+    given, layers, _, tiers, max_pages = buckets.page_table.shape
     with torch.cuda.device_of(k):
         write_kernel[k.shape[:2]](
-            k, v, buckets.pool.pointers, buckets.table, buckets.count, written.device_length,
+            k, v, buckets.pool.pointers, buckets.page_table, buckets.count, written.device_length,
             buckets.count if requests is None else requests, *k.stride()[:2], *v.stride()[:2],
             given, written.layer, layers, tiers, max_pages, buckets.pool.units,
             NUMBERED=requests is not None, RECIPROCAL=written.reciprocal, **_sizes(buckets, k),

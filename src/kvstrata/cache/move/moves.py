@@ -1,8 +1,8 @@
 """From targets to moves: which token goes from which slot to which, as vector operations on the device of the tokens.
 
 A token that leaves a bucket makes a hole; the tokens past the bucket's new end fill the holes, the i-th the i-th, and
-arrivals follow after them. A group is one bucket in one tier, ``bucket * tiers + tier``. What the host has to know, to
-take pages and to give them back, are three numbers a group (`Change.to_host`), however many tokens there are.
+arrivals follow after them. A bucket is one tier of a head cache, ``head_cache * tiers + tier``. What the host has to
+know, to take pages and to give them back, are three numbers a bucket (`Change.to_host`), however many tokens there are.
 
 A move may write where another one reads. Such moves form chains: each writes where the one before it has read, the
 first where nobody reads. There are no cycles, since a move either goes to a later tier or, in its tier, to an earlier
@@ -34,10 +34,10 @@ def spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _add(groups: int, index: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """How many of the chosen are in each group; never waits for the device."""
-    index = torch.where(chosen, index, groups)
-    return torch.zeros(groups + 1, dtype=torch.int64, device=index.device).index_add_(0, index, chosen.long())[:-1]
+def _add(buckets: int, index: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """How many of the chosen are in each bucket; never waits for the device."""
+    index = torch.where(chosen, index, buckets)
+    return torch.zeros(buckets + 1, dtype=torch.int64, device=index.device).index_add_(0, index, chosen.long())[:-1]
 
 
 def pick(chosen: torch.Tensor, n: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ def pick(chosen: torch.Tensor, n: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Change:
-    """Per group ``[buckets * tiers]``, int64: tokens before, that leave, that come, and holes that are filled."""
+    """Per bucket ``[buckets]``, int64: tokens before, that leave, that come, and holes that are filled."""
 
     tiers: int
     before: torch.Tensor
@@ -77,27 +77,27 @@ class Change:
 
 
 def change(tokens: Tokens, target: torch.Tensor, before: torch.Tensor, tiers: int) -> Change:
-    """What targets (`DROP`: out) do to the groups; ``before`` are their counts."""
+    """What targets (`DROP`: out) do to the buckets; ``before`` are their counts."""
     stored = tokens.tier >= 0
-    group = torch.where(stored, tokens.bucket * tiers + tokens.tier, 0)
+    bucket = torch.where(stored, tokens.head_cache * tiers + tokens.tier, 0)
     moves = tokens.tier != target
     arrives = moves & (target != DROP)
     leaves = stored & moves
-    left = _add(len(before), group, leaves)
-    past = tokens.slot >= (before - left)[group]
+    left = _add(len(before), bucket, leaves)
+    past = tokens.slot >= (before - left)[bucket]
     is_hole = leaves & ~past
-    came = _add(len(before), tokens.bucket * tiers + target.clamp(min=0), arrives)
+    came = _add(len(before), tokens.head_cache * tiers + target.clamp(min=0), arrives)
     return Change(
-        tiers, before, left, came, _add(len(before), group, is_hole), is_hole, stored & ~moves & past, arrives
+        tiers, before, left, came, _add(len(before), bucket, is_hole), is_hole, stored & ~moves & past, arrives
     )
 
 
 @dataclass(frozen=True)
 class Moves:
-    """``n`` moves, arrivals by group and slot, then fillers; int64 unless said."""
+    """``n`` moves, arrivals by bucket and slot, then fillers; int64 unless said."""
 
     token: torch.Tensor  # flat index of the token
-    group: torch.Tensor  # where it goes
+    bucket: torch.Tensor  # destination
     slot: torch.Tensor  # and the slot there, counted in the bucket
     after: torch.Tensor  # the move that writes where this one has read, or -1
     head: torch.Tensor  # bool: this one writes where nobody reads
@@ -109,30 +109,30 @@ class Moves:
 def plan(change: Change, tokens: Tokens, target: torch.Tensor, arrivals: int, fillers: int) -> Moves:
     """The moves of a change, given how many there are.
 
-    The stored tokens of a group must stand one after the other, by slot, all of them.
+    The stored tokens of a bucket must stand one after the other, by slot, all of them.
     """
-    tiers, device = change.tiers, tokens.bucket.device
+    tiers, device = change.tiers, tokens.head_cache.device
     coming = pick(change.arrives, arrivals)
-    group = tokens.bucket[coming] * tiers + target[coming]
-    group, order = torch.sort(group, stable=True)
+    bucket = tokens.head_cache[coming] * tiers + target[coming]
+    bucket, order = torch.sort(bucket, stable=True)
     coming = coming[order]
     first = change.came.cumsum(0) - change.came
-    slot = change.kept[group] + torch.arange(arrivals, device=device) - first[group]
+    slot = change.kept[bucket] + torch.arange(arrivals, device=device) - first[bucket]
     filler, hole = pick(change.is_filler, fillers), pick(change.is_hole, fillers)
     token = torch.cat([coming, filler])
-    group = torch.cat([group, tokens.bucket[filler] * tiers + tokens.tier[filler]])
+    bucket = torch.cat([bucket, tokens.head_cache[filler] * tiers + tokens.tier[filler]])
     slot = torch.cat([slot, tokens.slot[hole]])
 
     # The token that was in the slot a move goes to, if that one moves too.
-    n, groups = len(tokens), len(change.before)
-    stored = torch.where(tokens.tier >= 0, tokens.bucket * tiers + tokens.tier, groups)
+    n, buckets = len(tokens), len(change.before)
+    stored = torch.where(tokens.tier >= 0, tokens.head_cache * tiers + tokens.tier, buckets)
     every = torch.arange(n, device=device)
-    start = torch.full((groups + 1,), n, device=device).scatter_reduce_(0, stored, every, "amin")
+    start = torch.full((buckets + 1,), n, device=device).scatter_reduce_(0, stored, every, "amin")
     number = torch.arange(len(token), device=device)
     move_of = torch.full((n + 1,), -1, device=device).scatter_(0, token, number)
-    occupant = torch.where(slot < change.before[group], start[group] + slot, n)
+    occupant = torch.where(slot < change.before[bucket], start[bucket] + slot, n)
     ahead = move_of[occupant]
     head = ahead < 0
     after = torch.full((len(token) + 1,), -1, device=device)
     after.scatter_(0, torch.where(head, len(token), ahead), number)
-    return Moves(token, group, slot, after[:-1], head)
+    return Moves(token, bucket, slot, after[:-1], head)

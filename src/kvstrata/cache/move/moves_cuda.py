@@ -1,6 +1,6 @@
-"""The plan of moves.py made by ``moves.cu``: a block per bucket, two launches and one wait between them.
+"""The plan of moves.py made by ``moves.cu``: a block per head cache, two launches and one wait between them.
 
-    targets ──count──▶ three numbers a group ──▶ the host takes pages and says where lists begin ──place──▶ lists
+    targets ──count──▶ three numbers a bucket ──▶ the host takes pages and says where lists begin ──place──▶ lists
 
 Moves come out as lists by phase, not as chains. A phase is the fillers of a tier, or its arrivals; phases go from the
 last tier to the first, fillers first. Then nobody writes where another one has yet to read: the holes of a tier are
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvstrata import jit
-from kvstrata.cache.storage.page import PageKind
+from kvstrata.cache.storage.page import PageFormat
 
 from .moves import COLUMNS, pick
 
@@ -32,13 +32,14 @@ SOURCE = Path(__file__).with_name("moves.cu")
 TIERS = 16
 # struct Params of moves.cu, in its order.
 POINTERS = (
-    "target", "bucket", "tier", "slot", "position", "importance", "order", "new_first", "starts", "before", "numbers",
-    "first", "places", "old_table", "new_table", "pointers", "k", "v", "copies", "packed", "k_at", "v_at", "sides",
+    "target", "head_cache", "tier", "slot", "position", "importance", "order", "new_first", "starts", "before",
+    "numbers", "first", "places", "old_table", "new_table", "pointers", "k", "v", "copies", "packed", "k_at", "v_at",
+    "sides",
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 8i {2 * TIERS}i")
 
 
-def entry_of(plain: PageKind) -> str:
+def entry_of(plain: PageFormat) -> str:
     position = "short" if plain.position_dtype == torch.int16 else "int"
     return f"place<{position}, {str(plain.keeps_importance).lower()}>"
 
@@ -49,7 +50,7 @@ def _kernel(entry: str, device: int) -> jit.Kernel:
 
 
 def begins_of(counts: np.ndarray) -> np.ndarray:
-    """Where the tokens of each group begin in a snapshot: ``counts [buckets, tiers]``, tier by tier."""
+    """Where the tokens of each bucket begin in a snapshot: ``counts [head_caches, tiers]``, tier by tier."""
     flat = counts.T.reshape(-1).astype(np.int64)
     return np.ascontiguousarray((np.cumsum(flat) - flat).reshape(counts.shape[::-1]).T)
 
@@ -61,7 +62,7 @@ class Lists:
     copies: torch.Tensor  # int32 [n, 4], fillers
     packed: torch.Tensor  # int32 [n, 12], arrivals that are not whole
     ranges: np.ndarray  # [3, tiers, 2]: of fillers in `copies`, arrivals in `packed`, `whole`; by tier first and end
-    whole: torch.Tensor  # int32 [3, pages]: handle, tier and bucket of pages that are made whole
+    whole: torch.Tensor  # int32 [3, pages]: handle, tier and head cache of pages that are made whole
     k_at: torch.Tensor  # int64 [pages, page_tokens], of rows or codes, -1 for an empty slot
     v_at: torch.Tensor | None
     sides: torch.Tensor  # int32 [pages, page_tokens, 2]
@@ -71,12 +72,12 @@ class Lists:
 class Plan:
     """Targets of all tokens of some (request, layer), on their way to moves.
 
-    Either ``starts``, where the tokens of each group begin in ``target``, or ``tokens``, which may have new ones.
+    Either ``starts``, where the tokens of each bucket begin in ``target``, or ``tokens``, which may have new ones.
     """
 
     buckets: Buckets
     places: np.ndarray  # of (request, layer) in the tables
-    before: np.ndarray  # [groups]
+    before: np.ndarray  # [buckets]
     target: torch.Tensor  # int8 [n]
     tokens: Tokens | None = None
     rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # k and v of new tokens
@@ -85,47 +86,47 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Launch what counts."""
-        buckets, pool, groups = self.buckets, self.buckets.pool, len(self.before)
+        buckets, pool, n_buckets = self.buckets, self.buckets.pool, len(self.before)
         tensors, device = self._tensors, self.buckets.device
-        if len(buckets.kinds) > TIERS:
-            raise ValueError(f"tiers: expected at most {TIERS}, got {len(buckets.kinds)}")
+        if len(buckets.page_formats) > TIERS:
+            raise ValueError(f"tiers: expected at most {TIERS}, got {len(buckets.page_formats)}")
         tensors["target"] = self.target
         tensors["before"] = pool.to_device(self.before.astype(np.int32))
         tensors["places"] = pool.to_device(self.places.astype(np.int32))
         tensors["pointers"] = pool.pointers
-        tensors["numbers"] = torch.empty(3, groups, dtype=torch.int32, device=device)
+        tensors["numbers"] = torch.empty(3, n_buckets, dtype=torch.int32, device=device)
         if self.tokens is not None:
-            for name in ("bucket", "tier", "slot", "position", "importance"):
+            for name in ("head_cache", "tier", "slot", "position", "importance"):
                 tensors[name] = getattr(self.tokens, name).contiguous()
             new = len(self.tokens) - int(self.before.sum())
             if new:
                 order = pick(self.tokens.tier < 0, new)
-                bucket, by_bucket = torch.sort(self.tokens.bucket[order], stable=True)
-                every = torch.arange(groups // len(buckets.kinds) + 1, device=device)
-                tensors["order"], tensors["new_first"] = order[by_bucket], torch.searchsorted(bucket, every)
+                head_cache, by_head_cache = torch.sort(self.tokens.head_cache[order], stable=True)
+                every = torch.arange(n_buckets // len(buckets.page_formats) + 1, device=device)
+                tensors["order"], tensors["new_first"] = order[by_head_cache], torch.searchsorted(head_cache, every)
         tensors |= {name: x for name, x in zip(("k", "v"), self.rows, strict=True) if x is not None}
         if self.starts is None:
-            tensors["starts"] = torch.zeros(groups, dtype=torch.int64, device=device)
+            tensors["starts"] = torch.zeros(n_buckets, dtype=torch.int64, device=device)
             self._launch("find<>", -(-len(self.target) // 256))
         else:
             tensors["starts"] = self.starts
-        self._launch("count<>", groups // len(buckets.kinds))
+        self._launch("count<>", n_buckets // len(buckets.page_formats))
 
     def to_host(self) -> np.ndarray:
-        """``left, came, holes`` of every group: the one time that the host waits for the device."""
+        """``left, came, holes`` of every bucket: the one time that the host waits for the device."""
         return self._tensors["numbers"].cpu().numpy().astype(np.int64)
 
     def place(self, numbers: np.ndarray, old_table: torch.Tensor, new_table: torch.Tensor) -> Lists:
-        """The moves from pages of one table to pages of another. The host goes over groups, not pages or tokens."""
+        """The moves from pages of one table to pages of another. The host goes over buckets, not pages or tokens."""
         buckets, device = self.buckets, self.buckets.device
-        tiers, p, groups = len(buckets.kinds), buckets.page_tokens, len(self.before)
+        tiers, p, n_buckets = len(buckets.page_formats), buckets.page_tokens, len(self.before)
         left, came, holes = numbers
-        kept, coded = self.before - left, np.arange(groups) % tiers > 0
+        kept, coded = self.before - left, np.arange(n_buckets) % tiers > 0
         # Pages of codes past the kept tokens are whole; tokens that come into the page where these end are not.
         begun = -(-kept // p)
         pages = np.where(coded, np.maximum(-(-(kept + came) // p) - begun, 0), 0)
         rest = np.where(coded, np.minimum(came, -kept % p), came)
-        first, ranges = np.zeros((3, groups), np.int64), np.zeros((3, tiers, 2), np.int64)
+        first, ranges = np.zeros((3, n_buckets), np.int64), np.zeros((3, tiers, 2), np.int64)
         for which, sizes in enumerate((holes, rest, pages)):
             by_tier = sizes.reshape(-1, tiers).T.reshape(-1)
             ends = np.cumsum(by_tier)
@@ -149,32 +150,33 @@ class Plan:
         if made.v_at is not None:
             lists["v_at"] = made.v_at
         self._tensors |= {"old_table": old_table, "new_table": new_table, **lists}
-        self._launch(entry_of(buckets.kinds[0]), groups // tiers)
+        self._launch(entry_of(buckets.page_formats[0]), n_buckets // tiers)
         return made
 
     def _whole(self, pages: np.ndarray, n: int, table: torch.Tensor) -> torch.Tensor:
-        """Whole pages, tier by tier; ``pages``: of each group, ``n`` in all."""
+        """Whole pages, tier by tier; ``pages``: of each bucket, ``n`` in all."""
         buckets, device, tensors = self.buckets, self.buckets.device, self._tensors
-        tiers, of_place = len(buckets.kinds), buckets.kv_heads * len(buckets.kinds)
+        tiers, of_place = len(buckets.page_formats), buckets.kv_heads * len(buckets.page_formats)
         repeats = buckets.pool.to_device(pages.reshape(-1, tiers).T.reshape(-1))
-        which = torch.repeat_interleave(repeats, output_size=n)  # tier * buckets + bucket
-        tier, bucket = which // (len(pages) // tiers), which % (len(pages) // tiers)
-        group = bucket * tiers + tier
-        page = torch.arange(n, device=device) - tensors["first"][2][group]
-        row = tensors["places"][group // of_place].long() * of_place + group % of_place
-        return torch.stack([table.view(-1)[row * buckets.max_pages + page].long(), tier, bucket]).int()
+        which = torch.repeat_interleave(repeats, output_size=n)  # tier * head_caches + head_cache
+        tier, head_cache = which // (len(pages) // tiers), which % (len(pages) // tiers)
+        bucket = head_cache * tiers + tier
+        page = torch.arange(n, device=device) - tensors["first"][2][bucket]
+        row = tensors["places"][bucket // of_place].long() * of_place + bucket % of_place
+        return torch.stack([table.view(-1)[row * buckets.max_pages + page].long(), tier, head_cache]).int()
 
     def _launch(self, entry: str, grid: int) -> None:
         if not grid:
             return
-        buckets, kinds, tensors = self.buckets, self.buckets.kinds, self._tensors
-        offsets = [x for kind in kinds for x in (kind.position_offset, kind.importance_offset)]
+        buckets, page_formats, tensors = self.buckets, self.buckets.page_formats, self._tensors
+        offsets = [x for kind in page_formats for x in (kind.position_offset, kind.importance_offset)]
         rows = [tensors.get(name) for name in ("k", "v")]
         params = PARAMS.pack(
             *(tensors[name].data_ptr() if name in tensors else 0 for name in POINTERS),
             len(self.target), *(0 if x is None else x.stride(0) * x.element_size() for x in rows),
-            len(self.before), buckets.kv_heads, len(kinds), buckets.page_tokens, buckets.max_pages, buckets.pool.units,
-            kinds[0].row_bytes, kinds[0].v_offset, *offsets, *[0] * (2 * (TIERS - len(kinds))),
+            len(self.before), buckets.kv_heads, len(page_formats), buckets.page_tokens, buckets.max_pages,
+            buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset, *offsets,
+            *[0] * (2 * (TIERS - len(page_formats))),
         )  # fmt: skip
         device = self.target.get_device()
         with torch.cuda.device(device):

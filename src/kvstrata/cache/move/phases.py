@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvstrata import jit
-from kvstrata.cache.storage.page import PageKind
+from kvstrata.cache.storage.page import PageFormat
 from kvstrata.quant.op import centre_rows
 
 from . import repack_cuda, repack_op, whole_pages
@@ -32,7 +32,7 @@ SOURCE = Path(__file__).with_name("repack_phases.cu")
 PARAMS = struct.Struct(f"4Q q 5i {2 * TIERS}i 4x")
 
 
-def entry_of(kind: PageKind, sides: bool = False) -> str:
+def entry_of(kind: PageFormat, sides: bool = False) -> str:
     """Of the kernel that copies tokens of a tier from slot to slot, or writes ``sides``."""
     side = f"{'short' if kind.position_dtype == torch.int16 else 'int'}, {str(kind.keeps_importance).lower()}"
     f = kind.format
@@ -71,28 +71,28 @@ def phases(
     rows: tuple[torch.Tensor | None, torch.Tensor | None],
     centre: torch.Tensor,
 ) -> Phases:
-    pool, kinds, tiers, p = buckets.pool, buckets.kinds, len(buckets.kinds), buckets.page_tokens
-    plain, device = kinds[0], centre.get_device()
+    pool, page_formats, tiers, p = buckets.pool, buckets.page_formats, len(buckets.page_formats), buckets.page_tokens
+    plain, device = page_formats[0], centre.get_device()
     centre = centre_rows(centre)
-    offsets = [x for kind in kinds for x in (kind.position_offset, kind.importance_offset)]
+    offsets = [x for kind in page_formats for x in (kind.position_offset, kind.importance_offset)]
     offsets += [0] * (2 * (TIERS - tiers))
     pages = lists.whole[0].long()
     pages = (pool.pointers[pages // pool.units] + pages % pool.units * 64) // 64
-    side_pages, bucket = lists.whole[:2].T.contiguous(), lists.whole[2]
+    side_pages, head_cache = lists.whole[:2].T.contiguous(), lists.whole[2]
     kept: list[object] = [lists, rows, centre, pages, side_pages]
 
     def own(n: int, blocks: int, tier: int = 0, first: int = 0, sides: bool = False) -> jit.Launch:
-        f = kinds[tier].format
+        f = page_formats[tier].format
         params = PARAMS.pack(
             lists.copies[first:].data_ptr(), lists.sides.data_ptr(), side_pages.data_ptr(), pool.pointers.data_ptr(), n,
             pool.units, p, tier, f.v_offset, 0 if f.plain else f.scale_offset, *offsets,
         )  # fmt: skip
-        return jit.Launch(_kernel(entry_of(kinds[tier], sides), device), blocks, 256, params)
+        return jit.Launch(_kernel(entry_of(page_formats[tier], sides), device), blocks, 256, params)
 
     launches = []
     with torch.cuda.device(device):
         jit.bind_context(device)
-        job = repack_op.Job(pool, kinds, lists.packed, *rows, centre)
+        job = repack_op.Job(pool, page_formats, lists.packed, *rows, centre)
         for tier in reversed(range(tiers)):
             (first, end), (begin, last), whole_range = lists.ranges[:, tier].tolist()
             if end > first:
@@ -100,8 +100,8 @@ def phases(
             whole = slice(*whole_range)
             if whole.stop > whole.start:
                 v_at = plain.v_offset if lists.v_at is None else lists.v_at[whole]
-                mine = pages[whole], lists.k_at[whole], v_at, bucket[whole]
-                launches.append(whole_pages.launch(kinds, tier, *mine, centre))
+                mine = pages[whole], lists.k_at[whole], v_at, head_cache[whole]
+                launches.append(whole_pages.launch(page_formats, tier, *mine, centre))
             if last > begin:
                 launches.append(repack_cuda.launch(job, begin, last - begin))
         if slots := len(pages) * p:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvstrata import jit
-from kvstrata.cache.storage.page import PageKind
+from kvstrata.cache.storage.page import PageFormat
 from kvstrata.quant.op import CXX
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 
@@ -24,7 +24,7 @@ PARAMS = struct.Struct(f"5Q 2q 2i 27f {6 * TIERS}i 4x")
 CONSTANTS = [table.get(bits, 0.0) for table in (GAUSSIAN_STEP, K_GAIN, V_GAIN) for bits in range(9)]
 
 
-def entry_of(plain: PageKind, lossy: PageKind) -> str:
+def entry_of(plain: PageFormat, lossy: PageFormat) -> str:
     """The template instantiation for the pages of a cache."""
     f = lossy.format
     flags = ", ".join(str(flag).lower() for flag in (plain.keeps_importance, f.rotate, f.centre))
@@ -42,21 +42,22 @@ def launch(job: Job, first: int, n: int) -> jit.Launch:
 
     The caller keeps the job's tensors, and holds the context of their device.
     """
-    kinds, device = job.kinds, job.packed.get_device()
-    if len(kinds) > TIERS:
-        raise ValueError(f"tiers: expected at most {TIERS}, got {len(kinds)}")
+    page_formats, device = job.page_formats, job.packed.get_device()
+    if len(page_formats) > TIERS:
+        raise ValueError(f"tiers: expected at most {TIERS}, got {len(page_formats)}")
     numbers = []
-    for kind in kinds:
+    for kind in page_formats:
         f = kind.format
         widths = (0, 0) if f.plain else (f.k_bits, f.v_bits)
         numbers += [*widths, f.v_offset, f.scale_offset, kind.position_offset, kind.importance_offset]
-    numbers += [0] * (6 * (TIERS - len(kinds)))
+    numbers += [0] * (6 * (TIERS - len(page_formats)))
     rows = [(0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.element_size()) for x in (job.k, job.v)]
     params = PARAMS.pack(
         job.packed[first:].data_ptr(), job.pool.pointers.data_ptr(), rows[0][0], rows[1][0], job.centre.data_ptr(),
         rows[0][1], rows[1][1], n, job.pool.units, *CONSTANTS, *numbers,
     )  # fmt: skip
-    return jit.Launch(_kernel(entry_of(kinds[0], kinds[-1]), device), -(-2 * n // WARPS), 32 * WARPS, params)
+    kernel = _kernel(entry_of(page_formats[0], page_formats[-1]), device)
+    return jit.Launch(kernel, -(-2 * n // WARPS), 32 * WARPS, params)
 
 
 def prepare(job: Job) -> Callable[[], None]:

@@ -3,7 +3,7 @@
     [K16V16 page] ──leaver: centre, rotate, quantise──▶ [K4V4 page] ──leaver: decode, quantise──▶ [K2V2 page]
           ▲ filler: copied into the hole                     ▲ filler: codes and scales copied
 
-A job is a list of moves (`moves.Moves.packed`) in chains, see moves.py. The arithmetic is that of `PageKind.encode`.
+A job is a list of moves (`moves.Moves.packed`) in chains, see moves.py. The arithmetic is that of `PageFormat.encode`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstrata.backends import resolve
 from . import repack_reference as reference
 
 if TYPE_CHECKING:
-    from kvstrata.cache.storage.page import PageKind
+    from kvstrata.cache.storage.page import PageFormat
     from kvstrata.cache.storage.pool import Pool
 
 
@@ -26,7 +26,7 @@ class Job(NamedTuple):
     """The arguments of one call."""
 
     pool: Pool
-    kinds: Sequence[PageKind]
+    page_formats: Sequence[PageFormat]
     packed: torch.Tensor  # int32 [n, 12], columns as in moves.COLUMNS
     k: torch.Tensor | None  # new rows [rows, D] in the dtype of plain pages, inner stride 1
     v: torch.Tensor | None

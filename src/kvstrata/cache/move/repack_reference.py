@@ -24,9 +24,9 @@ TOGETHER = 1024  # new rows that are encoded in one go: they stay in a core's ca
 def take(job: Job) -> Taken:
     """Read every moving token and encode it for the tier it goes to."""
     taken: Taken = []
-    pair = (job.packed[:, 2] + 1) * len(job.kinds) + job.packed[:, 5]
+    pair = (job.packed[:, 2] + 1) * len(job.page_formats) + job.packed[:, 5]
     for number in torch.bincount(pair).nonzero().flatten().tolist():
-        was, now = number // len(job.kinds) - 1, number % len(job.kinds)
+        was, now = number // len(job.page_formats) - 1, number % len(job.page_formats)
         mine = (pair == number).nonzero().flatten()
         parts = mine.split(TOGETHER) if was < 0 else [mine]
         rows = Rows.cat([_rows(job, part, was, now) for part in parts])
@@ -56,7 +56,7 @@ def put(job: Job, taken: Taken) -> Callable[[], None]:
     """What writes them to their pages; copies of the pages with the tokens in them are made here."""
     written: list[tuple[np.ndarray, torch.Tensor]] = []
     for tier in sorted({tier for _, tier, _ in taken}):
-        kind, parts = job.kinds[tier], [(moves, rows) for moves, now, rows in taken if now == tier]
+        kind, parts = job.page_formats[tier], [(moves, rows) for moves, now, rows in taken if now == tier]
         to = torch.cat([job.packed[moves, 3] for moves, _ in parts]).cpu().numpy()
         handles, place = np.unique(to, return_inverse=True)
         pages = job.pool.read(handles, 0, kind.stride)

@@ -194,11 +194,11 @@ def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
 
 def prepare(job: Job) -> Callable[[], None]:
     """One program per side of a move, of which those that begin a chain have work."""
-    formats, kind, device = tuple(kind.format for kind in job.kinds), job.kinds[0], job.pool.device
+    formats, kind, device = tuple(kind.format for kind in job.page_formats), job.page_formats[0], job.pool.device
     lossy = formats[-1]
     places, numbers, steps = tables(formats, device)
     k, v = (job.packed if x is None else x.detach() for x in (job.k, job.v))
-    offsets = torch.tensor([[kind.position_offset, kind.importance_offset] for kind in job.kinds])
+    offsets = torch.tensor([[kind.position_offset, kind.importance_offset] for kind in job.page_formats])
     offsets, centre, dim = offsets.to(device, non_blocking=True), job.centre.contiguous(), lossy.head_dim
 
     def run() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from kvstrata import jit
-from kvstrata.cache.storage.page import PageKind
+from kvstrata.cache.storage.page import PageFormat
 from kvstrata.layout import Format
 from kvstrata.quant.op import PARAMS, ROW_BYTES, SOURCE, TIERS, entry_of, prepare
 
@@ -30,27 +30,27 @@ def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
 
 
 def launch(
-    kinds: Sequence[PageKind],
+    page_formats: Sequence[PageFormat],
     tier: int,
     pages: torch.Tensor,
     k_at: torch.Tensor,
     v_at: torch.Tensor | int,
-    bucket: torch.Tensor,
+    head_cache: torch.Tensor,
     centre: torch.Tensor,
 ) -> jit.Launch:
     """Make pages of a tier at ``pages * 64`` of what is at ``k_at [n, page_tokens]``: rows, or codes of another tier as
     moves.cu writes them; -1 is an empty slot.
 
-    ``v_at``: the rows of V, or how far behind its K each is. ``bucket [n]``: the row of ``centre``.
+    ``v_at``: the rows of V, or how far behind its K each is. ``head_cache [n]``: the row of ``centre``.
     All slots are written.
     """
-    device, format, dtype = pages.get_device(), kinds[tier].format, kinds[0].dtype
+    device, format, dtype = pages.get_device(), page_formats[tier].format, page_formats[0].dtype
     v, v_rows = (v_at, k_at) if isinstance(v_at, int) else (0, v_at)
-    centres = (centre.data_ptr(), bucket.data_ptr()) if format.centre else (0, 0)
-    formats = [kind.format for kind in kinds[1:]]
+    centres = (centre.data_ptr(), head_cache.data_ptr()) if format.centre else (0, 0)
+    formats = [kind.format for kind in page_formats[1:]]
     sources = [x for f in formats for x in (f.k_bits, f.v_bits, f.v_offset, f.scale_offset)]
     params = PARAMS.pack(  # rows are addresses, and the number of the head does not matter
-        0, v, 0, pages.data_ptr(), k_at.data_ptr(), v_rows.data_ptr(), bucket.data_ptr(), *centres,
+        0, v, 0, pages.data_ptr(), k_at.data_ptr(), v_rows.data_ptr(), head_cache.data_ptr(), *centres,
         0, 0, 1, 1, len(pages), *[0] * 4, *sources, *[0] * (4 * TIERS - 4 - len(sources)),
     )  # fmt: skip
     return prepare(_kernel(format, dtype, device), format, dtype, len(pages), params)

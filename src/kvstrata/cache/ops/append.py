@@ -18,7 +18,7 @@ import torch
 
 from kvstrata.cache.move.append import Job
 from kvstrata.cache.policy.importance import initial
-from kvstrata.cache.policy.mass import hear, hear_first
+from kvstrata.cache.policy.mass import add_mass, with_mass
 from kvstrata.cache.policy.room import fits_each, fits_plain
 from kvstrata.cache.policy.scopes import move_tokens, pairs, plan_scopes, scopes_of, settle_ahead
 from kvstrata.cache.storage.page import Rows
@@ -82,8 +82,8 @@ def _append(
         ends = [int(cache._lengths[r, layer]) + n for r, n in zip(asked, lengths, strict=True)]
         mass = check_mass(cache, mass, len(asked), max(ends))
         if cache.policy.name == "importance":
-            new = hear_first(cache, new, mass, queries)
-            hear(cache, change, layer, asked, mass, queries, ends)
+            new = with_mass(cache, new, mass, queries)
+            add_mass(cache, change, layer, asked, mass, queries, ends)
     importance = None if mass is None else new.importance
     if fits:
         append_plain(cache, change, layer, k, v, asked, lengths, importance)

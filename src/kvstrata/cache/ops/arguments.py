@@ -130,31 +130,31 @@ def ragged(
     k: torch.Tensor,
     v: torch.Tensor,
     requests: Sequence[int] | None,
-    lengths: Sequence[int] | None,
+    seq_lens: Sequence[int] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]:
     """Packed rows ``[tokens, kv_heads, head_dim]``, and whose they are."""
     k, v = _check_pair(cache, k, v)
     if k.dim() == 4:
-        if lengths is not None:
-            raise ValueError("lengths: expected None for [requests, tokens, ..], got a list")
-        lengths = [k.shape[1]] * k.shape[0]
+        if seq_lens is not None:
+            raise ValueError("seq_lens: expected None for [requests, tokens, ..], got a list")
+        seq_lens = [k.shape[1]] * k.shape[0]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
-    elif lengths is None:
-        lengths = [k.shape[0]]
-    lengths = whole_numbers("lengths", lengths)
-    if sum(lengths) != k.shape[0] or min(lengths, default=0) < 0:
-        raise ValueError(f"lengths: expected numbers that sum to {k.shape[0]}, the rows of k, got {lengths}")
-    requests = list(range(len(lengths))) if requests is None else whole_numbers("requests", requests)
-    if len(requests) != len(lengths):
+    elif seq_lens is None:
+        seq_lens = [k.shape[0]]
+    seq_lens = whole_numbers("seq_lens", seq_lens)
+    if sum(seq_lens) != k.shape[0] or min(seq_lens, default=0) < 0:
+        raise ValueError(f"seq_lens: expected numbers that sum to {k.shape[0]}, the rows of k, got {seq_lens}")
+    requests = list(range(len(seq_lens))) if requests is None else whole_numbers("requests", requests)
+    if len(requests) != len(seq_lens):
         raise ValueError(
-            f"requests: expected {len(lengths)}, one for each of the lengths {lengths}, got {requests};"
-            " packed rows of several requests come with lengths"
+            f"requests: expected {len(seq_lens)}, one for each of seq_lens {seq_lens}, got {requests};"
+            " packed rows of several requests come with seq_lens"
         )
     if len(set(requests)) != len(requests):
-        raise ValueError(f"requests: expected {len(lengths)} different ones, got {requests}")
+        raise ValueError(f"requests: expected {len(seq_lens)} different ones, got {requests}")
     if max(requests, default=0) >= cache.max_requests:
         raise ValueError(f"requests: expected numbers below {cache.max_requests} (max_requests), got {requests}")
-    for request, count in zip(requests, lengths, strict=True):
+    for request, count in zip(requests, seq_lens, strict=True):
         check_int("requests", request, 0)
         room = cache.max_tokens - int(cache._lengths[request, layer])
         if count > room:
@@ -162,7 +162,7 @@ def ragged(
                 f"k: expected at most {room} more tokens for request {request} (max_tokens {cache.max_tokens}),"
                 f" got {count}"
             )
-    return k, v, requests, lengths
+    return k, v, requests, seq_lens
 
 
 def check_mass(cache: TieredCache, mass: torch.Tensor, requests: int, longest: int) -> torch.Tensor:

@@ -19,10 +19,10 @@ SCALE_BITS = 16  # fp16, one for K and one for V of each token and head
 def fixed(cache: TieredCache) -> dict[str, int]:
     """Bytes of what is there whether or not there are tokens."""
     tensors = {
-        "table": cache.buckets.table,
+        "page_table": cache.buckets.page_table,
         "count": cache.buckets.count,
         "centre": cache.centre,
-        "length": cache._device_lengths,
+        "seq_lens": cache._device_lengths,
         "slab_pointers": cache.pool.pointers,
     }
     return {name: tensor.nbytes for name, tensor in tensors.items()}
@@ -32,7 +32,7 @@ def memory(cache: TieredCache) -> Memory:
     """Everything, from what the host knows."""
     counts = cache.buckets.host_count[list(cache.requests)].astype(np.int64).sum((0, 1, 2))
     used = [cache.pool.pages(tier) * stride for tier, stride in enumerate(cache.pool.strides)]
-    pages = [cache.pool.pages(tier) for tier in range(len(cache.kinds))]
+    pages = [cache.pool.pages(tier) for tier in range(len(cache.page_formats))]
     taken = _slots_taken(cache) if cache.pool.shares else counts.tolist()
     slack = sum(
         (n * cache.page_tokens - count) * stride // cache.page_tokens
@@ -70,7 +70,7 @@ def _slots_taken(cache: TieredCache) -> list[int]:
     """Slots with a token per tier, of pages that requests share once: as many as the owner with the most has."""
     first = np.arange(cache.buckets.max_pages) * cache.page_tokens
     taken = []
-    for tier in range(len(cache.kinds)):
+    for tier in range(len(cache.page_formats)):
         table = cache.buckets.host_table[:, :, :, tier]
         filled = (cache.buckets.host_count[:, :, :, tier, None] - first).clip(0, cache.page_tokens)[table >= 0]
         pages, page = np.unique(table[table >= 0], return_inverse=True)
@@ -88,15 +88,15 @@ def check(cache: TieredCache) -> None:
     used = int((cache.pool.refs > 0).sum())
     assert used == len(handles), f"{used} pages in use, {len(handles)} in tables"
     pool = cache.pool
-    for t in range(len(cache.kinds)):
+    for t in range(len(cache.page_formats)):
         assert pool.pages(t) == int((pool.refs[pool.tier == t] > 0).sum()), "a tier's pages were counted wrong"
         assert pool.slabs_of(t) == int((pool.tier == t).sum()), "a tier's slabs were counted wrong"
     pages = -(-count.astype(np.int64) // cache.page_tokens)
     listed = np.arange(table.shape[-1]) < pages[..., None]
     assert ((table >= 0) == listed).all(), "page lists and counts differ"
-    tier = np.broadcast_to(np.arange(len(cache.kinds))[:, None], table.shape)
+    tier = np.broadcast_to(np.arange(len(cache.page_formats))[:, None], table.shape)
     assert (cache.pool.tier[table[listed] // cache.pool.units] == tier[listed]).all(), "a page in another tier's slab"
-    assert torch.equal(cache.buckets.table.cpu(), torch.from_numpy(table)), "device table differs"
+    assert torch.equal(cache.buckets.page_table.cpu(), torch.from_numpy(table)), "device table differs"
     assert torch.equal(cache.buckets.count.cpu(), torch.from_numpy(count)), "device counts differ"
     assert torch.equal(cache._device_lengths.cpu(), torch.from_numpy(cache._lengths)), "device lengths differ"
     for request in range(cache.max_requests):
@@ -117,7 +117,7 @@ def check(cache: TieredCache) -> None:
 def _check_positions(cache: TieredCache, layer: int, request: int) -> None:
     tokens = cache.buckets.snapshot(layer, [request])
     length = int(cache._lengths[request, layer])
-    keys = tokens.bucket * cache.max_tokens + tokens.position
+    keys = tokens.head_cache * cache.max_tokens + tokens.position
     assert len(torch.unique(keys)) == len(keys), "a position twice in a head"
     assert not len(keys) or (int(tokens.position.min()) >= 0 and int(tokens.position.max()) < length), "position"
     if not cache.policy.evict:

@@ -44,7 +44,7 @@ def _crop(cache: TieredCache, change: Transaction, request: int, length: int) ->
             [scope] = scopes_of(cache, [request])
             lengths = [length if r == request else int(cache._lengths[r, layer]) for r in scope]
             tokens = cache.buckets.snapshot(layer, scope)
-            cropped = tokens.bucket // cache.kv_heads == scope.index(request)
+            cropped = tokens.head_cache // cache.kv_heads == scope.index(request)
             kept = ~cropped | (tokens.position < length)
             at = kept.nonzero().flatten()
             target = torch.full_like(tokens.tier, DROP)

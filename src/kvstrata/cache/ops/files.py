@@ -57,9 +57,10 @@ def _settings(cache: TieredCache) -> dict[str, Any]:
     return {
         "policy": cache.policy.name,
         "per_head": cache.policy.per_head,
-        "window": cache.window,
-        "sinks": cache.sinks,
-        "budget": cache.budget.amount,
+        "recent_tokens": cache.recent_tokens,
+        "sink_tokens": cache.sink_tokens,
+        "budget": cache._arguments["budget"],
+        "budget_bytes": cache._arguments["budget_bytes"],
         "max_tokens": cache.max_tokens,
         "max_requests": cache.max_requests,
         "evict": cache.policy.evict,
@@ -82,7 +83,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 def taken(cache: TieredCache, request: int) -> dict[str, torch.Tensor]:
     """Everything of a request, as above."""
     buckets, parts = cache.buckets, {}
-    for tier, kind in enumerate(cache.kinds):
+    for tier, kind in enumerate(cache.page_formats):
         pages = []
         for layer in range(cache.layers):
             bucket, index, handles = buckets._pages_of(layer, [request], tier)
@@ -159,7 +160,7 @@ def _read(cache: TieredCache, path: str | PathLike[str]) -> dict[str, torch.Tens
 
 def validate(cache: TieredCache, tensors: dict[str, torch.Tensor]) -> None:
     """Shapes, types and ranges of everything."""
-    layers, heads, tiers, p = cache.layers, cache.kv_heads, len(cache.kinds), cache.page_tokens
+    layers, heads, tiers, p = cache.layers, cache.kv_heads, len(cache.page_formats), cache.page_tokens
 
     def shaped(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         tensor = tensors.get(name)
@@ -185,7 +186,7 @@ def validate(cache: TieredCache, tensors: dict[str, torch.Tensor]) -> None:
     if "ahead_from" in tensors:
         want((shaped("ahead_from", torch.int64, 1) >= 0).all(), "ahead_from: expected 0 or more")
     keys = []
-    for tier, kind in enumerate(cache.kinds):
+    for tier, kind in enumerate(cache.page_formats):
         per_bucket = -(-count[:, :, tier].flatten() // p)
         n = int(per_bucket.sum())
         bucket = torch.repeat_interleave(torch.arange(layers * heads), per_bucket)
@@ -215,7 +216,7 @@ def load(cache: TieredCache, path: str | PathLike[str]) -> int:
         validate(cache, tensors)
     except Refused as error:
         raise ValueError(f"path: expected a request that this cache can hold, {str(path)!r} is not: {error}") from error
-    request = cache._free_request()
+    request = cache._unused_request()
     put(cache, request, tensors)
     return request
 
@@ -244,7 +245,7 @@ def _put(cache: TieredCache, change: Transaction, request: int, tensors: dict[st
 
     change.undo(restore)  # the last to be undone, when the host's tables are restored
     cache._activate(change, [request])
-    for tier, kind in enumerate(cache.kinds):
+    for tier, kind in enumerate(cache.page_formats):
         pages = tensors[f"pages.{tier}"].to(cache.device)
         whole = torch.zeros(len(pages), kind.stride, dtype=torch.uint8, device=cache.device)
         whole[:, : kind.format.page_bytes] = pages

@@ -21,10 +21,10 @@ def by_head(
     """Where each token of a snapshot goes in ``[requests * kv_heads, n]`` when every head is sorted by position."""
     counts = cache.buckets.host_count[list(requests), layer].sum(-1, dtype=np.int64).reshape(-1)
     starts = cache.pool.to_device(np.cumsum(counts) - counts)
-    order = torch.argsort(tokens.bucket * cache.max_tokens + tokens.position)
+    order = torch.argsort(tokens.head_cache * cache.max_tokens + tokens.position)
     column = torch.empty_like(order)
-    column[order] = torch.arange(len(order), device=cache.device) - starts[tokens.bucket[order]]
-    return (tokens.bucket, column), (len(counts), int(counts.max()))
+    column[order] = torch.arange(len(order), device=cache.device) - starts[tokens.head_cache[order]]
+    return (tokens.head_cache, column), (len(counts), int(counts.max()))
 
 
 def gather(cache: TieredCache, layer: int, requests: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -34,7 +34,7 @@ def gather(cache: TieredCache, layer: int, requests: Sequence[int]) -> tuple[tor
     k = torch.empty(len(tokens), cache.head_dim, dtype=cache.dtype, device=cache.device)
     v = torch.empty_like(k)
     for kind, at, rows in cache.buckets.read_all(layer, requests, tokens):
-        k[at], v[at] = kind.decode(rows, centre[tokens.bucket[at]])
+        k[at], v[at] = kind.decode(rows, centre[tokens.head_cache[at]])
     place, shape = by_head(cache, layer, requests, tokens)
     out = [torch.zeros(*shape, cache.head_dim, dtype=cache.dtype, device=cache.device) for _ in range(2)]
     positions = torch.full(shape, -1, device=cache.device)

@@ -100,7 +100,7 @@ def _targets(cache: TieredCache, places: list[Place], tokens: Tokens, given: set
     """With room for one plain token more of each given request; or BudgetExceeded.
 
     Planned as if it were there. Where that does not fit, for the tokens that are, with a slot to spare: one token less
-    has to leave the window, which may save a page. Where that does not either, the token may have room as it is: a plan
+    is no longer recent, which may save a page. Where that does not either, the token may have room as it is: a plan
     pays for shared pages once an owner.
     """
     now = [[int(cache._lengths[r, layer]) for r in scope] for layer, scope in places]
@@ -121,9 +121,9 @@ def _targets(cache: TieredCache, places: list[Place], tokens: Tokens, given: set
             elif needed[i] is not None and fits_plain(cache, layer, coming, [1] * len(coming)):
                 needed[i], which[i] = None, 2
         check_plans(cache, places, then, scopes, replace(made, needed=needed))
-        by_bucket = np.repeat(which, [len(scope) * cache.kv_heads for _, scope in places])
+        by_head_cache = np.repeat(which, [len(scope) * cache.kv_heads for _, scope in places])
         choices = torch.stack([target, ahead.target, tokens.tier])
-        target = choices.gather(0, cache.pool.to_device(by_bucket)[tokens.bucket].unsqueeze(0))[0]
+        target = choices.gather(0, cache.pool.to_device(by_head_cache)[tokens.head_cache].unsqueeze(0))[0]
     return target
 
 
@@ -132,10 +132,10 @@ def _coming(cache: TieredCache, places: list[Place], given: set[int]) -> Tokens:
     layers, requests = (np.array(x) for x in pairs(places))
     place = np.flatnonzero(np.isin(requests, list(given)))
     heads, length = cache.kv_heads, cache._lengths[requests[place], layers[place]]
-    bucket = cache.pool.to_device((place[:, None] * heads + np.arange(heads)).reshape(-1))
+    head_cache = cache.pool.to_device((place[:, None] * heads + np.arange(heads)).reshape(-1))
     position = cache.pool.to_device(length.astype(np.int64).repeat(heads))
-    tier, slot = torch.full_like(bucket, NEW), torch.arange(len(bucket), device=cache.device)
-    return Tokens(bucket, tier, slot, position, initial(cache.policy.mode, position + 1))
+    tier, slot = torch.full_like(head_cache, NEW), torch.arange(len(head_cache), device=cache.device)
+    return Tokens(head_cache, tier, slot, position, initial(cache.policy.mode, position + 1))
 
 
 def write(cache: TieredCache, layer: int, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None) -> None:

@@ -2,8 +2,9 @@
 
 Every policy is a family of assignments that get cheaper as one number grows; the least such number that fits is
 found by bisection, with the exact price in whole pages, so there is no rounding reserve. Tokens are only ever moved
-to cheaper tiers. Everything is a few vector operations over all tokens at once; where every bucket has its own number
-(`cheapest_each`), the tokens are sorted once and the search looks at counts alone, many numbers of all buckets a step.
+to cheaper tiers. Everything is a few vector operations over all tokens at once; where every head cache has its own
+number (`cheapest_each`), the tokens are sorted once and the search looks at counts alone, many numbers of all head
+caches a step.
 
 The error of a format is that of its widths: the squared error relative to the row, from the signal-to-noise ratio
 that `tests/test_quantize.py` measures on Gaussian rows. An error in K moves scores: with a relative error e the noise
@@ -26,7 +27,7 @@ from kvstrata.layout.format import Format
 SQNR_DB = {2: 9.3, 3: 14.4, 4: 19.5, 8: 43.8}
 K_NOISE = 4.0  # variance of a score by the relative error of K: docs/decisions.md
 STEPS = 24  # of a bisection: a part in 10,000 of the price, and slots that are left over are filled
-ROUNDS, TRIED = 4, 64  # of the search of many buckets: as fine as 24 steps, and so many numbers tried in each
+ROUNDS, TRIED = 4, 64  # of the search of many head caches: as fine as 24 steps, and so many numbers tried in each
 BITS = 40  # of a rank
 
 Family = Callable[[Any], torch.Tensor]  # the tiers for one number, or for as many as there are parts or tokens
@@ -60,24 +61,24 @@ def count(index: torch.Tensor, n: int, chosen: torch.Tensor | None = None) -> to
 
 @dataclass(frozen=True)
 class Prices:
-    """What pages cost: ``page[tier]`` bytes for ``page_tokens`` tokens of one bucket."""
+    """What pages cost: ``page[tier]`` bytes for ``page_tokens`` tokens of one head cache."""
 
     page: tuple[int, ...]
     page_tokens: int
 
-    def counts(self, bucket: torch.Tensor, tier: torch.Tensor, buckets: int) -> torch.Tensor:
-        """Tokens per bucket and tier ``[buckets, tiers]``; a tier of -1 is dropped."""
+    def counts(self, head_cache: torch.Tensor, tier: torch.Tensor, head_caches: int) -> torch.Tensor:
+        """Tokens per head cache and tier ``[head_caches, tiers]``; a tier of -1 is dropped."""
         columns = len(self.page) + 1  # the first is for the dropped
-        return count(bucket * columns + tier + 1, buckets * columns).view(buckets, columns)[:, 1:]
+        return count(head_cache * columns + tier + 1, head_caches * columns).view(head_caches, columns)[:, 1:]
 
     def total(self, counts: torch.Tensor, headroom: int = 0) -> int:
-        """Bytes of whole pages, with room for ``headroom`` more plain tokens in every bucket."""
+        """Bytes of whole pages, with room for ``headroom`` more plain tokens in every head cache."""
         pages = counts.cpu().numpy().astype(np.int64)
         pages[:, 0] += headroom
         return int((-(-pages // self.page_tokens) @ np.asarray(self.page)).sum())
 
     def each(self, counts: torch.Tensor, headroom: int | torch.Tensor = 0) -> torch.Tensor:
-        """The same for every bucket on its own: int64 ``[buckets]``, on the device; the headroom may be too."""
+        """The same for every head cache on its own: int64 ``[head_caches]``, on the device; the headroom may be too."""
         plain = torch.zeros_like(counts)
         plain[:, 0] = headroom
         pages = (counts + plain + self.page_tokens - 1) // self.page_tokens
@@ -173,10 +174,10 @@ def unrank(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Ranked:
-    """Tokens that may move, by what an error in each counts: for the search of a price per byte in every bucket."""
+    """Tokens that may move, by what an error in each counts: for the search of a price per byte in every head cache."""
 
     weight: torch.Tensor  # ranks
-    bucket: torch.Tensor
+    head_cache: torch.Tensor
     tier: torch.Tensor
     prices: Prices
     error: tuple[float, ...]
@@ -190,22 +191,22 @@ class Ranked:
         return self.tier.clamp(min=self.hull[0][-1])
 
     def cheapest_each(self, others: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-        """Tiers that minimise sum(weight * error) + price * bytes in every bucket, for the least price that fits
-        ``allowed`` bytes ``[buckets]``; the cheapest assignment must. ``others`` ``[buckets, tiers]`` are tokens that
-        stay where they are. Never waits for the device, and a bucket gets what it would get alone.
+        """Tiers that minimise sum(weight * error) + price * bytes in every head cache, for the least price that fits
+        ``allowed`` bytes ``[head_caches]``; the cheapest assignment must. Tokens ``others`` ``[head_caches, tiers]``
+        stay where they are. Never waits for the device, and a head cache gets what it would get alone.
 
         In whole pages a lower price may fit where a higher does not; every round takes the least that does."""
         tiers, slopes = self.hull
         if not slopes:  # no tier is cheaper than the first
             return self.tier
-        device, (buckets, columns) = self.weight.device, others.shape
+        device, (head_caches, columns) = self.weight.device, others.shape
         slope = _constant(tuple(max(x, 1e-300) for x in slopes), torch.float64, device)
         index = _constant(tuple(tiers), torch.int64, device)
-        group = torch.arange(buckets * columns + 1, device=device) << BITS  # a bucket's tokens of a tier
-        key = torch.sort((self.bucket * columns + self.tier << BITS) | self.weight).values
+        group = torch.arange(head_caches * columns + 1, device=device) << BITS  # a head cache's tokens of a tier
+        key = torch.sort((self.head_cache * columns + self.tier << BITS) | self.weight).values
         first = torch.searchsorted(key, group)
-        size = first.diff().view(buckets, 1, 1, columns)
-        first, group = (x[:-1].view(buckets, 1, 1, columns) for x in (first, group))
+        size = first.diff().view(head_caches, 1, 1, columns)
+        first, group = (x[:-1].view(head_caches, 1, 1, columns) for x in (first, group))
         every = torch.arange(columns, device=device)
         to = (torch.maximum(index[:, None], every).view(-1, 1) == every).double()  # from step and tier to tier
         page = _constant(self.prices.page, torch.float64, device)
@@ -215,16 +216,17 @@ class Ranked:
             return rank(unrank(price)[..., None] / slope)
 
         def fits(price: torch.Tensor) -> torch.Tensor:
-            """``[buckets, prices]``."""
+            """``[head_caches, prices]``."""
             below = torch.searchsorted(key, group | limits(price)[..., None]) - first
             ends = [size.expand(-1, price.shape[1], -1, -1), below, torch.zeros_like(below[:, :, :1])]
-            steps = -torch.cat(ends, 2).diff(dim=2)  # tokens ``[buckets, prices, steps, tiers]``
+            steps = -torch.cat(ends, 2).diff(dim=2)  # tokens ``[head_caches, prices, steps, tiers]``
             counts = steps.flatten(2).double() @ to + others[:, None]
             return (counts / self.prices.page_tokens).ceil() @ page <= allowed[:, None]
 
         empty = size.sum((1, 2, 3)) == 0
-        under = torch.full((buckets,), 1 << BITS, device=device).scatter_reduce(0, self.bucket, self.weight, "amin")
-        over = torch.zeros_like(under).scatter_reduce(0, self.bucket, self.weight, "amax")
+        under = torch.full((head_caches,), 1 << BITS, device=device)
+        under = under.scatter_reduce(0, self.head_cache, self.weight, "amin")
+        over = torch.zeros_like(under).scatter_reduce(0, self.head_cache, self.weight, "amax")
         under, over = torch.where(empty, 0, unrank(under) * min(slopes) / 2), unrank(over) * max(slopes) * 2
         under, over = rank(under), rank(over)
         parts = torch.arange(1, TRIED + 1, device=device)
@@ -232,5 +234,5 @@ class Ranked:
             tried = torch.cat([under[:, None], under[:, None] + (over - under)[:, None] * parts // TRIED], 1)
             least = fits(tried[:, 1:]).byte().argmax(1, keepdim=True)
             under, over = tried.gather(1, least).squeeze(1), tried.gather(1, least + 1).squeeze(1)
-        steps = (self.weight[:, None] < limits(over)[self.bucket]).sum(1)
+        steps = (self.weight[:, None] < limits(over)[self.head_cache]).sum(1)
         return torch.maximum(self.tier, index[steps])

@@ -7,12 +7,14 @@ An absolute budget is split evenly over the layers; in a layer all requests shar
 request and layer on its own, so what happens to a request does not depend on its neighbours:
 
     allowed(n) = max(fraction * 16-bit bytes of n tokens, need(min(n, floor_tokens)))
-    need(n)    = sinks, window and room in whole 16-bit pages, the rest and one page in the lowest tier, tables, reserve
+    need(n)    = sink and recent tokens and room in whole 16-bit pages, the rest and one page in the lowest tier,
+                 tables, reserve
 
-The second term is the floor: short contexts, of which the 16-bit window is a large part, may always take what they
+The second term is the floor: short contexts, of which 16-bit tokens are a large part, may always take what they
 need with everything older in the lowest tier. The room is for the tokens between two settlings, half a page unless
-``settle_every`` is less: a window that fills its pages would settle at every step without it. ``floor_tokens`` is
-where the fraction overtakes that need; for a fraction that never does, it is one page more than sinks and window.
+``settle_every`` is less: recent tokens that fill their pages would settle at every step without it. ``floor_tokens``
+is where the fraction overtakes that need; for a fraction that never does, it is one page more than sink and recent
+tokens.
 
 Where the widest tier is K8V8, a fraction allows no more than that tier takes, however much it could pay for: old tokens
 at 16 bit would take twice the bytes of a decode step, for an error of a ten-thousandth.
@@ -24,6 +26,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from kvstrata.cache.ops.arguments import check_int
 
 # Lists of tiers, the lowest last: close in width around what a budget affords, and 8 bit for the few tokens that get
 # most of the attention. Chosen by KL on packed bytes, docs/quality.md; the first two by bytes, expected error and the
@@ -48,6 +52,29 @@ def _lowest(names: tuple[str, ...]) -> float:
 def tiers_for(bits: float) -> tuple[str, ...]:
     """The tiers for older tokens with so many bits of codes per value, K and V averaged."""
     return next((names for names in TIERS if _lowest(names) <= bits - 0.5), TIERS[-1])
+
+
+class DefaultFraction(float):
+    """A default for ``budget`` that can be told from the same number given by the caller."""
+
+
+DEFAULT = DefaultFraction(0.25)
+
+
+def check_budget(budget: float | None, budget_bytes: int | None) -> int | float | None:
+    """The limit that the two arguments ask for: bytes (int), a fraction below 1 (float), or None for no limit."""
+    if budget_bytes is not None:
+        if budget is not None and not isinstance(budget, DefaultFraction):
+            raise ValueError(f"budget: expected to be left out, since budget_bytes is given, got {budget!r}")
+        if isinstance(budget_bytes, float):
+            raise ValueError(f"budget_bytes: expected an int, got {budget_bytes!r}; a fraction of 16 bit is budget")
+        return check_int("budget_bytes", budget_bytes, 1)
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget <= 1:
+        hint = "; bytes are budget_bytes" if type(budget) is int else ""
+        raise ValueError(f"budget: expected a fraction in (0, 1] or None, got {budget!r}{hint}")
+    return None if budget == 1 else float(budget)
 
 
 class BudgetExceeded(RuntimeError):
@@ -112,7 +139,7 @@ class Budget:
     layers: int
     kv_heads: int
     token_bytes: int  # K and V of one KV head at the model's precision
-    kept: int  # sinks and window
+    kept: int  # sink and recent tokens
     room: int  # plain tokens beside them that the floor has pages for
     page_tokens: int
     page_price: tuple[int, ...]  # per tier
@@ -120,21 +147,12 @@ class Budget:
     reserve: int  # one slab per tier
     max_requests: int
     max_tokens: int
-    ceiling_room: int | None = None  # plain tokens beside sinks and window under the ceiling of 8 bit; None: no ceiling
-
-    @classmethod
-    def check(cls, amount: int | float | None) -> int | float | None:
-        if amount is None or (type(amount) is int and amount > 0):
-            return amount
-        if isinstance(amount, float) and 0 < amount <= 1:
-            return None if amount == 1 else amount
-        raise ValueError(f"budget: expected bytes (int), a fraction in (0, 1] (float) or None, got {amount!r}")
+    ceiling_room: int | None = None  # plain tokens beside ``kept`` under the ceiling of 8 bit; None: no ceiling
 
     def __post_init__(self) -> None:
         if type(self.amount) is int and self.amount < self.fixed + self.reserve:
             raise ValueError(
-                f"budget: expected at least {self.fixed + self.reserve} bytes for tables and slabs, got {self.amount};"
-                " a fraction is a float, such as 0.25"
+                f"budget_bytes: expected at least {self.fixed + self.reserve} for tables and slabs, got {self.amount}"
             )
 
     @property
@@ -152,8 +170,8 @@ class Budget:
         """Tokens from which a fraction is more than the need; inf for never."""
         low = self.page_price[-1]
         gain = self.kv_heads * (float(self.amount or 0) * self.token_bytes - low / self.page_tokens)
-        window = -(-(self.kept + self.room) // self.page_tokens) * self.page_price[0] + 2 * low
-        constant = self.overhead + self.kv_heads * (window - self.kept * low / self.page_tokens)
+        plain = -(-(self.kept + self.room) // self.page_tokens) * self.page_price[0] + 2 * low
+        constant = self.overhead + self.kv_heads * (plain - self.kept * low / self.page_tokens)
         return max(int(constant / gain) + 1, self.kept) if gain > 0 else math.inf
 
     @property
@@ -162,7 +180,7 @@ class Budget:
         return self.kept + self.page_tokens if tokens == math.inf else min(int(tokens), self.max_tokens)
 
     def need(self, tokens: int) -> int:
-        """Bytes of one request and layer with everything but sinks and window in the lowest tier."""
+        """Bytes of one request and layer with everything but sink and recent tokens in the lowest tier."""
         if tokens == 0:
             return self.overhead
         plain = -(-min(tokens, self.kept + self.room) // self.page_tokens)
@@ -191,7 +209,7 @@ class Budget:
     def advice(self, pages: int, tokens: int) -> str:
         """A budget with which pages of so many bytes would fit, for these tokens of a scope."""
         if type(self.amount) is int:
-            return f"; budget={self.layers * pages + self.fixed + self.reserve} has room for them in every layer"
+            return f"; budget_bytes={self.layers * pages + self.fixed + self.reserve} has room for them in every layer"
         share = (pages + self.overhead) / (self.kv_heads * self.token_bytes * max(tokens, 1))
         return f"; budget={math.ceil(1000 * share) / 1000} has room for them, or evict=True" if share < 1 else ""
 
@@ -209,10 +227,10 @@ class Budget:
 def default_tiers(amount: int | float | None, expected: Callable[[Sequence[str]], Budget]) -> tuple[str, ...]:
     """The tiers of a cache whose user names none; ``expected`` gives the budget with a list of tiers.
 
-    For a fraction, the best list with which it overtakes its floor (see above) early: by 64 times sinks and window, at
-    least 1,024 and at most 2,048 tokens. Tokens are never promoted, so what a prompt has to give up at a length where
-    the window takes most of the fraction is gone; the floor of a higher lowest tier keeps it. An absolute budget says
-    nothing about the bytes of a token: one list for all.
+    For a fraction, the best list with which it overtakes its floor (see above) early: by 64 times sink and recent
+    tokens, at least 1,024 and at most 2,048. Tokens are never promoted, so what a prompt has to give up at a length
+    where recent tokens take most of the fraction is gone; the floor of a higher lowest tier keeps it. An absolute
+    budget says nothing about the bytes of a token: one list for all.
     """
     if not isinstance(amount, float):
         return NO_FRACTION

@@ -60,7 +60,7 @@ def fix_centres(
             index = np.full(len(requests), -1)
             index[without] = np.arange(len(without))
             chosen = tokens.renumbered(cache.pool.to_device(index), cache.kv_heads)
-            at = (chosen.bucket >= 0).nonzero().flatten()
+            at = (chosen.head_cache >= 0).nonzero().flatten()
             chosen, chosen_target = chosen[at], target[at]
         those = [requests[i] for i in without.tolist()]
         for begun, centre in _computed(cache, layer, those, chosen, chosen_target, fresh):
@@ -90,7 +90,7 @@ def _computed(
         row = row[request]
         at = (first & (row >= 0)).nonzero().flatten()
         k = _first_rows(cache, layer, requests, tokens[at], fresh)
-        there = (row[at] * heads + tokens.bucket[at] % heads, tokens.position[at])
+        there = (row[at] * heads + tokens.head_cache[at] % heads, tokens.position[at])
         table, takes_part = _table(k, there, len(some) * heads)
         positions = horizon(last[some] + 1, cache.max_tokens)
         centre = centre_of(table.unflatten(0, (-1, heads)), takes_part.unflatten(0, (-1, heads)), cache.rope, positions)
@@ -113,17 +113,17 @@ def _first_rows(
 
 
 def _table(
-    k: torch.Tensor, there: tuple[torch.Tensor, torch.Tensor], buckets: int
+    k: torch.Tensor, there: tuple[torch.Tensor, torch.Tensor], head_caches: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``k [n, D]`` at their bucket and position: float32 ``[buckets, CENTRE_TOKENS, D]``, and which values of
+    """Rows ``k [n, D]`` at their head cache and position: float32 ``[head_caches, CENTRE_TOKENS, D]``, and which values of
     these take part, others are 0: one flag a token where all its values do, as far as the host knows."""
     finite = k.abs() <= quant.LARGEST
-    table = torch.zeros(buckets, CENTRE_TOKENS, k.shape[1], dtype=torch.float32, device=k.device)
+    table = torch.zeros(head_caches, CENTRE_TOKENS, k.shape[1], dtype=torch.float32, device=k.device)
     if k.device.type == "cpu" and bool(finite.all()):
         finite = finite[:, :1]
     else:
         k = torch.where(finite, k, 0.0)
-    takes_part = torch.zeros(buckets, CENTRE_TOKENS, finite.shape[1], dtype=torch.bool, device=k.device)
+    takes_part = torch.zeros(head_caches, CENTRE_TOKENS, finite.shape[1], dtype=torch.bool, device=k.device)
     table[there], takes_part[there] = k, finite
     return table, takes_part
 
@@ -211,7 +211,7 @@ def _means(tables: list[torch.Tensor], parts: list[torch.Tensor]) -> list[torch.
 
 
 def _sum(table: torch.Tensor) -> torch.Tensor:
-    """Over positions, one by one: a sum over a dimension may go in another order when there are more buckets."""
+    """Over positions, one by one: a sum over a dimension may go in another order when there are more head caches."""
     if table.shape[-2] % STRIDE:
         table = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[-2] % STRIDE))
     sums = table.unflatten(-2, (-1, STRIDE))

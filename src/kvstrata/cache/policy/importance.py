@@ -25,7 +25,7 @@ def updated(
 ) -> torch.Tensor:
     """The entries after ``queries`` more queries gave ``mass`` in sum.
 
-    A page that several requests share hears from all of them: each contributes its part, so that the entry stays an
+    A page that several requests share gets mass from all of them: each contributes its part, so that the entry stays an
     average over its owners. One that reports nothing counts as one that gave nothing.
     """
     mass = mass.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0.0)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstrata.cache.tiered_cache import TieredCache
 
 
-def hear(
+def add_mass(
     cache: TieredCache,
     change: Transaction,
     layer: int,
@@ -28,28 +28,28 @@ def hear(
     ends: Sequence[int],
 ) -> None:
     """Write mass into pages; ``ends``: the lengths when it was given."""
-    # A page that several share hears from one after the other.
+    # Requests that share pages write to them one after the other.
     for part in [[i] for i in range(len(requests))] if cache.pool.shares else [list(range(len(requests)))]:
-        heard_from = [requests[i] for i in part]
-        tokens, handle = cache.buckets.look(layer, heard_from)
+        updating = [requests[i] for i in part]
+        tokens, handle = cache.buckets.look(layer, updating)
         own = mass_of(tokens, mass if len(part) == len(mass) else mass[part], cache.kv_heads)
-        owners = cache.buckets.owners(layer, heard_from, tokens)
-        heard = updated(cache.policy.mode, tokens.importance, own, queries, owners, cache.decay).contiguous()
+        owners = cache.buckets.owners(layer, updating, tokens)
+        importance = updated(cache.policy.mode, tokens.importance, own, queries, owners, cache.decay).contiguous()
         write = cache.buckets.prepare_side(handle, tokens)
         change.undo(partial(write, tokens.importance.contiguous()))
-        write(heard)
+        write(importance)
     change.set(cache._queries, (list(requests), layer), cache._queries[list(requests), layer] + queries)
     change.set(cache._reported, (list(requests), layer), ends)
 
 
-def hear_first(cache: TieredCache, tokens: Tokens, mass: torch.Tensor, queries: int) -> Tokens:
-    """Tokens that are in no page yet, with their part of the mass that came with them."""
-    one = torch.ones_like(tokens.bucket)
+def with_mass(cache: TieredCache, tokens: Tokens, mass: torch.Tensor, queries: int) -> Tokens:
+    """Tokens that are in no page yet, with importance from the mass that came with them."""
+    one = torch.ones_like(tokens.head_cache)
     own = mass_of(tokens, mass, cache.kv_heads)
-    heard = updated(cache.policy.mode, tokens.importance, own, queries, one, cache.decay)
-    return replace(tokens, importance=heard)
+    importance = updated(cache.policy.mode, tokens.importance, own, queries, one, cache.decay)
+    return replace(tokens, importance=importance)
 
 
 def mass_of(tokens: Tokens, mass: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """The entry of each token in ``mass [requests, kv_heads, positions]``."""
-    return mass[tokens.bucket // kv_heads, tokens.bucket % kv_heads, tokens.position]
+    return mass[tokens.head_cache // kv_heads, tokens.head_cache % kv_heads, tokens.position]

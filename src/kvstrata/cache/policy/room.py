@@ -63,7 +63,7 @@ def fits_cropped(
         return True
     prices = cache.policy.prices
     if not cache.budget.shared:
-        return prices.total(prices.counts(tokens.bucket, target, cache.kv_heads)) <= cache.budget.pages(length)
+        return prices.total(prices.counts(tokens.head_cache, target, cache.kv_heads)) <= cache.budget.pages(length)
     copies = 0
     for tier, price in enumerate(prices.page):
         handles = cache.buckets._pages_of(layer, [request], tier)[2]
@@ -88,7 +88,7 @@ def tidy(cache: TieredCache, workspace: torch.Tensor) -> None:
 
 def compact(cache: TieredCache, workspace: torch.Tensor) -> None:
     """Close the holes of slabs: pages move, and the tables with them. Allocates nothing on the device."""
-    for tier in range(len(cache.kinds)):
+    for tier in range(len(cache.page_formats)):
         old, new = cache.pool.compact(tier, workspace)
         if len(old):
             table = cache.buckets.host_table[:, :, :, tier]

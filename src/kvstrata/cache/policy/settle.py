@@ -3,7 +3,7 @@
 A scope is what shares one sum of bytes: a request in a layer (fraction) or all requests of a layer (absolute).
 By importance each head has its own part of them, as much per token as the others: heads differ in the size of q, k and
 v, so that the mass of one says nothing beside that of another.
-Sinks and the recent window stay at the model's precision as long as they are; what was quantised before may only get
+Sink and recent tokens stay at the model's precision as long as they are; what was quantised before may only get
 cheaper. With hysteresis h a quantised token counts 1 + h times its weight, so that a small change of importance does
 not re-encode it.
 """
@@ -23,8 +23,8 @@ from .importance import estimate
 
 POLICIES = ("importance", "recency", "uniform")
 TIE = 1e-3  # of a weight, over the length of the context: among equals the newer one is worth more
-TOGETHER = 1 << 24  # buckets times positions that are planned in one go: 16 bytes each
-SEARCHED = 1 << 12  # buckets likewise: some 40 KB each
+TOGETHER = 1 << 24  # head caches times positions that are planned in one go: 16 bytes each
+SEARCHED = 1 << 12  # head caches likewise: some 40 KB each
 FLOOR = 0.2  # of the mean weight of a head's tokens, added to each: what was not asked for yet may be tomorrow
 
 
@@ -34,8 +34,8 @@ class Policy:
     mode: str  # of the importance
     per_head: bool
     evict: bool
-    window: int
-    sinks: int
+    recent_tokens: int
+    sink_tokens: int
     hysteresis: float
     settle_every: int
     prices: allocate.Prices
@@ -45,21 +45,21 @@ class Policy:
 
 @dataclass(frozen=True)
 class Scopes:
-    """Tokens that share bytes of pages; the buckets of a scope are neighbours, its tokens need not be.
+    """Tokens that share bytes of pages; the head caches of a scope are neighbours, its tokens need not be.
 
-    ``numbers``: int64 ``[3, buckets]``, lengths, queries and lengths reported. ``buckets``, ``allowed`` bytes and the
-    ``longest`` of the lengths are per scope, on the host.
+    ``numbers``: int64 ``[3, head_caches]``, lengths, queries and lengths reported. ``head_caches`` (how many),
+    ``allowed`` bytes and the ``longest`` of the lengths are per scope, on the host.
     """
 
     tokens: Tokens
     numbers: torch.Tensor
     kv_heads: int
-    buckets: tuple[int, ...]
+    head_caches: tuple[int, ...]
     allowed: tuple[int, ...]
     longest: tuple[int, ...]
 
     def __len__(self) -> int:
-        return len(self.buckets)
+        return len(self.head_caches)
 
     @property
     def length(self) -> torch.Tensor:
@@ -70,23 +70,23 @@ class Scopes:
         if list(ends) == [len(self)]:
             yield self, slice(None)
             return
-        edges = list(accumulate(self.buckets, initial=0))
-        bounds = torch.tensor([edges[end] for end in ends]).to(self.tokens.bucket.device)
-        part, order = torch.sort(torch.bucketize(self.tokens.bucket, bounds, right=True), stable=True)
+        edges = list(accumulate(self.head_caches, initial=0))
+        bounds = torch.tensor([edges[end] for end in ends]).to(self.tokens.head_cache.device)
+        part, order = torch.sort(torch.bucketize(self.tokens.head_cache, bounds, right=True), stable=True)
         sizes = torch.searchsorted(part, torch.arange(len(ends), device=part.device), right=True).tolist()
         for begin, end, at in zip([0, *ends], ends, (slice(*x) for x in pairwise([0, *sizes])), strict=False):
             first, last = edges[begin], edges[end]
             tokens = self.tokens[order[at]]
-            tokens = replace(tokens, bucket=tokens.bucket - first)
-            buckets, allowed, longest = (x[begin:end] for x in (self.buckets, self.allowed, self.longest))
-            yield Scopes(tokens, self.numbers[:, first:last], self.kv_heads, buckets, allowed, longest), order[at]
+            tokens = replace(tokens, head_cache=tokens.head_cache - first)
+            head_caches, allowed, longest = (x[begin:end] for x in (self.head_caches, self.allowed, self.longest))
+            yield Scopes(tokens, self.numbers[:, first:last], self.kv_heads, head_caches, allowed, longest), order[at]
 
 
 @dataclass(frozen=True)
 class Plan:
     """Targets ``[n]``; ``needed`` is set when even the cheapest assignment takes more than is allowed.
 
-    ``spare``: so many more plain tokens per bucket have room.
+    ``spare``: so many more plain tokens per head cache have room.
     """
 
     target: torch.Tensor
@@ -115,9 +115,9 @@ def whole_pages(settle_every: int, kept: int, page_tokens: int) -> int:
 
 
 def _movable(scope: Scopes, policy: Policy) -> torch.Tensor:
-    """Tokens that may settle: not the sinks and the window, as long as these are plain."""
-    tokens, length = scope.tokens, scope.length[scope.tokens.bucket]
-    recent = (tokens.position < policy.sinks) | (tokens.position >= length - policy.window)
+    """Tokens that may settle: not sink and recent ones, as long as these are plain."""
+    tokens, length = scope.tokens, scope.length[scope.tokens.head_cache]
+    recent = (tokens.position < policy.sink_tokens) | (tokens.position >= length - policy.recent_tokens)
     return ~((tokens.tier <= 0) & recent)
 
 
@@ -127,32 +127,31 @@ def _widest_tiers(scope: Scopes, policy: Policy, movable: torch.Tensor) -> torch
 
 
 def _weights(scope: Scopes, policy: Policy, movable: torch.Tensor) -> torch.Tensor:
-    """What an error in each token counts, float64, positive, no two positions of a bucket alike."""
+    """What an error in each token counts, float64, positive, no two positions of a head cache alike."""
     tokens = scope.tokens
-    length, queries, reported = scope.numbers[:, tokens.bucket]
+    length, queries, reported = scope.numbers[:, tokens.head_cache]
     age = (length - tokens.position).double()
     if policy.name != "importance":
         return 1 / age
     weight = estimate(policy.mode, tokens.importance, tokens.position, length, queries, reported).double()
-    mean = _sums(weight * movable, scope) / allocate.count(tokens.bucket, len(scope.length), movable).clamp(min=1)
-    weight = weight / mean.clamp(min=torch.finfo(torch.float32).tiny)[tokens.bucket] + FLOOR
+    mean = _sums(weight * movable, scope) / allocate.count(tokens.head_cache, len(scope.length), movable).clamp(min=1)
+    weight = weight / mean.clamp(min=torch.finfo(torch.float32).tiny)[tokens.head_cache] + FLOOR
     if not policy.per_head:
         table = _table(weight, scope, max(scope.longest)).unflatten(0, (-1, scope.kv_heads))
-        weight = table.sum(1)[tokens.bucket // scope.kv_heads, tokens.position]
+        weight = table.sum(1)[tokens.head_cache // scope.kv_heads, tokens.position]
     weight = weight * (1 + TIE * tokens.position.double() / length)
     return torch.where(tokens.tier > 0, weight * (1 + policy.hysteresis), weight)
 
 
 def _table(x: torch.Tensor, scope: Scopes, width: int) -> torch.Tensor:
-    """A number of every token by bucket and position. Summed so: on a GPU a sum by index would add in any order."""
+    """A number of every token by head cache and position. Summed so: on a GPU a sum by index would add in any order."""
     table = torch.zeros(len(scope.length), width, dtype=x.dtype, device=x.device)
-    table[scope.tokens.bucket, scope.tokens.position] = x
+    table[scope.tokens.head_cache, scope.tokens.position] = x
     return table
 
 
 def _sums(x: torch.Tensor, scope: Scopes) -> torch.Tensor:
-    """Of a number of every token, by bucket: halves added to halves, so that a bucket's sum is the same to the last bit
-    beside longer ones."""
+    """Sum over the tokens of each head cache; a pairwise tree sum, so the result does not depend on its neighbours."""
     width = 1 << (max(scope.longest) - 1).bit_length()
     table = _table(x, scope, width)
     while width > 1:
@@ -171,23 +170,23 @@ def _fill(
     spare: torch.Tensor,
 ) -> torch.Tensor:
     """Slots that are paid for and empty go to the weightiest tokens of lower tiers; no page is taken by it."""
-    prices, buckets = policy.prices, len(scope.length)
-    order = torch.sort((scope.tokens.bucket + 1 << allocate.BITS) - allocate.rank(weight), stable=True).indices
-    bucket, movable, current, found = (x[order] for x in (scope.tokens.bucket, movable, current, target))
-    first = torch.searchsorted(bucket, torch.arange(buckets, device=bucket.device))
+    prices, head_caches = policy.prices, len(scope.length)
+    order = torch.sort((scope.tokens.head_cache + 1 << allocate.BITS) - allocate.rank(weight), stable=True).indices
+    head_cache, movable, current, found = (x[order] for x in (scope.tokens.head_cache, movable, current, target))
+    first = torch.searchsorted(head_cache, torch.arange(head_caches, device=head_cache.device))
     for tier in range(len(prices.page) - 1):
-        counts = allocate.count(bucket, buckets, found == tier) + (spare if tier == 0 else 0)
+        counts = allocate.count(head_cache, head_caches, found == tier) + (spare if tier == 0 else 0)
         able = (movable & (found > tier) & (current <= tier)).long()
         upto = able.cumsum(0)
-        before = torch.cat([upto - able, upto[-1:]])  # candidates of earlier buckets, and of this one
+        before = torch.cat([upto - able, upto[-1:]])  # candidates of earlier head_caches, and of this one
         end = before[first] + -counts % prices.page_tokens  # of those that find a free slot
-        found = torch.where((able > 0) & (before[:-1] < end[bucket]), tier, found)
+        found = torch.where((able > 0) & (before[:-1] < end[head_cache]), tier, found)
     return target.index_copy(0, order, found)
 
 
 def plan(scope: Scopes, policy: Policy, headroom: int) -> Plan:
     """The least bad assignment by one number for all of the scope, with room for as many as ``headroom`` more plain
-    tokens per bucket: of recency, of one choice for all heads, and of eviction.
+    tokens per head cache: of recency, of one choice for all heads, and of eviction.
 
     Less headroom is left where it does not fit. Nothing is changed here.
     """
@@ -196,14 +195,14 @@ def plan(scope: Scopes, policy: Policy, headroom: int) -> Plan:
     current = tokens.tier.clamp(min=0)
     if len(tokens) == 0:
         return Plan(current, spare=headroom)
-    buckets = len(scope.length)
+    head_caches = len(scope.length)
     movable = _movable(scope, policy)
     widest = _widest_tiers(scope, policy, movable)
     weight = _weights(scope, policy, movable)
     spare = headroom
 
     def fits(target: torch.Tensor) -> bool:
-        return prices.total(prices.counts(tokens.bucket, target, buckets), spare) <= allowed
+        return prices.total(prices.counts(tokens.head_cache, target, head_caches), spare) <= allowed
 
     if fits(current):
         return Plan(current, spare=spare)
@@ -254,7 +253,7 @@ def plan(scope: Scopes, policy: Policy, headroom: int) -> Plan:
             target = _fill(target, current, movable, weight, scope, policy, torch.full_like(scope.length, spare))
         return Plan(target, spare=spare)
     spare = 0
-    return Plan(current, prices.total(prices.counts(tokens.bucket, family(high), buckets)))
+    return Plan(current, prices.total(prices.counts(tokens.head_cache, family(high), head_caches)))
 
 
 def plan_all(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
@@ -276,36 +275,36 @@ def plan_all(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
 def _batches(scopes: Scopes, alone: bool) -> list[int]:
     """Where the scopes end that are planned in one go."""
     ends: list[int] = []
-    buckets = longest = 0
+    head_caches = longest = 0
     for i in range(len(scopes)):
-        buckets, longest = buckets + scopes.buckets[i], max(longest, scopes.longest[i])
-        if i and (alone or buckets > SEARCHED or buckets * longest > TOGETHER):
+        head_caches, longest = head_caches + scopes.head_caches[i], max(longest, scopes.longest[i])
+        if i and (alone or head_caches > SEARCHED or head_caches * longest > TOGETHER):
             ends.append(i)
-            buckets, longest = scopes.buckets[i], scopes.longest[i]
+            head_caches, longest = scopes.head_caches[i], scopes.longest[i]
     return [*ends, len(scopes)] if len(scopes) else ends
 
 
 def _age(scope: Scopes) -> torch.Tensor:
     """From 0, the newest token, to 1."""
-    return 1 - (scope.tokens.position.double() + 0.5) / scope.length[scope.tokens.bucket]
+    return 1 - (scope.tokens.position.double() + 0.5) / scope.length[scope.tokens.head_cache]
 
 
 def _together(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
     """By importance a number for every head, which has its own part of the bytes; else one for every scope."""
     tokens, prices, device = scopes.tokens, policy.prices, scopes.length.device
-    buckets, bucket = len(scopes.length), tokens.bucket
-    of = torch.repeat_interleave(torch.tensor(scopes.buckets)).to(device)  # the scope of a bucket
+    head_caches, head_cache = len(scopes.length), tokens.head_cache
+    of = torch.repeat_interleave(torch.tensor(scopes.head_caches)).to(device)  # the scope of a head cache
     allowed = torch.tensor(scopes.allowed, device=device)
     current, movable = tokens.tier.clamp(min=0), _movable(scopes, policy)
     spare = torch.full_like(allowed, headroom)
 
     def price(target: torch.Tensor) -> torch.Tensor:
-        return prices.each(prices.counts(bucket, target, buckets), spare[of])
+        return prices.each(prices.counts(head_cache, target, head_caches), spare[of])
 
     def summed(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(allowed).index_add_(0, of, x)
 
-    used = allocate.count(bucket, buckets)
+    used = allocate.count(head_cache, head_caches)
     target, pending = current, (summed(price(current)) > allowed) & (summed(used) > 0)
     if bool(pending.any()) and len(at := movable.nonzero().flatten()):
         by_head = policy.name == "importance"
@@ -313,17 +312,17 @@ def _together(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
         if by_head:
             weight = _weights(scopes, policy, movable)
             columns = len(prices.page)
-            ranked = allocate.Ranked(allocate.rank(weight[at]), bucket[at], widest[at], prices, policy.error)
-            fixed = prices.counts(bucket, torch.where(movable, DROP, current), buckets)
+            ranked = allocate.Ranked(allocate.rank(weight[at]), head_cache[at], widest[at], prices, policy.error)
+            fixed = prices.counts(head_cache, torch.where(movable, DROP, current), head_caches)
             least = current.index_copy(0, at, ranked.lowest())
         else:
-            part, aged = of[bucket[at]], allocate.by_age(_age(scopes)[at], len(prices.page))
+            part, aged = of[head_cache[at]], allocate.by_age(_age(scopes)[at], len(prices.page))
             least = torch.where(movable, len(prices.page) - 1, current)
 
             def family(x: torch.Tensor) -> torch.Tensor:
                 return torch.maximum(widest, torch.zeros_like(current).index_copy(0, at, aged(x[part])))
 
-        count = allocate.count(bucket[at], buckets)
+        count = allocate.count(head_cache[at], head_caches)
         while bool(pending.any()):
             lowest = price(least)
             room = allowed - summed(lowest)
@@ -335,9 +334,9 @@ def _together(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
                     found = current.index_copy(0, at, ranked.cheapest_each(others, share))
                 else:
                     found = allocate.cheapest_parts(
-                        family, lambda x: summed(price(x)), of[bucket], allowed, len(prices.page) - 1
+                        family, lambda x: summed(price(x)), of[head_cache], allowed, len(prices.page) - 1
                     )
-                target = torch.where(solved[of][bucket], found, target)
+                target = torch.where(solved[of][head_cache], found, target)
             pending &= ~solved & (spare > 0)  # without any headroom: below, one by one
             spare = torch.where(pending, spare // 2, spare)
             pending &= summed(price(current)) > allowed

@@ -1,4 +1,4 @@
-"""Sizes: what the arguments of a cache say before it holds a token: kinds of pages, slabs to cut them from, the budget.
+"""Sizes: what the arguments of a cache say before it holds a token: formats of pages, slabs, the budget.
 
 A slab is as large as the whole pages of one tier that fit its range of addresses, so a page is charged its own bytes.
 Beside the pages a budget pays for one slab of each tier, which may be nearly empty; what it affords depends on the
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvstrata.cache.ops.arguments import check_int
-from kvstrata.cache.storage.page import PageKind
+from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.pool import UNIT
 from kvstrata.layout.format import Format
 
@@ -28,7 +28,7 @@ class Sizes:
     layers: int
     kv_heads: int
     head_dim: int
-    kept: int  # sinks and window
+    kept: int  # sink and recent tokens
     settle_every: int
     dtype: torch.dtype
     device: torch.device
@@ -46,11 +46,11 @@ class Sizes:
     def position_dtype(self) -> torch.dtype:
         return torch.int16 if self.max_tokens <= 2**15 else torch.int32
 
-    def kinds(self, names: Sequence[str]) -> tuple[PageKind, ...]:
+    def page_formats(self, names: Sequence[str]) -> tuple[PageFormat, ...]:
         """The pages of plain rows, then of these tiers."""
         plain = f"K{8 * self.dtype.itemsize}V{8 * self.dtype.itemsize}"
         formats = (Format.parse(name, self.head_dim, self.page_tokens) for name in (plain, *names))
-        return tuple(PageKind(f, self.dtype, self.position_dtype, self.importance, self.device) for f in formats)
+        return tuple(PageFormat(f, self.dtype, self.position_dtype, self.importance, self.device) for f in formats)
 
     def slabs(self, stride: int, tiers: int) -> tuple[int, int]:
         """Bytes of addresses of one, and how many the tables hold: small ones waste less, but not millions of them."""
@@ -81,7 +81,7 @@ class Sizes:
 
     def expected(self, names: Sequence[str]) -> Budget:
         """The budget with these tiers, but for the smaller tables."""
-        strides = [kind.stride for kind in self.kinds(names)]
+        strides = [kind.stride for kind in self.page_formats(names)]
         size, capacity = self.slabs(strides[0], len(strides))
         per_head = len(strides) * self.max_pages + self.head_dim
         fixed = 8 * capacity + 4 * self.max_requests * self.layers * self.kv_heads * per_head

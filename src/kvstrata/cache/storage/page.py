@@ -72,8 +72,8 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class PageKind:
-    """The pages of one tier."""
+class PageFormat:
+    """Pages of one tier: a format, and the positions and importance that follow the codes."""
 
     format: Format
     dtype: torch.dtype  # of plain rows and of what comes out
@@ -204,7 +204,7 @@ class PageKind:
         both = self._scales(pages)
         both[page, k_index[slot]], both[page, v_index[slot]] = rows.k_scale, rows.v_scale
 
-    def encode(self, rows: Rows, source: PageKind, centre: torch.Tensor | None) -> Rows:
+    def encode(self, rows: Rows, source: PageFormat, centre: torch.Tensor | None) -> Rows:
         """Tokens of pages of ``source`` for pages of this kind; ``centre [n, D]`` is for plain sources.
 
         From codes to codes nothing is rotated or centred again, and a side whose width stays keeps its codes.

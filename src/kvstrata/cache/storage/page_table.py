@@ -1,7 +1,7 @@
 """Buckets: which pages hold the tokens of a (request, layer, KV head) in each tier, and how tokens move between them.
 
-    table  int32 [requests, layers, kv_heads, tiers, max_pages]   handles, -1 for none
-    count  int32 [requests, layers, kv_heads, tiers]              tokens; slot s is row s % P of page s // P
+    page_table  int32 [requests, layers, kv_heads, tiers, max_pages]   handles, -1 for none
+    count       int32 [requests, layers, kv_heads, tiers]              tokens; slot s is row s % P of page s // P
 
 Both are device tensors at fixed addresses; the host works on its own copy (on the CPU it is the same memory) and
 copies what changed. Tier 0 is plain rows. The order of tokens in a bucket means nothing: one that leaves is replaced
@@ -28,7 +28,7 @@ from kvstrata.cache.move import moves, repack_op
 from kvstrata.cache.move.append import Job, prepare_append
 from kvstrata.cache.ops.transaction import Transaction
 
-from .page import PageKind, Rows
+from .page import PageFormat, Rows
 from .pool import Pool
 from .tokens import DROP, NEW, Tokens
 
@@ -50,29 +50,29 @@ class Buckets:
     """The page tables of all requests, and the pool under them."""
 
     def __init__(
-        self, pool: Pool, kinds: Sequence[PageKind], requests: int, layers: int, kv_heads: int, max_pages: int
+        self, pool: Pool, page_formats: Sequence[PageFormat], requests: int, layers: int, kv_heads: int, max_pages: int
     ) -> None:
-        self.pool, self.kinds = pool, tuple(kinds)
+        self.pool, self.page_formats = pool, tuple(page_formats)
         self.kv_heads, self.max_pages = kv_heads, max_pages
-        self.page_tokens = kinds[0].format.page_tokens
+        self.page_tokens = page_formats[0].format.page_tokens
         self.device = pool.device
         self.heads = np.arange(kv_heads)
         self.backend = "auto"  # of repack
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
-        offsets = [[kind.position_offset, kind.importance_offset] for kind in kinds]
+        offsets = [[kind.position_offset, kind.importance_offset] for kind in page_formats]
         self.side_offsets = torch.tensor(offsets, device=self.device)
-        shape = (requests, layers, kv_heads, len(kinds))
+        shape = (requests, layers, kv_heads, len(page_formats))
         table = torch.full((*shape, max_pages), -1, dtype=torch.int32, device="cpu")
         count = torch.zeros(shape, dtype=torch.int32, device="cpu")
         self.host_table, self.host_count = table.numpy(), count.numpy()
-        self.table, self.count = table.to(self.device), count.to(self.device)
+        self.page_table, self.count = table.to(self.device), count.to(self.device)
 
     def push(self, layer: int, requests: Sequence[int]) -> None:
         """The host's tables to the device."""
         if self.device.type == "cpu":
             return
         for request in requests:
-            self.table[request, layer].copy_(torch.from_numpy(self.host_table[request, layer]))
+            self.page_table[request, layer].copy_(torch.from_numpy(self.host_table[request, layer]))
             self.count[request, layer].copy_(torch.from_numpy(self.host_count[request, layer]))
 
     def _set_pages(
@@ -87,7 +87,7 @@ class Buckets:
             return None
         flat = np.ravel_multi_index(at, self.host_table.shape)
         both = self.pool.to_device(np.stack([flat, handles]))
-        index, values, table = both[0], both[1].int(), self.table.view(-1)
+        index, values, table = both[0], both[1].int(), self.page_table.view(-1)
         change.launch(lambda: table.__setitem__(index, values))
         return index, values
 
@@ -155,45 +155,45 @@ class Buckets:
     def look(self, layer: int, requests: Sequence[int]) -> tuple[Tokens, torch.Tensor]:
         """The same, and the handles of their pages."""
         where = np.array(requests, np.int64)
-        groups = np.arange(where.size * self.kv_heads * len(self.kinds)).reshape(-1, len(self.kinds))
-        return self._tokens_of(where, np.full_like(where, layer), groups.T)
+        buckets = np.arange(where.size * self.kv_heads * len(self.page_formats)).reshape(-1, len(self.page_formats))
+        return self._tokens_of(where, np.full_like(where, layer), buckets.T)
 
     def snapshots(self, layers: Sequence[int], requests: Sequence[int]) -> Tokens:
         """All tokens of each request in its layer, one request after the other, each as in `snapshot`."""
         where, at = np.array(requests, np.int64), np.array(layers, np.int64)
-        shape = (where.size, self.kv_heads, len(self.kinds))
+        shape = (where.size, self.kv_heads, len(self.page_formats))
         return self._tokens_of(where, at, np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1))[0]
 
     def _tokens_of(self, requests: np.ndarray, layers: np.ndarray, order: np.ndarray) -> tuple[Tokens, torch.Tensor]:
-        """Tokens of places, group by group (bucket * tiers + tier) in this order, and the handles of their pages."""
-        order, tiers = order.reshape(-1), len(self.kinds)
+        """Tokens of places, bucket by bucket (head_cache * tiers + tier) in this order, and their pages' handles."""
+        order, tiers = order.reshape(-1), len(self.page_formats)
         host = self.host_count[requests, layers].reshape(-1).astype(np.int64)[order]
         n = int(host.sum())
-        groups, count = self.pool.to_device(np.stack([order, host]))
+        buckets, count = self.pool.to_device(np.stack([order, host]))
         numbers = torch.repeat_interleave(torch.arange(len(host), device=self.device), count, output_size=n)
         slot = torch.arange(n, device=self.device) - (count.cumsum(0) - count)[numbers]
-        group = groups[numbers]
-        tier = group % tiers
-        handle = self._handles_at(self._bases(requests, layers), group, slot)
+        bucket = buckets[numbers]
+        tier = bucket % tiers
+        handle = self._handles_at(self._bases(requests, layers), bucket, slot)
         position, importance = self._side(handle, slot, tier)
-        return Tokens(group // tiers, tier, slot, position, importance), handle
+        return Tokens(bucket // tiers, tier, slot, position, importance), handle
 
     def _bases(self, requests: np.ndarray, layers: np.ndarray) -> torch.Tensor:
-        """Where the page list of each group of these places begins in the flat table."""
-        heads, tiers, pages = self.table.shape[2:]
-        first = (requests * self.table.shape[1] + layers) * heads * tiers * pages
+        """Where the page list of each bucket of these places begins in the flat table."""
+        heads, tiers, pages = self.page_table.shape[2:]
+        first = (requests * self.page_table.shape[1] + layers) * heads * tiers * pages
         return self.pool.to_device((first[:, None] + np.arange(heads * tiers) * pages).reshape(-1))
 
     def _handles_at(
-        self, bases: torch.Tensor, group: torch.Tensor, slot: torch.Tensor, table: torch.Tensor | None = None
+        self, bases: torch.Tensor, bucket: torch.Tensor, slot: torch.Tensor, table: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Handles of tokens' pages in ``table``, by default the one on the device."""
-        table = self.table if table is None else table
-        return table.view(-1)[bases[group] + slot // self.page_tokens].long()
+        table = self.page_table if table is None else table
+        return table.view(-1)[bases[bucket] + slot // self.page_tokens].long()
 
     def _side(self, handle: torch.Tensor, slot: torch.Tensor, tier: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions (int64) and importance (float32) of tokens; zeros where no importance is kept."""
-        kind, slot = self.kinds[0], slot % self.page_tokens
+        kind, slot = self.page_formats[0], slot % self.page_tokens
         position = torch.empty_like(slot)
         importance = torch.zeros(len(slot), dtype=torch.float32, device=self.device)
         space, at = self.pool.space, self.side_offsets[tier]
@@ -214,7 +214,7 @@ class Buckets:
 
     def prepare_side(self, handle: torch.Tensor, tokens: Tokens) -> Callable[[torch.Tensor], None]:
         """What writes importance into the pages of tokens; calling it allocates nothing."""
-        kind, slot = self.kinds[0], tokens.slot % self.page_tokens
+        kind, slot = self.page_formats[0], tokens.slot % self.page_tokens
         space = self.pool.space
         if space is not None:
             at = (handle * 64 + self.side_offsets[tokens.tier, 1]) // 4 + slot
@@ -234,30 +234,31 @@ class Buckets:
         """Of the page of every token; a 1 where no page ever had two."""
         if not self.pool.shares:
             return torch.ones((), dtype=torch.float32, device=self.device)
-        table = self.host_table[list(requests), layer].reshape(-1, len(self.kinds), self.max_pages)
+        table = self.host_table[list(requests), layer].reshape(-1, len(self.page_formats), self.max_pages)
         owned = np.ones(table.shape, np.int32)
         owned[table >= 0] = self.pool.owners(table[table >= 0])
-        return self.pool.to_device(owned)[tokens.bucket, tokens.tier, tokens.slot // self.page_tokens]
+        return self.pool.to_device(owned)[tokens.head_cache, tokens.tier, tokens.slot // self.page_tokens]
 
     def read(self, layer: int, requests: Sequence[int], tokens: Tokens, tier: int) -> Rows:
         """The rows of tokens that are all in one tier."""
-        bucket, slot = tokens.bucket.cpu().numpy(), tokens.slot.cpu().numpy()
-        keys, place = np.unique(bucket * self.max_pages + slot // self.page_tokens, return_inverse=True)
+        head_cache, slot = tokens.head_cache.cpu().numpy(), tokens.slot.cpu().numpy()
+        keys, place = np.unique(head_cache * self.max_pages + slot // self.page_tokens, return_inverse=True)
         table = self.host_table[list(requests), layer, :, tier].reshape(-1)
-        pages = self.pool.read(table[keys].astype(np.int64), 0, self.kinds[tier].stride)
-        return self.kinds[tier].read(pages, self.pool.to_device(place.reshape(-1)), tokens.slot % self.page_tokens)
+        pages = self.pool.read(table[keys].astype(np.int64), 0, self.page_formats[tier].stride)
+        page = self.pool.to_device(place.reshape(-1))
+        return self.page_formats[tier].read(pages, page, tokens.slot % self.page_tokens)
 
-    def read_all(self, layer: int, requests: Sequence[int], tokens: Tokens) -> Iterator[tuple[PageKind, slice, Rows]]:
+    def read_all(self, layer: int, requests: Sequence[int], tokens: Tokens) -> Iterator[tuple[PageFormat, slice, Rows]]:
         """The rows of a `snapshot`, tier by tier: their kind and where in it they are. Does not wait for the device."""
         end = 0
-        for tier, kind in enumerate(self.kinds):
+        for tier, kind in enumerate(self.page_formats):
             count = self.host_count[list(requests), layer, :, tier].reshape(-1).astype(np.int64)
             begin, end = end, end + int(count.sum())
             if begin == end:
                 continue
             some, pages = tokens[begin:end], -(-count // self.page_tokens)
             first = self.pool.to_device(np.cumsum(pages) - pages)
-            page = first[some.bucket] + some.slot // self.page_tokens
+            page = first[some.head_cache] + some.slot // self.page_tokens
             stored = self.pool.read(self._pages_of(layer, requests, tier)[2], 0, kind.stride)
             yield kind, slice(begin, end), kind.read(stored, page, some.slot % self.page_tokens)
 
@@ -292,11 +293,11 @@ class Buckets:
     ) -> Prepared | Phases | None:
         """Moves, pages, tables and counts; what is left to do is the moves themselves. None if nothing moves.
 
-        ``layer``: one for all requests, or one for each; then a bucket is (number of the pair) * kv_heads + head.
-        ``tokens`` are all tokens of the buckets, those of a bucket and tier one after the other, by slot. ``fresh`` are
-        the plain rows of new tokens; ``centre [buckets, D]`` is subtracted from plain K on its way into codes.
+        ``layer``: one for all requests, or one for each; then a head cache is (number of the pair) * kv_heads + head.
+        ``tokens`` are all tokens of the head caches, those of a bucket one after the other, by slot. ``fresh`` are
+        the plain rows of new tokens; ``centre [head_caches, D]`` is subtracted from plain K on its way into codes.
         """
-        requests_, tiers = np.array(requests, np.int64), len(self.kinds)
+        requests_, tiers = np.array(requests, np.int64), len(self.page_formats)
         layers = np.broadcast_to(np.array(layer, np.int64), requests_.shape)
         backend = backends.resolve(self.backend, self.device)
         if backend == "cuda":
@@ -311,8 +312,8 @@ class Buckets:
         packed = self._pack(plan, tokens, bases)
         k, v = (None, None) if fresh is None else (fresh.k, fresh.v)
         table = self.exchange_pages(change, requests_, layers, left, came, holes)
-        packed[:, 3] = self._handles_at(bases, plan.group, plan.slot, table)
-        job = repack_op.Job(self.pool, self.kinds, packed, k, v, centre)
+        packed[:, 3] = self._handles_at(bases, plan.bucket, plan.slot, table)
+        job = repack_op.Job(self.pool, self.page_formats, packed, k, v, centre)
         return Prepared(job, repack_op.prepare(job, backend))
 
     def prepare_phases(
@@ -328,7 +329,7 @@ class Buckets:
     ) -> Phases | None:
         """`prepare` in CUDA C++, without chains. ``target`` is int8; ``starts`` in place of ``tokens`` if none is new.
 
-        ``starts``: int64 ``[buckets * tiers]``, where the tokens of a bucket and tier begin in ``target``.
+        ``starts``: int64 ``[buckets]``, where the tokens of each bucket begin in ``target``.
         """
         from kvstrata.cache.move import moves_cuda, whole_pages
         from kvstrata.cache.move import phases as repack_phases
@@ -337,12 +338,12 @@ class Buckets:
         if fresh is not None:
             rows = whole_pages.aligned(fresh.k), whole_pages.aligned(fresh.v)
         before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
-        places = requests * self.table.shape[1] + layers
+        places = requests * self.page_table.shape[1] + layers
         plan = moves_cuda.Plan(self, places, before, target, tokens, rows, starts)
         numbers = plan.to_host()
         if not numbers[:2].any():
             return None
-        old_table = self.table.clone() if self.device.type == "cpu" else self.table
+        old_table = self.page_table.clone() if self.device.type == "cpu" else self.page_table
         table = self.exchange_pages(change, requests, layers, numbers[0], numbers[1], numbers[2], clear_codes=False)
         return repack_phases.phases(self, plan.place(numbers, old_table, table), rows, centre)
 
@@ -361,7 +362,7 @@ class Buckets:
         Returns the device's table as it will be. ``clear_codes``: new pages of codes are zeroed, as plain ones always
         are.
         """
-        tiers, p = len(self.kinds), self.page_tokens
+        tiers, p = len(self.page_formats), self.page_tokens
         before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
         after = before - left + came
         pages, pages_after = -(-before // p), -(-after // p)
@@ -385,42 +386,45 @@ class Buckets:
         counts = after.reshape(-1, self.kv_heads, tiers).astype(np.int32)
         change.set(self.host_count, (requests, layers), counts)
         if self.device.type != "cpu":
-            place, values = self.pool.to_device(requests * self.table.shape[1] + layers), self.pool.to_device(counts)
+            place, values = (
+                self.pool.to_device(requests * self.page_table.shape[1] + layers),
+                self.pool.to_device(counts),
+            )
             count = self.count.flatten(0, 1)
             change.launch(lambda: count.__setitem__(place, values))
         if entries is None:
-            return self.table
-        table = self.table.clone()
+            return self.page_table
+        table = self.page_table.clone()
         table.view(-1)[entries[0]] = entries[1]
         return table
 
     def _at(
-        self, requests: np.ndarray, layers: np.ndarray, group: np.ndarray, page: np.ndarray
+        self, requests: np.ndarray, layers: np.ndarray, bucket: np.ndarray, page: np.ndarray
     ) -> tuple[np.ndarray, ...]:
         """Indices into the table."""
-        tiers = len(self.kinds)
-        place, head = group // (tiers * self.kv_heads), group // tiers % self.kv_heads
-        return requests[place], layers[place], head, group % tiers, page
+        tiers = len(self.page_formats)
+        place, head = bucket // (tiers * self.kv_heads), bucket // tiers % self.kv_heads
+        return requests[place], layers[place], head, bucket % tiers, page
 
     def _shared(
         self, requests: np.ndarray, layers: np.ndarray, first: np.ndarray, end: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of pages ``first .. end - 1`` of every group, those with other owners: group and page."""
+        """Of pages ``first .. end - 1`` of every bucket, those with other owners: bucket and page."""
         if not self.pool.shares:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        group, page = moves.spans(first, end)
-        many = self.pool.owners(self.host_table[self._at(requests, layers, group, page)]) > 1
-        return group[many], page[many]
+        bucket, page = moves.spans(first, end)
+        many = self.pool.owners(self.host_table[self._at(requests, layers, bucket, page)]) > 1
+        return bucket[many], page[many]
 
     def _pack(self, plan: moves.Moves, tokens: Tokens, bases: torch.Tensor) -> torch.Tensor:
         """Moves as kernels read them, all but where they go: that is known when the pages are."""
-        tiers, p, some = len(self.kinds), self.page_tokens, tokens[plan.token]
+        tiers, p, some = len(self.page_formats), self.page_tokens, tokens[plan.token]
         stored = some.tier >= 0
         slot = torch.where(stored, some.slot % p, some.slot)
-        group = some.bucket * tiers + some.tier.clamp(min=0)
-        source = torch.where(stored, self._handles_at(bases, group, torch.where(stored, some.slot, 0)), 0)
+        bucket = some.head_cache * tiers + some.tier.clamp(min=0)
+        source = torch.where(stored, self._handles_at(bases, bucket, torch.where(stored, some.slot, 0)), 0)
         columns = [
-            source, slot, some.tier, torch.zeros_like(slot), plan.slot % p, plan.group % tiers, some.bucket,
+            source, slot, some.tier, torch.zeros_like(slot), plan.slot % p, plan.bucket % tiers, some.head_cache,
             plan.after, plan.head, some.position,
         ]  # fmt: skip
         packed = torch.zeros(len(plan), len(moves.COLUMNS), dtype=torch.int32, device=self.device)

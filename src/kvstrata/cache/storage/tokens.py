@@ -14,33 +14,34 @@ DROP = -1  # the target of one that leaves the cache
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of some requests, each in a layer; flat ``[n]``. ``bucket`` is (index of the request) * kv_heads + head.
+    """Tokens of some requests, each in a layer; flat ``[n]``.
 
-    ``slot`` counts in the bucket; for new tokens it is the row of the values that come with them.
+    ``head_cache`` is (index of the request) * kv_heads + head; with ``tier`` it names a bucket. ``slot`` counts in the
+    bucket; for new tokens it is the row of the values that come with them.
     """
 
-    bucket: torch.Tensor
+    head_cache: torch.Tensor
     tier: torch.Tensor
     slot: torch.Tensor
     position: torch.Tensor
     importance: torch.Tensor  # float32
 
     def __len__(self) -> int:
-        return len(self.bucket)
+        return len(self.head_cache)
 
     def __getitem__(self, at: torch.Tensor | slice) -> Tokens:
-        return Tokens(self.bucket[at], self.tier[at], self.slot[at], self.position[at], self.importance[at])
+        return Tokens(self.head_cache[at], self.tier[at], self.slot[at], self.position[at], self.importance[at])
 
     def renumbered(self, index: torch.Tensor, kv_heads: int) -> Tokens:
         """The same tokens with their requests at other indices: ``index`` of the old."""
-        bucket = index[self.bucket // kv_heads] * kv_heads + self.bucket % kv_heads
-        return replace(self, bucket=bucket)
+        head_cache = index[self.head_cache // kv_heads] * kv_heads + self.head_cache % kv_heads
+        return replace(self, head_cache=head_cache)
 
     @staticmethod
-    def cat(parts: Sequence[Tokens], buckets: Sequence[int] | None = None) -> Tokens:
-        """With ``buckets``, how many each part has, buckets count through all parts; else they are the same."""
-        if buckets is not None:
-            ends = accumulate(buckets, initial=0)
-            parts = [replace(part, bucket=part.bucket + at) for part, at in zip(parts, ends, strict=False)]
-        names = ("bucket", "tier", "slot", "position", "importance")
+    def cat(parts: Sequence[Tokens], head_caches: Sequence[int] | None = None) -> Tokens:
+        """With ``head_caches``, how many each part has, they count through all parts; else they are the same."""
+        if head_caches is not None:
+            ends = accumulate(head_caches, initial=0)
+            parts = [replace(part, head_cache=part.head_cache + at) for part, at in zip(parts, ends, strict=False)]
+        names = ("head_cache", "tier", "slot", "position", "importance")
         return Tokens(*(torch.cat([getattr(part, name) for part in parts]) for name in names))

@@ -13,14 +13,14 @@ from kvstrata.layout.format import Format
 class BucketedCacheLayer:
     """What a kernel reads of one layer: views, no copies.
 
-    ``table[r, h, t, j]`` is page j of a bucket, ``count[r, h, t]`` its tokens. The page's bytes begin at
+    ``page_table[r, h, t, j]`` is page j of a bucket, ``count[r, h, t]`` its tokens. The page's bytes begin at
     ``slab_pointers[handle // units] + handle % units * 64`` and are as ``formats[t]`` says; positions and importance
     follow at the offsets given per tier (importance -1: not kept).
     """
 
-    table: torch.Tensor  # int32 [requests, kv_heads, tiers, max_pages]
+    page_table: torch.Tensor  # int32 [requests, kv_heads, tiers, max_pages]
     count: torch.Tensor  # int32 [requests, kv_heads, tiers]
-    length: torch.Tensor  # int32 [requests], tokens appended
+    seq_lens: torch.Tensor  # int32 [requests], tokens appended
     centre: torch.Tensor  # float32 [requests, kv_heads, head_dim], zero until set
     slab_pointers: torch.Tensor  # int64 [slabs]
     slabs: list[torch.Tensor | None]

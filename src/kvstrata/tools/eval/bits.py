@@ -1,7 +1,7 @@
 """A StrataCache whose budget is bits of codes, for comparing rules and formats at equal widths.
 
-A budget in bytes charges the window, pages and tables, so at short lengths it leaves older tokens few bits, and more
-later. Here everything older than sinks and window gets the same mean width at every length, whatever the rest costs;
+A budget in bytes charges recent tokens, pages and tables, so at short lengths it leaves older tokens few bits, and more
+later. Here everything between sink and recent tokens gets the same mean width at every length, whatever the rest costs;
 `mean_bits` says what came out of it.
 """
 
@@ -20,7 +20,7 @@ from kvstrata.hf import StrataCache
 
 @dataclasses.dataclass(frozen=True)
 class CodeBudget(Budget):
-    """``old_price`` bytes for each token and head beyond sinks and window, which have whole plain pages."""
+    """``old_price`` bytes for each token and head beyond sink and recent tokens, which have whole plain pages."""
 
     old_price: float = 0.0
 
@@ -44,10 +44,10 @@ def code_budget(cache: TieredCache, bits: float) -> CodeBudget:
 
 
 def mean_bits(cache: TieredCache) -> float:
-    """Bits per value of tokens beyond sinks and window, codes only; those that are still plain count in full."""
+    """Bits per value of tokens beyond sink and recent ones, codes only; those that are still plain count in full."""
     tokens = cache.memory().tokens
     kept = sum(
-        min(cache.length(request, layer), cache.window + cache.sinks)
+        min(cache.length(request, layer), cache.recent_tokens + cache.sink_tokens)
         for request in cache.requests
         for layer in range(cache.layers)
     )

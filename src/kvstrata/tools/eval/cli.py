@@ -307,10 +307,10 @@ def _advised(made: Advice, found: Sensitivity, bound: float) -> dict[str, Any]:
 def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) -> None:
     """Before a model is loaded: ValueError names the argument that no cache would take."""
     from kvstrata.cache import TieredCache
-    from kvstrata.cache.policy.budget import Budget
+    from kvstrata.cache.policy.budget import check_budget
 
     for budget in budgets:
-        Budget.check(budget)
+        check_budget(budget, None)
     for policy in policies:
         TieredCache(1, 1, 64, budget=None, policy=policy)
     for names in tiers:

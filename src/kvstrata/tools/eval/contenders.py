@@ -45,11 +45,11 @@ def exact() -> Contender:
 
 
 def fitting(room: int = 1) -> dict[str, Any]:
-    """Options of a cache for some thousand tokens: sinks, a short window and ``room`` more tokens fill small pages.
+    """Options of a cache for some thousand tokens: sink tokens, few recent tokens and ``room`` more fill small pages.
 
     Texts are decoded in chunks, which settle one by one and need no room; who decodes token by token wants some.
     """
-    return dict(window=16 + -(room + 4) % 16, sinks=4, page_tokens=16, settle_every=room)
+    return dict(recent_tokens=16 + -(room + 4) % 16, sink_tokens=4, page_tokens=16, settle_every=room)
 
 
 def tiers_at(budget: float, config: Any, tokens: int, **options: Any) -> list[str]:
@@ -98,14 +98,14 @@ def at_bits(bits: float, simulated: bool = False, scales: Sequence[str] = ()) ->
         raise ValueError(f"--bits: expected 2 to 4, got {bits:g}")
     if scales:
         kinds = (None, *map(check_kind, scales))
-        own = (whole_pages["window"], whole_pages["sinks"])
+        own = (whole_pages["recent_tokens"], whole_pages["sink_tokens"])
         return [_rounded(bits, name, *own, kind) for name in UNIFORM if _width(name) == bits for kind in kinds]
     for name in UNIFORM:
         if _width(name) == bits:
             options = dict(bits=bits, policy="uniform", tiers=[name], **whole_pages)
             found.append(contender(f"uniform {name}", "variant", **options))
             if simulated:
-                found.append(_rounded(bits, name, whole_pages["window"], whole_pages["sinks"]))
+                found.append(_rounded(bits, name, whole_pages["recent_tokens"], whole_pages["sink_tokens"]))
     return found if bits not in (2, 4) else found[1:]  # at the ends tiers are one format
 
 
@@ -113,8 +113,9 @@ def _width(name: str) -> float:
     return (int(name[1]) + int(name[3])) / 2
 
 
-def _rounded(bits: float, name: str, window: int, sinks: int, scales: str | None = None) -> Contender:
-    options: dict[str, Any] = dict(k_bits=int(name[1]), v_bits=int(name[3]), window=window, sinks=sinks)
+def _rounded(bits: float, name: str, recent_tokens: int, sink_tokens: int, scales: str | None = None) -> Contender:
+    widths = dict(k_bits=int(name[1]), v_bits=int(name[3]))
+    options: dict[str, Any] = dict(**widths, recent_tokens=recent_tokens, sink_tokens=sink_tokens)
     if scales is not None:
         name, options = f"{name} {scales}", {**options, "scales": scales}
 
@@ -157,7 +158,7 @@ def _kivi(budget: float, k_bits: int, v_bits: int, group: int) -> Contender:
 
 
 def quantized(backend: str, bits: int) -> Contender:
-    """transformers' `QuantizedCache`, as it comes but for the shorter residual that our window is."""
+    """transformers' `QuantizedCache`, as it comes but for a residual as short as our recent tokens."""
 
     def make(config: Any, rows: int, tokens: int) -> Any:
         from transformers import QuantizedCache

@@ -139,17 +139,17 @@ class Text:
 
 
 def make_cache(setting: Setting) -> TieredCache:
-    """Small pages and a short window, so that a fraction overtakes its floor early."""
+    """Small pages and few recent tokens, so that a fraction overtakes its floor early."""
     page_tokens, tokens = 16, setting.prompt + setting.steps
     return TieredCache(
         1,
         setting.kv_heads,
         setting.head_dim,
         budget=setting.budget,
-        window=16,
-        sinks=4,
+        recent_tokens=16,
+        sink_tokens=4,
         page_tokens=page_tokens,
-        settle_every=28,  # with sinks and window three pages
+        settle_every=28,  # with sink and recent tokens three pages
         max_tokens=tokens,
         policy=setting.policy,
         importance=setting.importance,

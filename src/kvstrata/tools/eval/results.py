@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .contenders import Contender
 
 OP = "quality"
+RENAMED = {"window": "recent_tokens", "sinks": "sink_tokens"}  # options of rows in older files
 
 
 @dataclass
@@ -154,4 +155,6 @@ def load(path: Path) -> Quality:
     with results.reading(path, "a result of kvstrata eval"):
         data = results.parse(path.read_text(encoding="utf-8"), op=OP)
         rows, needles = [Row(**row) for row in data.pop("rows")], [Needle(**n) for n in data.pop("needles")]
+        for row in rows:
+            row.options = {RENAMED.get(name, name): value for name, value in row.options.items()}
         return Quality(**data, rows=rows, needles=needles, op=path.stem)

@@ -1,6 +1,6 @@
 """Rounding simulated in floats, to tell what a format costs from what packing, pages and settling add to it.
 
-All rows stay exact. What a chunk sees of those between the sinks and the window is rounded anew each time: K less its
+All rows stay exact. What a chunk sees of those between sink and recent tokens is rounded anew each time: K less its
 mean over all tokens so far (or the centre that a cache takes from ``centre_tokens`` of them, with this horizon),
 rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits these levels best, times the
 gains of pages. Scales are exact, or of one of the kinds in `scales`. With the mean of all tokens it knows more than a
@@ -44,15 +44,15 @@ class RoundedLayer(DynamicLayer):
         self,
         k_bits: int,
         v_bits: int,
-        window: int,
-        sinks: int,
+        recent_tokens: int,
+        sink_tokens: int,
         centre_tokens: int | None,
         horizon: int,
         rope: Callable[[int], Sequence[float] | None],
         scales: str | None,
     ) -> None:
         super().__init__()
-        self.bits, self.window, self.sinks = (k_bits, v_bits), window, sinks
+        self.bits, self.recent_tokens, self.sink_tokens = (k_bits, v_bits), recent_tokens, sink_tokens
         self.centre_tokens, self.horizon, self.rope, self.scales = centre_tokens, horizon, rope, scales
 
     def update(
@@ -60,7 +60,7 @@ class RoundedLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         past = self.get_seq_length()
         k, v = super().update(key_states, value_states, *args, **kwargs)
-        old = slice(self.sinks, max(past - self.window, self.sinks))
+        old = slice(self.sink_tokens, max(past - self.recent_tokens, self.sink_tokens))
         if old.start == old.stop:
             return k, v
         k, v = k.clone(), v.clone()
@@ -86,7 +86,7 @@ class RoundedLayer(DynamicLayer):
         if not self.is_initialized:
             return 0
         rows, dim = self.keys.shape[:2].numel(), self.keys.shape[-1]
-        old = max(self.get_seq_length() - self.window - self.sinks, 0)
+        old = max(self.get_seq_length() - self.recent_tokens - self.sink_tokens, 0)
         plain = self.get_seq_length() - old
         return rows * (plain * 4 * dim + round(old * (dim * sum(self.bits) // 8 + scale_bytes(self.scales or "fp16"))))
 
@@ -99,8 +99,8 @@ class RoundedCache(Cache):
         config: PreTrainedConfig,
         k_bits: int,
         v_bits: int,
-        window: int,
-        sinks: int,
+        recent_tokens: int,
+        sink_tokens: int,
         centre_tokens: int | None = None,
         horizon: int = HORIZON,
         scales: str | None = None,
@@ -110,7 +110,7 @@ class RoundedCache(Cache):
         if other := sorted(set(kinds) - {"full_attention"}):
             raise ValueError(f"config: expected layers of full attention only, got {', '.join(other)}")
         rope = functools.partial(frequencies, text)
-        each = (k_bits, v_bits, window, sinks, centre_tokens, horizon, rope, scales)
+        each = (k_bits, v_bits, recent_tokens, sink_tokens, centre_tokens, horizon, rope, scales)
         super().__init__(layers=[RoundedLayer(*each) for _ in kinds])
 
     @property

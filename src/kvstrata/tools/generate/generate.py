@@ -16,7 +16,7 @@ from kvstrata.cache.policy.budget import Memory
 from kvstrata.hf.cache import StrataCache
 
 SEGMENT = 8  # tokens that a text is continued by while others wait
-WARM_TOKENS = 256  # of the prompt: enough to settle with the default window
+WARM_TOKENS = 256  # of the prompt: enough to settle with the default recent_tokens
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,10 @@ class _Writer:
 
     def finish(self) -> Run:
         self.clock.finish()
-        name = "16 bit" if self.cache is None else f"budget {self.cache.options['budget']}"
+        name = "16 bit"
+        if self.cache is not None:
+            options = self.cache.options
+            name = f"{options['budget_bytes']:,} bytes" if "budget_bytes" in options else f"budget {options['budget']}"
         return Run(name, self.prompt, self.ids[0, self.prompt :].tolist(), self.first, self.rest, self.cache)
 
 
@@ -200,7 +203,8 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
         return {"text": text, "prompt_tokens": run.prompt, "new_tokens": len(run.tokens), **seconds}
 
     found = {
-        "budget": ours.cache.options["budget"],
+        "budget": ours.cache.options.get("budget"),
+        "budget_bytes": ours.cache.options.get("budget_bytes"),
         **told(ours),
         "cache_bytes": memory.total,
         "full_bytes": memory.full,
@@ -232,8 +236,8 @@ def floor_note(run: Run) -> str | None:
     if not isinstance(budget, float) or memory.fraction <= budget or run.cache.tiered.length(0) >= floor:
         return None
     return (
-        f"A short text: the budget of {budget:g} holds from {floor:,} tokens on. Before that the 16-bit window, whole"
-        " pages and tables weigh more; --context FILE makes the text longer."
+        f"A short text: the budget of {budget:g} holds from {floor:,} tokens on. Before that recent 16-bit tokens,"
+        " whole pages and tables weigh more; --context FILE makes the text longer."
     )
 
 

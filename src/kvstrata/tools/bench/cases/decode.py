@@ -65,7 +65,7 @@ def shares(budget: float, formats: Sequence[Format]) -> tuple[float, ...]:
 
 
 def counts_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> torch.Tensor:
-    """Tokens of every tier, the same for all heads; plain alone, or a plain window and the rest."""
+    """Tokens of every tier, the same for all heads; plain alone, or recent ones in plain and the rest."""
     counts = torch.zeros(shape.requests, shape.kv_heads, 1 + len(tiers), dtype=torch.int64)
     old = shape.tokens - WINDOW if tiers else 0
     if tiers and budget > WIDEST:  # some old ones in plain, too

@@ -25,7 +25,7 @@ from kvstrata.cache.move import phases as repack_phases
 from kvstrata.cache.move.append import Job as AppendJob
 from kvstrata.cache.move.phases import Phases
 from kvstrata.cache.ops.transaction import Transaction
-from kvstrata.cache.storage.page import PageKind
+from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.page_table import Buckets
 from kvstrata.cache.storage.pool import Pool
 from kvstrata.layout import Format
@@ -47,21 +47,21 @@ class State:
         self.random = torch.Generator(device).manual_seed(0)
         self.layers, self.requests, self.lossy, self.device = layers, list(range(requests)), lossy, device
         formats = [Format.parse(name, dim) for name in TIERS]
-        self.kinds = [PageKind(f, torch.bfloat16, torch.int16, True, device) for f in formats]
-        strides, p = [kind.stride for kind in self.kinds], formats[0].page_tokens
+        self.page_formats = [PageFormat(f, torch.bfloat16, torch.int16, True, device) for f in formats]
+        strides, p = [kind.stride for kind in self.page_formats], formats[0].page_tokens
         counts = [int(share * tokens) // p * p + p // 2 for share in SHARES]
         groups = requests * layers * heads
         arriving = -(-tokens // 20 // p) + 1
         needed = sum(groups * (-(-n // p) + arriving) * stride for n, stride in zip(counts, strides, strict=True))
         slab = strides[0] * (1024 if needed > 1 << 30 else 4)
         self.pool = Pool(strides, slab, int(1.02 * needed) // slab + 8, device)
-        self.buckets = Buckets(self.pool, self.kinds, requests, layers, heads, -(-tokens // p) + arriving)
+        self.buckets = Buckets(self.pool, self.page_formats, requests, layers, heads, -(-tokens // p) + arriving)
         for tier, n in enumerate(counts):
             pages = -(-n // p)
             handles = self.pool.allocate(tier, groups * pages).reshape(requests, layers, heads, pages)
             self.buckets.host_table[:, :, :, tier, :pages] = handles
             self.buckets.host_count[:, :, :, tier] = n
-        self.buckets.table.copy_(torch.from_numpy(self.buckets.host_table))
+        self.buckets.page_table.copy_(torch.from_numpy(self.buckets.host_table))
         self.buckets.count.copy_(torch.from_numpy(self.buckets.host_count))
         self.centre = torch.randn(requests * heads, dim, generator=self.random, device=device)
         self._fill()
@@ -71,7 +71,7 @@ class State:
         first = np.arange(layers)[:, None] * int(held.sum()) + moves_cuda.begins_of(held).reshape(-1)
         self.starts = self.pool.to_device(first.reshape(-1))
         self.centres = self.centre.repeat(layers, 1)
-        self.old_table = self.buckets.table.clone()
+        self.old_table = self.buckets.page_table.clone()
         made = [self._chains(layer) for layer in range(layers)]
         self.chains = [job for job, *_ in made]
         self.target = torch.cat([target for _, target, *_ in made])
@@ -79,9 +79,9 @@ class State:
         with Transaction(self.pool) as change:
             self.buckets.exchange_pages(change, *self.places, *numbers)
         self.moved = 0
-        size = torch.tensor([k.format.bytes_per_token + 6 for k in self.kinds], device=device)
+        size = torch.tensor([k.format.bytes_per_token + 6 for k in self.page_formats], device=device)
         for layer, (job, _, plan, _) in enumerate(made):
-            job.packed[:, 3] = self.buckets._handles_at(self._bases(layer), plan.group, plan.slot)
+            job.packed[:, 3] = self.buckets._handles_at(self._bases(layer), plan.bucket, plan.slot)
             self.moved += int((size[job.packed[:, 2].long()] + size[job.packed[:, 5].long()]).sum())
         self.phases: Phases | None = None
         if missing("cuda", device) is None:
@@ -91,7 +91,7 @@ class State:
 
     def _fill(self) -> None:
         """Slabs full of pages made of random rows; a few different ones, over and over."""
-        for tier, kind in enumerate(self.kinds):
+        for tier, kind in enumerate(self.page_formats):
             f, n = kind.format, self.pool.per_slab[tier]
             shape = (n, f.page_tokens, f.head_dim)
             k, v = torch.randn(2, *shape, generator=self.random, device=self.device).bfloat16()
@@ -110,8 +110,8 @@ class State:
         return self.buckets._bases(np.array(self.requests), np.full(len(self.requests), layer))
 
     def _chains(self, layer: int) -> tuple[repack_op.Job, torch.Tensor, moves.Moves, np.ndarray]:
-        """A layer's moves in chains (where to: when the pages are there), targets, plan and numbers of its groups."""
-        tokens, tiers = self.buckets.snapshot(layer, self.requests), len(self.kinds)
+        """A layer's moves in chains (where to: when the pages are there), targets, plan and numbers of its buckets."""
+        tokens, tiers = self.buckets.snapshot(layer, self.requests), len(self.page_formats)
         dice = torch.rand(len(tokens), generator=self.random, device=self.device)
         # A twentieth of all tokens: of the plain ones, and where asked for a part of those of the middle tier.
         chances = torch.tensor([0.05 * (1 - self.lossy) / SHARES[0], 0.05 * self.lossy / SHARES[1], 0.0])
@@ -121,7 +121,7 @@ class State:
         numbers = np.stack(change.to_host())
         plan = moves.plan(change, tokens, target, int(numbers[1].sum()), int(numbers[2].sum()))
         packed = self.buckets._pack(plan, tokens, self._bases(layer))
-        job = repack_op.Job(self.pool, self.kinds, packed, None, None, self.centre)
+        job = repack_op.Job(self.pool, self.page_formats, packed, None, None, self.centre)
         return job, target.to(torch.int8), plan, numbers
 
     def plan(self) -> Phases:
@@ -129,7 +129,7 @@ class State:
         requests, layers = self.places
         places = requests * self.layers + layers
         plan = moves_cuda.Plan(self.buckets, places, self.before, self.target, starts=self.starts)
-        lists = plan.place(plan.to_host(), self.old_table, self.buckets.table)
+        lists = plan.place(plan.to_host(), self.old_table, self.buckets.page_table)
         return repack_phases.phases(self.buckets, lists, (None, None), self.centres)
 
     def restore(self) -> None:
@@ -147,7 +147,7 @@ class State:
         for job, (some, taken) in zip(self.chains, self.expected, strict=True):
             packed = job.packed[some]
             for mine, tier, want in taken:
-                kind = self.kinds[tier]
+                kind = self.page_formats[tier]
                 handles, place = np.unique(packed[mine, 3].cpu().numpy(), return_inverse=True)
                 pages = self.pool.read(handles, 0, kind.stride)
                 got = kind.read(pages, self.pool.to_device(place.reshape(-1)), packed[mine, 4].long())
@@ -223,7 +223,7 @@ class Appends:
             np.zeros(requests, np.float32), None, self.cache._device_lengths,
         )  # fmt: skip
         # Calls that are not rewound go on to the next slots; whichever page that is, it is this one.
-        self.cache.buckets.table[:, 0, :, 0] = self.cache.buckets.table[:, 0, :, 0, :1].clone()
+        self.cache.buckets.page_table[:, 0, :, 0] = self.cache.buckets.page_table[:, 0, :, 0, :1].clone()
         self.count = self.cache.buckets.count[:, 0, :, 0].clone()
         self.length = self.cache._device_lengths[:, 0].clone()
         self.caches = torch.zeros(2, requests, 64, heads, dim, dtype=torch.bfloat16, device=device)
@@ -253,7 +253,7 @@ class Appends:
                 assert torch.equal(cache.flatten(0, 1)[self.slots.long()], x), "a row is wrong"
             return
         cache = self.cache if name == "kvstrata" else self.grows
-        buckets, kind, heads = cache.buckets, cache.kinds[0], np.arange(cache.kv_heads)
+        buckets, kind, heads = cache.buckets, cache.page_formats[0], np.arange(cache.kv_heads)
         count, lengths = self.job.count, self.job.position
         if cache is self.grows:  # the newest
             count = buckets.host_count[:, 0, :, 0].astype(np.int64) - 1

@@ -117,7 +117,7 @@ class Decoder:
             max_requests=batch, max_tokens=shape.context + GROWTH, page_tokens=shape.page_tokens,
             rope=self.model.model.rotary_emb.inv_freq,
         )  # fmt: skip
-        self.requests = [self.cache.add() for _ in range(batch)]
+        self.requests = [self.cache.add_request() for _ in range(batch)]
         self._fill(shape)
         self.plan = kvstrata.DecodePlan(self.cache, sizes.heads)
         buffers = dict.fromkeys(INPUTS, ((batch,), torch.int32))

@@ -68,12 +68,12 @@ class Inputs:
             return torch.randn(tokens, kind.heads, kind.dim, generator=generator, device=device).to(kind.source)
 
         self.kind, self.tokens = kind, tokens
-        self.slots = torch.randperm(pages * PAGE, generator=generator, device=device)[:tokens].int()
+        self.slot_mapping = torch.randperm(pages * PAGE, generator=generator, device=device)[:tokens].int()
         self.rows = [rows() for _ in range(1 + kind.has_v)]
         self.caches = [torch.empty(shape, dtype=kind.cache, device=device) for _ in self.rows]
         rounds = kind.source != kind.cache
         self.scales = [torch.full((kind.heads,), 0.02 + i / 100, device=device) if rounds else None for i in range(2)]
-        long = self.slots.long()
+        long = self.slot_mapping.long()
         self.page, self.row = long // PAGE, long % PAGE
 
     @property
@@ -81,13 +81,21 @@ class Inputs:
         """As ``store_kv`` and its plans take them."""
         k, k_cache, k_scale = self.rows[0], self.caches[0], self.scales[0]
         if not self.kind.has_v:
-            return k, None, k_cache, None, self.slots, k_scale, None
-        return k, self.rows[1], k_cache, self.caches[1], self.slots, k_scale, self.scales[1]
+            return k, None, k_cache, None, self.slot_mapping, k_scale, None
+        return k, self.rows[1], k_cache, self.caches[1], self.slot_mapping, k_scale, self.scales[1]
 
     def store(self, backend: str) -> None:
-        k, v, k_cache, v_cache, slots, k_scale, v_scale = self.tensors
+        k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = self.tensors
         kvstrata.store_kv(
-            k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale, layout=self.kind.layout, backend=backend
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            layout=self.kind.layout,
+            backend=backend,
         )
 
     def by_token(self, cache: torch.Tensor) -> torch.Tensor:
@@ -130,11 +138,11 @@ def index_copy(inputs: Sequence[Inputs]) -> Call:
     if kind.layout != "NHD" or kind.source != kind.cache:
         raise Absent("index_copy_ takes flat slots of one dtype")
     flat = [[cache.flatten(0, 1) for cache in one.caches] for one in inputs]
-    slots = [one.slots.long() for one in inputs]
+    slot_mapping = [one.slot_mapping.long() for one in inputs]
 
     def run(i: int) -> None:
         for x, cache in zip(inputs[i].rows, flat[i], strict=True):
-            cache.index_copy_(0, slots[i], x)
+            cache.index_copy_(0, slot_mapping[i], x)
 
     return run
 
@@ -145,12 +153,12 @@ def flashinfer(inputs: Sequence[Inputs]) -> Call:
     kind = inputs[0].kind
     if not kind.has_v or kind.source != kind.cache:
         raise Absent("append_paged_kv_cache takes K and V of the cache's dtype")
-    if inputs[0].slots.device.type != "cuda":
+    if inputs[0].slot_mapping.device.type != "cuda":
         raise Absent("needs a CUDA device")
     import flashinfer as library
 
     def arguments(one: Inputs) -> tuple[Any, ...]:
-        requests = torch.arange(one.tokens + 1, dtype=torch.int32, device=one.slots.device)
+        requests = torch.arange(one.tokens + 1, dtype=torch.int32, device=one.slot_mapping.device)
         last = (one.row + 1).int()
         pages = one.page.int()
         return (*one.rows, requests[:-1], one.row.int(), tuple(one.caches), pages, requests, last, kind.layout)
@@ -170,11 +178,11 @@ def _note(inputs: Sequence[Inputs]) -> Call:
     streams: dict[int, Any] = {}
 
     def run(i: int) -> None:
-        (k, v), (k_cache, v_cache), slots = inputs[i].rows, inputs[i].caches, inputs[i].slots
-        handle = jit.current_stream(slots.get_device())
+        (k, v), (k_cache, v_cache), slot_mapping = inputs[i].rows, inputs[i].caches, inputs[i].slot_mapping
+        handle = jit.current_stream(slot_mapping.get_device())
         stream = streams.get(handle) or streams.setdefault(handle, Stream.from_handle(handle))
         launch(
-            stream, config, kernel, k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), k.data_ptr(),
+            stream, config, kernel, k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(), k.data_ptr(),
             v.data_ptr(), count,
         )  # fmt: skip
 
@@ -184,9 +192,9 @@ def _note(inputs: Sequence[Inputs]) -> Call:
 def _bare(inputs: Sequence[Inputs]) -> Call:
     """The kernel that ``auto`` picks, planned: pointers written, one driver call, nothing checked."""
     one = inputs[0]
-    launch = store_cuda.plan(check(*one.tensors, one.kind.layout), one.slots, 0, "cuda", False)
+    launch = store_cuda.plan(check(*one.tensors, one.kind.layout), one.slot_mapping, 0, "cuda", False)
     addresses = [op._addresses(each.tensors) for each in inputs]
-    device = one.slots.get_device()
+    device = one.slot_mapping.get_device()
 
     def run(i: int) -> None:
         store_cuda.POINTERS.pack_into(launch.params, 0, *addresses[i])
@@ -222,7 +230,7 @@ def build(kind: Kind, tokens: int, sets: int, fresh: bool, device: torch.device)
         bench.host = {name: contenders[name] for name in ("kvstrata", "bare launch", "note") if name in contenders}
     attach(bench, "store", inputs)
     if fresh:
-        bench.before = lambda i: [x.mul_(1) for x in inputs[i].rows] and inputs[i].slots.add_(0)
+        bench.before = lambda i: [x.mul_(1) for x in inputs[i].rows] and inputs[i].slot_mapping.add_(0)
     return bench
 
 

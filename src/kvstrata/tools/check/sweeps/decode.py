@@ -26,7 +26,7 @@ def trial(draw: Draw, backend: str) -> str:
     softcap = draw.one(None, None, 20.0)
     what = f"lengths {lengths}, {heads * group}/{heads} heads, D {dim}, q_len {q_len}, {dtype}, window {window}"
     cache = kvstrata.TieredCache(
-        1, heads, dim, budget=0.3, window=16, sinks=2, page_tokens=16, dtype=dtype, device=draw.device,
+        1, heads, dim, budget=0.3, recent_tokens=16, sink_tokens=2, page_tokens=16, dtype=dtype, device=draw.device,
         max_requests=len(lengths), max_tokens=256, tiers=("K8V8", "K4V4", "K3V3", "K2V2"),
     )  # fmt: skip
     k, v = draw.normal(2, sum(lengths), heads, dim).to(dtype).to(draw.device)

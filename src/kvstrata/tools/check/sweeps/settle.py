@@ -15,13 +15,14 @@ SANITIZED = ("auto",)
 def trial(draw: Draw, backend: str) -> str:
     """Ragged appends under a budget: the bytes hold, every token is there, each row is as near as its tier allows."""
     heads, dim, dtype = draw.size(1, 3), draw.one(*DIMS), draw.one(*FLOATS)
-    requests, window = draw.size(1, 3), draw.size(4, 24)
+    requests, recent = draw.size(1, 3), draw.size(4, 24)
     policy = draw.one("importance", "recency", "uniform")
     budget = draw.one(0.3, 0.5)
-    what = f"{requests} requests, {heads} heads, D {dim}, {dtype}, budget {budget}, window {window}, {policy}"
+    what = f"{requests} requests, {heads} heads, D {dim}, {dtype}, budget {budget}, {recent} recent, {policy}"
     cache = kvstrata.TieredCache(
-        1, heads, dim, budget=budget, window=window, sinks=2, page_tokens=16, dtype=dtype, device=draw.device,
-        max_requests=requests, max_tokens=512, policy=policy, tiers=("K8V8", "K4V4", "K2V2"), debug=True,
+        1, heads, dim, budget=budget, recent_tokens=recent, sink_tokens=2, page_tokens=16, dtype=dtype,
+        device=draw.device, max_requests=requests, max_tokens=512, policy=policy, tiers=("K8V8", "K4V4", "K2V2"),
+        debug=True,
     )  # fmt: skip
     kept: list[list[torch.Tensor]] = [[] for _ in range(requests)]
     for most in (100, 1, 60, 1):
@@ -44,7 +45,7 @@ def trial(draw: Draw, backend: str) -> str:
         *held, position = (x.cpu() for x in cache.gather(0, request))
         tier = cache.tier_map(0, request).cpu()
         assert torch.equal(position, torch.arange(length).expand(heads, length)), f"tokens are missing: {what}"
-        assert bool((tier[:, max(length - window, 0) :] == 0).all()), f"a token of the window is quantised: {what}"
+        assert bool((tier[:, max(length - recent, 0) :] == 0).all()), f"a recent token is quantised: {what}"
         for side, (got, want) in enumerate(zip(held, truth.transpose(1, 2), strict=True)):
             off = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1).clamp(min=1e-6)
             allowed = AGAIN * torch.tensor([WORST[int(b)] for b in bits[:, side]])[tier]

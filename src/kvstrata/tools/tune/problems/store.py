@@ -73,13 +73,13 @@ def _inputs(kind: Kind, tokens: int, sets: int, device: torch.device) -> tuple[l
 
 def _build_cuda(kind: Kind, tokens: int, sets: int, device: torch.device) -> Ready:
     inputs, checks = _inputs(kind, tokens, sets, device)
-    one, index = inputs[0], inputs[0].slots.get_device()
+    one, index = inputs[0], inputs[0].slot_mapping.get_device()
     task = check(*one.tensors, kind.layout)
     addresses = [op._addresses(each.tensors) for each in inputs]
 
     def call(choice: Choice) -> Call:
         jit.bind_context(index)
-        launch = store_cuda.plan(task, one.slots, ALIGNED, "cuda", False, store_cuda.Config.of(choice))
+        launch = store_cuda.plan(task, one.slot_mapping, ALIGNED, "cuda", False, store_cuda.Config.of(choice))
 
         def run(i: int) -> None:
             store_cuda.POINTERS.pack_into(launch.params, 0, *addresses[i])
@@ -106,14 +106,14 @@ def _build_reference(kind: Kind, tokens: int, device: torch.device) -> Ready:
     inputs, checks = _inputs(kind, tokens, 1, device)
 
     def call(choice: Choice) -> Call:
-        k, v, k_cache, v_cache, slots, k_scale, v_scale = inputs[0].tensors
+        k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = inputs[0].tensors
         parts = range(0, tokens, choice["chunk"])
 
         def run(i: int) -> None:
             for at in parts:
                 some = slice(at, at + choice["chunk"])
                 rows = (k[some], None if v is None else v[some])
-                reference.store_kv(*rows, k_cache, v_cache, slots[some], k_scale, v_scale, kind.layout)
+                reference.store_kv(*rows, k_cache, v_cache, slot_mapping[some], k_scale, v_scale, kind.layout)
 
         return run
 
