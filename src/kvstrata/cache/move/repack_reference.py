@@ -37,7 +37,7 @@ def take(job: Job) -> Taken:
 def _rows(job: Job, moves: torch.Tensor, was: int, now: int) -> Rows:
     """Tokens of moves from tier ``was`` (-1: new rows) to tier ``now``, encoded for it."""
     source, slot, centre, position, importance = (job.packed[moves, i] for i in (0, 1, 6, 9, 10))
-    kind = job.kinds[max(was, 0)]
+    kind = job.page_formats[max(was, 0)]
     if was < 0:
         assert job.k is not None
         assert job.v is not None
@@ -49,7 +49,7 @@ def _rows(job: Job, moves: torch.Tensor, was: int, now: int) -> Rows:
         rows = replace(rows, position=position.long(), importance=importance.view(torch.float32))
     if now <= 0 or now == was:
         return rows
-    return job.kinds[now].encode(rows, kind, job.centre[centre.long()] if was <= 0 else None)
+    return job.page_formats[now].encode(rows, kind, job.centre[centre.long()] if was <= 0 else None)
 
 
 def put(job: Job, taken: Taken) -> Callable[[], None]:

@@ -76,7 +76,7 @@ def _computed(
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Centres ``[n, kv_heads, D]`` of requests of a layer whose first tokens are quantised, and which of them."""
     plain, heads = tokens.tier <= 0, cache.kv_heads
-    request = tokens.bucket // heads
+    request = tokens.head_cache // heads
     begins = torch.zeros(len(requests), dtype=torch.int32, device=cache.device)
     begins.index_add_(0, request, (plain & (target > 0)).int())
     begun = [i for i, n in enumerate(begins.tolist()) if n]
@@ -115,8 +115,8 @@ def _first_rows(
 def _table(
     k: torch.Tensor, there: tuple[torch.Tensor, torch.Tensor], head_caches: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``k [n, D]`` at their head cache and position: float32 ``[head_caches, CENTRE_TOKENS, D]``, and which values of
-    these take part, others are 0: one flag a token where all its values do, as far as the host knows."""
+    """Rows ``k [n, D]`` at their head cache and position: float32 ``[head_caches, CENTRE_TOKENS, D]``, and which values
+    of these take part, others are 0: one flag a token where all its values do, as far as the host knows."""
     finite = k.abs() <= quant.LARGEST
     table = torch.zeros(head_caches, CENTRE_TOKENS, k.shape[1], dtype=torch.float32, device=k.device)
     if k.device.type == "cpu" and bool(finite.all()):
