@@ -162,3 +162,22 @@ def test_nan_among_the_first_tokens_leaves_the_centre_finite() -> None:
     others = torch.tensor([i not in (3, 4) for i in range(400)])
     got = cache.gather(0)[0][:, others]
     assert (got - by_head(k)[:, others]).square().mean() < 0.3
+
+
+@pytest.mark.parametrize("rope", [(), (1.0, 0.1, 0.01)])
+def test_a_flag_a_token_gives_the_centre_of_a_flag_a_value(rope: tuple[float, ...]) -> None:
+    """Bit for bit, where all values take part; where one does not, only its channels and their pairs differ."""
+    k = torch.randn(60, 8, generator=torch.Generator().manual_seed(0)) + 2
+    there = torch.zeros(60, dtype=torch.int64), torch.arange(60)
+    positions = torch.tensor([2048])
+
+    def centre(k: torch.Tensor, wide: bool) -> torch.Tensor:
+        table, takes_part = (x.unsqueeze(0) for x in centre_module._table(k, there, 1))
+        assert takes_part.shape[-1] == (1 if k.isfinite().all() else 8)
+        return centre_module.centre_of(table, takes_part.expand_as(table) if wide else takes_part, rope, positions)
+
+    assert torch.equal(centre(k, False), centre(k, True))
+    broken = k.clone()
+    broken[7, 7] = torch.inf
+    same = centre(broken, True)[..., 6] == centre(k, True)[..., 6]
+    assert same.all()

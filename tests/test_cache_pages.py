@@ -196,3 +196,28 @@ def test_compiled_loops_give_the_bytes_of_torch(dim: int, monkeypatch: pytest.Mo
 
     for compiled, plain_torch in zip(run(1), run(1 << 30), strict=True):
         assert torch.equal(compiled, plain_torch)
+
+
+@pytest.mark.skipif(pages._numba() is None, reason="numba is not there")
+@pytest.mark.parametrize("name", ["K8V4", "K4V3", "K3V2"])
+@pytest.mark.parametrize(("dim", "tokens"), [(64, 64), (48, 16)])
+def test_whole_pages_have_the_bytes_of_single_tokens(
+    name: str, dim: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that fill some pages in order, and only the begin and the end of others, between those that were there."""
+    kind = pages.PageKind(Format.parse(name, dim, tokens), torch.float32, torch.int16, True, CPU)
+    place = torch.cat([torch.arange(3, 3 * tokens + 5), torch.arange(4 * tokens, 5 * tokens - 1)])
+    n, chance = len(place), torch.Generator().manual_seed(1)
+    k, v = (
+        torch.randint(0, 2**bits, (n, dim), generator=chance, dtype=torch.uint8)
+        for bits in (kind.format.k_bits, kind.format.v_bits)
+    )
+    scale = torch.rand(2, n, generator=chance).half()
+    rows = pages.Rows(k, v, scale[0], scale[1], torch.arange(n), torch.rand(n, generator=chance))
+    found = []
+    for compiled_rows in (1, 1 << 30):
+        monkeypatch.setattr(pages, "COMPILED_ROWS", compiled_rows)
+        raw = torch.full((5, kind.stride), 0xA5, dtype=torch.uint8)
+        kind.write(raw, place // tokens, place % tokens, rows)
+        found.append(raw)
+    assert torch.equal(*found)

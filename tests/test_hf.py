@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 import kvstrata
 from hf_model import EXACT, FAMILIES, SIZES, SMALL, dequantising, greedy, make, prompt
 from kvstrata.cache import BudgetExceeded
-from kvstrata.hf import StrataCache
+from kvstrata.hf import StrataCache, mass
 from kvstrata.hf.mass import Logits, prompt_mass
 
 
@@ -328,7 +328,35 @@ def test_memory_keeps_to_the_budget() -> None:
 # The mass of prompts
 
 
-def test_prompt_mass_is_that_of_softmax() -> None:
+def use_loops(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mass by numba's loops, in chunks of a few queries and on two threads, or by torch."""
+    if not compiled:
+        monkeypatch.setattr(mass, "_numba", lambda: None)
+        return
+    pytest.importorskip("numba")
+    from kvstrata.hf import mass_numba
+
+    monkeypatch.setattr(mass_numba, "SCORES", 1000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_query_that_sees_nothing_gives_no_mass(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither it nor padding with values that are not finite reaches the mass of others."""
+    use_loops(compiled, monkeypatch)
+    q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 1, 4, 16)
+    q[:, :, 0] = torch.nan
+    asking = torch.tensor([[False, True, True, True]])
+    position = torch.tensor([[-1, 0, 1, 2]])
+    column = torch.tensor([[[-1, -1, 1, 2]]])  # the token of query 1 is gone
+    given = prompt_mass(q, k, position, column, asking, Logits(0.3), 4)
+    torch.testing.assert_close(given.sum(), torch.tensor(4.0))
+    assert not given[..., :2].any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_prompt_mass_is_that_of_softmax(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_loops(compiled, monkeypatch)
     torch.manual_seed(0)
     q, k, sinks = torch.randn(2, 6, 9, 16), torch.randn(2, 2, 13, 16), torch.randn(6)
     query_position = torch.arange(9).repeat(2, 1) + 4
@@ -350,8 +378,10 @@ def test_prompt_mass_is_that_of_softmax() -> None:
 
 @pytest.mark.parametrize("limit", [50, 20])
 @pytest.mark.parametrize("padding", [0, 7])
-def test_prompt_mass_in_chunks(limit: int, padding: int) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_prompt_mass_in_chunks(limit: int, padding: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of queries behind older tokens: each looks only at columns up to its own, all or every third."""
+    use_loops(compiled, monkeypatch)
     torch.manual_seed(0)
     q, k = torch.randn(1, 2, 50, 16), torch.randn(1, 1, 60, 16)
     asking = torch.arange(50).unsqueeze(0) >= padding

@@ -382,3 +382,13 @@ def test_examples_in_docstrings(module) -> None:
     failed, tried = doctest.testmod(module)
     assert tried
     assert not failed
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64, 80])
+def test_row_sum_does_not_depend_on_other_rows(dim: int) -> None:
+    """In the same order for one row as for many, and the sum up to rounding."""
+    x = torch.randn(50, dim, generator=torch.Generator().manual_seed(dim))
+    sums = reference.row_sum(x)
+    torch.testing.assert_close(sums.double(), x.double().sum(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.stack([reference.row_sum(row) for row in x]), sums)
+    assert torch.equal(reference.row_sum(x.view(5, 10, dim)).flatten(), sums)

@@ -37,7 +37,7 @@ def add_mass(
     Args:
         query: ``[group, queries, D]``, the last one first.
         key: float32 ``[columns, D]``.
-        columns: int64 ``[queries]``, the column of each query; it sees none behind it.
+        columns: int64 ``[queries]``, the column of each query; neither it nor those after it in the list see more.
         query_position: int64 ``[queries]``; a query sees the positions up to its own.
         column_position: int64 ``[columns]``, -1 for a column without a token; empty if queries see all columns up to
             their own.
@@ -69,8 +69,9 @@ def _weigh(scores, columns, query_position, column_position, weight, softcap, si
     """Rows ``first`` to ``last`` of scores, head by head: weights up to a factor, which goes into ``by``."""
     for row in range(first, last):
         i, head = row % len(columns), row // len(columns)
-        own, behind = scores[row, : columns[i] + 1], scores[row, columns[i] + 1 :]
-        behind[:] = 0
+        end = scores.shape[1] if len(column_position) else columns[i] + 1
+        own = scores[row, :end]
+        scores[row, end:] = 0
         if weight[i] == 0:
             own[:] = 0
             by[row] = 0

@@ -100,6 +100,13 @@ def quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float = 1.0) -
     return codes, refit(x, codes, bits, gain)
 
 
+def quantize_plain(
+    x: torch.Tensor, centre: torch.Tensor | None, bits: int, rotate: bool, gain: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of rows as the model made them; ``centre`` broadcasts against ``x``."""
+    return quantize_rows(clean(x, centre), bits, rotate, gain)
+
+
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """float32 to ``dtype``, saturated: what was finite stays finite."""
     if not dtype.is_floating_point:
@@ -129,8 +136,8 @@ def quantize_page(k: torch.Tensor, v: torch.Tensor, format: Format, centre: torc
             if x.dtype.itemsize * 8 != format.k_bits:
                 raise TypeError(f"{name}: expected a {format.k_bits}-bit type for {format.name}, got {x.dtype}")
         return torch.cat([x.detach().contiguous().view(torch.uint8).flatten(-2) for x in (k, v)], -1)
-    k_codes, k_scale = quantize_rows(clean(k, centre), format.k_bits, format.rotate, K_GAIN[format.k_bits])
-    v_codes, v_scale = quantize_rows(clean(v), format.v_bits, format.rotate, V_GAIN[format.v_bits])
+    k_codes, k_scale = quantize_plain(k, centre, format.k_bits, format.rotate, K_GAIN[format.k_bits])
+    v_codes, v_scale = quantize_plain(v, None, format.v_bits, format.rotate, V_GAIN[format.v_bits])
     parts = [
         fragments.pack(k_codes, format.k_bits, "k"),
         fragments.pack(v_codes, format.v_bits, "v"),

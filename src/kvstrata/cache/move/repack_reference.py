@@ -36,12 +36,13 @@ def take(job: Job) -> Taken:
 
 def _rows(job: Job, moves: torch.Tensor, was: int, now: int) -> Rows:
     """Tokens of moves from tier ``was`` (-1: new rows) to tier ``now``, encoded for it."""
-    source, slot, centre, position, importance = (job.packed[moves, i] for i in (0, 1, 6, 9, 10))
+    source, slot, _, _, _, _, centre, _, _, position, importance, _ = job.packed.index_select(0, moves).T.contiguous()
     kind = job.page_formats[max(was, 0)]
     if was < 0:
         assert job.k is not None
         assert job.v is not None
-        rows = Rows(job.k[slot.long()], job.v[slot.long()], None, None, position.long(), importance.view(torch.float32))
+        k, v = (x.index_select(0, slot) for x in (job.k, job.v))
+        rows = Rows(k, v, None, None, position.long(), importance.view(torch.float32))
     else:
         handles, place = np.unique(source.cpu().numpy(), return_inverse=True)
         pages = job.pool.read(handles, 0, kind.stride)
@@ -49,7 +50,7 @@ def _rows(job: Job, moves: torch.Tensor, was: int, now: int) -> Rows:
         rows = replace(rows, position=position.long(), importance=importance.view(torch.float32))
     if now <= 0 or now == was:
         return rows
-    return job.page_formats[now].encode(rows, kind, job.centre[centre.long()] if was <= 0 else None)
+    return job.page_formats[now].encode(rows, kind, job.centre.index_select(0, centre) if was <= 0 else None)
 
 
 def put(job: Job, taken: Taken) -> Callable[[], None]:

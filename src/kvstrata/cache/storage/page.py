@@ -216,15 +216,14 @@ class PageFormat:
             (rows.k, rows.k_scale, old.k_bits, new.k_bits, quant.K_GAIN),
             (rows.v, rows.v_scale, old.v_bits, new.v_bits, quant.V_GAIN),
         ):
+            loops = loops_for(x) or quant
             if scale is None:
-                x = quant.clean(x, centre if new.centre and not sides else None)
+                its_centre = centre if new.centre and not sides else None
+                sides.append(loops.quantize_plain(x, its_centre, bits, new.rotate, gain[bits]))
             elif was == bits:
                 sides.append((x, scale))
-                continue
             else:
-                x = quant.decode(x, scale, was)
-            rotate = new.rotate and scale is None
-            sides.append((loops_for(x) or quant).quantize_rows(x, bits, rotate, gain[bits]))
+                sides.append(loops.quantize_rows(quant.decode(x, scale, was), bits, False, gain[bits]))
         (k, k_scale), (v, v_scale) = sides
         return Rows(k, v, k_scale, v_scale, rows.position, rows.importance)
 

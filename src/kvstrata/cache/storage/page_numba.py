@@ -24,32 +24,58 @@ SMALLEST, MOST = np.float32(SMALLEST_STEP), np.float32(LARGEST)
 compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
+def quantize_plain(
+    x: torch.Tensor, centre: torch.Tensor | None, bits: int, rotate: bool, gain: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_reference.quantize_plain` of rows ``[n, D]`` on the CPU; ``centre [n, D]``."""
+    by_row = np.empty((0, 0), np.float32) if centre is None else centre.detach().float().contiguous().numpy()
+    return _quantized(x.detach().float(), by_row, True, bits, rotate, gain)
+
+
 def quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_reference.quantize_rows` of float32 rows ``[n, D]`` on the CPU."""
+    return _quantized(x, np.empty((0, 0), np.float32), False, bits, rotate, gain)
+
+
+def _quantized(
+    x: torch.Tensor, centre: np.ndarray, clean: bool, bits: int, rotate: bool, gain: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scale = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x), dtype=torch.float32)
     block = block_of(x.shape[1]) if rotate else 1
     step = np.float32(2 / 255 if bits == 8 else GAUSSIAN_STEP[bits])
     _quantize(
-        x.contiguous().numpy(), block, np.float32(block**-0.5), bits, step, np.float32(gain), codes.numpy(),
-        scale.numpy(),
+        x.contiguous().numpy(), centre, clean, block, np.float32(block**-0.5), bits, step, np.float32(gain),
+        codes.numpy(), scale.numpy(),
     )  # fmt: skip
     return codes, scale.half()
 
 
 @compiled
-def _quantize(x, block, shrink, bits, per_norm, gain, codes, scale):
-    """Clean rows to codes and scales (float32, not yet rounded to fp16), a tile at a time."""
+def _load(x, centre, first, rows, clean, tile):
+    """Rows from ``first`` on as the columns of a tile; with ``clean`` as `quantize_reference.clean` leaves them."""
+    for i in range(rows):
+        for d in range(x.shape[1]):
+            value = x[first + i, d]
+            if clean:
+                value = value - centre[first + i, d] if len(centre) else value
+                value = value if value == value else np.float32(0)
+                value = value if value < MOST else MOST
+                value = value if value > -MOST else -MOST
+            tile[d, i] = value
+
+
+@compiled
+def _quantize(x, centre, clean, block, shrink, bits, per_norm, gain, codes, scale):
+    """Rows to codes and scales (float32, not yet rounded to fp16), a tile at a time."""
     rows, dim = x.shape
     tile, terms = np.zeros((dim, TILE), np.float32), np.empty((dim, TILE), np.float32)
     levels, step, divisor = np.empty((dim, TILE), np.uint8), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     middle = np.int32(1 << (bits - 1))
     low, high = np.float64(-middle), np.float64(middle - 1)
-    centre = np.float32((1 << bits) - 1) / np.float32(2)
+    half = np.float32((1 << bits) - 1) / np.float32(2)
     for first in range(0, rows, TILE):
         here = min(rows - first, TILE)
-        for i in range(here):
-            for d in range(dim):
-                tile[d, i] = x[first + i, d]
+        _load(x, centre, first, here, clean, tile)
         if block > 1:
             _rotate(tile, block, shrink)
         if bits == 8:
@@ -77,7 +103,7 @@ def _quantize(x, block, shrink, bits, per_norm, gain, codes, scale):
                 level = level if level < high else high
                 code = np.int32(level) + middle
                 levels[d, i] = np.uint8(code)
-                c = np.float32(code) - centre
+                c = np.float32(code) - half
                 terms[d, i] = tile[d, i] * c
                 divisor[i] += c * c  # exact
         _sum(terms)
