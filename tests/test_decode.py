@@ -24,6 +24,7 @@ from decode_model import (
 )
 from kvstrata import AttentionOutput, DecodePlan, TieredCache, decode_attention
 from kvstrata.attention.decode import op
+from kvstrata.attention.decode.job import Job
 from kvstrata.jit import tuned
 from kvstrata.layout import Format
 from kvstrata.tools.bench import synthetic
@@ -410,10 +411,10 @@ def test_lists_of_many_heads(requests: int) -> None:
     buckets = synthetic.layer(formats, held, torch.float16, DEVICE, 0)
     q, rows = torch.randn(requests, 1, 32, 32, dtype=torch.float16, device=DEVICE), list(range(requests))
     options = (32, 160, 0.2, None, None, None, True, False)
-    out, lse, _ = op.run(op.Job(q, buckets, None, rows, *options), "cuda")
+    out, lse, _ = op.run(Job(q, buckets, None, rows, *options), "cuda")
     for request in (0, 1, requests - 1):
         one = q[request : request + 1]
-        want, want_lse, _ = op.run(op.Job(one, buckets, None, [request], *options), "reference")
+        want, want_lse, _ = op.run(Job(one, buckets, None, [request], *options), "reference")
         torch.testing.assert_close(lse[request], want_lse[0], rtol=1e-3, atol=1e-2)
         torch.testing.assert_close(out[request], want[0], rtol=0.02, atol=0.02)
 

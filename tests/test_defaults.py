@@ -14,7 +14,8 @@ from cache_model import make, rows
 from decode_model import DEVICE, HAS_NUMBA
 from kvstrata import PagedCache, TieredCache, decode_attention, prefill_attention, prefill_attention_cached
 from kvstrata.attention.decode import op, parts
-from kvstrata.hf.mass import Logits, prompt_mass
+from kvstrata.hf.logits import Logits
+from kvstrata.hf.mass import prompt_mass
 from kvstrata.layout import fragments, hadamard, unpack
 
 each_backend = pytest.mark.parametrize("backend", ["auto", "reference"])

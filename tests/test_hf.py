@@ -21,7 +21,8 @@ import kvstrata
 from hf_model import EXACT, FAMILIES, SIZES, SMALL, dequantising, greedy, make, prompt
 from kvstrata.cache import BudgetExceeded
 from kvstrata.hf import StrataCache, mass
-from kvstrata.hf.mass import Logits, prompt_mass
+from kvstrata.hf.logits import Logits
+from kvstrata.hf.mass import prompt_mass
 
 
 @pytest.fixture

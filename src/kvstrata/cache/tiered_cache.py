@@ -28,10 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvstrata.checks import check_int, check_names, check_number, check_rope, check_tiers, whole_numbers
+
 from .ops import books
 from .ops import inspect as read
 from .ops.append import append_tokens
-from .ops.arguments import check_int, check_mass, check_names, check_number, check_rope, check_tiers, whole_numbers
+from .ops.arguments import check_mass
 from .ops.crop import crop_request
 from .ops.fork import assign
 from .ops.step import advance, write

@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
-from .mass import Logits
+from .logits import Logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -21,9 +21,9 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvstrata.cache import TieredCache
-from kvstrata.cache.ops.arguments import check_int
 from kvstrata.cache.ops.clone import clone
 from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget
+from kvstrata.checks import check_int
 
 from . import attention, support
 from . import mask as masks

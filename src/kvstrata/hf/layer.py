@@ -19,7 +19,8 @@ from kvstrata.cache.ops.inspect import gather
 
 from . import attention
 from . import mask as masks
-from .mass import Logits, MassLedger, prompt_mass
+from .logits import Logits
+from .mass import MassLedger, prompt_mass
 
 if TYPE_CHECKING:
     from .cache import StrataCache

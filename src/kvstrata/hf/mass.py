@@ -15,17 +15,10 @@ import torch
 
 from kvstrata.cache import TieredCache
 
+from .logits import Logits
 from .mask import visible
 
 CHUNK = 16  # queries at a time: their scores are the memory that this takes
-
-
-class Logits(NamedTuple):
-    """How scores become logits, as in `decode_attention`."""
-
-    scale: float
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [heads]
 
 
 class _Prompt(NamedTuple):

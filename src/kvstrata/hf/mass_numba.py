@@ -17,7 +17,7 @@ from kvstrata.attention.threads import share_out
 from kvstrata.layout.unpack_numba import compiled
 
 if TYPE_CHECKING:
-    from .mass import Logits
+    from .logits import Logits
 
 SCORES = 1 << 19  # of a chunk of queries of one KV head: 2 MiB
 

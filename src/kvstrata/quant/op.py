@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import struct
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -18,6 +17,7 @@ from kvstrata.backends import BACKENDS, missing
 from kvstrata.layout import Format, fragments
 
 from . import reference
+from .job import Job
 
 SOURCE = Path(__file__).with_name("quantize.cu")
 UNIT = 64  # bytes that a page handle counts in
@@ -64,20 +64,6 @@ def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, 
 
 def _fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> None:
     raise error(f"{argument}: expected {expected}, got {given}")
-
-
-class Job(NamedTuple):
-    """The arguments of one call."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    pool: torch.Tensor
-    pages: torch.Tensor
-    source: torch.Tensor
-    heads: torch.Tensor
-    format: Format
-    centre: torch.Tensor | None
-    centres: torch.Tensor | None
 
 
 def _check(job: Job) -> None:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvstrata.layout import Format, fragments, hadamard
 
-from .op import Job
+from .job import Job
 from .reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 
 

@@ -29,6 +29,7 @@ from kvstrata.cache.storage.scratch import register
 from kvstrata.jit import tuned
 from kvstrata.layout.format import Format
 
+from .job import Job, Result
 from .scratch import Sizes, layers_at_once, list_bytes
 from .source import Source
 from .stages import (
@@ -51,7 +52,6 @@ from .stages import (
 if TYPE_CHECKING:
     from kvstrata.store.paged_cache import PagedCache
 
-    from .op import Job, Result
 
 FOLDER = Path(__file__).parent
 MAX_TIERS = 8

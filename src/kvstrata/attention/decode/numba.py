@@ -34,7 +34,7 @@ from kvstrata.layout.unpack_numba import (
     levels,
 )
 
-from .op import Job, Result
+from .job import Job, Result
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 CODES = -1  # in the place of a kind

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvstrata.cache.ops.arguments import whole_numbers
 from kvstrata.cache.storage.scratch import register
 from kvstrata.cache.tiered_cache import TieredCache
+from kvstrata.checks import whole_numbers
+
+from .job import Job
 
 if TYPE_CHECKING:
     from . import cuda as decode_cuda
-    from .op import Job
 
 
 class DecodePlan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .op import Job, Result
+from .job import Job, Result
 from .parts import Coded, Plain, paged_parts, tier_parts
 
 

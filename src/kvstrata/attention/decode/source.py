@@ -8,10 +8,10 @@ import torch
 
 from kvstrata.layout.format import Format
 
+from .job import Job
+
 if TYPE_CHECKING:
     from kvstrata.cache.storage.views import BucketedCacheLayer
-
-    from .op import Job
 
 
 class Source(NamedTuple):

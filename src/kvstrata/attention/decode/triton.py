@@ -22,7 +22,7 @@ from kvstrata.cache.storage.page_triton import page_address
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_triton import load_levels, load_scales, rotate_rows, widen
 
-from .op import Job, Result
+from .job import Job, Result
 
 PLAIN = 0  # as the bits of a format
 

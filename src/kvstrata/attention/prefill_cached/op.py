@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 
 from kvstrata.attention.decode import op
+from kvstrata.attention.decode.job import Job
 from kvstrata.attention.output import AttentionOutput
 from kvstrata.attention.prefill.op import Result, check_sinks, check_sliding_window, positive
-from kvstrata.cache.ops.arguments import whole_numbers
 from kvstrata.cache.storage.views import BucketedCacheLayer
 from kvstrata.cache.tiered_cache import TieredCache
+from kvstrata.checks import whole_numbers
 from kvstrata.store.paged_cache import PagedCache
 
 BACKENDS = ("auto", "reference", "triton")
@@ -192,7 +193,7 @@ def _reference(job: CachedJob) -> Result:
                 end = min(begin + QUERIES, new)
                 part = slice(first + begin, first + end)
                 options = (job.scale, job.sliding_window, job.softcap, job.sinks, job.return_lse, False)
-                few = op.Job(
+                few = Job(
                     job.q[part].unsqueeze(0), job.buckets, job.paged, [request], job.kv_heads, job.max_length, *options
                 )
                 found, sums, _ = reference.decode_at(few, [length - new + end])

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstrata.attention.decode.job import Job
 from kvstrata.attention.decode.triton import _on_device, _positions
 from kvstrata.attention.prefill.configs import processors_of
 from kvstrata.attention.prefill.launch import launch
@@ -281,11 +282,10 @@ def _signs(dim: int, device: torch.device) -> torch.Tensor:
 
 def _source(job: CachedJob) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Tensors, numbers and constants that say where the tokens are; as decode's kernel takes them."""
-    from kvstrata.attention.decode import op
     from kvstrata.attention.decode.triton import _paged, _tiered
 
     q = job.q.unsqueeze(0)
-    like = op.Job(q, job.buckets, job.paged, job.requests, job.kv_heads, job.max_length, job.scale, None, None, None,
+    like = Job(q, job.buckets, job.paged, job.requests, job.kv_heads, job.max_length, job.scale, None, None, None,
                   False, False)  # fmt: skip
     return _tiered(like) if job.buckets is not None else _paged(like)
 

@@ -14,7 +14,7 @@ from kvstrata.cache.storage.page import PageFormat
 from kvstrata.quant.op import CXX
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 
-from .repack_op import Job
+from .repack_job import Job
 
 SOURCE = Path(__file__).with_name("repack.cu")
 TIERS = 16

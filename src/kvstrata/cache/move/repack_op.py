@@ -8,29 +8,14 @@ A job is a list of moves (`moves.Moves.packed`) in chains, see moves.py. The ari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from collections.abc import Callable
 
 from kvstrata.backends import resolve
 
 from . import repack_reference as reference
+from .repack_job import Job
 
-if TYPE_CHECKING:
-    from kvstrata.cache.storage.page import PageFormat
-    from kvstrata.cache.storage.pool import Pool
-
-
-class Job(NamedTuple):
-    """The arguments of one call."""
-
-    pool: Pool
-    page_formats: Sequence[PageFormat]
-    packed: torch.Tensor  # int32 [n, 12], columns as in moves.COLUMNS
-    k: torch.Tensor | None  # new rows [rows, D] in the dtype of plain pages, inner stride 1
-    v: torch.Tensor | None
-    centre: torch.Tensor  # float32 [m, D], subtracted from plain K on its way into codes
+__all__ = ["Job", "prepare", "repack"]
 
 
 def repack(job: Job, backend: str = "auto") -> None:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvstrata.cache.storage.page import Rows
 
-if TYPE_CHECKING:
-    from .repack_op import Job
+from .repack_job import Job
 
 Taken = list[tuple[torch.Tensor, int, Rows]]  # numbers of moves, the tier they go to, rows encoded for it
 TOGETHER = 1024  # new rows that are encoded in one go: they stay in a core's cache

@@ -21,7 +21,7 @@ from kvstrata.layout.format import Format
 from kvstrata.layout.rotation import block_of
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 
-from .repack_op import Job
+from .repack_job import Job
 
 
 @triton.jit

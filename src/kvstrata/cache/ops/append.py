@@ -23,8 +23,9 @@ from kvstrata.cache.policy.room import fits_each, fits_plain
 from kvstrata.cache.policy.scopes import move_tokens, pairs, plan_scopes, scopes_of, settle_ahead
 from kvstrata.cache.storage.page import Rows
 from kvstrata.cache.storage.tokens import NEW, Tokens
+from kvstrata.checks import check_int
 
-from .arguments import check_int, check_mass, ragged
+from .arguments import check_mass, ragged
 
 if TYPE_CHECKING:
     from kvstrata.cache.tiered_cache import TieredCache

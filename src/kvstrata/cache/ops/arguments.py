@@ -2,84 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from kvstrata.layout.format import Format
+from kvstrata.checks import check_int, check_tensor, whole_numbers
 
 if TYPE_CHECKING:
     from kvstrata.cache.tiered_cache import TieredCache
-
-
-def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if type(value) is not int or value < low or (high is not None and value > high):
-        wanted = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
-        raise ValueError(f"{name}: expected {wanted}, got {value!r}")
-    return value
-
-
-def check_number(name: str, value: float, wanted: str, within: Callable[[float], bool]) -> None:
-    if not isinstance(value, (int, float)) or not within(value):
-        raise ValueError(f"{name}: expected a number in {wanted}, got {value!r}")
-
-
-def check_rope(rope: Sequence[float] | torch.Tensor | None, head_dim: int) -> tuple[float, ...]:
-    """Radians a position of each pair of channels; none where K is not turned."""
-    if rope is None:
-        return ()
-    try:
-        found = tuple(float(x) for x in rope)
-    except (TypeError, ValueError):
-        raise ValueError(f"rope: expected a row of numbers such as a model's inv_freq, got {rope!r}") from None
-    if len(found) > head_dim // 2:
-        raise ValueError(f"rope: expected up to {head_dim // 2} numbers, head_dim / 2, got {len(found)}")
-    for x in found:
-        check_number("rope", x, "(-inf, inf)", math.isfinite)
-    return found
-
-
-def whole_numbers(name: str, values: Sequence[int]) -> list[int]:
-    """As ints, also from a tensor."""
-    try:
-        return [operator.index(value) for value in values]
-    except TypeError:
-        raise ValueError(f"{name}: expected whole numbers, got {values!r}") from None
-
-
-def check_tensor(name: str, x: torch.Tensor) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Of tiers: each one a format; says which of them is none."""
-    if not isinstance(names, Sequence) or isinstance(names, str):
-        raise ValueError(f"tiers: expected a list of formats such as ['K4V4', 'K2V2'], got {names!r}")
-    for name in names:
-        try:
-            Format.parse(str(name), 64)
-        except ValueError as error:
-            raise ValueError(f"tiers: expected formats such as 'K4V2', got {name!r} ({error})") from None
-
-
-def check_tiers(formats: Sequence[Format], names: Sequence[str]) -> None:
-    """``formats``: the plain one, and those of the names."""
-    for better, worse in itertools.pairwise(formats):
-        if worse.plain or worse.k_bits > better.k_bits or worse.v_bits > better.v_bits:
-            raise ValueError(
-                "tiers: expected none that is wider than the one before, for K or for V,"
-                f" got {worse.name} after {better.name} in {tuple(names)}"
-            )
-    if len(formats) == 1:
-        raise ValueError("tiers: expected at least one format, got none")
 
 
 def _check_pair(cache: TieredCache, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

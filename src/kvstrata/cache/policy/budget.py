@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvstrata.cache.ops.arguments import check_int
+from kvstrata.checks import check_int
 
 # Lists of tiers, the lowest last: close in width around what a budget affords, and 8 bit for the few tokens that get
 # most of the attention. Chosen by KL on packed bytes, docs/quality.md; the first two by bytes, expected error and the

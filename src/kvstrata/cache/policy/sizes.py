@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvstrata.cache.ops.arguments import check_int
 from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.pool import UNIT
+from kvstrata.checks import check_int
 from kvstrata.layout.format import Format
 
 from .budget import Budget

@@ -5,16 +5,21 @@ Slabs are allocations of their own, so every program looks its page's address up
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from .pool import Pool
-
 BLOCK = 1024  # words of 4 bytes a program
+
+
+class Slabs(Protocol):
+    """The part of a pool that kernels need: addresses of its slabs and pages per slab."""
+
+    pointers: torch.Tensor
+    units: int
+    device: torch.device
 
 
 @triton.jit
@@ -51,7 +56,7 @@ def pages_kernel(
         tl.store(page_ptr + offs, value, mask=mask)
 
 
-def _run(pool: Pool, handles: torch.Tensor, others: torch.Tensor, data: torch.Tensor, start: int, size: int,
+def _run(pool: Slabs, handles: torch.Tensor, others: torch.Tensor, data: torch.Tensor, start: int, size: int,
          source: str, to: str) -> None:  # fmt: skip
     assert start % 4 == 0
     assert size % 4 == 0
@@ -63,24 +68,24 @@ def _run(pool: Pool, handles: torch.Tensor, others: torch.Tensor, data: torch.Te
         )
 
 
-def gather(pool: Pool, handles: torch.Tensor, start: int, size: int) -> torch.Tensor:
+def gather(pool: Slabs, handles: torch.Tensor, start: int, size: int) -> torch.Tensor:
     """uint8 ``[n, size]``: bytes ``start .. start + size`` of pages."""
     data = torch.empty(len(handles), size // 4, dtype=torch.int32, device=pool.device)
     _run(pool, handles, handles, data, start, size, "page", "data")
     return data.view(torch.uint8)
 
 
-def scatter(pool: Pool, handles: torch.Tensor, start: int, data: torch.Tensor) -> None:
+def scatter(pool: Slabs, handles: torch.Tensor, start: int, data: torch.Tensor) -> None:
     """The inverse."""
     _run(pool, handles, handles, data.contiguous().view(torch.int32), start, data.shape[1], "data", "page")
 
 
-def copy(pool: Pool, old: torch.Tensor, new: torch.Tensor, size: int) -> None:
+def copy(pool: Slabs, old: torch.Tensor, new: torch.Tensor, size: int) -> None:
     """Pages ``new`` become what pages ``old`` are; none is in both."""
     _run(pool, old, new, old, 0, size, "page", "page")
 
 
-def clear(pool: Pool, handles: torch.Tensor, size: int) -> None:
+def clear(pool: Slabs, handles: torch.Tensor, size: int) -> None:
     _run(pool, handles, handles, handles, 0, size, "zero", "page")
 
 
@@ -114,7 +119,7 @@ def side_kernel(
 
 
 def side(
-    pool: Pool, handle: torch.Tensor, slot: torch.Tensor, tier: torch.Tensor, offsets: torch.Tensor,
+    pool: Slabs, handle: torch.Tensor, slot: torch.Tensor, tier: torch.Tensor, offsets: torch.Tensor,
     position: torch.Tensor, importance: torch.Tensor, position_dtype: torch.dtype, kept: bool, write: bool,
 ) -> None:  # fmt: skip
     """``offsets`` int64 ``[tiers, 2]``: of positions and importance in a page; ``kept``: whether there is any."""

@@ -20,6 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvstrata.attention.decode import op
+from kvstrata.attention.decode.job import Job, Result
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, sets_for, synthetic
 from kvstrata.tools.bench.clock import Call
@@ -95,14 +96,14 @@ def bytes_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> int:
     return sum(n * f.bytes_per_token for n, f in zip(counts, formats_of(shape, tiers), strict=True))
 
 
-def _job(shape: Shape, tiers: tuple[str, ...], budget: float, device: torch.device, seed: int) -> op.Job:
+def _job(shape: Shape, tiers: tuple[str, ...], budget: float, device: torch.device, seed: int) -> Job:
     counts = counts_of(shape, tiers, budget)
     buckets = synthetic.layer(formats_of(shape, tiers), counts, torch.bfloat16, device, seed)
     generator = torch.Generator(device).manual_seed(seed)
     size = (shape.requests, shape.q_len, shape.heads, shape.head_dim)
     q = torch.randn(size, device=device, generator=generator).bfloat16()
     rows, scale = list(range(shape.requests)), shape.head_dim**-0.5
-    return op.Job(q, buckets, None, rows, shape.kv_heads, shape.tokens, scale, None, None, None, False, False)
+    return Job(q, buckets, None, rows, shape.kv_heads, shape.tokens, scale, None, None, None, False, False)
 
 
 class Rows:
@@ -209,7 +210,7 @@ def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device
     rows = Rows(shape, jobs[0].q)
     contenders["flash"] = _sdpa(rows, SDPBackend.FLASH_ATTENTION)
 
-    def check(name: str, i: int, result: torch.Tensor | op.Result) -> None:
+    def check(name: str, i: int, result: torch.Tensor | Result) -> None:
         if isinstance(result, torch.Tensor):
             _close(result, rows.expected, 0.1 if "fp8" in name else 1e-2)
             return

@@ -13,7 +13,8 @@ import torch
 from kvstrata.backends import missing
 from kvstrata.layout import Format, fragments, scales
 from kvstrata.quant import reference
-from kvstrata.quant.op import UNIT, Job, quantize_pages
+from kvstrata.quant.job import Job
+from kvstrata.quant.op import UNIT, quantize_pages
 from kvstrata.tools.bench import Bench, Case, sets_for
 from kvstrata.tools.bench.clock import Call
 

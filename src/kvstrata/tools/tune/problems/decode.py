@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvstrata.attention.decode import op, space, stages
+from kvstrata.attention.decode.job import Job
 from kvstrata.jit.tuned import Choice
 from kvstrata.tools.bench.case import sets_for
 from kvstrata.tools.bench.cases.decode import CHECKED, MEAN, NARROW, Shape, _close, _job, _read, bytes_of, formats_of
@@ -73,7 +74,7 @@ def _features(formats: Any, shape: Shape, tokens: int, columns: int) -> dict[str
     return features(formats, False, shape.requests * shape.kv_heads, tokens, columns)
 
 
-def _wanted(jobs: list[op.Job]) -> list[torch.Tensor]:
+def _wanted(jobs: list[Job]) -> list[torch.Tensor]:
     some = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in jobs]
     return [op.run(job, "reference")[0].float() for job in some]
 

@@ -1,0 +1,22 @@
+"""Arguments of ``repack``: what every backend is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvstrata.cache.storage.page import PageFormat
+from kvstrata.cache.storage.pool import Pool
+
+
+class Job(NamedTuple):
+    """The arguments of one call."""
+
+    pool: Pool
+    page_formats: Sequence[PageFormat]
+    packed: torch.Tensor  # int32 [n, 12], columns as in moves.COLUMNS
+    k: torch.Tensor | None  # new rows [rows, D] in the dtype of plain pages, inner stride 1
+    v: torch.Tensor | None
+    centre: torch.Tensor  # float32 [m, D], subtracted from plain K on its way into codes

@@ -1,0 +1,23 @@
+"""Arguments of ``quantize_pages``: what every backend is given."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvstrata.layout import Format
+
+
+class Job(NamedTuple):
+    """The arguments of one call."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    pool: torch.Tensor
+    pages: torch.Tensor
+    source: torch.Tensor
+    heads: torch.Tensor
+    format: Format
+    centre: torch.Tensor | None
+    centres: torch.Tensor | None
