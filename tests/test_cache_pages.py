@@ -205,7 +205,7 @@ def test_whole_pages_have_the_bytes_of_single_tokens(
     name: str, dim: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens that fill some pages in order, and only the begin and the end of others, between those that were there."""
-    kind = pages.PageKind(Format.parse(name, dim, tokens), torch.float32, torch.int16, True, CPU)
+    kind = pages.PageFormat(Format.parse(name, dim, tokens), torch.float32, torch.int16, True, CPU)
     place = torch.cat([torch.arange(3, 3 * tokens + 5), torch.arange(4 * tokens, 5 * tokens - 1)])
     n, chance = len(place), torch.Generator().manual_seed(1)
     k, v = (

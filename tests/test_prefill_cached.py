@@ -16,7 +16,7 @@ from kvstrata.attention.prefill_cached.op import CachedJob
 from kvstrata.layout.unpack_triton import load_levels, page_levels, whole_pages
 
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
-# On Hopper the backend has a second kernel, cached_gluon.py: portable is Triton without it.
+# On Hopper the backend has a second kernel, prefill_cached/gluon.py: portable is Triton without it.
 each_backend = pytest.mark.parametrize("backend", ["reference", "triton", "portable"], indirect=True)
 
 

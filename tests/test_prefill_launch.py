@@ -1,4 +1,4 @@
-"""prefill_launch.py: launches that go past Triton's search for a kernel have the arguments of those that do not."""
+"""prefill/launch.py: launches that go past Triton's search for a kernel have the arguments of those that do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prefill_model import DEVICE
 
 
 class Recorder:
-    """A kernel of Triton's as prefill_launch.py sees one: what it, and what it gives back, are launched with."""
+    """A kernel of Triton's as prefill/launch.py sees one: what it, and what it gives back, are launched with."""
 
     def __init__(self, kernel: object) -> None:
         self.arg_names: list[str] = kernel.arg_names  # type: ignore[attr-defined]

@@ -16,18 +16,18 @@ from .op import PrefillJob
 
 
 class Config(NamedTuple):
-    """How a shape runs. ``specialize`` takes the kernel of prefill_gluon.py, else that of prefill_triton.py."""
+    """How a shape runs. ``specialize`` takes the kernel of gluon.py, else that of triton.py."""
 
-    block_m: int  # queries of a program; of prefill_gluon.py 64, 128 or 192
+    block_m: int  # queries of a program; of gluon.py 64, 128 or 192
     block_n: int
-    warps: int  # of prefill_triton.py
+    warps: int  # of triton.py
     stages: int
     tma: bool = False  # blocks by tensor descriptors, sm_90
     specialize: bool = False
-    pingpong: bool = False  # of prefill_gluon.py: warpgroups issue products in turns
-    split: bool = False  # of prefill_gluon.py: two warpgroups share 64 queries; at least 4 stages
+    pingpong: bool = False  # of gluon.py: warpgroups issue products in turns
+    split: bool = False  # of gluon.py: two warpgroups share 64 queries; at least 4 stages
     persistent: bool = False
-    order: int = 0  # of tiles, see prefill_triton.py
+    order: int = 0  # of tiles, see triton.py
     registers: int | None = None  # at most so many a thread
 
 
@@ -94,7 +94,7 @@ def features(dim: int, length: int, causal: bool, tiles: int) -> dict[str, int |
 
 
 def of_choice(choice: tuned.Choice, dim: int) -> Config | Tile:
-    """The values of a tuned table (prefill_space.py) as a configuration for heads of this size."""
+    """The values of a tuned table (space.py) as a configuration for heads of this size."""
     kernel, m, n, stages = (choice[name] for name in ("kernel", "block_m", "block_n", "stages"))
     if kernel == "cuda":
         return Tile(dim, m, n, m // 16 * choice["groups"], choice["groups"], stages, choice["resident"])

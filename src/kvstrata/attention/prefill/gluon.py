@@ -10,7 +10,7 @@
 
 Blocks of keys run from the last to the first: those that need a mask (diagonal, end of the keys) come first. Rows past
 the end of a sequence arrive as zeros and are not written. Dense 16-bit inputs without sliding window and soft cap whose
-queries all see a key; everything else is left to prefill_triton.py. Needs Triton 3.6.
+queries all see a key; everything else is left to triton.py. Needs Triton 3.6.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .op import PrefillJob, lse_strides
 ROWS = 64  # of a warpgroup
 COPIER = 24  # registers of a thread that copies
 LOG2E = 1.4426950408889634
-LOWEST = gl.constexpr(-3e38)  # as in prefill_triton.py
+LOWEST = gl.constexpr(-3e38)  # as in triton.py
 NO, END, CAUSAL_MASK, PLACED = (gl.constexpr(i) for i in range(4))  # what softmax masks
 
 
@@ -228,7 +228,7 @@ def specialized_kernel(
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, PINGPONG: gl.constexpr, ORDER: gl.constexpr,
     SINKS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """A program: CONSUMERS * 64 queries of a head, or 64 with SPLIT. ORDER as in prefill_triton.py, 0 or 1."""
+    """A program: CONSUMERS * 64 queries of a head, or 64 with SPLIT. ORDER as in triton.py, 0 or 1."""
     TILES: gl.constexpr = 1 if SPLIT else CONSUMERS
     tile = gl.program_id(0)
     if ORDER == 0:

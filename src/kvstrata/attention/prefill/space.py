@@ -1,7 +1,7 @@
 """What can be set in prefill, for `kvstrata tune`: which of the three kernels, and its blocks.
 
-    triton   prefill_triton.py   block_m, block_n, stages, order, registers
-    gluon    prefill_gluon.py    block_m, block_n, stages, registers, pingpong      (sm_90)
+    triton   triton.py   block_m, block_n, stages, order, registers
+    gluon    gluon.py    block_m, block_n, stages, registers, pingpong      (sm_90)
     cuda     prefill.cu          block_m, block_n, stages, groups, resident
 
 Kernels of Triton's are compiled by Triton, into its own cache, with the very arguments of a launch: no GPU is needed,
@@ -27,7 +27,7 @@ from .configs import Config, of_choice
 from .cuda import IDEAS, Tile
 from .op import PrefillJob
 
-SOURCE = Path(__file__).with_name("prefill_triton.py")
+SOURCE = Path(__file__).with_name("triton.py")
 WHEN = {
     "order": ("kernel", ("triton",)),
     "registers": ("kernel", ("triton", "gluon")),
@@ -42,7 +42,7 @@ WARPS = 64  # of a multiprocessor
 
 
 def choices(causal: bool, arch: str) -> dict[str, tuple[Value, ...]]:
-    """Of a shape; on other GPUs than Hopper's there is no prefill_gluon.py."""
+    """Of a shape; on other GPUs than Hopper's there is no gluon.py."""
     return {
         "kernel": ("triton", "gluon", "cuda") if arch == "sm_90" else ("triton", "cuda"),
         "block_m": (32, 64, 128, 192),

@@ -1,4 +1,4 @@
-"""Attention over a chunk of cached_triton.py on Hopper: the warps' roles are those of prefill_gluon.py.
+"""Attention over a chunk of triton.py on Hopper: the warps' roles are those of prefill/gluon.py.
 
 Two things differ from dense prefill. A query's row is a query head of a KV head's group, so its rows are loaded and
 put into shared memory by the warpgroup that needs them. And any block may hold a token that some query must not see,
@@ -164,7 +164,7 @@ def specialized_chunk_kernel(
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SINKS: gl.constexpr,
     LSE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """CONSUMERS * 64 query rows of a (request, KV head) over the chunk; FIRST and LAST as in cached_triton.py."""
+    """CONSUMERS * 64 query rows of a (request, KV head) over the chunk; FIRST and LAST as in triton.py."""
     bucket = gl.program_id(1)
     batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
     begin = gl.load(starts_ptr + batch)

@@ -406,7 +406,7 @@ def _blocks(job: CachedJob) -> tuple[int, int, bool]:
 
 
 def _specialized(job: CachedJob) -> bool:
-    """Whether cached_gluon.py takes the job; not even imported elsewhere than on Hopper."""
+    """Whether gluon.py takes the job; not even imported elsewhere than on Hopper."""
     if not processors_of(job.q.device)[1] or not has_gluon():
         return False
     from . import gluon as cached_gluon

@@ -1,7 +1,7 @@
 """The moves of a plan on the device, phase by phase, for all requests and layers together: a handful of launches.
 
     tier by tier from the last, a launch each, if there are any:
-        fillers ──repack_phases.cu──▶ holes
+        fillers ──────phases.cu─────▶ holes
         arrivals ──quantize.cu──▶ whole pages    their positions and importance: one launch for all tiers
         arrivals ──repack.cu──▶ slots of the page where the kept tokens end, and plain pages
 
@@ -28,7 +28,7 @@ from .moves_cuda import TIERS, Lists
 if TYPE_CHECKING:
     from kvstrata.cache.storage.page_table import Buckets
 
-SOURCE = Path(__file__).with_name("repack_phases.cu")
+SOURCE = Path(__file__).with_name("phases.cu")
 PARAMS = struct.Struct(f"4Q q 5i {2 * TIERS}i 4x")
 
 

@@ -1,6 +1,6 @@
 """Append: new tokens to the plain bucket while the budget has room, else to the tiers that a plan finds for them.
 
-    room in pages that are there ──▶ plain rows (append_op.py), nothing else
+    room in pages that are there ──▶ plain rows (move/append.py), nothing else
     room in the budget           ──▶ pages taken, plain rows
     room in all layers at once   ──▶ settle_ahead (scopes.py), plain rows
     none                         ──▶ old and new tokens of the scope planned together, one move

@@ -26,7 +26,7 @@ from kvstrata.quant import reference as quant
 from .pool import UNIT
 
 Table = tuple[tuple[torch.Tensor, torch.Tensor], ...]
-COMPILED_ROWS = 64  # from so many on in the loops of pages_numba.py, where numba is installed
+COMPILED_ROWS = 64  # from so many on in the loops of page_numba.py, where numba is installed
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -164,8 +164,9 @@ def tune(
     if as_json:
         sys.stdout.write(dumps(result))
     shown = ["rates"] if aa is not None else ["speed", "configurations" if gates == HARDWARE else "limits", "rejected"]
-    for name in shown:
-        say.print(render.table(result, {"table": name}).terminal())
+    for number, name in enumerate(shown):
+        table = render.table(result, {"table": name})
+        say.print((replace(table, title=name) if number else table).terminal())
     for note in render.notes(result):
         say.print(note, markup=False, highlight=False)
     for path in keep(result):
@@ -268,8 +269,6 @@ def _profiled(wanted: bool | None, save: bool, backend: str) -> bool:
 
 def _limits(preset: str, shared: int | None, registers: int | None, occupancy: float | None) -> Limits:
     """The limits of a preset, with those that are named in their place."""
-    from dataclasses import replace
-
     from .gates import PRESETS
 
     if preset not in PRESETS:
