@@ -16,9 +16,9 @@ import torch
 from conftest import HAS_GPU
 from kvstrata import PagedCache, TieredCache, decode_attention
 from kvstrata.attention.decode import op
-from kvstrata.cache.ops.transaction import Transaction
 from kvstrata.cache.policy.scopes import move_tokens
 from kvstrata.cache.storage.page_table import DROP
+from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.quant import reference as quant
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

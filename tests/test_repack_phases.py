@@ -18,11 +18,11 @@ from conftest import HAS_GPU
 from kvstrata import backends, jit
 from kvstrata.cache.move import moves_cuda, repack_cuda, repack_op, whole_pages
 from kvstrata.cache.move import phases as repack_phases
-from kvstrata.cache.ops.transaction import Transaction
 from kvstrata.cache.storage.page import PageFormat, Rows
 from kvstrata.cache.storage.page_table import Buckets
 from kvstrata.cache.storage.pool import Pool
 from kvstrata.cache.storage.tokens import DROP, NEW, Tokens
+from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.layout import Format
 from kvstrata.quant import op as quantize_op
 from kvstrata.tools.bench.cases import settle as settle_case

@@ -37,7 +37,6 @@ from .ops.arguments import check_mass
 from .ops.crop import crop_request
 from .ops.fork import assign
 from .ops.step import advance, write
-from .ops.transaction import Transaction
 from .policy import room
 from .policy.assign import Prices, format_error
 from .policy.budget import DEFAULT, Memory, check_budget, default_tiers
@@ -46,15 +45,16 @@ from .policy.mass import add_mass
 from .policy.scopes import scopes_of, settle_scopes
 from .policy.settle import POLICIES, Policy, whole_pages
 from .policy.sizes import Sizes
+from .state import CacheState
 from .storage.page_table import Buckets
 from .storage.pool import Pool
-from .storage.tokens import Tokens
+from .storage.transaction import Transaction
 from .storage.views import BucketedCacheLayer
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class TieredCache:
+class TieredCache(CacheState):
     """K and V of up to ``max_requests`` requests, compressed token by token so that a byte budget holds at all times.
 
     Args:
@@ -209,17 +209,6 @@ class TieredCache:
         )
 
     # What is there
-
-    @property
-    def requests(self) -> tuple[int, ...]:
-        """The requests in use, ascending."""
-        return tuple(sorted(self._active))
-
-    def length(self, request: int = 0, layer: int = 0) -> int:
-        """Tokens appended to a layer of a request and not cropped; 0 for a request that is not in use."""
-        self._check_layer(layer)
-        check_int("request", request, 0, self.max_requests - 1)
-        return int(self._lengths[request, layer])
 
     def bucket_views(self, layer: int) -> BucketedCacheLayer:
         """The state of a layer as kernels read it; valid until the cache goes, also across growth."""
@@ -449,50 +438,6 @@ class TieredCache:
 
         return restored, (type(self), self._arguments, parts(self))
 
-    # What the other files ask of the state
-
-    def _check_layer(self, layer: int) -> None:
-        check_int("layer", layer, 0, self.layers - 1)
-
-    def _check_request(self, request: int, name: str = "request") -> None:
-        if not isinstance(request, (int, np.integer)) or request not in self._active:
-            raise ValueError(f"{name}: expected one of {self.requests}, got {request!r}")
-
-    def _given(self, requests: Sequence[int] | None) -> list[int]:
-        if requests is None:
-            return list(self.requests)
-        given = whole_numbers("requests", requests)
-        for request in given:
-            self._check_request(request, "requests")
-        if len(set(given)) != len(given):
-            raise ValueError(f"requests: expected each once, got {given}")
-        return given
-
-    def _unused_request(self) -> int:
-        for request in range(self.max_requests):
-            if request not in self._active:
-                return request
-        raise RuntimeError(f"max_requests: expected more than {self.max_requests}, all are in use")
-
-    def _tokens(self, layer: int, request: int) -> Tokens:
-        self._check_layer(layer)
-        self._check_request(request)
-        self.pool.note_stream()
-        return self.buckets.snapshot(layer, [request])
-
     def _operation(self) -> Transaction:
         """All changes of an operation or none; after it the budget holds."""
         return Transaction(self.pool, lambda workspace: room.tidy(self, workspace))
-
-    def _activate(self, change: Transaction, requests: Sequence[int]) -> None:
-        before = self._active
-        change.undo(lambda: setattr(self, "_active", before))
-        self._active = before | set(requests)
-
-    def _set_lengths(self, change: Transaction, requests: list[int], layer: int, lengths: np.ndarray) -> None:
-        change.set(self._lengths, (requests, layer), lengths)
-        if self.device.type != "cpu" and requests:
-            where = self.pool.to_device(np.stack([np.array(requests), lengths]).astype(np.int64))
-            index, values = where[0], where[1].to(self._device_lengths.dtype)
-            of_layer = self._device_lengths[:, layer]
-            change.launch(lambda: of_layer.__setitem__(index, values))

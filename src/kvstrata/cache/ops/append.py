@@ -28,13 +28,12 @@ from kvstrata.checks import check_int
 from .arguments import check_mass, ragged
 
 if TYPE_CHECKING:
-    from kvstrata.cache.tiered_cache import TieredCache
-
-    from .transaction import Transaction
+    from kvstrata.cache.state import CacheState
+    from kvstrata.cache.storage.transaction import Transaction
 
 
 def append_tokens(
-    cache: TieredCache,
+    cache: CacheState,
     layer: int,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -60,7 +59,7 @@ def append_tokens(
 
 
 def _append(
-    cache: TieredCache,
+    cache: CacheState,
     change: Transaction,
     layer: int,
     k: torch.Tensor,
@@ -93,7 +92,7 @@ def _append(
 
 
 def append_plain(
-    cache: TieredCache,
+    cache: CacheState,
     change: Transaction | None,
     layer: int,
     k: torch.Tensor,
@@ -130,7 +129,7 @@ def append_plain(
 
 
 def _append_settling(
-    cache: TieredCache,
+    cache: CacheState,
     change: Transaction,
     layer: int,
     k: torch.Tensor,
@@ -169,7 +168,7 @@ def _append_settling(
         append_plain(cache, change, layer, k[rows], v[rows], [asked[i]], [lengths[i]], first)
 
 
-def _new_tokens(cache: TieredCache, requests: Sequence[int], layer: int, lengths: Sequence[int]) -> Tokens:
+def _new_tokens(cache: CacheState, requests: Sequence[int], layer: int, lengths: Sequence[int]) -> Tokens:
     """Tokens to be appended, row by row, head by head."""
     rows, count = sum(lengths), torch.tensor(list(lengths), device="cpu")
     index = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), count)

@@ -10,10 +10,10 @@ import torch
 from kvstrata.checks import check_int, check_tensor, whole_numbers
 
 if TYPE_CHECKING:
-    from kvstrata.cache.tiered_cache import TieredCache
+    from kvstrata.cache.state import CacheState
 
 
-def _check_pair(cache: TieredCache, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _check_pair(cache: CacheState, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of a layer; with inner stride 1."""
     inner = (cache.kv_heads, cache.head_dim)
     for name, x in (("k", k), ("v", v)):
@@ -35,7 +35,7 @@ def _check_pair(cache: TieredCache, k: torch.Tensor, v: torch.Tensor) -> tuple[t
 
 
 def check_rows(
-    cache: TieredCache, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None
+    cache: CacheState, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token of each request ``[requests, kv_heads, head_dim]``; looks at nothing that is on the device."""
     k, v = _check_pair(cache, k, v)
@@ -56,7 +56,7 @@ def check_rows(
 
 
 def ragged(
-    cache: TieredCache,
+    cache: CacheState,
     layer: int,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -96,7 +96,7 @@ def ragged(
     return k, v, requests, seq_lens
 
 
-def check_mass(cache: TieredCache, mass: torch.Tensor, requests: int, longest: int) -> torch.Tensor:
+def check_mass(cache: CacheState, mass: torch.Tensor, requests: int, longest: int) -> torch.Tensor:
     check_tensor("mass", mass)
     if mass.dim() != 3 or tuple(mass.shape[:2]) != (requests, cache.kv_heads) or mass.shape[2] < longest:
         raise ValueError(f"mass: expected [{requests}, {cache.kv_heads}, at least {longest}], got {tuple(mass.shape)}")

@@ -11,12 +11,12 @@ from kvstrata.cache.policy.budget import Memory
 from kvstrata.cache.storage.scratch import scratch_bytes
 
 if TYPE_CHECKING:
-    from kvstrata.cache.tiered_cache import TieredCache
+    from kvstrata.cache.state import CacheState
 
 SCALE_BITS = 16  # fp16, one for K and one for V of each token and head
 
 
-def fixed(cache: TieredCache) -> dict[str, int]:
+def fixed(cache: CacheState) -> dict[str, int]:
     """Bytes of what is there whether or not there are tokens."""
     tensors = {
         "page_table": cache.buckets.page_table,
@@ -28,7 +28,7 @@ def fixed(cache: TieredCache) -> dict[str, int]:
     return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 
-def memory(cache: TieredCache) -> Memory:
+def memory(cache: CacheState) -> Memory:
     """Everything, from what the host knows."""
     counts = cache.buckets.host_count[list(cache.requests)].astype(np.int64).sum((0, 1, 2))
     used = [cache.pool.pages(tier) * stride for tier, stride in enumerate(cache.pool.strides)]
@@ -52,7 +52,7 @@ def memory(cache: TieredCache) -> Memory:
     )
 
 
-def _bits(cache: TieredCache, pages: list[int], taken: list[int]) -> dict[str, float]:
+def _bits(cache: CacheState, pages: list[int], taken: list[int]) -> dict[str, float]:
     """Bits per value of K and V: in whole pages, and by the widths of the formats of the tokens in them."""
     tokens = max(sum(taken), 1)
     sides: dict[str, float] = {}
@@ -66,7 +66,7 @@ def _bits(cache: TieredCache, pages: list[int], taken: list[int]) -> dict[str, f
     return sides
 
 
-def _slots_taken(cache: TieredCache) -> list[int]:
+def _slots_taken(cache: CacheState) -> list[int]:
     """Slots with a token per tier, of pages that requests share once: as many as the owner with the most has."""
     first = np.arange(cache.buckets.max_pages) * cache.page_tokens
     taken = []
@@ -80,7 +80,7 @@ def _slots_taken(cache: TieredCache) -> list[int]:
     return taken
 
 
-def check(cache: TieredCache) -> None:
+def check(cache: CacheState) -> None:
     """Assert that owners, counts, positions and bytes agree; reads every page."""
     table, count = cache.buckets.host_table, cache.buckets.host_count
     handles, owned = np.unique(table[table >= 0], return_counts=True)
@@ -107,14 +107,14 @@ def check(cache: TieredCache) -> None:
         for layer in range(cache.layers):
             _check_positions(cache, layer, request)
     allocated = sum(slab.nbytes for slab in cache.pool.slabs if slab is not None) + sum(fixed(cache).values())
-    taken = cache.memory()
+    taken = memory(cache)
     assert taken.total == allocated, f"memory() says {taken.total}, allocated are {allocated}"
     assert taken.allowed is None or taken.total <= taken.allowed, f"{taken.total} bytes of {taken.allowed}"
     addresses = [0 if slab is None else slab.data_ptr() for slab in cache.pool.slabs]
     assert cache.pool.pointers.tolist() == addresses, "a stale slab pointer"
 
 
-def _check_positions(cache: TieredCache, layer: int, request: int) -> None:
+def _check_positions(cache: CacheState, layer: int, request: int) -> None:
     tokens = cache.buckets.snapshot(layer, [request])
     length = int(cache._lengths[request, layer])
     keys = tokens.head_cache * cache.max_tokens + tokens.position

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 
+from kvstrata.cache.state import CacheState
+
 from .files import put, taken
 
-if TYPE_CHECKING:
-    from kvstrata.cache.tiered_cache import TieredCache
+Cache = TypeVar("Cache", bound=CacheState)
 
 
-def clone(cache: TieredCache, **changes: Any) -> TieredCache:
+def clone(cache: Cache, **changes: Any) -> Cache:
     """With other arguments of the constructor; BudgetExceeded where the requests do not fit them."""
     twin = type(cache)(**cache._arguments | changes)
     for request in cache.requests:
@@ -20,14 +21,12 @@ def clone(cache: TieredCache, **changes: Any) -> TieredCache:
     return twin
 
 
-def parts(cache: TieredCache) -> dict[int, dict[str, torch.Tensor]]:
+def parts(cache: CacheState) -> dict[int, dict[str, torch.Tensor]]:
     """All requests as `files.taken` gives them, in memory of their own: torch.save takes no two views of one."""
     return {r: {name: x.contiguous().clone() for name, x in taken(cache, r).items()} for r in cache.requests}
 
 
-def restored(
-    kind: type[TieredCache], arguments: dict[str, Any], requests: dict[int, dict[str, torch.Tensor]]
-) -> TieredCache:
+def restored(kind: type[Cache], arguments: dict[str, Any], requests: dict[int, dict[str, torch.Tensor]]) -> Cache:
     """A cache with these requests, as `parts` gives them."""
     cache = kind(**arguments)
     for request, tensors in requests.items():

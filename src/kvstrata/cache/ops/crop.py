@@ -14,12 +14,11 @@ from kvstrata.cache.storage.tokens import DROP, Tokens
 from .fork import assign
 
 if TYPE_CHECKING:
-    from kvstrata.cache.tiered_cache import TieredCache
+    from kvstrata.cache.state import CacheState
+    from kvstrata.cache.storage.transaction import Transaction
 
-    from .transaction import Transaction
 
-
-def crop_request(cache: TieredCache, request: int, length: int) -> None:
+def crop_request(cache: CacheState, request: int, length: int) -> None:
     """`TieredCache.crop`: plans every layer before it changes one."""
     if length == 0:
         assign(cache, {}, [request])
@@ -29,7 +28,7 @@ def crop_request(cache: TieredCache, request: int, length: int) -> None:
         _crop(cache, change, request, length)
 
 
-def _crop(cache: TieredCache, change: Transaction, request: int, length: int) -> None:
+def _crop(cache: CacheState, change: Transaction, request: int, length: int) -> None:
     places: list[Place] = []
     every: list[Tokens] = []
     targets: list[torch.Tensor] = []

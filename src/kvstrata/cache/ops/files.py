@@ -29,15 +29,14 @@ from kvstrata.cache.policy.room import fits_plain
 from kvstrata.cache.policy.scopes import move_tokens, pairs, plan_scopes, scopes_of
 
 if TYPE_CHECKING:
-    from kvstrata.cache.tiered_cache import TieredCache
-
-    from .transaction import Transaction
+    from kvstrata.cache.state import CacheState
+    from kvstrata.cache.storage.transaction import Transaction
 
 KIND = "kvstrata.cache"
 VERSION = 1
 
 
-def _meaning(cache: TieredCache) -> dict[str, Any]:
+def _meaning(cache: CacheState) -> dict[str, Any]:
     """Parameters that must agree."""
     return {
         "layers": cache.layers,
@@ -52,7 +51,7 @@ def _meaning(cache: TieredCache) -> dict[str, Any]:
     }
 
 
-def _settings(cache: TieredCache) -> dict[str, Any]:
+def _settings(cache: CacheState) -> dict[str, Any]:
     """Parameters that are written down and may differ."""
     return {
         "policy": cache.policy.name,
@@ -80,7 +79,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return whole.hexdigest()
 
 
-def taken(cache: TieredCache, request: int) -> dict[str, torch.Tensor]:
+def taken(cache: CacheState, request: int) -> dict[str, torch.Tensor]:
     """Everything of a request, as above."""
     buckets, parts = cache.buckets, {}
     for tier, kind in enumerate(cache.page_formats):
@@ -108,7 +107,7 @@ def taken(cache: TieredCache, request: int) -> dict[str, torch.Tensor]:
     return parts
 
 
-def save(cache: TieredCache, path: str | PathLike[str], request: int) -> None:
+def save(cache: CacheState, path: str | PathLike[str], request: int) -> None:
     from safetensors.torch import save_file
 
     if not Path(path).parent.is_dir():
@@ -134,7 +133,7 @@ def want(condition: object, message: str) -> None:
         raise Refused(message)
 
 
-def _read(cache: TieredCache, path: str | PathLike[str]) -> dict[str, torch.Tensor]:
+def _read(cache: CacheState, path: str | PathLike[str]) -> dict[str, torch.Tensor]:
     """The tensors of a file whose header is ours and whose digest agrees."""
     from safetensors import SafetensorError, safe_open
 
@@ -158,7 +157,7 @@ def _read(cache: TieredCache, path: str | PathLike[str]) -> dict[str, torch.Tens
     return tensors
 
 
-def validate(cache: TieredCache, tensors: dict[str, torch.Tensor]) -> None:
+def validate(cache: CacheState, tensors: dict[str, torch.Tensor]) -> None:
     """Shapes, types and ranges of everything."""
     layers, heads, tiers, p = cache.layers, cache.kv_heads, len(cache.page_formats), cache.page_tokens
 
@@ -210,7 +209,7 @@ def validate(cache: TieredCache, tensors: dict[str, torch.Tensor]) -> None:
     want(len(torch.unique(every)) == len(every), "position: expected each once in a head")
 
 
-def load(cache: TieredCache, path: str | PathLike[str]) -> int:
+def load(cache: CacheState, path: str | PathLike[str]) -> int:
     try:
         tensors = _read(cache, path)
         validate(cache, tensors)
@@ -221,14 +220,14 @@ def load(cache: TieredCache, path: str | PathLike[str]) -> int:
     return request
 
 
-def put(cache: TieredCache, request: int, tensors: dict[str, torch.Tensor]) -> None:
+def put(cache: CacheState, request: int, tensors: dict[str, torch.Tensor]) -> None:
     """Fill a request that is not in use with what `taken` gave; BudgetExceeded leaves the cache as it was."""
     with cache._operation() as change:
         _put(cache, change, request, tensors)
         _fit(cache, change, request)
 
 
-def _put(cache: TieredCache, change: Transaction, request: int, tensors: dict[str, torch.Tensor]) -> None:
+def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str, torch.Tensor]) -> None:
     """Pages, tables and numbers of the request; its part of the device's tables is written at once."""
     buckets, count = cache.buckets, tensors["count"].numpy()
     centre, old_centre = tensors["centre"].to(cache.device), cache.centre[request].clone()
@@ -266,7 +265,7 @@ def _put(cache: TieredCache, change: Transaction, request: int, tensors: dict[st
     push()
 
 
-def _fit(cache: TieredCache, change: Transaction, request: int) -> None:
+def _fit(cache: CacheState, change: Transaction, request: int) -> None:
     """Settle where the budget of this cache is smaller."""
     [scope] = scopes_of(cache, [request])
     short = [layer for layer in range(cache.layers) if not fits_plain(cache, layer, [request], [0])]

@@ -11,11 +11,11 @@ import torch
 from kvstrata.cache.storage.pool import EMPTY
 
 if TYPE_CHECKING:
+    from kvstrata.cache.state import CacheState
     from kvstrata.cache.storage.pool import Pool
-    from kvstrata.cache.tiered_cache import TieredCache
 
 
-def assign(cache: TieredCache, source: dict[int, int], gone: Sequence[int]) -> None:
+def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> None:
     """Requests become copies of what others were, pages shared; some go."""
     with cache._operation() as change:
         table, count = cache.buckets.host_table, cache.buckets.host_count

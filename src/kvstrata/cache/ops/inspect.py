@@ -12,11 +12,11 @@ from kvstrata.cache.policy import importance as importance_module
 from kvstrata.cache.storage.page_table import Tokens
 
 if TYPE_CHECKING:
-    from kvstrata.cache.tiered_cache import TieredCache
+    from kvstrata.cache.state import CacheState
 
 
 def by_head(
-    cache: TieredCache, layer: int, requests: Sequence[int], tokens: Tokens
+    cache: CacheState, layer: int, requests: Sequence[int], tokens: Tokens
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
     """Where each token of a snapshot goes in ``[requests * kv_heads, n]`` when every head is sorted by position."""
     counts = cache.buckets.host_count[list(requests), layer].sum(-1, dtype=np.int64).reshape(-1)
@@ -27,7 +27,7 @@ def by_head(
     return (tokens.head_cache, column), (len(counts), int(counts.max()))
 
 
-def gather(cache: TieredCache, layer: int, requests: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gather(cache: CacheState, layer: int, requests: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Dequantised rows ``[requests, kv_heads, n, D]`` and positions, sorted by position."""
     tokens = cache.buckets.snapshot(layer, requests)
     centre = cache.centre[cache.pool.to_device(np.array(requests, np.int64)), layer].flatten(0, 1)
@@ -43,7 +43,7 @@ def gather(cache: TieredCache, layer: int, requests: Sequence[int]) -> tuple[tor
     return out[0].unflatten(0, each), out[1].unflatten(0, each), positions.unflatten(0, each)
 
 
-def tier_map(cache: TieredCache, layer: int, request: int) -> torch.Tensor:
+def tier_map(cache: CacheState, layer: int, request: int) -> torch.Tensor:
     """Tiers in the same order."""
     tokens = cache._tokens(layer, request)
     place, shape = by_head(cache, layer, [request], tokens)
@@ -52,7 +52,7 @@ def tier_map(cache: TieredCache, layer: int, request: int) -> torch.Tensor:
     return tiers
 
 
-def importance(cache: TieredCache, layer: int, request: int) -> torch.Tensor:
+def importance(cache: CacheState, layer: int, request: int) -> torch.Tensor:
     """Estimated mass in the same order."""
     tokens = cache._tokens(layer, request)
     place, shape = by_head(cache, layer, [request], tokens)

@@ -26,12 +26,11 @@ from kvstrata.cache.storage.tokens import NEW, Tokens
 from .arguments import check_rows
 
 if TYPE_CHECKING:
-    from kvstrata.cache.tiered_cache import TieredCache
+    from kvstrata.cache.state import CacheState
+    from kvstrata.cache.storage.transaction import Transaction
 
-    from .transaction import Transaction
 
-
-def advance(cache: TieredCache, given: list[int]) -> None:
+def advance(cache: CacheState, given: list[int]) -> None:
     """`TieredCache.advance` of these requests."""
     if not given:
         return
@@ -56,7 +55,7 @@ def advance(cache: TieredCache, given: list[int]) -> None:
         change.launch(_prepare_count(cache, ids))
 
 
-def _prepare_count(cache: TieredCache, ids: np.ndarray) -> Callable[[], None]:
+def _prepare_count(cache: CacheState, ids: np.ndarray) -> Callable[[], None]:
     """What counts one more plain token of these requests in every layer; calling it allocates nothing."""
     buckets, on_device = cache.buckets, []
     if cache.device.type != "cpu":
@@ -73,12 +72,12 @@ def _prepare_count(cache: TieredCache, ids: np.ndarray) -> Callable[[], None]:
     return count
 
 
-def _edge(cache: TieredCache, ids: np.ndarray) -> bool:
+def _edge(cache: CacheState, ids: np.ndarray) -> bool:
     """Whether some token may not fit the page that its bucket has open."""
     return cache.pool.shares or bool((cache.buckets.host_count[ids, :, :, 0] % cache.page_tokens == 0).any())
 
 
-def _settle(cache: TieredCache, change: Transaction, given: list[int], tight: list[int]) -> bool:
+def _settle(cache: CacheState, change: Transaction, given: list[int], tight: list[int]) -> bool:
     """Settle requests that lack room in one of these layers, in all layers; returns whether any did."""
     if cache.budget.amount is None:
         return False
@@ -96,7 +95,7 @@ def _settle(cache: TieredCache, change: Transaction, given: list[int], tight: li
     return True
 
 
-def _targets(cache: TieredCache, places: list[Place], tokens: Tokens, given: set[int]) -> torch.Tensor:
+def _targets(cache: CacheState, places: list[Place], tokens: Tokens, given: set[int]) -> torch.Tensor:
     """With room for one plain token more of each given request; or BudgetExceeded.
 
     Planned as if it were there. Where that does not fit, for the tokens that are, with a slot to spare: one token less
@@ -127,7 +126,7 @@ def _targets(cache: TieredCache, places: list[Place], tokens: Tokens, given: set
     return target
 
 
-def _coming(cache: TieredCache, places: list[Place], given: set[int]) -> Tokens:
+def _coming(cache: CacheState, places: list[Place], given: set[int]) -> Tokens:
     """The tokens to come; there are no rows of them yet."""
     layers, requests = (np.array(x) for x in pairs(places))
     place = np.flatnonzero(np.isin(requests, list(given)))
@@ -138,7 +137,7 @@ def _coming(cache: TieredCache, places: list[Place], given: set[int]) -> Tokens:
     return Tokens(head_cache, tier, slot, position, initial(cache.policy.mode, position + 1))
 
 
-def write(cache: TieredCache, layer: int, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None) -> None:
+def write(cache: CacheState, layer: int, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None) -> None:
     """`TieredCache.write`."""
     k, v = check_rows(cache, k, v, requests)
     write_rows(Written(cache.buckets, layer, k, v, requests, cache._device_lengths, cache.policy.mode != "mean"))

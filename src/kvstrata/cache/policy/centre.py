@@ -27,8 +27,8 @@ from kvstrata.cache.storage.tokens import DROP, NEW, Tokens
 from kvstrata.quant import reference as quant
 
 if TYPE_CHECKING:
-    from kvstrata.cache.ops.transaction import Transaction
-    from kvstrata.cache.tiered_cache import TieredCache
+    from kvstrata.cache.state import CacheState
+    from kvstrata.cache.storage.transaction import Transaction
 
 CENTRE_TOKENS = 1024  # the more, the better: docs/decisions.md
 HORIZON = 2048  # positions that are foreseen at least, where the tables have so many
@@ -37,7 +37,7 @@ TABLE = 1 << 24  # values that are added up in one go
 
 
 def fix_centres(
-    cache: TieredCache,
+    cache: CacheState,
     change: Transaction,
     layers: Sequence[int],
     requests: Sequence[int],
@@ -72,7 +72,7 @@ def fix_centres(
 
 
 def _computed(
-    cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor, fresh: Rows | None
+    cache: CacheState, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor, fresh: Rows | None
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Centres ``[n, kv_heads, D]`` of requests of a layer whose first tokens are quantised, and which of them."""
     plain, heads = tokens.tier <= 0, cache.kv_heads
@@ -97,9 +97,7 @@ def _computed(
         yield some, centre
 
 
-def _first_rows(
-    cache: TieredCache, layer: int, requests: list[int], tokens: Tokens, fresh: Rows | None
-) -> torch.Tensor:
+def _first_rows(cache: CacheState, layer: int, requests: list[int], tokens: Tokens, fresh: Rows | None) -> torch.Tensor:
     """K of plain tokens, new ones among them: float32 ``[n, D]``."""
     k = torch.zeros(len(tokens), cache.head_dim, dtype=torch.float32, device=cache.device)
     new = (tokens.tier == NEW).nonzero().flatten()

@@ -14,12 +14,12 @@ from kvstrata.cache.storage.tokens import Tokens
 from .importance import updated
 
 if TYPE_CHECKING:
-    from kvstrata.cache.ops.transaction import Transaction
-    from kvstrata.cache.tiered_cache import TieredCache
+    from kvstrata.cache.state import CacheState
+    from kvstrata.cache.storage.transaction import Transaction
 
 
 def add_mass(
-    cache: TieredCache,
+    cache: CacheState,
     change: Transaction,
     layer: int,
     requests: Sequence[int],
@@ -42,7 +42,7 @@ def add_mass(
     change.set(cache._reported, (list(requests), layer), ends)
 
 
-def with_mass(cache: TieredCache, tokens: Tokens, mass: torch.Tensor, queries: int) -> Tokens:
+def with_mass(cache: CacheState, tokens: Tokens, mass: torch.Tensor, queries: int) -> Tokens:
     """Tokens that are in no page yet, with importance from the mass that came with them."""
     one = torch.ones_like(tokens.head_cache)
     own = mass_of(tokens, mass, cache.kv_heads)

@@ -15,10 +15,10 @@ from kvstrata.cache.storage.pool import EMPTY
 from kvstrata.cache.storage.tokens import Tokens
 
 if TYPE_CHECKING:
-    from kvstrata.cache.tiered_cache import TieredCache
+    from kvstrata.cache.state import CacheState
 
 
-def physical(cache: TieredCache, layer: int) -> int:
+def physical(cache: CacheState, layer: int) -> int:
     """The price of a layer's pages, shared ones once."""
     total = 0
     for tier, price in enumerate(cache.policy.prices.page):
@@ -27,7 +27,7 @@ def physical(cache: TieredCache, layer: int) -> int:
     return total
 
 
-def fits_plain(cache: TieredCache, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> bool:
+def fits_plain(cache: CacheState, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> bool:
     """Whether new tokens can all go to the plain bucket as things stand."""
     if cache.budget.amount is None:
         return True
@@ -44,7 +44,7 @@ def fits_plain(cache: TieredCache, layer: int, requests: Sequence[int], lengths:
     return physical(cache, layer) + pages * prices.page[0] <= cache.budget.pages(0)
 
 
-def fits_each(cache: TieredCache, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+def fits_each(cache: CacheState, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
     """The same of each request alone: bool ``[requests]``. For a fraction."""
     prices, where, new = cache.policy.prices, np.array(requests, np.int64), np.array(lengths, np.int64)
     counts = cache.buckets.host_count[where, layer].astype(np.int64)
@@ -56,7 +56,7 @@ def fits_each(cache: TieredCache, layer: int, requests: Sequence[int], lengths: 
 
 
 def fits_cropped(
-    cache: TieredCache, layer: int, request: int, tokens: Tokens, target: torch.Tensor, length: int
+    cache: CacheState, layer: int, request: int, tokens: Tokens, target: torch.Tensor, length: int
 ) -> bool:
     """Whether the tokens of a request that stay fit the budget of its new length."""
     if cache.budget.amount is None:
@@ -71,7 +71,7 @@ def fits_cropped(
     return physical(cache, layer) + copies <= cache.budget.pages(0)
 
 
-def tidy(cache: TieredCache, workspace: torch.Tensor) -> None:
+def tidy(cache: CacheState, workspace: torch.Tensor) -> None:
     """Give back what the budget does not allow to keep: empty slabs, then holes in slabs."""
     allowed = cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests])
     fixed = cache.budget.fixed
@@ -86,7 +86,7 @@ def tidy(cache: TieredCache, workspace: torch.Tensor) -> None:
         compact(cache, workspace)
 
 
-def compact(cache: TieredCache, workspace: torch.Tensor) -> None:
+def compact(cache: CacheState, workspace: torch.Tensor) -> None:
     """Close the holes of slabs: pages move, and the tables with them. Allocates nothing on the device."""
     for tier in range(len(cache.page_formats)):
         old, new = cache.pool.compact(tier, workspace)

@@ -22,13 +22,13 @@ from .room import fits_each, fits_plain
 from .settle import Plans, Scopes, plan_all
 
 if TYPE_CHECKING:
-    from kvstrata.cache.ops.transaction import Transaction
-    from kvstrata.cache.tiered_cache import TieredCache
+    from kvstrata.cache.state import CacheState
+    from kvstrata.cache.storage.transaction import Transaction
 
 Place = tuple[int, list[int]]  # a layer and the requests of a scope
 
 
-def scopes_of(cache: TieredCache, requests: Sequence[int]) -> list[list[int]]:
+def scopes_of(cache: CacheState, requests: Sequence[int]) -> list[list[int]]:
     """Requests that share a sum of bytes, if any of the given is among them."""
     if not requests:
         return []
@@ -40,9 +40,7 @@ def pairs(places: Sequence[Place]) -> tuple[list[int], list[int]]:
     return [layer for layer, scope in places for _ in scope], [request for _, scope in places for request in scope]
 
 
-def make_scopes(
-    cache: TieredCache, places: Sequence[Place], tokens: Tokens, lengths: Sequence[Sequence[int]]
-) -> Scopes:
+def make_scopes(cache: CacheState, places: Sequence[Place], tokens: Tokens, lengths: Sequence[Sequence[int]]) -> Scopes:
     """Tokens of requests that will have these lengths, with the bytes they share."""
     layers, requests = pairs(places)
     numbers = np.stack(
@@ -61,7 +59,7 @@ def make_scopes(
 
 
 def plan_scopes(
-    cache: TieredCache, places: Sequence[Place], tokens: Tokens, lengths: Sequence[Sequence[int]]
+    cache: CacheState, places: Sequence[Place], tokens: Tokens, lengths: Sequence[Sequence[int]]
 ) -> torch.Tensor:
     """Targets for all tokens of places whose requests will have these lengths; or BudgetExceeded."""
     if cache.budget.amount is None:
@@ -73,7 +71,7 @@ def plan_scopes(
 
 
 def check_plans(
-    cache: TieredCache, places: Sequence[Place], lengths: Sequence[Sequence[int]], scopes: Scopes, made: Plans
+    cache: CacheState, places: Sequence[Place], lengths: Sequence[Sequence[int]], scopes: Scopes, made: Plans
 ) -> None:
     """BudgetExceeded for the first place whose tokens do not fit."""
     for (layer, requests), some, allowed, needed in zip(places, lengths, scopes.allowed, made.needed, strict=True):
@@ -83,7 +81,7 @@ def check_plans(
 
 
 def move_tokens(
-    cache: TieredCache,
+    cache: CacheState,
     change: Transaction,
     places: Sequence[Place],
     tokens: Tokens,
@@ -101,7 +99,7 @@ def move_tokens(
 
 
 def settle_scopes(
-    cache: TieredCache,
+    cache: CacheState,
     change: Transaction,
     layers: Sequence[int],
     scopes: list[list[int]],
@@ -127,7 +125,7 @@ def settle_scopes(
     return scopes
 
 
-def settle_ahead(cache: TieredCache, change: Transaction, layer: int, requests: list[int], lengths: list[int]) -> bool:
+def settle_ahead(cache: CacheState, change: Transaction, layer: int, requests: list[int], lengths: list[int]) -> bool:
     """Make room in all layers at once when one needs it: a step of a model brings them all to the same point.
 
     One search for all costs little more than for one. Only requests that have no room settle: when one does, does

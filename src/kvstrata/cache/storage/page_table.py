@@ -26,11 +26,11 @@ import torch
 from kvstrata import backends
 from kvstrata.cache.move import moves, repack_op
 from kvstrata.cache.move.append import Job, prepare_append
-from kvstrata.cache.ops.transaction import Transaction
 
 from .page import PageFormat, Rows
 from .pool import Pool
 from .tokens import DROP, NEW, Tokens
+from .transaction import Transaction
 
 if TYPE_CHECKING:
     from kvstrata.cache.move.phases import Phases

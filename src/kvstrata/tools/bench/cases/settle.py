@@ -24,10 +24,10 @@ from kvstrata.cache.move import moves, moves_cuda, repack_op, repack_reference
 from kvstrata.cache.move import phases as repack_phases
 from kvstrata.cache.move.append import Job as AppendJob
 from kvstrata.cache.move.phases import Phases
-from kvstrata.cache.ops.transaction import Transaction
 from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.page_table import Buckets
 from kvstrata.cache.storage.pool import Pool
+from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Bench, Case, sets_for
 from kvstrata.tools.bench.clock import Call
