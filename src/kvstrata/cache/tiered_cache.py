@@ -1,16 +1,15 @@
 """``TieredCache``: K and V of many requests in tiers of falling precision, under a budget in bytes.
 
     append ──▶ fits? ──yes──▶ 16-bit bucket
-                 └──no──▶ plan (settle.py) ──▶ move (buckets.py): new rows and old tokens to their tiers
+                 └──no──▶ plan (policy/settle.py) ──▶ move (storage/page_table.py): new rows and old tokens to their tiers
 
-The class holds the state and the doors to it; what happens behind each is in a file of its own:
+The class makes the state (state.py) and offers the operations; each is in a file of its own:
 
-    sizes.py   pages, slabs and budget from the arguments     room.py    whether tokens fit, slabs given back
-    append.py  new tokens                                     scopes.py  what to plan, and the plan carried out
-    step.py    the token of a step that a graph holds         transaction.py  an operation as a whole, or not at all
-    mass.py    what attention gave to tokens                  share.py   forks, beams, requests that go
-    crop.py    the last tokens go                             read.py    rows, tiers and importance read back
-    files.py   a request saved and loaded                     books.py   bytes allocated, and what must be true
+    policy/  sizes.py pages, slabs and budget from the arguments; room.py whether tokens fit; scopes.py what to settle;
+             mass.py attention mass to importance
+    ops/     append.py, step.py (the token of a captured step), crop.py, fork.py, files.py, inspect.py, books.py (bytes
+             allocated and invariants)
+    storage/ transaction.py an operation as a whole, or not at all
 
 Every operation plans first, takes the pages it needs and changes the rest when nothing can fail any more. State that
 kernels read is in device tensors at fixed addresses (`bucket_views`); the host knows the page lists, the counts and the

@@ -42,7 +42,7 @@ WARPS = 64  # of a multiprocessor
 
 
 def choices(causal: bool, arch: str) -> dict[str, tuple[Value, ...]]:
-    """Of a shape; on other GPUs than Hopper's there is no gluon.py."""
+    """Values of every parameter; the Gluon kernel is offered on sm_90 only."""
     return {
         "kernel": ("triton", "gluon", "cuda") if arch == "sm_90" else ("triton", "cuda"),
         "block_m": (32, 64, 128, 192),

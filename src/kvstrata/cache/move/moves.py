@@ -77,7 +77,7 @@ class Change:
 
 
 def change(tokens: Tokens, target: torch.Tensor, before: torch.Tensor, tiers: int) -> Change:
-    """What targets (`DROP`: out) do to the buckets; ``before`` are their counts."""
+    """Tokens that leave and enter each bucket under these targets (`DROP` evicts); ``before`` are the counts now."""
     stored = tokens.tier >= 0
     bucket = torch.where(stored, tokens.head_cache * tiers + tokens.tier, 0)
     moves = tokens.tier != target

@@ -50,7 +50,7 @@ def _kernel(entry: str, device: int) -> jit.Kernel:
 
 
 def begins_of(counts: np.ndarray) -> np.ndarray:
-    """Where the tokens of each bucket begin in a snapshot: ``counts [head_caches, tiers]``, tier by tier."""
+    """Offset of each bucket's first token in a snapshot, tier by tier, from ``counts [head_caches, tiers]``."""
     flat = counts.T.reshape(-1).astype(np.int64)
     return np.ascontiguousarray((np.cumsum(flat) - flat).reshape(counts.shape[::-1]).T)
 

@@ -1,1 +1,1 @@
-"""What a cache decides: importance, budget, the tier of every token, centres."""
+"""Decisions of a cache: importance, budget, the tier of every token, centres."""

@@ -61,7 +61,7 @@ def count(index: torch.Tensor, n: int, chosen: torch.Tensor | None = None) -> to
 
 @dataclass(frozen=True)
 class Prices:
-    """What pages cost: ``page[tier]`` bytes for ``page_tokens`` tokens of one head cache."""
+    """Price of pages: ``page[tier]`` bytes hold ``page_tokens`` tokens of one head cache."""
 
     page: tuple[int, ...]
     page_tokens: int
@@ -78,7 +78,7 @@ class Prices:
         return int((-(-pages // self.page_tokens) @ np.asarray(self.page)).sum())
 
     def each(self, counts: torch.Tensor, headroom: int | torch.Tensor = 0) -> torch.Tensor:
-        """The same for every head cache on its own: int64 ``[head_caches]``, on the device; the headroom may be too."""
+        """Bytes per head cache, int64 ``[head_caches]`` on the device; the headroom may be a device tensor."""
         plain = torch.zeros_like(counts)
         plain[:, 0] = headroom
         pages = (counts + plain + self.page_tokens - 1) // self.page_tokens
