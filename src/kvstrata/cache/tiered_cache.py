@@ -1,7 +1,7 @@
 """``TieredCache``: K and V of many requests in tiers of falling precision, under a budget in bytes.
 
     append ──▶ fits? ──yes──▶ 16-bit bucket
-                 └──no──▶ plan (policy/settle.py) ──▶ move (storage/page_table.py): new rows and old tokens to their tiers
+                 └──no──▶ plan (policy/settle.py) ──▶ move (storage/page_table.py): rows and tokens to their tiers
 
 The class makes the state (state.py) and offers the operations; each is in a file of its own:
 
