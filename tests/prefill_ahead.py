@@ -10,8 +10,9 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from ahead import compile_source
 from kvstrata.attention.prefill import gluon as prefill_gluon
 from kvstrata.attention.prefill import triton as prefill_triton
-from kvstrata.attention.prefill.configs import Config
+from kvstrata.attention.prefill.tiles import Config
 from kvstrata.attention.prefill_cached import gluon as cached_gluon
+from kvstrata.attention.prefill_cached import staging_triton
 from kvstrata.attention.prefill_cached import triton as cached_triton
 from kvstrata.layout.unpack_triton import whole_pages
 
@@ -27,7 +28,7 @@ def compile_prefill(dim, causal, ragged, tail, arch, given):
     if config.specialize:
         kernel, source, layout = prefill_gluon.specialized_kernel, GluonASTSource, f",{NVMMASharedLayout(128, 16, 4)!r}"
         sides["q"] = 64
-        consumers = 2 if config.split else config.block_m // 64
+        consumers = config.block_m // 64
         registers = prefill_gluon.registers_of(consumers, config.registers)
         constants |= dict(
             STAGES=config.stages,
@@ -35,7 +36,6 @@ def compile_prefill(dim, causal, ragged, tail, arch, given):
             PINGPONG=config.pingpong,
             ORDER=config.order % 2,
             DIM=wide,
-            SPLIT=config.split,
             REGISTERS=registers,
         )
     else:
@@ -47,8 +47,6 @@ def compile_prefill(dim, causal, ragged, tail, arch, given):
             WINDOWED=False,
             CAPPED=False,
             RAGGED=ragged,
-            TMA=config.tma,
-            PERSISTENT=config.persistent,
             ORDER=config.order,
             PRECISION="tf32",
         )
@@ -58,7 +56,7 @@ def compile_prefill(dim, causal, ragged, tail, arch, given):
         if name in constants:
             types[name] = "constexpr"
             continue
-        if side in sides and (config.specialize or (config.tma and side != "out")):
+        if side in sides and config.specialize:
             types[name] = f"tensordesc<fp16[1, 1, {sides[side]}, {wide}]{layout}>"
             continue
         types[name] = "*fp32" if name.endswith("_ptr") else "i32"
@@ -101,11 +99,12 @@ def compile_chunk(kernel, arch, dim, first, last):
         WINDOWED=False,
         CAPPED=False,
         PRECISION="tf32",
-        MOST=64,
+        MAX_BLOCKS=64,
         REGISTERS=prefill_gluon.registers_of(2, None),
         WHOLE=whole_pages(dim, 64, (4, 3, 2)),
     )
-    kernel = getattr(cached_gluon if hopper or kernel == "order_kernel" else cached_triton, kernel)
+    modules = {"stage_kernel": staging_triton, "chunk_kernel": cached_triton}
+    kernel = getattr(modules.get(kernel, cached_gluon), kernel)
     constants = {name: value for name, value in all.items() if name in kernel.arg_names}
     kinds = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "k_rows_ptr", "v_rows_ptr"), "*bf16")
     kinds |= dict.fromkeys(("acc_ptr", "stats_ptr", "lse_ptr", "sinks_ptr", "centre_ptr", "k_scale_ptr"), "*fp32")
@@ -126,7 +125,7 @@ def compile_chunk(kernel, arch, dim, first, last):
         if kind[0] == "*" or name.startswith("stride_q")
     }
     options = {
-        "stage_kernel": dict(num_warps=cached_triton.stage_warps(dim)),
+        "stage_kernel": dict(num_warps=staging_triton.stage_warps(dim)),
         "order_kernel": dict(num_warps=1),
         "chunk_kernel": dict(num_warps=8, num_stages=2),
         "specialized_chunk_kernel": dict(num_warps=4),

@@ -16,8 +16,6 @@ ORDER = ("layout", "quant", "store", "cache", "attention", "hf", "tools")
 SHARED = {"jit", "backends", "call_cache", "checks"}
 # Groups of modules that still import each other, lazily or for type checkers. Take them out as they go; add none.
 CIRCLES = {
-    "attention.prefill": 7,
-    "attention.prefill_cached": 3,
     "cache.move and cache.storage": 5,
     "hf": 4,
 }

@@ -14,7 +14,8 @@ from conftest import HAS_GPU
 from kvstrata import prefill_attention
 from kvstrata.attention.prefill import op as prefill
 from kvstrata.attention.prefill import triton as prefill_triton
-from kvstrata.attention.prefill.configs import Config
+from kvstrata.attention.prefill.job import PrefillJob
+from kvstrata.attention.prefill.tiles import Config
 from prefill_model import BACKENDS, DEVICE, DTYPES, HALF, INTERPRETED, Case, case_of, check, relative_error
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -32,7 +33,7 @@ def runs_or_skips(request: pytest.FixtureRequest) -> None:
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend") == "cuda":
         original = prefill._choose
 
-        def choose(backend: str, job: prefill.PrefillJob) -> str:
+        def choose(backend: str, job: PrefillJob) -> str:
             if reason := prefill.missing(backend, job):
                 pytest.skip(reason)
             return original(backend, job)
@@ -337,23 +338,16 @@ VARIANTS = [
     Config(16, 32, 4, 1),
     Config(32, 16, 4, 1, order=1),
     Config(16, 16, 4, 1, order=2),
-    Config(16, 32, 4, 1, tma=True),
-    Config(32, 16, 4, 1, tma=True, persistent=True, order=1),
-    Config(16, 16, 4, 1, persistent=True, order=2),
 ]
 if HAS_GPU:
     VARIANTS = [
         *(Config(m, n, 4 if m == 64 else 8, 2, order=o) for m, n, o in ((64, 32, 0), (64, 128, 1), (128, 64, 2))),
-        Config(64, 64, 4, 3, persistent=True, order=2),
+        Config(64, 64, 4, 2, registers=128),
     ]
     if torch.cuda.get_device_capability()[0] == 9:
-        VARIANTS += [Config(64, 64, 4, 2, tma=True, registers=128), Config(128, 64, 8, 3, tma=True, persistent=True)]
         VARIANTS += [Config(64 * n, 128, 4, 2, specialize=True, order=n % 2) for n in (1, 2)]
         VARIANTS += [Config(128, 128, 4, 2, specialize=True, pingpong=True), Config(192, 64, 4, 4, specialize=True)]
-        VARIANTS += [
-            Config(64, 64, 4, 3, specialize=True, registers=96),
-            Config(64, 64, 4, 4, specialize=True, split=True),
-        ]
+        VARIANTS += [Config(64, 64, 4, 3, specialize=True, registers=96)]
         VARIANTS += [Config(192, 64, 4, 2, specialize=True, pingpong=True)]
 
 

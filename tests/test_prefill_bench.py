@@ -10,7 +10,7 @@ import torch
 from kvstrata import prefill_attention
 from kvstrata.attention.prefill import configs as prefill_configs
 from kvstrata.attention.prefill.configs import TABLE, default_of, nearest
-from kvstrata.attention.prefill.op import PrefillJob
+from kvstrata.attention.prefill.job import PrefillJob
 from kvstrata.tools.bench import results, runner
 from kvstrata.tools.bench.cases import prefill as cases
 from kvstrata.tools.bench.stats import summary

@@ -12,7 +12,7 @@ from conftest import HAS_GPU
 from decode_model import DEVICE, EPS, INTERPRETED, Case, filled, poison_tails
 from kvstrata import PagedCache, TieredCache, decode_attention, prefill_attention_cached
 from kvstrata.attention.prefill_cached import triton as cached_triton
-from kvstrata.attention.prefill_cached.op import CachedJob
+from kvstrata.attention.prefill_cached.job import CachedJob
 from kvstrata.layout.unpack_triton import load_levels, page_levels, whole_pages
 
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
@@ -180,7 +180,7 @@ def test_blocks_with_a_mask_come_first(new: int) -> None:
     starts = torch.tensor([0, new, 2 * new], dtype=torch.int32)
     order, some = torch.full((2, 5), -1, dtype=torch.int32), torch.empty(2, 2, dtype=torch.int32)
     on = [x.to(DEVICE) for x in (order, some, bounds, torch.tensor([0, 1]).int(), starts, length, count)]
-    gluon.order_kernel[(2,)](*on, 1, 1, 1, 0, slots, KV_HEADS=1, TIERS=1, TOKENS=tokens, BLOCK_N=128, MOST=8)
+    gluon.order_kernel[(2,)](*on, 1, 1, 1, 0, slots, KV_HEADS=1, TIERS=1, TOKENS=tokens, BLOCK_N=128, MAX_BLOCKS=8)
     order, some = on[0].tolist(), on[1].tolist()
     for request, blocks in enumerate((4, 1)):
         first = int(length[request]) - new

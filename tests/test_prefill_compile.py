@@ -7,7 +7,8 @@ import re
 import pytest
 
 import ahead
-from kvstrata.attention.prefill.configs import TABLE, Config, default_of
+from kvstrata.attention.prefill.configs import TABLE, default_of
+from kvstrata.attention.prefill.tiles import Config
 
 # ragged: keys end within a block. Entries of the table are compiled for their own length, as they were measured; the
 # one for D 128 keeps one register on the stack when the keys are ragged and not causal.
@@ -16,10 +17,8 @@ CASES: dict[str, tuple[int, bool, bool, bool, int, Config]] = {
     for dim, arch in ((64, 80), (96, 80), (256, 80), (128, 90), (256, 90))
 }
 CASES |= {
-    "descriptors": (64, True, False, True, 90, Config(64, 64, 4, 3, tma=True, order=2)),
     "two consumers in turns": (128, False, False, True, 90, Config(128, 128, 4, 2, specialize=True, pingpong=True)),
     "three consumers": (64, True, False, True, 90, Config(192, 64, 4, 3, specialize=True, pingpong=True)),
-    "two consumers of the same queries": (64, True, False, True, 90, Config(64, 64, 4, 4, specialize=True, split=True)),
     "one consumer": (64, True, False, True, 90, Config(64, 64, 4, 3, specialize=True, registers=96)),
 }
 CASES |= {
@@ -56,7 +55,7 @@ def test_kernels_fit(name: str) -> None:
     assert used["STACK"] == 0, used
     assert used["SHARED"] <= (227 if arch == 90 else 99) * 1024, used
     assert ("HGMMA" in code) == (arch == 90)
-    assert ("UTMALDG" in code) == (config.tma or config.specialize)
+    assert ("UTMALDG" in code) == config.specialize
 
 
 @pytest.mark.parametrize("name", CHUNKS)

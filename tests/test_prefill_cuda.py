@@ -17,7 +17,9 @@ from conftest import HAS_GPU
 from kvstrata import jit
 from kvstrata.attention.prefill import cuda as prefill_cuda
 from kvstrata.attention.prefill import op as prefill
-from kvstrata.attention.prefill.cuda import FEW, PORTABLE, Ideas, Tile
+from kvstrata.attention.prefill.job import PrefillJob
+from kvstrata.attention.prefill.tiles import FEW, PORTABLE, Ideas, Tile
+from kvstrata.call_cache import PerThread
 from kvstrata.tools.bench.baselines import prefill_v2
 from prefill_model import Case, case_of, check, compare, model
 from test_jit import ARCHITECTURES
@@ -41,7 +43,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(prefill, "missing", lambda backend, job: prefill_cuda.missing(job))
-    monkeypatch.setattr(prefill_cuda, "_launches", prefill_cuda._Launches())
+    monkeypatch.setattr(prefill_cuda, "_launches", PerThread())
     prefill_cuda._kernel.cache_clear()
 
 
@@ -235,7 +237,7 @@ def test_strided_and_poisoned(cuda: None, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_launch_is_made_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that look alike share one, with addresses of their own; another length has another."""
     only(monkeypatch, PORTABLE[64], Ideas())
-    monkeypatch.setattr(prefill_cuda, "_launches", prefill_cuda._Launches())
+    monkeypatch.setattr(prefill_cuda, "_launches", PerThread())
     for seed in (1, 2):
         check(case_of([(20, 33)], dtype=BF16, seed=seed), "cuda")
     assert len(prefill_cuda._launches.known) == 1
@@ -249,7 +251,7 @@ def test_checking_build(cuda: None) -> None:
     case = case_of([(33, 50)], dtype=BF16)
     counters = torch.zeros(4, dtype=torch.int32, device=case.sequences[0][0].device)
     q, k, v = case.batch()
-    job = prefill.PrefillJob(q, k, v, None, None, 33, 50, True, 0.125, None, None, None, True)
+    job = PrefillJob(q, k, v, None, None, 33, 50, True, 0.125, None, None, None, True)
     out, lse = prefill_cuda.run(job, tile, ideas, counters)
     assert lse is not None
     compare([(out[0].transpose(0, 1), lse[0].transpose(0, 1))], case.expected(), case.expected(low=True), BF16)
@@ -271,14 +273,14 @@ def test_checking_build_finds_a_wrong_operand(cuda: None, tmp_path: Path, monkey
     monkeypatch.setattr(prefill_cuda, "SOURCE", kernel)
     q, k, v = case_of([(16, 32)], dtype=BF16).batch()
     counters = torch.zeros(4, dtype=torch.int32)
-    job = prefill.PrefillJob(q, k, v, None, None, 16, 32, False, 0.125, None, None, None, False)
+    job = PrefillJob(q, k, v, None, None, 16, 32, False, 0.125, None, None, None, False)
     prefill_cuda.run(job, *CHECKED, counters)
     assert counters[1] > 0
 
 
 def test_what_cannot_run() -> None:
     q, k, v = torch.randn(3, 1, 8, 2, 64).half()
-    job = prefill.PrefillJob(q, k, v, None, None, 8, 8, True, 0.125, None, None, None, False)
+    job = PrefillJob(q, k, v, None, None, 8, 8, True, 0.125, None, None, None, False)
     assert prefill_cuda.missing(job) is None
     heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     assert prefill_cuda.missing(job._replace(q=heads_first[0], k=heads_first[1], v=heads_first[2])) is None

@@ -14,7 +14,8 @@ import torch
 from kvstrata import prefill_attention
 from kvstrata.attention.prefill import launch as prefill_launch
 from kvstrata.attention.prefill import triton as prefill_triton
-from kvstrata.attention.prefill.configs import Config
+from kvstrata.attention.prefill.tiles import Config
+from kvstrata.call_cache import CAPACITY, Bounded
 from prefill_model import DEVICE
 
 
@@ -40,7 +41,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, config: Config) -> Recorder:
     kernel = Recorder(getattr(module, name))
     monkeypatch.setattr(module, name, kernel)
     monkeypatch.setattr(prefill_triton, "config_of", lambda *_: config)
-    monkeypatch.setattr(prefill_launch, "_known", {})
+    monkeypatch.setattr(prefill_triton, "_plans", Bounded())
     return kernel
 
 
@@ -53,11 +54,11 @@ def plain(x: Any, names: dict[int, str]) -> object:
     return x
 
 
-LAUNCHED = [Config(64, 64, 4, 2), Config(64, 64, 4, 2, tma=True), Config(64, 64, 4, 2, specialize=True)]
+LAUNCHED = [Config(64, 64, 4, 2), Config(64, 64, 4, 2, specialize=True)]
 
 
 @pytest.mark.parametrize("heads_first", [False, True], ids=["tokens first", "heads first"])
-@pytest.mark.parametrize("config", LAUNCHED, ids=["pointers", "descriptors", "specialized"])
+@pytest.mark.parametrize("config", LAUNCHED, ids=["pointers", "descriptors"])
 def test_a_repeated_launch_has_the_arguments_of_a_first(
     config: Config, heads_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +82,7 @@ def test_a_repeated_launch_has_the_arguments_of_a_first(
     assert all(tensor() is None for tensor in watched), "what is remembered keeps memory"
     assert len(seen[0]) == 1 + len(kernel.arg_names)
     assert seen[0] == seen[1]
-    if config.tma or config.specialize:
+    if config.specialize:
         name, fields = seen[0][1]
         assert name == "TensorDescriptor"
         assert fields["shape"] == [2, 4, 70, 64]
@@ -108,10 +109,10 @@ def test_what_looks_otherwise_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -
     ]
     for tensors, options in ways:
         prefill_attention(*tensors, backend="triton", **options)
-    assert len(prefill_launch._known) == len(ways)
+    assert len(prefill_triton._plans) == len(ways)
     for tensors, options in ways:
         prefill_attention(*tensors, backend="triton", **options)
-    assert len(prefill_launch._known) == len(ways)
+    assert len(prefill_triton._plans) == len(ways)
     assert len(kernel.calls) == 2 * len(ways)
 
 
@@ -131,7 +132,7 @@ def block(rows: int) -> SimpleNamespace:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(prefill_launch, "_launched", {})
+    monkeypatch.setattr(prefill_launch, "_launched", Bounded())
     monkeypatch.setattr(prefill_launch, "_free", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return Kernel()
@@ -170,3 +171,12 @@ def test_a_launch_that_looks_otherwise_goes_to_triton(
         args = (given["x"], block(given["block"]), given["n"], given["free"], 0.5)
         prefill_launch.launch(kernel, (1, 1, 1), args, dict(SIZE=given["SIZE"]), num_warps=given["warps"])
     assert [named for named, _ in kernel.calls] == [True, True]
+
+
+def test_a_full_cache_starts_over() -> None:
+    cache: Bounded[int] = Bounded()
+    for i in range(CAPACITY):
+        cache[i,] = i
+    assert len(cache) == CAPACITY
+    cache[CAPACITY,] = CAPACITY
+    assert cache == {(CAPACITY,): CAPACITY}

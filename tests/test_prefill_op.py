@@ -122,9 +122,9 @@ def test_which_calls_go_through_the_dispatcher(monkeypatch: pytest.MonkeyPatch) 
     seen: list[bool] = []
     attend = prefill._attend
 
-    def watched(*given: object, **options: object) -> object:
-        seen.append(len(given) == 3)  # as the operator calls it
-        return attend(*given, **options)
+    def watched(*given: object) -> object:
+        seen.append(len(given) == 4)  # as the operator calls it
+        return attend(*given)
 
     monkeypatch.setattr(prefill, "_attend", watched)
     q, k, v = inputs()

@@ -170,8 +170,8 @@ def test_auto_of_decode_reads_the_table(own_cache: Path) -> None:
 
 def test_auto_of_prefill_reads_the_table(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvstrata.attention.prefill import configs
-    from kvstrata.attention.prefill.cuda import Tile
-    from kvstrata.attention.prefill.op import PrefillJob
+    from kvstrata.attention.prefill.job import PrefillJob
+    from kvstrata.attention.prefill.tiles import Tile
 
     monkeypatch.setattr(configs, "_name_of", lambda device: "NVIDIA Test")
     monkeypatch.setattr(configs, "processors_of", lambda device: (132, True))
@@ -202,16 +202,15 @@ def test_auto_of_prefill_reads_the_table(own_cache: Path, monkeypatch: pytest.Mo
 
 
 def test_choices_of_prefill_are_its_configurations() -> None:
-    from kvstrata.attention.prefill import space as prefill_space
-    from kvstrata.attention.prefill.configs import TABLE, of_choice
-    from kvstrata.attention.prefill.cuda import FEW, PORTABLE
+    from kvstrata.attention.prefill.configs import TABLE
+    from kvstrata.attention.prefill.tiles import FEW, PORTABLE, choice_of, invalid, of_choice
 
     found = [(key[0], config) for key, config in TABLE.items() if config is not None]
     found += [(dim, tile) for tiles in (PORTABLE, FEW) for dim, tile in tiles.items() if dim in (64, 128)]
     for dim, config in found:
-        choice = prefill_space.choice_of(config)
+        choice = choice_of(config)
         assert of_choice(choice, dim) == config
-        assert prefill_space.invalid(choice, dim) is None
+        assert invalid(choice, dim) is None
     for problem in problems.find("prefill", "sm_90", CPU, "cuda"):
         assert problem.space.has(problem.default)
 

@@ -1,5 +1,6 @@
-"""Whether tensors look like those seen before: type, dtype, device, shape, strides and dispatch state.
+"""Caches of checked calls and prepared launches, keyed by what tensors look like.
 
+A guard says whether tensors look like those seen before: type, dtype, device, shape, strides and dispatch state.
 torch.compile decides this on every call of a compiled function and has it in C++ (``TensorGuards``, about 0.1 us a
 tensor); reading the same properties one by one from Python costs ten times that. Where torch does not offer it, the
 Python comparison below stands in.
@@ -7,21 +8,46 @@ Python comparison below stands in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 
 Guard = Callable[..., bool]
+Key = tuple[Hashable, ...]
+Value = TypeVar("Value")
+CAPACITY = 4096
+
+
+class Bounded(dict[Key, Value]):
+    """Dict of at most `CAPACITY` entries; a new one beyond that drops all others first."""
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        if len(self) >= CAPACITY:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+class PerThread(threading.local, Generic[Value]):
+    """A `Bounded` per thread, for launches whose parameters are written in place."""
+
+    def __init__(self) -> None:
+        self.known: Bounded[Value] = Bounded()
+
+
+def signature(tensors: Sequence[torch.Tensor | None]) -> Key:
+    """Shape, strides, dtype and device of each tensor; None for None."""
+    return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors)
 
 
 def traced() -> bool:
-    """Whether somebody listens to the dispatcher: a dispatch mode or functorch."""
+    """True under a TorchDispatchMode or functorch transform."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
 
 
 def python_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """The comparison in Python."""
+    """Guard in plain Python."""
 
     def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
         return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -37,7 +63,7 @@ def python_guard(tensors: Sequence[torch.Tensor]) -> Guard:
 
 
 def guard_of(tensors: Sequence[torch.Tensor]) -> Guard:
-    """A callable that takes as many tensors and says whether they are like these."""
+    """Guard that takes as many tensors and returns True if they look like these."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 

@@ -1,12 +1,12 @@
-"""Prefill on Hopper, warp by warp: Gluon, Triton's lower floor, where copies, products and roles are written out.
+"""``prefill_attention`` on Hopper in Gluon, with warp specialization: producer and consumer warps.
 
-    one warp        copies blocks of K and V into a ring in shared memory (TMA), as places become free
+    producer        one warp copies blocks of K and V into a ring in shared memory (TMA), as stages become free
     CONSUMERS       warpgroups of 64 queries each walk over the ring. The product q k of the next block and p v of this
-                    one are both under way while the softmax of the next is computed; with PINGPONG one warpgroup
-                    issues its products while another has its softmax, in turns
+                    one are both in flight while the softmax of the next is computed; with PINGPONG one warpgroup
+                    issues its products while another computes its softmax, in turns
 
     ring   k_full[stage] <- copy arrived          k_empty[stage] <- every consumer has read it          (v alike)
-    turn[i]                warpgroup i may issue its products; with SPLIT, the second one's sums are there
+    turn[i]                warpgroup i may issue its products
 
 Blocks of keys run from the last to the first: those that need a mask (diagonal, end of the keys) come first. Rows past
 the end of a sequence arrive as zeros and are not written. Dense 16-bit inputs without sliding window and soft cap whose
@@ -28,37 +28,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .configs import Config
+from .job import PrefillJob, lse_strides
 from .launch import Launch, Run, empty, heads_first, moved
-from .op import PrefillJob, lse_strides
+from .tiles import Config
 
-ROWS = 64  # of a warpgroup
-COPIER = 24  # registers of a thread that copies
+ROWS = 64  # queries of a warpgroup
+COPIER = 24  # registers per thread of the producer
 LOG2E = 1.4426950408889634
 LOWEST = gl.constexpr(-3e38)  # as in triton.py
 NO, END, CAUSAL_MASK, PLACED = (gl.constexpr(i) for i in range(4))  # what softmax masks
 
 
 @gluon.jit
-def fill(i, at, ring, STAGES: gl.constexpr):
-    """Block i of K and V, which stands at ``at``, goes to its place in the ring when that is free."""
+def fill(i, coordinates, ring, STAGES: gl.constexpr):
+    """Copy block i of K and V, at ``coordinates`` of the descriptors, into its stage of the ring once that is free."""
     k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
     stage, phase = i % STAGES, (i // STAGES) & 1
     mbarrier.wait(k_empty.index(stage), phase ^ 1)
     mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, at, k_full.index(stage), k_smem.index(stage))
+    tma.async_copy_global_to_shared(k_desc, coordinates, k_full.index(stage), k_smem.index(stage))
     mbarrier.wait(v_empty.index(stage), phase ^ 1)
     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_smem.index(stage))
+    tma.async_copy_global_to_shared(v_desc, coordinates, v_full.index(stage), v_smem.index(stage))
 
 
 @gluon.jit
-def _produce(copies, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr):
-    """The warp that copies. TILES: of 64 queries."""
+def _produce(copies, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Producer warp: the queries of every consumer, then all blocks of K and V."""
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty = copies[:11]
     batch, head, kv_head, begin, blocks = copies[11:]
-    mbarrier.expect(q_full, TILES * q_desc.block_type.nbytes)
-    for who in gl.static_range(TILES):
+    mbarrier.expect(q_full, CONSUMERS * q_desc.block_type.nbytes)
+    for who in gl.static_range(CONSUMERS):
         tma.async_copy_global_to_shared(q_desc, [batch, head, begin + who * 64, 0], q_full, q_smem.index(who))
     ring = (k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty)
     for i in range(blocks):
@@ -67,9 +67,9 @@ def _produce(copies, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TILES: gl.cons
 
 @gluon.jit
 def softmax(s, top, total, own, start, keys, factor, BLOCK_N: gl.constexpr, MASK: gl.constexpr):
-    """Weights, the new maximum and sum, and what the old sums shrink by.
+    """Weights, the new maximum and sum, and the factor that rescales the old sums.
 
-    MASK: NO, END (of the keys), CAUSAL_MASK, or PLACED: ``keys`` points to where each key of the block stands.
+    MASK: NO, END (of the keys), CAUSAL_MASK, or PLACED: ``keys`` points to the position of each key.
     """
     layout: gl.constexpr = s.type.layout
     if MASK != NO:
@@ -92,13 +92,12 @@ def softmax(s, top, total, own, start, keys, factor, BLOCK_N: gl.constexpr, MASK
 def step(
     i, start, q, ring, turn, p, top, total, acc, own, keys, factor,
     WHO: gl.constexpr, CONSUMERS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    MASK: gl.constexpr, PINGPONG: gl.constexpr, EACH: gl.constexpr, S_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr,
-    TILE: gl.constexpr,
+    MASK: gl.constexpr, PINGPONG: gl.constexpr, S_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Block i: its scores, while the weights of the block before, i - EACH, meet their values."""
+    """Scores and softmax of block i, overlapped with the product p v of block i - 1."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
     stage, phase = i % STAGES, (i // STAGES) & 1
-    before = (i - EACH) % STAGES
+    before = (i - 1) % STAGES
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     k = k_smem.index(stage)._reinterpret(k_smem.dtype, [BLOCK_N, DIM], TILE).permute((1, 0))
     v = v_smem.index(before)._reinterpret(v_smem.dtype, [BLOCK_N, DIM], TILE)
@@ -124,7 +123,7 @@ def step(
 
 @gluon.jit
 def add_sink(sink, top, total, acc, ACC_LAYOUT: gl.constexpr):
-    """The weight of a learned logit, which has no value."""
+    """Add an attention-sink logit to the softmax denominator."""
     sink = sink * 1.4426950408889634
     new_top = gl.maximum(top, sink)
     old = gl.exp2(top - new_top)
@@ -137,87 +136,64 @@ def _consume(
     work,
     WHO: gl.constexpr, CONSUMERS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     TAIL: gl.constexpr, CAUSAL: gl.constexpr, PINGPONG: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
-    SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: its 64 queries over all blocks. ``whole``: blocks, from the first key on, that need no mask.
-
-    With SPLIT both warpgroups have the same queries and every second block; the second hands its sums to the first.
-    """
+    """Consumer warpgroup: its 64 queries over all blocks. ``whole``: leading blocks of keys that need no mask."""
     q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn, out_desc, lse_ptr, sinks_ptr = work[:12]
-    batch, head, begin, blocks, whole, queries, keys, lse_by, factor, sums_smem, stats_smem = work[12:]
+    batch, head, begin, blocks, whole, queries, keys, lse_by, factor = work[12:]
     ring = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
-    EACH: gl.constexpr = CONSUMERS if SPLIT else 1
-    FIRST: gl.constexpr = WHO if SPLIT else 0  # block
-    MINE: gl.constexpr = 0 if SPLIT else WHO  # tile of queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    row = begin + MINE * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+    row = begin + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     own = row + (keys - queries)
     top = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     total = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     acc = gl.zeros([64, DIM], gl.float32, ACC_LAYOUT)
-    q = q_smem.index(MINE)._reinterpret(q_smem.dtype, [64, DIM], TILE)
+    q = q_smem.index(WHO)._reinterpret(q_smem.dtype, [64, DIM], TILE)
     mbarrier.wait(q_full, 0)
 
-    mbarrier.wait(k_full.index(FIRST), 0)
-    k = k_smem.index(FIRST)._reinterpret(k_smem.dtype, [BLOCK_N, DIM], TILE).permute((1, 0))
+    mbarrier.wait(k_full.index(0), 0)
+    k = k_smem.index(0)._reinterpret(k_smem.dtype, [BLOCK_N, DIM], TILE).permute((1, 0))
     zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(k_empty.index(FIRST), count=1)
-    start = (blocks - 1 - FIRST) * BLOCK_N
+    mbarrier.arrive(k_empty.index(0), count=1)
+    start = (blocks - 1) * BLOCK_N
     MASK: gl.constexpr = CAUSAL_MASK if CAUSAL else END
     weights, top, total, _ = softmax(s, top, total, own, start, keys, factor, BLOCK_N, MASK if TAIL else NO)
     p = gl.convert_layout(weights.to(k_smem.dtype), P_LAYOUT)
-    mbarrier.wait(v_full.index(FIRST), 0)
-    masked = FIRST + EACH
+    mbarrier.wait(v_full.index(0), 0)
+    masked = 1
     if TAIL:
-        masked = gl.maximum((blocks - whole + EACH - 1) // EACH * EACH, EACH) + FIRST
-        for i in range(FIRST + EACH, masked, EACH):
+        masked = gl.maximum(blocks - whole, 1)
+        for i in range(1, masked):
             start = (blocks - 1 - i) * BLOCK_N
             p, top, total, acc = step(
                 i, start, q, ring, turn, p, top, total, acc, own, keys, factor, WHO, CONSUMERS, DIM, BLOCK_N, STAGES,
-                MASK, PINGPONG, EACH, S_LAYOUT, ACC_LAYOUT, TILE,
+                MASK, PINGPONG, S_LAYOUT, ACC_LAYOUT, TILE,
             )  # fmt: skip
-    for i in range(masked, blocks, EACH):
+    for i in range(masked, blocks):
         p, top, total, acc = step(
             i, 0, q, ring, turn, p, top, total, acc, own, keys, factor, WHO, CONSUMERS, DIM, BLOCK_N, STAGES, NO,
-            PINGPONG, EACH, S_LAYOUT, ACC_LAYOUT, TILE,
+            PINGPONG, S_LAYOUT, ACC_LAYOUT, TILE,
         )  # fmt: skip
-    v = v_smem.index((blocks - EACH + FIRST) % STAGES)._reinterpret(v_smem.dtype, [BLOCK_N, DIM], TILE)
+    v = v_smem.index((blocks - 1) % STAGES)._reinterpret(v_smem.dtype, [BLOCK_N, DIM], TILE)
     acc = warpgroup_mma(p, v, acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
 
-    if SPLIT and WHO == 1:
-        sums_smem.store(acc)
-        stats_smem.index(0).store(top)
-        stats_smem.index(1).store(total)
-        mbarrier.arrive(turn.index(0), count=1)
-    else:
-        if SPLIT:
-            mbarrier.wait(turn.index(0), 0)
-            its_top = stats_smem.index(0).load(gl.SliceLayout(1, S_LAYOUT))
-            its_total = stats_smem.index(1).load(gl.SliceLayout(1, S_LAYOUT))
-            new_top = gl.maximum(top, its_top)
-            mine, its = gl.exp2(top - new_top), gl.exp2(its_top - new_top)
-            total = total * mine + its_total * its
-            acc = acc * gl.convert_layout(mine, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
-            acc += sums_smem.load(ACC_LAYOUT) * gl.convert_layout(its, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
-            top = new_top
-        if SINKS:
-            top, total, acc = add_sink(gl.load(sinks_ptr + head), top, total, acc, ACC_LAYOUT)
-        share = 1.0 / gl.where(total == 0.0, 1.0, total)  # no score counts: sums of 0, lse of -inf
-        acc = acc * gl.convert_layout(share, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
-        q.store(acc.to(q_smem.dtype))  # the queries are done with
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [batch, head, begin + MINE * 64, 0], q_smem.index(MINE))
-        if LSE:
-            stride_lb, stride_lh, stride_ls = lse_by
-            at = lse_ptr + batch.to(gl.int64) * stride_lb + head * stride_lh + row.to(gl.int64) * stride_ls
-            gl.store(at, (top + gl.log2(total)) * 0.6931471805599453, mask=row < queries)
-        tma.store_wait(0)
+    if SINKS:
+        top, total, acc = add_sink(gl.load(sinks_ptr + head), top, total, acc, ACC_LAYOUT)
+    share = 1.0 / gl.where(total == 0.0, 1.0, total)  # all scores are -inf: sums of 0, lse of -inf
+    acc = acc * gl.convert_layout(share, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
+    q.store(acc.to(q_smem.dtype))  # the queries are no longer needed
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [batch, head, begin + WHO * 64, 0], q_smem.index(WHO))
+    if LSE:
+        stride_lb, stride_lh, stride_ls = lse_by
+        lse_ptrs = lse_ptr + batch.to(gl.int64) * stride_lb + head * stride_lh + row.to(gl.int64) * stride_ls
+        gl.store(lse_ptrs, (top + gl.log2(total)) * 0.6931471805599453, mask=row < queries)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["stride_lb", "stride_lh", "stride_ls", "sequences", "queries", "keys", "tiles_m"])
@@ -226,10 +202,9 @@ def specialized_kernel(
     tiles_m, factor,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, PINGPONG: gl.constexpr, ORDER: gl.constexpr,
-    SINKS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
+    SINKS: gl.constexpr, LSE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """A program: CONSUMERS * 64 queries of a head, or 64 with SPLIT. ORDER as in triton.py, 0 or 1."""
-    TILES: gl.constexpr = 1 if SPLIT else CONSUMERS
+    """CONSUMERS * 64 queries of a head. ORDER as in triton.py, 0 or 1."""
     tile = gl.program_id(0)
     if ORDER == 0:
         block, head, batch = tile % tiles_m, tile // tiles_m % HEADS, tile // tiles_m // HEADS
@@ -238,17 +213,15 @@ def specialized_kernel(
     if CAUSAL:
         block = tiles_m - 1 - block  # the longest first
     kv_head = head // GROUP
-    begin = block * (TILES * 64)
+    begin = block * (CONSUMERS * 64)
     end, whole = keys, keys // BLOCK_N
     if CAUSAL:
         first = begin + keys - queries  # position of the first query
-        end = gl.minimum(keys, first + TILES * 64)
+        end = gl.minimum(keys, first + CONSUMERS * 64)
         whole = (first + 1) // BLOCK_N
     blocks = (end + BLOCK_N - 1) // BLOCK_N
-    if SPLIT:
-        blocks = (blocks + CONSUMERS - 1) // CONSUMERS * CONSUMERS  # one more that nobody sees, if need be
 
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [TILES, 1, 1, 64, DIM], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, 64, DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -261,43 +234,38 @@ def specialized_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=TILES)
-        mbarrier.init(v_empty.index(i), count=TILES)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
-    SUMS: gl.constexpr = gl.SwizzledSharedLayout(2, 4, 8, [1, 0])  # pairs, since a thread has two columns of a row
-    STATS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    sums_smem = gl.allocate_shared_memory(gl.float32, [64, DIM] if SPLIT else [8, 2], SUMS)
-    stats_smem = gl.allocate_shared_memory(gl.float32, [2, 64] if SPLIT else [1, 1], STATS)
 
     copies = (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, batch, head,
               kv_head, begin, blocks)  # fmt: skip
     work = (q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn, out_desc, lse_ptr, sinks_ptr, batch,
-            head, begin, blocks, whole, queries, keys, (stride_lb, stride_lh, stride_ls), factor, sums_smem,
-            stats_smem)  # fmt: skip
+            head, begin, blocks, whole, queries, keys, (stride_lb, stride_lh, stride_ls), factor)  # fmt: skip
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consume, (work, 0, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE, SPLIT)),
-            (_produce, (copies, BLOCK_N, STAGES, TILES)),
+            (_consume, (work, 0, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE)),
+            (_produce, (copies, BLOCK_N, STAGES, CONSUMERS)),
         ], [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (work, 0, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE, SPLIT)),
-            (_consume, (work, 1, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE, SPLIT)),
-            (_produce, (copies, BLOCK_N, STAGES, TILES)),
+            (_consume, (work, 0, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE)),
+            (_consume, (work, 1, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE)),
+            (_produce, (copies, BLOCK_N, STAGES, CONSUMERS)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (work, 0, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE, SPLIT)),
-            (_consume, (work, 1, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE, SPLIT)),
-            (_consume, (work, 2, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE, SPLIT)),
-            (_produce, (copies, BLOCK_N, STAGES, TILES)),
+            (_consume, (work, 0, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE)),
+            (_consume, (work, 1, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE)),
+            (_consume, (work, 2, CONSUMERS, DIM, BLOCK_N, STAGES, TAIL, CAUSAL, PINGPONG, SINKS, LSE)),
+            (_produce, (copies, BLOCK_N, STAGES, CONSUMERS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
 def missing(job: PrefillJob) -> str | None:
-    """Why this job is not for the kernel, or None."""
+    """Why the kernel cannot run this job, or None."""
     size = job.q.element_size()
     if job.ragged or size != 2:
         return "the kernel takes dense 16-bit tensors"
@@ -311,15 +279,15 @@ def missing(job: PrefillJob) -> str | None:
     return None
 
 
-def registers_of(consumers: int, most: int | None) -> int:
-    """Of a consumer's thread, when one of the kernel has ``most`` at its start: what copying warps leave."""
-    most = most or 65536 // (128 * (consumers + 1)) // 8 * 8
-    return min(((consumers + 1) * most - COPIER) // consumers // 8 * 8, 240)
+def registers_of(consumers: int, limit: int | None) -> int:
+    """Registers per consumer thread, after the producer gave its own away; ``limit``: per thread at launch."""
+    limit = limit or 65536 // (128 * (consumers + 1)) // 8 * 8
+    return min(((consumers + 1) * limit - COPIER) // consumers // 8 * 8, 240)
 
 
 def plan(job: PrefillJob, config: Config, out: torch.Tensor, lse: torch.Tensor | None) -> Run:
-    """How jobs that look like this one run, which is not `missing`; ``config`` has blocks of 64, 128 or 192 queries."""
-    wide, consumers = triton.next_power_of_2(job.head_dim), 2 if config.split else config.block_m // ROWS
+    """Launch for every job of this `look` that the kernel can run; ``config.block_m`` is 64, 128 or 192."""
+    wide, consumers = triton.next_power_of_2(job.head_dim), config.block_m // ROWS
     dtype = gl.float16 if job.q.dtype == torch.float16 else gl.bfloat16
 
     def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -331,10 +299,9 @@ def plan(job: PrefillJob, config: Config, out: torch.Tensor, lse: torch.Tensor |
     numbers = (*lse_strides(lse), job.sequences, job.max_seqlen_q, job.max_seqlen_k, tiles, job.scale * LOG2E)
     constants = dict(
         HEADS=job.heads, GROUP=job.heads // job.kv_heads, DIM=wide, BLOCK_N=config.block_n, STAGES=config.stages,
-        CONSUMERS=consumers, CAUSAL=job.causal,
-        TAIL=job.causal or job.max_seqlen_k % (config.block_n * (1 + config.split)) != 0,
-        SPLIT=config.split, PINGPONG=config.pingpong and consumers > 1 and not config.split,
-        ORDER=min(config.order, 1), SINKS=job.sinks is not None, LSE=lse is not None,
+        CONSUMERS=consumers, CAUSAL=job.causal, TAIL=job.causal or job.max_seqlen_k % config.block_n != 0,
+        PINGPONG=config.pingpong and consumers > 1, ORDER=min(config.order, 1), SINKS=job.sinks is not None,
+        LSE=lse is not None,
         REGISTERS=registers_of(consumers, config.registers),
     )  # fmt: skip
     options = dict(num_warps=4) if config.registers is None else dict(num_warps=4, maxnreg=config.registers)

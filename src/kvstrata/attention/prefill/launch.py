@@ -1,9 +1,9 @@
-"""What a launch in Triton costs the host, paid once for each look of a call.
+"""Cheap repeated launches of Triton kernels.
 
-Triton looks at every argument of every launch to find the kernel that was compiled for it, and a tensor descriptor
-checks itself whenever one is made. Neither changes while shapes, strides, dtypes and the alignment of addresses stay
-(`look`): the first launch keeps the kernel that Triton gives back, the next ones go to it, and descriptors are copies
-of the first ones with another address. `Launch` is for a job that is looked at as a whole, `launch` for one kernel.
+Triton inspects every argument of every launch to find the compiled kernel, and a tensor descriptor validates itself
+when it is made. The outcome depends only on shapes, strides, dtypes and the alignment of addresses (`look`): the first
+launch keeps the compiled kernel, later ones call it directly, and descriptors are copies of the first ones with another
+address. `Launch` is for a job that has one `look`, `launch` for a single kernel call.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
-from .op import PrefillJob
+from kvstrata.call_cache import Bounded
 
-REMEMBERED = 4096
-KIND = 16  # bytes: to what an address is a multiple of, or not
+from .job import PrefillJob
+
+ALIGNMENT = 16  # bytes: Triton compiles another kernel for addresses that are no multiple of it
 
 
 def look(job: PrefillJob) -> tuple[Hashable, ...]:
-    """What decides how a job runs: everything but the values and the addresses."""
+    """Cache key of a job: everything but values and addresses, of which only the alignment counts."""
     q, k, v, cu_q, cu_k, *sizes, sinks, return_lse = job
-    addresses = [x.data_ptr() % KIND for x in (q, k, v, sinks, cu_q, cu_k) if x is not None]
+    addresses = [x.data_ptr() % ALIGNMENT for x in (q, k, v, sinks, cu_q, cu_k) if x is not None]
     lengths = None if cu_q is None else cu_q.shape
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, lengths, sinks is None, return_lse,
@@ -32,26 +33,26 @@ def look(job: PrefillJob) -> tuple[Hashable, ...]:
 
 
 def heads_first(x: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Shape and strides of a dense tensor as ``[B, H, S, D]``: a descriptor's block is tokens of one head."""
-    (batch, tokens, heads, dim), (by_batch, by_token, by_head, inner) = x.shape, x.stride()
-    return [batch, heads, tokens, dim], [by_batch, by_head, by_token, inner]
+    """Shape and strides of a dense ``[B, S, H, D]`` as ``[B, H, S, D]``: a descriptor's block is tokens of one head."""
+    heads = x.transpose(1, 2)
+    return [*heads.shape], [*heads.stride()]
 
 
 def empty(descriptor: Any) -> Any:
-    """Without its tensor, which would be kept alive: to be `moved`."""
+    """Drop a descriptor's tensor, so that it is not kept alive; `moved` gives it another."""
     descriptor.base = None
     return descriptor
 
 
 def moved(descriptor: Any, to: torch.Tensor) -> Any:
-    """The same descriptor of another tensor that looks the same; what is checked when one is made holds for it too."""
+    """Copy of a descriptor for another tensor of the same `look`; skips the checks of the constructor."""
     copy = object.__new__(type(descriptor))
     copy.__dict__.update(descriptor.__dict__, base=to)
     return copy
 
 
 class Launch:
-    """A kernel with all arguments but its first ones, the tensors; ``constants`` are named, as are ``options``."""
+    """Kernel bound to all its arguments but the leading tensors; ``constants`` and ``options`` go by name."""
 
     def __init__(
         self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: dict[str, Any], options: dict[str, Any]
@@ -72,15 +73,15 @@ class Launch:
             _compiled.append(self.kernel.warmup(*tensors, *self.numbers, grid=self.grid, **named))
             return
         compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants, **self.options)
-        self.again = None if compiled is None else compiled[self.grid]  # of the interpreter there is none
+        self.again = None if compiled is None else compiled[self.grid]  # None under the interpreter
 
 
-_compiled: list[Any] | None = None  # by first launches, while they do no more than that
+_compiled: list[Any] | None = None  # kernels collected by `compiling`
 
 
 @contextmanager
 def compiling() -> Iterator[list[Any]]:
-    """First launches compile their kernel, put it into the list and go no further; in the whole process."""
+    """Within it, a first `Launch` compiles its kernel, appends it to the list and does not run; process-wide."""
     global _compiled
     _compiled = []
     try:
@@ -90,28 +91,15 @@ def compiling() -> Iterator[list[Any]]:
 
 
 Run = Callable[[PrefillJob, torch.Tensor, torch.Tensor | None], None]
-_known: dict[tuple[Hashable, ...], Run] = {}
-
-
-def remembered(key: tuple[Hashable, ...], make: Callable[[], Run]) -> Run:
-    """What was made for the key before, or is made now."""
-    run = _known.get(key)
-    if run is None:
-        if len(_known) >= REMEMBERED:
-            _known.clear()
-        run = _known[key] = make()
-    return run
-
-
-_launched: dict[tuple[Hashable, ...], tuple[Any, tuple[Any, ...]]] = {}  # the kernel, its constants in order
-# By kernel, which live as long as their modules: which arguments have values that Triton does not look at.
+_launched: Bounded[tuple[Any, tuple[Any, ...]]] = Bounded()  # the compiled kernel, its constants in order
+# By id of a kernel, which lives as long as its module: which arguments Triton does not specialize on.
 _free: dict[int, tuple[bool, ...]] = {}
 
 
 def launch(
     kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: dict[str, Any], **options: Any
 ) -> None:
-    """``kernel[grid](*args, **constants, **options)``, with ``args`` all arguments that are no constants, in order."""
+    """``kernel[grid](*args, **constants, **options)``; ``args``: all arguments that are not constants, in order."""
     if not hasattr(kernel, "params"):  # interpreted
         kernel[grid](*args, **constants, **options)
         return
@@ -121,19 +109,17 @@ def launch(
         free = _free[name] = tuple(param.do_not_specialize for param in kernel.params)
     looks: list[Hashable] = [name, torch.cuda.current_device(), *constants.values(), *options.values()]
     for arg, any_value in zip(args, free, strict=False):
-        kind = type(arg)  # an instance of Tensor takes long to be asked for
+        kind = type(arg)  # isinstance is slow for tensors
         if kind is int:
             looks.append(arg > 0x7FFFFFFF if any_value else arg)
         elif hasattr(arg, "block_shape"):
             looks += (*arg.block_shape, arg.base.dtype)
         elif kind is not float:
-            looks.append(arg.data_ptr() % KIND)
+            looks.append(arg.data_ptr() % ALIGNMENT)
             looks.append(arg.dtype)
     key = tuple(looks)
     known = _launched.get(key)
     if known is None:
-        if len(_launched) >= REMEMBERED:
-            _launched.clear()
         in_order = tuple(constants[name] for name in kernel.arg_names if name in constants)
         _launched[key] = kernel[grid](*args, **constants, **options), in_order
     else:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from .op import PrefillJob, Result
+from .job import PrefillJob, Result
 
 SCORES = 1 << 25  # float32 at a time
 

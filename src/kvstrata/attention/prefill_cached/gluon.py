@@ -1,8 +1,8 @@
-"""Attention over a chunk of triton.py on Hopper: the warps' roles are those of prefill/gluon.py.
+"""chunk_kernel of triton.py for Hopper, warp-specialized as prefill/gluon.py.
 
-Two things differ from dense prefill. A query's row is a query head of a KV head's group, so its rows are loaded and
-put into shared memory by the warpgroup that needs them. And any block may hold a token that some query must not see,
-or no token at all: `order_kernel` lists the blocks of a chunk, those first that need a mask, and only they pay for it.
+Two things differ from dense prefill. A row is one query head of a KV head's group, so each warpgroup loads its own rows
+into shared memory. And any block may hold a token that some query must not see, or no token at all: `order_kernel`
+lists the blocks of a chunk, those that need a mask first, and only they pay for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kvstrata.attention.prefill.gluon import LOWEST, NO, PLACED, add_sink, fill, registers_of, softmax, step
 from kvstrata.attention.prefill.launch import launch
 
-from .op import CachedJob
-from .triton import Staging, Sums, _pages
+from .job import CachedJob
+from .staging_triton import Staging, Sums, pages_of
 
 BLOCK_M, BLOCK_N, STAGES = 128, 128, 3
 CONSUMERS = BLOCK_M // 64
@@ -32,25 +32,27 @@ CONSUMERS = BLOCK_M // 64
 
 @triton.jit(do_not_specialize=["first", "slots", "stride_length"])
 def order_kernel(
-    order_ptr, some_ptr, bounds_ptr, requests_ptr, starts_ptr, length_ptr, count_ptr, stride_length, stride_count_r,
-    stride_count_h, first, slots,
-    KV_HEADS: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr,
+    order_ptr, block_counts_ptr, bounds_ptr, requests_ptr, starts_ptr, length_ptr, count_ptr, stride_length,
+    stride_count_r, stride_count_h, first, slots,
+    KV_HEADS: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of a (request, KV head) in the order in which they are attended to; ``some``: how many, with mask and in
-    all. Never none: without a token, the first has nothing that anybody sees."""
+    """Order the blocks of a (request, KV head), masked ones first.
+
+    ``block_counts``: how many are masked, how many in all. Without a token there is one block, which no query sees.
+    """
     bucket = tl.program_id(0).to(tl.int64)
     batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
     request = tl.load(requests_ptr + batch).to(tl.int64)
     length = tl.load(length_ptr + request * stride_length)
     new = tl.load(starts_ptr + batch + 1) - tl.load(starts_ptr + batch)
     count_ptr += request * stride_count_r + kv_head * stride_count_h
-    pages = tl.minimum(tl.maximum(_pages(count_ptr, length, TIERS, TOKENS) - first, 0), slots // TOKENS)
+    pages = tl.minimum(tl.maximum(pages_of(count_ptr, length, TIERS, TOKENS) - first, 0), slots // TOKENS)
     blocks = tl.maximum(tl.cdiv(pages * TOKENS, BLOCK_N), 1)
-    block = tl.arange(0, MOST)
+    block = tl.arange(0, MAX_BLOCKS)
     live = block < blocks
     EACH: tl.constexpr = BLOCK_N // TOKENS
     bounds_ptr += bucket * (slots // TOKENS) * 2
-    latest = tl.zeros((MOST,), tl.int32)
+    latest = tl.zeros((MAX_BLOCKS,), tl.int32)
     for page in tl.static_range(EACH):
         latest = tl.maximum(latest, tl.load(bounds_ptr + (block * EACH + page) * 2 + 1, mask=live, other=0))
     hidden = live & (latest > length - new)  # from the request's first new token
@@ -58,13 +60,13 @@ def order_kernel(
     place = tl.cumsum(hidden.to(tl.int32), 0) - 1
     place = tl.where(hidden, place, masked + block - place - 1)
     tl.store(order_ptr + bucket * (slots // BLOCK_N) + place, block, mask=live)
-    tl.store(some_ptr + bucket * 2, masked)
-    tl.store(some_ptr + bucket * 2 + 1, blocks)
+    tl.store(block_counts_ptr + bucket * 2, masked)
+    tl.store(block_counts_ptr + bucket * 2 + 1, blocks)
 
 
 @gluon.jit
 def _produce(k_desc, v_desc, ring, order_ptr, bucket, blocks, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """The warp that copies."""
+    """Producer warp: copies the blocks of K and V, in order."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
     places = (k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty)
     for i in range(blocks):
@@ -77,7 +79,7 @@ def _consume(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
     SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: its 64 rows over the blocks of the chunk."""
+    """Consumer warpgroup: its 64 query rows over the blocks of the chunk."""
     q_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr, stride_qt, stride_qh, rows_of_all, factor = work[:10]
     q_smem, ring, order_ptr, position_ptr, kv_head, start_row, begin, new, length, masked, blocks = work[10:]
     k_smem, v_smem, k_full, k_empty, v_full, _ = ring
@@ -91,26 +93,26 @@ def _consume(
     row = start_row + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, IN))
     dim = gl.arange(0, WIDE, layout=gl.SliceLayout(0, IN))
     head = kv_head * GROUP + row % GROUP
-    at = (begin + row // GROUP).to(gl.int64) * stride_qt + head * stride_qh
-    q.store(gl.load(q_ptr + at[:, None] + dim[None, :], mask=(row < new * GROUP)[:, None] & (dim < DIM)[None, :],
+    source = (begin + row // GROUP).to(gl.int64) * stride_qt + head * stride_qh
+    q.store(gl.load(q_ptr + source[:, None] + dim[None, :], mask=(row < new * GROUP)[:, None] & (dim < DIM)[None, :],
                     other=0.0))  # fmt: skip
     fence_async_shared()
 
-    mine = start_row + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    own = length - new + mine // GROUP
-    summed = start_row + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_LAYOUT))
+    s_row = start_row + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+    own = length - new + s_row // GROUP
+    acc_row = start_row + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_LAYOUT))
     dim = gl.arange(0, WIDE, layout=gl.SliceLayout(0, ACC_LAYOUT))
-    mask_acc = (summed < new * GROUP)[:, None] & (dim < DIM)[None, :]
+    mask_acc = (acc_row < new * GROUP)[:, None] & (dim < DIM)[None, :]
     first_state = kv_head * rows_of_all + begin.to(gl.int64) * GROUP
-    stats = stats_ptr + (first_state + mine) * 2
-    accs = acc_ptr + (first_state + summed)[:, None] * DIM + dim[None, :]
+    stats = stats_ptr + (first_state + s_row) * 2
+    accs = acc_ptr + (first_state + acc_row)[:, None] * DIM + dim[None, :]
     if FIRST:
         top = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
         acc = gl.zeros([64, WIDE], gl.float32, ACC_LAYOUT)
     else:
-        top = gl.load(stats, mask=mine < new * GROUP, other=LOWEST)
-        total = gl.load(stats + 1, mask=mine < new * GROUP, other=0.0)
+        top = gl.load(stats, mask=s_row < new * GROUP, other=LOWEST)
+        total = gl.load(stats + 1, mask=s_row < new * GROUP, other=0.0)
         acc = gl.load(accs, mask=mask_acc, other=0.0)
 
     mbarrier.wait(k_full.index(0), 0)
@@ -128,37 +130,37 @@ def _consume(
         start = gl.load(order_ptr + i) * BLOCK_N
         p, top, total, acc = step(
             i, start, q, ring, None, p, top, total, acc, own, position_ptr, factor, WHO, CONSUMERS, WIDE, BLOCK_N,
-            STAGES, PLACED, False, 1, S_LAYOUT, ACC_LAYOUT, TILE,
+            STAGES, PLACED, False, S_LAYOUT, ACC_LAYOUT, TILE,
         )  # fmt: skip
     for i in range(gl.maximum(masked, 1), blocks):
         p, top, total, acc = step(
             i, 0, q, ring, None, p, top, total, acc, own, position_ptr, factor, WHO, CONSUMERS, WIDE, BLOCK_N, STAGES,
-            NO, False, 1, S_LAYOUT, ACC_LAYOUT, TILE,
+            NO, False, S_LAYOUT, ACC_LAYOUT, TILE,
         )  # fmt: skip
     v = v_smem.index((blocks - 1) % STAGES)._reinterpret(v_smem.dtype, [BLOCK_N, WIDE], TILE)
     acc = warpgroup_mma(p, v, acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
 
     if LAST:
-        head = kv_head * GROUP + mine % GROUP
+        head = kv_head * GROUP + s_row % GROUP
         if SINKS:
             top, total, acc = add_sink(gl.load(sinks_ptr + head), top, total, acc, ACC_LAYOUT)
-        share = 1.0 / gl.where(total == 0.0, 1.0, total)  # no score counts: sums of 0, lse of -inf
+        share = 1.0 / gl.where(total == 0.0, 1.0, total)  # all scores are -inf: sums of 0, lse of -inf
         acc = acc * gl.convert_layout(share, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
-        at = (begin + summed // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + summed % GROUP
-        gl.store(out_ptr + at[:, None] * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask_acc)
+        out_row = (begin + acc_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + acc_row % GROUP
+        gl.store(out_ptr + out_row[:, None] * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask_acc)
         if LSE:
-            at = (begin + mine // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + head
-            gl.store(lse_ptr + at, (top + gl.log2(total)) * 0.6931471805599453, mask=mine < new * GROUP)
+            lse_row = (begin + s_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + head
+            gl.store(lse_ptr + lse_row, (top + gl.log2(total)) * 0.6931471805599453, mask=s_row < new * GROUP)
     else:
-        gl.store(stats, top, mask=mine < new * GROUP)
-        gl.store(stats + 1, total, mask=mine < new * GROUP)
+        gl.store(stats, top, mask=s_row < new * GROUP)
+        gl.store(stats + 1, total, mask=s_row < new * GROUP)
         gl.store(accs, acc, mask=mask_acc)
 
 
 @gluon.jit(do_not_specialize=["slots", "rows_of_all", "stride_length"])
 def specialized_chunk_kernel(
-    k_desc, v_desc, q_ptr, position_ptr, order_ptr, some_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr,
+    k_desc, v_desc, q_ptr, position_ptr, order_ptr, block_counts_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr,
     requests_ptr, starts_ptr, length_ptr, stride_qt, stride_qh, stride_length, slots, rows_of_all, factor,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SINKS: gl.constexpr,
@@ -171,8 +173,8 @@ def specialized_chunk_kernel(
     new = gl.load(starts_ptr + batch + 1) - begin
     start_row = gl.program_id(0) * (CONSUMERS * 64)
     length = gl.load(length_ptr + gl.load(requests_ptr + batch).to(gl.int64) * stride_length)
-    masked, blocks = gl.load(some_ptr + bucket * 2), gl.load(some_ptr + bucket * 2 + 1)
-    if start_row >= new * GROUP:  # no such rows: nothing is written, and little is read
+    masked, blocks = gl.load(block_counts_ptr + bucket * 2), gl.load(block_counts_ptr + bucket * 2 + 1)
+    if start_row >= new * GROUP:  # no such rows: read one block, write nothing
         blocks = 1
         masked = 1
     order_ptr += bucket * (slots // BLOCK_N)
@@ -203,7 +205,7 @@ def specialized_chunk_kernel(
 
 
 def missing(job: CachedJob) -> str | None:
-    """Why this job is not for the kernel, or None."""
+    """Why the kernel cannot run this job, or None."""
     _, heads, dim = job.q.shape
     if job.q.element_size() != 2 or not 64 <= dim <= 128 or dim % 8:
         return "the kernel takes 16-bit heads of 64 to 128, in whole chunks of 16 bytes"
@@ -215,15 +217,15 @@ def missing(job: CachedJob) -> str | None:
 
 
 class Attend:
-    """Over one chunk after the other of a job that is not `missing`."""
+    """Launches order_kernel and specialized_chunk_kernel, once per chunk; the job must not be `missing`."""
 
     def __init__(self, job: CachedJob, staged: Staging, sums: Sums, out: torch.Tensor, lse: torch.Tensor | None):
         self.job, self.staged, self.sums, self.out, self.lse = job, staged, sums, out, lse
         buckets, slots, _ = staged.k.shape
         blocks = slots // BLOCK_N
         ints = torch.empty(buckets * (blocks + 2), dtype=torch.int32, device=job.q.device)
-        self.order, self.some = ints[: buckets * blocks], ints[buckets * blocks :]
-        self.most = 1 << (blocks - 1).bit_length()
+        self.order, self.block_counts = ints[: buckets * blocks], ints[buckets * blocks :]
+        self.max_blocks = 1 << (blocks - 1).bit_length()
         dtype = gl.float16 if job.q.dtype == torch.float16 else gl.bfloat16
         block = [1, 1, BLOCK_N, staged.wide]
         layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
@@ -237,12 +239,12 @@ class Attend:
         tokens, heads, dim = job.q.shape
         buckets, slots, group = *staged.k.shape[:2], heads // job.kv_heads
         places = (requests, self.sums.starts, length)
-        args = (self.order, self.some, staged.bounds, *places, count, *staged.count_strides,
+        args = (self.order, self.block_counts, staged.bounds, *places, count, *staged.count_strides,
                 chunk * slots // staged.page_tokens, slots)  # fmt: skip
-        sizes = dict(TIERS=staged.tiers, TOKENS=staged.page_tokens, BLOCK_N=BLOCK_N, MOST=self.most)
+        sizes = dict(TIERS=staged.tiers, TOKENS=staged.page_tokens, BLOCK_N=BLOCK_N, MAX_BLOCKS=self.max_blocks)
         launch(order_kernel, (buckets, 1, 1), args, dict(KV_HEADS=job.kv_heads, **sizes), num_warps=1)
-        more = (
-            self.k, self.v, job.q, staged.positions, self.order, self.some, self.sums.acc, self.sums.stats, out,
+        attend_args = (
+            self.k, self.v, job.q, staged.positions, self.order, self.block_counts, self.sums.acc, self.sums.stats, out,
             out if lse is None else lse, out if job.sinks is None else job.sinks, *places, *job.q.stride()[:2],
             staged.count_strides[0], slots, tokens * group, self.sums.factor,
         )  # fmt: skip
@@ -252,4 +254,4 @@ class Attend:
             LSE=lse is not None, REGISTERS=registers_of(CONSUMERS, None),
         )  # fmt: skip
         grid = (-(-max(job.new) * group // BLOCK_M), buckets, 1)
-        launch(specialized_chunk_kernel, grid, more, constants, num_warps=4)
+        launch(specialized_chunk_kernel, grid, attend_args, constants, num_warps=4)

@@ -7,37 +7,21 @@ each token is. Tiers and pages are brought to rows of the model's space a chunk 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
+from kvstrata.attention.arguments import check_positive, check_sinks, check_sliding_window, kernel_sinks
 from kvstrata.attention.decode import op
 from kvstrata.attention.decode.job import Job
 from kvstrata.attention.output import AttentionOutput
-from kvstrata.attention.prefill.op import Result, check_sinks, check_sliding_window, positive
-from kvstrata.cache.storage.views import BucketedCacheLayer
+from kvstrata.attention.prefill.job import Result
 from kvstrata.cache.tiered_cache import TieredCache
 from kvstrata.checks import whole_numbers
 from kvstrata.store.paged_cache import PagedCache
 
+from .job import CachedJob
+
 BACKENDS = ("auto", "reference", "triton")
-
-
-class CachedJob(NamedTuple):
-    """One call, checked. Exactly one of ``buckets`` and ``paged`` is given."""
-
-    q: torch.Tensor  # [T, Hq, D], the new tokens of all requests end to end, inner stride 1
-    new: list[int]  # new tokens of each request
-    buckets: BucketedCacheLayer | None
-    paged: PagedCache | None
-    requests: list[int]
-    kv_heads: int
-    max_length: int
-    scale: float
-    sliding_window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None  # float32 [Hq]
-    return_lse: bool
 
 
 def _new_tokens(q: torch.Tensor, lengths: Sequence[int] | None, rows: int, heads: int, dim: int) -> list[int]:
@@ -90,10 +74,10 @@ def _job(
         raise TypeError(f"q: expected {' or '.join(map(str, dtypes))} for this cache, got {q.dtype}")
     if q.device != cache.device:
         raise ValueError(f"q: expected a tensor on {cache.device}, where the cache is, got {q.device}")
-    positive("scale", scale)
-    positive("softcap", softcap)
+    check_positive("scale", scale)
+    check_positive("softcap", softcap)
     check_sliding_window(sliding_window)
-    sinks = check_sinks(sinks, q.shape[-2], q.device)
+    check_sinks(sinks, q.shape[-2], q.device)
     if isinstance(cache, TieredCache):
         buckets, paged = cache.bucket_views(layer), None
         max_length = op.longest(cache, layer, rows)
@@ -104,7 +88,7 @@ def _job(
     scale = cache.head_dim**-0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
     flat = q.detach().flatten(0, 1) if q.dim() == 4 else q.detach()
-    options = (cache.kv_heads, max_length, scale, sliding_window, softcap, sinks, return_lse)
+    options = (cache.kv_heads, max_length, scale, sliding_window, softcap, kernel_sinks(sinks), return_lse)
     return CachedJob(flat, new, buckets, paged, rows, *options)
 
 

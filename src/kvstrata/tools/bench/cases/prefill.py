@@ -19,9 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvstrata.attention.prefill import cuda as prefill_cuda
 from kvstrata.attention.prefill import op as prefill
-from kvstrata.attention.prefill.cuda import FEW, PORTABLE, Ideas, Tile
-from kvstrata.attention.prefill.op import PrefillJob
+from kvstrata.attention.prefill.job import PrefillJob
+from kvstrata.attention.prefill.tiles import FEW, PORTABLE, Ideas, Tile
 from kvstrata.attention.prefill_cached import op as cached
+from kvstrata.attention.prefill_cached.job import CachedJob
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, sets_for, synthetic
 from kvstrata.tools.bench.clock import Call
@@ -245,18 +246,18 @@ def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_
     buckets = synthetic.layer(formats, counts, torch.bfloat16, device, 0)
     q = torch.randn(NEW, heads, dim, device=device).bfloat16()
     sizes = (kv_heads, NEW + prefix, dim**-0.5, None, None, None, False)
-    job = cached.CachedJob(q, [NEW], buckets, None, [0], *sizes)
+    job = CachedJob(q, [NEW], buckets, None, [0], *sizes)
     expected = cached.run(job, "reference")[0].float()
     backend = cached._choose("auto", job)
     contenders: dict[str, Call] = {"kvstrata": lambda i: cached.run(job, backend)[0]}
     absent: dict[str, str] = {}
     if device.type == "cuda":
-        from kvstrata.attention.prefill_cached import triton as cached_triton
+        from kvstrata.attention.prefill_cached import staging_triton
 
         queries = q.unsqueeze(0).transpose(1, 2)
 
         def rows() -> tuple[torch.Tensor, torch.Tensor]:
-            k, v, _ = cached_triton.unpack(job)
+            k, v, _ = staging_triton.unpack(job)
             return k[:, :, : NEW + prefix], v[:, :, : NEW + prefix]
 
         def with_flash(i: int) -> torch.Tensor:

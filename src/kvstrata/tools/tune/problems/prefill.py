@@ -9,9 +9,9 @@ import torch
 
 from kvstrata.attention.prefill import op as prefill
 from kvstrata.attention.prefill import space as prefill_space
-from kvstrata.attention.prefill.configs import Config, features, nearest, of_choice
-from kvstrata.attention.prefill.cuda import tile_of
-from kvstrata.attention.prefill.op import PrefillJob
+from kvstrata.attention.prefill.configs import features, nearest
+from kvstrata.attention.prefill.job import PrefillJob
+from kvstrata.attention.prefill.tiles import Config, choice_of, invalid, of_choice, tile_of
 from kvstrata.jit.tuned import Choice
 from kvstrata.tools.bench.case import sets_for
 from kvstrata.tools.bench.cases.decode import _read
@@ -40,7 +40,7 @@ def default_of(shape: Shape, arch: str, processors: int) -> Choice:
     """What the op takes by itself."""
     few = _tiles(shape, 128) <= processors
     found = nearest(shape.dim, shape.length, shape.causal, few) if arch == "sm_90" else None
-    return prefill_space.choice_of(found or tile_of(shape.dim, _tiles(shape, 64), processors))
+    return choice_of(found or tile_of(shape.dim, _tiles(shape, 64), processors))
 
 
 def _gpu(shape: Shape, arch: str, device: torch.device) -> Problem:
@@ -61,7 +61,7 @@ def _gpu(shape: Shape, arch: str, device: torch.device) -> Problem:
         build=partial(_build, shape, sets),
         sets=sets,
         graph=True,
-        invalid=lambda choice: prefill_space.invalid(choice, shape.dim),
+        invalid=lambda choice: invalid(choice, shape.dim),
         kernels=kernels,
     )
 

@@ -1,0 +1,27 @@
+"""`CachedJob`: one call of ``prefill_attention_cached``, checked; what every backend is given."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvstrata.cache.storage.views import BucketedCacheLayer
+from kvstrata.store.paged_cache import PagedCache
+
+
+class CachedJob(NamedTuple):
+    """One call, checked. Exactly one of ``buckets`` and ``paged`` is given."""
+
+    q: torch.Tensor  # [T, Hq, D], the new tokens of all requests end to end, inner stride 1
+    new: list[int]  # new tokens of each request
+    buckets: BucketedCacheLayer | None
+    paged: PagedCache | None
+    requests: list[int]
+    kv_heads: int
+    max_length: int
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None  # float32 [Hq]
+    return_lse: bool
