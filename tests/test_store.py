@@ -34,9 +34,8 @@ def refuses(call: Call, backend: str) -> bool:
     """Whether these rows are not for a kernel that needs wide units (4 bytes when staged, 16 in bulk)."""
     if backend not in ("cuda_staged", "cuda_bulk") or call.k.shape[0] == 0:
         return False
-    task = rows.check(
-        call.k, call.v, call.k_cache, call.v_cache, call.slot_mapping, call.k_scale, call.v_scale, call.layout
-    )
+    tensors = rows.Tensors(*(getattr(call, name) for name in rows.Tensors._fields))
+    task = rows.check(tensors, call.layout)
     both = [t for t in (call.k, call.v, call.k_cache, call.v_cache) if t is not None]
     shape = store_cuda.shape_of(task, functools.reduce(operator.or_, (t.data_ptr() for t in both)) & 15)
     return not store_cuda.takes(shape, store_cuda.config_of(backend, shape, jit.arch_of()))
@@ -421,7 +420,7 @@ def test_the_fast_way_is_taken_when_it_fits(kind: dict) -> None:
         plan.options = ("NHD", "auto", False, call.v is None, call.v_cache is None, call.k_scale is None,
                         call.v_scale is None)  # fmt: skip
 
-    op._plans.by_signature.clear()
+    op._plans.known.clear()
     plant()
     assert run() == 1
     assert launched[0][0] == call.k.data_ptr()
@@ -449,7 +448,7 @@ def test_the_fast_way_is_taken_when_it_fits(kind: dict) -> None:
         )
         fake.k_scale, fake.v_scale = (None if t is None else mode.from_tensor(t) for t in (call.k_scale, call.v_scale))
         assert run(fake) == 0
-    op._plans.by_signature.clear()
+    op._plans.known.clear()
     op._plans.latest = None
 
 

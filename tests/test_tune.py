@@ -79,7 +79,7 @@ def test_meta_tensors_give_the_task_of_the_benchmark() -> None:
     from kvstrata.tools.tune.problems.store import task_of
 
     for kind in KINDS:
-        assert check(*Inputs(kind, 16, CPU, 0).tensors, kind.layout) == task_of(kind, 16)
+        assert check(Inputs(kind, 16, CPU, 0).tensors, kind.layout) == task_of(kind, 16)
 
 
 # Gates

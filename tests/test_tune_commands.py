@@ -68,9 +68,9 @@ def timed_store(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     watch.drive(clock, experiment)
     store_kv, noise = reference.store_kv, np.random.default_rng(0)
 
-    def timed(k, *rest):
-        watch.sleep(1e-6 * len(k) * noise.lognormal(0, 0.01))
-        return store_kv(k, *rest)
+    def timed(tensors, layout):
+        watch.sleep(1e-6 * len(tensors.k) * noise.lognormal(0, 0.01))
+        return store_kv(tensors, layout)
 
     monkeypatch.setattr(reference, "store_kv", timed)
 

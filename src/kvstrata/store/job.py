@@ -1,13 +1,14 @@
-"""What ``store_kv`` is asked to do, checked and put into numbers once, for every backend alike.
+"""One call of ``store_kv``, checked once and turned into numbers that every backend takes.
 
-``Rows`` describes one side (K or V): where its source rows and its cache rows lie. All three cache layouts become
-block, row-in-block and head strides, so no kernel knows about layouts. Heads that adjoin in source and cache are merged
-into one wide row, blocks that adjoin into a flat cache.
+``Rows`` describes one side (K or V): the strides of its source rows and of its cache rows. All three cache layouts
+become block, row-in-block and head strides, so no kernel knows about layouts. Heads that are contiguous in source and
+cache are merged into one wide row, contiguous blocks into a flat cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -17,9 +18,21 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("NHD", "HND")
 
 
+class Tensors(NamedTuple):
+    """Tensors of one call, as given."""
+
+    k: torch.Tensor
+    v: torch.Tensor | None
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor | None
+    slot_mapping: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
 @dataclass(frozen=True)
 class Rows:
-    """One side, in elements: ``heads`` rows of ``dim`` elements a token, strides of the source and of the cache."""
+    """One side: ``heads`` rows of ``dim`` elements per token; strides of source and cache, in elements."""
 
     heads: int
     dim: int
@@ -32,11 +45,11 @@ class Rows:
     block_size: int
 
     @property
-    def heads_adjoin(self) -> bool:
+    def heads_contiguous(self) -> bool:
         return self.heads == 1 or self.source_head == self.cache_head == self.dim
 
     @property
-    def blocks_adjoin(self) -> bool:
+    def blocks_contiguous(self) -> bool:
         return self.block_size == 1 or self.cache_block == self.block_size * self.cache_row
 
     def with_heads_merged(self) -> Rows:
@@ -49,7 +62,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Task:
-    """One call's shape: both sides, dtypes, and how scales are given."""
+    """Shape of one call: both sides, dtypes, and whether scales are per head."""
 
     tokens: int
     k: Rows
@@ -64,7 +77,7 @@ class Task:
 
     @property
     def elements(self) -> int:
-        """Of the source, K and V together."""
+        """Elements of the source, K and V together."""
         return self.tokens * self.k.heads * (self.k.dim + (self.v.dim if self.v else 0))
 
     @property
@@ -72,11 +85,11 @@ class Task:
         return self.k.num_blocks * self.k.block_size
 
     def merged(self) -> Task:
-        """The same task with heads as one row and slots as one-slot blocks, where they adjoin on every side."""
+        """Equivalent task with contiguous heads merged into one row and contiguous blocks into one-slot blocks."""
         sides = [self.k] if self.v is None else [self.k, self.v]
-        if not self.scale_per_head and all(rows.heads_adjoin for rows in sides):
+        if not self.scale_per_head and all(rows.heads_contiguous for rows in sides):
             sides = [rows.with_heads_merged() for rows in sides]
-        if all(rows.blocks_adjoin for rows in sides):
+        if all(rows.blocks_contiguous for rows in sides):
             sides = [rows.with_blocks_merged() for rows in sides]
         return replace(self, k=sides[0], v=sides[1] if self.v else None)
 
@@ -91,17 +104,15 @@ def _rows(name: str, x: torch.Tensor, cache: torch.Tensor, layout: str) -> Rows:
         _fail(name, "[tokens, heads, dim]", f"shape {tuple(x.shape)}")
     if cache.dim() not in (3, 4):
         _fail(cache_name, "[slots, heads, dim] or 4-D blocks", f"shape {tuple(cache.shape)}")
+    strides = cache.stride()
     if cache.dim() == 3:
         slots, heads, dim = cache.shape
-        strides = cache.stride()
         rows = Rows(heads, dim, 0, 0, strides[0], 0, strides[1], slots, 1)
     elif layout == "NHD":
         num_blocks, block_size, heads, dim = cache.shape
-        strides = cache.stride()
         rows = Rows(heads, dim, 0, 0, strides[0], strides[1], strides[2], num_blocks, block_size)
     else:
         num_blocks, heads, block_size, dim = cache.shape
-        strides = cache.stride()
         rows = Rows(heads, dim, 0, 0, strides[0], strides[2], strides[1], num_blocks, block_size)
     if tuple(x.shape[1:]) != (rows.heads, rows.dim):
         _fail(name, f"[tokens, {rows.heads}, {rows.dim}] as in {cache_name}", f"shape {tuple(x.shape)}")
@@ -110,7 +121,7 @@ def _rows(name: str, x: torch.Tensor, cache: torch.Tensor, layout: str) -> Rows:
             _fail(tensor_name, "an inner stride of 1", tensor.stride(-1))
     if any(stride == 0 and size > 1 for stride, size in zip(cache.stride(), cache.shape, strict=True)):
         _fail(cache_name, "rows that do not share memory (an expanded tensor cannot be written)", tuple(cache.stride()))
-    # A stride along one element says nothing; as zero it cannot spoil the alignment.
+    # The stride of an axis of size 1 is arbitrary; zero does not reduce the alignment.
     return replace(
         rows,
         source_token=x.stride(0) if x.shape[0] > 1 else 0,
@@ -120,7 +131,7 @@ def _rows(name: str, x: torch.Tensor, cache: torch.Tensor, layout: str) -> Rows:
 
 
 def _check_scale(name: str, scale: torch.Tensor | None, heads: int, rounds: bool, device: torch.device) -> bool:
-    """Whether the scale is one per head."""
+    """Check a scale; returns True if it is per head."""
     if scale is None:
         return False
     if not rounds:
@@ -136,17 +147,9 @@ def _check_scale(name: str, scale: torch.Tensor | None, heads: int, rounds: bool
     return scale.numel() > 1
 
 
-def check(
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    layout: str,
-) -> Task:
-    """The task of one call; ValueError or TypeError that names the argument, what it must be and what it is."""
+def check(tensors: Tensors, layout: str) -> Task:
+    """Task of one call; raises ValueError or TypeError naming the argument, what is expected and what was given."""
+    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = tensors
     if layout not in LAYOUTS:
         _fail("layout", f"one of {LAYOUTS}", repr(layout))
     if (v is None) != (v_cache is None):

@@ -1,14 +1,13 @@
 """``store_kv``: K and V rows enter the blocks of a paged cache.
 
-A call is checked once per combination of shapes, strides, dtypes and devices; the outcome is a plan, remembered per
+A call is checked once per combination of shapes, strides, dtypes and devices; the outcome is a plan, cached per
 thread. The layers of a model call with the same combination over and over, so the latest plan is tried first and one
-comparison in C++ decides that it fits. Under tracing (``torch.compile``, fake tensors, dispatch modes) the call
+comparison in C++ decides whether it fits. Under tracing (``torch.compile``, fake tensors, dispatch modes) the call
 becomes the operator ``kvstrata::store_kv``, which mutates the two caches.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,29 +15,24 @@ import torch
 
 from kvstrata import jit
 from kvstrata.backends import resolve
-from kvstrata.call_cache import guard_of, traced
+from kvstrata.call_cache import PerThread, guard_of, signature, traced
 
 from . import reference
-from .job import Task
+from .job import Task, Tensors
 from .job import check as check_call
 
 BACKENDS = ("auto", "reference", "triton", "cuda", "cuda_direct", "cuda_staged", "cuda_bulk")
-REMEMBERED = 4096
-NAMES = ("k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale")
 OPTIONAL = ("v", "v_cache", "k_scale", "v_scale")
-Optional = torch.Tensor | None
-# k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale
-Tensors = tuple[torch.Tensor, Optional, torch.Tensor, Optional, torch.Tensor, Optional, Optional]
 Run = Callable[[Tensors], None]
 Launch = Callable[..., None]  # takes addresses in the order of the kernel's parameters
 
 
 class Plan:
-    """A checked combination: what runs it, and the test whether another call is of the same combination."""
+    """Launch of a checked combination, and the guard that recognises another call of the same one."""
 
     def __init__(self, tensors: Tensors, layout: str, backend: str, overlap: bool, address_bits: int) -> None:
         k_cache, slot_mapping = tensors[2], tensors[4]
-        task = check_call(*tensors, layout)
+        task = check_call(tensors, layout)
         asked, backend = backend, resolve(backend, k_cache.device, BACKENDS)
         if overlap and not backend.startswith("cuda"):
             raise ValueError(f"overlap: expected a CUDA C++ backend, got {backend!r}")
@@ -46,12 +40,12 @@ class Plan:
             raise ValueError(f"overlap: expected compute capability (9, 0), {k_cache.device} has {capability}")
         self.address_bits = address_bits
         self.guard = guard_of([t for t in tensors if t is not None])
-        self.options: tuple[Any, ...] | None = None  # of a launch that the next call may repeat
+        self.options: tuple[Any, ...] | None = None  # of a call that may be repeated by `launch` alone
         self.run: Run
         if task.elements == 0 or task.slots_in_cache == 0:
             self.run = lambda tensors: None
         elif backend == "reference":
-            self.run = lambda tensors: reference.store_kv(*tensors, layout)
+            self.run = lambda tensors: reference.store_kv(tensors, layout)
         elif backend == "triton":
             self.run = _triton(task)
         else:
@@ -65,7 +59,7 @@ def _triton(task: Task) -> Run:
 
     def run(tensors: Tensors) -> None:
         with torch.cuda.device_of(tensors[2]):
-            store_triton.store_kv(task, *tensors)
+            store_triton.store_kv(task, tensors)
 
     return run
 
@@ -94,22 +88,16 @@ def _cuda(task: Task, slot_mapping: torch.Tensor, backend: str, overlap: bool, a
     return run
 
 
-class _Plans(threading.local):
-    """A thread's plans: launches are filled in place, so threads do not share them."""
+class _Plans(PerThread[Plan]):
+    """Plans of a thread: parameters are written in place, so threads do not share them."""
 
-    def __init__(self) -> None:
-        self.latest: Plan | None = None
-        self.by_signature: dict[tuple[Any, ...], Plan] = {}
+    latest: Plan | None = None
 
     def find(self, tensors: Tensors, layout: str, backend: str, overlap: bool, address_bits: int) -> Plan:
-        looks = (None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        signature = (*looks, layout, backend, overlap, address_bits)
-        plan = self.by_signature.get(signature)
+        key = (*signature(tensors), layout, backend, overlap, address_bits)
+        plan = self.known.get(key)
         if plan is None:
-            plan = Plan(tensors, layout, backend, overlap, address_bits)
-            if len(self.by_signature) >= REMEMBERED:
-                self.by_signature.clear()
-            self.by_signature[signature] = plan
+            plan = self.known[key] = Plan(tensors, layout, backend, overlap, address_bits)
         else:  # looks the same to a kernel, but not to the guard: grad or inference mode changed
             plan.guard = guard_of([t for t in tensors if t is not None])
         self.latest = plan
@@ -120,8 +108,8 @@ _plans = _Plans()
 _is_compiling = torch.compiler.is_compiling
 
 
-def _addresses(tensors: Tensors) -> tuple[int, ...]:
-    """In the order of the kernel's parameters; 0 for what is not given."""
+def _addresses(tensors: Tensors | tuple[Any, ...]) -> tuple[int, ...]:
+    """Addresses in the order of the kernel's parameters; 0 for None."""
     k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = tensors
     return (
         k.data_ptr(),
@@ -134,22 +122,11 @@ def _addresses(tensors: Tensors) -> tuple[int, ...]:
     )
 
 
-def _store(
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    layout: str,
-    backend: str,
-    overlap: bool,
-) -> None:
-    """The operator: find or make the plan of this call, and run it."""
-    tensors = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+def _store(*arguments: Any) -> None:
+    """Operator ``kvstrata::store_kv``: find or make the plan of a call, and run it."""
+    tensors, (layout, backend, overlap) = Tensors(*arguments[:7]), arguments[7:]
     at = _addresses(tensors)
-    address_bits = (at[0] | at[1] | at[3] | at[4]) & 15  # of rows and caches together: they limit an access's width
+    address_bits = (at[0] | at[1] | at[3] | at[4]) & 15  # of rows and caches: they limit the width of an access
     _plans.find(tensors, layout, backend, overlap, address_bits).run(tensors)
 
 
@@ -162,23 +139,12 @@ _library.impl("store_kv", _store, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("kvstrata::store_kv", lib=_library)
-def _store_fake(
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    layout: str,
-    backend: str,
-    overlap: bool,
-) -> None:
-    check_call(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout)
+def _store_fake(*arguments: Any) -> None:
+    check_call(Tensors(*arguments[:7]), arguments[7])
 
 
 def _check_slots(slot_mapping: torch.Tensor, slots_in_cache: int) -> None:
-    """Raise for the first slot past the end of the cache; this reads the slots back to the host."""
+    """Raise IndexError for the first slot past the end of the cache; reads the slots back to the host."""
     if _is_compiling() or (slot_mapping.is_cuda and torch.cuda.is_current_stream_capturing()):
         raise RuntimeError("check: expected False under graph capture and torch.compile (it reads slots), got True")
     past = (slot_mapping >= slots_in_cache).nonzero()
@@ -209,22 +175,26 @@ def store_kv(
         v: ``[T, H, Dv]`` of the same dtype, or None together with ``v_cache`` (latent caches).
         k_cache: ``[slots, H, Dk]``, ``[num_blocks, block_size, H, Dk]`` (``layout="NHD"``) or
             ``[num_blocks, H, block_size, Dk]`` (``layout="HND"``), also a strided view of a larger pool. Mutated.
-        v_cache: the same for V, with Dv. Mutated.
-        slot_mapping: ``[T]`` int32 or int64. A slot counts through the blocks: block ``slot // block_size``, row
-            ``slot % block_size``. A row whose slot is negative or past the end is not written. Of rows with equal
-            slots any may remain.
-        k_scale: for a float8 cache fed from a wider dtype: float32, one value or ``[H]``; what is stored is
+        v_cache: as ``k_cache``, with Dv. Mutated.
+        slot_mapping: ``[T]`` int32 or int64. A slot is row ``slot % block_size`` of block ``slot // block_size``. Rows
+            whose slot is negative or past the end are not written. If slots are equal, any of their rows may remain.
+        k_scale: for a float8 cache fed from a wider dtype: float32, one value or ``[H]``; stores
             ``k * (1 / k_scale)``, rounded to nearest even and saturated. None is 1.
-        v_scale: the same for V; one value where ``k_scale`` is one value, ``[H]`` where it is ``[H]``.
-        check: raise IndexError for a slot past the end, before anything is written. Waits for the GPU, so not
-            under graph capture or ``torch.compile``.
-        overlap: launch with programmatic stream serialization (sm_90): the kernel may be set up while the one before
-            it in the stream is still running; it waits for that one's writes before it reads.
+        v_scale: scale of V; ``[H]`` if ``k_scale`` is, else one value.
+        layout: ``NHD`` or ``HND``, of a cache in blocks.
+        check: raise IndexError for a slot past the end, before anything is written. Waits for the GPU.
+        overlap: launch with programmatic stream serialization (sm_90): the kernel may start before the previous one in
+            the stream ends; it waits for that one's writes before it reads.
         backend: ``auto``, ``reference``, ``triton``, ``cuda``, or one of its kernels: ``cuda_direct``,
             ``cuda_staged``, ``cuda_bulk``.
 
-    Raises ValueError or TypeError, naming the argument, before anything is written. Safe on any stream, under
-    ``torch.compile(fullgraph=True)`` and, on a GPU backend whose kernel a first call has compiled, under graph capture.
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, stride, value, device or dtype; the error names it.
+        IndexError: with ``check``, a slot is past the end.
+        RuntimeError: the backend is not available; or ``check`` under graph capture or ``torch.compile``.
+
+    Nothing is written if an error is raised. Safe on any stream and under ``torch.compile(fullgraph=True)``. Safe under
+    CUDA-graph capture on a GPU backend, without ``check``, once a call of the same shapes has compiled the kernel.
 
     Example:
         >>> k, v = torch.randn(2, 3, 8, 64, dtype=torch.float16)
@@ -234,13 +204,13 @@ def store_kv(
         True
     """
     if check:
-        task = check_call(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout)
+        task = check_call(Tensors(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale), layout)
         _check_slots(slot_mapping, task.slots_in_cache)
     if _is_compiling():
         torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout, backend, overlap)
         return
-    # The way of almost every call, written out: what it costs the host is half of what the launch costs. The guard
-    # fails for other looks, for subclasses and under dispatch modes: only then does anything else matter.
+    # The path of almost every call, written out: its host time is half of what the launch takes. The guard fails for
+    # other shapes, strides or dtypes, for subclasses and under dispatch modes.
     plan = _plans.latest
     if plan is not None and plan.options == (
         layout, backend, overlap, v is None, v_cache is None, k_scale is None, v_scale is None,
@@ -252,12 +222,10 @@ def store_kv(
             if plan.address_bits == (at[0] | at[1] | at[3] | at[4]) & 15:
                 plan.launch(*at)
                 return
-    tensors = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    arguments: tuple[Any, ...] = tensors
-    for name, argument in zip(NAMES, arguments, strict=True):
+    tensors = Tensors(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    for name, argument in zip(Tensors._fields, tensors, strict=True):
         if not (isinstance(argument, torch.Tensor) or (argument is None and name in OPTIONAL)):
             raise TypeError(f"{name}: expected a tensor, got {type(argument).__name__}")
-    if traced() or any(t is not None and type(t) is not torch.Tensor for t in tensors):
-        torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout, backend, overlap)
-    else:
-        _store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout, backend, overlap)
+    subclass = any(x is not None and type(x) is not torch.Tensor for x in tensors)
+    store = torch.ops.kvstrata.store_kv if subclass or traced() else _store
+    store(*tensors, layout, backend, overlap)

@@ -1,8 +1,10 @@
-"""``store_kv`` in plain torch: what the kernels are compared with, and the CPU path."""
+"""``store_kv`` in plain torch: the CPU path, and the reference of the kernels' tests."""
 
 from __future__ import annotations
 
 import torch
+
+from .job import Tensors
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first
 
@@ -18,23 +20,16 @@ def to_fp8(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> t
 
 
 def _as_integers(x: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as the widest integers that their rows divide into: a copy of bits, and of few elements."""
+    """View both as the widest integers that their rows divide into: copies bits, and fewer elements."""
     size = x.element_size()
-    steps = [x.shape[-1], *x.stride()[:-1], x.storage_offset(), *cache.stride()[:-1], cache.storage_offset()]
-    integer = next(i for i in INTEGERS if i.itemsize <= size or all(n * size % i.itemsize == 0 for n in steps))
+    offsets = [x.shape[-1], *x.stride()[:-1], x.storage_offset(), *cache.stride()[:-1], cache.storage_offset()]
+    integer = next(i for i in INTEGERS if i.itemsize <= size or all(n * size % i.itemsize == 0 for n in offsets))
     return x.view(integer), cache.view(integer)
 
 
-def store_kv(
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    layout: str,
-) -> None:
+def store_kv(tensors: Tensors, layout: str) -> None:
+    """Store the rows of a checked call."""
+    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = tensors
     sides = [(k, k_cache, k_scale)]
     if v is not None and v_cache is not None:
         sides.append((v, v_cache, v_scale))

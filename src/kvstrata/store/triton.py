@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .job import Rows, Task
+from .job import Rows, Task, Tensors
 
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
@@ -96,18 +96,9 @@ def _strides(rows: Rows) -> tuple[int, ...]:
     return rows.source_token, rows.source_head, rows.cache_block, rows.cache_row, rows.cache_head
 
 
-def store_kv(
-    task: Task,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    config: Config | None = None,
-) -> None:
-    """Launch for a checked task; one program per token and ``block`` elements of its row."""
+def store_kv(task: Task, tensors: Tensors, config: Config | None = None) -> None:
+    """Launch a checked task; one program per token and ``block`` elements of its row."""
+    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = tensors
     config = config or Config()
     task = task.merged()
     as_integer = INTEGER[task.cache_dtype.itemsize]

@@ -19,7 +19,7 @@ from kvstrata import jit
 from kvstrata.backends import missing
 from kvstrata.store import cuda as store_cuda
 from kvstrata.store import op, reference
-from kvstrata.store.job import check
+from kvstrata.store.job import Tensors, check
 from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, sets_for
 from kvstrata.tools.bench.clock import Call
 
@@ -77,12 +77,12 @@ class Inputs:
         self.page, self.row = long // PAGE, long % PAGE
 
     @property
-    def tensors(self) -> op.Tensors:
+    def tensors(self) -> Tensors:
         """As ``store_kv`` and its plans take them."""
         k, k_cache, k_scale = self.rows[0], self.caches[0], self.scales[0]
         if not self.kind.has_v:
-            return k, None, k_cache, None, self.slot_mapping, k_scale, None
-        return k, self.rows[1], k_cache, self.caches[1], self.slot_mapping, k_scale, self.scales[1]
+            return Tensors(k, None, k_cache, None, self.slot_mapping, k_scale, None)
+        return Tensors(k, self.rows[1], k_cache, self.caches[1], self.slot_mapping, k_scale, self.scales[1])
 
     def store(self, backend: str) -> None:
         k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = self.tensors
@@ -192,7 +192,7 @@ def _note(inputs: Sequence[Inputs]) -> Call:
 def _bare(inputs: Sequence[Inputs]) -> Call:
     """The kernel that ``auto`` picks, planned: pointers written, one driver call, nothing checked."""
     one = inputs[0]
-    launch = store_cuda.plan(check(*one.tensors, one.kind.layout), one.slot_mapping, 0, "cuda", False)
+    launch = store_cuda.plan(check(one.tensors, one.kind.layout), one.slot_mapping, 0, "cuda", False)
     addresses = [op._addresses(each.tensors) for each in inputs]
     device = one.slot_mapping.get_device()
 

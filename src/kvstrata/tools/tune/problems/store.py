@@ -11,7 +11,7 @@ from kvstrata import jit
 from kvstrata.jit.tuned import Choice
 from kvstrata.store import cuda as store_cuda
 from kvstrata.store import op, reference, space
-from kvstrata.store.job import Task, check
+from kvstrata.store.job import Task, Tensors, check
 from kvstrata.tools.bench.case import sets_for
 from kvstrata.tools.bench.cases.store import KINDS, PAGE, Inputs, Kind
 from kvstrata.tools.bench.clock import Call
@@ -41,7 +41,8 @@ def task_of(kind: Kind, tokens: int) -> Task:
     rows, cache = empty(tokens, kind.heads, kind.dim, dtype=kind.source), empty(shape, dtype=kind.cache)
     scale = empty(kind.heads) if kind.source != kind.cache else None
     v = (rows, cache, scale) if kind.has_v else (None, None, None)
-    return check(rows, v[0], cache, v[1], empty(tokens, dtype=torch.int32), scale, v[2], kind.layout)
+    tensors = Tensors(rows, v[0], cache, v[1], empty(tokens, dtype=torch.int32), scale, v[2])
+    return check(tensors, kind.layout)
 
 
 def _cuda(kind: Kind, tokens: int, arch: str, device: torch.device) -> Problem:
@@ -74,7 +75,7 @@ def _inputs(kind: Kind, tokens: int, sets: int, device: torch.device) -> tuple[l
 def _build_cuda(kind: Kind, tokens: int, sets: int, device: torch.device) -> Ready:
     inputs, checks = _inputs(kind, tokens, sets, device)
     one, index = inputs[0], inputs[0].slot_mapping.get_device()
-    task = check(*one.tensors, kind.layout)
+    task = check(one.tensors, kind.layout)
     addresses = [op._addresses(each.tensors) for each in inputs]
 
     def call(choice: Choice) -> Call:
@@ -106,14 +107,14 @@ def _build_reference(kind: Kind, tokens: int, device: torch.device) -> Ready:
     inputs, checks = _inputs(kind, tokens, 1, device)
 
     def call(choice: Choice) -> Call:
-        k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = inputs[0].tensors
-        parts = range(0, tokens, choice["chunk"])
+        tensors, size = inputs[0].tensors, choice["chunk"]
+        k, v = tensors.k, tensors.v
 
         def run(i: int) -> None:
-            for at in parts:
-                some = slice(at, at + choice["chunk"])
-                rows = (k[some], None if v is None else v[some])
-                reference.store_kv(*rows, k_cache, v_cache, slot_mapping[some], k_scale, v_scale, kind.layout)
+            for part in (slice(first, first + size) for first in range(0, tokens, size)):
+                slots = tensors.slot_mapping[part]
+                rows = tensors._replace(k=k[part], v=None if v is None else v[part], slot_mapping=slots)
+                reference.store_kv(rows, kind.layout)
 
         return run
 
