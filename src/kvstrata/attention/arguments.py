@@ -29,6 +29,6 @@ def check_sinks(sinks: torch.Tensor | None, heads: int, device: torch.device) ->
         raise ValueError(f"sinks: expected a tensor on {device}, where q is, got {sinks.device}")
 
 
-def kernel_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
+def kernel_sinks(sinks: torch.Tensor) -> torch.Tensor:
     """Sinks as kernels take them: float32, contiguous, detached."""
-    return None if sinks is None else sinks.detach().float().contiguous()
+    return sinks.detach().float().contiguous()

@@ -1,4 +1,4 @@
-"""Result of an attention op that was asked for more than its output."""
+"""Result of an attention op that returns more than its output."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ import torch
 
 
 class AttentionOutput(NamedTuple):
-    """Attention output with its optional extras, None where not asked for.
+    """Attention output with its optional extras; those not requested are None.
+
+    out: q's shape and dtype.
+    lse: float32 ``[batch, seq, heads]`` (ragged: ``[tokens, heads]``), natural log-sum-exp of the scores.
+    mass: float32 ``[batch, KV heads, longest length]``, attention weight per position; `decode_attention` only.
+
+    A named tuple of the tensors that the op allocated; making and reading it is safe under CUDA-graph capture, where
+    a replay overwrites them. It raises nothing.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 100, 8, 64)
-        >>> made = kvstrata.prefill_attention(q, k, v, return_lse=True)
-        >>> made.out.shape, made.lse.shape, made.mass
+        >>> result = kvstrata.prefill_attention(q, k, v, return_lse=True)
+        >>> result.out.shape, result.lse.shape, result.mass
         (torch.Size([1, 100, 8, 64]), torch.Size([1, 100, 8]), None)
     """
 
-    out: torch.Tensor  # q's shape and dtype
-    lse: torch.Tensor | None = None  # float32 [batch, seq, heads], ragged [tokens, heads]
-    mass: torch.Tensor | None = None  # float32 [batch, KV heads, longest length], by position
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    mass: torch.Tensor | None = None

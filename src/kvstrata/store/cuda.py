@@ -1,7 +1,7 @@
 """``store_kv`` in CUDA C++: from a checked task to one launch of a kernel in ``store.cu``.
 
-What depends on the shape becomes template parameters, so the kernel divides by constants only; what depends on the
-call (pointers) is written into the launch's parameter struct.
+Shapes become template parameters, so the kernel divides by constants only; pointers are written into the launch's
+parameter struct on every call.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ POINTERS = struct.Struct("7Q")
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel of ``store.cu`` is cut.
+    """Launch shape of a kernel of ``store.cu``.
 
-    ``direct`` and ``staged``: threads a block, units a thread, bytes of a unit in the cache at most. ``bulk``: rows a
-    block, one thread each.
+    ``direct`` and ``staged``: threads per block, units per thread, maximum bytes of a unit in the cache. ``bulk``: rows
+    per block, one thread each.
     """
 
     kernel: str = "direct"
@@ -52,7 +52,7 @@ class Config:
 
     @classmethod
     def of(cls, choice: tuned.Choice) -> Config:
-        """From the parameters of `space.py`."""
+        """Config of a choice from `space.py`."""
         return cls("bulk", threads=32, per=choice["rows"]) if choice["kernel"] == "bulk" else cls(**choice)
 
 
@@ -68,15 +68,15 @@ class Shape:
 
 
 def alignment(*values: int) -> int:
-    """The largest power of two, at most 16, that divides all values."""
-    together = 16
+    """Largest power of two, at most 16, that divides all values."""
+    bits = 16
     for value in values:
-        together |= value
-    return together & -together
+        bits |= value
+    return bits & -bits
 
 
 def shape_of(task: Task, address_bits: int) -> Shape:
-    """Cut the merged task into units as wide as addresses, strides and row lengths allow."""
+    """Split the merged task into units as wide as addresses, strides and row lengths allow."""
     task = task.merged()
     source, cache = task.source_dtype.itemsize, task.cache_dtype.itemsize
     elements = min(16 // cache, 32 // source)  # two loads at most, one store
@@ -98,7 +98,7 @@ def _shape(task: Task, elements: int) -> Shape:
 
 
 def cut(shape: Shape, config: Config) -> Shape:
-    """The shape in the units of a configuration: those of ``bulk`` are pieces of rows, others may be made narrower."""
+    """Shape in the units of a config: pieces of rows for ``bulk``, otherwise units of at most ``config.unit`` bytes."""
     if config.kernel == "bulk":
         return replace(shape, task=in_chunks(shape.task))
     elements = min(shape.elements, config.unit // shape.task.cache_dtype.itemsize)
@@ -106,7 +106,7 @@ def cut(shape: Shape, config: Config) -> Shape:
 
 
 def op_of(shape: Shape) -> str:
-    """What happens to a unit on its way."""
+    """Template argument for moving one unit: a copy, or a rounding to fp8."""
     task = shape.task
     if task.rounds:
         return f"Round<{CXX[task.source_dtype]}, {CXX[task.cache_dtype]}, {shape.elements}>"
@@ -114,21 +114,21 @@ def op_of(shape: Shape) -> str:
 
 
 def features(shape: Shape) -> dict[str, int | str]:
-    """What a tuned table knows a task by: tokens, heads apart, bytes of an unbroken row; sides and units."""
+    """Key of a task in a tuned table: tokens, separate heads, bytes of a contiguous row; sides and units."""
     task = shape.task
     sizes = {"tokens": task.tokens, "heads": task.k.heads, "row": _longest(task)}
     return {**sizes, "sides": "kv" if task.v else "k", "unit": op_of(shape)}
 
 
 def tuned_config(shape: Shape, device: torch.device) -> Config | None:
-    """The cut that a tuned table has for this GPU and shape, if it has one that the kernel can run."""
+    """Config that a tuned table has for this GPU and shape, or None; also None if the kernel cannot run it."""
     choice = tuned.lookup("store", torch.cuda.get_device_name(device), features(shape))
     config = Config.of(choice) if choice else None
     return config if config and takes(shape, config) else None
 
 
 def entry_of(shape: Shape, slot_dtype: torch.dtype, config: Config) -> str:
-    """The template instantiation for a shape."""
+    """Template instantiation for a shape."""
     task = shape.task
     slot, per_head = CXX[slot_dtype], str(task.scale_per_head).lower()
     if config.kernel == "bulk":
@@ -146,21 +146,21 @@ def _sides(task: Task) -> list[Rows]:
 
 
 def _longest(task: Task) -> int:
-    """Bytes of the longest unbroken row in the cache."""
+    """Bytes of the longest contiguous row in the cache."""
     return max(rows.dim for rows in _sides(task)) * task.cache_dtype.itemsize
 
 
-# Where the kernels change places, measured on an H200: `docs/perf-log.md`.
+# Crossover points of the kernels, measured on an H200: `docs/perf-log.md`.
 SMALL = 10 << 20  # bytes stored; below it wide blocks start soonest
 BULK_FROM = 24 << 20  # bytes stored; below it the direct kernel starts sooner
-BULK_FROM_LATENT = 9 << 20  # the same without V, where a thread of the direct kernel has half as much under way
-BULK_ROW = 1024  # bytes of an unbroken row; below it bulk copies are too many
-BULK_STAGE = 4096  # bytes under way in a block
+BULK_FROM_LATENT = 9 << 20  # without V, where a thread of the direct kernel has half as many bytes in flight
+BULK_ROW = 1024  # bytes of a contiguous row; below it there are too many bulk copies
+BULK_STAGE = 4096  # bytes in flight per block
 BULK_CHUNK = 2048  # the longest single copy
 
 
 def config_of(backend: str, shape: Shape, arch: str) -> Config:
-    """The cut that a backend's name stands for; ``cuda`` takes the faster of direct and bulk copies."""
+    """Default config of a backend; ``cuda`` takes the faster of direct and bulk copies."""
     longest = _longest(shape.task)
     stored = shape.task.tokens * shape.task.k.heads * longest * len(_sides(shape.task))
     bulk = Config("bulk", threads=32, per=max(1, min(32, BULK_STAGE // _longest(in_chunks(shape.task)))))
@@ -177,7 +177,7 @@ def config_of(backend: str, shape: Shape, arch: str) -> Config:
 
 
 def in_chunks(task: Task) -> Task:
-    """Unbroken rows that are longer than one bulk copy should be, cut into equal pieces that count as heads."""
+    """Task with rows longer than `BULK_CHUNK` split into equal pieces, which count as heads."""
     sides = _sides(task)
     size = task.cache_dtype.itemsize
     fewest = -(-_longest(task) // BULK_CHUNK)
@@ -195,7 +195,7 @@ def in_chunks(task: Task) -> Task:
 
 
 def takes(shape: Shape, config: Config) -> bool:
-    """Whether a kernel can move these rows: staged needs units of 4 bytes, bulk needs 16 and equal dtypes."""
+    """True if a kernel can move these rows: staged needs units of 4 bytes, bulk needs 16 and equal dtypes."""
     task, unit = shape.task, shape.elements * shape.task.source_dtype.itemsize
     if config.unit < task.cache_dtype.itemsize:
         return False
@@ -230,7 +230,7 @@ def plan(
     overlap: bool,
     config: Config | None = None,
 ) -> jit.Launch:
-    """Everything of a launch but the pointers."""
+    """Launch of a task, complete but for the pointers."""
     shape = shape_of(task, address_bits)
     arch = jit.arch_of(slot_mapping.device)
     if config is None:

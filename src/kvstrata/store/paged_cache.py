@@ -13,17 +13,23 @@ LAYOUTS = ("NHD", "HND")
 
 @dataclass(frozen=True, eq=False)
 class PagedCache:
-    """K and V of one layer in an engine's blocks, listed by a block table; views, nothing is copied.
+    """K and V of one layer in an engine's blocks, listed by a block table; holds views, copies nothing.
 
     Args:
         k, v: ``[num_blocks, block_size, kv_heads, head_dim]`` (``layout="NHD"``) or ``[num_blocks, kv_heads,
-            block_size, head_dim]`` (``"HND"``), also strided, with an inner stride of 1.
+            block_size, head_dim]`` (``"HND"``); float32, float16, bfloat16 or float8; any strides, the last one 1.
         block_table: int32 ``[requests, max_blocks]``. Token i of a request is row ``i % block_size`` of block
             ``block_table[request, i // block_size]``; entries past the length may hold anything.
-        seq_lens: int32 ``[requests]``, tokens of each.
-        k_scale, v_scale: for fp8: float32, one value or ``[kv_heads]``; what is read is the stored value times it.
+        seq_lens: int32 ``[requests]``, number of tokens of each.
+        k_scale, v_scale: for fp8: float32, one value or ``[kv_heads]``; multiplied with the stored values on reading.
+        layout: ``NHD`` or ``HND``.
 
-    Raises ValueError or TypeError, naming the argument. Blocks and lengths are not checked against their bounds.
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, stride, value, device or dtype; the error names it. Block
+            numbers and lengths are not checked against their bounds, which would read them back from the device.
+
+    Never mutates its tensors; ops read what they hold at the time of the call. Safe under CUDA-graph capture: write the
+    block table and lengths of the next step into the same tensors before a replay.
 
     Example:
         >>> k, v = torch.randn(2, 4, 16, 8, 64)  # 4 blocks of 16 slots, 8 KV heads
@@ -103,7 +109,7 @@ class PagedCache:
 
     @property
     def max_length(self) -> int:
-        """The tokens that a row of the block table has room for."""
+        """Capacity of a row of the block table, in tokens."""
         return self.block_table.shape[1] * self.block_size
 
     @property

@@ -1,7 +1,7 @@
-"""What can be set in ``store.cu``, for `kvstrata tune`: the way to move a unit, and how the units are cut.
+"""Search space of ``store.cu`` for `kvstrata tune`: which kernel moves the units, and its launch shape.
 
-``threads`` a block, units a thread (``per``) and bytes of a unit (``unit``) for direct and staged copies; rows a block
-(``rows``) for bulk copies.
+``threads`` per block, units per thread (``per``) and bytes of a unit (``unit``) for direct and staged copies; rows per
+block (``rows``) for bulk copies.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WHEN: dict[str, tuple[str, tuple[int | str, ...]]] = {
 
 
 def choice_of(config: Config) -> Choice:
-    """What `Config.of` makes it from."""
+    """Inverse of `Config.of`."""
     if config.kernel == "bulk":
         return {"kernel": "bulk", "rows": config.per}
     return {"kernel": config.kernel, "threads": config.threads, "per": config.per, "unit": config.unit}
 
 
 def invalid(shape: Shape, config: Config, arch: str) -> str | None:
-    """Why these rows cannot be moved that way, or None."""
+    """Why a config cannot move these rows, or None."""
     if config.kernel == "bulk" and int(arch.removeprefix("sm_")) < 90:
         return f"bulk copies need sm_90, got {arch}"
     widest = shape.elements * shape.task.cache_dtype.itemsize
@@ -47,5 +47,5 @@ def invalid(shape: Shape, config: Config, arch: str) -> str | None:
 
 
 def entry(shape: Shape, slot_dtype: torch.dtype, config: Config) -> str:
-    """The template instantiation that would be launched."""
+    """Template instantiation that a config launches."""
     return entry_of(cut(shape, config), slot_dtype, config)

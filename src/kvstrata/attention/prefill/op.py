@@ -179,13 +179,16 @@ def run(job: PrefillJob, backend: str) -> Result:
     return _module(backend).run(job)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, known: bool = False) -> Result:
-    """Check a call, unless it is ``known`` to look like a checked one, and run it."""
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...], known: bool = False) -> Result:
+    """Check a call, unless it is ``known`` to look like a checked one, and run it.
+
+    ``options``: the fields of `Options`, as a plain tuple, which a repeated call makes faster.
+    """
     causal, scale, cu_q, cu_k, max_q, max_k, sliding_window, softcap, sinks, return_lse, backend = options
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     if not known:
-        _check_once(q, k, v, options)
+        _check_once(q, k, v, Options(*options))
     if cu_q is not None and cu_k is not None:
         longest = _longest(max_q, cu_q), _longest(max_k, cu_k)
     else:
@@ -193,7 +196,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
     if q.requires_grad or k.requires_grad or v.requires_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    sinks = kernel_sinks(sinks)
+    if sinks is not None:
+        sinks = kernel_sinks(sinks)
     job = PrefillJob(
         q, k, v, cu_q, cu_k, *longest, bool(causal), scale, sliding_window, softcap, sinks, return_lse
     )  # fmt: skip
@@ -291,7 +295,7 @@ def prefill_attention(
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         q, k, v = q.detach(), k.detach(), v.detach()
         sinks = sinks.detach() if isinstance(sinks, torch.Tensor) else sinks
-    options = Options(
+    options = (
         causal, scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sliding_window, softcap, sinks,
         return_lse, backend,
     )  # fmt: skip

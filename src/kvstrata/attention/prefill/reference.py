@@ -1,5 +1,7 @@
-"""``prefill_attention`` in torch: float32, sequence by sequence, a block of queries at a time. The CPU path and the
-truth that kernels are tested with."""
+"""``prefill_attention`` in torch: float32, sequence by sequence, a block of queries at a time.
+
+The CPU path, and the reference of the kernels' tests.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import torch
 
 from .job import PrefillJob, Result
 
-SCORES = 1 << 25  # float32 at a time
+SCORES = 1 << 25  # elements of the score matrix held at once, float32
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, first: int, job: PrefillJob
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``q [Hq, m, D]`` at positions ``own [m]`` over ``k, v [Hkv, n, D]`` from position ``first`` on, float32."""
+    """Attention of ``q [Hq, m, D]`` at positions ``own [m]`` over ``k, v [Hkv, n, D]`` at ``first ..``, float32."""
     (heads, m, dim), (kv_heads, n) = q.shape, k.shape[:2]
     rows = heads // kv_heads * m
     scores = torch.bmm(q.reshape(kv_heads, rows, dim), k.transpose(1, 2)).mul_(job.scale).view(heads, m, n)
@@ -28,7 +30,7 @@ def _attend(
         if job.sliding_window is not None:
             hidden |= position <= own.unsqueeze(1) - job.sliding_window
         scores.masked_fill_(hidden, -torch.inf)
-    # A sink is one more score; without one, a score of -inf, so that there always is a largest.
+    # A sink is one more score; without one it is -inf, so that a maximum exists even without keys.
     if job.sinks is None:
         sink = torch.full((heads, 1, 1), -torch.inf, dtype=torch.float32, device=q.device)
     else:
@@ -42,7 +44,7 @@ def _attend(
 
 
 def _sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: PrefillJob) -> tuple[torch.Tensor, torch.Tensor]:
-    """``q [Hq, Sq, D]`` over ``k, v [Hkv, Sk, D]``: float32 out and lse."""
+    """Attention of ``q [Hq, Sq, D]`` over ``k, v [Hkv, Sk, D]``: float32 out and lse."""
     heads, queries, _ = q.shape
     keys = k.shape[1]
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -64,7 +66,7 @@ def _sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: PrefillJob
 
 
 def run(job: PrefillJob) -> Result:
-    """out, lse or None."""
+    """Run a checked job."""
     out, lse = job.outputs()
     rows: Sequence[int | slice] = range(job.sequences)
     keys = rows

@@ -1,7 +1,7 @@
 """``prefill_attention_cached``: a chunk of new tokens of each request over everything its cache holds.
 
-As `decode_attention`, but for hundreds of queries at once: K and V of the new tokens are in the cache, in whatever tier
-each token is. Tiers and pages are brought to rows of the model's space a chunk of tokens at a time, never as a whole.
+Like `decode_attention`, for hundreds of queries at once: K and V of the new tokens are in the cache, in any tier. Pages
+of all tiers are unpacked to rows a chunk of tokens at a time, never the cache as a whole.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kvstrata.attention.arguments import check_positive, check_sinks, check_sliding_window, kernel_sinks
-from kvstrata.attention.decode import op
+from kvstrata.attention.arguments import DTYPES, check_positive, check_sinks, check_sliding_window, kernel_sinks
+from kvstrata.attention.decode import op, reference
 from kvstrata.attention.decode.job import Job
 from kvstrata.attention.output import AttentionOutput
 from kvstrata.attention.prefill.job import Result
+from kvstrata.backends import missing
+from kvstrata.cache.storage.views import BucketedCacheLayer
 from kvstrata.cache.tiered_cache import TieredCache
 from kvstrata.checks import whole_numbers
 from kvstrata.store.paged_cache import PagedCache
@@ -25,7 +27,7 @@ BACKENDS = ("auto", "reference", "triton")
 
 
 def _new_tokens(q: torch.Tensor, lengths: Sequence[int] | None, rows: int, heads: int, dim: int) -> list[int]:
-    """New tokens of each request, from the shape of q or as given."""
+    """Number of new tokens of each request, from the shape of q or as given."""
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
     if q.dim() not in (3, 4) or q.shape[-1] != dim or q.shape[-2] == 0 or q.shape[-2] % heads:
@@ -49,47 +51,28 @@ def _new_tokens(q: torch.Tensor, lengths: Sequence[int] | None, rows: int, heads
     return new
 
 
-def _job(
-    q: torch.Tensor,
-    cache: TieredCache | PagedCache,
-    layer: int,
-    lengths: Sequence[int] | None,
-    requests: Sequence[int] | None,
-    scale: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    return_lse: bool,
-) -> CachedJob:
-    if not isinstance(cache, (TieredCache, PagedCache)):
-        raise TypeError(f"cache: expected a TieredCache or a PagedCache, got {type(cache).__name__}")
-    rows = op._requests(cache, requests)
-    new = _new_tokens(q, lengths, len(rows), cache.kv_heads, cache.head_dim)
-    dtypes: tuple[torch.dtype, ...]
+def _check_query(q: torch.Tensor, cache: TieredCache | PagedCache) -> None:
+    """Check dtype and device of q."""
     if isinstance(cache, TieredCache):
-        dtypes = (cache.dtype,)
+        dtypes: tuple[torch.dtype, ...] = (cache.dtype,)
     else:
-        dtypes = op.DTYPES if cache.fp8 else (cache.k.dtype,)
+        dtypes = DTYPES if cache.fp8 else (cache.k.dtype,)
     if q.dtype not in dtypes:
         raise TypeError(f"q: expected {' or '.join(map(str, dtypes))} for this cache, got {q.dtype}")
     if q.device != cache.device:
         raise ValueError(f"q: expected a tensor on {cache.device}, where the cache is, got {q.device}")
-    check_positive("scale", scale)
-    check_positive("softcap", softcap)
-    check_sliding_window(sliding_window)
-    check_sinks(sinks, q.shape[-2], q.device)
+
+
+Source = tuple[BucketedCacheLayer | None, PagedCache | None, int]
+
+
+def _source(cache: TieredCache | PagedCache, layer: int, requests: list[int]) -> Source:
+    """Buckets of a layer or the paged cache, and the longest length."""
     if isinstance(cache, TieredCache):
-        buckets, paged = cache.bucket_views(layer), None
-        max_length = op.longest(cache, layer, rows)
-    else:
-        if layer != 0:
-            raise ValueError(f"layer: expected 0, a PagedCache is one layer, got {layer!r}")
-        buckets, paged, max_length = None, cache, cache.max_length
-    scale = cache.head_dim**-0.5 if scale is None else float(scale)
-    softcap = None if softcap is None else float(softcap)
-    flat = q.detach().flatten(0, 1) if q.dim() == 4 else q.detach()
-    options = (cache.kv_heads, max_length, scale, sliding_window, softcap, kernel_sinks(sinks), return_lse)
-    return CachedJob(flat, new, buckets, paged, rows, *options)
+        return cache.bucket_views(layer), None, op.longest(cache, layer, requests)
+    if layer != 0:
+        raise ValueError(f"layer: expected 0, a PagedCache is one layer, got {layer!r}")
+    return None, cache, cache.max_length
 
 
 def prefill_attention_cached(
@@ -109,22 +92,30 @@ def prefill_attention_cached(
     """Causal attention of the newest tokens of each request, many or few, over all tokens its cache holds.
 
     Args:
-        q: ``[B, new, Hq, D]``, or ``[T, Hq, D]`` with ``lengths`` where requests have different numbers of new tokens;
-            the cache's dtype (any of float32, float16, bfloat16 over fp8 pages), an inner stride of 1.
-        cache: a `TieredCache` or a `PagedCache`. K and V of the new tokens are in it already. Not mutated.
-        layer: of the cache; 0 for a PagedCache.
-        lengths: new tokens of each request, zeros allowed, end to end in q.
-        requests: which requests the rows of q (or the lengths) are; None is all in use, ascending.
+        q: ``[B, new, Hq, D]``, or ``[T, Hq, D]`` with ``lengths`` if requests have different numbers of new tokens; the
+            cache's dtype (any of float32, float16, bfloat16 over fp8 pages); any strides, the last one 1.
+        cache: a `TieredCache` or a `PagedCache`, which already holds K and V of the new tokens.
+        layer: layer of the cache; 0 for a PagedCache.
+        lengths: number of new tokens of each request, zeros allowed; they are concatenated in q.
+        requests: request of each row of q (or of each length); None is all in use, ascending.
         scale, sliding_window, softcap, sinks: as in `decode_attention`.
-        return_lse: also float32 ``[B, new, Hq]`` (with ``lengths``: ``[T, Hq]``), the natural log-sum-exp.
+        return_lse: also return the natural log-sum-exp of the scores, sinks included.
         backend: ``auto``, ``reference`` or ``triton``.
 
-    Query i of n new ones stands at position ``length - n + i`` and sees no later one. Beside the result, a chunk of
-    tokens at a time is unpacked, never the cache as a whole.
+    Query i of n new ones is at position ``length - n + i`` and sees no later token. Besides the result, scratch for a
+    chunk of unpacked tokens is allocated, never for the cache as a whole.
 
-    Returns out in q's shape and dtype; with ``return_lse`` an `AttentionOutput`, whose mass is None.
+    Returns:
+        out in q's shape and dtype. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[B, new, Hq]`` (with
+        ``lengths``: ``[T, Hq]``) and no mass.
 
-    Raises ValueError, TypeError or RuntimeError (a backend that is not there), naming the argument.
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, stride, value, device or dtype; the error names it.
+        RuntimeError: the backend is not available.
+
+    Neither q nor the cache is mutated. Safe under CUDA-graph capture on the ``triton`` backend once a call of the same
+    shapes has run outside it; a replay reads the lengths and pages that the cache has then. The reference reads lengths
+    back to the host and cannot be captured.
 
     Example:
         >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, recent_tokens=64, page_tokens=16, dtype=torch.float32)
@@ -134,15 +125,36 @@ def prefill_attention_cached(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    job = _job(q, cache, layer, lengths, requests, scale, sliding_window, softcap, sinks, return_lse)
+    if not isinstance(cache, (TieredCache, PagedCache)):
+        raise TypeError(f"cache: expected a TieredCache or a PagedCache, got {type(cache).__name__}")
+    rows = op._requests(cache, requests)
+    new = _new_tokens(q, lengths, len(rows), cache.kv_heads, cache.head_dim)
+    _check_query(q, cache)
+    check_positive("scale", scale)
+    check_positive("softcap", softcap)
+    check_sliding_window(sliding_window)
+    check_sinks(sinks, q.shape[-2], q.device)
+    buckets, paged, max_length = _source(cache, layer, rows)
+    job = CachedJob(
+        q.detach().flatten(0, 1) if q.dim() == 4 else q.detach(),
+        new,
+        buckets,
+        paged,
+        rows,
+        cache.kv_heads,
+        max_length,
+        cache.head_dim**-0.5 if scale is None else float(scale),
+        sliding_window,
+        None if softcap is None else float(softcap),
+        None if sinks is None else kernel_sinks(sinks),
+        return_lse,
+    )
     out, lse = run(job, _choose(backend, job))
     out = out.view(q.shape)
     return out if lse is None else AttentionOutput(out, lse.view(q.shape[:-1]))
 
 
 def _choose(backend: str, job: CachedJob) -> str:
-    from kvstrata.backends import missing
-
     if backend == "auto":
         return "triton" if job.q.device.type == "cuda" and missing("triton", job.q.device) is None else "reference"
     if reason := missing(backend, job.q.device):
@@ -151,7 +163,7 @@ def _choose(backend: str, job: CachedJob) -> str:
 
 
 def run(job: CachedJob, backend: str) -> Result:
-    """A checked job on a backend that is there."""
+    """Run a checked job on an available backend."""
     if backend == "reference":
         return _reference(job)
     from . import triton as cached_triton
@@ -159,13 +171,11 @@ def run(job: CachedJob, backend: str) -> Result:
     return cached_triton.run(job)
 
 
-QUERIES = 128  # at a time in the reference
+QUERIES = 128  # per call of decode's reference
 
 
 def _reference(job: CachedJob) -> Result:
-    """Decode's reference, a block of queries after the other, each as if the request ended with it."""
-    from kvstrata.attention.decode import reference
-
+    """Decode's reference over blocks of queries, each as if the request ended with the block."""
     out = torch.empty(job.q.shape, dtype=job.q.dtype, device=job.q.device)
     lse = torch.empty(job.q.shape[:2], dtype=torch.float32, device=job.q.device) if job.return_lse else None
     source = job.paged.seq_lens if job.buckets is None else job.buckets.seq_lens  # type: ignore[union-attr]
@@ -177,12 +187,12 @@ def _reference(job: CachedJob) -> Result:
                 end = min(begin + QUERIES, new)
                 part = slice(first + begin, first + end)
                 options = (job.scale, job.sliding_window, job.softcap, job.sinks, job.return_lse, False)
-                few = Job(
+                block = Job(
                     job.q[part].unsqueeze(0), job.buckets, job.paged, [request], job.kv_heads, job.max_length, *options
                 )
-                found, sums, _ = reference.decode_at(few, [length - new + end])
-                out[part] = found[0]
-                if lse is not None and sums is not None:
-                    lse[part] = sums[0]
+                block_out, block_lse, _ = reference.decode_at(block, [length - new + end])
+                out[part] = block_out[0]
+                if lse is not None and block_lse is not None:
+                    lse[part] = block_lse[0]
             first += new
     return out, lse
