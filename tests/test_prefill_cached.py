@@ -306,3 +306,22 @@ BAD = {
 def test_bad_input(message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         prefill_attention_cached(**(dict(q=Q, cache=CACHE) | BAD[message]))
+
+
+@pytest.mark.gpu
+def test_captured_over_blocks() -> None:
+    """A replay reads the queries, lengths and blocks of that time."""
+    k, v = torch.randn(2, 8, 16, 2, 64, device=DEVICE).to(HALF)
+    table = torch.randperm(8, device=DEVICE).int().view(2, 4)
+    lengths = torch.tensor([64, 40], dtype=torch.int32, device=DEVICE)
+    cache, q = PagedCache(k, v, table, lengths), torch.randn(2, 20, 4, 64, device=DEVICE).to(HALF)
+    prefill_attention_cached(q, cache, backend="triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = prefill_attention_cached(q, cache, backend="triton")
+    q.normal_()
+    lengths.copy_(torch.tensor([30, 61], dtype=torch.int32))
+    table.copy_(table.flip(0))
+    graph.replay()
+    torch.testing.assert_close(out, prefill_attention_cached(q, cache, backend="triton"), rtol=0, atol=0)

@@ -14,8 +14,7 @@ class AttentionOutput(NamedTuple):
     lse: float32 ``[batch, seq, heads]`` (ragged: ``[tokens, heads]``), natural log-sum-exp of the scores.
     mass: float32 ``[batch, KV heads, longest length]``, attention weight per position; `decode_attention` only.
 
-    A named tuple of the tensors that the op allocated; making and reading it is safe under CUDA-graph capture, where
-    a replay overwrites them. It raises nothing.
+    A named tuple of tensors that the op allocated. Safe under CUDA-graph capture: a replay overwrites these tensors.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 100, 8, 64)

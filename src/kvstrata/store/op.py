@@ -125,8 +125,10 @@ def _addresses(tensors: Tensors | tuple[Any, ...]) -> tuple[int, ...]:
 def _store(*arguments: Any) -> None:
     """Operator ``kvstrata::store_kv``: find or make the plan of a call, and run it."""
     tensors, (layout, backend, overlap) = Tensors(*arguments[:7]), arguments[7:]
-    at = _addresses(tensors)
-    address_bits = (at[0] | at[1] | at[3] | at[4]) & 15  # of rows and caches: they limit the width of an access
+    addresses = _addresses(tensors)
+    address_bits = (
+        addresses[0] | addresses[1] | addresses[3] | addresses[4]
+    ) & 15  # of rows and caches: they limit the width of an access
     _plans.find(tensors, layout, backend, overlap, address_bits).run(tensors)
 
 
@@ -218,9 +220,9 @@ def store_kv(
         given = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         plain = v is not None and k_scale is v_scale is None
         if plan.guard(*given[:5]) if plain else plan.guard(*[t for t in given if t is not None]):
-            at = _addresses(given)
-            if plan.address_bits == (at[0] | at[1] | at[3] | at[4]) & 15:
-                plan.launch(*at)
+            addresses = _addresses(given)
+            if plan.address_bits == (addresses[0] | addresses[1] | addresses[3] | addresses[4]) & 15:
+                plan.launch(*addresses)
                 return
     tensors = Tensors(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     for name, argument in zip(Tensors._fields, tensors, strict=True):

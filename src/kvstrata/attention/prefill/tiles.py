@@ -81,7 +81,7 @@ FEW = {64: Tile(64, 64, 32, 8, 2, 2, 2)}  # for no more blocks than multiprocess
 
 
 def tile_of(head_dim: int, blocks: int, multiprocessors: int, tuned: Tile | None = None) -> Tile:
-    """Tile for ``blocks`` blocks of 64 queries; a tuned one goes first."""
+    """Tile for ``blocks`` blocks of 64 queries; a tuned one wins."""
     return tuned or (FEW if blocks <= multiprocessors else PORTABLE).get(head_dim, PORTABLE[head_dim])
 
 

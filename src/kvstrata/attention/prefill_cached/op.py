@@ -113,9 +113,9 @@ def prefill_attention_cached(
         ValueError, TypeError: an argument has a wrong shape, stride, value, device or dtype; the error names it.
         RuntimeError: the backend is not available.
 
-    Neither q nor the cache is mutated. Safe under CUDA-graph capture on the ``triton`` backend once a call of the same
-    shapes has run outside it; a replay reads the lengths and pages that the cache has then. The reference reads lengths
-    back to the host and cannot be captured.
+    Neither q nor the cache is mutated. Safe under CUDA-graph capture over a PagedCache on the ``triton`` backend, once
+    the same call has run outside it; a replay reads the lengths and blocks of that time. Do not capture it over a
+    TieredCache: a captured call is sized for a full cache and may need kernels that no earlier call has compiled.
 
     Example:
         >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, recent_tokens=64, page_tokens=16, dtype=torch.float32)

@@ -297,27 +297,27 @@ def _shapes(quick: bool) -> list[Shape]:
     rest = [(8, 16, 128, 64), (8, 16, 256, 64), (4, 16, 2048, 64), (1, 32, 8192, 64)]
     rest += [(8, 16, 128, 128), (8, 16, 256, 128), (4, 16, 512, 128), (4, 16, 1024, 128)]
     sizes = goals[:: 3 if quick else 1] + ([] if quick else rest)
-    found = [Shape(*size, causal) for size in sizes for causal in (False, True)]
-    return found if quick else [*found, Shape(1, 32, 4096, 128, True, kv_heads=8)]
+    shapes = [Shape(*size, causal) for size in sizes for causal in (False, True)]
+    return shapes if quick else [*shapes, Shape(1, 32, 4096, 128, True, kv_heads=8)]
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
     cuda = device.type == "cuda"
     shapes = _shapes(quick) if cuda else [Shape(1, 2, 128, 64, True)]
-    found = []
+    cases = []
     for shape in shapes:
         kind = "few-" * (shape.batch * shape.heads < 32) + shape.name.partition("-")[0]
         params = {"kind": kind + "-gqa" * (shape.kv_heads is not None), "D": shape.dim, "T": shape.length}
         sets = min(sets_for(shape.bytes, device), 2)
         make: Callable[[torch.device], Bench] = partial(build, shape, sets)
         sizes: dict[str, Any] = dict(flops=shape.flops, sets=sets, graph=cuda, seconds=SECONDS)
-        found.append(Case("prefill", shape.name, params, shape.bytes, make, **sizes))
+        cases.append(Case("prefill", shape.name, params, shape.bytes, make, **sizes))
     for shape in [Shape(*size, causal) for size in IDEAS for causal in (False, True)] if cuda else []:
         sets = min(sets_for(shape.bytes, device), 2)
         params = {"kind": "ideas", "causal": shape.causal, "D": shape.dim, "S": shape.length}
         make = partial(build_ideas, shape, sets)
         sizes = dict(flops=shape.flops, sets=sets, graph=True, seconds=SECONDS)
-        found.append(Case("prefill", f"ideas-{shape.name}", params, shape.bytes, make, **sizes))
+        cases.append(Case("prefill", f"ideas-{shape.name}", params, shape.bytes, make, **sizes))
     prefix, heads, kv_heads, dim = (PREFIX, 32, 8, 128) if cuda else (512, 2, 1, 64)
     pairs = NEW * prefix + NEW * (NEW + 1) // 2
     moved = kv_heads * (prefix * Format.parse("K4V4", dim).bytes_per_token + NEW * 4 * dim) + 4 * NEW * heads * dim
@@ -325,7 +325,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     name = f"tiers-K4V4-{prefix}+{NEW}"
     tiers = partial(build_tiers, prefix=prefix, heads=heads, kv_heads=kv_heads)
     # the plain tokens are among the earlier ones, the new ones among the quantised
-    found.append(
+    cases.append(
         Case("prefill", name, params, moved, tiers, flops=4 * heads * pairs * dim, graph=cuda, seconds=SECONDS)
     )
-    return found
+    return cases

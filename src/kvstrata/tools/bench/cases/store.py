@@ -274,7 +274,7 @@ def build_overlap(kind: Kind, tokens: int, sets: int, device: torch.device) -> B
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
     cuda = device.type == "cuda"
-    found = []
+    cases = []
     for kind in KINDS:
         main = kind is KINDS[0]
         counts: tuple[int, ...] = (1, 16, 256, 2048, 8192, 65536) if main else (256, 8192, 65536)
@@ -286,11 +286,11 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             for fresh in (False, True) if cuda and main and tokens <= 256 else (False,):
                 name = f"{kind.name}-{'fresh-' if fresh else ''}{tokens}"
                 params = {"rows": kind.name + ("-fresh" if fresh else ""), "T": tokens}
-                found.append(Case("store", name, params, moved, partial(build, kind, tokens, sets, fresh), sets=sets))
+                cases.append(Case("store", name, params, moved, partial(build, kind, tokens, sets, fresh), sets=sets))
     if cuda:
         kind, tokens = KINDS[0], 8192
         moved = tokens * kind.bytes_per_token + 32 * 4096 * 8 * kind.dim * 2 * 2
         params = {"rows": "overlap", "T": tokens}
         name = f"overlap-{tokens}"
-        found.append(Case("store", name, params, moved, partial(build_overlap, kind, tokens, 2), sets=2, graph=True))
-    return found
+        cases.append(Case("store", name, params, moved, partial(build_overlap, kind, tokens, 2), sets=2, graph=True))
+    return cases

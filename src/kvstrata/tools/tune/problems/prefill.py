@@ -39,8 +39,8 @@ def _tiles(shape: Shape, rows: int) -> int:
 def default_of(shape: Shape, arch: str, processors: int) -> Choice:
     """What the op takes by itself."""
     few = _tiles(shape, 128) <= processors
-    found = nearest(shape.dim, shape.length, shape.causal, few) if arch == "sm_90" else None
-    return choice_of(found or tile_of(shape.dim, _tiles(shape, 64), processors))
+    tile = nearest(shape.dim, shape.length, shape.causal, few) if arch == "sm_90" else None
+    return choice_of(tile or tile_of(shape.dim, _tiles(shape, 64), processors))
 
 
 def _gpu(shape: Shape, arch: str, device: torch.device) -> Problem:
@@ -90,10 +90,10 @@ def _build(shape: Shape, sets: int, device: torch.device) -> Ready:
     jobs = [_job(shape, device, seed) for seed in range(sets)]
 
     def call(choice: Choice) -> Call:
-        found = of_choice(choice, shape.dim)
-        if isinstance(found, Config):
-            return lambda i: prefill_triton.run(jobs[i], found)[0]
-        return lambda i: prefill_cuda.run(jobs[i], found)[0]
+        tile = of_choice(choice, shape.dim)
+        if isinstance(tile, Config):
+            return lambda i: prefill_triton.run(jobs[i], tile)[0]
+        return lambda i: prefill_cuda.run(jobs[i], tile)[0]
 
     return _checks(jobs, call, device)
 
@@ -117,8 +117,10 @@ def _build_reference(device: torch.device) -> Ready:
         parts = [slice(at, at + choice["heads"]) for at in range(0, TOY.heads, choice["heads"])]
 
         def run(i: int) -> torch.Tensor:
-            some = [job._replace(q=job.q[:, :, part], k=job.k[:, :, part], v=job.v[:, :, part]) for part in parts]
-            return torch.cat([prefill.run(one, "reference")[0] for one in some], 2)
+            parts_of_job = [
+                job._replace(q=job.q[:, :, part], k=job.k[:, :, part], v=job.v[:, :, part]) for part in parts
+            ]
+            return torch.cat([prefill.run(one, "reference")[0] for one in parts_of_job], 2)
 
         return run
 
