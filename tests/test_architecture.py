@@ -18,7 +18,6 @@ SHARED = {"jit", "backends", "call_cache", "checks"}
 CIRCLES = {
     "attention.prefill": 7,
     "attention.prefill_cached": 3,
-    "cache.move and cache.storage": 5,
     "hf": 4,
 }
 

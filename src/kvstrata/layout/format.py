@@ -13,6 +13,8 @@ from . import scales
 from .fragments import BITS, check_head_dim, check_page_tokens, code_bytes
 
 PLAIN_BITS = (16, 32)
+UNIT = 64  # bytes: pages begin at a multiple, and page handles count in it
+MAX_TIERS = 8  # formats in one cache
 
 
 @dataclass(frozen=True)

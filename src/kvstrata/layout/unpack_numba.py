@@ -78,6 +78,12 @@ def levels(lanes, bits, j, fragments, found):
 
 
 @compiled
+def scale_index(token, side):
+    """Index of the fp16 scale of K (``side`` 0) or V (1) of a token among those of its page; see layout/scales.py."""
+    return token // 16 * 32 + token % 8 * 4 + token % 16 // 8 + 2 * side
+
+
+@compiled
 def floats(words, halves, at, n, kind, bits, found):
     """``n`` numbers of a kind from byte ``at`` on, into ``found``, whose own bits are ``bits``."""
     if kind == FLOAT32:

@@ -7,6 +7,10 @@ from collections.abc import Iterable
 import triton
 import triton.language as tl
 
+from . import format
+
+UNIT: tl.constexpr = tl.constexpr(format.UNIT)
+
 
 @triton.jit
 def _word(code_ptr, word, lane, live, WORDS: tl.constexpr):
@@ -103,10 +107,22 @@ def whole_pages(dim: int, page_tokens: int, widths: Iterable[int]) -> bool:
 
 
 @triton.jit
+def page_address(pointers_ptr, handle, units):
+    """Addresses of pages by handle, as int64; handle 0 may always be looked up."""
+    handle = handle.to(tl.int64)
+    return tl.load(pointers_ptr + handle // units) + handle % units * UNIT
+
+
+@triton.jit
+def scale_index(token, SIDE: tl.constexpr):
+    """Index of the fp16 scale of K (SIDE 0) or V (1) of a token among those of its page; see layout/scales.py."""
+    return token // 16 * 32 + token % 8 * 4 + token % 16 // 8 + 2 * SIDE
+
+
+@triton.jit
 def load_scales(scale_ptr, token, live, SIDE: tl.constexpr):
     """float32 scales of K (SIDE 0) or V (1) of tokens of the page; 0 where not live, whatever is there."""
-    at = token // 16 * 32 + token % 8 * 4 + 2 * SIDE + token % 16 // 8
-    return tl.load(scale_ptr + at, mask=live, other=0.0).to(tl.float32)
+    return tl.load(scale_ptr + scale_index(token, SIDE), mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -15,17 +15,16 @@ import torch
 from kvstrata import jit
 from kvstrata.backends import BACKENDS, missing
 from kvstrata.layout import Format, fragments
+from kvstrata.layout.format import MAX_TIERS, UNIT
 
 from . import reference
 from .job import Job
 
 SOURCE = Path(__file__).with_name("quantize.cu")
-UNIT = 64  # bytes that a page handle counts in
 CXX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # struct Params: k, v, pool, pages, source of k and of v, heads, centre, centres; strides of heads and of tokens in
 # bytes; the number of pages; bits of K and V, offsets of V and scales in the tiers that codes come from.
-TIERS = 16
-PARAMS = struct.Struct(f"9Q2q3i{4 * TIERS}i4x")
+PARAMS = struct.Struct(f"9Q2q3i{4 * MAX_TIERS}i4x")
 # Warps of a round, of those that the GPU has room for, by head_dim up to: K and V then run beside each other, where the
 # machine code of both fits the instruction cache.
 ROUNDS = {64: 0.5, 128: 0.75, 256: 1.0}
@@ -212,7 +211,7 @@ def _cuda(job: Job) -> None:
         *addresses,
         *(x.stride(dim) * size for dim in (1, 0) for x in (k, v)),
         pages.shape[0],
-        *[0] * (4 * TIERS),
+        *[0] * (4 * MAX_TIERS),
     )
     with torch.cuda.device(device):
         jit.bind_context(device)

@@ -39,7 +39,7 @@ struct Params {
   i64 k_head, v_head;  // strides in bytes
   int k_token, v_token;
   int n;
-  Tier tiers[16];  // i64: of the pages that codes come from
+  Tier tiers[kMaxTiers];  // i64: of the pages that codes come from
 };
 
 // A tile of any rows: those to be cleaned, and codes. `rows`: null if none comes as codes.
@@ -108,7 +108,7 @@ template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate,
 struct Side {
   static constexpr bool kByAddress = sizeof(Index) == 8;
   static constexpr int kSteps = kDim / 16, kTiles = kTokens / 16;
-  static constexpr int kKBytes = code_bytes<kKBits, kSteps, kTiles>(), kVBytes = code_bytes<kVBits, kSteps, kTiles>();
+  static constexpr int kKBytes = code_bytes(kKBits, kSteps * kTiles), kVBytes = code_bytes(kVBits, kSteps * kTiles);
   const Params& p;
   int tile;
 
@@ -124,7 +124,7 @@ struct Side {
     const char* base = kIsV ? p.v + head * p.v_head : p.k + head * p.k_head;
     return base + (kByAddress ? static_cast<i64>(row) : static_cast<i64>(row) * (kIsV ? p.v_token : p.k_token));
   }
-  __device__ __forceinline__ unsigned char* address(Index page) const { return p.pool + static_cast<i64>(page) * 64; }
+  __device__ __forceinline__ unsigned char* address(Index page) const { return p.pool + static_cast<i64>(page) * kUnitBytes; }
 
   // `codes`: where those of the page go.
   template <class Source>

@@ -24,13 +24,12 @@ struct Coded {
       bits[i] = scale[i] = slot[i] = 0;
       codes[i] = nullptr;
       if (!is_coded(row)) continue;
-      const Tier& tier = tiers[row >> 56 & 63];
-      const char* page = reinterpret_cast<const char*>(row & ((1ll << 56) - 64));
-      slot[i] = static_cast<int>(row & 63);
+      const Tier& tier = tiers[coded_tier(row)];
+      const char* page = coded_page(row);
+      slot[i] = coded_slot(row);
       bits[i] = kIsV ? tier.v_bits : tier.k_bits;
       codes[i] = page + (kIsV ? tier.v_offset : 0);
-      scale[i] = reinterpret_cast<const unsigned short*>(page + tier.scale_offset)
-          [slot[i] / 16 * 32 + slot[i] % 8 * 4 + slot[i] % 16 / 8 + 2 * kIsV];
+      scale[i] = reinterpret_cast<const unsigned short*>(page + tier.scale_offset)[scale_index(slot[i], kIsV)];
     }
   }
 
@@ -54,7 +53,7 @@ struct Coded {
 #pragma unroll
       for (int q = 0; q < P::kPairs; q++) {
         const int word = P::word(slot[i] / 16 * kSteps + s, token) + q;
-        x[s][q] = mine ? *reinterpret_cast<const unsigned*>(codes[i] + P::template address<kWords>(word, lane)) : 0u;
+        x[s][q] = mine ? *reinterpret_cast<const unsigned*>(codes[i] + word_address<kWords>(word, lane)) : 0u;
       }
   }
 
@@ -62,8 +61,7 @@ struct Coded {
   // their way together.
   template <int kBits>
   __device__ __forceinline__ void put(Tile<kSteps>& f, float times) const {
-    constexpr int kJ = kSteps * (kTokens / 16), kLow = (kJ + 1) / 2, kHigh = (kJ + 3) / 4, kWidth = kBits == 3 ? 2 : kBits;
-    constexpr int kWords = kBits == 8 ? 2 * kJ : kBits == 4 ? kJ : kBits == 2 ? kLow : kLow + kHigh;
+    constexpr int kWords = words_per_lane(kBits, kSteps * (kTokens / 16)), kWidth = kBits == 3 ? 2 : kBits;
     using P = Plane<kDim, kTokens, kWidth, kIsV>;
     using Top = Plane<kDim, kTokens, 1, kIsV>;  // of 3 bits
     bool any = false;

@@ -250,12 +250,11 @@ __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure,
   constexpr float kFactor = rotation_factor<kSteps, kRotate>(), kGain = kFactor * gain_of<kBits, kIsV>() / 512.f;
   Codes<kBits, kSteps> codes;
   float step = fmaxf(step_of<kBits, 16 * kSteps>(measure), kSmallestStep / kFactor);
-  scales += tile * 64;  // (k[g], k[g + 8], v[g], v[g + 8]) for each row g
   if constexpr (kFine && !kIsV) {
     FitByProducts fit;
     encode<kBits, kSteps, kIsV>(f, step, codes, fit);
     const unsigned both = scale_of(kGain * fit.scale(0)) | scale_of(kGain * fit.scale(1)) << 16;
-    if (fit.writes()) *reinterpret_cast<unsigned*>(scales + (threadIdx.x & 28) * 2) = both;
+    if (fit.writes()) *reinterpret_cast<unsigned*>(scales + scale_row(tile, (threadIdx.x & 31) >> 2)) = both;
   } else {
     const int token = G::token();
     if (!kFine && kept >= 0) step = fmaxf(to_float(f16{static_cast<unsigned short>(kept)}), kSmallestStep) / kFactor;
@@ -272,8 +271,7 @@ __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure,
     }
     unsigned short scale = scale_of(kGain * fitted);
     if (!kFine && kept >= 0) scale = static_cast<unsigned short>(kept);
-    if (G::writes())
-      *reinterpret_cast<unsigned short*>(scales + token % 8 * 8 + (kIsV ? 4 : 0) + token / 8 * 2) = scale;
+    if (G::writes()) reinterpret_cast<unsigned short*>(scales)[scale_index(16 * tile + token, kIsV)] = scale;
   }
   codes.template flush<kTiles>(to, tile);
 }

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvstrata.layout import Format, fragments, hadamard
+from kvstrata.layout.unpack_triton import UNIT, scale_index
 
 from .job import Job
 from .reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
@@ -34,6 +35,7 @@ def _quantize_side(
     x_ptr, centre_ptr, hadamard_ptr, table_ptr, high_table_ptr, scratch_ptr, code_ptr, scale_ptr, row, stride_token,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
     GAIN: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, CODE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    SIDE: tl.constexpr,
 ):  # fmt: skip
     offs_d = tl.arange(0, WIDE)
     if ROTATE:
@@ -60,9 +62,7 @@ def _quantize_side(
     level = tl.where(offs_d[None, :] < DIM, floor + 0.5, 0.0)
     scale = tl.div_rn(tl.sum(x * level, axis=1), tl.sum(level * level, axis=1)) * GAIN
     offs_p = tl.arange(0, TOKENS)
-    # Rows of scales: (k[g], k[g + 8], v[g], v[g + 8]) for each of 8 rows g of a tile.
-    at_scale = offs_p // 16 * 32 + offs_p % 8 * 4 + offs_p % 16 // 8
-    tl.store(scale_ptr + at_scale, tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16))
+    tl.store(scale_ptr + scale_index(offs_p, SIDE), tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16))
 
     codes = (floor.to(tl.int32) + HALF).to(tl.uint8)
     tl.store(scratch_ptr + offs_p[:, None] * DIM + offs_d[None, :], codes, mask=offs_d[None, :] < DIM)
@@ -96,7 +96,7 @@ def quantize_kernel(
     page = tl.program_id(0)
     row = tl.load(source_ptr + page * TOKENS + tl.arange(0, TOKENS))
     head = tl.load(heads_ptr + page).to(tl.int64)
-    page_ptr = pool_ptr + tl.load(pages_ptr + page).to(tl.int64) * 64
+    page_ptr = pool_ptr + tl.load(pages_ptr + page).to(tl.int64) * UNIT
     scale_ptr = (page_ptr + K_BYTES + V_BYTES).to(tl.pointer_type(tl.float16))
     scratch_ptr += (page.to(tl.int64) * 2 + tl.program_id(1)) * (TOKENS * DIM)
     if tl.program_id(1) == 0:
@@ -105,12 +105,13 @@ def quantize_kernel(
         _quantize_side(
             k_ptr + head * k_stride_head, centre_ptr, hadamard_ptr, k_table_ptr, k_high_ptr, scratch_ptr, page_ptr,
             scale_ptr, row, k_stride_token, DIM, WIDE, TOKENS, K_BITS, K_STEP, K_GAIN, ROTATE, CENTRED, K_BYTES, BLOCK,
+            0,
         )  # fmt: skip
     else:
         _quantize_side(
             v_ptr + head * v_stride_head, centre_ptr, hadamard_ptr, v_table_ptr, v_high_ptr, scratch_ptr,
-            page_ptr + K_BYTES, scale_ptr + 2, row, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, V_GAIN, ROTATE,
-            False, V_BYTES, BLOCK,
+            page_ptr + K_BYTES, scale_ptr, row, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, V_GAIN, ROTATE,
+            False, V_BYTES, BLOCK, 1,
         )  # fmt: skip
 
 

@@ -29,9 +29,8 @@ from kvstrata.attention.prefill.configs import processors_of
 from kvstrata.attention.prefill.launch import launch
 from kvstrata.attention.prefill.op import Result
 from kvstrata.attention.prefill.triton import LN2, LOG2E, has_gluon
-from kvstrata.cache.storage.page_triton import page_address
 from kvstrata.layout.rotation import hadamard
-from kvstrata.layout.unpack_triton import load_levels, load_scales, page_levels, whole_pages, widen
+from kvstrata.layout.unpack_triton import load_levels, load_scales, page_address, page_levels, whole_pages, widen
 
 from .op import CachedJob
 

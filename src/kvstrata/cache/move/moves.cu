@@ -8,7 +8,7 @@
 // keeps how many of class c there were so far. A first pass over the targets makes the sums where each warp begins.
 #include "coded.cuh"
 
-constexpr int kWarps = 8, kTiers = 16, kHole = kTiers, kFiller = kTiers + 1, kClasses = kTiers + 2, kAhead = 4;
+constexpr int kWarps = 8, kHole = kMaxTiers, kFiller = kMaxTiers + 1, kClasses = kMaxTiers + 2, kAhead = 4;
 
 struct Tier {
   int position_offset, importance_offset;
@@ -40,7 +40,7 @@ struct Params {
   int2* sides;   // [whole pages, page_tokens] position and importance
   i64 n, k_row, v_row;  // strides in bytes
   int groups, heads, tiers, page_tokens, max_pages, units, row_bytes, v_offset;
-  Tier tier_of[kTiers];
+  Tier tier_of[kMaxTiers];
 };
 
 template <class = void>
@@ -75,9 +75,9 @@ struct Run {
 
 template <class = void>
 __global__ void __launch_bounds__(256) count(const __grid_constant__ Params p) {
-  __shared__ int sums[3][kTiers];
+  __shared__ int sums[3][kMaxTiers];
   const int bucket = blockIdx.x;
-  if (threadIdx.x < 3 * kTiers) sums[threadIdx.x / kTiers][threadIdx.x % kTiers] = 0;
+  if (threadIdx.x < 3 * kMaxTiers) sums[threadIdx.x / kMaxTiers][threadIdx.x % kMaxTiers] = 0;
   __syncthreads();
   for (int tier = 0; tier <= p.tiers; tier++) {
     const Run run(p, bucket, tier);
@@ -101,15 +101,11 @@ __global__ void __launch_bounds__(256) count(const __grid_constant__ Params p) {
     if (fillers) atomicAdd(&sums[2][tier], fillers);
   }
   __syncthreads();
-  const int which = threadIdx.x / kTiers, tier = threadIdx.x % kTiers;
+  const int which = threadIdx.x / kMaxTiers, tier = threadIdx.x % kMaxTiers;
   if (which < 3 && tier < p.tiers) p.numbers[which * static_cast<i64>(p.groups) + bucket * p.tiers + tier] = sums[which][tier];
 }
 
 __device__ __forceinline__ unsigned below() { return (1u << (threadIdx.x & 31)) - 1; }
-
-__device__ __forceinline__ char* address(const Params& p, int handle) {
-  return reinterpret_cast<char*>(p.pointers[handle / p.units]) + static_cast<i64>(handle % p.units) * 64;
-}
 
 template <class Position, bool kKeeps>
 __device__ __forceinline__ int2 side_of(const Params& p, const char* page, int tier, int row) {
@@ -159,8 +155,8 @@ __device__ __forceinline__ void each_step(const Run& run, int from, int to, int 
 template <class Position, bool kKeeps>
 __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p) {
   __shared__ int begin[kWarps][kClasses];
-  __shared__ int came_before[kTiers];
-  __shared__ int kept[kTiers], edge[kTiers];  // tokens; the first slot of whole pages
+  __shared__ int came_before[kMaxTiers];
+  __shared__ int kept[kMaxTiers], edge[kMaxTiers];  // tokens; the first slot of whole pages
   const int bucket = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, size = p.page_tokens;
   const i64 group = static_cast<i64>(bucket) * p.tiers;
   const i64 lists = (static_cast<i64>(p.places[bucket / p.heads]) * p.heads + bucket % p.heads) * p.tiers * p.max_pages;
@@ -229,7 +225,7 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
         side.x = static_cast<int>(p.position[token]);
         if (kKeeps) side.y = reinterpret_cast<const int*>(p.importance)[token];
       } else {
-        page = address(p, handle);
+        page = page_address(p.pointers, p.units, handle);
         side = side_of<Position, kKeeps>(p, page, tier, row);
       }
       const int to_slot = kept[target] + rank, whole = max(edge[target] - kept[target], 0);
@@ -238,7 +234,7 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
         const i64 at = number * size + to_slot % size;
         i64 k = reinterpret_cast<i64>(is_new ? p.k + source_row * p.k_row : page + row * p.row_bytes), v = k + p.v_offset;
         if (is_new) v = reinterpret_cast<i64>(p.v + source_row * p.v_row);
-        else if (tier) k = v = kCoded | static_cast<i64>(tier) << 56 | reinterpret_cast<i64>(page) | row;
+        else if (tier) k = v = coded_row(tier, page, row);
         p.k_at[at] = k;
         if (p.v_at) p.v_at[at] = v;
         p.sides[at] = side;

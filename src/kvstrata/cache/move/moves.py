@@ -27,13 +27,6 @@ COLUMNS = ("source", "source_slot", "source_tier", "to", "slot", "tier", "centre
            "importance", "unused")  # fmt: skip
 
 
-def spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All numbers ``first[i] .. end[i] - 1``: the i of each, and the number."""
-    counts = np.maximum(end - first, 0)
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
 def _add(buckets: int, index: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """How many of the chosen are in each bucket; never waits for the device."""
     index = torch.where(chosen, index, buckets)

@@ -15,24 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstrata.cache.storage.page_triton import page_address
 from kvstrata.layout import fragments
 from kvstrata.layout.format import Format
 from kvstrata.layout.rotation import block_of
+from kvstrata.layout.unpack_triton import page_address, rotate_rows, scale_index
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 
 from .repack_job import Job
-
-
-@triton.jit
-def _rotate(x, WIDE: tl.constexpr, STAGES: tl.constexpr):
-    """Butterflies in the order of layout/rotation.py on blocks of 2^STAGES of a row [WIDE]."""
-    for i in tl.static_range(STAGES):
-        pairs = tl.permute(tl.reshape(x, (WIDE >> (i + 1), 2, 1 << i)), (0, 2, 1))
-        a, b = tl.split(pairs)
-        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (WIDE,))
-    FACTOR: tl.constexpr = 2 ** (-STAGES / 2)
-    return x * FACTOR
 
 
 @triton.jit
@@ -46,9 +35,8 @@ def _field(page, places_ptr, at, width, mask):
 
 
 @triton.jit
-def _scale_at(page, scale_offset, slot, SIDE: tl.constexpr):
-    index = slot // 16 * 32 + slot % 8 * 4 + slot % 16 // 8 + 2 * SIDE
-    return (page + scale_offset).to(tl.pointer_type(tl.float16)) + index
+def _scale_ptr(page, scale_offset, slot, SIDE: tl.constexpr):
+    return (page + scale_offset).to(tl.pointer_type(tl.float16)) + scale_index(slot, SIDE)
 
 
 @triton.jit
@@ -62,7 +50,7 @@ def _put(page, places_ptr, at, width, new, mask):
 @triton.jit
 def _follow(
     move, packed_ptr, pointers_ptr, fresh_ptr, fresh_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-    units, DIM: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    units, DIM: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
     ROW: tl.constexpr, DTYPE: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE: tl.constexpr,
     CENTRED: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +84,7 @@ def _follow(
                 _, _, low = _field(source, places_ptr, at, tl.load(old_ptr + 3 * SIDE + 1), mask)
                 _, _, high = _field(source, places_ptr, at + PAGE * DIM, tl.load(old_ptr + 3 * SIDE + 2), mask)
                 codes = low | (high << 2)
-                scale = tl.load(_scale_at(source, tl.load(old_ptr + 7), source_slot, SIDE))
+                scale = tl.load(_scale_ptr(source, tl.load(old_ptr + 7), source_slot, SIDE))
                 x = (codes.to(tl.float32) - ((1 << was) - 1).to(tl.float32) * 0.5) * scale.to(tl.float32)
                 x = tl.where(mask, x, 0.0)
             else:
@@ -109,8 +97,7 @@ def _follow(
                     x = x - tl.load(centre_ptr + row + offs, mask=mask, other=0.0)
                 x = tl.where(x == x, x, 0.0)
                 x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-                if STAGES:
-                    x = _rotate(x, WIDE, STAGES)
+                x = tl.reshape(rotate_rows(x, 1, WIDE, ROTATED), (WIDE,))
             if was != bits:
                 if bits == 8:
                     step = tl.max(tl.abs(x), axis=0) * (2.0 / 255.0)
@@ -131,7 +118,7 @@ def _follow(
             at = ((tier * 2 + SIDE) * 2 * PAGE + slot) * DIM + offs
             _put(page, places_ptr, at, tl.load(new_ptr + 3 * SIDE + 1), codes, mask)
             _put(page, places_ptr, at + PAGE * DIM, tl.load(new_ptr + 3 * SIDE + 2), codes >> 2, mask)
-            tl.store(_scale_at(page, tl.load(new_ptr + 7), slot, SIDE), scale)
+            tl.store(_scale_ptr(page, tl.load(new_ptr + 7), slot, SIDE), scale)
         if SIDE == 0:
             POSITION: tl.constexpr = tl.int16 if POSITION_BYTES == 2 else tl.int32
             positions = (page + tl.load(side_ptr + 2 * tier)).to(tl.pointer_type(POSITION))
@@ -146,7 +133,7 @@ def _follow(
 @triton.jit
 def repack_kernel(
     packed_ptr, pointers_ptr, k_ptr, v_ptr, k_row, v_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-    units, DIM: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    units, DIM: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
     ROW: tl.constexpr, DTYPE: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE: tl.constexpr,
     CENTRED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -156,12 +143,12 @@ def repack_kernel(
     if tl.program_id(1) == 0:
         _follow(
             move, packed_ptr, pointers_ptr, k_ptr, k_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-            units, DIM, WIDE, STAGES, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, CENTRED, COLUMNS, 0,
+            units, DIM, WIDE, ROTATED, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, CENTRED, COLUMNS, 0,
         )  # fmt: skip
     else:
         _follow(
             move, packed_ptr, pointers_ptr, v_ptr, v_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-            units, DIM, WIDE, STAGES, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, False, COLUMNS, 1,
+            units, DIM, WIDE, ROTATED, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, False, COLUMNS, 1,
         )  # fmt: skip
 
 
@@ -206,7 +193,7 @@ def prepare(job: Job) -> Callable[[], None]:
             repack_kernel[(len(job.packed), 2)](
                 job.packed, job.pool.pointers, k, v, k.stride(0) * k.element_size(), v.stride(0) * v.element_size(),
                 centre, places, numbers, steps, offsets, job.pool.units,
-                DIM=dim, WIDE=triton.next_power_of_2(dim), STAGES=block_of(dim).bit_length() - 1 if lossy.rotate else 0,
+                DIM=dim, WIDE=triton.next_power_of_2(dim), ROTATED=block_of(dim) if lossy.rotate else 1,
                 PAGE=lossy.page_tokens, ROW=kind.row_bytes, DTYPE=str(kind.dtype).removeprefix("torch."),
                 POSITION_BYTES=kind.position_dtype.itemsize, IMPORTANCE=kind.keeps_importance, CENTRED=lossy.centre,
                 COLUMNS=job.packed.shape[1], num_warps=1,

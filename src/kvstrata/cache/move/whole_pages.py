@@ -7,26 +7,22 @@ another tier.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 
 from kvstrata import jit
 from kvstrata.cache.storage.page import PageFormat
-from kvstrata.layout import Format
-from kvstrata.quant.op import PARAMS, ROW_BYTES, SOURCE, TIERS, entry_of, prepare
+from kvstrata.layout.format import MAX_TIERS
+from kvstrata.quant.op import PARAMS, ROW_BYTES, SOURCE, entry_of, prepare
+
+from .launches import kernel
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """Rows that the kernel can copy."""
     fits = x.data_ptr() % ROW_BYTES == 0 and x.stride(0) * x.element_size() % ROW_BYTES == 0
     return x if fits else x.contiguous().clone()
-
-
-@functools.lru_cache(maxsize=256)
-def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
-    return jit.load(SOURCE, entry_of(format, dtype, by_address=True), jit.arch_of(device))
 
 
 def launch(
@@ -51,6 +47,7 @@ def launch(
     sources = [x for f in formats for x in (f.k_bits, f.v_bits, f.v_offset, f.scale_offset)]
     params = PARAMS.pack(  # rows are addresses, and the number of the head does not matter
         0, v, 0, pages.data_ptr(), k_at.data_ptr(), v_rows.data_ptr(), head_cache.data_ptr(), *centres,
-        0, 0, 1, 1, len(pages), *[0] * 4, *sources, *[0] * (4 * TIERS - 4 - len(sources)),
+        0, 0, 1, 1, len(pages), *[0] * 4, *sources, *[0] * (4 * MAX_TIERS - 4 - len(sources)),
     )  # fmt: skip
-    return prepare(_kernel(format, dtype, device), format, dtype, len(pages), params)
+    entry = entry_of(format, dtype, by_address=True)
+    return prepare(kernel(SOURCE, entry, device), format, dtype, len(pages), params)

@@ -20,10 +20,8 @@ from types import ModuleType
 import torch
 
 from kvstrata.layout import fragments, scales
-from kvstrata.layout.format import Format
+from kvstrata.layout.format import UNIT, Format
 from kvstrata.quant import reference as quant
-
-from .pool import UNIT
 
 Table = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 COMPILED_ROWS = 64  # from so many on in the loops of page_numba.py, where numba is installed

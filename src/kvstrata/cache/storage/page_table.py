@@ -1,49 +1,35 @@
-"""Buckets: which pages hold the tokens of a (request, layer, KV head) in each tier, and how tokens move between them.
+"""Buckets: which pages hold the tokens of a (request, layer, KV head) in each tier.
 
     page_table  int32 [requests, layers, kv_heads, tiers, max_pages]   handles, -1 for none
     count       int32 [requests, layers, kv_heads, tiers]              tokens; slot s is row s % P of page s // P
 
-Both are device tensors at fixed addresses; the host works on its own copy (on the CPU it is the same memory) and
-copies what changed. Tier 0 is plain rows. The order of tokens in a bucket means nothing: one that leaves is replaced
-by one of the last, so pages are full up to the count.
-
-Every other change of a bucket than an append of plain rows is one call of `move`: a flat list of tokens, new ones among
-them, and the tier each goes to. moves.py makes moves of it on the device, in CUDA C++ moves_cuda.py; the host takes and
-gives back the pages. Every change is part of a `Transaction`: pages are taken first, tokens move when nothing can fail
-any more, and old pages are given back after. A page with other owners is left to them and copied before anything is
-written to it.
+Both are device tensors at fixed addresses. The host works on its own copy (on the CPU the same memory) and uploads what
+changed. Tier 0 is plain rows. Tokens of a bucket have no order: one that leaves is replaced by one of the last, so
+pages are full up to the count. `cache.move.apply` moves tokens; here pages are allocated, released and read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvstrata import backends
-from kvstrata.cache.move import moves, repack_op
-from kvstrata.cache.move.append import Job, prepare_append
+from kvstrata.layout.format import UNIT
 
 from .page import PageFormat, Rows
 from .pool import Pool
 from .tokens import DROP, NEW, Tokens
 from .transaction import Transaction
 
-if TYPE_CHECKING:
-    from kvstrata.cache.move.phases import Phases
-
 __all__ = ["DROP", "NEW", "Buckets", "Tokens"]
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Moves in chains whose pages are taken; to ``run`` them allocates nothing."""
-
-    job: repack_op.Job
-    run: Callable[[], None]
+def spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All integers ``first[i] .. end[i] - 1``, flat: the i of each, and the integer."""
+    counts = np.maximum(end - first, 0)
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 class Buckets:
@@ -128,17 +114,6 @@ class Buckets:
         self._set_pages(change, (requests[row], np.full(len(row), layer), head, np.zeros_like(row), index), new)
         return count
 
-    def append(self, job: Job, change: Transaction | None = None) -> None:
-        """Plain rows into the pages that `room` or, in a transaction, `make_room` found; the counts follow."""
-        run, at = prepare_append(job), (job.requests, job.layer, slice(None), 0)
-        after = job.count + job.lengths[:, None]
-        if change is None:
-            run()
-            self.host_count[at] = after
-        else:
-            change.launch(run)
-            change.set(self.host_count, at, after)
-
     def _pages_of(self, layer: int, requests: Sequence[int], tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bucket, index in the bucket's list and handle of every page in use."""
         count = self.host_count[list(requests), layer, :, tier].reshape(-1)
@@ -174,17 +149,17 @@ class Buckets:
         slot = torch.arange(n, device=self.device) - (count.cumsum(0) - count)[numbers]
         bucket = buckets[numbers]
         tier = bucket % tiers
-        handle = self._handles_at(self._bases(requests, layers), bucket, slot)
+        handle = self.handles_at(self.table_offsets(requests, layers), bucket, slot)
         position, importance = self._side(handle, slot, tier)
         return Tokens(bucket // tiers, tier, slot, position, importance), handle
 
-    def _bases(self, requests: np.ndarray, layers: np.ndarray) -> torch.Tensor:
+    def table_offsets(self, requests: np.ndarray, layers: np.ndarray) -> torch.Tensor:
         """Where the page list of each bucket of these places begins in the flat table."""
         heads, tiers, pages = self.page_table.shape[2:]
         first = (requests * self.page_table.shape[1] + layers) * heads * tiers * pages
         return self.pool.to_device((first[:, None] + np.arange(heads * tiers) * pages).reshape(-1))
 
-    def _handles_at(
+    def handles_at(
         self, bases: torch.Tensor, bucket: torch.Tensor, slot: torch.Tensor, table: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Handles of tokens' pages in ``table``, by default the one on the device."""
@@ -199,10 +174,10 @@ class Buckets:
         space, at = self.pool.space, self.side_offsets[tier]
         if space is not None:
             step = kind.position_dtype.itemsize
-            found = space.bytes.view(kind.position_dtype)[(handle * 64 + at[:, 0]) // step + slot]
+            found = space.bytes.view(kind.position_dtype)[(handle * UNIT + at[:, 0]) // step + slot]
             position.copy_(found)
             if kind.keeps_importance:
-                importance = space.bytes.view(torch.float32)[(handle * 64 + at[:, 1]) // 4 + slot]
+                importance = space.bytes.view(torch.float32)[(handle * UNIT + at[:, 1]) // 4 + slot]
         else:
             from .page_triton import side
 
@@ -217,7 +192,7 @@ class Buckets:
         kind, slot = self.page_formats[0], tokens.slot % self.page_tokens
         space = self.pool.space
         if space is not None:
-            at = (handle * 64 + self.side_offsets[tokens.tier, 1]) // 4 + slot
+            at = (handle * UNIT + self.side_offsets[tokens.tier, 1]) // 4 + slot
             values = space.bytes.view(torch.float32)
             return lambda importance: values.__setitem__(at, importance)
         from .page_triton import side
@@ -262,91 +237,6 @@ class Buckets:
             stored = self.pool.read(self._pages_of(layer, requests, tier)[2], 0, kind.stride)
             yield kind, slice(begin, end), kind.read(stored, page, some.slot % self.page_tokens)
 
-    def move(
-        self,
-        layer: int | Sequence[int],
-        requests: Sequence[int],
-        tokens: Tokens,
-        target: torch.Tensor,
-        fresh: Rows | None,
-        centre: torch.Tensor,
-        change: Transaction | None = None,
-    ) -> None:
-        """Bring every token to its target tier, or out (`DROP`), in a transaction or as one; see `prepare`."""
-        if change is None:
-            with Transaction(self.pool) as change:
-                self.move(layer, requests, tokens, target, fresh, centre, change)
-            return
-        prepared = self.prepare(change, layer, requests, tokens, target, fresh, centre)
-        if prepared is not None:
-            change.launch(prepared.run)
-
-    def prepare(
-        self,
-        change: Transaction,
-        layer: int | Sequence[int],
-        requests: Sequence[int],
-        tokens: Tokens,
-        target: torch.Tensor,
-        fresh: Rows | None,
-        centre: torch.Tensor,
-    ) -> Prepared | Phases | None:
-        """Moves, pages, tables and counts; what is left to do is the moves themselves. None if nothing moves.
-
-        ``layer``: one for all requests, or one for each; then a head cache is (number of the pair) * kv_heads + head.
-        ``tokens`` are all tokens of the head caches, those of a bucket one after the other, by slot. ``fresh`` are
-        the plain rows of new tokens; ``centre [head_caches, D]`` is subtracted from plain K on its way into codes.
-        """
-        requests_, tiers = np.array(requests, np.int64), len(self.page_formats)
-        layers = np.broadcast_to(np.array(layer, np.int64), requests_.shape)
-        backend = backends.resolve(self.backend, self.device)
-        if backend == "cuda":
-            return self.prepare_phases(change, layers, requests_, target.to(torch.int8), centre, tokens, fresh)
-        before = self.host_count[requests_, layers].reshape(-1).astype(np.int64)
-        numbers = moves.change(tokens, target, self.pool.to_device(before), tiers)
-        left, came, holes = numbers.to_host()
-        if not left.any() and not came.any():
-            return None
-        plan = moves.plan(numbers, tokens, target, int(came.sum()), int(holes.sum()))
-        bases = self._bases(requests_, layers)
-        packed = self._pack(plan, tokens, bases)
-        k, v = (None, None) if fresh is None else (fresh.k, fresh.v)
-        table = self.exchange_pages(change, requests_, layers, left, came, holes)
-        packed[:, 3] = self._handles_at(bases, plan.bucket, plan.slot, table)
-        job = repack_op.Job(self.pool, self.page_formats, packed, k, v, centre)
-        return Prepared(job, repack_op.prepare(job, backend))
-
-    def prepare_phases(
-        self,
-        change: Transaction,
-        layers: np.ndarray,
-        requests: np.ndarray,
-        target: torch.Tensor,
-        centre: torch.Tensor,
-        tokens: Tokens | None = None,
-        fresh: Rows | None = None,
-        starts: torch.Tensor | None = None,
-    ) -> Phases | None:
-        """`prepare` in CUDA C++, without chains. ``target`` is int8; ``starts`` in place of ``tokens`` if none is new.
-
-        ``starts``: int64 ``[buckets]``, where the tokens of each bucket begin in ``target``.
-        """
-        from kvstrata.cache.move import moves_cuda, whole_pages
-        from kvstrata.cache.move import phases as repack_phases
-
-        rows: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
-        if fresh is not None:
-            rows = whole_pages.aligned(fresh.k), whole_pages.aligned(fresh.v)
-        before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
-        places = requests * self.page_table.shape[1] + layers
-        plan = moves_cuda.Plan(self, places, before, target, tokens, rows, starts)
-        numbers = plan.to_host()
-        if not numbers[:2].any():
-            return None
-        old_table = self.page_table.clone() if self.device.type == "cpu" else self.page_table
-        table = self.exchange_pages(change, requests, layers, numbers[0], numbers[1], numbers[2], clear_codes=False)
-        return repack_phases.phases(self, plan.place(numbers, old_table, table), rows, centre)
-
     def exchange_pages(
         self,
         change: Transaction,
@@ -366,8 +256,8 @@ class Buckets:
         before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
         after = before - left + came
         pages, pages_after = -(-before // p), -(-after // p)
-        gone = moves.spans(pages_after, pages)
-        added = moves.spans(pages, pages_after)
+        gone = spans(pages_after, pages)
+        added = spans(pages, pages_after)
         written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # from this page on
         shared = self._shared(requests, layers, written, np.minimum(pages, pages_after))
         at_gone, at_added, at_shared = (self._at(requests, layers, *x) for x in (gone, added, shared))
@@ -412,23 +302,6 @@ class Buckets:
         """Of pages ``first .. end - 1`` of every bucket, those with other owners: bucket and page."""
         if not self.pool.shares:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        bucket, page = moves.spans(first, end)
+        bucket, page = spans(first, end)
         many = self.pool.owners(self.host_table[self._at(requests, layers, bucket, page)]) > 1
         return bucket[many], page[many]
-
-    def _pack(self, plan: moves.Moves, tokens: Tokens, bases: torch.Tensor) -> torch.Tensor:
-        """Moves as kernels read them, all but where they go: that is known when the pages are."""
-        tiers, p, some = len(self.page_formats), self.page_tokens, tokens[plan.token]
-        stored = some.tier >= 0
-        slot = torch.where(stored, some.slot % p, some.slot)
-        bucket = some.head_cache * tiers + some.tier.clamp(min=0)
-        source = torch.where(stored, self._handles_at(bases, bucket, torch.where(stored, some.slot, 0)), 0)
-        columns = [
-            source, slot, some.tier, torch.zeros_like(slot), plan.slot % p, plan.bucket % tiers, some.head_cache,
-            plan.after, plan.head, some.position,
-        ]  # fmt: skip
-        packed = torch.zeros(len(plan), len(moves.COLUMNS), dtype=torch.int32, device=self.device)
-        for i, column in enumerate(columns):
-            packed[:, i] = column
-        packed[:, 10] = some.importance.view(torch.int32)
-        return packed

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstrata.layout.unpack_triton import page_address
+
 BLOCK = 1024  # words of 4 bytes a program
 
 
@@ -20,13 +22,6 @@ class Slabs(Protocol):
     pointers: torch.Tensor
     units: int
     device: torch.device
-
-
-@triton.jit
-def page_address(pointers_ptr, handle, units):
-    """Where pages begin, as integers; 0 is always a handle that can be looked up."""
-    handle = handle.to(tl.int64)
-    return tl.load(pointers_ptr + handle // units) + handle % units * 64
 
 
 @triton.jit

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from kvstrata import jit
+from kvstrata.layout.format import UNIT
 
 from .address_space import Space
 
-UNIT = 64  # bytes a handle counts in
 POISON = 0xFF  # NaN as fp16, bf16 and fp32; -1 as a position
 EMPTY = -1
 MOVED_TOGETHER = 256  # pages that `compact` copies in one go
