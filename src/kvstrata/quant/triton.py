@@ -22,8 +22,8 @@ from .reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 def _clean_rows(x_ptr, centre_ptr, row, stride_token, offs_d, mask_d, CENTRED: tl.constexpr):
     """Rows in float32 [P, columns]: centred, NaN to 0, clamped; zero in empty slots."""
     live = (row >= 0)[:, None] & mask_d[None, :]
-    at = tl.maximum(row, 0).to(tl.int64)[:, None] * stride_token + offs_d[None, :]
-    x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+    offs = tl.maximum(row, 0).to(tl.int64)[:, None] * stride_token + offs_d[None, :]
+    x = tl.load(x_ptr + offs, mask=live, other=0.0).to(tl.float32)
     if CENTRED:
         x = tl.where(live, x - tl.load(centre_ptr + offs_d, mask=mask_d, other=0.0)[None, :], 0.0)
     x = tl.where(x == x, x, 0.0)

@@ -61,14 +61,14 @@ def prepare_append(job: Job) -> Callable[[], None]:
     one = job.by_token is None and bool((job.lengths == 1).all())
     one = one and np.array_equal(job.importance, 1 / ones if reciprocal else np.zeros_like(ones))
     meta = _ids(job) if one else job.buckets.pool.to_device(metadata(job))
-    kernel, about = KERNELS[one], (meta, job.by_token, len(job.requests), reciprocal)
-    return _prepare(kernel, job.buckets, job.layer, job.k, job.v, job.device_length, *about)
+    kernel, arguments = KERNELS[one], (meta, job.by_token, len(job.requests), reciprocal)
+    return _prepare(kernel, job.buckets, job.layer, job.k, job.v, job.device_length, *arguments)
 
 
 def write_rows(written: Written) -> None:
     """Launch ``write_last``."""
-    about = (written.requests, None, len(written.buckets.host_count), written.reciprocal)
-    _prepare("write_last", written.buckets, written.layer, written.k, written.v, written.device_length, *about)()
+    arguments = (written.requests, None, len(written.buckets.host_count), written.reciprocal)
+    _prepare("write_last", written.buckets, written.layer, written.k, written.v, written.device_length, *arguments)()
 
 
 def _prepare(

@@ -1,11 +1,11 @@
 """The plan of moves.py made by ``moves.cu``: a block per head cache, two launches and one wait between them.
 
-    targets ──count──▶ three numbers a bucket ──▶ the host takes pages and says where lists begin ──place──▶ lists
+    targets ──count──▶ three numbers a bucket ──▶ the host allocates pages and offsets of lists ──place──▶ lists
 
-Moves come out as lists by phase, not as chains. A phase is the fillers of a tier, or its arrivals; phases go from the
-last tier to the first, fillers first. Then nobody writes where another one has yet to read: the holes of a tier are
-those of tokens that went on to later tiers, and arrivals go where these or its fillers were. Pages in which all slots
-are free for arrivals are made whole.
+Moves are lists by phase, not chains. A phase is the fillers of a tier, or its arrivals; phases go from the last tier to
+the first, fillers first. Then no move writes where a later one reads: the holes of a tier are those of tokens that went
+on to later tiers, and arrivals take slots of these or of its fillers. Pages in which all slots are free for arrivals are
+written whole.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Lists:
     copies: torch.Tensor  # int32 [n, 4], fillers
     packed: torch.Tensor  # int32 [n, 12], arrivals that are not whole
     ranges: np.ndarray  # [3, tiers, 2]: of fillers in `copies`, arrivals in `packed`, `whole`; by tier first and end
-    whole: torch.Tensor  # int32 [3, pages]: handle, tier and head cache of pages that are made whole
+    whole: torch.Tensor  # int32 [3, pages]: handle, tier and head cache of pages that are written whole
     k_at: torch.Tensor  # int64 [pages, page_tokens], of rows or codes, -1 for an empty slot
     v_at: torch.Tensor | None
     sides: torch.Tensor  # int32 [pages, page_tokens, 2]
@@ -57,10 +57,10 @@ class Lists:
 
 @dataclass
 class Plan:
-    """Targets of all tokens of some places, each a (request, layer), on their way to moves; counts at once."""
+    """Plan of the moves of all tokens of places, each a (request, layer); launches the count at once."""
 
     buckets: Buckets
-    places: np.ndarray  # of (request, layer) in the tables
+    places: np.ndarray  # request * layers + layer
     before: np.ndarray  # [buckets]
     target: torch.Tensor  # int8 [n]
     tokens: Tokens
@@ -68,7 +68,7 @@ class Plan:
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Launch what counts."""
+        """Launch the kernels that count."""
         buckets, pool, n_buckets = self.buckets, self.buckets.pool, len(self.before)
         tensors, device = self._tensors, self.buckets.device
         tensors["target"] = self.target
@@ -90,11 +90,11 @@ class Plan:
         self._launch("count<>", n_buckets // len(buckets.page_formats))
 
     def to_host(self) -> np.ndarray:
-        """``left, came, holes`` of every bucket: the one time that the host waits for the device."""
+        """``left, came, holes`` int64 ``[3, buckets]``; the only time the host waits for the device."""
         return self._tensors["numbers"].cpu().numpy().astype(np.int64)
 
     def place(self, numbers: np.ndarray, old_table: torch.Tensor, new_table: torch.Tensor) -> Lists:
-        """The moves from pages of one table to pages of another. The host goes over buckets, not pages or tokens."""
+        """The moves from pages of one table to pages of another. Host work grows with buckets, not with tokens."""
         buckets, device = self.buckets, self.buckets.device
         tiers, p, n_buckets = len(buckets.page_formats), buckets.page_tokens, len(self.before)
         left, came, holes = numbers
@@ -131,7 +131,7 @@ class Plan:
         return lists
 
     def _whole(self, pages: np.ndarray, n: int, table: torch.Tensor) -> torch.Tensor:
-        """Whole pages, tier by tier; ``pages``: of each bucket, ``n`` in all."""
+        """`Lists.whole`; ``pages``: whole pages of each bucket, ``n`` in all."""
         buckets, device, tensors = self.buckets, self.buckets.device, self._tensors
         tiers, of_place = len(buckets.page_formats), buckets.kv_heads * len(buckets.page_formats)
         repeats = buckets.pool.to_device(pages.reshape(-1, tiers).T.reshape(-1))

@@ -1,9 +1,9 @@
 """``repack`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
 
-A program does one side of one chain of moves. Formats are data here: where the field of a value lies comes from a
-table (layout/fragments.py), widths and offsets from another, so one kernel serves all tiers. A word is shared with
-other tokens, whose moves other programs do at the same time: the difference of the field is added to it, and sums of
-differences of disjoint fields come out right in any order.
+A program does one side of one chain of moves. Formats are data: places of fields come from a table
+(layout/fragments.py), widths and offsets from another, so one kernel serves all tiers. A word is shared with tokens
+that other programs move at the same time: the difference of the field is added to it, and sums of differences of
+disjoint fields come out right in any order.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .repack_job import Job
 
 
 @triton.jit
-def _field(page, places_ptr, at, width, mask):
+def _field(page, places_ptr, index, width, mask):
     """Word, shift and value of a field of every dim; a width of 0 is no field."""
     mask = mask & (width > 0)
-    bit = tl.load(places_ptr + at, mask=mask, other=0)
+    bit = tl.load(places_ptr + index, mask=mask, other=0)
     word = page.to(tl.pointer_type(tl.int32)) + bit // 32
     value = tl.load(word, mask=mask, other=0)
     return word, bit % 32, (value >> (bit % 32)) & ((1 << width) - 1)
@@ -40,9 +40,9 @@ def _scale_ptr(page, scale_offset, slot, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _put(page, places_ptr, at, width, new, mask):
+def _put(page, places_ptr, index, width, new, mask):
     """One plane of the codes: add what the field has to change by."""
-    word, shift, old = _field(page, places_ptr, at, width, mask)
+    word, shift, old = _field(page, places_ptr, index, width, mask)
     change = ((new & ((1 << width) - 1)) - old) << shift
     tl.atomic_add(word, change, mask=mask & (width > 0))
 
@@ -80,9 +80,9 @@ def _follow(
             bits = tl.load(new_ptr + 3 * SIDE)
             if source_tier > 0:
                 was = tl.load(old_ptr + 3 * SIDE)
-                at = ((source_tier * 2 + SIDE) * 2 * PAGE + source_slot) * DIM + offs
-                _, _, low = _field(source, places_ptr, at, tl.load(old_ptr + 3 * SIDE + 1), mask)
-                _, _, high = _field(source, places_ptr, at + PAGE * DIM, tl.load(old_ptr + 3 * SIDE + 2), mask)
+                index = ((source_tier * 2 + SIDE) * 2 * PAGE + source_slot) * DIM + offs
+                _, _, low = _field(source, places_ptr, index, tl.load(old_ptr + 3 * SIDE + 1), mask)
+                _, _, high = _field(source, places_ptr, index + PAGE * DIM, tl.load(old_ptr + 3 * SIDE + 2), mask)
                 codes = low | (high << 2)
                 scale = tl.load(_scale_ptr(source, tl.load(old_ptr + 7), source_slot, SIDE))
                 x = (codes.to(tl.float32) - ((1 << was) - 1).to(tl.float32) * 0.5) * scale.to(tl.float32)
@@ -115,9 +115,9 @@ def _follow(
                 scale = tl.minimum(tl.maximum(fitted, 0.0), 65504.0).to(tl.float16)
                 codes = floor.to(tl.int32) + half
             tl.debug_barrier()
-            at = ((tier * 2 + SIDE) * 2 * PAGE + slot) * DIM + offs
-            _put(page, places_ptr, at, tl.load(new_ptr + 3 * SIDE + 1), codes, mask)
-            _put(page, places_ptr, at + PAGE * DIM, tl.load(new_ptr + 3 * SIDE + 2), codes >> 2, mask)
+            index = ((tier * 2 + SIDE) * 2 * PAGE + slot) * DIM + offs
+            _put(page, places_ptr, index, tl.load(new_ptr + 3 * SIDE + 1), codes, mask)
+            _put(page, places_ptr, index + PAGE * DIM, tl.load(new_ptr + 3 * SIDE + 2), codes >> 2, mask)
             tl.store(_scale_ptr(page, tl.load(new_ptr + 7), slot, SIDE), scale)
         if SIDE == 0:
             POSITION: tl.constexpr = tl.int16 if POSITION_BYTES == 2 else tl.int32
@@ -168,8 +168,8 @@ def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
             if f.plain:
                 continue
             numbers[tier, 3 * side] = bits
-            found = zip(fragments.planes(bits), fragments.places(bits, dim, p, name), strict=True)
-            for plane, ((width, _), (byte, bit)) in enumerate(found):
+            planes = zip(fragments.planes(bits), fragments.places(bits, dim, p, name), strict=True)
+            for plane, ((width, _), (byte, bit)) in enumerate(planes):
                 numbers[tier, 3 * side + 1 + plane] = width
                 places[tier, side, plane] = (offset + byte) * 8 + bit
     steps = torch.zeros(3, 9, dtype=torch.float32, device="cpu")
@@ -180,7 +180,7 @@ def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
 
 
 def prepare(job: Job) -> Callable[[], None]:
-    """One program per side of a move, of which those that begin a chain have work."""
+    """One program per side of a move; those whose move begins a chain do the work."""
     formats, kind, device = tuple(kind.format for kind in job.page_formats), job.page_formats[0], job.pool.device
     lossy = formats[-1]
     places, numbers, steps = tables(formats, device)

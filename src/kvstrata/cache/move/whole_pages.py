@@ -1,8 +1,7 @@
-"""Tokens that fill whole pages of codes: the kernel of ``quantize_pages``, rows and pages given by their addresses.
+"""Tokens that fill whole pages of codes: the kernel of ``quantize_pages`` with rows and pages given by address.
 
-In `repack` a warp moves one token. Where many tokens arrive in pages that are new, the kernel that makes whole tiles
-reads each row once and writes each word once; rows come from plain pages of any slab, or are new, or come as codes of
-another tier.
+In `repack` a warp moves one token. For new pages, the kernel that quantises whole tiles reads each row once and writes
+each word once. Rows come from plain pages of any slab, from new tokens, or as codes of another tier.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .launches import kernel
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Rows that the kernel can copy."""
+    """``x`` itself or a copy, with rows aligned for the kernel."""
     fits = x.data_ptr() % ROW_BYTES == 0 and x.stride(0) * x.element_size() % ROW_BYTES == 0
     return x if fits else x.contiguous().clone()
 
@@ -34,11 +33,10 @@ def launch(
     head_cache: torch.Tensor,
     centre: torch.Tensor,
 ) -> jit.Launch:
-    """Make pages of a tier at ``pages * 64`` of what is at ``k_at [n, page_tokens]``: rows, or codes of another tier as
-    moves.cu writes them; -1 is an empty slot.
+    """Quantise into pages of a tier at addresses ``pages * UNIT``; all slots are written.
 
-    ``v_at``: the rows of V, or how far behind its K each is. ``head_cache [n]``: the row of ``centre``.
-    All slots are written.
+    ``k_at [n, page_tokens]``: addresses of rows, codes of another tier as moves.cu encodes them, or -1 for an empty
+    slot. ``v_at``: the same for V, or the distance of each V from its K. ``head_cache [n]``: the row of ``centre``.
     """
     device, format, dtype = pages.get_device(), page_formats[tier].format, page_formats[0].dtype
     v, v_rows = (v_at, k_at) if isinstance(v_at, int) else (0, v_at)

@@ -43,7 +43,7 @@ class Buckets:
         self.page_tokens = page_formats[0].format.page_tokens
         self.device = pool.device
         self.heads = np.arange(kv_heads)
-        self.backend = "auto"  # of repack
+        self.backend = "auto"  # of moves between tiers
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
         offsets = [[kind.position_offset, kind.importance_offset] for kind in page_formats]
         self.side_offsets = torch.tensor(offsets, device=self.device)
@@ -54,7 +54,7 @@ class Buckets:
         self.page_table, self.count = table.to(self.device), count.to(self.device)
 
     def push(self, layer: int, requests: Sequence[int]) -> None:
-        """The host's tables to the device."""
+        """Upload the host's tables."""
         if self.device.type == "cpu":
             return
         for request in requests:
@@ -62,46 +62,47 @@ class Buckets:
             self.count[request, layer].copy_(torch.from_numpy(self.host_count[request, layer]))
 
     def _set_pages(
-        self, change: Transaction, at: tuple[np.ndarray, ...], handles: np.ndarray
+        self, change: Transaction, index: tuple[np.ndarray, ...], handles: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Write handles at these indices of the table, on the device when the transaction completes.
+        """Write handles to the table at ``index``, on the device when the transaction completes.
 
-        Returns the flat indices and the handles there; None if the device's table is the host's.
+        Returns flat indices and handles on the device; None if host and device share the table.
         """
-        change.set(self.host_table, at, handles)
+        change.set(self.host_table, index, handles)
         if self.device.type == "cpu" or not len(handles):
             return None
-        flat = np.ravel_multi_index(at, self.host_table.shape)
+        flat = np.ravel_multi_index(index, self.host_table.shape)
         both = self.pool.to_device(np.stack([flat, handles]))
-        index, values, table = both[0], both[1].int(), self.page_table.view(-1)
-        change.launch(lambda: table.__setitem__(index, values))
-        return index, values
+        places, values, table = both[0], both[1].int(), self.page_table.view(-1)
+        change.launch(lambda: table.__setitem__(places, values))
+        return places, values
 
     def room(self, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
-        """Counts of the plain buckets ``[R, H]``, if new tokens fit their last pages and nobody else owns these."""
+        """Counts of the plain buckets ``[R, H]`` if new tokens fit their last pages, unshared; else None."""
         count = self.host_count[requests, layer, :, 0].astype(np.int64)
         if (-count % self.page_tokens < lengths[:, None]).any():
             return None
         if self.pool.shares:
-            some = lengths > 0
-            last = self.host_table[requests[some, None], layer, self.heads, 0, count[some] // self.page_tokens]
+            growing = lengths > 0
+            page = count[growing] // self.page_tokens
+            last = self.host_table[requests[growing, None], layer, self.heads, 0, page]
             if (self.pool.owners(last) > 1).any():
                 return None
         return count
 
     def make_room(self, change: Transaction, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Pages of its own for new plain tokens, empty slots zero; the counts before, ``[R, H]``."""
+        """Allocate or copy pages for new plain tokens, zeroed where new; returns the counts before, ``[R, H]``."""
         p = self.page_tokens
         count = self.host_count[requests, layer, :, 0].astype(np.int64)
         row, head = np.nonzero((count % p > 0) & (lengths[:, None] > 0))
-        at = (requests[row], np.full(len(row), layer), head, np.zeros_like(row), count[row, head] // p)
-        last = self.host_table[at].astype(np.int64)
+        index = (requests[row], np.full(len(row), layer), head, np.zeros_like(row), count[row, head] // p)
+        last = self.host_table[index].astype(np.int64)
         shared = self.pool.owners(last) > 1
         if shared.any():
             old = last[shared]
             new = change.allocate(0, len(old))
             self.pool.copy(old, new, 0)
-            self._set_pages(change, tuple(x[shared] for x in at), new)
+            self._set_pages(change, tuple(x[shared] for x in index), new)
             change.release(old)
         before, after = -(-count // p), -(-(count + lengths[:, None]) // p)
         missing = (after - before).reshape(-1)
@@ -110,12 +111,12 @@ class Buckets:
         row, head = bucket // self.kv_heads, bucket % self.kv_heads
         new = change.allocate(0, len(bucket))
         self.pool.clear(new, 0)
-        index = before.reshape(-1)[bucket] + number
-        self._set_pages(change, (requests[row], np.full(len(row), layer), head, np.zeros_like(row), index), new)
+        page = before.reshape(-1)[bucket] + number
+        self._set_pages(change, (requests[row], np.full(len(row), layer), head, np.zeros_like(row), page), new)
         return count
 
     def _pages_of(self, layer: int, requests: Sequence[int], tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bucket, index in the bucket's list and handle of every page in use."""
+        """Bucket, index in the bucket's page list, and handle of every page in use."""
         count = self.host_count[list(requests), layer, :, tier].reshape(-1)
         pages = -(-count.astype(np.int64) // self.page_tokens)
         bucket = np.repeat(np.arange(len(pages)), pages)
@@ -128,16 +129,16 @@ class Buckets:
         return self.look(layer, requests)[0]
 
     def look(self, layer: int, requests: Sequence[int]) -> tuple[Tokens, torch.Tensor]:
-        """The same, and the handles of their pages."""
-        where = np.array(requests, np.int64)
-        buckets = np.arange(where.size * self.kv_heads * len(self.page_formats)).reshape(-1, len(self.page_formats))
-        return self._tokens_of(where, np.full_like(where, layer), buckets.T)
+        """`snapshot`, and the handles of the tokens' pages."""
+        ids = np.array(requests, np.int64)
+        buckets = np.arange(ids.size * self.kv_heads * len(self.page_formats)).reshape(-1, len(self.page_formats))
+        return self._tokens_of(ids, np.full_like(ids, layer), buckets.T)
 
     def snapshots(self, layers: Sequence[int], requests: Sequence[int]) -> Tokens:
         """All tokens of each request in its layer, one request after the other, each as in `snapshot`."""
-        where, at = np.array(requests, np.int64), np.array(layers, np.int64)
-        shape = (where.size, self.kv_heads, len(self.page_formats))
-        return self._tokens_of(where, at, np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1))[0]
+        ids, layer_ids = np.array(requests, np.int64), np.array(layers, np.int64)
+        shape = (ids.size, self.kv_heads, len(self.page_formats))
+        return self._tokens_of(ids, layer_ids, np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1))[0]
 
     def _tokens_of(self, requests: np.ndarray, layers: np.ndarray, order: np.ndarray) -> tuple[Tokens, torch.Tensor]:
         """Tokens of places, bucket by bucket (head_cache * tiers + tier) in this order, and their pages' handles."""
@@ -154,7 +155,7 @@ class Buckets:
         return Tokens(bucket // tiers, tier, slot, position, importance), handle
 
     def table_offsets(self, requests: np.ndarray, layers: np.ndarray) -> torch.Tensor:
-        """Where the page list of each bucket of these places begins in the flat table."""
+        """Offset of each bucket's page list in the flat table, for places (request, layer)."""
         heads, tiers, pages = self.page_table.shape[2:]
         first = (requests * self.page_table.shape[1] + layers) * heads * tiers * pages
         return self.pool.to_device((first[:, None] + np.arange(heads * tiers) * pages).reshape(-1))
@@ -171,13 +172,12 @@ class Buckets:
         kind, slot = self.page_formats[0], slot % self.page_tokens
         position = torch.empty_like(slot)
         importance = torch.zeros(len(slot), dtype=torch.float32, device=self.device)
-        space, at = self.pool.space, self.side_offsets[tier]
+        space, offsets = self.pool.space, self.side_offsets[tier]
         if space is not None:
             step = kind.position_dtype.itemsize
-            found = space.bytes.view(kind.position_dtype)[(handle * UNIT + at[:, 0]) // step + slot]
-            position.copy_(found)
+            position.copy_(space.bytes.view(kind.position_dtype)[(handle * UNIT + offsets[:, 0]) // step + slot])
             if kind.keeps_importance:
-                importance = space.bytes.view(torch.float32)[(handle * UNIT + at[:, 1]) // 4 + slot]
+                importance = space.bytes.view(torch.float32)[(handle * UNIT + offsets[:, 1]) // 4 + slot]
         else:
             from .page_triton import side
 
@@ -188,13 +188,13 @@ class Buckets:
         return position, importance
 
     def prepare_side(self, handle: torch.Tensor, tokens: Tokens) -> Callable[[torch.Tensor], None]:
-        """What writes importance into the pages of tokens; calling it allocates nothing."""
+        """A callable that writes importance into the pages of tokens and allocates nothing."""
         kind, slot = self.page_formats[0], tokens.slot % self.page_tokens
         space = self.pool.space
         if space is not None:
-            at = (handle * UNIT + self.side_offsets[tokens.tier, 1]) // 4 + slot
+            index = (handle * UNIT + self.side_offsets[tokens.tier, 1]) // 4 + slot
             values = space.bytes.view(torch.float32)
-            return lambda importance: values.__setitem__(at, importance)
+            return lambda importance: values.__setitem__(index, importance)
         from .page_triton import side
 
         def write(importance: torch.Tensor) -> None:
@@ -206,7 +206,7 @@ class Buckets:
         return write
 
     def owners(self, layer: int, requests: Sequence[int], tokens: Tokens) -> torch.Tensor:
-        """Of the page of every token; a 1 where no page ever had two."""
+        """Refcount of each token's page; scalar 1 if nothing was ever shared."""
         if not self.pool.shares:
             return torch.ones((), dtype=torch.float32, device=self.device)
         table = self.host_table[list(requests), layer].reshape(-1, len(self.page_formats), self.max_pages)
@@ -224,18 +224,18 @@ class Buckets:
         return self.page_formats[tier].read(pages, page, tokens.slot % self.page_tokens)
 
     def read_all(self, layer: int, requests: Sequence[int], tokens: Tokens) -> Iterator[tuple[PageFormat, slice, Rows]]:
-        """The rows of a `snapshot`, tier by tier: their kind and where in it they are. Does not wait for the device."""
+        """Rows of a `snapshot`, tier by tier: page format, slice of the snapshot, rows. Never waits for the device."""
         end = 0
         for tier, kind in enumerate(self.page_formats):
             count = self.host_count[list(requests), layer, :, tier].reshape(-1).astype(np.int64)
             begin, end = end, end + int(count.sum())
             if begin == end:
                 continue
-            some, pages = tokens[begin:end], -(-count // self.page_tokens)
+            stored, pages = tokens[begin:end], -(-count // self.page_tokens)
             first = self.pool.to_device(np.cumsum(pages) - pages)
-            page = first[some.head_cache] + some.slot // self.page_tokens
-            stored = self.pool.read(self._pages_of(layer, requests, tier)[2], 0, kind.stride)
-            yield kind, slice(begin, end), kind.read(stored, page, some.slot % self.page_tokens)
+            page = first[stored.head_cache] + stored.slot // self.page_tokens
+            data = self.pool.read(self._pages_of(layer, requests, tier)[2], 0, kind.stride)
+            yield kind, slice(begin, end), kind.read(data, page, stored.slot % self.page_tokens)
 
     def exchange_pages(
         self,
@@ -247,10 +247,10 @@ class Buckets:
         holes: np.ndarray,
         clear_codes: bool = True,
     ) -> torch.Tensor:
-        """Tables and counts for a change: pages past the end go, those that are written and not ours alone are copied.
+        """Update tables and counts for a change: release pages past the end, copy pages that are shared and written.
 
-        Returns the device's table as it will be. ``clear_codes``: new pages of codes are zeroed, as plain ones always
-        are.
+        ``left``, ``came``, ``holes``: int64 per bucket. Returns the device's table as it will be. ``clear_codes``: zero
+        new pages of codes; new plain pages always are.
         """
         tiers, p = len(self.page_formats), self.page_tokens
         before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
@@ -260,7 +260,7 @@ class Buckets:
         added = spans(pages, pages_after)
         written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # from this page on
         shared = self._shared(requests, layers, written, np.minimum(pages, pages_after))
-        at_gone, at_added, at_shared = (self._at(requests, layers, *x) for x in (gone, added, shared))
+        at_gone, at_added, at_shared = (self._table_index(requests, layers, *x) for x in (gone, added, shared))
         old = self.host_table[at_shared].astype(np.int64)
         change.release(np.concatenate([self.host_table[at_gone].astype(np.int64), old]))
         new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
@@ -288,10 +288,10 @@ class Buckets:
         table.view(-1)[entries[0]] = entries[1]
         return table
 
-    def _at(
+    def _table_index(
         self, requests: np.ndarray, layers: np.ndarray, bucket: np.ndarray, page: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """Indices into the table."""
+        """Index into the table of pages, given by bucket and number."""
         tiers = len(self.page_formats)
         place, head = bucket // (tiers * self.kv_heads), bucket // tiers % self.kv_heads
         return requests[place], layers[place], head, bucket % tiers, page
@@ -299,9 +299,9 @@ class Buckets:
     def _shared(
         self, requests: np.ndarray, layers: np.ndarray, first: np.ndarray, end: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of pages ``first .. end - 1`` of every bucket, those with other owners: bucket and page."""
+        """Bucket and page number of the shared ones among pages ``first .. end - 1`` of every bucket."""
         if not self.pool.shares:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         bucket, page = spans(first, end)
-        many = self.pool.owners(self.host_table[self._at(requests, layers, bucket, page)]) > 1
+        many = self.pool.owners(self.host_table[self._table_index(requests, layers, bucket, page)]) > 1
         return bucket[many], page[many]

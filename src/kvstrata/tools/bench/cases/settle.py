@@ -103,7 +103,7 @@ class State:
         self.expected: list[tuple[torch.Tensor, repack_reference.Taken]] = []
 
     def _fill(self) -> None:
-        """Slabs full of pages made of random rows; a few different ones, over and over."""
+        """Fill the slabs with pages of random rows; one slab of them, repeated."""
         for tier, kind in enumerate(self.page_formats):
             f, n = kind.format, self.pool.per_slab[tier]
             shape = (n, f.page_tokens, f.head_dim)
@@ -112,8 +112,8 @@ class State:
             pages[:, : f.page_bytes] = quantize_page(k, v, f)
             kind.positions(pages)[:] = torch.arange(f.page_tokens, device=self.device).short()
             kind.importance(pages)[:] = torch.rand(n, f.page_tokens, generator=self.random, device=self.device)
-            for at in np.flatnonzero(self.pool.tier == tier).tolist():
-                slab = self.pool.slabs[at]
+            for index in np.flatnonzero(self.pool.tier == tier).tolist():
+                slab = self.pool.slabs[index]
                 assert slab is not None
                 slab[: n * kind.stride] = pages.flatten()
 
@@ -144,24 +144,24 @@ class State:
         return repack_phases.phases(self.buckets, lists, (None, None), self.centres)
 
     def restore(self) -> None:
-        """The slabs as they were, and what some moves have to bring."""
+        """Restore the slabs, and compute the expected result of a sample of moves."""
         for slab, saved in zip(self.pool.slabs, self.saved, strict=True):
             if slab is not None and saved is not None:
                 slab.copy_(saved)
         self.expected = []
         for job in self.chains:
             n = len(job.packed)
-            some = torch.linspace(0, n - 1, min(n, CHECKED), device=self.device).long().unique()
-            self.expected.append((some, repack_reference.take(job._replace(packed=job.packed[some]))))
+            checked = torch.linspace(0, n - 1, min(n, CHECKED), device=self.device).long().unique()
+            self.expected.append((checked, repack_reference.take(job._replace(packed=job.packed[checked]))))
 
     def assert_moved(self) -> None:
-        for job, (some, taken) in zip(self.chains, self.expected, strict=True):
-            packed = job.packed[some]
-            for mine, tier, want in taken:
+        for job, (checked, taken) in zip(self.chains, self.expected, strict=True):
+            packed = job.packed[checked]
+            for indices, tier, want in taken:
                 kind = self.page_formats[tier]
-                handles, place = np.unique(packed[mine, 3].cpu().numpy(), return_inverse=True)
+                handles, place = np.unique(packed[indices, 3].cpu().numpy(), return_inverse=True)
                 pages = self.pool.read(handles, 0, kind.stride)
-                got = kind.read(pages, self.pool.to_device(place.reshape(-1)), packed[mine, 4].long())
+                got = kind.read(pages, self.pool.to_device(place.reshape(-1)), packed[indices, 4].long())
                 assert torch.equal(got.position, want.position), "a position is wrong"
                 assert torch.equal(got.importance, want.importance), "an importance is wrong"
                 for side, a, b in (("k", got.k, want.k), ("v", got.v, want.v)):
@@ -304,7 +304,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     heads, dim, requests = (8, 128, 256) if cuda else (2, 64, 16)
     moved = requests * heads * (2 * dim * 2 * 2 + 6)
     sets = sets_for(moved, device)
-    found = [
+    listed = [
         Case(
             "settle", f"append-{requests}", {"what": "append", "requests": requests, "layers": 1}, moved,
             partial(build_append, requests, heads, dim, sets), sets=sets,
@@ -317,8 +317,8 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             params = {"what": name, "requests": many, "layers": layers, "T": tokens}
             moved = bytes_of(many * tokens * layers * heads, dim, lossy)
             case = f"settle-{name}-{many}x{tokens}x{layers}"
-            found.append(Case("settle", case, params, moved, partial(build_settle, state, moved), seconds=8.0))
-    return found
+            listed.append(Case("settle", case, params, moved, partial(build_settle, state, moved), seconds=8.0))
+    return listed
 
 
 def bytes_of(tokens: int, dim: int, lossy: float) -> int:
