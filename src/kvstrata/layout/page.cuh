@@ -34,5 +34,5 @@ __device__ __forceinline__ int word_address(int w, int lane) {
 constexpr int kTileScaleBytes = 64;
 __device__ __forceinline__ int scale_row(int tile, int g) { return tile * kTileScaleBytes + g * 8; }
 __device__ __forceinline__ int scale_index(int slot, bool is_v) {
-  return slot / 16 * 32 + slot % 8 * 4 + slot % 16 / 8 + 2 * is_v;
+  return (slot & ~15) * 2 + (slot & 7) * 4 + (slot >> 3 & 1) + 2 * is_v;
 }

@@ -79,8 +79,8 @@ struct Plane {
       const int j = first + R::cell(i) / R::kSub, lane = lane_of(i, token), w = word(j, token);
 #pragma unroll
       for (int q = 0; q < kPairs; q++) {
-        unsigned* at = reinterpret_cast<unsigned*>(codes + word_address<kWords>(w + q, lane));
-        const unsigned old = *at;
+        unsigned* shared_word = reinterpret_cast<unsigned*>(codes + word_address<kWords>(w + q, lane));
+        const unsigned old = *shared_word;
         unsigned change = 0;
 #pragma unroll
         for (int e = q * (R::kValues / kPairs); e < (q + 1) * (R::kValues / kPairs); e++) {
@@ -88,7 +88,7 @@ struct Plane {
           const unsigned field = row.code[i][e] >> kLow & ((1u << kWidth) - 1);
           change += (field - (old >> s & ((1u << kWidth) - 1))) << s;
         }
-        atomicAdd(at, change);
+        atomicAdd(shared_word, change);
       }
     }
   }

@@ -1,4 +1,4 @@
-// Tokens of a tile that come as codes of another tier: what they stand for, to where rotated rows are.
+// Tokens of a tile that come as codes of another tier: decoded into the tile's registers, where rotated rows are.
 #pragma once
 #include "coded.cuh"
 #include "planes.cuh"
@@ -36,15 +36,15 @@ struct Coded {
   // The scale of the lane's own token if its codes have as many bits as they will have, else -1.
   __device__ __forceinline__ int kept(int wanted) const {
     const int lane = threadIdx.x & 31, own = kIsV ? (lane >> 4) * 2 + (lane >> 3 & 1) : lane >> 1 & 1;
-    int found = -1;
+    int same_width = -1;
 #pragma unroll
     for (int i = 0; i < kRows; i++)
-      if (own == i && bits[i] == wanted) found = scale[i];
-    return found;
+      if (own == i && bits[i] == wanted) same_width = scale[i];
+    return same_width;
   }
 
   template <int kWidth, int kWords>
-  __device__ __forceinline__ void load(unsigned (&x)[kSteps][2], int i, bool mine) const {
+  __device__ __forceinline__ void load(unsigned (&x)[kSteps][2], int i, bool live) const {
     using P = Plane<kDim, kTokens, kWidth, kIsV>;
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, token = slot[i] & 15;
     const int lane = kIsV ? 4 * g + ((token & 7) >> 1) : 4 * (token & 7) + t;
@@ -53,7 +53,7 @@ struct Coded {
 #pragma unroll
       for (int q = 0; q < P::kPairs; q++) {
         const int word = P::word(slot[i] / 16 * kSteps + s, token) + q;
-        x[s][q] = mine ? *reinterpret_cast<const unsigned*>(codes[i] + word_address<kWords>(word, lane)) : 0u;
+        x[s][q] = live ? *reinterpret_cast<const unsigned*>(codes[i] + word_address<kWords>(word, lane)) : 0u;
       }
   }
 

@@ -41,8 +41,8 @@ __device__ __forceinline__ void copy_token(const Params& p, int token, int head,
     const int unit = i + lane;
     if (2 * kUnits % 32 == 0 || unit < 2 * kUnits) {
       const bool is_v = unit >= kUnits;
-      const int at = (is_v ? unit - kUnits : unit) * kWidth;
-      store(page + (is_v ? p.v_offset : 0) + row * kRow + at, load_once<kWidth>((is_v ? v : k) + at));
+      const int byte = (is_v ? unit - kUnits : unit) * kWidth;
+      store(page + (is_v ? p.v_offset : 0) + row * kRow + byte, load_once<kWidth>((is_v ? v : k) + byte));
     }
   }
   if (lane == 0) {

@@ -109,9 +109,9 @@ __device__ __forceinline__ unsigned below() { return (1u << (threadIdx.x & 31)) 
 
 template <class Position, bool kKeeps>
 __device__ __forceinline__ int2 side_of(const Params& p, const char* page, int tier, int row) {
-  const Tier& at = p.tier_of[tier];
-  const int position = reinterpret_cast<const Position*>(page + at.position_offset)[row];
-  return make_int2(position, kKeeps ? reinterpret_cast<const int*>(page + at.importance_offset)[row] : 0);
+  const Tier& offsets = p.tier_of[tier];
+  const int position = reinterpret_cast<const Position*>(page + offsets.position_offset)[row];
+  return make_int2(position, kKeeps ? reinterpret_cast<const int*>(page + offsets.importance_offset)[row] : 0);
 }
 
 // How the tokens of one step of a warp are classed: lane c of the result is how many are of class c.
@@ -119,17 +119,17 @@ template <class F>
 __device__ __forceinline__ int classes(int target, bool arrives, bool hole, bool filler, F each) {
   const int lane = threadIdx.x & 31;
   const unsigned holes = __ballot_sync(~0u, hole), fillers = __ballot_sync(~0u, filler);
-  int found = lane == kHole ? __popc(holes) : lane == kFiller ? __popc(fillers) : 0;
+  int number = lane == kHole ? __popc(holes) : lane == kFiller ? __popc(fillers) : 0;
   each(hole, kHole, __popc(holes & below()));
   each(filler, kFiller, __popc(fillers & below()));
   for (unsigned rest = __ballot_sync(~0u, arrives); rest;) {
     const int to = __shfl_sync(~0u, target, __ffs(rest) - 1);
     const unsigned same = __ballot_sync(~0u, arrives && target == to);
-    if (lane == to) found = __popc(same);
+    if (lane == to) number = __popc(same);
     each(arrives && target == to, to, __popc(same & below()));
     rest &= ~same;
   }
-  return found;
+  return number;
 }
 
 // A warp through its tokens from .. to - 1 of a run; holes are before `end`, which is -1 for new ones, and fillers after.
@@ -140,14 +140,14 @@ __device__ __forceinline__ void each_step(const Run& run, int from, int to, int 
     unsigned bytes = 0;
 #pragma unroll
     for (int j = 0; j < kAhead; j++) {
-      const int at = i + 32 * j + lane;
-      bytes |= ((at < to ? run[at] : run.stay) & 0xffu) << 8 * j;
+      const int token = i + 32 * j + lane;
+      bytes |= ((token < to ? run[token] : run.stay) & 0xffu) << 8 * j;
     }
 #pragma unroll 1
     for (int j = 0; j < kAhead; j++) {
-      const int at = i + 32 * j + lane, target = static_cast<signed char>(bytes >> 8 * j);
-      const bool moves = target != run.stay, filler = !moves && end >= 0 && at >= end && at < to;
-      if (__any_sync(~0u, moves || filler)) use(at, target, moves && target >= 0, moves && at < end, filler);
+      const int token = i + 32 * j + lane, target = static_cast<signed char>(bytes >> 8 * j);
+      const bool moves = target != run.stay, filler = !moves && end >= 0 && token >= end && token < to;
+      if (__any_sync(~0u, moves || filler)) use(token, target, moves && target >= 0, moves && token < end, filler);
     }
   }
 }
@@ -176,11 +176,11 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
     __syncthreads();  // of what the tier before has left in shared memory
     const int end = is_new ? -1 : kept[tier];
 
-    int mine = 0;
+    int seen = 0;
     each_step(run, from, to, end, [&](int, int target, bool arrives, bool hole, bool filler) {
-      mine += classes(target, arrives, hole, filler, [](bool, int, int) {});
+      seen += classes(target, arrives, hole, filler, [](bool, int, int) {});
     });
-    if (lane < kClasses) begin[warp][lane] = mine;
+    if (lane < kClasses) begin[warp][lane] = seen;
     __syncthreads();
     if (threadIdx.x < kClasses) {
       int sum = threadIdx.x < p.tiers ? came_before[threadIdx.x] : 0;
@@ -193,11 +193,11 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
     }
     __syncthreads();
 
-    mine = lane < kClasses ? begin[warp][lane] : 0;
+    seen = lane < kClasses ? begin[warp][lane] : 0;
     each_step(run, from, to, end, [&](int slot, int target, bool arrives, bool hole, bool filler) {
       int rank = 0, of_hole = 0, of_filler = 0;
-      const int before = mine;
-      mine += classes(target, arrives, hole, filler, [&](bool is, int which, int number) {
+      const int before = seen;
+      seen += classes(target, arrives, hole, filler, [&](bool is, int which, int number) {
         const int sum = number + __shfl_sync(~0u, before, which);
         if (is) (which == kHole ? of_hole : which == kFiller ? of_filler : rank) = sum;
       });
@@ -231,17 +231,17 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
       const int to_slot = kept[target] + rank, whole = max(edge[target] - kept[target], 0);
       if (rank >= whole) {
         const i64 number = p.first[2 * static_cast<i64>(p.groups) + group + target] + to_slot / size;
-        const i64 at = number * size + to_slot % size;
+        const i64 index = number * size + to_slot % size;
         i64 k = reinterpret_cast<i64>(is_new ? p.k + source_row * p.k_row : page + row * p.row_bytes), v = k + p.v_offset;
         if (is_new) v = reinterpret_cast<i64>(p.v + source_row * p.v_row);
         else if (tier) k = v = coded_row(tier, page, row);
-        p.k_at[at] = k;
-        if (p.v_at) p.v_at[at] = v;
-        p.sides[at] = side;
+        p.k_at[index] = k;
+        if (p.v_at) p.v_at[index] = v;
+        p.sides[index] = side;
         return;
       }
-      const i64 at = p.first[static_cast<i64>(p.groups) + group + target] + rank;
-      int4* line = reinterpret_cast<int4*>(p.packed + at * 12);
+      const i64 index = p.first[static_cast<i64>(p.groups) + group + target] + rank;
+      int4* line = reinterpret_cast<int4*>(p.packed + index * 12);
       const int there = p.new_table[lists + target * p.max_pages + to_slot / size];
       line[0] = make_int4(handle, source_row, is_new ? -1 : tier, there);
       line[1] = make_int4(to_slot % size, target, bucket, -1);

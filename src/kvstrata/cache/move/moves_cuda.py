@@ -4,8 +4,8 @@
 
 Moves are lists by phase, not chains. A phase is the fillers of a tier, or its arrivals; phases go from the last tier to
 the first, fillers first. Then no move writes where a later one reads: the holes of a tier are those of tokens that went
-on to later tiers, and arrivals take slots of these or of its fillers. Pages in which all slots are free for arrivals are
-written whole.
+on to later tiers, and arrivals take slots of these or of its fillers. Pages in which all slots are free for arrivals
+are written whole.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-// What phases of moves need beside repack.cu and quantize.cu: tokens from slot to slot of a tier, as plain rows or as codes,
-// and the positions and importance of tokens whose codes were made as whole pages.
+// Parts of a move that repack.cu and quantize.cu leave: tokens from slot to slot of a tier, as plain rows or as codes, and
+// the positions and importance of tokens whose codes were written as whole pages.
 //
-// A lane looks 32 tokens up, one each, and copies what stands beside the values; then the warp goes through the tokens,
-// with the words of several on their way at a time. Fillers come from past the end of the bucket and go before it, so
-// nobody writes what another one reads.
+// Each lane looks up one of 32 tokens and copies its position and importance; then the warp goes through the tokens, with
+// the words of several in flight. Fillers come from past the end of the bucket and go before it, so no move writes what
+// another reads.
 #include "planes.cuh"
 
 struct Params {
@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(256) write_sides(const __grid_constant__ Param
   const int2 side = p.sides[i];
   if (side.x < 0) return;
   const int slot = static_cast<int>(i % p.page_tokens);
-  const int2 at = reinterpret_cast<const int2*>(p.pages)[i / p.page_tokens];
-  char* page = page_address(p.pointers, p.units, at.x);
-  reinterpret_cast<Position*>(page + p.offsets[at.y][0])[slot] = static_cast<Position>(side.x);
-  if constexpr (kKeeps) reinterpret_cast<int*>(page + p.offsets[at.y][1])[slot] = side.y;
+  const int2 owner = reinterpret_cast<const int2*>(p.pages)[i / p.page_tokens];
+  char* page = page_address(p.pointers, p.units, owner.x);
+  reinterpret_cast<Position*>(page + p.offsets[owner.y][0])[slot] = static_cast<Position>(side.x);
+  if constexpr (kKeeps) reinterpret_cast<int*>(page + p.offsets[owner.y][1])[slot] = side.y;
 }

@@ -7,6 +7,7 @@
 // A lane holds cells of the token (planes.cuh). The arithmetic is that of quant/reference.py, the butterflies in the
 // order of layout/rotation.py.
 #include "fp8.cuh"
+#include "numbers.cuh"
 #include "planes.cuh"
 #include "rotation.cuh"
 #include "vec.cuh"
@@ -27,9 +28,6 @@ struct Params {
   float step[9], k_gain[9], v_gain[9];  // by width: the step for a unit Gaussian, what scales are lengthened by
   Tier tiers[kMaxTiers];
 };
-
-constexpr float kLargest = 65504.f, kSmallestStep = 5.9604644775390625e-8f;
-constexpr int kMagicBits = 0x4b400000;  // of 1.5 * 2^23: a sum with it, rounded down, holds the floor in its low bits
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -72,7 +70,7 @@ __device__ __forceinline__ void read_plain(Row<kDim, kIsV>& row, const char* fro
         x = to_float(reinterpret_cast<const In*>(from)[R::dim(i, e)]);
         if (centre) x = __fsub_rn(x, __ldg(centre + R::dim(i, e)));
       }
-      row.x[i][e] = x != x ? 0.f : fminf(fmaxf(x, -kLargest), kLargest);
+      row.x[i][e] = clean(x);
     }
 }
 
@@ -94,12 +92,7 @@ __device__ __forceinline__ void across_cells(Row<kDim, kIsV>& row) {
     for (int i = 0; i < R::kPer; i++)
       if (!(i >> (kBit - 5) & 1))
 #pragma unroll
-        for (int e = 0; e < R::kValues; e++) {
-          float &a = row.x[i][e], &b = row.x[i + (1 << (kBit - 5))][e];
-          const float sum = __fadd_rn(a, b), difference = __fsub_rn(a, b);
-          a = sum;
-          b = difference;
-        }
+        for (int e = 0; e < R::kValues; e++) butterfly(row.x[i][e], row.x[i + (1 << (kBit - 5))][e]);
   }
 }
 
@@ -111,12 +104,7 @@ __device__ __forceinline__ void in_cells(Row<kDim, kIsV>& row) {
   for (int i = 0; i < R::kPer; i++)
 #pragma unroll
     for (int e = 0; e < R::kValues; e++)
-      if (!(e >> kBit & 1)) {
-        float &a = row.x[i][e], &b = row.x[i][e + (1 << kBit)];
-        const float sum = __fadd_rn(a, b), difference = __fsub_rn(a, b);
-        a = sum;
-        b = difference;
-      }
+      if (!(e >> kBit & 1)) butterfly(row.x[i][e], row.x[i][e + (1 << kBit)]);
 }
 
 // Distances 1, 2, 4, .. of dims: K has half, t, t, 8 (the second pair), steps; V has g, g, g, 8, steps.
@@ -164,7 +152,7 @@ __device__ __forceinline__ unsigned short encode(Row<kDim, kIsV>& row, int bits,
   }
   const float inverse = __frcp_rn(fmaxf(step, kSmallestStep));
   const int levels = 1 << bits;
-  const float middle = __int_as_float(kMagicBits) + static_cast<float>(levels / 2);
+  const float middle = kMagic + static_cast<float>(levels / 2);
   const float centre = 0.5f * static_cast<float>(levels - 1);
   float dot = 0.f, square = 0.f;
 #pragma unroll
@@ -180,10 +168,7 @@ __device__ __forceinline__ unsigned short encode(Row<kDim, kIsV>& row, int bits,
       square += level * level;
     }
   }
-  const float scale = __fmul_rn(__fdiv_rn(warp_sum(dot), warp_sum(square)), gain);
-  unsigned short out;
-  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(out) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
-  return out;
+  return scale_of(__fmul_rn(__fdiv_rn(warp_sum(dot), warp_sum(square)), gain));
 }
 
 template <class In, int kDim, int kTokens, class Position, bool kKeeps, bool kRotate, bool kCentre, bool kIsV>

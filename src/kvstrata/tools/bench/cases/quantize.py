@@ -12,9 +12,10 @@ import torch
 
 from kvstrata.backends import missing
 from kvstrata.layout import Format, fragments, scales
+from kvstrata.layout.format import UNIT
 from kvstrata.quant import reference
 from kvstrata.quant.job import Job
-from kvstrata.quant.op import UNIT, quantize_pages
+from kvstrata.quant.op import quantize_pages
 from kvstrata.tools.bench import Bench, Case, sets_for
 from kvstrata.tools.bench.clock import Call
 
