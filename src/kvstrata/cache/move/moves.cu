@@ -1,11 +1,11 @@
-// From targets to moves, a block per bucket: who leaves, who fills the hole, who comes, and where to; as moves.py has it.
+// From targets to moves, a block per head cache: tokens that leave, fill a hole or arrive, and their slots; as moves.py.
 //
-//   find    where the tokens of each bucket and tier begin in the list
-//   count   three numbers a group (bucket, tier), after which the host takes pages
-//   place   the moves, each where the host wants it: the i-th filler goes to the i-th hole, arrivals follow after the kept
+//   find    the first token of each bucket in the list
+//   count   three numbers a bucket, after which the host allocates pages
+//   place   the moves, at offsets from the host: the i-th filler takes the i-th hole, arrivals follow the kept tokens
 //
 // A warp takes a run of a tier's tokens, 128 at a time. Ballots say which of them leave, fill or come to a tier; lane c
-// keeps how many of class c there were so far. A first pass over the targets makes the sums where each warp begins.
+// counts the tokens of class c so far. A first pass over the targets gives the sums at which each warp begins.
 #include "coded.cuh"
 
 constexpr int kWarps = 8, kHole = kMaxTiers, kFiller = kMaxTiers + 1, kClasses = kMaxTiers + 2, kAhead = 4;
@@ -15,18 +15,18 @@ struct Tier {
 };
 
 struct Params {
-  const signed char* target;  // [n] tier, negative: out
-  const i64* bucket;          // [n], as all of Tokens; read for new tokens, and by find
+  const signed char* target;  // [n] tier, negative: evicted
+  const i64* head_cache;      // [n], as the columns of Tokens; for new tokens, and for find
   const i64* tier;
   const i64* slot;
   const i64* position;
   const float* importance;
-  const i64* order;      // [new] tokens that are new, by bucket
-  const i64* new_first;  // [buckets + 1] of order
-  i64* starts;           // [groups] the first token
-  const int* before;     // [groups] tokens
-  int* numbers;          // [3, groups]: left, came, holes
-  const int* first;      // [3, groups]: of fillers and of arrivals in their lists; of whole pages: number less index in the bucket
+  const i64* order;      // [new] new tokens, by head cache
+  const i64* new_first;  // [head_caches + 1] of order
+  i64* starts;           // [buckets] the first token
+  const int* before;     // [buckets] tokens
+  int* numbers;          // [3, buckets]: left, came, holes
+  const int* first;      // [3, buckets]: first filler, first arrival; of whole pages: number less index in the bucket
   const int* places;     // [places] of (request, layer) in the tables
   const int* old_table;  // [places of all, heads, tiers, max_pages]
   const int* new_table;
@@ -39,32 +39,32 @@ struct Params {
   i64* v_at;     // the same for V; null without new rows, since V is as far from K in every page
   int2* sides;   // [whole pages, page_tokens] position and importance
   i64 n, k_row, v_row;  // strides in bytes
-  int groups, heads, tiers, page_tokens, max_pages, units, row_bytes, v_offset;
+  int buckets, heads, tiers, page_tokens, max_pages, units, row_bytes, v_offset;
   Tier tier_of[kMaxTiers];
 };
 
 template <class = void>
 __global__ void __launch_bounds__(256) find(const __grid_constant__ Params p) {
   const i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
-  if (i < p.n && p.slot[i] == 0 && p.tier[i] >= 0) p.starts[p.bucket[i] * p.tiers + p.tier[i]] = i;
+  if (i < p.n && p.slot[i] == 0 && p.tier[i] >= 0) p.starts[p.head_cache[i] * p.tiers + p.tier[i]] = i;
 }
 
-// The tokens of a bucket in a tier; for tier == tiers its new ones.
+// The tokens of a bucket; for tier == tiers the new tokens of the head cache.
 struct Run {
   const signed char* target;
   const i64* order;
   int n, stay;  // the target that means: nothing to do
 
-  __device__ __forceinline__ Run(const Params& p, int bucket, int tier) {
-    const int group = bucket * p.tiers + tier;
+  __device__ __forceinline__ Run(const Params& p, int head_cache, int tier) {
+    const int bucket = head_cache * p.tiers + tier;
     if (tier < p.tiers) {
-      n = p.before[group];
-      target = n ? p.target + p.starts[group] : nullptr;
+      n = p.before[bucket];
+      target = n ? p.target + p.starts[bucket] : nullptr;
       order = nullptr;
       stay = tier;
     } else {
-      const i64 begin = p.order ? p.new_first[bucket] : 0;
-      n = p.order ? static_cast<int>(p.new_first[bucket + 1] - begin) : 0;
+      const i64 begin = p.order ? p.new_first[head_cache] : 0;
+      n = p.order ? static_cast<int>(p.new_first[head_cache + 1] - begin) : 0;
       target = p.target;
       order = p.order + begin;
       stay = -1;
@@ -76,11 +76,11 @@ struct Run {
 template <class = void>
 __global__ void __launch_bounds__(256) count(const __grid_constant__ Params p) {
   __shared__ int sums[3][kMaxTiers];
-  const int bucket = blockIdx.x;
+  const int head_cache = blockIdx.x;
   if (threadIdx.x < 3 * kMaxTiers) sums[threadIdx.x / kMaxTiers][threadIdx.x % kMaxTiers] = 0;
   __syncthreads();
   for (int tier = 0; tier <= p.tiers; tier++) {
-    const Run run(p, bucket, tier);
+    const Run run(p, head_cache, tier);
     for (int i = threadIdx.x; i < run.n; i += 256 * kAhead) {
       int target[kAhead];
 #pragma unroll
@@ -95,14 +95,15 @@ __global__ void __launch_bounds__(256) count(const __grid_constant__ Params p) {
   }
   __syncthreads();
   for (int tier = 0; tier < p.tiers; tier++) {  // past the new end, whoever stays fills a hole before it
-    const Run run(p, bucket, tier);
+    const Run run(p, head_cache, tier);
     int fillers = 0;
     for (int i = run.n - sums[0][tier] + threadIdx.x; i < run.n; i += 256) fillers += run[i] == run.stay;
     if (fillers) atomicAdd(&sums[2][tier], fillers);
   }
   __syncthreads();
   const int which = threadIdx.x / kMaxTiers, tier = threadIdx.x % kMaxTiers;
-  if (which < 3 && tier < p.tiers) p.numbers[which * static_cast<i64>(p.groups) + bucket * p.tiers + tier] = sums[which][tier];
+  if (which < 3 && tier < p.tiers)
+    p.numbers[which * static_cast<i64>(p.buckets) + head_cache * p.tiers + tier] = sums[which][tier];
 }
 
 __device__ __forceinline__ unsigned below() { return (1u << (threadIdx.x & 31)) - 1; }
@@ -157,18 +158,19 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
   __shared__ int begin[kWarps][kClasses];
   __shared__ int came_before[kMaxTiers];
   __shared__ int kept[kMaxTiers], edge[kMaxTiers];  // tokens; the first slot of whole pages
-  const int bucket = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, size = p.page_tokens;
-  const i64 group = static_cast<i64>(bucket) * p.tiers;
-  const i64 lists = (static_cast<i64>(p.places[bucket / p.heads]) * p.heads + bucket % p.heads) * p.tiers * p.max_pages;
+  const int head_cache = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, size = p.page_tokens;
+  const i64 first_bucket = static_cast<i64>(head_cache) * p.tiers;
+  const i64 place = p.places[head_cache / p.heads];
+  const i64 lists = (place * p.heads + head_cache % p.heads) * p.tiers * p.max_pages;
   if (threadIdx.x < p.tiers) {
     const int t = threadIdx.x;
-    const int* numbers = p.numbers + group + t;
-    kept[t] = p.before[group + t] - numbers[0];
+    const int* numbers = p.numbers + first_bucket + t;
+    kept[t] = p.before[first_bucket + t] - numbers[0];
     edge[t] = t ? (kept[t] + size - 1) / size * size : 0x7fffffff;  // in plain pages nothing is whole
     came_before[t] = 0;
   }
   for (int tier = 0; tier <= p.tiers; tier++) {
-    const Run run(p, bucket, tier);
+    const Run run(p, head_cache, tier);
     if (run.n == 0) continue;
     const bool is_new = tier == p.tiers;
     const int share = (run.n + kWarps * 32 - 1) / (kWarps * 32) * 32;
@@ -204,7 +206,7 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
       const int row = slot % size, column = slot / size;
       if (hole) {
         const int handle = p.new_table[lists + tier * p.max_pages + column];
-        reinterpret_cast<int2*>(p.copies + p.first[group + tier] + of_hole)[1] = make_int2(handle, row);
+        reinterpret_cast<int2*>(p.copies + p.first[first_bucket + tier] + of_hole)[1] = make_int2(handle, row);
       }
       if (!arrives && !filler) return;
       int handle = 0, source_row = row;
@@ -218,7 +220,7 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
         handle = p.old_table[lists + tier * p.max_pages + column];
       }
       if (filler) {
-        reinterpret_cast<int2*>(p.copies + p.first[group + tier] + of_filler)[0] = make_int2(handle, row);
+        reinterpret_cast<int2*>(p.copies + p.first[first_bucket + tier] + of_filler)[0] = make_int2(handle, row);
         return;
       }
       if (is_new) {
@@ -230,7 +232,7 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
       }
       const int to_slot = kept[target] + rank, whole = max(edge[target] - kept[target], 0);
       if (rank >= whole) {
-        const i64 number = p.first[2 * static_cast<i64>(p.groups) + group + target] + to_slot / size;
+        const i64 number = p.first[2 * static_cast<i64>(p.buckets) + first_bucket + target] + to_slot / size;
         const i64 index = number * size + to_slot % size;
         i64 k = reinterpret_cast<i64>(is_new ? p.k + source_row * p.k_row : page + row * p.row_bytes), v = k + p.v_offset;
         if (is_new) v = reinterpret_cast<i64>(p.v + source_row * p.v_row);
@@ -240,11 +242,11 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
         p.sides[index] = side;
         return;
       }
-      const i64 index = p.first[static_cast<i64>(p.groups) + group + target] + rank;
+      const i64 index = p.first[static_cast<i64>(p.buckets) + first_bucket + target] + rank;
       int4* line = reinterpret_cast<int4*>(p.packed + index * 12);
       const int there = p.new_table[lists + target * p.max_pages + to_slot / size];
       line[0] = make_int4(handle, source_row, is_new ? -1 : tier, there);
-      line[1] = make_int4(to_slot % size, target, bucket, -1);
+      line[1] = make_int4(to_slot % size, target, head_cache, -1);
       line[2] = make_int4(1, side.x, side.y, 0);
     });
   }

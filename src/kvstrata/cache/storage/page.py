@@ -99,11 +99,6 @@ class PageFormat:
         return offset if self.keeps_importance else -1
 
     @cached_property
-    def side_bytes(self) -> int:
-        """Bytes of positions, importance and padding."""
-        return self.stride - self.format.page_bytes
-
-    @cached_property
     def stride(self) -> int:
         per_token = self.position_dtype.itemsize + (4 if self.keeps_importance else 0)
         return -(-(self.format.page_bytes + per_token * self.format.page_tokens) // UNIT) * UNIT
