@@ -14,8 +14,24 @@ import triton.language as tl
 from kvstrata.layout import Format, fragments, hadamard
 from kvstrata.layout.unpack_triton import UNIT, scale_index
 
+from . import reference
 from .job import Job
 from .reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
+
+LARGEST: tl.constexpr = tl.constexpr(reference.LARGEST)
+SMALLEST_STEP: tl.constexpr = tl.constexpr(reference.SMALLEST_STEP)
+
+
+@triton.jit
+def clean(x):
+    """NaN to 0, clamped to +-65504."""
+    return tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST)
+
+
+@triton.jit
+def to_scale(x):
+    """Fitted scales clamped to 0 .. 65504 and rounded to fp16."""
+    return tl.minimum(tl.maximum(x, 0.0), LARGEST).to(tl.float16)
 
 
 @triton.jit
@@ -26,8 +42,7 @@ def _clean_rows(x_ptr, centre_ptr, row, stride_token, offs_d, mask_d, CENTRED: t
     x = tl.load(x_ptr + offs, mask=live, other=0.0).to(tl.float32)
     if CENTRED:
         x = tl.where(live, x - tl.load(centre_ptr + offs_d, mask=mask_d, other=0.0)[None, :], 0.0)
-    x = tl.where(x == x, x, 0.0)
-    return tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return clean(x)
 
 
 @triton.jit
@@ -54,7 +69,7 @@ def _quantize_side(
         step = tl.max(tl.abs(x), axis=1) * (2.0 / 255.0)
     else:
         step = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=1), tl.full((TOKENS,), DIM, tl.float32))) * STEP
-    step = tl.maximum(step, 5.9604644775390625e-08)
+    step = tl.maximum(step, SMALLEST_STEP)
     inverse = tl.div_rn(tl.full((TOKENS,), 1.0, tl.float32), step)
     HALF: tl.constexpr = 1 << (BITS - 1)
     product = x.to(tl.float64) * inverse.to(tl.float64)[:, None]  # exact
@@ -62,7 +77,7 @@ def _quantize_side(
     level = tl.where(offs_d[None, :] < DIM, floor + 0.5, 0.0)
     scale = tl.div_rn(tl.sum(x * level, axis=1), tl.sum(level * level, axis=1)) * GAIN
     offs_p = tl.arange(0, TOKENS)
-    tl.store(scale_ptr + scale_index(offs_p, SIDE), tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16))
+    tl.store(scale_ptr + scale_index(offs_p, SIDE), to_scale(scale))
 
     codes = (floor.to(tl.int32) + HALF).to(tl.uint8)
     tl.store(scratch_ptr + offs_p[:, None] * DIM + offs_d[None, :], codes, mask=offs_d[None, :] < DIM)

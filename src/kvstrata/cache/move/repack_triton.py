@@ -20,6 +20,7 @@ from kvstrata.layout.format import Format
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_triton import page_address, rotate_rows, scale_index
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
+from kvstrata.quant.triton import SMALLEST_STEP, clean, to_scale
 
 from .repack_job import Job
 
@@ -95,16 +96,14 @@ def _follow(
                 if CENTRED:
                     row = tl.load(line + 6).to(tl.int64) * DIM
                     x = x - tl.load(centre_ptr + row + offs, mask=mask, other=0.0)
-                x = tl.where(x == x, x, 0.0)
-                x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-                x = tl.reshape(rotate_rows(x, 1, WIDE, ROTATED), (WIDE,))
+                x = tl.reshape(rotate_rows(clean(x), 1, WIDE, ROTATED), (WIDE,))
             if was != bits:
                 if bits == 8:
                     step = tl.max(tl.abs(x), axis=0) * (2.0 / 255.0)
                 else:
                     step = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=0), tl.full((), DIM, tl.float32)))
                     step = step * tl.load(steps_ptr + bits)
-                step = tl.maximum(step, 5.9604644775390625e-08)
+                step = tl.maximum(step, SMALLEST_STEP)
                 inverse = tl.div_rn(tl.full((), 1.0, tl.float32), step)
                 half = 1 << (bits - 1)
                 floor = tl.floor(x.to(tl.float64) * inverse.to(tl.float64))  # exact
@@ -112,7 +111,7 @@ def _follow(
                 level = tl.where(mask, floor + 0.5, 0.0)
                 fitted = tl.div_rn(tl.sum(x * level, axis=0), tl.sum(level * level, axis=0))
                 fitted = fitted * tl.load(steps_ptr + 9 * (1 + SIDE) + bits)
-                scale = tl.minimum(tl.maximum(fitted, 0.0), 65504.0).to(tl.float16)
+                scale = to_scale(fitted)
                 codes = floor.to(tl.int32) + half
             tl.debug_barrier()
             index = ((tier * 2 + SIDE) * 2 * PAGE + slot) * DIM + offs
