@@ -9,6 +9,7 @@ import torch
 from conftest import HAS_GPU
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import append as append_op
+from kvstrata.cache.move import append_cuda, apply
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 BACKENDS = ["triton"] + (["cuda"] if HAS_GPU else [])
@@ -28,10 +29,8 @@ def rows(tokens: int, dim: int, dtype: torch.dtype, gap: int = 0, seed: int = 0)
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """All appends through one backend."""
-    from kvstrata.cache.storage import page_table as buckets
-
     prepare = append_op.prepare_append
-    monkeypatch.setattr(buckets, "prepare_append", lambda job: prepare(job, request.param))
+    monkeypatch.setattr(apply, "prepare_append", lambda job: prepare(job, request.param))
     return request.param
 
 
@@ -121,8 +120,8 @@ def test_gates(arguments: tuple, arch: str) -> None:
     pytest.importorskip("cuda.core")
     from kvstrata import jit
 
-    for kernel in append_op.KERNELS:
-        usage = jit.usage(append_op.SOURCE, append_op.entry_of(*arguments, kernel), arch=arch)
+    for kernel in append_cuda.KERNELS:
+        usage = jit.usage(append_cuda.SOURCE, append_cuda.entry_of(*arguments, kernel), arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
         assert 0 < usage.registers <= 64, usage
 

@@ -16,7 +16,6 @@ ORDER = ("layout", "quant", "store", "cache", "attention", "hf", "tools")
 SHARED = {"jit", "backends", "call_cache", "checks"}
 # Groups of modules that still import each other, lazily or for type checkers. Take them out as they go; add none.
 CIRCLES = {
-    "cache.move and cache.storage": 5,
     "hf": 4,
 }
 

@@ -262,6 +262,7 @@ def test_wide_positions() -> None:
         (dict(tiers="K4V4"), r"tiers: expected a list of formats .* got 'K4V4'"),
         (dict(dtype="float16"), "dtype: expected one of .* got 'float16'"),
         (dict(tiers=()), "tiers: expected at least one"),
+        (dict(tiers=("K2V2",) * 8), "tiers: expected at most 7 formats beside plain rows, got 8"),
         (dict(recent_tokens=0), "recent_tokens: expected an int of at least 1, got 0"),
         (dict(sink_tokens=-1), "sink_tokens: expected"),
         (dict(dtype=torch.float64), "dtype: expected one of"),

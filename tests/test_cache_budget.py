@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cache_model import fingerprint, limit, make, rows, same
 from kvstrata.cache import BudgetExceeded, TieredCache
+from kvstrata.cache.move import apply
 from kvstrata.cache.policy.budget import TIERS
 from kvstrata.cache.policy.sizes import Sizes
 from kvstrata.cache.storage.pool import Pool
@@ -135,8 +136,8 @@ def test_settlings_make_room_for_several_steps(options: dict, most: int, monkeyp
     """Below the floor, where pages are scarcest, as above it: once in so many steps, in each layer."""
     cache = make(layers=2, dim=32, budget=0.3, tiers=None, dtype=torch.bfloat16, **options)
     moved: list[int] = []
-    move = cache.buckets.move
-    monkeypatch.setattr(cache.buckets, "move", lambda layers, *rest: (moved.extend(layers), move(layers, *rest)))
+    move = apply.move
+    monkeypatch.setattr(apply, "move", lambda b, c, layers, *rest: (moved.extend(layers), move(b, c, layers, *rest)))
     k, v = rows(328, dim=32, dtype=torch.bfloat16)
     for layer in range(2):
         cache.append(layer, k[:200], v[:200])

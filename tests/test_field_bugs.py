@@ -33,7 +33,7 @@ from kvstrata.attention.decode import cuda as decode_cuda
 from kvstrata.attention.decode import op
 from kvstrata.attention.decode.source import Source
 from kvstrata.cache.move import append as append_op
-from kvstrata.cache.storage import page_table as buckets
+from kvstrata.cache.move import apply
 from kvstrata.cache.storage.address_space import Space
 from kvstrata.replay import CopyPlan
 
@@ -131,7 +131,7 @@ def test_sequences_and_heads_far_apart(name: str, axis: int) -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_appended_rows_far_apart(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = append_op.prepare_append
-    monkeypatch.setattr(buckets, "prepare_append", lambda job: prepare(job, "triton"))
+    monkeypatch.setattr(apply, "prepare_append", lambda job: prepare(job, "triton"))
     room, near = room_of(torch.float16), torch.randn(2, 3, 3, 32).half().to(DEVICE)
     cache = TieredCache(1, 3, 32, budget=None, dtype=torch.float16, device=DEVICE, page_tokens=16)
     cache.append(0, *(apart(x, axis, room, i) for i, x in enumerate(near)))

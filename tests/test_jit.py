@@ -13,8 +13,7 @@ from ahead import compile_triton
 from kvstrata import jit
 from kvstrata.attention.decode import cuda as decode_cuda
 from kvstrata.attention.prefill import cuda as prefill_cuda
-from kvstrata.cache.move import append as append_op
-from kvstrata.cache.move import moves_cuda, repack_cuda
+from kvstrata.cache.move import append_cuda, moves_cuda, repack_cuda
 from kvstrata.cache.move import phases as repack_phases
 from kvstrata.jit import compiler
 from kvstrata.layout import Format
@@ -237,7 +236,7 @@ def test_triton_quantise_compiles_ahead_of_time(arch: int, k_bits: int) -> None:
 def test_structs_of_parameters_have_their_padding() -> None:
     """The driver reads as many bytes as the kernel's struct has; one with a pointer in it has a multiple of 8."""
     structs = {
-        "append": append_op.PARAMS, "combine": decode_cuda.COMBINE, "decode": decode_cuda.DECODE,
+        "append": append_cuda.PARAMS, "combine": decode_cuda.COMBINE, "decode": decode_cuda.DECODE,
         "moves": moves_cuda.PARAMS, "phases": repack_phases.PARAMS, "prefill": prefill_cuda.PARAMS,
         "quantize": quantize_op.PARAMS, "repack": repack_cuda.PARAMS, "store": store_cuda.PARAMS,
         "rows": decode_cuda.ROWS, "worklist": decode_cuda.WORKLIST,

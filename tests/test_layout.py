@@ -12,10 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.layout import Format, fragments, hadamard, rotate, rotation, rows, scales
+from conftest import HAS_GPU
+from kvstrata import layout
+from kvstrata.layout import Format, fragments, hadamard, rotate, rotation, rows, scales, unpack_triton
+from kvstrata.layout.format import MAX_TIERS, UNIT
+from kvstrata.quant.reference import dequantize_page
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 BITS = [2, 3, 4, 8]
 DIMS = list(range(32, 257, 16))
@@ -154,6 +162,71 @@ def test_scales_of_a_tile(tokens: int) -> None:
     unpacked = scales.unpack_scales(packed)
     assert torch.equal(unpacked[0], k)
     assert torch.equal(unpacked[1], v)
+
+
+@triton.jit
+def read_page(page_ptr, k_ptr, v_ptr, DIM: tl.constexpr, TOKENS: tl.constexpr, K_BITS: tl.constexpr,
+              V_BITS: tl.constexpr, V_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr):  # fmt: skip
+    """Rows of a page, as decode and prefill read them."""
+    token = tl.arange(0, TOKENS)[:, None]
+    dim = tl.arange(0, DIM)[None, :]
+    live = (token >= 0) & (dim >= 0)
+    words = page_ptr.to(tl.pointer_type(tl.int32))
+    scale_ptr = (page_ptr + SCALE_OFFSET).to(tl.pointer_type(tl.float16))
+    k = unpack_triton.load_levels(words, token, dim, live, K_BITS, DIM, TOKENS, True)
+    v = unpack_triton.load_levels(words + V_OFFSET // 4, token, dim, live, V_BITS, DIM, TOKENS, False)
+    tl.store(k_ptr + token * DIM + dim, k * unpack_triton.load_scales(scale_ptr, token, token >= 0, 0))
+    tl.store(v_ptr + token * DIM + dim, v * unpack_triton.load_scales(scale_ptr, token, token >= 0, 1))
+
+
+def read_with_numba(page: torch.Tensor, format: Format) -> list[torch.Tensor]:
+    """Rows of a page from lanes and fragments, as the CPU's decode reads them."""
+    unpack_numba = pytest.importorskip("kvstrata.layout.unpack_numba", reason="numba is not installed")
+    tokens, dim = format.page_tokens, format.head_dim
+    steps, fragment_count = dim // 16, dim // 16 * (tokens // 16)
+    scale = page[format.scale_offset :].view(torch.float16).float()
+    sides = []
+    for side, bits, offset in ((0, format.k_bits, format.k_offset), (1, format.v_bits, format.v_offset)):
+        count = fragments.words_per_lane(bits, dim, tokens)
+        lanes, fields = np.empty((count, 32), np.uint32), np.empty((8, 32), np.float32)
+        unpack_numba.lanes_of(page[offset:].numpy()[: count * 128].view(np.uint32), count, lanes)
+        rows_ = torch.empty(tokens, dim)
+        for j in range(fragment_count):
+            unpack_numba.levels(lanes, bits, j, fragment_count, fields)
+            for field in range(8):
+                odd, half, far = field % 2, field // 2 % 2, field // 4
+                for lane in range(32):
+                    long, short = lane // 4 + 8 * odd, 2 * (lane % 4) + 8 * far + half
+                    token, d = (short, long) if side else (long, short)
+                    rows_[j // steps * 16 + token, j % steps * 16 + d] = float(fields[field, lane])
+        index = [unpack_numba.scale_index(token, side) for token in range(tokens)]
+        sides.append(rows_ * scale[index].unsqueeze(1))
+    return sides
+
+
+@pytest.mark.parametrize(("name", "dim", "tokens"), [("K8V4", 32, 32), ("K3V2", 64, 16), ("K2V3", 32, 16)])
+def test_all_readers_agree_on_a_random_page(name: str, dim: int, tokens: int) -> None:
+    """Codes of any bits: the reference, numba's loops and Triton's loads find the same values and scales."""
+    format, random = Format.parse(name, dim, tokens), torch.Generator().manual_seed(dim + tokens)
+    page = torch.randint(256, (format.page_bytes,), dtype=torch.uint8, generator=random)
+    page[format.scale_offset :] = torch.rand(2 * tokens, generator=random).half().view(torch.uint8)
+    wanted = dequantize_page(page, format)
+    found = torch.empty(2, tokens, dim, device=DEVICE)
+    read_page[(1,)](page.to(DEVICE), found[0], found[1], DIM=dim, TOKENS=tokens, K_BITS=format.k_bits,
+                    V_BITS=format.v_bits, V_OFFSET=format.v_offset, SCALE_OFFSET=format.scale_offset)  # fmt: skip
+    for want, by_triton, by_numba in zip(wanted, found.cpu(), read_with_numba(page, format), strict=True):
+        assert torch.equal(by_triton, want)
+        assert torch.equal(by_numba, want)
+
+
+def test_constants_are_the_same_in_every_language() -> None:
+    text = (Path(layout.__file__).parent / "page.cuh").read_text()
+    constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)}
+    assert constants == {
+        "kUnitBytes": UNIT, "kMaxTiers": MAX_TIERS,
+        "kTileScaleBytes": scales.BYTES_PER_TOKEN * fragments.TILE_TOKENS,
+    }  # fmt: skip
+    assert unpack_triton.UNIT.value == UNIT
 
 
 @settings(max_examples=100)

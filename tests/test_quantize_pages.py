@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import emulator
 from conftest import HAS_GPU
 from kvstrata.layout import Format, fragments, rotate, scales
+from kvstrata.layout.format import UNIT
 from kvstrata.quant import op as quantize_op
 from kvstrata.quant import reference
-from kvstrata.quant.op import UNIT, quantize_pages
+from kvstrata.quant.op import quantize_pages
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 BACKENDS = ["triton"] + (["cuda"] if HAS_GPU else [])

@@ -15,11 +15,12 @@ import test_cache_machine
 from conftest import HAS_GPU
 from kvstrata import backends, jit
 from kvstrata.cache import TieredCache
-from kvstrata.cache.move import moves, repack_cuda, repack_op, repack_reference
+from kvstrata.cache.move import apply, moves, repack_cuda, repack_op, repack_reference
 from kvstrata.cache.storage.page import PageFormat, Rows
 from kvstrata.cache.storage.page_table import Buckets
 from kvstrata.cache.storage.pool import Pool
 from kvstrata.cache.storage.tokens import DROP, NEW, Tokens
+from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.layout import Format
 from kvstrata.quant import op as quantize_op
 
@@ -146,7 +147,9 @@ class Setup:
     def move(self, tokens: Tokens, target: torch.Tensor, rows, backend: str) -> None:
         fresh = None if rows is None else Rows(*rows, None, None, tokens.position, tokens.importance)
         self.buckets.backend = backend
-        self.buckets.move(self.layers, self.requests, tokens, target.to(DEVICE), fresh, self.centre)
+        with Transaction(self.pool) as change:
+            places = self.layers, self.requests
+            apply.move(self.buckets, change, *places, tokens, target.to(DEVICE), fresh, self.centre)
 
     def demote(self, backend: str, leave: float, new: int = 0) -> None:
         """Each token goes down with this chance, a fifth of those out; new tokens come to any tier."""
@@ -262,11 +265,12 @@ def test_any_buckets_on_a_gpu(seed: int) -> None:
 
 
 def test_bad_backends_are_named() -> None:
+    setup = Setup(("K4V4",), tokens=1)
     with pytest.raises(ValueError, match="backend: expected one of"):
-        repack_op.resolve("fast", DEVICE)
+        setup.demote("fast", 1.0)
     if not HAS_GPU:
         with pytest.raises(RuntimeError, match="cuda needs CUDA tensors"):
-            repack_op.resolve("cuda", DEVICE)
+            setup.demote("cuda", 1.0)
 
 
 # The cache above it
@@ -386,15 +390,15 @@ def test_gates(dtype: torch.dtype, dim: int, page_tokens: int, arch: str) -> Non
     assert 0 < usage.registers <= 64, usage
 
 
-@pytest.mark.parametrize(("arch", "dim", "stages"), [(80, 128, 7), (90, 80, 4)])
-def test_triton_compiles_ahead_of_time(arch: int, dim: int, stages: int) -> None:
+@pytest.mark.parametrize(("arch", "dim", "rotated"), [(80, 128, 128), (90, 80, 16)])
+def test_triton_compiles_ahead_of_time(arch: int, dim: int, rotated: int) -> None:
     from ahead import compile_triton
 
     types = {f"{name}_ptr": "*i32" for name in ("packed", "places", "formats")}
     types |= {"pointers_ptr": "*i64", "side_ptr": "*i64", "k_ptr": "*bf16", "v_ptr": "*bf16"}
     types |= {"centre_ptr": "*fp32", "steps_ptr": "*fp32"}
     constants = dict(
-        DIM=dim, WIDE=128, STAGES=stages, PAGE=64, ROW=2 * dim, DTYPE="bfloat16", POSITION_BYTES=2, IMPORTANCE=True,
+        DIM=dim, WIDE=128, ROTATED=rotated, PAGE=64, ROW=2 * dim, DTYPE="bfloat16", POSITION_BYTES=2, IMPORTANCE=True,
         CENTRED=True, COLUMNS=len(moves.COLUMNS),
     )  # fmt: skip
     used = compile_triton("kvstrata.cache.move.repack_triton", "repack_kernel", arch, types, constants)

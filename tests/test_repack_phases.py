@@ -16,7 +16,7 @@ import emulator
 import test_repack
 from conftest import HAS_GPU
 from kvstrata import backends, jit
-from kvstrata.cache.move import moves_cuda, repack_cuda, repack_op, whole_pages
+from kvstrata.cache.move import apply, launches, moves_cuda, repack_cuda, whole_pages
 from kvstrata.cache.move import phases as repack_phases
 from kvstrata.cache.storage.page import PageFormat, Rows
 from kvstrata.cache.storage.page_table import Buckets
@@ -34,16 +34,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CUDA backend without CUDA."""
     if HAS_GPU or emulator.missing() is not None:
         pytest.skip("the kernels run on the GPU here" if HAS_GPU else str(emulator.missing()))
-    for module in (moves_cuda, quantize_op, repack_cuda, repack_phases, whole_pages):
+    for module in (launches, moves_cuda, quantize_op, repack_cuda, repack_phases, whole_pages):
         monkeypatch.setattr(module, "jit", emulator.launcher())
-        module._kernel.cache_clear()
+    launches.kernel.cache_clear()
     monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})  # a warp makes all pages
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    for module in (backends, repack_op):
-        monkeypatch.setattr(module, "resolve", lambda backend, device: "reference" if backend == "auto" else backend)
+    monkeypatch.setattr(backends, "resolve", lambda backend, device: "reference" if backend == "auto" else backend)
     yield
-    for module in (moves_cuda, quantize_op, repack_cuda, repack_phases, whole_pages):
-        module._kernel.cache_clear()
+    launches.kernel.cache_clear()
 
 
 def filled(counts: list[list[int]], seed: int) -> Buckets:
@@ -74,7 +72,7 @@ def chained(buckets: Buckets, tokens: Tokens, target: torch.Tensor, rows: Rows |
     buckets.backend = "triton"
     requests = range(len(buckets.host_table))
     with Transaction(buckets.pool) as change:
-        prepared = buckets.prepare(change, 0, requests, tokens, target, rows, torch.zeros(2 * len(requests), 32))
+        prepared = apply.prepare(buckets, change, 0, requests, tokens, target, rows, torch.zeros(2 * len(requests), 32))
     return set() if prepared is None else {(*x[:7], *x[9:11]) for x in prepared.job.packed.tolist()}
 
 
@@ -152,7 +150,8 @@ def test_the_plan_is_that_of_the_reference(emulated: None, monkeypatch: pytest.M
     wanted = chained(reference, tokens, target, rows)
     ours.backend = "cuda"
     with Transaction(ours.pool) as change:
-        made = ours.prepare(change, 0, range(len(counts) // 2), tokens, target, rows, torch.zeros(len(counts), 32))
+        centre = torch.zeros(len(counts), 32)
+        made = apply.prepare(ours, change, 0, range(len(counts) // 2), tokens, target, rows, centre)
     assert made is None
     assert np.array_equal(ours.host_table, reference.host_table)
     assert np.array_equal(ours.host_count, reference.host_count)
@@ -184,7 +183,7 @@ def test_whole_pages_are_made_as_such(emulated: None, monkeypatch: pytest.Monkey
     target = torch.where((tokens.tier == 0) & (tokens.slot >= 60), 1, tokens.tier)
     buckets.backend = "cuda"
     with Transaction(buckets.pool) as change:
-        buckets.prepare(change, 0, [0], tokens, target, None, torch.zeros(2, 32))
+        apply.prepare(buckets, change, 0, [0], tokens, target, None, torch.zeros(2, 32))
     [(_, lists, *_)] = seen
     assert len(lists.copies) == 0
     assert lists.ranges.tolist() == [[[0, 0]] * 3, [[0, 0], [0, 12], [12, 12]], [[0, 0], [0, 6], [6, 6]]]
@@ -230,22 +229,6 @@ def test_codes_whose_width_stays_stay(request: pytest.FixtureRequest, tiers: tup
         for a, b in zip(ours.state()[which::16], reference.state()[which::16], strict=True):
             assert len(a) > 100
             assert torch.equal(a, b)
-
-
-def test_chains_in_one_launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The moves of moves.py by ``repack.cu``, all tiers at once."""
-    if not HAS_GPU:
-        request.getfixturevalue("emulated")
-    options, new = CASES["three tiers, new rows"]
-    ours, reference = Setup(**options), Setup(**options)
-    prepare = repack_op.prepare
-    monkeypatch.setattr(
-        repack_op, "prepare", lambda job, backend: prepare(job, "cuda" if backend == "triton" else backend)
-    )
-    ours.demote("triton", 0.4, new)
-    reference.demote("reference", 0.4, new)
-    ours.check()
-    assert_alike(ours.state(), reference.state())
 
 
 @pytest.mark.parametrize("lossy", [0.0, 0.5])

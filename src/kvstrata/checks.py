@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstrata.layout.format import Format
+from kvstrata.layout.format import MAX_TIERS, Format
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -77,3 +77,5 @@ def check_tiers(formats: Sequence[Format], names: Sequence[str]) -> None:
             )
     if len(formats) == 1:
         raise ValueError("tiers: expected at least one format, got none")
+    if len(formats) > MAX_TIERS:
+        raise ValueError(f"tiers: expected at most {MAX_TIERS - 1} formats beside plain rows, got {len(names)}")

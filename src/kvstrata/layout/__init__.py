@@ -1,4 +1,4 @@
-"""What the bytes mean: formats, the order of codes in a page, scales, rotation."""
+"""Byte order of pages in Python, numba, Triton and CUDA C++: formats, codes, scales, rotation."""
 
 from .format import Format
 from .rotation import hadamard, rotate

@@ -1,4 +1,4 @@
-"""Formats: what a page of one KV head holds, and where.
+"""Formats: the contents of a page of one KV head, and their offsets.
 
 [K codes][V codes][scales]       2, 3, 4 and 8 bit: codes in fragment order, fp16 scales
 [K rows][V rows]                 16 and 32 bit: plain rows [page_tokens, head_dim] in the model's dtype
@@ -13,17 +13,27 @@ from . import scales
 from .fragments import BITS, check_head_dim, check_page_tokens, code_bytes
 
 PLAIN_BITS = (16, 32)
+UNIT = 64  # bytes: pages begin at a multiple, and page handles count in it
+MAX_TIERS = 8  # formats in one cache
 
 
 @dataclass(frozen=True)
 class Format:
-    """Widths of K and V in a page of ``page_tokens`` tokens of one KV head, and what was done to the rows before.
+    """Layout of a page: bits of K and V, head dim, tokens, and how rows are transformed before they are quantised.
 
-    ``rotate``: rows are rotated (`rotation.rotate`). ``centre``: a vector per KV head, kept by the caller, was
-    subtracted from K before that. Plain widths store rows as they are: both are False there.
+    Args:
+        k_bits, v_bits: 2, 3, 4 or 8 for codes; 16 or 32, the same for both, for plain rows in the model's dtype.
+        head_dim: a multiple of 16 from 32 to 256.
+        page_tokens: 16, 32 or 64 tokens of one KV head.
+        rotate: rows are rotated (`rotation.rotate`). Always False for plain rows.
+        centre: a vector per KV head, which the caller keeps, is subtracted from K before the rotation. Always False
+            for plain rows.
 
-    >>> Format(4, 2, 128).name, Format(4, 2, 128).bytes_per_token
-    ('K4V2', 100)
+    Immutable and hashable. Raises ValueError, naming the argument.
+
+    Example:
+        >>> Format(4, 2, 128).name, Format(4, 2, 128).bytes_per_token
+        ('K4V2', 100)
     """
 
     k_bits: int
@@ -52,7 +62,7 @@ class Format:
     def parse(
         cls, name: str, head_dim: int, page_tokens: int = 64, *, rotate: bool = True, centre: bool = True
     ) -> Format:
-        """The format with this name, such as ``K4V2``."""
+        """The format of a name such as ``K4V2``; raises ValueError for any other form."""
         match = re.fullmatch(r"K(\d+)V(\d+)", name) if isinstance(name, str) else None
         if match is None:
             raise ValueError(f"name: expected K<bits>V<bits> such as 'K4V2', got {name!r}")
@@ -64,7 +74,7 @@ class Format:
 
     @property
     def plain(self) -> bool:
-        """Whether pages hold rows in the model's dtype instead of codes."""
+        """True if pages hold rows in the model's dtype instead of codes."""
         return self.k_bits in PLAIN_BITS
 
     def _side_bytes(self, bits: int) -> int:
@@ -111,5 +121,5 @@ class Format:
 
     @property
     def bits_per_value(self) -> float:
-        """The same per value of K and V."""
+        """Bits per value of K and V, scales and padding included."""
         return self.bytes_per_token * 8 / (2 * self.head_dim)

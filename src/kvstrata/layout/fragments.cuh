@@ -3,6 +3,7 @@
 // A tile is 16 tokens, a step 16 dims. Of every tile and step a lane owns eight values, numbered by register r and
 // half; what they are of K and of V is in layout/fragments.py. The words of a lane are 16-byte chunks, lane after lane.
 #pragma once
+#include "page.cuh"
 #include "vec.cuh"
 
 // A warp's tile: value [step][r][half] of the lane, r and half as in layout/fragments.py.
@@ -64,16 +65,6 @@ struct Codes {
     }
   }
 
-  // Where word w of a lane begins, for kWords words a lane in the page.
-  template <int kWords>
-  static __device__ __forceinline__ int address(int w) {
-    constexpr int kChunked = kWords / 4 * 4, kRest = kWords % 4;
-    const int lane = threadIdx.x & 31;
-    if (w < kChunked) return w / 4 * 512 + lane * 16 + w % 4 * 4;
-    if (kRest >= 2 && w - kChunked < 2) return kChunked * 128 + lane * 8 + (w - kChunked) * 4;
-    return kChunked * 128 + (kRest == 3 ? 256 : 0) + lane * 4;
-  }
-
   // kCount words from w on, kAligned: both w and kCount are multiples of it.
   template <int kWords, int kCount, int kAligned>
   static __device__ __forceinline__ void write(unsigned char* to, int w, const unsigned* words) {
@@ -82,13 +73,13 @@ struct Codes {
       Vec<kAligned * 4> out;
 #pragma unroll
       for (int e = 0; e < kAligned; e++) out.words[e] = words[i + e];
-      store(to + address<kWords>(w + i), out);
+      store(to + word_address<kWords>(w + i, threadIdx.x & 31), out);
     }
   }
 
   template <int kTiles>
   __device__ __forceinline__ void flush(unsigned char* to, int tile) const {
-    constexpr int kLowWords = (kTiles * kLow + 3) / 4, kWords = kLowWords + (kTiles * kHigh + 3) / 4;
+    constexpr int kLowWords = plane_words(kLowBits, kTiles * kSteps), kWords = words_per_lane(kBits, kTiles * kSteps);
     if constexpr (kWhole) {
       constexpr int kCount = kLow / 4;
       unsigned words[kCount];
@@ -111,7 +102,7 @@ struct Codes {
       for (int s = 0; s < kSteps; s++) {
         const int j = tile * kSteps + s;
         const auto add = [&](int w, unsigned bits) {
-          atomicOr(reinterpret_cast<unsigned*>(to + address<kWords>(w)), bits);
+          atomicOr(reinterpret_cast<unsigned*>(to + word_address<kWords>(w, threadIdx.x & 31)), bits);
         };
         if constexpr (kBits == 8) {
           add(2 * j, low[s][0]);
@@ -129,10 +120,3 @@ struct Codes {
     }
   }
 };
-
-// Bytes of one side's codes in a page.
-template <int kBits, int kSteps, int kTiles>
-__device__ __forceinline__ constexpr int code_bytes() {
-  constexpr int kFragments = kTiles * kSteps;
-  return 128 * (kBits == 3 ? (kFragments * 2 + 3) / 4 + (kFragments + 3) / 4 : (kFragments * kBits + 3) / 4);
-}

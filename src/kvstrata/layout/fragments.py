@@ -12,7 +12,7 @@ is left of W // 4, one 8-byte and one 4-byte chunk a lane: every load of a warp 
 
     [lane 0: words 0-3][lane 1: words 0-3] .. [lane 31] [lane 0: words 4-7] .. | [8-byte rest] .. | [4-byte rest] ..
 
-Which word and shift a code has is `_place`; everything else follows from it through index tables.
+`_place` gives the word and shift of a code; everything else follows from it through index tables.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def pack(codes: torch.Tensor, bits: int, side: Side) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, head_dim: int, page_tokens: int, side: Side) -> torch.Tensor:
-    """The inverse: uint8 ``[..., bytes]`` -> uint8 codes ``[..., page_tokens, head_dim]``."""
+    """Inverse of `pack`: uint8 ``[..., bytes]`` -> uint8 codes ``[..., page_tokens, head_dim]``."""
     size = code_bytes(bits, head_dim, page_tokens)
     if packed.dtype != torch.uint8:
         raise TypeError(f"packed: expected torch.uint8, got {packed.dtype}")

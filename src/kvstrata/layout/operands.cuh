@@ -4,15 +4,14 @@
 // bits, 2^-22 two bits higher, and so on. Products with subnormals are exact, so nothing but the masks is needed: what
 // the code's place multiplies by is taken back in scales, and the middle of the levels by the sum of the other operand.
 #pragma once
+#include "page.cuh"
 
 // Words of one lane: those of kUnit tiles that are read together, of a part of a page with kTiles tiles. Both planes of
 // 3-bit codes.
 template <int kBits, int kSteps, int kTiles, int kUnit>
 struct Words {
   static constexpr int kLowBits = kBits == 3 ? 2 : kBits, kFragments = kUnit * kSteps;
-  static constexpr int kLowWords = (kTiles * kSteps * kLowBits + 3) / 4;
-  static constexpr int kHighWords = kBits == 3 ? (kTiles * kSteps + 3) / 4 : 0;
-  static constexpr int kAll = kLowWords + kHighWords;
+  static constexpr int kLowWords = plane_words(kLowBits, kTiles * kSteps), kAll = words_per_lane(kBits, kTiles * kSteps);
   // Units are whole chunks, or the halves of one: one code serves them all.
   static constexpr int kLowUnit = kFragments * kLowBits / 4, kHighUnit = kFragments / 4;
   static constexpr bool kRegular = kAll % 4 == 0 && kFragments * kLowBits % 4 == 0 && (kLowUnit % 4 == 0 || kLowUnit == 2) &&
@@ -21,14 +20,6 @@ struct Words {
   static constexpr int kLowCount = kFragments * kLowBits / 4 + (kRegular ? 0 : 2);
   static constexpr int kHighCount = kBits != 3 ? 1 : kFragments / 4 + (kRegular ? 0 : 2);
   unsigned low[kLowCount], high[kHighCount];
-
-  static __device__ __forceinline__ int address(int w) {
-    constexpr int kChunked = kAll / 4 * 4, kRest = kAll % 4;
-    const int lane = threadIdx.x & 31;
-    if (w < kChunked) return w / 4 * 512 + lane * 16 + w % 4 * 4;
-    if (kRest >= 2 && w - kChunked < 2) return kChunked * 128 + lane * 8 + (w - kChunked) * 4;
-    return kChunked * 128 + (kRest == 3 ? 256 : 0) + lane * 4;
-  }
 
   // Words first .. first + kCount - 1.
   template <int kCount>
@@ -49,7 +40,7 @@ struct Words {
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; i++)
-        words[i] = first + i < kAll ? *reinterpret_cast<const unsigned*>(from + address(first + i)) : 0u;
+        words[i] = first + i < kAll ? *reinterpret_cast<const unsigned*>(from + word_address<kAll>(first + i, threadIdx.x & 31)) : 0u;
     }
   }
 

@@ -5,6 +5,7 @@
 // (t, g: of the lane that decode loads the word with). Words have fields of several tokens, so who writes adds the
 // difference of the token's own fields.
 #pragma once
+#include "page.cuh"
 
 // Cells of a row over the lanes of a warp: cell = lane + 32 i.
 template <int kDim, bool kIsV>
@@ -34,7 +35,7 @@ struct Plane {
     if constexpr (kWidth == 8) return 2 * j + (kIsV ? token >> 3 : 0);
     else if constexpr (kWidth == 4) return j;
     else if constexpr (kWidth == 2) return j / 2;
-    else return (kFragments + 1) / 2 + j / 4;
+    else return plane_words(2, kFragments) + j / 4;
   }
   static __device__ __forceinline__ int shift(int j, int token, int e) {
     // r = 2 (r / 2) + r % 2 and half, of which the token gives one part and e the other.
@@ -43,14 +44,6 @@ struct Plane {
     else if constexpr (kWidth == 4) return 8 * high + 4 * low + 16 * half;
     else if constexpr (kWidth == 2) return 8 * (j & 1) + 4 * high + 2 * low + 16 * half;
     else return (4 * high + 2 * low + 2 + (j & 1) + 8 * (j >> 1 & 1) + 16 * half) & 31;
-  }
-  // Where word w of a lane begins, for kWords words a lane.
-  template <int kWords>
-  static __device__ __forceinline__ int address(int w, int lane) {
-    constexpr int kChunked = kWords / 4 * 4, kRest = kWords % 4;
-    if (w < kChunked) return w / 4 * 512 + lane * 16 + w % 4 * 4;
-    if (kRest >= 2 && w - kChunked < 2) return kChunked * 128 + lane * 8 + (w - kChunked) * 4;
-    return kChunked * 128 + (kRest == 3 ? 256 : 0) + lane * 4;
   }
   static __device__ __forceinline__ int lane_of(int i, int token) {
     const int sub = R::cell(i) % R::kSub;
@@ -68,7 +61,7 @@ struct Plane {
       unsigned words[kPairs];
 #pragma unroll
       for (int q = 0; q < kPairs; q++)
-        words[q] = *reinterpret_cast<const unsigned*>(codes + address<kWords>(w + q, lane));
+        words[q] = *reinterpret_cast<const unsigned*>(codes + word_address<kWords>(w + q, lane));
 #pragma unroll
       for (int e = 0; e < R::kValues; e++) {
         const unsigned field = words[kPairs == 2 ? e >> 1 : 0] >> shift(j, token, e) & ((1u << kWidth) - 1);
@@ -86,8 +79,8 @@ struct Plane {
       const int j = first + R::cell(i) / R::kSub, lane = lane_of(i, token), w = word(j, token);
 #pragma unroll
       for (int q = 0; q < kPairs; q++) {
-        unsigned* at = reinterpret_cast<unsigned*>(codes + address<kWords>(w + q, lane));
-        const unsigned old = *at;
+        unsigned* shared_word = reinterpret_cast<unsigned*>(codes + word_address<kWords>(w + q, lane));
+        const unsigned old = *shared_word;
         unsigned change = 0;
 #pragma unroll
         for (int e = q * (R::kValues / kPairs); e < (q + 1) * (R::kValues / kPairs); e++) {
@@ -95,7 +88,7 @@ struct Plane {
           const unsigned field = row.code[i][e] >> kLow & ((1u << kWidth) - 1);
           change += (field - (old >> s & ((1u << kWidth) - 1))) << s;
         }
-        atomicAdd(at, change);
+        atomicAdd(shared_word, change);
       }
     }
   }
@@ -111,7 +104,7 @@ struct Plane {
       const int w = word(first + R::cell(i) / R::kSub, token), lane = lane_of(i, token);
 #pragma unroll
       for (int q = 0; q < kPairs; q++)
-        words[i][q] = *reinterpret_cast<const unsigned*>(codes + address<kWords>(w + q, lane));
+        words[i][q] = *reinterpret_cast<const unsigned*>(codes + word_address<kWords>(w + q, lane));
     }
   }
   // The fields of the token at `from`, fetched, to where `old` was fetched, the token at `slot`.
@@ -131,8 +124,41 @@ struct Plane {
           const unsigned mask = (1u << kWidth) - 1;
           change += ((words[i][q] >> shift(k, source, e) & mask) - (old[i][q] >> s & mask)) << s;
         }
-        atomicAdd(reinterpret_cast<unsigned*>(codes + address<kWords>(word(j, token) + q, lane_of(i, token))), change);
+        atomicAdd(reinterpret_cast<unsigned*>(codes + word_address<kWords>(word(j, token) + q, lane_of(i, token))), change);
       }
     }
+  }
+};
+
+// One side of a token's codes, in one plane or for 3 bits in two.
+template <int kDim, int kTokens, int kBits, bool kIsV>
+struct TokenCodes {
+  static constexpr int kWords = words_per_lane(kBits, kDim / 16 * (kTokens / 16));
+  using R = Row<kDim, kIsV>;
+  using First = Plane<kDim, kTokens, kBits == 3 ? 2 : kBits, kIsV>;
+  using Second = Plane<kDim, kTokens, 1, kIsV>;  // of 3 bits
+  // Words that the token is in, and those it goes to.
+  typename First::Words words, old;
+  typename Second::Words more, more_old;
+
+  static __device__ __forceinline__ void read(R& row, const char* codes, int slot) {
+    First::template read<kWords, 0>(row, codes, slot);
+    if constexpr (kBits == 3) Second::template read<kWords, 2>(row, codes, slot);
+  }
+  static __device__ __forceinline__ void write(const R& row, char* codes, int slot) {
+    First::template write<kWords, 0>(row, codes, slot);
+    if constexpr (kBits == 3) Second::template write<kWords, 2>(row, codes, slot);
+  }
+  __device__ __forceinline__ void fetch(const char* from, int source, const char* to, int slot) {
+    First::template fetch<kWords>(words, from, source);
+    First::template fetch<kWords>(old, to, slot);
+    if constexpr (kBits == 3) {
+      Second::template fetch<kWords>(more, from, source);
+      Second::template fetch<kWords>(more_old, to, slot);
+    }
+  }
+  __device__ __forceinline__ void copy(int source, char* to, int slot) const {
+    First::template copy<kWords>(words, source, old, to, slot);
+    if constexpr (kBits == 3) Second::template copy<kWords>(more, source, more_old, to, slot);
   }
 };

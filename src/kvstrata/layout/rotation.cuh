@@ -45,6 +45,12 @@ __device__ __forceinline__ void rotate_step(float (&f)[4][2], const uint2 (&rows
   }
 }
 
+__device__ __forceinline__ void butterfly(float& a, float& b) {
+  const float sum = a + b, difference = a - b;
+  a = sum;
+  b = difference;
+}
+
 // The rest of the rotation: butterflies over steps, in the order of layout/rotation.py.
 template <int kSteps, bool kRotate>
 __device__ __forceinline__ void rotate_steps(Tile<kSteps>& f) {
@@ -56,12 +62,7 @@ __device__ __forceinline__ void rotate_steps(Tile<kSteps>& f) {
       for (int s = 0; s < kSteps; s++)
         if (!(s & d))
 #pragma unroll
-          for (int i = 0; i < 8; i++) {
-            float &a = f[s][i >> 1][i & 1], &b = f[s + d][i >> 1][i & 1];
-            const float sum = a + b, difference = a - b;
-            a = sum;
-            b = difference;
-          }
+          for (int i = 0; i < 8; i++) butterfly(f[s][i >> 1][i & 1], f[s + d][i >> 1][i & 1]);
   }
 }
 

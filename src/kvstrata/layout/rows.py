@@ -42,16 +42,16 @@ def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_rows(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """The inverse: uint8 ``[..., dim * bits / 8]`` -> uint8 codes ``[..., dim]``."""
+    """Inverse of `pack_rows`: uint8 ``[..., dim * bits / 8]`` -> uint8 codes ``[..., dim]``."""
     if packed.dtype != torch.uint8:
         raise TypeError(f"packed: expected torch.uint8, got {packed.dtype}")
     if packed.shape[-1] != row_bytes(bits, dim):
         raise ValueError(f"packed: expected {row_bytes(bits, dim)} bytes a row, got {packed.shape[-1]}")
     codes = torch.zeros(*packed.shape[:-1], dim, dtype=torch.uint8, device=packed.device)
-    at = 0
+    start = 0
     for width, low in planes(bits):
-        part = packed[..., at : at + dim * width // 8]
+        part = packed[..., start : start + dim * width // 8]
         fields = torch.stack([(part >> (i * width)) & (2**width - 1) for i in range(8 // width)], -1)
         codes |= fields.reshape(codes.shape) << low
-        at += part.shape[-1]
+        start += part.shape[-1]
     return codes

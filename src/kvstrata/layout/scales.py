@@ -28,7 +28,7 @@ def pack_scales(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 ``[..., 4 P]`` -> fp16 scales ``k, v [..., P]``."""
+    """Inverse of `pack_scales`: uint8 ``[..., 4 P]`` -> fp16 scales ``k, v [..., P]``."""
     if packed.dtype != torch.uint8:
         raise TypeError(f"packed: expected torch.uint8, got {packed.dtype}")
     tokens = check_page_tokens(packed.shape[-1] // BYTES_PER_TOKEN)

@@ -12,7 +12,7 @@ own. With the registers r, halves and lanes 4 g + t of ``layout/fragments.py``:
     K       r // 2, half, step, t               r % 2, tile, g
     V       r % 2, step, g                      half, r // 2, tile, t
 
-`dims` and `v_order` say what that means for the query, the output and the weights. For 3 bits the high bits are first
+`dims` and `v_order` bring the query, the output and the weights into that order. For 3 bits the high bits are first
 put above their low ones: fields of registers 0, 2 and of 1, 3 go to words of their own, where three bits have room.
 """
 
@@ -32,7 +32,7 @@ LOW_EVEN, LOW_ODD, HIGH_EVEN, HIGH_ODD = 0x00330033, 0x00CC00CC, 0x00440044, 0x0
 
 
 class _High(NamedTuple):
-    """How the high plane of 3-bit codes comes to stand above the low one; all but ``rows`` shaped to broadcast."""
+    """Shifts and masks that put the high plane of 3-bit codes above the low one; all but ``rows`` broadcast."""
 
     rows: torch.Tensor  # int64, flat: its words
     turn: torch.Tensor  # how far they are rotated to the right,
@@ -48,7 +48,7 @@ class _Plan(NamedTuple):
 
     full: tuple[int, ...]  # all axes
     shape: tuple[int, ...]  # of ``rows``
-    joined: tuple[int, ...]  # of the words that fields are taken from; for 3 bits these are made
+    joined: tuple[int, ...]  # shape of the words that fields are taken from; for 3 bits `_join` makes them
     rows: torch.Tensor  # int64, flat: which word of the page
     shift: torch.Tensor  # int32, brings a field of the word to bit 0
     mask: int
@@ -133,7 +133,7 @@ def _join(plan: _Plan, low: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, format: Format, side: Side) -> torch.Tensor:
-    """Codes of one side of what `turn` made: float32 ``[G, D, P * M]`` in the order above."""
+    """Codes of one side of pages that `turn` transposed: float32 ``[G, D, P * M]`` in the order above."""
     bits, offset = (format.k_bits, format.k_offset) if side == "k" else (format.v_bits, format.v_offset)
     plan = _plan(bits, offset, format.head_dim, format.page_tokens, side, words.device)
     picked = _pick(words, plan.rows, plan.shape)
@@ -148,7 +148,7 @@ def unpack(words: torch.Tensor, format: Format, side: Side) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def dims(head_dim: int, side: Side) -> torch.Tensor:
-    """The dim that each row of codes is."""
+    """Dim of each row of codes that `unpack` returns."""
     x = torch.arange(head_dim, device="cpu")
     if side == "k":
         return x.view(-1, 2, 4, 2).permute(1, 3, 0, 2).flatten()

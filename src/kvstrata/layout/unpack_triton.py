@@ -1,4 +1,4 @@
-"""Pieces of a page in Triton: codes by (token, dim), scales, and the rotation in registers."""
+"""A page in Triton: its address, codes by (token, dim), scales, and the rotation in registers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Iterable
 import triton
 import triton.language as tl
 
+from . import format
+
+UNIT: tl.constexpr = tl.constexpr(format.UNIT)
+
 
 @triton.jit
 def _word(code_ptr, word, lane, live, WORDS: tl.constexpr):
     """A lane's word, where layout/fragments.py puts it: 16-byte chunks, then an 8-byte and a 4-byte one."""
     WHOLE: tl.constexpr = WORDS // 4 * 4
-    at = word // 4 * 128 + lane * 4 + word % 4
+    offset = word // 4 * 128 + lane * 4 + word % 4
     if WORDS % 4 >= 2:
-        at = tl.where(word >= WHOLE, WHOLE * 32 + lane * 2 + word - WHOLE, at)
+        offset = tl.where(word >= WHOLE, WHOLE * 32 + lane * 2 + word - WHOLE, offset)
     if WORDS % 2 == 1:
-        at = tl.where(word >= WORDS - 1, (WORDS - 1) * 32 + lane, at)
-    return tl.load(code_ptr + at, mask=live, other=0)
+        offset = tl.where(word >= WORDS - 1, (WORDS - 1) * 32 + lane, offset)
+    return tl.load(code_ptr + offset, mask=live, other=0)
 
 
 @triton.jit
@@ -54,15 +58,15 @@ def load_levels(code_ptr, token, dim, live, BITS: tl.constexpr, DIM: tl.constexp
 @triton.jit
 def _words(code_ptr, FROM: tl.constexpr, WORDS: tl.constexpr, FIELDS: tl.constexpr):
     """Words FROM .. of all lanes, each once and in the order of memory, as ``[WORDS, 32, FIELDS]`` to be shifted."""
-    at = tl.arange(0, WORDS * 32)
-    flat = tl.reshape(tl.load(code_ptr + FROM * 32 + at), (WORDS // 4, 32, 4))
+    offs = tl.arange(0, WORDS * 32)
+    flat = tl.reshape(tl.load(code_ptr + FROM * 32 + offs), (WORDS // 4, 32, 4))
     words = tl.reshape(tl.permute(flat, (0, 2, 1)), (WORDS, 32, 1))
     return tl.broadcast_to(words, (WORDS, 32, FIELDS))
 
 
 @triton.jit
 def page_levels(code_ptr, BITS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, IS_K: tl.constexpr):
-    """As load_levels, of a whole page: a word is loaded once and its fields go where they belong by their place alone.
+    """`load_levels` of a whole page: each word is loaded once, and reshapes bring its fields into order.
 
     Below, axes of a word are (block of 16 tokens, step of 16 dims, g, t), those of its fields as layout/fragments.py
     has them: r_low, r_high and half, and which of two (``odd``) or four fragments where a word has several.
@@ -96,17 +100,29 @@ def page_levels(code_ptr, BITS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.cons
 
 
 def whole_pages(dim: int, page_tokens: int, widths: Iterable[int]) -> bool:
-    """Whether page_levels takes pages of these: axes are powers of two, and planes are whole chunks of 16 bytes."""
+    """True if `page_levels` supports such pages: axes are powers of two, and planes are whole chunks of 16 bytes."""
     fragments = dim // 16 * page_tokens // 16
     least = {8: 2, 4: 4, 3: 16, 2: 8}
     return dim >= 64 and dim & (dim - 1) == 0 and all(fragments >= least[bits] for bits in widths)
 
 
 @triton.jit
+def page_address(pointers_ptr, handle, units):
+    """Addresses of pages by handle, as int64; handle 0 may always be looked up."""
+    handle = handle.to(tl.int64)
+    return tl.load(pointers_ptr + handle // units) + handle % units * UNIT
+
+
+@triton.jit
+def scale_index(token, SIDE: tl.constexpr):
+    """Index of the fp16 scale of K (SIDE 0) or V (1) of a token among those of its page; see layout/scales.py."""
+    return token // 16 * 32 + token % 8 * 4 + token % 16 // 8 + 2 * SIDE
+
+
+@triton.jit
 def load_scales(scale_ptr, token, live, SIDE: tl.constexpr):
     """float32 scales of K (SIDE 0) or V (1) of tokens of the page; 0 where not live, whatever is there."""
-    at = token // 16 * 32 + token % 8 * 4 + 2 * SIDE + token % 16 // 8
-    return tl.load(scale_ptr + at, mask=live, other=0.0).to(tl.float32)
+    return tl.load(scale_ptr + scale_index(token, SIDE), mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit

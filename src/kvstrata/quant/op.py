@@ -15,23 +15,22 @@ import torch
 from kvstrata import jit
 from kvstrata.backends import BACKENDS, missing
 from kvstrata.layout import Format, fragments
+from kvstrata.layout.format import MAX_TIERS, UNIT
 
 from . import reference
 from .job import Job
 
 SOURCE = Path(__file__).with_name("quantize.cu")
-UNIT = 64  # bytes that a page handle counts in
 CXX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # struct Params: k, v, pool, pages, source of k and of v, heads, centre, centres; strides of heads and of tokens in
 # bytes; the number of pages; bits of K and V, offsets of V and scales in the tiers that codes come from.
-TIERS = 16
-PARAMS = struct.Struct(f"9Q2q3i{4 * TIERS}i4x")
+PARAMS = struct.Struct(f"9Q2q3i{4 * MAX_TIERS}i4x")
 # Warps of a round, of those that the GPU has room for, by head_dim up to: K and V then run beside each other, where the
 # machine code of both fits the instruction cache.
 ROUNDS = {64: 0.5, 128: 0.75, 256: 1.0}
-SAME_HEAD = 32  # a warp's next page is a multiple of it further: of the same head where heads take turns
-ASKED = 4 * (17 * 8 + 2 * 4)  # bytes of what says where rows are
-ROW_BYTES = 16  # that rows are aligned to: what a thread copies at once
+SAME_HEAD = 32  # stride of a warp's pages is a multiple: the same head where heads take turns
+ASKED = 4 * (17 * 8 + 2 * 4)  # bytes: the queue of struct Asked in quantize.cu
+ROW_BYTES = 16  # alignment of rows: one access of a thread
 
 
 def entry_of(format: Format, dtype: torch.dtype, by_address: bool = False) -> str:
@@ -137,8 +136,15 @@ def quantize_pages(
         centre: float32 ``[m, D]``, subtracted from K before the rotation; page i takes row ``centres[i]``.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
-    Raises ValueError or TypeError, naming the argument. Rows, pages and heads are not checked against their bounds on
-    a GPU. Safe under graph capture.
+    Raises ValueError or TypeError, naming the argument, and RuntimeError if a backend is asked for that cannot run.
+    Rows, pages and heads are not checked against their bounds on a GPU. Safe under graph capture.
+
+    Example:
+        >>> k, v = torch.randn(2, 64, 1, 64)
+        >>> format = Format(4, 4, 64)
+        >>> pool = torch.zeros(format.page_bytes, dtype=torch.uint8)
+        >>> zero = torch.zeros(1, dtype=torch.int32)
+        >>> quantize_pages(k, v, pool, zero, torch.arange(64, dtype=torch.int32).view(1, 64), zero, format)
     """
     if backend not in BACKENDS:
         _fail("backend", f"one of {BACKENDS}", repr(backend))
@@ -164,7 +170,7 @@ def quantize_pages(
 
 
 def _aligned(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> bool:
-    """Whether rows can be copied and a page's chunks written in the kernel's accesses."""
+    """True if rows and pool allow the kernel's accesses."""
     strides = [n * k.element_size() for x in (k, v) for n in x.stride()[:2]]
     return max(strides) < 1 << 31 and all(
         n % ROW_BYTES == 0 for n in (*strides, k.data_ptr(), v.data_ptr(), pool.data_ptr())
@@ -185,8 +191,8 @@ def _reference(job: Job) -> None:
     if centre is not None and centres is not None:
         by_page = centre[centres.long()].unsqueeze(1)
         k_rows = reference.clean(k_rows, by_page).masked_fill(empty, 0.0)
-    at = pages.long().unsqueeze(1) * UNIT + torch.arange(format.page_bytes, device=pool.device)
-    pool[at] = reference.quantize_page(k_rows, v_rows, format)
+    offsets = pages.long().unsqueeze(1) * UNIT + torch.arange(format.page_bytes, device=pool.device)
+    pool[offsets] = reference.quantize_page(k_rows, v_rows, format)
 
 
 @functools.lru_cache(maxsize=256)
@@ -195,7 +201,7 @@ def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
 
 
 def centre_rows(centre: torch.Tensor) -> torch.Tensor:
-    """Centres as the kernel copies them."""
+    """Centres contiguous and aligned for the kernel."""
     rows = centre.contiguous()
     return rows if rows.data_ptr() % ROW_BYTES == 0 else rows.clone()
 
@@ -212,7 +218,7 @@ def _cuda(job: Job) -> None:
         *addresses,
         *(x.stride(dim) * size for dim in (1, 0) for x in (k, v)),
         pages.shape[0],
-        *[0] * (4 * TIERS),
+        *[0] * (4 * MAX_TIERS),
     )
     with torch.cuda.device(device):
         jit.bind_context(device)

@@ -39,7 +39,7 @@ struct Params {
   i64 k_head, v_head;  // strides in bytes
   int k_token, v_token;
   int n;
-  Tier tiers[16];  // i64: of the pages that codes come from
+  Tier tiers[kMaxTiers];  // i64: of the pages that codes come from
 };
 
 // A tile of any rows: those to be cleaned, and codes. `rows`: null if none comes as codes.
@@ -108,11 +108,11 @@ template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate,
 struct Side {
   static constexpr bool kByAddress = sizeof(Index) == 8;
   static constexpr int kSteps = kDim / 16, kTiles = kTokens / 16;
-  static constexpr int kKBytes = code_bytes<kKBits, kSteps, kTiles>(), kVBytes = code_bytes<kVBits, kSteps, kTiles>();
+  static constexpr int kKBytes = code_bytes(kKBits, kSteps * kTiles), kVBytes = code_bytes(kVBits, kSteps * kTiles);
   const Params& p;
   int tile;
 
-  // What says where the tile of a page comes from and goes to.
+  // Source rows and destination of a page's tile.
   struct Asked {
     Index row[16], page;
     int head, centre;
@@ -120,11 +120,11 @@ struct Side {
   __device__ __forceinline__ const Index* rows(int n) const {
     return static_cast<const Index*>(kIsV ? p.v_source : p.source) + static_cast<i64>(n) * kTokens + tile * 16;
   }
-  __device__ __forceinline__ const char* at(Index row, int head) const {
+  __device__ __forceinline__ const char* row_address(Index row, int head) const {
     const char* base = kIsV ? p.v + head * p.v_head : p.k + head * p.k_head;
     return base + (kByAddress ? static_cast<i64>(row) : static_cast<i64>(row) * (kIsV ? p.v_token : p.k_token));
   }
-  __device__ __forceinline__ unsigned char* address(Index page) const { return p.pool + static_cast<i64>(page) * 64; }
+  __device__ __forceinline__ unsigned char* address(Index page) const { return p.pool + static_cast<i64>(page) * kUnitBytes; }
 
   // `codes`: where those of the page go.
   template <class Source>
@@ -154,7 +154,7 @@ struct Side {
     for (int i = 0; i < 2; i++) {
       const Index row = __ldg(rows(n) + (threadIdx.x & 31) / 4 + 8 * i);
       source.there[i] = is_plain(row);
-      source.at[i] = at(row, head) + threadIdx.x % 4 * 4 * sizeof(In);
+      source.row[i] = row_address(row, head) + threadIdx.x % 4 * 4 * sizeof(In);
       coded |= is_coded(row);
     }
     make(n, source, centre, kByAddress && __any_sync(~0u, coded), codes, page);
@@ -188,7 +188,7 @@ struct Side {
     for (int i = 0; i < 2; i++) {
       const Index row = asked.row[first + 8 * i];
       const bool there = is_plain(row);
-      const char* from = at(there ? row : 0, asked.head) + chunk * 16;
+      const char* from = row_address(there ? row : 0, asked.head) + chunk * 16;
       unsigned place[2];  // of chunks 0 to 3 and 4 to 7; eight chunks further is 128 bytes further
 #pragma unroll
       for (int half = 0; half < 2; half++) place[half] = to + Stage::Rows::offset(first + 8 * i, chunk + 4 * half);
@@ -223,20 +223,21 @@ struct Side {
       __syncwarp();     // also: what was read of the tile before may be written over
       if (n + 2 * step < end) ask(asked[(i + 2) % 4], n + 2 * step);
       commit_group();
-      const Asked &mine = asked[i % 4], &next = asked[(i + 1) % 4], &last = asked[(i + 3) % 4];
+      const Asked &current = asked[i % 4], &next = asked[(i + 1) % 4], &last = asked[(i + 3) % 4];
       if (n + step < end) {
         copy(shared_address(stages + (i + 1) % 2 * Stage::kBytes), next);
-        if (centred && next.centre != mine.centre) copy_centre(centres + (i + 1) % 2 * kDim, next.centre);
+        if (centred && next.centre != current.centre) copy_centre(centres + (i + 1) % 2 * kDim, next.centre);
       }
       commit_group();
       wait_group<2>();  // the rows of this tile
       __syncwarp();
-      const Stage source{stages + i % 2 * Stage::kBytes, {is_plain(mine.row[lane / 4]), is_plain(mine.row[lane / 4 + 8])}};
-      unsigned char* page = address(mine.page);
-      const bool coded = kByAddress && __any_sync(~0u, is_coded(mine.row[lane & 15]));
-      if (centred && (i == 0 || mine.centre != last.centre))
+      const bool first = is_plain(current.row[lane / 4]), second = is_plain(current.row[lane / 4 + 8]);
+      const Stage source{stages + i % 2 * Stage::kBytes, {first, second}};
+      unsigned char* page = address(current.page);
+      const bool coded = kByAddress && __any_sync(~0u, is_coded(current.row[lane & 15]));
+      if (centred && (i == 0 || current.centre != last.centre))
         begin_products<kSteps, kRotate>(begin, centres + i % 2 * kDim);
-      make(n, source, centre_of(centred ? mine.centre : 0, begin), coded, page, page);
+      make(n, source, centre_of(centred ? current.centre : 0, begin), coded, page, page);
     }
   }
 };

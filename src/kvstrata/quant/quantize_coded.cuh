@@ -1,4 +1,4 @@
-// Tokens of a tile that come as codes of another tier: what they stand for, to where rotated rows are.
+// Tokens of a tile that come as codes of another tier: decoded into the tile's registers, where rotated rows are.
 #pragma once
 #include "coded.cuh"
 #include "planes.cuh"
@@ -24,28 +24,27 @@ struct Coded {
       bits[i] = scale[i] = slot[i] = 0;
       codes[i] = nullptr;
       if (!is_coded(row)) continue;
-      const Tier& tier = tiers[row >> 56 & 63];
-      const char* page = reinterpret_cast<const char*>(row & ((1ll << 56) - 64));
-      slot[i] = static_cast<int>(row & 63);
+      const Tier& tier = tiers[coded_tier(row)];
+      const char* page = coded_page(row);
+      slot[i] = coded_slot(row);
       bits[i] = kIsV ? tier.v_bits : tier.k_bits;
       codes[i] = page + (kIsV ? tier.v_offset : 0);
-      scale[i] = reinterpret_cast<const unsigned short*>(page + tier.scale_offset)
-          [slot[i] / 16 * 32 + slot[i] % 8 * 4 + slot[i] % 16 / 8 + 2 * kIsV];
+      scale[i] = reinterpret_cast<const unsigned short*>(page + tier.scale_offset)[scale_index(slot[i], kIsV)];
     }
   }
 
   // The scale of the lane's own token if its codes have as many bits as they will have, else -1.
   __device__ __forceinline__ int kept(int wanted) const {
     const int lane = threadIdx.x & 31, own = kIsV ? (lane >> 4) * 2 + (lane >> 3 & 1) : lane >> 1 & 1;
-    int found = -1;
+    int same_width = -1;
 #pragma unroll
     for (int i = 0; i < kRows; i++)
-      if (own == i && bits[i] == wanted) found = scale[i];
-    return found;
+      if (own == i && bits[i] == wanted) same_width = scale[i];
+    return same_width;
   }
 
   template <int kWidth, int kWords>
-  __device__ __forceinline__ void load(unsigned (&x)[kSteps][2], int i, bool mine) const {
+  __device__ __forceinline__ void load(unsigned (&x)[kSteps][2], int i, bool live) const {
     using P = Plane<kDim, kTokens, kWidth, kIsV>;
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, token = slot[i] & 15;
     const int lane = kIsV ? 4 * g + ((token & 7) >> 1) : 4 * (token & 7) + t;
@@ -54,7 +53,7 @@ struct Coded {
 #pragma unroll
       for (int q = 0; q < P::kPairs; q++) {
         const int word = P::word(slot[i] / 16 * kSteps + s, token) + q;
-        x[s][q] = mine ? *reinterpret_cast<const unsigned*>(codes[i] + P::template address<kWords>(word, lane)) : 0u;
+        x[s][q] = live ? *reinterpret_cast<const unsigned*>(codes[i] + word_address<kWords>(word, lane)) : 0u;
       }
   }
 
@@ -62,8 +61,7 @@ struct Coded {
   // their way together.
   template <int kBits>
   __device__ __forceinline__ void put(Tile<kSteps>& f, float times) const {
-    constexpr int kJ = kSteps * (kTokens / 16), kLow = (kJ + 1) / 2, kHigh = (kJ + 3) / 4, kWidth = kBits == 3 ? 2 : kBits;
-    constexpr int kWords = kBits == 8 ? 2 * kJ : kBits == 4 ? kJ : kBits == 2 ? kLow : kLow + kHigh;
+    constexpr int kWords = words_per_lane(kBits, kSteps * (kTokens / 16)), kWidth = kBits == 3 ? 2 : kBits;
     using P = Plane<kDim, kTokens, kWidth, kIsV>;
     using Top = Plane<kDim, kTokens, 1, kIsV>;  // of 3 bits
     bool any = false;

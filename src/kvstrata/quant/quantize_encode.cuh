@@ -1,17 +1,15 @@
 // Rotated rows of a tile to codes and scales in the page; the arithmetic of quant/reference.py.
 #pragma once
 #include "fragments.cuh"
+#include "numbers.cuh"
 #include "quantize_rows.cuh"
 #include "warp.cuh"
-
-constexpr float kSmallestStep = 5.9604644775390625e-8f;
-constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: a sum with it, rounded down, holds the floor in its low bits
 
 template <int kBits> __device__ __forceinline__ constexpr float gaussian_step() {
   return kBits == 2 ? 0.9957f : kBits == 3 ? 0.586f : 0.3352f;
 }
 
-// What codes lose of a row's length, as in quantize_reference.
+// K_GAIN and V_GAIN of quant/reference.py.
 template <int kBits, bool kIsV> __device__ __forceinline__ constexpr float gain_of() {
   if (kIsV) return kBits == 2 ? 1.0995f : kBits == 3 ? 1.0291f : kBits == 4 ? 1.0087f : 1.f;
   return kBits == 2 ? 1.0653f : kBits == 3 ? 1.0193f : kBits == 4 ? 1.0058f : 1.f;
@@ -36,7 +34,7 @@ __device__ __forceinline__ unsigned clamp_halves(unsigned x, int largest) {
 
 // Tokens in a tile's fragments. A lane has values of several: K: tokens g + 8 (r % 2), shared by the 4 lanes of equal g;
 // V: tokens 2t + half + 8 (r / 2), shared by the 8 lanes of equal t. Reductions leave each lane with one token of its
-// own; what is found for it goes back to all lanes with `spread`.
+// own; `spread` sends its result back to all lanes.
 template <bool kIsV> struct Group {
   static constexpr int kRows = kIsV ? 4 : 2;
   static __device__ __forceinline__ constexpr int row(int r, int half) { return kIsV ? (r >> 1) * 2 + half : r & 1; }
@@ -61,10 +59,10 @@ template <bool kIsV> struct Group {
       return combine(out, __shfl_xor_sync(~0u, out, 1));
     }
   }
-  static __device__ __forceinline__ void spread(float found, float (&x)[kRows]) {
+  static __device__ __forceinline__ void spread(float own, float (&x)[kRows]) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int i = 0; i < kRows; i++) x[i] = __shfl_sync(~0u, found, kIsV ? i * 8 + (lane & 3) : (lane & 28) + i * 2);
+    for (int i = 0; i < kRows; i++) x[i] = __shfl_sync(~0u, own, kIsV ? i * 8 + (lane & 3) : (lane & 28) + i * 2);
   }
 };
 
@@ -206,12 +204,6 @@ __device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<
   }
 }
 
-__device__ __forceinline__ unsigned short scale_of(float scale) {
-  unsigned short out;
-  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(out) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
-  return out;
-}
-
 // What the step of the lane's own token is made of: the sum of squares, or for 8 bit the largest magnitude.
 template <int kBits, int kSteps, bool kIsV>
 __device__ __forceinline__ float measure_rows(const Tile<kSteps>& f) {
@@ -250,12 +242,11 @@ __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure,
   constexpr float kFactor = rotation_factor<kSteps, kRotate>(), kGain = kFactor * gain_of<kBits, kIsV>() / 512.f;
   Codes<kBits, kSteps> codes;
   float step = fmaxf(step_of<kBits, 16 * kSteps>(measure), kSmallestStep / kFactor);
-  scales += tile * 64;  // (k[g], k[g + 8], v[g], v[g + 8]) for each row g
   if constexpr (kFine && !kIsV) {
     FitByProducts fit;
     encode<kBits, kSteps, kIsV>(f, step, codes, fit);
     const unsigned both = scale_of(kGain * fit.scale(0)) | scale_of(kGain * fit.scale(1)) << 16;
-    if (fit.writes()) *reinterpret_cast<unsigned*>(scales + (threadIdx.x & 28) * 2) = both;
+    if (fit.writes()) *reinterpret_cast<unsigned*>(scales + scale_row(tile, (threadIdx.x & 31) >> 2)) = both;
   } else {
     const int token = G::token();
     if (!kFine && kept >= 0) step = fmaxf(to_float(f16{static_cast<unsigned short>(kept)}), kSmallestStep) / kFactor;
@@ -272,8 +263,7 @@ __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure,
     }
     unsigned short scale = scale_of(kGain * fitted);
     if (!kFine && kept >= 0) scale = static_cast<unsigned short>(kept);
-    if (G::writes())
-      *reinterpret_cast<unsigned short*>(scales + token % 8 * 8 + (kIsV ? 4 : 0) + token / 8 * 2) = scale;
+    if (G::writes()) reinterpret_cast<unsigned short*>(scales)[scale_index(16 * tile + token, kIsV)] = scale;
   }
   codes.template flush<kTiles>(to, tile);
 }

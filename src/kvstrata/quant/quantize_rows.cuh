@@ -2,11 +2,10 @@
 #pragma once
 #include "cp_async.cuh"
 #include "ldmatrix.cuh"
+#include "numbers.cuh"
 #include "rotation.cuh"
 #include "swizzle.cuh"
 #include "vec.cuh"
-
-constexpr float kLargest = 65504.f;
 
 template <class In> struct Quad { using type = uint2; };
 template <> struct Quad<f32> { using type = uint4; };
@@ -22,13 +21,13 @@ template <class In>
 struct InMemory {
   static constexpr bool kByMatrix = false;
   using Raw = typename Quad<In>::type;
-  const char* at[2];
+  const char* row[2];
   bool there[2];  // else an empty slot, or codes
 
   __device__ __forceinline__ Raw load(int step, int i) const {
     Raw raw{};
     if (there[i]) {
-      const Vec<sizeof(Raw)> x = load_once<sizeof(Raw)>(at[i] + 16 * step * sizeof(In));
+      const Vec<sizeof(Raw)> x = load_once<sizeof(Raw)>(row[i] + 16 * step * sizeof(In));
       if constexpr (sizeof(Raw) == 8) raw = make_uint2(x.words[0], x.words[1]);
       else raw = make_uint4(x.words[0], x.words[1], x.words[2], x.words[3]);
     }
@@ -183,7 +182,7 @@ __device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source& so
       for (int e = 0; e < 4; e++) {
         float value = quad_value<In>(raw, e);
         if (!kIsV && centre.there && source.there[i]) value -= __ldg(centre.plain + 16 * s + 4 * t + e);
-        x[i][e] = value != value ? 0.f : fminf(fmaxf(value, -kLargest), kLargest);
+        x[i][e] = clean(value);
       }
     }
     rotate_step_exactly<kIsV>(f[s], x, h);

@@ -103,7 +103,7 @@ def quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float = 1.0) -
 def quantize_plain(
     x: torch.Tensor, centre: torch.Tensor | None, bits: int, rotate: bool, gain: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of rows as the model made them; ``centre`` broadcasts against ``x``."""
+    """Codes and scales of the model's rows; ``centre`` broadcasts against ``x``."""
     return quantize_rows(clean(x, centre), bits, rotate, gain)
 
 
@@ -116,7 +116,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def quantize_page(k: torch.Tensor, v: torch.Tensor, format: Format, centre: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows as the model made them, ``k, v [..., P, D]``, to pages uint8 ``[..., page_bytes]``.
+    """The model's rows, ``k, v [..., P, D]``, to pages uint8 ``[..., page_bytes]``.
 
     ``centre`` broadcasts against ``k`` (``[D]`` for one head) and is only for a format with ``centre``; None is zero
     there. A page that is not full takes any rows for the rest. Plain formats copy the rows' bits.
@@ -177,7 +177,7 @@ def dequantize_page(
 def restore(
     k: torch.Tensor, v: torch.Tensor, format: Format, centre: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``dequantize_page`` gave, back in the model's space: rotation undone and, where given, K's centre added."""
+    """Rows from `dequantize_page` back in the model's space: undoes the rotation and adds K's centre if given."""
     if format.rotate:
         k, v = rotation.rotate(k), rotation.rotate(v)
     return (k if centre is None else (k + centre).to(k.dtype)), v
@@ -185,7 +185,8 @@ def restore(
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Quantised rows: ``codes`` uint8 ``[..., D * bits / 8]`` (order: `layout.rows`) and ``scale`` fp16 ``[...]``."""
+    """Quantised rows, from `quantize`: ``codes`` uint8 ``[..., D * bits / 8]`` (order: `layout.rows`), ``scale`` fp16
+    ``[...]``, and what `dequantize` needs to know of the rows."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -196,7 +197,7 @@ class Packed:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the rows before."""
+        """Shape of the original rows, ``[..., D]``."""
         return torch.Size((*self.scale.shape, self.head_dim))
 
     @property
@@ -205,7 +206,7 @@ class Packed:
 
 
 def quantize(x: torch.Tensor, bits: int, *, format: Format | None = None, backend: str = "auto") -> Packed:
-    """Rows to codes and one fp16 scale a row.
+    """Quantise rows to codes and one fp16 scale per row.
 
     Args:
         x: ``[..., D]`` of any floating-point type, D a multiple of 8. Not mutated. NaN counts as 0, values beyond
@@ -214,7 +215,7 @@ def quantize(x: torch.Tensor, bits: int, *, format: Format | None = None, backen
         format: says whether rows are rotated, and checks D and ``bits``; None rotates. Its centre is not applied.
         backend: ``auto`` or ``reference``.
 
-    Raises ValueError or TypeError, naming the argument. Never synchronises with the device.
+    Raises ValueError or TypeError, naming the argument. Never synchronises with the device; safe under graph capture.
 
     Example:
         >>> packed = quantize(torch.randn(3, 8, 64), 4)
@@ -243,9 +244,10 @@ def quantize(x: torch.Tensor, bits: int, *, format: Format | None = None, backen
 
 
 def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Rows ``[..., D]`` from what ``quantize`` made, rotation undone; in ``dtype``, by default that of the original.
+    """Rows ``[..., D]`` from `quantize`, rotation undone, in ``dtype`` or by default the dtype of the original.
 
-    Finite always: what does not fit ``dtype`` saturates.
+    Always finite: values that do not fit ``dtype`` saturate. ``packed`` is not mutated. Raises TypeError, naming the
+    argument. Safe under graph capture.
 
     Example:
         >>> x = torch.zeros(2, 64)
@@ -253,7 +255,7 @@ def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> torch.Tensor
         True
     """
     if not isinstance(packed, Packed):
-        raise TypeError(f"packed: expected what quantize gives, got {type(packed).__name__}")
+        raise TypeError(f"packed: expected a Packed as quantize returns, got {type(packed).__name__}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
     x = decode(rows.unpack_rows(packed.codes, packed.bits, packed.head_dim), packed.scale, packed.bits)

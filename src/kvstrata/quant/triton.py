@@ -12,21 +12,37 @@ import triton
 import triton.language as tl
 
 from kvstrata.layout import Format, fragments, hadamard
+from kvstrata.layout.unpack_triton import UNIT, scale_index
 
+from . import reference
 from .job import Job
 from .reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
+
+LARGEST: tl.constexpr = tl.constexpr(reference.LARGEST)
+SMALLEST_STEP: tl.constexpr = tl.constexpr(reference.SMALLEST_STEP)
+
+
+@triton.jit
+def clean(x):
+    """NaN to 0, clamped to +-65504."""
+    return tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST)
+
+
+@triton.jit
+def to_scale(x):
+    """Fitted scales clamped to 0 .. 65504 and rounded to fp16."""
+    return tl.minimum(tl.maximum(x, 0.0), LARGEST).to(tl.float16)
 
 
 @triton.jit
 def _clean_rows(x_ptr, centre_ptr, row, stride_token, offs_d, mask_d, CENTRED: tl.constexpr):
     """Rows in float32 [P, columns]: centred, NaN to 0, clamped; zero in empty slots."""
     live = (row >= 0)[:, None] & mask_d[None, :]
-    at = tl.maximum(row, 0).to(tl.int64)[:, None] * stride_token + offs_d[None, :]
-    x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+    offs = tl.maximum(row, 0).to(tl.int64)[:, None] * stride_token + offs_d[None, :]
+    x = tl.load(x_ptr + offs, mask=live, other=0.0).to(tl.float32)
     if CENTRED:
         x = tl.where(live, x - tl.load(centre_ptr + offs_d, mask=mask_d, other=0.0)[None, :], 0.0)
-    x = tl.where(x == x, x, 0.0)
-    return tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return clean(x)
 
 
 @triton.jit
@@ -34,6 +50,7 @@ def _quantize_side(
     x_ptr, centre_ptr, hadamard_ptr, table_ptr, high_table_ptr, scratch_ptr, code_ptr, scale_ptr, row, stride_token,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
     GAIN: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, CODE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    SIDE: tl.constexpr,
 ):  # fmt: skip
     offs_d = tl.arange(0, WIDE)
     if ROTATE:
@@ -52,7 +69,7 @@ def _quantize_side(
         step = tl.max(tl.abs(x), axis=1) * (2.0 / 255.0)
     else:
         step = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=1), tl.full((TOKENS,), DIM, tl.float32))) * STEP
-    step = tl.maximum(step, 5.9604644775390625e-08)
+    step = tl.maximum(step, SMALLEST_STEP)
     inverse = tl.div_rn(tl.full((TOKENS,), 1.0, tl.float32), step)
     HALF: tl.constexpr = 1 << (BITS - 1)
     product = x.to(tl.float64) * inverse.to(tl.float64)[:, None]  # exact
@@ -60,9 +77,7 @@ def _quantize_side(
     level = tl.where(offs_d[None, :] < DIM, floor + 0.5, 0.0)
     scale = tl.div_rn(tl.sum(x * level, axis=1), tl.sum(level * level, axis=1)) * GAIN
     offs_p = tl.arange(0, TOKENS)
-    # Rows of scales: (k[g], k[g + 8], v[g], v[g + 8]) for each of 8 rows g of a tile.
-    at_scale = offs_p // 16 * 32 + offs_p % 8 * 4 + offs_p % 16 // 8
-    tl.store(scale_ptr + at_scale, tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16))
+    tl.store(scale_ptr + scale_index(offs_p, SIDE), to_scale(scale))
 
     codes = (floor.to(tl.int32) + HALF).to(tl.uint8)
     tl.store(scratch_ptr + offs_p[:, None] * DIM + offs_d[None, :], codes, mask=offs_d[None, :] < DIM)
@@ -96,7 +111,7 @@ def quantize_kernel(
     page = tl.program_id(0)
     row = tl.load(source_ptr + page * TOKENS + tl.arange(0, TOKENS))
     head = tl.load(heads_ptr + page).to(tl.int64)
-    page_ptr = pool_ptr + tl.load(pages_ptr + page).to(tl.int64) * 64
+    page_ptr = pool_ptr + tl.load(pages_ptr + page).to(tl.int64) * UNIT
     scale_ptr = (page_ptr + K_BYTES + V_BYTES).to(tl.pointer_type(tl.float16))
     scratch_ptr += (page.to(tl.int64) * 2 + tl.program_id(1)) * (TOKENS * DIM)
     if tl.program_id(1) == 0:
@@ -105,12 +120,13 @@ def quantize_kernel(
         _quantize_side(
             k_ptr + head * k_stride_head, centre_ptr, hadamard_ptr, k_table_ptr, k_high_ptr, scratch_ptr, page_ptr,
             scale_ptr, row, k_stride_token, DIM, WIDE, TOKENS, K_BITS, K_STEP, K_GAIN, ROTATE, CENTRED, K_BYTES, BLOCK,
+            0,
         )  # fmt: skip
     else:
         _quantize_side(
             v_ptr + head * v_stride_head, centre_ptr, hadamard_ptr, v_table_ptr, v_high_ptr, scratch_ptr,
-            page_ptr + K_BYTES, scale_ptr + 2, row, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, V_GAIN, ROTATE,
-            False, V_BYTES, BLOCK,
+            page_ptr + K_BYTES, scale_ptr, row, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, V_GAIN, ROTATE,
+            False, V_BYTES, BLOCK, 1,
         )  # fmt: skip
 
 

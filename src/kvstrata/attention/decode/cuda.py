@@ -27,7 +27,7 @@ import torch
 from kvstrata import jit
 from kvstrata.cache.storage.scratch import register
 from kvstrata.jit import tuned
-from kvstrata.layout.format import Format
+from kvstrata.layout.format import MAX_TIERS, Format
 
 from .job import Job, Result
 from .scratch import Sizes, layers_at_once, list_bytes
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 
 FOLDER = Path(__file__).parent
-MAX_TIERS = 8
 PARTS = 16  # blocks that write one layer's list; more where their shared memory asks for it
 BASE_BYTES, BASES_BYTES = 16, 32 * 1024  # shared memory of worklist.cu: of a group, and at most of a block
 KEPT = 8  # plans of calls that bring none, for each cache

@@ -61,7 +61,7 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
       }
 #pragma unroll
     for (int i = 0; i < kUnit; i++) {
-      const uint2 scale = *reinterpret_cast<const uint2*>(scales + (unit * kUnit + i) * 64 + g * 8);
+      const uint2 scale = *reinterpret_cast<const uint2*>(scales + scale_row(unit * kUnit + i, g));
       const float2 ks = halves_of(scale.x), vs = halves_of(scale.y);
       const float k0 = ks.x * (st.score * kUnit0), k1 = ks.y * (st.score * kUnit1);
 #pragma unroll

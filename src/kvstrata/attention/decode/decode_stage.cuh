@@ -1,6 +1,7 @@
 // How pages come in: cut into stages that fit a slot of the ring, copied from where they rest.
 #pragma once
 #include "decode_state.cuh"
+#include "page.cuh"
 #include "ring.cuh"
 
 // One tier: widths of K and V; 16 bits are plain rows of In.
@@ -19,11 +20,7 @@ struct Part {
   static constexpr bool kCuts = T::kPlain || (whole_tiles<T::kK> && whole_tiles<T::kV>);
   static __device__ constexpr int bytes_of(int tiles) {
     return T::kPlain ? tiles * 16 * kDim * 4
-                     : code_bytes(T::kK, tiles) + code_bytes(T::kV, tiles) + tiles * 64;
-  }
-  static __device__ constexpr int code_bytes(int bits, int tiles) {
-    const int n = tiles * kSteps;
-    return 128 * (bits == 3 ? (n * 2 + 3) / 4 + (n + 3) / 4 : (n * bits + 3) / 4);
+                     : code_bytes(T::kK, tiles * kSteps) + code_bytes(T::kV, tiles * kSteps) + tiles * kTileScaleBytes;
   }
   static __device__ constexpr int tiles_of() {
     int tiles = kTiles;
@@ -31,9 +28,9 @@ struct Part {
     return tiles;
   }
   static constexpr int kMine = tiles_of(), kTokens = kMine * 16, kParts = kTiles / kMine;
-  static constexpr int kKBytes = T::kPlain ? kTokens * kDim * 2 : code_bytes(T::kK, kMine);
-  static constexpr int kVBytes = T::kPlain ? kTokens * kDim * 2 : code_bytes(T::kV, kMine);
-  static constexpr int kScaleBytes = T::kPlain ? 0 : kMine * 64;
+  static constexpr int kKBytes = T::kPlain ? kTokens * kDim * 2 : code_bytes(T::kK, kMine * kSteps);
+  static constexpr int kVBytes = T::kPlain ? kTokens * kDim * 2 : code_bytes(T::kV, kMine * kSteps);
+  static constexpr int kScaleBytes = T::kPlain ? 0 : kMine * kTileScaleBytes;
   static constexpr int kBytes = kKBytes + kVBytes + kScaleBytes;  // positions follow
   static constexpr int kPageBytes = bytes_of(kTiles);
 };

@@ -18,7 +18,7 @@ import torch
 
 from kvstrata.attention.softmax_numba import hide, soften, softmax
 from kvstrata.attention.threads import share_out
-from kvstrata.layout.format import Format
+from kvstrata.layout.format import UNIT, Format
 from kvstrata.layout.fragments import words_per_lane
 from kvstrata.layout.rotation import hadamard
 from kvstrata.layout.unpack_numba import (
@@ -32,6 +32,7 @@ from kvstrata.layout.unpack_numba import (
     floats,
     lanes_of,
     levels,
+    scale_index,
 )
 
 from .job import Job, Result
@@ -175,7 +176,7 @@ def _positions(words, halves, wide, pages, counts, tiers, page_tokens, found):
     for tier in range(len(tiers)):
         left, offset = counts[tier], tiers[tier, 7]
         for page in range((left + page_tokens - 1) // page_tokens):
-            base, some = np.int64(pages[tier, page]) * 64 + offset, min(left - page * page_tokens, page_tokens)
+            base, some = np.int64(pages[tier, page]) * UNIT + offset, min(left - page * page_tokens, page_tokens)
             for i in range(some):
                 found[at + i] = np.int64(words[base // 4 + i]) if wide else np.int64(halves[base // 2 + i])
             at += some
@@ -237,7 +238,7 @@ def _keys(words, halves, pages, counts, tiers, page_tokens, centre, head, q, sco
         kind, k_bits, k_words, scale_offset = tiers[tier, 0], tiers[tier, 1], tiers[tier, 3], tiers[tier, 6]
         left = counts[tier]
         for page in range((left + page_tokens - 1) // page_tokens):
-            base, some = np.int64(pages[tier, page]) * 64, min(left - page * page_tokens, page_tokens)
+            base, some = np.int64(pages[tier, page]) * UNIT, min(left - page * page_tokens, page_tokens)
             if kind != CODES:
                 floats(words, halves, base, some * dim, kind, bits, flat)
                 for i in range(some):
@@ -256,7 +257,7 @@ def _keys(words, halves, pages, counts, tiers, page_tokens, centre, head, q, sco
                     _add(found, by, step, sums, 0)
                 here = min(some - 16 * tile, 16)
                 for i in range(here):
-                    of = scale[32 * tile + 4 * (i % 8) + i // 8]
+                    of = scale[scale_index(16 * tile + i, 0)]
                     for r in range(rows):
                         scores[r, at + i] = _four(sums, r, 0, i) * of + middle[r]
                 at += here
@@ -280,7 +281,7 @@ def _values(words, halves, pages, counts, tiers, page_tokens, weights, out):
         scale_offset = tiers[tier, 6]
         left = counts[tier]
         for page in range((left + page_tokens - 1) // page_tokens):
-            base, some = np.int64(pages[tier, page]) * 64, min(left - page * page_tokens, page_tokens)
+            base, some = np.int64(pages[tier, page]) * UNIT, min(left - page * page_tokens, page_tokens)
             if kind != CODES:
                 floats(words, halves, base + v_offset, some * dim, kind, bits, flat)
                 for i in range(some):
@@ -295,7 +296,7 @@ def _values(words, halves, pages, counts, tiers, page_tokens, weights, out):
             for tile in range((some + 15) // 16):
                 here = min(some - 16 * tile, 16)
                 for i in range(16):
-                    of = scale[32 * tile + 4 * (i % 8) + 2 + i // 8]
+                    of = scale[scale_index(16 * tile + i, 1)]
                     for r in range(rows):  # the scales of slots without a token may be NaN
                         some_weights[r, i] = weights[r, at + i] * of if i < here else np.float32(0)
                 for r in range(rows):

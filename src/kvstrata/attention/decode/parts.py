@@ -13,13 +13,11 @@ import numpy as np
 import torch
 
 from kvstrata.cache.storage.views import BucketedCacheLayer
-from kvstrata.layout.format import Format
+from kvstrata.layout.format import UNIT, Format
 from kvstrata.layout.fragments import Side
 from kvstrata.layout.rotation import hadamard
 from kvstrata.layout.unpack import dims, k_order, turn, unpack, v_order
 from kvstrata.store.paged_cache import PagedCache
-
-UNIT = 64  # bytes a handle counts in
 
 
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

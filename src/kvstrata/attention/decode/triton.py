@@ -18,9 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstrata.cache.storage.page_triton import page_address
 from kvstrata.layout.rotation import block_of
-from kvstrata.layout.unpack_triton import load_levels, load_scales, rotate_rows, widen
+from kvstrata.layout.unpack_triton import load_levels, load_scales, page_address, rotate_rows, widen
 
 from .job import Job, Result
 

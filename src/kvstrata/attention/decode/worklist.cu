@@ -4,11 +4,11 @@
 // A block sees a layer. Its threads sum up the stages and costs of all groups (a scan over the block), which says how much
 // a worker gets; then its warps write the stages of the block's own part of the heads. Blocks of one layer do the same
 // scan and differ in their part only.
+#include "page.cuh"
 #include "pdl.cuh"
 #include "work.cuh"
 
-using i64 = long long;
-constexpr int kThreads = 1024, kMaxTiers = 8;
+constexpr int kThreads = 1024;
 
 struct Params {
   const int* requests;           // [rows] row of table and count, or null: row i is request i
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         const int handle = table[static_cast<i64>(t) * p.max_pages + i / per_page], part = i % per_page;
         Stage stage;
         if (p.page_bytes) stage.page = p.plain + handle * p.page_bytes + head * p.head_bytes + part * step * p.row_bytes;
-        else stage.page = p.slabs[handle / p.units] + static_cast<unsigned long long>(handle % p.units) * 64;
+        else stage.page = p.slabs[handle / p.units] + static_cast<unsigned long long>(handle % p.units) * kUnitBytes;
         stage.group = t * head_caches + u;
         stage.meta = meta_of(min(tokens - i * step, step), t, p.page_bytes ? i : part);
         return stage;

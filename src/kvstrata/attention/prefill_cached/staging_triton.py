@@ -20,9 +20,8 @@ import triton.language as tl
 from kvstrata.attention.decode.job import Job
 from kvstrata.attention.decode.triton import _on_device, _paged, _positions, _tiered
 from kvstrata.attention.prefill.launch import launch
-from kvstrata.cache.storage.page_triton import page_address
 from kvstrata.layout.rotation import hadamard
-from kvstrata.layout.unpack_triton import load_levels, load_scales, page_levels, whole_pages, widen
+from kvstrata.layout.unpack_triton import load_levels, load_scales, page_address, page_levels, whole_pages, widen
 
 from .job import CachedJob
 

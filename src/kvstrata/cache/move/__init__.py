@@ -1,1 +1,1 @@
-"""How tokens move: append to pages, the plan of moves between tiers, and the kernels that carry it out."""
+"""Changes of buckets: appends, plans of moves between tiers, and the kernels that carry them out."""

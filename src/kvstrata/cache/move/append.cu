@@ -5,9 +5,8 @@
 // Counts before come from the host, so no warp waits for another; the warp of a request's last row sets the count
 // after, and for head 0 the length. A decode step has a kernel of its own (append_one), and one for a step that is
 // captured, in which the host has set counts and lengths before (write_last).
+#include "page.cuh"
 #include "vec.cuh"
-
-using i64 = long long;
 
 struct Params {
   const char* k;
@@ -33,8 +32,7 @@ template <int kRow, int kWidth, class Position, bool kKeeps>
 __device__ __forceinline__ void copy_token(const Params& p, int token, int head, i64 bucket, int slot, int position,
                                            float importance) {
   const int lane = threadIdx.x & 31, row = slot % p.page_tokens;
-  const int handle = p.table[bucket * p.max_pages + slot / p.page_tokens];
-  char* page = reinterpret_cast<char*>(p.pointers[handle / p.units]) + static_cast<i64>(handle % p.units) * 64;
+  char* page = page_address(p.pointers, p.units, p.table[bucket * p.max_pages + slot / p.page_tokens]);
   constexpr int kUnits = kRow / kWidth;
   const char* k = p.k + token * p.k_token + head * p.k_head;
   const char* v = p.v + token * p.v_token + head * p.v_head;
@@ -43,8 +41,8 @@ __device__ __forceinline__ void copy_token(const Params& p, int token, int head,
     const int unit = i + lane;
     if (2 * kUnits % 32 == 0 || unit < 2 * kUnits) {
       const bool is_v = unit >= kUnits;
-      const int at = (is_v ? unit - kUnits : unit) * kWidth;
-      store(page + (is_v ? p.v_offset : 0) + row * kRow + at, load_once<kWidth>((is_v ? v : k) + at));
+      const int byte = (is_v ? unit - kUnits : unit) * kWidth;
+      store(page + (is_v ? p.v_offset : 0) + row * kRow + byte, load_once<kWidth>((is_v ? v : k) + byte));
     }
   }
   if (lane == 0) {

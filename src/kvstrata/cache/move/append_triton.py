@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from kvstrata.cache.storage.page_triton import page_address
+from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.layout.unpack_triton import page_address
 
-from .append import Job, Written, meta_of
-
-if TYPE_CHECKING:
-    from kvstrata.cache.storage.page_table import Buckets
+from .append_job import Job, Written, metadata
 
 INTEGER = {2: torch.int16, 4: torch.int32}
 
@@ -97,7 +94,7 @@ def write_kernel(
 
 
 def _sizes(buckets: Buckets, k: torch.Tensor) -> dict[str, int]:
-    """Of tokens and pages, as both kernels have them."""
+    """Constexpr sizes of tokens and pages that both kernels take."""
     kind, (_, heads, dim) = buckets.page_formats[0], k.shape
     return dict(
         HEADS=heads, DIM=dim, WIDE=triton.next_power_of_2(dim), PAGE=buckets.page_tokens, ROW=kind.row_bytes,
@@ -112,7 +109,7 @@ def prepare_append(job: Job) -> Callable[[], None]:
     integer = INTEGER[buckets.page_formats[0].dtype.itemsize]
     k, v = (x.detach().view(integer) for x in (job.k, job.v))
     _, layers, _, tiers, max_pages = buckets.page_table.shape
-    meta = buckets.pool.to_device(meta_of(job))
+    meta = buckets.pool.to_device(metadata(job))
 
     def run() -> None:
         with torch.cuda.device_of(k):

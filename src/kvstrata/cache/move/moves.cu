@@ -1,32 +1,32 @@
-// From targets to moves, a block per bucket: who leaves, who fills the hole, who comes, and where to; as moves.py has it.
+// From targets to moves, a block per head cache: tokens that leave, fill a hole or arrive, and their slots; as moves.py.
 //
-//   find    where the tokens of each bucket and tier begin in the list
-//   count   three numbers a group (bucket, tier), after which the host takes pages
-//   place   the moves, each where the host wants it: the i-th filler goes to the i-th hole, arrivals follow after the kept
+//   find    the first token of each bucket in the list
+//   count   three numbers a bucket, after which the host allocates pages
+//   place   the moves, at offsets from the host: the i-th filler takes the i-th hole, arrivals follow the kept tokens
 //
 // A warp takes a run of a tier's tokens, 128 at a time. Ballots say which of them leave, fill or come to a tier; lane c
-// keeps how many of class c there were so far. A first pass over the targets makes the sums where each warp begins.
+// counts the tokens of class c so far. A first pass over the targets gives the sums at which each warp begins.
 #include "coded.cuh"
 
-constexpr int kWarps = 8, kTiers = 16, kHole = kTiers, kFiller = kTiers + 1, kClasses = kTiers + 2, kAhead = 4;
+constexpr int kWarps = 8, kHole = kMaxTiers, kFiller = kMaxTiers + 1, kClasses = kMaxTiers + 2, kAhead = 4;
 
 struct Tier {
   int position_offset, importance_offset;
 };
 
 struct Params {
-  const signed char* target;  // [n] tier, negative: out
-  const i64* bucket;          // [n], as all of Tokens; read for new tokens, and by find
+  const signed char* target;  // [n] tier, negative: evicted
+  const i64* head_cache;      // [n], as the columns of Tokens; for new tokens, and for find
   const i64* tier;
   const i64* slot;
   const i64* position;
   const float* importance;
-  const i64* order;      // [new] tokens that are new, by bucket
-  const i64* new_first;  // [buckets + 1] of order
-  i64* starts;           // [groups] the first token
-  const int* before;     // [groups] tokens
-  int* numbers;          // [3, groups]: left, came, holes
-  const int* first;      // [3, groups]: of fillers and of arrivals in their lists; of whole pages: number less index in the bucket
+  const i64* order;      // [new] new tokens, by head cache
+  const i64* new_first;  // [head_caches + 1] of order
+  i64* starts;           // [buckets] the first token
+  const int* before;     // [buckets] tokens
+  int* numbers;          // [3, buckets]: left, came, holes
+  const int* first;      // [3, buckets]: first filler, first arrival; of whole pages: number less index in the bucket
   const int* places;     // [places] of (request, layer) in the tables
   const int* old_table;  // [places of all, heads, tiers, max_pages]
   const int* new_table;
@@ -39,32 +39,32 @@ struct Params {
   i64* v_at;     // the same for V; null without new rows, since V is as far from K in every page
   int2* sides;   // [whole pages, page_tokens] position and importance
   i64 n, k_row, v_row;  // strides in bytes
-  int groups, heads, tiers, page_tokens, max_pages, units, row_bytes, v_offset;
-  Tier tier_of[kTiers];
+  int buckets, heads, tiers, page_tokens, max_pages, units, row_bytes, v_offset;
+  Tier tier_of[kMaxTiers];
 };
 
 template <class = void>
 __global__ void __launch_bounds__(256) find(const __grid_constant__ Params p) {
   const i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
-  if (i < p.n && p.slot[i] == 0 && p.tier[i] >= 0) p.starts[p.bucket[i] * p.tiers + p.tier[i]] = i;
+  if (i < p.n && p.slot[i] == 0 && p.tier[i] >= 0) p.starts[p.head_cache[i] * p.tiers + p.tier[i]] = i;
 }
 
-// The tokens of a bucket in a tier; for tier == tiers its new ones.
+// The tokens of a bucket; for tier == tiers the new tokens of the head cache.
 struct Run {
   const signed char* target;
   const i64* order;
   int n, stay;  // the target that means: nothing to do
 
-  __device__ __forceinline__ Run(const Params& p, int bucket, int tier) {
-    const int group = bucket * p.tiers + tier;
+  __device__ __forceinline__ Run(const Params& p, int head_cache, int tier) {
+    const int bucket = head_cache * p.tiers + tier;
     if (tier < p.tiers) {
-      n = p.before[group];
-      target = n ? p.target + p.starts[group] : nullptr;
+      n = p.before[bucket];
+      target = n ? p.target + p.starts[bucket] : nullptr;
       order = nullptr;
       stay = tier;
     } else {
-      const i64 begin = p.order ? p.new_first[bucket] : 0;
-      n = p.order ? static_cast<int>(p.new_first[bucket + 1] - begin) : 0;
+      const i64 begin = p.order ? p.new_first[head_cache] : 0;
+      n = p.order ? static_cast<int>(p.new_first[head_cache + 1] - begin) : 0;
       target = p.target;
       order = p.order + begin;
       stay = -1;
@@ -75,12 +75,12 @@ struct Run {
 
 template <class = void>
 __global__ void __launch_bounds__(256) count(const __grid_constant__ Params p) {
-  __shared__ int sums[3][kTiers];
-  const int bucket = blockIdx.x;
-  if (threadIdx.x < 3 * kTiers) sums[threadIdx.x / kTiers][threadIdx.x % kTiers] = 0;
+  __shared__ int sums[3][kMaxTiers];
+  const int head_cache = blockIdx.x;
+  if (threadIdx.x < 3 * kMaxTiers) sums[threadIdx.x / kMaxTiers][threadIdx.x % kMaxTiers] = 0;
   __syncthreads();
   for (int tier = 0; tier <= p.tiers; tier++) {
-    const Run run(p, bucket, tier);
+    const Run run(p, head_cache, tier);
     for (int i = threadIdx.x; i < run.n; i += 256 * kAhead) {
       int target[kAhead];
 #pragma unroll
@@ -95,27 +95,24 @@ __global__ void __launch_bounds__(256) count(const __grid_constant__ Params p) {
   }
   __syncthreads();
   for (int tier = 0; tier < p.tiers; tier++) {  // past the new end, whoever stays fills a hole before it
-    const Run run(p, bucket, tier);
+    const Run run(p, head_cache, tier);
     int fillers = 0;
     for (int i = run.n - sums[0][tier] + threadIdx.x; i < run.n; i += 256) fillers += run[i] == run.stay;
     if (fillers) atomicAdd(&sums[2][tier], fillers);
   }
   __syncthreads();
-  const int which = threadIdx.x / kTiers, tier = threadIdx.x % kTiers;
-  if (which < 3 && tier < p.tiers) p.numbers[which * static_cast<i64>(p.groups) + bucket * p.tiers + tier] = sums[which][tier];
+  const int which = threadIdx.x / kMaxTiers, tier = threadIdx.x % kMaxTiers;
+  if (which < 3 && tier < p.tiers)
+    p.numbers[which * static_cast<i64>(p.buckets) + head_cache * p.tiers + tier] = sums[which][tier];
 }
 
 __device__ __forceinline__ unsigned below() { return (1u << (threadIdx.x & 31)) - 1; }
 
-__device__ __forceinline__ char* address(const Params& p, int handle) {
-  return reinterpret_cast<char*>(p.pointers[handle / p.units]) + static_cast<i64>(handle % p.units) * 64;
-}
-
 template <class Position, bool kKeeps>
 __device__ __forceinline__ int2 side_of(const Params& p, const char* page, int tier, int row) {
-  const Tier& at = p.tier_of[tier];
-  const int position = reinterpret_cast<const Position*>(page + at.position_offset)[row];
-  return make_int2(position, kKeeps ? reinterpret_cast<const int*>(page + at.importance_offset)[row] : 0);
+  const Tier& offsets = p.tier_of[tier];
+  const int position = reinterpret_cast<const Position*>(page + offsets.position_offset)[row];
+  return make_int2(position, kKeeps ? reinterpret_cast<const int*>(page + offsets.importance_offset)[row] : 0);
 }
 
 // How the tokens of one step of a warp are classed: lane c of the result is how many are of class c.
@@ -123,17 +120,17 @@ template <class F>
 __device__ __forceinline__ int classes(int target, bool arrives, bool hole, bool filler, F each) {
   const int lane = threadIdx.x & 31;
   const unsigned holes = __ballot_sync(~0u, hole), fillers = __ballot_sync(~0u, filler);
-  int found = lane == kHole ? __popc(holes) : lane == kFiller ? __popc(fillers) : 0;
+  int number = lane == kHole ? __popc(holes) : lane == kFiller ? __popc(fillers) : 0;
   each(hole, kHole, __popc(holes & below()));
   each(filler, kFiller, __popc(fillers & below()));
   for (unsigned rest = __ballot_sync(~0u, arrives); rest;) {
     const int to = __shfl_sync(~0u, target, __ffs(rest) - 1);
     const unsigned same = __ballot_sync(~0u, arrives && target == to);
-    if (lane == to) found = __popc(same);
+    if (lane == to) number = __popc(same);
     each(arrives && target == to, to, __popc(same & below()));
     rest &= ~same;
   }
-  return found;
+  return number;
 }
 
 // A warp through its tokens from .. to - 1 of a run; holes are before `end`, which is -1 for new ones, and fillers after.
@@ -144,14 +141,14 @@ __device__ __forceinline__ void each_step(const Run& run, int from, int to, int 
     unsigned bytes = 0;
 #pragma unroll
     for (int j = 0; j < kAhead; j++) {
-      const int at = i + 32 * j + lane;
-      bytes |= ((at < to ? run[at] : run.stay) & 0xffu) << 8 * j;
+      const int token = i + 32 * j + lane;
+      bytes |= ((token < to ? run[token] : run.stay) & 0xffu) << 8 * j;
     }
 #pragma unroll 1
     for (int j = 0; j < kAhead; j++) {
-      const int at = i + 32 * j + lane, target = static_cast<signed char>(bytes >> 8 * j);
-      const bool moves = target != run.stay, filler = !moves && end >= 0 && at >= end && at < to;
-      if (__any_sync(~0u, moves || filler)) use(at, target, moves && target >= 0, moves && at < end, filler);
+      const int token = i + 32 * j + lane, target = static_cast<signed char>(bytes >> 8 * j);
+      const bool moves = target != run.stay, filler = !moves && end >= 0 && token >= end && token < to;
+      if (__any_sync(~0u, moves || filler)) use(token, target, moves && target >= 0, moves && token < end, filler);
     }
   }
 }
@@ -159,20 +156,21 @@ __device__ __forceinline__ void each_step(const Run& run, int from, int to, int 
 template <class Position, bool kKeeps>
 __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p) {
   __shared__ int begin[kWarps][kClasses];
-  __shared__ int came_before[kTiers];
-  __shared__ int kept[kTiers], edge[kTiers];  // tokens; the first slot of whole pages
-  const int bucket = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, size = p.page_tokens;
-  const i64 group = static_cast<i64>(bucket) * p.tiers;
-  const i64 lists = (static_cast<i64>(p.places[bucket / p.heads]) * p.heads + bucket % p.heads) * p.tiers * p.max_pages;
+  __shared__ int came_before[kMaxTiers];
+  __shared__ int kept[kMaxTiers], edge[kMaxTiers];  // tokens; the first slot of whole pages
+  const int head_cache = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, size = p.page_tokens;
+  const i64 first_bucket = static_cast<i64>(head_cache) * p.tiers;
+  const i64 place = p.places[head_cache / p.heads];
+  const i64 lists = (place * p.heads + head_cache % p.heads) * p.tiers * p.max_pages;
   if (threadIdx.x < p.tiers) {
     const int t = threadIdx.x;
-    const int* numbers = p.numbers + group + t;
-    kept[t] = p.before[group + t] - numbers[0];
+    const int* numbers = p.numbers + first_bucket + t;
+    kept[t] = p.before[first_bucket + t] - numbers[0];
     edge[t] = t ? (kept[t] + size - 1) / size * size : 0x7fffffff;  // in plain pages nothing is whole
     came_before[t] = 0;
   }
   for (int tier = 0; tier <= p.tiers; tier++) {
-    const Run run(p, bucket, tier);
+    const Run run(p, head_cache, tier);
     if (run.n == 0) continue;
     const bool is_new = tier == p.tiers;
     const int share = (run.n + kWarps * 32 - 1) / (kWarps * 32) * 32;
@@ -180,11 +178,11 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
     __syncthreads();  // of what the tier before has left in shared memory
     const int end = is_new ? -1 : kept[tier];
 
-    int mine = 0;
+    int seen = 0;
     each_step(run, from, to, end, [&](int, int target, bool arrives, bool hole, bool filler) {
-      mine += classes(target, arrives, hole, filler, [](bool, int, int) {});
+      seen += classes(target, arrives, hole, filler, [](bool, int, int) {});
     });
-    if (lane < kClasses) begin[warp][lane] = mine;
+    if (lane < kClasses) begin[warp][lane] = seen;
     __syncthreads();
     if (threadIdx.x < kClasses) {
       int sum = threadIdx.x < p.tiers ? came_before[threadIdx.x] : 0;
@@ -197,18 +195,18 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
     }
     __syncthreads();
 
-    mine = lane < kClasses ? begin[warp][lane] : 0;
+    seen = lane < kClasses ? begin[warp][lane] : 0;
     each_step(run, from, to, end, [&](int slot, int target, bool arrives, bool hole, bool filler) {
       int rank = 0, of_hole = 0, of_filler = 0;
-      const int before = mine;
-      mine += classes(target, arrives, hole, filler, [&](bool is, int which, int number) {
+      const int before = seen;
+      seen += classes(target, arrives, hole, filler, [&](bool is, int which, int number) {
         const int sum = number + __shfl_sync(~0u, before, which);
         if (is) (which == kHole ? of_hole : which == kFiller ? of_filler : rank) = sum;
       });
       const int row = slot % size, column = slot / size;
       if (hole) {
         const int handle = p.new_table[lists + tier * p.max_pages + column];
-        reinterpret_cast<int2*>(p.copies + p.first[group + tier] + of_hole)[1] = make_int2(handle, row);
+        reinterpret_cast<int2*>(p.copies + p.first[first_bucket + tier] + of_hole)[1] = make_int2(handle, row);
       }
       if (!arrives && !filler) return;
       int handle = 0, source_row = row;
@@ -222,33 +220,33 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
         handle = p.old_table[lists + tier * p.max_pages + column];
       }
       if (filler) {
-        reinterpret_cast<int2*>(p.copies + p.first[group + tier] + of_filler)[0] = make_int2(handle, row);
+        reinterpret_cast<int2*>(p.copies + p.first[first_bucket + tier] + of_filler)[0] = make_int2(handle, row);
         return;
       }
       if (is_new) {
         side.x = static_cast<int>(p.position[token]);
         if (kKeeps) side.y = reinterpret_cast<const int*>(p.importance)[token];
       } else {
-        page = address(p, handle);
+        page = page_address(p.pointers, p.units, handle);
         side = side_of<Position, kKeeps>(p, page, tier, row);
       }
       const int to_slot = kept[target] + rank, whole = max(edge[target] - kept[target], 0);
       if (rank >= whole) {
-        const i64 number = p.first[2 * static_cast<i64>(p.groups) + group + target] + to_slot / size;
-        const i64 at = number * size + to_slot % size;
+        const i64 number = p.first[2 * static_cast<i64>(p.buckets) + first_bucket + target] + to_slot / size;
+        const i64 index = number * size + to_slot % size;
         i64 k = reinterpret_cast<i64>(is_new ? p.k + source_row * p.k_row : page + row * p.row_bytes), v = k + p.v_offset;
         if (is_new) v = reinterpret_cast<i64>(p.v + source_row * p.v_row);
-        else if (tier) k = v = kCoded | static_cast<i64>(tier) << 56 | reinterpret_cast<i64>(page) | row;
-        p.k_at[at] = k;
-        if (p.v_at) p.v_at[at] = v;
-        p.sides[at] = side;
+        else if (tier) k = v = coded_row(tier, page, row);
+        p.k_at[index] = k;
+        if (p.v_at) p.v_at[index] = v;
+        p.sides[index] = side;
         return;
       }
-      const i64 at = p.first[static_cast<i64>(p.groups) + group + target] + rank;
-      int4* line = reinterpret_cast<int4*>(p.packed + at * 12);
+      const i64 index = p.first[static_cast<i64>(p.buckets) + first_bucket + target] + rank;
+      int4* line = reinterpret_cast<int4*>(p.packed + index * 12);
       const int there = p.new_table[lists + target * p.max_pages + to_slot / size];
       line[0] = make_int4(handle, source_row, is_new ? -1 : tier, there);
-      line[1] = make_int4(to_slot % size, target, bucket, -1);
+      line[1] = make_int4(to_slot % size, target, head_cache, -1);
       line[2] = make_int4(1, side.x, side.y, 0);
     });
   }

@@ -1,15 +1,15 @@
 """From targets to moves: which token goes from which slot to which, as vector operations on the device of the tokens.
 
 A token that leaves a bucket makes a hole; the tokens past the bucket's new end fill the holes, the i-th the i-th, and
-arrivals follow after them. A bucket is one tier of a head cache, ``head_cache * tiers + tier``. What the host has to
-know, to take pages and to give them back, are three numbers a bucket (`Change.to_host`), however many tokens there are.
+arrivals follow after them. A bucket is one tier of a head cache, ``head_cache * tiers + tier``. To allocate and
+release pages the host needs three numbers a bucket (`Change.to_host`), however many tokens there are.
 
 A move may write where another one reads. Such moves form chains: each writes where the one before it has read, the
-first where nobody reads. There are no cycles, since a move either goes to a later tier or, in its tier, to an earlier
-slot; and no forks, since a slot has one token before and one after. Whoever works through a chain in order, and
-through different chains in any order, does every move as if all reads had been made first.
+first where nobody reads. There are no cycles, since a move leads to a later tier or, in its tier, to an earlier slot;
+and no forks, since a slot has one token before and one after. Working through each chain in order, and through
+different chains in any order, has the result of making all reads first.
 
-This is the reference, and the way of the CPU and of Triton; CUDA C++ makes the same moves in moves.cu, by phases.
+This is the reference, and the path of the CPU and of Triton; CUDA C++ makes the same moves in moves.cu, by phases.
 """
 
 from __future__ import annotations
@@ -21,21 +21,14 @@ import torch
 
 from kvstrata.cache.storage.tokens import DROP, Tokens
 
-# Columns of `Moves.packed`: from where, to where, which centre, the next of the chain, whether this is the first one,
-# and what goes into the page beside the codes. A source tier of -1 is a new row, its slot the number of the row.
+# Columns of packed moves (apply.pack): source, destination, row of the centres, next move of the chain, whether it is
+# the first of a chain, position and importance. A source tier of -1 is a new row, its slot the number of the row.
 COLUMNS = ("source", "source_slot", "source_tier", "to", "slot", "tier", "centre", "after", "head", "position",
            "importance", "unused")  # fmt: skip
 
 
-def spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All numbers ``first[i] .. end[i] - 1``: the i of each, and the number."""
-    counts = np.maximum(end - first, 0)
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
 def _add(buckets: int, index: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """How many of the chosen are in each bucket; never waits for the device."""
+    """Number of chosen tokens in each bucket; never waits for the device."""
     index = torch.where(chosen, index, buckets)
     return torch.zeros(buckets + 1, dtype=torch.int64, device=index.device).index_add_(0, index, chosen.long())[:-1]
 
@@ -123,7 +116,7 @@ def plan(change: Change, tokens: Tokens, target: torch.Tensor, arrivals: int, fi
     bucket = torch.cat([bucket, tokens.head_cache[filler] * tiers + tokens.tier[filler]])
     slot = torch.cat([slot, tokens.slot[hole]])
 
-    # The token that was in the slot a move goes to, if that one moves too.
+    # The token that was in the destination slot, if that one moves too.
     n, buckets = len(tokens), len(change.before)
     stored = torch.where(tokens.tier >= 0, tokens.head_cache * tiers + tokens.tier, buckets)
     every = torch.arange(n, device=device)

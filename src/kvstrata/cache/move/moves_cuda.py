@@ -1,58 +1,45 @@
 """The plan of moves.py made by ``moves.cu``: a block per head cache, two launches and one wait between them.
 
-    targets ──count──▶ three numbers a bucket ──▶ the host takes pages and says where lists begin ──place──▶ lists
+    targets ──count──▶ three numbers a bucket ──▶ the host allocates pages and offsets of lists ──place──▶ lists
 
-Moves come out as lists by phase, not as chains. A phase is the fillers of a tier, or its arrivals; phases go from the
-last tier to the first, fillers first. Then nobody writes where another one has yet to read: the holes of a tier are
-those of tokens that went on to later tiers, and arrivals go where these or its fillers were. Pages in which all slots
-are free for arrivals are made whole.
+Moves are lists by phase, not chains. A phase is the fillers of a tier, or its arrivals; phases go from the last tier to
+the first, fillers first. Then no move writes where a later one reads: the holes of a tier are those of tokens that went
+on to later tiers, and arrivals take slots of these or of its fillers. Pages in which all slots are free for arrivals
+are written whole.
 """
 
 from __future__ import annotations
 
-import functools
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvstrata import jit
 from kvstrata.cache.storage.page import PageFormat
+from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.cache.storage.tokens import Tokens
+from kvstrata.layout.format import MAX_TIERS
 
+from .launches import kernel, prepare
 from .moves import COLUMNS, pick
 
-if TYPE_CHECKING:
-    from kvstrata.cache.storage.page_table import Buckets
-    from kvstrata.cache.storage.tokens import Tokens
-
 SOURCE = Path(__file__).with_name("moves.cu")
-TIERS = 16
+THREADS = 256
 # struct Params of moves.cu, in its order.
 POINTERS = (
     "target", "head_cache", "tier", "slot", "position", "importance", "order", "new_first", "starts", "before",
     "numbers", "first", "places", "old_table", "new_table", "pointers", "k", "v", "copies", "packed", "k_at", "v_at",
     "sides",
 )  # fmt: skip
-PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 8i {2 * TIERS}i")
+PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 8i {2 * MAX_TIERS}i")
 
 
 def entry_of(plain: PageFormat) -> str:
     position = "short" if plain.position_dtype == torch.int16 else "int"
     return f"place<{position}, {str(plain.keeps_importance).lower()}>"
-
-
-@functools.lru_cache(maxsize=16)
-def _kernel(entry: str, device: int) -> jit.Kernel:
-    return jit.load(SOURCE, entry, jit.arch_of(device))
-
-
-def begins_of(counts: np.ndarray) -> np.ndarray:
-    """Offset of each bucket's first token in a snapshot, tier by tier, from ``counts [head_caches, tiers]``."""
-    flat = counts.T.reshape(-1).astype(np.int64)
-    return np.ascontiguousarray((np.cumsum(flat) - flat).reshape(counts.shape[::-1]).T)
 
 
 @dataclass(frozen=True)
@@ -62,7 +49,7 @@ class Lists:
     copies: torch.Tensor  # int32 [n, 4], fillers
     packed: torch.Tensor  # int32 [n, 12], arrivals that are not whole
     ranges: np.ndarray  # [3, tiers, 2]: of fillers in `copies`, arrivals in `packed`, `whole`; by tier first and end
-    whole: torch.Tensor  # int32 [3, pages]: handle, tier and head cache of pages that are made whole
+    whole: torch.Tensor  # int32 [3, pages]: handle, tier and head cache of pages that are written whole
     k_at: torch.Tensor  # int64 [pages, page_tokens], of rows or codes, -1 for an empty slot
     v_at: torch.Tensor | None
     sides: torch.Tensor  # int32 [pages, page_tokens, 2]
@@ -70,54 +57,44 @@ class Lists:
 
 @dataclass
 class Plan:
-    """Targets of all tokens of some (request, layer), on their way to moves.
-
-    Either ``starts``, where the tokens of each bucket begin in ``target``, or ``tokens``, which may have new ones.
-    """
+    """Plan of the moves of all tokens of places, each a (request, layer); launches the count at once."""
 
     buckets: Buckets
-    places: np.ndarray  # of (request, layer) in the tables
+    places: np.ndarray  # request * layers + layer
     before: np.ndarray  # [buckets]
     target: torch.Tensor  # int8 [n]
-    tokens: Tokens | None = None
+    tokens: Tokens
     rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # k and v of new tokens
-    starts: torch.Tensor | None = None
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Launch what counts."""
+        """Launch the kernels that count."""
         buckets, pool, n_buckets = self.buckets, self.buckets.pool, len(self.before)
         tensors, device = self._tensors, self.buckets.device
-        if len(buckets.page_formats) > TIERS:
-            raise ValueError(f"tiers: expected at most {TIERS}, got {len(buckets.page_formats)}")
         tensors["target"] = self.target
         tensors["before"] = pool.to_device(self.before.astype(np.int32))
         tensors["places"] = pool.to_device(self.places.astype(np.int32))
         tensors["pointers"] = pool.pointers
         tensors["numbers"] = torch.empty(3, n_buckets, dtype=torch.int32, device=device)
-        if self.tokens is not None:
-            for name in ("head_cache", "tier", "slot", "position", "importance"):
-                tensors[name] = getattr(self.tokens, name).contiguous()
-            new = len(self.tokens) - int(self.before.sum())
-            if new:
-                order = pick(self.tokens.tier < 0, new)
-                head_cache, by_head_cache = torch.sort(self.tokens.head_cache[order], stable=True)
-                every = torch.arange(n_buckets // len(buckets.page_formats) + 1, device=device)
-                tensors["order"], tensors["new_first"] = order[by_head_cache], torch.searchsorted(head_cache, every)
+        for name in ("head_cache", "tier", "slot", "position", "importance"):
+            tensors[name] = getattr(self.tokens, name).contiguous()
+        new = len(self.tokens) - int(self.before.sum())
+        if new:
+            order = pick(self.tokens.tier < 0, new)
+            head_cache, by_head_cache = torch.sort(self.tokens.head_cache[order], stable=True)
+            every = torch.arange(n_buckets // len(buckets.page_formats) + 1, device=device)
+            tensors["order"], tensors["new_first"] = order[by_head_cache], torch.searchsorted(head_cache, every)
         tensors |= {name: x for name, x in zip(("k", "v"), self.rows, strict=True) if x is not None}
-        if self.starts is None:
-            tensors["starts"] = torch.zeros(n_buckets, dtype=torch.int64, device=device)
-            self._launch("find<>", -(-len(self.target) // 256))
-        else:
-            tensors["starts"] = self.starts
+        tensors["starts"] = torch.zeros(n_buckets, dtype=torch.int64, device=device)
+        self._launch("find<>", -(-len(self.target) // THREADS))
         self._launch("count<>", n_buckets // len(buckets.page_formats))
 
     def to_host(self) -> np.ndarray:
-        """``left, came, holes`` of every bucket: the one time that the host waits for the device."""
+        """``left, came, holes`` int64 ``[3, buckets]``; the only time the host waits for the device."""
         return self._tensors["numbers"].cpu().numpy().astype(np.int64)
 
     def place(self, numbers: np.ndarray, old_table: torch.Tensor, new_table: torch.Tensor) -> Lists:
-        """The moves from pages of one table to pages of another. The host goes over buckets, not pages or tokens."""
+        """The moves from pages of one table to pages of another. Host work grows with buckets, not with tokens."""
         buckets, device = self.buckets, self.buckets.device
         tiers, p, n_buckets = len(buckets.page_formats), buckets.page_tokens, len(self.before)
         left, came, holes = numbers
@@ -137,7 +114,7 @@ class Plan:
         n_holes, n_rest, n_pages = (int(n) for n in ranges[:, -1, 1])
         self._tensors["first"] = buckets.pool.to_device(first.astype(np.int32))
         shape = (n_pages, p)
-        made = Lists(
+        lists = Lists(
             torch.empty(n_holes, 4, dtype=torch.int32, device=device),
             torch.empty(n_rest, len(COLUMNS), dtype=torch.int32, device=device),
             ranges,
@@ -146,15 +123,15 @@ class Plan:
             torch.full(shape, -1, dtype=torch.int64, device=device) if "order" in self._tensors else None,
             torch.full((*shape, 2), -1, dtype=torch.int32, device=device),
         )
-        lists = {"copies": made.copies, "packed": made.packed, "k_at": made.k_at, "sides": made.sides}
-        if made.v_at is not None:
-            lists["v_at"] = made.v_at
-        self._tensors |= {"old_table": old_table, "new_table": new_table, **lists}
+        self._tensors |= {"old_table": old_table, "new_table": new_table}
+        self._tensors |= {name: getattr(lists, name) for name in ("copies", "packed", "k_at", "sides")}
+        if lists.v_at is not None:
+            self._tensors["v_at"] = lists.v_at
         self._launch(entry_of(buckets.page_formats[0]), n_buckets // tiers)
-        return made
+        return lists
 
     def _whole(self, pages: np.ndarray, n: int, table: torch.Tensor) -> torch.Tensor:
-        """Whole pages, tier by tier; ``pages``: of each bucket, ``n`` in all."""
+        """`Lists.whole`; ``pages``: whole pages of each bucket, ``n`` in all."""
         buckets, device, tensors = self.buckets, self.buckets.device, self._tensors
         tiers, of_place = len(buckets.page_formats), buckets.kv_heads * len(buckets.page_formats)
         repeats = buckets.pool.to_device(pages.reshape(-1, tiers).T.reshape(-1))
@@ -176,9 +153,7 @@ class Plan:
             len(self.target), *(0 if x is None else x.stride(0) * x.element_size() for x in rows),
             len(self.before), buckets.kv_heads, len(page_formats), buckets.page_tokens, buckets.max_pages,
             buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset, *offsets,
-            *[0] * (2 * (TIERS - len(page_formats))),
+            *[0] * (2 * (MAX_TIERS - len(page_formats))),
         )  # fmt: skip
         device = self.target.get_device()
-        with torch.cuda.device(device):
-            jit.bind_context(device)
-            jit.Launch(_kernel(entry, device), grid, 256, params)(jit.current_stream(device))
+        prepare(device, lambda: [jit.Launch(kernel(SOURCE, entry, device), grid, THREADS, params)], None).run()

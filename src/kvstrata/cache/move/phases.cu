@@ -1,12 +1,10 @@
-// What phases of moves need beside repack.cu and quantize.cu: tokens from slot to slot of a tier, as plain rows or as codes,
-// and the positions and importance of tokens whose codes were made as whole pages.
+// Parts of a move that repack.cu and quantize.cu leave: tokens from slot to slot of a tier, as plain rows or as codes, and
+// the positions and importance of tokens whose codes were written as whole pages.
 //
-// A lane looks 32 tokens up, one each, and copies what stands beside the values; then the warp goes through the tokens,
-// with the words of several on their way at a time. Fillers come from past the end of the bucket and go before it, so
-// nobody writes what another one reads.
+// Each lane looks up one of 32 tokens and copies its position and importance; then the warp goes through the tokens, with
+// the words of several in flight. Fillers come from past the end of the bucket and go before it, so no move writes what
+// another reads.
 #include "planes.cuh"
-
-using i64 = long long;
 
 struct Params {
   const int4* copies;   // [n] handle and slot, from and to, of one tier
@@ -15,12 +13,8 @@ struct Params {
   const i64* pointers;  // [slabs]
   i64 n;
   int units, page_tokens, tier, v_offset, scale_offset;  // tier and offsets: of the copies
-  int offsets[16][2];  // by tier: of positions and importance
+  int offsets[kMaxTiers][2];  // by tier: of positions and importance
 };
-
-__device__ __forceinline__ char* address(const Params& p, int handle) {
-  return reinterpret_cast<char*>(p.pointers[handle / p.units]) + static_cast<i64>(handle % p.units) * 64;
-}
 
 // The 32 moves of a warp: each lane its own, the pages' addresses and the slots in them.
 struct Batch {
@@ -36,8 +30,8 @@ struct Batch {
     from = to = source = slot = 0;
     if (lane >= tokens) return;
     const int4 move = p.copies[first + lane];
-    const char* old = address(p, move.x);
-    char* page = address(p, move.z);
+    const char* old = page_address(p.pointers, p.units, move.x);
+    char* page = page_address(p.pointers, p.units, move.z);
     const int positions = p.offsets[p.tier][0], importance = p.offsets[p.tier][1];
     reinterpret_cast<Position*>(page + positions)[move.w] = reinterpret_cast<const Position*>(old + positions)[move.y];
     if constexpr (kKeeps)
@@ -74,45 +68,20 @@ __global__ void __launch_bounds__(256, 3) copy_rows(const __grid_constant__ Para
   }
 }
 
-// One side of a token's codes: the words it is in, and those it goes to.
-template <int kDim, int kTokens, int kBits, bool kIsV>
-struct Fields {
-  static constexpr int kJ = kDim / 16 * (kTokens / 16), kLow = (kJ + 1) / 2, kHigh = (kJ + 3) / 4;
-  static constexpr int kWords = kBits == 8 ? 2 * kJ : kBits == 4 ? kJ : kBits == 2 ? kLow : kLow + kHigh;
-  using First = Plane<kDim, kTokens, kBits == 3 ? 2 : kBits, kIsV>;
-  using Second = Plane<kDim, kTokens, 1, kIsV>;  // of 3 bits
-  typename First::Words words, old;
-  typename Second::Words more, more_old;
-
-  __device__ __forceinline__ void fetch(const char* from, int source, const char* to, int slot) {
-    First::template fetch<kWords>(words, from, source);
-    First::template fetch<kWords>(old, to, slot);
-    if constexpr (kBits == 3) {
-      Second::template fetch<kWords>(more, from, source);
-      Second::template fetch<kWords>(more_old, to, slot);
-    }
-  }
-  __device__ __forceinline__ void copy(int source, char* to, int slot) const {
-    First::template copy<kWords>(words, source, old, to, slot);
-    if constexpr (kBits == 3) Second::template copy<kWords>(more, source, more_old, to, slot);
-  }
-};
-
 template <int kDim, int kTokens, int kKBits, int kVBits, class Position, bool kKeeps>
 __global__ void __launch_bounds__(256, kDim <= 128 ? 3 : 2) copy_codes(const __grid_constant__ Params p) {
   constexpr int kTogether = kDim <= 128 ? 2 : 1;
   Batch batch;
   batch.begin<Position, kKeeps>(p);
-  if ((threadIdx.x & 31) < batch.tokens) {  // scales: (k[g], k[g + 8], v[g], v[g + 8]) for each row g of 16 tokens
-    const auto place = [](int slot) { return slot / 16 * 32 + slot % 8 * 4 + slot % 16 / 8; };
-    const auto* old = reinterpret_cast<const unsigned short*>(batch.from + p.scale_offset) + place(batch.source);
-    auto* now = reinterpret_cast<unsigned short*>(batch.to + p.scale_offset) + place(batch.slot);
-    now[0] = old[0];
-    now[2] = old[2];
+  if ((threadIdx.x & 31) < batch.tokens) {
+    const auto* old = reinterpret_cast<const unsigned short*>(batch.from + p.scale_offset);
+    auto* scales = reinterpret_cast<unsigned short*>(batch.to + p.scale_offset);
+#pragma unroll
+    for (int side = 0; side < 2; side++) scales[scale_index(batch.slot, side)] = old[scale_index(batch.source, side)];
   }
   for (int i = 0; i < batch.tokens; i += kTogether) {
-    Fields<kDim, kTokens, kKBits, false> k[kTogether];
-    Fields<kDim, kTokens, kVBits, true> v[kTogether];
+    TokenCodes<kDim, kTokens, kKBits, false> k[kTogether];
+    TokenCodes<kDim, kTokens, kVBits, true> v[kTogether];
     i64 to[kTogether];
     int source[kTogether], slot[kTogether];
 #pragma unroll
@@ -143,8 +112,8 @@ __global__ void __launch_bounds__(256) write_sides(const __grid_constant__ Param
   const int2 side = p.sides[i];
   if (side.x < 0) return;
   const int slot = static_cast<int>(i % p.page_tokens);
-  const int2 at = reinterpret_cast<const int2*>(p.pages)[i / p.page_tokens];
-  char* page = address(p, at.x);
-  reinterpret_cast<Position*>(page + p.offsets[at.y][0])[slot] = static_cast<Position>(side.x);
-  if constexpr (kKeeps) reinterpret_cast<int*>(page + p.offsets[at.y][1])[slot] = side.y;
+  const int2 owner = reinterpret_cast<const int2*>(p.pages)[i / p.page_tokens];
+  char* page = page_address(p.pointers, p.units, owner.x);
+  reinterpret_cast<Position*>(page + p.offsets[owner.y][0])[slot] = static_cast<Position>(side.x);
+  if constexpr (kKeeps) reinterpret_cast<int*>(page + p.offsets[owner.y][1])[slot] = side.y;
 }

@@ -1,39 +1,39 @@
 """The moves of a plan on the device, phase by phase, for all requests and layers together: a handful of launches.
 
-    tier by tier from the last, a launch each, if there are any:
+    tier by tier from the last, one launch for each list that is not empty:
         fillers ──────phases.cu─────▶ holes
         arrivals ──quantize.cu──▶ whole pages    their positions and importance: one launch for all tiers
         arrivals ──repack.cu──▶ slots of the page where the kept tokens end, and plain pages
 
-Everything is prepared with the plan; to run it is to launch. How many launches depends on the tiers only.
+Everything is prepared with the plan; to run it is to launch. The number of launches depends on the tiers only.
 """
 
 from __future__ import annotations
 
-import functools
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvstrata import jit
 from kvstrata.cache.storage.page import PageFormat
+from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.layout.format import MAX_TIERS, UNIT
 from kvstrata.quant.op import centre_rows
 
-from . import repack_cuda, repack_op, whole_pages
-from .moves_cuda import TIERS, Lists
-
-if TYPE_CHECKING:
-    from kvstrata.cache.storage.page_table import Buckets
+from . import repack_cuda, whole_pages
+from .launches import Launches, kernel, prepare
+from .moves_cuda import Lists
+from .repack_job import Job
 
 SOURCE = Path(__file__).with_name("phases.cu")
-PARAMS = struct.Struct(f"4Q q 5i {2 * TIERS}i 4x")
+THREADS = 256
+PARAMS = struct.Struct(f"4Q q 5i {2 * MAX_TIERS}i 4x")
 
 
 def entry_of(kind: PageFormat, sides: bool = False) -> str:
-    """Of the kernel that copies tokens of a tier from slot to slot, or writes ``sides``."""
+    """The kernel that copies tokens of a tier from slot to slot, or writes positions and importance (``sides``)."""
     side = f"{'short' if kind.position_dtype == torch.int16 else 'int'}, {str(kind.keeps_importance).lower()}"
     f = kind.format
     if sides:
@@ -43,67 +43,46 @@ def entry_of(kind: PageFormat, sides: bool = False) -> str:
     return f"copy_codes<{f.head_dim}, {f.page_tokens}, {f.k_bits}, {f.v_bits}, {side}>"
 
 
-@functools.lru_cache(maxsize=64)
-def _kernel(entry: str, device: int) -> jit.Kernel:
-    return jit.load(SOURCE, entry, jit.arch_of(device))
-
-
-@dataclass(frozen=True)
-class Phases:
-    """Moves whose pages are taken, ready to go."""
-
-    device: int
-    launches: tuple[jit.Launch, ...]
-    kept: tuple[object, ...]  # what the launches read
-
-    def run(self) -> None:
-        if self.launches:
-            with torch.cuda.device(self.device):
-                jit.bind_context(self.device)
-                stream = jit.current_stream(self.device)
-                for launch in self.launches:
-                    launch(stream)
-
-
 def phases(
     buckets: Buckets,
     lists: Lists,
     rows: tuple[torch.Tensor | None, torch.Tensor | None],
     centre: torch.Tensor,
-) -> Phases:
-    pool, page_formats, tiers, p = buckets.pool, buckets.page_formats, len(buckets.page_formats), buckets.page_tokens
-    plain, device = page_formats[0], centre.get_device()
+) -> Launches:
+    """Launches for moves whose pages are allocated. ``rows``: k and v of new tokens, ``[n, D]``."""
+    pool, page_formats, tiers = buckets.pool, buckets.page_formats, len(buckets.page_formats)
+    page_tokens, device = buckets.page_tokens, centre.get_device()
     centre = centre_rows(centre)
     offsets = [x for kind in page_formats for x in (kind.position_offset, kind.importance_offset)]
-    offsets += [0] * (2 * (TIERS - tiers))
-    pages = lists.whole[0].long()
-    pages = (pool.pointers[pages // pool.units] + pages % pool.units * 64) // 64
-    side_pages, head_cache = lists.whole[:2].T.contiguous(), lists.whole[2]
-    kept: list[object] = [lists, rows, centre, pages, side_pages]
+    offsets += [0] * (2 * (MAX_TIERS - tiers))
+    handles, head_cache = lists.whole[0].long(), lists.whole[2]
+    pages = (pool.pointers[handles // pool.units] + handles % pool.units * UNIT) // UNIT
+    side_pages = lists.whole[:2].T.contiguous()
+    job = Job(pool, page_formats, lists.packed, *rows, centre)
 
-    def own(n: int, blocks: int, tier: int = 0, first: int = 0, sides: bool = False) -> jit.Launch:
+    def own(n: int, tier: int = 0, first: int = 0, sides: bool = False) -> jit.Launch:
+        """A launch of phases.cu for ``n`` tokens or slots."""
         f = page_formats[tier].format
         params = PARAMS.pack(
             lists.copies[first:].data_ptr(), lists.sides.data_ptr(), side_pages.data_ptr(), pool.pointers.data_ptr(), n,
-            pool.units, p, tier, f.v_offset, 0 if f.plain else f.scale_offset, *offsets,
+            pool.units, page_tokens, tier, f.v_offset, 0 if f.plain else f.scale_offset, *offsets,
         )  # fmt: skip
-        return jit.Launch(_kernel(entry_of(page_formats[tier], sides), device), blocks, 256, params)
+        entry = entry_of(page_formats[tier], sides)
+        return jit.Launch(kernel(SOURCE, entry, device), -(-n // THREADS), THREADS, params)
 
-    launches = []
-    with torch.cuda.device(device):
-        jit.bind_context(device)
-        job = repack_op.Job(pool, page_formats, lists.packed, *rows, centre)
+    def build() -> Iterator[jit.Launch]:
         for tier in reversed(range(tiers)):
-            (first, end), (begin, last), whole_range = lists.ranges[:, tier].tolist()
-            if end > first:
-                launches.append(own(end - first, -(-(end - first) // 256), tier, first))
+            (filler, fillers_end), (arrival, arrivals_end), whole_range = lists.ranges[:, tier].tolist()
+            if fillers_end > filler:
+                yield own(fillers_end - filler, tier, filler)
             whole = slice(*whole_range)
             if whole.stop > whole.start:
-                v_at = plain.v_offset if lists.v_at is None else lists.v_at[whole]
-                mine = pages[whole], lists.k_at[whole], v_at, head_cache[whole]
-                launches.append(whole_pages.launch(page_formats, tier, *mine, centre))
-            if last > begin:
-                launches.append(repack_cuda.launch(job, begin, last - begin))
-        if slots := len(pages) * p:
-            launches.append(own(slots, -(-slots // 256), sides=True))
-    return Phases(device, tuple(launches), tuple(kept))
+                v_at = page_formats[0].v_offset if lists.v_at is None else lists.v_at[whole]
+                rows_at = lists.k_at[whole], v_at
+                yield whole_pages.launch(page_formats, tier, pages[whole], *rows_at, head_cache[whole], centre)
+            if arrivals_end > arrival:
+                yield repack_cuda.launch(job, arrival, arrivals_end - arrival)
+        if slots := len(pages) * page_tokens:
+            yield own(slots, sides=True)
+
+    return prepare(device, build, (lists, rows, centre, pages, side_pages))

@@ -1,20 +1,16 @@
-// Tokens from page to page: decoded, encoded for the other tier and written, one side of one chain of moves per warp.
+// Single tokens from page to page: decoded, encoded for another tier and written, one side of one move per warp.
 //
-//   chain:  move 1 reads A, writes B    move 2 reads C, writes A    move 3 reads D, writes C    ..
+// No move of a launch writes where another reads (cache/move/phases.py). Moves do share 32-bit words of codes: a warp adds
+// the difference of its own fields to a word. Sums of such differences come out right in any order, and a field that no
+// move changes is the same in every sum in between, so words may be read at any time.
 //
-// Each move writes where the one before it has read (cache/move/moves.py), so a warp that takes them in order needs no copy
-// of anything, and warps with different chains never touch the same token. They do share 32-bit words of codes: a warp
-// adds the difference of its own fields to a word. Sums of such differences come out right in any order, and a field
-// that nobody changes is the same in every sum in between, so words may be read at any time.
-//
-// A lane holds cells of the token (planes.cuh). The arithmetic is that of quant/reference.py, the butterflies in
-// the order of layout/rotation.py.
+// A lane holds cells of the token (planes.cuh). The arithmetic is that of quant/reference.py, the butterflies in the
+// order of layout/rotation.py.
 #include "fp8.cuh"
+#include "numbers.cuh"
 #include "planes.cuh"
 #include "rotation.cuh"
 #include "vec.cuh"
-
-using i64 = long long;
 
 struct Tier {
   int k_bits, v_bits;  // 0: plain rows
@@ -30,11 +26,8 @@ struct Params {
   i64 k_row, v_row;     // strides in bytes
   int n, units;
   float step[9], k_gain[9], v_gain[9];  // by width: the step for a unit Gaussian, what scales are lengthened by
-  Tier tiers[16];
+  Tier tiers[kMaxTiers];
 };
-
-constexpr float kLargest = 65504.f, kSmallestStep = 5.9604644775390625e-8f;
-constexpr int kMagicBits = 0x4b400000;  // of 1.5 * 2^23: a sum with it, rounded down, holds the floor in its low bits
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -50,26 +43,18 @@ __device__ __forceinline__ float warp_max(float x) {
 
 template <int kDim, int kTokens, bool kIsV>
 __device__ __forceinline__ void read_codes(Row<kDim, kIsV>& row, const char* codes, int slot, int bits) {
-  constexpr int kJ = kDim / 16 * (kTokens / 16), kLow = (kJ + 1) / 2, kHigh = (kJ + 3) / 4;
-  if (bits == 8) Plane<kDim, kTokens, 8, kIsV>::template read<2 * kJ, 0>(row, codes, slot);
-  else if (bits == 4) Plane<kDim, kTokens, 4, kIsV>::template read<kJ, 0>(row, codes, slot);
-  else if (bits == 2) Plane<kDim, kTokens, 2, kIsV>::template read<kLow, 0>(row, codes, slot);
-  else {
-    Plane<kDim, kTokens, 2, kIsV>::template read<kLow + kHigh, 0>(row, codes, slot);
-    Plane<kDim, kTokens, 1, kIsV>::template read<kLow + kHigh, 2>(row, codes, slot);
-  }
+  if (bits == 8) TokenCodes<kDim, kTokens, 8, kIsV>::read(row, codes, slot);
+  else if (bits == 4) TokenCodes<kDim, kTokens, 4, kIsV>::read(row, codes, slot);
+  else if (bits == 3) TokenCodes<kDim, kTokens, 3, kIsV>::read(row, codes, slot);
+  else TokenCodes<kDim, kTokens, 2, kIsV>::read(row, codes, slot);
 }
 
 template <int kDim, int kTokens, bool kIsV>
 __device__ __forceinline__ void write_codes(const Row<kDim, kIsV>& row, char* codes, int slot, int bits) {
-  constexpr int kJ = kDim / 16 * (kTokens / 16), kLow = (kJ + 1) / 2, kHigh = (kJ + 3) / 4;
-  if (bits == 8) Plane<kDim, kTokens, 8, kIsV>::template write<2 * kJ, 0>(row, codes, slot);
-  else if (bits == 4) Plane<kDim, kTokens, 4, kIsV>::template write<kJ, 0>(row, codes, slot);
-  else if (bits == 2) Plane<kDim, kTokens, 2, kIsV>::template write<kLow, 0>(row, codes, slot);
-  else {
-    Plane<kDim, kTokens, 2, kIsV>::template write<kLow + kHigh, 0>(row, codes, slot);
-    Plane<kDim, kTokens, 1, kIsV>::template write<kLow + kHigh, 2>(row, codes, slot);
-  }
+  if (bits == 8) TokenCodes<kDim, kTokens, 8, kIsV>::write(row, codes, slot);
+  else if (bits == 4) TokenCodes<kDim, kTokens, 4, kIsV>::write(row, codes, slot);
+  else if (bits == 3) TokenCodes<kDim, kTokens, 3, kIsV>::write(row, codes, slot);
+  else TokenCodes<kDim, kTokens, 2, kIsV>::write(row, codes, slot);
 }
 
 // A plain row, centred and cleaned.
@@ -85,7 +70,7 @@ __device__ __forceinline__ void read_plain(Row<kDim, kIsV>& row, const char* fro
         x = to_float(reinterpret_cast<const In*>(from)[R::dim(i, e)]);
         if (centre) x = __fsub_rn(x, __ldg(centre + R::dim(i, e)));
       }
-      row.x[i][e] = x != x ? 0.f : fminf(fmaxf(x, -kLargest), kLargest);
+      row.x[i][e] = clean(x);
     }
 }
 
@@ -107,12 +92,7 @@ __device__ __forceinline__ void across_cells(Row<kDim, kIsV>& row) {
     for (int i = 0; i < R::kPer; i++)
       if (!(i >> (kBit - 5) & 1))
 #pragma unroll
-        for (int e = 0; e < R::kValues; e++) {
-          float &a = row.x[i][e], &b = row.x[i + (1 << (kBit - 5))][e];
-          const float sum = __fadd_rn(a, b), difference = __fsub_rn(a, b);
-          a = sum;
-          b = difference;
-        }
+        for (int e = 0; e < R::kValues; e++) butterfly(row.x[i][e], row.x[i + (1 << (kBit - 5))][e]);
   }
 }
 
@@ -124,12 +104,7 @@ __device__ __forceinline__ void in_cells(Row<kDim, kIsV>& row) {
   for (int i = 0; i < R::kPer; i++)
 #pragma unroll
     for (int e = 0; e < R::kValues; e++)
-      if (!(e >> kBit & 1)) {
-        float &a = row.x[i][e], &b = row.x[i][e + (1 << kBit)];
-        const float sum = __fadd_rn(a, b), difference = __fsub_rn(a, b);
-        a = sum;
-        b = difference;
-      }
+      if (!(e >> kBit & 1)) butterfly(row.x[i][e], row.x[i][e + (1 << kBit)]);
 }
 
 // Distances 1, 2, 4, .. of dims: K has half, t, t, 8 (the second pair), steps; V has g, g, g, 8, steps.
@@ -177,7 +152,7 @@ __device__ __forceinline__ unsigned short encode(Row<kDim, kIsV>& row, int bits,
   }
   const float inverse = __frcp_rn(fmaxf(step, kSmallestStep));
   const int levels = 1 << bits;
-  const float middle = __int_as_float(kMagicBits) + static_cast<float>(levels / 2);
+  const float middle = kMagic + static_cast<float>(levels / 2);
   const float centre = 0.5f * static_cast<float>(levels - 1);
   float dot = 0.f, square = 0.f;
 #pragma unroll
@@ -193,81 +168,63 @@ __device__ __forceinline__ unsigned short encode(Row<kDim, kIsV>& row, int bits,
       square += level * level;
     }
   }
-  const float scale = __fmul_rn(__fdiv_rn(warp_sum(dot), warp_sum(square)), gain);
-  unsigned short out;
-  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(out) : "f"(fminf(fmaxf(scale, 0.f), kLargest)));
-  return out;
+  return scale_of(__fmul_rn(__fdiv_rn(warp_sum(dot), warp_sum(square)), gain));
 }
 
 template <class In, int kDim, int kTokens, class Position, bool kKeeps, bool kRotate, bool kCentre, bool kIsV>
-__device__ __forceinline__ void follow(const Params& p, int move) {
+__device__ __forceinline__ void move_side(const Params& p, int move) {
   using R = Row<kDim, kIsV>;
   constexpr int kRow = kDim * sizeof(In);
   const int lane = threadIdx.x & 31;
-  while (move >= 0) {
-    const int4* line = reinterpret_cast<const int4*>(p.packed + static_cast<i64>(move) * 12);
-    const int4 from = __ldg(line), to = __ldg(line + 1), more = __ldg(line + 2);
-    const int source_slot = from.y, source_tier = from.z, slot = to.x, tier = to.y;
-    const Tier &old = p.tiers[max(source_tier, 0)], &now = p.tiers[tier];
-    char* page = reinterpret_cast<char*>(p.pointers[from.w / p.units]) + static_cast<i64>(from.w % p.units) * 64;
-    const char* source = reinterpret_cast<char*>(p.pointers[from.x / p.units]) + static_cast<i64>(from.x % p.units) * 64;
-    const char* plain = source_tier < 0 ? (kIsV ? p.v + source_slot * p.v_row : p.k + source_slot * p.k_row)
-                                        : source + (kIsV ? old.v_offset : 0) + source_slot * kRow;
-    if (tier == 0) {
-      char* out = page + (kIsV ? now.v_offset : 0) + slot * kRow;
-      if (source_tier == 0) {
-        constexpr int kUnits = kRow / 16;
-#pragma unroll
-        for (int i = 0; i < kUnits; i += 32)
-          if (kUnits % 32 == 0 || i + lane < kUnits)
-            reinterpret_cast<uint4*>(out)[i + lane] = reinterpret_cast<const uint4*>(plain)[i + lane];
-      } else {  // a new row, aligned to its elements only
-#pragma unroll
-        for (int i = 0; i < kDim; i += 32)
-          if (kDim % 32 == 0 || i + lane < kDim)
-            reinterpret_cast<In*>(out)[i + lane] = reinterpret_cast<const In*>(plain)[i + lane];
-      }
-    } else {
-      R row;
-      const int bits = kIsV ? now.v_bits : now.k_bits;
-      unsigned short scale;
-      bool done = false;
-      if (source_tier > 0) {
-        const int was = kIsV ? old.v_bits : old.k_bits;
-        read_codes<kDim, kTokens, kIsV>(row, source + (kIsV ? old.v_offset : 0), source_slot, was);
-        scale = reinterpret_cast<const unsigned short*>(source + old.scale_offset)
-            [source_slot / 16 * 32 + source_slot % 8 * 4 + source_slot % 16 / 8 + 2 * kIsV];
-        done = was == bits;
-        const float factor = to_float(f16{scale}), centre = 0.5f * static_cast<float>((1 << was) - 1);
-#pragma unroll
-        for (int i = 0; i < R::kPer; i++)
-#pragma unroll
-          for (int e = 0; e < R::kValues; e++)
-            row.x[i][e] = R::active(i) ? __fmul_rn(static_cast<float>(row.code[i][e]) - centre, factor) : 0.f;
-      } else {
-        const float* centre = kCentre && !kIsV ? p.centre + static_cast<i64>(to.z) * kDim : nullptr;
-        read_plain<In, kDim, kIsV>(row, plain, centre);
-        if constexpr (kRotate) rotate_row<kDim, kIsV>(row);
-      }
-      if (!done) scale = encode<kDim, kIsV>(row, bits, p.step[bits], kIsV ? p.v_gain[bits] : p.k_gain[bits]);
-      write_codes<kDim, kTokens, kIsV>(row, page + (kIsV ? now.v_offset : 0), slot, bits);
-      if (lane == 0)
-        reinterpret_cast<unsigned short*>(page + now.scale_offset)
-            [slot / 16 * 32 + slot % 8 * 4 + slot % 16 / 8 + 2 * kIsV] = scale;
-    }
-    if (!kIsV && lane == 0) {
-      reinterpret_cast<Position*>(page + now.position_offset)[slot] = static_cast<Position>(more.y);
-      if constexpr (kKeeps) reinterpret_cast<int*>(page + now.importance_offset)[slot] = more.z;
-    }
-    move = to.w;
-    __syncwarp();  // the next move writes where this one has read
+  const int4* line = reinterpret_cast<const int4*>(p.packed + static_cast<i64>(move) * 12);
+  const int4 from = __ldg(line), to = __ldg(line + 1), more = __ldg(line + 2);
+  const int source_slot = from.y, source_tier = from.z, slot = to.x, tier = to.y;
+  const Tier &old = p.tiers[max(source_tier, 0)], &now = p.tiers[tier];
+  const char* source = page_address(p.pointers, p.units, from.x);
+  char* page = page_address(p.pointers, p.units, from.w);
+  const char* plain = source_tier < 0 ? (kIsV ? p.v + source_slot * p.v_row : p.k + source_slot * p.k_row)
+                                      : source + (kIsV ? old.v_offset : 0) + source_slot * kRow;
+  if (!kIsV && lane == 0) {
+    reinterpret_cast<Position*>(page + now.position_offset)[slot] = static_cast<Position>(more.y);
+    if constexpr (kKeeps) reinterpret_cast<int*>(page + now.importance_offset)[slot] = more.z;
   }
+  if (tier == 0) {
+    char* out = page + (kIsV ? now.v_offset : 0) + slot * kRow;
+#pragma unroll
+    for (int i = 0; i < kDim; i += 32)  // a new row, aligned to its elements only
+      if (kDim % 32 == 0 || i + lane < kDim)
+        reinterpret_cast<In*>(out)[i + lane] = reinterpret_cast<const In*>(plain)[i + lane];
+    return;
+  }
+  R row;
+  const int bits = kIsV ? now.v_bits : now.k_bits;
+  unsigned short scale;
+  bool keeps_codes = false;
+  if (source_tier > 0) {
+    const int was = kIsV ? old.v_bits : old.k_bits;
+    read_codes<kDim, kTokens, kIsV>(row, source + (kIsV ? old.v_offset : 0), source_slot, was);
+    scale = reinterpret_cast<const unsigned short*>(source + old.scale_offset)[scale_index(source_slot, kIsV)];
+    keeps_codes = was == bits;
+    const float factor = to_float(f16{scale}), centre = 0.5f * static_cast<float>((1 << was) - 1);
+#pragma unroll
+    for (int i = 0; i < R::kPer; i++)
+#pragma unroll
+      for (int e = 0; e < R::kValues; e++)
+        row.x[i][e] = R::active(i) ? __fmul_rn(static_cast<float>(row.code[i][e]) - centre, factor) : 0.f;
+  } else {
+    const float* centre = kCentre && !kIsV ? p.centre + static_cast<i64>(to.z) * kDim : nullptr;
+    read_plain<In, kDim, kIsV>(row, plain, centre);
+    if constexpr (kRotate) rotate_row<kDim, kIsV>(row);
+  }
+  if (!keeps_codes) scale = encode<kDim, kIsV>(row, bits, p.step[bits], kIsV ? p.v_gain[bits] : p.k_gain[bits]);
+  write_codes<kDim, kTokens, kIsV>(row, page + (kIsV ? now.v_offset : 0), slot, bits);
+  if (lane == 0) reinterpret_cast<unsigned short*>(page + now.scale_offset)[scale_index(slot, kIsV)] = scale;
 }
 
 template <class In, int kDim, int kTokens, class Position, bool kKeeps, bool kRotate, bool kCentre>
 __global__ void __launch_bounds__(256, 4) repack(const __grid_constant__ Params p) {
   const int warp = blockIdx.x * 8 + (threadIdx.x >> 5), move = warp >> 1;
-  if (move >= p.n || __ldg(p.packed + static_cast<i64>(move) * 12 + 8) == 0) return;
-  if (warp & 1) follow<In, kDim, kTokens, Position, kKeeps, kRotate, kCentre, true>(p, move);
-  else follow<In, kDim, kTokens, Position, kKeeps, kRotate, kCentre, false>(p, move);
+  if (move >= p.n) return;
+  if (warp & 1) move_side<In, kDim, kTokens, Position, kKeeps, kRotate, kCentre, true>(p, move);
+  else move_side<In, kDim, kTokens, Position, kKeeps, kRotate, kCentre, false>(p, move);
 }

@@ -1,6 +1,6 @@
-"""``repack`` in plain torch: what the kernels are compared with, and the CPU path.
+"""``repack`` in plain torch: the reference of the kernels, and the CPU path.
 
-In two steps, all reads and then all writes, so that nothing is allocated once the first page changes.
+All reads come before all writes, so that nothing is allocated once the first page changes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from kvstrata.cache.storage.page import Rows
 
 from .repack_job import Job
 
-Taken = list[tuple[torch.Tensor, int, Rows]]  # numbers of moves, the tier they go to, rows encoded for it
-TOGETHER = 1024  # new rows that are encoded in one go: they stay in a core's cache
+Taken = list[tuple[torch.Tensor, int, Rows]]  # indices of moves, their target tier, rows encoded for it
+TOGETHER = 1024  # new rows encoded in one pass: they stay in a core's cache
 
 
 def take(job: Job) -> Taken:
-    """Read every moving token and encode it for the tier it goes to."""
+    """Read every moving token and encode it for its target tier."""
     taken: Taken = []
     pair = (job.packed[:, 2] + 1) * len(job.page_formats) + job.packed[:, 5]
     for number in torch.bincount(pair).nonzero().flatten().tolist():
         was, now = number // len(job.page_formats) - 1, number % len(job.page_formats)
-        mine = (pair == number).nonzero().flatten()
-        parts = mine.split(TOGETHER) if was < 0 else [mine]
+        moves = (pair == number).nonzero().flatten()
+        parts = moves.split(TOGETHER) if was < 0 else [moves]
         rows = Rows.cat([_rows(job, part, was, now) for part in parts])
-        taken.append((mine, now, rows))
+        taken.append((moves, now, rows))
     return taken
 
 
@@ -52,7 +52,7 @@ def _rows(job: Job, moves: torch.Tensor, was: int, now: int) -> Rows:
 
 
 def put(job: Job, taken: Taken) -> Callable[[], None]:
-    """What writes them to their pages; copies of the pages with the tokens in them are made here."""
+    """A callable that writes the tokens to their pages; copies of these pages, tokens included, are prepared here."""
     written: list[tuple[np.ndarray, torch.Tensor]] = []
     for tier in sorted({tier for _, tier, _ in taken}):
         kind, parts = job.page_formats[tier], [(moves, rows) for moves, now, rows in taken if now == tier]

@@ -1,9 +1,9 @@
 """``repack`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
 
-A program does one side of one chain of moves. Formats are data here: where the field of a value lies comes from a
-table (layout/fragments.py), widths and offsets from another, so one kernel serves all tiers. A word is shared with
-other tokens, whose moves other programs do at the same time: the difference of the field is added to it, and sums of
-differences of disjoint fields come out right in any order.
+A program does one side of one chain of moves. Formats are data: places of fields come from a table
+(layout/fragments.py), widths and offsets from another, so one kernel serves all tiers. A word is shared with tokens
+that other programs move at the same time: the difference of the field is added to it, and sums of differences of
+disjoint fields come out right in any order.
 """
 
 from __future__ import annotations
@@ -15,46 +15,35 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstrata.cache.storage.page_triton import page_address
 from kvstrata.layout import fragments
 from kvstrata.layout.format import Format
 from kvstrata.layout.rotation import block_of
+from kvstrata.layout.unpack_triton import page_address, rotate_rows, scale_index
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
+from kvstrata.quant.triton import SMALLEST_STEP, clean, to_scale
 
 from .repack_job import Job
 
 
 @triton.jit
-def _rotate(x, WIDE: tl.constexpr, STAGES: tl.constexpr):
-    """Butterflies in the order of layout/rotation.py on blocks of 2^STAGES of a row [WIDE]."""
-    for i in tl.static_range(STAGES):
-        pairs = tl.permute(tl.reshape(x, (WIDE >> (i + 1), 2, 1 << i)), (0, 2, 1))
-        a, b = tl.split(pairs)
-        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (WIDE,))
-    FACTOR: tl.constexpr = 2 ** (-STAGES / 2)
-    return x * FACTOR
-
-
-@triton.jit
-def _field(page, places_ptr, at, width, mask):
+def _field(page, places_ptr, index, width, mask):
     """Word, shift and value of a field of every dim; a width of 0 is no field."""
     mask = mask & (width > 0)
-    bit = tl.load(places_ptr + at, mask=mask, other=0)
+    bit = tl.load(places_ptr + index, mask=mask, other=0)
     word = page.to(tl.pointer_type(tl.int32)) + bit // 32
     value = tl.load(word, mask=mask, other=0)
     return word, bit % 32, (value >> (bit % 32)) & ((1 << width) - 1)
 
 
 @triton.jit
-def _scale_at(page, scale_offset, slot, SIDE: tl.constexpr):
-    index = slot // 16 * 32 + slot % 8 * 4 + slot % 16 // 8 + 2 * SIDE
-    return (page + scale_offset).to(tl.pointer_type(tl.float16)) + index
+def _scale_ptr(page, scale_offset, slot, SIDE: tl.constexpr):
+    return (page + scale_offset).to(tl.pointer_type(tl.float16)) + scale_index(slot, SIDE)
 
 
 @triton.jit
-def _put(page, places_ptr, at, width, new, mask):
+def _put(page, places_ptr, index, width, new, mask):
     """One plane of the codes: add what the field has to change by."""
-    word, shift, old = _field(page, places_ptr, at, width, mask)
+    word, shift, old = _field(page, places_ptr, index, width, mask)
     change = ((new & ((1 << width) - 1)) - old) << shift
     tl.atomic_add(word, change, mask=mask & (width > 0))
 
@@ -62,7 +51,7 @@ def _put(page, places_ptr, at, width, new, mask):
 @triton.jit
 def _follow(
     move, packed_ptr, pointers_ptr, fresh_ptr, fresh_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-    units, DIM: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    units, DIM: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
     ROW: tl.constexpr, DTYPE: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE: tl.constexpr,
     CENTRED: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
@@ -92,11 +81,11 @@ def _follow(
             bits = tl.load(new_ptr + 3 * SIDE)
             if source_tier > 0:
                 was = tl.load(old_ptr + 3 * SIDE)
-                at = ((source_tier * 2 + SIDE) * 2 * PAGE + source_slot) * DIM + offs
-                _, _, low = _field(source, places_ptr, at, tl.load(old_ptr + 3 * SIDE + 1), mask)
-                _, _, high = _field(source, places_ptr, at + PAGE * DIM, tl.load(old_ptr + 3 * SIDE + 2), mask)
+                index = ((source_tier * 2 + SIDE) * 2 * PAGE + source_slot) * DIM + offs
+                _, _, low = _field(source, places_ptr, index, tl.load(old_ptr + 3 * SIDE + 1), mask)
+                _, _, high = _field(source, places_ptr, index + PAGE * DIM, tl.load(old_ptr + 3 * SIDE + 2), mask)
                 codes = low | (high << 2)
-                scale = tl.load(_scale_at(source, tl.load(old_ptr + 7), source_slot, SIDE))
+                scale = tl.load(_scale_ptr(source, tl.load(old_ptr + 7), source_slot, SIDE))
                 x = (codes.to(tl.float32) - ((1 << was) - 1).to(tl.float32) * 0.5) * scale.to(tl.float32)
                 x = tl.where(mask, x, 0.0)
             else:
@@ -107,17 +96,14 @@ def _follow(
                 if CENTRED:
                     row = tl.load(line + 6).to(tl.int64) * DIM
                     x = x - tl.load(centre_ptr + row + offs, mask=mask, other=0.0)
-                x = tl.where(x == x, x, 0.0)
-                x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-                if STAGES:
-                    x = _rotate(x, WIDE, STAGES)
+                x = tl.reshape(rotate_rows(clean(x), 1, WIDE, ROTATED), (WIDE,))
             if was != bits:
                 if bits == 8:
                     step = tl.max(tl.abs(x), axis=0) * (2.0 / 255.0)
                 else:
                     step = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=0), tl.full((), DIM, tl.float32)))
                     step = step * tl.load(steps_ptr + bits)
-                step = tl.maximum(step, 5.9604644775390625e-08)
+                step = tl.maximum(step, SMALLEST_STEP)
                 inverse = tl.div_rn(tl.full((), 1.0, tl.float32), step)
                 half = 1 << (bits - 1)
                 floor = tl.floor(x.to(tl.float64) * inverse.to(tl.float64))  # exact
@@ -125,13 +111,13 @@ def _follow(
                 level = tl.where(mask, floor + 0.5, 0.0)
                 fitted = tl.div_rn(tl.sum(x * level, axis=0), tl.sum(level * level, axis=0))
                 fitted = fitted * tl.load(steps_ptr + 9 * (1 + SIDE) + bits)
-                scale = tl.minimum(tl.maximum(fitted, 0.0), 65504.0).to(tl.float16)
+                scale = to_scale(fitted)
                 codes = floor.to(tl.int32) + half
             tl.debug_barrier()
-            at = ((tier * 2 + SIDE) * 2 * PAGE + slot) * DIM + offs
-            _put(page, places_ptr, at, tl.load(new_ptr + 3 * SIDE + 1), codes, mask)
-            _put(page, places_ptr, at + PAGE * DIM, tl.load(new_ptr + 3 * SIDE + 2), codes >> 2, mask)
-            tl.store(_scale_at(page, tl.load(new_ptr + 7), slot, SIDE), scale)
+            index = ((tier * 2 + SIDE) * 2 * PAGE + slot) * DIM + offs
+            _put(page, places_ptr, index, tl.load(new_ptr + 3 * SIDE + 1), codes, mask)
+            _put(page, places_ptr, index + PAGE * DIM, tl.load(new_ptr + 3 * SIDE + 2), codes >> 2, mask)
+            tl.store(_scale_ptr(page, tl.load(new_ptr + 7), slot, SIDE), scale)
         if SIDE == 0:
             POSITION: tl.constexpr = tl.int16 if POSITION_BYTES == 2 else tl.int32
             positions = (page + tl.load(side_ptr + 2 * tier)).to(tl.pointer_type(POSITION))
@@ -146,7 +132,7 @@ def _follow(
 @triton.jit
 def repack_kernel(
     packed_ptr, pointers_ptr, k_ptr, v_ptr, k_row, v_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-    units, DIM: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    units, DIM: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
     ROW: tl.constexpr, DTYPE: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE: tl.constexpr,
     CENTRED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -156,12 +142,12 @@ def repack_kernel(
     if tl.program_id(1) == 0:
         _follow(
             move, packed_ptr, pointers_ptr, k_ptr, k_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-            units, DIM, WIDE, STAGES, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, CENTRED, COLUMNS, 0,
+            units, DIM, WIDE, ROTATED, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, CENTRED, COLUMNS, 0,
         )  # fmt: skip
     else:
         _follow(
             move, packed_ptr, pointers_ptr, v_ptr, v_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-            units, DIM, WIDE, STAGES, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, False, COLUMNS, 1,
+            units, DIM, WIDE, ROTATED, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, False, COLUMNS, 1,
         )  # fmt: skip
 
 
@@ -181,8 +167,8 @@ def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
             if f.plain:
                 continue
             numbers[tier, 3 * side] = bits
-            found = zip(fragments.planes(bits), fragments.places(bits, dim, p, name), strict=True)
-            for plane, ((width, _), (byte, bit)) in enumerate(found):
+            planes = zip(fragments.planes(bits), fragments.places(bits, dim, p, name), strict=True)
+            for plane, ((width, _), (byte, bit)) in enumerate(planes):
                 numbers[tier, 3 * side + 1 + plane] = width
                 places[tier, side, plane] = (offset + byte) * 8 + bit
     steps = torch.zeros(3, 9, dtype=torch.float32, device="cpu")
@@ -193,7 +179,7 @@ def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
 
 
 def prepare(job: Job) -> Callable[[], None]:
-    """One program per side of a move, of which those that begin a chain have work."""
+    """One program per side of a move; those whose move begins a chain do the work."""
     formats, kind, device = tuple(kind.format for kind in job.page_formats), job.page_formats[0], job.pool.device
     lossy = formats[-1]
     places, numbers, steps = tables(formats, device)
@@ -206,7 +192,7 @@ def prepare(job: Job) -> Callable[[], None]:
             repack_kernel[(len(job.packed), 2)](
                 job.packed, job.pool.pointers, k, v, k.stride(0) * k.element_size(), v.stride(0) * v.element_size(),
                 centre, places, numbers, steps, offsets, job.pool.units,
-                DIM=dim, WIDE=triton.next_power_of_2(dim), STAGES=block_of(dim).bit_length() - 1 if lossy.rotate else 0,
+                DIM=dim, WIDE=triton.next_power_of_2(dim), ROTATED=block_of(dim) if lossy.rotate else 1,
                 PAGE=lossy.page_tokens, ROW=kind.row_bytes, DTYPE=str(kind.dtype).removeprefix("torch."),
                 POSITION_BYTES=kind.position_dtype.itemsize, IMPORTANCE=kind.keeps_importance, CENTRED=lossy.centre,
                 COLUMNS=job.packed.shape[1], num_warps=1,

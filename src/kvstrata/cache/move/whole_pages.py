@@ -1,32 +1,27 @@
-"""Tokens that fill whole pages of codes: the kernel of ``quantize_pages``, rows and pages given by their addresses.
+"""Tokens that fill whole pages of codes: the kernel of ``quantize_pages`` with rows and pages given by address.
 
-In `repack` a warp moves one token. Where many tokens arrive in pages that are new, the kernel that makes whole tiles
-reads each row once and writes each word once; rows come from plain pages of any slab, or are new, or come as codes of
-another tier.
+In `repack` a warp moves one token. For new pages, the kernel that quantises whole tiles reads each row once and writes
+each word once. Rows come from plain pages of any slab, from new tokens, or as codes of another tier.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 
 from kvstrata import jit
 from kvstrata.cache.storage.page import PageFormat
-from kvstrata.layout import Format
-from kvstrata.quant.op import PARAMS, ROW_BYTES, SOURCE, TIERS, entry_of, prepare
+from kvstrata.layout.format import MAX_TIERS
+from kvstrata.quant.op import PARAMS, ROW_BYTES, SOURCE, entry_of, prepare
+
+from .launches import kernel
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Rows that the kernel can copy."""
+    """``x`` itself or a copy, with rows aligned for the kernel."""
     fits = x.data_ptr() % ROW_BYTES == 0 and x.stride(0) * x.element_size() % ROW_BYTES == 0
     return x if fits else x.contiguous().clone()
-
-
-@functools.lru_cache(maxsize=256)
-def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
-    return jit.load(SOURCE, entry_of(format, dtype, by_address=True), jit.arch_of(device))
 
 
 def launch(
@@ -38,11 +33,10 @@ def launch(
     head_cache: torch.Tensor,
     centre: torch.Tensor,
 ) -> jit.Launch:
-    """Make pages of a tier at ``pages * 64`` of what is at ``k_at [n, page_tokens]``: rows, or codes of another tier as
-    moves.cu writes them; -1 is an empty slot.
+    """Quantise into pages of a tier at addresses ``pages * UNIT``; all slots are written.
 
-    ``v_at``: the rows of V, or how far behind its K each is. ``head_cache [n]``: the row of ``centre``.
-    All slots are written.
+    ``k_at [n, page_tokens]``: addresses of rows, codes of another tier as moves.cu encodes them, or -1 for an empty
+    slot. ``v_at``: the same for V, or the distance of each V from its K. ``head_cache [n]``: the row of ``centre``.
     """
     device, format, dtype = pages.get_device(), page_formats[tier].format, page_formats[0].dtype
     v, v_rows = (v_at, k_at) if isinstance(v_at, int) else (0, v_at)
@@ -51,6 +45,7 @@ def launch(
     sources = [x for f in formats for x in (f.k_bits, f.v_bits, f.v_offset, f.scale_offset)]
     params = PARAMS.pack(  # rows are addresses, and the number of the head does not matter
         0, v, 0, pages.data_ptr(), k_at.data_ptr(), v_rows.data_ptr(), head_cache.data_ptr(), *centres,
-        0, 0, 1, 1, len(pages), *[0] * 4, *sources, *[0] * (4 * TIERS - 4 - len(sources)),
+        0, 0, 1, 1, len(pages), *[0] * 4, *sources, *[0] * (4 * MAX_TIERS - 4 - len(sources)),
     )  # fmt: skip
-    return prepare(_kernel(format, dtype, device), format, dtype, len(pages), params)
+    entry = entry_of(format, dtype, by_address=True)
+    return prepare(kernel(SOURCE, entry, device), format, dtype, len(pages), params)

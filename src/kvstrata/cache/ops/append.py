@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvstrata.cache.move.append import Job
+from kvstrata.cache.move import apply
+from kvstrata.cache.move.append_job import Job
 from kvstrata.cache.policy.importance import initial
 from kvstrata.cache.policy.mass import add_mass, with_mass
 from kvstrata.cache.policy.room import fits_each, fits_plain
@@ -116,9 +117,7 @@ def append_plain(
     else:
         first = initial(cache.policy.mode, torch.from_numpy(ends)).numpy()
     by_token = None if importance is None else importance.view(-1, cache.kv_heads).contiguous()
-    buckets.append(
-        Job(buckets, layer, ids, counts, starts, before, k, v, first, by_token, cache._device_lengths), change
-    )
+    apply.append(Job(buckets, layer, ids, counts, starts, before, k, v, first, by_token, cache._device_lengths), change)
     if change is None:
         cache._lengths[ids, layer] = ends
         cache._active.update(requests)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvstrata.cache.move.append import Written, write_rows
+from kvstrata.cache.move.append import write_rows
+from kvstrata.cache.move.append_job import Written
 from kvstrata.cache.policy.importance import initial
 from kvstrata.cache.policy.room import fits_each, fits_plain
 from kvstrata.cache.policy.scopes import Place, check_plans, make_scopes, move_tokens, pairs, scopes_of

@@ -1,6 +1,6 @@
 """Scopes of a cache: which requests share a sum of bytes, what is planned for them, and the plan carried out.
 
-    requests ──▶ scopes ──▶ snapshot of their tokens ──▶ plan (settle.py) ──▶ move (buckets.py)
+    requests ──▶ scopes ──▶ snapshot of their tokens ──▶ plan (settle.py) ──▶ move (apply.py)
 
 A plan changes nothing, so that all scopes of an operation are planned before the first token moves.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvstrata.cache.move import apply
 from kvstrata.cache.storage.page import Rows
 from kvstrata.cache.storage.tokens import Tokens
 
@@ -95,7 +96,7 @@ def move_tokens(
     layers, requests = pairs(places)
     if requests:
         centre = fix_centres(cache, change, layers, requests, tokens, target, fresh)
-        cache.buckets.move(layers, requests, tokens, target, fresh, centre, change)
+        apply.move(cache.buckets, change, layers, requests, tokens, target, fresh, centre)
 
 
 def settle_scopes(

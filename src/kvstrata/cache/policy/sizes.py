@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from kvstrata.cache.storage.page import PageFormat
-from kvstrata.cache.storage.pool import UNIT
 from kvstrata.checks import check_int
-from kvstrata.layout.format import Format
+from kvstrata.layout.format import UNIT, Format
 
 from .budget import Budget
 

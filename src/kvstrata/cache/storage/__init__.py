@@ -1,1 +1,1 @@
-"""Where tokens lie: pages, the pool of slabs, page tables and the device tensors that kernels read."""
+"""Storage of tokens: pages, the pool of slabs, page tables and the device tensors that kernels read."""

@@ -1,7 +1,6 @@
-"""A range of addresses for all slabs of a CPU pool: memory is taken when it is written and goes back slab by slab.
+"""A range of addresses for all slabs of a CPU pool: memory is committed when written and returned slab by slab.
 
-Pages anywhere in it are then one indexed read or write away, however many slabs they lie in. A range that is only
-reserved costs nothing.
+Pages anywhere in it are one indexed read or write, across slabs. Reserved addresses cost nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Space:
         return self._typed[dtype]
 
     def forget(self, start: int, size: int) -> None:
-        """Give the memory of a run back; what is read there afterwards is zero or what was there."""
+        """Return the memory of a run to the system; reads there give zeros or the old bytes."""
         if not hasattr(self._map, "madvise") or not hasattr(mmap, "MADV_DONTNEED"):
             return
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE

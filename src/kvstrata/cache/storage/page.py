@@ -1,6 +1,6 @@
-"""Tokens of a page: where their codes, scales, position and importance lie, how to read, write and re-encode them.
+"""Tokens of a page: offsets of their codes, scales, position and importance; how to read, write and re-encode them.
 
-A page of the pool is the run of bytes that `layout.Format` describes, followed by what the cache knows of its tokens:
+A page of the pool is the run of bytes that `layout.Format` describes, followed by the cache's notes on its tokens:
 
     [K codes][V codes][scales]  or  [K rows][V rows]      page_bytes, what attention streams
     [positions, int16 or int32][importance, float32]      at position_offset and importance_offset
@@ -20,26 +20,24 @@ from types import ModuleType
 import torch
 
 from kvstrata.layout import fragments, scales
-from kvstrata.layout.format import Format
+from kvstrata.layout.format import UNIT, Format
 from kvstrata.quant import reference as quant
 
-from .pool import UNIT
-
 Table = tuple[tuple[torch.Tensor, torch.Tensor], ...]
-COMPILED_ROWS = 64  # from so many on in the loops of page_numba.py, where numba is installed
+COMPILED_ROWS = 64  # from so many rows on the loops of page_numba.py are faster than torch
 
 
 @lru_cache(maxsize=1)
 def _numba() -> ModuleType | None:
     if find_spec("numba") is None:
         return None
-    from . import page_numba as pages_numba
+    from . import page_numba
 
-    return pages_numba
+    return page_numba
 
 
 def loops_for(x: torch.Tensor) -> ModuleType | None:
-    """The compiled loops for rows ``x [n, D]``, None where torch is to do it."""
+    """Compiled loops for rows ``x [n, D]``; None for torch."""
     return _numba() if x.device.type == "cpu" and len(x) >= COMPILED_ROWS else None
 
 
@@ -76,14 +74,14 @@ class PageFormat:
     """Pages of one tier: a format, and the positions and importance that follow the codes."""
 
     format: Format
-    dtype: torch.dtype  # of plain rows and of what comes out
+    dtype: torch.dtype  # of plain rows, and of decoded rows
     position_dtype: torch.dtype
     keeps_importance: bool
     device: torch.device
 
     @cached_property
     def row_bytes(self) -> int:
-        """Of one side of a plain token."""
+        """Bytes of K, or of V, of one plain token."""
         return self.format.head_dim * self.dtype.itemsize
 
     @cached_property
@@ -96,14 +94,9 @@ class PageFormat:
 
     @cached_property
     def importance_offset(self) -> int:
-        """-1 where the policy needs none."""
-        at = self.position_offset + self.format.page_tokens * self.position_dtype.itemsize
-        return at if self.keeps_importance else -1
-
-    @cached_property
-    def side_bytes(self) -> int:
-        """Positions, importance, padding."""
-        return self.stride - self.format.page_bytes
+        """-1 if no importance is kept."""
+        offset = self.position_offset + self.format.page_tokens * self.position_dtype.itemsize
+        return offset if self.keeps_importance else -1
 
     @cached_property
     def stride(self) -> int:
@@ -126,7 +119,7 @@ class PageFormat:
 
     @cached_property
     def _scale_index(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which fp16 of the scales is token i's: what `layout.scales` makes of their numbers."""
+        """Index of each token's K and V scale among those of a page; from `layout.scales`."""
         numbers = torch.arange(2 * self.format.page_tokens, dtype=torch.int16)
         k, v = scales.unpack_scales(numbers.view(torch.uint8))
         return k.view(torch.int16).long().to(self.device), v.view(torch.int16).long().to(self.device)
@@ -144,16 +137,18 @@ class PageFormat:
         return pages[:, f.scale_offset : f.scale_offset + f.scale_bytes].view(torch.float16)
 
     def positions(self, pages: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """A view ``[n, P]`` of the positions in pages that were read from byte ``start`` on."""
-        at = self.position_offset - start
-        return pages[:, at : at + self.format.page_tokens * self.position_dtype.itemsize].view(self.position_dtype)
+        """View ``[n, P]`` of the positions; ``pages`` begin at byte ``start`` of each page."""
+        first = self.position_offset - start
+        return pages[:, first : first + self.format.page_tokens * self.position_dtype.itemsize].view(
+            self.position_dtype
+        )
 
     def importance(self, pages: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """A view ``[n, P]`` of the importance; zeros where none is kept."""
+        """View ``[n, P]`` of the importance; zeros if none is kept."""
         if not self.keeps_importance:
             return torch.zeros(pages.shape[0], self.format.page_tokens, dtype=torch.float32, device=self.device)
-        at = self.importance_offset - start
-        return pages[:, at : at + 4 * self.format.page_tokens].view(torch.float32)
+        first = self.importance_offset - start
+        return pages[:, first : first + 4 * self.format.page_tokens].view(torch.float32)
 
     def read(self, pages: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> Rows:
         """Tokens ``slot[i]`` of ``pages[page[i]]``."""
@@ -180,7 +175,7 @@ class PageFormat:
         return Rows(sides[0], sides[1], both[page, k_index[slot]], both[page, v_index[slot]], position, importance)
 
     def write(self, pages: torch.Tensor, page: torch.Tensor, slot: torch.Tensor, rows: Rows) -> None:
-        """The inverse, in place; no token may appear twice."""
+        """Inverse of `read`, in place; no token may appear twice."""
         self.positions(pages)[page, slot] = rows.position.to(self.position_dtype)
         if self.keeps_importance:
             self.importance(pages)[page, slot] = rows.importance
@@ -197,9 +192,9 @@ class PageFormat:
                 loops.write_codes(pages, offset, page, slot, codes, self.format.page_tokens, bits, side)
                 continue
             for (width, low), (byte, bit) in zip(fragments.planes(bits), tables, strict=True):
-                at, shift, mask = page.unsqueeze(1) * self.stride + offset + byte[slot], bit[slot], 2**width - 1
-                change = ((codes >> low) & mask) - ((flat[at] >> shift) & mask)  # uint8, modulo 256
-                flat.index_add_(0, at.flatten(), (change << shift).flatten())
+                index, shift, mask = page.unsqueeze(1) * self.stride + offset + byte[slot], bit[slot], 2**width - 1
+                change = ((codes >> low) & mask) - ((flat[index] >> shift) & mask)  # uint8, modulo 256
+                flat.index_add_(0, index.flatten(), (change << shift).flatten())
         k_index, v_index = self._scale_index
         both = self._scales(pages)
         both[page, k_index[slot]], both[page, v_index[slot]] = rows.k_scale, rows.v_scale

@@ -1,8 +1,8 @@
-"""Loops of `pages.py` compiled for the CPU: rows to codes, and their fields in pages. Bit for bit what torch gives.
+"""Loops of `page.py` compiled for the CPU: rows to codes, and their fields in pages. Bit for bit what torch gives.
 
 Torch walks over all rows once per operation and indexes single bytes with 8-byte numbers. Here a tile of rows is turned
-so that a vector holds one dim of many rows: each row is added up in the order of `quantize_reference.row_sum`, and no
-sum goes across a vector. Where numba is not installed, and for a few rows, torch does it.
+so that a vector holds one dim of many rows: each row is added up in the order of `quant.reference.row_sum`, and no
+sum crosses a vector. Without numba, and for a few rows, torch does the work.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 def quantize_plain(
     x: torch.Tensor, centre: torch.Tensor | None, bits: int, rotate: bool, gain: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_reference.quantize_plain` of rows ``[n, D]`` on the CPU; ``centre [n, D]``."""
+    """`quant.reference.quantize_plain` of rows ``[n, D]`` on the CPU; ``centre [n, D]``."""
     by_row = np.empty((0, 0), np.float32) if centre is None else centre.detach().float().contiguous().numpy()
     return _quantized(x.detach().float(), by_row, True, bits, rotate, gain)
 
 
 def quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_reference.quantize_rows` of float32 rows ``[n, D]`` on the CPU."""
+    """`quant.reference.quantize_rows` of float32 rows ``[n, D]`` on the CPU."""
     return _quantized(x, np.empty((0, 0), np.float32), False, bits, rotate, gain)
 
 
@@ -52,7 +52,7 @@ def _quantized(
 
 @compiled
 def _load(x, centre, first, rows, clean, tile):
-    """Rows from ``first`` on as the columns of a tile; with ``clean`` as `quantize_reference.clean` leaves them."""
+    """Rows from ``first`` on as the columns of a tile; with ``clean`` as `quant.reference.clean` leaves them."""
     for i in range(rows):
         for d in range(x.shape[1]):
             value = x[first + i, d]
@@ -133,7 +133,7 @@ def _rotate(tile, block, shrink):
 
 @compiled
 def _sum(terms):
-    """`quantize_reference.row_sum` of columns ``[D, n]``, into the first row."""
+    """`quant.reference.row_sum` of columns ``[D, n]``, into the first row."""
     width = terms.shape[0]
     while width % 2 == 0:
         width //= 2
@@ -161,7 +161,7 @@ def write_codes(
 def _tables(
     bits: int, dim: int, tokens: int, side: fragments.Side, plane: int
 ) -> tuple[np.ndarray, np.ndarray, int, np.ndarray]:
-    """Where the fields of a plane are, by value and by byte.
+    """Places of the fields of a plane, by value and by byte.
 
     Returns byte and bit of every value ``[P, D]``; then the first byte with fields and the value of each field from
     there on, uint16 ``[8 / width, bytes]``. There are no bytes where other bits lie between the fields.
@@ -197,9 +197,9 @@ def _write_fields(pages, stride, offset, page, slot, byte, bit, begin, source, w
             i += tokens
             continue
         for j in range(dim):
-            at, shift = base + byte[slot[i], j], bit[slot[i], j]
+            index, shift = base + byte[slot[i], j], bit[slot[i], j]
             field = (codes[i, j] >> low) & mask
-            pages[at] = (pages[at] & ~np.uint8(mask << shift)) | np.uint8(field << shift)
+            pages[index] = (pages[index] & ~np.uint8(mask << shift)) | np.uint8(field << shift)
         i += 1
 
 
@@ -229,7 +229,7 @@ def _whole_page(page, slot, first, tokens):
 
 @compiled
 def read_fields(pages, stride, offset, page, slot, byte, bit, width, low, codes):
-    """The inverse: the fields are added to ``codes``, which begin as zeros."""
+    """Inverse of `_write_fields`: ORs the fields into ``codes``, which must begin as zeros."""
     mask = np.uint8((1 << width) - 1)
     for i in range(len(page)):
         begin = page[i] * stride + offset

@@ -1,49 +1,35 @@
-"""Buckets: which pages hold the tokens of a (request, layer, KV head) in each tier, and how tokens move between them.
+"""Buckets: which pages hold the tokens of a (request, layer, KV head) in each tier.
 
     page_table  int32 [requests, layers, kv_heads, tiers, max_pages]   handles, -1 for none
     count       int32 [requests, layers, kv_heads, tiers]              tokens; slot s is row s % P of page s // P
 
-Both are device tensors at fixed addresses; the host works on its own copy (on the CPU it is the same memory) and
-copies what changed. Tier 0 is plain rows. The order of tokens in a bucket means nothing: one that leaves is replaced
-by one of the last, so pages are full up to the count.
-
-Every other change of a bucket than an append of plain rows is one call of `move`: a flat list of tokens, new ones among
-them, and the tier each goes to. moves.py makes moves of it on the device, in CUDA C++ moves_cuda.py; the host takes and
-gives back the pages. Every change is part of a `Transaction`: pages are taken first, tokens move when nothing can fail
-any more, and old pages are given back after. A page with other owners is left to them and copied before anything is
-written to it.
+Both are device tensors at fixed addresses. The host works on its own copy (on the CPU the same memory) and uploads what
+changed. Tier 0 is plain rows. Tokens of a bucket have no order: one that leaves is replaced by one of the last, so
+pages are full up to the count. `cache.move.apply` moves tokens; here pages are allocated, released and read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvstrata import backends
-from kvstrata.cache.move import moves, repack_op
-from kvstrata.cache.move.append import Job, prepare_append
+from kvstrata.layout.format import UNIT
 
 from .page import PageFormat, Rows
 from .pool import Pool
 from .tokens import DROP, NEW, Tokens
 from .transaction import Transaction
 
-if TYPE_CHECKING:
-    from kvstrata.cache.move.phases import Phases
-
 __all__ = ["DROP", "NEW", "Buckets", "Tokens"]
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Moves in chains whose pages are taken; to ``run`` them allocates nothing."""
-
-    job: repack_op.Job
-    run: Callable[[], None]
+def spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All integers ``first[i] .. end[i] - 1``, flat: the i of each, and the integer."""
+    counts = np.maximum(end - first, 0)
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 class Buckets:
@@ -57,7 +43,7 @@ class Buckets:
         self.page_tokens = page_formats[0].format.page_tokens
         self.device = pool.device
         self.heads = np.arange(kv_heads)
-        self.backend = "auto"  # of repack
+        self.backend = "auto"  # of moves between tiers
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
         offsets = [[kind.position_offset, kind.importance_offset] for kind in page_formats]
         self.side_offsets = torch.tensor(offsets, device=self.device)
@@ -68,7 +54,7 @@ class Buckets:
         self.page_table, self.count = table.to(self.device), count.to(self.device)
 
     def push(self, layer: int, requests: Sequence[int]) -> None:
-        """The host's tables to the device."""
+        """Upload the host's tables."""
         if self.device.type == "cpu":
             return
         for request in requests:
@@ -76,46 +62,47 @@ class Buckets:
             self.count[request, layer].copy_(torch.from_numpy(self.host_count[request, layer]))
 
     def _set_pages(
-        self, change: Transaction, at: tuple[np.ndarray, ...], handles: np.ndarray
+        self, change: Transaction, index: tuple[np.ndarray, ...], handles: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Write handles at these indices of the table, on the device when the transaction completes.
+        """Write handles to the table at ``index``, on the device when the transaction completes.
 
-        Returns the flat indices and the handles there; None if the device's table is the host's.
+        Returns flat indices and handles on the device; None if host and device share the table.
         """
-        change.set(self.host_table, at, handles)
+        change.set(self.host_table, index, handles)
         if self.device.type == "cpu" or not len(handles):
             return None
-        flat = np.ravel_multi_index(at, self.host_table.shape)
+        flat = np.ravel_multi_index(index, self.host_table.shape)
         both = self.pool.to_device(np.stack([flat, handles]))
-        index, values, table = both[0], both[1].int(), self.page_table.view(-1)
-        change.launch(lambda: table.__setitem__(index, values))
-        return index, values
+        places, values, table = both[0], both[1].int(), self.page_table.view(-1)
+        change.launch(lambda: table.__setitem__(places, values))
+        return places, values
 
     def room(self, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
-        """Counts of the plain buckets ``[R, H]``, if new tokens fit their last pages and nobody else owns these."""
+        """Counts of the plain buckets ``[R, H]`` if new tokens fit their last pages, unshared; else None."""
         count = self.host_count[requests, layer, :, 0].astype(np.int64)
         if (-count % self.page_tokens < lengths[:, None]).any():
             return None
         if self.pool.shares:
-            some = lengths > 0
-            last = self.host_table[requests[some, None], layer, self.heads, 0, count[some] // self.page_tokens]
+            growing = lengths > 0
+            page = count[growing] // self.page_tokens
+            last = self.host_table[requests[growing, None], layer, self.heads, 0, page]
             if (self.pool.owners(last) > 1).any():
                 return None
         return count
 
     def make_room(self, change: Transaction, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Pages of its own for new plain tokens, empty slots zero; the counts before, ``[R, H]``."""
+        """Allocate or copy pages for new plain tokens, zeroed where new; returns the counts before, ``[R, H]``."""
         p = self.page_tokens
         count = self.host_count[requests, layer, :, 0].astype(np.int64)
         row, head = np.nonzero((count % p > 0) & (lengths[:, None] > 0))
-        at = (requests[row], np.full(len(row), layer), head, np.zeros_like(row), count[row, head] // p)
-        last = self.host_table[at].astype(np.int64)
+        index = (requests[row], np.full(len(row), layer), head, np.zeros_like(row), count[row, head] // p)
+        last = self.host_table[index].astype(np.int64)
         shared = self.pool.owners(last) > 1
         if shared.any():
             old = last[shared]
             new = change.allocate(0, len(old))
             self.pool.copy(old, new, 0)
-            self._set_pages(change, tuple(x[shared] for x in at), new)
+            self._set_pages(change, tuple(x[shared] for x in index), new)
             change.release(old)
         before, after = -(-count // p), -(-(count + lengths[:, None]) // p)
         missing = (after - before).reshape(-1)
@@ -124,23 +111,12 @@ class Buckets:
         row, head = bucket // self.kv_heads, bucket % self.kv_heads
         new = change.allocate(0, len(bucket))
         self.pool.clear(new, 0)
-        index = before.reshape(-1)[bucket] + number
-        self._set_pages(change, (requests[row], np.full(len(row), layer), head, np.zeros_like(row), index), new)
+        page = before.reshape(-1)[bucket] + number
+        self._set_pages(change, (requests[row], np.full(len(row), layer), head, np.zeros_like(row), page), new)
         return count
 
-    def append(self, job: Job, change: Transaction | None = None) -> None:
-        """Plain rows into the pages that `room` or, in a transaction, `make_room` found; the counts follow."""
-        run, at = prepare_append(job), (job.requests, job.layer, slice(None), 0)
-        after = job.count + job.lengths[:, None]
-        if change is None:
-            run()
-            self.host_count[at] = after
-        else:
-            change.launch(run)
-            change.set(self.host_count, at, after)
-
     def _pages_of(self, layer: int, requests: Sequence[int], tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bucket, index in the bucket's list and handle of every page in use."""
+        """Bucket, index in the bucket's page list, and handle of every page in use."""
         count = self.host_count[list(requests), layer, :, tier].reshape(-1)
         pages = -(-count.astype(np.int64) // self.page_tokens)
         bucket = np.repeat(np.arange(len(pages)), pages)
@@ -153,16 +129,16 @@ class Buckets:
         return self.look(layer, requests)[0]
 
     def look(self, layer: int, requests: Sequence[int]) -> tuple[Tokens, torch.Tensor]:
-        """The same, and the handles of their pages."""
-        where = np.array(requests, np.int64)
-        buckets = np.arange(where.size * self.kv_heads * len(self.page_formats)).reshape(-1, len(self.page_formats))
-        return self._tokens_of(where, np.full_like(where, layer), buckets.T)
+        """`snapshot`, and the handles of the tokens' pages."""
+        ids = np.array(requests, np.int64)
+        buckets = np.arange(ids.size * self.kv_heads * len(self.page_formats)).reshape(-1, len(self.page_formats))
+        return self._tokens_of(ids, np.full_like(ids, layer), buckets.T)
 
     def snapshots(self, layers: Sequence[int], requests: Sequence[int]) -> Tokens:
         """All tokens of each request in its layer, one request after the other, each as in `snapshot`."""
-        where, at = np.array(requests, np.int64), np.array(layers, np.int64)
-        shape = (where.size, self.kv_heads, len(self.page_formats))
-        return self._tokens_of(where, at, np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1))[0]
+        ids, layer_ids = np.array(requests, np.int64), np.array(layers, np.int64)
+        shape = (ids.size, self.kv_heads, len(self.page_formats))
+        return self._tokens_of(ids, layer_ids, np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1))[0]
 
     def _tokens_of(self, requests: np.ndarray, layers: np.ndarray, order: np.ndarray) -> tuple[Tokens, torch.Tensor]:
         """Tokens of places, bucket by bucket (head_cache * tiers + tier) in this order, and their pages' handles."""
@@ -174,17 +150,17 @@ class Buckets:
         slot = torch.arange(n, device=self.device) - (count.cumsum(0) - count)[numbers]
         bucket = buckets[numbers]
         tier = bucket % tiers
-        handle = self._handles_at(self._bases(requests, layers), bucket, slot)
+        handle = self.handles_at(self.table_offsets(requests, layers), bucket, slot)
         position, importance = self._side(handle, slot, tier)
         return Tokens(bucket // tiers, tier, slot, position, importance), handle
 
-    def _bases(self, requests: np.ndarray, layers: np.ndarray) -> torch.Tensor:
-        """Where the page list of each bucket of these places begins in the flat table."""
+    def table_offsets(self, requests: np.ndarray, layers: np.ndarray) -> torch.Tensor:
+        """Offset of each bucket's page list in the flat table, for places (request, layer)."""
         heads, tiers, pages = self.page_table.shape[2:]
         first = (requests * self.page_table.shape[1] + layers) * heads * tiers * pages
         return self.pool.to_device((first[:, None] + np.arange(heads * tiers) * pages).reshape(-1))
 
-    def _handles_at(
+    def handles_at(
         self, bases: torch.Tensor, bucket: torch.Tensor, slot: torch.Tensor, table: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Handles of tokens' pages in ``table``, by default the one on the device."""
@@ -196,13 +172,12 @@ class Buckets:
         kind, slot = self.page_formats[0], slot % self.page_tokens
         position = torch.empty_like(slot)
         importance = torch.zeros(len(slot), dtype=torch.float32, device=self.device)
-        space, at = self.pool.space, self.side_offsets[tier]
+        space, offsets = self.pool.space, self.side_offsets[tier]
         if space is not None:
             step = kind.position_dtype.itemsize
-            found = space.bytes.view(kind.position_dtype)[(handle * 64 + at[:, 0]) // step + slot]
-            position.copy_(found)
+            position.copy_(space.bytes.view(kind.position_dtype)[(handle * UNIT + offsets[:, 0]) // step + slot])
             if kind.keeps_importance:
-                importance = space.bytes.view(torch.float32)[(handle * 64 + at[:, 1]) // 4 + slot]
+                importance = space.bytes.view(torch.float32)[(handle * UNIT + offsets[:, 1]) // 4 + slot]
         else:
             from .page_triton import side
 
@@ -213,13 +188,13 @@ class Buckets:
         return position, importance
 
     def prepare_side(self, handle: torch.Tensor, tokens: Tokens) -> Callable[[torch.Tensor], None]:
-        """What writes importance into the pages of tokens; calling it allocates nothing."""
+        """A callable that writes importance into the pages of tokens and allocates nothing."""
         kind, slot = self.page_formats[0], tokens.slot % self.page_tokens
         space = self.pool.space
         if space is not None:
-            at = (handle * 64 + self.side_offsets[tokens.tier, 1]) // 4 + slot
+            index = (handle * UNIT + self.side_offsets[tokens.tier, 1]) // 4 + slot
             values = space.bytes.view(torch.float32)
-            return lambda importance: values.__setitem__(at, importance)
+            return lambda importance: values.__setitem__(index, importance)
         from .page_triton import side
 
         def write(importance: torch.Tensor) -> None:
@@ -231,7 +206,7 @@ class Buckets:
         return write
 
     def owners(self, layer: int, requests: Sequence[int], tokens: Tokens) -> torch.Tensor:
-        """Of the page of every token; a 1 where no page ever had two."""
+        """Refcount of each token's page; scalar 1 if nothing was ever shared."""
         if not self.pool.shares:
             return torch.ones((), dtype=torch.float32, device=self.device)
         table = self.host_table[list(requests), layer].reshape(-1, len(self.page_formats), self.max_pages)
@@ -249,103 +224,18 @@ class Buckets:
         return self.page_formats[tier].read(pages, page, tokens.slot % self.page_tokens)
 
     def read_all(self, layer: int, requests: Sequence[int], tokens: Tokens) -> Iterator[tuple[PageFormat, slice, Rows]]:
-        """The rows of a `snapshot`, tier by tier: their kind and where in it they are. Does not wait for the device."""
+        """Rows of a `snapshot`, tier by tier: page format, slice of the snapshot, rows. Never waits for the device."""
         end = 0
         for tier, kind in enumerate(self.page_formats):
             count = self.host_count[list(requests), layer, :, tier].reshape(-1).astype(np.int64)
             begin, end = end, end + int(count.sum())
             if begin == end:
                 continue
-            some, pages = tokens[begin:end], -(-count // self.page_tokens)
+            stored, pages = tokens[begin:end], -(-count // self.page_tokens)
             first = self.pool.to_device(np.cumsum(pages) - pages)
-            page = first[some.head_cache] + some.slot // self.page_tokens
-            stored = self.pool.read(self._pages_of(layer, requests, tier)[2], 0, kind.stride)
-            yield kind, slice(begin, end), kind.read(stored, page, some.slot % self.page_tokens)
-
-    def move(
-        self,
-        layer: int | Sequence[int],
-        requests: Sequence[int],
-        tokens: Tokens,
-        target: torch.Tensor,
-        fresh: Rows | None,
-        centre: torch.Tensor,
-        change: Transaction | None = None,
-    ) -> None:
-        """Bring every token to its target tier, or out (`DROP`), in a transaction or as one; see `prepare`."""
-        if change is None:
-            with Transaction(self.pool) as change:
-                self.move(layer, requests, tokens, target, fresh, centre, change)
-            return
-        prepared = self.prepare(change, layer, requests, tokens, target, fresh, centre)
-        if prepared is not None:
-            change.launch(prepared.run)
-
-    def prepare(
-        self,
-        change: Transaction,
-        layer: int | Sequence[int],
-        requests: Sequence[int],
-        tokens: Tokens,
-        target: torch.Tensor,
-        fresh: Rows | None,
-        centre: torch.Tensor,
-    ) -> Prepared | Phases | None:
-        """Moves, pages, tables and counts; what is left to do is the moves themselves. None if nothing moves.
-
-        ``layer``: one for all requests, or one for each; then a head cache is (number of the pair) * kv_heads + head.
-        ``tokens`` are all tokens of the head caches, those of a bucket one after the other, by slot. ``fresh`` are
-        the plain rows of new tokens; ``centre [head_caches, D]`` is subtracted from plain K on its way into codes.
-        """
-        requests_, tiers = np.array(requests, np.int64), len(self.page_formats)
-        layers = np.broadcast_to(np.array(layer, np.int64), requests_.shape)
-        backend = backends.resolve(self.backend, self.device)
-        if backend == "cuda":
-            return self.prepare_phases(change, layers, requests_, target.to(torch.int8), centre, tokens, fresh)
-        before = self.host_count[requests_, layers].reshape(-1).astype(np.int64)
-        numbers = moves.change(tokens, target, self.pool.to_device(before), tiers)
-        left, came, holes = numbers.to_host()
-        if not left.any() and not came.any():
-            return None
-        plan = moves.plan(numbers, tokens, target, int(came.sum()), int(holes.sum()))
-        bases = self._bases(requests_, layers)
-        packed = self._pack(plan, tokens, bases)
-        k, v = (None, None) if fresh is None else (fresh.k, fresh.v)
-        table = self.exchange_pages(change, requests_, layers, left, came, holes)
-        packed[:, 3] = self._handles_at(bases, plan.bucket, plan.slot, table)
-        job = repack_op.Job(self.pool, self.page_formats, packed, k, v, centre)
-        return Prepared(job, repack_op.prepare(job, backend))
-
-    def prepare_phases(
-        self,
-        change: Transaction,
-        layers: np.ndarray,
-        requests: np.ndarray,
-        target: torch.Tensor,
-        centre: torch.Tensor,
-        tokens: Tokens | None = None,
-        fresh: Rows | None = None,
-        starts: torch.Tensor | None = None,
-    ) -> Phases | None:
-        """`prepare` in CUDA C++, without chains. ``target`` is int8; ``starts`` in place of ``tokens`` if none is new.
-
-        ``starts``: int64 ``[buckets]``, where the tokens of each bucket begin in ``target``.
-        """
-        from kvstrata.cache.move import moves_cuda, whole_pages
-        from kvstrata.cache.move import phases as repack_phases
-
-        rows: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
-        if fresh is not None:
-            rows = whole_pages.aligned(fresh.k), whole_pages.aligned(fresh.v)
-        before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
-        places = requests * self.page_table.shape[1] + layers
-        plan = moves_cuda.Plan(self, places, before, target, tokens, rows, starts)
-        numbers = plan.to_host()
-        if not numbers[:2].any():
-            return None
-        old_table = self.page_table.clone() if self.device.type == "cpu" else self.page_table
-        table = self.exchange_pages(change, requests, layers, numbers[0], numbers[1], numbers[2], clear_codes=False)
-        return repack_phases.phases(self, plan.place(numbers, old_table, table), rows, centre)
+            page = first[stored.head_cache] + stored.slot // self.page_tokens
+            data = self.pool.read(self._pages_of(layer, requests, tier)[2], 0, kind.stride)
+            yield kind, slice(begin, end), kind.read(data, page, stored.slot % self.page_tokens)
 
     def exchange_pages(
         self,
@@ -357,20 +247,20 @@ class Buckets:
         holes: np.ndarray,
         clear_codes: bool = True,
     ) -> torch.Tensor:
-        """Tables and counts for a change: pages past the end go, those that are written and not ours alone are copied.
+        """Update tables and counts for a change: release pages past the end, copy pages that are shared and written.
 
-        Returns the device's table as it will be. ``clear_codes``: new pages of codes are zeroed, as plain ones always
-        are.
+        ``left``, ``came``, ``holes``: int64 per bucket. Returns the device's table as it will be. ``clear_codes``: zero
+        new pages of codes; new plain pages always are.
         """
         tiers, p = len(self.page_formats), self.page_tokens
         before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
         after = before - left + came
         pages, pages_after = -(-before // p), -(-after // p)
-        gone = moves.spans(pages_after, pages)
-        added = moves.spans(pages, pages_after)
+        gone = spans(pages_after, pages)
+        added = spans(pages, pages_after)
         written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # from this page on
         shared = self._shared(requests, layers, written, np.minimum(pages, pages_after))
-        at_gone, at_added, at_shared = (self._at(requests, layers, *x) for x in (gone, added, shared))
+        at_gone, at_added, at_shared = (self._table_index(requests, layers, *x) for x in (gone, added, shared))
         old = self.host_table[at_shared].astype(np.int64)
         change.release(np.concatenate([self.host_table[at_gone].astype(np.int64), old]))
         new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
@@ -398,10 +288,10 @@ class Buckets:
         table.view(-1)[entries[0]] = entries[1]
         return table
 
-    def _at(
+    def _table_index(
         self, requests: np.ndarray, layers: np.ndarray, bucket: np.ndarray, page: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """Indices into the table."""
+        """Index into the table of pages, given by bucket and number."""
         tiers = len(self.page_formats)
         place, head = bucket // (tiers * self.kv_heads), bucket // tiers % self.kv_heads
         return requests[place], layers[place], head, bucket % tiers, page
@@ -409,26 +299,9 @@ class Buckets:
     def _shared(
         self, requests: np.ndarray, layers: np.ndarray, first: np.ndarray, end: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of pages ``first .. end - 1`` of every bucket, those with other owners: bucket and page."""
+        """Bucket and page number of the shared ones among pages ``first .. end - 1`` of every bucket."""
         if not self.pool.shares:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        bucket, page = moves.spans(first, end)
-        many = self.pool.owners(self.host_table[self._at(requests, layers, bucket, page)]) > 1
+        bucket, page = spans(first, end)
+        many = self.pool.owners(self.host_table[self._table_index(requests, layers, bucket, page)]) > 1
         return bucket[many], page[many]
-
-    def _pack(self, plan: moves.Moves, tokens: Tokens, bases: torch.Tensor) -> torch.Tensor:
-        """Moves as kernels read them, all but where they go: that is known when the pages are."""
-        tiers, p, some = len(self.page_formats), self.page_tokens, tokens[plan.token]
-        stored = some.tier >= 0
-        slot = torch.where(stored, some.slot % p, some.slot)
-        bucket = some.head_cache * tiers + some.tier.clamp(min=0)
-        source = torch.where(stored, self._handles_at(bases, bucket, torch.where(stored, some.slot, 0)), 0)
-        columns = [
-            source, slot, some.tier, torch.zeros_like(slot), plan.slot % p, plan.bucket % tiers, some.head_cache,
-            plan.after, plan.head, some.position,
-        ]  # fmt: skip
-        packed = torch.zeros(len(plan), len(moves.COLUMNS), dtype=torch.int32, device=self.device)
-        for i, column in enumerate(columns):
-            packed[:, i] = column
-        packed[:, 10] = some.importance.view(torch.int32)
-        return packed

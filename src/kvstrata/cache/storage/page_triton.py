@@ -1,6 +1,6 @@
-"""Bytes of pages that lie in many slabs, by handle: gather, scatter, copy, clear; and the side entries of tokens.
+"""Bytes of pages by handle, across slabs: gather, scatter, copy, clear; positions and importance of tokens.
 
-Slabs are allocations of their own, so every program looks its page's address up in the pool's pointers.
+Slabs are separate allocations, so every program looks its page's address up in the pool's pointers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 import triton
 import triton.language as tl
+
+from kvstrata.layout.unpack_triton import page_address
 
 BLOCK = 1024  # words of 4 bytes a program
 
@@ -23,13 +25,6 @@ class Slabs(Protocol):
 
 
 @triton.jit
-def page_address(pointers_ptr, handle, units):
-    """Where pages begin, as integers; 0 is always a handle that can be looked up."""
-    handle = handle.to(tl.int64)
-    return tl.load(pointers_ptr + handle // units) + handle % units * 64
-
-
-@triton.jit
 def pages_kernel(
     pointers_ptr, handles_ptr, others_ptr, data_ptr, units, start, words,
     FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr,
@@ -38,17 +33,17 @@ def pages_kernel(
     page = tl.program_id(0)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < words
-    at = page.to(tl.int64) * words + offs
+    offs_data = page.to(tl.int64) * words + offs
     address = page_address(pointers_ptr, tl.load(handles_ptr + page), units) + start
     page_ptr = address.to(tl.pointer_type(tl.int32))
     if FROM == "page":
         value = tl.load(page_ptr + offs, mask=mask)
     elif FROM == "data":
-        value = tl.load(data_ptr + at, mask=mask)
+        value = tl.load(data_ptr + offs_data, mask=mask)
     else:
         value = tl.zeros((BLOCK,), tl.int32)
     if TO == "data":
-        tl.store(data_ptr + at, value, mask=mask)
+        tl.store(data_ptr + offs_data, value, mask=mask)
     else:
         if FROM == "page":
             address = page_address(pointers_ptr, tl.load(others_ptr + page), units) + start
@@ -76,12 +71,12 @@ def gather(pool: Slabs, handles: torch.Tensor, start: int, size: int) -> torch.T
 
 
 def scatter(pool: Slabs, handles: torch.Tensor, start: int, data: torch.Tensor) -> None:
-    """The inverse."""
+    """Inverse of `gather`."""
     _run(pool, handles, handles, data.contiguous().view(torch.int32), start, data.shape[1], "data", "page")
 
 
 def copy(pool: Slabs, old: torch.Tensor, new: torch.Tensor, size: int) -> None:
-    """Pages ``new`` become what pages ``old`` are; none is in both."""
+    """Copy pages ``old`` to pages ``new``; none may be in both."""
     _run(pool, old, new, old, 0, size, "page", "page")
 
 
@@ -102,16 +97,16 @@ def side_kernel(
     slot = tl.load(slot_ptr + offs, mask=mask, other=0).to(tl.int64)
     tier = tl.load(tier_ptr + offs, mask=mask, other=0)
     page = page_address(pointers_ptr, tl.maximum(handle, 0), units)
-    at = page + tl.load(offset_ptr + 2 * tier, mask=mask, other=0) + slot * POSITION_BYTES
+    address = page + tl.load(offset_ptr + 2 * tier, mask=mask, other=0) + slot * POSITION_BYTES
     POSITION: tl.constexpr = tl.int16 if POSITION_BYTES == 2 else tl.int32
-    in_page = at.to(tl.pointer_type(POSITION))
+    in_page = address.to(tl.pointer_type(POSITION))
     if WRITE:
         tl.store(in_page, tl.load(position_ptr + offs, mask=mask, other=0).to(POSITION), mask=mask)
     else:
         tl.store(position_ptr + offs, tl.load(in_page, mask=mask, other=0).to(tl.int64), mask=mask)
     if IMPORTANCE:
-        at = page + tl.load(offset_ptr + 2 * tier + 1, mask=mask, other=0) + slot * 4
-        in_page = at.to(tl.pointer_type(tl.float32))
+        address = page + tl.load(offset_ptr + 2 * tier + 1, mask=mask, other=0) + slot * 4
+        in_page = address.to(tl.pointer_type(tl.float32))
         if WRITE:
             tl.store(in_page, tl.load(importance_ptr + offs, mask=mask, other=0.0), mask=mask)
         else:
@@ -122,7 +117,10 @@ def side(
     pool: Slabs, handle: torch.Tensor, slot: torch.Tensor, tier: torch.Tensor, offsets: torch.Tensor,
     position: torch.Tensor, importance: torch.Tensor, position_dtype: torch.dtype, kept: bool, write: bool,
 ) -> None:  # fmt: skip
-    """``offsets`` int64 ``[tiers, 2]``: of positions and importance in a page; ``kept``: whether there is any."""
+    """Read or ``write`` position and importance of tokens.
+
+    ``offsets`` int64 ``[tiers, 2]``: byte offsets of positions and importance in a page; ``kept``: importance exists.
+    """
     if len(handle) == 0:
         return
     with torch.cuda.device_of(handle):

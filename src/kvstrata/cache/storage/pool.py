@@ -1,15 +1,15 @@
-"""The page pool: slabs of bytes, pages cut from them, and who holds each page.
+"""The page pool: slabs of bytes, pages cut from them, and reference counts.
 
     slab 0 (K16V16)          slab 1 (K4V4)                slab 2 (none)
     [page][page][page]       [page][page][page][page]     |                |
     |<- slab_bytes of addresses ->|
 
-A slab is one uint8 tensor that never moves (on the CPU a part of one range of addresses, see space.py). It is as large
-as the whole pages of its tier that fit ``slab_bytes``, so a page costs its own bytes in every tier. When its last page
-goes the slab is empty: it serves the next tier of its size, or makes way for a slab of another size. A page's handle is
-its byte offset in the space of all slabs, ``slab_bytes`` each, divided by 64: ``handle // units`` is the slab,
-``handle % units * 64`` the offset in it. A kernel adds that to ``pointers[slab]``. Reference counts live on the host; a
-page may have several owners (forks), and whoever writes must be the only one.
+A slab is one uint8 tensor that never moves (on the CPU a part of one range of addresses, see address_space.py). It is
+as large as the whole pages of its tier that fit ``slab_bytes``, so a page costs its own bytes in every tier. When its
+last page is released the slab is empty: it serves the next tier of its size, or makes way for a slab of another size. A
+page's handle is its byte offset in the space of all slabs, ``slab_bytes`` each, divided by UNIT: ``handle // units`` is
+the slab, ``handle % units * UNIT`` the offset in it. A kernel adds that to ``pointers[slab]``. Reference counts live on
+the host; a page may have several owners (forks), and only a sole owner may write it.
 
 `allocate` takes all pages or none; transaction.py gives pages back when a later part of an operation fails. `release`,
 `trim` and `compact` with a workspace allocate nothing on the device.
@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from kvstrata import jit
+from kvstrata.layout.format import UNIT
 
 from .address_space import Space
 
-UNIT = 64  # bytes a handle counts in
 POISON = 0xFF  # NaN as fp16, bf16 and fp32; -1 as a position
 EMPTY = -1
 MOVED_TOGETHER = 256  # pages that `compact` copies in one go
@@ -180,29 +180,29 @@ class Pool:
         self._empty(np.flatnonzero((by_slab > 0) & (self._used == 0)))
 
     def _empty(self, slabs: np.ndarray) -> None:
-        """Slabs without a page belong to no tier."""
+        """Mark slabs without a page as belonging to no tier."""
         np.subtract.at(self._slabs, self.tier[slabs], 1)
         self.tier[slabs] = EMPTY
 
     def _bytes(self, handle: int, start: int, size: int) -> torch.Tensor:
         slab = self.slabs[handle // self.units]
         assert slab is not None
-        at = handle % self.units * UNIT + start
-        return slab[at : at + size]
+        first = handle % self.units * UNIT + start
+        return slab[first : first + size]
 
     def read(self, handles: np.ndarray, start: int, size: int) -> torch.Tensor:
         """Copies of bytes ``start .. start + size`` of pages: uint8 ``[n, size]``; one indexed read for all pages."""
         if handles.size == 0:
             return torch.empty(0, size, dtype=torch.uint8, device=self.device)
         if self.space is not None:
-            found = self.space.runs(start, size)[handles]
-            return torch.from_numpy(found.view(np.uint8).reshape(len(handles), size))
+            data = self.space.runs(start, size)[handles]
+            return torch.from_numpy(data.view(np.uint8).reshape(len(handles), size))
         from .page_triton import gather
 
         return gather(self, self.to_device(handles), start, size)
 
     def write(self, handles: np.ndarray, start: int, data: torch.Tensor) -> None:
-        """The inverse of ``read``; no page twice."""
+        """Inverse of `read`; no page may appear twice."""
         if handles.size == 0:
             return
         if self.space is not None:
@@ -214,7 +214,7 @@ class Pool:
             scatter(self, self.to_device(handles), start, data)
 
     def copy(self, old: np.ndarray, new: np.ndarray, tier: int) -> None:
-        """Whole pages of a tier to others."""
+        """Copy whole pages of a tier."""
         if old.size == 0:
             return
         if self.space is not None:
@@ -226,7 +226,7 @@ class Pool:
             copy(self, self.to_device(old), self.to_device(new), self.strides[tier])
 
     def clear(self, handles: np.ndarray, tier: int) -> None:
-        """Zeros in whole pages of a tier."""
+        """Zero whole pages of a tier."""
         if handles.size == 0:
             return
         if self.space is not None:
@@ -237,7 +237,7 @@ class Pool:
             clear(self, self.to_device(handles), self.strides[tier])
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """A copy of a small host array; on a GPU it goes through pinned memory, and the host does not wait."""
+        """Copy of a small host array; on a GPU through pinned memory, so the host does not wait."""
         copy = torch.from_numpy(np.ascontiguousarray(array))
         if self.space is not None or copy.numel() == 0:
             return copy.to(self.device)
@@ -255,7 +255,7 @@ class Pool:
         self.streams[stream.cuda_stream] = stream
 
     def _drop(self, slabs: np.ndarray) -> None:
-        """Give empty slabs back; the allocator reuses their memory when the streams that used it are done."""
+        """Free empty slabs; the allocator reuses their memory when the streams that used it are done."""
         for index in slabs.tolist():
             slab = self.slabs[index]
             assert slab is not None
@@ -268,7 +268,7 @@ class Pool:
         self.sizes[slabs] = 0
 
     def trim(self, spare: int = 0) -> None:
-        """Give empty slabs back, all but ``spare``."""
+        """Free empty slabs, all but ``spare``."""
         self._drop(np.flatnonzero(self.allocated & (self.tier == EMPTY))[spare:])
 
     def workspace(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Scratch that kernels keep beside a cache: known to the cache's books for as long as it is allocated.
+"""Scratch that kernels keep beside a cache, so that the cache can report its bytes.
 
-The registry holds neither side alive: a cache that goes takes its entry along, and so does scratch that is freed.
+The registry holds weak references only: entries vanish with the cache or the scratch.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     launch              pages that hold tokens and tables on the device are written, in the order of `launch`
     release, finish     old pages are given back, then slabs that the budget does not allow to keep
 
-A page that an operation frees is free after it: until the launches are queued its tokens are needed, for the launches
-or for going back. So an operation holds its old and new pages at once.
+A page that an operation releases is free only after it: until the launches are queued its tokens are needed, by the
+launches or for rolling back. So an operation holds its old and new pages at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from kvstrata.cache.storage.pool import Pool
+    from .pool import Pool
 
 Step = Callable[[], None]
 
@@ -29,7 +29,7 @@ class Transaction:
     """Changes of one operation: undone if the block raises, completed if it does not.
 
     ``finish`` runs last and is given a workspace for `Pool.compact`. Steps given to `launch` and `undo` must not
-    allocate device memory; tensors they need are made before.
+    allocate device memory; tensors they need are allocated before.
     """
 
     def __init__(self, pool: Pool, finish: Callable[[torch.Tensor], None] | None = None) -> None:
@@ -47,7 +47,7 @@ class Transaction:
         return handles
 
     def release(self, handles: np.ndarray) -> None:
-        """Give up one owner of each page when the launches are queued."""
+        """Drop one owner of each page when the launches are queued."""
         self._released.append(handles)
 
     def set(self, array: np.ndarray, index: Any, values: Any) -> None:

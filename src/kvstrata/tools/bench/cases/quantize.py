@@ -12,9 +12,10 @@ import torch
 
 from kvstrata.backends import missing
 from kvstrata.layout import Format, fragments, scales
+from kvstrata.layout.format import UNIT
 from kvstrata.quant import reference
 from kvstrata.quant.job import Job
-from kvstrata.quant.op import UNIT, quantize_pages
+from kvstrata.quant.op import quantize_pages
 from kvstrata.tools.bench import Bench, Case, sets_for
 from kvstrata.tools.bench.clock import Call
 
@@ -23,7 +24,7 @@ CHECKED = 256  # pages compared with the reference, code by code
 
 
 class Inputs(Job):
-    """One input set: rows, where every page goes and which rows it takes."""
+    """One input set: rows, pages and the rows that each takes."""
 
     @classmethod
     def make(cls, format: Format, tokens: int, heads: int, device: torch.device, seed: int) -> Inputs:
@@ -92,7 +93,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     tokens = 65536 if cuda and not quick else 8192 if cuda else 1024
     heads = 8 if cuda else 2
     names = ["K8V8", "K4V4", "K3V3", "K2V2", "K4V2"] if not quick else ["K4V4"]
-    found = []
+    listed = []
     for dim in (128, 64) if not quick else (128,):
         for name in names:
             for rotated in (True, False) if dim == 128 else (True,):
@@ -101,7 +102,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
                 params = {"format": name, "head_dim": dim, "rotate": rotated, "T": tokens}
                 sets = sets_for(moved, device)
                 case = f"{name}-d{dim}{'' if rotated else '-plain'}"
-                found.append(
+                listed.append(
                     Case("quantize", case, params, moved, partial(build, format, tokens, heads, sets), sets=sets)
                 )
-    return found
+    return listed

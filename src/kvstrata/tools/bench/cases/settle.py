@@ -3,15 +3,16 @@
 ``settle`` cases have 16,384 tokens a request and 8 KV heads of 128; a twentieth of all tokens goes down, chosen at
 random. Timed are the moves of all layers together, given their plan, phase by phase.
 Bytes are those of the tokens that move, read and written once, fillers among them; lists of moves are not counted.
-``with plan`` also makes the plan from targets, which waits for the device once; the pages are there. ``token by token``
-sends all moves through chains, a launch a layer. ``append`` cases write one token for each request and all heads,
-beside ``store_kv`` of the same rows: ``kvstrata`` is the kernel with its arguments worked out, ``append`` all of
-`TieredCache.append` to a cache that grows.
+``with plan`` also makes the plan from tokens and targets, which waits for the device once; the pages are allocated.
+The baseline goes layer by layer through chains of moves (moves.py). ``append`` cases write one token for each request
+and all heads, beside ``store_kv`` of the same rows: ``kvstrata`` is the kernel with its arguments worked out,
+``append`` all of `TieredCache.append` to a cache that grows.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,15 +21,18 @@ import kvstrata
 from kvstrata.backends import missing
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import append as append_op
-from kvstrata.cache.move import moves, moves_cuda, repack_op, repack_reference
+from kvstrata.cache.move import apply, moves, moves_cuda, repack_op, repack_reference
 from kvstrata.cache.move import phases as repack_phases
-from kvstrata.cache.move.append import Job as AppendJob
-from kvstrata.cache.move.phases import Phases
+from kvstrata.cache.move.append_job import Job as AppendJob
+from kvstrata.cache.move.launches import Launches
+from kvstrata.cache.move.repack_job import Job
 from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.page_table import Buckets
 from kvstrata.cache.storage.pool import Pool
+from kvstrata.cache.storage.tokens import Tokens
 from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.layout import Format
+from kvstrata.quant.reference import quantize_page
 from kvstrata.tools.bench import Bench, Case, sets_for
 from kvstrata.tools.bench.clock import Call
 
@@ -37,6 +41,16 @@ LONGEST = 1 << 15  # tokens of a request, more than an append is repeated
 CHECKED = 1024  # moves of a layer compared with the reference
 TIERS = ("K16V16", "K4V4", "K2V2")
 SHARES = (0.1, 0.5, 0.4)  # of the tokens, before
+
+
+class Planned(NamedTuple):
+    """One layer on its way to another state."""
+
+    job: Job  # moves in chains
+    tokens: Tokens
+    target: torch.Tensor  # int8 [n], tier of each token
+    moves: moves.Moves
+    numbers: np.ndarray  # [3, buckets]: tokens that leave and come, holes
 
 
 class State:
@@ -67,50 +81,47 @@ class State:
         self._fill()
         self.places = np.tile(self.requests, layers), np.repeat(np.arange(layers), requests)  # requests, layers
         self.before = self.buckets.host_count[self.places].reshape(-1).astype(np.int64)
-        held = self.buckets.host_count[:, 0].reshape(-1, len(TIERS))
-        first = np.arange(layers)[:, None] * int(held.sum()) + moves_cuda.begins_of(held).reshape(-1)
-        self.starts = self.pool.to_device(first.reshape(-1))
         self.centres = self.centre.repeat(layers, 1)
         self.old_table = self.buckets.page_table.clone()
-        made = [self._chains(layer) for layer in range(layers)]
-        self.chains = [job for job, *_ in made]
-        self.target = torch.cat([target for _, target, *_ in made])
-        numbers = np.concatenate([numbers for *_, numbers in made], 1)
+        planned = [self._chains(layer) for layer in range(layers)]
+        self.chains = [layer.job for layer in planned]
+        self.tokens = Tokens.cat([layer.tokens for layer in planned], [requests * heads] * layers)
+        self.target = torch.cat([layer.target for layer in planned])
+        numbers = np.concatenate([layer.numbers for layer in planned], 1)
         with Transaction(self.pool) as change:
             self.buckets.exchange_pages(change, *self.places, *numbers)
         self.moved = 0
         size = torch.tensor([k.format.bytes_per_token + 6 for k in self.page_formats], device=device)
-        for layer, (job, _, plan, _) in enumerate(made):
-            job.packed[:, 3] = self.buckets._handles_at(self._bases(layer), plan.bucket, plan.slot)
-            self.moved += int((size[job.packed[:, 2].long()] + size[job.packed[:, 5].long()]).sum())
-        self.phases: Phases | None = None
+        for index, layer in enumerate(planned):
+            packed, plan = layer.job.packed, layer.moves
+            packed[:, 3] = self.buckets.handles_at(self._table_offsets(index), plan.bucket, plan.slot)
+            self.moved += int((size[packed[:, 2].long()] + size[packed[:, 5].long()]).sum())
+        self.phases: Launches | None = None
         if missing("cuda", device) is None:
             self.phases = self.plan()
         self.saved = [None if s is None else s.clone() for s in self.pool.slabs]
         self.expected: list[tuple[torch.Tensor, repack_reference.Taken]] = []
 
     def _fill(self) -> None:
-        """Slabs full of pages made of random rows; a few different ones, over and over."""
+        """Fill the slabs with pages of random rows; one slab of them, repeated."""
         for tier, kind in enumerate(self.page_formats):
             f, n = kind.format, self.pool.per_slab[tier]
             shape = (n, f.page_tokens, f.head_dim)
             k, v = torch.randn(2, *shape, generator=self.random, device=self.device).bfloat16()
-            from kvstrata.quant.reference import quantize_page
-
             pages = torch.zeros(n, kind.stride, dtype=torch.uint8, device=self.device)
             pages[:, : f.page_bytes] = quantize_page(k, v, f)
             kind.positions(pages)[:] = torch.arange(f.page_tokens, device=self.device).short()
             kind.importance(pages)[:] = torch.rand(n, f.page_tokens, generator=self.random, device=self.device)
-            for at in np.flatnonzero(self.pool.tier == tier).tolist():
-                slab = self.pool.slabs[at]
+            for index in np.flatnonzero(self.pool.tier == tier).tolist():
+                slab = self.pool.slabs[index]
                 assert slab is not None
                 slab[: n * kind.stride] = pages.flatten()
 
-    def _bases(self, layer: int) -> torch.Tensor:
-        return self.buckets._bases(np.array(self.requests), np.full(len(self.requests), layer))
+    def _table_offsets(self, layer: int) -> torch.Tensor:
+        return self.buckets.table_offsets(np.array(self.requests), np.full(len(self.requests), layer))
 
-    def _chains(self, layer: int) -> tuple[repack_op.Job, torch.Tensor, moves.Moves, np.ndarray]:
-        """A layer's moves in chains (where to: when the pages are there), targets, plan and numbers of its buckets."""
+    def _chains(self, layer: int) -> Planned:
+        """Plan a layer's moves; their destination pages are filled in once allocated."""
         tokens, tiers = self.buckets.snapshot(layer, self.requests), len(self.page_formats)
         dice = torch.rand(len(tokens), generator=self.random, device=self.device)
         # A twentieth of all tokens: of the plain ones, and where asked for a part of those of the middle tier.
@@ -120,37 +131,37 @@ class State:
         change = moves.change(tokens, target, before, tiers)
         numbers = np.stack(change.to_host())
         plan = moves.plan(change, tokens, target, int(numbers[1].sum()), int(numbers[2].sum()))
-        packed = self.buckets._pack(plan, tokens, self._bases(layer))
-        job = repack_op.Job(self.pool, self.page_formats, packed, None, None, self.centre)
-        return job, target.to(torch.int8), plan, numbers
+        packed = apply.pack(self.buckets, plan, tokens, self._table_offsets(layer))
+        job = Job(self.pool, self.page_formats, packed, None, None, self.centre)
+        return Planned(job, tokens, target.to(torch.int8), plan, numbers)
 
-    def plan(self) -> Phases:
-        """From targets to launches, as `Buckets.prepare_phases` does it; but the pages are there."""
+    def plan(self) -> Launches:
+        """From targets to launches, as `apply.prepare` does it, with pages that are allocated already."""
         requests, layers = self.places
         places = requests * self.layers + layers
-        plan = moves_cuda.Plan(self.buckets, places, self.before, self.target, starts=self.starts)
+        plan = moves_cuda.Plan(self.buckets, places, self.before, self.target, self.tokens)
         lists = plan.place(plan.to_host(), self.old_table, self.buckets.page_table)
         return repack_phases.phases(self.buckets, lists, (None, None), self.centres)
 
     def restore(self) -> None:
-        """The slabs as they were, and what some moves have to bring."""
+        """Restore the slabs, and compute the expected result of a sample of moves."""
         for slab, saved in zip(self.pool.slabs, self.saved, strict=True):
             if slab is not None and saved is not None:
                 slab.copy_(saved)
         self.expected = []
         for job in self.chains:
             n = len(job.packed)
-            some = torch.linspace(0, n - 1, min(n, CHECKED), device=self.device).long().unique()
-            self.expected.append((some, repack_reference.take(job._replace(packed=job.packed[some]))))
+            checked = torch.linspace(0, n - 1, min(n, CHECKED), device=self.device).long().unique()
+            self.expected.append((checked, repack_reference.take(job._replace(packed=job.packed[checked]))))
 
     def assert_moved(self) -> None:
-        for job, (some, taken) in zip(self.chains, self.expected, strict=True):
-            packed = job.packed[some]
-            for mine, tier, want in taken:
+        for job, (checked, taken) in zip(self.chains, self.expected, strict=True):
+            packed = job.packed[checked]
+            for indices, tier, want in taken:
                 kind = self.page_formats[tier]
-                handles, place = np.unique(packed[mine, 3].cpu().numpy(), return_inverse=True)
+                handles, place = np.unique(packed[indices, 3].cpu().numpy(), return_inverse=True)
                 pages = self.pool.read(handles, 0, kind.stride)
-                got = kind.read(pages, self.pool.to_device(place.reshape(-1)), packed[mine, 4].long())
+                got = kind.read(pages, self.pool.to_device(place.reshape(-1)), packed[indices, 4].long())
                 assert torch.equal(got.position, want.position), "a position is wrong"
                 assert torch.equal(got.importance, want.importance), "an importance is wrong"
                 for side, a, b in (("k", got.k, want.k), ("v", got.v, want.v)):
@@ -168,32 +179,31 @@ class State:
         if self.phases is not None:
             self.phases.run()
         else:
-            self.run_chains("auto")
+            self.run_chains("reference")
 
     def run_chains(self, backend: str) -> None:
         for job in self.chains:
-            repack_op.repack(job, backend)
+            repack_op.prepare(job, backend)()
 
 
-def build_settle(state: partial[State], expected: int, device: torch.device) -> Bench:
-    made = state(device=device)
-    assert abs(made.moved / expected - 1) < (0.02 if expected > 1 << 30 else 0.5), "the bytes of the case are wrong"
+def build_settle(make: partial[State], expected: int, device: torch.device) -> Bench:
+    state = make(device=device)
+    assert abs(state.moved / expected - 1) < (0.02 if expected > 1 << 30 else 0.5), "the bytes of the case are wrong"
     cuda = device.type == "cuda"
     baseline = "triton" if cuda else "reference"
-    contenders: dict[str, Call] = {"kvstrata": lambda i: made.run(), baseline: lambda i: made.run_chains(baseline)}
+    contenders: dict[str, Call] = {"kvstrata": lambda i: state.run(), baseline: lambda i: state.run_chains(baseline)}
     bench = Bench(
         contenders=contenders,
-        poison=lambda name, i: made.restore(),
-        check=lambda name, i, out: made.assert_moved(),
+        poison=lambda name, i: state.restore(),
+        check=lambda name, i, out: state.assert_moved(),
         ours="kvstrata",
         baseline=baseline,
         host={"kvstrata": contenders["kvstrata"]},
         burst=4,
     )
-    if made.phases is not None:
-        contenders["token by token"] = lambda i: made.run_chains("cuda")
-        contenders["with plan"] = lambda i: made.plan().run()
-        bench.variants |= {"token by token", "with plan"}
+    if state.phases is not None:
+        contenders["with plan"] = lambda i: state.plan().run()
+        bench.variants.add("with plan")
     return bench
 
 
@@ -294,7 +304,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     heads, dim, requests = (8, 128, 256) if cuda else (2, 64, 16)
     moved = requests * heads * (2 * dim * 2 * 2 + 6)
     sets = sets_for(moved, device)
-    found = [
+    listed = [
         Case(
             "settle", f"append-{requests}", {"what": "append", "requests": requests, "layers": 1}, moved,
             partial(build_append, requests, heads, dim, sets), sets=sets,
@@ -307,8 +317,8 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             params = {"what": name, "requests": many, "layers": layers, "T": tokens}
             moved = bytes_of(many * tokens * layers * heads, dim, lossy)
             case = f"settle-{name}-{many}x{tokens}x{layers}"
-            found.append(Case("settle", case, params, moved, partial(build_settle, state, moved), seconds=8.0))
-    return found
+            listed.append(Case("settle", case, params, moved, partial(build_settle, state, moved), seconds=8.0))
+    return listed
 
 
 def bytes_of(tokens: int, dim: int, lossy: float) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvstrata.layout import Format, fragments, rotate, scales
-from kvstrata.quant.op import UNIT, quantize_pages
+from kvstrata.layout.format import UNIT
+from kvstrata.quant.op import quantize_pages
 
 from .draw import DIMS, FLOATS, POISON, WORST, Draw, Refused
 

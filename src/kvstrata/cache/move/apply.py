@@ -1,0 +1,147 @@
+"""Changes of buckets: append plain rows, or bring tokens to other tiers.
+
+    tokens and targets ──▶ moves (moves.py; CUDA: moves_cuda.py) ──▶ pages taken ──▶ launches when the transaction ends
+
+Every change but an append is one call of `move`: a flat list of tokens, new ones among them, and the tier each goes to.
+It is part of a `Transaction`: pages are allocated first, tokens move when nothing can fail any more, and old pages are
+released after that. A page with other owners is copied before it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvstrata import backends
+from kvstrata.cache.storage.page import Rows
+from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.cache.storage.tokens import Tokens
+from kvstrata.cache.storage.transaction import Transaction
+
+from . import moves, moves_cuda, repack_op, whole_pages
+from . import phases as cuda_phases
+from .append import prepare_append
+from .append_job import Job
+from .launches import Launches
+from .repack_job import Job as RepackJob
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Moves in chains whose pages are allocated; ``run`` allocates nothing."""
+
+    job: RepackJob
+    run: Callable[[], None]
+
+
+def append(job: Job, change: Transaction | None = None) -> None:
+    """Write plain rows into the pages from `Buckets.room` or, in a transaction, `Buckets.make_room`; update counts."""
+    run, index = prepare_append(job), (job.requests, job.layer, slice(None), 0)
+    host_count, after = job.buckets.host_count, job.count + job.lengths[:, None]
+    if change is None:
+        run()
+        host_count[index] = after
+    else:
+        change.launch(run)
+        change.set(host_count, index, after)
+
+
+def move(
+    buckets: Buckets,
+    change: Transaction,
+    layers: int | Sequence[int],
+    requests: Sequence[int],
+    tokens: Tokens,
+    target: torch.Tensor,
+    fresh: Rows | None,
+    centre: torch.Tensor,
+) -> None:
+    """Bring every token to its target tier, or evict it (`DROP`), when the transaction completes; see `prepare`."""
+    prepared = prepare(buckets, change, layers, requests, tokens, target, fresh, centre)
+    if prepared is not None:
+        change.launch(prepared.run)
+
+
+def prepare(
+    buckets: Buckets,
+    change: Transaction,
+    layers: int | Sequence[int],
+    requests: Sequence[int],
+    tokens: Tokens,
+    target: torch.Tensor,
+    fresh: Rows | None,
+    centre: torch.Tensor,
+) -> Prepared | Launches | None:
+    """Plan the moves, allocate pages, update tables and counts; None if nothing moves.
+
+    ``layers``: one for all requests, or one for each; then a head cache is (index of the pair) * kv_heads + head.
+    ``tokens`` are all tokens of the head caches, those of a bucket contiguous and by slot. ``fresh`` are the plain rows
+    of new tokens; ``centre [head_caches, D]`` is subtracted from plain K that becomes codes.
+    """
+    request_ids = np.array(requests, np.int64)
+    layer_ids = np.broadcast_to(np.array(layers, np.int64), request_ids.shape)
+    backend = backends.resolve(buckets.backend, buckets.device)
+    if backend == "cuda":
+        return _prepare_phases(buckets, change, layer_ids, request_ids, tokens, target, fresh, centre)
+    before = buckets.host_count[request_ids, layer_ids].reshape(-1).astype(np.int64)
+    numbers = moves.change(tokens, target, buckets.pool.to_device(before), len(buckets.page_formats))
+    left, came, holes = numbers.to_host()
+    if not left.any() and not came.any():
+        return None
+    plan = moves.plan(numbers, tokens, target, int(came.sum()), int(holes.sum()))
+    offsets = buckets.table_offsets(request_ids, layer_ids)
+    packed = pack(buckets, plan, tokens, offsets)
+    table = buckets.exchange_pages(change, request_ids, layer_ids, left, came, holes)
+    packed[:, 3] = buckets.handles_at(offsets, plan.bucket, plan.slot, table)
+    k, v = (None, None) if fresh is None else (fresh.k, fresh.v)
+    job = RepackJob(buckets.pool, buckets.page_formats, packed, k, v, centre)
+    return Prepared(job, repack_op.prepare(job, backend))
+
+
+def _prepare_phases(
+    buckets: Buckets,
+    change: Transaction,
+    layers: np.ndarray,
+    requests: np.ndarray,
+    tokens: Tokens,
+    target: torch.Tensor,
+    fresh: Rows | None,
+    centre: torch.Tensor,
+) -> Launches | None:
+    """`prepare` in CUDA C++: lists by phase instead of chains."""
+    rows: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+    if fresh is not None:
+        rows = whole_pages.aligned(fresh.k), whole_pages.aligned(fresh.v)
+    before = buckets.host_count[requests, layers].reshape(-1).astype(np.int64)
+    places = requests * buckets.page_table.shape[1] + layers
+    plan = moves_cuda.Plan(buckets, places, before, target.to(torch.int8), tokens, rows)
+    numbers = plan.to_host()
+    if not numbers[:2].any():
+        return None
+    old_table = buckets.page_table.clone() if buckets.device.type == "cpu" else buckets.page_table
+    table = buckets.exchange_pages(change, requests, layers, numbers[0], numbers[1], numbers[2], clear_codes=False)
+    return cuda_phases.phases(buckets, plan.place(numbers, old_table, table), rows, centre)
+
+
+def pack(buckets: Buckets, plan: moves.Moves, tokens: Tokens, offsets: torch.Tensor) -> torch.Tensor:
+    """Moves as kernels read them, int32 ``[n, columns]``; the destination page is filled in when it is allocated.
+
+    ``offsets``: `Buckets.table_offsets` of the places.
+    """
+    tiers, page_tokens, moving = len(buckets.page_formats), buckets.page_tokens, tokens[plan.token]
+    stored = moving.tier >= 0
+    slot = torch.where(stored, moving.slot % page_tokens, moving.slot)
+    bucket = moving.head_cache * tiers + moving.tier.clamp(min=0)
+    source = torch.where(stored, buckets.handles_at(offsets, bucket, torch.where(stored, moving.slot, 0)), 0)
+    columns = [
+        source, slot, moving.tier, torch.zeros_like(slot), plan.slot % page_tokens, plan.bucket % tiers,
+        moving.head_cache, plan.after, plan.head, moving.position,
+    ]  # fmt: skip
+    packed = torch.zeros(len(plan), len(moves.COLUMNS), dtype=torch.int32, device=buckets.device)
+    for i, column in enumerate(columns):
+        packed[:, i] = column
+    packed[:, 10] = moving.importance.view(torch.int32)
+    return packed
