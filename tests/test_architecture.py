@@ -19,7 +19,6 @@ CIRCLES = {
     "attention.prefill": 7,
     "attention.prefill_cached": 3,
     "cache.move and cache.storage": 5,
-    "hf": 4,
 }
 
 

@@ -25,7 +25,7 @@ from kvstrata.cache.ops.clone import clone
 from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget
 from kvstrata.checks import check_int
 
-from . import attention, support
+from . import attention, files, support
 from . import mask as masks
 from .layer import StrataLayer
 from .rope import frequencies
@@ -142,18 +142,14 @@ class StrataCache(Cache):
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write all of it as safetensors, to go on from with `load`; NotImplementedError for linear attention."""
-        from .files import save
-
-        save(self, path)
+        files.save(path, self, self._text, self._tiered, self._real)
 
     @classmethod
     def load(
         cls, config: PreTrainedConfig, path: str | PathLike[str], device: torch.device | str = "cpu"
     ) -> StrataCache:
         """A cache that `save` wrote, for the same model; ValueError for any other file or a model of another shape."""
-        from .files import load
-
-        return load(cls, config, path, device)
+        return files.load(cls, config, path, device)
 
     def __copy__(self) -> StrataCache:
         """A cache of its own, as `copy.deepcopy` gives: layers and pages cannot have two owners."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 import kvstrata
+from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.inspect import gather
 
 from . import attention
@@ -22,11 +23,37 @@ from . import mask as masks
 from .logits import Logits
 from .mass import MassLedger, prompt_mass
 
-if TYPE_CHECKING:
-    from .cache import StrataCache
-
 DECODE_QUERIES = 16  # more new tokens than these are a prompt
 LARGEST = torch.finfo(torch.float16).max
+
+
+class Owner(Protocol):
+    """The part of a `StrataCache` that its layers use."""
+
+    importance_queries: int
+
+    @property
+    def tiered(self) -> TieredCache: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def uses_mass(self) -> bool: ...
+
+    def misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None: ...
+
+    def keep_plain(self, place: int, reason: str) -> DynamicLayer: ...
+
+    def build(self, key: torch.Tensor) -> None: ...
+
+    def reserve(self, tokens: int) -> None: ...
+
+    def tokens_among(
+        self, start: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int
+    ) -> torch.Tensor | None: ...
+
+    def forget(self, start: int) -> None: ...
 
 
 class StrataLayer(CacheLayerMixin):
@@ -36,7 +63,7 @@ class StrataLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False  # crop removes tokens, but what has settled since stays settled
 
-    def __init__(self, owner: StrataCache, place: int, index: int) -> None:
+    def __init__(self, owner: Owner, place: int, index: int) -> None:
         super().__init__()
         self.owner, self.place, self.index = owner, place, index  # place in the model, index in the TieredCache
         self.columns = 0
