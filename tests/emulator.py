@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import HAS_GPU
 from kvstrata import jit
 from kvstrata.jit.compiler import header_folders
 
@@ -167,3 +168,14 @@ def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan.DecodePlan, "update", lambda self: self.cuda().update())
     for kernel in (decode_cuda._decode_kernel, decode_cuda._combine_kernel):
         kernel.cache_clear()
+
+
+EMULATED = pytest.param(
+    "emulated", marks=pytest.mark.skipif(HAS_GPU or bool(missing()), reason="the kernels run on the GPU")
+)
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def on(*backends: object) -> pytest.MarkDecorator:
+    """Run a test with these backends, through the fixture `backend`."""
+    return pytest.mark.parametrize("backend", backends, indirect=True)

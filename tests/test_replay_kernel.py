@@ -13,13 +13,14 @@ import emulator
 import test_replay
 import test_replay_graph
 import test_replay_stage
+from conftest import HAS_GPU
 from kvstrata import backends
 from kvstrata.replay import copies, plan, staging
 from kvstrata.replay import cuda as copy_cuda
-from replay_model import Copies
+from replay_model import Copies, check
 from replay_model import copies as any_copies
 
-pytestmark = pytest.mark.skipif(test_replay.HAS_GPU, reason="the GPU runs it itself")
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="the GPU runs it itself")
 CPU = torch.device("cpu")
 
 
@@ -79,7 +80,7 @@ def test_any_copies_equal_the_loop() -> None:
     @settings(max_examples=100)
     @given(any_copies(CPU, most=12))
     def run(call: Copies) -> None:
-        test_replay.check(call, "cuda")
+        check(call, "cuda")
 
     run()
 
