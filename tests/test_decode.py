@@ -36,14 +36,6 @@ def test_widths_and_head_dims(backend: str, dim: int, bits: str) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("page_tokens", [16, 32, 64])
-@pytest.mark.parametrize("tiers", [("K8V8", "K4V4", "K3V3", "K2V2"), ("K8V4", "K4V2"), ("K4V3", "K3V2", "K2V2")])
-def test_mixes_of_tiers(backend: str, page_tokens: int, tiers: tuple[str, ...]) -> None:
-    lengths = [1, 60, 37] if backend == "triton" and INTERPRETED else [1, 150, 97]
-    check(case_of(lengths, tiers=tiers, page_tokens=page_tokens, dtype=HALF), backend)
-
-
-@each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes(backend: str, dtype: torch.dtype) -> None:
     check(case_of([90, 33], dim=128, dtype=dtype), backend)
@@ -111,14 +103,6 @@ def test_hidden_in_full_pages(backend: str, tiers: tuple[str, ...], q_len: int, 
 
 
 @each_backend
-@pytest.mark.parametrize(
-    "options", [dict(softcap=5.0), dict(scale=0.3), dict(softcap=30.0, sliding_window=20)], ids=str
-)
-def test_score_options(backend: str, options: dict) -> None:
-    check(case_of([47, 21], q_len=2, options=options, dtype=HALF), backend)
-
-
-@each_backend
 def test_sinks_take_weight(backend: str) -> None:
     sinks = torch.tensor([-100.0, 0.0, 1.0, 4.0, 30.0, -torch.inf], device=DEVICE)
     case = case_of([50, 0, 3], options=dict(sinks=sinks), dtype=HALF)
@@ -149,11 +133,6 @@ def test_equal_huge_scores_average(backend: str) -> None:
     out, lse, _ = decode_attention(q, cache, return_lse=True, backend=backend)
     torch.testing.assert_close(out[0, 0, 2].float(), v.float().mean((0, 1)), atol=2e-3 if HAS_GPU else 1e-6, rtol=0)
     assert lse.min() > 7.9e4
-
-
-@each_backend
-def test_evicted_tokens(backend: str) -> None:
-    check(case_of([70, 70], drop=0.5, dtype=HALF), backend)
 
 
 @each_backend
@@ -235,29 +214,30 @@ def test_any_case(backend: str) -> None:
     interpreted = backend == "triton" and INTERPRETED
     widths = st.sampled_from([2, 3, 4, 8])
 
-    @settings(max_examples=4 if interpreted else 25)
+    @settings(max_examples=8 if interpreted else 40)
     @given(
         lengths=st.lists(st.integers(0, 60 if interpreted else 200), min_size=1, max_size=3),
         kv_heads=st.integers(1, 3),
-        group=st.sampled_from([1, 2, 5, 8]),
+        group=st.sampled_from([1, 2, 3, 5, 7, 8, 16]),
         dim=st.sampled_from([32, 64] if interpreted else [32, 48, 64, 80, 96, 112, 128, 256]),
         tiers=st.lists(st.tuples(widths, widths), min_size=1, max_size=4),
         page_tokens=st.sampled_from([16, 32, 64]),
         q_len=st.integers(1, 8),
         window=st.none() | st.integers(1, 70),
         softcap=st.none() | st.floats(1.0, 50.0),
+        scale=st.none() | st.floats(0.05, 0.5),
         sink=st.booleans(),
         recent=st.integers(0, 20),
-        drop=st.sampled_from([0.0, 0.3]),
+        drop=st.sampled_from([0.0, 0.3, 0.5]),
         seed=st.integers(0, 1000),
     )
     def run(
-        lengths, kv_heads, group, dim, tiers, page_tokens, q_len, window, softcap, sink, recent, drop, seed
+        lengths, kv_heads, group, dim, tiers, page_tokens, q_len, window, softcap, scale, sink, recent, drop, seed
     ) -> None:
         k_widths, v_widths = (sorted(widths, reverse=True) for widths in zip(*tiers, strict=True))
         names = tuple(f"K{k}V{v}" for k, v in zip(k_widths, v_widths, strict=True))
         sinks = torch.randn(kv_heads * group, device=DEVICE) if sink else None
-        options = dict(sliding_window=window, softcap=softcap, sinks=sinks)
+        options = dict(sliding_window=window, softcap=softcap, scale=scale, sinks=sinks)
         case = case_of(
             lengths, kv_heads=kv_heads, group=group, dim=dim, tiers=names, page_tokens=page_tokens, q_len=q_len,
             options=options, recent=recent, drop=drop, seed=seed, dtype=HALF,

@@ -57,7 +57,7 @@ class Owner(Protocol):
 
 
 class StrataLayer(CacheLayerMixin):
-    """``columns`` is the length as transformers counts it, padding included."""
+    """A compressed layer; ``columns`` is its length as transformers counts it, padding included."""
 
     is_sliding = False
     is_compileable = False
@@ -122,16 +122,16 @@ class StrataLayer(CacheLayerMixin):
         cache, uses_mass = self.owner.tiered, self.owner.uses_mass
         cache.append(self.index, self._rows(key), self._rows(value))
         q = query.transpose(1, 2).to(cache.dtype)
-        made = kvstrata.decode_attention(
+        result = kvstrata.decode_attention(
             q, cache, self.index, scale=logits.scale, softcap=logits.softcap, sinks=logits.sinks, return_mass=uses_mass
         )
-        if isinstance(made, torch.Tensor):
-            return made.to(query.dtype)
-        assert made.mass is not None
+        if isinstance(result, torch.Tensor):
+            return result.to(query.dtype)
+        assert result.mass is not None
         if self.ledger is None:
             self.ledger = MassLedger(cache, self.index)
-        self.ledger.add(made.mass, query.shape[2])
-        return made.out.to(query.dtype)
+        self.ledger.add(result.mass, query.shape[2])
+        return result.out.to(query.dtype)
 
     def _prompt(
         self,
@@ -190,7 +190,7 @@ class StrataLayer(CacheLayerMixin):
         mask_of: Callable[[slice], torch.Tensor],
         under: attention.Under,
     ) -> torch.Tensor:
-        """The model's own attention, some queries at a time, to the columns that the last of them may see."""
+        """The model's own attention, a chunk of queries at a time, to the columns that the last of them may see."""
         queries = query.shape[2]
         before = keys.shape[2] - queries
         parts = []
