@@ -81,3 +81,14 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     tuned.forget()
     yield tmp_path / "cache"
     tuned.forget()
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend's name; "emulated" is cuda on the CPU, on three multiprocessors."""
+    if request.param != "emulated":
+        return request.param
+    import emulator
+
+    emulator.decode_without_cuda(monkeypatch)
+    return "cuda"

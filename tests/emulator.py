@@ -13,6 +13,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,20 +21,32 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import HAS_GPU
 from kvstrata import jit
 from kvstrata.jit.compiler import header_folders
 
 HERE = Path(__file__).parent / "emulator"
 KEPT = Path(__file__).parents[1] / ".pytest_cache" / "emulated"
-COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fPIC")
+COMPILER = (
+    "g++",
+    "-std=c++20",
+    "-O1",
+    "-w",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-U_FORTIFY_SOURCE",
+)  # longjmp between stacks
 PTX = {"fp8.cuh", "mma.cuh", "warp.cuh", "ring.cuh", "pdl.cuh", "cp_async.cuh", "vec.cuh", "ldmatrix.cuh"}
 PTX |= {"barrier.cuh", "wmma.cuh"}  # instructions.h has these
-MAIN = """
-extern "C" void start(const Params* params, int grid_x, int grid_y, int threads, int shared_bytes) {{
-  run(static_cast<void (*)(const Params)>({entry}), *params, grid_x, grid_y, threads, shared_bytes);
+SANITIZER = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined")
+HEAD = '#include "instructions.h"\ntemplate <class T> T params_of(void (*)(const T));\n'
+START = """
+extern "C" void start_{number}(const void* params, int grid_x, int grid_y, int threads, int shared_bytes) {{
+  using T = decltype(params_of({entry}));
+  run(static_cast<void (*)(const T)>({entry}), *static_cast<const T*>(params), grid_x, grid_y, threads, shared_bytes);
 }}
-extern "C" int bank_ways_seen() {{ return most_bank_ways; }}
 """
+BANKS = 'extern "C" int bank_ways_seen() { return most_bank_ways; }\n'
 
 
 def missing() -> str | None:
@@ -96,12 +109,18 @@ def _call(instruction: re.Match[str]) -> str:
     return f"{out} = {name.replace('.', '_')}({values});"
 
 
+def build(source: Path, entries: Sequence[str], sanitize: bool = False) -> dict[str, Kernel]:
+    """Kernels of one source by entry, compiled together; ``sanitize`` aborts at undefined behaviour."""
+    starts = "".join(START.format(number=number, entry=entry) for number, entry in enumerate(entries))
+    options = SANITIZER if sanitize else ("-I", str(_precompiled()))
+    compiled = _build("kernel.so", "-shared", *options, "-x", "c++", source=HEAD + _text(source) + starts + BANKS)
+    library = ctypes.CDLL(str(compiled))
+    return {entry: Kernel(library, getattr(library, f"start_{number}")) for number, entry in enumerate(entries)}
+
+
 class Kernel:
-    def __init__(self, source: Path, entry: str) -> None:
-        body = f'#include "instructions.h"\n{_text(source)}{MAIN.format(entry=entry)}'
-        compiled = _build("kernel.so", "-shared", "-I", str(_precompiled()), "-x", "c++", source=body)
-        self.built = ctypes.CDLL(str(compiled))
-        self.start = self.built.start
+    def __init__(self, built: ctypes.CDLL, start: Any) -> None:
+        self.built, self.start = built, start
 
     def resident(self, block: int, shared: int = 0) -> int:
         return 1
@@ -126,7 +145,7 @@ def launcher() -> SimpleNamespace:
         current_stream=lambda device: 0,
         bind_context=lambda device: None,
         capture_id=lambda stream: 1,
-        load=lambda source, entry, arch=None: Kernel(source, entry),
+        load=lambda source, entry, arch=None: build(source, [entry])[entry],
         Launch=Launch,
         Kernel=jit.Kernel,
     )
@@ -149,3 +168,14 @@ def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan.DecodePlan, "update", lambda self: self.cuda().update())
     for kernel in (decode_cuda._decode_kernel, decode_cuda._combine_kernel):
         kernel.cache_clear()
+
+
+EMULATED = pytest.param(
+    "emulated", marks=pytest.mark.skipif(HAS_GPU or bool(missing()), reason="the kernels run on the GPU")
+)
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def on(*backends: object) -> pytest.MarkDecorator:
+    """Run a test with these backends, through the fixture `backend`."""
+    return pytest.mark.parametrize("backend", backends, indirect=True)

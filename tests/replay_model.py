@@ -8,7 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 from conftest import HAS_GPU
-from kvstrata.replay import Bound
+from kvstrata import backends
+from kvstrata.replay import Bound, CopyPlan
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOVED = [torch.int32, torch.int64, torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -17,6 +18,7 @@ CAST = [torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8, torch.bo
         torch.float32]  # fmt: skip
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+BACKENDS = ["reference", "triton"] + ["cuda"] * (HAS_GPU and not backends.missing("cuda", DEVICE))
 
 
 def ints(*shape: int, seed: int = 0, device: torch.device = DEVICE) -> torch.Tensor:
@@ -159,3 +161,34 @@ def copies(draw, device: torch.device, most: int = 6) -> Copies:
         out.cast.append(cast)
         out.pools.append(pool)
     return out
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return (
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor).reshape(-1).view(torch.uint8)
+    )
+
+
+def check(call: Copies, backend: str) -> None:
+    """Run with sources given to ``run``, then with those of the plan, and compare every byte of all pools."""
+    for bound in (False, True):
+        call.poison()
+        expected = call.expected()
+        before = [None if t is None else t.clone() for t in call.src]
+        plan = CopyPlan(call.dst, call.src if bound else None, backend=backend, **call.options)
+        for _ in range(2):
+            plan.run() if bound else plan.run(call.src)
+        for i, (pool, want) in enumerate(zip(call.pools, expected, strict=True)):
+            assert torch.equal(pool, want), (i, call.dst[i], call.src[i], call.fill[i], call.rows[i], call.lengths[i])
+        for old, new in zip(before, call.src, strict=True):
+            if old is not None:
+                assert torch.equal(raw(old), raw(new))
+
+
+def int32(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, shape, generator=generator).int().to(DEVICE)
+
+
+def buffers() -> list[torch.Tensor]:
+    return [torch.zeros(8, dtype=torch.int32, device=DEVICE), torch.zeros(8, 16, dtype=torch.int32, device=DEVICE)]

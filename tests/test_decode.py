@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,12 +21,9 @@ from decode_model import (
     filled,
     poison_tails,
 )
-from kvstrata import AttentionOutput, DecodePlan, TieredCache, decode_attention
+from kvstrata import DecodePlan, TieredCache, decode_attention
 from kvstrata.attention.decode import op
-from kvstrata.attention.decode.job import Job
 from kvstrata.jit import tuned
-from kvstrata.layout import Format
-from kvstrata.tools.bench import synthetic
 
 
 @each_backend
@@ -37,14 +33,6 @@ def test_widths_and_head_dims(backend: str, dim: int, bits: str) -> None:
     some = {32: ("K2V2", "K3V3"), 64: ("K8V2", "K4V3", "K2V4"), 80: ("K3V2",), 128: ("K8V8",)}
     few(backend, bits in some.get(dim, ()))
     check(case_of([70, 21], dim=dim, tiers=(bits,), page_tokens=32, dtype=HALF), backend)
-
-
-@each_backend
-@pytest.mark.parametrize("page_tokens", [16, 32, 64])
-@pytest.mark.parametrize("tiers", [("K8V8", "K4V4", "K3V3", "K2V2"), ("K8V4", "K4V2"), ("K4V3", "K3V2", "K2V2")])
-def test_mixes_of_tiers(backend: str, page_tokens: int, tiers: tuple[str, ...]) -> None:
-    lengths = [1, 60, 37] if backend == "triton" and INTERPRETED else [1, 150, 97]
-    check(case_of(lengths, tiers=tiers, page_tokens=page_tokens, dtype=HALF), backend)
 
 
 @each_backend
@@ -115,14 +103,6 @@ def test_hidden_in_full_pages(backend: str, tiers: tuple[str, ...], q_len: int, 
 
 
 @each_backend
-@pytest.mark.parametrize(
-    "options", [dict(softcap=5.0), dict(scale=0.3), dict(softcap=30.0, sliding_window=20)], ids=str
-)
-def test_score_options(backend: str, options: dict) -> None:
-    check(case_of([47, 21], q_len=2, options=options, dtype=HALF), backend)
-
-
-@each_backend
 def test_sinks_take_weight(backend: str) -> None:
     sinks = torch.tensor([-100.0, 0.0, 1.0, 4.0, 30.0, -torch.inf], device=DEVICE)
     case = case_of([50, 0, 3], options=dict(sinks=sinks), dtype=HALF)
@@ -153,11 +133,6 @@ def test_equal_huge_scores_average(backend: str) -> None:
     out, lse, _ = decode_attention(q, cache, return_lse=True, backend=backend)
     torch.testing.assert_close(out[0, 0, 2].float(), v.float().mean((0, 1)), atol=2e-3 if HAS_GPU else 1e-6, rtol=0)
     assert lse.min() > 7.9e4
-
-
-@each_backend
-def test_evicted_tokens(backend: str) -> None:
-    check(case_of([70, 70], drop=0.5, dtype=HALF), backend)
 
 
 @each_backend
@@ -239,29 +214,30 @@ def test_any_case(backend: str) -> None:
     interpreted = backend == "triton" and INTERPRETED
     widths = st.sampled_from([2, 3, 4, 8])
 
-    @settings(max_examples=4 if interpreted else 25)
+    @settings(max_examples=8 if interpreted else 40)
     @given(
         lengths=st.lists(st.integers(0, 60 if interpreted else 200), min_size=1, max_size=3),
         kv_heads=st.integers(1, 3),
-        group=st.sampled_from([1, 2, 5, 8]),
+        group=st.sampled_from([1, 2, 3, 5, 7, 8, 16]),
         dim=st.sampled_from([32, 64] if interpreted else [32, 48, 64, 80, 96, 112, 128, 256]),
         tiers=st.lists(st.tuples(widths, widths), min_size=1, max_size=4),
         page_tokens=st.sampled_from([16, 32, 64]),
         q_len=st.integers(1, 8),
         window=st.none() | st.integers(1, 70),
         softcap=st.none() | st.floats(1.0, 50.0),
+        scale=st.none() | st.floats(0.05, 0.5),
         sink=st.booleans(),
         recent=st.integers(0, 20),
-        drop=st.sampled_from([0.0, 0.3]),
+        drop=st.sampled_from([0.0, 0.3, 0.5]),
         seed=st.integers(0, 1000),
     )
     def run(
-        lengths, kv_heads, group, dim, tiers, page_tokens, q_len, window, softcap, sink, recent, drop, seed
+        lengths, kv_heads, group, dim, tiers, page_tokens, q_len, window, softcap, scale, sink, recent, drop, seed
     ) -> None:
         k_widths, v_widths = (sorted(widths, reverse=True) for widths in zip(*tiers, strict=True))
         names = tuple(f"K{k}V{v}" for k, v in zip(k_widths, v_widths, strict=True))
         sinks = torch.randn(kv_heads * group, device=DEVICE) if sink else None
-        options = dict(sliding_window=window, softcap=softcap, sinks=sinks)
+        options = dict(sliding_window=window, softcap=softcap, scale=scale, sinks=sinks)
         case = case_of(
             lengths, kv_heads=kv_heads, group=group, dim=dim, tiers=names, page_tokens=page_tokens, q_len=q_len,
             options=options, recent=recent, drop=drop, seed=seed, dtype=HALF,
@@ -351,136 +327,3 @@ def test_a_captured_call_has_room_for_what_will_come(backend: str, monkeypatch: 
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(mass[..., :30], its_mass)
     assert not mass[..., 30:].any()
-
-
-def test_plans_that_do_not_fit() -> None:
-    cache, other = filled([20]), filled([20])
-    q = torch.randn(1, 1, 6, 64, device=DEVICE)
-    with pytest.raises(ValueError, match="plan: expected one of the cache given"):
-        decode_attention(q, cache, plan=DecodePlan(other, 6))
-    with pytest.raises(ValueError, match=r"plan: expected one for .*\(6, 1, \(0,\)\), got one for \(8, 1, \(0,\)\)"):
-        decode_attention(q, cache, plan=DecodePlan(cache, 8))
-    with pytest.raises(ValueError, match="heads: expected a multiple of 2, got 5"):
-        DecodePlan(cache, 5)
-    with pytest.raises(ValueError, match="fixed_split: expected an int of at least 1, got 0"):
-        DecodePlan(cache, 6, fixed_split=0)
-
-
-@pytest.mark.skipif(not HAS_NUMBA, reason="numba is not there")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_plain_numbers_in_compiled_loops(dtype: torch.dtype) -> None:
-    """Every 16-bit number, subnormal ones too, is what torch says; NaN of fp16 becomes infinite."""
-    from kvstrata.attention.decode.numba import KINDS
-    from kvstrata.layout import unpack_numba
-
-    given = torch.arange(2**16).to(torch.uint16).view(torch.int16)
-    x = given.view(dtype) if dtype != torch.float32 else given.float() * 1e-3
-    want, bytes_ = x.float().numpy(), x.view(torch.uint8).numpy()
-    bits = np.zeros(len(want), np.uint32)
-    found = bits.view(np.float32)
-    unpack_numba.floats(bytes_.view(np.uint32), bytes_.view(np.uint16), 0, len(want), KINDS[dtype], bits, found)
-    finite = np.isfinite(want)
-    assert np.array_equal(found[finite], want[finite])
-    assert not np.isfinite(found[~finite]).any()
-    assert np.array_equal(np.signbit(found)[finite], np.signbit(want)[finite])
-
-
-@pytest.mark.skipif(not HAS_NUMBA or HAS_GPU, reason="numba, a CPU backend, is not there")
-@pytest.mark.parametrize("threads", [2, 3, 9])
-def test_threads_share_out_the_heads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstrata.attention import threads as pools
-    from kvstrata.attention.decode import numba as decode_numba
-
-    cache = filled([150, 0, 40])
-    q = torch.randn(3, 1, 6, 64)
-    alone = decode_attention(q, cache, return_lse=True, return_mass=True, backend="numba")
-    monkeypatch.setattr(decode_numba, "THREADED", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    together = decode_attention(q, cache, return_lse=True, return_mass=True, backend="numba")
-    assert pools._pool.cache_info().currsize >= 1
-    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
-    assert decode_attention(q[:0], cache, requests=[], backend="numba").shape == (0, 1, 6, 64)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("requests", [509, 512, 1024])
-def test_lists_of_many_heads(requests: int) -> None:
-    """The list of 16,288 heads and more asks for no more shared memory than a launch gets."""
-    formats = tuple(Format.parse(name, 32, 16) for name in ("K16V16", "K8V8", "K4V4", "K2V2"))
-    held = torch.randint(0, 40, (requests, 32, 4))
-    buckets = synthetic.layer(formats, held, torch.float16, DEVICE, 0)
-    q, rows = torch.randn(requests, 1, 32, 32, dtype=torch.float16, device=DEVICE), list(range(requests))
-    options = (32, 160, 0.2, None, None, None, True, False)
-    out, lse, _ = op.run(Job(q, buckets, None, rows, *options), "cuda")
-    for request in (0, 1, requests - 1):
-        one = q[request : request + 1]
-        want, want_lse, _ = op.run(Job(one, buckets, None, [request], *options), "reference")
-        torch.testing.assert_close(lse[request], want_lse[0], rtol=1e-3, atol=1e-2)
-        torch.testing.assert_close(out[request], want[0], rtol=0.02, atol=0.02)
-
-
-def test_what_is_returned() -> None:
-    case = case_of([20])
-    q, cache = case.q, case.cache
-    out = decode_attention(q, cache)
-    assert isinstance(out, torch.Tensor)
-    assert not out.requires_grad
-    with_lse = decode_attention(q, cache, return_lse=True)
-    with_mass = decode_attention(q, cache, return_mass=True)
-    both = decode_attention(q, cache, return_lse=True, return_mass=True)
-    assert all(type(made) is AttentionOutput for made in (with_lse, with_mass, both))
-    assert with_lse.mass is None
-    assert with_mass.lse is None
-    assert (both.lse.dtype, both.lse.shape) == (torch.float32, (1, 1, 6))
-    assert (both.mass.dtype, both.mass.shape) == (torch.float32, (1, 2, 20))
-    for made in (with_lse, with_mass, both):
-        assert torch.equal(made.out, out)
-    assert torch.equal(both.lse, with_lse.lse)
-    assert torch.equal(both.mass, with_mass.mass)
-
-
-BAD = {
-    "cache": (lambda q, c: dict(cache=3), TypeError, "cache: expected a TieredCache or a PagedCache, got int"),
-    "q type": (lambda q, c: dict(q=1), TypeError, "q: expected a tensor"),
-    "q dims": (lambda q, c: dict(q=q[0]), ValueError, r"q: expected \[requests, q_len, a multiple of 2, 64\]"),
-    "heads": (lambda q, c: dict(q=q[:, :, :3]), ValueError, r"q: expected .* a multiple of 2, 64\], got shape"),
-    "head_dim": (lambda q, c: dict(q=q[..., :32]), ValueError, "q: expected"),
-    "rows": (lambda q, c: dict(q=q[:1]), ValueError, "q: expected 2 rows, one per request, got 1"),
-    "q_len": (lambda q, c: dict(q=q[:, :0]), ValueError, "q: expected at least one query"),
-    "stride": (lambda q, c: dict(q=q.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "q: expected an inner stride of 1"),
-    "dtype": (lambda q, c: dict(q=q.double()), TypeError, "q: expected torch.float32 for this cache, got"),
-    "layer": (lambda q, c: dict(layer=1), ValueError, "layer: expected an int from 0 to 0, got 1"),
-    "requests": (lambda q, c: dict(requests=[0, 5]), ValueError, r"requests: expected some of \(0, 1\), got 5"),
-    "requests type": (lambda q, c: dict(requests=["a"]), ValueError, "requests: expected whole numbers, got"),
-    "plan": (lambda q, c: dict(plan="x"), TypeError, "plan: expected a DecodePlan or None, got str"),
-    "scale": (lambda q, c: dict(scale=-1.0), ValueError, "scale: expected a positive number, got -1.0"),
-    "softcap": (lambda q, c: dict(softcap=0), ValueError, "softcap: expected a positive number, got 0"),
-    "window": (lambda q, c: dict(sliding_window=0), ValueError, "sliding_window: expected an int of at least 1, got 0"),
-    "sinks": (lambda q, c: dict(sinks=torch.zeros(2)), ValueError, r"sinks: expected floats \[4\]"),
-    "sinks type": (lambda q, c: dict(sinks=1.0), ValueError, r"sinks: expected floats \[4\].* got 1.0"),
-    "backend": (lambda q, c: dict(backend="fast"), ValueError, "backend: expected one of"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(name: str) -> None:
-    change, error, message = BAD[name]
-    cache = TieredCache(1, 2, 64, dtype=torch.float32, max_requests=2)
-    cache.append(0, *torch.randn(2, 2, 5, 2, 64))
-    q = torch.randn(2, 1, 4, 64)
-    arguments = dict(q=q, cache=cache) | change(q, cache)
-    with pytest.raises(error, match=message):
-        decode_attention(**arguments)
-
-
-def test_backends_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of([10])
-    job = op._job(case.q, case.cache, 0, None, None, None, None, None, False, False)
-    assert op._choose("auto", job) == ("numba" if HAS_NUMBA else "reference") or HAS_GPU
-    monkeypatch.setattr(op, "_has_numba", lambda: False)
-    assert op._choose("auto", job) == "reference" or HAS_GPU
-    with pytest.raises(RuntimeError, match="backend: numba is not installed"):
-        case.run("numba")
-    if not HAS_GPU:
-        with pytest.raises(RuntimeError, match="backend: cuda needs CUDA tensors"):
-            case.run("cuda")

@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
 
 from conftest import HAS_GPU
-from kvstrata import backends, jit
-from kvstrata.jit import tuned
-from kvstrata.replay import Bound, CopyPlan, copies, memory, space
+from kvstrata.replay import Bound, CopyPlan, copies
 from kvstrata.replay import cuda as copy_cuda
 from kvstrata.replay.copies import Fill
-from replay_model import Copies
+from replay_model import BACKENDS, DEVICE, Copies, buffers, check, int32
 from replay_model import copies as any_copies
 
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-BACKENDS = ["reference", "triton"] + ["cuda"] * (HAS_GPU and not backends.missing("cuda", DEVICE))
 gpu = pytest.mark.gpu
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor).reshape(-1).view(torch.uint8)
-    )
-
-
-def check(call: Copies, backend: str) -> None:
-    """Run with sources given to ``run``, then with those of the plan, and compare every byte of all pools."""
-    for bound in (False, True):
-        call.poison()
-        expected = call.expected()
-        before = [None if t is None else t.clone() for t in call.src]
-        plan = CopyPlan(call.dst, call.src if bound else None, backend=backend, **call.options)
-        for _ in range(2):
-            plan.run() if bound else plan.run(call.src)
-        for i, (pool, want) in enumerate(zip(call.pools, expected, strict=True)):
-            assert torch.equal(pool, want), (i, call.dst[i], call.src[i], call.fill[i], call.rows[i], call.lengths[i])
-        for old, new in zip(before, call.src, strict=True):
-            if old is not None:
-                assert torch.equal(raw(old), raw(new))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -52,11 +24,6 @@ def test_any_copies_equal_the_loop(backend: str) -> None:
         check(call, backend)
 
     run()
-
-
-def int32(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**31), 2**31, shape, generator=generator).int().to(DEVICE)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -182,190 +149,6 @@ def test_every_half_of_bf16_rounds_alike() -> None:
         assert torch.equal(dst.view(torch.int16), x.bfloat16().view(torch.int16)), backend
 
 
-def buffers() -> list[torch.Tensor]:
-    return [torch.zeros(8, dtype=torch.int32, device=DEVICE), torch.zeros(8, 16, dtype=torch.int32, device=DEVICE)]
-
-
-ONE = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-BAD = {
-    "dst is a tensor": (lambda d: CopyPlan(d[1]), TypeError, r"dst: expected a list .* one tensor of shape \[8, 16\]"),
-    "dst is no list": (lambda d: CopyPlan(3), TypeError, "dst: expected a list of tensors, got int"),
-    "src is a tensor": (lambda d: CopyPlan(d, d[1][:2].clone()), TypeError, "src: expected a list of tensors, got one"),
-    "run of a tensor": (lambda d: CopyPlan(d).run(d[1][:2].clone()), TypeError, "src: expected a list of tensors"),
-    "not a tensor": (lambda d: CopyPlan([d[0], 3]), TypeError, r"dst\[1\]: expected a tensor, got int"),
-    "four dimensions": (lambda d: CopyPlan([d[1].reshape(2, 4, 4, 4)]), ValueError, "at most 3 dimensions"),
-    "expanded": (lambda d: CopyPlan([d[0][:1].expand(4)]), ValueError, "expected elements that do not share"),
-    "folded": (lambda d: CopyPlan([d[0].as_strided((3, 3), (1, 2))]), ValueError, "do not share memory"),
-    "dst twice": (lambda d: CopyPlan([d[0], d[1], d[0]]), ValueError, r"dst\[2\]: expected memory .* dst\[0\]"),
-    "dst overlap": (lambda d: CopyPlan([d[0][:5], d[0][4:]]), ValueError, r"dst\[1\]: expected memory of its own"),
-    "columns overlap": (lambda d: CopyPlan([d[1][:, :5], d[1][:, 4:]]), ValueError, "memory of its own"),
-    "src is dst": (lambda d: CopyPlan(d, [d[0], None]), ValueError, r"src\[0\]: expected memory that no copy writes"),
-    "src in another dst": (lambda d: CopyPlan(d, [d[1][2, :8], None]), ValueError, r"src\[0\].* got some of dst\[1\]"),
-    "too few": (lambda d: CopyPlan(d, [None]), ValueError, "src: expected 2 tensors, one for each of dst, got 1"),
-    "no sources": (lambda d: CopyPlan(d).run(), ValueError, "src: expected a tensor for each"),
-    "type": (lambda d: CopyPlan(d, [None, [1]]), TypeError, r"src\[1\]: expected a tensor or None, got list"),
-    "rank": (lambda d: CopyPlan(d, [None, d[0].clone()]), ValueError, r"src\[1\]: expected 2 dimensions"),
-    "too large": (lambda d: CopyPlan([d[0][:4]], [d[0].clone()]), ValueError, r"src\[0\]: expected at most \[4\]"),
-    "dtype": (lambda d: CopyPlan([d[0]], [d[0].long()]), TypeError, r"expected torch.int32 .* torch.int64; cast=True"),
-    "no cast": (lambda d: CopyPlan([d[0]], [d[0].double()], cast=True), TypeError, r"src\[0\]: expected one of"),
-    "device": (lambda d: CopyPlan([d[0]], [d[0].to("meta")]), ValueError, r"src\[0\]: expected a tensor on"),
-    "fills": (lambda d: CopyPlan(d, fill=[0]), ValueError, "fill: expected one value or 2"),
-    "fill type": (lambda d: CopyPlan(d, fill=[0, ONE]), TypeError, r"fill\[1\]: expected a number"),
-    "fill word": (lambda d: CopyPlan(d, fill=["first", 0]), ValueError, r"fill\[0\]: .* got 'first'"),
-    "last in 2-D": (lambda d: CopyPlan(d, fill="last"), ValueError, r"fill\[1\]: expected 'last' for a 1-D"),
-    "fill range": (lambda d: CopyPlan(d, fill=2**31), ValueError, r"fill\[0\]: expected a value of torch.int32"),
-    "fill half": (lambda d: CopyPlan(d, fill=0.5), ValueError, r"fill\[0\]: expected a whole number"),
-    "rows type": (lambda d: CopyPlan(d, rows=3), TypeError, r"rows\[0\]: expected a tensor, a Bound or None, got int"),
-    "rows dtype": (lambda d: CopyPlan(d, rows=ONE.float()), TypeError, r"rows\[0\]: expected torch.int32"),
-    "rows shape": (lambda d: CopyPlan(d, rows=d[0].clone()), ValueError, r"rows\[0\]: expected one element"),
-    "rows written": (lambda d: CopyPlan(d, rows=d[0][:1]), ValueError, r"rows\[0\]: expected memory that no copy"),
-    "per": (lambda d: CopyPlan(d, rows=Bound(ONE, per=0)), ValueError, "expected per of at least 1"),
-    "lengths and rows": (lambda d: CopyPlan([d[0]], rows=ONE, lengths=ONE), ValueError, r"lengths\[0\]: expected None"),
-    "lengths of 3-D": (lambda d: CopyPlan([d[1][None]], lengths=ONE), ValueError, "expected None for a 3-D copy"),
-    "too few lengths": (lambda d: CopyPlan([d[1]], [d[1].clone()], lengths=ONE), ValueError, "at least 8"),
-    "backend": (lambda d: CopyPlan(d, backend="fast"), ValueError, "backend: expected one of"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call(buffers())
-
-
-def test_a_backend_that_is_not_there() -> None:
-    with pytest.raises(RuntimeError, match="cuda needs CUDA tensors, got some on cpu"):
-        CopyPlan([torch.zeros(3)], backend="cuda")
-
-
-def test_new_sources_are_checked_in_a_plan_that_ran() -> None:
-    dst = buffers()
-    plan = CopyPlan(dst)
-    good = [t.clone() for t in dst]
-    for _ in range(3):
-        plan.run(good)
-    with pytest.raises(ValueError, match=r"src\[0\]: expected memory that no copy writes"):
-        plan.run([dst[0], good[1]])
-    with pytest.raises(TypeError, match="cast=True"):
-        plan.run([good[0].float(), good[1]])
-    with pytest.raises(ValueError, match="got 1"):
-        plan.run(good[:1])
-    plan.run(good)
-
-
-@settings(max_examples=300)
-@given(any_copies(torch.device("cpu"), most=1))
-def test_memory_is_exact(call: Copies) -> None:
-    """Runs, overlap and folding against sets of byte addresses."""
-    for dst in call.dst:
-        other = dst.as_strided(dst.shape, dst.stride(), max(dst.storage_offset() - 2, 0))
-
-        def touched(t: torch.Tensor) -> list[int]:
-            at = torch.zeros(t.shape, dtype=torch.int64)
-            for dim, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
-                at += (torch.arange(n) * stride).reshape([-1 if d == dim else 1 for d in range(t.dim())])
-            starts = (at.flatten() * t.itemsize + t.data_ptr()).tolist()
-            return [start + b for start in starts for b in range(t.itemsize)]
-
-        mine, theirs = touched(dst), touched(other)
-        assert memory.folds(dst) == (len(set(mine)) < len(mine))
-        assert memory.overlap(dst, other) == bool(set(mine) & set(theirs))
-        assert sorted(b for start, end in memory.runs(dst).tolist() for b in range(start, end)) == sorted(mine)
-
-
-def test_overlap_of_columns() -> None:
-    pool = torch.zeros(64, 64)
-    assert memory.overlap(pool[:, :33], pool[:, 32:])
-    assert not memory.overlap(pool[:, :32], pool[:, 32:])
-    assert not memory.overlap(pool[::2], pool[1::2])
-    assert memory.overlap(pool[:, 3], pool[5])
-    assert not memory.overlap(pool[:3, 3], pool[5])
-
-
-def test_contiguous_copies_merge() -> None:
-    def move(source: torch.Tensor, target: torch.Tensor, fill=None) -> copies.Move:
-        return copies.move_of(copies.Look.of(source), copies.Look.of(target), fill, False)
-
-    pool = torch.zeros(6, 5, 7)
-    assert move(torch.zeros(4, 5, 7), pool).size == (1, 1, 140)
-    assert move(torch.zeros(4, 5, 6), pool).size == (20, 1, 6)
-    assert move(torch.zeros(4, 4, 6), pool).size == (4, 4, 6)
-    assert move(torch.zeros(4, 3, 7), pool).size == (4, 1, 21)
-    filled = move(torch.zeros(4, 5, 7), pool, 0.0)
-    assert (filled.size, filled.extent) == ((1, 1, 140), (1, 1, 210))
-    filled = move(torch.zeros(4, 3, 7), pool, 0.0)
-    assert (filled.size, filled.extent) == ((4, 1, 21), (6, 1, 35))
-
-
-CUT, WARPS = copy_cuda.DEFAULT, copy_cuda.Config("warp", 128, 4096)
-KERNELS = [(8, False, False, CUT), (28, False, False, CUT), (28, True, False, CUT), (28, False, True, CUT),
-           (8, False, False, WARPS)]  # copies, casts, staged, cut  # fmt: skip
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
-@pytest.mark.parametrize(("count", "casts", "staged", "cut"), KERNELS)
-def test_copy_gates(count: int, casts: bool, staged: bool, cut: copy_cuda.Config, arch: str) -> None:
-    """No spills and no stack: descriptors are read where they are, in the parameters."""
-    pytest.importorskip("cuda.core")
-    usage = jit.usage(copy_cuda.SOURCE, copy_cuda.entry_of(count, casts, staged, cut), arch=arch)
-    assert usage.spill_bytes == usage.stack_bytes == 0, usage
-    assert 0 < usage.registers <= 64, usage  # 1024 threads on a multiprocessor
-    assert usage.shared_bytes <= (32 if staged else 0), usage
-
-
-def test_a_tuned_table_cuts_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the number of copies and the bytes of their buffers; far from what was measured, the default."""
-    choice = dict(worker="warp", threads=128, share=4096)
-    entry = dict(case="fa-64x4096", shape=copy_cuda.features(2, 4096, False), choice=choice)
-    monkeypatch.setattr(tuned, "table", lambda gpu: {"replay": [entry]})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU of its own")
-    near, far = torch.zeros(2, 640, dtype=torch.int32), torch.zeros(2, 1 << 16, dtype=torch.int32)
-    cuda = torch.device("cuda")
-    assert copy_cuda.config_of(list(near), False, cuda) == copy_cuda.Config(**choice)
-    assert copy_cuda.config_of(list(far), False, cuda) == copy_cuda.DEFAULT
-    assert copy_cuda.config_of(list(near), True, cuda) == copy_cuda.DEFAULT
-    assert copy_cuda.config_of(list(near), False, torch.device("cpu")) == copy_cuda.DEFAULT
-
-
-def test_cuts_that_make_no_sense_are_named() -> None:
-    assert space.invalid(copy_cuda.DEFAULT) is None
-    assert "less than 4 for each of 1024 threads" in (space.invalid(copy_cuda.Config(threads=1024, share=2048)) or "")
-    with pytest.raises(ValueError, match="worker: expected block or warp, got 'thread'"):
-        copy_cuda.Config("thread")
-
-
-@gpu
-@pytest.mark.parametrize("worker", ["block", "warp"])
-@pytest.mark.parametrize("threads", space.CHOICES["threads"])
-def test_every_cut_copies_the_same(worker: str, threads: int) -> None:
-    src = [int32(n, seed=n) for n in (1, 33, 700, 0)] + [int32(5, 3001, seed=7), None]
-    for share in (1024, 32768):
-        dst = [torch.full((n,), 99, dtype=torch.int32, device=DEVICE) for n in (1, 40, 700, 3)]
-        dst += [torch.full((6, 3333), 99, dtype=torch.int32, device=DEVICE), torch.zeros(2, device=DEVICE)]
-        want = [buffer.clone() for buffer in dst]
-        CopyPlan(want, fill=[None, -1, None, "last", None, None], backend="reference").run(src)
-        plan = CopyPlan(dst, fill=[None, -1, None, "last", None, None], backend="cuda")
-        plan.configure(copy_cuda.Config(worker, threads, share)).run(src)
-        assert all(map(torch.equal, dst, want)), share
-
-
-def test_descriptors_fit_the_parameters() -> None:
-    assert copy_cuda.COPY.size == len(copy_cuda.NOTHING) == 128
-    assert copy_cuda.MOST * (8 + 128 + 4) + copy_cuda.STAGE.size <= 4096
-    assert (copy_cuda.MOST + 1) * (8 + 128 + 4) + copy_cuda.STAGE.size > 4000
-
-
-@pytest.mark.parametrize("arch", [80, 90])
-def test_triton_copy_compiles_ahead_of_time(arch: int) -> None:
-    from ahead import compile_triton
-
-    constants = dict(COPIES=8, CASTS=True, BLOCK=1024)
-    types = {"table_ptr": "*i64", "copies": "i32"}
-    used = compile_triton("kvstrata.replay.triton", "copy_kernel", arch, types, constants)
-    assert 0 < used["REG"] <= 255, used
-
-
 @gpu
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_large_tables_at_every_alignment(backend: str) -> None:
@@ -479,9 +262,3 @@ def test_the_fast_way_is_taken_when_it_fits(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(3):
         plan.run(moved)
     assert len(bound) == 7, "a new place is looked at once"
-
-
-def test_descriptors_are_immutable() -> None:
-    move = copies.move_of(copies.Look.of(torch.zeros(3)), copies.Look.of(torch.zeros(4)), None, False)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        move.itemsize = 3  # type: ignore[misc]

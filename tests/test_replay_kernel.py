@@ -1,40 +1,73 @@
-"""The CUDA kernel's own code on the CPU: the tests of CopyPlan and HostStage with ``copy.cu`` built for the host."""
+"""The tests of CopyPlan and HostStage with ``copy.cu`` in the emulator."""
 
 from __future__ import annotations
+
+import functools
+import struct
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-import host_kernel
+import emulator
 import test_replay
 import test_replay_graph
 import test_replay_stage
+from conftest import HAS_GPU
 from kvstrata import backends
 from kvstrata.replay import copies, plan, staging
 from kvstrata.replay import cuda as copy_cuda
-from replay_model import Copies
+from replay_model import Copies, check
 from replay_model import copies as any_copies
 
-pytestmark = pytest.mark.skipif(test_replay.HAS_GPU, reason="the GPU runs it itself")
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="the GPU runs it itself")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory):
-    found = host_kernel.build(tmp_path_factory.mktemp("kernel"))
-    if found is None:
-        pytest.skip("no C++ compiler that takes the kernel")
-    return found
 
 
 CUTS = [copy_cuda.DEFAULT, copy_cuda.Config(share=64), copy_cuda.Config("warp", 128, 64)]
 
 
+@functools.cache
+def kernels() -> dict[str, emulator.Kernel]:
+    """Every instantiation of the kernel that these tests launch, by entry."""
+    plain = [
+        copy_cuda.entry_of(room, casts, False, cut)
+        for room in copy_cuda.CAPACITIES
+        for casts in (False, True)
+        for cut in CUTS[1:]
+    ]
+    staged = [copy_cuda.entry_of(room, False, True) for room in copy_cuda.CAPACITIES]
+    return emulator.build(copy_cuda.SOURCE, [*plain, *staged], sanitize=True)
+
+
+class EmulatedCopies(copy_cuda.Copies):
+    """`Copies` that launches in the emulator."""
+
+    def __init__(
+        self,
+        count: int,
+        casts: bool,
+        device: torch.device,
+        stage: bytes | None = None,
+        config: copy_cuda.Config | None = None,
+    ) -> None:
+        self.count, self.room, self.config = count, copy_cuda.capacity(count), config or copy_cuda.DEFAULT
+        self.kernel = kernels()[copy_cuda.entry_of(count, casts, stage is not None, self.config)]
+        self.params = bytearray(copy_cuda.empty_params(self.room, stage))
+        self.write = struct.Struct(f"<{count}Q").pack_into
+        self._tail_at, self.grid = 8 * self.room, 0
+
+    def go(self) -> None:
+        if self.grid:
+            self.kernel.start(bytes(self.params), self.grid, 1, self.config.threads, 0)
+
+
 @pytest.fixture(params=CUTS, ids=lambda cut: f"{cut.worker} of {cut.share} bytes", autouse=True)
-def on_host(request: pytest.FixtureRequest, compiled, monkeypatch: pytest.MonkeyPatch) -> copy_cuda.Config:
-    monkeypatch.setattr(host_kernel.HostCopies, "compiled", compiled, raising=False)
-    monkeypatch.setattr(copy_cuda, "Copies", host_kernel.HostCopies)
+def on_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> copy_cuda.Config:
+    if reason := emulator.missing():
+        pytest.skip(reason)
+    kernels()  # built here: a failure inside a property test would be shrunk
+    monkeypatch.setattr(copy_cuda, "Copies", EmulatedCopies)
     monkeypatch.setattr(copy_cuda, "config_of", lambda dst, casts, device: request.param)
     if request.param.worker == "block":  # what staged launches have
         monkeypatch.setattr(copy_cuda, "DEFAULT", request.param)
@@ -47,7 +80,7 @@ def test_any_copies_equal_the_loop() -> None:
     @settings(max_examples=100)
     @given(any_copies(CPU, most=12))
     def run(call: Copies) -> None:
-        test_replay.check(call, "cuda")
+        check(call, "cuda")
 
     run()
 

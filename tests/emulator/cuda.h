@@ -1,6 +1,7 @@
 // CUDA C++ as plain C++: every thread of a block is a fibre of one OS thread; they take turns where CUDA makes them wait for
 // each other. For tests without a GPU; it shows wrong arithmetic and wrong addresses, not races.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -51,16 +52,54 @@ struct Meeting {  // of those who wait for each other, with room for what they b
 };
 
 struct Block {
-  std::vector<ucontext_t> contexts;
   std::vector<bool> done;
   std::vector<Meeting> warps;
   Meeting all, some[16];  // by the number of their barrier
-  ucontext_t scheduler;
   int current = 0;
 };
 inline Block* block;
 
-inline void yield() { swapcontext(&block->contexts[block->current], &block->scheduler); }
+// A thread's stack and where it waits; kept from launch to launch, and left by longjmp, which makes no system call.
+struct Fibre {
+  std::unique_ptr<char[]> stack;
+  ucontext_t first;
+  jmp_buf wait;
+  bool begun = false;
+};
+inline std::vector<std::unique_ptr<Fibre>> fibres;
+inline jmp_buf scheduler;
+inline void (*thread_body)();
+
+inline void yield() {
+  if (!_setjmp(fibres[block->current]->wait)) _longjmp(scheduler, 1);
+}
+
+inline void live_as_fibre() {
+  for (;;) {
+    thread_body();
+    block->done[block->current] = true;
+    yield();
+  }
+}
+
+inline void reserve_fibres(int threads) {
+  constexpr size_t kStack = 256 << 10;
+  while (fibres.size() < static_cast<size_t>(threads)) {
+    auto& fibre = *fibres.emplace_back(std::make_unique<Fibre>());
+    fibre.stack.reset(new char[kStack]);
+    getcontext(&fibre.first);
+    fibre.first.uc_stack.ss_sp = fibre.stack.get();
+    fibre.first.uc_stack.ss_size = kStack;
+    makecontext(&fibre.first, live_as_fibre, 0);
+  }
+}
+
+inline void resume(Fibre& fibre) {  // until it yields
+  if (_setjmp(scheduler)) return;
+  if (fibre.begun) _longjmp(fibre.wait, 1);
+  fibre.begun = true;
+  setcontext(&fibre.first);
+}
 
 inline int meet(Meeting& m) {  // the half of `brought` that belongs to this meeting
   const unsigned long long number = m.number;
@@ -121,12 +160,12 @@ template <class Kernel, class Params>
 void run(Kernel kernel, const Params& params, int grid_x, int grid_y, int threads, int shared_bytes) {
   gridDim = {grid_x, grid_y, 1};
   blockDim = {threads, 1, 1};
-  constexpr size_t kStack = 256 << 10;
-  std::unique_ptr<char[]> stacks(new char[kStack * threads]);
+  reserve_fibres(threads);
   static std::vector<unsigned char> shared;
   struct Job { Kernel kernel; const Params* params; };
   static Job job;
   job = {kernel, &params};
+  thread_body = [] { job.kernel(*job.params); };
   for (int y = 0; y < grid_y; y++)
     for (int x = 0; x < grid_x; x++) {
       shared.assign(shared_bytes + 1024, 0xff);
@@ -134,30 +173,18 @@ void run(Kernel kernel, const Params& params, int grid_x, int grid_y, int thread
       dynamic_shared = shared.data() + (1024 - reinterpret_cast<uintptr_t>(shared.data()) % 1024) % 1024;
       Block here;
       block = &here;
-      here.contexts.resize(threads);
       here.done.assign(threads, false);
       here.warps.resize((threads + 31) / 32);
       for (auto& warp : here.warps) warp.size = 32;
       here.all.size = threads;
       blockIdx = {x, y, 0};
-      for (int i = 0; i < threads; i++) {
-        getcontext(&here.contexts[i]);
-        here.contexts[i].uc_stack.ss_sp = stacks.get() + kStack * i;
-        here.contexts[i].uc_stack.ss_size = kStack;
-        here.contexts[i].uc_link = &here.scheduler;
-        makecontext(&here.contexts[i], static_cast<void (*)()>([] {
-          job.kernel(*job.params);
-          const int me = block->current;
-          block->done[me] = true;
-        }), 0);
-      }
       for (int left = threads, idle = 0; left;) {
         left = 0;
         for (int i = 0; i < threads; i++) {
           if (here.done[i]) continue;
           here.current = i;
           threadIdx = {i, 0, 0};
-          swapcontext(&here.scheduler, &here.contexts[i]);
+          resume(*fibres[i]);
           left += !here.done[i];
         }
         if (++idle > 50'000'000) std::abort();  // somebody waits for a lane that has gone
@@ -191,7 +218,9 @@ using std::max;
 using std::min;
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
-template <class T> inline T atomicAdd(T* p, T x) { const T old = *p; *p += x; return old; }
+template <class T> inline T atomicAdd(T* p, std::type_identity_t<T> x) { const T old = *p; *p += x; return old; }
+inline void __threadfence() {}
+inline void __threadfence_system() {}
 template <class T> inline T atomicOr(T* p, T x) { const T old = *p; *p |= x; return old; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;

@@ -41,6 +41,7 @@ template <class In> inline float high(unsigned x) { return to_float(In{static_ca
 
 // Instructions that kernels have in their own text: emulator.py calls them by these names.
 inline unsigned short cvt_rn_f16_f32(float x) { return bits_of(f16{}, x); }
+inline unsigned short cvt_rn_bf16_f32(float x) { return bits_of(bf16{}, x); }
 inline float rsqrt_approx_ftz_f32(float x) { return 1.f / std::sqrt(x); }
 inline float rcp_approx_ftz_f32(float x) { return 1.f / x; }
 inline unsigned min_relu_s16x2(unsigned a, unsigned b) {
@@ -52,7 +53,14 @@ inline unsigned min_relu_s16x2(unsigned a, unsigned b) {
   return out;
 }
 
-template <int kBytes> struct Vec { unsigned words[kBytes / 4]; };
+template <int kBytes> struct Word { using type = unsigned; };
+template <> struct Word<1> { using type = unsigned char; };
+template <> struct Word<2> { using type = unsigned short; };
+template <int kBytes> struct Vec {
+  using word = typename Word<kBytes>::type;
+  static constexpr int kWords = kBytes / sizeof(word);
+  word words[kWords];
+};
 template <int kBytes> inline Vec<kBytes> load_once(const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % std::min(kBytes, 16)) std::abort();
   Vec<kBytes> out;
@@ -150,23 +158,23 @@ inline void ldmatrix_x4(unsigned (&out)[4], unsigned address) { ldmatrix(out, ad
 inline void ldmatrix_x4_trans(unsigned (&out)[4], unsigned address) { ldmatrix(out, address, true); }
 
 // cp.async: the bytes come at the latest moment, when the thread waits for their group; until then there are NaNs.
-struct Copy { unsigned to, group; const void* from; int bytes, there; };
-struct Copies { std::vector<Copy> open; unsigned group = 0; };
-inline std::vector<Copies> copies_of_threads;
-inline Copies& my_copies() {
+struct AsyncCopy { unsigned to, group; const void* from; int bytes, there; };
+struct AsyncCopies { std::vector<AsyncCopy> open; unsigned group = 0; };
+inline std::vector<AsyncCopies> copies_of_threads;
+inline AsyncCopies& my_copies() {
   if (copies_of_threads.size() <= static_cast<size_t>(threadIdx.x)) copies_of_threads.resize(threadIdx.x + 1);
   return copies_of_threads[threadIdx.x];
 }
 template <int kBytes, bool = false> inline void cp_async_or_zero(unsigned to, const void* from, bool there) {
   if (to % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes || to + kBytes > dynamic_bytes) std::abort();
   std::memset(dynamic_shared + to, 0xff, kBytes);
-  Copies& mine = my_copies();
+  AsyncCopies& mine = my_copies();
   mine.open.push_back({to, mine.group, from, kBytes, there});
 }
 inline void commit_group() { my_copies().group++; }
 template <int kPending> inline void wait_group() {
-  Copies& mine = my_copies();
-  std::erase_if(mine.open, [&](const Copy& x) {
+  AsyncCopies& mine = my_copies();
+  std::erase_if(mine.open, [&](const AsyncCopy& x) {
     if (x.group + kPending >= mine.group) return false;
     if (x.there) std::memcpy(dynamic_shared + x.to, x.from, x.bytes);
     else std::memset(dynamic_shared + x.to, 0, x.bytes);

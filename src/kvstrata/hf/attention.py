@@ -16,18 +16,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from .logits import Logits
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from .layer import StrataLayer
 
 BASES = ("sdpa", "eager")  # their masks are tensors [rows, 1, queries, columns]
 REFUSED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_table", "indices", "block_indices")
@@ -36,12 +31,27 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Under = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
+class CompressedLayer(Protocol):
+    """A layer that stores K and V and attends to all that it holds."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        under: Under,
+        logits: Logits,
+    ) -> torch.Tensor: ...
+
+
 class Pending:
     """New rows of K or V on their way from `update` to `attend`: not a tensor, and says so when it is taken for one."""
 
     __slots__ = ("layer", "rows")
 
-    def __init__(self, layer: StrataLayer, rows: torch.Tensor) -> None:
+    def __init__(self, layer: CompressedLayer, rows: torch.Tensor) -> None:
         self.layer, self.rows = layer, rows
 
     def _refuse(self, use: str) -> NoReturn:

@@ -25,7 +25,7 @@ from kvstrata.cache.ops.clone import clone
 from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget
 from kvstrata.checks import check_int
 
-from . import attention, support
+from . import attention, files, support
 from . import mask as masks
 from .layer import StrataLayer
 from .rope import frequencies
@@ -38,7 +38,10 @@ OWN["max_requests"] = " (max_batch= asks for more rows)"
 
 
 class StrataCache(Cache):
-    """A cache for ``model.generate(..., past_key_values=StrataCache(model.config, budget=0.25))``.
+    """KV cache of a transformers model under a byte budget, in tiers of 2 to 16 bit.
+
+    Give it as ``past_key_values`` to ``model.generate`` or to a forward; K and V are ``[rows, kv_heads, tokens, D]``
+    there. A forward mutates the cache.
 
     Args:
         config: the model's (``model.config``); it is not changed. ValueError for a model that cannot be compressed.
@@ -49,12 +52,14 @@ class StrataCache(Cache):
         max_batch: rows, for `batch_repeat_interleave`; None is what comes first.
         max_tokens: of a row; None begins with the config's context length, up to 32768 for shorter prompts, and grows
             where a row becomes longer.
-        importance_queries: how many queries of a prompt are asked what they attended to.
+        importance_queries: maximum number of prompt queries sampled for importance.
 
     Layers that are not compressed (sliding window, linear attention, other shapes of K and V) are transformers' own;
     `plain_layers` says which and why. `tiered` is the TieredCache, once there is a first token. Unsupported are masks
-    beyond causal order and padding, packed sequences, `output_attentions` and offloading; they raise. Gradients end at
-    what is stored, so nothing can be trained through it.
+    beyond causal order and padding, packed sequences, `output_attentions` and offloading; they raise
+    NotImplementedError. Arguments that make no sense raise ValueError or TypeError, and a text that does not fit
+    ``budget_bytes`` raises BudgetExceeded. Gradients do not flow through stored tokens. Not safe under CUDA graph
+    capture: a forward reads sizes on the host. `kvstrata.hf.step` has a decode step that can be captured.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -129,7 +134,10 @@ class StrataCache(Cache):
 
     @classmethod
     def from_file(cls, config: PreTrainedConfig, path: str | PathLike[str], **options: Any) -> StrataCache:
-        """With the arguments that a JSON file holds, as `kvstrata advise` writes it; ``options`` go before them."""
+        """Make a cache with the arguments in a JSON file, such as `kvstrata advise` writes; ``options`` override them.
+
+        Raises ValueError unless the file holds a JSON object, and what `StrataCache` raises.
+        """
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
@@ -141,22 +149,22 @@ class StrataCache(Cache):
         return cls(config, **(given | options))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write all of it as safetensors, to go on from with `load`; NotImplementedError for linear attention."""
-        from .files import save
+        """Write the whole cache to a safetensors file, from which `load` continues.
 
-        save(self, path)
+        Raises FileNotFoundError for a missing folder and NotImplementedError for layers of linear attention. Reads
+        everything back from the device, so it cannot be captured.
+        """
+        files.save(path, self, self._text, self._tiered, self._real)
 
     @classmethod
     def load(
         cls, config: PreTrainedConfig, path: str | PathLike[str], device: torch.device | str = "cpu"
     ) -> StrataCache:
-        """A cache that `save` wrote, for the same model; ValueError for any other file or a model of another shape."""
-        from .files import load
-
-        return load(cls, config, path, device)
+        """Read a cache that `save` wrote; ValueError for any other file and for a model of another shape."""
+        return files.load(cls, config, path, device)
 
     def __copy__(self) -> StrataCache:
-        """A cache of its own, as `copy.deepcopy` gives: layers and pages cannot have two owners."""
+        """Deep copy: layers and pages cannot have two owners."""
         return copy.deepcopy(self)
 
     # The TieredCache
@@ -169,11 +177,11 @@ class StrataCache(Cache):
 
     @property
     def uses_mass(self) -> bool:
-        """True where attention mass decides which tokens are demoted."""
+        """True if attention mass decides which tokens are demoted."""
         return self.tiered.policy.name == "importance" and self.tiered.budget.amount is not None
 
     def misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
-        """Why K and V of a layer cannot be compressed, if so."""
+        """Reason why K and V of a layer cannot be compressed, or None."""
         dim = key.shape[-1]
         if key.shape != value.shape:
             return f"K and V of different shapes, {tuple(key.shape[1::2])} and {tuple(value.shape[1::2])}"
@@ -194,7 +202,7 @@ class StrataCache(Cache):
             warnings.warn(f"StrataCache compresses no layer of this model: {reasons}", stacklevel=3)
 
     def build(self, key: torch.Tensor) -> None:
-        """The TieredCache, when the first rows ``[rows, kv_heads, n, D]`` show what it has to hold."""
+        """Make the TieredCache from the first K, ``[rows, kv_heads, n, D]``, which has its shape, dtype and device."""
         rows, heads, new, dim = key.shape
         if self._tiered is not None:
             return
@@ -233,7 +241,7 @@ class StrataCache(Cache):
         self._shape = tiered.kv_heads, tiered.head_dim
 
     def reserve(self, tokens: int) -> None:
-        """Tables for rows of so many tokens: they grow where nobody said how long a row may become."""
+        """Make room for rows of ``tokens`` tokens; ValueError if that is more than ``max_tokens`` allows."""
         most = self.tiered.max_tokens
         if tokens <= most:
             return
@@ -263,7 +271,7 @@ class StrataCache(Cache):
         self._check_budget(probe)
 
     def _check_budget(self, tiered: TieredCache) -> None:
-        """A fraction below the lowest tier would fail in the middle of a text; say so before the first token."""
+        """Refuse a budget below the lowest tier before the first token, not in the middle of a text."""
         budget = tiered.budget
         least = budget.page_price[-1] / tiered.page_tokens / budget.token_bytes
         if isinstance(budget.amount, float) and budget.amount <= least and not tiered.policy.evict:
@@ -274,7 +282,7 @@ class StrataCache(Cache):
             )
 
     def memory(self) -> Memory:
-        """Bytes of everything: those of `TieredCache.memory`, and of layers that are not compressed."""
+        """Bytes in use: those of `TieredCache.memory`, and of layers that are not compressed."""
         plain = [x for place in self.plain_layers for x in vars(self.layers[place]).values() if torch.is_tensor(x)]
         held = sum(x.nbytes for x in plain)
         if self._tiered is None:
@@ -298,7 +306,7 @@ class StrataCache(Cache):
     def tokens_among(
         self, start: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int
     ) -> torch.Tensor | None:
-        """Which of the columns from ``start`` on are tokens: bool ``[rows, queries]``, None for all.
+        """Tokens among the columns from ``start`` on, bool ``[rows, queries]``; None if all are.
 
         The first layer of a forward reads mask and positions, the others only check a mask that is another one.
         """
@@ -323,7 +331,7 @@ class StrataCache(Cache):
         return tokens
 
     def forget(self, start: int) -> None:
-        """Columns from ``start`` on are none: the first layer could not store them."""
+        """Drop the columns from ``start`` on, which the first layer could not store."""
         if all(layer.columns <= start for layer in self.layers if isinstance(layer, StrataLayer)):
             self._real = self._real[:, :start]
 
@@ -338,7 +346,7 @@ class StrataCache(Cache):
     # What transformers asks for
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all tokens; the next forward may have another batch size."""
         for layer in self._plain():
             layer.keys = layer.values = None  # 5.17 would zero them and keep their rows
             layer.is_initialized = False
@@ -347,7 +355,10 @@ class StrataCache(Cache):
         self._tiered, self._shape, self._real = None, None, np.ones((0, 0), bool)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last ``-tokens_to_remove`` columns away. What has settled meanwhile stays settled."""
+        """Remove the last ``-tokens_to_remove`` columns; tokens that were demoted since stay demoted.
+
+        Raises ValueError for a positive number.
+        """
         if tokens_to_remove > 0:
             raise ValueError(
                 f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}; crop(-n) removes n columns"
@@ -365,13 +376,13 @@ class StrataCache(Cache):
                 layer.columns = min(layer.columns, self._real.shape[1])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Beams: row i becomes what row ``beam_idx[i]`` was; pages are shared, not copied."""
+        """Make row i a copy of row ``beam_idx[i]``, for beam search; pages are shared, not copied."""
         for layer in self._plain():
             layer.reorder_cache(beam_idx)
         self._pick(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times; all at once up to ``max_batch`` rows."""
+        """Repeat every row ``repeats`` times; ValueError for more than ``max_batch`` rows. Pages are shared."""
         rows = self.rows
         if self._tiered is not None and rows * repeats > self.tiered.max_requests:
             raise ValueError(
@@ -383,7 +394,7 @@ class StrataCache(Cache):
         self._pick([row for row in range(rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these rows."""
+        """Keep the rows ``indices``, an index or bool mask ``[rows]``."""
         for layer in self._plain():
             layer.batch_select_indices(indices)
         self._pick(torch.arange(self.rows)[indices.cpu()].tolist())

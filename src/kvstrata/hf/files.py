@@ -12,9 +12,10 @@ tensors. A model of another shape is refused; weights are not compared.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,9 +27,6 @@ from kvstrata.cache.ops.files import Refused, digest, put, taken, validate, want
 
 from .layer import StrataLayer
 from .mass import MassLedger
-
-if TYPE_CHECKING:
-    from .cache import StrataCache
 
 KIND = "kvstrata.strata_cache"
 VERSION = 2
@@ -47,21 +45,47 @@ SHAPE = (
 )
 
 
+class SavedCache(Protocol):
+    """The part of a `StrataCache` that its file is made of."""
+
+    options: dict[str, Any]
+    dtype: torch.dtype | None
+    max_batch: int | None
+    max_tokens: int | None
+    importance_queries: int
+    layers: list[Any]
+    plain_layers: dict[int, str]
+
+    def adopt(self, tiered: TieredCache, real: np.ndarray) -> None: ...
+
+    def keep_plain(self, place: int, reason: str) -> DynamicLayer: ...
+
+
+Loaded = TypeVar("Loaded", bound=SavedCache)
+
+
 def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
     """Fields of a text config that have to agree between the model that saves and the one that loads."""
     text = config.get_text_config(decoder=True)
     return json.loads(json.dumps({name: getattr(text, name, None) for name in SHAPE}, default=str))
 
 
-def save(cache: StrataCache, path: str | PathLike[str]) -> None:
-    """`StrataCache.save`."""
+def save(
+    path: str | PathLike[str],
+    cache: SavedCache,
+    config: PreTrainedConfig,
+    tiered: TieredCache | None,
+    real: np.ndarray,
+) -> None:
+    """Write a cache of a model with ``config``; ``real`` is bool ``[rows, columns]``, False for padding."""
     from safetensors.torch import save_file
 
     if not Path(path).parent.is_dir():
         raise FileNotFoundError(f"path: expected a file in a folder that exists, got {str(path)!r}")
-    tensors = {"tokens": torch.from_numpy(cache._real.astype(np.uint8))}
-    for row in range(cache.rows):
-        tensors |= {f"row.{row}.{name}": x for name, x in taken(cache.tiered, row).items()}
+    tensors = {"tokens": torch.from_numpy(real.astype(np.uint8))}
+    if tiered is not None:
+        for row in range(len(real)):
+            tensors |= {f"row.{row}.{name}": x for name, x in taken(tiered, row).items()}
     layers = [_layer(cache, place, tensors) for place in range(len(cache.layers))]
     tensors = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     arguments = cache.options | {
@@ -70,16 +94,16 @@ def save(cache: StrataCache, path: str | PathLike[str]) -> None:
         "max_tokens": cache.max_tokens,
         "importance_queries": cache.importance_queries,
     }
-    tiered = None
-    if cache._tiered is not None:
-        given = {name: value for name, value in cache.tiered._arguments.items() if name != "device"}
-        tiered = given | {"dtype": _name(cache.tiered.dtype)}
+    tiered_arguments = None
+    if tiered is not None:
+        given = {name: value for name, value in tiered._arguments.items() if name != "device"}
+        tiered_arguments = given | {"dtype": _name(tiered.dtype)}
     metadata = {
         "kind": KIND,
         "version": str(VERSION),
-        "model": json.dumps(model_shape(cache._text)),
+        "model": json.dumps(model_shape(config)),
         "arguments": json.dumps(arguments),
-        "tiered": json.dumps(tiered),
+        "tiered": json.dumps(tiered_arguments),
         "layers": json.dumps(layers),
         "digest": digest(tensors),
     }
@@ -90,7 +114,7 @@ def _name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _layer(cache: StrataCache, place: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _layer(cache: SavedCache, place: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The numbers of a layer; its tensors go to ``tensors``."""
     layer = cache.layers[place]
     if isinstance(layer, StrataLayer):
@@ -109,12 +133,12 @@ def _layer(cache: StrataCache, place: int, tensors: dict[str, torch.Tensor]) -> 
 
 
 def load(
-    kind: type[StrataCache], config: PreTrainedConfig, path: str | PathLike[str], device: torch.device | str
-) -> StrataCache:
-    """`StrataCache.load`."""
+    make: Callable[..., Loaded], config: PreTrainedConfig, path: str | PathLike[str], device: torch.device | str
+) -> Loaded:
+    """Read a cache that `save` wrote; ``make`` is its class. ValueError for any other file or model."""
     try:
         metadata, tensors = _read(path)
-        return _restore(kind, config, metadata, tensors, torch.device(device))
+        return _restore(make, config, metadata, tensors, torch.device(device))
     except Refused as error:
         raise ValueError(f"path: expected a StrataCache of this model, {str(path)!r} is not: {error}") from error
 
@@ -138,21 +162,22 @@ def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Te
 
 
 def _restore(
-    kind: type[StrataCache],
+    make: Callable[..., Loaded],
     config: PreTrainedConfig,
     metadata: dict[str, Any],
     tensors: dict[str, torch.Tensor],
     device: torch.device,
-) -> StrataCache:
+) -> Loaded:
     for name, value in model_shape(config).items():
         saved = metadata["model"].get(name)
         want(saved == value, f"{name}: expected {value!r} as in the model, got {saved!r}")
     arguments = metadata["arguments"]
-    cache = kind(config, **arguments | {"dtype": _dtype(arguments["dtype"])})
+    cache = make(config, **arguments | {"dtype": _dtype(arguments["dtype"])})
     tokens = tensors.get("tokens")
     if tokens is None or tokens.dtype != torch.uint8 or tokens.dim() != 2:
         raise Refused("tokens: expected uint8 [rows, columns]")
     want(len(metadata["layers"]) == len(cache.layers), f"layers: expected {len(cache.layers)}")
+    tiered = None
     if metadata["tiered"] is not None:
         given = metadata["tiered"]
         tiered = TieredCache(**given | {"dtype": _dtype(given["dtype"]), "device": device})
@@ -164,7 +189,13 @@ def _restore(
             put(tiered, row, parts)
         cache.adopt(tiered, tokens.numpy().astype(bool))
     for place, numbers in enumerate(metadata["layers"]):
-        _restore_layer(cache, place, numbers, tensors, device)
+        if "plain" in numbers:
+            _restore_plain(cache, place, numbers, tensors, device)
+        elif numbers["dtype"] is not None:
+            if tiered is None:
+                raise Refused(f"layer {place}: expected one without tokens, since no request was saved")
+            want(numbers["columns"] == tokens.shape[1], f"layer {place}: expected {tokens.shape[1]} columns")
+            _restore_compressed(cache.layers[place], place, numbers, tensors.get(f"mass.{place}"), tiered)
     return cache
 
 
@@ -174,28 +205,26 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return dtype
 
 
-def _restore_layer(
-    cache: StrataCache, place: int, numbers: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
+def _restore_plain(
+    cache: SavedCache, place: int, numbers: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
 ) -> None:
-    if "plain" in numbers:
-        if place not in cache.plain_layers:
-            cache.keep_plain(place, numbers["plain"])
-        keys, values = (tensors.get(f"plain.{place}.{name}") for name in ("keys", "values"))
-        if keys is not None and values is not None:
-            layer, keys, values = cache.layers[place], keys.to(device), values.to(device)
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.cumulative_length = numbers["length"]
-        return
-    layer = cache.layers[place]
+    if place not in cache.plain_layers:
+        cache.keep_plain(place, numbers["plain"])
+    keys, values = (tensors.get(f"plain.{place}.{name}") for name in ("keys", "values"))
+    if keys is not None and values is not None:
+        layer, keys, values = cache.layers[place], keys.to(device), values.to(device)
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = numbers["length"]
+
+
+def _restore_compressed(
+    layer: Any, place: int, numbers: dict[str, Any], mass: torch.Tensor | None, tiered: TieredCache
+) -> None:
     want(isinstance(layer, StrataLayer), f"layer {place}: expected one that is not compressed")
-    if numbers["dtype"] is None:
-        return
-    layer.dtype, layer.device, layer.is_initialized = _dtype(numbers["dtype"]), device, True
+    layer.dtype, layer.device, layer.is_initialized = _dtype(numbers["dtype"]), tiered.device, True
     layer.columns = numbers["columns"]
-    want(layer.columns == cache._real.shape[1], f"layer {place}: expected {cache._real.shape[1]} columns")
-    mass = tensors.get(f"mass.{place}")
     if mass is not None:
-        layer.ledger = MassLedger(cache.tiered, layer.index)
-        layer.ledger.mass, layer.ledger.queries = mass.to(device), numbers["queries"]
+        layer.ledger = MassLedger(tiered, layer.index)
+        layer.ledger.mass, layer.ledger.queries = mass.to(tiered.device), numbers["queries"]

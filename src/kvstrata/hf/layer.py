@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 import kvstrata
+from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.inspect import gather
 
 from . import attention
@@ -22,21 +23,47 @@ from . import mask as masks
 from .logits import Logits
 from .mass import MassLedger, prompt_mass
 
-if TYPE_CHECKING:
-    from .cache import StrataCache
-
 DECODE_QUERIES = 16  # more new tokens than these are a prompt
 LARGEST = torch.finfo(torch.float16).max
 
 
+class Owner(Protocol):
+    """The part of a `StrataCache` that its layers use."""
+
+    importance_queries: int
+
+    @property
+    def tiered(self) -> TieredCache: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def uses_mass(self) -> bool: ...
+
+    def misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None: ...
+
+    def keep_plain(self, place: int, reason: str) -> DynamicLayer: ...
+
+    def build(self, key: torch.Tensor) -> None: ...
+
+    def reserve(self, tokens: int) -> None: ...
+
+    def tokens_among(
+        self, start: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int
+    ) -> torch.Tensor | None: ...
+
+    def forget(self, start: int) -> None: ...
+
+
 class StrataLayer(CacheLayerMixin):
-    """``columns`` is the length as transformers counts it, padding included."""
+    """A compressed layer; ``columns`` is its length as transformers counts it, padding included."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = False  # crop removes tokens, but what has settled since stays settled
 
-    def __init__(self, owner: StrataCache, place: int, index: int) -> None:
+    def __init__(self, owner: Owner, place: int, index: int) -> None:
         super().__init__()
         self.owner, self.place, self.index = owner, place, index  # place in the model, index in the TieredCache
         self.columns = 0
@@ -95,16 +122,16 @@ class StrataLayer(CacheLayerMixin):
         cache, uses_mass = self.owner.tiered, self.owner.uses_mass
         cache.append(self.index, self._rows(key), self._rows(value))
         q = query.transpose(1, 2).to(cache.dtype)
-        made = kvstrata.decode_attention(
+        result = kvstrata.decode_attention(
             q, cache, self.index, scale=logits.scale, softcap=logits.softcap, sinks=logits.sinks, return_mass=uses_mass
         )
-        if isinstance(made, torch.Tensor):
-            return made.to(query.dtype)
-        assert made.mass is not None
+        if isinstance(result, torch.Tensor):
+            return result.to(query.dtype)
+        assert result.mass is not None
         if self.ledger is None:
             self.ledger = MassLedger(cache, self.index)
-        self.ledger.add(made.mass, query.shape[2])
-        return made.out.to(query.dtype)
+        self.ledger.add(result.mass, query.shape[2])
+        return result.out.to(query.dtype)
 
     def _prompt(
         self,
@@ -163,7 +190,7 @@ class StrataLayer(CacheLayerMixin):
         mask_of: Callable[[slice], torch.Tensor],
         under: attention.Under,
     ) -> torch.Tensor:
-        """The model's own attention, some queries at a time, to the columns that the last of them may see."""
+        """The model's own attention, a chunk of queries at a time, to the columns that the last of them may see."""
         queries = query.shape[2]
         before = keys.shape[2] - queries
         parts = []

@@ -1,7 +1,7 @@
 """Masks: which columns are tokens, and what a query sees.
 
-A compressed layer knows causal order and padding. Everything is worked out from positions, some queries at a time: the
-whole mask of a prompt is quadratic in its length.
+A compressed layer knows causal order and padding. Everything is worked out from positions, a chunk of queries at a
+time: the whole mask of a prompt is quadratic in its length.
 """
 
 from __future__ import annotations

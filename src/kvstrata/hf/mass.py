@@ -106,18 +106,18 @@ def _torch_mass(prompt: _Prompt, logits: Logits) -> torch.Tensor:
     group = query.shape[1] // kv_heads
     mass = torch.zeros(rows * kv_heads, 1, columns, dtype=torch.float32, device=query.device)
     keys = key.float().flatten(0, 1).transpose(1, 2)
-    for chunk, (some, its_weight) in enumerate(zip(sampled.split(CHUNK), weight.split(CHUNK, 1), strict=True)):
+    for chunk, (queries, its_weight) in enumerate(zip(sampled.split(CHUNK), weight.split(CHUNK, 1), strict=True)):
         end = columns - chunk * CHUNK * stride  # behind the column of the chunk's last query, which sees no further
-        q = query[:, :, some].float().mul_(logits.scale)
+        q = query[:, :, queries].float().mul_(logits.scale)
         scores = torch.bmm(q.reshape(rows * kv_heads, -1, q.shape[-1]), keys[..., :end])
         if logits.softcap is not None:
             scores = scores.div_(logits.softcap).tanh_().mul_(logits.softcap)
-        by_query = scores.view(rows, kv_heads, group, len(some), end)
-        begin = end - 1 - (len(some) - 1) * stride if no_padding else 0
-        hidden = ~visible(query_position[:, some], column_position[..., begin:end])
+        by_query = scores.view(rows, kv_heads, group, len(queries), end)
+        begin = end - 1 - (len(queries) - 1) * stride if no_padding else 0
+        hidden = ~visible(query_position[:, queries], column_position[..., begin:end])
         by_query[..., begin:].masked_fill_(hidden.unsqueeze(2), -torch.inf)
         if logits.sinks is not None:
-            sink = logits.sinks.float().view(1, -1, 1, 1).expand(rows, -1, len(some), 1)
+            sink = logits.sinks.float().view(1, -1, 1, 1).expand(rows, -1, len(queries), 1)
             scores = torch.cat([scores, sink.reshape(len(scores), -1, 1)], -1)
         seen = scores.softmax(-1)[..., :end]
         if not no_padding:
@@ -128,7 +128,7 @@ def _torch_mass(prompt: _Prompt, logits: Logits) -> torch.Tensor:
 
 
 class MassLedger:
-    """Mass of decode steps, handed to the cache some steps at a time: nothing asks for it before the next settling."""
+    """Mass of decode steps, handed to the cache `STEPS` at a time, since it is not read before the next settling."""
 
     STEPS = 16
 

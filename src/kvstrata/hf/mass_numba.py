@@ -50,15 +50,15 @@ def add_mass(
     space = torch.empty(group * chunk * len(key), dtype=torch.float32, device="cpu")
     sinks = np.empty(0, np.float32) if logits.sinks is None else logits.sinks.detach().float().contiguous().numpy()
     for begin in range(0, queries, chunk):
-        some = slice(begin, begin + chunk)
+        part = slice(begin, begin + chunk)
         end = int(columns[begin]) + 1
-        q = query[:, some].float().mul(logits.scale).reshape(-1, dim)
+        q = query[:, part].float().mul(logits.scale).reshape(-1, dim)
         scores = space[: len(q) * end].view(len(q), end)
         torch.mm(q, key[:end].T, out=scores)
         by = torch.empty(len(q), dtype=torch.float32, device="cpu")
         arguments = (
-            scores.numpy(), columns[some].numpy(), query_position[some].numpy(), column_position.numpy(),
-            weight[some].numpy(), np.float32(logits.softcap or 0.0), sinks, by.numpy(),
+            scores.numpy(), columns[part].numpy(), query_position[part].numpy(), column_position.numpy(),
+            weight[part].numpy(), np.float32(logits.softcap or 0.0), sinks, by.numpy(),
         )  # fmt: skip
         share_out(_weigh, arguments, len(q), torch.get_num_threads())
         mass[:end].addmv_(scores.T, by)

@@ -42,7 +42,16 @@ Fill = float | int | bool | str | None
 class Bound:
     """A count that lives on the device: ``ceil(tensor / per) + extra``, at least 0 and at most what the source has.
 
-    ``Bound(seq_lens, per=16)`` are the live pages of a page table's rows, ``Bound(batch, extra=1)`` those of offsets.
+    ``tensor`` is int32 or int64, of one element or ``[rows]``, and is read when a copy runs, so a captured copy follows
+    it. `CopyPlan` raises ValueError or TypeError for another. ``Bound(seq_lens, per=16)`` bounds the rows of a page
+    table to their live pages, ``Bound(batch, extra=1)`` offsets to batch + 1 entries.
+
+    Example:
+        >>> from kvstrata.replay import Bound, CopyPlan
+        >>> src, dst = torch.ones(2, 4), torch.zeros(2, 4)
+        >>> CopyPlan([dst], [src], lengths=Bound(torch.tensor([33, 16]), per=16)).run()
+        >>> dst.tolist()
+        [[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
     """
 
     tensor: torch.Tensor
@@ -51,7 +60,7 @@ class Bound:
 
 
 class Look(NamedTuple):
-    """What a kernel can tell of a tensor: everything but its address."""
+    """All that a kernel depends on of a tensor, but its address."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -122,7 +131,7 @@ def shape(tensor: torch.Tensor) -> list[int]:
 
 
 class Names(NamedTuple):
-    """What errors call a copy's source and its target, and whether whoever made the copy can have it cast."""
+    """Names of a copy's source and target in errors, and whether its caller could ask for a cast."""
 
     source: str
     target: str
@@ -134,15 +143,22 @@ def names_of(count: int, casts: bool = False) -> list[Names]:
 
 
 def check_list(value: Any, name: str) -> None:
-    """Whether ``value`` can be gone through as tensors; a tensor can too, but its rows are hardly what is meant."""
+    """Raise TypeError unless ``value`` is a list; a tensor, whose rows could be iterated over, is refused."""
     if isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a list of tensors, got one tensor of shape {shape(value)}")
     if not hasattr(value, "__iter__"):
         raise TypeError(f"{name}: expected a list of tensors, got {type(value).__name__}")
 
 
+def check_count(src: Any, count: int) -> None:
+    """Raise unless ``src`` is a list of ``count`` sources."""
+    check_list(src, "src")
+    if len(src) != count:
+        raise ValueError(f"src: expected {count} tensors, one for each of dst, got {len(src)}")
+
+
 def check_source(src: torch.Tensor, dst: torch.Tensor, cast: bool, names: Names) -> None:
-    """Whether ``src`` fits into ``dst``; errors name the copy."""
+    """Raise unless ``src`` fits into ``dst``; errors name the copy."""
     name, target, casts = names
     if src.dim() != dst.dim():
         raise ValueError(f"{name}: expected {dst.dim()} dimensions as {target} {shape(dst)} has, got {shape(src)}")

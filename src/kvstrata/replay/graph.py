@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from .copies import Bound, Fill, Names, check_list, check_source, shape
+from .memory import aligned
 from .plan import CopyPlan
 from .staging import HostStage
 from .switch import backend_of, is_fused
 
 STAGINGS = ("copy", "graph", "host")
-ALIGN = 256
 Step = Callable[..., Any]
 Input = torch.Tensor | tuple[Sequence[int], torch.dtype]
 
@@ -35,10 +35,10 @@ Input = torch.Tensor | tuple[Sequence[int], torch.dtype]
 def arena(specs: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device) -> dict[str, torch.Tensor]:
     """Zeroed buffers in one allocation of torch's stream-ordered allocator, each aligned to 256 bytes."""
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in specs.items()}
-    offsets, at = {}, 0
+    offsets, total = {}, 0
     for name, size in sizes.items():
-        offsets[name], at = at, at + ALIGN * -(-size // ALIGN)
-    pool = torch.zeros(at, dtype=torch.uint8, device=device)
+        offsets[name], total = total, total + aligned(size)
+    pool = torch.zeros(total, dtype=torch.uint8, device=device)
     return {
         name: pool[offsets[name] : offsets[name] + sizes[name]].view(dtype).view(tuple(shape))
         for name, (shape, dtype) in specs.items()
@@ -46,7 +46,7 @@ def arena(specs: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.
 
 
 class Captured:
-    """One size: its parts of the buffers, how they are filled, the graph, and what the step returned."""
+    """The graph of one batch size, with its parts of the buffers, the copy that fills them, and the step's outputs."""
 
     def __init__(self, size: int, inputs: dict[str, torch.Tensor], fill: Callable[..., None] | None) -> None:
         self.size, self.inputs, self.fill = size, inputs, fill
@@ -85,7 +85,8 @@ class GraphRunner:
 
     A call's tensors have the dtype of their buffers; none is converted. Raises ValueError or TypeError, naming the
     input, for tensors that do not fit, RuntimeError when nothing was captured, when the step cannot be captured and
-    when a tensor has moved.
+    when a tensor has moved. Calls launch on the current stream; only with ``staging="host"`` may one wait, until
+    the step before last was read. Not for use by two threads at once.
 
     Example:
         >>> buffers = {"x": ((4, 2), torch.float32)}
@@ -204,7 +205,7 @@ class GraphRunner:
         torch.cuda.synchronize()
 
     def _filler(self, parts: dict[str, torch.Tensor]) -> Callable[..., None]:
-        """What brings a step's tensors into the parts of the buffers: before the graph, or as its first node."""
+        """Copy of a step's tensors into the parts of the buffers, before the graph or as its first node."""
         fills = [self.fill[name] for name in parts]
         if self._stage is not None:
             return self._stage.node(list(parts.values()))
@@ -217,7 +218,7 @@ class GraphRunner:
         return CopyPlan(list(parts.values()), sources, fill=fills, rows=rows, backend=backend_of(self.fused)).run
 
     def _body(self, one: Captured) -> Any:
-        """What is captured: the step, after its metadata where that is part of the graph."""
+        """Run what a graph holds: the step, after the copy of its metadata where that is a node too."""
         if self.staging != "copy" and one.fill is not None:
             one.fill()
         return self.step(**one.inputs)
@@ -275,7 +276,7 @@ class GraphRunner:
         return batch
 
     def _check_staged(self, given: Sequence[torch.Tensor]) -> None:
-        """What pinned memory cannot hold, though a copy could: narrower rows of three dimensions."""
+        """Raise ValueError for narrower rows of three dimensions, which pinned memory cannot hold."""
         for (name, _, _), tensor in zip(self._names, given, strict=True):
             buffer = self.buffers[name]
             if tensor.dim() == buffer.dim() == 3 and tensor.shape[1:] != buffer.shape[1:]:
@@ -303,7 +304,7 @@ class GraphRunner:
 
 
 def _sizes(sizes: Iterable[int]) -> list[int]:
-    """In order, each once."""
+    """Sorted sizes without duplicates; TypeError or ValueError for anything but ints of at least 1."""
     try:
         given = list(sizes)
         whole = sorted({operator.index(size) for size in given})
@@ -325,12 +326,12 @@ def _buffers(inputs: Mapping[str, Input], device: torch.device | str | None) -> 
         if not given:
             raise ValueError("device: expected one, since no input is a tensor, got None")
         device = next(iter(given.values())).device
-    made = arena(specs, torch.device(device)) if specs else {}
-    return {name: given[name] if name in given else made[name] for name in inputs}
+    allocated = arena(specs, torch.device(device)) if specs else {}
+    return {name: given[name] if name in given else allocated[name] for name in inputs}
 
 
 def _cut(outputs: Any, size: int, batch: int) -> Any:
-    """The live rows of everything that has the padded batch in dimension 0."""
+    """Outputs cut to the live rows, where dimension 0 is the padded batch."""
     if isinstance(outputs, torch.Tensor):
         return outputs[:batch] if outputs.dim() and outputs.shape[0] == size and batch != size else outputs
     if isinstance(outputs, dict):
@@ -343,7 +344,7 @@ def _cut(outputs: Any, size: int, batch: int) -> Any:
 
 
 def _leave_capture(device: torch.device) -> None:
-    """After a capture that failed torch takes its random numbers for captured still; one that succeeds ends that."""
+    """Capture nothing, successfully: after a failed capture torch still takes its generator for captured."""
     nothing = torch.zeros((), device=device)
     with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
         nothing.zero_()

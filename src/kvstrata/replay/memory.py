@@ -1,4 +1,4 @@
-"""Which bytes a strided tensor covers, and whether two tensors share any.
+"""Bytes that a strided tensor covers, whether two tensors share any, and alignment.
 
 An answer by first and last address would refuse columns of one buffer that lie between each other; so where the spans
 meet, the unbroken runs of both are compared.
@@ -8,6 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
+ALIGN = 256  # bytes
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of `ALIGN`."""
+    return ALIGN * -(-nbytes // ALIGN)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -35,7 +42,7 @@ def runs(tensor: torch.Tensor) -> np.ndarray:
 
 
 def folds(tensor: torch.Tensor) -> bool:
-    """Whether two elements of the tensor share memory."""
+    """True if two elements of the tensor share memory."""
     end = 1
     for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if stride < end:
@@ -43,12 +50,12 @@ def folds(tensor: torch.Tensor) -> bool:
         end += stride * (size - 1)
     else:
         return False
-    found = runs(tensor)
-    return bool((found[1:, 0] < found[:-1, 1]).any())
+    covered = runs(tensor)
+    return bool((covered[1:, 0] < covered[:-1, 1]).any())
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether any byte belongs to both."""
+    """True if any byte belongs to both."""
     (a_first, a_end), (b_first, b_end) = span(a), span(b)
     if a_first >= b_end or b_first >= a_end or a.numel() == 0 or b.numel() == 0:
         return False

@@ -25,7 +25,9 @@ def _plan_of(dst: Sequence[torch.Tensor], names: Sequence[Names], backend: str) 
     """The plan of these very tensors; it keeps them alive, so that their ids stay theirs."""
     key: tuple[int | str, ...] = (backend, *map(id, dst))
     plan = _plans.get(key)
-    if plan is None or any(a.data_ptr() != at for a, at in zip(plan.dst, plan.addresses, strict=True)):
+    if plan is None or any(
+        buffer.data_ptr() != address for buffer, address in zip(plan.dst, plan.addresses, strict=True)
+    ):
         check_buffers(dst, names)
         plan = _plans[key] = CopyPlan(dst, backend=backend)
         plan.names = list(names)

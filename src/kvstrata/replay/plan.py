@@ -25,6 +25,7 @@ from .copies import (
     Move,
     Names,
     check_bound,
+    check_count,
     check_fill,
     check_list,
     check_source,
@@ -48,7 +49,7 @@ class Described:
 
     def __init__(self, move: Move, packed: bytes = b"") -> None:
         self.move, self.packed = move, packed
-        self.safe: set[int] = set()  # addresses at which such a source was found to be clear of all buffers
+        self.safe: set[int] = set()  # addresses at which such a source overlaps no buffer
 
 
 class Looks:
@@ -56,7 +57,7 @@ class Looks:
 
     def __init__(self, copies: list[Described | None]) -> None:
         self.copies = copies
-        self.guard: Callable[..., bool] = lambda *given: False  # some are None: recognised by the slow way
+        self.guard: Callable[..., bool] = lambda *given: False  # stays so while a source is None
         self.seen: set[Addresses] = set()
         self.prepared: Any = None
 
@@ -153,7 +154,7 @@ class CopyPlan:
         self._groups = self._kernels()
         self._single = self._groups[0] if len(self._groups) == 1 else None
         self._loaded: Looks | None = None  # whose descriptors are in the launches, and with which addresses
-        self._at: Addresses = ()
+        self._loaded_addresses: Addresses = ()
         self._captured: list[torch.Tensor] = []  # tables that a graph reads
         self._src: tuple[Source, ...] | None = None
         self._bound: tuple[Looks, Addresses] | None = None
@@ -204,35 +205,35 @@ class CopyPlan:
             return
         looks = self._latest
         if looks is not None and len(src) == len(self.dst) and looks.guard(*src):
-            at = tuple(map(DATA_PTR, src))  # type: ignore[arg-type]
-            if at in looks.seen:
+            addresses = tuple(map(DATA_PTR, src))  # type: ignore[arg-type]
+            if addresses in looks.seen:
                 # The way of almost every run, written out: this is what the host pays beside the launch.
                 if self._single is not None and self._loaded is looks:
-                    self._single.write(self._single.params, 0, *at)
-                    self._at = at
+                    self._single.write(self._single.params, 0, *addresses)
+                    self._loaded_addresses = addresses
                     self._single.go()
                 else:
-                    self._start(looks, at, src)
+                    self._start(looks, addresses, src)
                 return
-        looks, at = self._bind(src)
+        looks, addresses = self._bind(src)
         self._latest = looks
-        self._start(looks, at, src)
+        self._start(looks, addresses, src)
 
-    def _start(self, looks: Looks, at: Addresses, src: Sequence[Source] | None = None) -> None:
+    def _start(self, looks: Looks, addresses: Addresses, src: Sequence[Source] | None = None) -> None:
         if self._groups:
-            if self._loaded is not looks or self._at != at:
-                self._load(looks, at)
+            if self._loaded is not looks or self._loaded_addresses != addresses:
+                self._load(looks, addresses)
             for group in self._groups:
                 group.go()
         elif self.backend == "triton":
-            self._run_triton(looks, at)
+            self._run_triton(looks, addresses)
         else:
             with torch.no_grad():
                 for i, source in enumerate(self._src or () if src is None else src):
                     if source is not None:
                         reference.copy(self.dst[i], source, self.fill[i], self.rows[i], self.lengths[i])
 
-    def _load(self, looks: Looks, at: Addresses) -> None:
+    def _load(self, looks: Looks, addresses: Addresses) -> None:
         """Descriptors of these looks, and addresses, into the launches."""
         from .cuda import NOTHING, workers_of
 
@@ -248,16 +249,16 @@ class CopyPlan:
         for group, tail in zip(self._groups, looks.prepared, strict=True):
             if self._loaded is not looks:
                 group.load(*tail)
-            group.write(group.params, 0, *at[first : first + group.count])
+            group.write(group.params, 0, *addresses[first : first + group.count])
             first += group.count
-        self._loaded, self._at = looks, at
+        self._loaded, self._loaded_addresses = looks, addresses
 
-    def _run_triton(self, looks: Looks, at: Addresses) -> None:
+    def _run_triton(self, looks: Looks, addresses: Addresses) -> None:
         from . import triton as copy_triton
 
         looks.prepared = tables = looks.prepared or {}
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if at not in tables:
+        if addresses not in tables:
             if capturing:
                 raise RuntimeError("run: Triton can capture only sources it has seen; run once before capturing")
             if len(tables) >= REMEMBERED:
@@ -267,13 +268,13 @@ class CopyPlan:
                 if copy is None or copy.move.elements == 0:
                     continue
                 target = self.addresses[i]
-                lines.append(copy_triton.row_of(first, at[i], target, copy.move, *self._kernel_bounds(i)))
+                lines.append(copy_triton.row_of(first, addresses[i], target, copy.move, *self._kernel_bounds(i)))
                 first += copy_triton.blocks_of(copy.move)
             casts = copy_triton.has_casts([copy.move for copy in looks.copies if copy])
-            tables[at] = (torch.tensor(lines, dtype=torch.int64).to(self.device), first, casts)
+            tables[addresses] = (torch.tensor(lines, dtype=torch.int64).to(self.device), first, casts)
         if capturing:
-            self._captured.append(tables[at][0])
-        copy_triton.launch(*tables[at])
+            self._captured.append(tables[addresses][0])
+        copy_triton.launch(*tables[addresses])
 
     def _kernel_bounds(self, i: int) -> tuple[Bound | None, int, Bound | None]:
         """Lengths, bytes from one row's length to the next, rows: a 1-D copy is one row, so its rows are a length."""
@@ -284,17 +285,15 @@ class CopyPlan:
         return lengths, step, rows
 
     def _bind(self, src: Sequence[Source]) -> tuple[Looks, Addresses]:
-        """Check sources that were not seen so far, or not there."""
-        check_list(src, "src")
-        if len(src) != len(self.dst):
-            raise ValueError(f"src: expected {len(self.dst)} tensors, one for each of dst, got {len(src)}")
+        """Check sources whose looks or addresses are new; returns what the backend knows of them."""
+        check_count(src, len(self.dst))
         signature: list[Look | None] = []
-        at: list[int] = []
+        addresses: list[int] = []
         copies: list[Described | None] = []
         for i, source in enumerate(src):
             if source is None:
                 signature.append(None)
-                at.append(0)
+                addresses.append(0)
                 copies.append(None)
                 continue
             if not isinstance(source, torch.Tensor):
@@ -307,9 +306,9 @@ class CopyPlan:
                     copy.safe.clear()
                 copy.safe.add(address)
             signature.append(look)
-            at.append(address)
+            addresses.append(address)
             copies.append(copy)
-        where, key = tuple(at), tuple(signature)
+        where, key = tuple(addresses), tuple(signature)
         looks = self._by_look.get(key)
         if looks is None:
             if len(self._by_look) >= REMEMBERED:

@@ -26,13 +26,13 @@ import torch
 from kvstrata.backends import resolve
 
 from . import reference
-from .copies import Bound, Fill, Look, check_fill, check_list, check_source, move_of, names_of
+from .copies import Bound, Fill, Look, check_count, check_fill, check_list, check_source, move_of, names_of
+from .memory import ALIGN, aligned
 from .plan import _spread, check_buffers
 
 if TYPE_CHECKING:
     from . import cuda as copy_cuda
 
-ALIGN = 256
 STAGED_BLOCKS = 64  # of one buffer: all are to run at once, because they wait for the first
 HEAD = 64  # words of a slot's head that the device keeps
 PATIENCE = 0.001  # seconds of looking at the word before the stream is waited for
@@ -79,26 +79,26 @@ class HostStage:
         if self._cuda:
             resolve("cuda", self.device)  # says what is missing
         count = len(self.dst)
-        header = ALIGN * -(-(8 + 8 * count) // ALIGN)  # number of the step, then rows and columns of each source
-        at, offsets = header, []
+        header = aligned(8 + 8 * count)  # number of the step, then rows and columns of each source
+        slot, offsets = header, []  # bytes
         for buffer in self.dst:
-            offsets.append(at)
-            at += ALIGN * -(-buffer.numel() * buffer.itemsize // ALIGN)
-        self._slot_bytes = at
-        self._pinned = torch.zeros(2 * at + ALIGN, dtype=torch.uint8, pin_memory=self._cuda)
+            offsets.append(slot)
+            slot += aligned(buffer.numel() * buffer.itemsize)
+        self._slot_bytes = slot
+        self._pinned = torch.zeros(2 * slot + ALIGN, dtype=torch.uint8, pin_memory=self._cuda)
         # Steps done, blocks done, launches done, launch whose head is there; the head. As in copy.cu.
         self._turn = torch.zeros(4 + HEAD, dtype=torch.int32, device=self.device)
         words = self._pinned.numpy()
-        self._done = words[2 * at : 2 * at + 4].view(np.uint32)
-        self._number = [words[s * at : s * at + 4].view(np.uint32) for s in (0, 1)]
-        self._sizes = [words[s * at + 8 : s * at + 8 + 8 * count].view(np.int32).reshape(count, 2) for s in (0, 1)]
-        self._views = [[self._area(s * at + offset, buffer) for offset, buffer in zip(offsets, self.dst, strict=True)]
+        self._done = words[2 * slot : 2 * slot + 4].view(np.uint32)
+        self._number = [words[s * slot : s * slot + 4].view(np.uint32) for s in (0, 1)]
+        self._sizes = [words[s * slot + 8 : s * slot + 8 + 8 * count].view(np.int32).reshape(count, 2) for s in (0, 1)]
+        self._views = [[self._area(s * slot + offset, buffer) for offset, buffer in zip(offsets, self.dst, strict=True)]
                        for s in (0, 1)]  # fmt: skip
         self._offsets = offsets
         self._written = 0
 
-    def _area(self, at: int, buffer: torch.Tensor) -> torch.Tensor:
-        raw = self._pinned[at : at + buffer.numel() * buffer.itemsize]
+    def _area(self, offset: int, buffer: torch.Tensor) -> torch.Tensor:
+        raw = self._pinned[offset : offset + buffer.numel() * buffer.itemsize]
         return raw.view(buffer.dtype).view(buffer.shape) if buffer.numel() else torch.empty_like(buffer, device="cpu")
 
     @property
@@ -113,7 +113,7 @@ class HostStage:
         return self._views[self._written & 1]
 
     def commit(self, shapes: Sequence[Sequence[int] | None]) -> None:
-        """The slot is filled: of each area the corner of this shape counts (None: leave that buffer as it is)."""
+        """Hand the filled slot over: of each area the corner of this shape counts; None leaves a buffer as it is."""
         if not hasattr(shapes, "__len__"):
             raise TypeError(f"shapes: expected a list with a shape for each of dst, got {type(shapes).__name__}")
         if len(shapes) != len(self.dst):
@@ -138,10 +138,8 @@ class HostStage:
         self._written += 1
 
     def write(self, src: Sequence[torch.Tensor | None]) -> None:
-        """A step's tensors into the next slot."""
-        check_list(src, "src")
-        if len(src) != len(self.dst):
-            raise ValueError(f"src: expected {len(self.dst)} tensors, one for each of dst, got {len(src)}")
+        """Copy a step's tensors into the next slot; waits until the GPU has read it. None leaves a buffer as it is."""
+        check_count(src, len(self.dst))
         views = self.views()
         for i, (area, source) in enumerate(zip(views, src, strict=True)):
             if source is None:
@@ -153,7 +151,7 @@ class HostStage:
         self.commit([None if t is None else t.shape for t in src])
 
     def _wait(self) -> None:
-        """Until the step that used the next slot has been read."""
+        """Wait until the step that used the next slot has been read."""
         limit = time.perf_counter() + PATIENCE
         while int(self._done[0]) + 2 <= self._written:
             if time.perf_counter() < limit and self._cuda:

@@ -1,0 +1,96 @@
+"""Attention mass of prompts, `kvstrata.hf.mass`, against an ordinary softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from hf_model import EXACT, make, prompt
+from kvstrata.hf import StrataCache, mass
+from kvstrata.hf.logits import Logits
+from kvstrata.hf.mass import prompt_mass
+
+
+def use_loops(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mass by numba's loops, in chunks of a few queries and on two threads, or by torch."""
+    if not compiled:
+        monkeypatch.setattr(mass, "_numba", lambda: None)
+        return
+    pytest.importorskip("numba")
+    from kvstrata.hf import mass_numba
+
+    monkeypatch.setattr(mass_numba, "SCORES", 1000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_query_that_sees_nothing_gives_no_mass(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither it nor padding with values that are not finite reaches the mass of others."""
+    use_loops(compiled, monkeypatch)
+    q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 1, 4, 16)
+    q[:, :, 0] = torch.nan
+    asking = torch.tensor([[False, True, True, True]])
+    position = torch.tensor([[-1, 0, 1, 2]])
+    column = torch.tensor([[[-1, -1, 1, 2]]])  # the token of query 1 is gone
+    given = prompt_mass(q, k, position, column, asking, Logits(0.3), 4)
+    torch.testing.assert_close(given.sum(), torch.tensor(4.0))
+    assert not given[..., :2].any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_prompt_mass_is_that_of_softmax(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_loops(compiled, monkeypatch)
+    torch.manual_seed(0)
+    q, k, sinks = torch.randn(2, 6, 9, 16), torch.randn(2, 2, 13, 16), torch.randn(6)
+    query_position = torch.arange(9).repeat(2, 1) + 4
+    query_position[1] = torch.tensor([-1, -1, 0, 1, 2, 3, 4, 5, 6])
+    column_position = torch.stack([torch.randperm(13) for _ in range(4)]).view(2, 2, 13)
+    column_position[torch.rand(2, 2, 13) < 0.3] = -1
+    visible = (column_position >= 0).unsqueeze(2) & (column_position.unsqueeze(2) <= query_position[:, None, :, None])
+    asking = query_position >= 0
+    scores = 1.5 * torch.tanh(q @ k.repeat_interleave(3, 1).mT * 0.3 / 1.5)
+    scores = scores.masked_fill(~visible.repeat_interleave(3, 1), -torch.inf)
+    weights = torch.cat([scores, sinks.view(1, 6, 1, 1).expand(2, -1, 9, 1)], -1).softmax(-1)[..., :13]
+    expected = (weights * asking[:, None, :, None]).unflatten(1, (2, 3)).sum((2, 3))
+    given = prompt_mass(q, k, query_position, column_position, asking, Logits(0.3, 1.5, sinks), 9)
+    torch.testing.assert_close(given, expected)
+    # Of a part of the queries, each stands for its neighbours.
+    some = prompt_mass(q, k, query_position, torch.zeros(2, 1, 13, dtype=torch.long), asking, Logits(0.3), 4)
+    torch.testing.assert_close(some.sum(2), torch.tensor([[27.0, 27.0], [21.0, 21.0]]))
+
+
+@pytest.mark.parametrize("limit", [50, 20])
+@pytest.mark.parametrize("padding", [0, 7])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_prompt_mass_in_chunks(limit: int, padding: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of queries behind older tokens: each looks only at columns up to its own, all or every third."""
+    use_loops(compiled, monkeypatch)
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 50, 16), torch.randn(1, 1, 60, 16)
+    asking = torch.arange(50).unsqueeze(0) >= padding
+    query_position = 10 + asking.cumsum(1) - 1
+    column_position = torch.cat([torch.arange(10).unsqueeze(0), query_position.masked_fill(~asking, -1)], 1)
+    seen = (column_position >= 0) & (column_position <= query_position[0, :, None])
+    weights = (q @ k.mT * 0.3).masked_fill(~seen, -torch.inf).softmax(-1)
+    sampled = torch.arange(49, -1, -50 // limit)
+    part = asking[0, sampled]
+    expected = (weights[:, :, sampled] * part[:, None]).sum((1, 2)) * int(asking.sum()) / int(part.sum())
+    given = prompt_mass(q, k, query_position, column_position.unsqueeze(1), asking, Logits(0.3), limit)
+    torch.testing.assert_close(given[0], expected)
+
+
+def test_importance_comes_from_attention() -> None:
+    """One query's mass after a prompt and steps: what the cache holds sums to what was given."""
+    model = make("llama")
+    cache = StrataCache(model.config, **EXACT)
+    with torch.no_grad():
+        model(prompt(1, 50), past_key_values=cache)
+        for token in prompt(1, 20, seed=3).split(1, 1):
+            model(token, past_key_values=cache)
+        for layer in cache.layers:
+            layer.flush()
+    tiered = cache.tiered
+    assert tiered._queries[0].tolist() == [70, 70]
+    sums = tiered.buckets.snapshot(1, [0]).importance.view(-1).sum()
+    torch.testing.assert_close(sums, torch.tensor(70.0 * 4), rtol=1e-4, atol=0)
