@@ -1,8 +1,8 @@
-"""Whether tensors look like those seen before: type, dtype, device, shape, strides and dispatch state.
+"""Guards that recognise tensors seen before by type, dtype, device, shape, strides and dispatch state.
 
-torch.compile decides this on every call of a compiled function and has it in C++ (``TensorGuards``, about 0.1 us a
-tensor); reading the same properties one by one from Python costs ten times that. Where torch does not offer it, the
-Python comparison below stands in.
+torch.compile checks this on every call of a compiled function, in C++ (``TensorGuards``, about 0.1 us per tensor);
+reading the same properties from Python costs ten times that. The Python version below is the fallback for a torch
+without it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Guard = Callable[..., bool]
 
 
 def traced() -> bool:
-    """Whether somebody listens to the dispatcher: a dispatch mode or functorch."""
+    """True under a TorchDispatchMode or a functorch transform."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
 
 
 def python_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """The comparison in Python."""
+    """Guard in Python, for a torch without ``TensorGuards``."""
 
     def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
         return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -37,7 +37,7 @@ def python_guard(tensors: Sequence[torch.Tensor]) -> Guard:
 
 
 def guard_of(tensors: Sequence[torch.Tensor]) -> Guard:
-    """A callable that takes as many tensors and says whether they are like these."""
+    """Callable that takes as many tensors and returns True if they match these."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 
