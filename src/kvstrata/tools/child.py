@@ -24,7 +24,7 @@ class Late(Exception):
 
 
 def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """What a command said on both channels, and its exit code; `environment` is added to ours.
+    """Run a command; returns stdout and stderr together, and the exit code. `environment` is added to ours.
 
     Its children get the signal too: one that lives on would hold the pipe that is read here.
     """

@@ -140,7 +140,7 @@ def _judge(before: Report, after: Report, say: Console) -> bool:
 
 
 def _add(command: Callable[..., Any], name: str | None = None) -> None:
-    """Its docstring is its help, each paragraph one line: the terminal breaks it at its own width."""
+    """Register a command. Its docstring is its help, one line per paragraph, wrapped at the terminal's width."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
 

@@ -1,4 +1,4 @@
-"""What runs here and why the rest does not: versions, device, limits, backends of each op, tools, caches, tables."""
+"""Environment report: versions, device, limits, backends of each op, tools, caches, tables, and what cannot run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def limits(device: torch.device) -> dict[str, int]:
-    """What a kernel may use on this GPU; empty on a CPU."""
+    """Limits of a kernel on this GPU; empty on a CPU."""
     if device.type != "cuda":
         return {}
     properties = torch.cuda.get_device_properties(device)
@@ -77,7 +77,7 @@ def tables(slug: str) -> list[dict[str, Any]]:
 
 
 def lines(known: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """Report as lines of text."""
     shown = []
     for key, value in known.items():
         if key in ("backends", "packages", "tools"):

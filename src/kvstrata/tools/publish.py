@@ -40,7 +40,7 @@ KINDS: tuple[Kind, ...] = (tune, check, drift, quality, bench)  # the first that
 
 
 class View(NamedTuple):
-    """What figures of an op show: `y` over `x`, as in plot.py, for each group of the cases `rows`; lines are contenders
+    """Figure of an op: `y` over `x`, as in plot.py, for each group of the cases `rows`; lines are contenders
     or, with `by`, values of a parameter. `about`: parameters that all cases of a figure share, for its title."""
 
     x: str = "T"

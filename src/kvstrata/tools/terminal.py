@@ -1,4 +1,4 @@
-"""What the commands share: where they run, what they print to, and how they refuse."""
+"""Shared by the commands: choice of device, consoles, and errors for bad arguments."""
 
 from __future__ import annotations
 

@@ -24,8 +24,6 @@ from kvstrata.layout.unpack_triton import load_levels, load_scales, rotate_rows,
 
 from .job import Job, Result
 
-PLAIN = 0  # bits of a plain format
-
 
 @triton.jit
 def _cap(s, softcap, CAPPED: tl.constexpr):

@@ -1,4 +1,4 @@
-"""What a figure was measured on: device, driver, clocks, versions and revision. Says nothing that names the host."""
+"""Description of the machine: device, driver, clocks, versions and revision, but nothing that identifies the host."""
 
 from __future__ import annotations
 

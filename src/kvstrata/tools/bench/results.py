@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows with summaries and raw samples, as readable JSON under results/<machine>/<op>.json.
+"""Results of a bench run: rows with summaries and raw samples, as readable JSON under results/<machine>/<op>.json.
 
 Raw samples are kept (to 0.01 us) so that a later revision can be compared by statistics and not by two medians.
 """
@@ -18,7 +18,7 @@ from .stats import Summary, rank_test
 
 @dataclass(frozen=True)
 class Against:
-    """How a row compares with another: ratio > 1 means the row is faster. `g` is None where there is no variance."""
+    """Comparison of a row with another: ratio > 1 means the row is faster. `g` is None without variance."""
 
     name: str
     ratio: float
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong with our own side; empty if all of it is correct."""
+        """Errors of our own contenders; empty if all are correct."""
         found = [f"{case.name}: {case.error}" for case in self.cases if case.error]
         for case in self.cases:
             found += [

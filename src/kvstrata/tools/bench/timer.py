@@ -99,7 +99,7 @@ class Timer:
         return {name: np.asarray(us[1:]) for name, us in taken.items()}  # the first burst warms up
 
     def capture(self, call: Call, sets: int = 1) -> Call:
-        """The same call as CUDA graphs, one per input set; the replay returns what the captured call returned."""
+        """Capture a call as CUDA graphs, one per input set; a replay returns what the captured call returned."""
         graphs = []
         with torch.cuda.device(self.device):
             for i in range(sets):

@@ -70,7 +70,7 @@ def check_sweep(
 
 
 def watch_sweep(op: str, backend: str, trials: int, first: int, seconds: float, limit: float) -> Step:
-    """The same on a GPU, in a process of its own; `limit` is when that is ended."""
+    """Run a sweep on a GPU in its own process, which is killed after `limit` seconds."""
     began, name = time.perf_counter(), f"sweep, {backend}"
     asked = ["--backend", backend, "--trials", str(trials), "--first", str(first), "--seconds", str(seconds)]
     try:

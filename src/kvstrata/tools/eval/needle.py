@@ -47,7 +47,7 @@ def task(tokenizer: Any, haystack: str, tokens: int, depth: float, seed: int) ->
 
 @torch.no_grad()
 def ask(model: Any, given: Task, cache: Any, chunk: int = 64) -> tuple[bool, float]:
-    """Whether the answer is found, and its log-probability.
+    """Ask for the needle: returns whether the answer was found, and its log-probability.
 
     All but the last ``chunk`` tokens are a prompt; the question and the answer are decoded through the cache.
     """

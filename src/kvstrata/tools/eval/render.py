@@ -84,7 +84,7 @@ def pairs(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[li
 
 
 def packed(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
-    """The same for packed bytes against the simulated rounding of the same format."""
+    """Table of packed bytes against the simulated rounding of the same format."""
 
     def opposed(ours: Row, other: Row) -> bool:
         return ours.name.startswith("uniform ") and other.name == ours.name.replace("uniform", "simulated")

@@ -1,4 +1,4 @@
-"""Which layers, and whether K or V, a model can least afford to have quantised.
+"""Sensitivity of each layer, and of K against V, to quantisation.
 
 One side of one layer at a time goes through the codes of a width, all others stay exact; the KL of the predictions is
 that side's sensitivity. The rows are quantised as pages hold them: K centred, both rotated, scales with their gains.
@@ -32,7 +32,7 @@ class Sensitivity:
 
     @property
     def ratio(self) -> float:
-        """How much more an error in K costs than one in V."""
+        """Cost of an error in K relative to one in V."""
         return sum(self.k) / max(sum(self.v), 1e-12)
 
 
@@ -48,7 +48,7 @@ def round_trip(x: torch.Tensor, bits: int, is_k: bool) -> torch.Tensor:
 
 
 class RoundedLayer(DynamicLayer):
-    """What is handed to attention has one side rounded; what is kept has not."""
+    """Layer that hands K or V to attention rounded, and keeps both exact."""
 
     def __init__(self, side: str, bits: int) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def _prose() -> str:
 
 
 def _docstrings(name: str) -> list[str]:
-    """Those of 200 characters and more, of the classes and functions of a module of Python's own."""
+    """Docstrings of at least 200 characters of the classes and functions of a standard-library module."""
     tree = ast.parse((Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
     found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
     return [doc for doc in found if doc and len(doc) >= 200]

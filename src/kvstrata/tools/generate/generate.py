@@ -169,7 +169,7 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
 
 
 def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
-    """What was measured, and where the texts part."""
+    """Table of the measurements, and of where the texts diverge."""
     assert ours.cache is not None
     memory = ours.cache.memory()
     runs = [run for run in (ours, plain) if run]
@@ -193,7 +193,7 @@ def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
 
 
 def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
-    """The same as plain data. ``tiers``: the share of the tokens in each; ``compare``: None without ``plain``."""
+    """Measurements as plain data. ``tiers``: share of the tokens in each; ``compare``: None without ``plain``."""
     assert ours.cache is not None
     memory = ours.cache.memory()
 
@@ -227,7 +227,7 @@ def _tiers(memory: Memory) -> dict[str, float]:
 
 
 def floor_note(run: Run) -> str | None:
-    """Why a short text takes more than its budget says; None where it does not."""
+    """Explanation of why a short text exceeds its budget; None if it does not."""
     assert run.cache is not None
     memory = run.cache.memory()
     if not memory.tokens:

@@ -162,7 +162,7 @@ def unknown_metrics(text: str) -> list[str]:
 
 
 def explain(text: str) -> str:
-    """What a failure of ncu means, in a sentence; its last lines where it is none that is known."""
+    """Explain a failure of ncu in a sentence; an unknown one by its last lines."""
     if "ERR_NVGPUCTRPERM" in text:
         return (
             "the driver keeps the performance counters from this user (ERR_NVGPUCTRPERM): run as root, or open them "

@@ -87,7 +87,7 @@ class Change:
 
     @property
     def amount(self) -> float:
-        """In percentage points, or in percent; cut to what a gate may decide by."""
+        """Change in percentage points or in percent, rounded to the precision of a gate."""
         if QUANTITIES[self.key].unit == "%":
             return round(self.after - self.before, 6)
         if not self.before:
@@ -191,7 +191,7 @@ def take_traces(
     contender: str | None = None,
     seconds: float = math.inf,
 ) -> Profile:
-    """What can be had without counters: times, registers, shared memory and estimated occupancy of the launches."""
+    """Profile without counters: times, registers, shared memory and estimated occupancy of the launches."""
     end = time.monotonic() + seconds
     profile = Profile(op, machine, "torch's profiler, without counters (occupancy is an estimate)")
     for name in names:
@@ -232,7 +232,7 @@ def first_of_each(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _run(command: Sequence[str], seconds: float) -> str:
-    """What a command said on both channels; a late one is ended."""
+    """Run a command and return stdout and stderr together; it is killed after `seconds`."""
     try:
         return child.run(command, seconds)[0]
     except child.Late as error:
@@ -278,7 +278,7 @@ def changes(before: Profile, after: Profile) -> list[Change]:
 
 
 def missed(gates: Sequence[Gate], after: Profile, found: Sequence[Change]) -> list[str]:
-    """What keeps the gates from passing, a line each; a quantity that is not there does."""
+    """Gates that were missed, a line each; a quantity that was not measured misses its gate."""
     lines = []
     for gate in gates:
         if gate.relative and not found:

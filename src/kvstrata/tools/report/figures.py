@@ -79,7 +79,7 @@ def roofline(report: Report, key: str) -> str | None:
 
 
 def speedups(report: Report, key: str) -> str | None:
-    """How many times as fast ours is as the baseline and the best other library, with 95 % intervals."""
+    """Speed-up of ours over the baseline and over the best other library, with 95 % intervals."""
     cases = [(case, row) for case in report.cases if (row := case.row("ours")) and (row.vs_baseline or row.vs_peer)]
     if not cases:
         return None

@@ -1,4 +1,4 @@
-"""How our times changed from revision to revision: the versions of a result that git keeps, and the present one."""
+"""History of our times by revision: the versions of a results file in git, and the current one."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def _glance(reports: Sequence[Report]) -> Grid:
 
 
 def _environment(machines: Sequence[dict[str, object]]) -> list[Grid]:
-    """What was measured on, once for each machine: the newest description counts."""
+    """Environment tables, one per machine, from its newest description."""
     newest: dict[str, dict[str, object]] = {}
     for machine in sorted(machines, key=lambda machine: str(machine["date"])):
         newest[str(machine["slug"])] = machine
@@ -222,7 +222,7 @@ def html(content: Content) -> str:
 
 
 def markdown(content: Content) -> str:
-    """The same tables; figures are left to the HTML."""
+    """Tables of the page as Markdown, without figures."""
     parts = ["# kvstrata: results", f"## {content.glance.title}", content.glance.markdown()]
     for section in content.sections:
         parts += [f"## {section.title} on {section.machine}", section.caption + ".", *section.lead]

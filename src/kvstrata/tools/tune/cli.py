@@ -256,7 +256,7 @@ def _chosen(op: str, arch: str, where: torch.device, backend: str, only: str) ->
 
 
 def _profiled(wanted: bool | None, save: bool, backend: str) -> bool:
-    """Whether Nsight Compute is used; ValueError if it is asked for and not there."""
+    """True if Nsight Compute is used; ValueError if it is requested but not available."""
     from kvstrata.tools import child
 
     if backend != "cuda" or wanted is False:

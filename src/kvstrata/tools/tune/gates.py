@@ -37,7 +37,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """Of an architecture: bytes of shared memory in all and for one block, warps, blocks, registers."""
+    """Resources of a multiprocessor: bytes of shared memory in total and per block, warps, blocks, registers."""
 
     shared: int
     shared_block: int
@@ -53,14 +53,14 @@ KNOWN = {"sm_80": Multiprocessor(164 * KIB, 163 * KIB), "sm_90": LARGE, "sm_100"
 
 
 def multiprocessor(arch: str) -> Multiprocessor:
-    """What one of an architecture has; of one that is not known, what all have."""
+    """Multiprocessor of an architecture; for an unknown one, the resources that all have."""
     return KNOWN.get(arch, SMALL)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where configurations stop: bytes of shared memory of a block (None: what the architecture has), registers of a
-    thread, bytes spilled, warps that must be resident as a share of those a multiprocessor can hold."""
+    """Limits of a configuration: shared memory per block in bytes (None: that of the architecture), registers per
+    thread, bytes spilled, and the minimum occupancy."""
 
     shared: int | None = None
     registers: int = 255
@@ -80,7 +80,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """What the compiled kernels of a configuration take: the worst of each."""
+    """Resource usage of a configuration: the maximum over its kernels."""
 
     registers: int
     spills: int

@@ -147,5 +147,5 @@ def caption(result: Tuning | Gate) -> str:
 
 
 def notes(result: Tuning | Gate) -> list[str]:
-    """What the table cannot hold."""
+    """Notes under the table."""
     return [f"{row.case}: {row.note}" for row in result.rows if row.note] if isinstance(result, Tuning) else []

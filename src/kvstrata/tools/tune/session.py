@@ -39,7 +39,7 @@ SEARCH = 0.75  # of the time, if profiles are taken after it
 
 @dataclass(frozen=True)
 class Session:
-    """What is searched, where, and how; `profile`: Nsight Compute is there and may be used."""
+    """A tuning session: problems, machine and settings; `profile`: Nsight Compute may be used."""
 
     op: str
     problems: list[Problem]

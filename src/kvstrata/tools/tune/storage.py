@@ -82,12 +82,12 @@ def open_study(storage: optuna.storages.BaseStorage, name: str, resume: bool, se
 
 
 def owner() -> str:
-    """Who works on a trial: a host, which is not named, and a process."""
+    """Owner of a trial: an anonymised host and a process id."""
     return f"{hashlib.sha256(platform.node().encode()).hexdigest()[:12]}:{os.getpid()}"
 
 
 def _alone(trial: FrozenTrial) -> bool:
-    """Whether nobody works on a running trial any more."""
+    """True if the owner of a running trial is gone."""
     host, _, pid = str(trial.user_attrs.get(OWNER, "")).rpartition(":")
     if host and host == owner().rpartition(":")[0]:
         return not _alive(int(pid))

@@ -23,7 +23,7 @@ from .tables import arch_of
 
 @dataclass
 class Warmed:
-    """What was compiled or was there already, and what could not be."""
+    """Kernels that were compiled or already cached, and those that failed."""
 
     arch: str
     tables: list[str]

@@ -83,7 +83,7 @@ def counts_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> torch.Tens
 
 
 def mixed(tiers: tuple[str, ...], budget: float) -> bool:
-    """Whether old tokens are in several formats."""
+    """True if old tokens are in several formats."""
     return len(tiers) > 1 or (len(tiers) == 1 and budget > WIDEST)
 
 

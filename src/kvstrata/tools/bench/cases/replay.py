@@ -54,7 +54,7 @@ class Style:
 
     @property
     def room(self) -> Style:
-        """Of the buffers."""
+        """Style of the buffers."""
         return self if self.kind == "vectors" else Style(self.kind, ROWS, COLUMNS)
 
     @property
@@ -116,7 +116,7 @@ class Inputs:
 
 
 def _sliced(inputs: Sequence[Inputs]) -> Call:
-    """What engines do: a slice and a ``.copy_`` for each."""
+    """One slice and one ``.copy_`` per tensor, as engines do it."""
 
     def run(i: int) -> None:
         one = inputs[i]
@@ -185,7 +185,7 @@ def _plan(inputs: Sequence[Inputs], backend: str) -> Call:
 
 
 def _adaptor(inputs: Sequence[Inputs]) -> Call:
-    """The same through the adaptor's own arguments."""
+    """Copy through `fused_copy_replay_data`, with its own arguments."""
     if inputs[0].style == "nsa":
         buffers = [PrecomputedMetadata(**dict(zip(one.names, one.dst, strict=True))) for one in inputs]
         steps = [PrecomputedMetadata(**dict(zip(one.names, one.src, strict=True))) for one in inputs]

@@ -63,7 +63,7 @@ def trial(draw: Draw, backend: str) -> str:
 
 
 def _dtypes(draw: Draw, backend: str) -> tuple[torch.dtype, ...]:
-    """Those that the backend takes; Triton's interpreter computes wrongly in bfloat16."""
+    """Dtypes that the backend supports; Triton's interpreter computes wrongly in bfloat16."""
     if backend == "cuda":
         return torch.float16, torch.bfloat16
     return (torch.float32, torch.float16) if backend == "triton" and draw.device.type == "cpu" else FLOATS
@@ -76,7 +76,7 @@ def _lengths(draw: Draw) -> tuple[int, int]:
 
 
 def _inside(x: torch.Tensor, gap: int) -> torch.Tensor:
-    """The same, each row before `gap` values of NaN."""
+    """Copy of `x` as a view whose rows are each followed by `gap` NaNs."""
     room = x.new_full((*x.shape[:-1], x.shape[-1] + gap), torch.nan)
     room[..., : x.shape[-1]] = x
     return room[..., : x.shape[-1]]

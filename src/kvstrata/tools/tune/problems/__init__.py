@@ -1,4 +1,4 @@
-"""What can be tuned, by op: a module `problems/<op>.py` has `problems(arch, device, backend) -> list[Problem]`.
+"""Tuning problems by op: a module `problems/<op>.py` has `problems(arch, device, backend) -> list[Problem]`.
 
 A problem is one case of the op's benchmark. What it needs to be compiled is known without a device; `build` puts inputs
 on one, with the benchmark's own check.
