@@ -129,11 +129,11 @@ def _judge(before: Report, after: Report, say: Console) -> bool:
     from .bench import regress
 
     try:
-        found = regress.outcomes(before, after)
+        compared = regress.outcomes(before, after)
     except ValueError as error:
         refuse(str(error))
-    say.print(regress.table(found, before, after).terminal())
-    slower = [o for o in found if o.verdict == "slower"]
+    say.print(regress.table(compared, before, after).terminal())
+    slower = [o for o in compared if o.verdict == "slower"]
     lines = [f"{o.case}: {o.name}" for o in slower]
     say.print("\n".join(["Slower than before:", *lines] if slower else ["No case got slower."]), highlight=False)
     return bool(slower)

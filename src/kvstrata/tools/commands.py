@@ -103,9 +103,9 @@ def profile(
     title = f"{' against '.join(reversed(compare)) if compare else f'against {against}'}"
     compared = tables.comparison(changes, title) if before else None
     if as_json:
-        found = {"profile": json.loads(profiles.dumps(after)), "missed": missed}
-        found["changes"] = [{**asdict(change), "change": change.shown} for change in changes]
-        typer.echo(json.dumps(found, indent=1))
+        result = {"profile": json.loads(profiles.dumps(after)), "missed": missed}
+        result["changes"] = [{**asdict(change), "change": change.shown} for change in changes]
+        typer.echo(json.dumps(result, indent=1))
     say.print(tables.kernels(after).terminal())
     if compared:
         say.print(compared.terminal())
@@ -264,8 +264,8 @@ def info(as_json: AsJson = False) -> None:
     """
     from . import info as known
 
-    found = known.facts(device_of(Device.auto))
-    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(known.lines(found)))
+    facts = known.facts(device_of(Device.auto))
+    typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(known.lines(facts)))
 
 
 def _documents(

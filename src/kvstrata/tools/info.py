@@ -64,16 +64,16 @@ def caches() -> dict[str, dict[str, Any]]:
 
 def tables(slug: str) -> list[dict[str, Any]]:
     """Tuned tables: the user's, which come first, and those that ship; `used` marks the ones of this machine."""
-    found = []
+    described = []
     for folder in (tuned.user_folder(), tuned.SHIPPED):
         for path in sorted(folder.glob("*.json")):
             known: dict[str, Any] = {"path": str(path), "used": path.stem == slug}
             try:
                 ops = {op: len(entries) for op, entries in tuned.read(path).items()}
-                found.append({**known, "ops": ops, "error": None})
+                described.append({**known, "ops": ops, "error": None})
             except ValueError as error:
-                found.append({**known, "ops": {}, "error": str(error)})
-    return found
+                described.append({**known, "ops": {}, "error": str(error)})
+    return described
 
 
 def lines(known: dict[str, Any]) -> list[str]:

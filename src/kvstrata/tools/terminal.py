@@ -66,8 +66,8 @@ def console(stderr: bool) -> Console:
     """A terminal of its width, or wide lines for a file."""
     from rich.console import Console
 
-    made = Console(stderr=stderr)
-    return made if made.is_terminal else Console(stderr=stderr, width=240)
+    result = Console(stderr=stderr)
+    return result if result.is_terminal else Console(stderr=stderr, width=240)
 
 
 @contextmanager

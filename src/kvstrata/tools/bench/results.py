@@ -80,14 +80,14 @@ class Report:
     @property
     def failures(self) -> list[str]:
         """Errors of our own contenders; empty if all are correct."""
-        found = [f"{case.name}: {case.error}" for case in self.cases if case.error]
+        errors = [f"{case.name}: {case.error}" for case in self.cases if case.error]
         for case in self.cases:
-            found += [
+            errors += [
                 f"{case.name}: {row.name}: {row.error}"
                 for row in case.rows
                 if row.kind in ("ours", "variant") and not row.correct
             ]
-        return found
+        return errors
 
 
 @dataclass(frozen=True)
@@ -161,5 +161,5 @@ def _case(data: dict[str, Any]) -> CaseResult:
 
 def _row(data: dict[str, Any]) -> Row:
     nested = {"us": Summary, "vs_copy": Against, "vs_baseline": Against, "vs_peer": Against}
-    made = {name: kind(**data[name]) if data[name] else None for name, kind in nested.items()}
-    return Row(**{**data, **made})
+    parsed = {name: kind(**data[name]) if data[name] else None for name, kind in nested.items()}
+    return Row(**{**data, **parsed})

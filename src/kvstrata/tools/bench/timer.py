@@ -128,15 +128,15 @@ class Timer:
         self.clock.synchronize()
         self.clock.reset()
         limit = time.perf_counter() + self.clock.warm_seconds
-        r, took = 0, 0.0
+        r, seconds = 0, 0.0
         while r < rounds or time.perf_counter() < limit:
             start = time.perf_counter()
             for name, call in calls.items():
                 self.clock.time(name, call, r % sets, before)
             self.clock.synchronize()
-            took = time.perf_counter() - start
+            seconds = time.perf_counter() - start
             r += 1
-        return took
+        return seconds
 
 
 @contextmanager

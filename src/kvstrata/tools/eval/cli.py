@@ -220,14 +220,14 @@ def advise(
     with _progress(say) as bar:
         layers = loaded.config.get_text_config(decoder=True).num_hidden_layers
         task = bar.add_task("sensitivity", total=2 * layers)
-        found = sensitivity.measure_sensitivity(
+        measured = sensitivity.measure_sensitivity(
             loaded, ids[:, : min(tokens, 256)], tick=lambda name, done: bar.update(task, completed=done)
         )
         task = bar.add_task("budget", total=6)
-        made = advice.advise(
+        advised = advice.advise(
             loaded,
             ids,
-            found,
+            measured,
             kl,
             prompt=tokens // 2,
             chunk=chunk,
@@ -235,17 +235,21 @@ def advise(
             **known.fitting(room=16),
         )
     if as_json:
-        typer.echo(json.dumps(_advised(made, found, kl), indent=1))
-    worst = sorted(range(len(found.k)), key=lambda i: -found.k[i] - found.v[i])[:5]
-    say.print(f"K costs {found.ratio:.1f} times as much as V at {found.bits} bits: {made.family}.", highlight=False)
+        typer.echo(json.dumps(_advised(advised, measured, kl), indent=1))
+    worst = sorted(range(len(measured.k)), key=lambda i: -measured.k[i] - measured.v[i])[:5]
+    say.print(
+        f"K costs {measured.ratio:.1f} times as much as V at {measured.bits} bits: {advised.family}.", highlight=False
+    )
     for place in worst:
-        say.print(f"  layer {place}: KL {found.k[place]:.4f} by K, {found.v[place]:.4f} by V", highlight=False)
-    for step in made.steps:
+        say.print(f"  layer {place}: KL {measured.k[place]:.4f} by K, {measured.v[place]:.4f} by V", highlight=False)
+    for step in advised.steps:
         mark = "kept" if step.fits else "not kept"
         say.print(f"  budget {step.budget:g}: {step.fraction:.3f} of 16 bit, KL {step.kl:.4f}, {mark}", highlight=False)
-    if made.arguments is None:
-        _refuse(f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {made.steps[0].budget}")
-    advice.write(made, out)
+    if advised.arguments is None:
+        _refuse(
+            f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {advised.steps[0].budget}"
+        )
+    advice.write(advised, out)
     say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))", highlight=False)
 
 
@@ -297,11 +301,11 @@ def drift(
         _refuse("the budget did not hold at every step")
 
 
-def _advised(made: Advice, found: Sensitivity, bound: float) -> dict[str, Any]:
+def _advised(advised: Advice, measured: Sensitivity, bound: float) -> dict[str, Any]:
     """Advice as plain data: ``configuration`` is what the file holds; a step that found no room has no KL."""
-    steps = [asdict(step) | {"kl": step.kl if math.isfinite(step.kl) else None} for step in made.steps]
-    sensitivity = {**asdict(found), "ratio": found.ratio, "family": made.family}
-    return {"configuration": made.arguments, "bound": bound, "sensitivity": sensitivity, "steps": steps}
+    steps = [asdict(step) | {"kl": step.kl if math.isfinite(step.kl) else None} for step in advised.steps]
+    sensitivity = {**asdict(measured), "ratio": measured.ratio, "family": advised.family}
+    return {"configuration": advised.arguments, "bound": bound, "sensitivity": sensitivity, "steps": steps}
 
 
 def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) -> None:

@@ -35,13 +35,13 @@ class Scores:
 
 def spans(tokens: int, prompt: int, chunk: int) -> Iterator[tuple[int, int]]:
     """Start and end of each chunk; the first is the prompt, if there is one."""
-    at = 0
+    start = 0
     if prompt:
         yield 0, prompt
-        at = prompt
-    while at < tokens:
-        yield at, min(at + chunk, tokens)
-        at += chunk
+        start = prompt
+    while start < tokens:
+        yield start, min(start + chunk, tokens)
+        start += chunk
 
 
 @torch.no_grad()

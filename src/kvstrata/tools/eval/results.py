@@ -79,8 +79,8 @@ class Row:
     def above(self, other: Row, what: str, text: int | None = None) -> tuple[float, float, float]:
         """Mean difference of ``nll`` or ``kl`` a token, of one text or all, and its 95 % interval over chunks (seeded
         bootstrap); both rows have read the same ones."""
-        some = slice(None) if text is None else self._of(text)
-        difference = np.asarray(getattr(self, what)[some]) - np.asarray(getattr(other, what)[some])  # [stretch, chunk]
+        rows = slice(None) if text is None else self._of(text)
+        difference = np.asarray(getattr(self, what)[rows]) - np.asarray(getattr(other, what)[rows])  # [stretch, chunk]
         counts = np.broadcast_to(np.asarray(self.count, float), difference.shape)
         flat, weight = difference.ravel(), counts.ravel()
         picks = np.random.default_rng(0).integers(flat.size, size=(2000, flat.size))

@@ -71,12 +71,12 @@ def measure_sensitivity(
     _, exact = decode(model, ids, DynamicCache(config=model.config), chunk=tokens, keep=True)
     assert exact is not None
     layers = DynamicCache(config=model.config).layers
-    found: dict[str, list[float]] = {"k": [], "v": []}
-    for side, values in found.items():
+    by_side: dict[str, list[float]] = {"k": [], "v": []}
+    for side, values in by_side.items():
         for place, layer in enumerate(layers):
             values.append(_one(model, ids, layer, place, side, bits, exact))
-            tick(f"{side.upper()} of layer {place}", len(found["k"]) + len(found["v"]))
-    return Sensitivity(bits, found["k"], found["v"])
+            tick(f"{side.upper()} of layer {place}", len(by_side["k"]) + len(by_side["v"]))
+    return Sensitivity(bits, by_side["k"], by_side["v"])
 
 
 def _one(

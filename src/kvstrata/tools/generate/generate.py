@@ -93,11 +93,11 @@ class _Writer:
             do_sample=False,
             streamer=self.clock,
         )
-        came = self.clock.times[written:]
+        times = self.clock.times[written:]
         if not written:
-            self.first = came[0] - start
-            start = came[0]
-        self.rest += came[-1] - start
+            self.first = times[0] - start
+            start = times[0]
+        self.rest += times[-1] - start
         self.done = int(self.ids[0, -1]) in self.ends
 
     def finish(self) -> Run:
@@ -173,23 +173,23 @@ def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
     assert ours.cache is not None
     memory = ours.cache.memory()
     runs = [run for run in (ours, plain) if run]
-    made = Table("", *(run.name for run in runs))
-    made.add_row("prompt + new tokens", *(f"{run.prompt} + {len(run.tokens)}" for run in runs))
-    made.add_row("to the first token", *(f"{run.first:.2f} s" for run in runs))
-    made.add_row("decode", *("-" if run.speed is None else f"{run.speed:.2f} tokens/s" for run in runs))
-    made.add_row("cache", *(f"{size / 1e6:.2f} MB" for size in (memory.total, memory.full)[: len(runs)]))
-    made.add_row("of 16 bit", *(f"{share:.3f}" for share in (memory.fraction, 1.0)[: len(runs)]))
+    result = Table("", *(run.name for run in runs))
+    result.add_row("prompt + new tokens", *(f"{run.prompt} + {len(run.tokens)}" for run in runs))
+    result.add_row("to the first token", *(f"{run.first:.2f} s" for run in runs))
+    result.add_row("decode", *("-" if run.speed is None else f"{run.speed:.2f} tokens/s" for run in runs))
+    result.add_row("cache", *(f"{size / 1e6:.2f} MB" for size in (memory.total, memory.full)[: len(runs)]))
+    result.add_row("of 16 bit", *(f"{share:.3f}" for share in (memory.fraction, 1.0)[: len(runs)]))
     tiers = ", ".join(f"{name} {share:.0%}" for name, share in _tiers(memory).items())
-    made.add_row("tokens by tier", tiers or "-", *["all at 16 bit"] * bool(plain))
+    result.add_row("tokens by tier", tiers or "-", *["all at 16 bit"] * bool(plain))
     if ours.cache.plain_layers:
-        made.add_row("layers not compressed", f"{len(ours.cache.plain_layers)} of {len(ours.cache.layers)}")
+        result.add_row("layers not compressed", f"{len(ours.cache.plain_layers)} of {len(ours.cache.layers)}")
     if plain:
-        at = first_difference(ours.tokens, plain.tokens)
-        if at:
-            made.add_row("the same up to", repr(tokenizer.decode(ours.tokens[max(at - 8, 0) : at])))
-        words = ("the same text", "") if at is None else (_words(run.tokens, at, tokenizer) for run in runs)
-        made.add_row("first difference", *words)
-    return made
+        index = first_difference(ours.tokens, plain.tokens)
+        if index:
+            result.add_row("the same up to", repr(tokenizer.decode(ours.tokens[max(index - 8, 0) : index])))
+        words = ("the same text", "") if index is None else (_words(run.tokens, index, tokenizer) for run in runs)
+        result.add_row("first difference", *words)
+    return result
 
 
 def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
         seconds = {"first_token_s": run.first, "tokens_per_s": run.speed}
         return {"text": text, "prompt_tokens": run.prompt, "new_tokens": len(run.tokens), **seconds}
 
-    found = {
+    result = {
         "budget": ours.cache.options.get("budget"),
         "budget_bytes": ours.cache.options.get("budget_bytes"),
         **told(ours),
@@ -215,9 +215,9 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
         "compare": None,
     }
     if plain:
-        at = first_difference(ours.tokens, plain.tokens)
-        found["compare"] = told(plain) | {"first_difference": None if at is None else at + 1}
-    return found
+        index = first_difference(ours.tokens, plain.tokens)
+        result["compare"] = told(plain) | {"first_difference": None if index is None else index + 1}
+    return result
 
 
 def _tiers(memory: Memory) -> dict[str, float]:
@@ -241,5 +241,5 @@ def floor_note(run: Run) -> str | None:
     )
 
 
-def _words(tokens: list[int], at: int, tokenizer: Any) -> str:
-    return f"token {at + 1}: {tokenizer.decode(tokens[at : at + 6])!r}"
+def _words(tokens: list[int], index: int, tokenizer: Any) -> str:
+    return f"token {index + 1}: {tokenizer.decode(tokens[index : index + 6])!r}"

@@ -124,22 +124,22 @@ def _lead(report: Report) -> list[str]:
 
 def _against_others(report: Report) -> list[Against]:
     """Ours against the fastest of the others in each case that has any: peers and the baseline."""
-    found = []
+    closest = []
     for row in (case.row("ours") for case in report.cases):
         others = [against for against in (row.vs_baseline, row.vs_peer) if against] if row else []
-        found += [min(others, key=lambda against: against.ratio)] if others else []
-    return found
+        closest += [min(others, key=lambda against: against.ratio)] if others else []
+    return closest
 
 
 def _ahead(report: Report) -> list[str]:
     """All cases in words."""
-    found = _against_others(report)
-    if not found:
+    comparisons = _against_others(report)
+    if not comparisons:
         return []
-    ahead, behind = sum(against.lo > 1 for against in found), sum(against.hi < 1 for against in found)
-    slowest, fastest = min(x.ratio for x in found), max(x.ratio for x in found)
+    ahead, behind = sum(against.lo > 1 for against in comparisons), sum(against.hi < 1 for against in comparisons)
+    slowest, fastest = min(x.ratio for x in comparisons), max(x.ratio for x in comparisons)
     return [
-        f"Of {len(found)} cases {ahead} are ahead of the fastest other way beyond noise and {behind} behind: "
+        f"Of {len(comparisons)} cases {ahead} are ahead of the fastest other way beyond noise and {behind} behind: "
         f"{slowest:.2f} to {fastest:.2f} times as fast."
     ]
 
@@ -185,8 +185,8 @@ def _glance(reports: Sequence[Report]) -> Grid:
             continue
         case, row = max(ours, key=lambda pair: pair[0].bytes)
         cells = [render.COLUMNS[name][1](case, row) for name in ("us", "of_peak", "speedup", "vs_peer")]
-        found = _against_others(report)
-        cells.append(f"{sum(against.lo > 1 for against in found)} of {len(found)}" if found else "")
+        comparisons = _against_others(report)
+        cells.append(f"{sum(against.lo > 1 for against in comparisons)} of {len(comparisons)}" if comparisons else "")
         rows.append([report.op, report.machine["name"], case.name, *cells])
     return Grid("At a glance: the largest case of each op", header, rows, names=3)
 

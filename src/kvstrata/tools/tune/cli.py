@@ -221,8 +221,8 @@ def warmup(
         )
     else:
         known = ", ".join(result.tables) or "none"
-        took = f"{time.monotonic() - start:.1f} s"
-        typer.echo(f"{result.kernels} kernels for {arch} in {jit.cache_folder()} (tables: {known}), {took}")
+        elapsed = f"{time.monotonic() - start:.1f} s"
+        typer.echo(f"{result.kernels} kernels for {arch} in {jit.cache_folder()} (tables: {known}), {elapsed}")
         for entry, why in result.failed.items():
             typer.echo(f"failed: {entry}: {why.splitlines()[0]}", err=True)
     if result.failed:

@@ -88,7 +88,9 @@ class Compiler:
     def __enter__(self) -> Compiler:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self._pool is None:
             return
         workers = list((self._pool._processes or {}).values())

@@ -101,7 +101,7 @@ def check(kernels: Sequence[Needs], usage: Callable[[Needs], jit.Usage], arch: s
     """The profile of a configuration whose kernels pass; Rejected otherwise. `usage` compiles."""
     has = multiprocessor(arch)
     cap = has.shared_block if limits.shared is None else min(limits.shared, has.shared_block)
-    found = []
+    checked = []
     for kernel in kernels:
         if not 32 <= kernel.threads <= 1024 or kernel.threads % 32:
             raise Rejected("divisibility", f"{kernel.threads} threads: expected whole warps, at most 1024 threads")
@@ -123,12 +123,12 @@ def check(kernels: Sequence[Needs], usage: Callable[[Needs], jit.Usage], arch: s
         resident = occupancy(used.registers, shared, kernel.threads, arch)
         if resident == 0 or resident < limits.occupancy:
             raise Rejected("occupancy", f"{resident:.0%} of the warps are resident, at least {limits.occupancy:.0%}")
-        found.append(Profile(used.registers, used.spill_bytes, shared, resident))
-    if not found:
+        checked.append(Profile(used.registers, used.spill_bytes, shared, resident))
+    if not checked:
         return Profile(0, 0, 0, 1.0)
     return Profile(
-        max(p.registers for p in found),
-        max(p.spills for p in found),
-        max(p.shared for p in found),
-        min(p.occupancy for p in found),
+        max(p.registers for p in checked),
+        max(p.spills for p in checked),
+        max(p.shared for p in checked),
+        min(p.occupancy for p in checked),
     )

@@ -127,9 +127,9 @@ class Search:
         """Complete trials that were no slower than the incumbent, but not 5 % faster: the fastest first."""
         best = self._incumbent()
         bound = 1.0 if best is None else _value(best)
-        found = [t for t in self._trials(TrialState.COMPLETE) if not t.user_attrs.get(PROMOTED) and _value(t) <= bound]
-        found = [t for t in found if key(t.params) != key(self.problem.default)]
-        return [dict(t.params) for t in sorted(found, key=_value)][:most]
+        trials = [t for t in self._trials(TrialState.COMPLETE) if not t.user_attrs.get(PROMOTED) and _value(t) <= bound]
+        trials = [t for t in trials if key(t.params) != key(self.problem.default)]
+        return [dict(t.params) for t in sorted(trials, key=_value)][:most]
 
     def _begin(self) -> None:
         """Make the default ready. `_outside` says why the limits do not allow it, or is empty."""
@@ -149,8 +149,8 @@ class Search:
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Trials of the study in these states, from all processes, without repetitions."""
-        found = self.study.get_trials(deepcopy=False, states=states)
-        return [t for t in found if t.user_attrs.get(REJECTED) != SEEN]
+        trials = self.study.get_trials(deepcopy=False, states=states)
+        return [t for t in trials if t.user_attrs.get(REJECTED) != SEEN]
 
     def _over(self) -> bool:
         limit, left = self.settings, self._left()
@@ -410,12 +410,12 @@ def _time(trial: FrozenTrial) -> float:
 
 def _fastest(trials: list[FrozenTrial]) -> dict[str, dict[str, float]]:
     """Time of the fastest trial of each value of each parameter, over the default's."""
-    found: dict[str, dict[str, float]] = {}
+    by_case: dict[str, dict[str, float]] = {}
     for trial in trials:
         for name, chosen in trial.params.items():
-            known = found.setdefault(name, {})
+            known = by_case.setdefault(name, {})
             known[str(chosen)] = min(known.get(str(chosen), math.inf), _time(trial))
-    return found
+    return by_case
 
 
 def _relative(taken: dict[str, Array]) -> float:

@@ -43,16 +43,16 @@ class Lock:
 
 def _cut_half_line(path: Path) -> None:
     with path.open("rb+") as file:
-        end = at = file.seek(0, os.SEEK_END)
-        while at > 0:
-            start = max(at - BLOCK, 0)
+        end = position = file.seek(0, os.SEEK_END)
+        while position > 0:
+            start = max(position - BLOCK, 0)
             file.seek(start)
-            if (found := file.read(at - start).rfind(b"\n")) >= 0:
-                at = start + found + 1
+            if (newline := file.read(position - start).rfind(b"\n")) >= 0:
+                position = start + newline + 1
                 break
-            at = start
-        if at < end:
-            file.truncate(at)
+            position = start
+        if position < end:
+            file.truncate(position)
 
 
 def open_storage(where: str | Path) -> optuna.storages.BaseStorage:
@@ -106,7 +106,7 @@ def _alive(pid: int) -> bool:
 
 def put_back(study: optuna.Study) -> int:
     """Queue again what a dead process left; how many there were."""
-    found = 0
+    count = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if not _alone(trial):
             continue
@@ -116,5 +116,5 @@ def put_back(study: optuna.Study) -> int:
             continue
         if trial.params:
             study.enqueue_trial(trial.params)
-        found += 1
-    return found
+        count += 1
+    return count

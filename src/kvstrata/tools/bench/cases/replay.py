@@ -154,10 +154,10 @@ def _cat(inputs: Sequence[Inputs]) -> Call:
 
     def run(i: int) -> None:
         flat.copy_(torch.cat([s.view(-1) for s in inputs[i].src]))
-        at = 0
+        offset = 0
         for view in views[i]:
-            view.copy_(flat[at : at + view.numel()].view(view.shape))
-            at += view.numel()
+            view.copy_(flat[offset : offset + view.numel()].view(view.shape))
+            offset += view.numel()
 
     return run
 
@@ -320,18 +320,18 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     styles += VECTORS
     if quick or not cuda:
         styles = [Style("fa", 64, 4096), Style("nsa", 64, 512), VECTORS[2]]
-    found = []
+    all_cases = []
     for style in styles:
         moved = bytes_of(style)
         sets = sets_for(moved, device, memory=1 << 30)
         for graph in (False, True) if cuda else (False,):
             name = f"{style.case}{'-graph' if graph else ''}"
             make = partial(build, style, sets, graph)
-            found.append(Case("replay", name, style.params, moved, make, sets=sets, graph=graph))
+            all_cases.append(Case("replay", name, style.params, moved, make, sets=sets, graph=graph))
     if cuda and not quick and jit.missing() is None:
         for style in CUT_CASES:
             moved = bytes_of(style)
             sets, name = sets_for(moved, device, memory=1 << 30), f"cuts-{style.case}-graph"
             params, make = {**style.params, "style": f"cuts-{style.kind}"}, partial(build_cuts, style, sets)
-            found.append(Case("replay", name, params, moved, make, sets=sets, graph=True))
-    return found
+            all_cases.append(Case("replay", name, params, moved, make, sets=sets, graph=True))
+    return all_cases

@@ -55,5 +55,5 @@ def find(op: str, arch: str, device: torch.device, backend: str) -> list[Problem
     """The problems of an op; LookupError lists what there is."""
     if op not in names():
         raise LookupError(f"nothing to tune in {op!r}; there are: {', '.join(names())}")
-    found: list[Problem] = importlib.import_module(f"{__name__}.{op}").problems(arch, device, backend)
-    return found
+    problems: list[Problem] = importlib.import_module(f"{__name__}.{op}").problems(arch, device, backend)
+    return problems

@@ -110,10 +110,10 @@ def _build_reference(kind: Kind, tokens: int, device: torch.device) -> Ready:
         parts = range(0, tokens, choice["chunk"])
 
         def run(i: int) -> None:
-            for at in parts:
-                some = slice(at, at + choice["chunk"])
-                rows = (k[some], None if v is None else v[some])
-                reference.store_kv(*rows, k_cache, v_cache, slot_mapping[some], k_scale, v_scale, kind.layout)
+            for first in parts:
+                chunk = slice(first, first + choice["chunk"])
+                rows = (k[chunk], None if v is None else v[chunk])
+                reference.store_kv(*rows, k_cache, v_cache, slot_mapping[chunk], k_scale, v_scale, kind.layout)
 
         return run
 
