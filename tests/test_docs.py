@@ -47,6 +47,21 @@ def test_links_lead_somewhere(path: Path, link: str) -> None:
     assert (path.parent / link).exists()
 
 
+def anchors(path: Path) -> set[str]:
+    """Anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_anchors_exist(path: Path) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]*\.md)?#([^)]+)\)", path.read_text())
+    missing = [
+        f"{file}#{anchor}" for file, anchor in links if anchor not in anchors(path.parent / file if file else path)
+    ]
+    assert not missing
+
+
 def test_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
