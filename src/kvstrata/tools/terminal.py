@@ -30,7 +30,7 @@ Precision = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="The model's: float32, float16 or bfloat16; float32 on a CPU and bfloat16 on a GPU if none is given.",
+        help="Dtype of the model: float32, float16 or bfloat16; default float32 on a CPU, bfloat16 on a GPU.",
     ),
 ]
 DTYPES = ("float32", "float16", "bfloat16")

@@ -21,7 +21,7 @@ WARM_TOKENS = 256  # of the prompt: enough to settle with the default recent_tok
 
 @dataclass(frozen=True)
 class Run:
-    """One text. Seconds: to the first token, and for all later ones."""
+    """One generated text, with the seconds to the first token and for all later ones."""
 
     name: str
     prompt: int
@@ -37,7 +37,7 @@ class Run:
 
 
 class _Clock(TextStreamer):
-    """Hands text on as it comes, and notes when each token came. One for all segments of a text."""
+    """Streamer that forwards text and records the time of each token, across all segments of a text."""
 
     def __init__(self, tokenizer: Any, say: Callable[[str], None] | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -151,7 +151,7 @@ def warm_up(model: Any, tokenizer: Any, ids: torch.Tensor, caches: Sequence[Stra
 
 
 def _compilations() -> int:
-    """Loops compiled so far because no file of an earlier run had them."""
+    """Number of loops compiled so far that numba's disk cache did not have."""
     return sum(
         sum(loop.stats.cache_misses.values())
         for name in ("attention.decode_numba", "attention.unpack_numba", "cache.pages_numba", "hf.mass_numba")
@@ -162,7 +162,7 @@ def _compilations() -> int:
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
-    """The first place where two texts differ, None if they are one."""
+    """Index of the first token that differs, None if there is none."""
     both = min(len(ours), len(theirs))
     differ = (i for i in range(both) if ours[i] != theirs[i])
     return next(differ, None if len(ours) == len(theirs) else both)
@@ -221,7 +221,7 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
 
 
 def _tiers(memory: Memory) -> dict[str, float]:
-    """The share of the tokens in each tier that has some."""
+    """Share of the tokens in each non-empty tier."""
     held = sum(memory.tokens.values())
     return {name: count / held for name, count in memory.tokens.items() if count}
 
