@@ -64,8 +64,8 @@ class Engine:
             ids[request], positions[request], requests[request] = token, self.cache.length(request), request
         self.cache.advance(list(self.last))
         given = dict(ids=ids, positions=positions, requests=requests)
-        found = self.runner(**{name: x.to(self.model.device) for name, x in given.items()}).tolist()
-        self.last = {request: found[request] for request in self.last}
+        tokens = self.runner(**{name: x.to(self.model.device) for name, x in given.items()}).tolist()
+        self.last = {request: tokens[request] for request in self.last}
         return dict(self.last)
 
     def finish(self, request: int) -> None:
@@ -78,19 +78,19 @@ class Engine:
 def serve(engine: Engine, prompts: list[torch.Tensor], tokens: int) -> list[list[int]]:
     """So many new tokens for every prompt; those that find no place wait for one."""
     waiting, running = list(range(len(prompts))), {}
-    found: list[list[int]] = [[] for _ in prompts]
+    outputs: list[list[int]] = [[] for _ in prompts]
     while waiting or running:
         while waiting and engine.free:
             number = waiting.pop(0)
             request = engine.start(prompts[number])
             running[request] = number
-            found[number].append(engine.last[request])
-        for request in [request for request, number in running.items() if len(found[number]) >= tokens]:
+            outputs[number].append(engine.last[request])
+        for request in [request for request, number in running.items() if len(outputs[number]) >= tokens]:
             engine.finish(request)
             del running[request]
         for request, token in engine.decode().items():
-            found[running[request]].append(token)
-    return found
+            outputs[running[request]].append(token)
+    return outputs
 
 
 def small_model(device: str, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -107,8 +107,8 @@ def main(tokens: int) -> None:
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     engine = Engine(small_model(device, dtype), places=4, recent_tokens=32, page_tokens=16, max_tokens=2048)
     prompts = [torch.randint(0, 512, (length,), device=device) for length in (700, 90, 400, 15, 1000, 250)]
-    found = serve(engine, prompts, tokens)
-    for prompt, new in zip(prompts, found, strict=True):
+    outputs = serve(engine, prompts, tokens)
+    for prompt, new in zip(prompts, outputs, strict=True):
         print(f"{len(prompt):5} tokens + {len(new)}: {' '.join(map(str, new[:8]))} ..")
     engine.cache.check()
 

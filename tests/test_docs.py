@@ -1,9 +1,7 @@
-"""What the documents show is run: Python blocks of README.md and docs/, doctests of public functions, examples."""
+"""Documents: Python blocks of README.md and docs/ run, links exist, tables match the results, examples run."""
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import re
 import subprocess
 import sys
@@ -11,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import kvstrata
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -43,30 +39,27 @@ def test_python_block_runs(block: str) -> None:
     exec(compile(block, "document", "exec"), _given(block))
 
 
-PUBLIC = [name for name in kvstrata.__all__ if callable(getattr(kvstrata, name))]
-
-
-@pytest.mark.parametrize("name", [*PUBLIC, "hf.StrataCache", "replay.fused_copy_replay_data"])
-def test_doctest(name: str) -> None:
-    if name.startswith("hf."):
-        pytest.importorskip("transformers")
-    *package, last = name.split(".")
-    owner = importlib.import_module(".".join(["kvstrata", *package]))
-    runner = doctest.DocTestRunner()
-    shown = {"torch": torch, "kvstrata": kvstrata, last: getattr(owner, last)}
-    found = doctest.DocTestFinder(recurse=False).find(getattr(owner, last), name, globs=vars(kvstrata) | shown)
-    assert sum(len(test.examples) for test in found) > 0, f"{name} shows no example"
-    for test in found:
-        runner.run(test)
-    assert runner.failures == 0
-
-
 LINKS = [(path, link) for path in DOCUMENTS for link in re.findall(r"\]\((?!http)([^)#]+)", path.read_text())]
 
 
 @pytest.mark.parametrize(("path", "link"), LINKS, ids=lambda x: getattr(x, "name", x))
 def test_links_lead_somewhere(path: Path, link: str) -> None:
     assert (path.parent / link).exists()
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_anchors_exist(path: Path) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]*\.md)?#([^)]+)\)", path.read_text())
+    missing = [
+        f"{file}#{anchor}" for file, anchor in links if anchor not in anchors(path.parent / file if file else path)
+    ]
+    assert not missing
 
 
 def test_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:

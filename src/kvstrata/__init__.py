@@ -1,12 +1,12 @@
 """kvstrata: the KV-cache layer of LLM inference.
 
-A token's K and V are written once and read at every later step. The stages of that way, as far as they exist: `store`
-writes rows into pages, `layout` says what the bytes mean, `cache` keeps tiers of them under a budget, `attention` reads
-them, `replay` feeds a step's metadata to a captured graph. Beside it: `jit` turns CUDA C++ into callables, `bench`
-measures and proves.
+A token's K and V are written once and read at every later step. `store` writes rows into blocks, `layout` defines the
+bytes of a page, `quant` converts rows to codes and back, `cache` keeps tokens in tiers under a byte budget, `attention`
+reads them, and `replay` feeds a step's metadata to a captured graph. `jit` compiles CUDA C++, `hf` connects to
+transformers, and `tools` holds the commands (bench, tune, check, profile, eval).
 
-Names are imported at first use, because torch takes seconds and `kvstrata --help` needs none of it. A program that
-only looks up `torch.ops.kvstrata` imports `kvstrata.store` and `kvstrata.attention`, which register them.
+Names are imported at first use, because importing torch takes seconds and `kvstrata --help` does not need it. A program
+that only uses `torch.ops.kvstrata` imports `kvstrata.store` and `kvstrata.attention`, which register the ops.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _STAGE_OF = {name: stage for stage, names in _STAGES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name, or the stage of that name, when it is first asked for."""
+    """Import a public name, or a stage, at first use."""
     if name in _STAGES:
         return importlib.import_module(f".{name}", __name__)
     if name not in _STAGE_OF:

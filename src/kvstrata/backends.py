@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs where: the torch reference, Triton or CUDA C++."""
+"""Choice of an op's backend by device: torch reference, Triton or CUDA C++."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEEDED = {"cuda_bulk": (9, 0)}  # compute capability, where it is not (8, 0)
 
 
 def missing(backend: str, device: torch.device) -> str | None:
-    """Why ``backend`` cannot run on ``device``, or None when it can."""
+    """Reason why ``backend`` cannot run on ``device``, or None when it can."""
     if backend == "reference":
         return None
     if backend == "triton":
@@ -33,7 +33,7 @@ def missing(backend: str, device: torch.device) -> str | None:
 
 
 def resolve(backend: str, device: torch.device, known: Sequence[str] = BACKENDS) -> str:
-    """The backend that runs: ``auto`` takes CUDA C++, then Triton, on a GPU, and the reference elsewhere."""
+    """Backend to run: on a GPU ``auto`` prefers CUDA C++, then Triton; elsewhere it takes the reference."""
     if backend not in known:
         raise ValueError(f"backend: expected one of {known}, got {backend!r}")
     if backend == "auto":

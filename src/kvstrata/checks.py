@@ -1,4 +1,4 @@
-"""Checks of arguments that several packages share: errors name the argument, what is expected and what was given."""
+"""Argument checks that packages share; errors name the argument, what was expected and what was given."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def check_number(name: str, value: float, wanted: str, within: Callable[[float],
 
 
 def check_rope(rope: Sequence[float] | torch.Tensor | None, head_dim: int) -> tuple[float, ...]:
-    """Radians a position of each pair of channels; none where K is not turned."""
+    """RoPE angle per position of each channel pair, in radians; empty if K is not rotated."""
     if rope is None:
         return ()
     try:
-        found = tuple(float(x) for x in rope)
+        angles = tuple(float(x) for x in rope)
     except (TypeError, ValueError):
         raise ValueError(f"rope: expected a row of numbers such as a model's inv_freq, got {rope!r}") from None
-    if len(found) > head_dim // 2:
-        raise ValueError(f"rope: expected up to {head_dim // 2} numbers, head_dim / 2, got {len(found)}")
-    for x in found:
-        check_number("rope", x, "(-inf, inf)", math.isfinite)
-    return found
+    if len(angles) > head_dim // 2:
+        raise ValueError(f"rope: expected up to {head_dim // 2} numbers, head_dim / 2, got {len(angles)}")
+    for angle in angles:
+        check_number("rope", angle, "(-inf, inf)", math.isfinite)
+    return angles
 
 
 def whole_numbers(name: str, values: Sequence[int]) -> list[int]:
-    """As ints, also from a tensor."""
+    """Convert a sequence or a 1-D tensor to a list of ints; ValueError if it holds anything else."""
     try:
         return [operator.index(value) for value in values]
     except TypeError:
@@ -57,7 +57,7 @@ def check_tensor(name: str, x: torch.Tensor) -> None:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Of tiers: each one a format; says which of them is none."""
+    """Raise ValueError for a list of tiers in which a name is not a format, naming it."""
     if not isinstance(names, Sequence) or isinstance(names, str):
         raise ValueError(f"tiers: expected a list of formats such as ['K4V4', 'K2V2'], got {names!r}")
     for name in names:
@@ -68,7 +68,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_tiers(formats: Sequence[Format], names: Sequence[str]) -> None:
-    """``formats``: the plain one, and those of the names."""
+    """Raise ValueError unless ``formats`` (the plain one, then those of ``names``) get narrower from tier to tier."""
     for better, worse in itertools.pairwise(formats):
         if worse.plain or worse.k_bits > better.k_bits or worse.v_bits > better.v_bits:
             raise ValueError(

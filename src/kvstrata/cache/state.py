@@ -1,4 +1,4 @@
-"""State of a cache: what its operations and policy read and change; `TieredCache` makes it."""
+"""State of a cache, which its operations and policy read and change; `TieredCache` creates it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .storage.transaction import Transaction
 
 
 class CacheState:
-    """Sizes, pages, page tables and counters of a cache, and small questions about them."""
+    """Sizes, pages, page tables and counters of a cache, with small queries about them."""
 
     layers: int
     kv_heads: int
@@ -48,7 +48,7 @@ class CacheState:
     _lengths: np.ndarray  # [requests, layers]
     _device_lengths: torch.Tensor
     _queries: np.ndarray  # [requests, layers]: queries whose mass was reported
-    _reported: np.ndarray  # [requests, layers]: the length at that time
+    _reported: np.ndarray  # [requests, layers]: length at the last report
     _centred: np.ndarray  # bool [requests, layers]
     _active: set[int]
     _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
@@ -63,7 +63,7 @@ class CacheState:
         return tuple(sorted(self._active))
 
     def length(self, request: int = 0, layer: int = 0) -> int:
-        """Tokens appended to a layer of a request and not cropped; 0 for a request that is not in use."""
+        """Tokens of a request in a layer, evicted ones included; 0 if it is not in use. ValueError for a bad index."""
         self._check_layer(layer)
         check_int("request", request, 0, self.max_requests - 1)
         return int(self._lengths[request, layer])

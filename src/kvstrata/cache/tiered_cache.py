@@ -3,17 +3,17 @@
     append ──▶ fits? ──yes──▶ 16-bit bucket
                  └──no──▶ plan (policy/settle.py) ──▶ move (storage/page_table.py): rows and tokens to their tiers
 
-The class makes the state (state.py) and offers the operations; each is in a file of its own:
+The class creates the state (state.py) and offers the operations, each of which has its own file:
 
-    policy/  sizes.py pages, slabs and budget from the arguments; room.py whether tokens fit; scopes.py what to settle;
-             mass.py attention mass to importance
+    policy/  sizes.py: pages, slabs and budget from the arguments; room.py: do tokens fit; scopes.py: the parts that are
+             settled together; mass.py: attention mass to importance
     ops/     append.py, step.py (the token of a captured step), crop.py, fork.py, files.py, inspect.py, books.py (bytes
              allocated and invariants)
-    storage/ transaction.py an operation as a whole, or not at all
+    storage/ transaction.py: an operation takes effect as a whole or not at all
 
-Every operation plans first, takes the pages it needs and changes the rest when nothing can fail any more. State that
-kernels read is in device tensors at fixed addresses (`bucket_views`); the host knows the page lists, the counts and the
-owners of pages, never a token.
+Every operation plans first, allocates the pages it needs and changes state only once nothing can fail any more. State
+that kernels read is in device tensors at fixed addresses (`bucket_views`); the host keeps page lists, counts and page
+owners, never tokens.
 """
 
 from __future__ import annotations
@@ -57,31 +57,33 @@ class TieredCache(CacheState):
     """K and V of up to ``max_requests`` requests, compressed token by token so that a byte budget holds at all times.
 
     Args:
-        layers, kv_heads, head_dim: of the model; ``head_dim`` a multiple of 16 from 32 to 256.
-        budget: a fraction of what the tokens held would take at ``dtype``, for each request and layer on its own
-            (short contexts have a floor, see docs/cache.md); 1.0 compresses nothing, None is no limit. A fraction that
-            has bytes to spare at K8V8 leaves them.
-        budget_bytes: bytes for everything, in place of ``budget``.
-        tiers: names of formats for older tokens, best first, none larger than the one before; None chooses by the
-            budget (`budget.default_tiers`).
-        recent_tokens, sink_tokens: how many of the last and of the first tokens are kept at ``dtype``.
-        dtype, device: of the model's K and V.
-        max_requests, max_tokens: the size of the tables. ``max_tokens`` up to 32768 has 2-byte positions, else 4.
+        layers, kv_heads, head_dim: sizes of the model; ``head_dim`` is a multiple of 16 from 32 to 256.
+        budget: fraction of the bytes that the tokens held would take at ``dtype``, for each request and layer
+            separately (short contexts have a floor, see docs/cache.md). 1.0 compresses nothing, None is no limit. Bytes
+            that a fraction leaves over with everything at K8V8 stay unused.
+        budget_bytes: bytes for the whole cache, instead of ``budget``.
+        tiers: format names for older tokens, widest first; None chooses by budget (`budget.default_tiers`).
+        recent_tokens, sink_tokens: number of last and of first tokens that are kept at ``dtype``.
+        dtype, device: dtype and device of the model's K and V.
+        max_requests, max_tokens: sizes of the tables. Positions take 2 bytes up to 32768 ``max_tokens``, else 4.
         page_tokens: 64, 32 or 16; small contexts want small pages.
-        policy: ``importance`` (least expected error by attention mass), ``recency``, ``uniform``.
-        per_head: each KV head chooses its own tokens; False: all heads of a layer choose alike.
-        evict: drop the least important tokens where the lowest tier is not small enough, instead of `BudgetExceeded`.
-        settle_every: when settling is needed, make room for about this many more tokens if possible: from half to
-            twice as many, so that sink and recent tokens and room are whole pages.
-        hysteresis: a token that is already quantised counts this much more when tiers are chosen.
+        policy: ``importance`` (least expected error by attention mass), ``recency`` or ``uniform``.
+        per_head: True lets each KV head choose its own tokens; False makes all heads of a layer choose the same ones.
+        evict: drop the least important tokens where the narrowest tier does not fit, instead of `BudgetExceeded`.
+        settle_every: room to make when settling is needed, in tokens, if possible. Adjusted from half to twice as many
+            so that sink tokens, recent tokens and room fill whole pages.
+        hysteresis: extra weight of a token that is already quantised when tiers are chosen.
         importance: ``mean`` (mass per query so far) or ``ema`` with ``decay``.
-        rope: how far RoPE turns each pair of channels from one position to the next, in radians, as a model's
-            ``inv_freq``; with it K's centre foresees longer contexts (docs/formats.md). None: K is not turned.
+        decay: decay of the moving average per query, in [0, 1).
+        rope: RoPE angle of each channel pair per position, in radians (a model's ``inv_freq``); it lets the centre of
+            K anticipate longer contexts (docs/formats.md). None if K is not rotated.
         debug: poison freed pages.
-        slab_bytes: the most bytes of an allocation, at least a page of ``dtype``; None chooses.
+        slab_bytes: maximum bytes of one allocation, at least a page of ``dtype``; None chooses.
 
-    Errors name the argument. Operations that raise, also for want of memory, leave the cache as it was. Not safe under
-    graph capture, except for `write` and what reads `bucket_views`. For several streams see docs/cache.md.
+    Operations modify the cache in place. Those that raise, also when memory runs out, leave it as it was. None is safe
+    under CUDA-graph capture, except for `write` and kernels that read `bucket_views`. Streams: see docs/cache.md.
+
+    Raises ValueError, TypeError or RuntimeError (no such device), naming the argument.
 
     Example:
         >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, recent_tokens=32, page_tokens=16, dtype=torch.float32)
@@ -207,10 +209,13 @@ class TieredCache(CacheState):
             leave_plain,
         )
 
-    # What is there
+    # Reading
 
     def bucket_views(self, layer: int) -> BucketedCacheLayer:
-        """The state of a layer as kernels read it; valid until the cache goes, also across growth."""
+        """State of a layer as kernels read it: views, valid for the lifetime of the cache, also when it grows.
+
+        Safe to read under CUDA-graph capture. Raises ValueError for a layer that does not exist.
+        """
         self._check_layer(layer)
         self.pool.note_stream()
         return BucketedCacheLayer(
@@ -230,10 +235,11 @@ class TieredCache(CacheState):
         )
 
     def gather(self, layer: int, request: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``k, v [kv_heads, n, head_dim]`` as attention sees them, in ``dtype``, and int64 positions ``[kv_heads, n]``.
+        """Dequantise the tokens of a request: K and V as attention sees them, sorted by position.
 
-        Sorted by position. Where eviction left heads with different numbers of tokens, n is the largest, and the rest
-        is zero with position -1.
+        Returns ``k, v [kv_heads, n, head_dim]`` in ``dtype`` and int64 positions ``[kv_heads, n]``. Where eviction left
+        heads with different numbers of tokens, n is the largest; the rest is zero, with position -1. Raises ValueError
+        for a layer or request that does not exist.
         """
         self._check_layer(layer)
         self._check_request(request)
@@ -242,25 +248,25 @@ class TieredCache(CacheState):
         return k[0], v[0], positions[0]
 
     def tier_map(self, layer: int, request: int = 0) -> torch.Tensor:
-        """The tier of every token in the order of ``gather``: int64 ``[kv_heads, n]``, -1 for none."""
+        """Tier of every token in the order of `gather`: int64 ``[kv_heads, n]``, -1 for none. Raises as `gather`."""
         return read.tier_map(self, layer, request)
 
     def importance(self, layer: int, request: int = 0) -> torch.Tensor:
-        """The estimated mass per query in the order of ``gather``: float32 ``[kv_heads, n]``, 0 for none."""
+        """Mass per query in the order of `gather`: float32 ``[kv_heads, n]``, 0 for none. Raises as `gather`."""
         return read.importance(self, layer, request)
 
     def memory(self) -> Memory:
-        """What is allocated, in bytes; never waits for the device."""
+        """Bytes allocated, by purpose and by tier; never waits for the device."""
         return books.memory(self)
 
     def check(self) -> None:
         """Assert that owners, counts, positions and bytes agree; reads every page, for tests and debugging."""
         books.check(self)
 
-    # Tokens come and settle
+    # Writing and settling
 
     def add_request(self) -> int:
-        """Take an unused request into use, empty; RuntimeError if all ``max_requests`` are in use."""
+        """Put an unused request into use, empty, and return it; RuntimeError if all ``max_requests`` are in use."""
         request = self._unused_request()
         self._active.add(request)
         return request
@@ -279,40 +285,43 @@ class TieredCache(CacheState):
         """Add tokens to a layer, settling it first where they would not fit.
 
         Args:
-            layer: index.
-            k, v: ``[tokens, kv_heads, head_dim]``, the requests' tokens one after the other, or
-                ``[requests, tokens, kv_heads, head_dim]``; in the cache's dtype and on its device.
-            requests: which; None is 0, 1, ... A request not in use yet is taken into use.
-            seq_lens: new tokens of each request, for packed rows of several.
-            mass: what the queries of these tokens gave to all positions, the new ones included, as in
-                `update_importance`: a prompt that attends before it is stored settles by it at once.
-            queries: how many queries of each request are in ``mass``; None is one per token, so that all requests need
-                the same number of tokens.
+            layer: index of the layer.
+            k, v: ``[tokens, kv_heads, head_dim]``, packed request after request, or
+                ``[requests, tokens, kv_heads, head_dim]``; in the cache's dtype and on its device. Not modified.
+            requests: request of each row; None is 0, 1, ... A request that is not in use yet is put into use.
+            seq_lens: new tokens of each request, for packed rows of several requests.
+            mass: attention mass that the queries of these tokens gave to all positions, the new ones included, as in
+                `update_importance`. A prompt that attends before it is stored settles by it at once.
+            queries: queries of each request that ``mass`` sums over; None is one per token, which requires the same
+                number of tokens in all requests.
 
-        Raises ValueError, TypeError or BudgetExceeded with nothing changed.
+        Raises ValueError, TypeError or BudgetExceeded, and leaves the cache as it was. Not safe under CUDA-graph
+        capture: see `advance` and `write`.
         """
         append_tokens(self, layer, k, v, requests, seq_lens, mass, queries)
 
     def advance(self, requests: Sequence[int] | None = None) -> None:
-        """One more token for each of these requests (None: all in use) in every layer, whose rows `write` brings.
+        """Make room for one more token of each of these requests (None: all in use) in every layer; `write` fills it.
 
-        Room is made first, by settling where it is needed, so that a step with `write` in it can be captured in a
-        graph: advance, then replay `DecodePlan.update` and for each layer `write` and `decode_attention`. Until all
-        layers are written the new tokens are not defined, and nothing else may be done with the cache: advance all
-        requests of a step in one call. To take a step back, write anything and `crop`. Raises BudgetExceeded or
-        ValueError with nothing changed.
+        Settles where that is needed, on the host, so that the rest of a step can be captured in a CUDA graph: call
+        advance, then replay `DecodePlan.update` and, for each layer, `write` and `decode_attention`. Advance all
+        requests of a step in one call. Until all layers are written, the new tokens are undefined and no other
+        operation may run. To undo a step, write anything and `crop`. Raises BudgetExceeded or ValueError, and leaves
+        the cache as it was.
         """
         advance(self, self._given(requests))
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None = None) -> None:
-        """K and V of the tokens that the last `advance` made room for. One kernel; safe under graph capture.
+        """Write K and V of the tokens that the last `advance` made room for: one kernel, safe under CUDA-graph capture.
 
         Args:
-            layer: index.
+            layer: index of the layer.
             k, v: ``[rows, kv_heads, head_dim]`` or ``[rows, 1, kv_heads, head_dim]``.
-            requests: int32 ``[rows]`` on the device, whose row each is, read when the kernel runs; negative for
-                padding, which rows of requests that were not advanced have to be: they would be written over a token
-                of theirs, or of a fork. None is 0, 1, ...
+            requests: int32 ``[rows]`` on the device, the request of each row, read when the kernel runs; negative for
+                padding. A request that was not advanced must be padding: its row would overwrite one of its tokens, or
+                one of a fork. None is 0, 1, ...
+
+        Raises ValueError or TypeError, naming the argument; the values of ``requests`` are not checked.
         """
         self._check_layer(layer)
         self.pool.note_stream()
@@ -321,16 +330,17 @@ class TieredCache(CacheState):
     def update_importance(
         self, layer: int, mass: torch.Tensor, requests: Sequence[int] | None = None, queries: int = 1
     ) -> None:
-        """Add the attention mass that tokens got.
+        """Add the attention mass that tokens received to their importance.
 
         Args:
-            layer: index.
+            layer: index of the layer.
             mass: ``[requests, kv_heads, positions]``, by position, summed over the query heads of a KV head and over
-                ``queries`` queries; at least as many positions as the longest request has tokens.
-            requests: which; None is all in use, ascending.
-            queries: how many queries of each request are in ``mass``.
+                ``queries`` queries; at least as many positions as the longest request has tokens. Not modified.
+                Negative and non-finite values count as 0.
+            requests: request of each row; None is all in use, ascending.
+            queries: queries of each request that ``mass`` sums over.
 
-        What is not finite or negative counts as 0. Nothing happens under a policy that does not look at importance.
+        Does nothing under a policy that does not use importance. Raises ValueError or TypeError, naming the argument.
         """
         self._check_layer(layer)
         given = self._given(requests)
@@ -342,9 +352,10 @@ class TieredCache(CacheState):
                 add_mass(self, change, layer, given, mass, queries, ends)
 
     def settle(self, layer: int | None = None, requests: Sequence[int] | None = None) -> None:
-        """Move tokens to the tiers that importance or age ask for now, where the budget is short of headroom.
+        """Move tokens to the tiers that the policy assigns now, where the budget is short of headroom.
 
-        ``append`` does so when it must; calling it at a quiet moment makes room ahead of time. None is all.
+        `append` settles when it must; a call at a quiet moment makes room ahead of time. None is all layers or all
+        requests. Raises BudgetExceeded or ValueError, and leaves the cache as it was.
         """
         if layer is not None:
             self._check_layer(layer)
@@ -353,9 +364,9 @@ class TieredCache(CacheState):
             settle_scopes(self, change, range(self.layers) if layer is None else [layer], scopes)
 
     def compact(self) -> None:
-        """Move pages so that each tier has at most one slab that is not full, and give the others back.
+        """Move pages so that each tier has at most one partly filled slab, and free the empty ones.
 
-        Happens by itself when the budget needs it; a captured graph stays valid, since it reads the tables.
+        Runs automatically when the budget needs it. A captured graph stays valid, since it reads the page tables.
         """
         self.pool.note_stream()
         room.compact(self, self.pool.workspace())
@@ -363,22 +374,29 @@ class TieredCache(CacheState):
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the cache that ``stream`` uses its pages, as `torch.Tensor.record_stream` does for a tensor.
 
-        Needed for a stream on which only a captured graph is replayed: operations and `bucket_views` note the stream
-        they are called on by themselves. What such a stream has queued is safe when the cache gives memory back.
+        Needed for a stream that only replays a captured graph; operations and `bucket_views` record the stream they are
+        called on. Memory is not reused before the work queued on recorded streams is done. AttributeError for anything
+        but a stream.
         """
         self.pool.record_stream(stream)
 
     # Requests
 
     def fork(self, request: int) -> int:
-        """A second request with the same tokens, sharing every page until one of both changes it."""
+        """Copy a request to an unused one, sharing every page until either changes it (copy on write); return the copy.
+
+        Raises ValueError for a request that is not in use, RuntimeError if all ``max_requests`` are in use.
+        """
         self._check_request(request)
         twin = self._unused_request()
         assign(self, {twin: request}, [])
         return twin
 
     def reorder(self, indices: Sequence[int], requests: Sequence[int] | None = None) -> None:
-        """Beams: ``requests[i]`` becomes what ``requests[indices[i]]`` was; None is all in use, ascending."""
+        """Reorder beams: ``requests[i]`` becomes what ``requests[indices[i]]`` was; pages are shared, not copied.
+
+        ``requests`` None is all in use, ascending. Raises ValueError or TypeError, naming the argument.
+        """
         given = self._given(requests)
         if len(indices) != len(given):
             raise ValueError(f"indices: expected {len(given)}, one per request, got {len(indices)}")
@@ -388,7 +406,10 @@ class TieredCache(CacheState):
         assign(self, {given[i]: given[index] for i, index in enumerate(chosen)}, [])
 
     def select(self, indices: Sequence[int]) -> None:
-        """Requests 0, 1, ... become what requests ``indices[0]``, ``indices[1]``, ... were; all others are freed."""
+        """Make requests 0, 1, ... what requests ``indices[0]``, ``indices[1]``, ... were, and free all others.
+
+        Raises ValueError or TypeError for an index that is not in use, or for more than ``max_requests`` of them.
+        """
         chosen = whole_numbers("indices", indices)
         for request in chosen:
             self._check_request(request, "indices")
@@ -399,44 +420,50 @@ class TieredCache(CacheState):
     def crop(self, request: int, length: int) -> None:
         """Drop all tokens at positions >= ``length``, in every layer and tier (speculative rollback).
 
-        What was quantised stays as it is. Can settle, and raise BudgetExceeded, where a smaller length has a smaller
-        budget than the tokens that stay take.
+        Quantised tokens stay quantised. The budget shrinks with the length, so this may settle or raise BudgetExceeded.
+        Raises ValueError for a request that is not in use or a negative length.
         """
         self._check_request(request)
         check_int("length", length, 0)
         crop_request(self, request, length)
 
     def free_request(self, request: int) -> None:
-        """Forget a request; pages that no fork shares go back."""
+        """Free a request and the pages that no fork shares. Raises ValueError if it is not in use."""
         self._check_request(request)
         assign(self, {}, [request])
 
     def save(self, path: str | PathLike[str], request: int = 0) -> None:
-        """Write a request as safetensors: its pages as they are, tables, centres, and the parameters of the cache."""
+        """Save a request as safetensors: packed pages, tables, centres and the cache's parameters.
+
+        Raises ValueError for a request that is not in use, FileNotFoundError for a folder that does not exist.
+        """
         from .ops.files import save
 
         self._check_request(request)
         save(self, path, request)
 
     def load(self, path: str | PathLike[str]) -> int:
-        """Read a request that a cache with the same parameters saved; ValueError for any other file."""
+        """Load a request that a cache with the same parameters saved, into an unused request, which is returned.
+
+        Raises ValueError for any other file, BudgetExceeded or RuntimeError if there is no room for it.
+        """
         from .ops.files import load
 
         return load(self, path)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
-        """A cache of its own with the same requests; pages that forks share are there once for each."""
+        """Independent cache with the same requests; pages that forks shared are duplicated."""
         from .ops.clone import clone
 
         memo[id(self)] = twin = clone(self)
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle, torch.save and copy.copy, which gives a cache of its own: arguments, and what requests hold."""
+        """Arguments and contents, for pickle, torch.save and copy.copy (which makes an independent cache)."""
         from .ops.clone import parts, restored
 
         return restored, (type(self), self._arguments, parts(self))
 
     def _operation(self) -> Transaction:
-        """All changes of an operation or none; after it the budget holds."""
+        """Transaction of one operation: all of its changes or none; the budget holds afterwards."""
         return Transaction(self.pool, lambda workspace: room.tidy(self, workspace))

@@ -13,20 +13,20 @@ TOOLKIT = "/usr/local/cuda"
 
 
 def find(tool: str) -> str | None:
-    """The path of a tool of the CUDA toolkit: on the PATH, or where the toolkit is."""
+    """Path of a tool of the CUDA toolkit, from PATH or the toolkit's folder."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT]
     places = [tool, *(f"{home}/bin/{tool}" for home in homes if home)]
     return next((path for place in places if (path := shutil.which(place))), None)
 
 
 class Late(Exception):
-    """A program took longer than it was given and was ended."""
+    """A program exceeded its time limit and was killed."""
 
 
 def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """What a command said on both channels, and its exit code; `environment` is added to ours.
+    """Run a command; returns stdout and stderr together, and the exit code. `environment` is added to ours.
 
-    Its children get the signal too: one that lives on would hold the pipe that is read here.
+    Its children are killed too: a survivor would hold the pipe that is read here.
     """
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,

@@ -41,16 +41,14 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 def bench(
-    op: Annotated[
-        str, typer.Argument(help="What to measure: decode, prefill, quantize, replay, settle, step or store.")
-    ],
+    op: Annotated[str, typer.Argument(help="Op to measure: decode, prefill, quantize, replay, settle, step or store.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json.")] = False,
     device: Where = Device.auto,
@@ -62,7 +60,7 @@ def bench(
         typer.Option(metavar="REV_OR_FILE", help="An earlier result; exit 1 if a case got slower beyond noise."),
     ] = None,
     saved: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing: take this result as the new one.")
+        Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing; use this file as the new result.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
 ) -> None:
@@ -125,22 +123,22 @@ def bench(
 
 
 def _judge(before: Report, after: Report, say: Console) -> bool:
-    """Print how our rows compare with an earlier result; whether one got slower."""
+    """Compare our rows with an earlier result; returns True if one got slower."""
     from .bench import regress
 
     try:
-        found = regress.outcomes(before, after)
+        compared = regress.outcomes(before, after)
     except ValueError as error:
         refuse(str(error))
-    say.print(regress.table(found, before, after).terminal())
-    slower = [o for o in found if o.verdict == "slower"]
+    say.print(regress.table(compared, before, after).terminal())
+    slower = [o for o in compared if o.verdict == "slower"]
     lines = [f"{o.case}: {o.name}" for o in slower]
     say.print("\n".join(["Slower than before:", *lines] if slower else ["No case got slower."]), highlight=False)
     return bool(slower)
 
 
 def _add(command: Callable[..., Any], name: str | None = None) -> None:
-    """Its docstring is its help, each paragraph one line: the terminal breaks it at its own width."""
+    """Register a command. Its docstring is its help, one line per paragraph, wrapped at the terminal's width."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
 

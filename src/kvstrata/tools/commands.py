@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 NO_TOOL = 3  # exit code: the tool that a command drives is not there, or may not do its work
 
 
-Op = Annotated[str, typer.Argument(help="What bench knows: decode, prefill, quantize, replay, settle, step, store.")]
+Op = Annotated[str, typer.Argument(help="Op: decode, prefill, quantize, replay, settle, step or store.")]
 
 
 def profile(
     op: Op,
     case: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Cases of bench, or CASE:CONTENDER; repeat it.")
+        list[str] | None, typer.Option(metavar="GLOB", help="Bench cases, or CASE:CONTENDER; repeatable.")
     ] = None,
-    contender: Annotated[str | None, typer.Option(help="Of the case, such as cuda_direct; ours if none.")] = None,
+    contender: Annotated[
+        str | None, typer.Option(help="Contender of the case, such as cuda_direct; ours by default.")
+    ] = None,
     against: Annotated[
         str | None,
         typer.Option(metavar="REV_OR_FILE", help="An earlier profile to compare with: a file, or a revision."),
@@ -36,23 +38,24 @@ def profile(
         tuple[str, str] | None, typer.Option(metavar="A B", help="Two files, or two contenders, A before and B after.")
     ] = None,
     gate: Annotated[
-        list[str] | None, typer.Option(metavar="LIMIT", help="What must hold, such as 'l2_hit>=+8'; repeat it.")
+        list[str] | None,
+        typer.Option(metavar="LIMIT", help="Condition that must hold, such as 'l2_hit>=+8'; repeatable."),
     ] = None,
     save: Annotated[
         bool, typer.Option("--save", help="Write RESULTS/<machine>/profile_<op>.json and docs/profiles/<op>.md.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="The summary, its JSON beside it; --save goes before.")] = Path(
+    out: Annotated[Path, typer.Option(help="Summary to write, with its JSON beside it; --save overrides it.")] = Path(
         "profile_summary.md"
     ),
-    docs: Annotated[Path, typer.Option(help="Folder for summaries that are kept.")] = Path("docs/profiles"),
+    docs: Annotated[Path, typer.Option(help="Folder of saved summaries.")] = Path("docs/profiles"),
     minutes: Annotated[
-        float, typer.Option(min=0.01, help="Time for all cases; what is not done then is left out, and named.")
+        float, typer.Option(min=0.01, help="Time limit for all cases; cases not done by then are listed.")
     ] = 15.0,
     as_json: AsJson = False,
     results: Results = Path("results"),
     revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
 ) -> None:
-    """Say why a kernel takes the time it takes: Nsight Compute on cases of bench.
+    """Find what bounds a kernel: Nsight Compute on bench cases.
 
     L2 hits, DRAM, tensor cores, issue slots, occupancy, registers, bank conflicts and what warps wait for, one launch
     of each of our kernels, caches flushed. A summary is written to profile_summary.md, and its JSON beside it.
@@ -103,9 +106,9 @@ def profile(
     title = f"{' against '.join(reversed(compare)) if compare else f'against {against}'}"
     compared = tables.comparison(changes, title) if before else None
     if as_json:
-        found = {"profile": json.loads(profiles.dumps(after)), "missed": missed}
-        found["changes"] = [{**asdict(change), "change": change.shown} for change in changes]
-        typer.echo(json.dumps(found, indent=1))
+        result = {"profile": json.loads(profiles.dumps(after)), "missed": missed}
+        result["changes"] = [{**asdict(change), "change": change.shown} for change in changes]
+        typer.echo(json.dumps(result, indent=1))
     say.print(tables.kernels(after).terminal())
     if compared:
         say.print(compared.terminal())
@@ -128,20 +131,22 @@ def profile(
 def check(
     op: Op,
     tools: Annotated[
-        str, typer.Option(help="Of compute-sanitizer, comma-separated; none leaves them out.")
+        str, typer.Option(help="Tools of compute-sanitizer, comma-separated; none skips them.")
     ] = "memcheck,racecheck,initcheck,synccheck",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: a look, not evidence.")] = False,
     device: Where = Device.auto,
-    seed: Annotated[int, typer.Option(help="Of the first trial; a failure names its seed.")] = 0,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Of a sweep or a tool; one that takes longer failed.")] = 7.0,
+    seed: Annotated[int, typer.Option(help="Seed of the first trial; a failure reports its seed.")] = 0,
+    minutes: Annotated[
+        float, typer.Option(min=0.01, help="Limit of a sweep or a tool; exceeding it is a failure.")
+    ] = 7.0,
     save: Annotated[
-        bool, typer.Option("--save", help="Put the outcome into RESULTS/<machine>/check.json, failures too.")
+        bool, typer.Option("--save", help="Save the outcome in RESULTS/<machine>/check.json, failures included.")
     ] = False,
     results: Results = Path("results"),
     revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Is the op correct on this machine? Exit code 1 if anything says no.
+    """Check that the op is correct on this machine. Exit code 1 if any check fails.
 
     First every kernel of ours in the quick cases of bench, by their own checks; then random small trials of every
     backend that runs here, against plain torch, for a few seconds each; then some of these under the tools of
@@ -206,20 +211,20 @@ def check(
 
 def report(
     documents: Annotated[
-        list[Path] | None, typer.Argument(help="Markdown files; README.md and docs/**/*.md if none is named.")
+        list[Path] | None, typer.Argument(help="Markdown files; README.md and docs/**/*.md by default.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write one page with everything, and nothing else.")
+        Path | None, typer.Option(metavar="FILE.html", help="Write one self-contained page instead.")
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE.md", help="The same as Markdown, without figures.")
+        Path | None, typer.Option(metavar="FILE.md", help="Write the tables of the page as Markdown.")
     ] = None,
     results: Results = Path("results"),
     figures: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("docs/figures"),
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 if a table is out of date.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Render saved results: as one page that stands alone, or as the tables and figures of the documents.
+    """Render saved results: as one self-contained page, or as the tables and figures of the documents.
 
     --out writes a page that needs nothing else, no network and no script: every op with its peers, intervals, a
     roofline, speed-ups, its history in git, profiles and the environment.
@@ -255,7 +260,7 @@ def report(
 
 
 def info(as_json: AsJson = False) -> None:
-    """Show versions, the device and its limits, which backends of each op run here and why others do not, tools,
+    """Show versions, the device and its limits, the backends of each op and why some cannot run, tools,
     cache folders and tuned tables.
 
     Example: kvstrata info
@@ -264,14 +269,14 @@ def info(as_json: AsJson = False) -> None:
     """
     from . import info as known
 
-    found = known.facts(device_of(Device.auto))
-    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(known.lines(found)))
+    facts = known.facts(device_of(Device.auto))
+    typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(known.lines(facts)))
 
 
 def _documents(
     documents: list[Path] | None, results: Path, figures: Path, check: bool
 ) -> tuple[list[Path], list[Path]]:
-    """Bring documents and figures up to date; what was written, and with `check` what would have been."""
+    """Update documents and figures; returns the files written or, with `check`, those out of date."""
     from . import publish
 
     changed = []

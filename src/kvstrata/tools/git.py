@@ -40,13 +40,13 @@ def at(path: Path, revision: str) -> str:
 
 
 def versions(path: Path, most: int = 20) -> list[Version]:
-    """What the file was in the commits that changed it, oldest first; empty outside a checkout."""
+    """Contents of a file in the commits that changed it, oldest first; empty outside a checkout."""
     folder = path.resolve().parent
     log = _git(folder, "log", f"-{most}", "--format=%H %cI", "--", path.name) if folder.is_dir() else None
-    found = []
+    history = []
     for line in reversed((log or "").splitlines()):
         commit, date = line.split()
         text = _git(folder, "show", f"{commit}:./{path.name}")
         if text is not None:
-            found.append(Version(commit, date, text))
-    return found
+            history.append(Version(commit, date, text))
+    return history

@@ -1,4 +1,4 @@
-"""What runs here and why the rest does not: versions, device, limits, backends of each op, tools, caches, tables."""
+"""Environment report: versions, device, limits, backends of each op, tools, caches, tables, and what cannot run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def limits(device: torch.device) -> dict[str, int]:
-    """What a kernel may use on this GPU; empty on a CPU."""
+    """Limits of a kernel on this GPU; empty on a CPU."""
     if device.type != "cuda":
         return {}
     properties = torch.cuda.get_device_properties(device)
@@ -64,20 +64,20 @@ def caches() -> dict[str, dict[str, Any]]:
 
 def tables(slug: str) -> list[dict[str, Any]]:
     """Tuned tables: the user's, which come first, and those that ship; `used` marks the ones of this machine."""
-    found = []
+    described = []
     for folder in (tuned.user_folder(), tuned.SHIPPED):
         for path in sorted(folder.glob("*.json")):
             known: dict[str, Any] = {"path": str(path), "used": path.stem == slug}
             try:
                 ops = {op: len(entries) for op, entries in tuned.read(path).items()}
-                found.append({**known, "ops": ops, "error": None})
+                described.append({**known, "ops": ops, "error": None})
             except ValueError as error:
-                found.append({**known, "ops": {}, "error": str(error)})
-    return found
+                described.append({**known, "ops": {}, "error": str(error)})
+    return described
 
 
 def lines(known: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """Report as lines of text."""
     shown = []
     for key, value in known.items():
         if key in ("backends", "packages", "tools"):

@@ -40,7 +40,7 @@ KINDS: tuple[Kind, ...] = (tune, check, drift, quality, bench)  # the first that
 
 
 class View(NamedTuple):
-    """What figures of an op show: `y` over `x`, as in plot.py, for each group of the cases `rows`; lines are contenders
+    """Figure of an op: `y` over `x`, as in plot.py, for each group of the cases `rows`; lines are contenders
     or, with `by`, values of a parameter. `about`: parameters that all cases of a figure share, for its title."""
 
     x: str = "T"
@@ -97,16 +97,16 @@ def render_document(text: str, reports: Sequence[Result]) -> str:
 
 def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> list[Path]:
     """One figure per op, machine and group of cases that differ in one size alone; one of quality against bytes."""
-    made = []
+    paths = []
     for report in reports:
         stem = f"{report.op}-{report.machine['slug']}"
         if isinstance(report, (Tuning, Gate, Checks, Drift)):
             continue
         if isinstance(report, Quality):
-            made.append(quality_plot.plot(report, folder / f"{stem}{suffix}"))
+            paths.append(quality_plot.plot(report, folder / f"{stem}{suffix}"))
             continue
         for x, y, rows, leave_out, by, about in VIEWS.get(report.op, [View()]):
             for name, cases in groups(report, x, rows, by).items():
                 path = folder / f"{stem}-{name}{suffix}"
-                made.append(plot(report, cases, path, x, y, leave_out, by, about.format(**cases[0].params)))
-    return made
+                paths.append(plot(report, cases, path, x, y, leave_out, by, about.format(**cases[0].params)))
+    return paths

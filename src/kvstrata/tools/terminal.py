@@ -1,4 +1,4 @@
-"""What the commands share: where they run, what they print to, and how they refuse."""
+"""Shared by the commands: choice of device, consoles, and errors for bad arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Precision = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="The model's: float32, float16 or bfloat16; float32 on a CPU and bfloat16 on a GPU if none is given.",
+        help="Dtype of the model: float32, float16 or bfloat16; default float32 on a CPU, bfloat16 on a GPU.",
     ),
 ]
 DTYPES = ("float32", "float16", "bfloat16")
@@ -66,8 +66,8 @@ def console(stderr: bool) -> Console:
     """A terminal of its width, or wide lines for a file."""
     from rich.console import Console
 
-    made = Console(stderr=stderr)
-    return made if made.is_terminal else Console(stderr=stderr, width=240)
+    result = Console(stderr=stderr)
+    return result if result.is_terminal else Console(stderr=stderr, width=240)
 
 
 @contextmanager

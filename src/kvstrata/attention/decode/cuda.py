@@ -1,13 +1,13 @@
-"""Decode attention in CUDA C++: a work list, one launch over all tiers, one that combines.
+"""Decode attention in CUDA C++: a work list, one launch over all tiers, one launch that combines.
 
-    worklist.cu   counts, page tables --> stages in the order of (tier, request, KV head), cut into equal chunks
-    decode.cu     a warp takes a chunk: pages --> partial results
-    combine.cu    partial results --> out, lse
-    rows.cu       which row of the tables each request is, where row i is not request i
+    worklist.cu   counts, page tables --> stages in (tier, request, KV head) order, split into chunks of equal cost
+    decode.cu     a warp takes a chunk: pages --> partials
+    combine.cu    partials --> out, lse
+    rows.cu       table row of each request, where row i is not request i
 
-`Plan` holds the list and the scratch of one shape of call. The device makes the list before every use or, when the
-caller keeps a plan for a step, once for all layers; the host never waits. Calls without a plan share one for each shape
-and stream (`decode`), whichever layer they read.
+`Plan` holds the list and the scratch of one shape of call. The device makes the list before every use or, with a
+`DecodePlan`, once per step for all layers; the host never waits. Calls without a plan share one per shape and stream
+(`decode`), for any layer.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ if TYPE_CHECKING:
 
 
 FOLDER = Path(__file__).parent
-PARTS = 16  # blocks that write one layer's list; more where their shared memory asks for it
-BASE_BYTES, BASES_BYTES = 16, 32 * 1024  # shared memory of worklist.cu: of a group, and at most of a block
-KEPT = 8  # plans of calls that bring none, for each cache
-ALONE = 12  # chunks for a KV head of a request: so few partial results are put together by one warp
+PARTS = 16  # blocks that write one layer's list; more if their shared memory would not suffice
+BASE_BYTES, BASES_BYTES = 16, 32 * 1024  # shared memory of worklist.cu: per group, and at most per block
+KEPT = 8  # plans per cache for calls that pass none
+ALONE = 12  # up to this many chunks per KV head of a request, one warp combines the partials
 
 WORKLIST = struct.Struct(f"7q4q4q15i{3 * MAX_TIERS}i4x")
 DECODE = struct.Struct("9q5q6i2f3i5q")
 COMBINE = struct.Struct("9q7q7if")
 ROWS_AT_ONCE = 1016  # as in rows.cu
 ROWS = struct.Struct(f"q2i{ROWS_AT_ONCE}i")
-TABLES, PLAIN, LAYER = (1 * 8, "3q"), (11 * 8, "q"), (15 * 8, "i")  # where WORKLIST has them
+TABLES, PLAIN, LAYER = (1 * 8, "3q"), (11 * 8, "q"), (15 * 8, "i")  # offset and type in WORKLIST
 
 
 def missing(job: Job) -> str | None:
-    """Why these kernels cannot run the job, or None."""
+    """Reason why these kernels cannot run the job, or None."""
     if reason := jit.missing():
         return reason
     if job.q.dtype not in NAMES:
@@ -81,7 +81,7 @@ def missing(job: Job) -> str | None:
 
 
 def _aligned(q: torch.Tensor) -> torch.Tensor:
-    """Rows at multiples of 4 bytes, which the kernel reads them in."""
+    """Return q, copied if its rows do not start at multiples of 4 bytes, which is what the kernel reads."""
     odd = any(stride * q.element_size() % 4 for stride in q.stride()[:3]) or q.data_ptr() % 4
     return q.clone(memory_format=torch.contiguous_format) if odd else q
 
@@ -125,36 +125,36 @@ def _row(x: torch.Tensor, index: int) -> int:
 
 @functools.cache
 def _inverse(number: int) -> int:
-    """What divide.cuh multiplies by; right as long as what is divided is below 2^32 over the number."""
+    """Reciprocal for divide.cuh: exact for dividends below 2^32 / number."""
     return -(-(2**32) // number)
 
 
 def features(
     formats: tuple[Format, ...], rows: bool, head_caches: int, tokens: int, columns: int
 ) -> dict[str, int | str]:
-    """What a tuned table knows a step by: (request, KV head) pairs, tokens that the page table can name for one,
-    columns of the product; bits of K and V together, mean over the tiers."""
+    """Key of a step in a tuned table: head caches, tokens that the page table can list for each, columns of the
+    product, and bits of K plus V averaged over the tiers."""
     bits = sum(f.k_bits + f.v_bits for f in formats) // len(formats)
     sizes = {"units": head_caches, "tokens": tokens, "columns": columns, "bits": bits}  # names in saved tables
     return {"pages": "rows" if rows else "tiers", "head_dim": str(formats[0].head_dim), **sizes}
 
 
 def shared_of(formats: tuple[Format, ...], cut: Cut) -> int:
-    """Bytes of shared memory of a block, as asked for at the launch."""
+    """Dynamic shared memory of a block, in bytes."""
     return cut.warps * SLOTS * slot_bytes(formats)
 
 
 def list_parts(head_caches: int, tiers: int) -> tuple[int, int]:
-    """Blocks that write one layer's list, and the dynamic shared memory of each in bytes."""
+    """Number of blocks that write one layer's list, and the dynamic shared memory of each in bytes."""
     parts = max(min(PARTS, head_caches // 8), -(-head_caches * tiers * BASE_BYTES // BASES_BYTES), 1)
     return parts, -(-head_caches // parts) * tiers * BASE_BYTES
 
 
 class Plan:
-    """The work list and scratch of calls with these sizes, for one layer or several that follow each other.
+    """Work list and scratch of calls with these sizes, for one layer or several consecutive ones.
 
-    ``fixed_split``: every so many tokens (at 4 bit; in proportion to what others take) of a KV head are a partial
-    result of their own, whatever else is in the batch, so a request's output does not depend on the others.
+    ``fixed_split``: tokens of a KV head per partial (4-bit tokens; others in proportion to their cost), independent of
+    the rest of the batch, so that the output of a request is batch-invariant.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Plan:
         self.head_caches, groups = head_caches, tiers * head_caches
         one = list_bytes(self.capacity, self.chunks, groups)
         self.at_once = layers_at_once(layers, one, list_parts(head_caches, tiers)[0], self.multiprocessors)
-        columns = 8 * self.width * self.blocks  # with what fills the last block
+        columns = 8 * self.width * self.blocks  # including padding of the last block
         self.sizes = Sizes(self.at_once, self.capacity, self.chunks, groups, columns, first.head_dim)
         ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
         self.stages = ints(self.at_once, max(self.capacity, 1), 4)
@@ -215,7 +215,7 @@ class Plan:
         self.partial_sum = floats(self.chunks + groups, columns, 2)
         self._row_numbers = ints(max(len(requests), 1))
         self._set_requests(requests)
-        self._lists: tuple[int, int] | None = None  # capture and first layer of the lists as they are
+        self._lists: tuple[int, int] | None = None  # capture id and first layer of the current lists
         self._captured = False
         self._launches: dict[Hashable, jit.Launch] = {}
         self._worklist = self._make_worklist(source)
@@ -248,7 +248,7 @@ class Plan:
         return jit.Launch(kernel, (self.at_once, parts), 1024, params, shared=shared)
 
     def read(self, source: Source, requests: tuple[int, ...]) -> None:
-        """Make the next list from another layer, or for other requests, of the same sizes."""
+        """Make the next list from another layer, or for other requests, with the same sizes."""
         if self.requests != requests:
             self._set_requests(requests)
             struct.pack_into("q", self._worklist.params, 0, self.rows)
@@ -257,7 +257,7 @@ class Plan:
         struct.pack_into(PLAIN[1], self._worklist.params, PLAIN[0], source.rows[0])
 
     def update(self, rows: bool = True) -> None:
-        """Make the list from what the cache holds now; on torch's current stream. ``rows``: of `requests`, too."""
+        """Make the list from the current contents of the cache; ``rows``: send the rows of `requests` first."""
         if self.head_caches:
             if rows and self.rows:
                 self._send_rows()
@@ -265,12 +265,12 @@ class Plan:
 
     def _send_rows(self) -> None:
         for i in range(0, len(self.requests), ROWS_AT_ONCE):
-            some = self.requests[i : i + ROWS_AT_ONCE]
-            params = ROWS.pack(self.rows + 4 * i, len(some), 0, *some, *[0] * (ROWS_AT_ONCE - len(some)))
+            batch = self.requests[i : i + ROWS_AT_ONCE]
+            params = ROWS.pack(self.rows + 4 * i, len(batch), 0, *batch, *[0] * (ROWS_AT_ONCE - len(batch)))
             jit.Launch(self._rows_kernel, 1, 1024, params)(jit.current_stream(self.device))
 
     def _capture(self) -> int:
-        """The capture that the current stream is part of, 0 for none."""
+        """Id of the capture that the current stream is part of, 0 for none."""
         if self.at_once == self.layers or not torch.cuda.is_current_stream_capturing():
             return 0
         self._captured = True
@@ -282,10 +282,10 @@ class Plan:
         self._lists = (capture, first)
 
     def _index(self, layer: int) -> int:
-        """The place of a layer's list, which is made where it is not there.
+        """Index of a layer's list, which is made if it is not current.
 
-        A replay leaves other lists than the host saw last, and starts from any. So a capture relies on lists that it
-        made itself, and eager calls, once there was a capture, on none.
+        A replay leaves lists that the host does not know of, and may start from any. So a capture relies only on lists
+        that it made itself, and eager calls rely on none once there was a capture.
         """
         if self.at_once == self.layers:
             return layer
@@ -295,7 +295,7 @@ class Plan:
         return layer - first
 
     def run(self, job: Job, layer: int = 0) -> Result:
-        """``job`` over a layer of those that the plan is for."""
+        """Run a job over one of the plan's layers."""
         q, source = job.q, Source.of(job)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = mass = None
@@ -336,7 +336,7 @@ class Plan:
 
     def _combine(self, job: Job, x: Source, index: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         q = job.q
-        # A cap acts on whole scores, so decode.cu then takes the centre's part itself.
+        # A softcap applies to whole scores, so decode.cu then adds the centre's part itself.
         centre = None if job.softcap or x.centre is None else x.centre
         params = COMBINE.pack(
             self.partial_out.data_ptr(), self.partial_sum.data_ptr(), _row(self.slots, index), out.data_ptr(),
@@ -360,7 +360,7 @@ class Plan:
         launch(jit.current_stream(self.device))
 
     def _combine_warps(self, head_dim: int, columns: int) -> int:
-        """Warps for a column, 1: a warp on its own. With fixed splits the batch has no say in it."""
+        """Warps per column; 1 is the kernel of single warps. Independent of the batch with fixed splits."""
         fewest, chosen = max(4, -(-head_dim // 32)), self.cut.combine
         if chosen or self.fixed_cost:
             return chosen if chosen == 1 else max(fewest, chosen)
@@ -369,13 +369,13 @@ class Plan:
         return 16 if columns < 2 * self.grid else fewest
 
 
-Plans = OrderedDict[Hashable, Plan]  # the least recently used first
-_PLANS: Plans = OrderedDict()  # of PagedCache
-_OWNED: WeakKeyDictionary[object, Plans] = WeakKeyDictionary()  # for a TieredCache, as long as there is one
+Plans = OrderedDict[Hashable, Plan]  # least recently used first
+_PLANS: Plans = OrderedDict()  # for all PagedCaches
+_OWNED: WeakKeyDictionary[object, Plans] = WeakKeyDictionary()  # for each TieredCache, as long as it lives
 
 
 def _plan_of(job: Job, source: Source, device: int) -> Plan:
-    """The plan of calls of this shape, on this stream and thread, whatever layer they read."""
+    """Plan for calls of this shape on this stream and thread, shared by all layers."""
     requests, sizes = tuple(job.requests), (job.kv_heads, job.q.shape[2], job.q.shape[1])
     key: tuple[Hashable, ...] = (len(requests), *sizes, jit.current_stream(device), threading.get_ident())
     plans = _PLANS if job.owner is None else _OWNED.setdefault(job.owner, OrderedDict())
@@ -393,14 +393,14 @@ def _plan_of(job: Job, source: Source, device: int) -> Plan:
         plan.update()
         return plan
     plans.move_to_end(key)
-    known = plan.requests == requests
+    same_requests = plan.requests == requests
     plan.read(source, requests)
-    plan.update(rows=not known)
+    plan.update(rows=not same_requests)
     return plan
 
 
 def decode(job: Job) -> Result:
-    """One call; without a plan it makes a list of its own, and keeps the scratch for the next call of this shape."""
+    """Run one call; without a plan it makes its own list and keeps the scratch for the next call of this shape."""
     if (q := _aligned(job.q)) is not job.q:
         job = job._replace(q=q)
     device = q.get_device()
@@ -411,10 +411,10 @@ def decode(job: Job) -> Result:
         source = Source.of(job)
         if not torch.cuda.is_current_stream_capturing():
             return _plan_of(job, source, device).run(job)
-        # Scratch made during a capture is in the graph's memory pool, so it may go here like any intermediate tensor:
-        # the pool hands it to later calls of the capture and is freed with the graph. Overlapping launches allow that.
-        # worklist.cu, the first to write to it again, starts when all kernels before it are done, and decode.cu and
-        # combine.cu wait for the kernel before them (pdl.cuh) before they write.
+        # Scratch allocated during a capture is in the graph's memory pool, so it may be freed here like any other
+        # intermediate: the pool reuses it for later calls of the capture and is freed with the graph. Overlapping
+        # launches allow that: worklist.cu, the first to write to it again, starts when all kernels before it are done,
+        # and decode.cu and combine.cu wait for the kernel before them (pdl.cuh) before they write.
         plan = Plan(source, tuple(job.requests), job.kv_heads, q.shape[2], q.shape[1])
         plan.update()
         return plan.run(job)

@@ -1,4 +1,4 @@
-"""One call of ``decode_attention``, checked: what every backend is given."""
+"""One checked call of ``decode_attention``, as every backend takes it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from kvstrata.store.paged_cache import PagedCache
 
 
 class Prepared(Protocol):
-    """A `DecodePlan`, as far as backends use it."""
+    """The part of a `DecodePlan` that backends use."""
 
     def cuda(self) -> Any:
-        """The work lists and scratch of the CUDA kernels."""
+        """Work lists and scratch of the CUDA kernels."""
 
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class Job(NamedTuple):
-    """One call, checked. Exactly one of ``buckets`` and ``paged`` is given."""
+    """Arguments of one call after checking. Exactly one of ``buckets`` and ``paged`` is set."""
 
     q: torch.Tensor  # [B, q_len, Hq, D], inner stride 1
     buckets: BucketedCacheLayer | None  # the layer's views
     paged: PagedCache | None
-    requests: list[int]  # rows of the tables, one per row of q
+    requests: list[int]  # rows of the page tables, one per row of q
     kv_heads: int
-    max_length: int  # of these requests (`longest`); of a PagedCache, what its block_table has room for
+    max_length: int  # longest request (`longest`); for a PagedCache the capacity of its block_table
     scale: float
     sliding_window: int | None
     softcap: float | None
@@ -38,7 +38,7 @@ class Job(NamedTuple):
     return_mass: bool
     plan: Prepared | None = None  # of the step
     layer: int = 0
-    owner: TieredCache | None = None  # whose calls share scratch
+    owner: TieredCache | None = None  # calls of one cache share scratch
 
     @property
     def group(self) -> int:

@@ -1,9 +1,9 @@
-"""``decode_attention`` on the CPU in compiled loops: for each request and KV head one pass over K, a softmax, one pass
-over V, the heads shared out over as many threads as torch has. For a `TieredCache`; where numba is not installed, and
-for a `PagedCache`, there is the reference.
+"""``decode_attention`` on the CPU in compiled loops, for a `TieredCache`: per request and KV head one pass over K, a
+softmax and one pass over V, distributed over torch's number of threads. The reference takes over for a `PagedCache` and
+without numba.
 
-The tokens of a KV head stand side by side in the order of tiers, pages and slots, without gaps; rows are its query
-heads, query by query:
+The tokens of a KV head lie side by side in the order of tiers, pages and slots, without gaps; rows are its query heads,
+query by query:
 
     pages ──keys──▶ scores [rows, N], positions [N] ──softmax──▶ weights [rows, N] ──values──▶ sums of rows and of codes
 """
@@ -38,17 +38,17 @@ from kvstrata.layout.unpack_numba import (
 from .job import Job, Result
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-CODES = -1  # in the place of a kind
-THREADED = 2048  # tokens of all KV heads: fewer are done before another thread has begun
+CODES = -1  # instead of a kind
+THREADED = 2048  # tokens of all KV heads; fewer are done before another thread would start
 
 
 class _Tier(NamedTuple):
-    """A row of the table that the loops read; offsets are bytes from the begin of a page."""
+    """Row of the table that the loops read; offsets are bytes from the start of a page."""
 
     kind: int
     k_bits: int
     v_bits: int
-    k_words: int  # of a lane
+    k_words: int  # per lane
     v_words: int
     v_offset: int
     scale_offset: int
@@ -56,7 +56,7 @@ class _Tier(NamedTuple):
 
 
 def missing(job: Job) -> str | None:
-    """Why this job is not for numba, or None."""
+    """Reason why numba cannot run this job, or None."""
     if job.buckets is None or job.buckets.space is None:
         return "numba reads a TieredCache on the CPU"
     return None
@@ -81,7 +81,7 @@ def _turn(head_dim: int) -> torch.Tensor:
 
 
 def decode(job: Job) -> Result:
-    """out, lse or None, mass or None."""
+    """Compute out, lse or None, and mass or None."""
     buckets, (batch, q_len, heads, dim) = job.buckets, job.q.shape
     assert buckets is not None
     assert buckets.space is not None
@@ -113,53 +113,54 @@ def decode(job: Job) -> Result:
         mass,
         job.return_mass,
     )
-    units = batch * job.kv_heads
-    threads = torch.get_num_threads() if units * job.max_length >= THREADED else 1
-    share_out(_decode, arguments, units, threads)
-    made = out[0].add_(out[1] @ turn).to(job.q.dtype)
-    return made, torch.from_numpy(lse) if job.return_lse else None, torch.from_numpy(mass) if job.return_mass else None
+    head_caches = batch * job.kv_heads
+    threads = torch.get_num_threads() if head_caches * job.max_length >= THREADED else 1
+    share_out(_decode, arguments, head_caches, threads)
+    result = out[0].add_(out[1] @ turn).to(job.q.dtype)
+    lse_or_none = torch.from_numpy(lse) if job.return_lse else None
+    return result, lse_or_none, torch.from_numpy(mass) if job.return_mass else None
 
 
 @compiled
 def _decode(
     words, halves, wide, requests, length, table, count, centre, tiers, page_tokens, q, window, softcap, sinks, out,
-    lse, mass, listens, first, last,
+    lse, mass, want_mass, first, last,
 ):  # fmt: skip
-    """(Request, KV head) pairs ``first`` to ``last``. q and out ``[2, B, q_len, Hq, D]``: in the model's space and in
-    that of codes."""
+    """Decode head caches ``first`` to ``last``. q and out are ``[2, B, q_len, Hq, D]``: in the model's space and in the
+    space of codes."""
     q_len, heads, dim = q.shape[2:]
     kv_heads = table.shape[1]
     group, rows = heads // kv_heads, q_len * (heads // kv_heads)
-    some_q = np.empty((2, rows, dim), np.float32)
+    head_q = np.empty((2, rows, dim), np.float32)
     sums = np.empty((2, rows, dim), np.float32)
     ordered = window > 0 or q_len > 1
-    for unit in range(first, last):
-        b, head = unit // kv_heads, unit % kv_heads
+    for head_cache in range(first, last):
+        b, head = head_cache // kv_heads, head_cache % kv_heads
         request = requests[b]
         pages, counts, n = table[request, head], count[request, head], 0
         for tier in range(len(counts)):
             n += counts[tier]
-        scores, at = np.empty((rows, n), np.float32), np.empty(n, np.int64)
+        scores, positions = np.empty((rows, n), np.float32), np.empty(n, np.int64)
         for space in range(2):
             for r in range(rows):
                 for d in range(dim):
-                    some_q[space, r, d] = q[space, b, r // group, head * group + r % group, d]
-        if ordered or listens:
-            _positions(words, halves, wide, pages, counts, tiers, page_tokens, at)
-        _keys(words, halves, pages, counts, tiers, page_tokens, centre[request], head, some_q, scores)
+                    head_q[space, r, d] = q[space, b, r // group, head * group + r % group, d]
+        if ordered or want_mass:
+            _positions(words, halves, wide, pages, counts, tiers, page_tokens, positions)
+        _keys(words, halves, pages, counts, tiers, page_tokens, centre[request], head, head_q, scores)
         for r in range(rows):
             own = length[request] - q_len + r // group
-            to = head * group + r % group
+            q_head = head * group + r % group
             if softcap > 0:
                 soften(scores[r], np.float32(softcap))
             if ordered:
-                hide(scores[r], at, own, own - window if window > 0 else -1)
-            sink = sinks[to] if len(sinks) else np.float32(-np.inf)
-            lse[b, r // group, to] = softmax(scores[r], sink)
-            if listens:
-                to_mass, weights = mass[b, head], scores[r]
+                hide(scores[r], positions, own, own - window if window > 0 else -1)
+            sink = sinks[q_head] if len(sinks) else np.float32(-np.inf)
+            lse[b, r // group, q_head] = softmax(scores[r], sink)
+            if want_mass:
+                head_mass, weights = mass[b, head], scores[r]
                 for i in range(n):
-                    to_mass[at[i]] += weights[i]
+                    head_mass[positions[i]] += weights[i]
         for r in range(rows):
             for d in range(dim):
                 sums[0, r, d] = 0
@@ -171,50 +172,50 @@ def _decode(
 
 
 @compiled
-def _positions(words, halves, wide, pages, counts, tiers, page_tokens, found):
-    at = 0
+def _positions(words, halves, wide, pages, counts, tiers, page_tokens, positions):
+    index = 0
     for tier in range(len(tiers)):
         left, offset = counts[tier], tiers[tier, 7]
         for page in range((left + page_tokens - 1) // page_tokens):
-            base, some = np.int64(pages[tier, page]) * UNIT + offset, min(left - page * page_tokens, page_tokens)
-            for i in range(some):
-                found[at + i] = np.int64(words[base // 4 + i]) if wide else np.int64(halves[base // 2 + i])
-            at += some
+            base, tokens = np.int64(pages[tier, page]) * UNIT + offset, min(left - page * page_tokens, page_tokens)
+            for i in range(tokens):
+                positions[index + i] = np.int64(words[base // 4 + i]) if wide else np.int64(halves[base // 2 + i])
+            index += tokens
 
 
 @compiled
-def _dot(q, r, rows, at):
+def _dot(q, r, rows, index):
     total = np.float32(0)
     for i in range(rows.shape[1]):
-        total += q[0, r, i] * rows[at, i]
+        total += q[0, r, i] * rows[index, i]
     return total
 
 
 @compiled
-def _add(found, by, at, sums, to):
-    """The columns of a fragment ``[4, 64]`` times ``by[r, at]``, added to ``sums[r, to]``, for every row r."""
-    a, b, c, d = found[0], found[1], found[2], found[3]
+def _add(fragment, by, index, sums, to):
+    """Add the columns of a fragment ``[4, 64]`` times ``by[r, index]`` to ``sums[r, to]``, for every row r."""
+    a, b, c, d = fragment[0], fragment[1], fragment[2], fragment[3]
     for r in range(len(sums)):
-        e, f, g, h, mine = by[r, at, 0], by[r, at, 1], by[r, at, 2], by[r, at, 3], sums[r, to]
-        for i in range(len(mine)):
-            mine[i] += (a[i] * e[i] + b[i] * f[i]) + (c[i] * g[i] + d[i] * h[i])
+        e, f, g, h, row_sums = by[r, index, 0], by[r, index, 1], by[r, index, 2], by[r, index, 3], sums[r, to]
+        for i in range(len(row_sums)):
+            row_sums[i] += (a[i] * e[i] + b[i] * f[i]) + (c[i] * g[i] + d[i] * h[i])
 
 
 @compiled
-def _spread(values, first, by, r, at):
-    """16 numbers, by token (V) or dim (K) of a fragment, to the columns ``by[r, at]`` that they are multiplied with."""
+def _spread(values, first, by, r, index):
+    """Spread 16 numbers, by token (V) or dim (K) of a fragment, to the columns ``by[r, index]`` that multiply it."""
     for row in range(ROWS):
         i = first + 8 * (row // 2) + row % 2
         a, b, c, d = values[r, i], values[r, i + 2], values[r, i + 4], values[r, i + 6]
         for lane in range(by.shape[3] // 4):
-            by[r, at, row, 4 * lane], by[r, at, row, 4 * lane + 1] = a, b
-            by[r, at, row, 4 * lane + 2], by[r, at, row, 4 * lane + 3] = c, d
+            by[r, index, row, 4 * lane], by[r, index, row, 4 * lane + 1] = a, b
+            by[r, index, row, 4 * lane + 2], by[r, index, row, 4 * lane + 3] = c, d
 
 
 @compiled
-def _four(sums, r, at, i):
-    """The columns of a token (K) or dim (V) added up."""
-    return (sums[r, at, 4 * i] + sums[r, at, 4 * i + 1]) + (sums[r, at, 4 * i + 2] + sums[r, at, 4 * i + 3])
+def _four(sums, r, index, i):
+    """Sum of the columns of a token (K) or dim (V)."""
+    return (sums[r, index, 4 * i] + sums[r, index, 4 * i + 1]) + (sums[r, index, 4 * i + 2] + sums[r, index, 4 * i + 3])
 
 
 @compiled
@@ -226,41 +227,41 @@ def _keys(words, halves, pages, counts, tiers, page_tokens, centre, head, q, sco
     plain = flat.reshape(page_tokens, dim)
     lanes = np.empty((2 * fragments, LANES), np.uint32)
     fields = np.empty((8, LANES), np.float32)
-    found = fields.reshape(ROWS, COLUMNS)
+    fragment = fields.reshape(ROWS, COLUMNS)
     sums, by = np.empty((rows, 1, COLUMNS), np.float32), np.empty((rows, steps, ROWS, COLUMNS), np.float32)
     middle, turned = np.empty(rows, np.float32), q[1]
     for r in range(rows):
         middle[r] = _dot(q, r, centre, head)
         for step in range(steps):
             _spread(turned, 16 * step, by, r, step)
-    at = 0
+    token = 0
     for tier in range(len(tiers)):
         kind, k_bits, k_words, scale_offset = tiers[tier, 0], tiers[tier, 1], tiers[tier, 3], tiers[tier, 6]
         left = counts[tier]
         for page in range((left + page_tokens - 1) // page_tokens):
-            base, some = np.int64(pages[tier, page]) * UNIT, min(left - page * page_tokens, page_tokens)
+            base, page_count = np.int64(pages[tier, page]) * UNIT, min(left - page * page_tokens, page_tokens)
             if kind != CODES:
-                floats(words, halves, base, some * dim, kind, bits, flat)
-                for i in range(some):
+                floats(words, halves, base, page_count * dim, kind, bits, flat)
+                for i in range(page_count):
                     for r in range(rows):
-                        scores[r, at + i] = _dot(q, r, plain, i)
-                at += some
+                        scores[r, token + i] = _dot(q, r, plain, i)
+                token += page_count
                 continue
             lanes_of(words[base // 4 :], k_words, lanes)
             floats(words, halves, base + scale_offset, 2 * page_tokens, FLOAT16, scale_bits, scale)
-            for tile in range((some + 15) // 16):
+            for tile in range((page_count + 15) // 16):
                 for r in range(rows):
                     for c in range(COLUMNS):
                         sums[r, 0, c] = 0
                 for step in range(steps):
                     levels(lanes, k_bits, tile * steps + step, fragments, fields)
-                    _add(found, by, step, sums, 0)
-                here = min(some - 16 * tile, 16)
-                for i in range(here):
-                    of = scale[scale_index(16 * tile + i, 0)]
+                    _add(fragment, by, step, sums, 0)
+                tile_count = min(page_count - 16 * tile, 16)
+                for i in range(tile_count):
+                    token_scale = scale[scale_index(16 * tile + i, 0)]
                     for r in range(rows):
-                        scores[r, at + i] = _four(sums, r, 0, i) * of + middle[r]
-                at += here
+                        scores[r, token + i] = _four(sums, r, 0, i) * token_scale + middle[r]
+                token += tile_count
 
 
 @compiled
@@ -272,39 +273,39 @@ def _values(words, halves, pages, counts, tiers, page_tokens, weights, out):
     plain = flat.reshape(page_tokens, dim)
     lanes = np.empty((2 * fragments, LANES), np.uint32)
     fields = np.empty((8, LANES), np.float32)
-    found = fields.reshape(ROWS, COLUMNS)
+    fragment = fields.reshape(ROWS, COLUMNS)
     sums, by = np.zeros((rows, steps, COLUMNS), np.float32), np.empty((rows, 1, ROWS, COLUMNS), np.float32)
-    some_weights = np.empty((rows, 16), np.float32)
-    at = 0
+    tile_weights = np.empty((rows, 16), np.float32)
+    token = 0
     for tier in range(len(tiers)):
         kind, v_bits, v_words, v_offset = tiers[tier, 0], tiers[tier, 2], tiers[tier, 4], tiers[tier, 5]
         scale_offset = tiers[tier, 6]
         left = counts[tier]
         for page in range((left + page_tokens - 1) // page_tokens):
-            base, some = np.int64(pages[tier, page]) * UNIT, min(left - page * page_tokens, page_tokens)
+            base, page_count = np.int64(pages[tier, page]) * UNIT, min(left - page * page_tokens, page_tokens)
             if kind != CODES:
-                floats(words, halves, base + v_offset, some * dim, kind, bits, flat)
-                for i in range(some):
+                floats(words, halves, base + v_offset, page_count * dim, kind, bits, flat)
+                for i in range(page_count):
                     for r in range(rows):
-                        weight = weights[r, at + i]
+                        weight = weights[r, token + i]
                         for d in range(plain.shape[1]):
                             out[0, r, d] += weight * plain[i, d]
-                at += some
+                token += page_count
                 continue
             lanes_of(words[(base + v_offset) // 4 :], v_words, lanes)
             floats(words, halves, base + scale_offset, 2 * page_tokens, FLOAT16, scale_bits, scale)
-            for tile in range((some + 15) // 16):
-                here = min(some - 16 * tile, 16)
+            for tile in range((page_count + 15) // 16):
+                tile_count = min(page_count - 16 * tile, 16)
                 for i in range(16):
-                    of = scale[scale_index(16 * tile + i, 1)]
+                    token_scale = scale[scale_index(16 * tile + i, 1)]
                     for r in range(rows):  # the scales of slots without a token may be NaN
-                        some_weights[r, i] = weights[r, at + i] * of if i < here else np.float32(0)
+                        tile_weights[r, i] = weights[r, token + i] * token_scale if i < tile_count else np.float32(0)
                 for r in range(rows):
-                    _spread(some_weights, 0, by, r, 0)
+                    _spread(tile_weights, 0, by, r, 0)
                 for step in range(steps):
                     levels(lanes, v_bits, tile * steps + step, fragments, fields)
-                    _add(found, by, 0, sums, step)
-                at += here
+                    _add(fragment, by, 0, sums, step)
+                token += tile_count
     for r in range(rows):
         for d in range(dim):
             out[1, r, d] = _four(sums, r, d // 16, d % 16)

@@ -1,8 +1,7 @@
-"""``decode_attention``: a few queries of each request over everything its cache holds, in one pass over the bytes.
+"""``decode_attention``: a few queries of each request over all tokens of its cache, in one pass over the bytes.
 
-The arguments are checked here and become a `Job`, which every backend takes: ``reference.decode``,
-``decode_numba.decode``, ``decode_triton.decode`` and ``decode_cuda.decode`` return (out, lse, mass), None for what was
-not asked for.
+Arguments are checked here and become a `Job`, which every backend takes: ``reference.decode``, ``numba.decode``,
+``triton.decode`` and ``cuda.decode`` return (out, lse, mass), with None for results that were not requested.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @functools.cache
 def _module(backend: str) -> ModuleType:
-    """Imported when first asked for: not every machine has what every backend needs."""
+    """Module of a backend, imported at first use: its dependencies may not be installed."""
     return import_module(f"{__package__}.{backend}")
 
 
@@ -40,18 +39,18 @@ def _has_numba() -> bool:
 
 
 def missing(backend: str, job: Job) -> str | None:
-    """Why ``backend`` cannot run this job, or None when it can."""
-    from kvstrata.backends import missing as not_there
+    """Reason why ``backend`` cannot run this job, or None when it can."""
+    from kvstrata.backends import missing as missing_on_device
 
     if backend == "numba":
         return _module("numba").missing(job) if _has_numba() else "numba is not installed"
-    if reason := not_there(backend, job.q.device):
+    if reason := missing_on_device(backend, job.q.device):
         return reason
     if backend == "cuda":
         try:
             return _module("cuda").missing(job)
         except ImportError as error:
-            return f"cuda is not there: {error}"
+            return f"cuda cannot be imported: {error}"
     return None
 
 
@@ -70,14 +69,14 @@ def _positive(name: str, value: float | None) -> None:
 
 
 def _requests(cache: TieredCache | PagedCache, requests: Sequence[int] | None) -> list[int]:
-    there = cache.requests if isinstance(cache, TieredCache) else range(cache.block_table.shape[0])
+    in_use = cache.requests if isinstance(cache, TieredCache) else range(cache.block_table.shape[0])
     if requests is None:
-        return list(there)
+        return list(in_use)
     given = whole_numbers("requests", requests)
-    known = set(there)
+    known = set(in_use)
     for request in given:
         if request not in known:
-            raise ValueError(f"requests: expected some of {tuple(there)}, got {request}")
+            raise ValueError(f"requests: expected some of {tuple(in_use)}, got {request}")
     return given
 
 
@@ -86,7 +85,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def longest(cache: TieredCache, layer: int, requests: Sequence[int]) -> int:
-    """Tokens of the longest of them; for a call that is captured, as many as there can be when it is replayed."""
+    """Length of the longest request; during capture the maximum, since requests may have grown at replay."""
     if capturing(cache.device):
         return cache.max_tokens
     return int(cache._lengths[list(requests), layer].max(initial=0))
@@ -169,37 +168,42 @@ def decode_attention(
     plan: DecodePlan | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | AttentionOutput:
-    """Attention of the newest queries of each request over all tokens its cache holds, whatever tier they are in.
+    """Attention of the newest queries of each request over all tokens in its cache, whatever their tier.
 
     Args:
-        q: ``[B, q_len, Hq, D]`` in the cache's dtype (any of float32, float16, bfloat16 over fp8 pages), Hq a multiple
-            of the cache's KV heads, any strides with an inner one of 1.
-        cache: a `TieredCache` or a `PagedCache`. K and V of the q_len new tokens are in it already. Not mutated.
-        layer: of the cache; 0 for a PagedCache.
-        requests: which requests the rows of q are; None is all in use, ascending.
-        scale: of the scores; None is ``D ** -0.5``.
-        sliding_window: a query sees this many positions, its own the last of them; None is all.
-        softcap: c makes c * tanh(score / c) of a score.
+        q: ``[B, q_len, Hq, D]`` in the cache's dtype (float32, float16 or bfloat16 over fp8 blocks). Hq is a multiple
+            of the cache's KV heads, the inner stride is 1, other strides are free.
+        cache: `TieredCache` or `PagedCache` that already holds K and V of the q_len new tokens.
+        layer: layer of the cache; 0 for a PagedCache.
+        requests: request of each row of q; None is all in use, ascending.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        sliding_window: positions that a query sees, its own included; None is all.
+        softcap: cap c of the scores, which become ``c * tanh(score / c)``; None is no cap.
         sinks: ``[Hq]``, attention-sink logit per head, added to the softmax denominator.
-        return_lse: also float32 ``[B, q_len, Hq]``, the log of the sum of the exponentials, the sink's included.
-        return_mass: also float32 ``[B, Hkv, max length]``: what `TieredCache.update_importance` takes. By position, the
-            softmax weight of a token, summed over queries and the query heads of its KV head; 0 where no token is. For
-            a PagedCache the last size is what its block_table has room for, in a captured call ``cache.max_tokens``.
-        plan: of the step, made once for all layers; None makes one for this call.
+        return_lse: also return the log-sum-exp of the scores, sink included.
+        return_mass: also return the attention mass that `TieredCache.update_importance` takes.
+        plan: `DecodePlan` of the step, shared by all layers; None makes one for this call.
         backend: ``auto``, ``reference``, ``numba`` (CPU), ``triton`` or ``cuda``.
 
-    Query i of q_len stands at position ``length - q_len + i`` and sees no later one. One that sees no token gives zeros
-    and -inf (with a sink: its logit).
+    Query i is at position ``length - q_len + i`` and sees no later one. A query that sees no token yields zeros and an
+    lse of -inf (with a sink: its logit). Nothing is modified. Safe under CUDA-graph capture on a GPU backend, after one
+    eager call of the same shape has compiled its kernels.
 
-    Returns out in q's shape and dtype; with ``return_lse`` or ``return_mass`` an `AttentionOutput`.
+    Returns:
+        out in q's shape and dtype. With ``return_lse`` or ``return_mass`` an `AttentionOutput` with lse float32
+        ``[B, q_len, Hq]`` and mass float32 ``[B, Hkv, max length]``: by position, the softmax weight of each token,
+        summed over queries and over the query heads of its KV head, 0 for positions without a token. The last size is
+        ``cache.max_tokens`` in a captured call, and the capacity of the block_table for a PagedCache.
 
-    Raises ValueError, TypeError or RuntimeError (a backend that is not there), naming the argument.
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        RuntimeError: the backend cannot run here.
 
     Example:
         >>> cache = kvstrata.TieredCache(1, 2, 64, budget=0.25, recent_tokens=32, page_tokens=16, dtype=torch.float32)
         >>> cache.append(0, *torch.randn(2, 1000, 2, 64))
-        >>> made = kvstrata.decode_attention(torch.randn(1, 1, 8, 64), cache, return_mass=True)
-        >>> made.out.shape, made.mass.shape
+        >>> result = kvstrata.decode_attention(torch.randn(1, 1, 8, 64), cache, return_mass=True)
+        >>> result.out.shape, result.mass.shape
         (torch.Size([1, 1, 8, 64]), torch.Size([1, 2, 1000]))
     """
     if backend not in BACKENDS:
@@ -215,5 +219,5 @@ def decode_attention(
 
 
 def run(job: Job, backend: str) -> Result:
-    """A checked job on a backend that is there."""
+    """Run a checked job on an available backend."""
     return _module(backend).decode(job)

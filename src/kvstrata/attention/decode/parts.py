@@ -1,8 +1,8 @@
-"""What a reference decode reads: one part per tier, each with the tokens of every (request, KV head) side by side.
+"""Inputs of a reference decode: one part per tier, holding the tokens of every (request, KV head) side by side.
 
-G is requests times KV heads, M the pages of the longest of these buckets, N the slots. Shorter buckets are padded with
-slots that are not ``valid``. Bytes of such slots are never trusted: scores there are masked, and values are either
-codes, which are finite whatever the bits are, or set to zero.
+G is requests times KV heads, M the pages of the longest bucket, N its slots. Shorter buckets are padded with slots that
+are not ``valid``. The bytes of such slots are never used: scores there are masked, and values are either codes, which
+are finite for any bits, or set to zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstrata.store.paged_cache import PagedCache
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``b @ a.mT`` for ``a [G, n, k]``, ``b [G, m, k]`` with few m.
 
-    From m 9 on, products with a transposed right side are ten times slower on some CPUs; a copy of b is small.
+    For m > 8, products with a transposed right side are ten times slower on some CPUs; a copy of b is small.
     """
     if b.shape[1] <= 8:
         return torch.bmm(b, a.transpose(1, 2))
@@ -34,7 +34,7 @@ class Plain:
     """Rows in the model's dtype, or fp8 with scales."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, count: np.ndarray, position: torch.Tensor | None) -> None:
-        """Copies of rows ``[G, slots, D]``; past the end of a bucket (``count [G]``) they may be anything."""
+        """Copies rows ``[G, slots, D]``, which may hold anything past the end of a bucket (``count [G]``)."""
         longest, self.least = int(count.max()), int(count.min())
         self.k, self.v = k[:, :longest].float(), v[:, :longest].float()
         self.valid: torch.Tensor | None = None  # bool [G, N], or all are
@@ -55,7 +55,7 @@ class Plain:
 
 @functools.lru_cache(maxsize=64)
 def _turn(head_dim: int, rotate: bool, side: Side, device: torch.device) -> torch.Tensor:
-    """Rotation and the order of dims in one matrix: from a query to K's codes, from V's codes to an output."""
+    """Matrix that rotates and permutes dims: from a query to the order of K's codes, or from V's codes to an output."""
     full = hadamard(head_dim, "cpu") if rotate else torch.eye(head_dim, dtype=torch.float32, device="cpu")
     turned = full[:, dims(head_dim, "k")] if side == "k" else full[dims(head_dim, "v")]
     return turned.contiguous().to(device)
@@ -63,12 +63,12 @@ def _turn(head_dim: int, rotate: bool, side: Side, device: torch.device) -> torc
 
 @functools.lru_cache(maxsize=256)
 def _slots(pages: int, tokens: int, device: torch.device) -> torch.Tensor:
-    """The slots of a bucket in the order of K's codes."""
+    """Slots of a bucket in the order of K's codes."""
     return k_order(torch.arange(pages * tokens, device=device).view(pages, tokens))
 
 
 class Coded:
-    """Codes; scales and mid-rise offsets go to scores and weights, rotation to query and output."""
+    """Codes; scales and mid-rise offsets are applied to scores and weights, the rotation to query and output."""
 
     def __init__(
         self,
@@ -114,20 +114,20 @@ def _read(buckets: BucketedCacheLayer, handles: np.ndarray, start: int, size: in
         words = buckets.space.view(torch.int32)
         pages = (buckets.space.numel() - start - size) // UNIT + 1
         rows = words.as_strided((pages, size // 4), (UNIT // 4, 1), start // 4)
-        found = rows.index_select(0, torch.from_numpy(handles.ravel()))
-        return found.view(torch.uint8).view(*handles.shape, size)
+        selected = rows.index_select(0, torch.from_numpy(handles.ravel()))
+        return selected.view(torch.uint8).view(*handles.shape, size)
     out = torch.empty(*handles.shape, size, dtype=torch.uint8, device=buckets.slab_pointers.device)
     for row, handle in zip(out.view(-1, size), handles.ravel().tolist(), strict=True):
-        slab, at = buckets.slabs[handle // buckets.units], handle % buckets.units * UNIT + start
+        slab, offset = buckets.slabs[handle // buckets.units], handle % buckets.units * UNIT + start
         assert slab is not None
-        row.copy_(slab[at : at + size])
+        row.copy_(slab[offset : offset + size])
     return out
 
 
 def tier_parts(
     buckets: BucketedCacheLayer, requests: list[int], dtype: torch.dtype, positions: bool
 ) -> list[Plain | Coded]:
-    """The tiers that hold a token of these requests; their positions only where asked for."""
+    """One part per tier that holds tokens of these requests; with their positions if ``positions``."""
     counts = buckets.count.cpu().numpy()[requests].astype(np.int64)  # [B, H, tiers]
     table = buckets.page_table.cpu().numpy()
     parts: list[Plain | Coded] = []
@@ -158,7 +158,7 @@ def tier_parts(
 
 
 def paged_parts(cache: PagedCache, requests: list[int]) -> list[Plain | Coded]:
-    """The tokens of these requests, as one part or none."""
+    """Tokens of these requests as one part; an empty list if there are none."""
     length = cache.seq_lens.cpu().numpy()[requests].astype(np.int64)
     longest = int(length.max(initial=0))
     if longest <= 0:

@@ -1,4 +1,4 @@
-"""``DecodePlan``: what a decode step works out once, before its layers read the cache."""
+"""``DecodePlan``: work lists of a decode step, made once before its layers read the cache."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ if TYPE_CHECKING:
 
 
 class DecodePlan:
-    """Which pages are read by whom, for every layer of a step; made by the device, the host does not wait.
+    """Work lists of a decode step: the pages that each warp reads, for every layer; made on the device, without a sync.
 
-    Make one for a shape of call, `update` it after the step's tokens were appended, and give it to the calls of all
-    layers. Calls without a plan make their own, layer by layer. On other backends than ``cuda`` it changes nothing.
+    Make one plan per shape of call, `update` it after the step's tokens were appended, and pass it to the calls of all
+    layers. Calls without a plan make their own, layer by layer. Backends other than ``cuda`` ignore it.
 
     Args:
-        cache: a `TieredCache`.
+        cache: `TieredCache` that the step reads.
         heads: query heads of a layer.
         q_len: queries of a request.
-        requests: the rows of q, as in `decode_attention`; None is all in use now, ascending.
-        fixed_split: this many tokens of a KV head (4-bit ones; others in proportion) make one partial result, whatever
-            else is in the batch: a request's output is then the same to the bit alone and in any batch. Slower.
+        requests: rows of q, as in `decode_attention`; None is all in use now, ascending.
+        fixed_split: tokens of a KV head per partial (4-bit tokens; others in proportion to their cost), independent of
+            the rest of the batch. The output of a request is then batch-invariant, bit for bit. Slower.
 
-    Capture `update` and the calls in a CUDA graph: lengths, counts and pages are read when it is replayed. Keep the
-    plan as long as the graph.
+    `update` writes to the plan's scratch; the cache is not modified. `update` and the calls can be captured in a CUDA
+    graph: lengths, counts and pages are read at replay. Keep the plan alive as long as the graph.
 
-    The scratch (`nbytes`) has room for every page that the cache's tables can name. While lists of all layers take up
-    to 32 MB, `update` makes them all. Where they take more, it makes those of the first layers, and calls of other
-    layers make theirs, some layers at a time; calls in the order of the layers make each list once.
+    The scratch (`nbytes`) covers every page that the cache's tables can list. Up to 32 MB of lists for all layers,
+    `update` makes them all. Beyond that it makes those of the first layers, and calls make the lists of a few more
+    layers at a time; calls in layer order make each list once.
+
+    Raises ValueError or TypeError, naming the argument.
 
     Example:
         >>> cache = kvstrata.TieredCache(2, 2, 64, budget=0.25, recent_tokens=32, page_tokens=16, dtype=torch.float32)
@@ -72,16 +74,16 @@ class DecodePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of scratch on the device: 0 before the first `update`, and always on other backends than ``cuda``."""
+        """Bytes of scratch on the device: 0 before the first `update`, and always 0 for a cache on the CPU."""
         return 0 if self._cuda is None else self._cuda.nbytes
 
     def update(self) -> None:
-        """Make the lists of all layers from what the cache holds now."""
+        """Make the work lists from the current contents of the cache; safe under CUDA-graph capture."""
         if self.cache.device.type == "cuda":
             self.cuda().update()
 
     def cuda(self) -> decode_cuda.Plan:
-        """What the CUDA kernels keep."""
+        """Work lists and scratch of the CUDA kernels, created at first use."""
         if self._cuda is None:
             from . import cuda as decode_cuda
             from .source import Source
@@ -101,12 +103,13 @@ class DecodePlan:
         return self._cuda
 
     def check(self, job: Job, cache: object) -> None:
-        """Raise unless the plan is one for this call."""
+        """Raise ValueError unless the plan is for this cache and the shape of this call."""
         if cache is not self.cache:
-            raise ValueError("plan: expected one of the cache given, got one of another")
-        given, mine = (job.q.shape[2], job.q.shape[1], tuple(job.requests)), (self.heads, self.q_len, self.requests)
-        if given != mine:
+            raise ValueError("plan: expected a plan for the given cache, got one for another cache")
+        call = (job.q.shape[2], job.q.shape[1], tuple(job.requests))
+        planned = (self.heads, self.q_len, self.requests)
+        if call != planned:
             raise ValueError(
-                f"plan: expected one for (heads, q_len, requests) {given}, got one for {mine};"
-                " without requests=, a plan is for those in use when it was made"
+                f"plan: expected one for (heads, q_len, requests) {call}, got one for {planned};"
+                " without requests=, a plan is for the requests in use when it was made"
             )

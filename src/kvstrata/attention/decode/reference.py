@@ -1,7 +1,8 @@
-"""``decode_attention`` in torch: float32 on the packed bytes, the CPU path and the truth that kernels are tested with.
+"""``decode_attention`` in torch: float32 on the packed bytes. It is the CPU path, and kernels are tested against it.
 
-Parts (one per tier) give scores, one softmax runs over all of them, parts take the weights back. No loop over heads or
-pages; requests of very different lengths go one by one, so that padding never costs more than the tokens.
+Each tier is a part with scores; one softmax runs over all parts, and each part multiplies its weights with its values.
+There is no loop over heads or pages. Requests of very different lengths run one by one, so that padding never costs
+more than the tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from .parts import Coded, Plain, paged_parts, tier_parts
 
 
 def decode(job: Job) -> Result:
-    """out, lse or None, mass or None."""
+    """Compute out, lse or None, and mass or None."""
     with torch.no_grad():
         lengths = _lengths(job)
         if sum(lengths) * 2 >= max(lengths, default=0) * len(lengths):
@@ -37,7 +38,7 @@ def _lengths(job: Job) -> list[int]:
 
 
 def _hide(scores: torch.Tensor, part: Plain | Coded, own: torch.Tensor | None, job: Job) -> torch.Tensor:
-    """``scores [G, R, N]``, in place, -inf where a query at position ``own [G, q_len, 1, 1]`` must not look."""
+    """Set ``scores [G, R, N]`` to -inf, in place, for tokens hidden from the queries at ``own [G, q_len, 1, 1]``."""
     if part.valid is not None:
         scores.masked_fill_(~part.valid.unsqueeze(1), -torch.inf)
     if own is not None:
@@ -52,7 +53,7 @@ def _hide(scores: torch.Tensor, part: Plain | Coded, own: torch.Tensor | None, j
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, certain: bool) -> torch.Tensor:
-    """Over the last axis; zeros for a row of -inf, which cannot be where ``certain``."""
+    """Softmax over the last axis; zeros for a row of -inf, which ``certain`` rules out."""
     if sinks is not None:
         return torch.softmax(torch.cat([scores, sinks], 2), 2)[:, :, :-1]
     weights = torch.softmax(scores, 2)
@@ -62,7 +63,7 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, certain: bool) ->
 
 
 def decode_at(job: Job, lengths: list[int]) -> Result:
-    """Requests as if they were ``lengths`` long: later tokens are hidden, but not from a single query."""
+    """Decode with these lengths. Later tokens are hidden from several queries, but not from a single one."""
     batch, q_len, heads, dim = job.q.shape
     kv_heads, group, device = job.kv_heads, job.group, job.q.device
     groups, rows = batch * kv_heads, q_len * group
@@ -100,13 +101,15 @@ def decode_at(job: Job, lengths: list[int]) -> Result:
     out = None
     mass = torch.zeros(groups, job.max_length, dtype=torch.float32, device=device) if job.return_mass else None
     sizes = [s.shape[2] for s in parts_scores]
-    for part, mine in zip(parts, weights.split(sizes, 2), strict=True):
-        value = part.values(mine)
+    for part, part_weights in zip(parts, weights.split(sizes, 2), strict=True):
+        value = part.values(part_weights)
         out = value if out is None else out.add_(value)
         if mass is not None:
             assert part.position is not None
-            at = part.position.long()
-            mass.scatter_add_(1, at if part.valid is None else at.masked_fill(~part.valid, 0), mine.sum(1))
+            position = part.position.long()
+            if part.valid is not None:
+                position = position.masked_fill(~part.valid, 0)
+            mass.scatter_add_(1, position, part_weights.sum(1))
     out = torch.zeros_like(q) if out is None else out
     lse = None
     if job.return_lse:

@@ -1,26 +1,26 @@
-"""Sizes of a decode plan's scratch: work lists of some layers, and the partial results of one.
+"""Sizes of a decode plan's scratch: work lists of several layers, and the partials of one.
 
-    stages        [layers at once, capacity, 4] int32     16 bytes for every stage that the page tables can name
+    stages        [layers at once, capacity, 4] int32     16 bytes for every stage that the page tables can list
     chunks        [layers at once, chunks, 8] int32
     slots         [layers at once, groups, 2] int32        a group is (tier, request, KV head)
     partial_out   [chunks + groups, columns, head_dim] float32
     partial_sum   [chunks + groups, columns, 2] float32
 
-Lists of all layers are made in one launch while they are small. Where they are not, in launches of `layers_at_once`
-layers: as many as fill the multiprocessors, so that a step takes as many rounds of blocks as before. On an H200 the
-kernel has 54 registers a thread, so one block of 1,024 threads is resident: 32 layers of 16 blocks each take four
-rounds of 128 blocks in one launch, and four launches take one round each.
+Small lists are made for all layers in one launch. Larger ones are made `layers_at_once` layers at a time: as many as
+fill the multiprocessors, so that a step takes as many waves of blocks as in one launch. On an H200 the kernel has 54
+registers per thread, so one block of 1,024 threads is resident: 32 layers of 16 blocks each take four waves of 128
+blocks in one launch, and four launches take one wave each.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-LIST_BYTES = 32 << 20  # lists of this size are not worth a second launch
+LIST_BYTES = 32 << 20  # up to this size, one launch makes all lists
 
 
 class Sizes(NamedTuple):
-    layers: int  # whose lists are there at once
+    layers: int  # layers whose lists are held at once
     capacity: int  # stages of a layer
     chunks: int
     groups: int

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """A layer of a `TieredCache`, or an engine's blocks as a cache of one tier. Holds tables, never pages."""
+    """Layer of a `TieredCache`, or an engine's blocks as a cache of one tier. Holds tables, never pages."""
 
     formats: tuple[Format, ...]
     table: torch.Tensor  # [requests, kv_heads, tiers, pages], or [requests, pages]

@@ -1,7 +1,7 @@
-"""What can be set in a decode step, for `kvstrata tune`: the fields of `stages.Cut`, all of them chosen by the host.
+"""Search space of a decode step for `kvstrata tune`: the fields of `stages.Cut`, all of them chosen by the host.
 
-More resident warps hide more latency with fewer registers each; more columns in a warp read pages less often; more
-chunks for a warp even out what tiers really cost. Stages and slots are sizes that the kernels fix.
+More resident warps hide more latency with fewer registers each; more columns per warp read pages less often; more
+chunks per warp even out errors of the cost model. Stage and slot sizes are fixed by the kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .stages import Cut, combine_entry, decode_entry
 
 
 def choices(columns: int) -> dict[str, tuple[int, ...]]:
-    """Of a step with this many columns; where they fit one block of 8 there is nothing to choose about them."""
+    """Values of each field for a step with this many columns; up to 8 columns there is only one width."""
     return {
         "warps": (1, 2, 4, 8),
         "resident": (8, 12, 16),
@@ -26,7 +26,7 @@ def choices(columns: int) -> dict[str, tuple[int, ...]]:
 
 
 def invalid(cut: Cut) -> str | None:
-    """Why a step cannot be cut that way, or None."""
+    """Reason why a configuration is invalid, or None."""
     if cut.resident % cut.warps:
         return f"{cut.resident} resident warps are no whole blocks of {cut.warps}"
     return None
@@ -35,7 +35,7 @@ def invalid(cut: Cut) -> str | None:
 def kernels(
     formats: tuple[Format, ...], dtype: torch.dtype, cut: Cut, arch: str, *, ordered: bool = False
 ) -> list[tuple[str, str, int, int]]:
-    """(source, entry, threads, bytes of shared memory asked for at the launch) of what a step launches."""
+    """(source, entry, threads, dynamic shared memory in bytes) of each kernel of a step."""
     head_dim = formats[0].head_dim
     fewest = max(4, -(-head_dim // 32))
     widths = {1, fewest, 16} if not cut.combine else {1} if cut.combine == 1 else {max(fewest, cut.combine)}

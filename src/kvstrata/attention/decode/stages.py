@@ -1,4 +1,4 @@
-"""How decode.cu cuts pages into stages, and what it needs for them: the sizes that host and kernel must agree on."""
+"""Stages of decode.cu (the parts of a page that are loaded together): sizes that host and kernel must agree on."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvstrata.layout.format import Format
 from kvstrata.layout.fragments import STEP_DIMS, TILE_TOKENS, code_bytes
 
 NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-SLOTS = 2  # of a warp's ring
-STAGE_LIMIT = 8704  # bytes of a stage where a page can be cut; as in decode.cu
-PORTABLE_SHARED = 48 * 1024  # bytes that a block may have on every GPU
+SLOTS = 2  # stages in a warp's ring buffer
+STAGE_LIMIT = 8704  # bytes of a stage, if the page can be split; as in decode.cu
+PORTABLE_SHARED = 48 * 1024  # bytes that a block may use on every GPU
 
 
 def resident_warps(head_dim: int, width: int) -> int:
-    """On a multiprocessor; what their registers allow."""
+    """Resident warps per multiprocessor that registers allow."""
     return 8 if head_dim * width > 128 else 12
 
 
 def block_warps(formats: tuple[Format, ...], arch: str) -> int:
-    """Of a block: four on Hopper, elsewhere as many as 48 KB of shared memory serve."""
+    """Warps of a block: four on Hopper, elsewhere as many as 48 KB of shared memory allow."""
     if arch >= "sm_90":
         return 4
     return 2 if 2 * SLOTS * slot_bytes(formats) <= PORTABLE_SHARED else 1
@@ -36,7 +36,7 @@ def _stage_bytes(format: Format, tiles: int) -> int:
 
 
 def stage_tokens(format: Format) -> int:
-    """Tokens that come in together: the page, or the part of it that decode.cu cuts it into."""
+    """Tokens of a stage: the page, or the part that decode.cu splits it into."""
     steps, tiles = format.head_dim // STEP_DIMS, format.page_tokens // TILE_TOKENS
     cuts = format.plain or all(bits != 3 and steps * bits % 16 == 0 for bits in (format.k_bits, format.v_bits))
     while cuts and tiles > 1 and _stage_bytes(format, tiles) > STAGE_LIMIT:
@@ -45,30 +45,30 @@ def stage_tokens(format: Format) -> int:
 
 
 def slot_bytes(formats: tuple[Format, ...]) -> int:
-    """Of a stage in shared memory: the largest of any tier, and positions."""
+    """Bytes of a stage in shared memory: the largest of any tier, plus positions."""
     return max(_stage_bytes(f, stage_tokens(f) // TILE_TOKENS) for f in formats) + 4 * formats[0].page_tokens
 
 
-# What 64 tokens of a stage take, relative to 4 bit at head_dim 128: measured one width at a time. Stages of one tier
-# are neighbours on a multiprocessor, so a width that is given too little makes one multiprocessor the last by far.
+# Cost of 64 tokens of a stage, relative to 4 bit at head_dim 128, measured one width at a time. Stages of one tier are
+# neighbours on a multiprocessor, so a width whose cost is set too low makes one multiprocessor finish far too late.
 COSTS = {16: 588, 8: 267, 4: 150, 3: 158, 2: 107}
-BEGIN = 230  # in the same unit: queries of a group as operands, and its partial result
+BEGIN = 230  # same unit: loading the queries of a group as operands, and writing its partial
 
 
 def cost(format: Format) -> int:
-    """What a stage takes; chunks of the work list are equal in it."""
+    """Cost of a stage; chunks of the work list have equal cost."""
     per_page = (COSTS[format.k_bits] + COSTS[format.v_bits]) / 2 * format.head_dim / 128
     return max(round(per_page * stage_tokens(format) / 64), 1)
 
 
 def begin_cost(format: Format) -> int:
-    """What a group of stages takes beside them."""
+    """Fixed cost of a group of stages."""
     return round(BEGIN * format.head_dim / 128)
 
 
-# Where warps get few stages, beginnings and ends leave bandwidth to spare, and what a stage takes is its instructions:
-# about as many for 64 tokens of one width as of another, and some whatever its tokens.
-FEW = 8  # stages for a warp
+# With few stages per warp, prologue and epilogue leave bandwidth unused and a stage costs its instructions: about the
+# same number for 64 tokens of any width, plus a constant.
+FEW = 8  # stages per warp
 FEW_STAGE, FEW_TOKENS, FEW_BEGIN = 40, 110, 170
 
 
@@ -81,26 +81,24 @@ def few_begin(format: Format) -> int:
 
 
 def column_blocks(columns: int, head_dim: int) -> tuple[int, int]:
-    """(blocks of 8 columns in one warp, how often pages are read)."""
+    """(blocks of 8 columns in one warp, number of times that pages are read)."""
     width = 2 if columns > 8 and head_dim <= 128 else 1
     return width, -(-columns // (8 * width))
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a step is launched: warps of a block, and resident on a multiprocessor (which bounds their registers);
-    blocks of 8 columns in one warp; chunks of the work list for a warp; warps of combine.cu for a column (0: by how
-    many partial results there are)."""
+    """Launch configuration of a step."""
 
-    warps: int
-    resident: int
-    width: int
-    waves: int = 1
-    combine: int = 0
+    warps: int  # per block
+    resident: int  # warps per multiprocessor; bounds their registers
+    width: int  # blocks of 8 columns in one warp
+    waves: int = 1  # chunks of the work list per warp
+    combine: int = 0  # warps of combine.cu per column; 0 chooses by the number of partials
 
 
 def cut_of(formats: tuple[Format, ...], columns: int, arch: str) -> Cut:
-    """The one for what is not in a tuned table."""
+    """Default configuration, for shapes that no tuned table covers."""
     width, _ = column_blocks(columns, formats[0].head_dim)
     return Cut(block_warps(formats, arch), resident_warps(formats[0].head_dim, width), width)
 
@@ -116,8 +114,8 @@ def decode_entry(
     ordered: bool = False,
     cut: Cut | None = None,
 ) -> str:
-    """``mass``: the pass that gives weights; ``rows``: pages as store_kv writes them; ``ordered``: positions decide
-    what is seen."""
+    """Template instance of decode.cu. ``mass``: the pass that computes weights; ``rows``: blocks as store_kv writes
+    them; ``ordered``: visibility depends on positions."""
     tiers = ",".join(f"Tier<{f.k_bits},{f.v_bits}>" for f in formats)
     head_dim = formats[0].head_dim
     cut = cut or Cut(block_warps(formats, arch), resident_warps(head_dim, width), width)

@@ -1,10 +1,10 @@
 """``decode_attention`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
 
     decode_kernel    a program per (request, KV head, block of query rows, split) walks every ``SPLITS``-th block of
-                     tokens of all tiers with a streaming softmax; quantised tiers first, in the rotated space, then
+                     tokens of all tiers with an online softmax; quantised tiers first, in the rotated space, then
                      the accumulator is rotated back and plain rows follow
-    combine_kernel   a program per query row joins the splits
-    mass_kernel      only when asked: a second pass over K with the final log-sum-exp
+    combine_kernel   a program per query row combines the splits
+    mass_kernel      only on request: a second pass over K with the final log-sum-exp
 
 All arithmetic is float32. The two products use tensor cores in TF32 for 16-bit queries.
 """
@@ -23,8 +23,6 @@ from kvstrata.layout.unpack_triton import load_levels, load_scales, page_address
 
 from .job import Job, Result
 
-PLAIN = 0  # as the bits of a format
-
 
 @triton.jit
 def _cap(s, softcap, CAPPED: tl.constexpr):
@@ -36,7 +34,7 @@ def _cap(s, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _seen(live, position, own, window, ORDERED: tl.constexpr, WINDOWED: tl.constexpr):
-    """Which of the tokens ``[1, TOK]`` the queries at ``own [ROWS, 1]`` see."""
+    """Mask ``[ROWS, TOK]``: tokens that the queries at ``own [ROWS, 1]`` see."""
     seen = live & (own == own)
     if ORDERED:
         seen = seen & (position <= own)
@@ -47,7 +45,7 @@ def _seen(live, position, own, window, ORDERED: tl.constexpr, WINDOWED: tl.const
 
 @triton.jit
 def _step(s, v, v_scale, top, total, acc, PRECISION: tl.constexpr):
-    """Streaming softmax: scores ``[ROWS, TOK]``, -inf where hidden, and values ``[TOK, WIDE]`` join the sums."""
+    """Online softmax: add scores ``[ROWS, TOK]``, -inf where hidden, and values ``[TOK, WIDE]`` to the running sums."""
     new_top = tl.maximum(top, tl.max(s, 1))
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
     old = tl.exp(top - safe)
@@ -59,7 +57,7 @@ def _step(s, v, v_scale, top, total, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _add_mass(s, seen, lse, mass_ptr, position, live):
-    """The weights of a block, summed over rows, to their positions."""
+    """Add the weights of a block, summed over rows, to the mass of their positions."""
     p = tl.exp(tl.where(seen, s - lse[:, None], float("-inf")))
     tl.atomic_add(mass_ptr + position, tl.sum(p, 0), mask=live)
 
@@ -67,10 +65,10 @@ def _add_mass(s, seen, lse, mass_ptr, position, live):
 @triton.jit
 def _positions(page, offset, token, live, POSITION_BYTES: tl.constexpr):
     if POSITION_BYTES == 2:
-        at_ptr = (page + offset).to(tl.pointer_type(tl.int16))
+        position_ptr = (page + offset).to(tl.pointer_type(tl.int16))
     else:
-        at_ptr = (page + offset).to(tl.pointer_type(tl.int32))
-    return tl.load(at_ptr + token, mask=live, other=0).to(tl.int32)
+        position_ptr = (page + offset).to(tl.pointer_type(tl.int32))
+    return tl.load(position_ptr + token, mask=live, other=0).to(tl.int32)
 
 
 @triton.jit
@@ -81,7 +79,7 @@ def _coded_tier(
     TOK: tl.constexpr, SPLITS: tl.constexpr, POSITION_BYTES: tl.constexpr, ORDERED: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All blocks of a quantised bucket that are this split's."""
+    """Process the blocks of a quantised bucket that belong to this split."""
     v_offset, scale_offset, position_offset = (
         tl.load(offsets_ptr), tl.load(offsets_ptr + 1), tl.load(offsets_ptr + 2),
     )  # fmt: skip
@@ -119,7 +117,7 @@ def _plain_block(
     DIM: tl.constexpr, WIDE: tl.constexpr, TOK: tl.constexpr, MANTISSA: tl.constexpr, ORDERED: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of plain tokens, whose rows begin at the pointers ``k_rows, v_rows [TOK]``."""
+    """Process a block of plain tokens, whose rows start at the pointers ``k_rows, v_rows [TOK]``."""
     dim = tl.arange(0, WIDE)
     mask_d = dim < DIM
     k = widen(tl.load(k_rows[None, :] + dim[:, None], mask=mask_d[:, None] & live[None, :], other=0), MANTISSA)
@@ -148,7 +146,8 @@ def decode_kernel(
     MANTISSA: tl.constexpr, SCALED: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     MASS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """TIERS 0: a PagedCache with pages of TOKENS rows. BLOCK: of the rotation, 1 for none."""
+    """Compute one split of a block of query rows. TIERS 0: PagedCache with blocks of TOKENS rows; BLOCK: size of the
+    rotation, 1 for none."""
     bucket, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
     batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
     request = tl.load(requests_ptr + batch).to(tl.int64)
@@ -159,12 +158,12 @@ def decode_kernel(
     own = length - Q_LEN + query
     dim, offs = tl.arange(0, WIDE), tl.arange(0, TOK)
     mask_q = row_live[:, None] & (dim < DIM)[None, :]
-    q_at = batch.to(tl.int64) * stride_qb + query[:, None] * stride_ql + head[:, None] * stride_qh + dim[None, :]
-    q = tl.load(q_ptr + q_at, mask=mask_q, other=0.0).to(tl.float32) * scale
+    offs_q = batch.to(tl.int64) * stride_qb + query[:, None] * stride_ql + head[:, None] * stride_qh + dim[None, :]
+    q = tl.load(q_ptr + offs_q, mask=mask_q, other=0.0).to(tl.float32) * scale
     lse = tl.zeros((ROWS,), tl.float32)
     if MASS:
-        lse_at = (batch * Q_LEN + query) * (KV_HEADS * GROUP) + head
-        lse = tl.load(lse_ptr + lse_at, mask=row_live, other=0.0)
+        offs_lse = (batch * Q_LEN + query) * (KV_HEADS * GROUP) + head
+        lse = tl.load(lse_ptr + offs_lse, mask=row_live, other=0.0)
         mass_ptr += bucket.to(tl.int64) * max_length
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -177,8 +176,8 @@ def decode_kernel(
             turned = rotate_rows(q, ROWS, WIDE, BLOCK) if BLOCK > 1 else q
             q_centre = tl.zeros((ROWS,), tl.float32)
             if CENTRED:
-                at = request * stride_centre_r + kv_head * stride_centre_h + dim
-                q_centre = tl.sum(q * tl.load(centre_ptr + at, mask=dim < DIM, other=0.0)[None, :], 1)
+                offs_c = request * stride_centre_r + kv_head * stride_centre_h + dim
+                q_centre = tl.sum(q * tl.load(centre_ptr + offs_c, mask=dim < DIM, other=0.0)[None, :], 1)
             for tier in tl.static_range(1, TIERS):
                 top, total, acc = _coded_tier(
                     turned, q_centre, own, row_live, lse, top, total, acc, mass_ptr, pages_ptr + tier * stride_table_t,
@@ -225,10 +224,10 @@ def decode_kernel(
             )  # fmt: skip
 
     if not MASS:
-        at = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
-        tl.store(partial_ptr + at[:, None] * DIM + dim[None, :], acc, mask=mask_q)
-        tl.store(stats_ptr + at * 2, top, mask=row_live)
-        tl.store(stats_ptr + at * 2 + 1, total, mask=row_live)
+        offs_row = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
+        tl.store(partial_ptr + offs_row[:, None] * DIM + dim[None, :], acc, mask=mask_q)
+        tl.store(stats_ptr + offs_row * 2, top, mask=row_live)
+        tl.store(stats_ptr + offs_row * 2 + 1, total, mask=row_live)
 
 
 @triton.jit
@@ -237,10 +236,10 @@ def combine_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SPLITS: tl.constexpr, WIDE_SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """One query row: partial sums weighted by where their maxima stand, the sink in the denominator."""
+    """Combine the partials of one query row, rescaled to their common maximum, with the sink in the denominator."""
     bucket, row = tl.program_id(0), tl.program_id(1)
     head = bucket % KV_HEADS * GROUP + row % GROUP
-    at = (bucket // KV_HEADS * Q_LEN + row // GROUP) * (KV_HEADS * GROUP) + head
+    out_row = (bucket // KV_HEADS * Q_LEN + row // GROUP) * (KV_HEADS * GROUP) + head
     offs, dim = tl.arange(0, WIDE_SPLITS), tl.arange(0, WIDE)
     rows = (bucket.to(tl.int64) * SPLITS + offs) * (Q_LEN * GROUP) + row
     tops = tl.load(stats_ptr + rows * 2, mask=offs < SPLITS, other=float("-inf"))
@@ -255,35 +254,35 @@ def combine_kernel(
         total += tl.exp(sink - safe)
     acc = tl.zeros((WIDE,), tl.float32)
     for split in range(SPLITS):
-        here = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
-        weight = tl.exp(tl.load(stats_ptr + here * 2) - safe)
-        acc += weight * tl.load(partial_ptr + here * DIM + dim, mask=dim < DIM, other=0.0)
-    some = tl.where(total == 0.0, 1.0, total)
-    acc = acc / some
-    tl.store(out_ptr + at.to(tl.int64) * DIM + dim, acc.to(out_ptr.dtype.element_ty), mask=dim < DIM)
+        offs_split = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
+        weight = tl.exp(tl.load(stats_ptr + offs_split * 2) - safe)
+        acc += weight * tl.load(partial_ptr + offs_split * DIM + dim, mask=dim < DIM, other=0.0)
+    denominator = tl.where(total == 0.0, 1.0, total)
+    acc = acc / denominator
+    tl.store(out_ptr + out_row.to(tl.int64) * DIM + dim, acc.to(out_ptr.dtype.element_ty), mask=dim < DIM)
     if LSE:
-        tl.store(lse_ptr + at, tl.where(total == 0.0, float("-inf"), safe + tl.log(some)))
+        tl.store(lse_ptr + out_row, tl.where(total == 0.0, float("-inf"), safe + tl.log(denominator)))
 
 
 @functools.lru_cache(maxsize=256)
 def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int32, remembered: a decode step asks for the same requests in every layer."""
+    """int32 tensor, cached: every layer of a decode step has the same requests."""
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def _splits(programs: int, blocks: int, device: torch.device) -> int:
-    """Enough programs to fill the device about twice, and at least two blocks a split."""
+    """Number of splits: enough programs to fill the device about twice, at least two blocks per split."""
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     return max(1, min(triton.cdiv(wanted, max(programs, 1)), triton.cdiv(blocks, 2), 64))
 
 
 def _tiered(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Tensors, numbers and constants that say where the tokens of a TieredCache are."""
+    """Tensors, numbers and constants that locate the tokens of a TieredCache."""
     buckets, q = job.buckets, job.q
     assert buckets is not None
     coded = [f for f in buckets.formats if not f.plain]
-    each = zip(buckets.formats, buckets.position_offsets, strict=True)
-    offsets = [n for format, at in each for n in (format.v_offset, format.scale_offset, at)]
+    tiers = zip(buckets.formats, buckets.position_offsets, strict=True)
+    offsets = [n for format, position in tiers for n in (format.v_offset, format.scale_offset, position)]
     formats = sum((f.k_bits | f.v_bits << 4) << 8 * i for i, f in enumerate(buckets.formats) if not f.plain)
     tensors = [buckets.seq_lens, buckets.page_table, buckets.count, buckets.centre, buckets.slab_pointers,
                _on_device(tuple(offsets), q.device), q, q, q, q]  # fmt: skip
@@ -298,7 +297,7 @@ def _tiered(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
 
 
 def _paged(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """The same for a PagedCache."""
+    """Tensors, numbers and constants that locate the tokens of a PagedCache."""
     cache, q = job.paged, job.q
     assert cache is not None
     k, v = cache.by_head()
@@ -320,7 +319,7 @@ def _paged(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
 
 
 def decode(job: Job) -> Result:
-    """Launch for a checked job."""
+    """Launch the kernels of a checked job."""
     q = job.q
     batch, q_len, heads, dim = q.shape
     device, group, buckets = q.device, job.group, batch * job.kv_heads

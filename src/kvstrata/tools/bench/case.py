@@ -1,4 +1,4 @@
-"""What is measured: a case says what moves, its bench holds the inputs, the contenders and the check.
+"""Bench cases: a case states the bytes and operations, its bench holds the inputs, the contenders and the check.
 
 The runner drives `poison -> contender -> check` on every input set with the callables it times, so no figure
 belongs to an output that was not looked at.

@@ -1,4 +1,4 @@
-"""How one call is timed, on a GPU and on a CPU.
+"""Timing of one call, on a GPU and on a CPU.
 
 On CUDA a sample is  flush | start event | call | end event  on one stream, with no synchronisation. The flush
 writes more than the L2 and keeps the device busy while the host enqueues the rest, so the two events see device

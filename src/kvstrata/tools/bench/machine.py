@@ -1,4 +1,4 @@
-"""What a figure was measured on: device, driver, clocks, versions and revision. Says nothing that names the host."""
+"""Description of the machine: device, driver, clocks, versions and revision, but nothing that identifies the host."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def describe(device: torch.device | str, revision: str | None = None) -> dict[st
 
 def versions() -> dict[str, str | None]:
     """Versions of what takes part in a measurement; None where a package is not installed."""
-    found: dict[str, str | None] = {
+    by_package: dict[str, str | None] = {
         "kvstrata": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -47,10 +47,10 @@ def versions() -> dict[str, str | None]:
     }
     for name in ("triton", "cuda-core", "numpy"):
         try:
-            found[name] = importlib.metadata.version(name)
+            by_package[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            by_package[name] = None
+    return by_package
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -79,10 +79,12 @@ def _nvidia_smi(uuid: str) -> dict[str, Any]:
     fields = ["uuid", "driver_version", *CLOCKS.values()]
     rows = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits").splitlines()
     table = [[cell.strip() for cell in row.split(",")] for row in rows]
-    mine = [row for row in table if len(row) == len(fields) and (len(table) == 1 or (uuid and row[0].endswith(uuid)))]
-    if not mine:
+    matching = [
+        row for row in table if len(row) == len(fields) and (len(table) == 1 or (uuid and row[0].endswith(uuid)))
+    ]
+    if not matching:
         return {"driver": None, "clocks": {}}
-    return {"driver": mine[0][1], "clocks": dict(zip(CLOCKS, map(_number, mine[0][2:]), strict=True))}
+    return {"driver": matching[0][1], "clocks": dict(zip(CLOCKS, map(_number, matching[0][2:]), strict=True))}
 
 
 def _cpu() -> dict[str, Any]:

@@ -29,13 +29,13 @@ LABELS = {
 
 def groups(report: Report, x: str = "T", rows: str = "*", by: str | None = None) -> dict[str, list[CaseResult]]:
     """Cases that differ in `x` alone (and in `by`), at least two each, by the values of their other parameters."""
-    found: dict[str, list[CaseResult]] = defaultdict(list)
+    by_group: dict[str, list[CaseResult]] = defaultdict(list)
     needed, free = (set(CACHE), {"kind", by}) if x == MEMORY else ({x}, {x, by})
     for case in report.cases:
         if needed <= case.params.keys() and case.rows and any(fnmatch(case.name, glob) for glob in rows.split(",")):
             others = [str(v) for k, v in case.params.items() if k not in free]
-            found["-".join([MEMORY, *others] if x == MEMORY else others) or "all"].append(case)
-    return {name: sorted(g, key=lambda case: _x(case, x)) for name, g in found.items() if len(g) > 1}
+            by_group["-".join([MEMORY, *others] if x == MEMORY else others) or "all"].append(case)
+    return {name: sorted(g, key=lambda case: _x(case, x)) for name, g in by_group.items() if len(g) > 1}
 
 
 def _x(case: CaseResult, x: str) -> float:

@@ -41,22 +41,22 @@ def outcomes(old: Report, new: Report) -> list[Outcome]:
     slower = {(r.case, r.name) for r in compare(old, new)}
     faster = {(r.case, r.name) for r in compare(new, old)}
     before = {(case.name, row.name): row for case in old.cases for row in case.rows if _ours(row)}
-    found = []
+    compared = []
     for case in new.cases:
         for row in case.rows:
             key = (case.name, row.name)
             if _ours(row) and key in before:
                 verdict = "slower" if key in slower else "faster" if key in faster else "same"
-                found.append(Outcome(*key, before[key], row, verdict))
-    return found
+                compared.append(Outcome(*key, before[key], row, verdict))
+    return compared
 
 
-def table(found: list[Outcome], old: Report, new: Report) -> Grid:
+def table(compared: list[Outcome], old: Report, new: Report) -> Grid:
     rows = [
         [o.case, o.name, _us(o.before), _us(o.after), _ratio(o.before, o.after), o.verdict]
-        for o in found
+        for o in compared
     ]  # fmt: skip
-    counts = {verdict: sum(o.verdict == verdict for o in found) for verdict in ("slower", "faster", "same")}
+    counts = {verdict: sum(o.verdict == verdict for o in compared) for verdict in ("slower", "faster", "same")}
     title = f"{new.op} on {new.machine['name']}: {_when(old)} before, {_when(new)} after"
     header = ["case", "contender", "before, us", "after, us", "time", "verdict"]
     note = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())

@@ -107,7 +107,7 @@ def table(report: Report, options: dict[str, str]) -> Grid:
 
 
 def caption(report: Report) -> str:
-    """Where, when and how the figures were taken."""
+    """Caption of a table: machine, revision, date and method of the measurement."""
     machine, v = report.machine, report.machine["versions"]
     taken = sorted({row.us.n for case in report.cases for row in case.rows if row.us}) or [0]
     samples = f"{taken[0]} to {taken[-1]}" if len(taken) > 1 else str(taken[0])
@@ -119,7 +119,7 @@ def caption(report: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """What the table cannot hold: an unusual floor, absent peers and why, other host costs, cases that did not run."""
+    """Notes under a table: an unusual floor, absent peers and why, other host costs, cases that did not run."""
     usual = report.machine["slug"].startswith("cpu") or report.floor["kernel"] == "empty.cu"
     absent = {f"{name} absent: {why}": None for case in report.cases for name, why in case.absent.items()}
     floor = [] if usual else [f"floor of {report.floor['kernel']}"]

@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows with summaries and raw samples, as readable JSON under results/<machine>/<op>.json.
+"""Results of a bench run: rows with summaries and raw samples, as readable JSON under results/<machine>/<op>.json.
 
 Raw samples are kept (to 0.01 us) so that a later revision can be compared by statistics and not by two medians.
 """
@@ -18,7 +18,7 @@ from .stats import Summary, rank_test
 
 @dataclass(frozen=True)
 class Against:
-    """How a row compares with another: ratio > 1 means the row is faster. `g` is None where there is no variance."""
+    """Comparison of a row with another: ratio > 1 means the row is faster. `g` is None without variance."""
 
     name: str
     ratio: float
@@ -79,15 +79,15 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong with our own side; empty if all of it is correct."""
-        found = [f"{case.name}: {case.error}" for case in self.cases if case.error]
+        """Errors of our own contenders; empty if all are correct."""
+        errors = [f"{case.name}: {case.error}" for case in self.cases if case.error]
         for case in self.cases:
-            found += [
+            errors += [
                 f"{case.name}: {row.name}: {row.error}"
                 for row in case.rows
                 if row.kind in ("ours", "variant") and not row.correct
             ]
-        return found
+        return errors
 
 
 @dataclass(frozen=True)
@@ -161,5 +161,5 @@ def _case(data: dict[str, Any]) -> CaseResult:
 
 def _row(data: dict[str, Any]) -> Row:
     nested = {"us": Summary, "vs_copy": Against, "vs_baseline": Against, "vs_peer": Against}
-    made = {name: kind(**data[name]) if data[name] else None for name, kind in nested.items()}
-    return Row(**{**data, **made})
+    parsed = {name: kind(**data[name]) if data[name] else None for name, kind in nested.items()}
+    return Row(**{**data, **parsed})

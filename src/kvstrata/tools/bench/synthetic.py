@@ -30,37 +30,37 @@ def layer(
     total = sum(n * stride for n, stride in zip(used, strides, strict=True))
     slab = torch.randint(0, 256, (total + UNIT,), dtype=torch.uint8, device=device, generator=generator)
     table = torch.full((requests, heads, tiers, most), -1, dtype=torch.int32)
-    at = 0
+    offset = 0
     for t, (f, n, stride) in enumerate(zip(formats, used, strides, strict=True)):
-        rows = slab[at : at + n * stride].view(n, stride)
+        rows = slab[offset : offset + n * stride].view(n, stride)
         if f.plain:
-            for some in rows[:, : f.page_bytes].split(4096):
-                some.view(dtype).normal_(generator=generator)
+            for chunk in rows[:, : f.page_bytes].split(4096):
+                chunk.view(dtype).normal_(generator=generator)
         else:
             scales = torch.rand(n, f.scale_bytes // 2, device=device, generator=generator) * 0.01 + 0.002
             rows[:, f.scale_offset : f.scale_offset + f.scale_bytes] = scales.half().view(torch.uint8)
         where = torch.arange(most) < pages[..., t : t + 1]
-        table[:, :, t][where] = ((at + torch.randperm(n, generator=order) * stride) // UNIT).int()
+        table[:, :, t][where] = ((offset + torch.randperm(n, generator=order) * stride) // UNIT).int()
         first = counts[..., :t].sum(-1, keepdim=True)
-        _number(rows, table[:, :, t], where, first, f, size, at, stride)
-        at += n * stride
+        _number(rows, table[:, :, t], where, first, f, size, offset, stride)
+        offset += n * stride
     lengths = counts.sum(-1).amax(1).int().to(device)
     centre = torch.randn(requests, heads, formats[0].head_dim, device=device, generator=generator) * 0.1
     pointer = torch.tensor([slab.data_ptr()], dtype=torch.int64, device=device)
     offsets = tuple(f.page_bytes for f in formats)
     return BucketedCacheLayer(
         table.to(device), counts.int().to(device), lengths, centre, pointer, [slab], total // UNIT + 1,
-        tuple(formats), tuple(strides), offsets, tuple(at + 2 * size for at in offsets), torch.int16,
+        tuple(formats), tuple(strides), offsets, tuple(offset + 2 * size for offset in offsets), torch.int16,
     )  # fmt: skip
 
 
 def _number(
-    rows: torch.Tensor, table: torch.Tensor, where: torch.Tensor, first: torch.Tensor, f: Format, size: int, at: int,
-    stride: int,
+    rows: torch.Tensor, table: torch.Tensor, where: torch.Tensor, first: torch.Tensor, f: Format, size: int,
+    offset: int, stride: int,
 ) -> None:  # fmt: skip
-    """Positions into the pages; beyond int16 they wrap, which nothing here reads."""
+    """Write positions into the pages; beyond int16 they wrap, which is harmless since nothing reads them here."""
     page = torch.arange(table.shape[-1]).expand(table.shape)
     start = (first + page * size)[where]
-    index = ((table[where].long() * UNIT - at) // stride).to(rows.device)
+    index = ((table[where].long() * UNIT - offset) // stride).to(rows.device)
     positions = (start.unsqueeze(1) + torch.arange(size)).to(torch.int16).to(rows.device)
     rows[index, f.page_bytes : f.page_bytes + 2 * size] = positions.view(torch.uint8)

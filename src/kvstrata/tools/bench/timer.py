@@ -99,7 +99,7 @@ class Timer:
         return {name: np.asarray(us[1:]) for name, us in taken.items()}  # the first burst warms up
 
     def capture(self, call: Call, sets: int = 1) -> Call:
-        """The same call as CUDA graphs, one per input set; the replay returns what the captured call returned."""
+        """Capture a call as CUDA graphs, one per input set; a replay returns what the captured call returned."""
         graphs = []
         with torch.cuda.device(self.device):
             for i in range(sets):
@@ -128,15 +128,15 @@ class Timer:
         self.clock.synchronize()
         self.clock.reset()
         limit = time.perf_counter() + self.clock.warm_seconds
-        r, took = 0, 0.0
+        r, seconds = 0, 0.0
         while r < rounds or time.perf_counter() < limit:
             start = time.perf_counter()
             for name, call in calls.items():
                 self.clock.time(name, call, r % sets, before)
             self.clock.synchronize()
-            took = time.perf_counter() - start
+            seconds = time.perf_counter() - start
             r += 1
-        return took
+        return seconds
 
 
 @contextmanager

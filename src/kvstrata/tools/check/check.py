@@ -70,17 +70,17 @@ def check_sweep(
 
 
 def watch_sweep(op: str, backend: str, trials: int, first: int, seconds: float, limit: float) -> Step:
-    """The same on a GPU, in a process of its own; `limit` is when that is ended."""
+    """Run a sweep on a GPU in its own process, which is killed after `limit` seconds."""
     began, name = time.perf_counter(), f"sweep, {backend}"
     asked = ["--backend", backend, "--trials", str(trials), "--first", str(first), "--seconds", str(seconds)]
     try:
         said, code = child.run([sys.executable, "-m", "kvstrata.tools.check.sweeps", op, "cuda", *asked], limit)
     except child.Late as error:
         return Step(name, 0, time.perf_counter() - began, [str(error)])
-    made, errors, refused = read_sweep(said, code)
-    if refused and not made and not errors:
+    trials_run, errors, refused = read_sweep(said, code)
+    if refused and not trials_run and not errors:
         return Step(name, skipped=refused)
-    return Step(name, made, time.perf_counter() - began, errors)
+    return Step(name, trials_run, time.perf_counter() - began, errors)
 
 
 def read_sweep(text: str, code: int) -> tuple[int, list[str], str | None]:
@@ -120,29 +120,29 @@ def check_sanitizer(
         said, code = child.run(command, limit, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     except child.Late as error:
         return Step(name, 0, time.perf_counter() - began, [str(error)])
-    made, errors = read_sanitizer(said, code)
-    return Step(name, made, time.perf_counter() - began, errors)
+    trials_run, errors = read_sanitizer(said, code)
+    return Step(name, trials_run, time.perf_counter() - began, errors)
 
 
 def read_sanitizer(text: str, code: int) -> tuple[int, list[str]]:
     """Trials that were made and what was found, from what the tool and the child said."""
     if "Device not supported" in text:
         return 0, ["compute-sanitizer does not support this device or virtual machine"]
-    found = re.findall(r"(?:ERROR SUMMARY: (?=\d+ error)|RACECHECK SUMMARY: (?=\d+ hazard))(\d+)", text)
+    summaries = re.findall(r"(?:ERROR SUMMARY: (?=\d+ error)|RACECHECK SUMMARY: (?=\d+ hazard))(\d+)", text)
     trials = re.search(r"^(\d+) trials, (\d+) failed", text, re.MULTILINE)
-    hazards = sum(map(int, found))
-    made = int(trials.group(1)) if trials else 0
-    if code == 0 and found and hazards == 0 and made:
-        return made, []
+    hazards = sum(map(int, summaries))
+    trials_run = int(trials.group(1)) if trials else 0
+    if code == 0 and summaries and hazards == 0 and trials_run:
+        return trials_run, []
     told = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
     told = [line for line in told if line and "SUMMARY" not in line and "COMPUTE-SANITIZER" not in line]
     failed = re.findall(r"^\w+, seed \d+: .*", text, re.MULTILINE)
-    if not found:
+    if not summaries:
         tail = [line for line in text.splitlines() if line.strip()][-4:]
-        return made, [f"the tool gave no summary, exit code {code}: " + " / ".join(tail)]
+        return trials_run, [f"the tool gave no summary, exit code {code}: " + " / ".join(tail)]
     if not trials:
         failed.append(f"the child ended early, exit code {code}")
-    return made, [f"{hazards} error(s)", *told[:6], *failed[:6]] if hazards else failed or [f"exit code {code}"]
+    return trials_run, [f"{hazards} error(s)", *told[:6], *failed[:6]] if hazards else failed or [f"exit code {code}"]
 
 
 def run(

@@ -103,7 +103,7 @@ def table(checks: Checks, options: dict[str, str] | None = None) -> Grid:
 
 
 def _cell(steps: list[Step]) -> str:
-    """How many were checked; FAILED, or why none was."""
+    """Number of checks; FAILED, or the reason if none ran."""
     if any(step.errors for step in steps):
         return "FAILED"
     if not steps or all(step.skipped for step in steps):

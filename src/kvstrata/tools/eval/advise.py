@@ -46,7 +46,7 @@ class Advice:
 
 
 def family(sensitivity: Sensitivity) -> str:
-    """Which list of tiers fits the model."""
+    """Name of the list of tiers that fits the model."""
     return "K over V" if sensitivity.ratio > 1.5 else "V over K" if sensitivity.ratio < 0.67 else "balanced"
 
 

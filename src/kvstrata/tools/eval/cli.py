@@ -21,48 +21,48 @@ if TYPE_CHECKING:
     from .advise import Advice
     from .sensitivity import Sensitivity
 
-Model = Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M from its wheel if none is given.")]
+Model = Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M from its wheel by default.")]
 Texts = Annotated[
-    list[str] | None, typer.Option("--text", help="A text file, or one of the texts that come with Python; repeat it.")
+    list[str] | None,
+    typer.Option("--text", help="A text file, or the name of a text that comes with Python; repeatable."),
 ]
-Chunk = Annotated[int, typer.Option(min=1, help="Tokens decoded at a time; 1 is what a server does, and slow.")]
+Chunk = Annotated[int, typer.Option(min=1, help="Tokens decoded at a time; 1 is what a server does, but slow.")]
 LIBRARIES = ("transformers", "numpy")
 
 
 def evaluate(
     model: Model = None,
     text: Texts = None,
-    budget: Annotated[list[float] | None, typer.Option(help="Fraction of 16 bit; repeat it.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(min=4, help="Length of the text; repeat it.")] = None,
+    budget: Annotated[list[float] | None, typer.Option(help="Fraction of 16 bit; repeatable.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=4, help="Length of the text; repeatable.")] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="importance (if none is given), recency, uniform; repeat it.")
+        list[str] | None, typer.Option(help="importance (default), recency or uniform; repeatable.")
     ] = None,
-    tiers: Annotated[list[str] | None, typer.Option(help="Formats, best first: K4V4,K3V2,K2V2; repeat it.")] = None,
+    tiers: Annotated[list[str] | None, typer.Option(help="Formats, widest first: K4V4,K3V2,K2V2; repeatable.")] = None,
     bits: Annotated[
         list[float] | None,
-        typer.Option(help="Compare tiers with one format at this mean width of codes, not at bytes; repeat it."),
+        typer.Option(help="Compare tiers with one format at this mean width of codes instead of bytes; repeatable."),
     ] = None,
     scales: Annotated[
         list[str] | None,
-        typer.Option(help="With --bits: simulated rounding alone, with fp16, e4m3 or e5m2 scales; repeat it."),
+        typer.Option(help="With --bits: only simulated rounding, with fp16, e4m3 or e5m2 scales; repeatable."),
     ] = None,
     chunk: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Tokens decoded at a time, 32 if none is given, 64 with --quick; 1 is what a server does."
-        ),
+        typer.Option(min=1, help="Tokens decoded at a time, 32 by default, 64 with --quick; 1 is what a server does."),
     ] = None,
     stretches: Annotated[
         int, typer.Option(min=1, help="Stretches of --tokens from each text, decoded as one batch: narrower intervals.")
     ] = 1,
     device: Where = Device.auto,
     dtype: Precision = None,
-    needles: Annotated[bool, typer.Option(help="Needles in a haystack too.")] = True,
+    needles: Annotated[bool, typer.Option(help="Also run needles in a haystack.")] = True,
     peers: Annotated[
-        bool, typer.Option(help="KIVI-style and transformers' quantised caches too; with --bits, simulated rounding.")
+        bool,
+        typer.Option(help="Also run KIVI-style and transformers' quantised caches; with --bits, simulated rounding."),
     ] = True,
     quick: Annotated[bool, typer.Option("--quick", help="One text, one length: a look, not evidence.")] = False,
-    out: Annotated[Path, typer.Option(help="JSON to write and to go on from; the plot lies beside it.")] = Path(
+    out: Annotated[Path, typer.Option(help="JSON to write or continue; the plot is written beside it.")] = Path(
         "quality.json"
     ),
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/quality.json instead.")] = False,
@@ -70,7 +70,7 @@ def evaluate(
     revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what a compressed cache costs in quality, beside its peers at the same bytes.
+    """Measure the quality of a compressed cache, beside its peers at the same bytes.
 
     The first half of each stretch of text is a prompt, the rest is decoded through the cache: perplexity, KL and top-1
     agreement against 16 bit, and needles in a haystack. A run that was stopped goes on where it was.
@@ -187,7 +187,7 @@ def advise(
     out: Annotated[Path, typer.Option(help="The configuration to write.")] = Path("kvstrata.json"),
     as_json: AsJson = False,
 ) -> None:
-    """Find the format and budget that keep the predictions of your model on your text, at the fewest bytes.
+    """Find the formats and the smallest budget that preserve the predictions of your model on your text.
 
     Measures how much each layer suffers from codes in K and in V, picks the tiers by it, then searches the smallest
     budget with a KL below the bound. The file holds the arguments of a cache: StrataCache.from_file(config, file).
@@ -220,14 +220,14 @@ def advise(
     with _progress(say) as bar:
         layers = loaded.config.get_text_config(decoder=True).num_hidden_layers
         task = bar.add_task("sensitivity", total=2 * layers)
-        found = sensitivity.measure_sensitivity(
+        measured = sensitivity.measure_sensitivity(
             loaded, ids[:, : min(tokens, 256)], tick=lambda name, done: bar.update(task, completed=done)
         )
         task = bar.add_task("budget", total=6)
-        made = advice.advise(
+        advised = advice.advise(
             loaded,
             ids,
-            found,
+            measured,
             kl,
             prompt=tokens // 2,
             chunk=chunk,
@@ -235,26 +235,30 @@ def advise(
             **known.fitting(room=16),
         )
     if as_json:
-        typer.echo(json.dumps(_advised(made, found, kl), indent=1))
-    worst = sorted(range(len(found.k)), key=lambda i: -found.k[i] - found.v[i])[:5]
-    say.print(f"K costs {found.ratio:.1f} times as much as V at {found.bits} bits: {made.family}.", highlight=False)
+        typer.echo(json.dumps(_advised(advised, measured, kl), indent=1))
+    worst = sorted(range(len(measured.k)), key=lambda i: -measured.k[i] - measured.v[i])[:5]
+    say.print(
+        f"K costs {measured.ratio:.1f} times as much as V at {measured.bits} bits: {advised.family}.", highlight=False
+    )
     for place in worst:
-        say.print(f"  layer {place}: KL {found.k[place]:.4f} by K, {found.v[place]:.4f} by V", highlight=False)
-    for step in made.steps:
+        say.print(f"  layer {place}: KL {measured.k[place]:.4f} by K, {measured.v[place]:.4f} by V", highlight=False)
+    for step in advised.steps:
         mark = "kept" if step.fits else "not kept"
         say.print(f"  budget {step.budget:g}: {step.fraction:.3f} of 16 bit, KL {step.kl:.4f}, {mark}", highlight=False)
-    if made.arguments is None:
-        _refuse(f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {made.steps[0].budget}")
-    advice.write(made, out)
+    if advised.arguments is None:
+        _refuse(
+            f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {advised.steps[0].budget}"
+        )
+    advice.write(advised, out)
     say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))", highlight=False)
 
 
 def drift(
-    steps: Annotated[int, typer.Option(min=160, help="Tokens decoded, each with a query of its own.")] = 10_000,
+    steps: Annotated[int, typer.Option(min=160, help="Tokens decoded, with one query each.")] = 10_000,
     budget: Annotated[float, typer.Option(help="Fraction of 16 bit.")] = 0.3,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="mean and ema (importance), recency, uniform; mean, ema and uniform if none is given."),
+        typer.Option(help="mean and ema (importance), recency, uniform; mean, ema and uniform by default."),
     ] = None,
     out: Annotated[Path, typer.Option(help="JSON to write.")] = Path("drift.json"),
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/drift.json instead.")] = False,
@@ -262,7 +266,7 @@ def drift(
     revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decode a long made-up text whose attention moves, and compare the error of its quarters.
+    """Decode a long synthetic text whose attention moves, and compare the error of its quarters.
 
     Tokens are never promoted, so what is demoted today and asked for tomorrow stays as it is: the error of attention
     against the exact one, the bytes and the shares of tiers say whether that adds up. Needs no model.
@@ -297,15 +301,15 @@ def drift(
         _refuse("the budget did not hold at every step")
 
 
-def _advised(made: Advice, found: Sensitivity, bound: float) -> dict[str, Any]:
-    """Advice as plain data: ``configuration`` is what the file holds; a step that found no room has no KL."""
-    steps = [asdict(step) | {"kl": step.kl if math.isfinite(step.kl) else None} for step in made.steps]
-    sensitivity = {**asdict(found), "ratio": found.ratio, "family": made.family}
-    return {"configuration": made.arguments, "bound": bound, "sensitivity": sensitivity, "steps": steps}
+def _advised(advised: Advice, measured: Sensitivity, bound: float) -> dict[str, Any]:
+    """Advice as plain data: ``configuration`` is the content of the file; a step that did not fit has no KL."""
+    steps = [asdict(step) | {"kl": step.kl if math.isfinite(step.kl) else None} for step in advised.steps]
+    sensitivity = {**asdict(measured), "ratio": measured.ratio, "family": advised.family}
+    return {"configuration": advised.arguments, "bound": bound, "sensitivity": sensitivity, "steps": steps}
 
 
 def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) -> None:
-    """Before a model is loaded: ValueError names the argument that no cache would take."""
+    """Check arguments before a model is loaded; ValueError names the one that no cache would accept."""
     from kvstrata.cache import TieredCache
     from kvstrata.cache.policy.budget import check_budget
 

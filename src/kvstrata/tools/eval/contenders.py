@@ -93,7 +93,7 @@ def at_bits(bits: float, simulated: bool = False, scales: Sequence[str] = ()) ->
         return Contender(f"{name}, {bits:g} bits", kind, make, lambda cache: cache.memory().total, None, options)
 
     whole_pages = {name: value for name, value in fitting().items() if name != "settle_every"}
-    found = [contender("tiers", "ours", bits=bits, tiers=list(tiers_for(bits)), **whole_pages)]
+    contenders = [contender("tiers", "ours", bits=bits, tiers=list(tiers_for(bits)), **whole_pages)]
     if not 2 <= bits <= 4:
         raise ValueError(f"--bits: expected 2 to 4, got {bits:g}")
     if scales:
@@ -103,10 +103,10 @@ def at_bits(bits: float, simulated: bool = False, scales: Sequence[str] = ()) ->
     for name in UNIFORM:
         if _width(name) == bits:
             options = dict(bits=bits, policy="uniform", tiers=[name], **whole_pages)
-            found.append(contender(f"uniform {name}", "variant", **options))
+            contenders.append(contender(f"uniform {name}", "variant", **options))
             if simulated:
-                found.append(_rounded(bits, name, whole_pages["recent_tokens"], whole_pages["sink_tokens"]))
-    return found if bits not in (2, 4) else found[1:]  # at the ends tiers are one format
+                contenders.append(_rounded(bits, name, whole_pages["recent_tokens"], whole_pages["sink_tokens"]))
+    return contenders if bits not in (2, 4) else contenders[1:]  # at the ends tiers are one format
 
 
 def _width(name: str) -> float:
@@ -134,7 +134,7 @@ def kivi(budget: float, config: Any, tokens: int) -> list[Contender]:
     Groups of 32, and of 64 where these afford wider codes: neither is always the better one.
     """
     dim = _head_dim(config)
-    found: list[Contender] = []
+    contenders: list[Contender] = []
     widest = 0
     for group in (32, 64):
         if dim % group:
@@ -144,9 +144,9 @@ def kivi(budget: float, config: Any, tokens: int) -> list[Contender]:
             per_token = dim * (k_bits + v_bits) / 8 + 2 * SIDE * dim / group
             share = (per_token * old + 4 * dim * (tokens - old)) / (4 * dim * tokens)
             if share <= budget and k_bits + v_bits > widest:
-                found.append(_kivi(budget, k_bits, v_bits, group))
+                contenders.append(_kivi(budget, k_bits, v_bits, group))
                 widest = k_bits + v_bits
-    return found
+    return contenders
 
 
 def _kivi(budget: float, k_bits: int, v_bits: int, group: int) -> Contender:
@@ -172,15 +172,15 @@ def quantized(backend: str, bits: int) -> Contender:
 def absent() -> dict[str, str]:
     """Peers that cannot run here, and why."""
     needs = {"quanto": "optimum.quanto", "hqq": "hqq"}
-    found = {}
+    reasons = {}
     for name, module in needs.items():
         try:
             there = importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:
             there = False
         if not there:
-            found[f"QuantizedCache {name}"] = f"{module} is not installed"
-    return found
+            reasons[f"QuantizedCache {name}"] = f"{module} is not installed"
+    return reasons
 
 
 def peers() -> list[Contender]:

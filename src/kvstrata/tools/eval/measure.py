@@ -25,7 +25,7 @@ class Exact:
 
 @dataclass
 class Scores:
-    """Of one run; every list is ``[row][chunk]`` of sums over the chunk's predictions."""
+    """Scores of one run; every list is ``[row][chunk]`` of sums over the chunk's predictions."""
 
     nll: list[list[float]]
     kl: list[list[float]]
@@ -34,14 +34,14 @@ class Scores:
 
 
 def spans(tokens: int, prompt: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Where chunks begin and end; the first is the prompt, if there is one."""
-    at = 0
+    """Start and end of each chunk; the first is the prompt, if there is one."""
+    start = 0
     if prompt:
         yield 0, prompt
-        at = prompt
-    while at < tokens:
-        yield at, min(at + chunk, tokens)
-        at += chunk
+        start = prompt
+    while start < tokens:
+        yield start, min(start + chunk, tokens)
+        start += chunk
 
 
 @torch.no_grad()

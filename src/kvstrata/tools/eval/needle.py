@@ -41,13 +41,13 @@ def task(tokenizer: Any, haystack: str, tokens: int, depth: float, seed: int) ->
     needle, question = encode(NEEDLE.format(place=place, code=code)), encode(QUESTION.format(place=place))
     answer = encode(QUESTION.format(place=place) + f" {code}")[len(question) :]
     hay = encode(haystack[: 40 * tokens])[: tokens - len(needle) - len(question)]
-    at = int(depth * len(hay))
-    return Task(torch.cat([hay[:at], needle, hay[at:], question]), answer, tokens, depth)
+    index = int(depth * len(hay))
+    return Task(torch.cat([hay[:index], needle, hay[index:], question]), answer, tokens, depth)
 
 
 @torch.no_grad()
 def ask(model: Any, given: Task, cache: Any, chunk: int = 64) -> tuple[bool, float]:
-    """Whether the answer is found, and its log-probability.
+    """Ask for the needle: returns whether the answer was found, and its log-probability.
 
     All but the last ``chunk`` tokens are a prompt; the question and the answer are decoded through the cache.
     """
@@ -57,5 +57,5 @@ def ask(model: Any, given: Task, cache: Any, chunk: int = 64) -> tuple[bool, flo
     rest = torch.cat([ids[:, prompt:], answer.unsqueeze(0)], 1)
     logits = model(rest, past_key_values=cache, use_cache=True).logits[0, -len(answer) - 1 : -1]
     own = logits.float().log_softmax(-1)
-    found = bool((own.argmax(-1) == answer).all())
-    return found, float(own.gather(-1, answer.unsqueeze(-1)).sum())
+    hit = bool((own.argmax(-1) == answer).all())
+    return hit, float(own.gather(-1, answer.unsqueeze(-1)).sum())

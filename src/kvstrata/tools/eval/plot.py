@@ -13,7 +13,7 @@ FAMILIES = {"ours": "kvstrata", "baseline": "KIVI-style"}
 
 
 def family(row: Row) -> str:
-    """What is one line: variants by name, peers by backend, formats alone together."""
+    """Line of a plot that a row belongs to: variants by name, peers by backend, single formats together."""
     if row.name.startswith("simulated "):
         return f"simulated, {row.options['scales']} scales" if "scales" in row.options else "simulated rounding"
     if row.kind == "peer":

@@ -106,13 +106,13 @@ def run_needles(
                 key = (contender.name, contender.budget, tokens, depth)
                 if any((n.name, n.budget, n.tokens, n.depth) == key for n in into.needles):
                     continue
-                found, logprob = 0, 0.0
+                hits, logprob = 0, 0.0
                 for seed in range(asked):
                     given = needle.task(tokenizer, haystack, tokens, depth, seed)
                     cache = contender.make(model.config, 1, tokens + 64)
                     hit, own = needle.ask(model, given, cache)
-                    found, logprob = found + hit, logprob + own / asked
+                    hits, logprob = hits + hit, logprob + own / asked
                 name, kind = contender.name, contender.kind
-                into.needles.append(Needle(name, kind, contender.budget, tokens, depth, found, asked, logprob))
+                into.needles.append(Needle(name, kind, contender.budget, tokens, depth, hits, asked, logprob))
                 tick(contender.name, tokens)
                 after()

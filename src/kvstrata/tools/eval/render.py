@@ -84,7 +84,7 @@ def pairs(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[li
 
 
 def packed(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
-    """The same for packed bytes against the simulated rounding of the same format."""
+    """Table of packed bytes against the simulated rounding of the same format."""
 
     def opposed(ours: Row, other: Row) -> bool:
         return ours.name.startswith("uniform ") and other.name == ours.name.replace("uniform", "simulated")
@@ -109,8 +109,8 @@ def _differences(
         for other in rows:
             if ours.setting != other.setting or not opposed(ours, other):
                 continue
-            found = [ours.above(other, what, text) for text in [*range(len(quality.texts)), None]]
-            cells = [f"{1000 * m:+.1f} [{1000 * low:+.1f}, {1000 * high:+.1f}]" for m, low, high in found]
+            differences = [ours.above(other, what, text) for text in [*range(len(quality.texts)), None]]
+            cells = [f"{1000 * m:+.1f} [{1000 * low:+.1f}, {1000 * high:+.1f}]" for m, low, high in differences]
             lines.append([ours.name, other.name.rpartition(", ")[0], *cells])
     return header, lines
 

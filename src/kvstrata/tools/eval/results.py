@@ -1,4 +1,4 @@
-"""What a measurement of quality leaves behind: rows as JSON, one line each, under results/<machine>/quality.json.
+"""Results of a quality measurement: rows as JSON, one line each, under results/<machine>/quality.json.
 
 A row is one contender at one length: bytes after the text, perplexity and loss against 16 bit per text, KL and top-1
 agreement. Sums per chunk are kept, so that an interval can be taken over chunks: both caches read the same chunks,
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def setting(self) -> tuple[int, int, int, int]:
-        """What rows have to share to be compared."""
+        """Settings that rows must share to be comparable."""
         return self.tokens, self.prompt, self.chunk, self.stretches
 
     @property
@@ -79,8 +79,8 @@ class Row:
     def above(self, other: Row, what: str, text: int | None = None) -> tuple[float, float, float]:
         """Mean difference of ``nll`` or ``kl`` a token, of one text or all, and its 95 % interval over chunks (seeded
         bootstrap); both rows have read the same ones."""
-        some = slice(None) if text is None else self._of(text)
-        difference = np.asarray(getattr(self, what)[some]) - np.asarray(getattr(other, what)[some])  # [stretch, chunk]
+        rows = slice(None) if text is None else self._of(text)
+        difference = np.asarray(getattr(self, what)[rows]) - np.asarray(getattr(other, what)[rows])  # [stretch, chunk]
         counts = np.broadcast_to(np.asarray(self.count, float), difference.shape)
         flat, weight = difference.ravel(), counts.ravel()
         picks = np.random.default_rng(0).integers(flat.size, size=(2000, flat.size))
@@ -134,7 +134,7 @@ class Quality:
 
 
 def plain(value: Any) -> Any:
-    """As it comes back from JSON."""
+    """Convert a value to what JSON would give back."""
     return json.loads(json.dumps(value))
 
 

@@ -72,7 +72,7 @@ class RoundedLayer(DynamicLayer):
         return k, v
 
     def _centre(self, k: torch.Tensor) -> torch.Tensor:
-        """Of K so far ``[rows, heads, tokens, D]``, to subtract from it."""
+        """Centre to subtract from K ``[rows, heads, tokens, D]``."""
         if self.centre_tokens is None:
             return k.mean(-2, keepdim=True)
         first = k[..., : self.centre_tokens, :]
@@ -82,7 +82,7 @@ class RoundedLayer(DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        """What codes and scales (fp16 if they are exact here) of the old rows, and the others at 16 bit, would take."""
+        """Bytes that codes and fp16 scales of the old rows and the other rows at 16 bit would take."""
         if not self.is_initialized:
             return 0
         rows, dim = self.keys.shape[:2].numel(), self.keys.shape[-1]

@@ -1,4 +1,4 @@
-"""Which layers, and whether K or V, a model can least afford to have quantised.
+"""Sensitivity of each layer, and of K against V, to quantisation.
 
 One side of one layer at a time goes through the codes of a width, all others stay exact; the KL of the predictions is
 that side's sensitivity. The rows are quantised as pages hold them: K centred, both rotated, scales with their gains.
@@ -32,7 +32,7 @@ class Sensitivity:
 
     @property
     def ratio(self) -> float:
-        """How much more an error in K costs than one in V."""
+        """Cost of an error in K relative to one in V."""
         return sum(self.k) / max(sum(self.v), 1e-12)
 
 
@@ -48,7 +48,7 @@ def round_trip(x: torch.Tensor, bits: int, is_k: bool) -> torch.Tensor:
 
 
 class RoundedLayer(DynamicLayer):
-    """What is handed to attention has one side rounded; what is kept has not."""
+    """Layer that hands K or V to attention rounded, and keeps both exact."""
 
     def __init__(self, side: str, bits: int) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ def measure_sensitivity(
     _, exact = decode(model, ids, DynamicCache(config=model.config), chunk=tokens, keep=True)
     assert exact is not None
     layers = DynamicCache(config=model.config).layers
-    found: dict[str, list[float]] = {"k": [], "v": []}
-    for side, values in found.items():
+    by_side: dict[str, list[float]] = {"k": [], "v": []}
+    for side, values in by_side.items():
         for place, layer in enumerate(layers):
             values.append(_one(model, ids, layer, place, side, bits, exact))
-            tick(f"{side.upper()} of layer {place}", len(found["k"]) + len(found["v"]))
-    return Sensitivity(bits, found["k"], found["v"])
+            tick(f"{side.upper()} of layer {place}", len(by_side["k"]) + len(by_side["v"]))
+    return Sensitivity(bits, by_side["k"], by_side["v"])
 
 
 def _one(

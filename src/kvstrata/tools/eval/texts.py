@@ -49,25 +49,25 @@ def _prose() -> str:
     modules = (statistics, unittest, argparse, random, doctest, difflib, optparse)
     inside = "threading subprocess shutil smtplib os statistics logging/__init__ textwrap unittest/case unittest/mock"
     inside += " optparse tarfile codecs contextlib tempfile"
-    found = [module.__doc__ for module in modules if module.__doc__]
-    return "\n\n".join(found + [doc for name in inside.split() for doc in _docstrings(name)])
+    docs = [module.__doc__ for module in modules if module.__doc__]
+    return "\n\n".join(docs + [doc for name in inside.split() for doc in _docstrings(name)])
 
 
 def _docstrings(name: str) -> list[str]:
-    """Those of 200 characters and more, of the classes and functions of a module of Python's own."""
+    """Docstrings of at least 200 characters of the classes and functions of a standard-library module."""
     tree = ast.parse((Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
-    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-    return [doc for doc in found if doc and len(doc) >= 200]
+    docs = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    return [doc for doc in docs if doc and len(doc) >= 200]
 
 
 def load(names_or_paths: list[str]) -> dict[str, str]:
     """Texts by name; what is no known name is a file."""
-    found = {}
+    by_name = {}
     for item in names_or_paths:
         if item in DEFAULT + HELD_OUT:
-            found[item] = text(item)
+            by_name[item] = text(item)
         elif Path(item).is_file():
-            found[Path(item).stem] = Path(item).read_text(encoding="utf-8", errors="replace")
+            by_name[Path(item).stem] = Path(item).read_text(encoding="utf-8", errors="replace")
         else:
             raise ValueError(f"text: expected a file or one of {DEFAULT + HELD_OUT}, got {item!r}")
-    return found
+    return by_name

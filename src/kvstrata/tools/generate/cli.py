@@ -15,17 +15,17 @@ from kvstrata.tools.terminal import AsJson, Device, Precision, Where, device_of,
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt; - reads it from standard input.")],
     budget: Annotated[
         float, typer.Option(help="Fraction of the bytes that a 16-bit cache takes; 1 compresses nothing.")
     ] = 0.25,
     model: Annotated[
-        str | None, typer.Option(metavar="DIR_OR_ID", help="A transformers model; SmolLM2-135M if none is named.")
+        str | None, typer.Option(metavar="DIR_OR_ID", help="A transformers model; SmolLM2-135M by default.")
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Run it with the 16-bit cache too, both in turn, some tokens at a time.")
+        bool, typer.Option("--compare", help="Also run the 16-bit cache, alternating a few tokens at a time.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     context: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text to put before the prompt.", exists=True, dir_okay=False)
     ] = None,
@@ -38,12 +38,12 @@ def generate(
             dir_okay=False,
         ),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Leave the model's chat template out.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
     device: Where = Device.auto,
     dtype: Precision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write text with a compressed KV cache, then say what it cost.
+    """Generate text with a compressed KV cache, then show its speed and bytes.
 
     The budget is for long texts, with the defaults of some thousand tokens: in shorter ones the recent
     16-bit tokens, whole pages and tables weigh more, and a line below the table says from how many tokens on the

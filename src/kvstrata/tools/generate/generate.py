@@ -21,7 +21,7 @@ WARM_TOKENS = 256  # of the prompt: enough to settle with the default recent_tok
 
 @dataclass(frozen=True)
 class Run:
-    """One text. Seconds: to the first token, and for all later ones."""
+    """One generated text, with the seconds to the first token and for all later ones."""
 
     name: str
     prompt: int
@@ -37,7 +37,7 @@ class Run:
 
 
 class _Clock(TextStreamer):
-    """Hands text on as it comes, and notes when each token came. One for all segments of a text."""
+    """Streamer that forwards text and records the time of each token, across all segments of a text."""
 
     def __init__(self, tokenizer: Any, say: Callable[[str], None] | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -93,11 +93,11 @@ class _Writer:
             do_sample=False,
             streamer=self.clock,
         )
-        came = self.clock.times[written:]
+        times = self.clock.times[written:]
         if not written:
-            self.first = came[0] - start
-            start = came[0]
-        self.rest += came[-1] - start
+            self.first = times[0] - start
+            start = times[0]
+        self.rest += times[-1] - start
         self.done = int(self.ids[0, -1]) in self.ends
 
     def finish(self) -> Run:
@@ -151,7 +151,7 @@ def warm_up(model: Any, tokenizer: Any, ids: torch.Tensor, caches: Sequence[Stra
 
 
 def _compilations() -> int:
-    """Loops compiled so far because no file of an earlier run had them."""
+    """Number of loops compiled so far that numba's disk cache did not have."""
     return sum(
         sum(loop.stats.cache_misses.values())
         for name in ("attention.decode_numba", "attention.unpack_numba", "cache.pages_numba", "hf.mass_numba")
@@ -162,38 +162,38 @@ def _compilations() -> int:
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
-    """The first place where two texts differ, None if they are one."""
+    """Index of the first token that differs, None if there is none."""
     both = min(len(ours), len(theirs))
     differ = (i for i in range(both) if ours[i] != theirs[i])
     return next(differ, None if len(ours) == len(theirs) else both)
 
 
 def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
-    """What was measured, and where the texts part."""
+    """Table of the measurements, and of where the texts diverge."""
     assert ours.cache is not None
     memory = ours.cache.memory()
     runs = [run for run in (ours, plain) if run]
-    made = Table("", *(run.name for run in runs))
-    made.add_row("prompt + new tokens", *(f"{run.prompt} + {len(run.tokens)}" for run in runs))
-    made.add_row("to the first token", *(f"{run.first:.2f} s" for run in runs))
-    made.add_row("decode", *("-" if run.speed is None else f"{run.speed:.2f} tokens/s" for run in runs))
-    made.add_row("cache", *(f"{size / 1e6:.2f} MB" for size in (memory.total, memory.full)[: len(runs)]))
-    made.add_row("of 16 bit", *(f"{share:.3f}" for share in (memory.fraction, 1.0)[: len(runs)]))
+    result = Table("", *(run.name for run in runs))
+    result.add_row("prompt + new tokens", *(f"{run.prompt} + {len(run.tokens)}" for run in runs))
+    result.add_row("to the first token", *(f"{run.first:.2f} s" for run in runs))
+    result.add_row("decode", *("-" if run.speed is None else f"{run.speed:.2f} tokens/s" for run in runs))
+    result.add_row("cache", *(f"{size / 1e6:.2f} MB" for size in (memory.total, memory.full)[: len(runs)]))
+    result.add_row("of 16 bit", *(f"{share:.3f}" for share in (memory.fraction, 1.0)[: len(runs)]))
     tiers = ", ".join(f"{name} {share:.0%}" for name, share in _tiers(memory).items())
-    made.add_row("tokens by tier", tiers or "-", *["all at 16 bit"] * bool(plain))
+    result.add_row("tokens by tier", tiers or "-", *["all at 16 bit"] * bool(plain))
     if ours.cache.plain_layers:
-        made.add_row("layers not compressed", f"{len(ours.cache.plain_layers)} of {len(ours.cache.layers)}")
+        result.add_row("layers not compressed", f"{len(ours.cache.plain_layers)} of {len(ours.cache.layers)}")
     if plain:
-        at = first_difference(ours.tokens, plain.tokens)
-        if at:
-            made.add_row("the same up to", repr(tokenizer.decode(ours.tokens[max(at - 8, 0) : at])))
-        words = ("the same text", "") if at is None else (_words(run.tokens, at, tokenizer) for run in runs)
-        made.add_row("first difference", *words)
-    return made
+        index = first_difference(ours.tokens, plain.tokens)
+        if index:
+            result.add_row("the same up to", repr(tokenizer.decode(ours.tokens[max(index - 8, 0) : index])))
+        words = ("the same text", "") if index is None else (_words(run.tokens, index, tokenizer) for run in runs)
+        result.add_row("first difference", *words)
+    return result
 
 
 def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
-    """The same as plain data. ``tiers``: the share of the tokens in each; ``compare``: None without ``plain``."""
+    """Measurements as plain data. ``tiers``: share of the tokens in each; ``compare``: None without ``plain``."""
     assert ours.cache is not None
     memory = ours.cache.memory()
 
@@ -202,7 +202,7 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
         seconds = {"first_token_s": run.first, "tokens_per_s": run.speed}
         return {"text": text, "prompt_tokens": run.prompt, "new_tokens": len(run.tokens), **seconds}
 
-    found = {
+    result = {
         "budget": ours.cache.options.get("budget"),
         "budget_bytes": ours.cache.options.get("budget_bytes"),
         **told(ours),
@@ -215,19 +215,19 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
         "compare": None,
     }
     if plain:
-        at = first_difference(ours.tokens, plain.tokens)
-        found["compare"] = told(plain) | {"first_difference": None if at is None else at + 1}
-    return found
+        index = first_difference(ours.tokens, plain.tokens)
+        result["compare"] = told(plain) | {"first_difference": None if index is None else index + 1}
+    return result
 
 
 def _tiers(memory: Memory) -> dict[str, float]:
-    """The share of the tokens in each tier that has some."""
+    """Share of the tokens in each non-empty tier."""
     held = sum(memory.tokens.values())
     return {name: count / held for name, count in memory.tokens.items() if count}
 
 
 def floor_note(run: Run) -> str | None:
-    """Why a short text takes more than its budget says; None where it does not."""
+    """Explanation of why a short text exceeds its budget; None if it does not."""
     assert run.cache is not None
     memory = run.cache.memory()
     if not memory.tokens:
@@ -241,5 +241,5 @@ def floor_note(run: Run) -> str | None:
     )
 
 
-def _words(tokens: list[int], at: int, tokenizer: Any) -> str:
-    return f"token {at + 1}: {tokenizer.decode(tokens[at : at + 6])!r}"
+def _words(tokens: list[int], index: int, tokenizer: Any) -> str:
+    return f"token {index + 1}: {tokenizer.decode(tokens[index : index + 6])!r}"

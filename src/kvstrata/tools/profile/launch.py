@@ -106,16 +106,16 @@ def trace(op: str, name: str, contender: str | None = None) -> None:
 
 def launches(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Kernels of a trace in their order, as the fields of `ncu.Kernel`."""
-    found = []
+    records = []
     for event in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: float(e["ts"])):
         told = event.get("args", {})
         values = {"us": float(event["dur"])}
         values |= {key: scale * float(told[field]) for key, (field, scale) in TOLD.items() if field in told}
         base = re.search(r"(\w+)\s*(?:<|\(|$)", str(event["name"]).removeprefix("void "))
         sizes = (str(tuple(told.get(name, ()))) for name in ("grid", "block"))
-        found.append(dict(zip(("name", "grid", "block"), (base.group(1) if base else "?", *sizes), strict=True)))
-        found[-1]["values"] = values
-    return found
+        records.append(dict(zip(("name", "grid", "block"), (base.group(1) if base else "?", *sizes), strict=True)))
+        records[-1]["values"] = values
+    return records
 
 
 if __name__ == "__main__":

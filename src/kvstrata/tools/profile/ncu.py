@@ -111,8 +111,8 @@ class Kernel:
 
 def find() -> str:
     """The path of ncu; NcuError tells where it comes from."""
-    if found := child.find("ncu"):
-        return found
+    if path := child.find("ncu"):
+        return path
     raise NcuError(
         "ncu is not on the PATH: Nsight Compute comes with the CUDA toolkit (or as nsight-compute from NVIDIA); "
         "put its folder on the PATH. Files that exist can be compared without it: --compare OLD.json NEW.json"
@@ -162,7 +162,7 @@ def unknown_metrics(text: str) -> list[str]:
 
 
 def explain(text: str) -> str:
-    """What a failure of ncu means, in a sentence; its last lines where it is none that is known."""
+    """Explain a failure of ncu in a sentence; an unknown one by its last lines."""
     if "ERR_NVGPUCTRPERM" in text:
         return (
             "the driver keeps the performance counters from this user (ERR_NVGPUCTRPERM): run as root, or open them "
@@ -201,9 +201,9 @@ def _kernel(header: list[str], units: list[str], row: list[str]) -> Kernel:
     text = dict(zip(header, row, strict=True))
     values: dict[str, float] = {}
     for key, quantity in QUANTITIES.items():
-        found = next((cells[metric] for metric in quantity.metrics if cells.get(metric) is not None), None)
-        if found is not None:
-            values[key] = found * UNITS.get(quantity.unit, 1.0)
+        value = next((cells[metric] for metric in quantity.metrics if cells.get(metric) is not None), None)
+        if value is not None:
+            values[key] = value * UNITS.get(quantity.unit, 1.0)
     if "shared" not in values:  # older ncu: its parts
         parts = [cells.get(f"launch__shared_mem_per_block_{kind}") for kind in ("static", "dynamic")]
         if all(part is not None for part in parts):
@@ -213,10 +213,10 @@ def _kernel(header: list[str], units: list[str], row: list[str]) -> Kernel:
 
 def _stalls(cells: dict[str, float | None]) -> dict[str, float]:
     """Percent of all the time that warps waited between two issues, by reason; being issued is no reason."""
-    found = {m.group(1): cell for name, cell in cells.items() if (m := STALL.search(name)) and cell is not None}
-    found.pop("selected", None)
-    total = sum(found.values())
-    ranked = sorted(found.items(), key=lambda item: -item[1])
+    shares = {m.group(1): cell for name, cell in cells.items() if (m := STALL.search(name)) and cell is not None}
+    shares.pop("selected", None)
+    total = sum(shares.values())
+    ranked = sorted(shares.items(), key=lambda item: -item[1])
     return {reason: 100 * value / total for reason, value in ranked if value > 0} if total else {}
 
 

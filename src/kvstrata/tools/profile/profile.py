@@ -87,7 +87,7 @@ class Change:
 
     @property
     def amount(self) -> float:
-        """In percentage points, or in percent; cut to what a gate may decide by."""
+        """Change in percentage points or in percent, rounded to the precision of a gate."""
         if QUANTITIES[self.key].unit == "%":
             return round(self.after - self.before, 6)
         if not self.before:
@@ -112,14 +112,14 @@ def choose(op: str, wanted: Sequence[str], device: torch.device) -> list[str]:
     known = list(dict.fromkeys(case.name for quick in (True, False) for case in cases.find(op).cases(device, quick)))
     if not wanted:
         return [name for name in CHOSEN.get(op, ()) if split(name)[0] in known] or known[:MOST]
-    found = []
+    names = []
     for text in wanted:
         glob, contender = split(text)
         matched = [name + (f":{contender}" if contender else "") for name in known if fnmatch(name, glob)]
         if not matched:
             raise ValueError(f"no case matches {text!r}; there are: {', '.join(known)}")
-        found += [name for name in matched if name not in found]
-    return found
+        names += [name for name in matched if name not in names]
+    return names
 
 
 def take(
@@ -191,7 +191,7 @@ def take_traces(
     contender: str | None = None,
     seconds: float = math.inf,
 ) -> Profile:
-    """What can be had without counters: times, registers, shared memory and estimated occupancy of the launches."""
+    """Profile without counters: times, registers, shared memory and estimated occupancy of the launches."""
     end = time.monotonic() + seconds
     profile = Profile(op, machine, "torch's profiler, without counters (occupancy is an estimate)")
     for name in names:
@@ -204,11 +204,11 @@ def take_traces(
             told = re.search(rf"^{launch.TRACED}(.*)", said, re.MULTILINE)
             if told is None:
                 raise NcuError(ncu.explain(said).replace("ncu failed", "the child failed"))
-            found = [Kernel(**kernel) for kernel in json.loads(told.group(1))]
+            traced = [Kernel(**kernel) for kernel in json.loads(told.group(1))]
         except NcuError as error:
             profile.failed[name] = str(error)
             continue
-        if chosen := first_of_each([kernel for kernel in found if not kernels or kernel.name in kernels]):
+        if chosen := first_of_each([kernel for kernel in traced if not kernels or kernel.name in kernels]):
             profile.cases.append(CaseProfile(name, who or "ours", sizes[case], chosen))
         else:
             profile.failed[name] = "no kernel of ours was launched"
@@ -225,14 +225,14 @@ def _unknown(text: str, without: Sequence[str]) -> list[str]:
 
 def first_of_each(kernels: Sequence[Kernel]) -> list[Kernel]:
     """One launch of each kernel: a call that covers many layers launches the same ones over and over."""
-    found: dict[tuple[str, str], Kernel] = {}
+    distinct: dict[tuple[str, str], Kernel] = {}
     for kernel in kernels:
-        found.setdefault((kernel.name, kernel.block), kernel)
-    return list(found.values())
+        distinct.setdefault((kernel.name, kernel.block), kernel)
+    return list(distinct.values())
 
 
 def _run(command: Sequence[str], seconds: float) -> str:
-    """What a command said on both channels; a late one is ended."""
+    """Run a command and return stdout and stderr together; it is killed after `seconds`."""
     try:
         return child.run(command, seconds)[0]
     except child.Late as error:
@@ -242,8 +242,8 @@ def _run(command: Sequence[str], seconds: float) -> str:
 @functools.cache
 def version(tool: str) -> str:
     done = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False)
-    found = re.search(r"Version (\S+)", done.stdout)
-    return f"ncu {found.group(1)}" if found else "ncu"
+    match = re.search(r"Version (\S+)", done.stdout)
+    return f"ncu {match.group(1)}" if match else "ncu"
 
 
 def gate_of(text: str) -> Gate:
@@ -277,15 +277,15 @@ def changes(before: Profile, after: Profile) -> list[Change]:
     ]
 
 
-def missed(gates: Sequence[Gate], after: Profile, found: Sequence[Change]) -> list[str]:
-    """What keeps the gates from passing, a line each; a quantity that is not there does."""
+def missed(gates: Sequence[Gate], after: Profile, changes_seen: Sequence[Change]) -> list[str]:
+    """Gates that were missed, a line each; a quantity that was not measured misses its gate."""
     lines = []
     for gate in gates:
-        if gate.relative and not found:
+        if gate.relative and not changes_seen:
             lines.append(f"{gate.text}: there is nothing to compare with, give --against or --compare")
             continue
         for case in after.cases:
-            change = next((c for c in found if (c.case, c.key) == (case.case, gate.key)), None)
+            change = next((c for c in changes_seen if (c.case, c.key) == (case.case, gate.key)), None)
             value = change.amount if change and gate.relative else case.main.values.get(gate.key)
             if gate.relative and change is None:
                 value = None

@@ -20,7 +20,7 @@ def caption(profile: Profile) -> str:
 
 
 def bound(kernel: Kernel) -> str:
-    """What holds the kernel back: the busiest unit, or waiting, with the reason that is most frequent."""
+    """Bottleneck of a kernel: the busiest unit, or waiting with its most frequent reason."""
     busy = {key: kernel.values[key] for key in ("dram", "tensor", "issue") if key in kernel.values}
     if busy and max(busy.values()) >= BUSY:
         key = max(busy, key=lambda name: busy[name])

@@ -66,10 +66,10 @@ def roofline(report: Report, key: str) -> str | None:
         limit = [1e-6 * n / (floor + 1e-6 * n / peak) for n in span]
         axes.plot(span, limit, "--", color="0.5", linewidth=1, label="copy and an empty kernel")
         for i, name in enumerate(names):
-            mine = [(case.bytes, row.tb_s) for case, row in rows if row.name == name]
+            points = [(case.bytes, row.tb_s) for case, row in rows if row.name == name]
             ours = any(row.kind == "ours" for _, row in rows if row.name == name)
             size, marker = (26, "o") if ours else (16, "sv^Dd<>"[i % 7])
-            x, y = zip(*mine, strict=True)
+            x, y = zip(*points, strict=True)
             axes.scatter(x, y, s=size, marker=marker, color=COLOURS[i % len(COLOURS)], label=name, zorder=3 + ours)
         axes.set(xscale="log", yscale="log", xlabel="bytes read and written", ylabel="TB/s")
         axes.grid(alpha=0.4)
@@ -79,7 +79,7 @@ def roofline(report: Report, key: str) -> str | None:
 
 
 def speedups(report: Report, key: str) -> str | None:
-    """How many times as fast ours is as the baseline and the best other library, with 95 % intervals."""
+    """Speed-up of ours over the baseline and over the best other library, with 95 % intervals."""
     cases = [(case, row) for case in report.cases if (row := case.row("ours")) and (row.vs_baseline or row.vs_peer)]
     if not cases:
         return None
@@ -120,7 +120,7 @@ def history(points: Sequence[Point], key: str) -> str | None:
 
     def paint(figure: Any, axes: Any) -> None:
         for i, name in enumerate(chosen):
-            line = [(at, first[name] / point.us[name]) for at, point in enumerate(points) if name in point.us]
+            line = [(index, first[name] / point.us[name]) for index, point in enumerate(points) if name in point.us]
             x, y = zip(*line, strict=True)
             axes.plot(x, y, "o-", markersize=3, color=COLOURS[i % len(COLOURS)], label=name)
         axes.axhline(1, color="black", linewidth=0.8)

@@ -1,4 +1,4 @@
-"""How our times changed from revision to revision: the versions of a result that git keeps, and the present one."""
+"""History of our times by revision: the versions of a results file in git, and the current one."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Point:
 
 def points(path: Path) -> list[Point]:
     """Oldest first; one point outside a git checkout. Versions that this kvstrata cannot read are left out."""
-    found: list[Report] = []
+    reports: list[Report] = []
     for version in git.versions(path):
         try:
-            found.append(loads(version.text, path.name))
+            reports.append(loads(version.text, path.name))
         except ValueError:
             continue
     present = load(path)
-    if not found or _key(found[-1]) != _key(present):
-        found.append(present)
-    return [_point(report) for report in found]
+    if not reports or _key(reports[-1]) != _key(present):
+        reports.append(present)
+    return [_point(report) for report in reports]
 
 
 def _key(report: Report) -> tuple[object, ...]:

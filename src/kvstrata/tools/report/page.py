@@ -124,22 +124,22 @@ def _lead(report: Report) -> list[str]:
 
 def _against_others(report: Report) -> list[Against]:
     """Ours against the fastest of the others in each case that has any: peers and the baseline."""
-    found = []
+    closest = []
     for row in (case.row("ours") for case in report.cases):
         others = [against for against in (row.vs_baseline, row.vs_peer) if against] if row else []
-        found += [min(others, key=lambda against: against.ratio)] if others else []
-    return found
+        closest += [min(others, key=lambda against: against.ratio)] if others else []
+    return closest
 
 
 def _ahead(report: Report) -> list[str]:
     """All cases in words."""
-    found = _against_others(report)
-    if not found:
+    comparisons = _against_others(report)
+    if not comparisons:
         return []
-    ahead, behind = sum(against.lo > 1 for against in found), sum(against.hi < 1 for against in found)
-    slowest, fastest = min(x.ratio for x in found), max(x.ratio for x in found)
+    ahead, behind = sum(against.lo > 1 for against in comparisons), sum(against.hi < 1 for against in comparisons)
+    slowest, fastest = min(x.ratio for x in comparisons), max(x.ratio for x in comparisons)
     return [
-        f"Of {len(found)} cases {ahead} are ahead of the fastest other way beyond noise and {behind} behind: "
+        f"Of {len(comparisons)} cases {ahead} are ahead of the fastest other way beyond noise and {behind} behind: "
         f"{slowest:.2f} to {fastest:.2f} times as fast."
     ]
 
@@ -185,14 +185,14 @@ def _glance(reports: Sequence[Report]) -> Grid:
             continue
         case, row = max(ours, key=lambda pair: pair[0].bytes)
         cells = [render.COLUMNS[name][1](case, row) for name in ("us", "of_peak", "speedup", "vs_peer")]
-        found = _against_others(report)
-        cells.append(f"{sum(against.lo > 1 for against in found)} of {len(found)}" if found else "")
+        comparisons = _against_others(report)
+        cells.append(f"{sum(against.lo > 1 for against in comparisons)} of {len(comparisons)}" if comparisons else "")
         rows.append([report.op, report.machine["name"], case.name, *cells])
     return Grid("At a glance: the largest case of each op", header, rows, names=3)
 
 
 def _environment(machines: Sequence[dict[str, object]]) -> list[Grid]:
-    """What was measured on, once for each machine: the newest description counts."""
+    """Environment tables, one per machine, from its newest description."""
     newest: dict[str, dict[str, object]] = {}
     for machine in sorted(machines, key=lambda machine: str(machine["date"])):
         newest[str(machine["slug"])] = machine
@@ -222,7 +222,7 @@ def html(content: Content) -> str:
 
 
 def markdown(content: Content) -> str:
-    """The same tables; figures are left to the HTML."""
+    """Tables of the page as Markdown, without figures."""
     parts = ["# kvstrata: results", f"## {content.glance.title}", content.glance.markdown()]
     for section in content.sections:
         parts += [f"## {section.title} on {section.machine}", section.caption + ".", *section.lead]

@@ -36,7 +36,7 @@ class Candidates:
         return [c for name, c in self.valid.items() if name not in seen and name not in self._rejected]
 
     def compiled(self, choice: Choice) -> bool:
-        """Whether `profile` answers without waiting for another process."""
+        """True if `profile` returns without waiting for another process."""
         return all(self.compiler.has(kernel) for kernel in self.kernels(choice))
 
     def kernels(self, choice: Choice) -> list[Needs]:
@@ -66,6 +66,6 @@ class Candidates:
             raise
 
     def counts(self) -> Counter[str]:
-        """How many choices were rejected before a launch, by kind."""
+        """Number of choices rejected before a launch, by reason."""
         known = Counter(error.kind for name, error in self._rejected.items() if name in self.valid)
         return known + Counter({"divisibility": self.size - len(self.valid)})

@@ -33,23 +33,23 @@ NOISE = (0.02, 0.05)
 
 
 def tune(
-    op: Annotated[str, typer.Argument(help="What to tune: decode, prefill, replay or store.")],
+    op: Annotated[str, typer.Argument(help="Op to tune: decode, prefill, replay or store.")],
     trials: Annotated[
         int | None, typer.Option(min=1, help="Trials of each case; all processes and earlier runs count.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Time for the whole command; 5 for a search of no number of trials.")
+        float | None, typer.Option(min=0.01, help="Time for the whole command; 5 if --trials is not given.")
     ] = None,
     only: Annotated[str, typer.Option(metavar="GLOB", help="Only cases whose name matches.")] = "*",
     storage: Annotated[
         str | None,
-        typer.Option(metavar="FILE_OR_URL", help="Where studies live: a journal file, or sqlite:///tune.db."),
+        typer.Option(metavar="FILE_OR_URL", help="Storage of the studies: a journal file, or sqlite:///tune.db."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest study, or join a process at work on it.")
+        bool, typer.Option("--resume", help="Continue the newest study, or join a process that works on it.")
     ] = False,
     device: Where = Device.auto,
-    backend: Annotated[str, typer.Option(help="cuda, or reference: a toy, to see how it works.")] = "cuda",
+    backend: Annotated[str, typer.Option(help="cuda, or reference: a toy problem, to see how it works.")] = "cuda",
     gates: Annotated[
         str,
         typer.Option(
@@ -59,21 +59,19 @@ def tune(
         ),
     ] = "hardware",
     shared_cap: Annotated[
-        int | None, typer.Option(metavar="BYTES", help="Shared memory of a block; 49152 runs on every GPU.")
+        int | None, typer.Option(metavar="BYTES", help="Limit of shared memory per block; 49152 runs on every GPU.")
     ] = None,
-    max_registers: Annotated[int | None, typer.Option(min=16, max=255, help="Registers of a thread.")] = None,
-    min_occupancy: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Resident warps, of those possible.")
-    ] = None,
+    max_registers: Annotated[int | None, typer.Option(min=16, max=255, help="Limit of registers per thread.")] = None,
+    min_occupancy: Annotated[float | None, typer.Option(min=0, max=1, help="Minimum occupancy.")] = None,
     profile: Annotated[
         bool | None,
         typer.Option(
             "--profile/--no-profile",
-            help="Nsight Compute on winners and on trials as fast as they; by default with --save, if ncu is there.",
+            help="Run Nsight Compute on winners and equally fast trials; default with --save, if ncu is available.",
         ),
     ] = None,
     aa: Annotated[
-        int | None, typer.Option("--aa", metavar="N", min=1, help="No search: N experiments with the gate itself.")
+        int | None, typer.Option("--aa", metavar="N", min=1, help="No search; run N experiments with the gate itself.")
     ] = None,
     save: Annotated[
         bool,
@@ -81,13 +79,14 @@ def tune(
     ] = False,
     results: Results = Path("results"),
     tables: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the table here; --save alone: into the cache folder.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the table; by default --save writes it to the cache folder."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampler.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampler.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search for the fastest configuration of a kernel, and keep it only if statistics say so.
+    """Search for the fastest configuration of a kernel, and keep it only if it is significantly faster.
 
     A configuration is stopped before any launch if its compiled code spills, needs too much shared memory or too many
     registers, or leaves too few warps resident; then if its output is wrong; then if 40 samples do not show 5 %; and it
@@ -174,15 +173,15 @@ def tune(
 
 
 def warmup(
-    op: Annotated[str | None, typer.Argument(help="decode, prefill, replay or store; all if none is named.")] = None,
+    op: Annotated[str | None, typer.Argument(help="decode, prefill, replay or store; all by default.")] = None,
     arch: Annotated[str | None, typer.Option(help="Compile for this, such as sm_90; no GPU needed.")] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Whose table, such as nvidia-h200; all of the architecture if none is named.")
+        str | None, typer.Option(help="GPU of the table, such as nvidia-h200; all of the architecture by default.")
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=0, help="Processes; 0 compiles in this one.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile kernels before they are asked for: the top five of each entry of the tuned table, and the defaults.
+    """Compile kernels ahead of time: the top five of each entry of the tuned table, and the defaults.
 
     Cubins go to the cache folder, so a first call does not wait. In an image build, name the architecture.
 
@@ -221,8 +220,8 @@ def warmup(
         )
     else:
         known = ", ".join(result.tables) or "none"
-        took = f"{time.monotonic() - start:.1f} s"
-        typer.echo(f"{result.kernels} kernels for {arch} in {jit.cache_folder()} (tables: {known}), {took}")
+        elapsed = f"{time.monotonic() - start:.1f} s"
+        typer.echo(f"{result.kernels} kernels for {arch} in {jit.cache_folder()} (tables: {known}), {elapsed}")
         for entry, why in result.failed.items():
             typer.echo(f"failed: {entry}: {why.splitlines()[0]}", err=True)
     if result.failed:
@@ -230,7 +229,7 @@ def warmup(
 
 
 def _where(device: Device, backend: str) -> tuple[torch.device, str]:
-    """The device, and the architecture to compile for, if anything is."""
+    """Device, and the architecture to compile for, if any."""
     from kvstrata import jit
 
     if backend not in ("cuda", "reference"):
@@ -256,7 +255,7 @@ def _chosen(op: str, arch: str, where: torch.device, backend: str, only: str) ->
 
 
 def _profiled(wanted: bool | None, save: bool, backend: str) -> bool:
-    """Whether Nsight Compute is used; ValueError if it is asked for and not there."""
+    """True if Nsight Compute is used; ValueError if it is requested but not available."""
     from kvstrata.tools import child
 
     if backend != "cuda" or wanted is False:
@@ -268,7 +267,7 @@ def _profiled(wanted: bool | None, save: bool, backend: str) -> bool:
 
 
 def _limits(preset: str, shared: int | None, registers: int | None, occupancy: float | None) -> Limits:
-    """The limits of a preset, with those that are named in their place."""
+    """Limits of a preset, with individual overrides."""
     from .gates import PRESETS
 
     if preset not in PRESETS:
@@ -328,7 +327,7 @@ def _save(op: str, result: Tuning | Gate, arch: str, results: Path | None, table
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """Bars on a terminal; nothing elsewhere."""
+    """Progress bars on a terminal; nothing elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -17,12 +17,12 @@ Name = tuple[Path, str]
 
 
 def by_triton(source: str | Path) -> bool:
-    """Whether a kernel is Python."""
+    """True if a kernel is compiled by Triton, not NVRTC."""
     return Path(source).suffix == ".py"
 
 
 def build(source: str, entry: str, arch: str) -> jit.Usage:
-    """What a kernel takes; it is in the cache afterwards, of cubins or, if Triton compiles it, in Triton's."""
+    """Compile a kernel into the cubin cache, or Triton's, and return its resource usage."""
     try:
         if by_triton(source):
             from kvstrata.attention.prefill import space as prefill_space
@@ -35,7 +35,7 @@ def build(source: str, entry: str, arch: str) -> jit.Usage:
 
 
 class Compiler:
-    """For one architecture; `jobs` processes, none: in this one, when asked."""
+    """Compiler for one architecture with `jobs` processes; 0 compiles in this process, on request."""
 
     def __init__(self, arch: str, jobs: int | None = None) -> None:
         self.arch = arch
@@ -61,7 +61,7 @@ class Compiler:
         return list(self._ahead.values())
 
     def has(self, kernel: Needs) -> bool:
-        """Whether `usage` answers without waiting for another process."""
+        """True if `usage` returns without waiting for another process."""
         name = (kernel.source, kernel.entry)
         return name not in self._ahead or self._ahead[name].done()
 
@@ -77,7 +77,7 @@ class Compiler:
         return done + len(self._done), len(self._ahead) + len(self._done)
 
     def usage(self, kernel: Needs, seconds: float | None = None) -> jit.Usage:
-        """What a kernel takes; CompileError for one that cannot be compiled, TimeoutError for one that is not done."""
+        """Resource usage of a kernel; CompileError if it does not compile, TimeoutError if it is not done in time."""
         name = (kernel.source, kernel.entry)
         if name in self._ahead:
             return self._ahead[name].result(seconds)
@@ -88,7 +88,9 @@ class Compiler:
     def __enter__(self) -> Compiler:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self._pool is None:
             return
         workers = list((self._pool._processes or {}).values())

@@ -1,4 +1,4 @@
-"""Whether a candidate is faster than the incumbent: a cheap look that saves time, then a gate that decides.
+"""Comparison of a candidate with the incumbent: a quick test that saves time, then a gate that decides.
 
     quick     40 samples: at least 5 % faster, or no slower with a better profile; given up after 10 if all are slower
     confirm   100 samples: 95 % intervals of the medians apart, Hedges' g of at least 0.8, rank test below 0.05
@@ -66,13 +66,13 @@ def hopeless(incumbent: Array, candidate: Array) -> bool:
 
 
 def passes_quick(incumbent: Array, candidate: Array, profile_is_better: bool = False) -> bool:
-    """Whether it is worth confirming."""
+    """True if the candidate is worth confirming."""
     ratio = float(np.median(incumbent) / np.median(candidate))
     return ratio >= (1.0 if profile_is_better else FASTER)
 
 
 def confirm(incumbent: Array, candidate: Array) -> Verdict:
-    """Whether the candidate is faster beyond noise."""
+    """Decide whether the candidate is faster beyond noise."""
     a, b = summary(incumbent), summary(candidate, seed=1)
     g, p = hedges_g(incumbent, candidate, TAILS), rank_test(incumbent, candidate)
     failed = None

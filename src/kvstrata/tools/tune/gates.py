@@ -37,7 +37,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """Of an architecture: bytes of shared memory in all and for one block, warps, blocks, registers."""
+    """Resources of a multiprocessor: bytes of shared memory in total and per block, warps, blocks, registers."""
 
     shared: int
     shared_block: int
@@ -53,14 +53,14 @@ KNOWN = {"sm_80": Multiprocessor(164 * KIB, 163 * KIB), "sm_90": LARGE, "sm_100"
 
 
 def multiprocessor(arch: str) -> Multiprocessor:
-    """What one of an architecture has; of one that is not known, what all have."""
+    """Multiprocessor of an architecture; for an unknown one, the resources that all have."""
     return KNOWN.get(arch, SMALL)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where configurations stop: bytes of shared memory of a block (None: what the architecture has), registers of a
-    thread, bytes spilled, warps that must be resident as a share of those a multiprocessor can hold."""
+    """Limits of a configuration: shared memory per block in bytes (None: that of the architecture), registers per
+    thread, bytes spilled, and the minimum occupancy."""
 
     shared: int | None = None
     registers: int = 255
@@ -80,7 +80,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """What the compiled kernels of a configuration take: the worst of each."""
+    """Resource usage of a configuration: the maximum over its kernels."""
 
     registers: int
     spills: int
@@ -101,7 +101,7 @@ def check(kernels: Sequence[Needs], usage: Callable[[Needs], jit.Usage], arch: s
     """The profile of a configuration whose kernels pass; Rejected otherwise. `usage` compiles."""
     has = multiprocessor(arch)
     cap = has.shared_block if limits.shared is None else min(limits.shared, has.shared_block)
-    found = []
+    checked = []
     for kernel in kernels:
         if not 32 <= kernel.threads <= 1024 or kernel.threads % 32:
             raise Rejected("divisibility", f"{kernel.threads} threads: expected whole warps, at most 1024 threads")
@@ -123,12 +123,12 @@ def check(kernels: Sequence[Needs], usage: Callable[[Needs], jit.Usage], arch: s
         resident = occupancy(used.registers, shared, kernel.threads, arch)
         if resident == 0 or resident < limits.occupancy:
             raise Rejected("occupancy", f"{resident:.0%} of the warps are resident, at least {limits.occupancy:.0%}")
-        found.append(Profile(used.registers, used.spill_bytes, shared, resident))
-    if not found:
+        checked.append(Profile(used.registers, used.spill_bytes, shared, resident))
+    if not checked:
         return Profile(0, 0, 0, 1.0)
     return Profile(
-        max(p.registers for p in found),
-        max(p.spills for p in found),
-        max(p.shared for p in found),
-        min(p.occupancy for p in found),
+        max(p.registers for p in checked),
+        max(p.spills for p in checked),
+        max(p.shared for p in checked),
+        min(p.occupancy for p in checked),
     )

@@ -37,21 +37,21 @@ def take(
             time.monotonic() + seconds,
             SECTIONS,
         )
-    found = split(kernels)
-    if len(found) != len(names):
-        raise NcuError(f"ncu saw {len(found)} configurations, expected {len(names)}")
-    return dict(zip(names, (_longest(launches) for launches in found), strict=True))
+    by_configuration = split(kernels)
+    if len(by_configuration) != len(names):
+        raise NcuError(f"ncu saw {len(by_configuration)} configurations, expected {len(names)}")
+    return dict(zip(names, (_longest(launches) for launches in by_configuration), strict=True))
 
 
 def split(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     """The launches between marks."""
-    found: list[list[Kernel]] = []
+    groups: list[list[Kernel]] = []
     for kernel in kernels:
         if kernel.name == MARK:
-            found.append([])
-        elif found:
-            found[-1].append(kernel)
-    return found
+            groups.append([])
+        elif groups:
+            groups[-1].append(kernel)
+    return groups
 
 
 def _longest(kernels: Sequence[Kernel]) -> Metrics:

@@ -81,8 +81,8 @@ def _metrics(tuning: Tuning) -> Cells:
     for row in tuning.rows:
         for name, choice in (("default", row.default_choice), ("tuned", row.choice)):
             if name in row.metrics:
-                found = row.metrics[name]
-                cells = [f"{found[k]:.{QUANTITIES[k].digits}f}" if k in found else "" for k in keys]
+                values = row.metrics[name]
+                cells = [f"{values[k]:.{QUANTITIES[k].digits}f}" if k in values else "" for k in keys]
                 lines.append([row.case, show(choice), *cells])
     return header, lines
 
@@ -142,10 +142,10 @@ def caption(result: Tuning | Gate) -> str:
         return f"{where}: {decide.QUICK} samples, then {decide.CONFIRM}; rates with their exact 95 % intervals"
     backend, seconds = result.method["backend"], sum(row.seconds for row in result.rows)
     limits = f", limits {gates}" if (gates := result.method.get("gates", HARDWARE)) != HARDWARE else ""
-    took = f"medians of {result.method['final']} fresh samples, {seconds:.0f} s of search"
-    return f"{where}, backend {backend}{limits}: {took}"
+    effort = f"medians of {result.method['final']} fresh samples, {seconds:.0f} s of search"
+    return f"{where}, backend {backend}{limits}: {effort}"
 
 
 def notes(result: Tuning | Gate) -> list[str]:
-    """What the table cannot hold."""
+    """Notes under the table."""
     return [f"{row.case}: {row.note}" for row in result.rows if row.note] if isinstance(result, Tuning) else []

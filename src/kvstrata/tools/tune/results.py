@@ -1,4 +1,4 @@
-"""What a search and an experiment leave behind, as JSON under results/<machine>/: tune_<op>.json and gate.json."""
+"""Results of a search and of the gate experiment, as JSON under results/<machine>/: tune_<op>.json and gate.json."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Tuning:
 
 @dataclass
 class Rate:
-    """How often the gate let a candidate through that is `factor` times as fast: at each stage, and at both."""
+    """Pass rates of the gate for a candidate that is `factor` times as fast: at each stage, and at both."""
 
     samples: str
     factor: float

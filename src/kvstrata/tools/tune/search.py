@@ -48,7 +48,7 @@ LOOK = 0.5  # seconds between two reports while the compiler is waited for
 
 @dataclass(frozen=True)
 class Settings:
-    """When to stop (trials of the study in all, seconds of this process), what to let through, how many samples.
+    """Stop conditions (trials of the study, seconds of this process), limits and sample counts of a search.
 
     `patience`: seconds beyond `seconds` that may be spent waiting for the compiler. `measured_profiles`: Nsight Compute
     judges afterwards who has a better profile, so occupancy computed from registers does not.
@@ -66,7 +66,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class State:
-    """What a watcher sees after each trial."""
+    """Progress of a search, reported after each trial."""
 
     finished: int
     best: float
@@ -127,9 +127,9 @@ class Search:
         """Complete trials that were no slower than the incumbent, but not 5 % faster: the fastest first."""
         best = self._incumbent()
         bound = 1.0 if best is None else _value(best)
-        found = [t for t in self._trials(TrialState.COMPLETE) if not t.user_attrs.get(PROMOTED) and _value(t) <= bound]
-        found = [t for t in found if key(t.params) != key(self.problem.default)]
-        return [dict(t.params) for t in sorted(found, key=_value)][:most]
+        trials = [t for t in self._trials(TrialState.COMPLETE) if not t.user_attrs.get(PROMOTED) and _value(t) <= bound]
+        trials = [t for t in trials if key(t.params) != key(self.problem.default)]
+        return [dict(t.params) for t in sorted(trials, key=_value)][:most]
 
     def _begin(self) -> None:
         """Make the default ready. `_outside` says why the limits do not allow it, or is empty."""
@@ -148,9 +148,9 @@ class Search:
                 self._outside = str(error)
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Of the study, all processes together, without repetitions."""
-        found = self.study.get_trials(deepcopy=False, states=states)
-        return [t for t in found if t.user_attrs.get(REJECTED) != SEEN]
+        """Trials of the study in these states, from all processes, without repetitions."""
+        trials = self.study.get_trials(deepcopy=False, states=states)
+        return [t for t in trials if t.user_attrs.get(REJECTED) != SEEN]
 
     def _over(self) -> bool:
         limit, left = self.settings, self._left()
@@ -239,7 +239,7 @@ class Search:
         return [t for t in self._trials(*DONE) if t.intermediate_values]
 
     def _taken(self, number: int, choice: Choice) -> bool:
-        """Whether another trial has this choice. Whoever comes with it late sees an earlier number or an earlier claim,
+        """True if another trial has this choice. The later of two trials sees an earlier number or an earlier claim,
         so no choice is tried twice, whatever the timing."""
         others = [t for t in self._trials(*DONE, TrialState.RUNNING) if key(t.params) == key(choice)]
         return any(t.number < number or (t.number > number and CLAIMED in t.user_attrs) for t in others)
@@ -303,7 +303,7 @@ class Search:
         return self._last, None
 
     def _contenders(self, choice: Choice) -> tuple[dict[str, Call], str | None]:
-        """What is sampled beside the choice, and which of them it has to beat; None if the limits allow none yet."""
+        """Contenders to sample beside the choice, and the one it must beat; None if the limits allow none yet."""
         calls = {"default": self._default, "candidate": self._prepared(choice)}
         if (incumbent := self._incumbent()) is None:
             return calls, None if self._outside else "default"
@@ -318,7 +318,7 @@ class Search:
         return decide.confirm(taken[holder], taken["candidate"])
 
     def _profile(self) -> Profile:
-        """Of the incumbent's compiled kernels."""
+        """Profile of the incumbent's compiled kernels."""
         incumbent = self._incumbent()
         return self._static if incumbent is None else Profile(**incumbent.user_attrs[PROFILE])
 
@@ -404,18 +404,18 @@ def _value(trial: FrozenTrial) -> float:
 
 
 def _time(trial: FrozenTrial) -> float:
-    """Of a trial that was measured, over the default's; of one that was given up, up to then."""
+    """Time of a trial relative to the default; for an abandoned trial, as measured until then."""
     return trial.intermediate_values[max(trial.intermediate_values)] if trial.value is None else trial.value
 
 
 def _fastest(trials: list[FrozenTrial]) -> dict[str, dict[str, float]]:
     """Time of the fastest trial of each value of each parameter, over the default's."""
-    found: dict[str, dict[str, float]] = {}
+    by_case: dict[str, dict[str, float]] = {}
     for trial in trials:
         for name, chosen in trial.params.items():
-            known = found.setdefault(name, {})
+            known = by_case.setdefault(name, {})
             known[str(chosen)] = min(known.get(str(chosen), math.inf), _time(trial))
-    return found
+    return by_case
 
 
 def _relative(taken: dict[str, Array]) -> float:

@@ -39,7 +39,7 @@ SEARCH = 0.75  # of the time, if profiles are taken after it
 
 @dataclass(frozen=True)
 class Session:
-    """What is searched, where, and how; `profile`: Nsight Compute is there and may be used."""
+    """A tuning session: problems, machine and settings; `profile`: Nsight Compute may be used."""
 
     op: str
     problems: list[Problem]
@@ -160,17 +160,17 @@ class Session:
         if not wanted:
             return
         try:
-            found = profiles.take(self.op, wanted, seconds)
+            measured = profiles.take(self.op, wanted, seconds)
         except NcuError as error:
             tuning.method["profile"] = f"none: {error}"
             return
         tuning.method["profile"] = profile.version(ncu.find())
         known = {problem.case: problem for problem in self.problems}
         for number, row in enumerate(tuning.rows):
-            if (row.case, key(row.default_choice)) not in found:
+            if (row.case, key(row.default_choice)) not in measured:
                 continue
-            holder = found[row.case, key(row.choice or row.default_choice)]
-            better = [c for c in near[row.case] if decide.better_metrics(found[row.case, key(c)], holder)]
+            holder = measured[row.case, key(row.choice or row.default_choice)]
+            better = [c for c in near[row.case] if decide.better_metrics(measured[row.case, key(c)], holder)]
             if better:
                 settings = replace(self.settings, measured_profiles=True)
                 search = Search(known[row.case], studies[row.case], timer, compiler, settings)
@@ -179,9 +179,9 @@ class Session:
                 tuning.rows[number] = row
                 del search
                 self._free()
-            row.metrics["default"] = found[row.case, key(row.default_choice)]
+            row.metrics["default"] = measured[row.case, key(row.default_choice)]
             if row.choice is not None:
-                row.metrics["tuned"] = found[row.case, key(row.choice)]
+                row.metrics["tuned"] = measured[row.case, key(row.choice)]
             told = f"{len(near[row.case])} no slower were profiled, {len(better)} with better metrics"
             row.note = "; ".join(part for part in (row.note, told) if part)
 

@@ -1,4 +1,4 @@
-"""What a search space is: named parameters with a few values each, some of which matter only beside others.
+"""Search spaces: named parameters with a few values each, some of which depend on others.
 
 Spaces are plain data, declared beside their kernels (`store/space.py`, `attention/decode/space.py`).
 """
@@ -45,7 +45,7 @@ class Space:
         return self._from({}, list(self.choices))
 
     def suggest(self, trial: optuna.Trial) -> Choice:
-        """What the sampler wants to see next."""
+        """Next choice of the sampler."""
         choice: Choice = {}
         for name, values in self.choices.items():
             if self.matters(name, choice):
@@ -56,7 +56,7 @@ class Space:
         return any(choice == other for other in self)
 
     def matters(self, name: str, choice: Choice) -> bool:
-        """Whether a parameter has a value beside the ones chosen so far."""
+        """True if a parameter applies, given the values chosen so far."""
         other, values = self.when.get(name, (None, ()))
         return other is None or choice.get(other) in values
 
@@ -76,5 +76,5 @@ def key(choice: Choice) -> str:
 
 
 def show(choice: Choice | None) -> str:
-    """For people."""
+    """Choice as text."""
     return "default" if choice is None else " ".join(f"{name}={value}" for name, value in choice.items())

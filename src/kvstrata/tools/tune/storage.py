@@ -43,16 +43,16 @@ class Lock:
 
 def _cut_half_line(path: Path) -> None:
     with path.open("rb+") as file:
-        end = at = file.seek(0, os.SEEK_END)
-        while at > 0:
-            start = max(at - BLOCK, 0)
+        end = position = file.seek(0, os.SEEK_END)
+        while position > 0:
+            start = max(position - BLOCK, 0)
             file.seek(start)
-            if (found := file.read(at - start).rfind(b"\n")) >= 0:
-                at = start + found + 1
+            if (newline := file.read(position - start).rfind(b"\n")) >= 0:
+                position = start + newline + 1
                 break
-            at = start
-        if at < end:
-            file.truncate(at)
+            position = start
+        if position < end:
+            file.truncate(position)
 
 
 def open_storage(where: str | Path) -> optuna.storages.BaseStorage:
@@ -82,12 +82,12 @@ def open_study(storage: optuna.storages.BaseStorage, name: str, resume: bool, se
 
 
 def owner() -> str:
-    """Who works on a trial: a host, which is not named, and a process."""
+    """Owner of a trial: an anonymised host and a process id."""
     return f"{hashlib.sha256(platform.node().encode()).hexdigest()[:12]}:{os.getpid()}"
 
 
 def _alone(trial: FrozenTrial) -> bool:
-    """Whether nobody works on a running trial any more."""
+    """True if the owner of a running trial is gone."""
     host, _, pid = str(trial.user_attrs.get(OWNER, "")).rpartition(":")
     if host and host == owner().rpartition(":")[0]:
         return not _alive(int(pid))
@@ -106,7 +106,7 @@ def _alive(pid: int) -> bool:
 
 def put_back(study: optuna.Study) -> int:
     """Queue again what a dead process left; how many there were."""
-    found = 0
+    count = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if not _alone(trial):
             continue
@@ -116,5 +116,5 @@ def put_back(study: optuna.Study) -> int:
             continue
         if trial.params:
             study.enqueue_trial(trial.params)
-        found += 1
-    return found
+        count += 1
+    return count

@@ -24,8 +24,8 @@ def save(op: str, tuning: Tuning, arch: str, folder: Path) -> Path:
     kept = [entry for entry in there.get(op, []) if entry["case"] not in {e["case"] for e in fresh}]
     there[op] = sorted([*kept, *fresh], key=lambda entry: entry["case"])
     ops = []
-    for name, found in sorted(there.items()):
-        ops.append(f'  "{name}": [\n   ' + ",\n   ".join(json.dumps(entry) for entry in found) + "\n  ]")
+    for name, op_entries in sorted(there.items()):
+        ops.append(f'  "{name}": [\n   ' + ",\n   ".join(json.dumps(entry) for entry in op_entries) + "\n  ]")
     head = {"schema": tuned.SCHEMA, "gpu": tuning.machine["name"], "arch": arch}
     text = ",\n".join(
         [*(f' "{k}": {json.dumps(v)}' for k, v in head.items()), ' "ops": {\n' + ",\n".join(ops) + "\n }"]

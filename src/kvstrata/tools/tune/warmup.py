@@ -23,7 +23,7 @@ from .tables import arch_of
 
 @dataclass
 class Warmed:
-    """What was compiled or was there already, and what could not be."""
+    """Kernels that were compiled or already cached, and those that failed."""
 
     arch: str
     tables: list[str]
@@ -47,7 +47,7 @@ def tables_for(arch: str, gpu: str | None) -> list[str]:
 
 def kernels(ops: Iterable[str], arch: str, gpus: Iterable[str]) -> list[Needs]:
     """Every kernel of the top configurations of each entry and of the defaults, each once."""
-    found: dict[tuple[str, str], Needs] = {}
+    unique: dict[tuple[str, str], Needs] = {}
     for op in ops:
         known = {problem.case: problem for problem in problems.find(op, arch, torch.device("cpu"), "cuda")}
         entries = [entry for gpu in gpus for entry in tuned.table(gpu).get(op, [])]
@@ -56,8 +56,8 @@ def kernels(ops: Iterable[str], arch: str, gpus: Iterable[str]) -> list[Needs]:
         ]
         for problem, choice in [*wanted, *((problem, problem.default) for problem in known.values())]:
             for kernel in _kernels(problem, choice):
-                found.setdefault((str(kernel.source), kernel.entry), kernel)
-    return list(found.values())
+                unique.setdefault((str(kernel.source), kernel.entry), kernel)
+    return list(unique.values())
 
 
 def _kernels(problem: Problem, choice: tuned.Choice) -> list[Needs]:

@@ -1,1 +1,1 @@
-"""What the notes start from, as the thing to beat."""
+"""Kernels of the original notes, kept as baselines."""

@@ -83,7 +83,7 @@ def counts_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> torch.Tens
 
 
 def mixed(tiers: tuple[str, ...], budget: float) -> bool:
-    """Whether old tokens are in several formats."""
+    """True if old tokens are in several formats."""
     return len(tiers) > 1 or (len(tiers) == 1 and budget > WIDEST)
 
 
@@ -186,8 +186,8 @@ def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device
     # Each list of formats is one more kernel to compile, and made-up pages have positions of two bytes.
     mass = mixed(tiers, budget) and shape.usual and shape.q_len == 1 and shape.tokens <= 1 << 15
     heard = [job._replace(return_mass=mass) for job in jobs]
-    some = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in heard]
-    wanted = [op.run(job, "reference") for job in some]
+    checked = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in heard]
+    wanted = [op.run(job, "reference") for job in checked]
     contenders: dict[str, Call] = {}
     if device.type == "cuda":
         from kvstrata.attention.decode.cuda import Plan
@@ -255,7 +255,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         others = [Shape(8, 16384, 32, 32), Shape(32, 16384, 64, 8), Shape(64, 16384, 32, 1)]
         others += [Shape(32, 16384, 32, 8, 64), Shape(32, 16384, q_len=4)]
         wanted += [(shape, NARROW, MEAN if shape.head_dim == 128 else 0.22) for shape in others]
-    found: dict[str, Case] = {}
+    by_name: dict[str, Case] = {}
     for shape, tiers, budget in wanted:
         kind = f"mixed{budget:g}" if mixed(tiers, budget) else "".join(tiers) or "16bit"
         name = f"{kind}-{shape.name}"
@@ -264,5 +264,5 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
                   "head_dim": shape.head_dim, "q_len": shape.q_len, "T": shape.tokens}  # fmt: skip
         sets = min(sets_for(moved, device), 2)
         make: Callable[[torch.device], Bench] = partial(build, shape, tiers, budget, sets)
-        found[name] = Case("decode", name, params, moved, make, sets=sets, graph=cuda)
-    return list(found.values())
+        by_name[name] = Case("decode", name, params, moved, make, sets=sets, graph=cuda)
+    return list(by_name.values())

@@ -54,7 +54,7 @@ class Style:
 
     @property
     def room(self) -> Style:
-        """Of the buffers."""
+        """Style of the buffers."""
         return self if self.kind == "vectors" else Style(self.kind, ROWS, COLUMNS)
 
     @property
@@ -116,7 +116,7 @@ class Inputs:
 
 
 def _sliced(inputs: Sequence[Inputs]) -> Call:
-    """What engines do: a slice and a ``.copy_`` for each."""
+    """One slice and one ``.copy_`` per tensor, as engines do it."""
 
     def run(i: int) -> None:
         one = inputs[i]
@@ -154,10 +154,10 @@ def _cat(inputs: Sequence[Inputs]) -> Call:
 
     def run(i: int) -> None:
         flat.copy_(torch.cat([s.view(-1) for s in inputs[i].src]))
-        at = 0
+        offset = 0
         for view in views[i]:
-            view.copy_(flat[at : at + view.numel()].view(view.shape))
-            at += view.numel()
+            view.copy_(flat[offset : offset + view.numel()].view(view.shape))
+            offset += view.numel()
 
     return run
 
@@ -185,7 +185,7 @@ def _plan(inputs: Sequence[Inputs], backend: str) -> Call:
 
 
 def _adaptor(inputs: Sequence[Inputs]) -> Call:
-    """The same through the adaptor's own arguments."""
+    """Copy through `fused_copy_replay_data`, with its own arguments."""
     if inputs[0].style == "nsa":
         buffers = [PrecomputedMetadata(**dict(zip(one.names, one.dst, strict=True))) for one in inputs]
         steps = [PrecomputedMetadata(**dict(zip(one.names, one.src, strict=True))) for one in inputs]
@@ -320,18 +320,18 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     styles += VECTORS
     if quick or not cuda:
         styles = [Style("fa", 64, 4096), Style("nsa", 64, 512), VECTORS[2]]
-    found = []
+    all_cases = []
     for style in styles:
         moved = bytes_of(style)
         sets = sets_for(moved, device, memory=1 << 30)
         for graph in (False, True) if cuda else (False,):
             name = f"{style.case}{'-graph' if graph else ''}"
             make = partial(build, style, sets, graph)
-            found.append(Case("replay", name, style.params, moved, make, sets=sets, graph=graph))
+            all_cases.append(Case("replay", name, style.params, moved, make, sets=sets, graph=graph))
     if cuda and not quick and jit.missing() is None:
         for style in CUT_CASES:
             moved = bytes_of(style)
             sets, name = sets_for(moved, device, memory=1 << 30), f"cuts-{style.case}-graph"
             params, make = {**style.params, "style": f"cuts-{style.kind}"}, partial(build_cuts, style, sets)
-            found.append(Case("replay", name, params, moved, make, sets=sets, graph=True))
-    return found
+            all_cases.append(Case("replay", name, params, moved, make, sets=sets, graph=True))
+    return all_cases

@@ -46,7 +46,7 @@ def find(op: str) -> ModuleType:
 
 
 def backends(op: str, device: torch.device) -> dict[str, str | None]:
-    """Why each backend of an op cannot run on a device; None for those that can."""
+    """Reason why each backend of an op cannot run on a device; None for those that can."""
     from kvstrata.backends import missing
 
     def reason(name: str) -> str | None:

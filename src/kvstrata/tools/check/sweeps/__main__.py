@@ -27,12 +27,12 @@ def main() -> int:
     given = parser.parse_args()
     if given.fill:  # a kernel that loads whole pages may load slots without a token, which initcheck is not asked about
         torch.use_deterministic_algorithms(True, warn_only=True)
-    made = failed = 0
+    completed = failed = 0
     seeds = range(given.first, given.first + given.trials)
     for backend in given.backend:
         end = time.monotonic() + given.seconds
         for number, outcome in enumerate(run(given.op, torch.device(given.device), backend, seeds), 1):
-            made += outcome.refused is None
+            completed += outcome.refused is None
             if outcome.error:
                 failed += 1
                 print(f"{backend}, seed {outcome.seed}: {outcome.error}")
@@ -42,8 +42,8 @@ def main() -> int:
                 break
         if given.device == "cuda":
             torch.cuda.synchronize()
-    print(f"{made} trials, {failed} failed")
-    return 1 if failed or not made else 0
+    print(f"{completed} trials, {failed} failed")
+    return 1 if failed or not completed else 0
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def _dense(
     if softcap:
         score = softcap * torch.tanh(score / softcap)
     own = (length - q_len + torch.arange(q_len)).view(-1, 1, 1)
-    at = position.repeat_interleave(group, 0)
-    seen = (at <= own) & (at >= 0) & (at > own - (window or length + 1))
+    key_position = position.repeat_interleave(group, 0)
+    seen = (key_position <= own) & (key_position >= 0) & (key_position > own - (window or length + 1))
     score = score.masked_fill(~seen, -torch.inf)
     weight = score.softmax(-1)
     mass = torch.zeros(len(k), length)

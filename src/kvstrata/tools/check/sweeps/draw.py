@@ -1,4 +1,4 @@
-"""What every sweep draws from: random choices and tensors of one seed, and how near is near enough."""
+"""Random source of the sweeps: choices and tensors from one seed, and the tolerances."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Draw:
         return self.random.choice(options)
 
     def size(self, low: int, high: int) -> int:
-        """From `low` to `high`, both included."""
+        """Random integer from `low` to `high`, both included."""
         return self.random.randint(low, high)
 
     def normal(self, *shape: int) -> torch.Tensor:
@@ -46,5 +46,5 @@ class Draw:
         return torch.randperm(n, generator=self.generator)
 
     def integers(self, high: int, *shape: int) -> torch.Tensor:
-        """From 0 to below `high`."""
+        """Random integers in [0, `high`)."""
         return torch.randint(0, high, shape, generator=self.generator)

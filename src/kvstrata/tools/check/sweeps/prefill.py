@@ -46,13 +46,15 @@ def trial(draw: Draw, backend: str) -> str:
     if ragged and bound is not None:
         options["max_seqlen_q"], options["max_seqlen_k"] = (max(n) + bound for n in zip(*lengths, strict=True))
     try:
-        made = (_ragged if ragged else _dense)(given, draw.device, gap, options)
+        results = (_ragged if ragged else _dense)(given, draw.device, gap, options)
     except RuntimeError as error:
         if str(error).startswith("backend: "):
             raise Refused(str(error).removeprefix("backend: ")) from error
         raise
-    for i, (got, sequence) in enumerate(zip(made, given, strict=True)):
-        for name, a, b in zip(("out", "lse"), got, _attention(*sequence, causal, window, softcap, sinks), strict=True):
+    for i, (result, sequence) in enumerate(zip(results, given, strict=True)):
+        for name, a, b in zip(
+            ("out", "lse"), result, _attention(*sequence, causal, window, softcap, sinks), strict=True
+        ):
             live = b.isfinite()
             assert a.shape == b.shape, f"{name} of sequence {i} is {tuple(a.shape)}: {what}"
             assert torch.equal(a[~live], b[~live]), f"{name} of sequence {i} where nothing is seen: {what}"
@@ -63,7 +65,7 @@ def trial(draw: Draw, backend: str) -> str:
 
 
 def _dtypes(draw: Draw, backend: str) -> tuple[torch.dtype, ...]:
-    """Those that the backend takes; Triton's interpreter computes wrongly in bfloat16."""
+    """Dtypes that the backend supports; Triton's interpreter computes wrongly in bfloat16."""
     if backend == "cuda":
         return torch.float16, torch.bfloat16
     return (torch.float32, torch.float16) if backend == "triton" and draw.device.type == "cpu" else FLOATS
@@ -76,7 +78,7 @@ def _lengths(draw: Draw) -> tuple[int, int]:
 
 
 def _inside(x: torch.Tensor, gap: int) -> torch.Tensor:
-    """The same, each row before `gap` values of NaN."""
+    """Copy of `x` as a view whose rows are each followed by `gap` NaNs."""
     room = x.new_full((*x.shape[:-1], x.shape[-1] + gap), torch.nan)
     room[..., : x.shape[-1]] = x
     return room[..., : x.shape[-1]]
@@ -120,9 +122,9 @@ def _attention(
     score = torch.einsum("hqd,hnd->hqn", q.float(), wide_k) * dim**-0.5
     if softcap:
         score = softcap * torch.tanh(score / softcap)
-    own, at = keys - queries + torch.arange(queries).unsqueeze(1), torch.arange(keys)
+    own, key_position = keys - queries + torch.arange(queries).unsqueeze(1), torch.arange(keys)
     if causal:
-        score = score.masked_fill((at > own) | (at <= own - (window or queries + keys)), -torch.inf)
+        score = score.masked_fill((key_position > own) | (key_position <= own - (window or queries + keys)), -torch.inf)
     sink = torch.full((heads,), -torch.inf) if sinks is None else sinks
     lse = torch.cat([score, sink.view(-1, 1, 1).expand(heads, queries, 1)], 2).logsumexp(2)
     weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(2))

@@ -37,18 +37,18 @@ def trial(draw: Draw, backend: str) -> str:
         if backend == "cuda" and "aligned" in str(error):
             raise Refused(str(error)) from error
         raise
-    made = pool.cpu().view(pages + 2, format.page_bytes)
+    written = pool.cpu().view(pages + 2, format.page_bytes)
     others = [i for i in range(pages + 2) if i not in order.tolist()]
-    assert bool((made[others] == POISON).all()), f"a page that was not named was written: {what}"
-    page = made[order]
+    assert bool((written[others] == POISON).all()), f"a page that was not named was written: {what}"
+    page = written[order]
     k_scale, v_scale = scales.unpack_scales(page[:, format.scale_offset :])
     empty = source < 0
     sides: tuple[tuple[fragments.Side, int, int, int, torch.Tensor], ...] = (
         ("k", k_bits, format.k_offset, format.k_bytes, k_scale),
         ("v", v_bits, format.v_offset, format.v_bytes, v_scale),
     )
-    for (side, bits, at, count, scale), x in zip(sides, rows[..., :dim], strict=True):
-        codes = fragments.unpack(page[:, at : at + count], bits, dim, size, side).float()
+    for (side, bits, offset, count, scale), x in zip(sides, rows[..., :dim], strict=True):
+        codes = fragments.unpack(page[:, offset : offset + count], bits, dim, size, side).float()
         values = (codes - (2**bits - 1) / 2) * scale.float().unsqueeze(-1)
         truth = x[source.clamp(min=0).long(), head.long().unsqueeze(1)].float()
         truth = rotate(truth) if format.rotate else truth

@@ -42,6 +42,6 @@ def trial(draw: Draw, backend: str) -> str:
     plan = kvstrata.CopyPlan(buffers, fill=fills, rows=bounds, backend=backend)
     for _ in range(2):  # the second run takes the way of sources that were seen
         plan.run(sources)
-    for i, (got, want) in enumerate(zip(buffers, wants, strict=True)):
-        assert torch.equal(got.cpu(), want), f"copy {i} differs: {what}"
+    for i, (target, want) in enumerate(zip(buffers, wants, strict=True)):
+        assert torch.equal(target.cpu(), want), f"copy {i} differs: {what}"
     return what

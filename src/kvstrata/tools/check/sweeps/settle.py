@@ -46,8 +46,8 @@ def trial(draw: Draw, backend: str) -> str:
         tier = cache.tier_map(0, request).cpu()
         assert torch.equal(position, torch.arange(length).expand(heads, length)), f"tokens are missing: {what}"
         assert bool((tier[:, max(length - recent, 0) :] == 0).all()), f"a recent token is quantised: {what}"
-        for side, (got, want) in enumerate(zip(held, truth.transpose(1, 2), strict=True)):
-            off = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1).clamp(min=1e-6)
+        for side, (stored, want) in enumerate(zip(held, truth.transpose(1, 2), strict=True)):
+            off = (stored.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1).clamp(min=1e-6)
             allowed = AGAIN * torch.tensor([WORST[int(b)] for b in bits[:, side]])[tier]
             assert bool((off <= allowed).all()), (
                 f"{'kv'[side]}: a row is off by {float((off - allowed).max()):.3f}: {what}"

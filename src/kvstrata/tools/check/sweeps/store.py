@@ -50,8 +50,8 @@ def trial(draw: Draw, backend: str) -> str:
         if backend in ("cuda_bulk", "cuda_staged"):  # kernels of their own limits; auto would not take them
             raise Refused(str(error)) from error
         raise
-    for side, (_, got, _), expected in zip("kv", given, want, strict=False):
-        assert torch.equal(got.cpu().view(torch.uint8), expected.view(torch.uint8)), f"{side}_cache differs: {what}"
+    for side, (_, stored, _), expected in zip("kv", given, want, strict=False):
+        assert torch.equal(stored.cpu().view(torch.uint8), expected.view(torch.uint8)), f"{side}_cache differs: {what}"
     return what
 
 

@@ -1,4 +1,4 @@
-"""What can be tuned, by op: a module `problems/<op>.py` has `problems(arch, device, backend) -> list[Problem]`.
+"""Tuning problems by op: a module `problems/<op>.py` has `problems(arch, device, backend) -> list[Problem]`.
 
 A problem is one case of the op's benchmark. What it needs to be compiled is known without a device; `build` puts inputs
 on one, with the benchmark's own check.
@@ -55,5 +55,5 @@ def find(op: str, arch: str, device: torch.device, backend: str) -> list[Problem
     """The problems of an op; LookupError lists what there is."""
     if op not in names():
         raise LookupError(f"nothing to tune in {op!r}; there are: {', '.join(names())}")
-    found: list[Problem] = importlib.import_module(f"{__name__}.{op}").problems(arch, device, backend)
-    return found
+    problems: list[Problem] = importlib.import_module(f"{__name__}.{op}").problems(arch, device, backend)
+    return problems

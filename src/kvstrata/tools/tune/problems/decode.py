@@ -51,8 +51,8 @@ def _cuda(shape: Shape, tiers: Tiers, arch: str, device: torch.device) -> Proble
     sets = min(sets_for(bytes_of(shape, tiers, MEAN), device), 2) if device.type == "cuda" else 1
 
     def kernels(choice: Choice) -> list[Needs]:
-        found = space.kernels(formats, torch.bfloat16, stages.Cut(**choice), arch, ordered=shape.q_len > 1)
-        return [Needs(Path(source), entry, threads, dynamic) for source, entry, threads, dynamic in found]
+        needed = space.kernels(formats, torch.bfloat16, stages.Cut(**choice), arch, ordered=shape.q_len > 1)
+        return [Needs(Path(source), entry, threads, dynamic) for source, entry, threads, dynamic in needed]
 
     return Problem(
         op="decode",
@@ -75,8 +75,8 @@ def _features(formats: Any, shape: Shape, tokens: int, columns: int) -> dict[str
 
 
 def _wanted(jobs: list[Job]) -> list[torch.Tensor]:
-    some = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in jobs]
-    return [op.run(job, "reference")[0].float() for job in some]
+    checked = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in jobs]
+    return [op.run(job, "reference")[0].float() for job in checked]
 
 
 def _build_cuda(shape: Shape, tiers: Tiers, sets: int, device: torch.device) -> Ready:
@@ -115,8 +115,8 @@ def _build_reference(device: torch.device) -> Ready:
     def call(choice: Choice) -> Call:
         def run(i: int) -> torch.Tensor:
             parts = range(0, TOY.requests, choice["requests"])
-            some = [slice(at, at + choice["requests"]) for at in parts]
-            jobs = [job._replace(q=job.q[part], requests=job.requests[part]) for part in some]
+            slices = [slice(first, first + choice["requests"]) for first in parts]
+            jobs = [job._replace(q=job.q[part], requests=job.requests[part]) for part in slices]
             return torch.cat([op.run(one, "reference")[0] for one in jobs])
 
         return run

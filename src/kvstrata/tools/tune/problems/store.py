@@ -34,7 +34,7 @@ def problems(arch: str, device: torch.device, backend: str) -> list[Problem]:
 
 
 def task_of(kind: Kind, tokens: int) -> Task:
-    """Of the benchmark's inputs, made without them."""
+    """Task of the benchmark's inputs, without creating them."""
     empty = partial(torch.empty, device="meta")
     pages = max(2 * tokens, 16384) // PAGE
     shape = (pages, PAGE, kind.heads, kind.dim) if kind.layout == "NHD" else (pages, kind.heads, PAGE, kind.dim)
