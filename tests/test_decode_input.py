@@ -19,7 +19,7 @@ from kvstrata.attention.decode import op
 def test_plans_that_do_not_fit() -> None:
     cache, other = filled([20]), filled([20])
     q = torch.randn(1, 1, 6, 64, device=DEVICE)
-    with pytest.raises(ValueError, match="plan: expected one of the cache given"):
+    with pytest.raises(ValueError, match="plan: expected a plan for the given cache"):
         decode_attention(q, cache, plan=DecodePlan(other, 6))
     with pytest.raises(ValueError, match=r"plan: expected one for .*\(6, 1, \(0,\)\), got one for \(8, 1, \(0,\)\)"):
         decode_attention(q, cache, plan=DecodePlan(cache, 8))
