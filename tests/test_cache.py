@@ -10,7 +10,7 @@ import torch
 
 from cache_model import by_head, fingerprint, make, rows, same
 from kvstrata.cache import TieredCache
-from kvstrata.cache.policy import assign as allocate
+from kvstrata.cache.policy import prices
 from kvstrata.quant import reference as quant
 
 # Append and read back
@@ -167,7 +167,7 @@ def test_quantised_rows_are_as_good_as_their_format() -> None:
             signal = (want - centre)[at].square().sum() if got is got_k else want[at].square().sum()
             noise = (got - want)[at].square().sum()
             # A token may have come through every tier above, each of which left its error.
-            floor = -10 * math.log10(sum(10 ** (-allocate.SQNR_DB[b] / 10) for b in range(bits, 5)))
+            floor = -10 * math.log10(sum(10 ** (-prices.SQNR_DB[b] / 10) for b in range(bits, 5)))
             assert 10 * math.log10(signal / noise) > floor - 0.7
 
 

@@ -19,7 +19,7 @@ from cache_model import fingerprint, limit, make, rows, same
 from conftest import HAS_GPU
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops import files, step
-from kvstrata.cache.policy import scopes, settle
+from kvstrata.cache.policy import plan, scopes
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
@@ -136,7 +136,7 @@ def fail_everywhere(
 
 
 def plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: dict[object, settle.Plans] = {}
+    plans: dict[object, plan.Plans] = {}
 
     def planned(scopes, policy, headroom):
         tokens = scopes.tokens
@@ -146,7 +146,7 @@ def plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
             *(tuple(x.tolist()) for x in (tokens.tier, tokens.position, scopes.numbers[0])),
         )
         if key not in plans:
-            plans[key] = settle.plan_all(scopes, policy, headroom)
+            plans[key] = plan.plan_all(scopes, policy, headroom)
         return plans[key]
 
     for module in (scopes, step):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvstrata.cache import BudgetExceeded, TieredCache
-from kvstrata.cache.policy import settle
-from kvstrata.cache.policy.assign import format_error, spread
+from kvstrata.cache.policy.prices import format_error, spread
 from kvstrata.layout import Format
 
 
@@ -94,12 +95,12 @@ def test_other_policies_take_mass_and_forget_it() -> None:
         assert torch.equal(caches[0].tier_map(0), caches[1].tier_map(0))
 
 
-def test_nobody_is_certainly_unimportant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_certainly_unimportant() -> None:
     """Without the floor the few that were asked for get all bits; with a large one, nearly all get the same."""
 
     def tiers(floor: float) -> int:
-        monkeypatch.setattr(settle, "FLOOR", floor)
         cache = make(budget=0.35, max_tokens=1024)
+        cache.policy = replace(cache.policy, floor=floor)
         cache.append(0, *rows(1000), mass=some_mass(1, 1000))
         return int((cache.tier_map(0) == 3).sum())
 

@@ -1,128 +1,34 @@
-"""Which tier a token gets: the allocator, the policies, and importance."""
+"""Which tier a token gets: errors of formats, the policies, and importance."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cache_model import make, rows
-from kvstrata.cache.policy import assign as allocate
+from kvstrata.cache.policy import prices
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
 
-# The allocator
+# Prices and errors
 
 
 def test_errors_follow_the_measured_ratio() -> None:
-    errors = [allocate.format_error(Format.parse(n, 64)) for n in ("K16V16", "K8V8", "K4V4", "K4V2", "K2V4", "K2V2")]
+    errors = [prices.format_error(Format.parse(n, 64)) for n in ("K16V16", "K8V8", "K4V4", "K4V2", "K2V4", "K2V2")]
     assert errors == sorted(errors)
     x = torch.randn(4096, 64)
-    for bits, db in allocate.SQNR_DB.items():
+    for bits, db in prices.SQNR_DB.items():
         error = x - quant.dequantize(quant.quantize(x, bits))
         assert 10 * math.log10(x.square().sum() / error.square().sum()) == pytest.approx(db, abs=1.0)
 
 
-@settings(max_examples=60)
-@given(
-    weights=st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=5, unique=True),
-    slack=st.floats(0, 1),
-)
-def test_by_weight_is_optimal_for_its_bytes(weights: list[float], slack: float) -> None:
-    """One token a page: no assignment of the same bytes or fewer has less error (by enumeration)."""
-    import itertools
-
-    cost, error = [16.0, 4.0, 3.0, 2.0], [0.0, 0.011, 0.036, 0.119]
-    weight = torch.tensor(weights, dtype=torch.float64)
-    allowed = 2 * len(weights) + slack * 14 * len(weights)
-    family, low, high = allocate.by_weight(weight, cost, error)
-    low, high = low * min(weights), high * max(weights)
-
-    def price(target) -> float:
-        return sum(cost[int(t)] for t in target)
-
-    def loss(target) -> float:
-        return sum(w * error[int(t)] for w, t in zip(weights, target, strict=True))
-
-    target = allocate.cheapest(family, lambda t: price(t) <= allowed, low, high)
-    assert target is not None
-    spent = price(target)
-    assert spent <= allowed
-    best = min(loss(t) for t in itertools.product(range(4), repeat=len(weights)) if price(t) <= spent)
-    assert loss(target) <= best * (1 + 1e-9) + 1e-15
-
-
-@settings(max_examples=60)
-@given(seed=st.integers(0, 1 << 30), n=st.integers(1, 40), page_tokens=st.sampled_from([1, 4]))
-def test_every_bucket_has_the_least_price_that_fits(seed: int, n: int, page_tokens: int) -> None:
-    """Against all prices at which something changes: no error is left that the bytes of a bucket could have saved."""
-    page, error, buckets = (160, 40, 30, 20), (0.0, 0.011, 0.036, 0.119), 3
-    prices = allocate.Prices(page, page_tokens)
-    _, slopes = allocate.hull([x / page_tokens for x in page], error)
-    rng = np.random.default_rng(seed)
-    weight = torch.from_numpy(np.exp(3 * rng.standard_normal(n)))
-    bucket, tier = (torch.from_numpy(rng.integers(0, high, n)) for high in (buckets, 4))
-    others = torch.from_numpy(rng.integers(0, 9, (buckets, 4)))
-    ranked = allocate.Ranked(allocate.rank(weight), bucket, tier, prices, error)
-
-    def bytes_of(target: torch.Tensor) -> torch.Tensor:
-        return prices.each(prices.counts(bucket, target, buckets) + others)
-
-    def loss(target: torch.Tensor, mine: torch.Tensor) -> float:
-        return float((weight * torch.tensor(error, dtype=torch.float64)[target])[mine].sum())
-
-    low, high = bytes_of(ranked.lowest()), bytes_of(tier)
-    allowed = low + ((high - low).clamp(min=0) * torch.from_numpy(rng.random(buckets))).long()
-    found = ranked.cheapest_each(others, allowed)
-    assert bool((found >= tier).all())
-    assert bool((bytes_of(found) <= allowed).all())
-    family, _, _ = allocate.by_weight(weight, [x / page_tokens for x in page], error)
-    for b in range(buckets):
-        mine = bucket == b
-        changes = sorted({w * s for w in weight[mine].tolist() for s in slopes}, reverse=True)
-        best = ranked.lowest()
-        for change in changes:
-            tried = torch.maximum(tier, family(change))  # what changes at this price does not go down any more
-            if int(bytes_of(tried)[b]) > int(allowed[b]):
-                break
-            best = tried
-        assert loss(found, mine) <= loss(best, mine) * (1 + 1e-9)
-
-
-def test_buckets_of_nothing_have_a_price_too() -> None:
-    prices = allocate.Prices((64, 16), 16)
-    none = torch.zeros(0, dtype=torch.int64)
-    ranked = allocate.Ranked(none, none, none, prices, (0.0, 0.1))
-    assert len(ranked.cheapest_each(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))) == 0
-    one = torch.tensor([1])
-    ranked = allocate.Ranked(allocate.rank(torch.ones(1)), one, one * 0, prices, (0.0, 0.1))
-    others = torch.tensor([[40, 0], [0, 0], [0, 3]])
-    assert ranked.cheapest_each(others, torch.tensor([0, 16, 0])).tolist() == [1]
-    assert ranked.cheapest_each(others, torch.tensor([0, 64, 0])).tolist() == [0]
-
-
-@given(st.lists(st.floats(0, exclude_min=True, allow_infinity=True), min_size=2, max_size=8))
-def test_ranks_are_in_the_order_of_their_numbers(numbers: list[float]) -> None:
-    x = torch.tensor(sorted(numbers), dtype=torch.float64)
-    rank = allocate.rank(x)
-    assert bool((rank.diff() >= 0).all())
-    assert bool((rank >> allocate.BITS == 0).all())
-    normal = (x > 1e-300) & x.isfinite()
-    least = allocate.unrank(rank)
-    assert bool((least <= x).all())
-    assert bool((least * (1 + 2**-28) > x)[normal].all())
-    assert torch.equal(allocate.rank(least), rank)
-
-
 def test_hull_leaves_out_what_is_never_best() -> None:
-    tiers, slopes = allocate.hull([16, 4, 3.9, 2], [0, 0.01, 0.1, 0.12])
+    tiers, slopes = prices.hull([16, 4, 3.9, 2], [0, 0.01, 0.1, 0.12])
     assert tiers == [0, 1, 3]
     assert slopes == sorted(slopes)
-    assert allocate.hull([16, 4, 4, 4], [0, 0.01, 0.03, 0.1])[0] == [0, 1]
+    assert prices.hull([16, 4, 4, 4], [0, 0.01, 0.03, 0.1])[0] == [0, 1]
 
 
 # Policies

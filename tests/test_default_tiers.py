@@ -10,13 +10,14 @@ import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 from cache_model import make, rows
 from kvstrata.attention.decode import stages
 from kvstrata.cache import TieredCache
-from kvstrata.cache.policy.settle import Scopes, plan_all
+from kvstrata.cache.policy.plan import Scopes, plan_all
 from kvstrata.cache.storage.tokens import Tokens
 
 HEADS, LAYERS, DIM = 8, 32, 128
@@ -43,8 +44,8 @@ def settled(cache: TieredCache, tokens: int) -> tuple[torch.Tensor, torch.Tensor
     position = torch.arange(tokens).repeat(HEADS)
     fresh = torch.full_like(bucket, -1)
     state = Tokens(bucket, fresh, position, position, mass.flatten())
-    numbers = torch.tensor([tokens, tokens, tokens]).unsqueeze(1).repeat(1, HEADS)
-    scope = Scopes(state, numbers, HEADS, (HEADS,), (cache.budget.pages(tokens),), (tokens,))
+    numbers = np.full((3, HEADS), tokens)
+    scope = Scopes(state, numbers, HEADS, (HEADS,), (cache.budget.pages(tokens),))
     plans = plan_all(scope, cache.policy, cache.policy.settle_every)
     assert plans.needed == [None]
     return plans.target.view(HEADS, tokens), mass
@@ -59,7 +60,9 @@ def outcome(cache: TieredCache, tier: torch.Tensor, mass: torch.Tensor) -> Outco
             pieces = -(-count // stages.stage_tokens(format))
             cost += pieces * stages.cost(format) + stages.begin_cost(format)
     narrowest = cache.formats[int(tier.max())].name
-    return Outcome(cache.policy.prices.total(counts), float((error * mass).sum() / mass.sum()), cost, narrowest)
+    return Outcome(
+        int(cache.policy.prices.each(counts.numpy()).sum()), float((error * mass).sum() / mass.sum()), cost, narrowest
+    )
 
 
 def uniform(cache: TieredCache, tokens: int) -> torch.Tensor:

@@ -17,8 +17,8 @@ from transformers import DynamicCache, LlamaConfig
 from eval_model import Letters, model, tokens
 from hf_model import SIZES
 from kvstrata.cache import TieredCache
-from kvstrata.cache.policy import settle
-from kvstrata.cache.policy.assign import SQNR_DB
+from kvstrata.cache.policy import plan
+from kvstrata.cache.policy.prices import SQNR_DB
 from kvstrata.hf import StrataCache
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
@@ -109,11 +109,11 @@ def test_tiers_that_are_named_or_not() -> None:
 
 def test_room_for_more_tokens_fills_whole_pages() -> None:
     """A few tokens less, where they would take a page of their own at the model's precision."""
-    assert settle.whole_pages(64, 68, 64) == 60
-    assert settle.whole_pages(8, 24, 16) == 8
-    assert settle.whole_pages(16, 32, 16) == 16
-    assert settle.whole_pages(3, 31, 64) == 3  # in the page that is there
-    assert settle.whole_pages(1, 32, 16) == 1
+    assert plan.whole_pages(64, 68, 64) == 60
+    assert plan.whole_pages(8, 24, 16) == 8
+    assert plan.whole_pages(16, 32, 16) == 16
+    assert plan.whole_pages(3, 31, 64) == 3  # in the page that is there
+    assert plan.whole_pages(1, 32, 16) == 1
 
 
 def test_bits_of_codes_are_what_was_asked_for() -> None:

@@ -156,6 +156,13 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   return bits;
 }
 
+inline unsigned __reduce_add_sync(unsigned, unsigned x) {
+  const auto all = exchange(x);
+  unsigned sum = 0;
+  for (int i = 0; i < 32; i++) sum += from<unsigned>(all, i);
+  return sum;
+}
+
 template <class Kernel, class Params>
 void run(Kernel kernel, const Params& params, int grid_x, int grid_y, int threads, int shared_bytes) {
   gridDim = {grid_x, grid_y, 1};
@@ -221,6 +228,8 @@ template <class T> inline T __ldcg(const T* p) { return *p; }
 template <class T> inline T atomicAdd(T* p, std::type_identity_t<T> x) { const T old = *p; *p += x; return old; }
 inline void __threadfence() {}
 inline void __threadfence_system() {}
+template <class T> inline T atomicMin(T* p, T x) { const T old = *p; *p = std::min(old, x); return old; }
+template <class T> inline T atomicMax(T* p, T x) { const T old = *p; *p = std::max(old, x); return old; }
 template <class T> inline T atomicOr(T* p, T x) { const T old = *p; *p |= x; return old; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;

@@ -12,7 +12,7 @@ from kvstrata.checks import check_int, whole_numbers
 from kvstrata.layout import Format
 
 from .policy.budget import Budget
-from .policy.settle import Policy
+from .policy.plan import Policy
 from .storage.page import PageFormat
 from .storage.page_table import Buckets
 from .storage.pool import Pool

@@ -1,7 +1,7 @@
 """``TieredCache``: K and V of many requests in tiers of falling precision, under a budget in bytes.
 
     append ──▶ fits? ──yes──▶ 16-bit bucket
-                 └──no──▶ plan (policy/settle.py) ──▶ move (storage/page_table.py): rows and tokens to their tiers
+                 └──no──▶ plan (policy/plan.py) ──▶ move (storage/page_table.py): rows and tokens to their tiers
 
 The class creates the state (state.py) and offers the operations, each of which has its own file:
 
@@ -37,12 +37,12 @@ from .ops.crop import crop_request
 from .ops.fork import assign
 from .ops.step import advance, write
 from .policy import room
-from .policy.assign import Prices, format_error
 from .policy.budget import DEFAULT, Memory, check_budget, default_tiers
 from .policy.importance import MODES
 from .policy.mass import add_mass
+from .policy.plan import POLICIES, Policy, whole_pages
+from .policy.prices import Prices, format_error
 from .policy.scopes import scopes_of, settle_scopes
-from .policy.settle import POLICIES, Policy, whole_pages
 from .policy.sizes import Sizes
 from .state import CacheState
 from .storage.page_table import Buckets
@@ -206,7 +206,7 @@ class TieredCache(CacheState):
             headroom,
             Prices(self.budget.page_price, page_tokens),
             tuple(format_error(f) for f in self.formats),
-            leave_plain,
+            leave_plain=leave_plain,
         )
 
     # Reading

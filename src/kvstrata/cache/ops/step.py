@@ -19,9 +19,9 @@ import torch
 from kvstrata.cache.move.append import write_rows
 from kvstrata.cache.move.append_job import Written
 from kvstrata.cache.policy.importance import initial
+from kvstrata.cache.policy.plan import plan_all
 from kvstrata.cache.policy.room import fits_each, fits_plain
 from kvstrata.cache.policy.scopes import Place, check_plans, make_scopes, move_tokens, pairs, scopes_of
-from kvstrata.cache.policy.settle import plan_all
 from kvstrata.cache.storage.tokens import NEW, Tokens
 
 from .arguments import check_rows

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvstrata.cache.storage.pool import EMPTY
-from kvstrata.cache.storage.tokens import Tokens
+from kvstrata.cache.storage.tokens import DROP, Tokens
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -63,7 +63,10 @@ def fits_cropped(
         return True
     prices = cache.policy.prices
     if not cache.budget.shared:
-        return prices.total(prices.counts(tokens.head_cache, target, cache.kv_heads)) <= cache.budget.pages(length)
+        tiers = len(prices.page)
+        bucket = (tokens.head_cache * tiers + target)[target != DROP].cpu().numpy()
+        counts = np.bincount(bucket, minlength=cache.kv_heads * tiers).reshape(-1, tiers)
+        return int(prices.each(counts).sum()) <= cache.budget.pages(length)
     copies = 0
     for tier, price in enumerate(prices.page):
         handles = cache.buckets._pages_of(layer, [request], tier)[2]

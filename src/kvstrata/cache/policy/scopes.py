@@ -1,6 +1,6 @@
 """Scopes of a cache: which requests share a sum of bytes, what is planned for them, and the plan carried out.
 
-    requests ──▶ scopes ──▶ snapshot of their tokens ──▶ plan (settle.py) ──▶ move (apply.py)
+    requests ──▶ scopes ──▶ snapshot of their tokens ──▶ plan (plan.py) ──▶ move (apply.py)
 
 A plan changes nothing, so that all scopes of an operation are planned before the first token moves.
 """
@@ -19,8 +19,8 @@ from kvstrata.cache.storage.tokens import Tokens
 
 from .budget import BudgetExceeded
 from .centre import fix_centres
+from .plan import Plans, Scopes, plan_all
 from .room import fits_each, fits_plain
-from .settle import Plans, Scopes, plan_all
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -51,11 +51,10 @@ def make_scopes(cache: CacheState, places: Sequence[Place], tokens: Tokens, leng
     allowed = {n: cache.budget.pages(n) for n in {some[0] for some in lengths}}
     return Scopes(
         tokens,
-        cache.pool.to_device(numbers),
+        numbers,
         cache.kv_heads,
         tuple(len(scope) * cache.kv_heads for _, scope in places),
         tuple(allowed[some[0]] for some in lengths),
-        tuple(max(some) for some in lengths),
     )
 
 

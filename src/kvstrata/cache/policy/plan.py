@@ -1,0 +1,195 @@
+"""The planner: which tier every token gets, so that the pages of a scope fit its bytes with the least expected error.
+
+    tokens ──keys──▶ survey: tokens per tier that stay, that may move ──split──▶ bytes per head ──choose──▶ targets
+
+A scope is what shares one sum of bytes: a request in a layer (fraction) or all requests of a layer (absolute). `split`
+gives each of its head caches the bytes of its cheapest assignment, and of what is left a part by its tokens. From
+there on every head cache is on its own: heads differ in the size of q, k and v, so that the mass of one says nothing
+beside that of another.
+
+Within a head cache, tokens minimise sum(weight * error) + price * bytes for the least price (a Lagrange multiplier)
+that fits. A token's `key` is its weight as an integer, the bits of a float32; the price is bisected as such an integer
+too, with the exact bytes of whole pages, so that every device chooses the same tiers. `uniform` has the same search
+over ages. Slots that are paid for and empty are filled with the weightiest tokens of lower tiers. The search counts
+with that: the tier that a price gives falls with the weight, so how many tokens leave which tier is known from counts.
+
+Sink and recent tokens stay at the model's precision as long as they have it; what was quantised may only get cheaper.
+With hysteresis h a quantised token counts 1 + h times its weight, so that a small change of importance does not
+re-encode it.
+
+plan_reference.py is the definition, plan_numba.py the CPU's loops, plan.cu the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvstrata.cache.storage.tokens import Tokens
+
+from .prices import Prices, hull
+
+POLICIES = ("importance", "recency", "uniform")
+FLOOR = 0.2  # of the mean weight of a head's tokens, added to each: a token nobody asked for may be asked for later
+TIE = 1e-3  # of a weight, over the length of the context: of two equal tokens the newer one is worth more
+LARGEST = 64.0  # mass per query that counts; more than a query of 64 heads can give
+MASS_BITS = 37  # of the fraction, where mass is summed as integers
+AGE_BITS = 24  # of the fraction of a key under `uniform`
+GAP = 64  # the bisection ends when its bounds are so close: 8 millionths of a weight
+FIXED = 0x7FFFFFFF  # the key of a token that may not move: above all others
+KEEP, CHOOSE, EVICT, FAIL = range(4)  # what `split` finds for a scope
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a cache's arguments say about settling."""
+
+    name: str
+    mode: str  # of the importance
+    per_head: bool
+    evict: bool
+    recent_tokens: int
+    sink_tokens: int
+    hysteresis: float
+    settle_every: int
+    prices: Prices
+    error: tuple[float, ...]
+    floor: float = FLOOR
+    leave_plain: bool = False  # old tokens leave 16 bit when a scope settles, also where bytes are left for some
+
+    @functools.cached_property
+    def ladder(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Tiers after 0, 1, .. steps down, and the weight below ``price / slope`` of which a token takes each step."""
+        if self.name == "uniform":
+            return tuple(range(len(self.prices.page))), (1.0,) * (len(self.prices.page) - 1)
+        tiers, slopes = hull([page / self.prices.page_tokens for page in self.prices.page], self.error)
+        steep = np.maximum(np.array(slopes, np.float64), 1e-30)
+        relative = np.maximum.accumulate(steep / steep[:1]).astype(np.float32)
+        return tuple(tiers), tuple(relative.tolist())
+
+    @property
+    def steepest(self) -> float:
+        return self.ladder[1][-1] if self.ladder[1] else 1.0
+
+    @property
+    def fills(self) -> bool:
+        """Whether slots that are paid for are filled."""
+        return self.name == "importance" and self.per_head
+
+
+@dataclass(frozen=True)
+class Scopes:
+    """Tokens that share bytes of pages; the head caches of a scope are neighbours.
+
+    ``numbers``: int64 ``[3, head_caches]`` on the host: lengths, queries and lengths when mass was reported.
+    ``head_caches`` (how many) and ``allowed`` bytes are per scope.
+    """
+
+    tokens: Tokens
+    numbers: np.ndarray
+    kv_heads: int
+    head_caches: tuple[int, ...]
+    allowed: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.head_caches)
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Targets of all tokens. Per scope: ``needed`` bytes where even the cheapest assignment takes more than is allowed,
+    else None; and ``spare``, so many more plain tokens per head cache have room."""
+
+    target: torch.Tensor
+    needed: list[int | None]
+    spare: list[int]
+
+
+@dataclass(frozen=True)
+class Split:
+    """What each scope does (KEEP, ..) and the bytes of each head cache."""
+
+    kind: np.ndarray  # [scopes]
+    spare: np.ndarray  # [scopes]
+    needed: np.ndarray  # [scopes], of the cheapest assignment
+    share: np.ndarray  # [head_caches]
+
+
+def whole_pages(settle_every: int, kept: int, page_tokens: int) -> int:
+    """Room for about ``settle_every`` tokens beside those that stay plain, so that together they fill their pages.
+
+    At least half and at most twice as much; ``settle_every`` itself where no number of pages gives that.
+    """
+    room = (kept + settle_every) // page_tokens * page_tokens - kept
+    if 2 * room < settle_every:
+        room += page_tokens
+    return room if room <= 2 * settle_every else settle_every
+
+
+def split(
+    fixed: np.ndarray, moving: np.ndarray, head_caches: np.ndarray, allowed: np.ndarray, policy: Policy, headroom: int
+) -> Split:
+    """Bytes of scopes shared out to their head caches.
+
+    Args:
+        fixed, moving: int ``[head_caches, tiers]``, tokens that stay and tokens that may move, by their tier now.
+        head_caches, allowed: ``[scopes]``, how many and how many bytes.
+        policy, headroom: room for so many more plain tokens in each head cache; halved where it does not fit.
+    """
+    prices, lowest = policy.prices, policy.ladder[0][-1]
+    scope = np.repeat(np.arange(len(head_caches)), head_caches)
+    spare = np.full(len(head_caches), headroom, np.int64)
+    kind = np.full(len(head_caches), FAIL)
+    share = np.zeros(len(scope), np.int64)
+    least = fixed.copy()
+    for tier in range(fixed.shape[1]):
+        least[:, max(tier, lowest)] += moving[:, tier]
+    many = moving.sum(1).astype(np.int64)
+
+    def of_scope(x: np.ndarray) -> np.ndarray:
+        return np.bincount(scope, x, len(head_caches)).astype(np.int64)
+
+    def give(chosen: np.ndarray, price: np.ndarray, total: np.ndarray) -> None:
+        """What is left over ``price`` of each head cache goes by tokens that may move."""
+        room = ((allowed - total)[scope] * many) // np.maximum(of_scope(many), 1)[scope]
+        share[chosen[scope]] = (price + room)[chosen[scope]]
+
+    needed = of_scope(prices.each(least))
+    pending = of_scope(fixed.sum(1) + many) > 0
+    kind[~pending] = KEEP
+    for choice, counts in ((CHOOSE, least), (EVICT, fixed)):
+        if choice == EVICT and not policy.evict:
+            break
+        spare[pending] = headroom
+        trying = pending.copy()
+        while trying.any():
+            price = prices.each(counts, spare[scope])
+            total = of_scope(price)
+            keeps = trying & (of_scope(prices.each(fixed + moving, spare[scope])) <= allowed)
+            kind[keeps] = KEEP
+            solved = trying & ~keeps & (total <= allowed)
+            kind[solved] = choice
+            give(solved, price, total)
+            pending &= ~(keeps | solved)
+            trying = pending & (spare > 0) & trying
+            spare[trying] //= 2
+    return Split(kind, spare, needed, share)
+
+
+def plan_all(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
+    """Targets for all tokens of scopes; what a scope gets does not depend on the others. Nothing is changed here."""
+    tokens = scopes.tokens
+    if tokens.head_cache.device.type == "cpu" and len(tokens):
+        try:
+            from .plan_numba import chosen
+        except ImportError:
+            from .plan_reference import chosen
+    else:
+        from .plan_reference import chosen
+    target, found = chosen(scopes, policy, headroom)
+    failed = found.kind == FAIL
+    needed = [int(n) if fails else None for n, fails in zip(found.needed, failed, strict=True)]
+    return Plans(target, needed, np.where(failed, 0, found.spare).tolist())
