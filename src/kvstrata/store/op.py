@@ -126,9 +126,8 @@ def _store(*arguments: Any) -> None:
     """Operator ``kvstrata::store_kv``: find or make the plan of a call, and run it."""
     tensors, (layout, backend, overlap) = Tensors(*arguments[:7]), arguments[7:]
     addresses = _addresses(tensors)
-    address_bits = (
-        addresses[0] | addresses[1] | addresses[3] | addresses[4]
-    ) & 15  # of rows and caches: they limit the width of an access
+    # Low bits of the addresses of rows and caches: they limit the width of an access.
+    address_bits = (addresses[0] | addresses[1] | addresses[3] | addresses[4]) & 15
     _plans.find(tensors, layout, backend, overlap, address_bits).run(tensors)
 
 
