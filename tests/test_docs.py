@@ -46,7 +46,9 @@ def test_python_block_runs(block: str) -> None:
 PUBLIC = [name for name in kvstrata.__all__ if callable(getattr(kvstrata, name))]
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, "hf.StrataCache", "replay.fused_copy_replay_data"])
+@pytest.mark.parametrize(
+    "name", [*PUBLIC, "hf.StrataCache", "replay.fused_copy_replay_data", "replay.Bound", "replay.HostStage"]
+)
 def test_doctest(name: str) -> None:
     if name.startswith("hf."):
         pytest.importorskip("transformers")
