@@ -91,8 +91,8 @@ def _text(path: Path) -> str:
             if match[1] in seen:
                 return ""
             seen.add(match[1])
-            found = next(folder / match[1] for folder in header_folders(path) if (folder / match[1]).exists())
-            return whole(found.read_text().replace("#pragma once", ""))
+            path_of_header = next(folder / match[1] for folder in header_folders(path) if (folder / match[1]).exists())
+            return whole(path_of_header.read_text().replace("#pragma once", ""))
 
         return re.sub(r'#include "(.*)"\n', header, text)
 

@@ -18,11 +18,11 @@ SHARED = {"jit", "backends", "call_cache", "checks"}
 
 def modules() -> dict[str, Path]:
     """Every module of the package by its name without ``kvstrata.``."""
-    found = {}
+    paths = {}
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 MODULES = modules()

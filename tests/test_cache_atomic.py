@@ -19,7 +19,7 @@ from cache_model import fingerprint, limit, make, rows, same
 from conftest import HAS_GPU
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops import files, step
-from kvstrata.cache.policy import plan, scopes
+from kvstrata.cache.policy import plan, plan_op, scopes
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
@@ -146,7 +146,7 @@ def plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
             *(tuple(x.tolist()) for x in (tokens.tier, tokens.position, scopes.numbers[0])),
         )
         if key not in plans:
-            plans[key] = plan.plan_all(scopes, policy, headroom)
+            plans[key] = plan_op.plan_all(scopes, policy, headroom)
         return plans[key]
 
     for module in (scopes, step):

@@ -29,21 +29,21 @@ from kvstrata.jit import tuned
 @each_backend
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("bits", ["K8V8", "K4V4", "K3V3", "K2V2", "K8V2", "K4V3", "K3V2", "K2V4"])
-def test_widths_and_head_dims(backend: str, dim: int, bits: str) -> None:
-    some = {32: ("K2V2", "K3V3"), 64: ("K8V2", "K4V3", "K2V4"), 80: ("K3V2",), 128: ("K8V8",)}
-    few(backend, bits in some.get(dim, ()))
+def test_every_width_and_head_dim_equals_the_model(backend: str, dim: int, bits: str) -> None:
+    interpreted = {32: ("K2V2", "K3V3"), 64: ("K8V2", "K4V3", "K2V4"), 80: ("K3V2",), 128: ("K8V8",)}
+    few(backend, bits in interpreted.get(dim, ()))
     check(case_of([70, 21], dim=dim, tiers=(bits,), page_tokens=32, dtype=HALF), backend)
 
 
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_dtypes(backend: str, dtype: torch.dtype) -> None:
+def test_every_dtype_equals_the_model(backend: str, dtype: torch.dtype) -> None:
     check(case_of([90, 33], dim=128, dtype=dtype), backend)
 
 
 @each_backend
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
-def test_query_heads_per_kv_head(backend: str, group: int) -> None:
+def test_every_group_of_query_heads_equals_the_model(backend: str, group: int) -> None:
     few(backend, group in (1, 7, 16))
     check(case_of([60, 40], group=group, dtype=HALF), backend)
     check(case_of([45], group=group, kv_heads=1, dtype=HALF), backend)
@@ -71,7 +71,7 @@ def test_a_context_of_128k(backend: str) -> None:
 
 
 @each_backend
-def test_empty_requests(backend: str) -> None:
+def test_empty_requests_give_zeros(backend: str) -> None:
     case = case_of([0, 20, 0], dtype=HALF)
     check(case, backend)
     out, lse, mass = case.run(backend)
@@ -87,7 +87,7 @@ def test_empty_requests(backend: str) -> None:
 @each_backend
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("window", [1, 7, 33, 1000])
-def test_window(backend: str, window: int, q_len: int) -> None:
+def test_sliding_window_hides_older_tokens(backend: str, window: int, q_len: int) -> None:
     few(backend, window != 33)
     check(case_of([60, 5, 20], q_len=q_len, options=dict(sliding_window=window), dtype=HALF), backend)
 
@@ -114,7 +114,7 @@ def test_sinks_take_weight(backend: str) -> None:
 
 
 @each_backend
-def test_huge_scores(backend: str) -> None:
+def test_huge_scores_do_not_overflow(backend: str) -> None:
     """Scores of thousands: one token takes all the weight, and nothing overflows."""
     case = case_of([50, 20], loud=200.0, large=20.0, q_len=2)
     lse = case.run("reference")[1]
@@ -164,7 +164,7 @@ def test_layers_are_their_own(backend: str) -> None:
 
 
 @each_backend
-def test_strided_queries(backend: str) -> None:
+def test_strided_queries_equal_contiguous_ones(backend: str) -> None:
     case = case_of([40, 30], q_len=3, dtype=HALF)
     q = case.q
     wide = torch.zeros(*q.shape[:3], 80, dtype=q.dtype, device=DEVICE)
@@ -176,7 +176,7 @@ def test_strided_queries(backend: str) -> None:
 
 
 @each_backend
-def test_long_context(backend: str) -> None:
+def test_long_context_in_several_splits_equals_the_model(backend: str) -> None:
     """Many pages, several splits; the interpreter gets a shorter one."""
     interpreted = backend == "triton" and INTERPRETED
     lengths = [200, 20] if interpreted else [3000, 40]
@@ -210,7 +210,7 @@ def test_settled_under_a_budget(backend: str) -> None:
 
 
 @each_backend
-def test_any_case(backend: str) -> None:
+def test_any_case_equals_the_model(backend: str) -> None:
     interpreted = backend == "triton" and INTERPRETED
     widths = st.sampled_from([2, 3, 4, 8])
 

@@ -30,12 +30,12 @@ def test_plain_numbers_in_compiled_loops(dtype: torch.dtype) -> None:
     x = given.view(dtype) if dtype != torch.float32 else given.float() * 1e-3
     want, bytes_ = x.float().numpy(), x.view(torch.uint8).numpy()
     bits = np.zeros(len(want), np.uint32)
-    found = bits.view(np.float32)
-    unpack_numba.floats(bytes_.view(np.uint32), bytes_.view(np.uint16), 0, len(want), KINDS[dtype], bits, found)
+    floats = bits.view(np.float32)
+    unpack_numba.floats(bytes_.view(np.uint32), bytes_.view(np.uint16), 0, len(want), KINDS[dtype], bits, floats)
     finite = np.isfinite(want)
-    assert np.array_equal(found[finite], want[finite])
-    assert not np.isfinite(found[~finite]).any()
-    assert np.array_equal(np.signbit(found)[finite], np.signbit(want)[finite])
+    assert np.array_equal(floats[finite], want[finite])
+    assert not np.isfinite(floats[~finite]).any()
+    assert np.array_equal(np.signbit(floats)[finite], np.signbit(want)[finite])
 
 
 @pytest.mark.skipif(not HAS_NUMBA or HAS_GPU, reason="numba, a CPU backend, is not there")

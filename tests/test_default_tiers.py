@@ -17,7 +17,8 @@ import torch
 from cache_model import make, rows
 from kvstrata.attention.decode import stages
 from kvstrata.cache import TieredCache
-from kvstrata.cache.policy.plan import Scopes, plan_all
+from kvstrata.cache.policy.plan import Scopes
+from kvstrata.cache.policy.plan_op import plan_all
 from kvstrata.cache.storage.tokens import Tokens
 
 HEADS, LAYERS, DIM = 8, 32, 128

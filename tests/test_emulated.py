@@ -132,11 +132,11 @@ def test_work_list(counts: list[int]) -> None:
     written: dict[int, list[int]] = {}
     loads = []
     for number, first, end, place in live:
-        mine = groups[first:end]
+        own_groups = groups[first:end]
         assert step.parts[0, place, :4].tolist() == step.stages[0, first].tolist()
-        for group in sorted(set(mine)):
+        for group in sorted(set(own_groups)):
             written.setdefault(group, []).append(number + group)
-        loads.append(sum(price(formats[g // 48]) for g in mine) + len(set(mine)) * begin)
+        loads.append(sum(price(formats[g // 48]) for g in own_groups) + len(set(own_groups)) * begin)
     for group, (first, count) in enumerate(step.slots[0].tolist()):
         assert written.get(group, []) == list(range(first, first + count))
     share, largest = sum(loads) / len(loads), max(map(price, formats))

@@ -38,7 +38,7 @@ def test_sampling_is_dynamic_cache() -> None:
     assert torch.equal(*runs)
 
 
-def test_compiled_model() -> None:
+def test_compiled_model_generates_the_same_tokens() -> None:
     """Dynamo leaves its graph for the cache and comes back; the backend does not matter to that."""
     model, ids = make("llama"), prompt(2, 30)
     mask = torch.ones_like(ids)
@@ -49,7 +49,7 @@ def test_compiled_model() -> None:
     torch._dynamo.reset()
 
 
-def test_several_turns_on_one_cache() -> None:
+def test_several_turns_on_one_cache_equal_dynamic_cache() -> None:
     model = make("qwen3")
     caches = DynamicCache(config=model.config), StrataCache(model.config, budget=1.0)
     texts = [prompt(1, 30), prompt(1, 30)]
@@ -60,14 +60,14 @@ def test_several_turns_on_one_cache() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "qwen2-mixed"])
-def test_chunked_prefill(name: str) -> None:
+def test_chunked_prefill_equals_dynamic_cache(name: str) -> None:
     model, ids = make(name), prompt(2, 50)
     cache = StrataCache(model.config, budget=1.0)
     assert torch.equal(greedy(model, ids, cache, prefill_chunk_size=20), greedy(model, ids))
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_padding_without_compression(padding: str) -> None:
+def test_padding_without_compression_equals_dynamic_cache(padding: str) -> None:
     """A forward over padded rows, then a decode step; logits as DynamicCache gives them, pads not stored."""
     model, ids = make("llama"), prompt(3, 30)
     lengths = [30, 7, 19]
@@ -90,7 +90,7 @@ def test_padding_without_compression(padding: str) -> None:
     assert [cache.tiered.length(row) for row in range(3)] == [n + 2 for n in lengths]
 
 
-def test_beams_without_compression() -> None:
+def test_beams_without_compression_equal_dynamic_cache() -> None:
     model, ids = make("qwen2-mixed"), prompt(2, 30)
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
@@ -149,14 +149,14 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
     done = subprocess.run([*torchrun, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        made = torch.load(tmp_path / f"rank{rank}.pt")
-        assert made["kv_heads"] == [1, 1], "a rank holds more than its own heads"
-        for expected, given in zip(alone, made["tokens"], strict=True):
+        written = torch.load(tmp_path / f"rank{rank}.pt")
+        assert written["kv_heads"] == [1, 1], "a rank holds more than its own heads"
+        for expected, given in zip(alone, written["tokens"], strict=True):
             assert torch.equal(given, expected)
 
 
 @pytest.mark.slow
-def test_small_real_model() -> None:
+def test_small_real_model_equals_dynamic_cache() -> None:
     """SmolLM2, where it is installed: nothing compressed gives DynamicCache's text."""
     from kvstrata.tools.eval.model import default_folder, load
 

@@ -28,7 +28,7 @@ def test_plain_layers_are_reported() -> None:
     assert memory.total == cache.tiered.memory().total + memory.kinds["plain_layers"] <= memory.allowed
 
 
-def test_head_dim_that_does_not_fit() -> None:
+def test_head_dim_that_does_not_fit_stays_uncompressed() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, head_dim=24)).eval()
     cache, ids = StrataCache(model.config, budget=0.25), prompt(1, 30)
@@ -79,7 +79,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
         model(ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool), past_key_values=StrataCache(config))
 
 
-def test_arguments_from_a_file(tmp_path: Path) -> None:
+def test_options_override_arguments_of_a_file(tmp_path: Path) -> None:
     model = make("llama")
     path = tmp_path / "advice.json"
     path.write_text(json.dumps(dict(budget=0.4, tiers=["K4V2", "K2V2"], recent_tokens=32)))

@@ -36,16 +36,16 @@ def test_decode_equals_dequantising(name: str, reference) -> None:
         cache = StrataCache(model.config, **EXACT)
         with torch.no_grad():
             logits, held = [model(ids, past_key_values=cache).logits[:, -1:]], []
-            for some in following.split([1, 1, 3, 1, 8, 1, 16, 20, *[1] * 9], 1):
+            for tokens in following.split([1, 1, 3, 1, 8, 1, 16, 20, *[1] * 9], 1):
                 held.append(contents(cache.tiered))
-                logits.append(model(some, past_key_values=cache).logits)
+                logits.append(model(tokens, past_key_values=cache).logits)
         counts = cache.tiered.memory().tokens
         assert sum(counts.values()) > counts["K32V32"] > 0, "nothing was compressed"
         cache.tiered.check()
         return logits, held
 
-    (given, mine), (expected, theirs) = run(), reference(run)
-    apart = [((x - y).abs().amax(1) > 1e-3).float().mean() for x, y in zip(mine, theirs, strict=True)]
+    (given, held), (expected, expected_held) = run(), reference(run)
+    apart = [((x - y).abs().amax(1) > 1e-3).float().mean() for x, y in zip(held, expected_held, strict=True)]
     same = 1 + sum(bool(x == 0) for x in apart)
     torch.testing.assert_close(torch.cat(given[:same], 1), torch.cat(expected[:same], 1), atol=2e-4, rtol=1e-3)
     assert sum(x.shape[1] for x in given[:same]) >= 50, "of 61"
@@ -70,7 +70,7 @@ def test_beams_equal_dequantising(reference) -> None:
 
 @pytest.mark.parametrize("how", ["assistant", "lookup"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-mixed"])
-def test_assisted_decoding(name: str, how: str, reference) -> None:
+def test_assisted_decoding_gives_the_tokens_of_greedy(name: str, how: str, reference) -> None:
     model = make(name)
     ids = prompt(1, 20).repeat(1, 3)
     options = dict(prompt_lookup_num_tokens=4) if how == "lookup" else dict(assistant_model=make(name, seed=3))
@@ -84,7 +84,7 @@ def test_assisted_decoding(name: str, how: str, reference) -> None:
     assert torch.equal(tokens(), reference(tokens))
 
 
-def test_crop_then_go_on(reference) -> None:
+def test_cropped_tokens_leave_no_trace(reference) -> None:
     """Rejected tokens leave no trace in what is read afterwards, padded rows included."""
     model, ids = make("llama"), prompt(2, 70)
     mask = torch.ones(2, 70, dtype=torch.long)
@@ -126,15 +126,15 @@ def test_padded_batch_equals_single_runs() -> None:
     cache.tiered.check()
 
 
-def test_evicting_prompt_in_chunks(reference) -> None:
+def test_evicting_prompt_in_chunks_equals_dequantising(reference) -> None:
     model, ids = make("llama"), prompt(2, 90)
 
     def logits() -> torch.Tensor:
         cache = StrataCache(model.config, **EXACT | dict(budget=0.08), evict=True)
         with torch.no_grad():
-            made = [model(some, past_key_values=cache).logits for some in ids.split([30, 40, 18, 1, 1], 1)]
+            logits = [model(tokens, past_key_values=cache).logits for tokens in ids.split([30, 40, 18, 1, 1], 1)]
         assert cache.tiered.gather(0)[0].shape[1] < 90
-        return torch.cat(made, 1)
+        return torch.cat(logits, 1)
 
     torch.testing.assert_close(logits(), reference(logits), atol=2e-4, rtol=1e-3)
 
@@ -154,11 +154,11 @@ def test_cuda_agrees_with_cpu(dtype: torch.dtype) -> None:
         options = dict(policy="recency", recent_tokens=32, page_tokens=16, tiers=["K4V4", "K3V3", "K2V2"])
         cache = StrataCache(model.config, budget=0.3, dtype=dtype, **options)
         with torch.no_grad():
-            made = [model(ids.to(device), past_key_values=cache).logits[:, -1:]]
-            for some in following.to(device).split([1, 1, 4, 1, 8, 1, *[1] * 8], 1):
-                made.append(model(some, past_key_values=cache).logits)
+            logits = [model(ids.to(device), past_key_values=cache).logits[:, -1:]]
+            for tokens in following.to(device).split([1, 1, 4, 1, 8, 1, *[1] * 8], 1):
+                logits.append(model(tokens, past_key_values=cache).logits)
         assert cache.tiered.memory().tokens["K2V2"] > 0
-        return torch.cat(made, 1).cpu()
+        return torch.cat(logits, 1).cpu()
 
     expected, given = logits("cpu"), logits("cuda")
     # Queries and outputs are rounded to the cache's dtype on both sides; codes may differ where K was at an edge.

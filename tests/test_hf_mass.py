@@ -56,14 +56,16 @@ def test_prompt_mass_is_that_of_softmax(compiled: bool, monkeypatch: pytest.Monk
     given = prompt_mass(q, k, query_position, column_position, asking, Logits(0.3, 1.5, sinks), 9)
     torch.testing.assert_close(given, expected)
     # Of a part of the queries, each stands for its neighbours.
-    some = prompt_mass(q, k, query_position, torch.zeros(2, 1, 13, dtype=torch.long), asking, Logits(0.3), 4)
-    torch.testing.assert_close(some.sum(2), torch.tensor([[27.0, 27.0], [21.0, 21.0]]))
+    sampled = prompt_mass(q, k, query_position, torch.zeros(2, 1, 13, dtype=torch.long), asking, Logits(0.3), 4)
+    torch.testing.assert_close(sampled.sum(2), torch.tensor([[27.0, 27.0], [21.0, 21.0]]))
 
 
 @pytest.mark.parametrize("limit", [50, 20])
 @pytest.mark.parametrize("padding", [0, 7])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_prompt_mass_in_chunks(limit: int, padding: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_mass_in_chunks_is_that_of_softmax(
+    limit: int, padding: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several chunks of queries behind older tokens: each looks only at columns up to its own, all or every third."""
     use_loops(compiled, monkeypatch)
     torch.manual_seed(0)

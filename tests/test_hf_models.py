@@ -97,17 +97,17 @@ PLAIN = dict(before="", after="", key="key", options="", lookup="ALL_ATTENTION_F
     ],
 )
 def test_reasons_come_from_the_source(change: dict[str, str], reason: str | None) -> None:
-    found = support._refusal(FORWARD.format(**PLAIN | change), "sdpa")
-    assert found == (f"Attention.forward {reason}" if reason else None)
+    refusal = support._refusal(FORWARD.format(**PLAIN | change), "sdpa")
+    assert refusal == (f"Attention.forward {reason}" if reason else None)
 
 
 def test_a_lookup_that_eager_does_not_reach() -> None:
     """As in models with code of their own: only the name "sdpa" is looked up, by index."""
     source = FORWARD.format(**PLAIN | dict(lookup="eager if name == 'eager' else ALL_ATTENTION_FUNCTIONS[name]"))
     assert support._refusal(source, "sdpa") is None
-    found = support._refusal(source, "eager")
-    assert found is not None
-    assert 'set_attn_implementation("sdpa")' in found
+    refusal = support._refusal(source, "eager")
+    assert refusal is not None
+    assert 'set_attn_implementation("sdpa")' in refusal
 
 
 # Everyone else

@@ -41,9 +41,9 @@ def llama(**options: Any) -> Any:
 )
 def test_frequencies_are_the_model_s(given: dict[str, Any]) -> None:
     net = llama(rope_parameters=given)
-    found = frequencies(net.config, 64)
-    assert found is not None
-    torch.testing.assert_close(torch.tensor(found), net.model.rotary_emb.inv_freq)
+    radians = frequencies(net.config, 64)
+    assert radians is not None
+    torch.testing.assert_close(torch.tensor(radians), net.model.rotary_emb.inv_freq)
 
 
 def test_frequencies_where_a_part_of_a_head_is_turned() -> None:
@@ -51,10 +51,10 @@ def test_frequencies_where_a_part_of_a_head_is_turned() -> None:
     config = transformers.GPTNeoXConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"})
     config.rope_parameters = rope
     net = transformers.GPTNeoXForCausalLM(config)
-    found = frequencies(net.config, 64)
-    assert found is not None
-    torch.testing.assert_close(torch.tensor(found), net.gpt_neox.rotary_emb.inv_freq)
-    assert len(found) == 8
+    radians = frequencies(net.config, 64)
+    assert radians is not None
+    torch.testing.assert_close(torch.tensor(radians), net.gpt_neox.rotary_emb.inv_freq)
+    assert len(radians) == 8
 
 
 def test_frequencies_are_those_of_full_attention() -> None:
@@ -65,10 +65,10 @@ def test_frequencies_are_those_of_full_attention() -> None:
             "sliding_attention": dict(rope_type="default", rope_theta=1e4),
         },
     )
-    found = frequencies(config, 64)
-    assert found is not None
-    assert found[0] == pytest.approx(1 / 8)
-    assert found[-1] == pytest.approx(1e6 ** -(62 / 64) / 8)
+    radians = frequencies(config, 64)
+    assert radians is not None
+    assert radians[0] == pytest.approx(1 / 8)
+    assert radians[-1] == pytest.approx(1e6 ** -(62 / 64) / 8)
 
 
 def test_models_without_known_turns() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import emulator
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache.move import launches
-from kvstrata.cache.policy import plan, plan_cuda, plan_numba, plan_reference
+from kvstrata.cache.policy import plan, plan_cuda, plan_numba, plan_op, plan_reference
 from kvstrata.cache.policy.scopes import make_scopes, pairs
 
 HAS_GPU = torch.cuda.is_available()
@@ -176,12 +176,12 @@ def test_a_scope_gets_the_same_tiers_alone(policy: str, headroom: int, less: flo
     scopes = scopes_of(cache, less)
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(scopes.tokens)))
     scopes = replace(scopes, tokens=scopes.tokens[order])
-    many = plan.plan_all(scopes, cache.policy, headroom)
+    many = plan_op.plan_all(scopes, cache.policy, headroom)
     paid = price(scopes, many.target, cache.policy, many.spare)
     moved = False
     for i in range(len(scopes)):
         scope, at = alone(scopes, i)
-        one = plan.plan_all(scope, cache.policy, headroom)
+        one = plan_op.plan_all(scope, cache.policy, headroom)
         assert (one.needed, one.spare) == ([many.needed[i]], [many.spare[i]])
         assert torch.equal(one.target, many.target[at])
         assert bool((one.target >= scope.tokens.tier).all())
@@ -202,7 +202,7 @@ def test_a_head_has_its_part_of_the_bytes(less: float) -> None:
     now = price(whole, whole.tokens.tier, cache.policy, [0, 0])
     for number in range(2):
         scope, _ = alone(replace(whole, allowed=tuple(int(less * x) for x in now)), number)
-        made = plan.plan_all(scope, cache.policy, 8)
+        made = plan_op.plan_all(scope, cache.policy, 8)
         counts = np.bincount((scope.tokens.head_cache * 4 + made.target).numpy(), minlength=8).reshape(2, 4)
         heads = prices.each(counts, made.spare[0])
         assert scope.allowed[0] - 2 * prices.page[0] <= heads.sum() <= scope.allowed[0]
@@ -261,6 +261,6 @@ def test_an_empty_scope_beside_a_full_one_keeps_its_room() -> None:
     scopes = scopes_of(cache)
     now = int(price(scopes, scopes.tokens.tier, cache.policy, [0, 0])[1])
     both = replace(scopes, tokens=scopes.tokens[scopes.tokens.head_cache >= 2], allowed=(0, now // 2))
-    made = plan.plan_all(both, cache.policy, 8)
+    made = plan_op.plan_all(both, cache.policy, 8)
     assert (made.needed[0], made.spare[0]) == (None, 8)
     assert bool((made.target > both.tokens.tier).any())

@@ -27,7 +27,7 @@ def test_any_copies_equal_the_loop(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_more_copies_than_a_launch_holds(backend: str) -> None:
+def test_more_copies_than_a_launch_holds_all_arrive(backend: str) -> None:
     src = [int32(3 + i, seed=i) for i in range(2 * copy_cuda.MOST + 5)]
     dst = [torch.full((80,), 7, dtype=torch.int32, device=DEVICE) for _ in src]
     CopyPlan(dst, src, backend=backend).run()
@@ -68,7 +68,7 @@ def test_one_source_to_many_and_columns_of_one_buffer(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_live_pages_of_a_page_table(backend: str) -> None:
+def test_only_live_pages_of_a_page_table_are_copied(backend: str) -> None:
     lengths = torch.tensor([33, 0, 16, 1, 160], dtype=torch.int32, device=DEVICE)
     src, dst = int32(5, 9), torch.full((8, 16), -7, dtype=torch.int32, device=DEVICE)
     CopyPlan([dst], [src], lengths=Bound(lengths, per=16), backend=backend).run()
@@ -95,7 +95,7 @@ def test_live_rows_come_from_the_device(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_to_copy(backend: str) -> None:
+def test_nothing_to_copy_writes_nothing(backend: str) -> None:
     CopyPlan([], [], backend="reference").run()
     dst = torch.ones(0, 4, device=DEVICE)
     CopyPlan([dst], [dst.clone()], fill=1.0, backend=backend).run()

@@ -59,7 +59,7 @@ def test_bad_input_is_named(name: str) -> None:
         call(buffers())
 
 
-def test_a_backend_that_is_not_there() -> None:
+def test_a_missing_backend_raises() -> None:
     with pytest.raises(RuntimeError, match="cuda needs CUDA tensors, got some on cpu"):
         CopyPlan([torch.zeros(3)], backend="cuda")
 
@@ -81,7 +81,7 @@ def test_new_sources_are_checked_in_a_plan_that_ran() -> None:
 
 @settings(max_examples=300)
 @given(any_copies(torch.device("cpu"), most=1))
-def test_memory_is_exact(call: Copies) -> None:
+def test_runs_and_overlap_equal_sets_of_addresses(call: Copies) -> None:
     """Runs, overlap and folding against sets of byte addresses."""
     for dst in call.dst:
         other = dst.as_strided(dst.shape, dst.stride(), max(dst.storage_offset() - 2, 0))
@@ -93,13 +93,13 @@ def test_memory_is_exact(call: Copies) -> None:
             starts = (at.flatten() * t.itemsize + t.data_ptr()).tolist()
             return [start + b for start in starts for b in range(t.itemsize)]
 
-        mine, theirs = touched(dst), touched(other)
-        assert memory.folds(dst) == (len(set(mine)) < len(mine))
-        assert memory.overlap(dst, other) == bool(set(mine) & set(theirs))
-        assert sorted(b for start, end in memory.runs(dst).tolist() for b in range(start, end)) == sorted(mine)
+        bytes_of_dst, bytes_of_other = touched(dst), touched(other)
+        assert memory.folds(dst) == (len(set(bytes_of_dst)) < len(bytes_of_dst))
+        assert memory.overlap(dst, other) == bool(set(bytes_of_dst) & set(bytes_of_other))
+        assert sorted(b for start, end in memory.runs(dst).tolist() for b in range(start, end)) == sorted(bytes_of_dst)
 
 
-def test_overlap_of_columns() -> None:
+def test_columns_overlap_only_where_they_share_bytes() -> None:
     pool = torch.zeros(64, 64)
     assert memory.overlap(pool[:, :33], pool[:, 32:])
     assert not memory.overlap(pool[:, :32], pool[:, 32:])

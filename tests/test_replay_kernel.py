@@ -86,12 +86,12 @@ def test_any_copies_equal_the_loop() -> None:
 
 
 def test_the_cases_of_copy_plan() -> None:
-    test_replay.test_more_copies_than_a_launch_holds("cuda")
+    test_replay.test_more_copies_than_a_launch_holds_all_arrive("cuda")
     test_replay.test_shapes_shrink_and_grow_and_pointers_change("cuda")
     test_replay.test_one_source_to_many_and_columns_of_one_buffer("cuda")
-    test_replay.test_live_pages_of_a_page_table("cuda")
+    test_replay.test_only_live_pages_of_a_page_table_are_copied("cuda")
     test_replay.test_live_rows_come_from_the_device("cuda")
-    test_replay.test_nothing_to_copy("cuda")
+    test_replay.test_nothing_to_copy_writes_nothing("cuda")
     for source in copies.KINDS:
         for target in copies.KINDS:
             test_replay.test_casts_as_torch_does(source, target, "cuda")

@@ -37,7 +37,7 @@ KERNELS = [(8, False, False, CUT), (28, False, False, CUT), (28, True, False, CU
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 @pytest.mark.parametrize(("count", "casts", "staged", "cut"), KERNELS)
-def test_copy_gates(count: int, casts: bool, staged: bool, cut: copy_cuda.Config, arch: str) -> None:
+def test_copy_kernel_does_not_spill(count: int, casts: bool, staged: bool, cut: copy_cuda.Config, arch: str) -> None:
     """No spills and no stack: descriptors are read where they are, in the parameters."""
     pytest.importorskip("cuda.core")
     usage = jit.usage(copy_cuda.SOURCE, copy_cuda.entry_of(count, casts, staged, cut), arch=arch)

@@ -19,7 +19,7 @@ import torch
 from kvstrata.cache.move.append import write_rows
 from kvstrata.cache.move.append_job import Written
 from kvstrata.cache.policy.importance import initial
-from kvstrata.cache.policy.plan import plan_all
+from kvstrata.cache.policy.plan_op import plan_all
 from kvstrata.cache.policy.room import fits_each, fits_plain
 from kvstrata.cache.policy.scopes import Place, check_plans, make_scopes, move_tokens, pairs, scopes_of
 from kvstrata.cache.storage.tokens import NEW, Tokens

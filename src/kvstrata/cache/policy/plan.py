@@ -17,7 +17,7 @@ Sink and recent tokens stay at the model's precision as long as they have it; wh
 With hysteresis h a quantised token counts 1 + h times its weight, so that a small change of importance does not
 re-encode it.
 
-plan_reference.py is the definition, plan_numba.py the CPU's loops, plan.cu the kernels.
+plan_reference.py is the definition, plan_numba.py the CPU's loops, plan.cu the kernels; plan_op.py chooses.
 """
 
 from __future__ import annotations
@@ -177,19 +177,3 @@ def split(
             trying = pending & (spare > 0) & trying
             spare[trying] //= 2
     return Split(kind, spare, needed, share)
-
-
-def plan_all(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
-    """Targets for all tokens of scopes; what a scope gets does not depend on the others. Nothing is changed here."""
-    tokens = scopes.tokens
-    if tokens.head_cache.device.type == "cpu" and len(tokens):
-        try:
-            from .plan_numba import chosen
-        except ImportError:
-            from .plan_reference import chosen
-    else:
-        from .plan_reference import chosen
-    target, found = chosen(scopes, policy, headroom)
-    failed = found.kind == FAIL
-    needed = [int(n) if fails else None for n, fails in zip(found.needed, failed, strict=True)]
-    return Plans(target, needed, np.where(failed, 0, found.spare).tolist())

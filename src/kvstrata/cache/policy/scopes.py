@@ -19,7 +19,8 @@ from kvstrata.cache.storage.tokens import Tokens
 
 from .budget import BudgetExceeded
 from .centre import fix_centres
-from .plan import Plans, Scopes, plan_all
+from .plan import Plans, Scopes
+from .plan_op import plan_all
 from .room import fits_each, fits_plain
 
 if TYPE_CHECKING:

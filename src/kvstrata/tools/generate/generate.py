@@ -154,8 +154,8 @@ def _compilations() -> int:
     """Number of loops compiled so far that numba's disk cache did not have."""
     return sum(
         sum(loop.stats.cache_misses.values())
-        for name in ("attention.decode_numba", "attention.unpack_numba", "cache.pages_numba", "hf.mass_numba")
-        if (module := sys.modules.get(f"kvstrata.{name}"))
+        for name, module in list(sys.modules.items())
+        if name.startswith("kvstrata.") and "numba" in name
         for loop in vars(module).values()
         if hasattr(loop, "stats")
     )

@@ -1,0 +1,23 @@
+"""``plan_all``: compiled loops where numba is installed and the tokens are on the CPU, else torch operations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .plan import FAIL, Plans, Policy, Scopes
+
+
+def plan_all(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
+    """Targets for all tokens of scopes; what a scope gets does not depend on the others. Nothing is changed here."""
+    tokens = scopes.tokens
+    if tokens.head_cache.device.type == "cpu" and len(tokens):
+        try:
+            from .plan_numba import chosen
+        except ImportError:
+            from .plan_reference import chosen
+    else:
+        from .plan_reference import chosen
+    target, found = chosen(scopes, policy, headroom)
+    failed = found.kind == FAIL
+    needed = [int(n) if fails else None for n, fails in zip(found.needed, failed, strict=True)]
+    return Plans(target, needed, np.where(failed, 0, found.spare).tolist())
