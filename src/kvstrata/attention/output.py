@@ -1,4 +1,4 @@
-"""Result of an attention op that was asked for more than its output."""
+"""Result of an attention op with optional log-sum-exp and mass."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ import torch
 
 
 class AttentionOutput(NamedTuple):
-    """Attention output with its optional extras, None where not asked for.
+    """Attention output with optional log-sum-exp and attention mass, None unless requested.
+
+    Attributes:
+        out: ``[batch, seq, heads, dim]`` or ragged ``[tokens, heads, dim]``, in q's shape and dtype.
+        lse: float32 ``[batch, seq, heads]`` or ragged ``[tokens, heads]``, natural log-sum-exp of the scores.
+        mass: float32 ``[batch, kv_heads, max length]``, softmax weight of each position, summed over queries and over
+            the query heads of a KV head.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 100, 8, 64)
-        >>> made = kvstrata.prefill_attention(q, k, v, return_lse=True)
-        >>> made.out.shape, made.lse.shape, made.mass
+        >>> result = kvstrata.prefill_attention(q, k, v, return_lse=True)
+        >>> result.out.shape, result.lse.shape, result.mass
         (torch.Size([1, 100, 8, 64]), torch.Size([1, 100, 8]), None)
     """
 
-    out: torch.Tensor  # q's shape and dtype
-    lse: torch.Tensor | None = None  # float32 [batch, seq, heads], ragged [tokens, heads]
-    mass: torch.Tensor | None = None  # float32 [batch, KV heads, longest length], by position
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    mass: torch.Tensor | None = None
