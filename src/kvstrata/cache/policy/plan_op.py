@@ -10,7 +10,9 @@ from .plan import FAIL, Plans, Policy, Scopes
 def plan_all(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
     """Targets for all tokens of scopes; what a scope gets does not depend on the others. Nothing is changed here."""
     tokens = scopes.tokens
-    if tokens.head_cache.device.type == "cpu" and len(tokens):
+    if not len(tokens):
+        return Plans(tokens.tier, [None] * len(scopes), [headroom] * len(scopes))
+    if tokens.head_cache.device.type == "cpu":
         try:
             from .plan_numba import chosen
         except ImportError:
