@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from kvstrata import backends
-from kvstrata.cache.storage.page import Rows
+from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.page_table import Buckets
-from kvstrata.cache.storage.tokens import Tokens
+from kvstrata.cache.storage.tokens import Fresh, Tokens
 from kvstrata.cache.storage.transaction import Transaction
 
 from . import moves, moves_cuda, repack_op, whole_pages
@@ -56,7 +56,7 @@ def move(
     requests: Sequence[int],
     tokens: Tokens,
     target: torch.Tensor,
-    fresh: Rows | None,
+    fresh: NewRows | None,
     centre: torch.Tensor,
 ) -> None:
     """Bring every token to its target tier, or evict it (`DROP`), when the transaction completes; see `prepare`."""
@@ -72,7 +72,7 @@ def prepare(
     requests: Sequence[int],
     tokens: Tokens,
     target: torch.Tensor,
-    fresh: Rows | None,
+    fresh: NewRows | None,
     centre: torch.Tensor,
 ) -> Prepared | Launches | None:
     """Plan the moves, allocate pages, update tables and counts; None if nothing moves.
@@ -108,22 +108,61 @@ def _prepare_phases(
     requests: np.ndarray,
     tokens: Tokens,
     target: torch.Tensor,
-    fresh: Rows | None,
+    fresh: NewRows | None,
     centre: torch.Tensor,
 ) -> Launches | None:
     """`prepare` in CUDA C++: lists by phase instead of chains."""
-    rows: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
-    if fresh is not None:
-        rows = whole_pages.aligned(fresh.k), whole_pages.aligned(fresh.v)
+    rows = _aligned(fresh)
     before = buckets.host_count[requests, layers].reshape(-1).astype(np.int64)
     places = requests * buckets.page_table.shape[1] + layers
-    plan = moves_cuda.Plan(buckets, places, before, target.to(torch.int8), tokens, rows)
-    numbers = plan.to_host()
+    plan = moves_cuda.Plan(buckets, places, before, target.to(torch.int8), tokens, rows=rows)
+    return _by_phases(buckets, change, layers, requests, plan, plan.to_host(), centre)
+
+
+def _aligned(fresh: NewRows | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if fresh is None else (whole_pages.aligned(fresh.k), whole_pages.aligned(fresh.v))
+
+
+def _by_phases(
+    buckets: Buckets,
+    change: Transaction,
+    layers: np.ndarray,
+    requests: np.ndarray,
+    plan: moves_cuda.Plan,
+    numbers: np.ndarray,
+    centre: torch.Tensor,
+) -> Launches | None:
+    """Pages and launches for moves that are counted; None if there are none."""
     if not numbers[:2].any():
         return None
     old_table = buckets.page_table.clone() if buckets.device.type == "cpu" else buckets.page_table
     table = buckets.exchange_pages(change, requests, layers, numbers[0], numbers[1], numbers[2], clear_codes=False)
-    return cuda_phases.phases(buckets, plan.place(numbers, old_table, table), rows, centre)
+    return cuda_phases.phases(buckets, plan.place(numbers, old_table, table), plan.rows, centre)
+
+
+def move_planned(
+    buckets: Buckets,
+    change: Transaction,
+    layers: np.ndarray,
+    requests: np.ndarray,
+    target: torch.Tensor,
+    starts: torch.Tensor,
+    fresh: Fresh | None,
+    rows: NewRows | None,
+    centres: Callable[[np.ndarray], torch.Tensor],
+) -> None:
+    """`move` in CUDA C++, by the lists of a planner on the device, int8 ``target [n]`` and ``starts [buckets]``.
+
+    ``centres`` gives the centres of all places, told which of them get codes from plain rows.
+    """
+    before = buckets.host_count[requests, layers].reshape(-1).astype(np.int64)
+    places = requests * buckets.page_table.shape[1] + layers
+    plan = moves_cuda.Plan(buckets, places, before, target, None, starts, fresh, _aligned(rows))
+    numbers = plan.to_host()
+    coded = numbers[1].reshape(len(places), -1, len(buckets.page_formats))[:, :, 1:].any((1, 2))
+    launches = _by_phases(buckets, change, layers, requests, plan, numbers, centres(coded))
+    if launches is not None:
+        change.launch(launches.run)
 
 
 def pack(buckets: Buckets, plan: moves.Moves, tokens: Tokens, offsets: torch.Tensor) -> torch.Tensor:

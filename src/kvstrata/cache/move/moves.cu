@@ -23,6 +23,9 @@ struct Params {
   const float* importance;
   const i64* order;      // [new] new tokens, by head cache
   const i64* new_first;  // [head_caches + 1] of order
+  const int* fresh;      // [4, places] in place of both: new tokens, which follow a head cache's others; first row,
+                         // first position, importance unless `mass` has it
+  const float* mass;     // [rows, heads]
   i64* starts;           // [buckets] the first token
   const int* before;     // [buckets] tokens
   int* numbers;          // [3, buckets]: left, came, holes
@@ -66,11 +69,34 @@ struct Run {
       const i64 begin = p.order ? p.new_first[head_cache] : 0;
       n = p.order ? static_cast<int>(p.new_first[head_cache + 1] - begin) : 0;
       target = p.target;
-      order = p.order + begin;
+      order = p.order ? p.order + begin : nullptr;
       stay = -1;
+      if (p.fresh) {
+        n = p.fresh[head_cache / p.heads];
+        target = p.target + p.starts[bucket - 1] + p.before[bucket - 1];
+      }
     }
   }
   __device__ __forceinline__ int operator[](int i) const { return order ? target[order[i]] : target[i]; }
+};
+
+// A new token: its row, position, and importance as bits.
+struct NewToken {
+  int row, position, importance;
+
+  __device__ __forceinline__ NewToken(const Params& p, const Run& run, int head_cache, int i) {
+    if (p.fresh) {
+      const int places = p.buckets / (p.heads * p.tiers), *line = p.fresh + head_cache / p.heads;
+      row = (line[places] + i) * p.heads + head_cache % p.heads;
+      position = line[2 * places] + i;
+      importance = p.mass ? __float_as_int(p.mass[row]) : line[3 * places];
+    } else {
+      const i64 token = run.order[i];
+      row = static_cast<int>(p.slot[token]);
+      position = static_cast<int>(p.position[token]);
+      importance = __float_as_int(p.importance[token]);
+    }
+  }
 };
 
 template <class = void>
@@ -210,12 +236,12 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
       }
       if (!arrives && !filler) return;
       int handle = 0, source_row = row;
-      i64 token = 0;
       const char* page = nullptr;
       int2 side = make_int2(0, 0);
       if (is_new) {
-        token = run.order[slot];
-        source_row = static_cast<int>(p.slot[token]);
+        const NewToken token(p, run, head_cache, slot);
+        source_row = token.row;
+        side = make_int2(token.position, kKeeps ? token.importance : 0);
       } else {
         handle = p.old_table[lists + tier * p.max_pages + column];
       }
@@ -223,10 +249,7 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
         reinterpret_cast<int2*>(p.copies + p.first[first_bucket + tier] + of_filler)[0] = make_int2(handle, row);
         return;
       }
-      if (is_new) {
-        side.x = static_cast<int>(p.position[token]);
-        if (kKeeps) side.y = reinterpret_cast<const int*>(p.importance)[token];
-      } else {
+      if (!is_new) {
         page = page_address(p.pointers, p.units, handle);
         side = side_of<Position, kKeeps>(p, page, tier, row);
       }

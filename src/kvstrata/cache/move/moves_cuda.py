@@ -20,7 +20,7 @@ import torch
 from kvstrata import jit
 from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.page_table import Buckets
-from kvstrata.cache.storage.tokens import Tokens
+from kvstrata.cache.storage.tokens import Fresh, Tokens
 from kvstrata.layout.format import MAX_TIERS
 
 from .launches import kernel, prepare
@@ -30,8 +30,9 @@ SOURCE = Path(__file__).with_name("moves.cu")
 THREADS = 256
 # struct Params of moves.cu, in its order.
 POINTERS = (
-    "target", "head_cache", "tier", "slot", "position", "importance", "order", "new_first", "starts", "before",
-    "numbers", "first", "places", "old_table", "new_table", "pointers", "k", "v", "copies", "packed", "k_at", "v_at",
+    "target", "head_cache", "tier", "slot", "position", "importance", "order", "new_first", "fresh", "mass", "starts",
+    "before", "numbers", "first", "places", "old_table", "new_table", "pointers", "k", "v", "copies", "packed", "k_at",
+    "v_at",
     "sides",
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 8i {2 * MAX_TIERS}i")
@@ -63,7 +64,9 @@ class Plan:
     places: np.ndarray  # request * layers + layer
     before: np.ndarray  # [buckets]
     target: torch.Tensor  # int8 [n]
-    tokens: Tokens
+    tokens: Tokens | None = None  # all tokens; None: the planner's order, in which buckets begin at `starts`
+    starts: torch.Tensor | None = None  # int64 [buckets]
+    fresh: Fresh | None = None  # new tokens, beside `starts`
     rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # k and v of new tokens
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
@@ -76,18 +79,31 @@ class Plan:
         tensors["places"] = pool.to_device(self.places.astype(np.int32))
         tensors["pointers"] = pool.pointers
         tensors["numbers"] = torch.empty(3, n_buckets, dtype=torch.int32, device=device)
-        for name in ("head_cache", "tier", "slot", "position", "importance"):
-            tensors[name] = getattr(self.tokens, name).contiguous()
-        new = len(self.tokens) - int(self.before.sum())
-        if new:
-            order = pick(self.tokens.tier < 0, new)
-            head_cache, by_head_cache = torch.sort(self.tokens.head_cache[order], stable=True)
-            every = torch.arange(n_buckets // len(buckets.page_formats) + 1, device=device)
-            tensors["order"], tensors["new_first"] = order[by_head_cache], torch.searchsorted(head_cache, every)
         tensors |= {name: x for name, x in zip(("k", "v"), self.rows, strict=True) if x is not None}
+        if self.tokens is None:
+            assert self.starts is not None
+            tensors["starts"] = self.starts
+            if self.fresh is not None:
+                tensors["fresh"] = pool.to_device(self.fresh.packed())
+                if self.fresh.importance is not None:
+                    tensors["mass"] = self.fresh.importance
+        else:
+            self._find(self.tokens)
+        self._launch("count<>", n_buckets // len(buckets.page_formats))
+
+    def _find(self, tokens: Tokens) -> None:
+        """Where the tokens of each bucket begin, and the new ones by head cache."""
+        n_buckets, tensors, device = len(self.before), self._tensors, self.buckets.device
+        for name in ("head_cache", "tier", "slot", "position", "importance"):
+            tensors[name] = getattr(tokens, name).contiguous()
+        new = len(tokens) - int(self.before.sum())
+        if new:
+            order = pick(tokens.tier < 0, new)
+            head_cache, by_head_cache = torch.sort(tokens.head_cache[order], stable=True)
+            every = torch.arange(n_buckets // len(self.buckets.page_formats) + 1, device=device)
+            tensors["order"], tensors["new_first"] = order[by_head_cache], torch.searchsorted(head_cache, every)
         tensors["starts"] = torch.zeros(n_buckets, dtype=torch.int64, device=device)
         self._launch("find<>", -(-len(self.target) // THREADS))
-        self._launch("count<>", n_buckets // len(buckets.page_formats))
 
     def to_host(self) -> np.ndarray:
         """``left, came, holes`` int64 ``[3, buckets]``; the only time the host waits for the device."""
@@ -120,7 +136,9 @@ class Plan:
             ranges,
             self._whole(pages, n_pages, new_table),
             torch.full(shape, -1, dtype=torch.int64, device=device),
-            torch.full(shape, -1, dtype=torch.int64, device=device) if "order" in self._tensors else None,
+            torch.full(shape, -1, dtype=torch.int64, device=device)
+            if {"order", "fresh"} & self._tensors.keys()
+            else None,
             torch.full((*shape, 2), -1, dtype=torch.int32, device=device),
         )
         self._tensors |= {"old_table": old_table, "new_table": new_table}

@@ -11,6 +11,7 @@ The first is the way of nearly every decoded token, layer by layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,12 +19,13 @@ import torch
 
 from kvstrata.cache.move import apply
 from kvstrata.cache.move.append_job import Job
+from kvstrata.cache.policy import settle_cuda
 from kvstrata.cache.policy.importance import initial
-from kvstrata.cache.policy.mass import add_mass, with_mass
+from kvstrata.cache.policy.mass import add_mass, new_importance
 from kvstrata.cache.policy.room import fits_each, fits_plain
-from kvstrata.cache.policy.scopes import move_tokens, pairs, plan_scopes, scopes_of, settle_ahead
-from kvstrata.cache.storage.page import Rows
-from kvstrata.cache.storage.tokens import NEW, Tokens
+from kvstrata.cache.policy.scopes import Place, check_plans, move_tokens, pairs, plan_scopes, scopes_of, settle_ahead
+from kvstrata.cache.storage.page import NewRows
+from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
 from kvstrata.checks import check_int
 
 from .arguments import check_mass, ragged
@@ -75,7 +77,7 @@ def _append(
     if mass is None and (fits or settle_ahead(cache, change, layer, asked, lengths)):
         append_plain(cache, change, layer, k, v, asked, lengths)
         return
-    new = _new_tokens(cache, asked, layer, lengths)
+    importance = None
     if mass is not None:
         if queries is None and len(set(lengths)) > 1:
             raise ValueError(f"queries: expected how many are in mass, got None with lengths {lengths}")
@@ -83,13 +85,12 @@ def _append(
         ends = [int(cache._lengths[r, layer]) + n for r, n in zip(asked, lengths, strict=True)]
         mass = check_mass(cache, mass, len(asked), max(ends))
         if cache.policy.name == "importance":
-            new = with_mass(cache, new, mass, queries)
+            importance = new_importance(cache, layer, asked, lengths, mass, queries)
             add_mass(cache, change, layer, asked, mass, queries, ends)
-    importance = None if mass is None else new.importance
     if fits:
         append_plain(cache, change, layer, k, v, asked, lengths, importance)
     else:
-        _append_settling(cache, change, layer, k, v, asked, lengths, new, importance)
+        _append_settling(cache, change, layer, k, v, asked, lengths, importance)
 
 
 def append_plain(
@@ -116,8 +117,8 @@ def append_plain(
         first = np.zeros(len(ids), np.float32)
     else:
         first = initial(cache.policy.mode, torch.from_numpy(ends)).numpy()
-    by_token = None if importance is None else importance.view(-1, cache.kv_heads).contiguous()
-    apply.append(Job(buckets, layer, ids, counts, starts, before, k, v, first, by_token, cache._device_lengths), change)
+    job = Job(buckets, layer, ids, counts, starts, before, k, v, first, importance, cache._device_lengths)
+    apply.append(job, change)
     if change is None:
         cache._lengths[ids, layer] = ends
         cache._active.update(requests)
@@ -135,36 +136,78 @@ def _append_settling(
     v: torch.Tensor,
     asked: list[int],
     lengths: list[int],
-    new: Tokens,
     importance: torch.Tensor | None,
 ) -> None:
-    """New tokens planned together with those that are there."""
-    flat_k, flat_v = (x.detach().reshape(-1, cache.head_dim) for x in (k, v))
-    fresh = Rows(flat_k, flat_v, None, None, new.position, new.importance)
-    # Those among the asked that need not settle.
+    """Plan new tokens together with those that are there; requests that need not settle take them as plain rows.
+
+    ``importance [rows, kv_heads]``: of the new tokens, None for that of tokens nobody has seen.
+    """
     plain = [] if cache.budget.shared else np.flatnonzero(fits_each(cache, layer, asked, lengths)).tolist()
     settling = [i for i in range(len(asked)) if i not in plain]
     places = [(layer, scope) for scope in scopes_of(cache, [asked[i] for i in settling])]
-    there = {request: i for i, request in enumerate(pairs(places)[1])}
-    index = np.full(len(asked), -1)
-    index[settling] = [there[asked[i]] for i in settling]
-    coming = new.renumbered(cache.pool.to_device(index), cache.kv_heads)
-    if plain:
-        goes = np.repeat(index >= 0, np.array(lengths) * cache.kv_heads)
-        coming = coming[cache.pool.to_device(np.flatnonzero(goes))]
-    tokens = Tokens.cat([cache.buckets.snapshots(*pairs(places)), coming])
-    coming_of = {asked[i]: lengths[i] for i in settling}
-    ends = [[int(cache._lengths[r, layer]) + coming_of.get(r, 0) for r in scope] for _, scope in places]
-    target = plan_scopes(cache, places, tokens, ends)
-    cache._activate(change, asked)
-    move_tokens(cache, change, places, tokens, target, fresh)
+    coming = {asked[i]: lengths[i] for i in settling}
+    ends = [[int(cache._lengths[r, layer]) + coming.get(r, 0) for r in scope] for _, scope in places]
+    flat_k, flat_v = (x.detach().reshape(-1, cache.head_dim) for x in (k, v))
+    rows = NewRows(flat_k, flat_v)
+    if settle_cuda.supports(cache):
+        fresh = _fresh(cache, layer, places, asked, lengths, coming, importance)
+        planned = settle_cuda.plan(cache, places, ends, fresh)
+        check_plans(cache, places, ends, planned.needed)
+        cache._activate(change, asked)
+        settle_cuda.move(cache, change, planned, rows)
+    else:
+        tokens = _with_new(cache, layer, places, asked, lengths, settling, importance)
+        target = plan_scopes(cache, places, tokens, ends)
+        cache._activate(change, asked)
+        move_tokens(cache, change, places, tokens, target, rows)
     settled = [asked[i] for i in settling]
     after = cache._lengths[settled, layer] + np.array([lengths[i] for i in settling])
     cache._set_lengths(change, settled, layer, after)
     for i in plain:
-        rows = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
-        first = None if importance is None else importance.view(-1, cache.kv_heads)[rows].flatten()
-        append_plain(cache, change, layer, k[rows], v[rows], [asked[i]], [lengths[i]], first)
+        part = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
+        first = None if importance is None else importance[part]
+        append_plain(cache, change, layer, k[part], v[part], [asked[i]], [lengths[i]], first)
+
+
+def _fresh(
+    cache: CacheState,
+    layer: int,
+    places: Sequence[Place],
+    asked: list[int],
+    lengths: list[int],
+    coming: dict[int, int],
+    importance: torch.Tensor | None,
+) -> Fresh:
+    """New tokens of places as kernels read them."""
+    first_row = dict(zip(asked, np.cumsum([0, *lengths]).tolist(), strict=False))
+    requests = pairs(places)[1]
+    counts, first = (np.array([x.get(r, 0) for r in requests], np.int64) for x in (coming, first_row))
+    positions = cache._lengths[requests, layer].astype(np.int64)
+    unseen = initial(cache.policy.mode, torch.from_numpy(positions + counts)).numpy()
+    return Fresh(counts, first, positions, unseen, importance)
+
+
+def _with_new(
+    cache: CacheState,
+    layer: int,
+    places: Sequence[Place],
+    asked: list[int],
+    lengths: list[int],
+    settling: list[int],
+    importance: torch.Tensor | None,
+) -> Tokens:
+    """Tokens of places, the new ones of settling requests among them."""
+    new = _new_tokens(cache, asked, layer, lengths)
+    if importance is not None:
+        new = replace(new, importance=importance.flatten())
+    index_of = {request: i for i, request in enumerate(pairs(places)[1])}
+    index = np.full(len(asked), -1)
+    index[settling] = [index_of[asked[i]] for i in settling]
+    coming = new.renumbered(cache.pool.to_device(index), cache.kv_heads)
+    if len(settling) < len(asked):
+        settles = np.repeat(index >= 0, np.array(lengths) * cache.kv_heads)
+        coming = coming[cache.pool.to_device(np.flatnonzero(settles))]
+    return Tokens.cat([cache.buckets.snapshots(*pairs(places)), coming])
 
 
 def _new_tokens(cache: CacheState, requests: Sequence[int], layer: int, lengths: Sequence[int]) -> Tokens:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,11 +17,12 @@ import torch
 
 from kvstrata.cache.move.append import write_rows
 from kvstrata.cache.move.append_job import Written
+from kvstrata.cache.policy import settle_cuda
 from kvstrata.cache.policy.importance import initial
 from kvstrata.cache.policy.plan_op import plan_all
 from kvstrata.cache.policy.room import fits_each, fits_plain
 from kvstrata.cache.policy.scopes import Place, check_plans, make_scopes, move_tokens, pairs, scopes_of
-from kvstrata.cache.storage.tokens import NEW, Tokens
+from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
 
 from .arguments import check_rows
 
@@ -91,8 +91,27 @@ def _settle(cache: CacheState, change: Transaction, given: list[int], tight: lis
     places = [(layer, scope) for layer in range(cache.layers) for scope in scopes_of(cache, short)]
     if not places:
         return False
+    if settle_cuda.supports(cache) and _settle_cuda(cache, change, places, set(given)):
+        return True
     tokens = cache.buckets.snapshots(*pairs(places))
     move_tokens(cache, change, places, tokens, _targets(cache, places, tokens, set(given)))
+    return True
+
+
+def _settle_cuda(cache: CacheState, change: Transaction, places: list[Place], given: set[int]) -> bool:
+    """Settle by kernels, with the tokens to come planned as if they were there; False if that does not fit."""
+    layers, requests = (np.array(x) for x in pairs(places))
+    now = cache._lengths[requests, layers].astype(np.int64)
+    comes = np.isin(requests, list(given)).astype(np.int64)
+    first = initial(cache.policy.mode, torch.from_numpy(now + 1)).numpy()
+    fresh = Fresh(comes, np.zeros_like(comes), now, first)
+    ends, lengths = np.cumsum([len(scope) for _, scope in places]).tolist(), (now + comes).tolist()
+    planned = settle_cuda.plan(
+        cache, places, [lengths[end - len(scope) : end] for end, (_, scope) in zip(ends, places, strict=True)], fresh
+    )
+    if any(needed is not None for needed in planned.needed):
+        return False
+    settle_cuda.move(cache, change, planned)
     return True
 
 
@@ -120,7 +139,7 @@ def _targets(cache: CacheState, places: list[Place], tokens: Tokens, given: set[
                 needed[i], which[i] = None, 1
             elif needed[i] is not None and fits_plain(cache, layer, coming, [1] * len(coming)):
                 needed[i], which[i] = None, 2
-        check_plans(cache, places, then, scopes, replace(made, needed=needed))
+        check_plans(cache, places, then, needed)
         by_head_cache = np.repeat(which, [len(scope) * cache.kv_heads for _, scope in places])
         choices = torch.stack([target, ahead.target, tokens.tier])
         target = choices.gather(0, cache.pool.to_device(by_head_cache)[tokens.head_cache].unsqueeze(0))[0]

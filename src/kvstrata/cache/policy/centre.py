@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvstrata.cache.storage.page import Rows
-from kvstrata.cache.storage.tokens import DROP, NEW, Tokens
+from kvstrata.cache.storage.page import NewRows
+from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
 from kvstrata.quant import reference as quant
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def fix_centres(
     requests: Sequence[int],
     tokens: Tokens,
     target: torch.Tensor,
-    fresh: Rows | None,
+    fresh: NewRows | None,
 ) -> torch.Tensor:
     """K's centres of requests, each in its layer, float32 ``[pairs * kv_heads, D]``.
 
@@ -71,8 +71,65 @@ def fix_centres(
     return centres.flatten(0, 1)
 
 
+def centres_of_places(
+    cache: CacheState,
+    change: Transaction,
+    layers: np.ndarray,
+    requests: np.ndarray,
+    coded: np.ndarray,
+    fresh: Fresh | None,
+    rows: NewRows | None,
+) -> torch.Tensor:
+    """`fix_centres` without lists of tokens: places that get codes (``coded``) for the first time fix their centres.
+
+    Nothing of such a place is quantised yet, so its tokens are plain or new.
+    """
+    places = cache.pool.to_device(requests * cache.layers + layers)
+    stored = cache.centre.flatten(0, 1)
+    centres = stored[places]
+    without = coded & ~cache._centred[requests, layers]
+    for layer in np.unique(layers[without]).tolist():
+        index = np.flatnonzero(without & (layers == layer))
+        centre = torch.cat([_centre_of_place(cache, layer, requests, i, fresh, rows) for i in index.tolist()])
+        at = cache.pool.to_device(index)
+        centres[at] = centre
+        change.set(cache._centred, (requests[index], layer), True)
+        change.launch(partial(stored.__setitem__, places[at], centre))
+    return centres.flatten(0, 1)
+
+
+def _centre_of_place(
+    cache: CacheState, layer: int, requests: np.ndarray, index: int, fresh: Fresh | None, rows: NewRows | None
+) -> torch.Tensor:
+    """Centres ``[1, kv_heads, D]`` of a place from its plain and its new tokens."""
+    request, heads = int(requests[index]), cache.kv_heads
+    shape = (heads, CENTRE_TOKENS)
+    table = torch.zeros(*shape, cache.head_dim, dtype=torch.float32, device=cache.device)
+    there = torch.zeros(*shape, 1, dtype=torch.bool, device=cache.device)
+    length = int(cache._lengths[request, layer])
+    if cache.buckets.host_count[request, layer].any():
+        tokens = cache.buckets.snapshot(layer, [request])
+        at = (tokens.position < CENTRE_TOKENS).nonzero().flatten()
+        first = tokens[at]
+        place = (first.head_cache, first.position)
+        table[place] = cache.buckets.read(layer, [request], first, 0).k.float()
+        there[place] = True
+    if fresh is not None and rows is not None and fresh.counts[index]:
+        begin, row = int(fresh.positions[index]), int(fresh.rows[index])
+        length = begin + int(fresh.counts[index])
+        many = min(int(fresh.counts[index]), CENTRE_TOKENS - begin)
+        if many > 0:
+            k = rows.k.unflatten(0, (-1, heads))[row : row + many].transpose(0, 1)
+            table[:, begin : begin + many] = k
+            there[:, begin : begin + many] = True
+    finite = (table.abs() <= quant.LARGEST) & there
+    table = torch.where(finite, table, 0.0)
+    positions = horizon(torch.full((1,), length, dtype=torch.int64, device=cache.device), cache.max_tokens)
+    return centre_of(table.unsqueeze(0), finite.unsqueeze(0), cache.rope, positions)
+
+
 def _computed(
-    cache: CacheState, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor, fresh: Rows | None
+    cache: CacheState, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor, fresh: NewRows | None
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Centres ``[n, kv_heads, D]`` of requests of a layer whose first tokens are quantised, and which of them."""
     plain, heads = tokens.tier <= 0, cache.kv_heads
@@ -80,7 +137,7 @@ def _computed(
     begins = torch.zeros(len(requests), dtype=torch.int32, device=cache.device)
     begins.index_add_(0, request, (plain & (target > 0)).int())
     begun = [i for i, n in enumerate(begins.tolist()) if n]
-    first = plain & (tokens.position < CENTRE_TOKENS) & (target != DROP)
+    first = plain & (tokens.position < CENTRE_TOKENS)
     last = torch.zeros(len(requests), dtype=torch.int64, device=cache.device)
     last = last.scatter_reduce(0, request.long(), tokens.position.long(), "amax")
     each = max(TABLE // (heads * CENTRE_TOKENS * cache.head_dim), 1)
@@ -97,7 +154,9 @@ def _computed(
         yield some, centre
 
 
-def _first_rows(cache: CacheState, layer: int, requests: list[int], tokens: Tokens, fresh: Rows | None) -> torch.Tensor:
+def _first_rows(
+    cache: CacheState, layer: int, requests: list[int], tokens: Tokens, fresh: NewRows | None
+) -> torch.Tensor:
     """K of plain tokens, new ones among them: float32 ``[n, D]``."""
     k = torch.zeros(len(tokens), cache.head_dim, dtype=torch.float32, device=cache.device)
     new = (tokens.tier == NEW).nonzero().flatten()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kvstrata.cache.storage.tokens import Tokens
 
-from .importance import updated
+from .importance import initial, updated
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -31,6 +31,8 @@ def add_mass(
     # Requests that share pages write to them one after the other.
     for part in [[i] for i in range(len(requests))] if cache.pool.shares else [list(range(len(requests)))]:
         updating = [requests[i] for i in part]
+        if not cache.buckets.host_count[updating, layer].any():
+            continue
         tokens, handle = cache.buckets.look(layer, updating)
         own = mass_of(tokens, mass if len(part) == len(mass) else mass[part], cache.kv_heads)
         owners = cache.buckets.owners(layer, updating, tokens)
@@ -42,12 +44,16 @@ def add_mass(
     change.set(cache._reported, (list(requests), layer), ends)
 
 
-def with_mass(cache: CacheState, tokens: Tokens, mass: torch.Tensor, queries: int) -> Tokens:
-    """Tokens that are in no page yet, with importance from the mass that came with them."""
-    one = torch.ones_like(tokens.head_cache)
-    own = mass_of(tokens, mass, cache.kv_heads)
-    importance = updated(cache.policy.mode, tokens.importance, own, queries, one, cache.decay)
-    return replace(tokens, importance=importance)
+def new_importance(
+    cache: CacheState, layer: int, requests: Sequence[int], lengths: Sequence[int], mass: torch.Tensor, queries: int
+) -> torch.Tensor:
+    """Importance of new tokens from the mass that came with them: float32 ``[rows, kv_heads]``."""
+    starts = cache._lengths[list(requests), layer].astype(np.int64)
+    parts = zip(mass, starts.tolist(), lengths, strict=True)
+    own = torch.cat([of_request[:, start : start + n].T for of_request, start, n in parts])
+    ends = cache.pool.to_device(np.repeat(starts + np.array(lengths), lengths)).unsqueeze(1).expand_as(own)
+    one = torch.ones((), device=own.device)
+    return updated(cache.policy.mode, initial(cache.policy.mode, ends), own, queries, one, cache.decay).contiguous()
 
 
 def mass_of(tokens: Tokens, mass: torch.Tensor, kv_heads: int) -> torch.Tensor:

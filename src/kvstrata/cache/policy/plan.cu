@@ -19,7 +19,7 @@ struct Params {
   const int* count;      // [requests, layers, heads, tiers]
   const i64* pointers;   // [slabs]
   const int* places;     // [4, places]: request * layers + layer, length, queries, length when mass was reported
-  const int* fresh;      // [2, places]: new tokens, and the first of their rows; null for none
+  const int* fresh;      // [4, places]: new tokens, the first of their rows, ..; null for none
   const float* mass;     // [rows, heads] importance of new tokens; null: that of a token nobody has seen
   const i64* begin;      // [head_caches] the first token in the lists
   const int* scopes;     // [scopes + 1] the first place of each

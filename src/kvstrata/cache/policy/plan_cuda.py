@@ -14,6 +14,7 @@ from kvstrata import jit
 from kvstrata.cache.move.launches import kernel
 from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.layout.format import MAX_TIERS
 
 from .plan import FAIL, POLICIES, Policy
@@ -26,15 +27,6 @@ POINTERS = (
     "survey", "merged", "share", "kind", "needed",
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f 19i")
-
-
-@dataclass(frozen=True)
-class Fresh:
-    """New tokens of each place: how many, the first of their rows, and their importance ``[rows, kv_heads]``."""
-
-    counts: np.ndarray
-    rows: np.ndarray
-    importance: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -102,7 +94,7 @@ def plan_places(
         "allowed": np.array(allowed, np.int64),
     }
     if fresh is not None:
-        told["fresh"] = np.stack([fresh.counts, fresh.rows]).astype(np.int32)
+        told["fresh"] = fresh.packed()
     addresses, kept = _upload(buckets, told)
     tensors = {
         "table": buckets.page_table, "count": buckets.count, "pointers": buckets.pool.pointers,

@@ -113,7 +113,7 @@ def _keys(
                 if moves[i]:
                     total += np.int64(np.float64(weight[i]) * 2.0**MASS_BITS)
                     many += 1
-            mean = np.float32(np.float64(total) / np.float64(max(many, 1)) * 2.0**-MASS_BITS)
+            mean = np.float32(total / max(many, 1) * 2.0**-MASS_BITS)
             mean = max(mean, np.float32(2.0**-MASS_BITS))
             for i in range(begin, end):
                 weight[i] = weight[i] / mean + floor
@@ -217,7 +217,7 @@ def _choose(
         if evict:
             low -= 1
         elif uniform:
-            low, high = 0, (tiers - 1) << AGE_BITS
+            low, high = np.int64(0), np.int64((tiers - 1) << AGE_BITS)
         else:
             number[0] = most
             out[0] = number.view(np.float32)[0] * steepest * np.float32(2.0)

@@ -7,19 +7,22 @@ A plan changes nothing, so that all scopes of an operation are planned before th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvstrata.cache.move import apply
-from kvstrata.cache.storage.page import Rows
+from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import Tokens
 
+from . import settle_cuda
 from .budget import BudgetExceeded
 from .centre import fix_centres
-from .plan import Plans, Scopes
+from .plan import Scopes
 from .plan_op import plan_all
 from .room import fits_each, fits_plain
 
@@ -65,20 +68,19 @@ def plan_scopes(
     """Targets for all tokens of places whose requests will have these lengths; or BudgetExceeded."""
     if cache.budget.amount is None:
         return tokens.tier.clamp(min=0)
-    scopes = make_scopes(cache, places, tokens, lengths)
-    made = plan_all(scopes, cache.policy, cache.policy.settle_every)
-    check_plans(cache, places, lengths, scopes, made)
-    return made.target
+    plans = plan_all(make_scopes(cache, places, tokens, lengths), cache.policy, cache.policy.settle_every)
+    check_plans(cache, places, lengths, plans.needed)
+    return plans.target
 
 
 def check_plans(
-    cache: CacheState, places: Sequence[Place], lengths: Sequence[Sequence[int]], scopes: Scopes, made: Plans
+    cache: CacheState, places: Sequence[Place], lengths: Sequence[Sequence[int]], needed: Sequence[int | None]
 ) -> None:
     """BudgetExceeded for the first place whose tokens do not fit."""
-    for (layer, requests), some, allowed, needed in zip(places, lengths, scopes.allowed, made.needed, strict=True):
-        if needed is not None:
-            where = f"for the pages of layer {layer} and requests {requests} ({sum(some)} tokens)"
-            raise BudgetExceeded(where, needed, allowed, cache.budget.advice(needed, sum(some)))
+    for (layer, requests), held, least in zip(places, lengths, needed, strict=True):
+        if least is not None:
+            where = f"for the pages of layer {layer} and requests {requests} ({sum(held)} tokens)"
+            raise BudgetExceeded(where, least, cache.budget.pages(held[0]), cache.budget.advice(least, sum(held)))
 
 
 def move_tokens(
@@ -87,7 +89,7 @@ def move_tokens(
     places: Sequence[Place],
     tokens: Tokens,
     target: torch.Tensor,
-    fresh: Rows | None = None,
+    fresh: NewRows | None = None,
 ) -> None:
     """All tokens of places to their targets, in one go; new tokens are rows of ``fresh``.
 
@@ -109,21 +111,40 @@ def settle_scopes(
     """All in one go; with ``room`` those whose requests get it for so many tokens in every layer. Returns which did."""
     if cache.budget.amount is None or not scopes:
         return []
-    places = [(at, scope) for at in layers for scope in scopes]
-    lengths = [[int(cache._lengths[r, at]) for r in scope] for at, scope in places]
-    scopes_ = make_scopes(cache, places, cache.buckets.snapshots(*pairs(places)), lengths)
-    made = plan_all(scopes_, cache.policy, cache.policy.settle_every)
+    places = [(layer, scope) for layer in layers for scope in scopes]
+    lengths = [[int(cache._lengths[r, layer]) for r in scope] for layer, scope in places]
+    plans = plan_tokens(cache, places, lengths)
     if room is not None:
         wanted = [max(room.get(r, 0) for r in scope) for _, scope in places]
-        found = [
-            needed is None and spare >= n for needed, spare, n in zip(made.needed, made.spare, wanted, strict=True)
+        fits = [
+            needed is None and spare >= n for needed, spare, n in zip(plans.needed, plans.spare, wanted, strict=True)
         ]
-        able = [scope for i, scope in enumerate(scopes) if all(found[i :: len(scopes)])]
-        if len(able) < len(scopes):  # what they get does not depend on the others
+        able = [scope for i, scope in enumerate(scopes) if all(fits[i :: len(scopes)])]
+        if len(able) < len(scopes):  # the plan of a scope does not depend on the others
             return settle_scopes(cache, change, layers, able, room) if able else []
-    check_plans(cache, places, lengths, scopes_, made)
-    move_tokens(cache, change, places, scopes_.tokens, made.target)
+    check_plans(cache, places, lengths, plans.needed)
+    plans.move(change)
     return scopes
+
+
+@dataclass(frozen=True)
+class TokenPlans:
+    """Plans for the tokens of places, not carried out yet."""
+
+    needed: list[int | None]
+    spare: list[int]
+    move: Callable[[Transaction], None]
+
+
+def plan_tokens(cache: CacheState, places: Sequence[Place], lengths: Sequence[Sequence[int]]) -> TokenPlans:
+    """Plan the tokens that places have, for these lengths: by kernels on a CUDA device, else with a list of them."""
+    if settle_cuda.supports(cache):
+        planned = settle_cuda.plan(cache, places, lengths)
+        return TokenPlans(planned.needed, planned.spare, partial(settle_cuda.move, cache, planned=planned))
+    tokens = cache.buckets.snapshots(*pairs(places))
+    plans = plan_all(make_scopes(cache, places, tokens, lengths), cache.policy, cache.policy.settle_every)
+    move = partial(move_tokens, cache, places=places, tokens=tokens, target=plans.target)
+    return TokenPlans(plans.needed, plans.spare, move)
 
 
 def settle_ahead(cache: CacheState, change: Transaction, layer: int, requests: list[int], lengths: list[int]) -> bool:

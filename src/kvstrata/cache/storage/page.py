@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,13 @@ def _numba() -> ModuleType | None:
 def loops_for(x: torch.Tensor) -> ModuleType | None:
     """Compiled loops for rows ``x [n, D]``; None for torch."""
     return _numba() if x.device.type == "cpu" and len(x) >= COMPILED_ROWS else None
+
+
+class NewRows(NamedTuple):
+    """Plain rows of new tokens ``[n, D]``."""
+
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 NEW = -1  # the tier of a token that is in no bucket yet
 DROP = -1  # the target of one that leaves the cache
 COLUMNS = ("head_cache", "tier", "slot", "position", "importance")
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """New tokens of places, each a (request, layer), whose rows are packed ``[rows, kv_heads, D]``."""
+
+    counts: np.ndarray  # int [places], tokens
+    rows: np.ndarray  # int [places], the first row
+    positions: np.ndarray  # int [places], of the first row
+    initial: np.ndarray  # float32 [places], importance where none is given
+    importance: torch.Tensor | None = None  # float32 [rows, kv_heads]
+
+    def packed(self) -> np.ndarray:
+        """As kernels read it: int32 ``[4, places]``."""
+        initial = self.initial.astype(np.float32).view(np.int32)
+        return np.stack([self.counts, self.rows, self.positions, initial]).astype(np.int32)
 
 
 @dataclass(frozen=True)

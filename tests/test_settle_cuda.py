@@ -1,0 +1,117 @@
+"""Settling by kernels: a cache whose operations are planned and moved in CUDA C++ against one that goes by lists."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import emulator
+from kvstrata import backends
+from kvstrata.cache import BudgetExceeded, TieredCache
+from kvstrata.cache.move import launches, moves_cuda, phases, repack_cuda, whole_pages
+from kvstrata.cache.policy import plan_cuda, settle_cuda
+from kvstrata.quant import op as quantize_op
+
+HAS_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A GPU, or the CPU with "cuda" emulated for caches whose buckets ask for it."""
+    if HAS_GPU:
+        yield "cuda"
+        return
+    if emulator.missing():
+        pytest.skip(str(emulator.missing()))
+    for module in (launches, moves_cuda, quantize_op, repack_cuda, phases, whole_pages, plan_cuda):
+        monkeypatch.setattr(module, "jit", emulator.launcher())
+    launches.kernel.cache_clear()
+    monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(backends, "resolve", lambda backend, device: "reference" if backend == "auto" else backend)
+    yield "cpu"
+    launches.kernel.cache_clear()
+
+
+def pair(device: str, **options) -> tuple[TieredCache, TieredCache]:
+    """A cache that settles by kernels, and one that goes by lists."""
+    options = dict(
+        budget=0.3, recent_tokens=20, sink_tokens=4, page_tokens=16, dtype=torch.float16, settle_every=8,
+        tiers=("K4V4", "K3V3", "K2V2"), max_tokens=2048, max_requests=3, rope=[1.0 / 10 ** (i / 4) for i in range(16)],
+    ) | options  # fmt: skip
+    ours, wanted = TieredCache(2, 2, 32, device=device, **options), TieredCache(2, 2, 32, device="cpu", **options)
+    ours.buckets.backend = "cuda"
+    assert settle_cuda.supports(ours)
+    assert not settle_cuda.supports(wanted)
+    return ours, wanted
+
+
+def same(ours: TieredCache, wanted: TieredCache) -> None:
+    """Lengths, tiers and positions, token by token; values up to how a code is rounded."""
+    assert ours.requests == wanted.requests
+    for request in wanted.requests:
+        for layer in range(2):
+            assert ours.length(request, layer) == wanted.length(request, layer)
+            assert torch.equal(ours.tier_map(layer, request).cpu(), wanted.tier_map(layer, request))
+            k, v, position = (x.cpu() for x in ours.gather(layer, request))
+            other_k, other_v, other = wanted.gather(layer, request)
+            assert torch.equal(position, other)
+            for a, b in ((k, other_k), (v, other_v)):
+                assert int(((a.float() - b.float()).abs().amax(-1) > 0.02).sum()) <= 0.03 * other.numel()
+            torch.testing.assert_close(ours.importance(layer, request).cpu(), wanted.importance(layer, request))
+    assert (ours.buckets.count.cpu() == torch.from_numpy(wanted.buckets.host_count)).all()
+    torch.testing.assert_close(ours.centre.cpu(), wanted.centre, atol=1e-4, rtol=1e-4)
+    ours.check()
+
+
+OPTIONS = [
+    dict(), dict(importance="ema"), dict(per_head=False), dict(policy="recency"), dict(policy="uniform"),
+    dict(evict=True, budget=0.15), dict(budget=None, budget_bytes=450_000), dict(rope=None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()) or "default")
+def test_prompts_steps_and_appends_settle_alike(device: str, options: dict) -> None:
+    """A prompt with mass, a ragged second one, chunks, decoded tokens, steps with `advance`, settling on demand."""
+    ours, wanted = pair(device, **options)
+    generator = torch.Generator().manual_seed(0)
+
+    def both(name: str, *arguments, **keywords) -> None:
+        raised = []
+        for cache in (ours, wanted):
+            place = [x.to(cache.device) if isinstance(x, torch.Tensor) else x for x in arguments]
+            options = {k: x.to(cache.device) if isinstance(x, torch.Tensor) else x for k, x in keywords.items()}
+            try:
+                getattr(cache, name)(*place, **options)
+                raised.append(None)
+            except BudgetExceeded as error:
+                raised.append((error.needed, error.allowed))
+        assert raised[0] == raised[1]
+
+    def rows(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.randn(2, *shape, 2, 32, generator=generator).half())
+
+    for layer in range(2):
+        mass = torch.rand(1, 2, 400, generator=generator) ** 4
+        both("append", layer, *rows(400), [0], mass=mass, queries=400)
+        both("append", layer, *rows(150 + 7), [1, 2], [150, 7])
+        both("append", layer, *rows(90 + 200), [0, 2], [90, 200])
+        same(ours, wanted)
+    for step in range(24):
+        both("advance")
+        k, v = rows(3)
+        for layer in range(2):
+            both("write", layer, k, v)
+            both("update_importance", layer, torch.rand(3, 2, 600, generator=generator) ** 4)
+        if step % 12 == 11:
+            same(ours, wanted)
+    for _ in range(12):
+        k, v = rows(3, 1)
+        for layer in range(2):
+            both("append", layer, k, v)
+    both("crop", 0, 300)
+    both("settle")
+    same(ours, wanted)
