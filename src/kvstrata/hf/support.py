@@ -1,4 +1,4 @@
-"""Which models a `StrataCache` can compress, from the source of their attention.
+"""Check that a `StrataCache` can compress a model, from the source code of its attention.
 
 A compressed layer's K and V are not tensors, so a model has to hand what `update` returned to transformers' attention
 interface and do nothing else with it:
@@ -57,7 +57,7 @@ def _source(configuration: str) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def _refusal(source: str, attention: str) -> str | None:
-    """Why a modeling module's attention cannot be compressed, None if it can."""
+    """Reason why a modeling module's attention cannot be compressed, or None."""
     for owner in ast.parse(source).body:
         if isinstance(owner, ast.ClassDef):
             for function in owner.body:

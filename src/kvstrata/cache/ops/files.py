@@ -125,7 +125,7 @@ def save(cache: CacheState, path: str | PathLike[str], request: int) -> None:
 
 
 class Refused(Exception):
-    """Why a file is not taken."""
+    """Raised for a file that cannot be read; the message is the reason."""
 
 
 def want(condition: object, message: str) -> None:

@@ -127,7 +127,7 @@ class Memory:
 
     @property
     def fraction(self) -> float:
-        """Of ``full``."""
+        """Bytes in use as a fraction of ``full``."""
         return self.total / self.full if self.full else float("inf")
 
 
@@ -157,7 +157,7 @@ class Budget:
 
     @property
     def shared(self) -> bool:
-        """Whether the requests of a layer share one sum."""
+        """True if the requests of a layer share one budget in bytes."""
         return type(self.amount) is int
 
     @property
@@ -194,7 +194,7 @@ class Budget:
         return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[1])
 
     def granted(self, tokens: int) -> int:
-        """What a fraction allows one request and layer."""
+        """Bytes that a fraction allows one request in one layer."""
         fraction = int(float(self.amount or 0) * self.kv_heads * self.token_bytes * tokens)
         if self.ceiling_room is not None:
             fraction = min(fraction, self.ceiling(tokens, self.ceiling_room))

@@ -127,8 +127,7 @@ def _table(
 
 
 def horizon(tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """How many positions to foresee when so many tokens are there: nobody knows how many will come, as many again is a
-    fair guess."""
+    """Number of positions to plan for: twice the tokens so far, since the final length is unknown."""
     return (2 * tokens).clamp(min=HORIZON).clamp(max=most)
 
 

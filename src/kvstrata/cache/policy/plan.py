@@ -45,7 +45,7 @@ KEEP, CHOOSE, EVICT, FAIL = range(4)  # what `split` finds for a scope
 
 @dataclass(frozen=True)
 class Policy:
-    """What a cache's arguments say about settling."""
+    """Settings of a cache that decide how it settles."""
 
     name: str
     mode: str  # of the importance
@@ -76,7 +76,7 @@ class Policy:
 
     @property
     def fills(self) -> bool:
-        """Whether slots that are paid for are filled."""
+        """True if empty slots of pages that are already paid for are filled."""
         return self.name == "importance" and self.per_head
 
 
@@ -110,7 +110,7 @@ class Plans:
 
 @dataclass(frozen=True)
 class Split:
-    """What each scope does (KEEP, ..) and the bytes of each head cache."""
+    """Action of each scope (KEEP, ..) and byte share of each head cache."""
 
     kind: np.ndarray  # [scopes]
     spare: np.ndarray  # [scopes]
@@ -153,7 +153,7 @@ def split(
         return np.bincount(scope, x, len(head_caches)).astype(np.int64)
 
     def give(chosen: np.ndarray, price: np.ndarray, total: np.ndarray) -> None:
-        """What is left over ``price`` of each head cache goes by tokens that may move."""
+        """Share the bytes beyond ``price`` between head caches in proportion to their tokens that may move."""
         room = ((allowed - total)[scope] * many) // np.maximum(of_scope(many), 1)[scope]
         share[chosen[scope]] = (price + room)[chosen[scope]]
 

@@ -65,7 +65,7 @@ def _sorted(head_cache, tier, n, tiers):
 
 @compiled
 def _survey(order, first, position, length, sinks, recent, moves, fixed, moving):
-    """Which tokens may move, in sorted order, and how many of each tier do and do not."""
+    """Mark the tokens that may move, in sorted order, and count per tier those that may and may not."""
     n, tiers = fixed.shape
     for head_cache in range(n):
         for tier in range(tiers):
@@ -167,7 +167,7 @@ def _limits(price, slopes, uniform, limit):
 
 @compiled
 def _bytes(moved, fixed, spare, page, page_tokens, fills):
-    """Of whole pages, empty slots filled as by `plan_reference._counts_filled`; ``moved`` is used up."""
+    """Bytes of whole pages, empty slots filled as by `plan_reference._counts_filled`; overwrites ``moved``."""
     tiers = len(page)
     counts = fixed.copy()
     counts[0] += spare
@@ -279,7 +279,7 @@ def _count_moving(key, first, head_cache, tiers, limit, ladder, widest, moved):
 
 @compiled
 def _count_left(key, first, head_cache, tiers, limit, lowest, moved):
-    """The same where tokens up to the limit are dropped and the others are in the lowest tier."""
+    """Count moves per (tier, target) when tokens up to the limit are dropped and the others go to the lowest tier."""
     for tier in range(tiers):
         bucket = head_cache * tiers + tier
         for i in range(first[bucket], first[bucket + 1]):

@@ -39,7 +39,7 @@ def movable(scopes: Scopes, policy: Policy) -> torch.Tensor:
 
 
 def count(index: torch.Tensor, n: int) -> torch.Tensor:
-    """How often each number below ``n`` is there."""
+    """Number of occurrences of each integer below ``n``."""
     return torch.zeros(n, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))
 
 
@@ -63,7 +63,7 @@ def _weights(
     queries: torch.Tensor,
     reported: torch.Tensor,
 ) -> torch.Tensor:
-    """What an error in each token counts, float32 and positive; every operation is rounded on its own."""
+    """Weight of an error in each token, float32 and positive; each operation rounds separately."""
     tokens, n = scopes.tokens, scopes.numbers.shape[1]
     if policy.name == "recency":
         return 1.0 / (length - tokens.position).float()

@@ -28,7 +28,7 @@ def physical(cache: CacheState, layer: int) -> int:
 
 
 def fits_plain(cache: CacheState, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Whether new tokens can all go to the plain bucket as things stand."""
+    """True if all new tokens fit the plain bucket without settling."""
     if cache.budget.amount is None:
         return True
     prices, p = cache.policy.prices, cache.page_tokens
@@ -45,7 +45,7 @@ def fits_plain(cache: CacheState, layer: int, requests: Sequence[int], lengths: 
 
 
 def fits_each(cache: CacheState, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
-    """The same of each request alone: bool ``[requests]``. For a fraction."""
+    """`fits_plain` per request under a fractional budget, bool ``[requests]``."""
     prices, where, new = cache.policy.prices, np.array(requests, np.int64), np.array(lengths, np.int64)
     counts = cache.buckets.host_count[where, layer].astype(np.int64)
     counts[:, :, 0] += new[:, None]
@@ -58,7 +58,7 @@ def fits_each(cache: CacheState, layer: int, requests: Sequence[int], lengths: S
 def fits_cropped(
     cache: CacheState, layer: int, request: int, tokens: Tokens, target: torch.Tensor, length: int
 ) -> bool:
-    """Whether the tokens of a request that stay fit the budget of its new length."""
+    """True if the remaining tokens of a cropped request fit the budget of its new length."""
     if cache.budget.amount is None:
         return True
     prices = cache.policy.prices
