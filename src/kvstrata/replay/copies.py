@@ -40,11 +40,16 @@ Fill = float | int | bool | str | None
 
 @dataclass(frozen=True)
 class Bound:
-    """A count that lives on the device: ``ceil(tensor / per) + extra``, at least 0 and at most what the source has.
+    """Count on the device that bounds a copy: ``ceil(tensor / per) + extra``, clamped to 0 and the source's size.
 
-    ``tensor`` is int32 or int64, of one element or ``[rows]``, and is read when a copy runs, so a captured copy follows
-    it. `CopyPlan` raises ValueError or TypeError for another. ``Bound(seq_lens, per=16)`` bounds the rows of a page
-    table to their live pages, ``Bound(batch, extra=1)`` offsets to batch + 1 entries.
+    Args:
+        tensor: int32 or int64, of one element or ``[rows]``. It is read when a copy runs, so a captured copy reads it
+            at every replay.
+        per: divisor, at least 1.
+        extra: added after the division.
+
+    ``Bound(seq_lens, per=16)`` bounds the rows of a page table to their live pages, ``Bound(batch, extra=1)`` bounds
+    offsets to batch + 1 entries. `CopyPlan`, not ``Bound``, raises ValueError or TypeError for values that do not fit.
 
     Example:
         >>> from kvstrata.replay import Bound, CopyPlan

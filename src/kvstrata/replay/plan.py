@@ -89,9 +89,9 @@ class CopyPlan:
     Args:
         dst: the buffers: tensors of up to three dimensions and any strides, on one device. Mutated by ``run``. None may
             share memory with another, or with itself.
-        src: what ``run()`` copies, one tensor for each buffer or None where nothing is to be copied; the same tensor
-            may be given several times. A source has as many dimensions as its buffer and at most its size; it lands in
-            the corner at index 0. None: every ``run`` brings its own.
+        src: sources of ``run()``, one tensor for each buffer, or None to leave that buffer alone; a tensor may be given
+            several times. A source has as many dimensions as its buffer and at most its size; it is copied to the
+            corner at index 0. None: sources are given to every ``run``.
         fill: a number, ``"last"`` or None for all copies, or a sequence with one for each. What the source does not
             cover of its buffer gets that value; ``"last"`` (1-D only) repeats the last element that is covered, as the
             offsets of padding rows need it (0 where nothing is covered). None leaves it as it is. An empty source
@@ -101,8 +101,8 @@ class CopyPlan:
         lengths: bounds of each row's columns (the last dimension): a tensor ``[rows]`` or a ``Bound`` for a 2-D copy,
             of one element for a 1-D copy; also a sequence. ``Bound(seq_lens, per=16)`` copies the live pages of a page
             table.
-        cast: whether values are converted where dtypes differ, as ``Tensor.copy_`` does; also a sequence. Without it
-            that is an error, and all copies move bits.
+        cast: True converts values where dtypes differ, as ``Tensor.copy_`` does; also a sequence. If
+            False, differing dtypes are an error and copies move bits.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     Raises ValueError or TypeError, naming the argument, before anything is written. ``run`` is safe on any stream and
@@ -191,13 +191,24 @@ class CopyPlan:
         return launches
 
     def configure(self, config: Config) -> CopyPlan:
-        """Cut the launches of the CUDA backend this way, and not as the tuned table says. Before the first run."""
+        """Replace the launch configuration from the tuned table; returns the plan. Call it before the first run.
+
+        Compiles kernels, so it cannot be captured. Has no effect on other backends than CUDA C++. Raises CompileError
+        if no kernel can be compiled for ``config``.
+        """
         self._groups = self._kernels(config)
         self._single = self._groups[0] if len(self._groups) == 1 else None
         return self
 
     def run(self, src: Sequence[Source] | None = None) -> None:
-        """Copy ``src``, or the sources that the plan was made with; one launch, nothing waits."""
+        """Copy ``src``, or the sources that the plan was made with, into the buffers, in place.
+
+        Args:
+            src: a tensor or None for each buffer, at most of its shape ``[D0, D1, D2]``; None for the plan's own.
+
+        Never synchronises; safe under graph capture as described above. Raises ValueError or TypeError, naming the
+        source, before anything is written, and RuntimeError where Triton captures addresses that it has not seen.
+        """
         if src is None:
             if self._bound is None:
                 raise ValueError("src: expected a tensor for each of dst (the plan was made without), got None")

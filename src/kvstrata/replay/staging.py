@@ -39,18 +39,22 @@ PATIENCE = 0.001  # seconds of looking at the word before the stream is waited f
 
 
 class HostStage:
-    """Two slots of pinned memory in front of fixed buffers.
+    """Two slots of pinned memory from which a graph reads its inputs.
 
     Args:
-        dst: the buffers, as for ``CopyPlan``: up to three dimensions, on one device. Mutated by what ``node`` returns.
-        fill: as for ``CopyPlan``: what happens to what a step does not cover.
+        dst: buffers of up to three dimensions, ``[D0, D1, D2]``, on one device, as for `CopyPlan`. Mutated by the
+            callable that ``node`` returns.
+        fill: value for what a step does not cover, as for `CopyPlan`.
 
-    ``write(src)`` puts a step's tensors (on the CPU, at most the shape of their buffers) into the next slot;
-    ``node()`` is the copy to capture: a callable that moves the next step into the buffers, or does nothing if there is
-    none. Every ``write`` is to be followed by one replay. To save the copy, write into ``views()`` and then ``commit``.
+    ``write(src)`` copies a step's CPU tensors into the next slot. ``node()`` returns the copy to be captured: it
+    moves the next step into the buffers, or does nothing if there is none. Replay once after every ``write``. To
+    avoid the copy into the slot, fill ``views()`` and call ``commit``. ``write``, ``views`` and ``commit`` run on the
+    host and are not part of a graph. On a CPU the same protocol runs in Python.
 
-    Raises RuntimeError when two steps were written and not replayed. The CUDA C++ backend is needed on a GPU; on the
-    CPU the same protocol runs in Python.
+    Raises:
+        ValueError, TypeError: ``dst`` or ``fill`` do not fit; the message names the argument.
+        RuntimeError: on a GPU without the CUDA C++ backend, and from ``views`` and ``write`` when both slots hold steps
+            that no replay has read.
 
     Example:
         >>> from kvstrata.replay import HostStage
@@ -107,13 +111,23 @@ class HostStage:
         return self._pinned.numel()
 
     def views(self) -> list[torch.Tensor]:
-        """The areas of the next slot, as CPU tensors of the buffers' shapes; waits until the GPU has read it."""
+        """CPU tensors over the next slot, of the buffers' shapes ``[D0, D1, D2]``; waits until the GPU has read it.
+
+        Raises RuntimeError when both slots hold steps that no replay has read.
+        """
         if int(self._done[0]) + 2 <= self._written:
             self._wait()
         return self._views[self._written & 1]
 
     def commit(self, shapes: Sequence[Sequence[int] | None]) -> None:
-        """Hand the filled slot over: of each area the corner of this shape counts; None leaves a buffer as it is."""
+        """Hand over the slot that was filled through ``views``.
+
+        Args:
+            shapes: per buffer the shape of the filled corner, or None to leave that buffer as it is. Of three
+                dimensions only the first may be smaller than the buffer's.
+
+        Raises ValueError or TypeError for shapes that do not fit.
+        """
         if not hasattr(shapes, "__len__"):
             raise TypeError(f"shapes: expected a list with a shape for each of dst, got {type(shapes).__name__}")
         if len(shapes) != len(self.dst):
@@ -138,7 +152,15 @@ class HostStage:
         self._written += 1
 
     def write(self, src: Sequence[torch.Tensor | None]) -> None:
-        """Copy a step's tensors into the next slot; waits until the GPU has read it. None leaves a buffer as it is."""
+        """Copy a step's tensors into the next slot; waits until the GPU has read it.
+
+        Args:
+            src: per buffer a CPU tensor of its dtype and at most its shape ``[D0, D1, D2]``, or None to leave the
+                buffer as it is.
+
+        Raises ValueError or TypeError, naming the source, and RuntimeError when both slots hold steps that no replay
+        has read.
+        """
         check_count(src, len(self.dst))
         views = self.views()
         for i, (area, source) in enumerate(zip(views, src, strict=True)):
@@ -165,7 +187,14 @@ class HostStage:
                 )
 
     def node(self, dst: Sequence[torch.Tensor] | None = None) -> Scatter:
-        """The copy of the next step into ``dst``: the buffers, or parts of them that begin where they begin."""
+        """Make the copy of the next step, to be captured.
+
+        Args:
+            dst: the leading part of each buffer, such as ``buffer[:batch]`` of ``[D0, D1, D2]``; None is all of them.
+
+        Compiles on a GPU, so call it before the capture. Raises ValueError or TypeError if ``dst`` are not such parts,
+        and ValueError for more than 28 buffers on a GPU.
+        """
         if dst is not None:
             check_list(dst, "dst")
         targets = self.dst if dst is None else tuple(dst)
@@ -176,7 +205,27 @@ class HostStage:
 
 
 class Scatter:
-    """One copy of the stage's next step into buffers; safe under capture, one launch for 28 buffers."""
+    """Copy of a `HostStage`'s next step into buffers, one launch; made by `HostStage.node`.
+
+    Args:
+        stage: the stage whose slots are read.
+        dst: the leading part of each of its buffers, up to three dimensions ``[D0, D1, D2]``. Mutated by a call.
+
+    A call does nothing if no new step was written. Calls are safe under graph capture; a captured call takes the next
+    step at every replay. The constructor compiles on a GPU and cannot be captured.
+
+    Raises ValueError for more than 28 buffers on a GPU.
+
+    Example:
+        >>> from kvstrata.replay import HostStage
+        >>> buffer = torch.zeros(3)
+        >>> stage = HostStage([buffer])
+        >>> scatter = stage.node([buffer[:2]])
+        >>> stage.write([torch.ones(2)])
+        >>> scatter()
+        >>> buffer.tolist()
+        [1.0, 1.0, 0.0]
+    """
 
     def __init__(self, stage: HostStage, dst: Sequence[torch.Tensor]) -> None:
         self._stage, self._dst = stage, tuple(dst)

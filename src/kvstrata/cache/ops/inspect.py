@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def by_head(
     cache: CacheState, layer: int, requests: Sequence[int], tokens: Tokens
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
-    """Indices ``(head, column)`` of each token in ``[requests * kv_heads, n]``, heads sorted by position, and that shape."""
+    """Indices of each token in ``[requests * kv_heads, n]``, every head sorted by position, and that shape."""
     counts = cache.buckets.host_count[list(requests), layer].sum(-1, dtype=np.int64).reshape(-1)
     starts = cache.pool.to_device(np.cumsum(counts) - counts)
     order = torch.argsort(tokens.head_cache * cache.max_tokens + tokens.position)
