@@ -207,14 +207,14 @@ class Budget:
         return self.granted(tokens) - self.overhead
 
     def advice(self, pages: int, tokens: int) -> str:
-        """A budget with which pages of so many bytes would fit, for these tokens of a scope."""
+        """Hint for an error message: a budget under which these bytes of pages would fit."""
         if type(self.amount) is int:
             return f"; budget_bytes={self.layers * pages + self.fixed + self.reserve} has room for them in every layer"
         share = (pages + self.overhead) / (self.kv_heads * self.token_bytes * max(tokens, 1))
         return f"; budget={math.ceil(1000 * share) / 1000} has room for them, or evict=True" if share < 1 else ""
 
     def allowed(self, lengths: list[list[int]]) -> int | None:
-        """For everything, given the tokens of each active request per layer."""
+        """Bytes allowed for the whole cache, given the tokens of each active request per layer."""
         if self.amount is None:
             return None
         if type(self.amount) is int:

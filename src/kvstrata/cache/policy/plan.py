@@ -100,8 +100,11 @@ class Scopes:
 
 @dataclass(frozen=True)
 class Plans:
-    """Targets of all tokens. Per scope: ``needed`` bytes where even the cheapest assignment takes more than is allowed,
-    else None; and ``spare``, so many more plain tokens per head cache have room."""
+    """Targets of all tokens, and the outcome per scope.
+
+    ``needed`` is the bytes of the cheapest assignment if even that exceeds the allowance, else None; ``spare`` is the
+    number of further plain tokens per head cache that fit.
+    """
 
     target: torch.Tensor
     needed: list[int | None]
@@ -132,12 +135,14 @@ def whole_pages(settle_every: int, kept: int, page_tokens: int) -> int:
 def split(
     fixed: np.ndarray, moving: np.ndarray, head_caches: np.ndarray, allowed: np.ndarray, policy: Policy, headroom: int
 ) -> Split:
-    """Bytes of scopes shared out to their head caches.
+    """Share the bytes of scopes between their head caches.
 
     Args:
         fixed, moving: int ``[head_caches, tiers]``, tokens that stay and tokens that may move, by their tier now.
-        head_caches, allowed: ``[scopes]``, how many and how many bytes.
-        policy, headroom: room for so many more plain tokens in each head cache; halved where it does not fit.
+        head_caches: ``[scopes]``, number of head caches.
+        allowed: ``[scopes]``, bytes.
+        policy: its prices and ladder are used, and ``evict``.
+        headroom: further plain tokens per head cache to leave room for; halved until they fit.
     """
     prices, lowest = policy.prices, policy.ladder[0][-1]
     scope = np.repeat(np.arange(len(head_caches)), head_caches)

@@ -75,7 +75,7 @@ def fits_cropped(
 
 
 def tidy(cache: CacheState, workspace: torch.Tensor) -> None:
-    """Give back what the budget does not allow to keep: empty slabs, then holes in slabs."""
+    """Free memory until the budget holds: empty slabs first, then holes in slabs."""
     allowed = cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests])
     fixed = cache.budget.fixed
 
@@ -95,8 +95,8 @@ def compact(cache: CacheState, workspace: torch.Tensor) -> None:
         old, new = cache.pool.compact(tier, workspace)
         if len(old):
             table = cache.buckets.host_table[:, :, :, tier]
-            at = np.searchsorted(old, table).clip(max=len(old) - 1)
-            table[...] = np.where(old[at] == table, new[at], table)
+            index = np.searchsorted(old, table).clip(max=len(old) - 1)
+            table[...] = np.where(old[index] == table, new[index], table)
     cache.pool.trim()
     for layer in range(cache.layers):
         cache.buckets.push(layer, cache.requests)
