@@ -4,9 +4,9 @@
 
     call(ids=[5], table=[5, 9])  ->  the next size, 8  ->  rows 5..7 filled  ->  replay of graph 8  ->  outputs[:5]
 
-The step reads its inputs from buffers at fixed addresses. How a call's tensors get there is the runner's ``staging``:
-``copy``, one launch before the replay; ``graph``, the same launch as the first node of the graph, from staging
-buffers that the caller fills on the device; ``host``, a node that reads pinned memory which the caller fills.
+The step reads its inputs from buffers at fixed addresses. ``staging`` is the way of a call's tensors to them: ``copy``,
+one launch before the replay; ``graph``, the same launch as the first node of the graph, from staging buffers that the
+caller fills on the device; ``host``, a node that reads pinned memory, which the caller fills.
 On a CPU the step runs eagerly on the same buffers with the same padding.
 """
 
@@ -198,7 +198,7 @@ class GraphRunner:
         return one
 
     def _warm_up(self, one: Captured) -> None:
-        """Run the step on rows that are all padding, so that it writes nothing anywhere else."""
+        """Run the step on padding rows only, so that it writes to no live memory."""
         for name, part in one.inputs.items():
             value = self.fill[name]
             if value is not None:
@@ -225,7 +225,7 @@ class GraphRunner:
         return CopyPlan(list(parts.values()), sources, fill=fills, rows=rows, backend=backend_of(self.fused)).run
 
     def _body(self, one: Captured) -> Any:
-        """Run what a graph holds: the step, after the copy of its metadata where that is a node too."""
+        """Body of a graph: the step, preceded by the copy of its inputs if that is a node."""
         if self.staging != "copy" and one.fill is not None:
             one.fill()
         return self.step(**one.inputs)
@@ -245,7 +245,7 @@ class GraphRunner:
                 check_source(tensor, self.staged[names.source], False, names)
             for name, tensor in tensors.items():
                 staged, value = self.staged[name], self.fill[name]
-                # Columns that this step does not bring; "last" is for 1-D, which has none.
+                # Columns that this step does not provide; "last" is 1-D only and has none.
                 if isinstance(value, (int, float)) and tensor.shape[1:] != staged.shape[1:]:
                     staged[: tensor.shape[0]].fill_(value)
                 staged[tuple(slice(0, n) for n in tensor.shape)].copy_(tensor)
@@ -355,7 +355,7 @@ def _cut(outputs: Any, size: int, batch: int) -> Any:
 
 
 def _leave_capture(device: torch.device) -> None:
-    """Capture nothing, successfully: after a failed capture torch still takes its generator for captured."""
+    """Make an empty capture: after a failed one torch still treats its generator as captured."""
     nothing = torch.zeros((), device=device)
     with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
         nothing.zero_()

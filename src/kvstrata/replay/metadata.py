@@ -1,7 +1,7 @@
-"""Metadata of two attention backends into the buffers of a captured graph, with one launch in place of six or eight.
+"""Metadata of two attention backends copied into the buffers of a captured graph, in one launch.
 
-``fused=False`` or ``KVSTRATA_FUSED_COPY=0`` makes one ``.copy_`` a buffer instead, for comparison. Both ways are a
-``CopyPlan`` and differ in its backend alone, so that checks and errors are the same.
+``fused=False`` or ``KVSTRATA_FUSED_COPY=0`` makes one ``.copy_`` per buffer instead, for comparison. Both are a
+``CopyPlan`` and differ only in its backend, so checks and errors are the same.
 """
 
 from __future__ import annotations

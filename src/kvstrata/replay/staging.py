@@ -4,13 +4,13 @@
 
     host      write step k      write k+1       write k+2 (waits for k)
                  |                 |               |
-    pinned    [slot 0]          [slot 1]        [slot 0]          a slot: its step's number, sizes, one area a buffer
+    pinned    [slot 0]          [slot 1]        [slot 0]          a slot: step number, sizes, one area per buffer
                  |                 |
     graph     scatter k, ...    scatter k+1, ...                  reads the slot over the bus, writes the buffers
 
-The scatter is one kernel that reads the slot in place, so only what is live crosses the bus. How many steps were done
-it counts itself, on the device and in a word that the host reads: the host calls nothing but the replay, and a slot
-is written again only when its step has been read.
+The scatter is one kernel that reads the slot in place, so only live data crosses the bus. It counts finished steps on
+the device and in a word that the host reads: the host makes no call but the replay, and reuses a slot only when its
+step has been read.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .plan import _spread, check_buffers
 if TYPE_CHECKING:
     from . import cuda as copy_cuda
 
-STAGED_BLOCKS = 64  # of one buffer: all are to run at once, because they wait for the first
-HEAD = 64  # words of a slot's head that the device keeps
-PATIENCE = 0.001  # seconds of looking at the word before the stream is waited for
+STAGED_BLOCKS = 64  # most per buffer: all blocks must be resident, because they wait for the first
+HEAD = 64  # words of a slot's header, cached on the device
+PATIENCE = 0.001  # seconds of polling the word before synchronising
 
 
 class HostStage:
@@ -70,7 +70,7 @@ class HostStage:
     def __init__(self, dst: Sequence[torch.Tensor], *, fill: Fill | Sequence[Fill] = None) -> None:
         check_list(dst, "dst")
         self.dst = tuple(dst)
-        self.names = names_of(len(self.dst))  # for errors of ``write``; a runner puts its own here
+        self.names = names_of(len(self.dst))  # for errors of ``write``; a runner sets its own
         check_buffers(self.dst, self.names)
         if not self.dst:
             raise ValueError("dst: expected at least one buffer, got none")
@@ -81,7 +81,7 @@ class HostStage:
         self.device = self.dst[0].device
         self._cuda = self.device.type == "cuda"
         if self._cuda:
-            resolve("cuda", self.device)  # says what is missing
+            resolve("cuda", self.device)  # raises if it is missing
         count = len(self.dst)
         header = aligned(8 + 8 * count)  # number of the step, then rows and columns of each source
         slot, offsets = header, []  # bytes
@@ -90,7 +90,7 @@ class HostStage:
             slot += aligned(buffer.numel() * buffer.itemsize)
         self._slot_bytes = slot
         self._pinned = torch.zeros(2 * slot + ALIGN, dtype=torch.uint8, pin_memory=self._cuda)
-        # Steps done, blocks done, launches done, launch whose head is there; the head. As in copy.cu.
+        # Finished steps, blocks and launches, the launch whose header is cached; then the header. As in copy.cu.
         self._turn = torch.zeros(4 + HEAD, dtype=torch.int32, device=self.device)
         words = self._pinned.numpy()
         self._done = words[2 * slot : 2 * slot + 4].view(np.uint32)
@@ -148,7 +148,7 @@ class HostStage:
             if len(most) == 3 and live[1:] != most[1:]:
                 raise ValueError(f"shapes[{i}]: expected [rows, {most[1]}, {most[2]}], got {list(live)}")
             sizes[i] = (live[0], live[-1]) if live else (1, 1)
-        self._number[self._written & 1][0] = self._written + 1  # last: this is what makes the slot a step
+        self._number[self._written & 1][0] = self._written + 1  # written last: it publishes the step
         self._written += 1
 
     def write(self, src: Sequence[torch.Tensor | None]) -> None:
@@ -179,7 +179,7 @@ class HostStage:
             if time.perf_counter() < limit and self._cuda:
                 continue
             if self._cuda:
-                torch.cuda.synchronize(self.device)  # errors of the GPU come out here
+                torch.cuda.synchronize(self.device)  # raises errors of the GPU
             if int(self._done[0]) + 2 <= self._written:
                 raise RuntimeError(
                     f"write: expected a replay after every write, got {self._written} writes and "

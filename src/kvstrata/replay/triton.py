@@ -1,7 +1,7 @@
 """The copies of a plan in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
 
-Triton has no structs by value, so descriptors are a table of int64 on the device, kept for every set of addresses that
-was seen: a set that is new costs a small upload, which is why it has to be seen once before graph capture.
+Triton has no structs by value, so descriptors are a table of int64 on the device, cached per set of source
+addresses: a new set costs a small upload, so it must have run once before graph capture.
 """
 
 from __future__ import annotations
