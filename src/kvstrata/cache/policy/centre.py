@@ -64,10 +64,10 @@ def fix_centres(
             chosen, chosen_target = chosen[belongs], target[belongs]
         those = [requests[i] for i in without.tolist()]
         for begun, centre in _computed(cache, layer, those, chosen, chosen_target, fresh):
-            index = cache.pool.to_device(without[begun])
-            centres[index] = centre
+            begun_index = cache.pool.to_device(without[begun])
+            centres[begun_index] = centre
             change.set(cache._centred, ([those[i] for i in begun], layer), True)
-            change.launch(partial(stored.__setitem__, places[index], centre))
+            change.launch(partial(stored.__setitem__, places[begun_index], centre))
     return centres.flatten(0, 1)
 
 
