@@ -40,43 +40,6 @@ EXEMPT = {
     "replay.Bound": {"Args", "Raises", "mutation", "capture"},
     "replay.PrecomputedMetadata": {"Args", "Raises", "mutation", "capture"},
 }
-# Names whose docstrings are not complete yet.
-PENDING = {
-    "CopyPlan",
-    "Format",
-    "GraphRunner",
-    "PagedCache",
-    "dequantize",
-    "hf.StrataCache",
-    "prefill_attention_cached",
-    "quantize",
-    "replay.Bound",
-    "replay.HostStage",
-    "replay.PrecomputedMetadata",
-    "replay.Scatter",
-    "replay.fused_copy_replay_data",
-    "store_kv",
-}
-# Files and folders with docstrings that do not stand alone yet.
-PENDING_FILES = {
-    "attention/prefill",
-    "attention/prefill_cached",
-    "cache/move",
-    "cache/ops",
-    "cache/policy",
-    "cache/storage",
-    "hf",
-    "jit",
-    "layout",
-    "quant",
-    "replay",
-    "store",
-    "tools/bench/cases/prefill.py",
-    "tools/bench/cases/quantize.py",
-    "tools/bench/cases/settle.py",
-    "tools/bench/cases/store.py",
-    "tools/tune/problems/prefill.py",
-}
 
 
 def public_names() -> list[str]:
@@ -123,8 +86,6 @@ def undocumented(function: Any, doc: str) -> list[str]:
 
 @pytest.mark.parametrize("name", public_names())
 def test_public_docstring_is_complete(name: str) -> None:
-    if name in PENDING:
-        pytest.skip("pending")
     target, exempt = resolve(name), EXEMPT.get(name, set())
     doc = inspect.getdoc(target) or ""
     starts = section_starts(doc)
@@ -155,8 +116,6 @@ def public_methods(owner: type) -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize("name", [name for name in public_names() if name.split(".")[-1][0].isupper()])
 def test_public_methods_are_documented(name: str) -> None:
     """A method says shapes where tensors come or go, and what it raises where it takes arguments."""
-    if name in PENDING:
-        pytest.skip("pending")
     missing = []
     for method, function in public_methods(resolve(name)):
         doc = function.__doc__ or ""
@@ -175,7 +134,7 @@ def test_example_of_docstring_runs(name: str) -> None:
     exported = {public: getattr(kvstrata, public) for public in kvstrata.__all__}
     shown = exported | {"torch": torch, "kvstrata": kvstrata, name.split(".")[-1]: target}
     tests = doctest.DocTestFinder(recurse=inspect.isclass(target)).find(target, name, globs=shown)
-    assert name in PENDING or any(test.examples for test in tests), f"{name} shows no example"
+    assert any(test.examples for test in tests), f"{name} shows no example"
     torch.manual_seed(0)  # an example with a random model could otherwise end at its end-of-text token
     runner = doctest.DocTestRunner()
     for test in tests:
@@ -199,7 +158,6 @@ def test_docstrings_stand_alone() -> None:
     fragments = [
         f"{path.relative_to(SOURCE)}:{line}: {doc.splitlines()[0]}"
         for path in sorted(SOURCE.rglob("*.py"))
-        if not any(path.relative_to(SOURCE).is_relative_to(folder) for folder in PENDING_FILES)
         for line, doc in docstrings(path)
         if FRAGMENT.match(doc)
     ]

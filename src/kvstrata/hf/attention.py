@@ -86,7 +86,7 @@ def check_implementation(config: PreTrainedConfig) -> str:
 def _check(
     base: str, module: torch.nn.Module, queries: int, mask: torch.Tensor | None, options: dict[str, Any]
 ) -> None:
-    """Raise for everything that a compressed layer would ignore; `StrataCache.tokens_among` checks the mask."""
+    """Raise for everything that a compressed layer would ignore; `StrataCache._tokens_among` checks the mask."""
     if base not in BASES:
         raise NotImplementedError(
             f'attention: expected "sdpa" or "eager" with a StrataCache, got {base!r};'

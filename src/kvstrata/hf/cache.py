@@ -40,26 +40,30 @@ OWN["max_requests"] = " (max_batch= asks for more rows)"
 class StrataCache(Cache):
     """KV cache of a transformers model under a byte budget, in tiers of 2 to 16 bit.
 
-    Give it as ``past_key_values`` to ``model.generate`` or to a forward; K and V are ``[rows, kv_heads, tokens, D]``
-    there. A forward mutates the cache.
+    Pass it as ``past_key_values`` to ``model.generate`` or to a forward, where K and V are
+    ``[rows, kv_heads, tokens, D]``. A forward mutates the cache.
 
     Args:
-        config: the model's (``model.config``); it is not changed. ValueError for a model that cannot be compressed.
+        config: the model's (``model.config``); it is not changed.
         budget: a fraction of 16 bit; 1.0 compresses nothing, None is no limit.
-        budget_bytes: bytes for everything, in place of ``budget``.
-        tiers, recent_tokens, sink_tokens, page_tokens, policy, ...: of `kvstrata.TieredCache`.
+        budget_bytes: bytes for the whole cache, in place of ``budget``.
+        tiers, recent_tokens, sink_tokens, page_tokens, policy, ...: passed to `kvstrata.TieredCache`.
         dtype: of tokens that are not compressed; None is the model's, and float16 where a float32 model is compressed.
-        max_batch: rows, for `batch_repeat_interleave`; None is what comes first.
-        max_tokens: of a row; None begins with the config's context length, up to 32768 for shorter prompts, and grows
-            where a row becomes longer.
+        max_batch: largest number of rows, for `batch_repeat_interleave`; None is that of the first forward.
+        max_tokens: largest length of a row; None starts with the config's context length, up to 32768 for shorter
+            prompts, and grows when a row becomes longer.
         importance_queries: maximum number of prompt queries sampled for importance.
 
-    Layers that are not compressed (sliding window, linear attention, other shapes of K and V) are transformers' own;
-    `plain_layers` says which and why. `tiered` is the TieredCache, once there is a first token. Unsupported are masks
-    beyond causal order and padding, packed sequences, `output_attentions` and offloading; they raise
-    NotImplementedError. Arguments that make no sense raise ValueError or TypeError, and a text that does not fit
-    ``budget_bytes`` raises BudgetExceeded. Gradients do not flow through stored tokens. Not safe under CUDA graph
-    capture: a forward reads sizes on the host. `kvstrata.hf.step` has a decode step that can be captured.
+    Layers that cannot be compressed (sliding window, linear attention, other shapes of K and V) stay transformers' own;
+    ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on. Gradients do not
+    flow through stored tokens. Not safe under CUDA graph capture: a forward reads sizes on the host. `kvstrata.hf.step`
+    has a decode step that can be captured.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or the model cannot be compressed.
+        NotImplementedError: from a forward with a mask beyond causal order and padding, packed sequences or
+            ``output_attentions``, and from offloading.
+        BudgetExceeded: from a forward whose tokens do not fit ``budget_bytes``.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -134,7 +138,7 @@ class StrataCache(Cache):
 
     @classmethod
     def from_file(cls, config: PreTrainedConfig, path: str | PathLike[str], **options: Any) -> StrataCache:
-        """Make a cache with the arguments in a JSON file, such as `kvstrata advise` writes; ``options`` override them.
+        """Make a cache with the arguments in a JSON file as `kvstrata advise` writes it; ``options`` override them.
 
         Raises ValueError unless the file holds a JSON object, and what `StrataCache` raises.
         """
@@ -171,6 +175,7 @@ class StrataCache(Cache):
 
     @property
     def tiered(self) -> TieredCache:
+        """TieredCache of the compressed layers; raises RuntimeError before the first token."""
         if self._tiered is None:
             raise RuntimeError("tiered: expected a cache with tokens, got one that has seen none")
         return self._tiered
@@ -180,8 +185,8 @@ class StrataCache(Cache):
         """True if attention mass decides which tokens are demoted."""
         return self.tiered.policy.name == "importance" and self.tiered.budget.amount is not None
 
-    def misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
-        """Reason why K and V of a layer cannot be compressed, or None."""
+    def _misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
+        """Reason why K and V of a layer, ``[rows, kv_heads, n, D]``, cannot be compressed, or None."""
         dim = key.shape[-1]
         if key.shape != value.shape:
             return f"K and V of different shapes, {tuple(key.shape[1::2])} and {tuple(value.shape[1::2])}"
@@ -191,7 +196,8 @@ class StrataCache(Cache):
             return f"{key.shape[1]} heads of {dim}, other layers have {self._shape}"
         return None
 
-    def keep_plain(self, place: int, reason: str) -> DynamicLayer:
+    def _keep_plain(self, place: int, reason: str) -> DynamicLayer:
+        """Replace a compressed layer by one of transformers; ``reason`` goes to ``plain_layers``."""
         self.plain_layers[place], self.layers[place] = reason, DynamicLayer()
         self._warn_if_useless()
         return self.layers[place]
@@ -202,7 +208,11 @@ class StrataCache(Cache):
             warnings.warn(f"StrataCache compresses no layer of this model: {reasons}", stacklevel=3)
 
     def build(self, key: torch.Tensor) -> None:
-        """Make the TieredCache from the first K, ``[rows, kv_heads, n, D]``, which has its shape, dtype and device."""
+        """Make the TieredCache for K ``[rows, kv_heads, n, D]``; does nothing if there is one.
+
+        The first forward calls it. Raises ValueError for a budget below the lowest tier, and for options that do not
+        fit the model's sizes.
+        """
         rows, heads, new, dim = key.shape
         if self._tiered is not None:
             return
@@ -235,12 +245,12 @@ class StrataCache(Cache):
                 stacklevel=2,
             )
 
-    def adopt(self, tiered: TieredCache, real: np.ndarray) -> None:
-        """Take a TieredCache whose requests are the rows of ``real``, bool ``[rows, columns]``."""
+    def _adopt(self, tiered: TieredCache, real: np.ndarray) -> None:
+        """Use a TieredCache whose requests are the rows of ``real``, bool ``[rows, columns]``, False for padding."""
         self._tiered, self._real = tiered, real
         self._shape = tiered.kv_heads, tiered.head_dim
 
-    def reserve(self, tokens: int) -> None:
+    def _reserve(self, tokens: int) -> None:
         """Make room for rows of ``tokens`` tokens; ValueError if that is more than ``max_tokens`` allows."""
         most = self.tiered.max_tokens
         if tokens <= most:
@@ -254,7 +264,7 @@ class StrataCache(Cache):
         self._tiered = clone(self.tiered, max_tokens=max(self.context, 2 * tokens))
 
     def _check_sizes(self) -> None:
-        """Refuse a budget that the sizes in the config rule out; `build` checks those that the model has."""
+        """Refuse a budget that is too low for the sizes in the config; `build` checks the sizes of the model itself."""
         heads = getattr(self._text, "num_attention_heads", None)
         dim = getattr(self._text, "head_dim", None) or (heads and getattr(self._text, "hidden_size", 0) // heads)
         if not self._compressed or type(dim) is not int or dim % 16 or not 32 <= dim <= 256:
@@ -282,7 +292,7 @@ class StrataCache(Cache):
             )
 
     def memory(self) -> Memory:
-        """Bytes in use: those of `TieredCache.memory`, and of layers that are not compressed."""
+        """Bytes in use, as `TieredCache.memory` counts them, plus those of layers that are not compressed."""
         plain = [x for place in self.plain_layers for x in vars(self.layers[place]).values() if torch.is_tensor(x)]
         held = sum(x.nbytes for x in plain)
         if self._tiered is None:
@@ -297,18 +307,19 @@ class StrataCache(Cache):
         limit = "budget_bytes" if "budget_bytes" in self.options else "budget"
         return f"StrataCache({self._compressed} layers, {limit}={self.options[limit]!r}{plain})"
 
-    # Columns: which are tokens
+    # Columns are tokens or padding
 
     @property
     def rows(self) -> int:
+        """Rows of the batch, 0 before the first token."""
         return len(self._real)
 
-    def tokens_among(
+    def _tokens_among(
         self, start: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int
     ) -> torch.Tensor | None:
-        """Tokens among the columns from ``start`` on, bool ``[rows, queries]``; None if all are.
+        """Mask of the tokens among the columns from ``start`` on, bool ``[rows, queries]``; None without padding.
 
-        The first layer of a forward reads mask and positions, the others only check a mask that is another one.
+        Only the first layer of a forward reads mask and positions; the others check a mask only if it is a new object.
         """
         if rows != self.rows:
             raise ValueError(f"past_key_values: expected {self.rows} rows as before, got {rows}")
@@ -330,7 +341,7 @@ class StrataCache(Cache):
             masks.check_positions(positions.to(self.tiered.device), tokens)
         return tokens
 
-    def forget(self, start: int) -> None:
+    def _forget(self, start: int) -> None:
         """Drop the columns from ``start`` on, which the first layer could not store."""
         if all(layer.columns <= start for layer in self.layers if isinstance(layer, StrataLayer)):
             self._real = self._real[:, :start]
@@ -343,7 +354,7 @@ class StrataCache(Cache):
     def _plain(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, StrataLayer)]
 
-    # What transformers asks for
+    # Interface of transformers' Cache
 
     def reset(self) -> None:
         """Drop all tokens; the next forward may have another batch size."""
@@ -355,9 +366,9 @@ class StrataCache(Cache):
         self._tiered, self._shape, self._real = None, None, np.ones((0, 0), bool)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` columns; tokens that were demoted since stay demoted.
+        """Remove the last ``-tokens_to_remove`` columns; tokens that were demoted in the meantime stay demoted.
 
-        Raises ValueError for a positive number.
+        Raises ValueError for a positive number, and BudgetExceeded if the rest does not fit the smaller budget.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -376,7 +387,11 @@ class StrataCache(Cache):
                 layer.columns = min(layer.columns, self._real.shape[1])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make row i a copy of row ``beam_idx[i]``, for beam search; pages are shared, not copied."""
+        """Make row i a copy of row ``beam_idx[i]``, int64 ``[rows]``, for beam search; pages are shared, not copied.
+
+        Raises ValueError for a row that does not exist, and IndexError where a layer that is not compressed sees it
+        first.
+        """
         for layer in self._plain():
             layer.reorder_cache(beam_idx)
         self._pick(beam_idx.tolist())
@@ -394,7 +409,7 @@ class StrataCache(Cache):
         self._pick([row for row in range(rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices``, an index or bool mask ``[rows]``."""
+        """Keep the rows ``indices``, int64 ``[n]`` or a bool mask ``[rows]``; raises IndexError for unknown rows."""
         for layer in self._plain():
             layer.batch_select_indices(indices)
         self._pick(torch.arange(self.rows)[indices.cpu()].tolist())

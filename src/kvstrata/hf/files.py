@@ -56,9 +56,9 @@ class SavedCache(Protocol):
     layers: list[Any]
     plain_layers: dict[int, str]
 
-    def adopt(self, tiered: TieredCache, real: np.ndarray) -> None: ...
+    def _adopt(self, tiered: TieredCache, real: np.ndarray) -> None: ...
 
-    def keep_plain(self, place: int, reason: str) -> DynamicLayer: ...
+    def _keep_plain(self, place: int, reason: str) -> DynamicLayer: ...
 
 
 Loaded = TypeVar("Loaded", bound=SavedCache)
@@ -187,7 +187,7 @@ def _restore(
             validate(tiered, parts)
             want((parts["length"] <= int(columns.sum())).all(), f"{prefix}length: expected up to its tokens")
             put(tiered, row, parts)
-        cache.adopt(tiered, tokens.numpy().astype(bool))
+        cache._adopt(tiered, tokens.numpy().astype(bool))
     for place, numbers in enumerate(metadata["layers"]):
         if "plain" in numbers:
             _restore_plain(cache, place, numbers, tensors, device)
@@ -209,7 +209,7 @@ def _restore_plain(
     cache: SavedCache, place: int, numbers: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
 ) -> None:
     if place not in cache.plain_layers:
-        cache.keep_plain(place, numbers["plain"])
+        cache._keep_plain(place, numbers["plain"])
     keys, values = (tensors.get(f"plain.{place}.{name}") for name in ("keys", "values"))
     if keys is not None and values is not None:
         layer, keys, values = cache.layers[place], keys.to(device), values.to(device)

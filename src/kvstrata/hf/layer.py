@@ -41,19 +41,19 @@ class Owner(Protocol):
     @property
     def uses_mass(self) -> bool: ...
 
-    def misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None: ...
+    def _misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None: ...
 
-    def keep_plain(self, place: int, reason: str) -> DynamicLayer: ...
+    def _keep_plain(self, place: int, reason: str) -> DynamicLayer: ...
 
     def build(self, key: torch.Tensor) -> None: ...
 
-    def reserve(self, tokens: int) -> None: ...
+    def _reserve(self, tokens: int) -> None: ...
 
-    def tokens_among(
+    def _tokens_among(
         self, start: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int
     ) -> torch.Tensor | None: ...
 
-    def forget(self, start: int) -> None: ...
+    def _forget(self, start: int) -> None: ...
 
 
 class StrataLayer(CacheLayerMixin):
@@ -61,7 +61,7 @@ class StrataLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
-    is_croppable = False  # crop removes tokens, but what has settled since stays settled
+    is_croppable = False  # crop removes tokens but does not undo demotions
 
     def __init__(self, owner: Owner, place: int, index: int) -> None:
         super().__init__()
@@ -76,12 +76,12 @@ class StrataLayer(CacheLayerMixin):
 
     @torch.compiler.disable  # a compiled model steps out of its graph for the cache
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The new rows, for `attend`; a layer whose shape does not fit becomes a plain one here."""
+        """Wrap the new rows for `attend`; a layer whose shape does not fit is replaced by a plain one here."""
         attention.connect(self.owner)
         if not self.is_initialized:
-            reason = self.owner.misfit(key_states, value_states)
+            reason = self.owner._misfit(key_states, value_states)
             if reason:
-                return self.owner.keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
+                return self.owner._keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
             self.lazy_initialization(key_states, value_states)
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
@@ -102,10 +102,10 @@ class StrataLayer(CacheLayerMixin):
         queries = query.shape[2]
         few = queries <= min(DECODE_QUERIES, self.owner.tiered.recent_tokens)
         try:
-            real = self.owner.tokens_among(self.columns, mask, positions, len(query), queries)
+            real = self.owner._tokens_among(self.columns, mask, positions, len(query), queries)
             if self.columns + queries > self.owner.tiered.max_tokens:
                 new = [queries] * len(query) if real is None else real.sum(1).tolist()
-                self.owner.reserve(max(map(add, self.lengths(), new)))
+                self.owner._reserve(max(map(add, self.lengths(), new)))
             if self.columns and few and real is None:
                 out = self._decode(query, key, value, logits)
             else:
@@ -113,7 +113,7 @@ class StrataLayer(CacheLayerMixin):
                     real = torch.ones(len(query), queries, dtype=torch.bool, device=query.device)
                 out = self._prompt(query, key, value, mask, real, under, logits)
         except Exception:
-            self.owner.forget(self.columns)
+            self.owner._forget(self.columns)
             raise
         self.columns += queries
         return out
@@ -255,7 +255,7 @@ class StrataLayer(CacheLayerMixin):
         if self.ledger is not None:
             self.ledger.flush()
 
-    # What transformers asks for; rows and columns go through the StrataCache.
+    # Interface of transformers' cache layers; the StrataCache handles rows and columns.
 
     def get_seq_length(self) -> int:
         return self.columns

@@ -1,4 +1,4 @@
-"""How a model's attention scores become logits."""
+"""Conversion of a model's attention scores to logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One decode step of a Llama-style transformers model over a `TieredCache`: what a graph of an engine holds."""
+"""One decode step of a Llama-style transformers model over a `TieredCache`, to be captured as an engine's graph."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def decode_step(
     positions: torch.Tensor,
     requests: torch.Tensor,
 ) -> torch.Tensor:
-    """Write one token of each row into the cache, attend, and return the most likely next tokens, int32 ``[rows]``.
+    """Write one token per row into the cache, attend, and return the most likely next tokens, int32 ``[rows]``.
 
     Args:
-        model: a Llama of transformers; its weights are used, its own cache and attention are not.
-        cache: advanced by one token of every live row (`TieredCache.advance`); mutated.
-        plan: a `DecodePlan` of the cache and the model's query heads, one row for each of ``ids``.
-        ids, positions: int32 ``[rows]``, the tokens and their positions.
+        model: a transformers Llama; its weights are used, its cache and attention are not.
+        cache: already advanced by one token for every live row (`TieredCache.advance`). Mutated.
+        plan: a `DecodePlan` for the cache and the model's query heads, with as many rows as ``ids``.
+        ids, positions: int32 ``[rows]``, tokens and their positions.
         requests: int32 ``[rows]``, the request of each row in the cache; negative for padding, which writes nothing.
 
     Safe under graph capture; `examples/engine.py` captures it with a `GraphRunner`.

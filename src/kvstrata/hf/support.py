@@ -1,14 +1,14 @@
-"""Which models a `StrataCache` can compress, from the source of their attention.
+"""Check that a `StrataCache` can compress a model, from the source code of its attention.
 
-A compressed layer's K and V are not tensors, so a model has to hand what `update` returned to transformers' attention
-interface and do nothing else with it:
+The K and V of a compressed layer are not tensors, so a model has to pass the result of `update` to transformers'
+attention interface and do nothing else with it:
 
     key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
     attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, ...)
     attn_output, attn_weights = attention_interface(self, query_states, key_states, value_states, attention_mask, ...)
 
-The source is read before the first token, without importing it. A model whose source cannot be found is not refused
-here; `attention.Pending` raises where such a model reads K or V.
+The source is parsed before the first token, not imported. A model whose source cannot be found is accepted here;
+`attention.Pending` raises when such a model reads K or V.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-# Keyword arguments of an attention function that a compressed layer knows or that say nothing about the scores.
+# Keyword arguments of an attention function that a compressed layer handles or that do not change the scores.
 KNOWN = {"query", "key", "value", "attention_mask", "position_ids", "is_causal", "sliding_window", "scaling", "softcap"}
 KNOWN |= {"s_aux", "dropout", "output_attentions"}
 
@@ -44,7 +44,7 @@ def check(config: Any, attention: str) -> None:
 
 
 def _source(configuration: str) -> str | None:
-    """Source of the modeling module beside a configuration module."""
+    """Source code of the modeling module that belongs to a configuration module, or None."""
     package, _, name = configuration.rpartition(".")
     if not name.startswith("configuration_"):
         return None
@@ -57,7 +57,7 @@ def _source(configuration: str) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def _refusal(source: str, attention: str) -> str | None:
-    """Why a modeling module's attention cannot be compressed, None if it can."""
+    """Reason why a modeling module's attention cannot be compressed, or None."""
     for owner in ast.parse(source).body:
         if isinstance(owner, ast.ClassDef):
             for function in owner.body:
@@ -101,7 +101,7 @@ def _refused(function: ast.FunctionDef, attention: str) -> str | None:
 
 
 def _is_update(call: ast.Call) -> bool:
-    """``past_key_values.update(key, value, layer)``, whatever the cache is called."""
+    """True for ``past_key_values.update(key, value, layer)``, whatever the name of the cache."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "update":
         return False
     cache = ast.unparse(call.func.value)
@@ -109,7 +109,7 @@ def _is_update(call: ast.Call) -> bool:
 
 
 def _lookups(nodes: list[ast.AST]) -> Iterator[tuple[str, bool]]:
-    """Names of looked-up attention functions, and whether by `get_interface`."""
+    """Names that attention functions are assigned to, with True if looked up by `get_interface`."""
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
@@ -128,7 +128,7 @@ def _refused_call(call: ast.Call, names: set[str]) -> str | None:
 
 
 def _refused_use(node: ast.AST, names: set[str]) -> str | None:
-    """Uses of K and V after `update` other than handing them on."""
+    """Reason why a use of K or V after `update` cannot be compressed, or None."""
     if isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node.value) in names:
         return f"reads {ast.unparse(node)} after the cache"
     if isinstance(node, ast.Assign) and (again := _computed(node) & names):
@@ -137,7 +137,7 @@ def _refused_use(node: ast.AST, names: set[str]) -> str | None:
 
 
 def _computed(node: ast.Assign) -> set[str]:
-    """Names that an assignment gives something else than another name's value."""
+    """Names assigned by a statement, unless it only copies another name."""
     if isinstance(node.value, ast.Name):
         return set()
     return {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}

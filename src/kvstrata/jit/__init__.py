@@ -29,7 +29,7 @@ __all__ = [
 
 @functools.lru_cache(maxsize=1)
 def missing() -> str | None:
-    """Why CUDA C++ kernels cannot be compiled here, or None."""
+    """Reason why CUDA C++ kernels cannot be compiled on this machine, or None."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         return "cuda-core is not installed: pip install 'kvstrata[cuda]'"
     try:

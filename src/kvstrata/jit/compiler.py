@@ -36,7 +36,7 @@ class Cubin:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one thread or block of a compiled kernel occupies."""
+    """Registers, spills and stack per thread, and shared memory per block, of a compiled kernel."""
 
     registers: int
     spill_bytes: int
@@ -45,14 +45,14 @@ class Usage:
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: ``$KVSTRATA_CACHE``, else the user's cache folder."""
+    """Folder of compiled kernels: ``$KVSTRATA_CACHE``, or ``kvstrata`` in the user's cache folder."""
     if folder := os.environ.get("KVSTRATA_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstrata"
 
 
 def header_folders(source: Path) -> list[Path]:
-    """Where a kernel's headers are: ideas that any may use, and those beside it."""
+    """Include folders of a kernel: the shared headers, and its own folder if that has any."""
     return [*INCLUDE, source.parent] if any(source.parent.glob("*.cuh")) else [*INCLUDE]
 
 
@@ -99,7 +99,7 @@ def usage(source: Path, entry: str, *, arch: str) -> Usage:
 
 
 def known_usage(source: Path, entry: str, *, arch: str) -> Usage | None:
-    """The same if it is in the cache, beside its cubin; nothing is compiled."""
+    """`usage` from the cache, or None if it is not there; compiles nothing."""
     from cuda.core.utils import FileStreamProgramCache
 
     if not (folder := cache_folder() / "cubin").is_dir():

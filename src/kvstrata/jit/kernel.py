@@ -64,7 +64,7 @@ class Kernel:
         return int(number)
 
     def resident(self, block: int, shared: int = 0) -> int:
-        """How many of its blocks torch's current device runs at once."""
+        """Number of blocks that torch's current device runs at once."""
         return _resident(self, block, shared, torch.cuda.current_device())
 
     def launch(self, grid: Any, block: Any, args: tuple[Any, ...] = (), *, shared: int = 0) -> None:
@@ -114,7 +114,7 @@ class Launch:
             self.call = self._with_overlap(driver, x, y, block, shared)
 
     def _with_overlap(self, driver: Any, x: int, y: int, block: int, shared: int) -> Any:
-        """The same launch with programmatic stream serialization."""
+        """Driver call of a launch with programmatic stream serialization."""
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1

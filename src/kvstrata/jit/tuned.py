@@ -1,4 +1,4 @@
-"""What `kvstrata tune` found, read at run time: the configuration of the nearest measured shape on this GPU.
+"""Tuned configurations, read at run time: that of the nearest measured shape on this GPU.
 
     kvstrata/tune/tables/<gpu>.json        shipped; a GPU without one gets what the kernels choose by themselves
     $KVSTRATA_CACHE/tables/<gpu>.json      one's own; an op that it names takes the place of the shipped one
@@ -36,7 +36,7 @@ def slug(name: str) -> str:
 
 
 def user_folder() -> Path:
-    """Where `kvstrata tune` puts its tables: read before the shipped ones."""
+    """Folder of the tables that `kvstrata tune` writes; they take precedence over the shipped ones."""
     return cache_folder() / "tables"
 
 
@@ -91,7 +91,7 @@ def nearest(op: str, gpu: str, shape: Mapping[str, Value]) -> Entry | None:
 
 
 def lookup(op: str, gpu_name: str, shape: Mapping[str, Value]) -> Choice | None:
-    """What is best for a shape on the GPU of that name; None: nothing is known, or the kernel's own choice."""
+    """Tuned choice for a shape on a GPU; None if nothing near was measured or the kernel's default won."""
     return _lookup(op, gpu_name, tuple(shape.items()))
 
 

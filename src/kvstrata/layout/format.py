@@ -29,7 +29,9 @@ class Format:
         centre: a vector per KV head, which the caller keeps, is subtracted from K before the rotation. Always False
             for plain rows.
 
-    Immutable and hashable. Raises ValueError, naming the argument.
+    Immutable and hashable.
+
+    Raises ValueError, naming the argument, for a size or number of bits that is not in these lists.
 
     Example:
         >>> Format(4, 2, 128).name, Format(4, 2, 128).bytes_per_token
@@ -62,7 +64,7 @@ class Format:
     def parse(
         cls, name: str, head_dim: int, page_tokens: int = 64, *, rotate: bool = True, centre: bool = True
     ) -> Format:
-        """The format of a name such as ``K4V2``; raises ValueError for any other form."""
+        """Make the format of a name such as ``K4V2``; raises ValueError for any other form."""
         match = re.fullmatch(r"K(\d+)V(\d+)", name) if isinstance(name, str) else None
         if match is None:
             raise ValueError(f"name: expected K<bits>V<bits> such as 'K4V2', got {name!r}")

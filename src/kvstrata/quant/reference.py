@@ -215,7 +215,14 @@ def quantize(x: torch.Tensor, bits: int, *, format: Format | None = None, backen
         format: says whether rows are rotated, and checks D and ``bits``; None rotates. Its centre is not applied.
         backend: ``auto`` or ``reference``.
 
-    Raises ValueError or TypeError, naming the argument. Never synchronises with the device; safe under graph capture.
+    Does not synchronise with the device; safe under graph capture.
+
+    Returns:
+        Packed: codes uint8 ``[..., D * bits / 8]`` and scales float16 ``[...]``, for `dequantize`.
+
+    Raises:
+        ValueError: a ``bits``, D or ``backend`` that is not supported, or D or ``bits`` that differ from ``format``.
+        TypeError: ``x`` is not a floating-point tensor, or ``format`` not a Format.
 
     Example:
         >>> packed = quantize(torch.randn(3, 8, 64), 4)
@@ -244,10 +251,17 @@ def quantize(x: torch.Tensor, bits: int, *, format: Format | None = None, backen
 
 
 def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Rows ``[..., D]`` from `quantize`, rotation undone, in ``dtype`` or by default the dtype of the original.
+    """Restore rows from codes and scales, and undo the rotation.
 
-    Always finite: values that do not fit ``dtype`` saturate. ``packed`` is not mutated. Raises TypeError, naming the
-    argument. Safe under graph capture.
+    Args:
+        packed: the result of `quantize`. Not mutated.
+        dtype: floating-point type of the result; None is that of the original rows.
+
+    Safe under graph capture.
+
+    Returns a tensor ``[..., D]``, always finite: values that do not fit ``dtype`` saturate.
+
+    Raises TypeError if ``packed`` is not a Packed or ``dtype`` not a floating-point type.
 
     Example:
         >>> x = torch.zeros(2, 64)

@@ -1,14 +1,14 @@
-"""One copy of a plan, checked: a source into the corner of a buffer, and what happens to the rest of the buffer.
+"""One copy of a plan, checked: a source into the corner of a buffer, and the fill of the rest.
 
 ::
 
     dst [D0, D1]   +--------------+-------+      covered: row < live rows and column < the row's length
-                   |  src [n0, n1]| fill  |      fill, where one is given, goes to everything else
+                   |  src [n0, n1]| fill  |      everything else gets the fill, if one is given
                    +--------------+       |
                    |         fill         |
                    +----------------------+
 
-Kernels see three dimensions of bytes (``Move``): a 1-D copy is one row, and dimensions that adjoin on both sides merge.
+Kernels see three dimensions of bytes (``Move``): a 1-D copy is one row, and dimensions contiguous on both sides merge.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The dtypes between which values can be cast, by the number the kernels know them by.
+# Numbers of the dtypes between which the kernels can cast.
 KINDS = {
     torch.uint8: 0,
     torch.int8: 1,
@@ -40,11 +40,16 @@ Fill = float | int | bool | str | None
 
 @dataclass(frozen=True)
 class Bound:
-    """A count that lives on the device: ``ceil(tensor / per) + extra``, at least 0 and at most what the source has.
+    """Count on the device that bounds a copy: ``ceil(tensor / per) + extra``, clamped to 0 and the source's size.
 
-    ``tensor`` is int32 or int64, of one element or ``[rows]``, and is read when a copy runs, so a captured copy follows
-    it. `CopyPlan` raises ValueError or TypeError for another. ``Bound(seq_lens, per=16)`` bounds the rows of a page
-    table to their live pages, ``Bound(batch, extra=1)`` offsets to batch + 1 entries.
+    Args:
+        tensor: int32 or int64, of one element or ``[rows]``. It is read when a copy runs, so a captured copy reads it
+            at every replay.
+        per: divisor, at least 1.
+        extra: added after the division.
+
+    ``Bound(seq_lens, per=16)`` bounds the rows of a page table to their live pages, ``Bound(batch, extra=1)`` bounds
+    offsets to batch + 1 entries. `CopyPlan`, not ``Bound``, raises ValueError or TypeError for values that do not fit.
 
     Example:
         >>> from kvstrata.replay import Bound, CopyPlan
@@ -60,7 +65,7 @@ class Bound:
 
 
 class Look(NamedTuple):
-    """All that a kernel depends on of a tensor, but its address."""
+    """Everything about a tensor that a kernel depends on, except its address."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -77,7 +82,7 @@ Three = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Move:
-    """A copy as kernels see it; strides in bytes. ``size`` is the source's, ``extent`` what is gone through."""
+    """A copy as kernels see it; strides in bytes. ``size`` is the source's, ``extent`` includes what is filled."""
 
     size: Three
     extent: Three
@@ -99,7 +104,7 @@ class Move:
 
 
 def fill_bits(value: float | int | bool, dtype: torch.dtype) -> int:
-    """The bytes of a value of at most 8 bytes, repeated to fill eight."""
+    """A value of at most 8 bytes as a 64-bit pattern, repeated to fill it."""
     raw = torch.tensor([value], dtype=dtype).view(torch.uint8).numpy().tobytes()
     return struct.unpack("<Q", raw * (8 // len(raw)))[0]
 
@@ -131,7 +136,7 @@ def shape(tensor: torch.Tensor) -> list[int]:
 
 
 class Names(NamedTuple):
-    """Names of a copy's source and target in errors, and whether its caller could ask for a cast."""
+    """Names of a copy's source and target in errors; ``casts`` if the caller has a cast argument."""
 
     source: str
     target: str
@@ -179,7 +184,7 @@ def check_source(src: torch.Tensor, dst: torch.Tensor, cast: bool, names: Names)
 
 
 def check_bound(bound: Bound, name: str, device: torch.device, rows: int | None) -> None:
-    """A bound of one value (``rows=None``) or of at least ``rows`` values."""
+    """Check a bound of one value (``rows=None``) or of at least ``rows`` values."""
     tensor = bound.tensor
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor or a Bound, got {type(tensor).__name__}")
@@ -199,7 +204,7 @@ def move_of(source: Look, target: Look, fill: Fill, bounded: bool) -> Move:
     """The kernels' view of a copy that was checked."""
     filled = fill is not None
     inner, outer = source.dtype.itemsize, target.dtype.itemsize
-    # size, extent, stride of the source, stride of the target; a stride of one step is never used, and 0 aligns.
+    # size, extent, source stride, target stride; the stride of a single step is never used, so 0 keeps it aligned.
     dims = [
         (n, most if filled else n, s * inner if n > 1 else 0, t * outer if (most if filled else n) > 1 else 0)
         for n, most, s, t in zip(source.shape, target.shape, source.stride, target.stride, strict=True)
@@ -223,7 +228,7 @@ Dim = tuple[int, int, int, int]
 
 
 def merged(dims: Sequence[Dim]) -> list[Dim]:
-    """Dimensions that adjoin in source and target become one."""
+    """Merge dimensions that are contiguous in source and target."""
     out: list[Dim] = []
     for dim in dims:
         n, extent, source, target = dim
@@ -243,7 +248,7 @@ def merged(dims: Sequence[Dim]) -> list[Dim]:
 
 
 def _three(dims: Sequence[Dim], inner: int, outer: int) -> tuple[Three, Three, Three, Three]:
-    """Rows of rows; a stride of the innermost dimension is always set, since vectors depend on it."""
+    """Pad to three dimensions; the innermost stride is always set, since vector accesses depend on it."""
     n, extent, source, target = dims[-1] if dims else (1, 1, 0, 0)
     last = (n, extent, source or inner if n <= 1 else source, target or outer if extent <= 1 else target)
     above = list(dims[:-1])

@@ -63,7 +63,7 @@ def features(copies: int, nbytes: int, casts: bool) -> dict[str, int | str]:
 
 
 def config_of(dst: Sequence[torch.Tensor], casts: bool, device: torch.device) -> Config:
-    """The cut that a tuned table has for buffers like these on this GPU, or the default."""
+    """Tuned launch configuration for similar buffers on this GPU, or the default."""
     if device.type != "cuda":
         return DEFAULT
     nbytes = sum(buffer.numel() * buffer.itemsize for buffer in dst)
@@ -104,7 +104,7 @@ def pack(
 
 
 def first_workers(workers: Sequence[int]) -> list[int]:
-    """First worker of each copy, and their number."""
+    """First worker of each copy, then the total."""
     first = [0]
     for count in workers:
         first.append(first[-1] + count)
@@ -140,14 +140,14 @@ class Copies:
         self._threads = config.threads
         self.launch = jit.Launch(kernel, 1, config.threads, empty_params(self.room, stage))
         self.params, self.args = self.launch.params, self.launch.args
-        # Launch fixes its grid; here the shapes choose it.
+        # jit.Launch has a fixed grid; here it depends on the shapes.
         self._call: Any = self.launch.call.func
         self._function: Any = self.launch.call.args[0]
         self.write = struct.Struct(f"<{count}Q").pack_into
         self.grid = 0
 
     def tail(self, descriptors: Sequence[bytes], workers: Sequence[int]) -> tuple[bytes, int]:
-        """Descriptors and first workers as they lie behind pointers and stage, and the grid."""
+        """Bytes of the parameters after pointers and stage (descriptors, first workers), and the grid."""
         *first, total = first_workers(workers)
         grid = -(-total // self.config.workers)
         empty = self.room - len(descriptors)
@@ -160,7 +160,7 @@ class Copies:
         self.grid = grid
 
     def go(self) -> None:
-        """Launch with what the parameters say now, on torch's current stream."""
+        """Launch with the current parameters, on torch's current stream."""
         if self.grid == 0:
             return
         if torch._C._cuda_getDevice() == self.device:

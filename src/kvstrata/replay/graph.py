@@ -4,9 +4,9 @@
 
     call(ids=[5], table=[5, 9])  ->  the next size, 8  ->  rows 5..7 filled  ->  replay of graph 8  ->  outputs[:5]
 
-The step reads its inputs from buffers at fixed addresses. How a call's tensors get there is the runner's ``staging``:
-``copy``, one launch before the replay; ``graph``, the same launch as the first node of the graph, from staging
-buffers that the caller fills on the device; ``host``, a node that reads pinned memory which the caller fills.
+The step reads its inputs from buffers at fixed addresses. ``staging`` is the way of a call's tensors to them: ``copy``,
+one launch before the replay; ``graph``, the same launch as the first node of the graph, from staging buffers that the
+caller fills on the device; ``host``, a node that reads pinned memory, which the caller fills.
 On a CPU the step runs eagerly on the same buffers with the same padding.
 """
 
@@ -56,25 +56,26 @@ class Captured:
 
 
 class GraphRunner:
-    """Runs a step of any batch size by replaying the graph of the next size that was captured.
+    """Run a step of any batch size by replaying the graph of the next larger captured size.
 
     Args:
         step: called as ``step(**inputs)`` with the buffers cut to a size; returns tensors whose dimension 0 is the
             batch, alone or in a tuple, list or dict, or None. It may write other tensors that it holds, such as a KV
             cache.
-        inputs: by name the buffers, or ``(shape, dtype)`` for the runner to allocate (``device`` says where). Dimension
-            0 is the largest of ``sizes``, one row for each of the batch, or exactly one more: offsets such as
-            ``cu_seqlens``, which have batch + 1 entries at every size. Any other length is an error; give a part of
-            a longer buffer, ``buffer[:largest]``.
+        inputs: buffers by name, or ``(shape, dtype)`` for the runner to allocate. Mutated by every call. Shape
+            ``[largest, ...]``, where ``largest`` is the largest of ``sizes``, or ``[largest + 1, ...]`` for offsets
+            such as ``cu_seqlens``, which have batch + 1 entries at every size. Of a longer buffer give
+            ``buffer[:largest]``.
         sizes: the batch sizes to capture, ints of at least 1.
-        fill: by name what padding rows, and columns that a call does not bring, get: a number, ``"last"`` (1-D), or
-            None to leave them as they were. Names that are not given get 0.
+        fill: value by name for padding rows and for columns that a call does not provide: a number, ``"last"`` (1-D
+            only), or None to leave them as they were; 0 for names that are not given.
         staging: ``copy``, ``graph`` or ``host``.
-        fused: False makes one ``.copy_`` for each input, and fills one by one, where otherwise one launch does it all,
-            to compare the two; None goes by the environment, ``KVSTRATA_FUSED_COPY=0`` being False. Pinned memory is
-            read by one kernel always: ``staging="host"`` takes no False, and does not look at the environment.
-        watch: further tensors that the step reads or writes, checked with the buffers before each replay: a graph does
-            not notice when a tensor has moved.
+        fused: False copies and fills the inputs one by one instead of in one launch, for comparison; None is True
+            unless the environment has ``KVSTRATA_FUSED_COPY=0``. ``staging="host"`` always uses one kernel: False is an
+            error, and the environment is ignored.
+        watch: further tensors that the step reads or writes. Their addresses, and those of the buffers, are checked
+            before each replay: a graph does not notice when a tensor has moved.
+        device: device of the buffers that the runner allocates; None is that of the given ones.
         warmup: eager runs before each capture, in which kernels are compiled and allocators settle.
         pool: a graph memory pool to share with other runners.
         progress: show a bar while capturing; None shows it on a terminal.
@@ -83,10 +84,13 @@ class GraphRunner:
     next call overwrites. With ``staging="graph"`` write ``runner.staged[name]`` on the device and call
     ``runner.replay(batch)``; with ``"host"`` the tensors of a call are on the CPU.
 
-    A call's tensors have the dtype of their buffers; none is converted. Raises ValueError or TypeError, naming the
-    input, for tensors that do not fit, RuntimeError when nothing was captured, when the step cannot be captured and
-    when a tensor has moved. Calls launch on the current stream; only with ``staging="host"`` may one wait, until
-    the step before last was read. Not for use by two threads at once.
+    A call's tensors have the dtype of their buffers; none is converted. Calls launch on the current stream and do not
+    synchronise, except with ``staging="host"``, where a call may wait until the GPU has read the step before last. Not
+    thread-safe.
+
+    Raises:
+        ValueError, TypeError: an argument, or a tensor of a call, that does not fit; the message names it.
+        RuntimeError: nothing was captured yet, the step cannot be captured, or a tensor has moved since.
 
     Example:
         >>> buffers = {"x": ((4, 2), torch.float32)}
@@ -160,7 +164,10 @@ class GraphRunner:
         return {size: self._by_size[size].memory for size in sorted(self._by_size)}
 
     def capture(self) -> GraphRunner:
-        """Capture every size, the largest first, so that smaller ones fit into its memory. Returns the runner."""
+        """Capture every size, the largest first so that smaller ones reuse its memory; returns the runner.
+
+        Raises RuntimeError if the step cannot be captured. On a CPU nothing is captured: calls run the step eagerly.
+        """
         if self.device.type == "cuda" and self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         for size in _progress(self.sizes[::-1], self.progress):
@@ -191,7 +198,7 @@ class GraphRunner:
         return one
 
     def _warm_up(self, one: Captured) -> None:
-        """Run the step on rows that are all padding, so that it writes nothing anywhere else."""
+        """Run the step on padding rows only, so that it writes to no live memory."""
         for name, part in one.inputs.items():
             value = self.fill[name]
             if value is not None:
@@ -218,7 +225,7 @@ class GraphRunner:
         return CopyPlan(list(parts.values()), sources, fill=fills, rows=rows, backend=backend_of(self.fused)).run
 
     def _body(self, one: Captured) -> Any:
-        """Run what a graph holds: the step, after the copy of its metadata where that is a node too."""
+        """Body of a graph: the step, preceded by the copy of its inputs if that is a node."""
         if self.staging != "copy" and one.fill is not None:
             one.fill()
         return self.step(**one.inputs)
@@ -238,14 +245,18 @@ class GraphRunner:
                 check_source(tensor, self.staged[names.source], False, names)
             for name, tensor in tensors.items():
                 staged, value = self.staged[name], self.fill[name]
-                # Columns that this step does not bring; "last" is for 1-D, which has none.
+                # Columns that this step does not provide; "last" is 1-D only and has none.
                 if isinstance(value, (int, float)) and tensor.shape[1:] != staged.shape[1:]:
                     staged[: tensor.shape[0]].fill_(value)
                 staged[tuple(slice(0, n) for n in tensor.shape)].copy_(tensor)
         return self.replay(batch)
 
     def replay(self, batch: int) -> Any:
-        """Replay for this batch with what was staged, and return the outputs of its rows."""
+        """Replay the step on the staged inputs and return the outputs of the first ``batch`` rows.
+
+        Raises ValueError if ``batch`` is larger than the largest size, and RuntimeError if nothing was captured or a
+        tensor has moved.
+        """
         one = self._of(batch)
         if self._live is not None and self._live_batch != batch:
             self._live.fill_(batch)
@@ -344,7 +355,7 @@ def _cut(outputs: Any, size: int, batch: int) -> Any:
 
 
 def _leave_capture(device: torch.device) -> None:
-    """Capture nothing, successfully: after a failed capture torch still takes its generator for captured."""
+    """Make an empty capture: after a failed one torch still treats its generator as captured."""
     nothing = torch.zeros((), device=device)
     with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
         nothing.zero_()

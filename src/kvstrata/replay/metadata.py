@@ -1,7 +1,7 @@
-"""Metadata of two attention backends into the buffers of a captured graph, with one launch in place of six or eight.
+"""Metadata of two attention backends copied into the buffers of a captured graph, in one launch.
 
-``fused=False`` or ``KVSTRATA_FUSED_COPY=0`` makes one ``.copy_`` a buffer instead, for comparison. Both ways are a
-``CopyPlan`` and differ in its backend alone, so that checks and errors are the same.
+``fused=False`` or ``KVSTRATA_FUSED_COPY=0`` makes one ``.copy_`` per buffer instead, for comparison. Both are a
+``CopyPlan`` and differ only in its backend, so checks and errors are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _plans: OrderedDict[tuple[int | str, ...], CopyPlan] = OrderedDict()
 
 
 def _plan_of(dst: Sequence[torch.Tensor], names: Sequence[Names], backend: str) -> CopyPlan:
-    """The plan of these very tensors; it keeps them alive, so that their ids stay theirs."""
+    """The plan of these tensor objects; it keeps them alive, so that their ids cannot be reused."""
     key: tuple[int | str, ...] = (backend, *map(id, dst))
     plan = _plans.get(key)
     if plan is None or any(
@@ -56,12 +56,23 @@ def fused_copy_replay_data(
 ) -> None:
     """Copy a decode step's metadata into a captured graph's buffers, in one launch.
 
-    Of the sources the first ``batch_size`` elements count (``batch_size + 1`` of ``src_cu_seqlens_k``) and of the page
-    table the first ``max_seqlen_k`` columns; buffers may be larger and keep what is behind. Page tables are 2-D, all
-    other tensors 1-D. Dtypes of a pair are equal; nothing is cast. The ``dst`` tensors are mutated; a plan is kept for
-    the very tensor objects. Raises ValueError or TypeError, naming the argument, for what does not fit, before
-    anything is written. Safe under graph capture. ``fused=False`` (or ``KVSTRATA_FUSED_COPY=0``) makes six ``.copy_``
-    calls, with the same checks.
+    Args:
+        src_input_ids, src_out_loc, src_positions, src_seq_lens: ``[at least batch_size]``; the first ``batch_size``
+            elements are copied.
+        src_cu_seqlens_k: ``[at least batch_size + 1]``; the first ``batch_size + 1`` elements are copied.
+        src_page_table: ``[at least batch_size, at least max_seqlen_k]``; that corner is copied.
+        dst_input_ids, dst_out_loc, dst_cu_seqlens_k, dst_positions, dst_seq_lens, dst_page_table: buffers of the
+            dtype and device of their sources, at least as large as what is copied. Mutated; the rest keeps its values.
+        batch_size: rows of the step.
+        max_seqlen_k: columns of the page table to copy.
+        fused: False makes six ``.copy_`` calls instead, with the same checks; None is True unless the environment has
+            ``KVSTRATA_FUSED_COPY=0``.
+
+    Safe under graph capture after one call with the same tensors: the first call compiles. A captured call reads the
+    same source addresses at every replay. Plans are kept for up to 64 sets of buffers and keep them alive.
+
+    Raises ValueError or TypeError, naming the argument, before anything is written: for shapes, dtypes or devices that
+    do not fit, buffers that overlap, and counts that are negative or no ints.
 
     Example:
         >>> names = ["input_ids", "out_loc", "cu_seqlens_k", "positions", "seq_lens"]
@@ -115,8 +126,21 @@ def _rows(tensor: torch.Tensor, rows: int, i: int) -> torch.Tensor:
 class PrecomputedMetadata:
     """Metadata of sparse (NSA-style) decode attention: a step's, or the larger buffers of a captured graph.
 
-    ``buffers.copy_from(step)`` takes the place of six to eight ``.copy_`` calls. Optional fields are None where a model
-    or mode has none; a step may leave out what the buffers have (they keep it), but may not bring what they lack.
+    ``cache_seqlens`` and ``nsa_cache_seqlens`` are ``[batch]``, their offsets ``cu_seqlens_k`` and ``nsa_cu_seqlens_k``
+    ``[batch + 1]``, ``page_indices`` is ``[batch, columns]``. ``seqlens_expanded`` ``[tokens]``, ``real_page_table``
+    ``[rows, columns]`` and ``flashmla_metadata`` (up to three dimensions) are None where a model or mode has none.
+    ``buffers.copy_from(step)`` replaces five to eight ``.copy_`` calls. A field that is None in the step leaves its
+    buffer as it is; a field that is None in the buffers must be None in the step.
+
+    Example:
+        >>> from kvstrata.replay import PrecomputedMetadata
+        >>> def metadata(rows, value):
+        ...     lens, offsets = torch.full((rows,), value), torch.full((rows + 1,), value)
+        ...     return PrecomputedMetadata(lens, offsets, torch.full((rows, 3), value), lens.clone(), offsets.clone())
+        >>> buffers = metadata(rows=4, value=0)
+        >>> buffers.copy_from(metadata(rows=2, value=7))
+        >>> buffers.cache_seqlens.tolist(), buffers.cu_seqlens_k.tolist()
+        ([7, 7, 0, 0], [0, 7, 7, 0, 0])
     """
 
     cache_seqlens: torch.Tensor  # [batch]
@@ -129,10 +153,16 @@ class PrecomputedMetadata:
     flashmla_metadata: torch.Tensor | None = None
 
     def copy_from(self, step: PrecomputedMetadata, fused: bool | None = None) -> None:
-        """Copy a step's metadata into these buffers, in one launch; ``fused=False`` makes one ``.copy_`` a field.
+        """Copy a step's metadata into these buffers, in place, in one launch.
 
-        Raises ValueError or TypeError, naming the field, for what does not fit, before anything is written. Safe under
-        graph capture, where the addresses of ``step`` become part of the graph.
+        Args:
+            step: fields of at most the buffers' shapes, in their dtypes.
+            fused: False makes one ``.copy_`` per field instead; None is True unless the environment has
+                ``KVSTRATA_FUSED_COPY=0``.
+
+        Safe under graph capture after one call with the same tensors: the first call compiles. A captured call reads
+        the addresses of ``step`` at every replay. Raises ValueError or TypeError, naming the field, before anything is
+        written.
         """
         if not isinstance(step, PrecomputedMetadata):
             raise TypeError(f"step: expected a PrecomputedMetadata, got {type(step).__name__}")

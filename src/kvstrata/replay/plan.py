@@ -1,8 +1,7 @@
 """``CopyPlan``: many copies into fixed buffers, planned once, run in one launch.
 
-Buffers, fills and bounds are checked when the plan is made; sources when they first look the way they do, and again
-when they first lie where they do. Later runs of the same looks cost one comparison in C++, the addresses and the
-launch.
+Buffers, fills and bounds are checked when the plan is made. Sources are checked once per look (shape, strides, dtype,
+device) and once per address. Later runs with the same looks cost one comparison in C++, the addresses and the launch.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Addresses = tuple[int, ...]
 
 
 class Described:
-    """One copy from sources of one look: its move, and its descriptor in CUDA C++."""
+    """One copy from sources of one look: its move, and its packed descriptor for CUDA C++."""
 
     def __init__(self, move: Move, packed: bytes = b"") -> None:
         self.move, self.packed = move, packed
@@ -53,7 +52,7 @@ class Described:
 
 
 class Looks:
-    """Sources that look alike: how to recognise them, where they were seen, and what the backend prepared for them."""
+    """Sources that look alike: a guard that recognises them, addresses seen, and the data prepared by the backend."""
 
     def __init__(self, copies: list[Described | None]) -> None:
         self.copies = copies
@@ -89,9 +88,9 @@ class CopyPlan:
     Args:
         dst: the buffers: tensors of up to three dimensions and any strides, on one device. Mutated by ``run``. None may
             share memory with another, or with itself.
-        src: what ``run()`` copies, one tensor for each buffer or None where nothing is to be copied; the same tensor
-            may be given several times. A source has as many dimensions as its buffer and at most its size; it lands in
-            the corner at index 0. None: every ``run`` brings its own.
+        src: sources of ``run()``, one tensor for each buffer, or None to leave that buffer alone; a tensor may be given
+            several times. A source has as many dimensions as its buffer and at most its size; it is copied to the
+            corner at index 0. None: sources are given to every ``run``.
         fill: a number, ``"last"`` or None for all copies, or a sequence with one for each. What the source does not
             cover of its buffer gets that value; ``"last"`` (1-D only) repeats the last element that is covered, as the
             offsets of padding rows need it (0 where nothing is covered). None leaves it as it is. An empty source
@@ -101,8 +100,8 @@ class CopyPlan:
         lengths: bounds of each row's columns (the last dimension): a tensor ``[rows]`` or a ``Bound`` for a 2-D copy,
             of one element for a 1-D copy; also a sequence. ``Bound(seq_lens, per=16)`` copies the live pages of a page
             table.
-        cast: whether values are converted where dtypes differ, as ``Tensor.copy_`` does; also a sequence. Without it
-            that is an error, and all copies move bits.
+        cast: True converts values where dtypes differ, as ``Tensor.copy_`` does; also a sequence. If
+            False, differing dtypes are an error and copies move bits.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     Raises ValueError or TypeError, naming the argument, before anything is written. ``run`` is safe on any stream and
@@ -132,7 +131,7 @@ class CopyPlan:
         check_list(dst, "dst")
         self.dst = tuple(dst)
         count = len(self.dst)
-        self.names = names_of(count, casts=True)  # for errors; a runner puts its own here
+        self.names = names_of(count, casts=True)  # for errors; a runner sets its own
         check_buffers(self.dst, self.names)
         self.fill = _spread(fill, count, "fill")
         self.rows, self.lengths = _bounds(rows, count, "rows"), _bounds(lengths, count, "lengths")
@@ -143,7 +142,7 @@ class CopyPlan:
         self._targets = [Look.of(t) for t in self.dst]
         self._spans = sorted((*span(t), i) for i, t in enumerate(self.dst) if t.numel())
         self._starts = [first for first, _, _ in self._spans]
-        # Where spans do not meet, only the last one that begins before a tensor ends can reach into it.
+        # If spans are disjoint, only the last one that begins before the end of a tensor can overlap it.
         self._apart = all(end <= start for (_, end, _), (start, _, _) in pairwise(self._spans))
         for i, buffer in enumerate(self.dst):
             check_fill(self.fill[i], buffer, f"fill[{i}]")
@@ -153,7 +152,7 @@ class CopyPlan:
         self._latest: Looks | None = None
         self._groups = self._kernels()
         self._single = self._groups[0] if len(self._groups) == 1 else None
-        self._loaded: Looks | None = None  # whose descriptors are in the launches, and with which addresses
+        self._loaded: Looks | None = None  # looks and addresses that the launches hold now
         self._loaded_addresses: Addresses = ()
         self._captured: list[torch.Tensor] = []  # tables that a graph reads
         self._src: tuple[Source, ...] | None = None
@@ -191,13 +190,24 @@ class CopyPlan:
         return launches
 
     def configure(self, config: Config) -> CopyPlan:
-        """Cut the launches of the CUDA backend this way, and not as the tuned table says. Before the first run."""
+        """Replace the launch configuration from the tuned table; returns the plan. Call it before the first run.
+
+        Compiles kernels, so it cannot be captured. Has no effect on other backends than CUDA C++. Raises CompileError
+        if no kernel can be compiled for ``config``.
+        """
         self._groups = self._kernels(config)
         self._single = self._groups[0] if len(self._groups) == 1 else None
         return self
 
     def run(self, src: Sequence[Source] | None = None) -> None:
-        """Copy ``src``, or the sources that the plan was made with; one launch, nothing waits."""
+        """Copy ``src``, or the sources that the plan was made with, into the buffers, in place.
+
+        Args:
+            src: a tensor or None for each buffer, at most of its shape ``[D0, D1, D2]``; None for the plan's own.
+
+        Never synchronises; safe under graph capture as described above. Raises ValueError or TypeError, naming the
+        source, before anything is written, and RuntimeError where Triton captures addresses that it has not seen.
+        """
         if src is None:
             if self._bound is None:
                 raise ValueError("src: expected a tensor for each of dst (the plan was made without), got None")
@@ -207,7 +217,7 @@ class CopyPlan:
         if looks is not None and len(src) == len(self.dst) and looks.guard(*src):
             addresses = tuple(map(DATA_PTR, src))  # type: ignore[arg-type]
             if addresses in looks.seen:
-                # The way of almost every run, written out: this is what the host pays beside the launch.
+                # Fast path of almost every run, inlined: its cost adds to that of the launch.
                 if self._single is not None and self._loaded is looks:
                     self._single.write(self._single.params, 0, *addresses)
                     self._loaded_addresses = addresses
@@ -234,7 +244,7 @@ class CopyPlan:
                         reference.copy(self.dst[i], source, self.fill[i], self.rows[i], self.lengths[i])
 
     def _load(self, looks: Looks, addresses: Addresses) -> None:
-        """Descriptors of these looks, and addresses, into the launches."""
+        """Write the descriptors of these looks, and the addresses, into the launches."""
         from .cuda import NOTHING, workers_of
 
         if looks.prepared is None:
@@ -277,7 +287,7 @@ class CopyPlan:
         copy_triton.launch(*tables[addresses])
 
     def _kernel_bounds(self, i: int) -> tuple[Bound | None, int, Bound | None]:
-        """Lengths, bytes from one row's length to the next, rows: a 1-D copy is one row, so its rows are a length."""
+        """Lengths, their stride in bytes, rows. A 1-D copy is one row to the kernel: its ``rows`` are its length."""
         rows, lengths = self.rows[i], self.lengths[i]
         if self.dst[i].dim() < 2:
             return rows or lengths, 0, None
@@ -285,7 +295,7 @@ class CopyPlan:
         return lengths, step, rows
 
     def _bind(self, src: Sequence[Source]) -> tuple[Looks, Addresses]:
-        """Check sources whose looks or addresses are new; returns what the backend knows of them."""
+        """Check sources whose looks or addresses are new; returns their looks and addresses."""
         check_count(src, len(self.dst))
         signature: list[Look | None] = []
         addresses: list[int] = []
@@ -314,7 +324,7 @@ class CopyPlan:
             if len(self._by_look) >= REMEMBERED:
                 self._by_look.clear()
             looks = self._by_look[key] = Looks(copies)
-        elif copies and None not in copies:  # seen again, so worth a guard; a new one, since grad modes count for it
+        elif copies and None not in copies:  # seen again: worth a guard, made anew as it depends on the grad mode
             looks.guard = guard_of(src)  # type: ignore[arg-type]
         if len(looks.seen) >= REMEMBERED:
             looks.seen.clear()
@@ -361,7 +371,7 @@ def _check_aligned(tensor: torch.Tensor, name: str) -> None:
 
 
 def check_buffers(dst: Sequence[torch.Tensor], names: Sequence[Names]) -> None:
-    """Check the targets of copies: tensors of up to three dimensions on one device, no two of them in one place."""
+    """Check the targets of copies: tensors of up to three dimensions, on one device, without overlap."""
     called = [name.target for name in names]
     for i, buffer in enumerate(dst):
         if not isinstance(buffer, torch.Tensor):

@@ -15,7 +15,7 @@ def live(bound: Bound, most: int) -> torch.Tensor:
 
 
 def covered(src: torch.Tensor, rows: Bound | None, lengths: Bound | None) -> torch.Tensor | None:
-    """Which elements of ``src`` are copied, or None for all of them."""
+    """Mask of the elements of ``src`` that are copied, or None for all."""
     mask = None
     if rows is not None:
         n = src.shape[0]

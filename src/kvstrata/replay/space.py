@@ -1,6 +1,6 @@
-"""What can be set in ``copy.cu``, for `kvstrata tune`: who works on a copy, and how the bytes are cut.
+"""Tunable parameters of ``copy.cu``, for `kvstrata tune`.
 
-``worker`` is a block or a warp, ``threads`` those of a block, ``share`` the bytes of a block.
+``worker`` is the unit that copies, a block or a warp; ``threads`` are per block, ``share`` is in bytes per block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CHOICES: dict[str, tuple[int | str, ...]] = {
 
 
 def invalid(config: Config) -> str | None:
-    """Why this cut makes no sense, or None."""
+    """Reason why a config is invalid, or None."""
     if config.share < 4 * config.threads:
         return f"a share of {config.share} bytes is less than 4 for each of {config.threads} threads"
     return None

@@ -4,13 +4,13 @@
 
     host      write step k      write k+1       write k+2 (waits for k)
                  |                 |               |
-    pinned    [slot 0]          [slot 1]        [slot 0]          a slot: its step's number, sizes, one area a buffer
+    pinned    [slot 0]          [slot 1]        [slot 0]          a slot: step number, sizes, one area per buffer
                  |                 |
     graph     scatter k, ...    scatter k+1, ...                  reads the slot over the bus, writes the buffers
 
-The scatter is one kernel that reads the slot in place, so only what is live crosses the bus. How many steps were done
-it counts itself, on the device and in a word that the host reads: the host calls nothing but the replay, and a slot
-is written again only when its step has been read.
+The scatter is one kernel that reads the slot in place, so only live data crosses the bus. It counts finished steps on
+the device and in a word that the host reads: the host makes no call but the replay, and reuses a slot only when its
+step has been read.
 """
 
 from __future__ import annotations
@@ -33,24 +33,28 @@ from .plan import _spread, check_buffers
 if TYPE_CHECKING:
     from . import cuda as copy_cuda
 
-STAGED_BLOCKS = 64  # of one buffer: all are to run at once, because they wait for the first
-HEAD = 64  # words of a slot's head that the device keeps
-PATIENCE = 0.001  # seconds of looking at the word before the stream is waited for
+STAGED_BLOCKS = 64  # most per buffer: all blocks must be resident, because they wait for the first
+HEAD = 64  # words of a slot's header, cached on the device
+PATIENCE = 0.001  # seconds of polling the word before synchronising
 
 
 class HostStage:
-    """Two slots of pinned memory in front of fixed buffers.
+    """Two slots of pinned memory from which a graph reads its inputs.
 
     Args:
-        dst: the buffers, as for ``CopyPlan``: up to three dimensions, on one device. Mutated by what ``node`` returns.
-        fill: as for ``CopyPlan``: what happens to what a step does not cover.
+        dst: buffers of up to three dimensions, ``[D0, D1, D2]``, on one device, as for `CopyPlan`. Mutated by the
+            callable that ``node`` returns.
+        fill: value for what a step does not cover, as for `CopyPlan`.
 
-    ``write(src)`` puts a step's tensors (on the CPU, at most the shape of their buffers) into the next slot;
-    ``node()`` is the copy to capture: a callable that moves the next step into the buffers, or does nothing if there is
-    none. Every ``write`` is to be followed by one replay. To save the copy, write into ``views()`` and then ``commit``.
+    ``write(src)`` copies a step's CPU tensors into the next slot. ``node()`` returns the copy to be captured: it
+    moves the next step into the buffers, or does nothing if there is none. Replay once after every ``write``. To
+    avoid the copy into the slot, fill ``views()`` and call ``commit``. ``write``, ``views`` and ``commit`` run on the
+    host and are not part of a graph. On a CPU the same protocol runs in Python.
 
-    Raises RuntimeError when two steps were written and not replayed. The CUDA C++ backend is needed on a GPU; on the
-    CPU the same protocol runs in Python.
+    Raises:
+        ValueError, TypeError: ``dst`` or ``fill`` do not fit; the message names the argument.
+        RuntimeError: on a GPU without the CUDA C++ backend, and from ``views`` and ``write`` when both slots hold steps
+            that no replay has read.
 
     Example:
         >>> from kvstrata.replay import HostStage
@@ -66,7 +70,7 @@ class HostStage:
     def __init__(self, dst: Sequence[torch.Tensor], *, fill: Fill | Sequence[Fill] = None) -> None:
         check_list(dst, "dst")
         self.dst = tuple(dst)
-        self.names = names_of(len(self.dst))  # for errors of ``write``; a runner puts its own here
+        self.names = names_of(len(self.dst))  # for errors of ``write``; a runner sets its own
         check_buffers(self.dst, self.names)
         if not self.dst:
             raise ValueError("dst: expected at least one buffer, got none")
@@ -77,7 +81,7 @@ class HostStage:
         self.device = self.dst[0].device
         self._cuda = self.device.type == "cuda"
         if self._cuda:
-            resolve("cuda", self.device)  # says what is missing
+            resolve("cuda", self.device)  # raises if it is missing
         count = len(self.dst)
         header = aligned(8 + 8 * count)  # number of the step, then rows and columns of each source
         slot, offsets = header, []  # bytes
@@ -86,7 +90,7 @@ class HostStage:
             slot += aligned(buffer.numel() * buffer.itemsize)
         self._slot_bytes = slot
         self._pinned = torch.zeros(2 * slot + ALIGN, dtype=torch.uint8, pin_memory=self._cuda)
-        # Steps done, blocks done, launches done, launch whose head is there; the head. As in copy.cu.
+        # Finished steps, blocks and launches, the launch whose header is cached; then the header. As in copy.cu.
         self._turn = torch.zeros(4 + HEAD, dtype=torch.int32, device=self.device)
         words = self._pinned.numpy()
         self._done = words[2 * slot : 2 * slot + 4].view(np.uint32)
@@ -107,13 +111,23 @@ class HostStage:
         return self._pinned.numel()
 
     def views(self) -> list[torch.Tensor]:
-        """The areas of the next slot, as CPU tensors of the buffers' shapes; waits until the GPU has read it."""
+        """CPU tensors over the next slot, of the buffers' shapes ``[D0, D1, D2]``; waits until the GPU has read it.
+
+        Raises RuntimeError when both slots hold steps that no replay has read.
+        """
         if int(self._done[0]) + 2 <= self._written:
             self._wait()
         return self._views[self._written & 1]
 
     def commit(self, shapes: Sequence[Sequence[int] | None]) -> None:
-        """Hand the filled slot over: of each area the corner of this shape counts; None leaves a buffer as it is."""
+        """Hand over the slot that was filled through ``views``.
+
+        Args:
+            shapes: per buffer the shape of the filled corner, or None to leave that buffer as it is. Of three
+                dimensions only the first may be smaller than the buffer's.
+
+        Raises ValueError or TypeError for shapes that do not fit.
+        """
         if not hasattr(shapes, "__len__"):
             raise TypeError(f"shapes: expected a list with a shape for each of dst, got {type(shapes).__name__}")
         if len(shapes) != len(self.dst):
@@ -134,11 +148,19 @@ class HostStage:
             if len(most) == 3 and live[1:] != most[1:]:
                 raise ValueError(f"shapes[{i}]: expected [rows, {most[1]}, {most[2]}], got {list(live)}")
             sizes[i] = (live[0], live[-1]) if live else (1, 1)
-        self._number[self._written & 1][0] = self._written + 1  # last: this is what makes the slot a step
+        self._number[self._written & 1][0] = self._written + 1  # written last: it publishes the step
         self._written += 1
 
     def write(self, src: Sequence[torch.Tensor | None]) -> None:
-        """Copy a step's tensors into the next slot; waits until the GPU has read it. None leaves a buffer as it is."""
+        """Copy a step's tensors into the next slot; waits until the GPU has read it.
+
+        Args:
+            src: per buffer a CPU tensor of its dtype and at most its shape ``[D0, D1, D2]``, or None to leave the
+                buffer as it is.
+
+        Raises ValueError or TypeError, naming the source, and RuntimeError when both slots hold steps that no replay
+        has read.
+        """
         check_count(src, len(self.dst))
         views = self.views()
         for i, (area, source) in enumerate(zip(views, src, strict=True)):
@@ -157,7 +179,7 @@ class HostStage:
             if time.perf_counter() < limit and self._cuda:
                 continue
             if self._cuda:
-                torch.cuda.synchronize(self.device)  # errors of the GPU come out here
+                torch.cuda.synchronize(self.device)  # raises errors of the GPU
             if int(self._done[0]) + 2 <= self._written:
                 raise RuntimeError(
                     f"write: expected a replay after every write, got {self._written} writes and "
@@ -165,7 +187,14 @@ class HostStage:
                 )
 
     def node(self, dst: Sequence[torch.Tensor] | None = None) -> Scatter:
-        """The copy of the next step into ``dst``: the buffers, or parts of them that begin where they begin."""
+        """Make the copy of the next step, to be captured.
+
+        Args:
+            dst: the leading part of each buffer, such as ``buffer[:batch]`` of ``[D0, D1, D2]``; None is all of them.
+
+        Compiles on a GPU, so call it before the capture. Raises ValueError or TypeError if ``dst`` are not such parts,
+        and ValueError for more than 28 buffers on a GPU.
+        """
         if dst is not None:
             check_list(dst, "dst")
         targets = self.dst if dst is None else tuple(dst)
@@ -176,7 +205,27 @@ class HostStage:
 
 
 class Scatter:
-    """One copy of the stage's next step into buffers; safe under capture, one launch for 28 buffers."""
+    """Copy of a `HostStage`'s next step into buffers, one launch; made by `HostStage.node`.
+
+    Args:
+        stage: the stage whose slots are read.
+        dst: the leading part of each of its buffers, up to three dimensions ``[D0, D1, D2]``. Mutated by a call.
+
+    A call does nothing if no new step was written. Calls are safe under graph capture; a captured call takes the next
+    step at every replay. The constructor compiles on a GPU and cannot be captured.
+
+    Raises ValueError for more than 28 buffers on a GPU.
+
+    Example:
+        >>> from kvstrata.replay import HostStage
+        >>> buffer = torch.zeros(3)
+        >>> stage = HostStage([buffer])
+        >>> scatter = stage.node([buffer[:2]])
+        >>> stage.write([torch.ones(2)])
+        >>> scatter()
+        >>> buffer.tolist()
+        [1.0, 1.0, 0.0]
+    """
 
     def __init__(self, stage: HostStage, dst: Sequence[torch.Tensor]) -> None:
         self._stage, self._dst = stage, tuple(dst)

@@ -1,7 +1,7 @@
 """The copies of a plan in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
 
-Triton has no structs by value, so descriptors are a table of int64 on the device, kept for every set of addresses that
-was seen: a set that is new costs a small upload, which is why it has to be seen once before graph capture.
+Triton has no structs by value, so descriptors are a table of int64 on the device, cached per set of source
+addresses: a new set costs a small upload, so it must have run once before graph capture.
 """
 
 from __future__ import annotations
@@ -96,34 +96,35 @@ def copy_kernel(table_ptr, copies, COPIES: tl.constexpr, CASTS: tl.constexpr, BL
     offs_copy = tl.arange(0, COPIES)
     first = tl.load(table_ptr + offs_copy * FIELDS, mask=offs_copy < copies, other=2147483647)
     index = tl.sum((first <= pid).to(tl.int32), 0) - 1
-    at = table_ptr + index * FIELDS
-    source, target = tl.load(at + 1), tl.load(at + 2)
-    lengths, rows = tl.load(at + 3), tl.load(at + 4)
-    size0, size1, size2 = tl.load(at + 12), tl.load(at + 13), tl.load(at + 14)
-    extent0, extent1, extent2 = tl.load(at + 15), tl.load(at + 16), tl.load(at + 17)
-    itemsize, source_kind, target_kind, flags = tl.load(at + 23), tl.load(at + 24), tl.load(at + 25), tl.load(at + 26)
+    entry = table_ptr + index * FIELDS
+    source, target = tl.load(entry + 1), tl.load(entry + 2)
+    lengths, rows = tl.load(entry + 3), tl.load(entry + 4)
+    size0, size1, size2 = tl.load(entry + 12), tl.load(entry + 13), tl.load(entry + 14)
+    extent0, extent1, extent2 = tl.load(entry + 15), tl.load(entry + 16), tl.load(entry + 17)
+    itemsize, source_kind = tl.load(entry + 23), tl.load(entry + 24)
+    target_kind, flags = tl.load(entry + 25), tl.load(entry + 26)
 
-    n = (pid - tl.load(at)) * BLOCK + tl.arange(0, BLOCK)
+    n = (pid - tl.load(entry)) * BLOCK + tl.arange(0, BLOCK)
     mask = n < extent0 * extent1 * extent2
     row, column = n // extent2, n % extent2
     i0, i1 = row // extent1, row % extent1
     inside = mask & (i0 < size0) & (i1 < size1)
     end = tl.where(inside, size2, 0)
     bounded = inside & (rows != 0)
-    alive = _live(rows + i0 * 0, flags & 4, tl.load(at + 21), tl.load(at + 22), bounded)
+    alive = _live(rows + i0 * 0, flags & 4, tl.load(entry + 21), tl.load(entry + 22), bounded)
     end = tl.where(bounded & (i0 >= alive), 0, end)
     bounded = inside & (lengths != 0)
-    length = _live(lengths + i0 * tl.load(at + 18), flags & 2, tl.load(at + 19), tl.load(at + 20), bounded)
+    length = _live(lengths + i0 * tl.load(entry + 18), flags & 2, tl.load(entry + 19), tl.load(entry + 20), bounded)
     end = tl.where(bounded, tl.minimum(end, tl.maximum(length, 0)), end)
 
     mask_copy = mask & (column < end)
     mask_fill = mask & (column >= end) & ((flags & 1) != 0)
-    stride2 = tl.load(at + 7)
-    row_at = source + i0 * tl.load(at + 5) + i1 * tl.load(at + 6)
-    from_ = row_at + column * stride2
-    last = row_at + (end - 1) * stride2
-    to = target + i0 * tl.load(at + 8) + i1 * tl.load(at + 9) + column * tl.load(at + 10)
-    fill = tl.load(at + 11)
+    stride2 = tl.load(entry + 7)
+    row_ptr = source + i0 * tl.load(entry + 5) + i1 * tl.load(entry + 6)
+    from_ = row_ptr + column * stride2
+    last = row_ptr + (end - 1) * stride2
+    to = target + i0 * tl.load(entry + 8) + i1 * tl.load(entry + 9) + column * tl.load(entry + 10)
+    fill = tl.load(entry + 11)
     has_last = ((flags & 8) != 0) & (end > 0)
     casts = target_kind != 255
     if CASTS:

@@ -35,7 +35,7 @@ def choice_of(config: Config) -> Choice:
 
 
 def invalid(shape: Shape, config: Config, arch: str) -> str | None:
-    """Why a config cannot move these rows, or None."""
+    """Reason why a config cannot move these rows, or None."""
     if config.kernel == "bulk" and int(arch.removeprefix("sm_")) < 90:
         return f"bulk copies need sm_90, got {arch}"
     widest = shape.elements * shape.task.cache_dtype.itemsize

@@ -1,10 +1,10 @@
-// The partial results of decode.cu to outputs. A column is a query and a query head.
+// Combines the partials of decode.cu into outputs. A column is a query and a query head.
 //
-//   combine        a block makes a column: its warps share out the partial results and are put together at the end
-//   combine_alone  a warp makes a column: where there are few partial results a block would mostly put itself together
+//   combine        one block per column: its warps split the partials, and their sums are reduced at the end
+//   combine_alone  one warp per column: with few partials the reduction would dominate
 //
-// A warp takes some partial results at a time: a lane finds one's weight, all lanes read their dims of it. What comes from
-// quantised tiers is added up in the rotated space and rotated back once.
+// A warp takes a batch of partials at a time: each lane computes the weight of one, then all lanes read their dims of every
+// one. Partials of quantised tiers are summed in the rotated space and rotated back once.
 #include "divide.cuh"
 #include "mma.cuh"
 #include "pdl.cuh"
@@ -14,13 +14,13 @@ using i64 = long long;
 
 struct Params {
   const float* partial_out;    // [slots, column blocks, columns of a block, D]
-  const float2* partial_sum;   // the same without D: reference m and sum l, both in powers of two
+  const float2* partial_sum;   // [slots, column blocks, columns of a block]: reference m (log2) and sum l
   const Slots* slots;          // [tiers, rows * kv heads]
   unsigned short* out;         // [rows, queries, heads, D]
   float* lse;                  // [rows, queries, heads], or null
   const float* sinks;          // [heads], or null
   const char* q;               // [rows, queries, heads, D], strides in bytes below
-  const float* centre;         // [requests, kv heads, D], stride below, or null: nothing is to be added
+  const float* centre;         // [requests, kv heads, D], stride below, or null for none
   const int* requests;         // [rows], or null
   i64 q_row, q_query, q_head, centre_request;
   unsigned long long by_columns, by_group, by_kv_heads;  // for divide()
@@ -40,7 +40,7 @@ __device__ __forceinline__ float butterfly(float mine, float other, bool second)
   return second ? other - mine : mine + other;
 }
 
-// The number-th column of all.
+// Indices of a column from its number over all rows and heads.
 struct Column {
   int head_cache, number, row, query, kv_head, head;
   __device__ __forceinline__ Column(const Params& p, int of_all) {
@@ -56,12 +56,12 @@ struct Column {
   }
 };
 
-// Where the partials of a head cache are, tier by tier: lane t has those of tier t.
+// Slots of the partials of a head cache; lane t holds those of tier t.
 struct Found {
   Slots mine;
   int all, plain;
 
-  // The list is older than the kernel before this one, which waited for it; the partial results are not.
+  // May be read before the grid dependency wait: the previous kernel already waited for the list. The partials may not.
   __device__ __forceinline__ Found(const Params& p, int head_cache) {
     const int lane = threadIdx.x & 31;
     mine.first = mine.count = 0;
@@ -86,7 +86,7 @@ struct Found {
   }
 };
 
-// What the centre of K adds to every score of codes of a column, in powers of two. Older than the kernel before, too.
+// Score of K's centre, in log2 units, to add to every score of codes of a column. May be read before the wait, too.
 template <class In, int kDim>
 __device__ __forceinline__ float centre_score(const Params& p, const Column& column) {
   if (!p.centre) return 0.f;
@@ -104,10 +104,10 @@ __device__ __forceinline__ float centre_score(const Params& p, const Column& col
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) dot += __shfl_xor_sync(~0u, dot, d);
   const float score = dot * p.scale_log2;
-  return fabsf(score) < kInfinity ? score : 0.f;  // of a query that is not finite; its partial results are not, either
+  return fabsf(score) < kInfinity ? score : 0.f;  // a query that is not finite; neither are its partials
 }
 
-// What a warp has added up of a column: lane l has dims 4l + 128j, [0] of plain rows and [1] of codes.
+// Running sums of a warp over one column: lane l holds dims 4l + 128j, [0] from plain rows and [1] from codes.
 template <int kDim>
 struct Sums {
   static constexpr int kPer = (kDim + 127) / 128;
@@ -119,11 +119,11 @@ struct Sums {
     for (int j = 0; j < kPer; j++) out[0][j] = out[1][j] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 
-  // Partial results first, first + step .., kAhead at a time. `slot` is where the lane's first is.
+  // Adds partials first, first + step, .., kAhead at a time. `slot` is the slot of the lane's first one.
   template <int kAhead>
   __device__ __forceinline__ void add_all(const Params& p, const Found& found, float centre, int column, int first, int step,
                                           int slot) {
-    constexpr int kHalf = kAhead > 8 ? kAhead / 2 : kAhead;  // a second half is passed over where the first is enough
+    constexpr int kHalf = kAhead > 8 ? kAhead / 2 : kAhead;  // the second half is skipped if the first is enough
     const int lane = threadIdx.x & 31;
     const i64 stride = static_cast<i64>(p.blocks) * p.block_columns;
     for (; first < found.all; first += step * kAhead) {
@@ -146,7 +146,7 @@ struct Sums {
       const bool mine = slot >= 0 && lane < kAhead, plain = first + lane * step < found.plain;
       const float2 part = mine ? p.partial_sum[slot * stride + column] : make_float2(0.f, 0.f);
       slot = found.slot(first + (kAhead + lane) * step, p.tiers);
-      const float reference = part.y != 0.f ? part.x + (plain ? 0.f : centre) : -kInfinity;  // 0: nothing was seen
+      const float reference = part.y != 0.f ? part.x + (plain ? 0.f : centre) : -kInfinity;  // 0: the partial saw no token
       float top = fmaxf(m, reference);
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
@@ -167,7 +167,7 @@ struct Sums {
 #pragma unroll
           for (int a = half; a < half + kHalf; a++) {
             const float of_rows = __shfl_sync(~0u, plain ? weight : 0.f, a), of_codes = __shfl_sync(~0u, plain ? 0.f : weight, a);
-            const bool counts = of_rows + of_codes != 0.f;  // else whatever it holds
+            const bool counts = of_rows + of_codes != 0.f;  // otherwise its memory may hold anything
 #pragma unroll
             for (int j = 0; j < kPer; j++) {
               const float4 x = counts ? value[a][j] : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -180,7 +180,7 @@ struct Sums {
   }
 };
 
-// A column's sums to its output: sinks, and what came from codes rotated back.
+// Writes a column's output: adds sinks, rotates the part from codes back, normalises.
 template <class In, int kDim>
 __device__ __forceinline__ void finish(const Params& p, const Column& column, Sums<kDim>& s) {
   constexpr int kBlock = kDim & -kDim, kPer = Sums<kDim>::kPer;

@@ -1,22 +1,22 @@
 // Attention of a few queries over the pages of all tiers: a warp takes stages off the work list and keeps one streaming
-// softmax in registers for as long as they belong to the same KV head and kind.
+// softmax in registers for as long as they belong to the same KV head and tier.
 //
 //   page --bulk copy--> ring in shared memory --16-byte loads--> words --masks--> A operands
 //   K: tokens are the 16 rows of the product, columns (query heads of the KV head, times queries) its 8 columns
 //   V: dims are the rows; the weights are transposed between the two products by movmatrix
 //
-// With kMass the same way is gone over K alone, after combine.cu: m is then the log of the sum of all weights, and what is
-// written is the weight of every token, summed over the columns.
+// With kMass the kernel makes a second pass over K alone, after combine.cu: m is then the log-sum-exp of all scores, and the
+// output is the weight of every token, summed over the columns.
 //
-//   decode_stage.cuh   pages in             decode_codes.cuh  a stage of codes    decode_softmax.cuh  scores to weights
-//   decode_query.cuh   queries as operands  decode_rows.cuh   a stage of rows     decode_state.cuh    what all share
+//   decode_stage.cuh   loading of pages     decode_codes.cuh  a stage of codes    decode_softmax.cuh  scores to weights
+//   decode_query.cuh   queries as operands  decode_rows.cuh   a stage of rows     decode_state.cuh    shared state
 #include "decode_codes.cuh"
 #include "decode_query.cuh"
 #include "decode_rows.cuh"
 #include "decode_stage.cuh"
 #include "pdl.cuh"
 
-// What a warp has summed up over its stages of a group.
+// Writes the partial of a warp over its stages of a group.
 template <int kDim, int kN>
 __device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, int group, int chunk, int block) {
   constexpr int kSteps = kDim / 16;
@@ -64,7 +64,7 @@ __device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, 
     }
 }
 
-// The tier's own code for a stage, found by its number.
+// Dispatches a stage to the code of its tier.
 template <class In, bool kMass, bool kOrdered, int kDim, int kPageTokens, int kN, int kNumber>
 __device__ __forceinline__ void attend(Tiers<>, const Params&, State<kDim, kN>&, unsigned char*, unsigned, int) {}
 template <class In, bool kMass, bool kOrdered, int kDim, int kPageTokens, int kN, int kNumber, class T, class... Ts>
@@ -79,7 +79,7 @@ __device__ __forceinline__ void attend(Tiers<T, Ts...>, const Params& p, State<k
   }
 }
 
-// kResident warps on a multiprocessor. kOrdered: positions decide what is seen, as with several queries or a window.
+// kResident: warps per multiprocessor. kOrdered: visibility depends on positions, as with several queries or a window.
 template <class In, bool kMass, bool kRows, bool kOrdered, int kDim, int kPageTokens, int kN, int kWarps, int kResident, class TierList>
 __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const __grid_constant__ Params p) {
   constexpr int kSlot = slot_bytes<kDim, kPageTokens>(TierList{});
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
   wait_for_previous();
   release_next();
 
-  // Blocks that share a multiprocessor are a grid's width of multiprocessors apart; they take neighbouring chunks.
+  // Blocks i, i + multiprocessors, .. share a multiprocessor; they take neighbouring chunks.
   const int wave = divide(blockIdx.x, p.by_multiprocessors), resident = divide(gridDim.x, p.by_multiprocessors);
   const int number = (blockIdx.x - wave * p.multiprocessors) * resident + wave;
   for (int chunk = number * kWarps + warp; chunk < p.chunks; chunk += gridDim.x * kWarps) {
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
       if (i + 1 < end) produce(at ^ 1, next);
       ring.commit();
       if (next.group != now.group) expect_query<kDim, kN>(p, next, block);
-      if (another) begin_group<In, kMass, kOrdered>(p, st, now, block);  // while the page is on its way
+      if (another) begin_group<In, kMass, kOrdered>(p, st, now, block);  // overlaps the copy of the page
       ring.wait(at, 2);
       attend<In, kMass, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, group);
       __syncwarp();

@@ -4,7 +4,7 @@
 #include "decode_softmax.cuh"
 #include "operands.cuh"
 
-// The unit of rows g + 8, for V of other widths.
+// Changes the power of two of rows g + 8, for V of another width.
 template <int kDim, int kN>
 __device__ __forceinline__ void change_unit(State<kDim, kN>& st, int unit) {
   if (st.unit == unit) return;
@@ -19,7 +19,7 @@ __device__ __forceinline__ void change_unit(State<kDim, kN>& st, int unit) {
     }
 }
 
-// A stage of codes, kUnit tiles at a time: enough for the tensor cores to have work, and little code.
+// A stage of codes, kUnit tiles at a time: enough work for the tensor cores, and small code.
 template <class T, class P, bool kMass, int kDim, int kN>
 __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& st, const unsigned char* stage, int tokens,
                                              int group) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
       if (unit < units) attend_unit(unit);
   }
   if constexpr (kMass) return;
-  // The middle of the levels times the sum of weights comes off, stage by stage: the sums stay small.
+  // Subtract the middle level times the sum of weights after each stage, so that the sums stay small.
   constexpr float kLess0 = -middle<T::kV>(), kLess1 = kLess0 * (1 << (24 - place<T::kV>(1)));
 #pragma unroll
   for (int n = 0; n < kN; n++)

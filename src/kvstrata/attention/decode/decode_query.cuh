@@ -1,4 +1,4 @@
-// The queries of a KV head as operands: as they are for plain rows, rotated and as long as fp16 allows for codes.
+// The queries of a KV head as operands: unchanged for plain rows; rotated and scaled to the range of fp16 for codes.
 #pragma once
 #include "decode_state.cuh"
 #include "warp.cuh"
@@ -12,7 +12,7 @@ __device__ __forceinline__ int plain_dim(int s, int part) {
   return 32 * (s / 2) + 8 * t + 4 * (s % 2) + 2 * part;
 }
 
-// Whose tokens a stage is of.
+// Row and KV head of a stage.
 struct Owner {
   int row, head;
   __device__ __forceinline__ Owner(const Params& p, const Stage& stage) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ const char* query_of(const Params& p, const Owner& ow
   return p.q + owner.row * p.q_row + query * p.q_query + (owner.head * p.group + column - query * p.group) * p.q_head;
 }
 
-// What load_query will read, while there is other work: lines of 128 bytes, one for each lane.
+// Prefetches the memory that load_query will read, one line of 128 bytes per lane.
 template <int kDim, int kN>
 __device__ __forceinline__ void expect_query(const Params& p, const Stage& stage, int block) {
   constexpr int kLines = (kDim * 2 + 127) / 128;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_columns(const Params& p, State<kDim, kN>& s
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < kN; n++) {
-    // Columns that are not there are the last one again; nothing of them is written.
+    // Columns past the last repeat it; their results are not written.
     const char* from = query_of(p, owner, min((block * kN + n) * 8 + g, p.queries * p.group - 1));
 #pragma unroll
     for (int s = 0; s < kDim / 16; s++)
@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_columns(const Params& p, State<kDim, kN>& s
   }
 }
 
-// The queries of a group as they are: asked for first, so that they are there when begin_group needs them.
+// Loads the queries of a group unchanged, early enough for begin_group.
 template <int kDim, int kN>
 __device__ __forceinline__ void load_query(const Params& p, State<kDim, kN>& st, const Stage& stage, int block) {
   const Owner owner(p, stage);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_query(const Params& p, State<kDim, kN>& st,
   else load_columns<false>(p, st, owner, block);
 }
 
-// Score of the centre for each column, where it is needed on its own; else combine.cu adds it to all scores of codes.
+// Score of the centre per column, where decode itself needs it; otherwise combine.cu adds it to all scores of codes.
 template <class In, int kDim, int kN>
 __device__ __forceinline__ void score_centre(const Params& p, State<kDim, kN>& st, const Owner& owner) {
   const int t = threadIdx.x & 3, request = p.requests ? __ldg(p.requests + owner.row) : owner.row;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void score_centre(const Params& p, State<kDim, kN>& s
   }
 }
 
-// What load_query brought, as operands.
+// Converts the queries that load_query read to operands.
 template <class In, bool kMass, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st, const Stage& stage, int block) {
   constexpr int kSteps = kDim / 16;
@@ -95,10 +95,10 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
     for (int s = 0; s < kSteps; s++) st.out[n][s][0] = st.out[n][s][1] = st.out[n][s][2] = st.out[n][s][3] = 0.f;
     st.l[n][0] = st.l[n][1] = 0.f;
 #pragma unroll
-    for (int c = 0; c < 2; c++)  // nobody waits for columns that are not there
+    for (int c = 0; c < 2; c++)  // columns past the last count as begun
       st.m[n][c] = (block * kN + n) * 8 + 2 * t + c < columns ? kNotBegun : 0.f;
     st.centre[n][0] = st.centre[n][1] = st.middle[n][0] = st.middle[n][1] = 0.f;
-    if constexpr (kMass)  // columns that are not there, or see nothing, have no weight
+    if constexpr (kMass)  // columns past the last, and those that see nothing, have weight 0
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         const int mine = (block * kN + n) * 8 + 2 * t + c, query = divide(mine, p.by_group);
@@ -124,7 +124,7 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
       const int in = 2 * t + 8 * part, to = 8 * n + g;
       h[n][part] = pair_of(In{}, __popc(in & to) & 1 ? -1.f : 1.f, __popc((in + 1) & to) & 1 ? -1.f : 1.f);
     }
-  float tops[4] = {0.f, 0.f, 0.f, 0.f};  // chains of their own
+  float tops[4] = {0.f, 0.f, 0.f, 0.f};  // independent dependency chains
 #pragma unroll
   for (int n = 0; n < kN; n++) {
     auto& x = st.out[n];  // not in use yet
@@ -169,7 +169,7 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
   }
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
-  // The largest becomes 2^14 to 2^15; a power of two, so nothing is rounded that fp16 would have kept.
+  // Scale the largest value to 2^14 .. 2^15 by a power of two, which loses no bit that fp16 would have kept.
   const int exponent = static_cast<int>(__float_as_uint(fmaxf(largest, 1e-30f)) >> 23) - 127;
   const int power = min(max(14 - exponent, -126), 126);
   const float longer = __uint_as_float(static_cast<unsigned>(127 + power) << 23);
@@ -194,7 +194,7 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
   }
 }
 
-// The second half of q, for K of other widths: exact but for what is 2^-24 of the largest.
+// Rescales the second half of q for K of another width; exact except below 2^-24 of the largest value.
 template <int kDim, int kN>
 __device__ __forceinline__ void shift_query(State<kDim, kN>& st, int shift) {
   if (st.shift == shift) return;

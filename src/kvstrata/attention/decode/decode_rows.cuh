@@ -1,4 +1,4 @@
-// A stage of plain rows. Products do not care about the order of dims, so lanes load what stands together.
+// A stage of plain rows. The order of dims does not matter to the products, so each lane loads contiguous ones.
 #pragma once
 #include "decode_softmax.cuh"
 #include "ring.cuh"
@@ -58,7 +58,7 @@ __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st
   const View view = view_of<kTiles, P::kOrdered>(p, st, tokens, stage + P::kBytes, first);
   if (view == kNothing) return;
   unsigned char* v_rows = stage + P::kKBytes;
-  if (!kMass && tokens < P::kTokens) {  // weight 0 times what stands there must be 0
+  if (!kMass && tokens < P::kTokens) {  // empty slots may hold NaN, which weight 0 would not cancel
     for (int i = tokens * kDim * 2 + lane * 16; i < P::kVBytes; i += 512)
       *reinterpret_cast<uint4*>(v_rows + i) = make_uint4(0, 0, 0, 0);
     Ring<1>::fence();

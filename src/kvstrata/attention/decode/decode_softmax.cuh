@@ -1,6 +1,6 @@
-// The streaming softmax of a warp: scores to weights that fit the second product, or to the mass of every token.
+// Online softmax of a warp: scores to weights that fit the second product, or to the mass of every token.
 //
-// Scores are in powers of two. The reference m of a column is such that weight * (scale of V) fits fp16; it is not the
+// Scores are in log2 units. The reference m of a column is such that weight * (scale of V) fits fp16; it is not the
 // largest score, and changes only when a stage does not fit (`rebase`): one vote a stage instead of a reduction. A column
 // begins with the first stage that it sees a token of: a reference taken from a hidden stage could be far above all scores
 // to come, whose weights would then underflow.
@@ -8,7 +8,7 @@
 #include "decode_state.cuh"
 #include "warp.cuh"
 
-// Scores of a stage, already less m: x[tile][column block][row (token g, g + 8)][column]. Scales of V beside them.
+// Scores of a stage, m already subtracted: x[tile][column block][row (token g, g + 8)][column]. Scales of V beside them.
 template <int kTiles, int kN>
 struct Scores {
   float x[kTiles][kN][2][2];
@@ -21,7 +21,7 @@ __device__ __forceinline__ int position_of(const Params& p, const unsigned char*
   return first + token;
 }
 
-// What the queries see of a stage: no token, some, or every query all of them. Asked before the first product.
+// Visibility of a stage: no token, some, or all tokens to every query. Decided before the first product.
 enum View { kNothing, kPart, kWhole };
 template <int kTiles, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ View view_of(const Params& p, const State<kDim, kN>& st, int tokens, const unsigned char* positions,
@@ -40,12 +40,12 @@ __device__ __forceinline__ View view_of(const Params& p, const State<kDim, kN>& 
   return __any_sync(~0u, hidden) ? kPart : kWhole;
 }
 
-// Softcap, and what may not be seen: past the count, after the query, before its window.
+// Applies the softcap and masks tokens past the count, after the query and before its window.
 template <int kTiles, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, int tokens,
                                   const unsigned char* positions, int first) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  int last[kN][2];  // position that a column sees
+  int last[kN][2];  // last position that a column sees
 #pragma unroll
   for (int n = 0; n < kN; n++)
 #pragma unroll
@@ -79,7 +79,7 @@ __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st,
     }
 }
 
-// A new reference for every column that sees the stage at hand; what was summed up moves along.
+// Takes a new reference for every column that sees this stage, and rescales its sums.
 template <int kTiles, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ void rebase(State<kDim, kN>& st, Scores<kTiles, kN>& sc) {
 #pragma unroll
@@ -95,7 +95,7 @@ __device__ __forceinline__ void rebase(State<kDim, kN>& st, Scores<kTiles, kN>& 
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) d = fmaxf(d, __shfl_xor_sync(~0u, d, lanes));
       const bool begun = has_begun(st.m[n][c]);
-      if (d <= kNone) {  // nothing is seen, or nothing but NaN
+      if (d <= kNone) {  // no visible token, or only NaN
         if (kOrdered) continue;
         d = 0.f;
       }
@@ -119,7 +119,7 @@ __device__ __forceinline__ void rebase(State<kDim, kN>& st, Scores<kTiles, kN>& 
     }
 }
 
-// Scores to weights for the second product, in W; true if all of them fit.
+// Converts scores to weights for the second product, in W; true if all of them fit.
 template <class W, int kTiles, int kDim, int kN>
 __device__ __forceinline__ bool weigh(const State<kDim, kN>& st, const Scores<kTiles, kN>& sc,
                                       unsigned (&w)[kTiles][kN][2], float (&l)[kN][2]) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ bool weigh(const State<kDim, kN>& st, const Scores<kT
   return !__any_sync(~0u, !fits);
 }
 
-// Scores to weights as operands of the second product.
+// Converts scores to weights as operands of the second product.
 template <class W, int kTiles, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ void soften(const Params& p, State<kDim, kN>& st, Scores<kTiles, kN>& sc, View view, int tokens,
                                        const unsigned char* positions, int first, unsigned (&w)[kTiles][kN][2]) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void soften(const Params& p, State<kDim, kN>& st, Sco
       for (int r = 0; r < 2; r++) w[i][n][r] = transpose8x8(w[i][n][r]);
 }
 
-// The weight of every token, all columns together, to its position.
+// Adds the weight of every token, summed over columns, at its position.
 template <int kTiles, int kDim, int kN>
 __device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, int group,
                                            int tokens, const unsigned char* positions, int first) {

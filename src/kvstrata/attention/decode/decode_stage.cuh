@@ -1,4 +1,4 @@
-// How pages come in: cut into stages that fit a slot of the ring, copied from where they rest.
+// Loading of pages: split into stages that fit a slot of the ring, and copied from global memory.
 #pragma once
 #include "decode_state.cuh"
 #include "page.cuh"
@@ -11,7 +11,7 @@ struct Tier {
   static constexpr bool kPlain = kKBits == 16;
 };
 
-// How a page of a tier comes in: in parts of kTokens tokens, each one stage. kByPosition: positions decide what is seen.
+// Split of a tier's page into stages of kTokens tokens. kByPosition: visibility depends on positions.
 template <class T, int kDim, int kPageTokens, bool kByPosition = false>
 struct Part {
   static constexpr bool kOrdered = kByPosition;
@@ -45,7 +45,7 @@ __device__ constexpr int slot_bytes(Tiers<Ts...>) {
   return most + kPageTokens * 4;
 }
 
-// Bytes of a stage of a tier: K, V and scales, and how many stages a page is.
+// Bytes of a tier's stage (K, V, scales), and stages per page.
 struct Sizes {
   int k, v, scales, parts, tokens;
 };
@@ -80,7 +80,7 @@ __device__ __forceinline__ void fill(Ring<2>& ring, int at, unsigned char* to, c
   }
 }
 
-// Rows of a page of store_kv: together where they follow each other, else a lane a row, of K and of V.
+// Rows of a page of store_kv: one copy where they are contiguous, else one row of K and of V per lane.
 template <bool kMass, int kDim>
 __device__ __forceinline__ void fill_rows(const Params& p, Ring<2>& ring, int at, unsigned char* to, const Stage& stage,
                                           const Sizes& size) {

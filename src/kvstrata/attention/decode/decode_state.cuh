@@ -1,4 +1,4 @@
-// What the parts of decode.cu share: its parameters, and what a warp keeps in registers.
+// Shared by the parts of decode.cu: its parameters, and the register state of a warp.
 #pragma once
 #include "divide.cuh"
 #include "mma.cuh"
@@ -29,8 +29,8 @@ struct Params {
 
 constexpr float kNone = -1e30f;
 
-// The reference m of a column that has seen no token yet: -0, which no sum of other numbers gives. A flag of its own would
-// be a register too many.
+// The reference m of a column that has seen no token yet: -0, which no other sum produces. A separate flag would cost a
+// register.
 constexpr float kNotBegun = -0.f;
 __device__ __forceinline__ bool has_begun(float m) { return __float_as_uint(m) != 0x80000000u; }
 
@@ -42,16 +42,16 @@ __device__ __forceinline__ float2 halves_of(unsigned x) {
 template <int kDim, int kN>
 struct State {
   static constexpr int kSteps = kDim / 16;
-  unsigned q[kN][kSteps][2];  // B operands; rotated, fp16, as long as fits (lossy), or as they are (plain)
+  unsigned q[kN][kSteps][2];  // B operands: rotated and scaled fp16 (codes), or unchanged (plain rows)
   float out[kN][kSteps][4];
   float m[kN][2], l[kN][2];
   float weights[kN][4];  // of the stage, summed by the tensor cores; every row is the same
   float middle[kN][2];   // sum of a column's q
-  float centre[kN][2];   // score of the centre, in powers of two, or 0 where combine.cu adds it
-  float score;           // what makes a product of q a score in powers of two
-  int shift;             // how much smaller the second half of q stands
+  float centre[kN][2];   // score of the centre in log2 units, or 0 where combine.cu adds it
+  float score;           // factor from a product with q to a score in log2 units
+  int shift;             // exponent by which the second half of q is scaled down
   int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24
-  int first;             // position of the first query; without positions not used
+  int first;             // position of the first query; unused without positions
 };
 
 template <class In>

@@ -1,4 +1,4 @@
-// Numbers of requests to the device, as parameters of a kernel: a copy from the host cannot be captured in a graph.
+// Request numbers passed to the device as kernel parameters: a copy from pageable host memory cannot be captured.
 constexpr int kMost = 1016;  // parameters of a kernel may take 4096 bytes
 
 struct Params {

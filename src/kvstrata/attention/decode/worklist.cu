@@ -1,9 +1,9 @@
 // From counts and page tables to the work list of decode.cu, for every layer, on the device. Plain pages of rows, as
 // store_kv writes them, are a cache of one tier.
 //
-// A block sees a layer. Its threads sum up the stages and costs of all groups (a scan over the block), which says how much
-// a worker gets; then its warps write the stages of the block's own part of the heads. Blocks of one layer do the same
-// scan and differ in their part only.
+// A block works on one layer. Its threads sum the stages and costs of all groups (a scan over the block), which gives the
+// share of each worker; then its warps write the stages of the block's part of the heads. Blocks of one layer repeat the
+// same scan and write different parts.
 #include "page.cuh"
 #include "pdl.cuh"
 #include "work.cuh"
@@ -22,11 +22,11 @@ struct Params {
   unsigned long long plain;      // plain pages of one layer (page_bytes > 0): K of page 0; the table is [requests, pages]
   i64 page_bytes, head_bytes, row_bytes;
   int layer, rows, kv_heads, tiers, max_pages, units, capacity;
-  int most;                      // chunks that there is room for; without fixed_cost, those to make
-  int fixed_cost;                // 0, or what a chunk takes of one group, whatever else is there
-  int begin_cost;                // of a group, beside its stages; 0 with fixed_cost
-  int few, few_begin;            // with so few stages in all the costs are those in few_cost
-  int multiprocessors, workers;  // warps that are on one of them at a time
+  int most;                      // capacity in chunks; without fixed_cost, the number to make
+  int fixed_cost;                // 0, or the cost of a chunk of one group, independent of the other groups
+  int begin_cost;                // cost of starting a group; 0 with fixed_cost
+  int few, few_begin;            // up to this many stages in all, few_cost and few_begin apply
+  int multiprocessors, workers;  // resident warps per multiprocessor
   int page_tokens, stage_tokens[kMaxTiers], cost[kMaxTiers], few_cost[kMaxTiers];
 };
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ Sums scan_warp(Sums x) {
   return x;
 }
 
-// Exclusive sums over the block; `total` of all.
+// Exclusive sums over the block; `total` is that of all threads.
 __device__ __forceinline__ Sums scan(const Sums& mine, Sums& total) {
   __shared__ Sums of_warps[kThreads / 32];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -67,7 +67,7 @@ __device__ __forceinline__ Sums scan(const Sums& mine, Sums& total) {
   return base;
 }
 
-// Tokens of a tier: what is counted, but no more than the table has pages for.
+// Tokens of a tier: its count, clamped to the capacity of the page table.
 __device__ __forceinline__ int held(const Params& p, const int* count, int tier) {
   return min(max(count[tier], 0), p.max_pages * p.page_tokens);
 }
@@ -87,7 +87,7 @@ __device__ __forceinline__ const int* counts_of(const Params& p, int layer, int 
   return p.count + request * p.count_request + layer * p.count_layer + head * p.tiers;
 }
 
-// What stands before a group in the list: cost (with fixed_cost: chunks) and stages.
+// Prefix of a group in the list: cost (with fixed_cost: chunks) and stages.
 struct Base {
   i64 cost;
   int stages;
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   Slots* slots = p.slots + static_cast<i64>(blockIdx.x) * p.tiers * head_caches;
   extern __shared__ Base bases[];  // [tiers, the part's head caches]
 
-  // Groups in the order of the list, some in a row for every thread.
+  // Groups in list order; each thread takes consecutive ones.
   Sums mine = {0, 0, 0}, total;
   const int first = threadIdx.x * per_thread, end = min(first + per_thread, head_caches * p.tiers);
   const auto group_of = [&](int group) {
@@ -128,11 +128,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   const i64 all = few ? total.other : total.cost;
   i64 largest = 1;
   for (int t = 0; t < p.tiers; t++) largest = max(largest, static_cast<i64>(costs[t]));
-  // A stage each where there are so few; else two at least, since some would get two anyway.
+  // One stage per chunk if there are that few; else at least two, since some chunks would get two anyway.
   const i64 share = ceil_div(all, static_cast<i64>(p.most));
   const i64 size = p.fixed_cost ? p.fixed_cost : share <= largest ? largest : max(2 * largest, share);
   const int used = p.fixed_cost ? total.other : ceil_div(all, size);
-  // Neighbours go to one multiprocessor, and as many to each: the place of a chunk by its number, and the other way round.
+  // Neighbouring chunks go to one multiprocessor, equally many to each: index of a chunk by its number, and the inverse.
   const int each = ceil_div(used, p.multiprocessors);
   const bool spread = !p.fixed_cost && each < p.workers;
   const auto place_of = [&](int chunk) { return spread ? chunk / each * p.workers + chunk % each : chunk; };
@@ -167,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         return stage;
       };
       for (int i = lane; i < n; i += 32) stages[at + i] = stage_of(i);
-      // A chunk begins with the stage that its share of the cost begins in. No stage costs more than a share; with the cost
-      // of beginning its group a first one may, and then chunks before its own are empty.
+      // A chunk begins with the stage in which its share of the cost begins. No stage alone costs more than a share; the
+      // first of a group, with the cost of starting it, may, and then the chunks before it are empty.
       const i64 after = n ? begin + begin_cost : begin, whole = after + static_cast<i64>(n) * price;
       for (i64 c = ceil_div(begin, size) + lane; c * size < whole; c += 32) {
         const int i = max(c * size - after, 0ll) / price, number = chunk + c;

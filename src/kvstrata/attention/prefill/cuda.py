@@ -31,7 +31,7 @@ def entry(dtype: torch.dtype, tile: Tile, ideas: Ideas, softcap: bool) -> str:
 
 
 def missing(job: PrefillJob) -> str | None:
-    """Why the kernel cannot run the job, or None."""
+    """Reason why the kernel cannot run this job, or None."""
     if reason := jit.missing():
         return reason
     if job.q.dtype not in NAMES:

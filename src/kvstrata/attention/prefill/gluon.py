@@ -265,7 +265,7 @@ def specialized_kernel(
 
 
 def missing(job: PrefillJob) -> str | None:
-    """Why the kernel cannot run this job, or None."""
+    """Reason why the kernel cannot run this job, or None."""
     size = job.q.element_size()
     if job.ragged or size != 2:
         return "the kernel takes dense 16-bit tensors"

@@ -48,7 +48,7 @@ def _module(backend: str) -> ModuleType:
 
 
 def missing(backend: str, job: PrefillJob) -> str | None:
-    """Why ``backend`` cannot run this job, or None when it can."""
+    """Reason why ``backend`` cannot run this job, or None."""
     if reason := backends.missing(backend, job.q.device):
         return reason
     try:

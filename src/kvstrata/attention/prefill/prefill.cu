@@ -1,10 +1,10 @@
-// Attention of many queries over keys and values in memory; scores, weights and the output in the making stay in
+// Attention of many queries over keys and values in memory; scores, weights and the output accumulator stay in
 // registers.
 //
 //   K, V --cp.async--> ring in shared memory --ldmatrix--> operands of the products
-//   Q    --cp.async--> shared memory --ldmatrix--> registers, once; its place is where the output is put in order later
+//   Q    --cp.async--> shared memory --ldmatrix--> registers, once; its memory is reused to reorder the output
 //
-// A warp has 16 queries (or a multiple): S = Q K^T leaves them as rows, the weights are at once the A operand of P V.
+// A warp has 16 queries (or a multiple): S = Q K^T leaves them as rows, so the weights are already the A operand of P V.
 //
 //   prefill_tile.cuh     parameters, sizes, order of the work     prefill_softmax.cuh  scores to weights
 //   prefill_check.cuh    scores through shared memory, checks     prefill_end.cuh      groups added up, output and lse
@@ -18,7 +18,7 @@
 #include "prefill_softmax.cuh"
 #include "prefill_tile.cuh"
 
-// Rows `first` .. of `from` into a tile in shared memory; from row `end` on zeros.
+// Copies rows `first` .. of `from` into a tile in shared memory; rows from `end` on are zeros.
 template <class T, int kRows, int kThreads, int kWidth>
 __device__ __forceinline__ void copy_rows(unsigned to, const char* from, unsigned stride, int first, int end,
                                           unsigned thread) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void multiply_keys(const Query<T>& query, unsigned qu
   }
 }
 
-// O += P V, with the weights of 16 keys at a time made just before they are used.
+// O += P V; the weights of 16 keys at a time are computed just before they are used.
 template <class In, class T, class I>
 __device__ __forceinline__ void multiply_values(State<T>& st, const ScoresOf<T>& s, float unit,
                                                 const float (&base)[T::kRowTiles][2], unsigned v_tile,

@@ -1,5 +1,5 @@
-// Scores and weights by way of shared memory: what the kernel saves by keeping them in registers, and, in the checking
-// build, where they are compared with plain sums over the rows of Q, K and V.
+// Scores and weights through shared memory: to measure what keeping them in registers saves, and, in the checking build,
+// to compare them with plain sums over the rows of Q, K and V.
 //
 // A warp's rows are kScoreRow bytes apart: scores in float32, then weights in In at the same place.
 #pragma once
@@ -16,7 +16,7 @@ __device__ __forceinline__ void count(unsigned* counters, float got, float wante
   if (!(fabsf(got - wanted) <= 1e-4f * size + 1e-6f)) atomicAdd(counters + 1, 1u);
 }
 
-// The product's scores into shared memory and back.
+// Writes the product's scores to shared memory and reads them back.
 template <class In, class T, bool kCheck>
 __device__ __forceinline__ void keep_scores(const Params& p, unsigned char* mine, const unsigned char* query_rows,
                                             const unsigned char* k_tile, ScoresOf<T>& s, int lane) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void keep_scores(const Params& p, unsigned char* mine
   __syncwarp();
 }
 
-// The weights of 16 keys likewise.
+// Writes the weights of 16 keys to shared memory and reads them back.
 template <class T>
 __device__ __forceinline__ void keep_weights(unsigned char* mine, int step, unsigned (&w)[T::kRowTiles][4], int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void keep_weights(unsigned char* mine, int step, unsi
     for (int i = 0; i < 4; i++) w[r][i] = *at(r, i);
 }
 
-// What the second product has added to `before`, against the weights in shared memory.
+// Checks what the second product added to `before` against the weights in shared memory.
 template <class In, class T>
 __device__ __forceinline__ void check_out(const Params& p, const unsigned char* mine, const unsigned char* v_tile,
                                           const State<T>& st, const float (&before)[T::kRowTiles][T::kDimTiles][4],

@@ -1,9 +1,9 @@
-// The end of an item: what the groups have summed up becomes one, and goes out in 16-byte rows.
+// End of an item: the results of the groups are combined and written in 16-byte pieces.
 #pragma once
 #include "mma.cuh"
 #include "prefill_softmax.cuh"
 
-// The results of groups 1 .. into the state of group 0; false for the others, which are done.
+// Adds the results of groups 1 .. to the state of group 0; returns false in the other groups, which are done.
 template <class T>
 __device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, int row_warp, int group, float unit,
                                            int lane) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ void finish(const Params& p, int wave, State<T>& st, 
   if constexpr (T::kGroups > 1)
     if (!add_groups<T>(st, shared, row_warp, group, unit, lane)) return;
 
-  const Item item = item_of<T>(p, index_of(opaque(wave)));  // once more, rather than in registers all the time
-  unsigned char* rows = shared + row_warp * T::kRows * T::Layout::kBytes;  // where the warp's queries were
+  const Item item = item_of<T>(p, index_of(opaque(wave)));  // recomputed, to save registers in the main loop
+  unsigned char* rows = shared + row_warp * T::kRows * T::Layout::kBytes;  // memory of the warp's queries
   const int first_row = row_warp * T::kRows, token = item.q_start + item.row + first_row;
   char* const out = const_cast<char*>(at(p.out, p.out_by, item.batch, item.head, token));
   char* const lse = const_cast<char*>(at(p.lse, p.lse_by, item.batch, item.head, token));

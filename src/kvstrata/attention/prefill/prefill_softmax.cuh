@@ -1,7 +1,7 @@
-// The streaming softmax of a warp's queries, in registers: scores of a tile to weights, what was summed up moved along.
+// Online softmax of a warp's queries, in registers: converts the scores of a tile to weights and rescales the sums.
 //
 // A lane has rows g and g + 8 of a row tile, and keys 2t, 2t + 1 of every eight. The reference m is a score as the
-// product leaves it; times `unit` it is a power of two.
+// product leaves it; times `unit` it is in log2 units.
 #pragma once
 #include "prefill_tile.cuh"
 #include "warp.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ float unit_of(const Params& p) {
   return I::kSoftcap ? 1.f : p.scale_log2;
 }
 
-// c * tanh(score / c), in powers of two.
+// c * tanh(score / c), in log2 units.
 template <class T>
 __device__ __forceinline__ void cap(const Params& p, ScoresOf<T>& s) {
   const float inner = __fdividef(p.scale_log2, p.softcap_log2) * (2.f * kLog2e);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void cap(const Params& p, ScoresOf<T>& s) {
     }
 }
 
-// Keys from `key` on, of queries from position `place` on: past the end, after the query, before its window.
+// Masks keys from `key` on for queries from position `place` on: past the end, after the query, before its window.
 template <class T>
 __device__ __forceinline__ void mask(const Params& p, int place, int end, int key, ScoresOf<T>& s, int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -64,9 +64,8 @@ __device__ __forceinline__ void mask(const Params& p, int place, int end, int ke
     }
 }
 
-// A new reference where a score stands more than kSlack above the old one, else the old one: weights are then at most
-// 2^kSlack, which fp16 holds, and the sums so far need not be multiplied. `base` is what to subtract from a score in
-// powers of two.
+// Takes a new reference only if a score exceeds the old one by more than kSlack: weights are then at most 2^kSlack, which
+// fp16 holds, and the sums are rarely rescaled. `base` is subtracted from scores in log2 units.
 constexpr float kSlack = 8.f;
 
 template <class T>

@@ -1,4 +1,4 @@
-// What host and kernel agree on: parameters, the sizes of a tile, the order of the work.
+// Contract between host and kernel: parameters, sizes of a tile, order of the work.
 #pragma once
 #include "swizzle.cuh"
 
@@ -9,7 +9,7 @@ struct alignas(8) Strides {  // in bytes
   unsigned token;
 };
 
-// n / by for 0 <= n < 2^31, by a product.
+// n / by for 0 <= n < 2^31, as a multiplication.
 struct Divisor {
   unsigned by, factor, shift;
   __device__ __forceinline__ int of(int n) const {
@@ -22,16 +22,16 @@ struct Params {
   const char *q, *k, *v;
   char *out, *lse;         // lse: or null
   const float* sinks;      // [heads], or null
-  const int *cu_q, *cu_k;  // [sequences + 1]; null: q_len and k_len hold for all
+  const int *cu_q, *cu_k;  // [sequences + 1]; null: every sequence has q_len and k_len
   unsigned* check;         // 4 counters of the checking build
   Strides q_by, k_by, v_by, out_by, lse_by;
   Divisor per_section, section, heads, group;  // items of a section, its units; a unit is a query head of a sequence
   int items, m_blocks, q_len, k_len, causal, window;  // window 0: none
-  float scale_log2, softcap_log2;                     // in powers of two; softcap_log2 0: none
+  float scale_log2, softcap_log2;                     // in log2 units; softcap_log2 0: none
 };
 
 // A block takes kBlockM queries of a unit. Its warps are kGroups groups: group g takes every kGroups-th tile of kBlockN
-// keys, in a ring of kStages of its own, and the groups' results are added up in the end. In a group a warp has its own
+// keys, in a ring of kStages of its own, and the results of the groups are combined at the end. In a group a warp has its own
 // queries, 16 or a multiple, and all keys of the tile.
 //
 //   shared memory:  Q (later: out) | group 0: stages of K, V | group 1 .. | stats of groups 1 .. | scores
@@ -42,7 +42,7 @@ template <int kDim_, int kBlockM_, int kBlockN_, int kWarps_, int kGroups_, int 
           bool kPadded = false>
 struct Tile {
   static constexpr int kDim = kDim_, kM = kBlockM_, kN = kBlockN_, kWarps = kWarps_, kGroups = kGroups_;
-  static constexpr int kStages = kStages_, kResident = kResident_;  // kResident: blocks of a multiprocessor
+  static constexpr int kStages = kStages_, kResident = kResident_;  // kResident: blocks per multiprocessor
   static constexpr int kThreads = kWarps * 32, kRowWarps = kWarps / kGroups, kGroupThreads = kRowWarps * 32;
   static constexpr int kRows = kM / kRowWarps, kRowTiles = kRows / 16;  // of a warp
   static constexpr int kSteps = kDim / 16, kDimTiles = kDim / 8, kKeyTiles = kN / 8;
@@ -59,7 +59,7 @@ struct Tile {
 
 enum Scores { kInRegisters, kInShared, kChecked };  // kChecked: in shared memory, and compared with plain sums
 
-// What can be switched one at a time.
+// Compile-time switches.
 template <bool kSoftcap_, bool kPersistent_ = true, int kWidth_ = 16, Scores kScores_ = kInRegisters>
 struct Ideas {
   static constexpr bool kSoftcap = kSoftcap_, kPersistent = kPersistent_;
@@ -67,9 +67,9 @@ struct Ideas {
   static constexpr Scores kScores = kScores_;
 };
 
-// Queries row .. row + rows - 1 of a head, and the keys begin .. end - 1 that some of them see.
+// Queries row .. row + rows - 1 of a head, and the keys begin .. end - 1 that at least one of them sees.
 struct Item {
-  int batch, head, kv_head, q_start, k_start;  // where the sequence is
+  int batch, head, kv_head, q_start, k_start;  // of the sequence
   int row, rows, k_len, shift;                 // query i stands at position i + shift
   int begin, end;
 };
@@ -78,12 +78,12 @@ __device__ __forceinline__ const char* at(const char* base, const Strides& by, i
   return base + batch * by.batch + head * by.head + static_cast<i64>(token) * by.token;
 }
 
-// The item of this block in a wave, there and back again: who has the longest of one wave has the shortest of the next.
+// The item of this block in a wave. Waves alternate direction: the block with the longest item gets the shortest next.
 __device__ __forceinline__ int index_of(int wave) {
   return wave * gridDim.x + (wave & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
-// Sections of units whose keys fit in L2 together; in a section the last queries first, which have most keys to see.
+// Sections of units whose keys fit L2 together; within a section the last queries come first, as they see most keys.
 template <class T>
 __device__ __forceinline__ Item item_of(const Params& p, int index) {
   const int section = p.per_section.of(index), in_section = p.per_section.rest(index, section);

@@ -115,7 +115,7 @@ def choice_of(tile: Config | Tile) -> Choice:
 
 
 def invalid(choice: Choice, dim: int) -> str | None:
-    """Why a choice cannot run, or None."""
+    """Reason why a choice cannot run, or None."""
     kernel, block_m, block_n = choice["kernel"], choice["block_m"], choice["block_n"]
     queries, keys = BLOCKS[kernel]
     if block_m not in queries or block_n not in keys:

@@ -205,7 +205,7 @@ def specialized_chunk_kernel(
 
 
 def missing(job: CachedJob) -> str | None:
-    """Why the kernel cannot run this job, or None."""
+    """Reason why the kernel cannot run this job, or None."""
     _, heads, dim = job.q.shape
     if job.q.element_size() != 2 or not 64 <= dim <= 128 or dim % 8:
         return "the kernel takes 16-bit heads of 64 to 128, in whole chunks of 16 bytes"

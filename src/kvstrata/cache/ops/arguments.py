@@ -1,4 +1,4 @@
-"""Arguments of the cache's operations, checked at the door: errors name the argument, what is expected and given."""
+"""Checks of the arguments of cache operations: errors name the argument, what was expected and what was given."""
 
 from __future__ import annotations
 

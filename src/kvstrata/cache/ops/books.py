@@ -1,4 +1,4 @@
-"""The books: what a cache has allocated, and what must be true of it after every operation."""
+"""Memory accounting of a cache, and the invariants that hold after every operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCALE_BITS = 16  # fp16, one for K and one for V of each token and head
 
 
 def fixed(cache: CacheState) -> dict[str, int]:
-    """Bytes of what is there whether or not there are tokens."""
+    """Bytes that are allocated independently of the tokens stored."""
     tensors = {
         "page_table": cache.buckets.page_table,
         "count": cache.buckets.count,
@@ -29,7 +29,7 @@ def fixed(cache: CacheState) -> dict[str, int]:
 
 
 def memory(cache: CacheState) -> Memory:
-    """Everything, from what the host knows."""
+    """Memory of a cache, computed from host tables without synchronising."""
     counts = cache.buckets.host_count[list(cache.requests)].astype(np.int64).sum((0, 1, 2))
     used = [cache.pool.pages(tier) * stride for tier, stride in enumerate(cache.pool.strides)]
     pages = [cache.pool.pages(tier) for tier in range(len(cache.page_formats))]
@@ -67,7 +67,7 @@ def _bits(cache: CacheState, pages: list[int], taken: list[int]) -> dict[str, fl
 
 
 def _slots_taken(cache: CacheState) -> list[int]:
-    """Slots with a token per tier, of pages that requests share once: as many as the owner with the most has."""
+    """Occupied slots per tier; a shared page counts once, with the tokens of the owner that has most in it."""
     first = np.arange(cache.buckets.max_pages) * cache.page_tokens
     taken = []
     for tier in range(len(cache.page_formats)):

@@ -14,7 +14,7 @@ Cache = TypeVar("Cache", bound=CacheState)
 
 
 def clone(cache: Cache, **changes: Any) -> Cache:
-    """With other arguments of the constructor; BudgetExceeded where the requests do not fit them."""
+    """Copy a cache, with other constructor arguments where given; BudgetExceeded if the requests do not fit."""
     twin = type(cache)(**cache._arguments | changes)
     for request in cache.requests:
         put(twin, request, taken(cache, request))
@@ -22,12 +22,12 @@ def clone(cache: Cache, **changes: Any) -> Cache:
 
 
 def parts(cache: CacheState) -> dict[int, dict[str, torch.Tensor]]:
-    """All requests as `files.taken` gives them, in memory of their own: torch.save takes no two views of one."""
+    """Tensors of all requests, cloned because torch.save rejects views of one storage with different dtypes."""
     return {r: {name: x.contiguous().clone() for name, x in taken(cache, r).items()} for r in cache.requests}
 
 
 def restored(kind: type[Cache], arguments: dict[str, Any], requests: dict[int, dict[str, torch.Tensor]]) -> Cache:
-    """A cache with these requests, as `parts` gives them."""
+    """Make a cache from the requests that `parts` returned."""
     cache = kind(**arguments)
     for request, tensors in requests.items():
         put(cache, request, tensors)

@@ -1,4 +1,4 @@
-"""Crop: the last tokens of a request go, in every layer; what stays may have to settle into a smaller budget."""
+"""Crop: drop the last tokens of a request in every layer; the rest may have to settle into a smaller budget."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def _crop(cache: CacheState, change: Transaction, request: int, length: int) -> 
             tokens = cache.buckets.snapshot(layer, scope)
             cropped = tokens.head_cache // cache.kv_heads == scope.index(request)
             kept = ~cropped | (tokens.position < length)
-            at = kept.nonzero().flatten()
+            kept_index = kept.nonzero().flatten()
             target = torch.full_like(tokens.tier, DROP)
-            target[at] = plan_scopes(cache, [(layer, scope)], tokens[at], [lengths])
+            target[kept_index] = plan_scopes(cache, [(layer, scope)], tokens[kept_index], [lengths])
         places.append((layer, scope))
         every.append(tokens)
         targets.append(target)

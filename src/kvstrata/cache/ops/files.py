@@ -1,4 +1,4 @@
-"""A compressed request as a safetensors file: no pickle, versioned, checked before anything is taken from it.
+"""A compressed request as a safetensors file: no pickle, versioned, validated before anything is read into a cache.
 
     pages.<tier>       uint8   [pages, page_bytes]    by layer, KV head, index; slots without a token are zero
     position.<tier>    int32   [pages, P]
@@ -37,7 +37,7 @@ VERSION = 1
 
 
 def _meaning(cache: CacheState) -> dict[str, Any]:
-    """Parameters that must agree."""
+    """Parameters that must be equal in the file and in the cache that reads it."""
     return {
         "layers": cache.layers,
         "kv_heads": cache.kv_heads,
@@ -52,7 +52,7 @@ def _meaning(cache: CacheState) -> dict[str, Any]:
 
 
 def _settings(cache: CacheState) -> dict[str, Any]:
-    """Parameters that are written down and may differ."""
+    """Parameters that are recorded but may differ when a file is read."""
     return {
         "policy": cache.policy.name,
         "per_head": cache.policy.per_head,
@@ -80,7 +80,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def taken(cache: CacheState, request: int) -> dict[str, torch.Tensor]:
-    """Everything of a request, as above."""
+    """All tensors of a request, by their names in the file."""
     buckets, parts = cache.buckets, {}
     for tier, kind in enumerate(cache.page_formats):
         pages = []
@@ -125,7 +125,7 @@ def save(cache: CacheState, path: str | PathLike[str], request: int) -> None:
 
 
 class Refused(Exception):
-    """Why a file is not taken."""
+    """Raised for a file that cannot be read; the message is the reason."""
 
 
 def want(condition: object, message: str) -> None:
@@ -158,7 +158,7 @@ def _read(cache: CacheState, path: str | PathLike[str]) -> dict[str, torch.Tenso
 
 
 def validate(cache: CacheState, tensors: dict[str, torch.Tensor]) -> None:
-    """Shapes, types and ranges of everything."""
+    """Check shapes, dtypes and ranges of all tensors; raises Refused."""
     layers, heads, tiers, p = cache.layers, cache.kv_heads, len(cache.page_formats), cache.page_tokens
 
     def shaped(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -266,7 +266,7 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
 
 
 def _fit(cache: CacheState, change: Transaction, request: int) -> None:
-    """Settle where the budget of this cache is smaller."""
+    """Settle the request if it does not fit the budget of this cache."""
     [scope] = scopes_of(cache, [request])
     short = [layer for layer in range(cache.layers) if not fits_plain(cache, layer, [request], [0])]
     places = [(layer, scope) for layer in short]

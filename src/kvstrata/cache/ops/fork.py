@@ -1,4 +1,4 @@
-"""Sharing: requests that become copies of others, or go. No page is copied: owners are counted, until one writes."""
+"""Forking and freeing of requests: pages are shared by reference count and copied on write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> None:
-    """Requests become copies of what others were, pages shared; some go."""
+    """Make requests copies of others, sharing their pages, and free some."""
     with cache._operation() as change:
         table, count = cache.buckets.host_table, cache.buckets.host_count
         to, origin, left = list(source), list(source.values()), list(gone)

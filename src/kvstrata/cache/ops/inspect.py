@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def by_head(
     cache: CacheState, layer: int, requests: Sequence[int], tokens: Tokens
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
-    """Where each token of a snapshot goes in ``[requests * kv_heads, n]`` when every head is sorted by position."""
+    """Indices of each token in ``[requests * kv_heads, n]``, every head sorted by position, and that shape."""
     counts = cache.buckets.host_count[list(requests), layer].sum(-1, dtype=np.int64).reshape(-1)
     starts = cache.pool.to_device(np.cumsum(counts) - counts)
     order = torch.argsort(tokens.head_cache * cache.max_tokens + tokens.position)
@@ -33,8 +33,8 @@ def gather(cache: CacheState, layer: int, requests: Sequence[int]) -> tuple[torc
     centre = cache.centre[cache.pool.to_device(np.array(requests, np.int64)), layer].flatten(0, 1)
     k = torch.empty(len(tokens), cache.head_dim, dtype=cache.dtype, device=cache.device)
     v = torch.empty_like(k)
-    for kind, at, rows in cache.buckets.read_all(layer, requests, tokens):
-        k[at], v[at] = kind.decode(rows, centre[tokens.head_cache[at]])
+    for kind, index, rows in cache.buckets.read_all(layer, requests, tokens):
+        k[index], v[index] = kind.decode(rows, centre[tokens.head_cache[index]])
     place, shape = by_head(cache, layer, requests, tokens)
     out = [torch.zeros(*shape, cache.head_dim, dtype=cache.dtype, device=cache.device) for _ in range(2)]
     positions = torch.full(shape, -1, device=cache.device)
@@ -44,7 +44,7 @@ def gather(cache: CacheState, layer: int, requests: Sequence[int]) -> tuple[torc
 
 
 def tier_map(cache: CacheState, layer: int, request: int) -> torch.Tensor:
-    """Tiers in the same order."""
+    """Tier of each token of a request, heads sorted by position as in `gather`."""
     tokens = cache._tokens(layer, request)
     place, shape = by_head(cache, layer, [request], tokens)
     tiers = torch.full(shape, -1, device=cache.device)
@@ -53,7 +53,7 @@ def tier_map(cache: CacheState, layer: int, request: int) -> torch.Tensor:
 
 
 def importance(cache: CacheState, layer: int, request: int) -> torch.Tensor:
-    """Estimated mass in the same order."""
+    """Estimated mass of each token of a request, heads sorted by position as in `gather`."""
     tokens = cache._tokens(layer, request)
     place, shape = by_head(cache, layer, [request], tokens)
     length = torch.full_like(tokens.position, int(cache._lengths[request, layer]))

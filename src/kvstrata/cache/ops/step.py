@@ -57,7 +57,7 @@ def advance(cache: CacheState, given: list[int]) -> None:
 
 
 def _prepare_count(cache: CacheState, ids: np.ndarray) -> Callable[[], None]:
-    """What counts one more plain token of these requests in every layer; calling it allocates nothing."""
+    """Return a function that counts one more plain token of these requests in every layer, without allocating."""
     buckets, on_device = cache.buckets, []
     if cache.device.type != "cpu":
         rows = cache.pool.to_device(ids)
@@ -74,7 +74,7 @@ def _prepare_count(cache: CacheState, ids: np.ndarray) -> Callable[[], None]:
 
 
 def _edge(cache: CacheState, ids: np.ndarray) -> bool:
-    """Whether some token may not fit the page that its bucket has open."""
+    """True if some token may not fit the open page of its bucket."""
     return cache.pool.shares or bool((cache.buckets.host_count[ids, :, :, 0] % cache.page_tokens == 0).any())
 
 

@@ -127,7 +127,7 @@ class Memory:
 
     @property
     def fraction(self) -> float:
-        """Of ``full``."""
+        """Bytes in use as a fraction of ``full``."""
         return self.total / self.full if self.full else float("inf")
 
 
@@ -157,7 +157,7 @@ class Budget:
 
     @property
     def shared(self) -> bool:
-        """Whether the requests of a layer share one sum."""
+        """True if the requests of a layer share one budget in bytes."""
         return type(self.amount) is int
 
     @property
@@ -194,7 +194,7 @@ class Budget:
         return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[1])
 
     def granted(self, tokens: int) -> int:
-        """What a fraction allows one request and layer."""
+        """Bytes that a fraction allows one request in one layer."""
         fraction = int(float(self.amount or 0) * self.kv_heads * self.token_bytes * tokens)
         if self.ceiling_room is not None:
             fraction = min(fraction, self.ceiling(tokens, self.ceiling_room))
@@ -207,14 +207,14 @@ class Budget:
         return self.granted(tokens) - self.overhead
 
     def advice(self, pages: int, tokens: int) -> str:
-        """A budget with which pages of so many bytes would fit, for these tokens of a scope."""
+        """Hint for an error message: a budget under which these bytes of pages would fit."""
         if type(self.amount) is int:
             return f"; budget_bytes={self.layers * pages + self.fixed + self.reserve} has room for them in every layer"
         share = (pages + self.overhead) / (self.kv_heads * self.token_bytes * max(tokens, 1))
         return f"; budget={math.ceil(1000 * share) / 1000} has room for them, or evict=True" if share < 1 else ""
 
     def allowed(self, lengths: list[list[int]]) -> int | None:
-        """For everything, given the tokens of each active request per layer."""
+        """Bytes allowed for the whole cache, given the tokens of each active request per layer."""
         if self.amount is None:
             return None
         if type(self.amount) is int:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from kvstrata.cache.storage.transaction import Transaction
 
 CENTRE_TOKENS = 1024  # the more, the better: docs/decisions.md
-HORIZON = 2048  # positions that are foreseen at least, where the tables have so many
-STRIDE = 32  # additions one after the other, and as many of their sums
-TABLE = 1 << 24  # values that are added up in one go
+HORIZON = 2048  # least number of positions to plan for, up to max_tokens
+STRIDE = 32  # sequential additions per partial sum
+TABLE = 1 << 24  # most values per batch of requests
 
 
 def fix_centres(
@@ -60,14 +60,14 @@ def fix_centres(
             index = np.full(len(requests), -1)
             index[without] = np.arange(len(without))
             chosen = tokens.renumbered(cache.pool.to_device(index), cache.kv_heads)
-            at = (chosen.head_cache >= 0).nonzero().flatten()
-            chosen, chosen_target = chosen[at], target[at]
+            belongs = (chosen.head_cache >= 0).nonzero().flatten()
+            chosen, chosen_target = chosen[belongs], target[belongs]
         those = [requests[i] for i in without.tolist()]
         for begun, centre in _computed(cache, layer, those, chosen, chosen_target, fresh):
-            at = cache.pool.to_device(without[begun])
-            centres[at] = centre
+            begun_index = cache.pool.to_device(without[begun])
+            centres[begun_index] = centre
             change.set(cache._centred, ([those[i] for i in begun], layer), True)
-            change.launch(partial(stored.__setitem__, places[at], centre))
+            change.launch(partial(stored.__setitem__, places[begun_index], centre))
     return centres.flatten(0, 1)
 
 
@@ -131,7 +131,7 @@ def _centre_of_place(
 def _computed(
     cache: CacheState, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor, fresh: NewRows | None
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Centres ``[n, kv_heads, D]`` of requests of a layer whose first tokens are quantised, and which of them."""
+    """Indices of requests whose first tokens are about to be quantised, and their centres ``[n, kv_heads, D]``."""
     plain, heads = tokens.tier <= 0, cache.kv_heads
     request = tokens.head_cache // heads
     begins = torch.zeros(len(requests), dtype=torch.int32, device=cache.device)
@@ -141,17 +141,17 @@ def _computed(
     last = torch.zeros(len(requests), dtype=torch.int64, device=cache.device)
     last = last.scatter_reduce(0, request.long(), tokens.position.long(), "amax")
     each = max(TABLE // (heads * CENTRE_TOKENS * cache.head_dim), 1)
-    for some in (begun[i : i + each] for i in range(0, len(begun), each)):
+    for batch in (begun[i : i + each] for i in range(0, len(begun), each)):
         row = torch.full((len(requests),), -1, device=cache.device)
-        row[some] = torch.arange(len(some), device=cache.device)
+        row[batch] = torch.arange(len(batch), device=cache.device)
         row = row[request]
-        at = (first & (row >= 0)).nonzero().flatten()
-        k = _first_rows(cache, layer, requests, tokens[at], fresh)
-        there = (row[at] * heads + tokens.head_cache[at] % heads, tokens.position[at])
-        table, takes_part = _table(k, there, len(some) * heads)
-        positions = horizon(last[some] + 1, cache.max_tokens)
+        index = (first & (row >= 0)).nonzero().flatten()
+        k = _first_rows(cache, layer, requests, tokens[index], fresh)
+        slots = (row[index] * heads + tokens.head_cache[index] % heads, tokens.position[index])
+        table, takes_part = _table(k, slots, len(batch) * heads)
+        positions = horizon(last[batch] + 1, cache.max_tokens)
         centre = centre_of(table.unflatten(0, (-1, heads)), takes_part.unflatten(0, (-1, heads)), cache.rope, positions)
-        yield some, centre
+        yield batch, centre
 
 
 def _first_rows(
@@ -170,10 +170,12 @@ def _first_rows(
 
 
 def _table(
-    k: torch.Tensor, there: tuple[torch.Tensor, torch.Tensor], head_caches: int
+    k: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], head_caches: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``k [n, D]`` at their head cache and position: float32 ``[head_caches, CENTRE_TOKENS, D]``, and which values
-    of these take part, others are 0: one flag a token where all its values do, as far as the host knows."""
+    """Table float32 ``[head_caches, CENTRE_TOKENS, D]`` of the rows ``k [n, D]``, and a mask of its finite values.
+
+    Values that are not finite are 0. The mask is ``[..., D]``, or ``[..., 1]`` on a CPU if every value is finite.
+    """
     finite = k.abs() <= quant.LARGEST
     table = torch.zeros(head_caches, CENTRE_TOKENS, k.shape[1], dtype=torch.float32, device=k.device)
     if k.device.type == "cpu" and bool(finite.all()):
@@ -181,13 +183,12 @@ def _table(
     else:
         k = torch.where(finite, k, 0.0)
     takes_part = torch.zeros(head_caches, CENTRE_TOKENS, finite.shape[1], dtype=torch.bool, device=k.device)
-    table[there], takes_part[there] = k, finite
+    table[slots], takes_part[slots] = k, finite
     return table, takes_part
 
 
 def horizon(tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """How many positions to foresee when so many tokens are there: nobody knows how many will come, as many again is a
-    fair guess."""
+    """Number of positions to plan for: twice the tokens so far, since the final length is unknown."""
     return (2 * tokens).clamp(min=HORIZON).clamp(max=most)
 
 

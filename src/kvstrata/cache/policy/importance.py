@@ -16,7 +16,7 @@ MODES = ("mean", "ema")
 
 
 def initial(mode: str, length: torch.Tensor) -> torch.Tensor:
-    """What a new token's page entry holds."""
+    """Importance that a new token starts with."""
     return torch.zeros_like(length, dtype=torch.float32) if mode == "mean" else 1.0 / length.float().clamp(min=1)
 
 

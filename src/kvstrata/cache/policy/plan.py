@@ -45,7 +45,7 @@ KEEP, CHOOSE, EVICT, FAIL = range(4)  # what `split` finds for a scope
 
 @dataclass(frozen=True)
 class Policy:
-    """What a cache's arguments say about settling."""
+    """Settings of a cache that decide how it settles."""
 
     name: str
     mode: str  # of the importance
@@ -76,7 +76,7 @@ class Policy:
 
     @property
     def fills(self) -> bool:
-        """Whether slots that are paid for are filled."""
+        """True if empty slots of pages that are already paid for are filled."""
         return self.name == "importance" and self.per_head
 
 
@@ -100,8 +100,11 @@ class Scopes:
 
 @dataclass(frozen=True)
 class Plans:
-    """Targets of all tokens. Per scope: ``needed`` bytes where even the cheapest assignment takes more than is allowed,
-    else None; and ``spare``, so many more plain tokens per head cache have room."""
+    """Targets of all tokens, and the outcome per scope.
+
+    ``needed`` is the bytes of the cheapest assignment if even that exceeds the allowance, else None; ``spare`` is the
+    number of further plain tokens per head cache that fit.
+    """
 
     target: torch.Tensor
     needed: list[int | None]
@@ -110,7 +113,7 @@ class Plans:
 
 @dataclass(frozen=True)
 class Split:
-    """What each scope does (KEEP, ..) and the bytes of each head cache."""
+    """Action of each scope (KEEP, ..) and byte share of each head cache."""
 
     kind: np.ndarray  # [scopes]
     spare: np.ndarray  # [scopes]
@@ -132,12 +135,14 @@ def whole_pages(settle_every: int, kept: int, page_tokens: int) -> int:
 def split(
     fixed: np.ndarray, moving: np.ndarray, head_caches: np.ndarray, allowed: np.ndarray, policy: Policy, headroom: int
 ) -> Split:
-    """Bytes of scopes shared out to their head caches.
+    """Share the bytes of scopes between their head caches.
 
     Args:
         fixed, moving: int ``[head_caches, tiers]``, tokens that stay and tokens that may move, by their tier now.
-        head_caches, allowed: ``[scopes]``, how many and how many bytes.
-        policy, headroom: room for so many more plain tokens in each head cache; halved where it does not fit.
+        head_caches: ``[scopes]``, number of head caches.
+        allowed: ``[scopes]``, bytes.
+        policy: its prices and ladder are used, and ``evict``.
+        headroom: further plain tokens per head cache to leave room for; halved until they fit.
     """
     prices, lowest = policy.prices, policy.ladder[0][-1]
     scope = np.repeat(np.arange(len(head_caches)), head_caches)
@@ -153,7 +158,7 @@ def split(
         return np.bincount(scope, x, len(head_caches)).astype(np.int64)
 
     def give(chosen: np.ndarray, price: np.ndarray, total: np.ndarray) -> None:
-        """What is left over ``price`` of each head cache goes by tokens that may move."""
+        """Share the bytes beyond ``price`` between head caches in proportion to their tokens that may move."""
         room = ((allowed - total)[scope] * many) // np.maximum(of_scope(many), 1)[scope]
         share[chosen[scope]] = (price + room)[chosen[scope]]
 

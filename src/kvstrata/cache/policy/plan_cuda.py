@@ -87,15 +87,15 @@ def plan_places(
     begin = np.cumsum(counts) - counts
     n = int(counts.sum())
     small = np.minimum(numbers, np.iinfo(np.int32).max)
-    told: dict[str, np.ndarray] = {
+    arrays: dict[str, np.ndarray] = {
         "places": np.concatenate([places[None], small]).astype(np.int32),
         "begin": begin,
         "scopes": np.cumsum([0, *scopes]).astype(np.int32),
         "allowed": np.array(allowed, np.int64),
     }
     if fresh is not None:
-        told["fresh"] = fresh.packed()
-    addresses, kept = _upload(buckets, told)
+        arrays["fresh"] = fresh.packed()
+    addresses, kept = _upload(buckets, arrays)
     tensors = {
         "table": buckets.page_table, "count": buckets.count, "pointers": buckets.pool.pointers,
         "key": torch.empty(n, dtype=torch.int32, device=device),
@@ -129,14 +129,14 @@ def plan_places(
     return DevicePlan(tensors["target"], tensors["starts"], tensors["kind"], tensors["needed"])
 
 
-def _upload(buckets: Buckets, told: dict[str, np.ndarray]) -> tuple[dict[str, int], torch.Tensor]:
-    """Arrays to the device in one copy; their addresses, and what holds them."""
-    sizes = [-(-x.nbytes // 8) * 8 for x in told.values()]
+def _upload(buckets: Buckets, arrays: dict[str, np.ndarray]) -> tuple[dict[str, int], torch.Tensor]:
+    """Copy arrays to the device in one transfer; returns their addresses and the buffer that holds them."""
+    sizes = [-(-x.nbytes // 8) * 8 for x in arrays.values()]
     whole, first = np.zeros(sum(sizes), np.uint8), np.cumsum([0, *sizes])
-    for x, at in zip(told.values(), first, strict=False):
-        whole[at : at + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    there = buckets.pool.to_device(whole)
-    return {name: there.data_ptr() + int(at) for name, at in zip(told, first, strict=False)}, there
+    for x, offset in zip(arrays.values(), first, strict=False):
+        whole[offset : offset + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    buffer = buckets.pool.to_device(whole)
+    return {name: buffer.data_ptr() + int(offset) for name, offset in zip(arrays, first, strict=False)}, buffer
 
 
 def _params(

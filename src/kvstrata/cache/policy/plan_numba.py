@@ -17,7 +17,7 @@ compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
 def chosen(scopes: Scopes, policy: Policy, headroom: int) -> tuple[torch.Tensor, Split]:
-    """Targets of all tokens, and what `split` found."""
+    """Targets of all tokens, and the result of `split`."""
     tokens, tiers, n = scopes.tokens, len(policy.prices.page), scopes.numbers.shape[1]
     tier, position = tokens.tier.numpy(), tokens.position.numpy()
     order, first = _sorted(tokens.head_cache.numpy(), tier, n, tiers)
@@ -25,10 +25,10 @@ def chosen(scopes: Scopes, policy: Policy, headroom: int) -> tuple[torch.Tensor,
     fixed, moving = np.zeros((2, n, tiers), np.int64)
     length = scopes.numbers[0]
     _survey(order, first, position, length, policy.sink_tokens, policy.recent_tokens, moves, fixed, moving)
-    found = split(fixed, moving, np.array(scopes.head_caches), np.array(scopes.allowed, np.int64), policy, headroom)
+    parts = split(fixed, moving, np.array(scopes.head_caches), np.array(scopes.allowed, np.int64), policy, headroom)
     target = np.maximum(tier, 0)
     scope = np.repeat(np.arange(len(scopes)), scopes.head_caches)
-    kind = found.kind[scope]
+    kind = parts.kind[scope]
     if ((kind == CHOOSE) | (kind == EVICT)).any():
         key = np.empty(len(order), np.int32)
         importance = tokens.importance.numpy()
@@ -38,12 +38,12 @@ def chosen(scopes: Scopes, policy: Policy, headroom: int) -> tuple[torch.Tensor,
             np.float32(policy.floor), key,
         )  # fmt: skip
         _choose(
-            order, first, position, key, kind, found.spare[scope], found.share, fixed,
+            order, first, position, key, kind, parts.spare[scope], parts.share, fixed,
             np.array(policy.prices.page, np.int64), policy.prices.page_tokens, np.array(policy.ladder[0]),
             np.array(policy.ladder[1], np.float32), np.float32(policy.steepest), policy.name == "uniform",
             policy.leave_plain, policy.fills, target,
         )  # fmt: skip
-    return torch.from_numpy(target), found
+    return torch.from_numpy(target), parts
 
 
 @compiled
@@ -65,14 +65,14 @@ def _sorted(head_cache, tier, n, tiers):
 
 @compiled
 def _survey(order, first, position, length, sinks, recent, moves, fixed, moving):
-    """Which tokens may move, in sorted order, and how many of each tier do and do not."""
+    """Mark the tokens that may move, in sorted order, and count per tier those that may and may not."""
     n, tiers = fixed.shape
     for head_cache in range(n):
         for tier in range(tiers):
             bucket = head_cache * tiers + tier
             for i in range(first[bucket], first[bucket + 1]):
-                at = position[order[i]]
-                kept = tier == 0 and (at < sinks or at >= length[head_cache] - recent)
+                token_position = position[order[i]]
+                kept = tier == 0 and (token_position < sinks or token_position >= length[head_cache] - recent)
                 moves[i] = not kept
                 fixed[head_cache, tier] += kept
             moving[head_cache, tier] = first[bucket + 1] - first[bucket] - fixed[head_cache, tier]
@@ -103,11 +103,11 @@ def _keys(
             even = np.float32(1.0) / np.float32(max(length, 1))
             total, many = np.int64(0), np.int64(0)
             for i in range(begin, end):
-                state, at = importance[order[i]], position[order[i]]
+                state, token_position = importance[order[i]], position[order[i]]
                 if ema:
                     mass = max(state, np.float32(0.0)) + np.float32(1e-3) * even
                 else:
-                    seen = max(min(queries, reported - at), 0)
+                    seen = max(min(queries, reported - token_position), 0)
                     mass = (state + even) / (np.float32(seen) + np.float32(1.0))
                 weight[i] = min(mass, np.float32(LARGEST))
                 if moves[i]:
@@ -167,7 +167,7 @@ def _limits(price, slopes, uniform, limit):
 
 @compiled
 def _bytes(moved, fixed, spare, page, page_tokens, fills):
-    """Of whole pages, empty slots filled as by `plan_reference._counts_filled`; ``moved`` is used up."""
+    """Bytes of whole pages, empty slots filled as by `plan_reference._counts_filled`; overwrites ``moved``."""
     tiers = len(page)
     counts = fixed.copy()
     counts[0] += spare
@@ -279,7 +279,7 @@ def _count_moving(key, first, head_cache, tiers, limit, ladder, widest, moved):
 
 @compiled
 def _count_left(key, first, head_cache, tiers, limit, lowest, moved):
-    """The same where tokens up to the limit are dropped and the others are in the lowest tier."""
+    """Count moves per (tier, target) when tokens up to the limit are dropped and the others go to the lowest tier."""
     for tier in range(tiers):
         bucket = head_cache * tiers + tier
         for i in range(first[bucket], first[bucket + 1]):

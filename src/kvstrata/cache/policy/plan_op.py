@@ -19,7 +19,7 @@ def plan_all(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
             from .plan_reference import chosen
     else:
         from .plan_reference import chosen
-    target, found = chosen(scopes, policy, headroom)
-    failed = found.kind == FAIL
-    needed = [int(n) if fails else None for n, fails in zip(found.needed, failed, strict=True)]
-    return Plans(target, needed, np.where(failed, 0, found.spare).tolist())
+    target, parts = chosen(scopes, policy, headroom)
+    failed = parts.kind == FAIL
+    needed = [int(n) if fails else None for n, fails in zip(parts.needed, failed, strict=True)]
+    return Plans(target, needed, np.where(failed, 0, parts.spare).tolist())

@@ -39,7 +39,7 @@ def movable(scopes: Scopes, policy: Policy) -> torch.Tensor:
 
 
 def count(index: torch.Tensor, n: int) -> torch.Tensor:
-    """How often each number below ``n`` is there."""
+    """Number of occurrences of each integer below ``n``."""
     return torch.zeros(n, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))
 
 
@@ -63,7 +63,7 @@ def _weights(
     queries: torch.Tensor,
     reported: torch.Tensor,
 ) -> torch.Tensor:
-    """What an error in each token counts, float32 and positive; every operation is rounded on its own."""
+    """Weight of an error in each token, float32 and positive; each operation rounds separately."""
     tokens, n = scopes.tokens, scopes.numbers.shape[1]
     if policy.name == "recency":
         return 1.0 / (length - tokens.position).float()
@@ -103,14 +103,14 @@ def limits(price: torch.Tensor, policy: Policy) -> torch.Tensor:
 
 
 def chosen(scopes: Scopes, policy: Policy, headroom: int) -> tuple[torch.Tensor, Split]:
-    """Targets of all tokens, and what `split` found."""
+    """Targets of all tokens, and the result of `split`."""
     tokens, tiers, n = scopes.tokens, len(policy.prices.page), scopes.numbers.shape[1]
     device = tokens.head_cache.device
     current, moves = tokens.tier.clamp(min=0), movable(scopes, policy)
     bucket = tokens.head_cache * tiers + current
     fixed, moving = (count(bucket[which], n * tiers).view(n, tiers) for which in (~moves, moves))
     widest = torch.where(moves, current.clamp(min=int(policy.leave_plain)), current)
-    found = split(
+    parts = split(
         fixed.cpu().numpy(),
         moving.cpu().numpy(),
         np.array(scopes.head_caches),
@@ -119,9 +119,9 @@ def chosen(scopes: Scopes, policy: Policy, headroom: int) -> tuple[torch.Tensor,
         headroom,
     )
     scope = np.repeat(np.arange(len(scopes)), scopes.head_caches)
-    kind, spare, share = (torch.from_numpy(x).to(device) for x in (found.kind[scope], found.spare[scope], found.share))
+    kind, spare, share = (torch.from_numpy(x).to(device) for x in (parts.kind[scope], parts.spare[scope], parts.share))
     if not len(tokens) or not bool(((kind == CHOOSE) | (kind == EVICT)).any()):
-        return current, found
+        return current, parts
     key = keys(scopes, policy, moves)
     ladder = torch.tensor(policy.ladder[0], device=device)
     page = torch.tensor(policy.prices.page, device=device)
@@ -157,7 +157,7 @@ def chosen(scopes: Scopes, policy: Policy, headroom: int) -> tuple[torch.Tensor,
     if policy.fills:
         target = _filled(target, current, moves, key, scopes, policy, plain)
     keeps = (kind == KEEP) | (kind == FAIL)
-    return torch.where(keeps[tokens.head_cache], current, target), found
+    return torch.where(keeps[tokens.head_cache], current, target), parts
 
 
 def _counts_filled(moved: torch.Tensor, others: torch.Tensor, policy: Policy) -> torch.Tensor:
@@ -183,10 +183,12 @@ def _counts_filled(moved: torch.Tensor, others: torch.Tensor, policy: Policy) ->
 
 def _bounds(key: torch.Tensor, moves: torch.Tensor, head_cache: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
     """Least and greatest key of the tokens that may move, 1 where there are none."""
-    at = head_cache[moves]
-    none = count(at, n) == 0
+    heads = head_cache[moves]
+    none = count(heads, n) == 0
     least, most = (
-        torch.ones(n, dtype=torch.int64, device=key.device).scatter_reduce(0, at, key[moves], how, include_self=False)
+        torch.ones(n, dtype=torch.int64, device=key.device).scatter_reduce(
+            0, heads, key[moves], how, include_self=False
+        )
         for how in ("amin", "amax")
     )
     return torch.where(none, 1, least), torch.where(none, 1, most)
@@ -212,19 +214,21 @@ def _filled(
     policy: Policy,
     plain: torch.Tensor,
 ) -> torch.Tensor:
-    """Slots that are paid for and empty go to the weightiest tokens of lower tiers, the newer of equals; no page is
-    taken by it. ``plain [head_caches, tiers]`` is the room that stays."""
+    """Fill empty slots of pages with the tokens of lower tiers that weigh most, newer ones first; takes no new page.
+
+    ``plain [head_caches, tiers]`` is the room that stays empty.
+    """
     tokens, (n, tiers), p = scopes.tokens, plain.shape, policy.prices.page_tokens
     order = torch.argsort(tokens.position, descending=True, stable=True)
     order = order[torch.argsort(key[order], descending=True, stable=True)]
     order = order[torch.argsort(tokens.head_cache[order], stable=True)]
-    head_cache, moves, current, found = (x[order] for x in (tokens.head_cache, moves, current, target))
+    head_cache, moves, current, chosen_tier = (x[order] for x in (tokens.head_cache, moves, current, target))
     first = torch.searchsorted(head_cache, torch.arange(n, device=head_cache.device))
     for tier in range(tiers - 1):
-        counts = count(head_cache[found == tier], n) + plain[:, tier]
-        able = (moves & (found > tier) & (current <= tier)).long()
+        counts = count(head_cache[chosen_tier == tier], n) + plain[:, tier]
+        able = (moves & (chosen_tier > tier) & (current <= tier)).long()
         upto = able.cumsum(0)
         before = torch.cat([upto - able, upto[-1:]])  # able tokens before each, over all head caches
         end = before[first] + -counts % p
-        found = torch.where((able > 0) & (before[:-1] < end[head_cache]), tier, found)
-    return target.index_copy(0, order, found)
+        chosen_tier = torch.where((able > 0) & (before[:-1] < end[head_cache]), tier, chosen_tier)
+    return target.index_copy(0, order, chosen_tier)

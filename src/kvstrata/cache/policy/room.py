@@ -28,7 +28,7 @@ def physical(cache: CacheState, layer: int) -> int:
 
 
 def fits_plain(cache: CacheState, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Whether new tokens can all go to the plain bucket as things stand."""
+    """True if all new tokens fit the plain bucket without settling."""
     if cache.budget.amount is None:
         return True
     prices, p = cache.policy.prices, cache.page_tokens
@@ -45,7 +45,7 @@ def fits_plain(cache: CacheState, layer: int, requests: Sequence[int], lengths: 
 
 
 def fits_each(cache: CacheState, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
-    """The same of each request alone: bool ``[requests]``. For a fraction."""
+    """`fits_plain` per request under a fractional budget, bool ``[requests]``."""
     prices, where, new = cache.policy.prices, np.array(requests, np.int64), np.array(lengths, np.int64)
     counts = cache.buckets.host_count[where, layer].astype(np.int64)
     counts[:, :, 0] += new[:, None]
@@ -58,7 +58,7 @@ def fits_each(cache: CacheState, layer: int, requests: Sequence[int], lengths: S
 def fits_cropped(
     cache: CacheState, layer: int, request: int, tokens: Tokens, target: torch.Tensor, length: int
 ) -> bool:
-    """Whether the tokens of a request that stay fit the budget of its new length."""
+    """True if the remaining tokens of a cropped request fit the budget of its new length."""
     if cache.budget.amount is None:
         return True
     prices = cache.policy.prices
@@ -75,7 +75,7 @@ def fits_cropped(
 
 
 def tidy(cache: CacheState, workspace: torch.Tensor) -> None:
-    """Give back what the budget does not allow to keep: empty slabs, then holes in slabs."""
+    """Free memory until the budget holds: empty slabs first, then holes in slabs."""
     allowed = cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests])
     fixed = cache.budget.fixed
 
@@ -95,8 +95,8 @@ def compact(cache: CacheState, workspace: torch.Tensor) -> None:
         old, new = cache.pool.compact(tier, workspace)
         if len(old):
             table = cache.buckets.host_table[:, :, :, tier]
-            at = np.searchsorted(old, table).clip(max=len(old) - 1)
-            table[...] = np.where(old[at] == table, new[at], table)
+            index = np.searchsorted(old, table).clip(max=len(old) - 1)
+            table[...] = np.where(old[index] == table, new[index], table)
     cache.pool.trim()
     for layer in range(cache.layers):
         cache.buckets.push(layer, cache.requests)

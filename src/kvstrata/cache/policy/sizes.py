@@ -34,7 +34,7 @@ class Sizes:
     max_requests: int
     max_tokens: int
     page_tokens: int
-    importance: bool  # whether pages hold it
+    importance: bool  # True if pages hold it
     slab_bytes: int | None  # None chooses
 
     @property

@@ -117,7 +117,7 @@ class Inputs:
 
 
 def _index_put(inputs: Sequence[Inputs]) -> Call:
-    """What plain torch takes: one indexed write a side, and for fp8 the scaling and rounding before it."""
+    """Store with plain torch: one indexed write for K and one for V, preceded by scaling and rounding for fp8."""
 
     def run(i: int) -> None:
         one = inputs[i]

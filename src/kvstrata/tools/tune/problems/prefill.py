@@ -37,7 +37,7 @@ def _tiles(shape: Shape, rows: int) -> int:
 
 
 def default_of(shape: Shape, arch: str, processors: int) -> Choice:
-    """What the op takes by itself."""
+    """Choice that the op makes without a tuned table."""
     few = _tiles(shape, 128) <= processors
     tile = nearest(shape.dim, shape.length, shape.causal, few) if arch == "sm_90" else None
     return choice_of(tile or tile_of(shape.dim, _tiles(shape, 64), processors))
