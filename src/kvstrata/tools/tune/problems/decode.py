@@ -11,8 +11,9 @@ import torch
 
 from kvstrata.attention.decode import op, space, stages
 from kvstrata.jit.tuned import Choice
+from kvstrata.tools.bench.attention import read
 from kvstrata.tools.bench.case import sets_for
-from kvstrata.tools.bench.cases.decode import CHECKED, MEAN, NARROW, Shape, _close, _job, _read, bytes_of, formats_of
+from kvstrata.tools.bench.cases.decode import CHECKED, MEAN, NARROW, Shape, _close, _job, bytes_of, formats_of
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.tune.gates import Needs
 from kvstrata.tools.tune.space import Space
@@ -85,4 +86,4 @@ def _build_cuda(shape: Shape, tiers: Tiers, sets: int, device: torch.device) -> 
             plan.update()
         return lambda i: plans[i].run(jobs[i])[0]
 
-    return Ready(call, lambda i: None, lambda i, out: _close(out, wanted[i]), _read(device))
+    return Ready(call, lambda i: None, lambda i, out: _close(out, wanted[i]), read(device))
