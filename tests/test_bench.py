@@ -11,6 +11,7 @@ import torch
 
 import toy
 from bench_queue import Queue
+from kvstrata.tools import child
 from kvstrata.tools.bench import Bench, Case, Timer, machine, probes, render, results, runner
 from kvstrata.tools.bench.stats import summary
 
@@ -208,8 +209,8 @@ def test_machine_reads_the_clocks_of_its_own_gpu(monkeypatch, output, sm_mhz):
         uuid="bbbb",
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    real = machine._output
-    monkeypatch.setattr(machine, "_output", lambda *c: output if c[0] == "nvidia-smi" else real(*c))
+    real = child.output
+    monkeypatch.setattr(child, "output", lambda *c: output if c[0] == "nvidia-smi" else real(*c))
     facts = machine.describe(torch.device("cuda", 0))
     assert (facts["slug"], facts["sms"], facts["cache_bytes"]) == ("nvidia-h200", 132, 60 << 20)
     assert facts["clocks"].get("sm_mhz") == sm_mhz
@@ -220,7 +221,7 @@ def test_machine_reads_the_clocks_of_its_own_gpu(monkeypatch, output, sm_mhz):
 
 def test_revision_is_that_of_the_package_or_the_one_given(monkeypatch):
     answers = {"ls-files": "__init__.py\n", "status": " M bench/x.py\n", "rev-parse": "abc123\n"}
-    monkeypatch.setattr(machine, "_output", lambda *command: answers.get(command[3], ""))
+    monkeypatch.setattr(child, "output", lambda *command: answers.get(command[3], ""))
     assert machine._revision("given") == {"revision": "abc123", "dirty": True}
     answers["ls-files"] = ""
     assert machine._revision("given") == {"revision": "given", "dirty": None}

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
@@ -53,30 +52,6 @@ def test_a_failed_write_leaves_the_old_file(report, tmp_path, monkeypatch):
         results.save(report, tmp_path)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
-
-
-def timed_report(samples, slug="nvidia-h200", op="x"):
-    row = results.Row("ours", "ours", us=summary(samples), samples=list(samples))
-    case = results.CaseResult("c", {}, 1, 0, 1, False, rows=[row])
-    return results.Report(op, {"slug": slug}, {}, {}, {}, [case])
-
-
-def test_compare_finds_what_is_slower_and_only_that():
-    base = np.random.default_rng(1).normal(10, 0.2, 200)
-    again = np.random.default_rng(2).normal(10, 0.2, 200)
-    old = timed_report(base)
-    assert results.compare(old, timed_report(again)) == []
-    assert results.compare(old, timed_report(again * 0.8)) == []
-    assert results.compare(old, timed_report(again * 1.01)) == []  # real, but under 2 %
-    (found,) = results.compare(old, timed_report(again * 1.05))
-    assert (found.case, found.name) == ("c", "ours")
-    assert "+5." in str(found) or "+4." in str(found)
-    with pytest.raises(ValueError, match="cannot compare"):
-        results.compare(old, timed_report(again, slug="cpu-x86-64"))
-    other = timed_report(again)
-    other.cases[0].name = "d"
-    with pytest.raises(ValueError, match="in common"):
-        results.compare(old, other)
 
 
 def test_markdown_selects_rows_and_columns(report):

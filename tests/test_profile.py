@@ -333,19 +333,19 @@ def test_prefill_is_profiled_beside_what_it_began_with(monkeypatch):
         profile.choose("prefill", ["v2"], torch.device("cuda"))
     watched = []
 
-    def case(tool, op, name, contender, end):
-        watched.append((name, contender))
+    def counted(arguments, own, end):
+        watched.append(arguments)
         return [ncu.Kernel("k", "", "", {"us": 1.0})]
 
     monkeypatch.setattr(ncu, "find", lambda: "ncu")
     monkeypatch.setattr(profile, "version", lambda tool: "ncu 1")
-    monkeypatch.setattr(profile, "_case", case)
+    monkeypatch.setattr(profile, "_counted", counted)
     sizes = {profile.split(name)[0]: 7 for name in names}
     taken = profile.take("prefill", names, MACHINE, sizes)
     assert [(c.case, c.contender, c.bytes) for c in taken.cases][:2] == [
         ("ideas-full-B2-H8-S512-D64", "ours", 7), ("ideas-full-B2-H8-S512-D64:v2", "v2", 7),
     ]  # fmt: skip
-    assert watched[:2] == [("ideas-full-B2-H8-S512-D64", None), ("ideas-full-B2-H8-S512-D64", "v2")]
+    assert watched[:2] == [["prefill", "ideas-full-B2-H8-S512-D64"], ["prefill", "ideas-full-B2-H8-S512-D64", "v2"]]
 
 
 def test_the_child_leaves_peers_out_and_puts_them_back(monkeypatch):

@@ -40,6 +40,15 @@ def test_slower_faster_or_noise(factor, verdict):
     assert found.verdict == verdict
 
 
+def test_what_cannot_be_compared():
+    with pytest.raises(ValueError, match="cannot compare"):
+        regress.outcomes(report(), report(slug="cpu-x86-64"))
+    other = report()
+    other.cases[0].name = "d"
+    with pytest.raises(ValueError, match="in common"):
+        regress.outcomes(report(), other)
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A git checkout with two committed results: the second is a tenth slower."""

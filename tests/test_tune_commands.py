@@ -127,6 +127,7 @@ def test_experiments_end_with_the_time(watch: Watch) -> None:
         (("nope", "--backend", "reference"), "nothing to tune in 'nope'; there are: decode, prefill, replay, store"),
         (("nope",), "nothing to tune in 'nope'; there are: decode, prefill, replay, store"),
         (("store", "--only", "zzz", "--backend", "reference"), "no case matches 'zzz'"),
+        (("decode", "--backend", "reference"), "--backend reference: expected store"),
         (("store", "--only", "8*", "--save", "--backend", "reference"), "--save with --only"),
         (("store", "--backend", "triton"), "--backend: expected cuda or reference, got 'triton'"),
         (("store", "--device", "cuda"), "--device cuda: torch sees no CUDA device"),

@@ -51,19 +51,23 @@ __device__ __forceinline__ void butterfly(float& a, float& b) {
   b = difference;
 }
 
-// The rest of the rotation: butterflies over steps, in the order of layout/rotation.py.
+// Butterflies over steps of 16 dims with kValues values x(step, value), in the order of layout/rotation.py.
+template <int kSteps, int kValues, class Value>
+__device__ __forceinline__ void butterflies(Value x) {
+  constexpr int kBlock = kSteps & -kSteps;
+#pragma unroll
+  for (int d = 1; d < kBlock; d *= 2)
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+      if (!(s & d))
+#pragma unroll
+        for (int i = 0; i < kValues; i++) butterfly(x(s, i), x(s + d, i));
+}
+
+// The rest of the rotation.
 template <int kSteps, bool kRotate>
 __device__ __forceinline__ void rotate_steps(Tile<kSteps>& f) {
-  if constexpr (kRotate) {
-    constexpr int kBlock = kSteps & -kSteps;  // in steps of 16 dims
-#pragma unroll
-    for (int d = 1; d < kBlock; d *= 2)
-#pragma unroll
-      for (int s = 0; s < kSteps; s++)
-        if (!(s & d))
-#pragma unroll
-          for (int i = 0; i < 8; i++) butterfly(f[s][i >> 1][i & 1], f[s + d][i >> 1][i & 1]);
-  }
+  if constexpr (kRotate) butterflies<kSteps, 8>([&](int s, int i) -> float& { return f[s][i >> 1][i & 1]; });
 }
 
 // What the rows are too long by after the butterflies.

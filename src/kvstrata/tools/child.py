@@ -19,6 +19,15 @@ def find(tool: str) -> str | None:
     return next((path for place in places if (path := shutil.which(place))), None)
 
 
+def output(*command: str) -> str | None:
+    """Standard output of a short command; None if it cannot run, fails or takes a minute."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
 class Late(Exception):
     """A program exceeded its time limit and was killed."""
 

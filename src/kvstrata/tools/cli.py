@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import typer
 from .commands import check, info, profile, report
 from .eval.cli import advise, drift, evaluate
 from .generate.cli import generate
-from .terminal import AsJson, Device, Results, Where, console, device_of, refuse, text_of
+from .terminal import AsJson, Device, Results, Revision, Where, console, device_of, need, refuse, refusing
 from .tune.cli import tune, warmup
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def bench(
     saved: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing; use this file as the new result.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    revision: Revision = None,
 ) -> None:
     """Check, then time, our kernels against their peers.
 
@@ -79,20 +78,19 @@ def bench(
 
     Example: kvstrata bench store --from new.json --against results/nvidia-h200/store.json
     """
+    from . import git
     from .bench import cases
     from .bench.machine import describe
-    from .bench.regress import earlier
     from .bench.render import table, verdict
-    from .bench.results import dumps, load
+    from .bench.results import dumps, load, loads
     from .bench.results import save as write
     from .bench.runner import run, select
 
     say = console(stderr=as_json)
     if save and (only != "*" or saved):
         refuse("--save with --only or --from would replace the whole result by a part of it; leave one of them out")
-    if importlib.util.find_spec("scipy") is None:
-        refuse("bench needs scipy for its statistics: pip install 'kvstrata[bench]'")
-    try:
+    need(["scipy"], "bench", "bench")
+    with refusing():
         module = cases.find(op)
         if saved:
             taken = load(saved)
@@ -103,9 +101,7 @@ def bench(
             if save and quick and there.exists() and not load(there).method["quick"]:
                 refuse(f"--save with --quick would replace the full result in {there}; leave one of them out")
         slug = taken.machine["slug"] if saved else describe(where)["slug"]
-        before = earlier(against, results / slug / f"{op}.json") if against else None
-    except (LookupError, ValueError, OSError) as error:
-        refuse(text_of(error))
+        before = git.earlier(against, results / slug / f"{op}.json", loads) if against else None
     if not saved:
         if where.type == "cpu" and device is Device.auto:
             say.print("No GPU here: this times the CPU path, and says nothing about a GPU.")
@@ -126,10 +122,8 @@ def _judge(before: Report, after: Report, say: Console) -> bool:
     """Compare our rows with an earlier result; returns True if one got slower."""
     from .bench import regress
 
-    try:
+    with refusing():
         compared = regress.outcomes(before, after)
-    except ValueError as error:
-        refuse(str(error))
     say.print(regress.table(compared, before, after).terminal())
     slower = [o for o in compared if o.verdict == "slower"]
     lines = [f"{o.case}: {o.name}" for o in slower]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from dataclasses import asdict
@@ -11,7 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .terminal import AsJson, Device, Results, Where, console, device_of, refuse, spinner, text_of
+from .terminal import (
+    AsJson,
+    Device,
+    Results,
+    Revision,
+    Where,
+    console,
+    device_of,
+    need,
+    refuse,
+    refusing,
+    spinner,
+    text_of,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from .profile.profile import Profile
@@ -53,7 +65,7 @@ def profile(
     ] = 15.0,
     as_json: AsJson = False,
     results: Results = Path("results"),
-    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    revision: Revision = None,
 ) -> None:
     """Find what bounds a kernel: Nsight Compute on bench cases.
 
@@ -73,9 +85,11 @@ def profile(
 
     Example: kvstrata profile store --compare old.json new.json --gate 'l2_hit>=+8' --gate 'dram<=-10'
     """
+    from . import git
     from .profile import profile as profiles
     from .profile import tables
     from .profile.ncu import NcuError
+    from .results import write
 
     say = console(stderr=as_json)
     poor = False  # no counters could be read
@@ -95,7 +109,7 @@ def profile(
             after = _take(op, case or [], contender, revision, 60 * minutes)
             poor = not after.tool.startswith("ncu")
         if against:
-            before = _earlier(against, results / after.machine["slug"] / f"profile_{op}.json")
+            before = git.earlier(against, results / after.machine["slug"] / f"profile_{op}.json", profiles.loads)
         changes = profiles.changes(before, after) if before else []
         missed = profiles.missed(gates, after, changes)
     except NcuError as error:
@@ -117,10 +131,7 @@ def profile(
     data, text = out.with_suffix(".json"), out
     if save:
         data, text = results / after.machine["slug"] / f"profile_{op}.json", docs / f"{op}.md"
-    profiles.save(after, data)
-    text.parent.mkdir(parents=True, exist_ok=True)
-    text.write_text(tables.summary(after, compared, missed), encoding="utf-8")
-    for path in (data, text):
+    for path in (profiles.save(after, data), write(text, tables.summary(after, compared, missed))):
         say.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
     if poor:
         raise typer.Exit(NO_TOOL)
@@ -143,7 +154,7 @@ def check(
         bool, typer.Option("--save", help="Save the outcome in RESULTS/<machine>/check.json, failures included.")
     ] = False,
     results: Results = Path("results"),
-    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that the op is correct on this machine. Exit code 1 if any check fails.
@@ -173,11 +184,9 @@ def check(
     wanted = [tool for tool in tools.split(",") if tool and tool != "none"]
     if unknown := [tool for tool in wanted if tool not in check_results.TOOLS]:
         refuse(f"--tools: expected some of {', '.join(check_results.TOOLS)}, or none, got {unknown[0]!r}")
-    try:
+    with refusing():
         cases.find(op)
         where = device_of(device)
-    except (LookupError, ValueError) as error:
-        refuse(text_of(error))
     with spinner(f"check {op}") as tick:
         steps = checks.run(op, where, wanted, quick, seed, tick, 60 * minutes)
     failed = any(step.errors for step in steps)
@@ -185,25 +194,15 @@ def check(
         typer.echo(json.dumps({"op": op, "device": str(where), "passed": not failed, "steps": [
             {**asdict(step), "verdict": step.verdict} for step in steps
         ]}, indent=1))  # fmt: skip
-    rows = [
-        [
-            step.name,
-            step.verdict,
-            f"{step.done}" if not step.skipped else "",
-            f"{step.seconds:.1f}" if step.done else "",
-        ]
-        for step in steps
-    ]
+    rows = [[s.name, s.verdict, "" if s.skipped else f"{s.done}", f"{s.seconds:.1f}" if s.done else ""] for s in steps]
     notes = [f"{step.name}: {error}" for step in steps for error in step.errors]
     notes += [f"{step.name} skipped: {step.skipped}" for step in steps if step.skipped]
     say.print(Grid(f"check {op} on {where}", ["", "verdict", "checked", "seconds"], rows, notes, names=2).terminal())
     say.print(f"Correctness: {'FAILED' if failed else 'PASSED'}", highlight=False)
     if save:
         checked = check_results.Checked(op, describe(where, revision), quick, seed, wanted, steps)
-        try:
+        with refusing():
             path = check_results.save(checked, results)
-        except (ValueError, OSError) as error:
-            refuse(text_of(error))
         say.print(f"Saved: {path}", markup=False, highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
@@ -280,7 +279,7 @@ def _documents(
     from . import publish
 
     changed = []
-    try:
+    with refusing():
         reports = publish.load_all(results)
         for path in documents or [p for p in (Path("README.md"), *sorted(Path("docs").glob("**/*.md"))) if p.exists()]:
             text = path.read_text(encoding="utf-8")
@@ -294,28 +293,17 @@ def _documents(
                     path.write_text(fresh, encoding="utf-8")
         if not check:
             changed += publish.figures(reports, figures)
-    except (LookupError, ValueError, OSError) as error:
-        refuse(text_of(error))
     return ([], changed) if check else (changed, [])
 
 
 def _page(results: Path, out: Path | None, markdown: Path | None) -> list[Path]:
-    for name in ("matplotlib", "jinja2", "scipy"):
-        if importlib.util.find_spec(name) is None:
-            refuse(f"the page needs {name}: pip install 'kvstrata[bench]'")
+    need(("matplotlib", "jinja2", "scipy"), "bench", "the page")
     from .report import page
+    from .results import write
 
-    try:
+    with refusing():
         content = page.collect(results)
-        if out:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(page.html(content), encoding="utf-8")
-        if markdown:
-            markdown.parent.mkdir(parents=True, exist_ok=True)
-            markdown.write_text(page.markdown(content), encoding="utf-8")
-    except (LookupError, ValueError, OSError) as error:
-        refuse(text_of(error))
-    return [path for path in (out, markdown) if path]
+        return [write(path, text(content)) for path, text in ((out, page.html), (markdown, page.markdown)) if path]
 
 
 def _take(op: str, wanted: list[str], contender: str | None, revision: str | None, seconds: float) -> Profile:
@@ -342,18 +330,10 @@ def _take(op: str, wanted: list[str], contender: str | None, revision: str | Non
         if not reason:
             return taken
         tick("without counters")
-        traced = profiles.take_traces(op, names, machine, sizes, contender, end - time.monotonic())
+        left = end - time.monotonic()
+        traced = profiles.take(op, names, machine, sizes, contender, tick, left, counters=False)
     if not traced.cases:
         raise ncu.NcuError(reason)
     typer.echo(f"kvstrata: {reason}", err=True)
     traced.failed["counters"] = reason
     return traced
-
-
-def _earlier(reference: str, here: Path) -> Profile:
-    from . import git
-    from .profile import profile as profiles
-
-    if Path(reference).is_file():
-        return profiles.load(Path(reference))
-    return profiles.loads(git.at(here, reference), f"{here} at {reference}")

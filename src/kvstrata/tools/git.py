@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from . import child
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -15,12 +20,7 @@ class Version:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+    return child.output("git", "-C", str(folder), *arguments)
 
 
 def at(path: Path, revision: str) -> str:
@@ -37,6 +37,15 @@ def at(path: Path, revision: str) -> str:
     if text is None:
         raise LookupError(f"there is no {inside} at revision {revision}")
     return text
+
+
+def earlier(reference: str, here: Path, read: Callable[[str, str], T]) -> T:
+    """``read(text, name)`` of the file `reference`, or of `here` at that revision; LookupError, ValueError, OSError."""
+    if Path(reference).is_file():
+        return read(Path(reference).read_text(encoding="utf-8"), reference)
+    if Path(reference).suffix == ".json":
+        raise FileNotFoundError(f"--against: no file {reference}")
+    return read(at(here, reference), f"{here.name} at {reference}")
 
 
 def versions(path: Path, most: int = 20) -> list[Version]:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
 @contextmanager
-def panels(path: Path, count: int, width: float) -> Iterator[tuple[Any, list[Any]]]:
-    """A figure with ``count`` panels side by side, saved to ``path`` at the end; the suffix is the format."""
+def panels(
+    target: Path | io.StringIO, count: int, width: float, height: float = 4.2, style: Mapping[str, Any] = {}
+) -> Iterator[tuple[Any, list[Any]]]:
+    """A figure with ``count`` panels side by side, saved at the end: to a file, whose suffix is the format, or as SVG
+    text. ``style``: settings of matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    with plt.rc_context({"svg.hashsalt": "kvstrata"}):
-        figure, axes = plt.subplots(1, count, figsize=(width * count, 4.2), layout="constrained", squeeze=False)
+    kind = target.suffix[1:] if isinstance(target, Path) else "svg"
+    with plt.rc_context({"svg.hashsalt": "kvstrata"} | dict(style)):
+        figure, axes = plt.subplots(1, count, figsize=(width * count, height), layout="constrained", squeeze=False)
         yield figure, list(axes[0])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+        if isinstance(target, Path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=150)
         plt.close(figure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +20,7 @@ from kvstrata.tools.eval.drift import Drift
 from kvstrata.tools.eval.results import Quality
 from kvstrata.tools.render import Grid, inject
 from kvstrata.tools.tune import render as tune
-from kvstrata.tools.tune.results import Gate, Tuning
+from kvstrata.tools.tune.results import PREFIX, Gate, Tuning
 
 Result = Report | Quality | Drift | Tuning | Gate | Checks
 
@@ -28,15 +29,14 @@ class Kind(Protocol):
     """Results of one command: a module that knows its files, reads them and makes tables of them."""
 
     OPTIONS: set[str]  # of a marker
+    COMMANDS: dict[str, str]  # by glob of a result's name: what writes it, with the op at {}
 
-    def owns(self, name: str) -> bool: ...
     def load(self, path: Path) -> Any: ...
-    def command(self, op: str) -> str: ...
     def caption(self, result: Any) -> str: ...
     def table(self, result: Any, options: dict[str, str]) -> Grid: ...
 
 
-KINDS: tuple[Kind, ...] = (tune, check, drift, quality, bench)  # the first that owns a name
+KINDS: tuple[Kind, ...] = (tune, check, drift, quality, bench)  # the first that knows a name
 
 
 class View(NamedTuple):
@@ -64,7 +64,7 @@ VIEWS = {
 
 def kind_of(name: str) -> Kind:
     """The command that writes results of this name."""
-    return next(kind for kind in KINDS if kind.owns(name))
+    return next(kind for kind in KINDS if any(fnmatch(name, glob) for glob in kind.COMMANDS))
 
 
 def load_all(root: Path) -> list[Result]:
@@ -80,7 +80,8 @@ def pick(reports: Iterable[Result], op: str, machine: str | None = None) -> Resu
         if report.op == op and machine in (None, report.machine["slug"]):
             return report
     where = f" on {machine}" if machine else ""
-    raise LookupError(f"no result of {op!r}{where}: run kvstrata {kind_of(op).command(op)}")
+    command = next(command for glob, command in kind_of(op).COMMANDS.items() if fnmatch(op, glob))
+    raise LookupError(f"no result of {op!r}{where}: run kvstrata {command.format(op.removeprefix(PREFIX))}")
 
 
 def render_document(text: str, reports: Sequence[Result]) -> str:

@@ -10,10 +10,12 @@ import os
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
 SCHEMA = 1
+T = TypeVar("T")
 
 
 def trim(value: Any, key: str = "") -> Any:
@@ -74,7 +76,39 @@ def parse(text: str, **expected: str) -> dict[str, Any]:
     return fields
 
 
+def build(kind: type[T], fields: dict[str, Any]) -> T:
+    """A dataclass from JSON; fields that are dataclasses, or lists or dicts of them, are built by their type hints."""
+    hints = get_type_hints(kind)
+    return kind(**{name: _built(hints.get(name), value) for name, value in fields.items()})
+
+
+def _built(hint: Any, value: Any) -> Any:
+    nested = next((each for each in (hint, *get_args(hint)) if is_dataclass(each)), None)
+    if nested is None or value is None:
+        return value
+    if isinstance(value, list):
+        return [build(nested, each) for each in value]  # type: ignore[arg-type]
+    if nested in get_args(hint) and type(None) not in get_args(hint):
+        return {name: build(nested, each) for name, each in value.items()}  # type: ignore[arg-type]
+    return build(nested, value)  # type: ignore[arg-type]
+
+
+def loads(kind: type[T], text: str, name: object, what: str, /, **expected: str) -> T:
+    """Read the text of a file; ValueError, which calls it ``name``, if it is not ``what`` is expected."""
+    with reading(name, what):
+        return build(kind, parse(text, **expected))
+
+
+def load(kind: type[T], path: Path, what: str, /, **expected: str) -> T:
+    """Read a result file; ValueError for anything else."""
+    return loads(kind, path.read_text(encoding="utf-8"), path, what, **expected)
+
+
+def revision_of(machine: dict[str, Any]) -> str:
+    """Short revision of a result, marked if the checkout had changes."""
+    return (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
+
+
 def provenance(machine: dict[str, Any]) -> str:
     """Revision and date of a result, for captions."""
-    revision = (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
-    return f"revision {revision}, {machine['date'][:10]}"
+    return f"revision {revision_of(machine)}, {machine['date'][:10]}"

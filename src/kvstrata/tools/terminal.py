@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -15,6 +15,7 @@ import typer
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+    from rich.progress import Progress
 
 
 class Device(str, Enum):
@@ -26,6 +27,7 @@ class Device(str, Enum):
 Results = Annotated[Path, typer.Option("--results", help="Folder of results, one subfolder per machine.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Where = Annotated[Device, typer.Option(help="Where to run; auto takes a GPU if there is one.")]
+Revision = Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")]
 Precision = Annotated[
     str | None,
     typer.Option(
@@ -70,6 +72,15 @@ def console(stderr: bool) -> Console:
     return result if result.is_terminal else Console(stderr=stderr, width=240)
 
 
+def progress_bars(console: Console, *more: str, transient: bool = False) -> Progress:
+    """Progress bars on a terminal, nothing elsewhere; ``more`` are formats of columns at the right."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    extra = (TextColumn(text) for text in more)
+    return Progress(*columns, *extra, console=console, transient=transient, disable=not console.is_terminal)
+
+
 @contextmanager
 def spinner(title: str) -> Iterator[Callable[[str], None]]:
     """A line that says what is being done; silent when nobody watches."""
@@ -91,3 +102,20 @@ def refuse(message: str) -> NoReturn:
     """Say in one line what is wrong with the request; exit code 2."""
     typer.echo(f"kvstrata: {message}", err=True)
     raise typer.Exit(2)
+
+
+@contextmanager
+def refusing(also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Errors of arguments and files become one line and exit code 2; ``also`` are further exceptions that do."""
+    kinds: tuple[type[Exception], ...] = (LookupError, ValueError, OSError, *also)
+    try:
+        yield
+    except kinds as error:
+        refuse(text_of(error))
+
+
+def need(packages: Iterable[str], extra: str, what: str) -> None:
+    """Refuse if a package is not installed, and say which extra brings it."""
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            refuse(f"{what} needs {name}: pip install 'kvstrata[{extra}]'")

@@ -1,6 +1,7 @@
 // The queries of a KV head as operands: unchanged for plain rows; rotated and scaled to the range of fp16 for codes.
 #pragma once
 #include "decode_state.cuh"
+#include "rotation.cuh"
 #include "warp.cuh"
 
 // Dims of the plain product: element e of a lane's chunk of step s. Chunks are 16 bytes of a pair of steps, and 8 bytes
@@ -139,18 +140,7 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
         x[s][2 * half + 1] = c[1];
       }
     }
-    constexpr int kBlock = kSteps & -kSteps;
-#pragma unroll
-    for (int d = 1; d < kBlock; d *= 2)
-#pragma unroll
-      for (int s = 0; s < kSteps; s++)
-        if (!(s & d))
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const float sum = x[s][i] + x[s + d][i], difference = x[s][i] - x[s + d][i];
-            x[s][i] = sum;
-            x[s + d][i] = difference;
-          }
+    butterflies<kSteps, 4>([&](int s, int i) -> float& { return x[s][i]; });
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
 #pragma unroll

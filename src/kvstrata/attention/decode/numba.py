@@ -219,15 +219,20 @@ def _four(sums, r, index, i):
 
 
 @compiled
+def _page_buffers(page_tokens, dim):
+    """Scratch of one page: bits of plain rows, bits of scales, words by lane, levels of a fragment."""
+    lanes = np.empty((page_tokens // 8 * (dim // 16), LANES), np.uint32)
+    bits, scale_bits = np.empty(page_tokens * dim, np.uint32), np.empty(2 * page_tokens, np.uint32)
+    return bits, scale_bits, lanes, np.empty((8, LANES), np.float32)
+
+
+@compiled
 def _keys(words, halves, pages, counts, tiers, page_tokens, centre, head, q, scores):
     _, rows, dim = q.shape
     steps, fragments = dim // 16, page_tokens // 16 * (dim // 16)
-    bits, scale_bits = np.empty(page_tokens * dim, np.uint32), np.empty(2 * page_tokens, np.uint32)
-    flat, scale = bits.view(np.float32), scale_bits.view(np.float32)
+    bits, scale_bits, lanes, fields = _page_buffers(page_tokens, dim)
+    flat, scale, fragment = bits.view(np.float32), scale_bits.view(np.float32), fields.reshape(ROWS, COLUMNS)
     plain = flat.reshape(page_tokens, dim)
-    lanes = np.empty((2 * fragments, LANES), np.uint32)
-    fields = np.empty((8, LANES), np.float32)
-    fragment = fields.reshape(ROWS, COLUMNS)
     sums, by = np.empty((rows, 1, COLUMNS), np.float32), np.empty((rows, steps, ROWS, COLUMNS), np.float32)
     middle, turned = np.empty(rows, np.float32), q[1]
     for r in range(rows):
@@ -268,12 +273,9 @@ def _keys(words, halves, pages, counts, tiers, page_tokens, centre, head, q, sco
 def _values(words, halves, pages, counts, tiers, page_tokens, weights, out):
     _, rows, dim = out.shape
     steps, fragments = dim // 16, page_tokens // 16 * (dim // 16)
-    bits, scale_bits = np.empty(page_tokens * dim, np.uint32), np.empty(2 * page_tokens, np.uint32)
-    flat, scale = bits.view(np.float32), scale_bits.view(np.float32)
+    bits, scale_bits, lanes, fields = _page_buffers(page_tokens, dim)
+    flat, scale, fragment = bits.view(np.float32), scale_bits.view(np.float32), fields.reshape(ROWS, COLUMNS)
     plain = flat.reshape(page_tokens, dim)
-    lanes = np.empty((2 * fragments, LANES), np.uint32)
-    fields = np.empty((8, LANES), np.float32)
-    fragment = fields.reshape(ROWS, COLUMNS)
     sums, by = np.zeros((rows, steps, COLUMNS), np.float32), np.empty((rows, 1, ROWS, COLUMNS), np.float32)
     tile_weights = np.empty((rows, 16), np.float32)
     token = 0

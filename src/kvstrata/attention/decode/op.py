@@ -7,7 +7,6 @@ Arguments are checked here and become a `Job`, which every backend takes: ``refe
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +14,9 @@ from types import ModuleType
 
 import torch
 
+from kvstrata.attention.arguments import DTYPES, check_positive, check_sinks, check_sliding_window, kernel_sinks
 from kvstrata.attention.output import AttentionOutput
+from kvstrata.cache.storage.views import BucketedCacheLayer
 from kvstrata.cache.tiered_cache import TieredCache
 from kvstrata.checks import whole_numbers
 from kvstrata.store.paged_cache import PagedCache
@@ -24,7 +25,7 @@ from .job import Job, Result
 from .plan import DecodePlan
 
 BACKENDS = ("auto", "reference", "numba", "triton", "cuda")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Cache = TieredCache | PagedCache
 
 
 @functools.cache
@@ -63,12 +64,10 @@ def _choose(backend: str, job: Job) -> str:
     return next((name for name in ranked if missing(name, job) is None), "reference")
 
 
-def _positive(name: str, value: float | None) -> None:
-    if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
-        raise ValueError(f"{name}: expected a positive number, got {value!r}")
-
-
-def _requests(cache: TieredCache | PagedCache, requests: Sequence[int] | None) -> list[int]:
+def requests_of(cache: Cache, requests: Sequence[int] | None) -> list[int]:
+    """Requests of a call: all in use, or those given; errors name the argument."""
+    if not isinstance(cache, (TieredCache, PagedCache)):
+        raise TypeError(f"cache: expected a TieredCache or a PagedCache, got {type(cache).__name__}")
     in_use = cache.requests if isinstance(cache, TieredCache) else range(cache.block_table.shape[0])
     if requests is None:
         return list(in_use)
@@ -91,18 +90,10 @@ def longest(cache: TieredCache, layer: int, requests: Sequence[int]) -> int:
     return int(cache._lengths[list(requests), layer].max(initial=0))
 
 
-def _check_q(q: torch.Tensor, cache: TieredCache | PagedCache, rows: int) -> None:
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
-    heads, dim = cache.kv_heads, cache.head_dim
-    if q.dim() != 4 or q.shape[3] != dim or q.shape[2] == 0 or q.shape[2] % heads:
-        raise ValueError(f"q: expected [requests, q_len, a multiple of {heads}, {dim}], got shape {tuple(q.shape)}")
-    if q.shape[0] != rows:
-        raise ValueError(f"q: expected {rows} rows, one per request, got {q.shape[0]}")
-    if q.shape[1] == 0:
-        raise ValueError("q: expected at least one query, got q_len 0")
-    if q.stride(3) != 1:
-        raise ValueError(f"q: expected an inner stride of 1, got {q.stride(3)}")
+def check_query(q: torch.Tensor, cache: Cache) -> None:
+    """Check inner stride, dtype and device of q."""
+    if q.stride(-1) != 1:
+        raise ValueError(f"q: expected an inner stride of 1, got {q.stride(-1)}")
     if isinstance(cache, TieredCache):
         dtypes: tuple[torch.dtype, ...] = (cache.dtype,)
     else:
@@ -113,9 +104,32 @@ def _check_q(q: torch.Tensor, cache: TieredCache | PagedCache, rows: int) -> Non
         raise ValueError(f"q: expected a tensor on {cache.device}, where the cache is, got {q.device}")
 
 
+def source_of(
+    cache: Cache, layer: int, requests: list[int]
+) -> tuple[BucketedCacheLayer | None, PagedCache | None, int]:
+    """Buckets of a layer or the paged cache, and the longest length."""
+    if isinstance(cache, TieredCache):
+        return cache.bucket_views(layer), None, longest(cache, layer, requests)
+    if layer != 0:
+        raise ValueError(f"layer: expected 0, a PagedCache is one layer, got {layer!r}")
+    return None, cache, cache.max_length
+
+
+def _check_shape(q: torch.Tensor, cache: Cache, rows: int) -> None:
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
+    heads, dim = cache.kv_heads, cache.head_dim
+    if q.dim() != 4 or q.shape[3] != dim or q.shape[2] == 0 or q.shape[2] % heads:
+        raise ValueError(f"q: expected [requests, q_len, a multiple of {heads}, {dim}], got shape {tuple(q.shape)}")
+    if q.shape[0] != rows:
+        raise ValueError(f"q: expected {rows} rows, one per request, got {q.shape[0]}")
+    if q.shape[1] == 0:
+        raise ValueError("q: expected at least one query, got q_len 0")
+
+
 def _job(
     q: torch.Tensor,
-    cache: TieredCache | PagedCache,
+    cache: Cache,
     layer: int,
     requests: Sequence[int] | None,
     scale: float | None,
@@ -125,29 +139,16 @@ def _job(
     return_lse: bool,
     return_mass: bool,
 ) -> Job:
-    if not isinstance(cache, (TieredCache, PagedCache)):
-        raise TypeError(f"cache: expected a TieredCache or a PagedCache, got {type(cache).__name__}")
-    rows = _requests(cache, requests)
-    _check_q(q, cache, len(rows))
-    _positive("scale", scale)
-    _positive("softcap", softcap)
-    if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
-        raise ValueError(f"sliding_window: expected an int of at least 1, got {sliding_window!r}")
-    if sinks is not None:
-        if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
-            given = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
-            raise ValueError(f"sinks: expected floats [{q.shape[2]}], one per query head, got {given}")
-        if sinks.device != q.device:
-            raise ValueError(f"sinks: expected a tensor on {q.device}, where q is, got {sinks.device}")
-        sinks = sinks.detach().float().contiguous()
-    if isinstance(cache, TieredCache):
-        buckets, paged = cache.bucket_views(layer), None
-        max_length = longest(cache, layer, rows)
-    else:
-        if layer != 0:
-            raise ValueError(f"layer: expected 0, a PagedCache is one layer, got {layer!r}")
-        buckets, paged, max_length = None, cache, cache.max_length
+    rows = requests_of(cache, requests)
+    _check_shape(q, cache, len(rows))
+    check_query(q, cache)
+    check_positive("scale", scale)
+    check_positive("softcap", softcap)
+    check_sliding_window(sliding_window)
+    check_sinks(sinks, q.shape[2], q.device)
+    sinks = None if sinks is None else kernel_sinks(sinks)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    buckets, paged, max_length = source_of(cache, layer, rows)
     job = (cache.kv_heads, max_length, scale, sliding_window, softcap, sinks, return_lse, return_mass)
     owner = cache if isinstance(cache, TieredCache) else None
     return Job(q.detach(), buckets, paged, rows, *job, owner=owner)

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from kvstrata.attention.arguments import DTYPES, check_positive, check_sinks, check_sliding_window, kernel_sinks
+from kvstrata.attention.arguments import check_positive, check_sinks, check_sliding_window, kernel_sinks
 from kvstrata.attention.decode import op, reference
 from kvstrata.attention.decode.job import Job
 from kvstrata.attention.output import AttentionOutput
 from kvstrata.attention.prefill.job import Result
 from kvstrata.backends import missing
-from kvstrata.cache.storage.views import BucketedCacheLayer
 from kvstrata.cache.tiered_cache import TieredCache
 from kvstrata.checks import whole_numbers
 from kvstrata.store.paged_cache import PagedCache
@@ -35,8 +34,6 @@ def _new_tokens(q: torch.Tensor, lengths: Sequence[int] | None, rows: int, heads
             f"q: expected [requests, new tokens, a multiple of {heads}, {dim}], or [tokens, ..] with lengths, "
             f"got shape {tuple(q.shape)}"
         )
-    if q.stride(-1) != 1:
-        raise ValueError(f"q: expected an inner stride of 1, got {q.stride(-1)}")
     if q.dim() == 4:
         if lengths is not None:
             raise ValueError("lengths: expected None with q [requests, new tokens, heads, head_dim], got some")
@@ -49,30 +46,6 @@ def _new_tokens(q: torch.Tensor, lengths: Sequence[int] | None, rows: int, heads
     if len(new) != rows or any(n < 0 for n in new) or sum(new) != q.shape[0]:
         raise ValueError(f"lengths: expected {rows} that sum to {q.shape[0]}, the tokens of q, got {new}")
     return new
-
-
-def _check_query(q: torch.Tensor, cache: TieredCache | PagedCache) -> None:
-    """Check dtype and device of q."""
-    if isinstance(cache, TieredCache):
-        dtypes: tuple[torch.dtype, ...] = (cache.dtype,)
-    else:
-        dtypes = DTYPES if cache.fp8 else (cache.k.dtype,)
-    if q.dtype not in dtypes:
-        raise TypeError(f"q: expected {' or '.join(map(str, dtypes))} for this cache, got {q.dtype}")
-    if q.device != cache.device:
-        raise ValueError(f"q: expected a tensor on {cache.device}, where the cache is, got {q.device}")
-
-
-Source = tuple[BucketedCacheLayer | None, PagedCache | None, int]
-
-
-def _source(cache: TieredCache | PagedCache, layer: int, requests: list[int]) -> Source:
-    """Buckets of a layer or the paged cache, and the longest length."""
-    if isinstance(cache, TieredCache):
-        return cache.bucket_views(layer), None, op.longest(cache, layer, requests)
-    if layer != 0:
-        raise ValueError(f"layer: expected 0, a PagedCache is one layer, got {layer!r}")
-    return None, cache, cache.max_length
 
 
 def prefill_attention_cached(
@@ -125,16 +98,14 @@ def prefill_attention_cached(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    if not isinstance(cache, (TieredCache, PagedCache)):
-        raise TypeError(f"cache: expected a TieredCache or a PagedCache, got {type(cache).__name__}")
-    rows = op._requests(cache, requests)
+    rows = op.requests_of(cache, requests)
     new = _new_tokens(q, lengths, len(rows), cache.kv_heads, cache.head_dim)
-    _check_query(q, cache)
+    op.check_query(q, cache)
     check_positive("scale", scale)
     check_positive("softcap", softcap)
     check_sliding_window(sliding_window)
     check_sinks(sinks, q.shape[-2], q.device)
-    buckets, paged, max_length = _source(cache, layer, rows)
+    buckets, paged, max_length = op.source_of(cache, layer, rows)
     job = CachedJob(
         q.detach().flatten(0, 1) if q.dim() == 4 else q.detach(),
         new,

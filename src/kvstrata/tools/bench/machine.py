@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from kvstrata import __version__
 from kvstrata.jit.tuned import slug as slug
+from kvstrata.tools import child
 
 PACKAGE = Path(__file__).resolve().parents[2]
 CLOCKS = {
@@ -77,8 +77,8 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 def _nvidia_smi(uuid: str) -> dict[str, Any]:
     """Driver and clocks of the GPU with that uuid; empty where nvidia-smi cannot tell."""
     fields = ["uuid", "driver_version", *CLOCKS.values()]
-    rows = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits").splitlines()
-    table = [[cell.strip() for cell in row.split(",")] for row in rows]
+    told = child.output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits") or ""
+    table = [[cell.strip() for cell in row.split(",")] for row in told.splitlines()]
     matching = [
         row for row in table if len(row) == len(fields) and (len(table) == 1 or (uuid and row[0].endswith(uuid)))
     ]
@@ -99,25 +99,17 @@ def _cpu() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    match = re.search(r"^Model name:\s*(.+)$", _output("lscpu"), re.MULTILINE)
+    match = re.search(r"^Model name:\s*(.+)$", child.output("lscpu") or "", re.MULTILINE)
     return match.group(1).strip() if match else platform.processor()
 
 
 def _revision(given: str | None) -> dict[str, Any]:
     """Revision and dirty flag of the checkout, if git tracks this very package (not one it merely lies inside)."""
     git = ("git", "-C", str(PACKAGE))
-    if not _output(*git, "ls-files", "__init__.py"):
+    if not child.output(*git, "ls-files", "__init__.py"):
         return {"revision": given, "dirty": None}
-    status = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", ".")
-    return {"revision": _output(*git, "rev-parse", "HEAD").strip() or given, "dirty": bool(status)}
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    status = child.output(*git, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return {"revision": (child.output(*git, "rev-parse", "HEAD") or "").strip() or given, "dirty": bool(status)}
 
 
 def _number(text: str) -> float | None:

@@ -12,7 +12,7 @@ targets.py reads them. `on` names the machine where results of several exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 
 from kvstrata.tools.render import Grid
@@ -21,9 +21,10 @@ from kvstrata.tools.results import provenance
 from . import targets
 from .results import Against, CaseResult, Report, Row, load
 
-__all__ = ["COLUMNS", "OPTIONS", "caption", "command", "load", "notes", "owns", "table", "verdict"]
+__all__ = ["COLUMNS", "COMMANDS", "OPTIONS", "caption", "grid", "load", "notes", "table", "verdict"]
 
 Cell = Callable[[CaseResult, Row], str]
+Cells = tuple[list[str], list[list[str]]]  # header and lines
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -82,16 +83,8 @@ COLUMNS: dict[str, tuple[str, Cell]] = {
     "host": ("host us", lambda case, row: _number(case.host[row.name].median) if row.name in case.host else ""),
 }
 DEFAULT = "case,contender,us,interval,tb_s,of_peak,less_floor,of_copy,over_floor,speedup,vs_peer,host"
+COMMANDS = {"*": "bench {} --save"}  # what no other command claims is a benchmark
 OPTIONS = {"rows", "contenders", "columns", "pivot", "by", "targets", "on"}
-
-
-def owns(name: str) -> bool:
-    """True for every name: what no other command claims is a benchmark."""
-    return True
-
-
-def command(op: str) -> str:
-    return f"bench {op} --save"
 
 
 def table(report: Report, options: dict[str, str]) -> Grid:
@@ -159,18 +152,22 @@ def _pairs(report: Report, options: dict[str, str]) -> list[tuple[CaseResult, Ro
     return [(case, row) for case in cases for row in case.rows if wanted(row.name, "contenders")]
 
 
-def _grid(report: Report, options: dict[str, str] | None = None) -> tuple[list[str], list[list[str]]]:
-    """Header and lines, one line per contender; columns that are empty throughout are left out unless asked for."""
-    options = options or {}
-    columns = _columns(options.get("columns", DEFAULT))
-    lines = [[cell(case, row) for _, cell in columns] for case, row in _pairs(report, options)]
-    keep = [i for i in range(len(columns)) if "columns" in options or i < 2 or any(line[i] for line in lines)]
+def _grid(report: Report, options: dict[str, str]) -> Cells:
+    columns = options.get("columns", DEFAULT).split(",")
+    return grid(_pairs(report, options), columns, len(columns) if "columns" in options else 2)
+
+
+def grid(pairs: Sequence[tuple[CaseResult, Row]], names: Sequence[str], always: int) -> Cells:
+    """Header and lines, one line per contender; empty columns after the first ``always`` are left out."""
+    columns = _columns(names)
+    lines = [[cell(case, row) for _, cell in columns] for case, row in pairs]
+    keep = [i for i in range(len(columns)) if i < always or any(line[i] for line in lines)]
     return [columns[i][0] for i in keep], [[line[i] for i in keep] for line in lines]
 
 
-def _pivot(report: Report, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+def _pivot(report: Report, options: dict[str, str]) -> Cells:
     """Header and lines, one line per case and one column per contender or, with `by`, per value of that parameter."""
-    columns, by = _columns(options["pivot"]), options.get("by")
+    columns, by = _columns(options["pivot"].split(",")), options.get("by")
     lines: dict[str, dict[str, str]] = {}
     title = "case"
     for case, row in _pairs(report, options):
@@ -191,7 +188,7 @@ def _pivot(report: Report, options: dict[str, str]) -> tuple[list[str], list[lis
     return [head, *names], [[line, *(cells.get(n, "") for n in names)] for line, cells in lines.items()]
 
 
-def _columns(names: str) -> list[tuple[str, Cell]]:
-    if unknown := [name for name in names.split(",") if name not in COLUMNS]:
+def _columns(names: Sequence[str]) -> list[tuple[str, Cell]]:
+    if unknown := [name for name in names if name not in COLUMNS]:
         raise ValueError(f"column {unknown[0]!r}: expected one of {', '.join(COLUMNS)}")
-    return [COLUMNS[name] for name in names.split(",")]
+    return [COLUMNS[name] for name in names]

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstrata.tools.results import SCHEMA, parse, reading, trim, write
+from kvstrata.tools import results
 
-from .stats import Summary, rank_test
+from .stats import Summary
 
 
 @dataclass(frozen=True)
@@ -90,28 +90,15 @@ class Report:
         return errors
 
 
-@dataclass(frozen=True)
-class Regression:
-    case: str
-    name: str
-    old_us: float
-    new_us: float
-    p: float
-
-    def __str__(self) -> str:
-        change = 100 * (self.new_us / self.old_us - 1)
-        return f"{self.case}: {self.name} {self.old_us:.2f} -> {self.new_us:.2f} us (+{change:.1f} %, p = {self.p:.2g})"
-
-
 def dumps(report: Report) -> str:
     """The report as JSON: keys in the order of the fields, one line per list of numbers."""
-    text = json.dumps(trim({"schema": SCHEMA, **asdict(report)}), indent=1, allow_nan=False)
+    text = json.dumps(results.trim({"schema": results.SCHEMA, **asdict(report)}), indent=1, allow_nan=False)
     return re.sub(r"\[\n\s*([-+.\deE,\s]+?)\n\s*\]", lambda m: "[" + " ".join(m.group(1).split()) + "]", text) + "\n"
 
 
 def save(report: Report, root: Path | str) -> Path:
     """Write ``<root>/<machine>/<op>.json``."""
-    return write(Path(root) / report.machine["slug"] / f"{report.op}.json", dumps(report))
+    return results.write(Path(root) / report.machine["slug"] / f"{report.op}.json", dumps(report))
 
 
 def load(path: Path | str) -> Report:
@@ -121,45 +108,4 @@ def load(path: Path | str) -> Report:
 
 def loads(text: str, name: str) -> Report:
     """Read the text of a file; ValueError, which calls it ``name``, if it is no result of bench."""
-    with reading(name, "a kvstrata result"):
-        data = parse(text)
-        return Report(**{**data, "cases": [_case(case) for case in data["cases"]]})
-
-
-def compare(old: Report, new: Report) -> list[Regression]:
-    """Our rows that became slower beyond noise: intervals apart, rank test p < 0.05, and more than 2 %."""
-    if (old.op, old.machine["slug"]) != (new.op, new.machine["slug"]):
-        raise ValueError(
-            f"cannot compare {old.op} on {old.machine['slug']} with {new.op} on {new.machine['slug']}: "
-            "times of another op or machine say nothing"
-        )
-    before = _own_rows(old)
-    after = _own_rows(new)
-    if not before.keys() & after.keys():
-        raise ValueError("the two results have no case and contender in common")
-    slower = []
-    for key in before.keys() & after.keys():
-        (a, x), (b, y) = before[key], after[key]
-        if b.lo > a.hi and b.median > 1.02 * a.median and (p := rank_test(x, y)) < 0.05:
-            slower.append(Regression(*key, a.median, b.median, p))
-    return sorted(slower, key=lambda r: (r.case, r.name))
-
-
-def _own_rows(report: Report) -> dict[tuple[str, str], tuple[Summary, list[float]]]:
-    return {
-        (case.name, row.name): (row.us, row.samples)
-        for case in report.cases
-        for row in case.rows
-        if row.kind in ("ours", "variant") and row.us
-    }
-
-
-def _case(data: dict[str, Any]) -> CaseResult:
-    host = {name: Summary(**us) for name, us in data["host"].items()}
-    return CaseResult(**{**data, "host": host, "rows": [_row(row) for row in data["rows"]]})
-
-
-def _row(data: dict[str, Any]) -> Row:
-    nested = {"us": Summary, "vs_copy": Against, "vs_baseline": Against, "vs_peer": Against}
-    parsed = {name: kind(**data[name]) if data[name] else None for name, kind in nested.items()}
-    return Row(**{**data, **parsed})
+    return results.loads(Report, text, name, "a kvstrata result")

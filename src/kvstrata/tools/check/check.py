@@ -57,11 +57,8 @@ def check_sweep(
     op: str, device: torch.device, backend: str, trials: int, first: int = 0, seconds: float = 60.0
 ) -> Step:
     """Random trials of one backend, as many as there is time for."""
-    began, outcomes = time.perf_counter(), []
-    for outcome in sweeps.run(op, device, backend, range(first, first + trials)):
-        outcomes.append(outcome)
-        if len(outcomes) >= sweeps.FEWEST and time.perf_counter() > began + seconds:
-            break
+    began = time.perf_counter()
+    outcomes = list(sweeps.run(op, device, backend, range(first, first + trials), seconds))
     errors = [f"seed {o.seed}: {o.error}" for o in outcomes if o.error]
     refused = [o.refused for o in outcomes if o.refused]
     if len(refused) == len(outcomes):
@@ -72,9 +69,9 @@ def check_sweep(
 def watch_sweep(op: str, backend: str, trials: int, first: int, seconds: float, limit: float) -> Step:
     """Run a sweep on a GPU in its own process, which is killed after `limit` seconds."""
     began, name = time.perf_counter(), f"sweep, {backend}"
-    asked = ["--backend", backend, "--trials", str(trials), "--first", str(first), "--seconds", str(seconds)]
+    command = _sweep_command(op, [backend], trials, "--first", str(first), "--seconds", str(seconds))
     try:
-        said, code = child.run([sys.executable, "-m", "kvstrata.tools.check.sweeps", op, "cuda", *asked], limit)
+        said, code = child.run(command, limit)
     except child.Late as error:
         return Step(name, 0, time.perf_counter() - began, [str(error)])
     trials_run, errors, refused = read_sweep(said, code)
@@ -94,20 +91,13 @@ def read_sweep(text: str, code: int) -> tuple[int, list[str], str | None]:
     return int(trials.group(1)) if trials else 0, failed, refused.group(1) if refused else None
 
 
-def sanitizer_command(tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str) -> list[str]:
+def _sweep_command(op: str, backends: Sequence[str], trials: int, *more: str) -> list[str]:
     asked = [part for backend in backends for part in ("--backend", backend)]
-    watched = [
-        sys.executable,
-        "-m",
-        "kvstrata.tools.check.sweeps",
-        op,
-        "cuda",
-        *asked,
-        "--trials",
-        str(trials),
-        "--fill",
-    ]
-    return [sanitizer, "--tool", tool, *FLAGS, *watched]
+    return [sys.executable, "-m", "kvstrata.tools.check.sweeps", op, "cuda", *asked, "--trials", str(trials), *more]
+
+
+def sanitizer_command(tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str) -> list[str]:
+    return [sanitizer, "--tool", tool, *FLAGS, *_sweep_command(op, backends, trials, "--fill")]
 
 
 def check_sanitizer(

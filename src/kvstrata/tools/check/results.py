@@ -17,6 +17,7 @@ from kvstrata.tools.render import Grid
 
 OP = "check"
 OPTIONS = {"on"}
+COMMANDS = {OP: "check OP --save"}
 SANITIZER = "compute-sanitizer, "  # a step's name before that of the tool
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
@@ -74,17 +75,7 @@ def save(checked: Checked, root: Path) -> Path:
 
 def load(path: Path) -> Checks:
     """Read a file that ``save`` wrote; ValueError for anything else."""
-    with results.reading(path, "a result of kvstrata check"):
-        rows = results.parse(path.read_text(encoding="utf-8"), op=OP)["rows"]
-        return Checks([Checked(**{**row, "steps": [Step(**step) for step in row["steps"]]}) for row in rows])
-
-
-def owns(name: str) -> bool:
-    return name == OP
-
-
-def command(op: str) -> str:
-    return "check OP --save"
+    return results.load(Checks, path, "a result of kvstrata check", op=OP)
 
 
 def table(checks: Checks, options: dict[str, str] | None = None) -> Grid:
@@ -94,7 +85,7 @@ def table(checks: Checks, options: dict[str, str] | None = None) -> Grid:
     for row in checks.rows:
         steps = {step.name: step for step in row.steps}
         sweeps = [step for name, step in steps.items() if name.startswith("sweep")]
-        revision = (row.machine.get("revision") or "unknown")[:10] + ("+changes" if row.machine.get("dirty") else "")
+        revision = results.revision_of(row.machine)
         tools = [_cell([steps[SANITIZER + tool]] if SANITIZER + tool in steps else []) for tool in TOOLS]
         cases = _cell([steps["bench cases"]] if "bench cases" in steps else [])
         outcome = "passed" if row.passed else "FAILED"

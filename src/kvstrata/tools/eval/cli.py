@@ -8,13 +8,29 @@ import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.tools.terminal import AsJson, Device, Precision, Where, device_of, dtype_of, numba_hint
+from kvstrata.tools.terminal import (
+    AsJson,
+    Device,
+    Precision,
+    Results,
+    Revision,
+    Where,
+    console,
+    device_of,
+    dtype_of,
+    need,
+    numba_hint,
+    progress_bars,
+    refuse,
+    refusing,
+)  # fmt: skip
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
     from rich.progress import Progress
 
@@ -66,8 +82,8 @@ def evaluate(
         "quality.json"
     ),
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/quality.json instead.")] = False,
-    results: Annotated[Path, typer.Option("--results", help="Folder of results.")] = Path("results"),
-    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    results: Results = Path("results"),
+    revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the quality of a compressed cache, beside its peers at the same bytes.
@@ -83,7 +99,7 @@ def evaluate(
 
     Example: kvstrata eval --bits 2.5 --scales e4m3 --scales "e4m3 by page" --tokens 1024 --chunk 64
     """
-    _need()
+    need(LIBRARIES, "hf", "this")
     from kvstrata.tools.bench.machine import describe
 
     from . import contenders as known
@@ -91,12 +107,12 @@ def evaluate(
     from . import plot, quality, render, texts
     from . import results as kept
 
-    say = _console(as_json)
+    say = console(as_json)
     chosen = text or list(texts.DEFAULT[:1] if quick else texts.DEFAULT)
     budgets = budget or ([0.5, 0.25, 0.2] if quick else [0.5, 0.35, 0.25, 0.2])
     lengths = tokens or ([1024] if quick else [1024, 4096])
     chunk = chunk or (64 if quick else 32)
-    try:
+    with refusing():
         where = device_of(device)
         machine = describe(where, revision)
         path = results / machine["slug"] / "quality.json" if save else out
@@ -107,17 +123,11 @@ def evaluate(
         _check(budgets, policy or [], lists)
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
-        say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
-        loaded, tokenizer = models.load(model, where, dtype_of(dtype))
-        models.check_compressible(loaded)
-    except (LookupError, ValueError, OSError) as error:
-        _refuse(str(error))
-    if hint := numba_hint(where):
-        say.print(hint, markup=False, highlight=False, soft_wrap=True)
+        loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
     name = (model or "SmolLM2-135M-Instruct") + (f" in {dtype}" if dtype else "")
     if state is None or (state.model, state.texts) != (name, list(words)):
         if state is not None:
-            _refuse(
+            refuse(
                 f"--out: expected a new file, or results of {name} on {', '.join(words)},"
                 f" {path} has those of {state.model} on {', '.join(state.texts)}"
             )
@@ -125,12 +135,10 @@ def evaluate(
     state.machine = machine
     if peers and not widths:
         state.note_absent(known.absent())
-    with _progress(say) as bar:
+    with progress_bars(say) as bar:
         for length in lengths:
-            try:
+            with refusing():
                 ids = models.encode(tokenizer, words, length, stretches).to(where)
-            except ValueError as error:
-                _refuse(str(error))
             wanted = widths or _wanted(known, loaded.config, budgets, policy or ["importance"], lists, length, peers)
             prompt = 0 if widths else length // 2  # a width holds at every length
             task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
@@ -196,28 +204,21 @@ def advise(
 
     Example: kvstrata advise --model ./my-model --text notes.txt --json
     """
-    _need()
+    need(LIBRARIES, "hf", "this")
     from . import advise as advice
     from . import contenders as known
     from . import model as models
     from . import sensitivity, texts
 
     if not kl > 0:
-        _refuse(f"--kl: expected a positive number of nats, got {kl:g}")
-    say = _console(as_json)
-    try:
-        where = device_of(device)
-        precision = dtype_of(dtype)
+        refuse(f"--kl: expected a positive number of nats, got {kl:g}")
+    say = console(as_json)
+    with refusing():
+        where, precision = device_of(device), dtype_of(dtype)
         words = texts.load(text or list(texts.DEFAULT[:1]))
-        say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
-        loaded, tokenizer = models.load(model, where, precision)
-        models.check_compressible(loaded)
+        loaded, tokenizer = _loaded(model, where, precision, say)
         ids = models.encode(tokenizer, words, tokens).to(where)
-    except (LookupError, ValueError, OSError) as error:
-        _refuse(str(error))
-    if hint := numba_hint(where):
-        say.print(hint, markup=False, highlight=False, soft_wrap=True)
-    with _progress(say) as bar:
+    with progress_bars(say) as bar:
         layers = loaded.config.get_text_config(decoder=True).num_hidden_layers
         task = bar.add_task("sensitivity", total=2 * layers)
         measured = sensitivity.measure_sensitivity(
@@ -246,7 +247,7 @@ def advise(
         mark = "kept" if step.fits else "not kept"
         say.print(f"  budget {step.budget:g}: {step.fraction:.3f} of 16 bit, KL {step.kl:.4f}, {mark}", highlight=False)
     if advised.arguments is None:
-        _refuse(
+        refuse(
             f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {advised.steps[0].budget}"
         )
     advice.write(advised, out)
@@ -262,8 +263,8 @@ def drift(
     ] = None,
     out: Annotated[Path, typer.Option(help="JSON to write.")] = Path("drift.json"),
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/drift.json instead.")] = False,
-    results: Annotated[Path, typer.Option("--results", help="Folder of results.")] = Path("results"),
-    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    results: Results = Path("results"),
+    revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
     """Decode a long synthetic text whose attention moves, and compare the error of its quarters.
@@ -279,16 +280,14 @@ def drift(
 
     from . import drift as runs
 
-    say = _console(as_json)
+    say = console(as_json)
     state = runs.Drift(describe("cpu", revision))
     path = results / state.machine["slug"] / "drift.json" if save else out
-    try:
+    with refusing():
         wanted = [runs.Setting(steps=steps, budget=budget, **runs.choice(name)) for name in policy or runs.DEFAULT]
         for setting in wanted:
             runs.make_cache(setting)
-    except ValueError as error:
-        _refuse(str(error))
-    with _progress(say) as bar:
+    with progress_bars(say) as bar:
         for setting in wanted:
             task = bar.add_task(f"{setting.policy}, {setting.importance}", total=steps)
             state.rows.append(runs.run(setting, lambda step, task=task: bar.update(task, completed=step + 1)))  # type: ignore[misc]
@@ -298,7 +297,7 @@ def drift(
     say.print(runs.table(state).terminal())
     say.print(f"Saved: {path}", highlight=False)
     if not all(row.within for row in state.rows):
-        _refuse("the budget did not hold at every step")
+        refuse("the budget did not hold at every step")
 
 
 def _advised(advised: Advice, measured: Sensitivity, bound: float) -> dict[str, Any]:
@@ -345,26 +344,13 @@ def _ticker(bar: Progress, task: Any, prompt: int, chunk: int) -> Any:
     return tick
 
 
-def _progress(say: Console) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def _loaded(model: str | None, where: torch.device, dtype: torch.dtype | None, say: Console) -> tuple[Any, Any]:
+    """Model and tokenizer, checked to run over a `StrataCache`."""
+    from . import model as models
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=say, disable=not say.is_terminal)
-
-
-def _console(stderr: bool) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=200)
-
-
-def _need() -> None:
-    for name in LIBRARIES:
-        if importlib.util.find_spec(name) is None:
-            _refuse(f"this needs {name}: pip install 'kvstrata[hf]'")
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"kvstrata: {message}", err=True)
-    raise typer.Exit(2)
+    say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
+    loaded, tokenizer = models.load(model, where, dtype)
+    models.check_compressible(loaded)
+    if hint := numba_hint(where):
+        say.print(hint, markup=False, highlight=False, soft_wrap=True)
+    return loaded, tokenizer

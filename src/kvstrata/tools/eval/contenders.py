@@ -80,33 +80,36 @@ def strata(budget: float, name: str | None = None, kind: str = "ours", **options
 UNIFORM = ("K4V4", "K4V3", "K4V2", "K3V3", "K3V2", "K2V2")
 
 
-def at_bits(bits: float, simulated: bool = False, scales: Sequence[str] = ()) -> list[Contender]:
+def bits(width: float, name: str, kind: str = "ours", **options: Any) -> Contender:
+    """`BitsCache`: older tokens at ``width`` bits of codes, whatever the rest costs."""
+    options = {"bits": width, **options}
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        from .bits import BitsCache
+
+        return BitsCache(config, max_batch=rows, max_tokens=tokens, **options)
+
+    return Contender(f"{name}, {width:g} bits", kind, make, lambda cache: cache.memory().total, None, options)
+
+
+def at_bits(width: float, simulated: bool = False, scales: Sequence[str] = ()) -> list[Contender]:
     """Older tokens at this mean width of codes: tiers by importance, and every single format that has it; if asked for
     also as `rounding` has it, without a packed byte. With ``scales``, these alone: exact, and with each such scale."""
 
-    def contender(name: str, kind: str, **options: Any) -> Contender:
-        def make(config: Any, rows: int, tokens: int) -> Any:
-            from .bits import BitsCache
-
-            return BitsCache(config, max_batch=rows, max_tokens=tokens, **options)
-
-        return Contender(f"{name}, {bits:g} bits", kind, make, lambda cache: cache.memory().total, None, options)
-
     whole_pages = {name: value for name, value in fitting().items() if name != "settle_every"}
-    contenders = [contender("tiers", "ours", bits=bits, tiers=list(tiers_for(bits)), **whole_pages)]
-    if not 2 <= bits <= 4:
-        raise ValueError(f"--bits: expected 2 to 4, got {bits:g}")
+    contenders = [bits(width, "tiers", tiers=list(tiers_for(width)), **whole_pages)]
+    if not 2 <= width <= 4:
+        raise ValueError(f"--bits: expected 2 to 4, got {width:g}")
+    own = (whole_pages["recent_tokens"], whole_pages["sink_tokens"])
     if scales:
         kinds = (None, *map(check_kind, scales))
-        own = (whole_pages["recent_tokens"], whole_pages["sink_tokens"])
-        return [_rounded(bits, name, *own, kind) for name in UNIFORM if _width(name) == bits for kind in kinds]
+        return [_rounded(width, name, *own, kind) for name in UNIFORM if _width(name) == width for kind in kinds]
     for name in UNIFORM:
-        if _width(name) == bits:
-            options = dict(bits=bits, policy="uniform", tiers=[name], **whole_pages)
-            contenders.append(contender(f"uniform {name}", "variant", **options))
+        if _width(name) == width:
+            contenders.append(bits(width, f"uniform {name}", "variant", policy="uniform", tiers=[name], **whole_pages))
             if simulated:
-                contenders.append(_rounded(bits, name, whole_pages["recent_tokens"], whole_pages["sink_tokens"]))
-    return contenders if bits not in (2, 4) else contenders[1:]  # at the ends tiers are one format
+                contenders.append(_rounded(width, name, *own))
+    return contenders if width not in (2, 4) else contenders[1:]  # at the ends tiers are one format
 
 
 def _width(name: str) -> float:
@@ -224,14 +227,3 @@ def full(config: Any, rows: int, tokens: int) -> int:
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return 4 * rows * tokens * heads * _head_dim(config) * text.num_hidden_layers
-
-
-def bits(width: float, name: str, kind: str = "ours", **options: Any) -> Contender:
-    """`BitsCache`: older tokens at ``width`` bits of codes, whatever the rest costs."""
-
-    def make(config: Any, rows: int, tokens: int) -> Any:
-        from .bits import BitsCache
-
-        return BitsCache(config, width, max_batch=rows, max_tokens=tokens, **options)
-
-    return Contender(name, kind, make, lambda cache: cache.memory().total, None, {"bits": width, **options})

@@ -28,6 +28,7 @@ from kvstrata.tools.render import Grid
 
 OP = "drift"
 OPTIONS = {"on"}  # of a block in a document
+COMMANDS = {OP: "drift --save"}
 QUARTERS = 4
 CHOICES = {
     "mean": dict(policy="importance", importance="mean"),
@@ -212,19 +213,9 @@ def save(drift: Drift, path: Path) -> Path:
     return results.write(path, dumps(drift))
 
 
-def owns(name: str) -> bool:
-    return name == OP
-
-
 def load(path: Path) -> Drift:
     """Read a file that ``save`` wrote; ValueError for anything else."""
-    with results.reading(path, "a result of kvstrata drift"):
-        data = results.parse(path.read_text(encoding="utf-8"), op=OP)
-        return Drift(data["machine"], [Row(**row) for row in data["rows"]])
-
-
-def command(op: str) -> str:
-    return "drift --save"
+    return results.load(Drift, path, "a result of kvstrata drift", op=OP)
 
 
 def table(drift: Drift, options: dict[str, str] | None = None) -> Grid:

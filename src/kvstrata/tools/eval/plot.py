@@ -47,5 +47,5 @@ def plot(quality: Quality, path: Path) -> Path:
                 xlabel="bytes of 16 bit, everything counted", ylabel="perplexity lost, %", title=f"{length} tokens"
             )
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=8, loc="best")
     return path

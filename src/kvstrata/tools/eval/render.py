@@ -16,10 +16,11 @@ from fnmatch import fnmatch
 from kvstrata.tools.render import Grid
 from kvstrata.tools.results import provenance
 
-from .results import Quality, Row, load, owns
+from .results import OP, Quality, Row, load
 
-__all__ = ["OPTIONS", "budgets", "caption", "command", "load", "needles", "owns", "table"]
+__all__ = ["COMMANDS", "OPTIONS", "budgets", "caption", "load", "needles", "table"]
 
+COMMANDS = dict.fromkeys((OP, f"{OP}_*"), "eval --save")
 WHAT = {"kl": "KL", "nll": "nll"}
 OPTIONS = {"table", "tokens", "names", "kinds", "on", "prompt", "stretches", "what"}
 
@@ -122,10 +123,6 @@ def caption(quality: Quality) -> str:
     machine = quality.machine
     away = "".join(f"; {name} absent: {why}" for name, why in quality.absent.items())
     return f"quality of {quality.model} on {machine['name']}, {provenance(machine)}{away}"
-
-
-def command(op: str) -> str:
-    return "eval --save"
 
 
 def table(quality: Quality, options: dict[str, str]) -> Grid:

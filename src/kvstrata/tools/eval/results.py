@@ -146,15 +146,10 @@ def save(quality: Quality, path: Path) -> None:
     results.write(path, dumps(quality))
 
 
-def owns(name: str) -> bool:
-    return name == OP or name.startswith(f"{OP}_")
-
-
 def load(path: Path) -> Quality:
     """Read a file that ``save`` wrote; ValueError for anything else."""
-    with results.reading(path, "a result of kvstrata eval"):
-        data = results.parse(path.read_text(encoding="utf-8"), op=OP)
-        rows, needles = [Row(**row) for row in data.pop("rows")], [Needle(**n) for n in data.pop("needles")]
-        for row in rows:
-            row.options = {RENAMED.get(name, name): value for name, value in row.options.items()}
-        return Quality(**data, rows=rows, needles=needles, op=path.stem)
+    quality = results.load(Quality, path, "a result of kvstrata eval", op=OP)
+    for row in quality.rows:
+        row.options = {RENAMED.get(name, name): value for name, value in row.options.items()}
+    quality.op = path.stem
+    return quality

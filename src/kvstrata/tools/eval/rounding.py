@@ -1,24 +1,19 @@
 """Rounding simulated in floats, to tell what a format costs from what packing, pages and settling add to it.
 
 All rows stay exact. What a chunk sees of those between sink and recent tokens is rounded anew each time: K less its
-mean over all tokens so far (or the centre that a cache takes from ``centre_tokens`` of them, with this horizon),
-rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits these levels best, times the
-gains of pages. Scales are exact, or of one of the kinds in `scales`. With the mean of all tokens it knows more than a
-cache can, whose centre is fixed when the first of them are quantised.
+mean over all tokens so far, rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits
+these levels best, times the gains of pages. Scales are exact, or of one of the kinds in `scales`. With the mean of all
+tokens it knows more than a cache can, whose centre is fixed when the first of them are quantised.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvstrata.cache.policy.centre import HORIZON, centre_of
-from kvstrata.hf.rope import frequencies
 from kvstrata.layout.rotation import rotate
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 
@@ -40,20 +35,10 @@ class RoundedLayer(DynamicLayer):
 
     is_croppable = False
 
-    def __init__(
-        self,
-        k_bits: int,
-        v_bits: int,
-        recent_tokens: int,
-        sink_tokens: int,
-        centre_tokens: int | None,
-        horizon: int,
-        rope: Callable[[int], Sequence[float] | None],
-        scales: str | None,
-    ) -> None:
+    def __init__(self, k_bits: int, v_bits: int, recent_tokens: int, sink_tokens: int, scales: str | None) -> None:
         super().__init__()
         self.bits, self.recent_tokens, self.sink_tokens = (k_bits, v_bits), recent_tokens, sink_tokens
-        self.centre_tokens, self.horizon, self.rope, self.scales = centre_tokens, horizon, rope, scales
+        self.scales = scales
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -65,20 +50,11 @@ class RoundedLayer(DynamicLayer):
             return k, v
         k, v = k.clone(), v.clone()
         k_bits, v_bits = self.bits
-        centre = self._centre(k[..., :past, :].float())
+        centre = k[..., :past, :].float().mean(-2, keepdim=True)
         rounded = round_rows(k[..., old, :] - centre, k_bits, K_GAIN[k_bits], self.scales)
         k[..., old, :] = (rounded + centre).to(k.dtype)
         v[..., old, :] = round_rows(v[..., old, :], v_bits, V_GAIN[v_bits], self.scales).to(v.dtype)
         return k, v
-
-    def _centre(self, k: torch.Tensor) -> torch.Tensor:
-        """Centre to subtract from K ``[rows, heads, tokens, D]``."""
-        if self.centre_tokens is None:
-            return k.mean(-2, keepdim=True)
-        first = k[..., : self.centre_tokens, :]
-        positions = torch.full_like(first[:, 0, 0, 0], self.horizon)
-        rope = self.rope(k.shape[-1]) or ()
-        return centre_of(first, torch.ones_like(first, dtype=torch.bool), rope, positions).unsqueeze(-2)
 
     @property
     def nbytes(self) -> int:
@@ -101,17 +77,13 @@ class RoundedCache(Cache):
         v_bits: int,
         recent_tokens: int,
         sink_tokens: int,
-        centre_tokens: int | None = None,
-        horizon: int = HORIZON,
         scales: str | None = None,
     ) -> None:
         text = config.get_text_config(decoder=True)
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         if other := sorted(set(kinds) - {"full_attention"}):
             raise ValueError(f"config: expected layers of full attention only, got {', '.join(other)}")
-        rope = functools.partial(frequencies, text)
-        each = (k_bits, v_bits, recent_tokens, sink_tokens, centre_tokens, horizon, rope, scales)
-        super().__init__(layers=[RoundedLayer(*each) for _ in kinds])
+        super().__init__(layers=[RoundedLayer(k_bits, v_bits, recent_tokens, sink_tokens, scales) for _ in kinds])
 
     @property
     def nbytes(self) -> int:

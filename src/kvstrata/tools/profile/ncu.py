@@ -73,17 +73,8 @@ QUANTITIES = {
     "shared": Quantity("shared", "KB", ("launch__shared_mem_per_block",)),
     "conflicts": Quantity("bank conflicts", "", ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",), 0),
 }
-ASKED = (
-    "gpu__time_duration.sum",
-    "lts__t_sector_hit_rate.pct",
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
-    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
-    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-    "smsp__issue_active.avg.pct_of_peak_sustained_active",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-)
+# Asked for by name; the others are in every GPU's sections.
+ASKED = tuple(q.metrics[0] for name, q in QUANTITIES.items() if name not in ("l1_hit", "registers", "shared"))
 STALL = re.compile(r"issue_stalled_(\w+?)_per_(?:issue_active\.ratio|warp_active\.pct)$")
 # What a unit of ncu's is worth in the base unit: us, bytes, or the number itself.
 SCALES = {

@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from .ncu import QUANTITIES, Kernel, NcuError
 
 LAUNCHES = 16  # of our kernels that are profiled in one call
 SECONDS = 180  # for one case
+LAUNCH = (sys.executable, "-m", "kvstrata.tools.profile.launch")
 # What is profiled where no case is named: few, and each bounded by something else. CASE:CONTENDER is not ours.
 CHOSEN = {
     "store": ("8x128-fp16-256", "8x128-fp16-8192", "8x128-fp16-65536", "8x128-bf16-to-fp8-8192"),
@@ -130,29 +130,44 @@ def take(
     contender: str | None = None,
     tick: Callable[[str], object] = lambda name: None,
     seconds: float = math.inf,
+    counters: bool = True,
 ) -> Profile:
-    """Profile cases one after the other, each in a process of its own, until the time is up."""
-    tool, end = ncu.find(), time.monotonic() + seconds
-    profile = Profile(op, machine, version(tool))
+    """Profile cases one after the other, each in a process of its own, until the time is up.
+
+    Without ``counters``: times, registers, shared memory and estimated occupancy, by torch's profiler.
+    """
+    end = time.monotonic() + seconds
+    tool = version(ncu.find()) if counters else "torch's profiler, without counters (occupancy is an estimate)"
+    profile = Profile(op, machine, tool)
     for name in names:
         tick(name)
         case, who = split(name)
         who = who or contender
+        own = [] if who else ncu.own_kernels()  # a contender that is named may launch those of a library
         try:
-            kernels = _case(tool, op, case, who, end)
+            kernels = (_counted if counters else _traced)([op, case, *([who] if who else [])], own, end)
         except NcuError as error:
             profile.failed[name] = str(error)
-            if not profile.cases and "counters" in str(error):  # no other case will do better
+            if counters and not profile.cases and "counters" in str(error):  # no other case will do better
                 break
         else:
             profile.cases.append(CaseProfile(name, who or "ours", sizes[case], kernels))
     return profile
 
 
-def _case(tool: str, op: str, name: str, contender: str | None, end: float = math.inf) -> list[Kernel]:
-    watched = [sys.executable, "-m", "kvstrata.tools.profile.launch", op, name, *([contender] if contender else [])]
-    kernels = [] if contender else ncu.own_kernels()  # a contender that is named may launch those of a library
-    return first_of_each(watch(tool, watched, kernels, LAUNCHES, end))
+def _counted(arguments: Sequence[str], own: Sequence[str], end: float) -> list[Kernel]:
+    return first_of_each(watch(ncu.find(), [*LAUNCH, *arguments], own, LAUNCHES, end))
+
+
+def _traced(arguments: Sequence[str], own: Sequence[str], end: float) -> list[Kernel]:
+    said = _run([*LAUNCH, "--trace", *arguments], min(end - time.monotonic(), SECONDS))
+    told = re.search(rf"^{launch.TRACED}(.*)", said, re.MULTILINE)
+    if told is None:
+        raise NcuError(ncu.explain(said).replace("ncu failed", "the child failed"))
+    traced = [Kernel(**kernel) for kernel in json.loads(told.group(1))]
+    if chosen := first_of_each([kernel for kernel in traced if not own or kernel.name in own]):
+        return chosen
+    raise NcuError("no kernel of ours was launched")
 
 
 def watch(
@@ -183,38 +198,6 @@ def watch(
     return ncu.parse(text)
 
 
-def take_traces(
-    op: str,
-    names: Sequence[str],
-    machine: dict[str, Any],
-    sizes: dict[str, int],
-    contender: str | None = None,
-    seconds: float = math.inf,
-) -> Profile:
-    """Profile without counters: times, registers, shared memory and estimated occupancy of the launches."""
-    end = time.monotonic() + seconds
-    profile = Profile(op, machine, "torch's profiler, without counters (occupancy is an estimate)")
-    for name in names:
-        case, who = split(name)
-        who = who or contender
-        kernels = set(() if who else ncu.own_kernels())
-        command = [sys.executable, "-m", "kvstrata.tools.profile.launch", "--trace", op, case, *([who] if who else [])]
-        try:
-            said = _run(command, min(end - time.monotonic(), SECONDS))
-            told = re.search(rf"^{launch.TRACED}(.*)", said, re.MULTILINE)
-            if told is None:
-                raise NcuError(ncu.explain(said).replace("ncu failed", "the child failed"))
-            traced = [Kernel(**kernel) for kernel in json.loads(told.group(1))]
-        except NcuError as error:
-            profile.failed[name] = str(error)
-            continue
-        if chosen := first_of_each([kernel for kernel in traced if not kernels or kernel.name in kernels]):
-            profile.cases.append(CaseProfile(name, who or "ours", sizes[case], chosen))
-        else:
-            profile.failed[name] = "no kernel of ours was launched"
-    return profile
-
-
 def _unknown(text: str, without: Sequence[str]) -> list[str]:
     """Metrics to leave out after a failure: those complained about or, where no reason is known, all, once."""
     named = [m for m in ncu.unknown_metrics(text) if m in ncu.ASKED and m not in without]
@@ -241,8 +224,7 @@ def _run(command: Sequence[str], seconds: float) -> str:
 
 @functools.cache
 def version(tool: str) -> str:
-    done = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False)
-    match = re.search(r"Version (\S+)", done.stdout)
+    match = re.search(r"Version (\S+)", child.output(tool, "--version") or "")
     return f"ncu {match.group(1)}" if match else "ncu"
 
 
@@ -304,13 +286,7 @@ def dumps(profile: Profile) -> str:
 
 def loads(text: str, name: str) -> Profile:
     """Read the text of a file; ValueError, which calls it ``name``, if it is no profile."""
-    with results.reading(name, "a profile of kvstrata"):
-        data = results.parse(text, kind="profile")
-        cases = [
-            CaseProfile(**{**case, "kernels": [Kernel(**kernel) for kernel in case["kernels"]]})
-            for case in data.pop("cases")
-        ]
-        return Profile(**data, cases=cases)
+    return results.loads(Profile, text, name, "a profile of kvstrata", kind="profile")
 
 
 def load(path: Path) -> Profile:

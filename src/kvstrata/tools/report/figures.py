@@ -11,29 +11,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstrata.tools.bench.results import Report
+from kvstrata.tools.plot import panels
 
 from .history import Point
 
 WIDTH = 4.7  # inches
 COLOURS = ("#e4572e", "#3b8ea5", "#c79a00", "#8f6bb3", "#4a9e5c", "#d1678f", "#7f8c8d", "#a5673f")
 MOST_LINES = 6
+STYLE = {"svg.fonttype": "none", "font.size": 8.5, "legend.fontsize": 7.5, "axes.spines.top": False,
+         "axes.spines.right": False}  # fmt: skip
 
 
 def draw(key: str, height: float, paint: Callable[[Any, Any], None]) -> str:
     """An SVG of what `paint(figure, axes)` draws; `key` sets its ids apart from those of other figures."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style: dict[Any, Any] = {"svg.hashsalt": key, "svg.fonttype": "none", "font.size": 8.5, "legend.fontsize": 7.5,
-             "axes.spines.top": False, "axes.spines.right": False}  # fmt: skip
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
+    file = io.StringIO()
+    with panels(file, 1, WIDTH, height, STYLE | {"svg.hashsalt": key}) as (figure, (axes,)):
         paint(figure, axes)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-        plt.close(figure)
     return inline(file.getvalue(), key)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvstrata import __version__
 from kvstrata.tools import publish
 from kvstrata.tools.bench import render
-from kvstrata.tools.bench.results import Against, CaseResult, Report, Row
+from kvstrata.tools.bench.results import Against, Report, Row
 from kvstrata.tools.eval import plot as quality_plot
 from kvstrata.tools.eval import render as quality_render
 from kvstrata.tools.eval.results import Quality
@@ -145,13 +145,9 @@ def _ahead(report: Report) -> list[str]:
 
 
 def _table(report: Report, columns: Sequence[str], wanted: Callable[[Row], bool], title: str) -> Grid:
-    """Rows of a report by columns of `bench.render`; columns that are empty throughout are left out."""
-    pairs: list[tuple[CaseResult, Row]] = [(c, row) for c in report.cases for row in c.rows if wanted(row)]
-    cells = [[render.COLUMNS[name][1](case, row) for name in columns] for case, row in pairs]
-    keep = [i for i in range(len(columns)) if any(line[i] for line in cells)] or [0]
-    names = 2 if "contender" in columns else 1
-    header = [render.COLUMNS[columns[i]][0] for i in keep]
-    return Grid(title, header, [[line[i] for i in keep] for line in cells], names=names)
+    """Rows of a report by columns of `bench.render`."""
+    pairs = [(case, row) for case in report.cases for row in case.rows if wanted(row)]
+    return Grid(title, *render.grid(pairs, columns, 1), names=2 if "contender" in columns else 1)
 
 
 def _past(past: Sequence[history.Point]) -> Grid:

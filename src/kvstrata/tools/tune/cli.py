@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -17,7 +15,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstrata.tools.terminal import AsJson, Device, Results, Where, console, device_of, refuse, text_of
+from kvstrata.tools.terminal import (
+    AsJson,
+    Device,
+    Results,
+    Revision,
+    Where,
+    console,
+    device_of,
+    need,
+    progress_bars,
+    refuse,
+    refusing,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +59,9 @@ def tune(
         bool, typer.Option("--resume", help="Continue the newest study, or join a process that works on it.")
     ] = False,
     device: Where = Device.auto,
-    backend: Annotated[str, typer.Option(help="cuda, or reference: a toy problem, to see how it works.")] = "cuda",
+    backend: Annotated[
+        str, typer.Option(help="cuda, or reference: a toy problem of store, to see how it works.")
+    ] = "cuda",
     gates: Annotated[
         str,
         typer.Option(
@@ -83,7 +95,7 @@ def tune(
         typer.Option(metavar="DIR", help="Folder of the table; by default --save writes it to the cache folder."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampler.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")] = None,
+    revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
     """Search for the fastest configuration of a kernel, and keep it only if it is significantly faster.
@@ -105,9 +117,7 @@ def tune(
     Example: kvstrata tune store --aa 200 --save
     """
     begun = time.monotonic()
-    for package in ("optuna", "scipy"):
-        if importlib.util.find_spec(package) is None:
-            refuse(f"tune needs {package}: pip install 'kvstrata[tune]'")
+    need(("optuna", "scipy"), "tune", "tune")
     from kvstrata.jit import cache_folder
     from kvstrata.jit.tuned import user_folder
     from kvstrata.tools.bench.machine import describe
@@ -126,9 +136,8 @@ def tune(
         folder = tables or (user_folder() if own else None)
         return list(_save(op, result, arch, results if save else None, folder if backend == "cuda" else None))
 
-    try:
-        if op not in problems.names():
-            raise LookupError(f"nothing to tune in {op!r}; there are: {', '.join(problems.names())}")
+    with refusing((RuntimeError,)):
+        problems.check(op)
         where, arch = _where(device, backend)
         chosen = _chosen(op, arch, where, backend, only)
         limits = _limits(gates, shared_cap, max_registers, min_occupancy)
@@ -158,8 +167,6 @@ def tune(
             )
             with _progress() as progress:
                 result = session.run(begun, progress, keep)
-    except (LookupError, ValueError, OSError, RuntimeError) as error:
-        refuse(text_of(error))
     if as_json:
         sys.stdout.write(dumps(result))
     shown = ["rates"] if aa is not None else ["speed", "configurations" if gates == HARDWARE else "limits", "rejected"]
@@ -325,15 +332,7 @@ def _save(op: str, result: Tuning | Gate, arch: str, results: Path | None, table
         yield table.save(op, result, arch, tables)
 
 
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Progress bars on a terminal; nothing elsewhere."""
+def _progress() -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, TextColumn("{task.fields[best]}"), console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        yield progress
+    return progress_bars(Console(stderr=True), "{task.fields[best]}", transient=True)

@@ -18,12 +18,13 @@ from kvstrata.tools.results import provenance
 
 from . import decide
 from .gates import HARDWARE
-from .results import GATE, PREFIX, Gate, Rate, Tuning, load, owns
+from .results import GATE, PREFIX, Gate, Rate, Tuning, load
 from .space import show
 
-__all__ = ["OPTIONS", "caption", "command", "load", "notes", "owns", "table"]
+__all__ = ["COMMANDS", "OPTIONS", "caption", "load", "notes", "table"]
 
 OPTIONS = {"table", "on", "of"}
+COMMANDS = {GATE: "tune store --aa 200 --save", f"{PREFIX}*": "tune {} --save"}
 Cells = tuple[list[str], list[list[str]]]  # header and rows
 
 
@@ -129,10 +130,6 @@ def table(result: Tuning | Gate, options: dict[str, str]) -> Grid:
     else:
         cells = TABLES[chosen](result)
     return Grid(title, *cells, names=WORDS.get(chosen, 1))
-
-
-def command(op: str) -> str:
-    return f"tune {op.removeprefix(PREFIX)} --save" if op != GATE else "tune store --aa 200 --save"
 
 
 def caption(result: Tuning | Gate) -> str:

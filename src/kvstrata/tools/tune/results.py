@@ -80,10 +80,6 @@ class Gate:
     rows: list[Rate] = field(default_factory=list)
 
 
-def owns(name: str) -> bool:
-    return name == GATE or name.startswith(PREFIX)
-
-
 def dumps(result: Tuning | Gate) -> str:
     return results.dumps(asdict(result))
 
@@ -94,14 +90,5 @@ def save(result: Tuning | Gate, root: Path) -> Path:
 
 def load(path: Path) -> Tuning | Gate:
     """Read a file that ``save`` wrote; ValueError for anything else."""
-    with results.reading(path, "a result of kvstrata tune"):
-        data = results.parse(path.read_text(encoding="utf-8"))
-        rows = data.pop("rows")
-        if data["op"] == GATE:
-            return Gate(**data, rows=[Rate(**row) for row in rows])
-        return Tuning(**data, rows=[_row(row) for row in rows])
-
-
-def _row(data: dict[str, Any]) -> Row:
-    times = {name: Summary(**data[name]) if data[name] else None for name in ("default", "tuned")}
-    return Row(**{**data, **times})
+    kind: type[Tuning | Gate] = Gate if path.stem == GATE else Tuning
+    return results.load(kind, path, "a result of kvstrata tune")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -15,9 +12,8 @@ from kvstrata import jit
 from kvstrata.jit import tuned
 
 from . import problems
-from .compiler import build, by_triton
+from .compiler import Compiler
 from .gates import Needs
-from .problems import Problem
 from .tables import arch_of
 
 
@@ -29,12 +25,6 @@ class Warmed:
     tables: list[str]
     kernels: int = 0
     failed: dict[str, str] = field(default_factory=dict)
-
-    def count(self, kernel: Needs, error: str | None) -> None:
-        if error is None:
-            self.kernels += 1
-        else:
-            self.failed[kernel.entry] = error
 
 
 def tables_for(arch: str, gpu: str | None) -> list[str]:
@@ -55,37 +45,20 @@ def kernels(ops: Iterable[str], arch: str, gpus: Iterable[str]) -> list[Needs]:
             (known[entry["case"]], choice) for entry in entries if entry["case"] in known for choice in entry["top"]
         ]
         for problem, choice in [*wanted, *((problem, problem.default) for problem in known.values())]:
-            for kernel in _kernels(problem, choice):
+            for kernel in [] if problem.invalid(choice) else problem.kernels(choice):
                 unique.setdefault((str(kernel.source), kernel.entry), kernel)
     return list(unique.values())
-
-
-def _kernels(problem: Problem, choice: tuned.Choice) -> list[Needs]:
-    return [] if problem.invalid(choice) else problem.kernels(choice)
 
 
 def compile_all(wanted: list[Needs], jobs: int | None, result: Warmed) -> Iterator[Needs]:
     """Compile in `jobs` processes (None: as many as there are cores); yields a kernel when it is done."""
     jobs = min(os.cpu_count() or 1, len(wanted)) if jobs is None else jobs
-    if jobs == 0:
+    with Compiler(result.arch, jobs) as compiler:
+        compiler.ahead(wanted)
         for kernel in wanted:
-            result.count(kernel, _compile(str(kernel.source), kernel.entry, result.arch))
+            try:
+                compiler.usage(kernel)
+                result.kernels += 1
+            except jit.CompileError as error:
+                result.failed[kernel.entry] = str(error)
             yield kernel
-        return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(_compile, str(kernel.source), kernel.entry, result.arch): kernel for kernel in wanted}
-        for done in as_completed(running):
-            result.count(running[done], done.result())
-            yield running[done]
-
-
-def _compile(source: str, entry: str, arch: str) -> str | None:
-    """Into the cache of cubins, or Triton's; what went wrong, or None."""
-    try:
-        if by_triton(source):
-            build(source, entry, arch)
-        else:
-            jit.compile(Path(source), entry, arch=arch)
-    except jit.CompileError as error:
-        return str(error)
-    return None

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from kvstrata.attention.decode import op
 from kvstrata.attention.decode.job import Job, Result
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, sets_for, synthetic
+from kvstrata.tools.bench.attention import assert_close, read, sdpa
 from kvstrata.tools.bench.clock import Call
-from kvstrata.tools.bench.machine import cache_bytes
 
 CHECKED = 2  # requests compared with the reference
 WINDOW = 64  # plain tokens in a tiered cache
@@ -112,23 +112,14 @@ class Rows:
     def __init__(self, shape: Shape, q: torch.Tensor) -> None:
         size = (shape.requests, shape.kv_heads, shape.tokens, shape.head_dim)
         self.k, self.v = (torch.empty(size, dtype=torch.bfloat16, device=q.device).normal_() for _ in range(2))
-        self.q, self.group = q.transpose(1, 2), shape.heads // shape.kv_heads
+        self.q = q.transpose(1, 2)
         few_q, few_k, few_v = (x[:CHECKED].float() for x in (self.q, self.k, self.v))
         out = torch.nn.functional.scaled_dot_product_attention(few_q, few_k, few_v, enable_gqa=True)
         self.expected = out.transpose(1, 2)
 
 
 def _sdpa(rows: Rows, backend: SDPBackend) -> Call:
-    def call(i: int) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            out = torch.nn.functional.scaled_dot_product_attention(rows.q, rows.k, rows.v, enable_gqa=rows.group > 1)
-        return out.transpose(1, 2)
-
-    try:
-        call(0)
-    except RuntimeError as error:
-        raise Absent(" ".join(str(error).split())[:120]) from error
-    return call
+    return sdpa(backend, lambda i: (rows.q, rows.k, rows.v))
 
 
 @peer("decode", "cudnn")
@@ -176,8 +167,7 @@ def flashinfer_fp8(rows: Rows) -> Call:
 
 
 def _close(out: torch.Tensor, expected: torch.Tensor, limit: float = 1e-2) -> None:
-    error = (out[:CHECKED].float() - expected).norm() / expected.norm()
-    assert float(error) < limit, f"the relative error is {float(error):.1e}"
+    assert_close(out[:CHECKED], expected, limit)
     assert not bool(out.isnan().any()), "an output is NaN"
 
 
@@ -227,16 +217,10 @@ def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device
         baseline="flash",
         variants=ours - {"kvstrata"},
         host={name: contenders[name] for name in OURS if name in ours},
-        before=_read(device),
+        before=read(device),
     )
     attach(bench, "decode", rows)
     return bench
-
-
-def _read(device: torch.device) -> Call:
-    """Fill the device's cache with clean lines."""
-    weights = torch.ones(max(4 * cache_bytes(device), 1 << 20) // 4, device=device)
-    return lambda i: weights.sum()
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:

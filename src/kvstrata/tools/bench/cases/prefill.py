@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from kvstrata.attention.prefill import cuda as prefill_cuda
 from kvstrata.attention.prefill import op as prefill
@@ -24,10 +24,9 @@ from kvstrata.attention.prefill.tiles import FEW, PORTABLE, Ideas, Tile
 from kvstrata.attention.prefill_cached import op as cached
 from kvstrata.attention.prefill_cached.job import CachedJob
 from kvstrata.layout import Format
-from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, sets_for, synthetic
+from kvstrata.tools.bench import Bench, Case, attach, peer, sets_for, synthetic
+from kvstrata.tools.bench.attention import absent, assert_close, read, sdpa
 from kvstrata.tools.bench.clock import Call
-
-from .decode import _read
 
 CHECKED = 2  # heads of the first sequence compared with float32
 NEW, PREFIX = 512, 32256  # a chunk, and the tokens before it: 32k together
@@ -78,26 +77,12 @@ def _expected(job: PrefillJob) -> torch.Tensor:
     return prefill.run(job._replace(q=q, k=k, v=v), "reference")[0]
 
 
-def _close(out: torch.Tensor, expected: torch.Tensor) -> None:
-    error = float((out.float() - expected).norm() / expected.norm())
-    assert error < 5e-3, f"the relative error is {error:.1e}"
-
-
 def _sdpa(jobs: list[PrefillJob], backend: SDPBackend) -> Call:
-    def call(i: int) -> torch.Tensor:
-        job = jobs[i]
-        q, k, v = (x.transpose(1, 2) for x in (job.q, job.k, job.v))
-        with sdpa_kernel(backend):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=job.causal, enable_gqa=job.heads != job.kv_heads
-            )
-        return out.transpose(1, 2)
+    def tensors(i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in (jobs[i].q, jobs[i].k, jobs[i].v))
+        return q, k, v
 
-    try:
-        call(0)
-    except RuntimeError as error:
-        raise Absent(" ".join(str(error).split())[:120]) from error
-    return call
+    return sdpa(backend, tensors, jobs[0].causal)
 
 
 @peer("prefill", "cudnn")
@@ -123,7 +108,7 @@ def flashinfer(jobs: list[PrefillJob]) -> Call:
     try:  # compiles when a size is new
         wrapper.plan(ends, ends, heads, job.kv_heads, dim, causal=job.causal, q_data_type=job.q.dtype)
     except RuntimeError as error:
-        raise Absent(" ".join(str(error).split())[:120]) from error
+        raise absent(error) from error
 
     def call(i: int) -> torch.Tensor:
         return wrapper.run(*ragged[i]).view(batch, length, heads, dim)
@@ -159,10 +144,10 @@ def _bench(jobs: list[PrefillJob], contenders: dict[str, Call], ours: str, basel
     def check(name: str, i: int, out: torch.Tensor) -> None:
         written[name, i] = out
         assert out.shape == jobs[i].q.shape
-        _close(out[:1, :, :CHECKED], wanted[i])
+        assert_close(out[:1, :, :CHECKED], wanted[i], 5e-3)
         assert not bool(out.isnan().any()), "an output is NaN"
 
-    before = _read(jobs[0].q.device)
+    before = read(jobs[0].q.device)
     return Bench(contenders=contenders, poison=poison, check=check, ours=ours, baseline=baseline, before=before)
 
 
@@ -250,7 +235,7 @@ def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_
     expected = cached.run(job, "reference")[0].float()
     backend = cached._choose("auto", job)
     contenders: dict[str, Call] = {"kvstrata": lambda i: cached.run(job, backend)[0]}
-    absent: dict[str, str] = {}
+    missing: dict[str, str] = {}
     if device.type == "cuda":
         from kvstrata.attention.prefill_cached import staging_triton
 
@@ -273,22 +258,18 @@ def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_
             with_cudnn(0)
             contenders["unpack then cudnn"] = with_cudnn
         except RuntimeError as error:
-            absent["unpack then cudnn"] = " ".join(str(error).split())[:120]
+            missing["unpack then cudnn"] = str(absent(error))
     else:
         contenders["unpack then flash"] = lambda i: cached.run(job, "reference")[0]
-
-    def check(name: str, i: int, out: torch.Tensor) -> None:
-        error = float((out.float() - expected).norm() / expected.norm())
-        assert error < 1e-2, f"the relative error is {error:.1e}"
 
     return Bench(
         contenders=contenders,
         poison=lambda name, i: None,
-        check=check,
+        check=lambda name, i, out: assert_close(out, expected, 1e-2),
         ours="kvstrata",
         baseline="unpack then flash",
-        before=_read(device),
-        absent=absent,
+        before=read(device),
+        absent=missing,
     )
 
 

@@ -8,7 +8,9 @@ alone, so a failure can be repeated. Shapes are small and odd: ragged, empty, st
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -61,10 +63,12 @@ def backends(op: str, device: torch.device) -> dict[str, str | None]:
     return {name: reason(name) for name in find(op).BACKENDS}
 
 
-def run(op: str, device: torch.device, backend: str, seeds: range) -> Iterator[Outcome]:
-    """One trial a seed; what a trial raises becomes its outcome."""
-    trial = find(op).trial
-    for seed in seeds:
+def run(op: str, device: torch.device, backend: str, seeds: range, seconds: float = math.inf) -> Iterator[Outcome]:
+    """One trial a seed, until the time is up; what a trial raises becomes its outcome."""
+    trial, end = find(op).trial, time.monotonic() + seconds
+    for number, seed in enumerate(seeds):
+        if number >= FEWEST and time.monotonic() > end:
+            return
         try:
             yield Outcome(backend, seed, trial(Draw(seed, device), backend))
         except Refused as reason:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 
 import torch
 
-from . import FEWEST, names, run
+from . import names, run
 
 
 def main() -> int:
@@ -30,16 +29,13 @@ def main() -> int:
     completed = failed = 0
     seeds = range(given.first, given.first + given.trials)
     for backend in given.backend:
-        end = time.monotonic() + given.seconds
-        for number, outcome in enumerate(run(given.op, torch.device(given.device), backend, seeds), 1):
+        for outcome in run(given.op, torch.device(given.device), backend, seeds, given.seconds):
             completed += outcome.refused is None
             if outcome.error:
                 failed += 1
                 print(f"{backend}, seed {outcome.seed}: {outcome.error}")
             if outcome.refused:
                 print(f"{backend} refused: {outcome.refused}")
-            if number >= FEWEST and time.monotonic() > end:
-                break
         if given.device == "cuda":
             torch.cuda.synchronize()
     print(f"{completed} trials, {failed} failed")

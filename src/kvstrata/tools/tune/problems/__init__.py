@@ -1,4 +1,4 @@
-"""Tuning problems by op: a module `problems/<op>.py` has `problems(arch, device, backend) -> list[Problem]`.
+"""Tuning problems by op: a module `problems/<op>.py` has `problems(arch, device) -> list[Problem]`.
 
 A problem is one case of the op's benchmark. What it needs to be compiled is known without a device; `build` puts inputs
 on one, with the benchmark's own check.
@@ -51,9 +51,18 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def find(op: str, arch: str, device: torch.device, backend: str) -> list[Problem]:
-    """The problems of an op; LookupError lists what there is."""
+def check(op: str) -> None:
+    """LookupError, which lists what there is, for an op without problems."""
     if op not in names():
         raise LookupError(f"nothing to tune in {op!r}; there are: {', '.join(names())}")
-    problems: list[Problem] = importlib.import_module(f"{__name__}.{op}").problems(arch, device, backend)
-    return problems
+
+
+def find(op: str, arch: str, device: torch.device, backend: str) -> list[Problem]:
+    """The problems of an op, or with the backend ``reference`` the toy."""
+    check(op)
+    module = importlib.import_module(f"{__name__}.{op}")
+    if backend != "reference":
+        return list(module.problems(arch, device))
+    if op != "store":
+        raise ValueError(f"--backend reference: expected store, the only op with a toy problem, got {op!r}")
+    return [module.toy(device)]

@@ -1,4 +1,4 @@
-"""Decode's cases: the CUDA C++ kernels, or on any device the reference, some requests at a time."""
+"""Decode's cases: the CUDA C++ kernels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from kvstrata.attention.decode import op, space, stages
-from kvstrata.attention.decode.job import Job
 from kvstrata.jit.tuned import Choice
+from kvstrata.tools.bench.attention import read
 from kvstrata.tools.bench.case import sets_for
-from kvstrata.tools.bench.cases.decode import CHECKED, MEAN, NARROW, Shape, _close, _job, _read, bytes_of, formats_of
+from kvstrata.tools.bench.cases.decode import CHECKED, MEAN, NARROW, Shape, _close, _job, bytes_of, formats_of
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.tune.gates import Needs
 from kvstrata.tools.tune.space import Space
@@ -30,12 +30,9 @@ CASES: list[tuple[Shape, Tiers]] = [
     (Shape(32, 16384), ("K2V2",)),
     (Shape(32, 4096), ()),
 ]
-TOY = Shape(4, 256, 4, 2, 64)
 
 
-def problems(arch: str, device: torch.device, backend: str) -> list[Problem]:
-    if backend == "reference":
-        return [_reference()]
+def problems(arch: str, device: torch.device) -> list[Problem]:
     return [_cuda(shape, tiers, arch, device) for shape, tiers in CASES]
 
 
@@ -74,17 +71,13 @@ def _features(formats: Any, shape: Shape, tokens: int, columns: int) -> dict[str
     return features(formats, False, shape.requests * shape.kv_heads, tokens, columns)
 
 
-def _wanted(jobs: list[Job]) -> list[torch.Tensor]:
-    checked = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in jobs]
-    return [op.run(job, "reference")[0].float() for job in checked]
-
-
 def _build_cuda(shape: Shape, tiers: Tiers, sets: int, device: torch.device) -> Ready:
     from kvstrata.attention.decode.cuda import Plan
     from kvstrata.attention.decode.source import Source
 
     jobs = [_job(shape, tiers, MEAN, device, seed) for seed in range(sets)]
-    wanted = _wanted(jobs)
+    checked = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in jobs]
+    wanted = [op.run(job, "reference")[0].float() for job in checked]
     sizes = (shape.kv_heads, shape.heads, shape.q_len)
 
     def call(choice: Choice) -> Call:
@@ -93,32 +86,4 @@ def _build_cuda(shape: Shape, tiers: Tiers, sets: int, device: torch.device) -> 
             plan.update()
         return lambda i: plans[i].run(jobs[i])[0]
 
-    return Ready(call, lambda i: None, lambda i, out: _close(out, wanted[i]), _read(device))
-
-
-def _reference() -> Problem:
-    """Requests at a time."""
-    return Problem(
-        op="decode",
-        case=f"{_name(TOY, ('K4V4',))}-reference",
-        shape={"requests": TOY.requests, "tokens": TOY.tokens},
-        space=Space({"requests": (1, 2, TOY.requests)}),
-        default={"requests": 2},
-        build=_build_reference,
-    )
-
-
-def _build_reference(device: torch.device) -> Ready:
-    job = _job(TOY, ("K4V4",), MEAN, device, 0)
-    wanted = _wanted([job])
-
-    def call(choice: Choice) -> Call:
-        def run(i: int) -> torch.Tensor:
-            parts = range(0, TOY.requests, choice["requests"])
-            slices = [slice(first, first + choice["requests"]) for first in parts]
-            jobs = [job._replace(q=job.q[part], requests=job.requests[part]) for part in slices]
-            return torch.cat([op.run(one, "reference")[0] for one in jobs])
-
-        return run
-
-    return Ready(call, lambda i: None, lambda i, out: _close(out, wanted[i]))
+    return Ready(call, lambda i: None, lambda i, out: _close(out, wanted[i]), read(device))

@@ -26,9 +26,7 @@ ALIGNED = 0  # address bits: tensors of their own
 TOY = 512  # tokens
 
 
-def problems(arch: str, device: torch.device, backend: str) -> list[Problem]:
-    if backend == "reference":
-        return [_reference(KINDS[0], TOY, device)]
+def problems(arch: str, device: torch.device) -> list[Problem]:
     counts = [(kind, tokens) for kind in KINDS for tokens in (MAIN if kind is KINDS[0] else OTHERS)]
     return [_cuda(kind, tokens, arch, device) for kind, tokens in counts]
 
@@ -91,8 +89,9 @@ def _build_cuda(kind: Kind, tokens: int, sets: int, device: torch.device) -> Rea
     return Ready(call=call, **checks)
 
 
-def _reference(kind: Kind, tokens: int, device: torch.device) -> Problem:
+def toy(device: torch.device) -> Problem:
     """Tokens at a time: the only thing there is to choose in a loop over torch's indexed writes."""
+    kind, tokens = KINDS[0], TOY
     return Problem(
         op="store",
         case=f"{kind.name}-{tokens}-reference",
