@@ -113,7 +113,7 @@ def _keys(
                 if moves[i]:
                     total += np.int64(np.float64(weight[i]) * 2.0**MASS_BITS)
                     many += 1
-            mean = np.float32(total / max(many, 1) * 2.0**-MASS_BITS)
+            mean = np.float32(total / np.int64(max(many, 1)) * 2.0**-MASS_BITS)  # type: ignore[call-overload]
             mean = max(mean, np.float32(2.0**-MASS_BITS))
             for i in range(begin, end):
                 weight[i] = weight[i] / mean + floor
