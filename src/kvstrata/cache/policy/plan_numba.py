@@ -113,7 +113,9 @@ def _keys(
                 if moves[i]:
                     total += np.int64(np.float64(weight[i]) * 2.0**MASS_BITS)
                     many += 1
-            mean = np.float32(total / np.int64(max(many, 1)) * 2.0**-MASS_BITS)  # type: ignore[call-overload]
+            if many == 0:
+                many = np.int64(1)
+            mean = np.float32(total / many * 2.0**-MASS_BITS)
             mean = max(mean, np.float32(2.0**-MASS_BITS))
             for i in range(begin, end):
                 weight[i] = weight[i] / mean + floor
