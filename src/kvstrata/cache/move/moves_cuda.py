@@ -92,7 +92,7 @@ class Plan:
         self._launch("count<>", n_buckets // len(buckets.page_formats))
 
     def _find(self, tokens: Tokens) -> None:
-        """Where the tokens of each bucket begin, and the new ones by head cache."""
+        """Find the first token of each bucket, and sort the new ones by head cache."""
         n_buckets, tensors, device = len(self.before), self._tensors, self.buckets.device
         for name in ("head_cache", "tier", "slot", "position", "importance"):
             tensors[name] = getattr(tokens, name).contiguous()

@@ -38,7 +38,7 @@ class Planned:
 
 
 def supports(cache: CacheState) -> bool:
-    """Whether kernels plan for this cache."""
+    """True if kernels plan for this cache."""
     return backends.resolve(cache.buckets.backend, cache.device) == "cuda"
 
 
