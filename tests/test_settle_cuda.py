@@ -67,10 +67,9 @@ def same(ours: TieredCache, wanted: TieredCache) -> None:
     ours.check()
 
 
-OPTIONS = [
-    dict(), dict(importance="ema"), dict(per_head=False), dict(policy="recency"), dict(policy="uniform"),
-    dict(evict=True, budget=0.15), dict(budget=None, budget_bytes=600_000), dict(rope=None),
-]  # fmt: skip
+OFTEN = [dict(), dict(per_head=False), dict(evict=True, budget=0.15), dict(budget=None, budget_bytes=600_000)]
+RARELY = [dict(importance="ema"), dict(policy="recency"), dict(policy="uniform"), dict(rope=None)]
+OPTIONS = [*OFTEN, *(pytest.param(options, marks=pytest.mark.slow) for options in RARELY)]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()) or "default")
