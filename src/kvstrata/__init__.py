@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .layout import Format
     from .quant import dequantize, quantize
     from .replay import CopyPlan, GraphRunner
-    from .store import PagedCache, store_kv
+    from .store import PagedCache, store_kv, store_packed
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "prefill_attention_cached",
     "quantize",
     "store_kv",
+    "store_packed",
 ]
 
 _STAGES = {
@@ -60,7 +61,7 @@ _STAGES = {
     "layout": ("Format",),
     "quant": ("dequantize", "quantize"),
     "replay": ("CopyPlan", "GraphRunner"),
-    "store": ("PagedCache", "store_kv"),
+    "store": ("PagedCache", "store_kv", "store_packed"),
 }
 _STAGE_OF = {name: stage for stage, names in _STAGES.items() for name in names}
 
