@@ -169,10 +169,11 @@ def test_arguments_are_named() -> None:
     fmt = Format.parse("K4V4", 64, 16)
     pages, (k, v) = memory(fmt, 2, 2, 1), rows(3, 2, 64, torch.float32)
     slots = torch.arange(3, device=DEVICE)
+    wide = torch.zeros(2, 2, fmt.page_bytes + 4, dtype=torch.uint8, device=DEVICE)
     wrong = {
         "pages: expected torch.uint8": (k, v, pages.int(), slots, fmt),
         "pages: expected .num_blocks": (k, v, pages[:, :, :-64], slots, fmt),
-        "pages: expected strides": (k, v, torch.zeros(2, 2, fmt.page_bytes + 4, dtype=torch.uint8, device=DEVICE)[..., :-4], slots, fmt),
+        "pages: expected strides": (k, v, wide[..., :-4], slots, fmt),
         "k: expected .tokens, 2, 64": (k[:, :1], v, pages, slots, fmt),
         "v: expected shape": (k, v[:2], pages, slots, fmt),
         "v: expected torch.float32 as k": (k, v.half(), pages, slots, fmt),

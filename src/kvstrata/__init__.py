@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         AttentionOutput,
         DecodePlan,
         decode_attention,
+        decode_packed,
         prefill_attention,
         prefill_attention_cached,
     )
@@ -40,6 +41,7 @@ __all__ = [
     "TieredCache",
     "__version__",
     "decode_attention",
+    "decode_packed",
     "dequantize",
     "prefill_attention",
     "prefill_attention_cached",
@@ -53,6 +55,7 @@ _STAGES = {
         "AttentionOutput",
         "DecodePlan",
         "decode_attention",
+        "decode_packed",
         "prefill_attention",
         "prefill_attention_cached",
     ),

@@ -2,6 +2,7 @@
 
 from .decode.op import decode_attention
 from .decode.plan import DecodePlan
+from .decode_packed.op import decode_packed
 from .output import AttentionOutput
 from .prefill.op import prefill_attention
 from .prefill_cached.op import prefill_attention_cached
@@ -10,6 +11,7 @@ __all__ = [
     "AttentionOutput",
     "DecodePlan",
     "decode_attention",
+    "decode_packed",
     "prefill_attention",
     "prefill_attention_cached",
 ]

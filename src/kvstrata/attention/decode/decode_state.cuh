@@ -25,6 +25,11 @@ struct Params {
   int mass_length;
   i64 row_bytes, v_offset;         // rows in pages: from one token to the next, from K to V; 0: pages of a tiered cache
   unsigned long long by_group, by_kv_heads, by_multiprocessors;  // for divide()
+
+  // Queries of a row, and where the first of them is.
+  static constexpr bool kBalances = false;
+  __device__ __forceinline__ int queries_of(int) const { return queries; }
+  __device__ __forceinline__ const char* query_row(int row) const { return q + row * q_row; }
 };
 
 constexpr float kNone = -1e30f;
@@ -51,6 +56,7 @@ struct State {
   float score;           // factor from a product with q to a score in log2 units
   int shift;             // exponent by which the second half of q is scaled down
   int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24
+  int queries;           // of the request
   int first;             // position of the first query; unused without positions
 };
 

@@ -13,8 +13,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Calibration(Protocol):
-    """Per-layer calibration: float32 ``[kv_heads, head_dim]`` or None each. K is divided by ``balance`` and Q multiplied
-    with it; ``centre`` is subtracted from balanced K. Both before the rotation."""
+    """Calibration of a layer: float32 ``[kv_heads, head_dim]`` or None each, applied before the rotation.
+
+    K is divided by ``balance`` and Q multiplied with it; ``centre`` is subtracted from balanced K.
+    """
 
     @property
     def balance(self) -> torch.Tensor | None: ...

@@ -64,7 +64,7 @@ class Plan:
         else:
             run = reference.store_packed if chosen == "reference" else _triton()
             blocks = job.blocks
-            self.run = lambda tensors: run(Job(*tensors[:4], blocks, *tensors[4:]))  # type: ignore[arg-type]
+            self.run = lambda tensors: run(Job(*tensors[:4], blocks, *tensors[4:]))  # type: ignore[arg-type,call-arg]
 
 
 def _triton() -> Callable[[Job], None]:
