@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         decode_packed,
         prefill_attention,
         prefill_attention_cached,
+        prefill_packed,
     )
     from .cache import BudgetExceeded, TieredCache
     from .layout import Format
@@ -46,6 +47,7 @@ __all__ = [
     "dequantize",
     "prefill_attention",
     "prefill_attention_cached",
+    "prefill_packed",
     "quantize",
     "store_kv",
     "store_packed",
@@ -59,6 +61,7 @@ _STAGES = {
         "decode_packed",
         "prefill_attention",
         "prefill_attention_cached",
+        "prefill_packed",
     ),
     "cache": ("BudgetExceeded", "TieredCache"),
     "jit": (),

@@ -6,6 +6,7 @@ from .decode_packed.op import decode_packed
 from .output import AttentionOutput
 from .prefill.op import prefill_attention
 from .prefill_cached.op import prefill_attention_cached
+from .prefill_packed.op import prefill_packed
 
 __all__ = [
     "AttentionOutput",
@@ -14,4 +15,5 @@ __all__ = [
     "decode_packed",
     "prefill_attention",
     "prefill_attention_cached",
+    "prefill_packed",
 ]
