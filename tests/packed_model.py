@@ -173,8 +173,8 @@ class Batch:
 
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on "cuda" is the emulator for the packed ops, on three multiprocessors."""
-    from kvstrata.attention.decode_packed import cuda as decode_cuda
-    from kvstrata.attention.decode_packed import op as decode_op
+    from kvstrata.attention.packed_decode import cuda as decode_cuda
+    from kvstrata.attention.packed_decode import op as decode_op
     from kvstrata.store.packed import copy
     from kvstrata.store.packed import cuda as store_cuda
     from kvstrata.store.packed import op as store_op
@@ -192,5 +192,6 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_cuda, "_multiprocessors", lambda device: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # as get_device() of the CPU
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -9,7 +9,7 @@ import torch
 
 from conftest import HAS_GPU
 from kvstrata import Format, prefill_packed
-from kvstrata.attention.prefill_packed import triton as packed_triton
+from kvstrata.attention.packed_prefill import triton as packed_triton
 from packed_model import DEVICE, Batch, calibration_of
 
 each_backend = pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -2,11 +2,11 @@
 
 from .decode.op import decode_attention
 from .decode.plan import DecodePlan
-from .decode_packed.op import decode_packed
 from .output import AttentionOutput
+from .packed_decode.op import decode_packed
+from .packed_prefill.op import prefill_packed
 from .prefill.op import prefill_attention
 from .prefill_cached.op import prefill_attention_cached
-from .prefill_packed.op import prefill_packed
 
 __all__ = [
     "AttentionOutput",

@@ -138,11 +138,11 @@ def copy_pages(
     """Copy whole blocks of packed pages, byte for byte: offload to host memory and back, copy-on-write, beams.
 
     Args:
-        src: uint8 ``[num_blocks, kv_heads, block bytes]`` on a device or in pinned host memory; strides are multiples of
-            16 bytes, the last one 1.
+        src: uint8 ``[num_blocks, kv_heads, block bytes]`` on a device or in pinned host memory; strides are multiples
+            of 16 bytes, the last one 1.
         dst: as ``src``, with blocks of the same size; may be the same memory. Mutated: the blocks named.
-        src_blocks: int32 or int64 ``[n]``, on the device if either pool is. Block ``src_blocks[i]`` of src goes to block
-            ``dst_blocks[i]`` of dst; a negative number or one past the end is padding.
+        src_blocks: int32 or int64 ``[n]``, on the device if either pool is. Block ``src_blocks[i]`` of src goes to
+            block ``dst_blocks[i]`` of dst; a negative number or one past the end is padding.
         dst_blocks: as ``src_blocks``; no block twice, and none that this call also reads.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``. Pageable host memory is left to ``reference``, which
             waits for the device.

@@ -87,7 +87,11 @@ def check_tables(
     block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None, device: torch.device
 ) -> None:
     """Check dtypes, shapes and devices of the tensors that say where tokens are."""
-    for name, x, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1), ("cu_seqlens_q", cu_seqlens_q, 1)):
+    for name, x, dims in (
+        ("block_table", block_table, 2),
+        ("seq_lens", seq_lens, 1),
+        ("cu_seqlens_q", cu_seqlens_q, 1),
+    ):
         if x is None and name == "cu_seqlens_q":
             continue
         if not isinstance(x, torch.Tensor):

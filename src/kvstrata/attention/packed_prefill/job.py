@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kvstrata.attention.arguments import check_positive, check_sinks, check_sliding_window
-from kvstrata.attention.decode_packed.job import check_query, check_tables
+from kvstrata.attention.packed_decode.job import check_query, check_tables
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import Blocks, blocks_of, check_alignment
 from kvstrata.store.packed.job import check_calibration

@@ -1,7 +1,7 @@
 """``decode_packed`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
 
-    decode_kernel    a program per (request, KV head, block of query rows, split) walks consecutive blocks of tokens with
-                     an online softmax in the rotated space, and rotates its sums back
+    decode_kernel    a program per (request, KV head, block of query rows, split) walks consecutive blocks of tokens
+                     with an online softmax in the rotated space, and rotates its sums back
     combine_kernel   a program per query row combines the splits
 
 All arithmetic is float32. The two products use tensor cores in TF32 for 16-bit queries.

@@ -30,12 +30,22 @@ from kvstrata.attention.decode.stages import (
 )
 from kvstrata.layout import Format
 
-from .job import Job, Result
+from .job import Job, Result, Tensors
 
 WORK = "2q15i4x"  # struct PackedWork
-# struct PackedParams: struct Params of decode_state.cuh, then pages, table, balance; strides; stages of a block.
-DECODE = struct.Struct("9q5q6i2f3i5q 3q3qqi4x" + WORK)
+BASE = "9q5q6i2f3i5q"  # struct Params of decode_state.cuh
+# struct PackedParams: its base, then pages, table, balance; strides; stages of a block.
+DECODE = struct.Struct(BASE + "3q3qqi4x" + WORK)
 COMBINE = struct.Struct("8q2q3q7if" + WORK)
+# Addresses in both, which change from call to call: (offset, struct).
+QUERY, LENGTHS, PAGES = (
+    (0, struct.Struct("q")),
+    (4 * 8, struct.Struct("4q")),
+    (struct.calcsize(BASE), struct.Struct("3q")),
+)
+RESULTS = (0, struct.Struct("8q"))
+DECODE_WORK, COMBINE_WORK = (x.size - struct.calcsize(WORK) for x in (DECODE, COMBINE))
+PAIR = struct.Struct("2q")
 MOST_COST = (1 << 31) - 1
 
 
@@ -119,16 +129,12 @@ class Plan:
         combine = _kernel("packed_combine.cu", combine_entry_of(job.q.dtype, f.head_dim, warps), device)
         shape = (all_columns, 32 * warps) if warps > 1 else (-(-all_columns // 4), 128)
         self.combine = jit.Launch(combine, *shape, combine_params, overlap=True)
-        self.multiprocessors = multiprocessors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of scratch."""
-        return self.slots * self.columns * (self.head_dim + 2) * 4
+        self.capped = bool(job.softcap)
+        self.sums_offset = self.slots * self.columns * f.head_dim * 4
+        self.nbytes = self.sums_offset + self.slots * self.columns * 8  # of scratch
 
     def _combine_warps(self, head_dim: int, columns: int, grid: int, multiprocessors: int, fixed: bool) -> int:
         """Warps per column; 1 is the kernel of single warps. Independent of the batch with fixed splits."""
-        self.head_dim = head_dim
         fewest = max(4, -(-head_dim // 32))
         if fixed:
             return fewest
@@ -137,41 +143,32 @@ class Plan:
         return 16 if columns < 2 * grid else fewest
 
     def _params(self, job: Job) -> tuple[bytes, bytes]:
-        """Parameters of both launches, with all addresses but those of scratch and results."""
-        q, blocks, f = job.q, job.blocks, job.format
+        """Parameters of both launches but for the addresses, which `run` writes."""
+        q, blocks = job.q, job.blocks
         size, log2e = q.element_size(), math.log2(math.e)
-        cu, seq_lens = _pointer(job.cu_seqlens_q), job.seq_lens.data_ptr()
         by_group, by_heads = _inverse(job.group), _inverse(blocks.kv_heads)
-        block_stages = blocks.block_size // self.tokens
-        sizes = torch.cuda.get_device_properties(self.device).multi_processor_count
+        block_stages, strides = blocks.block_size // self.tokens, (q.stride(0) * size, q.stride(1) * size)
+        multiprocessors = self.work[-2]
         decode = DECODE.pack(
-            q.data_ptr(), 0, 0, 0, seq_lens, _pointer(job.centre), 0, 0, 0,
-            0, q.stride(0) * size, q.stride(1) * size, 1, 0,
-            job.most_queries, job.group, blocks.kv_heads, self.chunks, self.head_caches, sizes,
+            *(0,) * 9, 0, *strides, 1, 0,
+            job.most_queries, job.group, blocks.kv_heads, self.chunks, self.head_caches, multiprocessors,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0, 0, 0,
-            0, 0, by_group, by_heads, _inverse(sizes),
-            job.pages.data_ptr(), job.block_table.data_ptr(), _pointer(job.balance),
-            job.block_table.stride(0), blocks.block_stride, blocks.head_stride, _inverse(block_stages), block_stages,
-            seq_lens, cu, *self.work,
+            0, 0, by_group, by_heads, _inverse(multiprocessors),
+            0, 0, 0, job.block_table.stride(0), blocks.block_stride, blocks.head_stride, _inverse(block_stages),
+            block_stages, 0, 0, *self.work,
         )  # fmt: skip
-        # A softcap applies to whole scores, so packed.cu then adds the centre's part itself.
-        centre = 0 if job.softcap else _pointer(job.centre)
-        columns = job.most_queries * job.group
         combine = COMBINE.pack(
-            0, 0, 0, 0, _pointer(job.sinks), q.data_ptr(), centre, _pointer(job.balance),
-            q.stride(0) * size, q.stride(1) * size, _inverse(columns), by_group, by_heads,
+            *(0,) * 8, *strides, _inverse(job.most_queries * job.group), by_group, by_heads,
             job.most_queries, job.group, blocks.kv_heads, self.y, 8 * self.cut.width, 2, self.head_caches,
-            job.scale * log2e, seq_lens, cu, *self.work,
+            job.scale * log2e, 0, 0, *self.work,
         )  # fmt: skip
-        assert f.head_dim == q.shape[2]
         return decode, combine
 
-    def run(self, job: Job) -> Result:
-        """Run a job that looks like the plan's."""
-        q = job.q
+    def run(self, tensors: Tensors, return_lse: bool) -> Result:
+        """Run a call that looks like the plan's."""
+        q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch = tensors
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if job.return_lse else None
-        scratch = job.workspace
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         if scratch is None:
             scratch = torch.empty(self.nbytes, dtype=torch.uint8, device=q.device)
         elif scratch.numel() < self.nbytes or scratch.data_ptr() % 16:
@@ -179,14 +176,19 @@ class Plan:
                 f"workspace: expected {self.nbytes} bytes at a multiple of 16, got {scratch.numel()} at "
                 f"{scratch.data_ptr():#x}"
             )
-        partial_out = scratch.data_ptr()
-        partial_sum = partial_out + self.slots * self.columns * self.head_dim * 4
-        decode, combine = self._params(job)
-        self.decode.params[:] = decode
-        struct.pack_into("2q", self.decode.params, 6 * 8, partial_out, partial_sum)
-        self.combine.params[:] = combine
-        struct.pack_into("4q", self.combine.params, 0, partial_out, partial_sum, out.data_ptr(), _pointer(lse))
+        queries, lengths, by, cu = q.data_ptr(), seq_lens.data_ptr(), _pointer(balance), _pointer(cu_seqlens_q)
+        partial_out, middle, params = scratch.data_ptr(), _pointer(centre), self.decode.params
+        partial_sum = partial_out + self.sums_offset
+        QUERY[1].pack_into(params, QUERY[0], queries)
+        LENGTHS[1].pack_into(params, LENGTHS[0], lengths, middle, partial_out, partial_sum)
+        PAGES[1].pack_into(params, PAGES[0], pages.data_ptr(), table.data_ptr(), by)
+        PAIR.pack_into(params, DECODE_WORK, lengths, cu)
         stream = jit.current_stream(self.device)
         self.decode(stream)
+        # A softcap applies to whole scores, so packed.cu then adds the centre's part itself.
+        middle, params = 0 if self.capped else middle, self.combine.params
+        results = (out.data_ptr(), _pointer(lse), _pointer(sinks))
+        RESULTS[1].pack_into(params, RESULTS[0], partial_out, partial_sum, *results, queries, middle, by)
+        PAIR.pack_into(params, COMBINE_WORK, lengths, cu)
         self.combine(stream)
         return out, lse

@@ -62,7 +62,9 @@ def unpack_kernel(
             new = tl.load(k_new_ptr + new_row * k_stride_token + in_head * k_stride_head + dim[None, :], mask=mask_new,
                           other=0.0).to(DTYPE)  # fmt: skip
             if number * TOKENS < prefix:
-                rows = _rows(page, scale_ptr, packed, hadamard_ptr, DTYPE, K_BITS, True, DIM, WIDE, TOKENS, BLOCK, WHOLE)
+                rows = _rows(
+                    page, scale_ptr, packed, hadamard_ptr, DTYPE, K_BITS, True, DIM, WIDE, TOKENS, BLOCK, WHOLE
+                )
                 if CENTRED:
                     rows += tl.load(centre_ptr + in_head * DIM + dim, mask=dim < DIM, other=0.0)[None, :]
                 if BALANCED:
