@@ -32,7 +32,7 @@ __device__ __forceinline__ Stage stage_of(const PackedParams& p, const PackedWal
   const int number = walk.g.row.first + walk.at, block = divide(number, p.by_block_stages);
   const int in_block = number - block * p.block_stages;
   Stage stage;
-  const i64 handle = __ldg(p.table + walk.g.number * p.table_row + block);
+  const i64 handle = p.table[walk.g.number * p.table_row + block];
   stage.page = reinterpret_cast<unsigned long long>(p.pages) + handle * p.block_bytes + walk.g.head * p.head_bytes +
                in_block / P::kParts * P::kPageBytes;
   stage.group = p.head_caches + walk.g.number * p.kv_heads + walk.g.head;

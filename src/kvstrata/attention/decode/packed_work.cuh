@@ -19,11 +19,12 @@ struct PackedWork {
   int few, chunks, split;
   int multiprocessors, workers;              // workers: resident warps of a multiprocessor
 
-  __device__ __forceinline__ int first_query(int row) const { return cu_queries ? __ldg(cu_queries + row) : row * most_queries; }
+  // Plain loads: those through the read-only path may be moved before the wait for the kernel that wrote the lengths.
+  __device__ __forceinline__ int first_query(int row) const { return cu_queries ? cu_queries[row] : row * most_queries; }
   __device__ __forceinline__ int queries_of(int row) const {
-    return cu_queries ? min(__ldg(cu_queries + row + 1) - __ldg(cu_queries + row), most_queries) : most_queries;
+    return cu_queries ? min(cu_queries[row + 1] - cu_queries[row], most_queries) : most_queries;
   }
-  __device__ __forceinline__ int length_of(int row) const { return min(max(__ldg(seq_lens + row), 0), max_tokens); }
+  __device__ __forceinline__ int length_of(int row) const { return min(max(seq_lens[row], 0), max_tokens); }
 
   // Stages of a row: those before `first` are outside every query's window.
   struct Row {
