@@ -24,9 +24,31 @@ struct Params {
   int tokens, slots, block_size, window;            // window: tokens whose runs a warp makes, up to 16
 };
 
+// A lane's parts of its two rows, all on their way before the first is used.
+template <class In, int kSteps>
+struct InRegisters {
+  static constexpr bool kByMatrix = false;
+  using Raw = typename Quad<In>::type;
+  Raw raw[kSteps][2];
+  bool there[2];
+
+  __device__ __forceinline__ explicit InRegisters(const InMemory<In>& source) : there{source.there[0], source.there[1]} {
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) raw[s][i] = source.load(s, i);
+  }
+  __device__ __forceinline__ Raw load(int step, int i) const { return raw[step][i]; }
+  template <bool kIsV>
+  __device__ __forceinline__ void load_operand(uint2 (&to)[2], int step) const {
+    to[0] = raw[step][0];
+    to[1] = raw[step][1];
+  }
+};
+
 // K rows times 1 / balance, less the centre, cleaned and rotated; in float32.
 template <class In, int kSteps, bool kRotate>
-__device__ __forceinline__ void rotate_balanced(Tile<kSteps>& f, const InMemory<In>& source, const Centre& centre,
+__device__ __forceinline__ void rotate_balanced(Tile<kSteps>& f, const InRegisters<In, kSteps>& source, const Centre& centre,
                                                 const float* balance) {
   unsigned h[2][2];
   rotation_operand<bf16, kRotate>(h);
@@ -81,13 +103,13 @@ __device__ __forceinline__ void write_run(const InMemory<In>& source, const Cent
                                           unsigned char* to, int tile, unsigned char* scales, const SomeTokens& tokens) {
   if constexpr (kBalance && !kIsV) {
     Tile<kSteps> f;
-    rotate_balanced<In, kSteps, kRotate>(f, source, centre, balance);
+    rotate_balanced<In, kSteps, kRotate>(f, InRegisters<In, kSteps>(source), centre, balance);
     const float measure = measure_rows<kBits, kSteps, kIsV>(f);
     write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, false>(f, measure, -1, to, tile, scales, tokens);
   } else {
     if constexpr (sizeof(In) == 2) {
       Tile<kSteps> f;
-      rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
+      rotate_rows<In, kSteps, kIsV, kRotate>(f, InRegisters<In, kSteps>(source), centre);
       const float measure = measure_rows<kBits, kSteps, kIsV>(f);
       if (__all_sync(~0u, is_fine<kBits>(measure, rotation_factor<kSteps, kRotate>()))) {
         write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, true>(f, measure, -1, to, tile, scales, tokens);
