@@ -47,6 +47,7 @@ from .policy.sizes import Sizes
 from .state import CacheState
 from .storage.page_table import Buckets
 from .storage.pool import Pool
+from .storage.scratch import register
 from .storage.transaction import Transaction
 from .storage.views import BucketedCacheLayer
 
@@ -184,6 +185,7 @@ class TieredCache(CacheState):
             self.centre = torch.zeros(centre_shape, dtype=torch.float32, device=self.device)
             lengths = torch.zeros(max_requests, layers, dtype=torch.int32, device="cpu")
             self._lengths, self._device_lengths = lengths.numpy(), lengths.to(self.device)
+        register(self, self.buckets.arena)
         self._queries = np.zeros((max_requests, layers), np.int64)  # whose mass was reported
         self._reported = np.zeros((max_requests, layers), np.int64)  # the length when it was
         self._centred = np.zeros((max_requests, layers), bool)

@@ -151,7 +151,7 @@ def _append_settling(
     rows = NewRows(flat_k, flat_v)
     if settle_cuda.supports(cache):
         fresh = _fresh(cache, layer, places, asked, lengths, coming, importance)
-        planned = settle_cuda.plan(cache, places, ends, fresh)
+        planned = settle_cuda.plan(cache, places, ends, fresh, rows)
         check_plans(cache, places, ends, planned.needed)
         cache._activate(change, asked)
         settle_cuda.move(cache, change, planned, rows)

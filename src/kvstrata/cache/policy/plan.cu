@@ -18,7 +18,8 @@ struct Params {
   const int* table;      // [requests, layers, heads, tiers, max_pages] handles
   const int* count;      // [requests, layers, heads, tiers]
   const i64* pointers;   // [slabs]
-  const int* places;     // [4, places]: request * layers + layer, length, queries, length when mass was reported
+  const int* places;     // [5, places]: request * layers + layer, length, queries, length when mass was reported,
+                         // 1 if the last plain token is not in its page yet
   const int* fresh;      // [4, places]: new tokens, the first of their rows, ..; null for none
   const float* mass;     // [rows, heads] importance of new tokens; null: that of a token nobody has seen
   const i64* begin;      // [head_caches] the first token in the lists
@@ -42,11 +43,12 @@ struct Params {
 };
 
 struct Place {
-  int length, queries, reported, fresh, row;
+  int length, queries, reported, unwritten, fresh, row;
   __device__ Place(const Params& p, int place)
       : length(p.places[p.places_ + place]),
         queries(p.places[2 * p.places_ + place]),
         reported(p.places[3 * p.places_ + place]),
+        unwritten(p.places[4 * p.places_ + place]),
         fresh(p.fresh ? p.fresh[place] : 0),
         row(p.fresh ? p.fresh[p.places_ + place] : 0) {}
 };
@@ -79,6 +81,8 @@ struct Head {
       const float mass = p.mass ? p.mass[(static_cast<i64>(place.row) + i) * p.heads + head] : p.ema ? even : 0.f;
       return {place.length - place.fresh + i, mass};
     }
+    if (place.unwritten && tier == 0 && i == count[0] - 1)
+      return {place.length - place.fresh - 1, p.ema ? __fdiv_rn(1.f, static_cast<float>(place.length - place.fresh)) : 0.f};
     const int handle = table[tier * p.max_pages + (i >> p.page_shift)], row = i & ((1 << p.page_shift) - 1);
     const char* page = reinterpret_cast<const char*>(p.pointers[handle / p.units]) + static_cast<i64>(handle % p.units) * 64;
     return {reinterpret_cast<const Position*>(page + p.position_offset[tier])[row],

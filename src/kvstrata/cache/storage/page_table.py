@@ -11,6 +11,7 @@ pages are full up to the count. `cache.move.apply` moves tokens; here pages are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from kvstrata.layout.format import UNIT
 
 from .page import PageFormat, Rows
 from .pool import Pool
+from .scratch import Arena
 from .tokens import DROP, NEW, Tokens
 from .transaction import Transaction
 
@@ -30,6 +32,19 @@ def spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     counts = np.maximum(end - first, 0)
     which = np.repeat(np.arange(len(counts)), counts)
     return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Pages that places took and gave back: ``entered`` and ``left`` int64 ``[n, 2]``, index in the flat table, handle.
+
+    Those that left have handle -1. ``before``: tokens of each bucket. ``added``: new pages of each tier.
+    """
+
+    before: np.ndarray
+    entered: np.ndarray
+    left: np.ndarray
+    added: list[np.ndarray]
 
 
 class Buckets:
@@ -44,6 +59,7 @@ class Buckets:
         self.device = pool.device
         self.heads = np.arange(kv_heads)
         self.backend = "auto"  # of moves between tiers
+        self.arena = Arena(self.device)  # scratch of plans and moves on a CUDA device
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
         offsets = [[kind.position_offset, kind.importance_offset] for kind in page_formats]
         self.side_offsets = torch.tensor(offsets, device=self.device)
@@ -245,12 +261,38 @@ class Buckets:
         left: np.ndarray,
         came: np.ndarray,
         holes: np.ndarray,
-        clear_codes: bool = True,
     ) -> torch.Tensor:
-        """Update tables and counts for a change: release pages past the end, copy pages that are shared and written.
+        """`exchange`, with new pages of codes zeroed and the device's tables updated when the transaction completes.
 
-        ``left``, ``came``, ``holes``: int64 per bucket. Returns the device's table as it will be. ``clear_codes``: zero
-        new pages of codes; new plain pages always are.
+        Returns the device's table as it will be.
+        """
+        exchanged = self.exchange(change, requests, layers, left, came, holes)
+        for tier in range(1, len(self.page_formats)):
+            self.pool.clear(exchanged.added[tier], tier)
+        if self.device.type == "cpu":
+            return self.page_table
+        both = self.pool.to_device(np.concatenate([exchanged.entered, exchanged.left]))
+        index, handles, table = both[:, 0], both[:, 1].int(), self.page_table.view(-1)
+        place = self.pool.to_device(requests * self.page_table.shape[1] + layers)
+        counts, count = self.pool.to_device(self.host_count[requests, layers]), self.count.flatten(0, 1)
+        change.launch(lambda: table.__setitem__(index, handles))
+        change.launch(lambda: count.__setitem__(place, counts))
+        after = self.page_table.clone()
+        after.view(-1)[index] = handles
+        return after
+
+    def exchange(
+        self,
+        change: Transaction,
+        requests: np.ndarray,
+        layers: np.ndarray,
+        left: np.ndarray,
+        came: np.ndarray,
+        holes: np.ndarray,
+    ) -> Exchanged:
+        """Update the host's tables and counts: release pages past the end, copy pages that are shared and written.
+
+        ``left``, ``came``, ``holes``: int64 per bucket. New plain pages are zeroed.
         """
         tiers, p = len(self.page_formats), self.page_tokens
         before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
@@ -263,30 +305,26 @@ class Buckets:
         at_gone, at_added, at_shared = (self._table_index(requests, layers, *x) for x in (gone, added, shared))
         old = self.host_table[at_shared].astype(np.int64)
         change.release(np.concatenate([self.host_table[at_gone].astype(np.int64), old]))
-        new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
+        new, own, of_tier = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64), []
         for t in range(tiers):
             of_added, of_shared = at_added[3] == t, at_shared[3] == t
-            new[of_added] = change.allocate(t, int(of_added.sum()))
-            if t == 0 or clear_codes:
-                self.pool.clear(new[of_added], t)
+            of_tier.append(change.allocate(t, int(of_added.sum())))
+            new[of_added] = of_tier[t]
             own[of_shared] = change.allocate(t, int(of_shared.sum()))
             self.pool.copy(old[of_shared], own[of_shared], t)
-        everywhere = tuple(np.concatenate(x) for x in zip(at_gone, at_added, at_shared, strict=True))
-        entries = self._set_pages(change, everywhere, np.concatenate([np.full(len(gone[0]), -1), new, own]))
-        counts = after.reshape(-1, self.kv_heads, tiers).astype(np.int32)
-        change.set(self.host_count, (requests, layers), counts)
-        if self.device.type != "cpu":
-            place, values = (
-                self.pool.to_device(requests * self.page_table.shape[1] + layers),
-                self.pool.to_device(counts),
-            )
-            count = self.count.flatten(0, 1)
-            change.launch(lambda: count.__setitem__(place, values))
-        if entries is None:
-            return self.page_table
-        table = self.page_table.clone()
-        table.view(-1)[entries[0]] = entries[1]
-        return table
+        self.pool.clear(of_tier[0], 0)
+        at_entered = tuple(np.concatenate(x) for x in zip(at_added, at_shared, strict=True))
+        entered = np.concatenate([new, own])
+        shape, none = self.host_table.shape, np.full(len(gone[0]), -1)
+        change.set(self.host_table, at_gone, none)
+        change.set(self.host_table, at_entered, entered)
+        change.set(self.host_count, (requests, layers), after.reshape(-1, self.kv_heads, tiers).astype(np.int32))
+        return Exchanged(
+            before,
+            np.stack([np.ravel_multi_index(at_entered, shape), entered], 1),
+            np.stack([np.ravel_multi_index(at_gone, shape), none], 1),
+            of_tier,
+        )
 
     def _table_index(
         self, requests: np.ndarray, layers: np.ndarray, bucket: np.ndarray, page: np.ndarray
