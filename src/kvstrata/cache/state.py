@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,16 @@ from .storage.page_table import Buckets
 from .storage.pool import Pool
 from .storage.tokens import Tokens
 from .storage.transaction import Transaction
+
+
+class Ahead(Protocol):
+    """A plan that `advance` made for the next one; policy/ahead.py."""
+
+    valid: set[int]
+
+    def forget(self, requests: Sequence[int]) -> None: ...
+
+    def carry_out(self, change: Transaction, ids: np.ndarray, wanted: np.ndarray) -> np.ndarray: ...
 
 
 class CacheState:
@@ -52,6 +62,7 @@ class CacheState:
     _centred: np.ndarray  # bool [requests, layers]
     _active: set[int]
     _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
+    _ahead: list[Ahead]  # plans for the next `advance`
 
     def _operation(self) -> Transaction:
         """A transaction after which the budget holds."""
@@ -96,6 +107,13 @@ class CacheState:
         self._check_request(request)
         self.pool.note_stream()
         return self.buckets.snapshot(layer, [request])
+
+    def _forget(self, requests: Sequence[int]) -> None:
+        """Drop the plans that were made ahead for requests which an operation is about to change."""
+        if self._ahead:
+            for ahead in self._ahead:
+                ahead.forget(requests)
+            self._ahead = [ahead for ahead in self._ahead if ahead.valid]
 
     def _activate(self, change: Transaction, requests: Sequence[int]) -> None:
         before = self._active

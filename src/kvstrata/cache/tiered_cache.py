@@ -191,6 +191,7 @@ class TieredCache(CacheState):
         self._centred = np.zeros((max_requests, layers), bool)
         self._active: set[int] = set()
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
+        self._ahead = []
 
         self.budget = sizes.budget(strides, self.pool.slab_sizes, sum(books.fixed(self).values()))
         headroom = whole_pages(settle_every, recent_tokens + sink_tokens, page_tokens)
@@ -362,6 +363,7 @@ class TieredCache(CacheState):
         if layer is not None:
             self._check_layer(layer)
         scopes = scopes_of(self, self._given(requests))
+        self._forget([request for scope in scopes for request in scope])
         with self._operation() as change:
             settle_scopes(self, change, range(self.layers) if layer is None else [layer], scopes)
 

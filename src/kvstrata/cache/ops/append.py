@@ -55,6 +55,7 @@ def append_tokens(
         cache._active.update(asked)
         return
     cache.pool.note_stream()
+    cache._forget(cache.requests if cache.budget.shared else asked)
     if mass is None and append_plain(cache, None, layer, k, v, asked, lengths):
         return
     with cache._operation() as change:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> None:
     """Make requests copies of others, sharing their pages, and free some."""
+    cache._forget([*source, *source.values(), *gone])
     with cache._operation() as change:
         table, count = cache.buckets.host_table, cache.buckets.host_count
         to, origin, left = list(source), list(source.values()), list(gone)

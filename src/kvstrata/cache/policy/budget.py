@@ -27,6 +27,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvstrata.checks import check_int
 
 # Lists of tiers, the lowest last: close in width around what a budget affords, and 8 bit for the few tokens that get
@@ -205,6 +207,11 @@ class Budget:
         if type(self.amount) is int:
             return (self.amount - self.fixed - self.reserve) // self.layers
         return self.granted(tokens) - self.overhead
+
+    def pages_each(self, tokens: np.ndarray) -> np.ndarray:
+        """`pages` of many lengths at once, int64."""
+        lengths, index = np.unique(tokens, return_inverse=True)
+        return np.array([self.pages(n) for n in lengths.tolist()], np.int64)[index.reshape(tokens.shape)]
 
     def advice(self, pages: int, tokens: int) -> str:
         """Hint for an error message: a budget under which these bytes of pages would fit."""
