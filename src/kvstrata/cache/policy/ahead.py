@@ -75,8 +75,9 @@ class Ahead:
             fresh = coming(cache, places, self._given)
             self._planned = settle_cuda.plan(cache, places, lengths, fresh, unwritten=fresh.counts)
         else:
-            self._tokens = _with_unwritten(cache, places, self._given)
-            tokens = Tokens.cat([self._tokens, coming_tokens(cache, places, self._given)])
+            stored = _with_unwritten(cache, places, self._given)
+            self._head_cache = stored.head_cache
+            tokens = Tokens.cat([stored, coming_tokens(cache, places, self._given)])
             self._plans = plan_all(make_scopes(cache, places, tokens, lengths), cache.policy, cache.policy.settle_every)
 
     def forget(self, requests: Sequence[int]) -> None:
@@ -106,11 +107,10 @@ class Ahead:
             settle_cuda.move(cache, change, self._planned, without=without)
             return done
         places = [place for place, one in zip(self.places, chosen, strict=True) if one]
-        index = np.full(sum(len(scope) for _, scope in self.places), -1)
-        index[np.repeat(chosen, [len(scope) for _, scope in self.places])] = np.arange(len(pairs(places)[0]))
-        tokens = self._tokens.renumbered(cache.pool.to_device(index), cache.kv_heads)
-        kept = (tokens.head_cache >= 0).nonzero().flatten()
-        move_tokens(cache, change, places, tokens[kept], self._plans.target[: len(self._tokens)][kept])
+        kept = cache.pool.to_device(np.repeat(chosen, [len(scope) * cache.kv_heads for _, scope in self.places]))
+        target = self._plans.target[: len(self._head_cache)][kept[self._head_cache]]
+        tokens = cache.buckets.snapshots(*pairs(places))  # in the same order, with what was written since
+        move_tokens(cache, change, places, tokens, target)
         return done
 
 

@@ -22,6 +22,7 @@ at 16 bit would take twice the bytes of a decode step, for an error of a ten-tho
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -162,12 +163,12 @@ class Budget:
         """True if the requests of a layer share one budget in bytes."""
         return type(self.amount) is int
 
-    @property
+    @functools.cached_property
     def overhead(self) -> int:
         """Tables and reserve as charged to one request and layer."""
         return -(-(self.fixed + self.reserve * self.max_requests) // (self.max_requests * self.layers))
 
-    @property
+    @functools.cached_property
     def overtakes(self) -> float:
         """Tokens from which a fraction is more than the need; inf for never."""
         low = self.page_price[-1]
@@ -176,7 +177,7 @@ class Budget:
         constant = self.overhead + self.kv_heads * (plain - self.kept * low / self.page_tokens)
         return max(int(constant / gain) + 1, self.kept) if gain > 0 else math.inf
 
-    @property
+    @functools.cached_property
     def floor_tokens(self) -> int:
         tokens = self.overtakes
         return self.kept + self.page_tokens if tokens == math.inf else min(int(tokens), self.max_tokens)
@@ -195,8 +196,21 @@ class Budget:
         lossy = -(-max(tokens - self.kept, 0) // self.page_tokens) + len(self.page_price) - 1  # tiers end in open pages
         return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[1])
 
+    @functools.cached_property
+    def _granted(self) -> dict[int, int]:
+        """`granted` of lengths that were asked for: the requests and layers of a batch share a few."""
+        return {}
+
     def granted(self, tokens: int) -> int:
         """Bytes that a fraction allows one request in one layer."""
+        known = self._granted
+        if tokens not in known:
+            if len(known) > 1 << 16:
+                known.clear()
+            known[tokens] = self._grant(tokens)
+        return known[tokens]
+
+    def _grant(self, tokens: int) -> int:
         fraction = int(float(self.amount or 0) * self.kv_heads * self.token_bytes * tokens)
         if self.ceiling_room is not None:
             fraction = min(fraction, self.ceiling(tokens, self.ceiling_room))
