@@ -95,7 +95,7 @@ def plan_places(
     }
     if fresh is not None:
         arrays["fresh"] = fresh.packed()
-    addresses, kept = _upload(buckets, arrays)
+    addresses, kept = upload(buckets, arrays)
     tensors = {
         "table": buckets.page_table, "count": buckets.count, "pointers": buckets.pool.pointers,
         "key": torch.empty(n, dtype=torch.int32, device=device),
@@ -129,7 +129,7 @@ def plan_places(
     return DevicePlan(tensors["target"], tensors["starts"], tensors["kind"], tensors["needed"])
 
 
-def _upload(buckets: Buckets, arrays: dict[str, np.ndarray]) -> tuple[dict[str, int], torch.Tensor]:
+def upload(buckets: Buckets, arrays: dict[str, np.ndarray]) -> tuple[dict[str, int], torch.Tensor]:
     """Copy arrays to the device in one transfer; returns their addresses and the buffer that holds them."""
     sizes = [-(-x.nbytes // 8) * 8 for x in arrays.values()]
     whole, first = np.zeros(sum(sizes), np.uint8), np.cumsum([0, *sizes])

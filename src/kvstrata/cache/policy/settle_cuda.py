@@ -17,7 +17,7 @@ from kvstrata.cache.move import apply
 from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import Fresh
 
-from .centre import centres_of_places
+from .centre_cuda import centres_of_places
 from .plan_cuda import DevicePlan, plan_places
 
 if TYPE_CHECKING:
