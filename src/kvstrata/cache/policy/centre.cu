@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ Params p
     const char* page = page_address(p.pointers, p.units, p.table[bucket * p.max_pages + (i >> p.page_shift)]);
     const int slot = i & ((1 << p.page_shift) - 1);
     const int position = reinterpret_cast<const Position*>(page + p.position_offset)[slot];
-    if (position >= 0 && position < kTokens) rows[position] = reinterpret_cast<const In*>(page) + static_cast<i64>(slot) * p.dim;
+    if (position >= 0 && position < kTokens) rows[position] = reinterpret_cast<const In*>(page) + slot * p.dim;
   }
   __syncthreads();
 

@@ -1,4 +1,4 @@
-"""The planner as kernels over the pages of a cache (plan.cu): three launches, and nothing for the host to wait for."""
+"""The planner as kernels over the pages of a cache (plan.cu, choose.cu): three launches, and nothing for the host to wait for."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvstrata.layout.format import MAX_TIERS
 
 from .plan import FAIL, POLICIES, Policy
 
-SOURCE = Path(__file__).with_name("plan.cu")
+SOURCE, CHOOSE_SOURCE = (Path(__file__).with_name(name) for name in ("plan.cu", "choose.cu"))
 THREADS = 512
 NEARBY = 96 * 1024  # bytes of keys that are bisected in shared memory, so that two blocks fit a multiprocessor
 POINTERS = (
     "table", "count", "pointers", "places", "fresh", "mass", "begin", "scopes", "allowed", "key", "target", "starts",
     "survey", "merged", "share", "kind", "needed",
 )  # fmt: skip
-PARAMS = struct.Struct(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f 19i")
+PARAMS = struct.Struct(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f 18i 4x")
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,13 @@ class DevicePlan:
         return [n if one == FAIL else None for (one, _), n in zip(kind, needed, strict=True)], [n for _, n in kind]
 
 
-def entry_of(name: str, plain: PageFormat) -> str:
+def entry_of(name: str, plain: PageFormat, near: bool = False) -> str:
+    """Template instance of a kernel; ``near``: keys are bisected in shared memory."""
     if name == "split":
         return "split<>"
     position = "short" if plain.position_dtype == torch.int16 else "int"
-    return f"{name}<{position}, {str(plain.keeps_importance).lower()}>"
+    flags = [plain.keeps_importance, *([near] if name == "choose" else [])]
+    return f"{name}<{position}, {', '.join(str(flag).lower() for flag in flags)}>"
 
 
 def plan_places(
@@ -114,7 +116,7 @@ def plan_places(
     addresses |= {name: x.data_ptr() for name, x in tensors.items()}
     longest = 4 * int(counts.max(initial=0))
     nearby = longest if longest <= NEARBY else 0
-    params = _params(buckets, policy, addresses, len(places), len(allowed), width, headroom, nearby > 0)
+    params = _params(buckets, policy, addresses, len(places), len(allowed), width, headroom)
     launches = [("survey", head_caches, THREADS, 0), ("split", len(allowed), 32, 0)]
     if together:
         launches.insert(1, ("merge", len(places), THREADS, 0))
@@ -123,8 +125,9 @@ def plan_places(
     with torch.cuda.device(index):
         jit.bind_context(index)
         for name, grid, block, shared in launches:
-            entry = entry_of(name, buckets.page_formats[0])
-            jit.Launch(kernel(SOURCE, entry, index), grid, block, params, shared=shared)(jit.current_stream(index))
+            entry = entry_of(name, buckets.page_formats[0], nearby > 0)
+            source = CHOOSE_SOURCE if name == "choose" else SOURCE
+            jit.Launch(kernel(source, entry, index), grid, block, params, shared=shared)(jit.current_stream(index))
     del kept  # the allocator gives it to later work of this stream only
     return DevicePlan(tensors["target"], tensors["starts"], tensors["kind"], tensors["needed"])
 
@@ -147,7 +150,6 @@ def _params(
     scopes: int,
     width: int,
     headroom: int,
-    shared: bool,
 ) -> bytes:
     page_formats, (ladder, slopes) = buckets.page_formats, policy.ladder
     tiers, max_pages = len(page_formats), buckets.max_pages
@@ -162,5 +164,5 @@ def _params(
         policy.floor, places, scopes, buckets.kv_heads, tiers, len(slopes), max_pages, buckets.pool.units,
         buckets.page_tokens.bit_length() - 1, width, POLICIES.index(policy.name), policy.mode == "ema",
         policy.leave_plain, policy.per_head, policy.fills, policy.evict, policy.sink_tokens, policy.recent_tokens,
-        headroom, shared,
+        headroom,
     )  # fmt: skip
