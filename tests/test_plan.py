@@ -155,7 +155,8 @@ def test_equal_tokens_fill_slots_newest_first(
     text = source.read_text().replace("kRanked = 256", f"kRanked = {ranked}")
     assert f"kRanked = {ranked}" in text
     (tmp_path / source.name).write_text(text)
-    shutil.copy(source.with_name("plan.cuh"), tmp_path)
+    for header in source.parent.glob("*.cuh"):
+        shutil.copy(header, tmp_path)
     monkeypatch.setattr(plan_cuda, "CHOOSE_SOURCE", tmp_path / source.name)
     cache = TieredCache(
         1, 1, 32, budget=None, tiers=("K4V4", "K2V2"), page_tokens=16, max_tokens=60_000, dtype=torch.float32,

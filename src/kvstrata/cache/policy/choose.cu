@@ -3,61 +3,9 @@
 // Tokens of a tier take step s if their key is below limit s, and limits fall from step to step. So the tokens below each
 // limit, by tier, say how many get which target, and whether that fits: all threads count, one warp decides. A token whose
 // outcome is the same at both ends of the search is not counted again: when few others are left, these go into a list.
-#include "plan.cuh"
+#include "walk.cuh"
 
 constexpr int kListed = 2048, kRanked = 256, kCells = kTiers * kTiers, kNever = kTiers;
-
-struct Span {
-  int first, end;
-};
-
-// Calls use(i) for the indices of both spans. With kTogether all lanes of a warp call it, those past the end with -1.
-template <bool kTogether, class F> __device__ __forceinline__ void each(Span one, Span two, F use) {
-#pragma unroll 1
-  for (int part = 0; part < 2; part++) {
-    const Span span = part ? two : one;
-    if constexpr (kTogether) {
-      for (int first = span.first; first < span.end; first += kThreads) {
-        const int i = first + threadIdx.x;
-        use(i < span.end ? i : -1);
-      }
-    } else {
-#pragma unroll 4
-      for (int i = span.first + threadIdx.x; i < span.end; i += kThreads) use(i);
-    }
-  }
-}
-
-// Appends the values of those lanes that have one to a list in shared memory.
-__device__ __forceinline__ void append(int* list, int* size, bool has, int value) {
-  const unsigned lanes = __ballot_sync(~0u, has);
-  if (!lanes) return;
-  const int lane = threadIdx.x & 31;
-  int first = 0;
-  if (lane == 0) first = atomicAdd(size, __popc(lanes));
-  first = __shfl_sync(~0u, first, 0);
-  if (has) list[first + __popc(lanes & ((1u << lane) - 1))] = value;
-}
-
-// Sums over the block, one after the other: three cells take turns.
-struct Tally {
-  int* cells;
-  int number = 0;
-
-  __device__ explicit Tally(int* cells) : cells(cells) {
-    if (threadIdx.x == 0) cells[0] = 0;
-    __syncthreads();
-  }
-  __device__ int operator()(int own) {
-    int* cell = cells + number % 3;
-    const int sum = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(own)));
-    if ((threadIdx.x & 31) == 0 && sum) atomicAdd(cell, sum);
-    number++;
-    if (threadIdx.x == 0) cells[number % 3] = 0;
-    __syncthreads();
-    return *cell;
-  }
-};
 
 // The search of one head cache, in shared memory.
 struct Search {
@@ -101,7 +49,8 @@ struct Decider {
 #pragma unroll
     for (int tier = 0; tier < kTiers - 1; tier++) {
       if (!p.fills || tier >= p.tiers - 1) break;
-      const int free = __shfl_sync(~0u, -held & (1 << p.page_shift) - 1, tier), own = is_tier && lane > tier ? able[tier] : 0;
+      const int free = __shfl_sync(~0u, -held & (1 << p.page_shift) - 1, tier);
+      const int own = is_tier && lane > tier ? able[tier] : 0;
       int upto_here = own;
 #pragma unroll
       for (int distance = 1; distance < kTiers; distance *= 2) {
@@ -170,7 +119,7 @@ __device__ __forceinline__ void count(int* reach, const int* key, Span one, Span
   each<false>(one, two, [&](int i) {
     const int own = key[i];
 #pragma unroll
-    for (int step = 0; step < kSteps; step++) below[step] += own < limit[step];
+    for (int step = 0; step < kSteps; step++) below[step] += static_cast<unsigned>(own - limit[step]) >> 31;  // own < limit
   });
 #pragma unroll
   for (int step = 0; step < kSteps; step++) {
@@ -180,24 +129,51 @@ __device__ __forceinline__ void count(int* reach, const int* key, Span one, Span
   }
 }
 
-// Tokens with keys from `reached` up to, but not including, `past`: those of two spans, or of a list.
-struct Able {
-  const int* key;
-  Span one, two;
-  int reached, past;
-  const int* list = nullptr;
-  int size = 0;
-
-  // Calls use(index, key), with index -1 for other tokens; all lanes of a warp together.
-  template <class F> __device__ __forceinline__ void each_of(F use) const {
-    const auto with_key = [&](int i) {
-      const int own = i < 0 ? kFixed : key[i];
-      use(own >= reached && own < past ? i : -1, own);
-    };
-    if (list) each<true>(Span{0, size}, Span{0, 0}, [&](int i) { with_key(i < 0 ? -1 : list[i]); });
-    else each<true>(one, two, with_key);
+// Puts the tokens of a tier that are undecided into the list, and takes those below the lower limits off the base.
+template <int kSteps>
+__device__ __forceinline__ void collect(const Decider& decider, const int* key, Span one, Span two, int tier, int* list) {
+  Search& s = decider.s;
+  int low[kSteps];
+  unsigned wide[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) {
+    low[step] = s.low_limit[step];
+    wide[step] = decider.matters(tier, step) ? s.high_limit[step] - low[step] : 0;
   }
-};
+  each<true>(one, two, [&](int i) {
+    const int own = i < 0 ? kFixed : key[i];
+    bool undecided = false;
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) undecided |= static_cast<unsigned>(own - low[step]) < wide[step];
+    append(list + s.list_first[tier], &s.list_size[tier], undecided, own);
+    if (!undecided) return;
+#pragma unroll
+    for (int step = 0; step < kSteps; step++)
+      if (own < low[step]) atomicAdd(&s.base[tier * kTiers + step], -1);
+  });
+}
+
+// Writes the targets of a tier's tokens.
+template <int kSteps>
+__device__ __forceinline__ void assign(const Decider& decider, const int* key, Span one, Span two, int tier,
+                                       signed char* target) {
+  const Params& p = decider.p;
+  const bool evicts = decider.kind == kEvict;
+  const int widest = max(tier, p.leave_plain), stays = evicts ? max(widest, p.ladder[p.steps]) : widest;
+  int limit[kSteps], after[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) {
+    limit[step] = decider.s.limit[step];
+    after[step] = evicts ? kDrop : max(widest, p.ladder[step + 1]);
+  }
+  each<false>(one, two, [&](int i) {
+    const int own = key[i];
+    int to = own == kFixed ? tier : stays;
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) to = own < limit[step] ? after[step] : to;
+    target[i] = to;
+  });
+}
 
 template <class Position, bool kKeeps, bool kNear>
 __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Params p) {
@@ -329,15 +305,8 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
     __syncthreads();
     for (int tier = 0; tier < tiers; tier++) {
       if (!counts(tier)) continue;
-      each<true>(one(tier), two(tier), [&](int i) {
-        const int own = i < 0 ? kFixed : key[i];
-        bool undecided = false;
-        for (int step = 0; step < steps; step++)
-          undecided |= decider.matters(tier, step) && own >= s.low_limit[step] && own < s.high_limit[step];
-        append(list + s.list_first[tier], &s.list_size[tier], undecided, own);
-        for (int step = 0; undecided && step < steps; step++)
-          if (own < s.low_limit[step]) atomicAdd(&s.base[tier * kTiers + step], -1);
-      });
+      if (steps <= 3) collect<3>(decider, key, one(tier), two(tier), tier, list);
+      else collect<kTiers - 1>(decider, key, one(tier), two(tier), tier, list);
     }
     __syncthreads();
     if (threadIdx.x < kCells) s.reach[threadIdx.x] = s.base[threadIdx.x];
@@ -346,15 +315,8 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
 
   const int high = s.high;
   for (int tier = 0; tier < tiers; tier++) {
-    const int widest = max(tier, p.leave_plain);
-    each<false>(one(tier), two(tier), [&](int i) {
-      const int own = key[i];
-      int to = widest;
-      if (kind == kEvict) to = own <= high ? kDrop : max(widest, lowest);
-      else
-        for (int step = 0; step < steps && own < s.limit[step]; step++) to = max(widest, p.ladder[step + 1]);
-      target[i] = own == kFixed ? tier : to;
-    });
+    if (steps <= 3) assign<3>(decider, key, one(tier), two(tier), tier, target);
+    else assign<kTiers - 1>(decider, key, one(tier), two(tier), tier, target);
   }
   if (!p.fills) return;
 
@@ -377,6 +339,7 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
       continue;
     }
     // The greatest key that at least `free` tokens reach, or one that few enough do to rank them.
+    bool evenly = false;
     for (int above = min(able.past, bounds[1] + 1); many > kRanked && above - able.reached > 1;) {
       if (!able.list && many <= kListed) {
         if (threadIdx.x == 0) size[0] = 0;
@@ -385,10 +348,10 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
         __syncthreads();
         able.list = list, able.size = size[0];
       }
-      const int middle = able.reached + (above - able.reached) / 2;
-      int own_many = 0;
-      able.each_of([&](int i, int own) { own_many += i >= 0 && own >= middle; });
-      const int all = tally(own_many);
+      // The first try of two supposes that keys are spread evenly.
+      const int parts = (evenly = !evenly) ? 2 + many / (2 * kRanked) : 2;
+      const int middle = above - max((above - able.reached) / parts, 1);
+      const int all = tally(able.count(middle));
       if (all >= free) able.reached = middle, many = all;
       else above = middle;
     }
@@ -413,13 +376,11 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
       continue;
     }
     // Too many have the same key: the newest of them.
-    int own_many = 0;
-    able.each_of([&](int i, int own) { own_many += i >= 0 && own > able.reached; });
-    const int greater = tally(own_many);
+    const int greater = tally(able.count(able.reached + 1));
     int oldest = 0;
     for (int newest = head.place.length; newest - oldest > 1;) {
       const int middle = (oldest + newest) / 2;
-      own_many = 0;
+      int own_many = 0;
       able.each_of([&](int i, int own) { own_many += i >= 0 && own == able.reached && position(i) >= middle; });
       if (greater + tally(own_many) >= free) oldest = middle;
       else newest = middle;

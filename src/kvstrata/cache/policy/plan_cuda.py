@@ -1,4 +1,4 @@
-"""The planner as kernels over the pages of a cache (plan.cu, choose.cu): three launches, and nothing for the host to wait for."""
+"""The planner as kernels over the pages of a cache (plan.cu, choose.cu): three launches, nothing to wait for."""
 
 from __future__ import annotations
 
