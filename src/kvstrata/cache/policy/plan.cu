@@ -15,6 +15,24 @@ __device__ __forceinline__ void count_one(u64 (&counts)[2], int tier) {
   for (int word = 0; word < 2; word++) counts[word] += tier >> 2 == word ? one : 0;
 }
 
+// Calls use(index, token) for the tokens of a tier; stored ones are loaded several at once.
+template <class H, class F> __device__ __forceinline__ void each_token(const H& head, int tier, F use) {
+  constexpr int kAhead = 4;
+  const int n = head.size(tier), ahead = tier < head.p.tiers ? kAhead : 1;
+  for (int first = threadIdx.x; first < n; first += ahead * kThreads) {
+    Token tokens[kAhead];
+    if (ahead == 1) {
+      tokens[0] = head.token(tier, first);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kAhead; j++) tokens[j] = head.stored(tier, min(first + j * kThreads, n - 1));
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; j++)
+      if (j < ahead && first + j * kThreads < n) use(first + j * kThreads, tokens[j]);
+  }
+}
+
 template <class Position, bool kKeeps>
 __global__ void __launch_bounds__(kThreads) survey(const __grid_constant__ Params p) {
   __shared__ int sum[kTiers];
@@ -30,8 +48,7 @@ __global__ void __launch_bounds__(kThreads) survey(const __grid_constant__ Param
   for (int tier = 0; tier <= p.tiers; tier++) {
     const int n = head.size(tier), counted = tier == p.tiers ? 0 : tier;
     if (threadIdx.x == 0 && tier < p.tiers) p.starts[static_cast<i64>(head_cache) * p.tiers + tier] = p.begin[head_cache] + first;
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const Token token = head.token(tier, i);
+    each_token(head, tier, [&](int i, const Token& token) {
       const bool moves = head.moves(tier, token.position);
       if (moves) count_one(moving, counted);
       int value = kFixed;
@@ -45,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) survey(const __grid_constant__ Param
         value = __float_as_int(mass);
       }
       key[first + i] = value;
-    }
+    });
     first += n;
   }
 #pragma unroll
@@ -72,14 +89,13 @@ __global__ void __launch_bounds__(kThreads) survey(const __grid_constant__ Param
   first = 0;
   for (int tier = 0; tier <= p.tiers; tier++) {
     const int n = head.size(tier);
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const float weight = __fadd_rn(__fdiv_rn(__int_as_float(key[first + i]), mean), p.floor);
-      if (p.per_head) {
-        const int position = head.token(tier, i).position;
-        key[first + i] = head.moves(tier, position) ? head.key(tier, position, weight) : kFixed;
-      } else {
-        key[first + i] = __float_as_int(weight);
-      }
+    const auto weight = [&](int i) { return __fadd_rn(__fdiv_rn(__int_as_float(key[first + i]), mean), p.floor); };
+    if (p.per_head) {
+      each_token(head, tier, [&](int i, const Token& token) {
+        key[first + i] = head.moves(tier, token.position) ? head.key(tier, token.position, weight(i)) : kFixed;
+      });
+    } else {
+      for (int i = threadIdx.x; i < n; i += kThreads) key[first + i] = __float_as_int(weight(i));
     }
     first += n;
   }

@@ -73,6 +73,10 @@ struct Head {
       const float mass = p.mass ? p.mass[(static_cast<i64>(place.row) + i) * p.heads + head] : p.ema ? even : 0.f;
       return {place.length - place.fresh + i, mass};
     }
+    return stored(tier, i);
+  }
+  // One that is in a page; without branches, so that several can be on their way.
+  __device__ __forceinline__ Token stored(int tier, int i) const {
     const int handle = table[tier * p.max_pages + (i >> p.page_shift)], row = i & ((1 << p.page_shift) - 1);
     const char* page = reinterpret_cast<const char*>(p.pointers[handle / p.units]) + static_cast<i64>(handle % p.units) * 64;
     return {reinterpret_cast<const Position*>(page + p.position_offset[tier])[row],
