@@ -18,7 +18,7 @@ from conftest import HAS_GPU
 from kvstrata import backends, jit
 from kvstrata.cache.move import apply, launches, moves_cuda, repack_cuda, whole_pages
 from kvstrata.cache.move import phases as repack_phases
-from kvstrata.cache.policy import plan_cuda
+from kvstrata.cache.policy import centre_cuda, plan_cuda
 from kvstrata.cache.storage.page import PageFormat, Rows
 from kvstrata.cache.storage.page_table import Buckets
 from kvstrata.cache.storage.pool import Pool
@@ -35,7 +35,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CUDA backend without CUDA."""
     if HAS_GPU or emulator.missing() is not None:
         pytest.skip("the kernels run on the GPU here" if HAS_GPU else str(emulator.missing()))
-    for module in (launches, moves_cuda, plan_cuda, quantize_op, repack_cuda, repack_phases, whole_pages):
+    for module in (launches, moves_cuda, plan_cuda, centre_cuda, quantize_op, repack_cuda, repack_phases, whole_pages):
         monkeypatch.setattr(module, "jit", emulator.launcher())
     launches.kernel.cache_clear()
     monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})  # a warp makes all pages

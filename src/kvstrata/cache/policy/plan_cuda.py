@@ -1,4 +1,4 @@
-"""The planner as kernels over the pages of a cache (plan.cu): three launches, and nothing for the host to wait for."""
+"""The planner as kernels over the pages of a cache (plan.cu, choose.cu): three launches, nothing to wait for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvstrata.layout.format import MAX_TIERS
 
 from .plan import FAIL, POLICIES, Policy
 
-SOURCE = Path(__file__).with_name("plan.cu")
+SOURCE, CHOOSE_SOURCE = (Path(__file__).with_name(name) for name in ("plan.cu", "choose.cu"))
 THREADS = 512
 TOGETHER = 1 << 25  # tokens whose keys, 4 bytes each, are held at a time
 NEARBY = 96 * 1024  # bytes of keys that are bisected in shared memory, so that two blocks fit a multiprocessor
@@ -29,7 +29,7 @@ POINTERS = (
     "table", "count", "pointers", "places", "fresh", "mass", "begin", "scopes", "allowed", "key", "target", "starts",
     "survey", "merged", "share", "kind", "needed",
 )  # fmt: skip
-PARAMS = struct.Struct(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f 19i")
+PARAMS = struct.Struct(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f 18i 4x")
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,13 @@ class DevicePlan:
         )
 
 
-def entry_of(name: str, plain: PageFormat) -> str:
+def entry_of(name: str, plain: PageFormat, near: bool = False) -> str:
+    """Template instance of a kernel; ``near``: keys are bisected in shared memory."""
     if name == "split":
         return "split<>"
     position = "short" if plain.position_dtype == torch.int16 else "int"
-    return f"{name}<{position}, {str(plain.keeps_importance).lower()}>"
+    flags = [plain.keeps_importance, *([near] if name == "choose" else [])]
+    return f"{name}<{position}, {', '.join(str(flag).lower() for flag in flags)}>"
 
 
 def plan_places(
@@ -130,7 +132,7 @@ def plan_places(
     }
     if fresh is not None:
         arrays["fresh"] = fresh.packed()
-    addresses, uploaded = _upload(buckets, arrays)
+    addresses, uploaded = upload(buckets, arrays)
     lease = buckets.arena.lease()
     bounds = [(int(ends[first]), int(ends[end])) for first, end in chunks]  # places of each chunk
     firsts = [int(begin[first * heads]) for first, _ in bounds] + [n]
@@ -164,14 +166,15 @@ def plan_places(
                 where["fresh"] = addresses["fresh"] + 4 * place
                 if fresh.importance is not None:
                     where["mass"] = fresh.importance.data_ptr()
-            params = _params(buckets, policy, where, len(places), scope_end - scope, width, headroom, nearby > 0)
+            params = _params(buckets, policy, where, len(places), scope_end - scope, width, headroom)
             launches = [("survey", many, THREADS, 0), ("split", scope_end - scope, 32, 0)]
             if together:
                 launches.insert(1, ("merge", place_end - place, THREADS, 0))
             launches.append(("choose", many, THREADS, nearby))
             for name, grid, block, shared in launches:
-                entry = entry_of(name, buckets.page_formats[0])
-                jit.Launch(kernel(SOURCE, entry, index), grid, block, params, shared=shared)(stream)
+                entry = entry_of(name, buckets.page_formats[0], nearby > 0)
+                source = CHOOSE_SOURCE if name == "choose" else SOURCE
+                jit.Launch(kernel(source, entry, index), grid, block, params, shared=shared)(stream)
     fresh_at = addresses.get("fresh", 0)
     return DevicePlan(target, starts, results, len(allowed), addresses["places"], fresh_at, lease, uploaded)
 
@@ -187,7 +190,7 @@ def _chunks(tokens: np.ndarray) -> list[tuple[int, int]]:
     return [*chunks, (first, len(tokens))]
 
 
-def _upload(buckets: Buckets, arrays: dict[str, np.ndarray]) -> tuple[dict[str, int], torch.Tensor]:
+def upload(buckets: Buckets, arrays: dict[str, np.ndarray]) -> tuple[dict[str, int], torch.Tensor]:
     """Copy arrays to the device in one transfer; returns their addresses and the buffer that holds them."""
     sizes = [-(-x.nbytes // 8) * 8 for x in arrays.values()]
     whole, first = np.zeros(sum(sizes), np.uint8), np.cumsum([0, *sizes])
@@ -205,7 +208,6 @@ def _params(
     scopes: int,
     width: int,
     headroom: int,
-    shared: bool,
 ) -> bytes:
     page_formats, (ladder, slopes) = buckets.page_formats, policy.ladder
     tiers, max_pages = len(page_formats), buckets.max_pages
@@ -220,5 +222,5 @@ def _params(
         policy.floor, places, scopes, buckets.kv_heads, tiers, len(slopes), max_pages, buckets.pool.units,
         buckets.page_tokens.bit_length() - 1, width, POLICIES.index(policy.name), policy.mode == "ema",
         policy.leave_plain, policy.per_head, policy.fills, policy.evict, policy.sink_tokens, policy.recent_tokens,
-        headroom, shared,
+        headroom,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from kvstrata.cache.move.moves_cuda import Moves
 from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import Fresh
 
-from .centre import centres_of_places
+from .centre_cuda import centres_of_places
 from .plan_cuda import DevicePlan, plan_places
 
 if TYPE_CHECKING:
