@@ -53,7 +53,7 @@ def advance(cache: CacheState, given: list[int]) -> None:
         if _settle(cache, change, given, short):
             short = buckets.short(listed.ids)
         if short is not None:
-            buckets.make_room(change, None, short.requests, np.ones_like(short.requests))
+            buckets.make_room_for_one(change, short)
         count = _prepare_count(cache, listed)
 
         def run(short: Short | None = short) -> None:

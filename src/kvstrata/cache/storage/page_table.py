@@ -45,6 +45,7 @@ class Short:
     pages: np.ndarray  # int [requests, layers]: new ones; copies of shared ones are not among them
     layers: np.ndarray  # bool [requests, layers]: where a page is needed
     after: np.ndarray  # tokens that fit the open pages in all layers, once there are such pages
+    whole: bool = False  # every bucket needs one
 
 
 class Buckets:
@@ -64,6 +65,8 @@ class Buckets:
         self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: not known
         self._pages = np.zeros((requests, layers, len(page_formats)), np.int64)  # per place and tier
         self._counted = np.zeros(requests, bool)  # requests whose pages are known
+        plain = np.arange(requests * layers * kv_heads).reshape(requests, layers, kv_heads)
+        self._plain_lists = plain * (len(page_formats) * max_pages)  # begin of each in the flat table
         offsets = [[kind.position_offset, kind.importance_offset] for kind in page_formats]
         self.side_offsets = torch.tensor(offsets, device=self.device)
         shape = (requests, layers, kv_heads, len(page_formats))
@@ -80,7 +83,7 @@ class Buckets:
         for run in np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1):
             part = slice(int(run[0]), int(run[-1]) + 1)
             for x, host in ((self.page_table, self.host_table), (self.count, self.host_count)):
-                x[part].copy_(torch.from_numpy(host[part]).pin_memory(), non_blocking=True)
+                x[part].copy_(torch.from_numpy(host[part]))
 
     def forget(self, requests: int | slice | np.ndarray = slice(None), change: Transaction | None = None) -> None:
         """Call when counts or owners of requests change: what is derived from them is computed anew when needed."""
@@ -127,7 +130,7 @@ class Buckets:
         if not filled.any():
             pages = np.full(filled.shape[:2], self.kv_heads)
             self.left[some] = 0
-            return Short(some, pages, pages > 0, np.full(len(some), self.page_tokens))
+            return Short(some, pages, pages > 0, np.full(len(some), self.page_tokens), whole=True)
         pages = (filled == 0).sum(2)
         layers = pages > 0
         if self.pool.shares:
@@ -176,16 +179,10 @@ class Buckets:
 
         Counts are ``[R, H]``, or ``[R, L, H]`` for ``layer`` None: all layers.
         """
-        p, layers = self.page_tokens, self.host_count.shape[1]
-        of_layer = slice(None) if layer is None else layer
+        p, of_layer = self.page_tokens, slice(None) if layer is None else layer
         count = self.host_count[requests, of_layer, :, 0].astype(np.int64)
+        lists = self._plain_lists[requests, of_layer]
         new = lengths.reshape(-1, *[1] * (count.ndim - 1))
-        lists = (
-            (requests[:, None] * layers + np.arange(layers)).reshape(-1) if layer is None else requests * layers + layer
-        )
-        lists = (lists[:, None] * self.kv_heads + self.heads).reshape(count.shape) * (
-            len(self.page_formats) * self.max_pages
-        )
         if self.pool.shares:
             self._own_open_pages(change, count, lists, new)
         before = (count + (p - 1)) // p
@@ -199,6 +196,17 @@ class Buckets:
             entries = np.repeat(first - (np.cumsum(missing) - missing), missing) + np.arange(missing.sum())
         self._new_pages(change, entries, change.allocate(0, len(entries)))
         return count
+
+    def make_room_for_one(self, change: Transaction, short: Short) -> None:
+        """`make_room` for one token of each of these requests in all layers."""
+        if not short.whole:
+            self.make_room(change, None, short.requests, np.ones_like(short.requests))
+            return
+        pages = self.host_count[short.requests, :, :, 0] // self.page_tokens
+        entries = (self._plain_lists[short.requests] + pages).reshape(-1)
+        self._pages[short.requests, :, 0] += self.kv_heads
+        change.undo(self.forget)
+        self._new_pages(change, entries, change.allocate(0, len(entries)))
 
     def _own_open_pages(self, change: Transaction, count: np.ndarray, lists: np.ndarray, new: np.ndarray) -> None:
         """Copy open plain pages that other requests share and that will be written."""

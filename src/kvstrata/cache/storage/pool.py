@@ -68,6 +68,7 @@ class Pool:
         self._slabs = [0] * len(self.strides)  # per tier
         self._empty = np.zeros(0, np.int64)  # slabs without a page, ascending
         self._gone = np.zeros(0, np.int64)  # slabs that were freed, ascending
+        self._workspace: torch.Tensor | None = None
         self._fresh = 0  # slabs from here on were never allocated
 
     @property
@@ -111,25 +112,25 @@ class Pool:
 
     def _open(self, tier: int, n: int) -> None:
         """Give a tier ``n`` more slabs: empty ones of its size, then new ones in place of other empty ones."""
-        size = self.slab_sizes[tier]
-        fitting = self.sizes[self._empty] == size
-        opened = self._empty[fitting][:n]
-        missing = n - len(opened)
-        if missing:
-            self._drop(self._empty[~fitting][:missing])
-            opened = np.concatenate([opened, self._allocate_slabs(missing, size)])
+        size, opened = self.slab_sizes[tier], self._empty[:0]
+        if len(self._empty):
+            fitting = self.sizes[self._empty] == size
+            opened = self._empty[fitting][:n]
+            self._drop(self._empty[~fitting][: n - len(opened)])
+        new = self._allocate_slabs(n - len(opened), size) if len(opened) < n else opened[:0]
         self._empty = without(self._empty, opened)
+        opened = merged(opened, new)
         self.tier[opened] = tier
         self._slabs[tier] += n
-        self.free.open(tier, np.sort(opened))
+        self.free.open(tier, opened)
 
     def _allocate_slabs(self, n: int, size: int) -> np.ndarray:
-        """Memory for ``n`` slabs, which are empty then."""
+        """Memory for ``n`` slabs; returns which, ascending."""
         left = self.capacity - self._fresh
         if len(self._gone) + left < n:
             raise RuntimeError(f"pool: expected {n} free slabs, got {len(self._gone) + left} of {self.capacity}")
         new = max(n - len(self._gone), 0)
-        unused = np.concatenate([self._gone[:n], np.arange(self._fresh, self._fresh + new)])
+        unused = merged(self._gone[:n], np.arange(self._fresh, self._fresh + new))
         numbers = unused.tolist()
         slabs = [self._new_slab(index, size) for index in numbers]
         addresses = np.array([slab.data_ptr() for slab in slabs], np.int64)
@@ -143,7 +144,6 @@ class Pool:
         self._gone, self._fresh = self._gone[n:], self._fresh + new
         self.sizes[unused] = size
         self.nbytes += n * size
-        self._empty = merged(self._empty, unused)
         return unused
 
     def allocate(self, tier: int, n: int) -> np.ndarray:
@@ -309,8 +309,11 @@ class Pool:
         self._drop(slabs)
 
     def workspace(self) -> torch.Tensor:
-        """Device memory for the handles that `compact` works on."""
-        return torch.empty(2, MOVED_TOGETHER, dtype=torch.int64, device=self.device)
+        """Device memory for the handles that `compact` works on: always the same."""
+        if self._workspace is None:
+            with torch.inference_mode(False):
+                self._workspace = torch.empty(2, MOVED_TOGETHER, dtype=torch.int64, device=self.device)
+        return self._workspace
 
     def compact(self, tier: int, workspace: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Move pages from the last slabs of a tier into holes of the first: handles before (sorted) and after.

@@ -6,14 +6,13 @@ import functools
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from kvstrata import jit
 
-if TYPE_CHECKING:
-    from .page_table import Buckets
+from .pool import Pool
 
 SOURCE = Path(__file__).with_name("table.cu")
 KERNELS = ("count_up", "new_pages")
@@ -23,24 +22,32 @@ VECTOR = 16  # bytes that a thread clears at once
 PARAMS = struct.Struct("6Q 6i")
 
 
+class Tables(Protocol):
+    """The part of a cache's buckets that the kernels change."""
+
+    pool: Pool
+    page_table: torch.Tensor
+    count: torch.Tensor
+
+
 @functools.lru_cache(maxsize=16)
 def _kernel(entry: str, device: int) -> jit.Kernel:
     return jit.load(SOURCE, entry, jit.arch_of(device))
 
 
-def count_up(buckets: Buckets, requests: torch.Tensor, length: torch.Tensor) -> Callable[[], None]:
+def count_up(buckets: Tables, requests: torch.Tensor, length: torch.Tensor) -> Callable[[], None]:
     """A launch that counts one more plain token of int32 ``requests [n]`` in every layer; may run again and again."""
     return _launch("count_up", buckets, len(requests), requests=requests, length=length)
 
 
-def new_pages(buckets: Buckets, entries: torch.Tensor) -> Callable[[], None]:
+def new_pages(buckets: Tables, entries: torch.Tensor) -> Callable[[], None]:
     """A launch that clears plain pages and enters them in the table: int64 ``entries [2, n]``, index and handle."""
     return _launch("new_pages", buckets, entries.shape[1], entries=entries)
 
 
 def _launch(
     entry: str,
-    buckets: Buckets,
+    buckets: Tables,
     grid: int,
     requests: torch.Tensor | None = None,
     entries: torch.Tensor | None = None,
