@@ -16,6 +16,7 @@ from kvstrata.attention.prefill import cuda as prefill_cuda
 from kvstrata.cache.move import append_cuda, moves_cuda, repack_cuda
 from kvstrata.cache.move import phases as repack_phases
 from kvstrata.cache.policy import centre_cuda, plan_cuda
+from kvstrata.cache.storage import table_cuda
 from kvstrata.jit import compiler
 from kvstrata.layout import Format
 from kvstrata.quant import op as quantize_op
@@ -241,7 +242,8 @@ def test_structs_of_parameters_have_their_padding() -> None:
         "decode": decode_cuda.DECODE,
         "moves": moves_cuda.PARAMS, "phases": repack_phases.PARAMS, "prefill": prefill_cuda.PARAMS,
         "quantize": quantize_op.PARAMS, "repack": repack_cuda.PARAMS, "store": store_cuda.PARAMS,
-        "plan": plan_cuda.PARAMS, "rows": decode_cuda.ROWS, "worklist": decode_cuda.WORKLIST,
+        "plan": plan_cuda.PARAMS, "rows": decode_cuda.ROWS, "table": table_cuda.PARAMS,
+        "worklist": decode_cuda.WORKLIST,
     }  # fmt: skip
     assert {name: struct.size % 8 for name, struct in structs.items()} == dict.fromkeys(structs, 0)
     rooms = copy_cuda.CAPACITIES

@@ -64,7 +64,7 @@ def filled(counts: list[list[int]], seed: int) -> Buckets:
             page_formats[tier].positions(data)[:] = position
             page_formats[tier].importance(data)[:] = torch.rand(len(handles), 16, generator=generator)
             pool.write(handles, 0, data.to(test_repack.DEVICE))
-    buckets.push(0, range(len(counts) // 2))
+    buckets.push(range(len(counts) // 2))
     return buckets
 
 

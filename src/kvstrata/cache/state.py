@@ -16,6 +16,7 @@ from .policy.plan import Policy
 from .storage.page import PageFormat
 from .storage.page_table import Buckets
 from .storage.pool import Pool
+from .storage.request_list import Repeated
 from .storage.tokens import Tokens
 from .storage.transaction import Transaction
 
@@ -61,6 +62,8 @@ class CacheState:
     _reported: np.ndarray  # [requests, layers]: length at the last report
     _centred: np.ndarray  # bool [requests, layers]
     _active: set[int]
+    _checked: tuple[list[int], frozenset[int]] = ([], frozenset())  # the last list of requests that was given
+    _repeated: Repeated | None = None  # the last append of one token of each request
     _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
     _ahead: list[Ahead]  # plans for the next `advance`
 
@@ -89,11 +92,17 @@ class CacheState:
     def _given(self, requests: Sequence[int] | None) -> list[int]:
         if requests is None:
             return list(self.requests)
+        checked, distinct = self._checked
+        if type(requests) is list and requests == checked and distinct <= self._active:  # as at the last step
+            return checked
         given = whole_numbers("requests", requests)
-        for request in given:
-            self._check_request(request, "requests")
-        if len(set(given)) != len(given):
+        distinct = frozenset(given)
+        if not distinct <= self._active:
+            for request in given:
+                self._check_request(request, "requests")
+        if len(distinct) != len(given):
             raise ValueError(f"requests: expected each once, got {given}")
+        self._checked = (given, distinct)
         return given
 
     def _unused_request(self) -> int:

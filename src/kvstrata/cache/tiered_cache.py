@@ -190,6 +190,7 @@ class TieredCache(CacheState):
         self._reported = np.zeros((max_requests, layers), np.int64)  # the length when it was
         self._centred = np.zeros((max_requests, layers), bool)
         self._active: set[int] = set()
+        self._views: dict[int, BucketedCacheLayer] = {}  # by layer
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
         self._ahead = []
 
@@ -221,6 +222,12 @@ class TieredCache(CacheState):
         """
         self._check_layer(layer)
         self.pool.note_stream()
+        if layer not in self._views:
+            with torch.inference_mode(False):  # whoever asks first
+                self._views[layer] = self._view(layer)
+        return self._views[layer]
+
+    def _view(self, layer: int) -> BucketedCacheLayer:
         return BucketedCacheLayer(
             self.buckets.page_table[:, layer],
             self.buckets.count[:, layer],

@@ -49,6 +49,7 @@ def append(job: Job, change: Transaction | None = None) -> None:
     else:
         change.launch(run)
         change.set(host_count, index, after)
+    job.buckets.forget(job.requests, change)
 
 
 def move(

@@ -28,6 +28,7 @@ from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
 from kvstrata.checks import check_int
 
+from .append_one import append_one, remember
 from .arguments import check_mass, ragged
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def append_tokens(
 ) -> None:
     """`TieredCache.append`."""
     cache._check_layer(layer)
+    if mass is None and queries is None and append_one(cache, layer, k, v, requests, lengths):
+        return
+    arguments = (k, v, requests, lengths)
     k, v, requests, lengths = ragged(cache, layer, k, v, requests, lengths)
     asked, lengths = list(requests), list(lengths)
     if mass is None and queries is not None:
@@ -57,6 +61,8 @@ def append_tokens(
     cache.pool.note_stream()
     cache._forget(cache.requests if cache.budget.shared else asked)
     if mass is None and append_plain(cache, None, layer, k, v, asked, lengths):
+        if min(lengths) == max(lengths) == 1:
+            remember(cache, *arguments, asked)
         return
     with cache._operation() as change:
         _append(cache, change, layer, k, v, asked, lengths, mass, queries)

@@ -23,12 +23,15 @@ from kvstrata.cache.policy.plan_op import plan_all
 from kvstrata.cache.policy.room import fits_plain
 from kvstrata.cache.policy.scopes import Place, check_plans, make_scopes, move_tokens, pairs
 from kvstrata.cache.policy.turns import due
+from kvstrata.cache.storage import table_cuda
 from kvstrata.cache.storage.tokens import Tokens
 
 from .arguments import check_rows
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
+    from kvstrata.cache.storage.page_table import Short
+    from kvstrata.cache.storage.request_list import RequestList
     from kvstrata.cache.storage.transaction import Transaction
 
 
@@ -37,50 +40,64 @@ def advance(cache: CacheState, given: list[int]) -> None:
     if not given:
         return
     cache.pool.note_stream()
-    ids, layers = np.array(given), range(cache.layers)
-    longest = int(cache._lengths[ids].max())
-    if longest >= cache.max_tokens:
-        raise ValueError(f"max_tokens: expected at least {longest + 1}, for one token more, got {cache.max_tokens}")
-    one = np.ones_like(ids)
-
-    def tight() -> list[int]:
-        """Layers in which a token needs a page."""
-        return [layer for layer in layers if cache.buckets.room(layer, ids, one) is None] if _edge(cache, ids) else []
-
-    wanted = due(cache, ids)
-    if not wanted.any() and not tight():
-        _prepare_count(cache, ids)()
+    buckets, listed = cache.buckets, cache.buckets.listed(given)
+    if int(cache._lengths.max()) >= cache.max_tokens:
+        longest = int(cache._lengths[listed.ids].max())
+        if longest >= cache.max_tokens:
+            raise ValueError(f"max_tokens: expected at least {longest + 1}, for one token more, got {cache.max_tokens}")
+    wanted, short = due(cache, listed.ids), buckets.short(listed.ids)
+    if short is None and wanted is None:
+        _prepare_count(cache, listed)()
     else:
         with cache._operation() as change:
-            _settle(cache, change, given, ids, wanted)
-            for layer in tight():
-                cache.buckets.make_room(change, layer, ids, one)
-            change.launch(_prepare_count(cache, ids))
+            change.undo(buckets.forget)
+            if wanted is not None:
+                _settle(cache, change, given, listed.ids, wanted)
+                short = buckets.short(listed.ids)
+            if short is not None:
+                buckets.make_room_for_one(change, short)
+            count = _prepare_count(cache, listed)
+
+            def run(short: Short | None = short) -> None:
+                if short is not None:
+                    buckets.left[short.requests] = short.after
+                count()
+
+            change.launch(run)
     cache._forget(given)
-    if (ahead := plan_ahead(cache, given)) is not None:
+    if (ahead := plan_ahead(cache, listed.ids)) is not None:
         cache._ahead.append(ahead)
 
 
-def _prepare_count(cache: CacheState, ids: np.ndarray) -> Callable[[], None]:
+def _prepare_count(cache: CacheState, listed: RequestList) -> Callable[[], None]:
     """Return a function that counts one more plain token of these requests in every layer, without allocating."""
-    buckets, on_device = cache.buckets, []
-    if cache.device.type != "cpu":
-        rows = cache.pool.to_device(ids)
-        for x in (buckets.count.select(3, 0), cache._device_lengths):
-            on_device.append((x, torch.ones((), dtype=x.dtype, device=x.device).expand(len(ids), *x.shape[1:])))
+    buckets = cache.buckets
+    if cache.device.type != "cpu" and listed.launch is None:
+        listed.launch = _count_on_device(cache, listed.ids)
 
     def count() -> None:
-        buckets.host_count[ids, :, :, 0] += 1
-        cache._lengths[ids] += 1
-        for x, ones in on_device:
-            x.index_add_(0, rows, ones)
+        listed.add_one(buckets.host_count[..., 0])
+        listed.add_one(cache._lengths)
+        buckets.left[listed.ids] -= 1
+        if listed.launch is not None:
+            listed.launch()
 
     return count
 
 
-def _edge(cache: CacheState, ids: np.ndarray) -> bool:
-    """True if some token may not fit the open page of its bucket."""
-    return cache.pool.shares or bool((cache.buckets.host_count[ids, :, :, 0] % cache.page_tokens == 0).any())
+def _count_on_device(cache: CacheState, ids: np.ndarray) -> Callable[[], None]:
+    """A launch, or two, that follow the host's counts; may run again and again."""
+    buckets, lengths = cache.buckets, cache._device_lengths
+    if buckets.by_cuda:
+        return table_cuda.count_up(buckets, buckets.device_ids(ids), lengths)
+    rows, plain = cache.pool.to_device(ids), buckets.count.select(3, 0)
+    ones = [torch.ones((), dtype=x.dtype, device=x.device).expand(len(ids), *x.shape[1:]) for x in (plain, lengths)]
+
+    def run() -> None:
+        plain.index_add_(0, rows, ones[0])
+        lengths.index_add_(0, rows, ones[1])
+
+    return run
 
 
 def _settle(cache: CacheState, change: Transaction, given: list[int], ids: np.ndarray, wanted: np.ndarray) -> None:

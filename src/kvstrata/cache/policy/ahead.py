@@ -131,14 +131,12 @@ def _with_unwritten(cache: CacheState, places: Sequence[Place], given: set[int])
     )
 
 
-def plan_ahead(cache: CacheState, given: Sequence[int]) -> Ahead | None:
+def plan_ahead(cache: CacheState, ids: np.ndarray) -> Ahead | None:
     """Plan for the next token of these requests, where it will have to settle; None if nothing will."""
-    ids = np.array(given)
-    ids = ids[cache._lengths[ids].max(1) < cache.max_tokens]
-    if not len(ids):
-        return None
-    wanted = due(cache, ids)
-    if not wanted.any():
+    if int(cache._lengths.max()) >= cache.max_tokens:
+        ids = ids[cache._lengths[ids].max(1) < cache.max_tokens]
+    wanted = due(cache, ids) if len(ids) else None
+    if wanted is None:
         return None
     try:
         return Ahead(cache, places_of(cache, ids, wanted), ids.tolist())
