@@ -25,7 +25,7 @@ def fixed(cache: CacheState) -> dict[str, int]:
         "seq_lens": cache._device_lengths,
         "slab_pointers": cache.pool.pointers,
     }
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
+    return {name: tensor.nbytes for name, tensor in tensors.items()} | {"reports": cache.reports.nbytes}
 
 
 def memory(cache: CacheState) -> Memory:

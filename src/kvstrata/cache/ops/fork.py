@@ -20,11 +20,14 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
     with cache._operation() as change:
         table, count = cache.buckets.host_table, cache.buckets.host_count
         to, origin, left = list(source), list(source.values()), list(gone)
-        state = (table, count, cache._lengths, cache._queries, cache._reported, cache._centred, cache._ahead_from)
+        state = (table, count, cache._lengths, cache._centred, cache._ahead_from)
         new = [x[origin].copy() for x in state]
         changed = [*to, *left]
         centres = torch.zeros(len(changed), *cache.centre.shape[1:], dtype=torch.float32, device=cache.device)
-        centres[: len(to)] = cache.centre[cache.pool.to_device(np.array(origin, np.int64))]
+        from_rows = cache.pool.to_device(np.array(origin, np.int64))
+        centres[: len(to)] = cache.centre[from_rows]
+        reports = torch.zeros(len(changed), *cache.reports.numbers.shape[1:], dtype=torch.int32, device=cache.device)
+        reports[: len(to)] = cache.reports.numbers[from_rows]
         rows = cache.pool.to_device(np.array(changed, np.int64))
         old_handles = table[changed]
         change.release(old_handles[old_handles >= 0].astype(np.int64))
@@ -35,6 +38,8 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
                 x[to] = values
                 x[left] = -1 if x is table else 0
             cache.centre[rows] = centres
+            cache.reports.numbers[rows] = reports
+            cache.reports.state[1:].fill_(int(cache.pool.shares))
             cache._active = (cache._active | set(to)) - set(gone)
             if cache.device.type != "cpu":
                 cache._device_lengths.copy_(torch.from_numpy(cache._lengths))

@@ -18,7 +18,8 @@ struct Params {
   const int* table;      // [requests, layers, heads, tiers, max_pages] handles
   const int* count;      // [requests, layers, heads, tiers]
   const i64* pointers;   // [slabs]
-  const int* places;     // [4, places]: request * layers + layer, length, queries, length when mass was reported
+  const int* places;     // [2, places]: request * layers + layer, length
+  const int2* reports;   // [requests, layers]: queries that gave their mass, length when they last did
   const int* fresh;      // [4, places]: new tokens, the first of their rows, ..; null for none
   const float* mass;     // [rows, heads] importance of new tokens; null: that of a token nobody has seen
   const i64* begin;      // [head_caches] the first token in the lists
@@ -45,8 +46,8 @@ struct Place {
   int length, queries, reported, fresh, row;
   __device__ Place(const Params& p, int place)
       : length(p.places[p.places_ + place]),
-        queries(p.places[2 * p.places_ + place]),
-        reported(p.places[3 * p.places_ + place]),
+        queries(p.reports[p.places[place]].x),
+        reported(p.reports[p.places[place]].y),
         fresh(p.fresh ? p.fresh[place] : 0),
         row(p.fresh ? p.fresh[p.places_ + place] : 0) {}
 };

@@ -18,13 +18,14 @@ from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.layout.format import MAX_TIERS
 
 from .plan import FAIL, POLICIES, Policy
+from .reports import Reports
 
 SOURCE = Path(__file__).with_name("plan.cu")
 THREADS = 512
 NEARBY = 96 * 1024  # bytes of keys that are bisected in shared memory, so that two blocks fit a multiprocessor
 POINTERS = (
-    "table", "count", "pointers", "places", "fresh", "mass", "begin", "scopes", "allowed", "key", "target", "starts",
-    "survey", "merged", "share", "kind", "needed",
+    "table", "count", "pointers", "places", "reports", "fresh", "mass", "begin", "scopes", "allowed", "key", "target",
+    "starts", "survey", "merged", "share", "kind", "needed",
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f 19i")
 
@@ -60,7 +61,8 @@ def plan_places(
     buckets: Buckets,
     policy: Policy,
     places: np.ndarray,
-    numbers: np.ndarray,
+    lengths: np.ndarray,
+    reports: Reports,
     scopes: Sequence[int],
     allowed: Sequence[int],
     headroom: int,
@@ -72,7 +74,8 @@ def plan_places(
         buckets: the pages and tables.
         policy: of the cache.
         places: int ``[places]``, request * layers + layer.
-        numbers: int ``[3, places]``: lengths with new tokens, queries, and lengths when mass was reported.
+        lengths: int ``[places]``, with new tokens.
+        reports: of the cache; read when the kernels run.
         scopes: places of each scope, one or more.
         allowed: bytes of each scope.
         headroom: room for so many more plain tokens of each head cache.
@@ -80,15 +83,14 @@ def plan_places(
     """
     device, heads, tiers = buckets.device, buckets.kv_heads, len(buckets.page_formats)
     layers = buckets.page_table.shape[1]
-    head_caches, width = len(places) * heads, int(numbers[0].max(initial=1))
+    head_caches, width = len(places) * heads, int(lengths.max(initial=1))
     counts = buckets.host_count[places // layers, places % layers].sum(2, dtype=np.int64).reshape(-1)
     if fresh is not None:
         counts = counts + np.repeat(fresh.counts, heads)
     begin = np.cumsum(counts) - counts
     n = int(counts.sum())
-    small = np.minimum(numbers, np.iinfo(np.int32).max)
     arrays: dict[str, np.ndarray] = {
-        "places": np.concatenate([places[None], small]).astype(np.int32),
+        "places": np.stack([places, lengths]).astype(np.int32),
         "begin": begin,
         "scopes": np.cumsum([0, *scopes]).astype(np.int32),
         "allowed": np.array(allowed, np.int64),
@@ -98,6 +100,7 @@ def plan_places(
     addresses, kept = _upload(buckets, arrays)
     tensors = {
         "table": buckets.page_table, "count": buckets.count, "pointers": buckets.pool.pointers,
+        "reports": reports.numbers,
         "key": torch.empty(n, dtype=torch.int32, device=device),
         "target": torch.empty(n, dtype=torch.int8, device=device),
         "starts": torch.empty(head_caches * tiers, dtype=torch.int64, device=device),
