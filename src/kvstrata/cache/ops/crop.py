@@ -57,6 +57,10 @@ def _crop(cache: CacheState, change: Transaction, request: int, length: int) -> 
     ahead_from = min(length + cache.policy.settle_every, cache._ahead_from[request])
     change.set(cache._ahead_from, [request], ahead_from)
     reported = cache.reports.numbers[request, :, 1]
-    change.launch(lambda: reported.clamp_(max=length))
+
+    def forget() -> None:
+        reported.clamp_(max=length)
+
+    change.launch(forget)
     for layer, _ in places:
         cache._set_lengths(change, [request], layer, np.array([length]))
