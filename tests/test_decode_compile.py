@@ -66,6 +66,7 @@ KERNELS = {
     "two blocks of columns": (formats(128, 64, "K8V8", "K2V2"), 2, {"ordered": True}),
     "window": (formats(128, 64, "K2V2"), 1, {"ordered": True}),
     "D 256": (formats(256, 64, "K4V2"), 1, {}),
+    "four tiers, mass": (formats(128, 64, "K8V8", "K4V4", "K3V3", "K2V2"), 1, {"mass": True}),
     "D 80, small pages, mass": (formats(80, 16, "K8V4", "K3V2"), 1, {"mass": True}),
     "rows of store_kv": (formats(128, 16), 1, {"rows": True}),
 }
@@ -88,6 +89,7 @@ def test_cuda_gates(name: str, arch: str) -> None:
 def test_list_and_combine_gates(arch: str) -> None:
     assert jit.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch=arch).registers <= 64
     assert jit.usage(decode_cuda.FOLDER / "rows.cu", "rows", arch=arch).registers <= 32
+    assert jit.usage(decode_cuda.FOLDER / "observe.cu", "observe", arch=arch).registers <= 64
     for dim, warps in ((128, 4), (128, 16), (80, 4), (256, 8), (64, 1), (128, 1), (80, 1), (256, 1)):
         entry = stages.combine_entry(torch.float16, dim, warps)
         usage = jit.usage(decode_cuda.FOLDER / "combine.cu", entry, arch=arch)

@@ -79,7 +79,7 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
     }
     unsigned w[kUnit][kN][2];
     if constexpr (kMass) {
-      share_mass<kUnit>(p, st, sc, group, before, tokens - before, positions, 0, old);
+      share_mass<kUnit>(p, st, sc, view, group, before, tokens - before, positions, 0, old);
       return;
     }
     soften<f16, kUnit, P::kOrdered>(p, st, sc, view, tokens - before, positions, 0, w);

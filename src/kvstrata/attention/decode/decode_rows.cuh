@@ -103,7 +103,7 @@ __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st
     sc.v[i][0] = sc.v[i][1] = 1.f;
   }
   if constexpr (kMass) {
-    share_mass<kTiles>(p, st, sc, group, 0, tokens, stage + P::kBytes, first, old);
+    share_mass<kTiles>(p, st, sc, view, group, 0, tokens, stage + P::kBytes, first, old);
     return;
   }
   unsigned w[kTiles][kN][2];

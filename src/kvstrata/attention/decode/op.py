@@ -185,7 +185,7 @@ def decode_attention(
         return_lse: also return the log-sum-exp of the scores, sink included.
         return_mass: also return the attention mass that `TieredCache.update_importance` takes.
         plan: `DecodePlan` of the step, shared by all layers; None makes one for this call. One that observes adds the
-            mass to the importance of the cache's tokens in the layers whose turn it is.
+            mass to the importance of the cache's tokens in the layers whose turn it is, in place.
         backend: ``auto``, ``reference``, ``numba`` (CPU), ``triton`` or ``cuda``.
 
     Query i is at position ``length - q_len + i`` and sees no later one. A query that sees no token yields zeros and an

@@ -100,7 +100,8 @@ def taken(cache: CacheState, request: int) -> dict[str, torch.Tensor]:
         parts[f"importance.{tier}"] = kind.importance(whole).float()
     parts["count"] = torch.from_numpy(buckets.host_count[request])
     parts["length"] = torch.from_numpy(cache._lengths[request]).long()
-    parts["queries"], parts["reported"] = cache.reports.numbers[request].long().unbind(1)
+    for name, numbers in zip(("queries", "reported"), cache.reports.numbers[request].unbind(1), strict=True):
+        parts[name] = numbers.long().clone(memory_format=torch.contiguous_format)
     parts["centre"] = cache.centre[request]
     parts["centred"] = torch.from_numpy(cache._centred[request]).to(torch.uint8)
     parts["ahead_from"] = torch.tensor([int(cache._ahead_from[request])])

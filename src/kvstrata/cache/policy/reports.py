@@ -39,8 +39,21 @@ class Reports:
     def add(self, change: Transaction, requests: Sequence[int], layer: int, queries: int, ends: Sequence[int]) -> None:
         """Count ``queries`` more of each request at these lengths, at once; undone if the transaction fails."""
         of_layer = self.numbers[:, layer]
+        if len(requests) == 1:  # a prompt: nothing is uploaded
+            self._add_one(change, of_layer[requests[0]], min(queries, MOST), ends[0])
+            return
         rows, lengths = change.pool.to_device(np.array([list(requests), list(ends)], np.int64))
         before = of_layer[rows]
         counted = (before[:, 0].long() + min(queries, MOST)).clamp(max=MOST)
         change.undo(lambda: of_layer.__setitem__(rows, before))
         of_layer[rows] = torch.stack([counted, lengths], 1).int()
+
+    def _add_one(self, change: Transaction, pair: torch.Tensor, queries: int, end: int) -> None:
+        before = pair.clone()
+
+        def restore() -> None:
+            pair.copy_(before)
+
+        change.undo(restore)
+        pair[:1].clamp_(max=MOST - queries).add_(queries)
+        pair[1:].fill_(end)
