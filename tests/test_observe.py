@@ -97,9 +97,12 @@ def test_turns_of_a_ragged_batch(backend: str, importance: str) -> None:
 
 
 @every_backend
-def test_blocks_of_columns(backend: str) -> None:
+@pytest.mark.parametrize("importance", ["mean", "ema"])
+def test_blocks_of_columns(backend: str, importance: str) -> None:
     """More columns than one pass takes: several queries, each of which sees fewer tokens than the last."""
-    pair = Pair([64, 20], group=8, q_len=3, observe=1, tiers=("K8V4", "K3V3"), dim=80)
+    pair = Pair(
+        [64, 20], group=16, q_len=3, observe=1, tiers=("K8V4", "K3V3"), dim=80, kv_heads=1, importance=importance
+    )
     for _ in range(2):
         pair.grow([0, 1])
         pair.step(backend)
@@ -144,7 +147,7 @@ def test_the_first_live_owner_speaks_for_a_shared_page(backend: str) -> None:
 @every_backend
 def test_a_step_that_brings_no_token_changes_nothing(backend: str) -> None:
     """As a step that is run for warming up, or over padding alone."""
-    pair = Pair([40, 17], observe=1, tiers=("K4V4",))
+    pair = Pair([40, 17], observe=1, tiers=("K4V4", "K2V2"))
     pair.grow([0, 1])
     pair.step(backend, live=[])
     assert not pair.ours.reports.numbers.any()
@@ -158,7 +161,7 @@ def test_a_step_that_brings_no_token_changes_nothing(backend: str) -> None:
 @every_backend
 def test_outputs_do_not_change(backend: str) -> None:
     """With and without observing; lse and mass can be asked for as well."""
-    pair = Pair([50, 9], observe=1, tiers=("K4V4",))
+    pair = Pair([50, 9], observe=1, tiers=("K4V4", "K2V2"))
     silent, q = DecodePlan(pair.ours, pair.heads), torch.randn(2, 1, pair.heads, 64).to(HALF).to(DEVICE)
     silent.update()
     want = decode_attention(q, pair.ours, plan=silent, backend=backend, return_lse=True, return_mass=True)
@@ -286,3 +289,53 @@ def test_a_replayed_graph_takes_turns(backend: str) -> None:
             one, other = (cache.buckets.snapshot(layer, [request]).importance for cache in (captured, eager))
             assert other.any()
             assert torch.equal(one, other)
+
+
+@on(EMULATED, CUDA)
+@pytest.mark.parametrize("seed", range(2))
+def test_kernels_follow_the_reference_as_requests_come_and_go(backend: str, seed: int) -> None:
+    """Forks, pauses, crops, ends and new prompts between steps: the same counters and importance after each."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(n: int) -> int:
+        return int(torch.randint(0, n, (1,), generator=random))
+
+    caches = [
+        filled([60, 30, 0, 0], layers=2, dtype=HALF, tiers=("K4V4", "K2V2"), importance=("mean", "ema")[seed])
+        for _ in range(2)
+    ]
+    plans = [DecodePlan(cache, 4, observe=1) for cache in caches]
+    for _ in range(8):
+        lengths = [caches[0].length(request) for request in range(4)]
+        operation, request, other = draw(4), draw(4), draw(4)
+        for cache in caches:
+            if operation == 0 and lengths[request] and request != other:
+                cache.free_request(other)
+                assert cache.fork(request) == other
+            elif operation == 1 and lengths[request] > 20:
+                cache.crop(request, lengths[request] - 3)
+            elif operation == 2:
+                cache.crop(request, 0)
+        lengths = [caches[0].length(request) for request in range(4)]
+        live = [r for r in range(4) if lengths[r] and draw(4)] or [draw(4)]
+        for layer in range(2):
+            k, v = torch.randn(2, len(live), 2, 64, generator=random).to(HALF).to(DEVICE)
+            for cache in caches:
+                cache.append(layer, k, v, live, [1] * len(live))
+        q = torch.randn(4, 1, 4, 64, generator=random).to(HALF).to(DEVICE)
+        rows = ids([r if r in live else -1 for r in range(4)])
+        for cache, plan, its in zip(caches, plans, (backend, "reference"), strict=True):
+            if its == "reference":
+                plan.observation.set_live(rows)
+                plan.observation.begin()
+            else:
+                plan.update(rows)
+            for layer in range(2):
+                decode_attention(q, cache, layer, requests=[0, 1, 2, 3], plan=plan, backend=its)
+            cache.check()
+        assert torch.equal(caches[0].reports.numbers, caches[1].reports.numbers)
+        assert torch.equal(plans[0].observation.weights, plans[1].observation.weights)
+        for layer in range(2):
+            got, want = (cache.buckets.snapshot(layer, [0, 1, 2, 3]) for cache in caches)
+            assert torch.equal(got.position, want.position)
+            torch.testing.assert_close(got.importance, want.importance, rtol=3e-2, atol=2e-4)
