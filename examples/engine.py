@@ -5,7 +5,8 @@
 The batch has a fixed number of places, the requests of the cache; an empty place is a request without tokens. The host
 makes room for the tokens of a step (`TieredCache.advance`, which settles when the budget asks for it) and replays; the
 graph writes K and V, attends over all tiers, and picks the next tokens (`kvstrata.hf.step`, to be rewritten for a model
-of another kind). Empty places are padding: nothing is written.
+of another kind). Two layers of every step, in turns, add the attention mass of their tokens to importance, by which the
+cache settles. Empty places are padding: nothing is written.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Engine:
             max_requests=places, rope=model.model.rotary_emb.inv_freq, **options,
         )  # fmt: skip
         self.free = [self.cache.add_request() for _ in range(places)]
-        self.plan = kvstrata.DecodePlan(self.cache, heads)
+        self.plan = kvstrata.DecodePlan(self.cache, heads, observe=0 if budget is None else 2)
         buffers = dict.fromkeys(("ids", "positions", "requests"), ((places,), torch.int32))
         self.runner = kvstrata.GraphRunner(
             self.step, buffers, sizes=[places], fill={"requests": -1}, device=model.device
