@@ -5,6 +5,7 @@ from .decode.plan import DecodePlan
 from .output import AttentionOutput
 from .prefill.op import prefill_attention
 from .prefill_cached.op import prefill_attention_cached
+from .ahead import warmup
 
 __all__ = [
     "AttentionOutput",
@@ -12,4 +13,5 @@ __all__ = [
     "decode_attention",
     "prefill_attention",
     "prefill_attention_cached",
+    "warmup",
 ]
