@@ -1,11 +1,11 @@
 """K and V are read: decode over every tier of a cache or over an engine's blocks, prefill over rows and tiers."""
 
+from .ahead import warmup
 from .decode.op import decode_attention
 from .decode.plan import DecodePlan
 from .output import AttentionOutput
 from .prefill.op import prefill_attention
 from .prefill_cached.op import prefill_attention_cached
-from .ahead import warmup
 
 __all__ = [
     "AttentionOutput",

@@ -40,6 +40,18 @@ def kernels_needed(
     return [*needed, *steps]
 
 
+def load_kernels(
+    cache: TieredCache, heads: int | None, q_len: int = 1, progress: bool | None = None
+) -> list[jit.Named]:
+    """Compile and load the kernels of `kernels_needed`; returns those compiled now. Nothing to do on a CPU."""
+    if backends.resolve(cache.buckets.backend, cache.device) != "cuda":
+        return []
+    arch, gpu = jit.arch_of(cache.device), torch.cuda.get_device_properties(cache.device)
+    shared = gpu.shared_memory_per_multiprocessor
+    wanted = kernels_needed(cache, heads, q_len, arch=arch, gpu=gpu.name, shared=shared)
+    return jit.load_ahead(wanted, cache.device, progress)
+
+
 def rehearsal(cache: TieredCache) -> TieredCache:
     """Another cache with the same pages, one layer and little memory, after a prompt, a settling and a step.
 
@@ -96,12 +108,7 @@ def warmup(
     if heads is not None and (type(heads) is not int or heads < 1 or heads % cache.kv_heads):
         raise ValueError(f"heads: expected a multiple of {cache.kv_heads}, got {heads!r}")
     check_int("q_len", q_len, 1)
-    compiled: list[jit.Named] = []
-    if backends.resolve(cache.buckets.backend, cache.device) == "cuda":
-        arch, gpu = jit.arch_of(cache.device), torch.cuda.get_device_properties(cache.device)
-        shared = gpu.shared_memory_per_multiprocessor
-        wanted = kernels_needed(cache, heads, q_len, arch=arch, gpu=gpu.name, shared=shared)
-        compiled = jit.load_ahead(wanted, cache.device, progress)
+    compiled = load_kernels(cache, heads, q_len, progress)
     twin = rehearsal(cache)
     if heads is not None and twin.length(0) >= q_len:
         q = torch.zeros(1, q_len, heads, cache.head_dim, dtype=cache.dtype, device=cache.device)
