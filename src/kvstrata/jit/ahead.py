@@ -35,15 +35,18 @@ def compile_ahead(
         return []
     show = sys.stderr.isatty() if progress is None else progress
     start = time.monotonic()
+
+    def say(done: int) -> None:
+        if show:
+            print(f"\rkvstrata: compiling kernels, {done} of {len(missing)}", end="", file=sys.stderr, flush=True)
+
     with ThreadPoolExecutor(min(jobs or os.cpu_count() or 1, len(missing))) as pool:
         futures = [pool.submit(compile, *one, arch=arch) for one in missing]
+        say(0)
         try:
-            for done, future in enumerate(as_completed(futures)):
-                if show:
-                    print(
-                        f"\rkvstrata: compiling {done} of {len(missing)} kernels", end="", file=sys.stderr, flush=True
-                    )
+            for done, future in enumerate(as_completed(futures), 1):
                 future.result()
+                say(done)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
