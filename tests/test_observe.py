@@ -199,7 +199,7 @@ def test_importance_of_steps_that_settle() -> None:
             decode_attention(torch.full((1, 1, 4, 64), 0.4), cache, layer, plan=plan)
     cache.check()
     for layer in range(2):
-        assert set(cache.tier_map(layer)[0, 300:400].tolist()) == {1, 2}
+        assert {1, 2} <= set(cache.tier_map(layer)[0, 300:400].tolist())
         importance = cache.importance(layer)[0]
         others = importance[300:400].median()
         assert (importance[favourites] > 3 * others).all()

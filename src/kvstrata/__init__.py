@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         decode_attention,
         prefill_attention,
         prefill_attention_cached,
+        warmup,
     )
     from .cache import BudgetExceeded, TieredCache
     from .layout import Format
@@ -45,6 +46,7 @@ __all__ = [
     "prefill_attention_cached",
     "quantize",
     "store_kv",
+    "warmup",
 ]
 
 _STAGES = {
@@ -54,6 +56,7 @@ _STAGES = {
         "decode_attention",
         "prefill_attention",
         "prefill_attention_cached",
+        "warmup",
     ),
     "cache": ("BudgetExceeded", "TieredCache"),
     "jit": (),

@@ -1,5 +1,6 @@
 """K and V are read: decode over every tier of a cache or over an engine's blocks, prefill over rows and tiers."""
 
+from .ahead import warmup
 from .decode.op import decode_attention
 from .decode.plan import DecodePlan
 from .output import AttentionOutput
@@ -12,4 +13,5 @@ __all__ = [
     "decode_attention",
     "prefill_attention",
     "prefill_attention_cached",
+    "warmup",
 ]

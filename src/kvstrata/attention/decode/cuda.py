@@ -147,6 +147,17 @@ def shared_of(formats: tuple[Format, ...], cut: Cut) -> int:
     return cut.warps * SLOTS * slot_bytes(formats)
 
 
+def tuned_cut(
+    formats: tuple[Format, ...], columns: int, shape: dict[str, int | str], gpu: str | None, arch: str, shared: int
+) -> Cut:
+    """Launch configuration from the table of a GPU; the default without one, or where blocks exceed ``shared``."""
+    choice = None if gpu is None else tuned.lookup("decode", gpu, shape)
+    cut = Cut(**choice) if choice else None
+    if cut is None or shared_of(formats, cut) + 1280 > shared:
+        cut = cut_of(formats, columns, arch)
+    return cut
+
+
 def list_parts(head_caches: int, tiers: int) -> tuple[int, int]:
     """Number of blocks that write one layer's list, and the dynamic shared memory of each in bytes."""
     parts = max(min(PARTS, head_caches // 8), -(-head_caches * tiers * BASE_BYTES // BASES_BYTES), 1)
@@ -185,10 +196,9 @@ class Plan:
         if cut is None:
             tokens = max_pages * source.page_tokens
             shape = features(self.formats, source.rows[1] > 0, len(requests) * kv_heads, tokens, columns)
-            choice = tuned.lookup("decode", properties.name, shape)
-            cut = Cut(**choice) if choice and fixed_split is None else None
-            if cut is None or shared_of(self.formats, cut) + 1280 > properties.shared_memory_per_multiprocessor:
-                cut = cut_of(self.formats, columns, jit.arch_of(self.device))
+            gpu = None if fixed_split is not None else properties.name
+            shared = properties.shared_memory_per_multiprocessor
+            cut = tuned_cut(self.formats, columns, shape, gpu, jit.arch_of(self.device), shared)
         self.cut, self.width, self.warps = cut, cut.width, cut.warps
         self.blocks = -(-columns // (8 * self.width))
         self.shared = shared_of(self.formats, cut)

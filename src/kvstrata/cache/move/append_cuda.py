@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvstrata import jit
+from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.page_table import Buckets
 
 from .append_job import Job, Written, metadata
@@ -44,6 +45,12 @@ def entry_of(
     """The template instantiation for pages of a cache."""
     position, keeps = "short" if position_bytes == 2 else "int", str(keeps_importance).lower()
     return f"{kernel}<{head_dim * itemsize}, {width}, {position}, {keeps}>"
+
+
+def kernels_needed(plain: PageFormat) -> list[jit.Named]:
+    """Kernels that write rows into pages of a cache, for rows aligned to 16 bytes."""
+    sizes = (plain.format.head_dim, plain.dtype.itemsize, 16, plain.position_dtype.itemsize, plain.keeps_importance)
+    return [(SOURCE, entry_of(*sizes, kernel)) for kernel in KERNELS]
 
 
 def prepare_append(job: Job) -> Callable[[], None]:

@@ -44,6 +44,11 @@ def entry_of(plain: PageFormat) -> str:
     return f"place<{position}, {str(plain.keeps_importance).lower()}>"
 
 
+def kernels_needed(plain: PageFormat) -> list[jit.Named]:
+    """Kernels that list the moves of a plan."""
+    return [(SOURCE, entry) for entry in ("count<>", "find<>", entry_of(plain))]
+
+
 @dataclass(frozen=True)
 class Lists:
     """Moves by phase, filled when the launch of ``place`` ran; see moves.cu."""

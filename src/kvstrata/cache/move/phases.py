@@ -11,7 +11,7 @@ Everything is prepared with the plan; to run it is to launch. The number of laun
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +40,13 @@ def entry_of(kind: PageFormat, sides: bool = False) -> str:
     if f.plain:
         return f"copy_rows<{kind.row_bytes}, {side}>"
     return f"copy_codes<{f.head_dim}, {f.page_tokens}, {f.k_bits}, {f.v_bits}, {side}>"
+
+
+def kernels_needed(page_formats: Sequence[PageFormat]) -> list[jit.Named]:
+    """Kernels that carry out moves between the tiers of a cache."""
+    own = [entry_of(page_formats[0], sides=True), *map(entry_of, page_formats)]
+    others = (*whole_pages.kernels_needed(page_formats), *repack_cuda.kernels_needed(page_formats))
+    return [*((SOURCE, entry) for entry in own), *others]
 
 
 def phases(

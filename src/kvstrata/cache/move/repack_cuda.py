@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +30,11 @@ def entry_of(plain: PageFormat, lossy: PageFormat) -> str:
     flags = ", ".join(str(flag).lower() for flag in (plain.keeps_importance, f.rotate, f.centre))
     position = "short" if plain.position_dtype == torch.int16 else "int"
     return f"repack<{CXX[plain.dtype]}, {f.head_dim}, {f.page_tokens}, {position}, {flags}>"
+
+
+def kernels_needed(page_formats: Sequence[PageFormat]) -> list[jit.Named]:
+    """The kernel of single arrivals."""
+    return [(SOURCE, entry_of(page_formats[0], page_formats[-1]))]
 
 
 def launch(job: Job, first: int, n: int) -> jit.Launch:

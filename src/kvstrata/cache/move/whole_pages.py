@@ -25,6 +25,12 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x if fits else x.contiguous().clone()
 
 
+def kernels_needed(page_formats: Sequence[PageFormat]) -> list[jit.Named]:
+    """Kernels that write whole pages, one for each tier of codes."""
+    dtype = page_formats[0].dtype
+    return [(SOURCE, entry_of(kind.format, dtype, by_address=True)) for kind in page_formats[1:]]
+
+
 def launch(
     page_formats: Sequence[PageFormat], tier: int, lists: Lists, first: int, n: int, centre: torch.Tensor
 ) -> jit.Launch:

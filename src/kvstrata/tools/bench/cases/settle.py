@@ -1,7 +1,7 @@
-"""The settle benchmark: tokens move to lower tiers in many requests and layers; and single tokens are appended.
+"""The settle benchmark: whole operations of a cache (`bench.whole`), and their kernels alone.
 
-``settle`` cases have 16,384 tokens a request and 8 KV heads of 128; a twentieth of all tokens goes down, chosen at
-random. Timed are the moves of all layers together, given their plan, phase by phase.
+``settle`` cases have 16,384 tokens a request and 8 KV heads of 128; a twentieth of all tokens goes down a tier, chosen
+at random. Timed are the moves of all layers together, given their plan, phase by phase.
 Bytes are those of the tokens that move, read and written once, fillers among them; lists of moves are not counted.
 ``with plan`` also makes the plan from tokens and targets, which waits for the device once; the pages are allocated.
 The baseline goes layer by layer through chains of moves (moves.py). ``append`` cases write one token for each request
@@ -35,8 +35,10 @@ from kvstrata.cache.storage.tokens import Tokens
 from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.layout import Format
 from kvstrata.quant.reference import quantize_page
-from kvstrata.tools.bench import Bench, Case, sets_for
+from kvstrata.tools.bench import Bench, Case, sets_for, whole
 from kvstrata.tools.bench.clock import Call
+from kvstrata.tools.bench.render import verdict
+from kvstrata.tools.bench.results import Report
 
 POISON = 0xFF
 LONGEST = 1 << 15  # tokens of a request, more than an append is repeated
@@ -332,7 +334,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             moved = bytes_of(many * tokens * layers * heads, dim, lossy)
             case = f"settle-{name}-{many}x{tokens}x{layers}"
             listed.append(Case("settle", case, params, moved, partial(build_settle, state, moved), seconds=8.0))
-    return listed
+    return [*listed, *whole.cases(device, quick)]
 
 
 def bytes_of(tokens: int, dim: int, lossy: float) -> int:
@@ -348,3 +350,17 @@ def bytes_of(tokens: int, dim: int, lossy: float) -> int:
         also = 0.05 * lossy
         total += also * (middle + low) + also * (1 - also / SHARES[1]) * 2 * middle
     return int(tokens * total)
+
+
+def summary(report: Report) -> str:
+    """The verdict, and median, mean and slowest of whole operations, which settle at times."""
+    lines = [verdict(report)]
+    for case in report.cases:
+        row = case.row("ours")
+        if row is None or "B" not in case.params or not row.samples:
+            continue
+        assert row.us is not None
+        host = f", host {case.host[row.name].median:,.0f} us" if row.name in case.host else ""
+        ms = [1e-3 * us for us in (row.us.median, sum(row.samples) / len(row.samples), max(row.samples))]
+        lines.append(f"{case.name}: median {ms[0]:.2f} ms, mean {ms[1]:.2f} ms, slowest {ms[2]:.2f} ms{host}")
+    return "\n".join(lines)
