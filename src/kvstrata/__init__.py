@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         prefill_attention,
         prefill_attention_cached,
         prefill_packed,
+        warmup,
     )
     from .cache import BudgetExceeded, TieredCache
     from .layout import Format
@@ -51,6 +52,7 @@ __all__ = [
     "quantize",
     "store_kv",
     "store_packed",
+    "warmup",
 ]
 
 _STAGES = {
@@ -62,6 +64,7 @@ _STAGES = {
         "prefill_attention",
         "prefill_attention_cached",
         "prefill_packed",
+        "warmup",
     ),
     "cache": ("BudgetExceeded", "TieredCache"),
     "jit": (),

@@ -1,5 +1,6 @@
 """K and V are read: decode over every tier of a cache or over an engine's blocks, prefill over rows and tiers."""
 
+from .ahead import warmup
 from .decode.op import decode_attention
 from .decode.plan import DecodePlan
 from .output import AttentionOutput
@@ -16,4 +17,5 @@ __all__ = [
     "prefill_attention",
     "prefill_attention_cached",
     "prefill_packed",
+    "warmup",
 ]

@@ -28,12 +28,12 @@ from kvstrata.attention.decode.stages import (
     slot_bytes,
     stage_tokens,
 )
-from kvstrata.layout import Format
+from kvstrata.layout.format import MAX_TIERS, Format
 
 from .job import Job, Result, Tensors
 
 WORK = "2q15i4x"  # struct PackedWork
-BASE = "9q5q6i2f3i5q"  # struct Params of decode_state.cuh
+BASE = f"9q5q6i2f3i5q qf3i{MAX_TIERS}i"  # struct Params of decode_state.cuh
 # struct PackedParams: its base, then pages, table, balance; strides; stages of a block.
 DECODE = struct.Struct(BASE + "3q3qqi4x" + WORK)
 COMBINE = struct.Struct("8q2q3q7if" + WORK)
@@ -153,7 +153,7 @@ class Plan:
             *(0,) * 9, 0, *strides, 1, 0,
             job.most_queries, job.group, blocks.kv_heads, self.chunks, self.head_caches, multiprocessors,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0, 0, 0,
-            0, 0, by_group, by_heads, _inverse(multiprocessors),
+            0, 0, by_group, by_heads, _inverse(multiprocessors), 0, 0.0, 0, 0, 0, *(0,) * MAX_TIERS,
             0, 0, 0, job.block_table.stride(0), blocks.block_stride, blocks.head_stride, _inverse(block_stages),
             block_stages, 0, 0, *self.work,
         )  # fmt: skip
