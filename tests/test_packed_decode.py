@@ -43,6 +43,12 @@ CASES: dict[str, tuple[tuple, list[int], dict, dict]] = {
     "sixteen queries of sixteen heads": (("K4V4", 64, 16), [60], dict(kv_heads=1), dict(q_lens=[16], group=16)),
     "D 256": (("K4V2", 256, 16), [50, 17], dict(dtype=torch.float16), dict(group=2)),
     "odd head_dim": (("K3V2", 80, 32), [70, 21], {}, dict(sliding_window=40)),
+    "more requests than lanes": (
+        ("K4V4", 64, 16),
+        [i * 7 % 41 * (i % 5 > 0) for i in range(70)],
+        dict(kv_heads=1),
+        dict(group=1),
+    ),
     "loud": (("K8V4", 64, 16), [130], {}, dict(loud=30.0)),
 }
 

@@ -81,11 +81,15 @@ def _cuda(job: Job) -> Callable[..., None]:
         jit.bind_context(device)
         launch = store_cuda.plan(job)
     write, params = store_cuda.POINTERS.pack_into, launch.params
+    stream_of, current_device = jit.current_stream, torch._C._cuda_getDevice
 
     def run(*addresses: int) -> None:
         write(params, 0, *addresses)
-        with torch.cuda.device(device):
-            launch(jit.current_stream(device))
+        if current_device() == device:
+            launch(stream_of(device))
+        else:
+            with torch.cuda.device(device):
+                launch(stream_of(device))
 
     return run
 
