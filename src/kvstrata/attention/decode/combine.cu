@@ -26,12 +26,12 @@ struct Params {
   __device__ __forceinline__ const float* centre_of(int row) const {
     return centre + (requests ? requests[row] : row) * centre_request;
   }
-  // Partials of a head cache in the tier that has the lane's number.
-  __device__ __forceinline__ Slots slots_of(int head_cache) const {
+  // Partials of a column's head cache in the tier that has the lane's number.
+  __device__ __forceinline__ Slots slots_of(const Column& column) const {
     const int lane = threadIdx.x & 31;
     Slots found = {0, 0};
     if (lane < tiers) {
-      const int2 pair = __ldcg(reinterpret_cast<const int2*>(slots) + lane * head_caches + head_cache);
+      const int2 pair = __ldcg(reinterpret_cast<const int2*>(slots) + lane * head_caches + column.head_cache);
       found.first = pair.x, found.count = pair.y;
     }
     return found;

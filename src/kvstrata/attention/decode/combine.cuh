@@ -47,8 +47,8 @@ struct Found {
 
   // May be read before the grid dependency wait: the previous kernel already waited for the list. The partials may not.
   template <class P>
-  __device__ __forceinline__ Found(const P& p, int head_cache) {
-    mine = p.slots_of(head_cache);
+  __device__ __forceinline__ Found(const P& p, const Column& column) {
+    mine = p.slots_of(column);
     all = mine.count;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) all += __shfl_xor_sync(~0u, all, d);
@@ -218,7 +218,7 @@ template <class In, int kDim, class P>
 __device__ __forceinline__ void combine_column_alone(const P& p) {
   const Column column(p, blockIdx.x * 4 + (threadIdx.x >> 5));
   if (column.head_cache >= p.head_caches || column.query >= p.queries_of(column.row)) return;
-  const Found found(p, column.head_cache);
+  const Found found(p, column);
   const int slot = found.slot(threadIdx.x & 31, p.tiers);
   const float centre = centre_score<In, kDim>(p, column);
   wait_for_previous();
@@ -237,7 +237,7 @@ __device__ __forceinline__ void combine_column(const P& p) {
   const Column column(p, blockIdx.x);
   if (column.query >= p.queries_of(column.row)) return;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const Found found(p, column.head_cache);
+  const Found found(p, column);
   const int slot = found.slot(warp + lane * kWarps, p.tiers);
   const float centre = centre_score<In, kDim>(p, column);
   wait_for_previous();

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode_packed
   wait_for_previous();
   release_next();
 
-  const PackedCut cut(p.work);
+  const PackedCut cut(p.work, block * 8 * kN);
   // Blocks i, i + multiprocessors, .. share a multiprocessor; they take neighbouring chunks, all multiprocessors as many.
   const int wave = divide(blockIdx.x, p.by_multiprocessors), resident = divide(gridDim.x, p.by_multiprocessors);
   const int number = (blockIdx.x - wave * p.multiprocessors) * resident + wave, worker = number * kWarps + warp;

@@ -23,9 +23,9 @@ struct Params {
   __device__ __forceinline__ i64 query_offset(int row) const { return work.first_query(row) * q_query; }
   __device__ __forceinline__ const float* centre_of(int) const { return centre; }
   // Tier 0, plain rows, has none.
-  __device__ __forceinline__ Slots slots_of(int head_cache) const {
-    const int row = divide(head_cache, by_kv_heads);
-    const Slots found = partials_of(work, head_cache, row, head_cache - row * kv_heads);
+  __device__ __forceinline__ Slots slots_of(const Column& column) const {
+    const int first = column.number / block_columns * block_columns;
+    const Slots found = partials_of(work, column.head_cache, column.row, column.kv_head, first);
     return (threadIdx.x & 31) == 1 ? found : Slots{0, 0};
   }
 };

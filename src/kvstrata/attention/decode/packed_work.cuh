@@ -13,7 +13,7 @@
 struct PackedWork {
   const int* seq_lens;     // [rows]
   const int* cu_queries;   // [rows + 1], or null: every row has `most_queries`
-  int rows, kv_heads, most_queries, window;  // window 0: none
+  int rows, kv_heads, group, most_queries, window;  // window 0: none
   int stage_tokens, max_tokens;              // max_tokens: what a row of the block table can list
   int cost, begin, few_cost, few_begin;      // of a stage and of starting a group; the second pair up to `few` stages
   int few, chunks, split;
@@ -26,16 +26,17 @@ struct PackedWork {
   }
   __device__ __forceinline__ int length_of(int row) const { return min(max(seq_lens[row], 0), max_tokens); }
 
-  // Stages of a row: those before `first` are outside every query's window.
+  // Stages of a row for the columns from `column` on: none if its queries have no such column. Those before `first` are
+  // outside every query's window.
   struct Row {
     int length, first, stages;
   };
-  __device__ __forceinline__ Row row(int number) const {
+  __device__ __forceinline__ Row row(int number, int column) const {
     Row x = {0, 0, 0};
     if (number >= rows) return x;
     const int queries = queries_of(number);
     x.length = length_of(number);
-    if (queries <= 0) return x;
+    if (queries * group <= column) return x;
     if (window) x.first = max(x.length - queries - window + 1, 0) / stage_tokens;
     x.stages = (x.length + stage_tokens - 1) / stage_tokens - x.first;
     return x;
@@ -48,17 +49,18 @@ __device__ __forceinline__ int sum_of_warp(int x) {
   return x;
 }
 
-// The cut of a step, the same for all warps.
+// The cut of a step for one block of columns, the same for all its warps.
 struct PackedCut {
+  int column;       // the block's first
   int cost, begin;  // of a stage and of starting a group; with `split` 1 and 0
   int size, used;   // cost of a chunk; number of chunks
   int split;
 
   // Called by whole warps.
-  __device__ __forceinline__ explicit PackedCut(const PackedWork& w) {
+  __device__ __forceinline__ PackedCut(const PackedWork& w, int first_column) : column(first_column) {
     int groups = 0, stages = 0;
     for (int r = threadIdx.x & 31; r < w.rows; r += 32) {
-      const int n = w.row(r).stages;
+      const int n = w.row(r, column).stages;
       groups += n > 0;
       stages += w.split ? (n + w.split - 1) / w.split : n;
     }
@@ -94,7 +96,7 @@ __device__ __forceinline__ PackedGroup group_at(const PackedWork& w, const Packe
   const int lane = threadIdx.x & 31;
   int base = 0;
   for (int first = 0;; first += 32) {
-    const PackedWork::Row row = w.row(first + lane);
+    const PackedWork::Row row = w.row(first + lane, cut.column);
     const int cost = cut.of(row.stages);
     int end = cost * w.kv_heads;
 #pragma unroll
@@ -118,12 +120,12 @@ __device__ __forceinline__ PackedGroup group_at(const PackedWork& w, const Packe
   }
 }
 
-// Partials of one group, (request, KV head); called by whole warps.
-__device__ __forceinline__ Slots partials_of(const PackedWork& w, int group, int row_number, int head) {
-  const PackedCut cut(w);
+// Partials of one group, (request, KV head), in a block of columns; called by whole warps.
+__device__ __forceinline__ Slots partials_of(const PackedWork& w, int group, int row_number, int head, int column) {
+  const PackedCut cut(w, column);
   int before = 0;
-  for (int r = threadIdx.x & 31; r < row_number; r += 32) before += cut.of(w.row(r).stages);
-  const int stages = w.row(row_number).stages, cost = cut.of(stages);
+  for (int r = threadIdx.x & 31; r < row_number; r += 32) before += cut.of(w.row(r, column).stages);
+  const int stages = w.row(row_number, column).stages, cost = cut.of(stages);
   const int base = sum_of_warp(before) * w.kv_heads + head * cost;
   if (!stages) return {0, 0};
   if (cut.split) return {base + group, cost};
@@ -168,7 +170,7 @@ struct PackedWalk {
         g.head = 0;
         do {
           if (++g.number >= w.rows) return;
-          g.row = w.row(g.number);
+          g.row = w.row(g.number, cut.column);
         } while (!g.row.stages);
         g.cost = cut.of(g.row.stages);
       }

@@ -32,7 +32,7 @@ from kvstrata.layout.format import MAX_TIERS, Format
 
 from .job import Job, Result, Tensors
 
-WORK = "2q15i4x"  # struct PackedWork
+WORK = "2q16i"  # struct PackedWork
 BASE = f"9q5q6i2f3i5q qf3i{MAX_TIERS}i"  # struct Params of decode_state.cuh
 # struct PackedParams: its base, then pages, table, balance; strides; stages of a block.
 DECODE = struct.Struct(BASE + "3q3qqi4x" + WORK)
@@ -115,7 +115,8 @@ class Plan:
         costs, worst = [cost(f), begin_cost(f)], self.head_caches * (begin_cost(f) + max_stages * cost(f))
         costs = [max(n // -(-worst // MOST_COST), 1) for n in costs] if worst > MOST_COST else costs
         self.work = (
-            job.requests, blocks.kv_heads, job.most_queries, job.sliding_window or 0, self.tokens, job.max_tokens,
+            job.requests, blocks.kv_heads, job.group, job.most_queries, job.sliding_window or 0, self.tokens,
+            job.max_tokens,
             *costs, few_cost(f), few_begin(f), FEW * self.chunks, self.chunks, split, multiprocessors,
             per * cut.warps,
         )  # fmt: skip
