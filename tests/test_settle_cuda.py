@@ -12,7 +12,7 @@ import emulator
 from kvstrata import backends
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache.move import launches, moves_cuda, phases, repack_cuda, whole_pages
-from kvstrata.cache.policy import plan_cuda, settle_cuda
+from kvstrata.cache.policy import centre_cuda, plan_cuda, settle_cuda
 from kvstrata.quant import op as quantize_op
 
 HAS_GPU = torch.cuda.is_available()
@@ -26,7 +26,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return
     if emulator.missing():
         pytest.skip(str(emulator.missing()))
-    for module in (launches, moves_cuda, quantize_op, repack_cuda, phases, whole_pages, plan_cuda):
+    for module in (launches, moves_cuda, quantize_op, repack_cuda, phases, whole_pages, plan_cuda, centre_cuda):
         monkeypatch.setattr(module, "jit", emulator.launcher())
     launches.kernel.cache_clear()
     monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})

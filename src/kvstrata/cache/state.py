@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,8 +16,19 @@ from .policy.plan import Policy
 from .storage.page import PageFormat
 from .storage.page_table import Buckets
 from .storage.pool import Pool
+from .storage.request_list import Repeated
 from .storage.tokens import Tokens
 from .storage.transaction import Transaction
+
+
+class Ahead(Protocol):
+    """A plan that `advance` made for the next one; policy/ahead.py."""
+
+    valid: set[int]
+
+    def forget(self, requests: Sequence[int]) -> None: ...
+
+    def carry_out(self, change: Transaction, ids: np.ndarray, wanted: np.ndarray) -> np.ndarray: ...
 
 
 class CacheState:
@@ -51,7 +62,10 @@ class CacheState:
     _reported: np.ndarray  # [requests, layers]: length at the last report
     _centred: np.ndarray  # bool [requests, layers]
     _active: set[int]
+    _checked: tuple[list[int], frozenset[int]] = ([], frozenset())  # the last list of requests that was given
+    _repeated: Repeated | None = None  # the last append of one token of each request
     _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
+    _ahead: list[Ahead]  # plans for the next `advance`
 
     def _operation(self) -> Transaction:
         """A transaction after which the budget holds."""
@@ -78,11 +92,17 @@ class CacheState:
     def _given(self, requests: Sequence[int] | None) -> list[int]:
         if requests is None:
             return list(self.requests)
+        checked, distinct = self._checked
+        if type(requests) is list and requests == checked and distinct <= self._active:  # as at the last step
+            return checked
         given = whole_numbers("requests", requests)
-        for request in given:
-            self._check_request(request, "requests")
-        if len(set(given)) != len(given):
+        distinct = frozenset(given)
+        if not distinct <= self._active:
+            for request in given:
+                self._check_request(request, "requests")
+        if len(distinct) != len(given):
             raise ValueError(f"requests: expected each once, got {given}")
+        self._checked = (given, distinct)
         return given
 
     def _unused_request(self) -> int:
@@ -96,6 +116,13 @@ class CacheState:
         self._check_request(request)
         self.pool.note_stream()
         return self.buckets.snapshot(layer, [request])
+
+    def _forget(self, requests: Sequence[int]) -> None:
+        """Drop the plans that were made ahead for requests which an operation is about to change."""
+        if self._ahead:
+            for ahead in self._ahead:
+                ahead.forget(requests)
+            self._ahead = [ahead for ahead in self._ahead if ahead.valid]
 
     def _activate(self, change: Transaction, requests: Sequence[int]) -> None:
         before = self._active

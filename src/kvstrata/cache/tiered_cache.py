@@ -47,6 +47,7 @@ from .policy.sizes import Sizes
 from .state import CacheState
 from .storage.page_table import Buckets
 from .storage.pool import Pool
+from .storage.scratch import register
 from .storage.transaction import Transaction
 from .storage.views import BucketedCacheLayer
 
@@ -184,11 +185,14 @@ class TieredCache(CacheState):
             self.centre = torch.zeros(centre_shape, dtype=torch.float32, device=self.device)
             lengths = torch.zeros(max_requests, layers, dtype=torch.int32, device="cpu")
             self._lengths, self._device_lengths = lengths.numpy(), lengths.to(self.device)
+        register(self, self.buckets.arena)
         self._queries = np.zeros((max_requests, layers), np.int64)  # whose mass was reported
         self._reported = np.zeros((max_requests, layers), np.int64)  # the length when it was
         self._centred = np.zeros((max_requests, layers), bool)
         self._active: set[int] = set()
+        self._views: dict[int, BucketedCacheLayer] = {}  # by layer
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
+        self._ahead = []
 
         self.budget = sizes.budget(strides, self.pool.slab_sizes, sum(books.fixed(self).values()))
         headroom = whole_pages(settle_every, recent_tokens + sink_tokens, page_tokens)
@@ -218,6 +222,12 @@ class TieredCache(CacheState):
         """
         self._check_layer(layer)
         self.pool.note_stream()
+        if layer not in self._views:
+            with torch.inference_mode(False):  # whoever asks first
+                self._views[layer] = self._view(layer)
+        return self._views[layer]
+
+    def _view(self, layer: int) -> BucketedCacheLayer:
         return BucketedCacheLayer(
             self.buckets.page_table[:, layer],
             self.buckets.count[:, layer],
@@ -360,6 +370,7 @@ class TieredCache(CacheState):
         if layer is not None:
             self._check_layer(layer)
         scopes = scopes_of(self, self._given(requests))
+        self._forget([request for scope in scopes for request in scope])
         with self._operation() as change:
             settle_scopes(self, change, range(self.layers) if layer is None else [layer], scopes)
 

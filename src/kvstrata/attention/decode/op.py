@@ -68,14 +68,13 @@ def requests_of(cache: Cache, requests: Sequence[int] | None) -> list[int]:
     """Requests of a call: all in use, or those given; errors name the argument."""
     if not isinstance(cache, (TieredCache, PagedCache)):
         raise TypeError(f"cache: expected a TieredCache or a PagedCache, got {type(cache).__name__}")
-    in_use = cache.requests if isinstance(cache, TieredCache) else range(cache.block_table.shape[0])
+    known = cache._active if isinstance(cache, TieredCache) else range(cache.block_table.shape[0])
     if requests is None:
-        return list(in_use)
+        return sorted(known)
     given = whole_numbers("requests", requests)
-    known = set(in_use)
     for request in given:
         if request not in known:
-            raise ValueError(f"requests: expected some of {tuple(in_use)}, got {request}")
+            raise ValueError(f"requests: expected some of {tuple(sorted(known))}, got {request}")
     return given
 
 

@@ -24,6 +24,7 @@ def crop_request(cache: CacheState, request: int, length: int) -> None:
         assign(cache, {}, [request])
         cache._active.add(request)
         return
+    cache._forget(cache.requests if cache.budget.shared else [request])
     with cache._operation() as change:
         _crop(cache, change, request, length)
 

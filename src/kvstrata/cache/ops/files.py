@@ -235,8 +235,7 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
     def push() -> None:
         if cache.device.type != "cpu":
             cache._device_lengths[request].copy_(torch.from_numpy(cache._lengths[request]))
-            for layer in range(cache.layers):
-                buckets.push(layer, [request])
+            buckets.push([request])
 
     def restore() -> None:
         cache.centre[request].copy_(old_centre)
@@ -257,6 +256,7 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
         table[listed] = handles
         change.set(buckets.host_table, np.index_exp[request, :, :, tier], table)
     change.set(buckets.host_count, request, count)
+    buckets.forget(request, change)
     change.set(cache._centred, request, tensors["centred"].numpy().astype(bool))
     for array, name in ((cache._lengths, "length"), (cache._queries, "queries"), (cache._reported, "reported")):
         change.set(array, request, tensors[name].numpy())
