@@ -81,10 +81,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def on_device(cache: TieredCache, scopes: plan.Scopes, headroom: int) -> plan_cuda.DevicePlan:
     layers, requests = (np.array(x) for x in pairs(places_of(cache)))
-    numbers = scopes.numbers[:, :: cache.kv_heads]
+    lengths = scopes.numbers[0, :: cache.kv_heads]
     sizes = [n // cache.kv_heads for n in scopes.head_caches]
     places = requests * cache.layers + layers
-    return plan_cuda.plan_places(cache.buckets, cache.policy, places, numbers, sizes, scopes.allowed, headroom)
+    return plan_cuda.plan_places(
+        cache.buckets, cache.policy, places, lengths, cache.reports, sizes, scopes.allowed, headroom
+    )
 
 
 POLICIES = [

@@ -13,6 +13,7 @@ from kvstrata.layout import Format
 
 from .policy.budget import Budget
 from .policy.plan import Policy
+from .policy.reports import Reports
 from .storage.page import PageFormat
 from .storage.page_table import Buckets
 from .storage.pool import Pool
@@ -58,8 +59,7 @@ class CacheState:
     _arguments: dict[str, Any]
     _lengths: np.ndarray  # [requests, layers]
     _device_lengths: torch.Tensor
-    _queries: np.ndarray  # [requests, layers]: queries whose mass was reported
-    _reported: np.ndarray  # [requests, layers]: length at the last report
+    reports: Reports
     _centred: np.ndarray  # bool [requests, layers]
     _active: set[int]
     _checked: tuple[list[int], frozenset[int]] = ([], frozenset())  # the last list of requests that was given

@@ -42,6 +42,7 @@ from .policy.importance import MODES
 from .policy.mass import add_mass
 from .policy.plan import POLICIES, Policy, whole_pages
 from .policy.prices import Prices, format_error
+from .policy.reports import Reports
 from .policy.scopes import scopes_of, settle_scopes
 from .policy.sizes import Sizes
 from .state import CacheState
@@ -185,9 +186,8 @@ class TieredCache(CacheState):
             self.centre = torch.zeros(centre_shape, dtype=torch.float32, device=self.device)
             lengths = torch.zeros(max_requests, layers, dtype=torch.int32, device="cpu")
             self._lengths, self._device_lengths = lengths.numpy(), lengths.to(self.device)
+            self.reports = Reports(max_requests, layers, self.device)
         register(self, self.buckets.arena)
-        self._queries = np.zeros((max_requests, layers), np.int64)  # whose mass was reported
-        self._reported = np.zeros((max_requests, layers), np.int64)  # the length when it was
         self._centred = np.zeros((max_requests, layers), bool)
         self._active: set[int] = set()
         self._views: dict[int, BucketedCacheLayer] = {}  # by layer

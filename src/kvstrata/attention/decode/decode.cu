@@ -6,7 +6,7 @@
 //   V: dims are the rows; the weights are transposed between the two products by movmatrix
 //
 // With kMass the kernel makes a second pass over K alone, after combine.cu: m is then the log-sum-exp of all scores, and the
-// output is the weight of every token, summed over the columns.
+// output is the weight of every token, summed over the columns; or its importance in the page changes by it (observe.py).
 //
 //   decode_stage.cuh   loading of pages     decode_codes.cuh  a stage of codes    decode_softmax.cuh  scores to weights
 //   decode_query.cuh   queries as operands  decode_rows.cuh   a stage of rows     decode_state.cuh    shared state
@@ -85,11 +85,12 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
   constexpr int kSlot = slot_bytes<kDim, kPageTokens>(TierList{});
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ unsigned long long bars[kWarps * 2];
-  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), block = blockIdx.y;
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), block = p.first_block + blockIdx.y;
   unsigned char* slots = shared + warp * 2 * kSlot;
   Ring<2> ring(bars + warp * 2);
   wait_for_previous();
   release_next();
+  if (kMass && p.weights && !p.weights[p.rows]) return;  // another layer's turn
 
   // Blocks i, i + multiprocessors, .. share a multiprocessor; they take neighbouring chunks.
   const int wave = divide(blockIdx.x, p.by_multiprocessors), resident = divide(gridDim.x, p.by_multiprocessors);
@@ -122,7 +123,14 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
       if (next.group != now.group) expect_query<kDim, kN>(p, next, block);
       if (another) begin_group<In, kMass, kOrdered>(p, st, now, block);  // overlaps the copy of the page
       ring.wait(at, 2);
-      attend<In, kMass, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, group);
+      bool skip = false;
+      if constexpr (kMass && !kRows) {
+        skip = p.weights && (!st.weight || now.meta & kSpokenFor);
+        const int tier = tier_of(now.meta), tokens = sizes_of<kDim, kPageTokens>(TierList{}, tier).tokens;
+        st.importance = reinterpret_cast<float*>(now.page + p.importance_offset[tier]) + part_of(now.meta) * tokens;
+      }
+      if (!skip)
+        attend<In, kMass, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, group);
       __syncwarp();
       now = next;
       next = after;

@@ -39,7 +39,9 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
     const int before = unit * kUnit * 16;
     const unsigned char* positions = stage + P::kBytes + before * p.position_bytes;
     const View view = view_of<kUnit, P::kOrdered>(p, st, tokens - before, positions, 0);
-    if (view == kNothing) return;
+    if (view == kNothing && !(kMass && p.ema)) return;
+    float old[kUnit][2];
+    if constexpr (kMass) load_importance<kUnit>(p, st, before, tokens - before, old);
     Scores<kUnit, kN> sc;
     KWords words;
     words.load_unit(stage, unit);
@@ -77,7 +79,7 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
     }
     unsigned w[kUnit][kN][2];
     if constexpr (kMass) {
-      share_mass<kUnit>(p, st, sc, group, tokens - before, positions, 0);
+      share_mass<kUnit>(p, st, sc, view, group, before, tokens - before, positions, 0, old);
       return;
     }
     soften<f16, kUnit, P::kOrdered>(p, st, sc, view, tokens - before, positions, 0, w);

@@ -110,6 +110,10 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
         st.m[n][c] = lse > kNone ? lse * 1.4426950408889634f : -kNone;
       }
   }
+  if constexpr (kMass) {
+    st.weight = p.weights ? p.weights[owner.row] : 0;
+    st.gain = 1.f - exp2f(st.weight * p.log2_decay);
+  }
   if (kOrdered)
     st.first = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride) - p.queries;
   st.score = p.scale_log2;

@@ -2,9 +2,8 @@
 #pragma once
 #include "divide.cuh"
 #include "mma.cuh"
+#include "page.cuh"
 #include "work.cuh"
-
-using i64 = long long;
 
 struct Params {
   const char* q;          // [rows, queries, heads, D]
@@ -25,6 +24,11 @@ struct Params {
   int mass_length;
   i64 row_bytes, v_offset;         // rows in pages: from one token to the next, from K to V; 0: pages of a tiered cache
   unsigned long long by_group, by_kv_heads, by_multiprocessors;  // for divide()
+  const int* weights;              // kMass: [rows + 1] of observe.cu, for importance in place; null: mass to partial_out
+  float log2_decay;                // of the moving average
+  int rows, ema;
+  int first_block;                 // of the column blocks; importance takes one launch each, since they write the same
+  int importance_offset[kMaxTiers];  // in a page
 };
 
 constexpr float kNone = -1e30f;
@@ -52,6 +56,9 @@ struct State {
   int shift;             // exponent by which the second half of q is scaled down
   int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24
   int first;             // position of the first query; unused without positions
+  int weight;            // kMass, in place: queries that those of the row stand for
+  float gain;            // and of the moving average
+  float* importance;     // of the stage's tokens
 };
 
 template <class In>

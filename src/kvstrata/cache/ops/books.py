@@ -25,7 +25,7 @@ def fixed(cache: CacheState) -> dict[str, int]:
         "seq_lens": cache._device_lengths,
         "slab_pointers": cache.pool.pointers,
     }
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
+    return {name: tensor.nbytes for name, tensor in tensors.items()} | {"reports": cache.reports.nbytes}
 
 
 def memory(cache: CacheState) -> Memory:
@@ -85,6 +85,9 @@ def check(cache: CacheState) -> None:
     table, count = cache.buckets.host_table, cache.buckets.host_count
     handles, owned = np.unique(table[table >= 0], return_counts=True)
     assert (cache.pool.owners(handles) == owned).all(), "a page has other owners than the tables say"
+    place = np.broadcast_to(np.arange(table[0].size).reshape(table.shape[1:]), table.shape)[table >= 0]
+    kept = np.unique(np.stack([table[table >= 0], place]), axis=1)
+    assert kept.shape[1] == len(handles), "a shared page at different places of its owners' lists"
     used = int((cache.pool.refs > 0).sum())
     assert used == len(handles), f"{used} pages in use, {len(handles)} in tables"
     pool = cache.pool

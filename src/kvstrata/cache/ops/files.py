@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvstrata.cache.policy.reports import MOST
 from kvstrata.cache.policy.room import fits_plain
 from kvstrata.cache.policy.scopes import move_tokens, pairs, plan_scopes, scopes_of
 
@@ -99,8 +100,8 @@ def taken(cache: CacheState, request: int) -> dict[str, torch.Tensor]:
         parts[f"importance.{tier}"] = kind.importance(whole).float()
     parts["count"] = torch.from_numpy(buckets.host_count[request])
     parts["length"] = torch.from_numpy(cache._lengths[request]).long()
-    parts["queries"] = torch.from_numpy(cache._queries[request])
-    parts["reported"] = torch.from_numpy(cache._reported[request])
+    for name, numbers in zip(("queries", "reported"), cache.reports.numbers[request].unbind(1), strict=True):
+        parts[name] = numbers.long().clone(memory_format=torch.contiguous_format)
     parts["centre"] = cache.centre[request]
     parts["centred"] = torch.from_numpy(cache._centred[request]).to(torch.uint8)
     parts["ahead_from"] = torch.tensor([int(cache._ahead_from[request])])
@@ -231,6 +232,7 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
     """Pages, tables and numbers of the request; its part of the device's tables is written at once."""
     buckets, count = cache.buckets, tensors["count"].numpy()
     centre, old_centre = tensors["centre"].to(cache.device), cache.centre[request].clone()
+    reports, old_reports = cache.reports.numbers[request], cache.reports.numbers[request].clone()
 
     def push() -> None:
         if cache.device.type != "cpu":
@@ -239,6 +241,7 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
 
     def restore() -> None:
         cache.centre[request].copy_(old_centre)
+        reports.copy_(old_reports)
         push()
 
     change.undo(restore)  # the last to be undone, when the host's tables are restored
@@ -258,10 +261,10 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
     change.set(buckets.host_count, request, count)
     buckets.forget(request, change)
     change.set(cache._centred, request, tensors["centred"].numpy().astype(bool))
-    for array, name in ((cache._lengths, "length"), (cache._queries, "queries"), (cache._reported, "reported")):
-        change.set(array, request, tensors[name].numpy())
+    change.set(cache._lengths, request, tensors["length"].numpy())
     change.set(cache._ahead_from, request, int(tensors["ahead_from"]) if "ahead_from" in tensors else 0)
     cache.centre[request].copy_(centre)
+    reports.copy_(torch.stack([tensors[name].clamp(max=MOST) for name in ("queries", "reported")], 1))
     push()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -18,10 +19,10 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
     with cache._operation() as change:
         buckets = cache.buckets
         to, origin, left = (np.array(list(x), np.int64) for x in (source, source.values(), gone))
-        state = (cache._lengths, cache._queries, cache._reported, cache._centred, cache._ahead_from)
+        state = (cache._lengths, cache._centred, cache._ahead_from)
         new = [x[origin] for x in (buckets.host_table, buckets.host_count, *state)]
         changed = np.concatenate([to, left])
-        on_device = [(cache.centre, 0.0)]
+        on_device: list[tuple[torch.Tensor, float]] = [(cache.centre, 0.0), (cache.reports.numbers, 0)]
         if cache.device.type != "cpu":
             on_device += [(buckets.page_table, -1), (buckets.count, 0), (cache._device_lengths, 0)]
         to_there, origin_there, left_there = (cache.pool.to_device(x) for x in (to, origin, left))
@@ -37,6 +38,7 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
                 tensor.index_copy_(0, to_there, rows)
             for tensor, nothing in on_device if len(left) else ():
                 tensor.index_fill_(0, left_there, nothing)
+            cache.reports.state[1:].fill_(int(cache.pool.shares))
             cache._active = (cache._active | set(source)) - set(gone)
             buckets.forget(np.concatenate([changed, origin]))
 

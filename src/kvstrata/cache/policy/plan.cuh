@@ -12,8 +12,8 @@ struct Params {
   const int* table;      // [requests, layers, heads, tiers, max_pages] handles
   const int* count;      // [requests, layers, heads, tiers]
   const i64* pointers;   // [slabs]
-  const int* places;     // [5, places]: request * layers + layer, length, queries, length when mass was reported,
-                         // 1 if the last plain token is not in its page yet
+  const int* places;     // [3, places]: request * layers + layer, length, 1 if the last plain token is not written yet
+  const int2* reports;   // [requests, layers]: queries that gave their mass, length when they last did
   const int* fresh;      // [4, places]: new tokens, the first of their rows, ..; null for none
   const float* mass;     // [rows, heads] importance of new tokens; null: that of a token nobody has seen
   const i64* begin;      // [head_caches] the first token in the lists
@@ -40,9 +40,9 @@ struct Place {
   int length, queries, reported, unwritten, fresh, row;
   __device__ Place(const Params& p, int place)
       : length(p.places[p.places_ + place]),
-        queries(p.places[2 * p.places_ + place]),
-        reported(p.places[3 * p.places_ + place]),
-        unwritten(p.places[4 * p.places_ + place]),
+        queries(p.reports[p.places[place]].x),
+        reported(p.reports[p.places[place]].y),
+        unwritten(p.places[2 * p.places_ + place]),
         fresh(p.fresh ? p.fresh[place] : 0),
         row(p.fresh ? p.fresh[p.places_ + place] : 0) {}
 };

@@ -20,14 +20,15 @@ from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.layout.format import MAX_TIERS
 
 from .plan import FAIL, POLICIES, Policy
+from .reports import Reports
 
 SOURCE, CHOOSE_SOURCE = (Path(__file__).with_name(name) for name in ("plan.cu", "choose.cu"))
 THREADS = 512
 TOGETHER = 1 << 25  # tokens whose keys, 4 bytes each, are held at a time
 NEARBY = 96 * 1024  # bytes of keys that are bisected in shared memory, so that two blocks fit a multiprocessor
 POINTERS = (
-    "table", "count", "pointers", "places", "fresh", "mass", "begin", "scopes", "allowed", "key", "target", "starts",
-    "survey", "merged", "share", "kind", "needed",
+    "table", "count", "pointers", "places", "reports", "fresh", "mass", "begin", "scopes", "allowed", "key", "target",
+    "starts", "survey", "merged", "share", "kind", "needed",
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f 18i 4x")
 
@@ -97,7 +98,8 @@ def plan_places(
     buckets: Buckets,
     policy: Policy,
     places: np.ndarray,
-    numbers: np.ndarray,
+    lengths: np.ndarray,
+    reports: Reports,
     scopes: Sequence[int],
     allowed: Sequence[int],
     headroom: int,
@@ -110,7 +112,8 @@ def plan_places(
         buckets: the pages and tables.
         policy: of the cache.
         places: int ``[places]``, request * layers + layer.
-        numbers: int ``[3, places]``: lengths with new tokens, queries, and lengths when mass was reported.
+        lengths: int ``[places]``, with new tokens.
+        reports: of the cache; read when the kernels run.
         scopes: places of each scope, one or more.
         allowed: bytes of each scope.
         headroom: room for so many more plain tokens of each head cache.
@@ -119,19 +122,17 @@ def plan_places(
     """
     device, heads, tiers = buckets.device, buckets.kv_heads, len(buckets.page_formats)
     layers = buckets.page_table.shape[1]
-    head_caches, width = len(places) * heads, int(numbers[0].max(initial=1))
+    head_caches, width = len(places) * heads, int(lengths.max(initial=1))
     counts = buckets.host_count[places // layers, places % layers].sum(2, dtype=np.int64).reshape(-1)
     if fresh is not None:
         counts = counts + np.repeat(fresh.counts, heads)
     begin = np.cumsum(counts) - counts
     n = int(counts.sum())
-    small = np.minimum(numbers, np.iinfo(np.int32).max)
     chunks = _chunks(np.add.reduceat(counts.reshape(-1, heads).sum(1), np.cumsum([0, *scopes[:-1]])))
     ends = np.cumsum([0, *scopes])
+    unwritten = np.zeros_like(places) if unwritten is None else unwritten
     arrays: dict[str, np.ndarray] = {
-        "places": np.concatenate(
-            [places[None], small, np.zeros_like(places)[None] if unwritten is None else unwritten[None]]
-        ).astype(np.int32),
+        "places": np.stack([places, lengths, unwritten]).astype(np.int32),
         "begin": begin,
         "allowed": np.array(allowed, np.int64),
     }
@@ -163,7 +164,8 @@ def plan_places(
             head_cache, many = place * heads, (place_end - place) * heads
             where = {
                 "table": buckets.page_table.data_ptr(), "count": buckets.count.data_ptr(),
-                "pointers": buckets.pool.pointers.data_ptr(), "places": addresses["places"] + 4 * place,
+                "pointers": buckets.pool.pointers.data_ptr(), "reports": reports.numbers.data_ptr(),
+                "places": addresses["places"] + 4 * place,
                 "begin": addresses["begin"] + 8 * head_cache, "scopes": addresses[f"scopes{i}"],
                 "allowed": addresses["allowed"] + 8 * scope, "key": key - 4 * firsts[i], "target": target.data_ptr(),
                 "starts": starts.data_ptr() + 8 * head_cache * tiers, "survey": survey + 8 * head_cache * tiers,

@@ -79,19 +79,14 @@ def plan(
     """
     layers = np.array([layer for layer, scope in places for _ in scope])
     requests = np.array([request for _, scope in places for request in scope])
-    numbers = np.stack(
-        [
-            np.array([n for scope in lengths for n in scope], np.int64),
-            *(x[requests, layers].astype(np.int64) for x in (cache._queries, cache._reported)),
-        ]
-    )
     allowed = {n: cache.budget.pages(n) for n in {scope[0] for scope in lengths}}
     where = requests * cache.layers + layers
     device = plan_places(
         cache.buckets,
         cache.policy,
         where,
-        numbers,
+        np.array([n for scope in lengths for n in scope], np.int64),
+        cache.reports,
         [len(scope) for _, scope in places],
         [allowed[scope[0]] for scope in lengths],
         cache.policy.settle_every,

@@ -7,7 +7,8 @@ cases for each batch:
     step-B32-4096-16bit      wall-clock time of a step as an engine runs it: advance the cache, bring ids, positions
                              and requests, replay, read the tokens. Contexts grow by one token a step, for all alike.
     step-B32-4096-16bit-gpu  device time of the metadata and the replay, over the same state each time; `replay` is
-                             the graph alone, so what is beyond it is the metadata's share.
+                             the graph alone, so what is beyond it is the metadata's share. Requests do not grow, so
+                             no layer observes.
 
 and for some, at 16 bit and under a budget:
 
@@ -31,6 +32,7 @@ from kvstrata.tools.bench import Bench, Case
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.bench.whole import PERIODS
 
+OBSERVED = 2  # layers of a step whose mass becomes importance, where there is a budget
 GROWTH = 1024  # tokens that a request may grow by while samples are taken
 SETTLE_EVERY = 64  # tokens, the default of a cache
 INPUTS = ("ids", "positions", "requests")
@@ -126,7 +128,7 @@ class Decoder:
         )  # fmt: skip
         self.requests = [self.cache.add_request() for _ in range(batch)]
         self._fill(shape)
-        self.plan = kvstrata.DecodePlan(self.cache, sizes.heads)
+        self.plan = kvstrata.DecodePlan(self.cache, sizes.heads, observe=0 if shape.budget is None else OBSERVED)
         buffers = dict.fromkeys(INPUTS, ((batch,), torch.int32))
         step = partial(decode_step, self.model, self.cache, self.plan)
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
