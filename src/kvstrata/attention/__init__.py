@@ -4,6 +4,8 @@ from .ahead import warmup
 from .decode.op import decode_attention
 from .decode.plan import DecodePlan
 from .output import AttentionOutput
+from .packed_decode.op import decode_packed
+from .packed_prefill.op import prefill_packed
 from .prefill.op import prefill_attention
 from .prefill_cached.op import prefill_attention_cached
 
@@ -11,7 +13,9 @@ __all__ = [
     "AttentionOutput",
     "DecodePlan",
     "decode_attention",
+    "decode_packed",
     "prefill_attention",
     "prefill_attention_cached",
+    "prefill_packed",
     "warmup",
 ]

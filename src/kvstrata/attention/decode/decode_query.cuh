@@ -23,28 +23,30 @@ struct Owner {
   }
 };
 
-__device__ __forceinline__ const char* query_of(const Params& p, const Owner& owner, int column) {
+template <class P>
+__device__ __forceinline__ const char* query_of(const P& p, const Owner& owner, int column) {
   const int query = divide(column, p.by_group);
-  return p.q + owner.row * p.q_row + query * p.q_query + (owner.head * p.group + column - query * p.group) * p.q_head;
+  return p.query_row(owner.row) + query * p.q_query + (owner.head * p.group + column - query * p.group) * p.q_head;
 }
 
 // Prefetches the memory that load_query will read, one line of 128 bytes per lane.
-template <int kDim, int kN>
-__device__ __forceinline__ void expect_query(const Params& p, const Stage& stage, int block) {
+template <int kDim, int kN, class P>
+__device__ __forceinline__ void expect_query(const P& p, const Stage& stage, int block) {
   constexpr int kLines = (kDim * 2 + 127) / 128;
   static_assert(8 * kN * kLines <= 32, "a lane for each line");
   const int lane = threadIdx.x & 31, column = block * kN * 8 + lane / kLines;
-  if (lane < 8 * kN * kLines && column < p.queries * p.group)
-    fetch_ahead(query_of(p, Owner(p, stage), column) + lane % kLines * 128);
+  const Owner owner(p, stage);
+  if (lane < 8 * kN * kLines && column < p.queries_of(owner.row) * p.group)
+    fetch_ahead(query_of(p, owner, column) + lane % kLines * 128);
 }
 
-template <bool kLossy, int kDim, int kN>
-__device__ __forceinline__ void load_columns(const Params& p, State<kDim, kN>& st, const Owner& owner, int block) {
+template <bool kLossy, int kDim, int kN, class P>
+__device__ __forceinline__ void load_columns(const P& p, State<kDim, kN>& st, const Owner& owner, int block) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < kN; n++) {
     // Columns past the last repeat it; their results are not written.
-    const char* from = query_of(p, owner, min((block * kN + n) * 8 + g, p.queries * p.group - 1));
+    const char* from = query_of(p, owner, min((block * kN + n) * 8 + g, p.queries_of(owner.row) * p.group - 1));
 #pragma unroll
     for (int s = 0; s < kDim / 16; s++)
 #pragma unroll
@@ -55,8 +57,8 @@ __device__ __forceinline__ void load_columns(const Params& p, State<kDim, kN>& s
 }
 
 // Loads the queries of a group unchanged, early enough for begin_group.
-template <int kDim, int kN>
-__device__ __forceinline__ void load_query(const Params& p, State<kDim, kN>& st, const Stage& stage, int block) {
+template <int kDim, int kN, class P>
+__device__ __forceinline__ void load_query(const P& p, State<kDim, kN>& st, const Stage& stage, int block) {
   const Owner owner(p, stage);
   if (tier_of(stage.meta)) load_columns<true>(p, st, owner, block);
   else load_columns<false>(p, st, owner, block);
@@ -82,12 +84,31 @@ __device__ __forceinline__ void score_centre(const Params& p, State<kDim, kN>& s
   }
 }
 
+// Multiplies the queries with the balance of their KV head [D], rounded to In.
+template <class In, int kDim, int kN>
+__device__ __forceinline__ void balance_query(State<kDim, kN>& st, const float* balance) {
+  const int t = threadIdx.x & 3;
+#pragma unroll
+  for (int s = 0; s < kDim / 16; s++)
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+      const float2 by = __ldg(reinterpret_cast<const float2*>(balance + 16 * s + 2 * t + 8 * part));
+#pragma unroll
+      for (int n = 0; n < kN; n++) {
+        const float2 pair = pair_to_float<In>(st.q[n][s][part]);
+        st.q[n][s][part] = pair_of(In{}, pair.x * by.x, pair.y * by.y);
+      }
+    }
+}
+
 // Converts the queries that load_query read to operands.
-template <class In, bool kMass, bool kOrdered, int kDim, int kN>
-__device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st, const Stage& stage, int block) {
+template <class In, bool kMass, bool kOrdered, int kDim, int kN, class P>
+__device__ __forceinline__ void begin_group(const P& p, State<kDim, kN>& st, const Stage& stage, int block) {
   constexpr int kSteps = kDim / 16;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, columns = p.queries * p.group;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const Owner owner(p, stage);
+  st.queries = p.queries_of(owner.row);
+  const int columns = st.queries * p.group;
   st.shift = 0;
   st.unit = 24;
 #pragma unroll
@@ -115,10 +136,15 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
     st.gain = 1.f - exp2f(st.weight * p.log2_decay);
   }
   if (kOrdered)
-    st.first = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride) - p.queries;
+    st.first = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride) - st.queries;
   st.score = p.scale_log2;
   if (tier_of(stage.meta) == 0) return;
-  if (kMass || p.softcap_log2 > 0.f) score_centre<In>(p, st, owner);
+  if constexpr (P::kBalances) {
+    if (p.balance) balance_query<In>(st, p.balance + owner.head * kDim);
+    if (p.softcap_log2 > 0.f && p.centre) score_centre<In>(p, st, owner);
+  } else {
+    if (kMass || p.softcap_log2 > 0.f) score_centre<In>(p, st, owner);
+  }
 
   // Rotate 16 dims by a product with a matrix of +-1, the rest by butterflies over steps.
   unsigned h[2][2];

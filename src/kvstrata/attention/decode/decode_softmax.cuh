@@ -28,7 +28,7 @@ __device__ __forceinline__ View view_of(const Params& p, const State<kDim, kN>& 
                                         int first) {
   if (!kOrdered) return tokens < kTiles * 16 ? kPart : kWhole;
   bool hidden = tokens < kTiles * 16, seen = false;
-  const int last = st.first + p.queries - 1;  // position of the last query
+  const int last = st.first + st.queries - 1;  // position of the last query
 #pragma unroll
   for (int i = 0; i < kTiles; i += 2) {
     const int token = min(i * 16 + static_cast<int>(threadIdx.x & 31), min(tokens, kTiles * 16) - 1);

@@ -29,6 +29,11 @@ struct Params {
   int rows, ema;
   int first_block;                 // of the column blocks; importance takes one launch each, since they write the same
   int importance_offset[kMaxTiers];  // in a page
+
+  // Queries of a row, and where the first of them is.
+  static constexpr bool kBalances = false;
+  __device__ __forceinline__ int queries_of(int) const { return queries; }
+  __device__ __forceinline__ const char* query_row(int row) const { return q + row * q_row; }
 };
 
 constexpr float kNone = -1e30f;
@@ -55,6 +60,7 @@ struct State {
   float score;           // factor from a product with q to a score in log2 units
   int shift;             // exponent by which the second half of q is scaled down
   int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24
+  int queries;           // of the request
   int first;             // position of the first query; unused without positions
   int weight;            // kMass, in place: queries that those of the row stand for
   float gain;            // and of the moving average
