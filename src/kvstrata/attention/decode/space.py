@@ -66,7 +66,7 @@ def kernels_needed(
 ) -> list[jit.Named]:
     """Kernels of decode steps with up to so many requests; ``tokens`` is what the page table lists for each.
 
-    ``mass``: calls that return or observe it, too. ``gpu`` names a tuned table, and ``shared`` is the shared memory of a
+    ``mass``: calls that return it, too. ``gpu`` names a tuned table, and ``shared`` is the shared memory of a
     multiprocessor in bytes.
     """
     columns, needed = q_len * heads // kv_heads, [(FOLDER / "rows.cu", "rows")]
@@ -77,5 +77,7 @@ def kernels_needed(
             needed.append((Path(source), entry))
         if mass:
             entry = decode_entry(formats, dtype, cut.width, arch, mass=True, ordered=True, cut=cut)
-            needed += [(FOLDER / "decode.cu", entry), (FOLDER / "observe.cu", "observe")]
+            needed.append((FOLDER / "decode.cu", entry))
+    if mass:
+        needed.append((FOLDER / "observe.cu", "observe"))
     return list(dict.fromkeys(needed))

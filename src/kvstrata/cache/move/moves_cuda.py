@@ -55,9 +55,7 @@ class Lists:
 
     copies: torch.Tensor  # int32 [n, 4], fillers
     packed: torch.Tensor  # int32 [n, 12], arrivals that are not whole
-    ranges: (
-        np.ndarray
-    )  # [3, tiers, 2]: of fillers in `copies`, arrivals in `packed`, whole pages; by tier first and end
+    ranges: np.ndarray  # [3, tiers, 2]: first and end of fillers in `copies`, arrivals in `packed`, whole pages
     k_at: torch.Tensor  # int64 [pages, page_tokens], of rows or codes, -1 for an empty slot
     v_at: torch.Tensor | None
     sides: torch.Tensor  # int32 [pages, page_tokens, 2]
