@@ -90,6 +90,10 @@ def test_what_runs_first_was_compiled_ahead(loaded: set[jit.Named], options: dic
     cache.settle()
     cache.crop(0, 200)
     kvstrata.decode_attention(q[:1], cache, requests=[1], backend="cuda")
+    if uses_mass:
+        plan = kvstrata.DecodePlan(cache, 8, observe=1)
+        plan.update()
+        kvstrata.decode_attention(q, cache, backend="cuda", plan=plan)
     # On a CPU the host's tables are the device's, so these are prepared and not run.
     ids, (k, v) = torch.zeros(1, dtype=torch.int32), rows(1)
     for kernel in append_cuda.KERNELS:
