@@ -33,6 +33,7 @@ class Engine:
             config.num_hidden_layers, kv_heads, config.head_dim, budget=budget, dtype=model.dtype, device=model.device,
             max_requests=places, rope=model.model.rotary_emb.inv_freq, **options,
         )  # fmt: skip
+        kvstrata.warmup(self.cache, heads)
         self.free = [self.cache.add_request() for _ in range(places)]
         self.plan = kvstrata.DecodePlan(self.cache, heads, observe=0 if budget is None else 2)
         buffers = dict.fromkeys(("ids", "positions", "requests"), ((places,), torch.int32))

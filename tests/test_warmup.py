@@ -19,8 +19,9 @@ from kvstrata import backends, jit
 from kvstrata.attention.ahead import kernels_needed
 from kvstrata.attention.decode import cuda as decode_cuda
 from kvstrata.cache import TieredCache
-from kvstrata.cache.move import append, append_cuda, launches, moves_cuda, phases, repack_cuda, whole_pages
-from kvstrata.cache.policy import plan_cuda
+from kvstrata.cache.move import append_cuda, launches, moves_cuda, phases, repack_cuda, whole_pages
+from kvstrata.cache.policy import centre_cuda, plan_cuda
+from kvstrata.cache.storage import table_cuda
 from kvstrata.jit import ahead, compiler
 from kvstrata.quant import op as quantize_op
 
@@ -41,15 +42,17 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[jit.Named]]:
     load = fake.load
     fake.load = lambda source, entry, arch=None: names.add((source, entry)) or load(source, entry, arch)
     fake.Named = jit.Named
-    for module in (launches, append_cuda, moves_cuda, quantize_op, repack_cuda, phases, whole_pages, plan_cuda):
+    planned = (plan_cuda, centre_cuda, table_cuda)
+    for module in (launches, append_cuda, moves_cuda, quantize_op, repack_cuda, phases, whole_pages, *planned):
         monkeypatch.setattr(module, "jit", fake)
     monkeypatch.setattr(decode_cuda, "jit", fake)
     launches.kernel.cache_clear()
     monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})
-    monkeypatch.setattr(backends, "resolve", lambda backend, device, known=(): "cuda")
-    monkeypatch.setattr(append, "resolve", lambda backend, device: "cuda")
+    monkeypatch.setattr(backends, "resolve", lambda backend, device: "reference" if backend == "auto" else backend)
+    table_cuda._kernel.cache_clear()
     yield names
     launches.kernel.cache_clear()
+    table_cuda._kernel.cache_clear()
     decode_cuda._decode_kernel.cache_clear()
     decode_cuda._combine_kernel.cache_clear()
 
@@ -87,12 +90,24 @@ def test_what_runs_first_was_compiled_ahead(loaded: set[jit.Named], options: dic
     cache.settle()
     cache.crop(0, 200)
     kvstrata.decode_attention(q[:1], cache, requests=[1], backend="cuda")
+    if uses_mass:
+        plan = kvstrata.DecodePlan(cache, 8, observe=1)
+        plan.update()
+        kvstrata.decode_attention(q, cache, backend="cuda", plan=plan)
+    # On a CPU the host's tables are the device's, so these are prepared and not run.
+    ids, (k, v) = torch.zeros(1, dtype=torch.int32), rows(1)
+    for kernel in append_cuda.KERNELS:
+        append_cuda._prepare(kernel, cache.buckets, 0, k, v, cache._device_lengths, ids, None, 1, False)
+    table_cuda.count_up(cache.buckets, ids, cache._device_lengths)
+    table_cuda.new_pages(cache.buckets, torch.zeros(2, 1, dtype=torch.int64))
     needed = set(kernels_needed(cache, 8, 1, **GPU))
     missing = loaded - needed
     assert not missing, sorted(entry for _, entry in missing)
     assert len(loaded) > 12  # the path was taken
     unused = {entry.split("<")[0] for _, entry in needed - loaded}
-    assert unused <= {"combine", "combine_alone", "copy_codes", "copy_rows"}, unused  # of other sizes and moves
+    assert unused <= {"combine", "combine_alone", "copy_codes", "copy_rows", "observe"}, (
+        unused
+    )  # of other sizes and moves
 
 
 @needs_compiler

@@ -66,6 +66,7 @@ class CacheState:
     _repeated: Repeated | None = None  # the last append of one token of each request
     _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
     _ahead: list[Ahead]  # plans for the next `advance`
+    _prompt: tuple[Any, Any] | None  # what the plan of the last prompt depends on, and the plan
 
     def _operation(self) -> Transaction:
         """A transaction after which the budget holds."""

@@ -192,7 +192,7 @@ class TieredCache(CacheState):
         self._active: set[int] = set()
         self._views: dict[int, BucketedCacheLayer] = {}  # by layer
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
-        self._ahead = []
+        self._ahead, self._prompt = [], None
 
         self.budget = sizes.budget(strides, self.pool.slab_sizes, sum(books.fixed(self).values()))
         headroom = whole_pages(settle_every, recent_tokens + sink_tokens, page_tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from . import scales
 from .fragments import BITS, check_head_dim, check_page_tokens, code_bytes
@@ -84,12 +85,12 @@ class Format:
             return self.page_tokens * self.head_dim * bits // 8
         return code_bytes(bits, self.head_dim, self.page_tokens)
 
-    @property
+    @cached_property
     def k_bytes(self) -> int:
         """K codes (or rows) of a page, from byte 0."""
         return self._side_bytes(self.k_bits)
 
-    @property
+    @cached_property
     def v_bytes(self) -> int:
         """V codes (or rows) of a page, from ``v_offset``."""
         return self._side_bytes(self.v_bits)
@@ -111,7 +112,7 @@ class Format:
     def scale_offset(self) -> int:
         return self.k_bytes + self.v_bytes
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """All bytes of a page, padding included; a multiple of 64."""
         return self.scale_offset + self.scale_bytes

@@ -78,4 +78,6 @@ def kernels_needed(
         if mass:
             entry = decode_entry(formats, dtype, cut.width, arch, mass=True, ordered=True, cut=cut)
             needed.append((FOLDER / "decode.cu", entry))
+    if mass:
+        needed.append((FOLDER / "observe.cu", "observe"))
     return list(dict.fromkeys(needed))

@@ -46,7 +46,7 @@ def entry_of(plain: PageFormat) -> str:
 
 def kernels_needed(plain: PageFormat) -> list[jit.Named]:
     """Kernels that list the moves of a plan."""
-    return [(SOURCE, entry) for entry in ("count<>", "find<>", entry_of(plain))]
+    return [(SOURCE, entry) for entry in ("count<>", "find<>", "enter<>", "leave<>", entry_of(plain))]
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,7 @@ class Lists:
 
     copies: torch.Tensor  # int32 [n, 4], fillers
     packed: torch.Tensor  # int32 [n, 12], arrivals that are not whole
-    ranges: (
-        np.ndarray
-    )  # [3, tiers, 2]: of fillers in `copies`, arrivals in `packed`, whole pages; by tier first and end
+    ranges: np.ndarray  # [3, tiers, 2]: first and end of fillers in `copies`, arrivals in `packed`, whole pages
     k_at: torch.Tensor  # int64 [pages, page_tokens], of rows or codes, -1 for an empty slot
     v_at: torch.Tensor | None
     sides: torch.Tensor  # int32 [pages, page_tokens, 2]
@@ -79,6 +77,7 @@ class Moves:
     fresh: Fresh | None = None  # new tokens, beside `starts`
     rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # k and v of new tokens
     addresses: dict[str, int] = field(default_factory=dict)  # of places, fresh and numbers where they are there already
+    counts: bool = True  # False if the numbers are there, too
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -102,7 +101,8 @@ class Moves:
                     tensors["mass"] = self.fresh.importance
         else:
             self._find(self.tokens)
-        self._run("count<>", self.n_buckets // len(buckets.page_formats))
+        if self.counts:
+            self._run("count<>", self.n_buckets // len(buckets.page_formats))
 
     def _find(self, tokens: Tokens) -> None:
         """Find the first token of each bucket, and sort the new ones by head cache."""
@@ -186,15 +186,13 @@ class Moves:
         if not grid:
             return None
         buckets, page_formats, tensors = self.buckets, self.buckets.page_formats, self._tensors
-        offsets = [x for kind in page_formats for x in (kind.position_offset, kind.importance_offset)]
         rows = [tensors.get(name) for name in ("k", "v")]
         addresses = self.addresses | {name: x.data_ptr() for name, x in tensors.items()}
         params = PARAMS.pack(
             *(addresses.get(name, 0) for name in POINTERS),
             len(self.target), *(0 if x is None else x.stride(0) * x.element_size() for x in rows),
             *entries, self.n_buckets, buckets.kv_heads, len(page_formats), buckets.page_tokens, buckets.max_pages,
-            buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset, *offsets,
-            *[0] * (2 * (MAX_TIERS - len(page_formats))),
+            buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset, *buckets.offsets,
         )  # fmt: skip
         return jit.Launch(kernel(SOURCE, entry, self.target.get_device()), grid, THREADS, params)
 

@@ -61,8 +61,6 @@ def phases(
     """
     pool, page_formats, tiers = buckets.pool, buckets.page_formats, len(buckets.page_formats)
     page_tokens, device = buckets.page_tokens, centre.get_device()
-    offsets = [x for kind in page_formats for x in (kind.position_offset, kind.importance_offset)]
-    offsets += [0] * (2 * (MAX_TIERS - tiers))
     job = Job(pool, page_formats, lists.packed, *rows, centre)
 
     def own(n: int, tier: int = 0, first: int = 0, sides: bool = False) -> jit.Launch:
@@ -71,7 +69,7 @@ def phases(
         params = PARAMS.pack(
             lists.copies.data_ptr() + 16 * first, lists.sides.data_ptr(), lists.owners.data_ptr(),
             pool.pointers.data_ptr(), n, pool.units, page_tokens, tier, f.v_offset, 0 if f.plain else f.scale_offset,
-            *offsets,
+            *buckets.offsets,
         )  # fmt: skip
         entry = entry_of(page_formats[tier], sides)
         return jit.Launch(kernel(SOURCE, entry, device), -(-n // THREADS), THREADS, params)

@@ -38,6 +38,11 @@ def entry_of(plain: PageFormat) -> str:
     return f"sum<{CXX[plain.dtype]}, {position}>"
 
 
+def kernels_needed(plain: PageFormat) -> list[jit.Named]:
+    """Kernels that compute and store centres."""
+    return [(SOURCE, entry) for entry in (entry_of(plain), "finish<>", "store<>")]
+
+
 def centres_of_places(
     cache: CacheState,
     change: Transaction,

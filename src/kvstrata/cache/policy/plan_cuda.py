@@ -86,10 +86,12 @@ def entry_of(name: str, plain: PageFormat, near: bool = False) -> str:
     return f"{name}<{position}, {', '.join(str(flag).lower() for flag in flags)}>"
 
 
-def kernels_needed(plain: PageFormat, policy: Policy) -> list[jit.Named]:
-    """Kernels of the planner under a policy."""
-    names = ["survey", "split", "choose", *["merge"] * (policy.name == "importance" and not policy.per_head)]
-    return [(SOURCE, entry_of(name, plain)) for name in names]
+def kernels_needed(plain: PageFormat, policy: Policy, max_tokens: int) -> list[jit.Named]:
+    """Kernels of the planner under a policy, for requests of up to so many tokens."""
+    names = ["survey", "split", *["merge"] * (policy.name == "importance" and not policy.per_head)]
+    near = [True, *[False] * (4 * max_tokens > NEARBY)]
+    choose = [(CHOOSE_SOURCE, entry_of("choose", plain, flag)) for flag in near]
+    return [*choose, *((SOURCE, entry_of(name, plain)) for name in names)]
 
 
 def plan_places(

@@ -2,7 +2,8 @@
 
     places ──plan_cuda.py──▶ targets ──moves_cuda.py──▶ counts ──▶ host: pages ──▶ launches of the moves
 
-The counts come to pinned memory behind an event, so a plan can be made a step ahead and be waited for in the next.
+The counts come to pinned memory behind an event, so a plan can be made a step ahead and be waited for in the next. The
+plan of a prompt without mass depends on its length alone: it is made for the first layer and holds for all.
 """
 
 from __future__ import annotations
@@ -28,16 +29,27 @@ if TYPE_CHECKING:
     from kvstrata.cache.storage.transaction import Transaction
 
 
+LARGEST_KEPT = 1 << 22  # new tokens and heads of a prompt whose plan is kept for the next layer
+
+
 class Planned:
     """A plan for places, not carried out yet; its kernels and the copy of its outcome are queued."""
 
     def __init__(
-        self, layers: np.ndarray, requests: np.ndarray, fresh: Fresh | None, device: DevicePlan, counted: Moves
+        self,
+        layers: np.ndarray,
+        requests: np.ndarray,
+        fresh: Fresh | None,
+        device: DevicePlan,
+        counted: Moves,
+        like: Planned | None = None,
     ) -> None:
         self.layers, self.requests, self.fresh = layers, requests, fresh  # [places]
         self.device, self.counted = device, counted
         self._results, self._event = device.results, None
-        if device.results.is_cuda:
+        if like is not None:
+            self.outcome = like.outcome
+        elif device.results.is_cuda:
             self._results = torch.empty(device.results.shape, dtype=torch.uint8, pin_memory=True)
             self._results.copy_(device.results, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -79,8 +91,12 @@ def plan(
     """
     layers = np.array([layer for layer, scope in places for _ in scope])
     requests = np.array([request for _, scope in places for request in scope])
+    where, key = requests * cache.layers + layers, None
+    if rows is not None and fresh is not None and fresh.importance is None:
+        key = _prompt(cache, layers, requests, lengths, fresh)
+        if key is not None and cache._prompt is not None and cache._prompt[0] == key:
+            return _again(cache, cache._prompt[1], layers, requests, fresh, rows)
     allowed = {n: cache.budget.pages(n) for n in {scope[0] for scope in lengths}}
-    where = requests * cache.layers + layers
     device = plan_places(
         cache.buckets,
         cache.policy,
@@ -106,7 +122,40 @@ def plan(
         rows=apply.aligned_rows(rows),
         addresses=addresses,
     )
-    return Planned(layers, requests, fresh, device, counted)
+    planned = Planned(layers, requests, fresh, device, counted)
+    if key is not None:
+        cache._prompt = (key, planned)
+    return planned
+
+
+def _prompt(
+    cache: CacheState, layers: np.ndarray, requests: np.ndarray, lengths: Sequence[Sequence[int]], fresh: Fresh
+) -> tuple[object, ...] | None:
+    """What a plan for prompts depends on; None if there are other tokens, or too many new ones to keep it."""
+    if cache.buckets.host_count[requests, layers].any():
+        return None
+    if int(fresh.counts.sum()) * cache.kv_heads > LARGEST_KEPT:
+        return None
+    return (tuple(map(tuple, lengths)), fresh.packed().tobytes())
+
+
+def _again(
+    cache: CacheState, same: Planned, layers: np.ndarray, requests: np.ndarray, fresh: Fresh, rows: NewRows
+) -> Planned:
+    """The plan of a prompt for the same requests in another layer, without planning."""
+    device = same.device
+    counted = Moves(
+        cache.buckets,
+        requests * cache.layers + layers,
+        device.target,
+        device.lease,
+        starts=device.starts,
+        fresh=fresh,
+        rows=apply.aligned_rows(rows),
+        addresses={"numbers": device.numbers, "fresh": device.fresh},
+        counts=False,
+    )
+    return Planned(layers, requests, fresh, device, counted, same)
 
 
 def move(

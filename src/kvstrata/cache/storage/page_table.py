@@ -11,6 +11,7 @@ pages are full up to the count. `cache.move.apply` moves tokens; here pages are 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from kvstrata.backends import resolve
-from kvstrata.layout.format import UNIT
+from kvstrata.layout.format import MAX_TIERS, UNIT
 
 from . import table_cuda
 from .page import PageFormat, Rows
@@ -83,6 +84,8 @@ class Buckets:
         plain = np.arange(requests * layers * kv_heads).reshape(requests, layers, kv_heads)
         self._plain_lists = plain * (len(page_formats) * max_pages)  # begin of each in the flat table
         offsets = [[kind.position_offset, kind.importance_offset] for kind in page_formats]
+        padding = [0] * (2 * (MAX_TIERS - len(page_formats)))
+        self.offsets = (*itertools.chain(*offsets), *padding)  # as kernels take them
         self.side_offsets = torch.tensor(offsets, device=self.device)
         shape = (requests, layers, kv_heads, len(page_formats))
         table = torch.full((*shape, max_pages), -1, dtype=torch.int32, device="cpu")

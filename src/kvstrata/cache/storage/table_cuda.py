@@ -22,6 +22,11 @@ VECTOR = 16  # bytes that a thread clears at once
 PARAMS = struct.Struct("6Q 6i")
 
 
+def kernels_needed() -> list[jit.Named]:
+    """Kernels of a decode step's tables."""
+    return [(SOURCE, entry) for entry in KERNELS]
+
+
 class Tables(Protocol):
     """The part of a cache's buckets that the kernels change."""
 

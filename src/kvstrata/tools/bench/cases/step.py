@@ -140,7 +140,7 @@ class Decoder:
         }
         # Metadata as the host has it; on the device it is one copy, of which the inputs are rows.
         self.host = torch.zeros(3, batch, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.host[0] = torch.randint(0, sizes.vocab, (batch,))
+        self.host[0] = torch.randint(0, sizes.vocab, (batch,), generator=torch.Generator().manual_seed(0))
         self.host[1] = torch.tensor(shape.lengths) - 1  # of the newest token
         self.host[2] = torch.arange(batch)
         self.on_device = torch.zeros_like(self.host, device=device)
