@@ -67,8 +67,20 @@ def same(ours: TieredCache, wanted: TieredCache) -> None:
     ours.check()
 
 
-OFTEN = [dict(), dict(per_head=False), dict(evict=True, budget=0.15), dict(budget=None, budget_bytes=600_000)]
-RARELY = [dict(importance="ema"), dict(policy="recency"), dict(policy="uniform"), dict(rope=None)]
+OFTEN = [
+    dict(),
+    dict(dtype=torch.bfloat16),
+    dict(per_head=False),
+    dict(evict=True, budget=0.15),
+    dict(budget=None, budget_bytes=600_000),
+]
+RARELY = [
+    dict(dtype=torch.float16),
+    dict(importance="ema"),
+    dict(policy="recency"),
+    dict(policy="uniform"),
+    dict(rope=None),
+]
 OPTIONS = [*OFTEN, *(pytest.param(options, marks=pytest.mark.slow) for options in RARELY)]
 
 
@@ -91,7 +103,7 @@ def test_prompts_steps_and_appends_settle_alike(device: str, options: dict) -> N
         assert raised[0] == raised[1]
 
     def rows(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(torch.randn(2, *shape, 2, 32, generator=generator))
+        return tuple(torch.randn(2, *shape, 2, 32, generator=generator).to(ours.dtype))
 
     for layer in range(2):
         mass = torch.rand(1, 2, 400, generator=generator) ** 4

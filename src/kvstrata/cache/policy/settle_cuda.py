@@ -131,7 +131,7 @@ def plan(
 def _prompt(
     cache: CacheState, layers: np.ndarray, requests: np.ndarray, lengths: Sequence[Sequence[int]], fresh: Fresh
 ) -> tuple[object, ...] | None:
-    """What a plan for prompts depends on; None if there are other tokens, or too many new ones to keep it."""
+    """Key of the plan of prompts; None if there are other tokens, or too many new ones to keep it."""
     if cache.buckets.host_count[requests, layers].any():
         return None
     if int(fresh.counts.sum()) * cache.kv_heads > LARGEST_KEPT:

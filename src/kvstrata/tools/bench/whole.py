@@ -283,10 +283,10 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     listed = []
     for shape in prompts:
         moved = int(shape.requests * shape.tokens * shape.row_bytes * (1 + shape.budget))
-        listed.append(_case("prompt", shape, moved, build_prompt, 4.0, None))
+        listed.append(_case("prompt", shape, moved, build_prompt, 3.0, None))
     for shape in steps:
         step = shape.requests * shape.row_bytes
-        listed.append(_case("advance", shape, step, build_advance, 12.0, PERIODS * shape.settle_every))
+        listed.append(_case("advance", shape, step, build_advance, 5.0, PERIODS * shape.settle_every))
         if shape in eager:
-            listed.append(_case("eager", shape, 2 * step // shape.layers, build_eager, 3.0, None))
+            listed.append(_case("eager", shape, 2 * step // shape.layers, build_eager, 2.0, None))
     return listed
