@@ -8,6 +8,7 @@ import torch
 
 from kvstrata.cache.storage import page as pages
 from kvstrata.cache.storage import pool
+from kvstrata.cache.storage.uploads import Uploads
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
 
@@ -221,3 +222,18 @@ def test_whole_pages_have_the_bytes_of_single_tokens(
         kind.write(raw, place // tokens, place % tokens, rows)
         found.append(raw)
     assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+def test_uploads_behind_a_busy_stream_arrive_as_they_were() -> None:
+    """The ring of pinned memory goes round while the device is far behind, from two streams."""
+    uploads = Uploads(torch.device("cuda"))
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    random, sent = np.random.default_rng(0), []
+    torch.cuda._sleep(200_000_000)
+    for number in range(600):
+        array = random.integers(0, 1 << 30, (2, int(random.integers(1, 5000))))
+        with torch.cuda.stream(streams[number % 2]):
+            sent.append((array.copy(), uploads.copy(array, streams)))
+    torch.cuda.synchronize()
+    assert all(np.array_equal(there.cpu().numpy(), array) for array, there in sent)

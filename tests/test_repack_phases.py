@@ -273,7 +273,7 @@ def test_the_cache_goes_through_everything(emulated: None) -> None:
 def test_gates_of_the_plan(arch: str) -> None:
     """No spills, and at least four blocks a multiprocessor."""
     pytest.importorskip("cuda.core")
-    for entry in ("find<>", "count<>", "enter<>", "leave<>", "place<short, true>", "place<int, false>"):
+    for entry in ("find<>", "count<>", "clear<>", "enter<>", "leave<>", "place<short, true>", "place<int, false>"):
         usage = jit.usage(moves_cuda.SOURCE, entry, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == 0, usage
         assert usage.shared_bytes <= 1024, usage

@@ -105,7 +105,7 @@ def test_what_runs_first_was_compiled_ahead(loaded: set[jit.Named], options: dic
     assert not missing, sorted(entry for _, entry in missing)
     assert len(loaded) > 12  # the path was taken
     unused = {entry.split("<")[0] for _, entry in needed - loaded}
-    assert unused <= {"combine", "combine_alone", "copy_codes", "copy_rows", "observe"}, (
+    assert unused <= {"clear", "combine", "combine_alone", "copy_codes", "copy_rows", "observe"}, (
         unused
     )  # of other sizes and moves
 

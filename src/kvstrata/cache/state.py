@@ -130,9 +130,19 @@ class CacheState:
         change.undo(lambda: setattr(self, "_active", before))
         self._active = before | set(requests)
 
+    def _set_length(self, change: Transaction, on_device: torch.Tensor, length: int) -> None:
+        def run() -> None:
+            on_device.fill_(length)
+
+        change.launch(run)
+
     def _set_lengths(self, change: Transaction, requests: list[int], layer: int, lengths: np.ndarray) -> None:
         change.set(self._lengths, (requests, layer), lengths)
-        if self.device.type != "cpu" and requests:
+        if self.device.type == "cpu" or not requests:
+            return
+        if len(requests) == 1:  # nothing to upload
+            self._set_length(change, self._device_lengths[requests[0], layer], int(lengths[0]))
+        else:
             where = self.pool.to_device(np.stack([np.array(requests), lengths]).astype(np.int64))
             index, values = where[0], where[1].to(self._device_lengths.dtype)
             of_layer = self._device_lengths[:, layer]

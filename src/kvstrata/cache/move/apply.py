@@ -141,6 +141,8 @@ def prepare_counted(
     if buckets.device.type == "cpu":
         counted.copy_tables()
     exchanged = buckets.exchange(change, requests, layers, *numbers)
+    if not buckets.by_cuda:
+        buckets.pool.clear(exchanged.added[0], 0)
     centre = centre_rows(centre)
     lists: list[object] = [counted, centre]
 

@@ -2,6 +2,7 @@
 //
 //   find    the first token of each bucket in the list
 //   count   three numbers a bucket, after which the host allocates pages
+//   clear   new plain pages, whose slots past the end are read with a weight of 0
 //   enter   new pages into the page table
 //   place   the moves, at offsets from the host: the i-th filler takes the i-th hole, arrivals follow the kept tokens
 //   leave   when the moves are made: old pages out of the page table, and the new counts
@@ -34,7 +35,8 @@ struct Params {
   const int* places;     // [places] of (request, layer) in the tables; negative: not moved
   int* count;            // [places of all, heads, tiers] tokens
   int* table;            // [places of all, heads, tiers, max_pages] handles of pages
-  const i64* entries;    // [entered + left, 2] index in the table, handle: pages that come, then pages that go
+  const i64* entries;    // [entered + left, 2] index in the table, handle: pages that come, then pages that go;
+                         // then the handles of new plain pages
   const i64* pointers;  // [slabs]
   const char* k;        // new rows
   const char* v;
@@ -48,6 +50,7 @@ struct Params {
   int* head_caches;     // [whole pages]
   i64 n, k_row, v_row;  // strides in bytes
   int entered, left;    // entries
+  int stride;           // bytes of a plain page
   int buckets, heads, tiers, page_tokens, max_pages, units, row_bytes, v_offset;
   Tier tier_of[kMaxTiers];
 };
@@ -61,6 +64,13 @@ __global__ void __launch_bounds__(256) find(const __grid_constant__ Params p) {
 // Tokens of a bucket, as the table of counts has it.
 __device__ __forceinline__ int* count_of(const Params& p, int head_cache) {
   return p.count + (static_cast<i64>(p.places[head_cache / p.heads]) * p.heads + head_cache % p.heads) * p.tiers;
+}
+
+template <class = void>
+__global__ void __launch_bounds__(256) clear(const __grid_constant__ Params p) {
+  const i64 handle = p.entries[2ll * (p.entered + p.left) + blockIdx.x];
+  int4* page = reinterpret_cast<int4*>(page_address(p.pointers, p.units, static_cast<int>(handle)));
+  for (int i = threadIdx.x; i < p.stride / 16; i += 256) page[i] = make_int4(0, 0, 0, 0);
 }
 
 template <class = void>

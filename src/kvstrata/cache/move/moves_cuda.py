@@ -36,7 +36,7 @@ POINTERS = (
     "numbers", "first", "places", "count", "table", "entries", "pointers", "k", "v", "copies", "packed", "k_at", "v_at",
     "sides", "pages", "owners", "head_caches",
 )  # fmt: skip
-PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 10i {2 * MAX_TIERS}i")
+PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 11i {2 * MAX_TIERS}i 4x")
 
 
 def entry_of(plain: PageFormat) -> str:
@@ -46,7 +46,7 @@ def entry_of(plain: PageFormat) -> str:
 
 def kernels_needed(plain: PageFormat) -> list[jit.Named]:
     """Kernels that list the moves of a plan."""
-    return [(SOURCE, entry) for entry in ("count<>", "find<>", "enter<>", "leave<>", entry_of(plain))]
+    return [(SOURCE, entry) for entry in ("count<>", "find<>", "clear<>", "enter<>", "leave<>", entry_of(plain))]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Moves:
         tensors |= {"target": self.target, "pointers": pool.pointers}
         tensors |= {"count": buckets.count, "table": buckets.page_table}
         tensors |= {name: x for name, x in zip(("k", "v"), self.rows, strict=True) if x is not None}
-        if "places" not in self.addresses:
+        if self.counts and "places" not in self.addresses:
             tensors["places"] = pool.to_device(self.places.astype(np.int32))
         if "numbers" not in self.addresses:
             tensors["numbers"] = self.lease.take("numbers", 3 * self.n_buckets, torch.int32)
@@ -154,10 +154,15 @@ class Moves:
             ranges[which, 1:, 0] = ranges[which, :-1, 1]
         first[2] -= begun  # pages are asked for by their index in the bucket
         n_holes, n_rest, n_pages = (int(n) for n in ranges[:, -1, 1])
-        entries = np.concatenate([exchanged.entered, exchanged.left])
-        uploaded = np.concatenate([entries.reshape(-1).view(np.int32), first.astype(np.int32).reshape(-1)])
-        arrays = buckets.pool.to_device(uploaded)
-        tensors["entries"], tensors["first"] = arrays, arrays[2 * entries.size :]
+        entries, plain = np.concatenate([exchanged.entered, exchanged.left]), exchanged.added[0]
+        arrays = [entries, plain, first.astype(np.int32)]
+        if "places" not in tensors and "places" not in self.addresses:
+            arrays.append(self.places.astype(np.int32))
+        whole = np.concatenate([x.reshape(-1).view(np.int32) for x in arrays])
+        uploaded, ends = buckets.pool.to_device(whole), np.cumsum([x.nbytes for x in arrays]) // 4
+        tensors["entries"], tensors["first"] = uploaded, uploaded[int(ends[1]) :]
+        if len(arrays) > 3:
+            tensors["places"] = uploaded[int(ends[2]) :]
         has_new = bool({"order", "fresh"} & self._tensors.keys()) or "fresh" in self.addresses
         slots = n_pages * p
         lists = Lists(
@@ -176,6 +181,7 @@ class Moves:
         sizes = (len(exchanged.entered), len(exchanged.left))
         head_caches = self.n_buckets // tiers
         before = [
+            self._launch("clear<>", len(plain) if buckets.by_cuda else 0, sizes),
             self._launch("enter<>", -(-sizes[0] // THREADS), sizes),
             self._launch(entry_of(buckets.page_formats[0]), head_caches, sizes),
         ]
@@ -191,8 +197,8 @@ class Moves:
         params = PARAMS.pack(
             *(addresses.get(name, 0) for name in POINTERS),
             len(self.target), *(0 if x is None else x.stride(0) * x.element_size() for x in rows),
-            *entries, self.n_buckets, buckets.kv_heads, len(page_formats), buckets.page_tokens, buckets.max_pages,
-            buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset, *buckets.offsets,
+            *entries, buckets.pool.strides[0], self.n_buckets, buckets.kv_heads, len(page_formats), buckets.page_tokens,
+            buckets.max_pages, buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset, *buckets.offsets,
         )  # fmt: skip
         return jit.Launch(kernel(SOURCE, entry, self.target.get_device()), grid, THREADS, params)
 

@@ -401,13 +401,13 @@ class Buckets:
         came: np.ndarray,
         holes: np.ndarray,
     ) -> torch.Tensor:
-        """`exchange`, with new pages of codes zeroed and the device's tables updated when the transaction completes.
+        """`exchange`, with new pages zeroed and the device's tables updated when the transaction completes.
 
         Returns the device's table as it will be.
         """
         exchanged = self.exchange(change, requests, layers, left, came, holes)
-        for tier in range(1, len(self.page_formats)):
-            self.pool.clear(exchanged.added[tier], tier)
+        for tier, added in enumerate(exchanged.added):
+            self.pool.clear(added, tier)
         if self.device.type == "cpu":
             return self.page_table
         both = self.pool.to_device(np.concatenate([exchanged.entered, exchanged.left]))
@@ -431,7 +431,7 @@ class Buckets:
     ) -> Exchanged:
         """Update the host's tables and counts: release pages past the end, copy pages that are shared and written.
 
-        ``left``, ``came``, ``holes``: int64 per bucket. New plain pages are zeroed.
+        ``left``, ``came``, ``holes``: int64 per bucket. The caller zeroes new plain pages.
         """
         tiers, p = len(self.page_formats), self.page_tokens
         before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
@@ -451,7 +451,6 @@ class Buckets:
             new[of_added] = of_tier[t]
             own[of_shared] = change.allocate(t, int(of_shared.sum()))
             self.pool.copy(old[of_shared], own[of_shared], t)
-        self.pool.clear(of_tier[0], 0)
         at_entered = tuple(np.concatenate(x) for x in zip(at_added, at_shared, strict=True))
         entered = np.concatenate([new, own])
         shape, none = self.host_table.shape, np.full(len(gone[0]), -1)

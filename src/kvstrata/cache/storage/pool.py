@@ -27,6 +27,7 @@ from kvstrata.layout.format import UNIT
 
 from .address_space import Space
 from .free_lists import FreeLists, merged, without
+from .uploads import Uploads
 
 POISON = 0xFF  # NaN as fp16, bf16 and fp32; -1 as a position
 EMPTY = -1
@@ -57,6 +58,7 @@ class Pool:
         self.slabs: list[torch.Tensor | None] = [None] * capacity
         self.pointers = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.sizes = np.zeros(capacity, np.int64)  # bytes of each slab, 0 for none
+        self._uploads = Uploads(device)
         self.streams: dict[int, torch.cuda.Stream] = {}  # on which the slabs were used, by handle
         self.tier = np.full(capacity, EMPTY, np.int8)
         self.refs = np.zeros((capacity, max(self.per_slab)), np.int32)
@@ -107,8 +109,7 @@ class Pool:
     def _new_slab(self, index: int, size: int) -> torch.Tensor:
         if self.space is not None:
             return self.space.bytes[index * self.slab_bytes : index * self.slab_bytes + size]
-        with torch.inference_mode(False):
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _open(self, tier: int, n: int) -> None:
         """Give a tier ``n`` more slabs: empty ones of its size, then new ones in place of other empty ones."""
@@ -132,7 +133,8 @@ class Pool:
         new = max(n - len(self._gone), 0)
         unused = merged(self._gone[:n], np.arange(self._fresh, self._fresh + new))
         numbers = unused.tolist()
-        slabs = [self._new_slab(index, size) for index in numbers]
+        with torch.inference_mode(False):
+            slabs = [self._new_slab(index, size) for index in numbers]
         addresses = np.array([slab.data_ptr() for slab in slabs], np.int64)
         if self.space is not None:
             self.pointers.numpy()[unused] = addresses
@@ -266,10 +268,10 @@ class Pool:
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Copy of a small host array; on a GPU through pinned memory, so the host does not wait."""
-        copy = torch.from_numpy(np.ascontiguousarray(array))
-        if self.space is not None or copy.numel() == 0:
-            return copy.to(self.device)
-        return copy.pin_memory().to(self.device, non_blocking=True)
+        if self.space is not None or array.size == 0:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        self.note_stream()
+        return self._uploads.copy(array, self.streams.values())
 
     def note_stream(self) -> None:
         """Remember torch's current stream: slabs are not given to others before its work so far is done."""
