@@ -198,7 +198,8 @@ class Moves:
             *(addresses.get(name, 0) for name in POINTERS),
             len(self.target), *(0 if x is None else x.stride(0) * x.element_size() for x in rows),
             *entries, buckets.pool.strides[0], self.n_buckets, buckets.kv_heads, len(page_formats), buckets.page_tokens,
-            buckets.max_pages, buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset, *buckets.offsets,
+            buckets.max_pages, buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset,
+            *buckets.offsets,
         )  # fmt: skip
         return jit.Launch(kernel(SOURCE, entry, self.target.get_device()), grid, THREADS, params)
 
