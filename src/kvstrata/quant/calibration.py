@@ -1,12 +1,11 @@
-"""What is known of a model's K before a cache holds any: balance and centre per layer, and what rounding costs there.
+"""Calibration of a model's K: balance and centre of every layer, and the layer's sensitivity to rounding.
 
     K of the model ──/ balance──▶ balanced K ──- centre──▶ ──rotate──▶ codes
     Q of the model ──* balance──▶ ──rotate──▶ its scores with codes; + balanced Q · centre, the same for all tokens
 
-A score is a sum of products over channels, so a channel of K may be divided by a number if that of Q is multiplied by it.
-``pair_balance`` finds the numbers with the least noise (docs/formats.md). They are powers of two: both the division and
-the product are then exact in every floating-point dtype, and rows that are never quantised give the same scores, bit
-for bit, with a balance and without.
+A score is a sum of products over channels, so a channel of K may be divided by a number if that of Q is multiplied by it
+(`pair_balance`; docs/formats.md has the mathematics). The numbers are powers of two: division and product are then exact
+in every floating-point dtype, and rows that are never quantised give the same scores, bit for bit, as without.
 
 A `Calibration` holds all layers and is a file of its own; `LayerCalibration` is what one layer's kernels take. With a
 calibration, codes depend on nothing but the rows and their format.
@@ -86,7 +85,7 @@ class LayerCalibration:
         return None if x is None else (x.shape[0], x.shape[1])
 
     def to(self, device: torch.device | str) -> LayerCalibration:
-        """The same on a device."""
+        """Return a copy on a device."""
         return LayerCalibration(*(None if x is None else x.to(device) for x in (self.balance, self.centre)))
 
 
@@ -143,8 +142,8 @@ class Calibration:
         if shape != (layers, kv_heads, head_dim):
             of = f" of {self.model}" if self.model else ""
             raise ValueError(
-                f"calibration: expected {layers} layers of {kv_heads} KV heads and head_dim {head_dim}, got one{of} with"
-                f" {shape[0]} layers of {shape[1]} and {shape[2]}"
+                f"calibration: expected {layers} layers of {kv_heads} KV heads and head_dim {head_dim}, got one{of}"
+                f" with {shape[0]} layers of {shape[1]} and {shape[2]}"
             )
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -153,7 +152,7 @@ class Calibration:
 
         if not Path(path).parent.is_dir():
             raise FileNotFoundError(f"path: expected a file in a folder that exists, got {str(path)!r}")
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for i, layer in enumerate(self.layers):
             parts = {"balance": layer.balance, "centre": layer.centre}
             tensors |= {f"{name}.{i}": x.cpu().clone() for name, x in parts.items() if x is not None}
@@ -186,14 +185,14 @@ class Calibration:
             if unknown := sorted(set(tensors) - known):
                 raise ValueError(f"tensors: expected those of {count} layers, got {unknown[0]!r}")
             layers = [LayerCalibration(tensors.get(f"balance.{i}"), tensors.get(f"centre.{i}")) for i in range(count)]
-            sensitivity = [tensors[f"sensitivity.{name}"].tolist() for name in "kv"]
-            made = cls(layers, *sensitivity, int(metadata["bits"]), metadata.get("model", ""))
+            k, v = (tensors[f"sensitivity.{name}"].tolist() for name in "kv")
+            made = cls(layers, k, v, int(metadata["bits"]), metadata.get("model", ""))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"path: expected a calibration file, {str(path)!r} is damaged: {error}") from error
         return made.to(device)
 
     def to(self, device: torch.device | str) -> Calibration:
-        """The same on a device."""
+        """Return a copy on a device."""
         layers = [layer.to(device) for layer in self.layers]
         return Calibration(layers, self.k_sensitivity, self.v_sensitivity, self.bits, self.model)
 
