@@ -11,6 +11,7 @@ import torch
 from kvstrata.checks import check_int, whole_numbers
 from kvstrata.layout import Format
 
+from .policy.balance import Calibrated
 from .policy.budget import Budget
 from .policy.plan import Policy
 from .storage.page import PageFormat
@@ -41,7 +42,8 @@ class CacheState:
     formats: tuple[Format, ...]
     pool: Pool
     buckets: Buckets
-    centre: torch.Tensor  # float32 [requests, layers, kv_heads, head_dim]
+    centre: torch.Tensor  # float32 [requests, layers, kv_heads, head_dim], of the model's K
+    balance: torch.Tensor | None  # int8, the same shape: K is stored divided by 2 to the power
     budget: Budget
     policy: Policy
     _arguments: dict[str, Any]
@@ -50,6 +52,7 @@ class CacheState:
     _queries: np.ndarray  # [requests, layers]: queries whose mass was reported
     _reported: np.ndarray  # [requests, layers]: length at the last report
     _centred: np.ndarray  # bool [requests, layers]
+    _calibrated: Calibrated  # what requests begin with
     _active: set[int]
     _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
 

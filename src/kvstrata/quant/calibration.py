@@ -3,9 +3,9 @@
     K of the model ──/ balance──▶ balanced K ──- centre──▶ ──rotate──▶ codes
     Q of the model ──* balance──▶ ──rotate──▶ its scores with codes; + balanced Q · centre, the same for all tokens
 
-A score is a sum of products over channels, so a channel of K may be divided by a number if that of Q is multiplied by it
-(`pair_balance`; docs/formats.md has the mathematics). The numbers are powers of two: division and product are then exact
-in every floating-point dtype, and rows that are never quantised give the same scores, bit for bit, as without.
+A score is a sum of products over channels, so a channel of K may be divided by a number if that of Q is multiplied by
+it (`pair_balance`; docs/formats.md has the mathematics). The numbers are powers of two: division and product are then
+exact in every floating-point dtype, and rows that are never quantised give the same scores, bit for bit, as without.
 
 A `Calibration` holds all layers and is a file of its own; `LayerCalibration` is what one layer's kernels take. With a
 calibration, codes depend on nothing but the rows and their format.
@@ -42,6 +42,16 @@ def check_balance(name: str, x: torch.Tensor) -> None:
     wrong = x[~(within & (fraction == 0.5))]
     if wrong.numel():
         raise ValueError(f"{name}: expected powers of two from {1 / LARGEST} to {LARGEST:g}, got {wrong[0].item()!r}")
+
+
+def exponents(balance: torch.Tensor) -> torch.Tensor:
+    """A checked balance as kernels read it: int8 powers of two, of the same shape."""
+    return (torch.frexp(balance)[1] - 1).to(torch.int8)
+
+
+def factors(exponents: torch.Tensor) -> torch.Tensor:
+    """The balance, float32, from its int8 powers of two."""
+    return ((exponents.int() + 127) << 23).view(torch.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,6 +82,27 @@ __device__ __forceinline__ void score_centre(const Params& p, State<kDim, kN>& s
   }
 }
 
+// Two powers of two from their exponents, from -8 to 8.
+__device__ __forceinline__ unsigned powers_of(f16, int first, int second) { return (first + 15) << 10 | (second + 15) << 26; }
+__device__ __forceinline__ unsigned powers_of(bf16, int first, int second) { return (first + 127) << 7 | (second + 127) << 23; }
+
+// Multiplies the queries that load_query read by the balance of K, which is exact.
+template <class In, bool kLossy, int kDim, int kN>
+__device__ __forceinline__ void balance_query(const Params& p, State<kDim, kN>& st, const Owner& owner) {
+  const int t = threadIdx.x & 3, request = p.requests ? __ldg(p.requests + owner.row) : owner.row;
+  const signed char* balance = p.balance + request * p.centre_request + owner.head * kDim;
+#pragma unroll
+  for (int s = 0; s < kDim / 16; s++)
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+      const int dim = kLossy ? 16 * s + 2 * t + 8 * part : plain_dim<kDim>(s, part);
+      const unsigned short both = __ldg(reinterpret_cast<const unsigned short*>(balance + dim));
+      const unsigned by = powers_of(In{}, static_cast<signed char>(both & 255), static_cast<signed char>(both >> 8));
+#pragma unroll
+      for (int n = 0; n < kN; n++) st.q[n][s][part] = multiply_pair(In{}, st.q[n][s][part], by);
+    }
+}
+
 // Converts the queries that load_query read to operands.
 template <class In, bool kMass, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st, const Stage& stage, int block) {
@@ -113,8 +134,12 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
   if (kOrdered)
     st.first = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride) - p.queries;
   st.score = p.scale_log2;
-  if (tier_of(stage.meta) == 0) return;
+  if (tier_of(stage.meta) == 0) {
+    if (p.balance) balance_query<In, false>(p, st, owner);
+    return;
+  }
   if (kMass || p.softcap_log2 > 0.f) score_centre<In>(p, st, owner);
+  if (p.balance) balance_query<In, true>(p, st, owner);
 
   // Rotate 16 dims by a product with a matrix of +-1, the rest by butterflies over steps.
   unsigned h[2][2];

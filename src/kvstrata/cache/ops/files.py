@@ -7,6 +7,7 @@
     length, queries, reported  int64 [layers]
     centre             float32 [layers, kv_heads, head_dim]
     centred            uint8   [layers]
+    balance            int8    [layers, kv_heads, head_dim]  powers of two; missing: all 0
     ahead_from         int64   [1]                    may be missing: the length to settle ahead from
 
 The metadata holds the version, the parameters of the cache and a digest of all tensors. What decides the meaning of
@@ -103,6 +104,8 @@ def taken(cache: CacheState, request: int) -> dict[str, torch.Tensor]:
     parts["reported"] = torch.from_numpy(cache._reported[request])
     parts["centre"] = cache.centre[request]
     parts["centred"] = torch.from_numpy(cache._centred[request]).to(torch.uint8)
+    if cache.balance is not None:
+        parts["balance"] = cache.balance[request]
     parts["ahead_from"] = torch.tensor([int(cache._ahead_from[request])])
     return parts
 
@@ -182,6 +185,10 @@ def validate(cache: CacheState, tensors: dict[str, torch.Tensor]) -> None:
     centred = shaped("centred", torch.uint8, layers)
     want((centred <= 1).all(), "centred: expected 0 or 1")
     want((centred.bool() | (count[:, :, 1:].sum((1, 2)) == 0)).all(), "centred: expected 1 where tokens are quantised")
+    if "balance" in tensors:
+        balance = shaped("balance", torch.int8, layers, heads, cache.head_dim)
+        want((balance.abs() <= 8).all(), "balance: expected powers from -8 to 8")
+        want(cache.balance is not None or not balance.any(), "balance: expected none, or a cache with balance=True")
     if "ahead_from" in tensors:
         want((shaped("ahead_from", torch.int64, 1) >= 0).all(), "ahead_from: expected 0 or more")
     keys = []
@@ -230,7 +237,10 @@ def put(cache: CacheState, request: int, tensors: dict[str, torch.Tensor]) -> No
 def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str, torch.Tensor]) -> None:
     """Pages, tables and numbers of the request; its part of the device's tables is written at once."""
     buckets, count = cache.buckets, tensors["count"].numpy()
-    centre, old_centre = tensors["centre"].to(cache.device), cache.centre[request].clone()
+    changed = [(cache.centre[request], tensors["centre"])]
+    if cache.balance is not None:
+        changed.append((cache.balance[request], tensors.get("balance", torch.zeros(cache.balance.shape[1:]))))
+    before = [own.clone() for own, _ in changed]
 
     def push() -> None:
         if cache.device.type != "cpu":
@@ -239,7 +249,8 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
                 buckets.push(layer, [request])
 
     def restore() -> None:
-        cache.centre[request].copy_(old_centre)
+        for (own, _), old in zip(changed, before, strict=True):
+            own.copy_(old)
         push()
 
     change.undo(restore)  # the last to be undone, when the host's tables are restored
@@ -261,7 +272,8 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
     for array, name in ((cache._lengths, "length"), (cache._queries, "queries"), (cache._reported, "reported")):
         change.set(array, request, tensors[name].numpy())
     change.set(cache._ahead_from, request, int(tensors["ahead_from"]) if "ahead_from" in tensors else 0)
-    cache.centre[request].copy_(centre)
+    for own, values in changed:
+        own.copy_(values)
     push()
 
 

@@ -23,8 +23,13 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
         state = (table, count, cache._lengths, cache._queries, cache._reported, cache._centred, cache._ahead_from)
         new = [x[origin].copy() for x in state]
         changed = [*to, *left]
-        centres = torch.zeros(len(changed), *cache.centre.shape[1:], dtype=torch.float32, device=cache.device)
-        centres[: len(to)] = cache.centre[cache.pool.to_device(np.array(origin, np.int64))]
+        sources = cache.pool.to_device(np.array(origin, np.int64))
+        of_rows = [(cache.centre, cache._calibrated.centre), (cache.balance, cache._calibrated.balance)]
+        kept = [
+            (x, torch.cat([x[sources], first.expand(len(left), *first.shape)]))
+            for x, first in of_rows
+            if x is not None and first is not None
+        ]
         rows = cache.pool.to_device(np.array(changed, np.int64))
         old_handles = table[changed]
         change.release(old_handles[old_handles >= 0].astype(np.int64))
@@ -33,8 +38,9 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
             cache.pool.retain(new[0][new[0] >= 0])
             for x, values in zip(state, new, strict=True):
                 x[to] = values
-                x[left] = -1 if x is table else 0
-            cache.centre[rows] = centres
+                x[left] = -1 if x is table else cache._calibrated.centred if x is cache._centred else 0
+            for own, values in kept:
+                own[rows] = values
             cache._active = (cache._active | set(to)) - set(gone)
             if cache.device.type != "cpu":
                 cache._device_lengths.copy_(torch.from_numpy(cache._lengths))
