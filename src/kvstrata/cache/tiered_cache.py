@@ -79,7 +79,7 @@ class TieredCache(CacheState):
         decay: decay of the moving average per query, in [0, 1).
         rope: RoPE angle of each channel pair per position, in radians (a model's ``inv_freq``); it lets the centre of
             K anticipate longer contexts (docs/formats.md). None if K is not rotated.
-        calibration: balance and centres of the model's K (`kvstrata calibrate`), instead of estimates from each request;
+        calibration: balance and centres of the model's K (`kvstrata calibrate`), instead of estimates from requests;
             equal rows then have equal codes in a given format, whatever else a request or a batch holds.
         balance: True lets `set_balance` give each request a balance of its own; implied by a calibration with one.
         debug: poison freed pages.

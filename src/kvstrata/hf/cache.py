@@ -24,6 +24,7 @@ from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.clone import clone
 from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget
 from kvstrata.checks import check_int
+from kvstrata.quant.calibration import Calibration
 
 from . import attention, files, support
 from . import mask as masks
@@ -53,6 +54,8 @@ class StrataCache(Cache):
         max_tokens: largest length of a row; None starts with the config's context length, up to 32768 for shorter
             prompts, and grows when a row becomes longer.
         importance_queries: maximum number of prompt queries sampled for importance.
+        calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote. None estimates
+            both from each row's prompt; ``balance=False`` does without a balance.
 
     Layers that cannot be compressed (sliding window, linear attention, other shapes of K and V) stay transformers' own;
     ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on. Gradients do not
@@ -85,6 +88,7 @@ class StrataCache(Cache):
         max_batch: int | None = None,
         max_tokens: int | None = None,
         importance_queries: int = 512,
+        calibration: Calibration | str | PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
@@ -111,6 +115,9 @@ class StrataCache(Cache):
         self.options = options | ({"budget": fraction} if budget_bytes is None else {"budget_bytes": budget_bytes})
         self.dtype, self.max_batch, self.max_tokens = dtype, max_batch, max_tokens
         self.importance_queries = importance_queries
+        if calibration is not None and not isinstance(calibration, Calibration):
+            calibration = Calibration.load(calibration)
+        self.calibration = calibration
         self._text = text
         self.context = getattr(text, "max_position_embeddings", None) or TOKENS
         self.plain_layers: dict[int, str] = {}
@@ -185,6 +192,11 @@ class StrataCache(Cache):
         """True if attention mass decides which tokens are demoted."""
         return self.tiered.policy.name == "importance" and self.tiered.budget.amount is not None
 
+    @property
+    def balances(self) -> bool:
+        """True if the balance of K is estimated from each row's prompt."""
+        return self.calibration is None and self.tiered.balance is not None
+
     def _misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
         """Reason why K and V of a layer, ``[rows, kv_heads, n, D]``, cannot be compressed, or None."""
         dim = key.shape[-1]
@@ -233,7 +245,8 @@ class StrataCache(Cache):
             max_requests=requests,
             max_tokens=tokens,
             rope=frequencies(self._text, dim),
-            **self.options,
+            calibration=self.calibration,
+            **dict[str, Any](balance=self._compresses) | self.options,
         )
         self._check_budget(self._tiered)
         self._real = np.ones((rows, 0), bool)

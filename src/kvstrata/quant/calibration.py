@@ -22,8 +22,10 @@ import torch
 
 KIND = "kvstrata.calibration"
 VERSION = 1
-LARGEST = 2.0**8  # of a balance and of its inverse: K and Q of any model stay within the range of fp16
+MOST = 8
+LARGEST = 2.0**MOST  # of a balance and of its inverse: K and Q of any model stay within the range of fp16
 LARGEST_CENTRE = 65504.0
+TINY = 1e-12  # of the largest mean square of a head: channels below it count as this
 
 
 def _check(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -229,12 +231,13 @@ def pair_balance(
     """The balance with the least noise of scores, rounded to powers of two.
 
     Args:
-        k_square: float32 ``[kv_heads, head_dim]``, mean squares of K's channels after the centre is subtracted.
+        k_square: ``[..., kv_heads, head_dim]``, mean squares of K's channels after the centre is subtracted.
         q_square: the same of Q's, over the query heads of each KV head.
         pairs, interleaved: channels that RoPE turns into each other get one number, see `pair_means`.
 
-    Returns float32 ``[kv_heads, head_dim]``: (E k² / E q²)^(1/4), divided by its geometric mean over the head, since a
-    common factor changes nothing, and rounded. Channels without any K or any Q get the nearest that is allowed.
+    Returns float32 ``[..., kv_heads, head_dim]``: (E k² / E q²)^(1/4), divided by its geometric mean over the
+    head, since a common factor changes nothing, and rounded. Channels without any K or any Q get the nearest that is
+    allowed.
 
     Raises ValueError for shapes that differ.
 
@@ -242,12 +245,10 @@ def pair_balance(
         >>> pair_balance(torch.tensor([[256.0, 1.0]]), torch.ones(1, 2))
         tensor([[2.0000, 0.5000]])
     """
-    if k_square.dim() != 2 or k_square.shape != q_square.shape:
+    if k_square.shape != q_square.shape:
         raise ValueError(f"q_square: expected shape {tuple(k_square.shape)} as k_square, got {tuple(q_square.shape)}")
     k, q = (pair_means(x.detach().double(), pairs, interleaved) for x in (k_square, q_square))
-    tiny = 1e-12  # of the head's largest: below it a channel has no say
-    k, q = (x.clamp(min=tiny * float(x.amax().clamp(min=1e-30))) for x in (k, q))
+    k, q = (torch.maximum(x, TINY * x.amax(-1, keepdim=True).clamp(min=1e-30)) for x in (k, q))
     power = (k / q).log2() / 4
     power = (power - power.mean(-1, keepdim=True)).round()
-    most = torch.tensor(LARGEST, dtype=torch.float64).log2().item()
-    return power.clamp(-most, most).exp2().float()
+    return power.clamp(-MOST, MOST).exp2().float()

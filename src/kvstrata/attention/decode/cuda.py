@@ -318,8 +318,8 @@ class Plan:
         centre_stride = 0 if x.centre is None else x.centre.stride(0)
         params = DECODE.pack(
             q.data_ptr(), _row(self.stages, index), _row(self.parts, index), self.rows,
-            x.lengths.data_ptr(), _pointer(x.centre), _pointer(x.balance), _pointer(self.partial_out if mass is None else mass),
-            self.partial_sum.data_ptr(), _pointer(lse),
+            x.lengths.data_ptr(), _pointer(x.centre), _pointer(x.balance),
+            _pointer(self.partial_out if mass is None else mass), self.partial_sum.data_ptr(), _pointer(lse),
             *(n * size for n in q.stride()[:3]), x.lengths.stride(0), centre_stride,
             self.q_len, job.group, self.kv_heads, self.chunks, self.head_caches, self.multiprocessors,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0,

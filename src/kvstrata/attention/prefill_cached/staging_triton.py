@@ -93,11 +93,12 @@ def _place(position_ptr, bounds_ptr, position):
 def stage_kernel(
     k_rows_ptr, v_rows_ptr, position_ptr, bounds_ptr, requests_ptr, length_ptr, table_ptr, count_ptr, centre_ptr,
     balance_ptr, pointers_ptr, offsets_ptr, hadamard_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_length,
-    stride_table_r, stride_table_h, stride_table_t, stride_count_r, stride_count_h, stride_centre_r, stride_centre_h, stride_k_page,
-    stride_k_row, stride_k_head, stride_v_page, stride_v_row, stride_v_head, units, first, slots,
+    stride_table_r, stride_table_h, stride_table_t, stride_count_r, stride_count_h, stride_centre_r, stride_centre_h,
+    stride_k_page, stride_k_row, stride_k_head, stride_v_page, stride_v_row, stride_v_head, units, first, slots,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TIERS: tl.constexpr, FORMATS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, BALANCED: tl.constexpr,
-    POSITION_BYTES: tl.constexpr, MANTISSA: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    POSITION_BYTES: tl.constexpr, MANTISSA: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Unpack page ``first + program_id(1)`` of a (request, KV head) to its rows of the chunk: K and positions, or V.
 

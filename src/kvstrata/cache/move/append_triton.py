@@ -125,7 +125,8 @@ def prepare_append(job: Job) -> Callable[[], None]:
         with torch.cuda.device_of(k):
             append_kernel[k.shape[:2]](
                 k, v, meta if job.balance is None else job.balance, buckets.pool.pointers, buckets.page_table,
-                buckets.count, job.device_length, meta, meta if job.by_token is None else job.by_token, *k.stride()[:2], *v.stride()[:2],
+                buckets.count, job.device_length, meta, meta if job.by_token is None else job.by_token, *k.stride()[:2],
+                *v.stride()[:2],
                 len(job.requests), job.layer, layers, tiers, max_pages, buckets.pool.units,
                 BY_TOKEN=job.by_token is not None, **_sizes(buckets, k, job.balance),
             )  # fmt: skip
@@ -142,7 +143,8 @@ def write_rows(written: Written) -> None:
     with torch.cuda.device_of(k):
         write_kernel[k.shape[:2]](
             k, v, buckets.count if written.balance is None else written.balance, buckets.pool.pointers,
-            buckets.page_table, buckets.count, written.device_length, buckets.count if requests is None else requests, *k.stride()[:2], *v.stride()[:2],
+            buckets.page_table, buckets.count, written.device_length, buckets.count if requests is None else requests,
+            *k.stride()[:2], *v.stride()[:2],
             given, written.layer, layers, tiers, max_pages, buckets.pool.units,
             NUMBERED=requests is not None, RECIPROCAL=written.reciprocal, **_sizes(buckets, k, written.balance),
         )  # fmt: skip

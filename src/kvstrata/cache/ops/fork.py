@@ -39,8 +39,8 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
             for x, values in zip(state, new, strict=True):
                 x[to] = values
                 x[left] = -1 if x is table else cache._calibrated.centred if x is cache._centred else 0
-            for own, values in kept:
-                own[rows] = values
+            for own, of_requests in kept:
+                own[rows] = of_requests
             cache._active = (cache._active | set(to)) - set(gone)
             if cache.device.type != "cpu":
                 cache._device_lengths.copy_(torch.from_numpy(cache._lengths))

@@ -84,4 +84,10 @@ def set_balance(cache: CacheState, layer: int, balance: torch.Tensor, requests: 
             )
         if cache._calibrated.centred[layer]:
             raise ValueError(f"layer: expected one whose centre the calibration does not fix, got {layer}")
+    put_balance(cache, layer, balance, requests)
+
+
+def put_balance(cache: CacheState, layer: int, balance: torch.Tensor, requests: Sequence[int]) -> None:
+    """`set_balance` of a balance that is known to be right, without a look at it."""
+    assert cache.balance is not None
     cache.balance[cache.pool.to_device(np.asarray(requests, np.int64)), layer] = exponents(balance).to(cache.device)

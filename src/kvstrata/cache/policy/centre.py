@@ -50,7 +50,8 @@ def fix_centres(
 ) -> torch.Tensor:
     """Centres of stored K of requests, each in its layer, float32 ``[pairs * kv_heads, D]``.
 
-    Stored rows are divided by the balance, and so are these; ``cache.centre`` holds those of the model's K. Those whose first tokens are about to be quantised are computed, and stored when the transaction completes.
+    Stored rows are divided by the balance, and so are these; ``cache.centre`` holds those of the model's K. Those
+    whose first tokens are about to be quantised are computed, and stored when the transaction completes.
     """
     places = cache.pool.to_device(np.array(requests, np.int64) * cache.layers + np.array(layers, np.int64))
     stored = cache.centre.flatten(0, 1)
@@ -232,7 +233,7 @@ def centre_of(
         parts += [both, both]
     plain, *turned = _means(tables, parts)
     angle = torch.tensor(rope, dtype=torch.float64).to(table.device)
-    ahead_cos, ahead_sin = (x.unsqueeze(1) for x in _mean_turn(angle, positions))
+    ahead_cos, ahead_sin = (x.unsqueeze(1) for x in mean_turn(angle, positions))
     centre, longest = plain, _length(plain)
     for (one, two), x, y in zip(pairs, turned[::2], turned[1::2], strict=True):
         mean, ahead = plain.clone(), plain.clone()
@@ -260,7 +261,7 @@ def _length(mean: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _mean_turn(angle: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_turn(angle: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean of cos and sin of ``angle [n]`` times 0, 1, ..: float32 ``[requests, n]``, over so many ``[requests]``."""
     n = positions.double().unsqueeze(1)
     half = angle / 2
