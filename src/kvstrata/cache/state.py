@@ -11,8 +11,8 @@ import torch
 from kvstrata.checks import check_int, whole_numbers
 from kvstrata.layout import Format
 
-from .policy.balance import Calibrated
 from .policy.budget import Budget
+from .policy.calibrated import Calibrated
 from .policy.plan import Policy
 from .storage.page import PageFormat
 from .storage.page_table import Buckets

@@ -38,8 +38,9 @@ from .ops.crop import crop_request
 from .ops.fork import assign
 from .ops.step import advance, write
 from .policy import room
-from .policy.balance import calibrated, set_balance
+from .policy.balance import set_balance
 from .policy.budget import DEFAULT, Memory, check_budget, default_tiers
+from .policy.calibrated import calibrated
 from .policy.importance import MODES
 from .policy.mass import add_mass
 from .policy.plan import POLICIES, Policy, whole_pages

@@ -107,10 +107,11 @@ __global__ void __launch_bounds__(256) append_one(const __grid_constant__ Params
   const float first = p.reciprocal ? __fdiv_rn(1.f, static_cast<float>(position + 1)) : 0.f;
   for (int head = threadIdx.x >> 5; head < p.heads; head += warps) {
     const i64 head_cache = head_cache_of(p, request, head);
-    const int slot = p.count[head_cache * p.tiers];
+    int* count = p.count + head_cache * p.tiers;
+    const int slot = *count;
     copy_token<kRow, kWidth, Position, kKeeps, In>(p, blockIdx.x, head, head_cache, slot, position, first);
     __syncwarp();  // all lanes have read the count
-    if ((threadIdx.x & 31) == 0) p.count[head_cache * p.tiers] = slot + 1;
+    if ((threadIdx.x & 31) == 0) *count = slot + 1;
   }
   __syncthreads();  // all warps have read the length
   if (threadIdx.x == 0) *length = position + 1;

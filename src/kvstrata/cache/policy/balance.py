@@ -8,39 +8,15 @@ request's balance in a layer is fixed by its first token there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvstrata.quant.calibration import Calibration, check_balance, exponents, factors
+from kvstrata.quant.calibration import check_balance, exponents, factors
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
-
-
-class Calibrated(NamedTuple):
-    """Balance, centres and whether these are fixed, of a request without tokens."""
-
-    balance: torch.Tensor | None  # int8 [layers, kv_heads, head_dim], on the cache's device
-    centre: torch.Tensor  # float32, of the model's K
-    centred: np.ndarray  # bool [layers]
-
-
-def calibrated(
-    calibration: Calibration | None, shape: tuple[int, int, int], device: torch.device, balance: bool
-) -> Calibrated:
-    """What requests of a cache begin with; ``balance``: they may get one of their own, see `set_balance`."""
-    own = torch.zeros(shape, dtype=torch.int8, device=device)
-    centre, centred = torch.zeros(shape, dtype=torch.float32, device=device), np.zeros(shape[0], bool)
-    for layer, given in enumerate([] if calibration is None else calibration.layers):
-        if given.balance is not None:
-            own[layer] = exponents(given.balance).to(device)
-            balance = True
-        if given.centre is not None:
-            centre[layer] = given.centre.to(device) * factors(own[layer])
-            centred[layer] = True
-    return Calibrated(own if balance else None, centre, centred)
 
 
 def factors_of(cache: CacheState, layer: int, requests: Sequence[int] | np.ndarray) -> torch.Tensor | None:
