@@ -38,8 +38,8 @@ def fingerprint(cache: TieredCache, spare: bool = True) -> list[object]:
         None if slab is None or (tier == EMPTY and not spare) else slab.clone()
         for slab, tier in zip(pool.slabs, pool.tier.tolist(), strict=True)
     ]
-    arrays = [cache.buckets.page_table, cache.buckets.count, cache.centre, cache._device_lengths]
-    host = (cache._centred, cache._queries, cache._reported, cache._lengths, cache._ahead_from)
+    arrays = [cache.buckets.page_table, cache.buckets.count, cache.centre, cache._device_lengths, cache.reports.numbers]
+    host = (cache._centred, cache._lengths, cache._ahead_from)
     books = [x.copy() for x in (*host, cache.buckets.host_table, cache.buckets.host_count)]
     return [cache.requests, slabs, *books, *(x.clone() for x in arrays), cache.pool.refs.copy(), cache.pool.tier.copy()]
 

@@ -179,6 +179,7 @@ def filled(
     layers: int = 1,
     large: float = 1.0,
     seed: int = 0,
+    **arguments: object,
 ) -> TieredCache:
     """A cache whose tokens are in tiers at random, head by head, the ``recent`` last in plain pages, others too where
     ``plain``; free pages and the tails of pages are poisoned."""
@@ -186,7 +187,7 @@ def filled(
     longest = max(*lengths, 1)
     cache = TieredCache(
         layers, kv_heads, dim, budget=None, tiers=tiers, dtype=dtype, device=DEVICE, max_requests=len(lengths),
-        max_tokens=longest + 16, page_tokens=page_tokens, debug=True,
+        max_tokens=longest + 16, page_tokens=page_tokens, debug=True, **arguments,
     )  # fmt: skip
     for request in range(len(lengths)):
         cache.add_request()

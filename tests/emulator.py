@@ -165,7 +165,7 @@ def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(op, "missing", lambda backend, job: decode_cuda.missing(job) if backend == "cuda" else None)
-    monkeypatch.setattr(plan.DecodePlan, "update", lambda self: self.cuda().update())
+    monkeypatch.setattr(plan.DecodePlan, "_has_kernels", lambda self: True)
     for kernel in (decode_cuda._decode_kernel, decode_cuda._combine_kernel):
         kernel.cache_clear()
 

@@ -39,6 +39,19 @@ def test_all_ways_give_the_same_tokens(budget: float | None) -> None:
     decoder.cache.check()
 
 
+def test_steps_that_settle() -> None:
+    """Tokens are those of the same state in the other way; contexts grow only by steps."""
+    case = step.cases(DEVICE, False)[-1]
+    assert case.rounds >= 2 * step.SETTLE_EVERY
+    bench = case.build(DEVICE)
+    (decoder,) = step._built.values()
+    before = decoder.cache.length(0)
+    assert runner.verify(bench, bench.contenders, 1) == {}
+    assert decoder.cache.length(0) == before + 1
+    bench.contenders["no advance"](0)
+    assert decoder.cache.length(0) == before + 1
+
+
 def test_metadata_that_does_not_arrive_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     run = step.Decoder.run
     monkeypatch.setattr(
@@ -56,7 +69,10 @@ def test_shapes_of_the_benchmark() -> None:
     assert step.Model().weights == 7_504_658_432
     names = [case.name for case in step.cases(torch.device("cuda"), False)]
     assert names[:2] == ["step-B1-4096-16bit-gpu", "step-B1-4096-16bit"]
-    assert len(names) == 12
+    assert len(names) == 12 + 6
+    assert names[12:15] == ["settling-B32-16384-16bit", "settling-B32-16384-0.25", "settling-B64-4096-16bit"]
+    quick = [case.name for case in step.cases(torch.device("cuda"), True)]
+    assert quick[-2:] == ["settling-B64-4096-16bit", "settling-B64-4096-0.25"]
     assert max(shape.bytes - 2 * shape.model.weights for shape in step.SHAPES) < 34.4e9
     assert step.Shape(32, 4096, 0.25).name == "step-B32-4096-0.25"
 

@@ -19,7 +19,7 @@ from cache_model import fingerprint, limit, make, rows, same
 from conftest import HAS_GPU
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops import files, step
-from kvstrata.cache.policy import plan, plan_op, scopes
+from kvstrata.cache.policy import ahead, plan, plan_op, scopes
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
@@ -82,6 +82,22 @@ def write(cache: TieredCache) -> None:
         cache.write(layer, *given(len(ids), layer), ids)
 
 
+def advance(cache: TieredCache) -> None:
+    """A step that plans nothing for the next one, which may fail without harm."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(step, "plan_ahead", lambda cache, given: None)
+        cache.advance()
+
+
+def planned_ahead() -> TieredCache:
+    """A cache whose next step is planned."""
+    cache = filled()
+    while not cache._ahead:
+        cache.advance()
+        write(cache)
+    return cache
+
+
 OPERATIONS: dict[str, tuple[Callable[[], TieredCache], Callable[[TieredCache], object]]] = {
     "append one": (filled, one_each),
     "append one to a shared page": (filled, lambda c: c.append(1, *given(1), requests=[2])),
@@ -96,8 +112,9 @@ OPERATIONS: dict[str, tuple[Callable[[], TieredCache], Callable[[TieredCache], o
     "append under bytes": (
         lambda: filled(**limit(150_000)), lambda c: c.append(0, *given(90, 7), requests=[1, 3], seq_lens=[40, 50])
     ),
-    "advance": (lambda: before_settling(TieredCache.advance), lambda c: c.advance()),
-    "advance without room": (filled, lambda c: c.advance()),
+    "advance": (lambda: before_settling(advance), advance),
+    "advance without room": (filled, advance),
+    "advance by a plan made ahead": (planned_ahead, advance),
     "update importance": (filled, lambda c: c.update_importance(0, mass(3, 80))),
     "settle": (filled, lambda c: c.settle()),
     "crop": (filled, lambda c: c.crop(2, 41)),
@@ -149,7 +166,7 @@ def plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
             plans[key] = plan_op.plan_all(scopes, policy, headroom)
         return plans[key]
 
-    for module in (scopes, step):
+    for module in (ahead, scopes, step):
         monkeypatch.setattr(module, "plan_all", planned)
 
 
@@ -186,6 +203,27 @@ def test_out_of_memory_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_out_of_memory_anywhere_changes_nothing(name: str) -> None:
     fail_everywhere(*OPERATIONS[name], True, write if "advance" in name else lambda cache: None)
+
+
+def test_out_of_memory_in_a_plan_made_ahead_does_no_harm() -> None:
+    cache = filled()
+    while True:
+        before = copy.deepcopy(cache)
+        cache.advance()
+        if cache._ahead:
+            break
+        write(cache)
+    write(cache)
+    twins = copy.deepcopy(before), copy.deepcopy(before)
+    needed, lines = len(Allocations.of(lambda: advance(twins[0])).lines), Allocations.of(twins[1].advance).lines
+    assert len(lines) > needed
+    for number in {needed, (needed + len(lines)) // 2, len(lines) - 1}:
+        twin = copy.deepcopy(before)
+        Allocations.of(twin.advance, number)
+        assert not twin._ahead
+        write(twin)
+        twin.check()
+        assert same(contents(twin), contents(cache))
 
 
 @pytest.mark.parametrize("budget", [None, 0.4, 150_000])

@@ -13,14 +13,15 @@ from kvstrata.jit.kernel import PORTABLE_SHARED
 from kvstrata.layout import Format
 
 MODULE = "kvstrata.attention.decode.triton"
-TYPES = {f"{name}_ptr": "*i32" for name in ("requests", "length", "table", "count", "offsets")}
+TYPES = {f"{name}_ptr": "*i32" for name in ("requests", "length", "table", "count", "offsets", "weights", "state")}
 TYPES |= {f"{name}_ptr": "*fp32" for name in ("centre", "k_scale", "v_scale", "partial", "stats", "lse", "mass")}
 TYPES |= {"balance_ptr": "*i8", "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "pointers_ptr": "*i64"}
 TYPES |= {"scale": "fp32", "softcap": "fp32", "window": "i32", "max_length": "i32", "units": "i32"}
+TYPES |= {"log2_decay": "fp32", "first_block": "i32"}
 CONSTANTS = dict(
     KV_HEADS=8, GROUP=4, Q_LEN=1, DIM=64, WIDE=64, ROWS=16, ROW_BLOCKS=1, TIERS=2, FORMATS=0x4400, TOKENS=64, TOK=64,
     SPLITS=8, BLOCK=64, CENTRED=True, BALANCED=True, POSITION_BYTES=2, MANTISSA=0, SCALED=0, ORDERED=False,
-    WINDOWED=False, CAPPED=False, MASS=False, PRECISION="tf32",
+    WINDOWED=False, CAPPED=False, MASS=False, OBSERVE=False, EMA=False, PRECISION="tf32",
 )  # fmt: skip
 CASES = {
     "K4V4": (80, {}, {}),
@@ -29,6 +30,7 @@ CASES = {
                      CAPPED=True),
     ),
     "mass over two tiers": (90, {}, dict(TIERS=3, FORMATS=0x224400, MASS=True)),
+    "importance in place": (80, {}, dict(TIERS=3, FORMATS=0x224400, MASS=True, OBSERVE=True, EMA=True)),
     "fp8 pages": (
         89, {"k_ptr": "*u8", "v_ptr": "*u8"}, dict(TIERS=0, FORMATS=0, BLOCK=1, MANTISSA=3, SCALED=8, CENTRED=False,
                                                    BALANCED=False),
@@ -65,6 +67,7 @@ KERNELS = {
     "two blocks of columns": (formats(128, 64, "K8V8", "K2V2"), 2, {"ordered": True}),
     "window": (formats(128, 64, "K2V2"), 1, {"ordered": True}),
     "D 256": (formats(256, 64, "K4V2"), 1, {}),
+    "four tiers, mass": (formats(128, 64, "K8V8", "K4V4", "K3V3", "K2V2"), 1, {"mass": True}),
     "D 80, small pages, mass": (formats(80, 16, "K8V4", "K3V2"), 1, {"mass": True}),
     "rows of store_kv": (formats(128, 16), 1, {"rows": True}),
 }
@@ -87,6 +90,7 @@ def test_cuda_gates(name: str, arch: str) -> None:
 def test_list_and_combine_gates(arch: str) -> None:
     assert jit.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch=arch).registers <= 64
     assert jit.usage(decode_cuda.FOLDER / "rows.cu", "rows", arch=arch).registers <= 32
+    assert jit.usage(decode_cuda.FOLDER / "observe.cu", "observe", arch=arch).registers <= 64
     for dim, warps in ((128, 4), (128, 16), (80, 4), (256, 8), (64, 1), (128, 1), (80, 1), (256, 1)):
         entry = stages.combine_entry(torch.float16, dim, warps)
         usage = jit.usage(decode_cuda.FOLDER / "combine.cu", entry, arch=arch)

@@ -124,7 +124,7 @@ def test_plain_pages_of_all_layers_share_a_plan(idle: list[str], plans: list[wea
     for _ in range(3):
         k, v = torch.randn(2, 2, 16, 1, 64).half()
         decode_attention(torch.randn(1, 1, 2, 64).half(), PagedCache(k, v, table, lengths), backend="cuda")
-        assert decode_cuda.WORKLIST.unpack(plans[0]()._worklist.params)[11] == k.data_ptr()
+        assert decode_cuda.WORKLIST.unpack(plans[0]()._worklist.params)[13] == k.data_ptr()
     assert len(plans) == 1
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_model import SIZES, SMALL, greedy, make, prompt
-from kvstrata.cache import BudgetExceeded
+from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.hf import StrataCache
 
 
@@ -94,3 +94,28 @@ def test_options_override_arguments_of_a_file(tmp_path: Path) -> None:
     path.write_text("{budget")
     with pytest.raises(ValueError, match=r"path: expected a JSON object of arguments in .*advice\.json, got"):
         StrataCache.from_file(model.config, path)
+
+
+def test_kernels_are_compiled_before_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`warmup` for a cache as the model's first forward makes it; that forward asks for the same kernels."""
+    from kvstrata.attention import ahead
+    from kvstrata.hf import cache as module
+
+    asked = []
+
+    def note(tiered: TieredCache, heads: int | None, *rest: object) -> list:
+        asked.append((tiered.formats, tiered.dtype, tiered.max_tokens, heads))
+        return []
+
+    monkeypatch.setattr(ahead, "load_kernels", note)
+    monkeypatch.setattr(module, "load_kernels", note)
+    model = make("llama")
+    cache = StrataCache(model.config, **SMALL)
+    cache.warmup(model)
+    with pytest.raises(RuntimeError, match="expected a cache with tokens"):
+        _ = cache.tiered
+    with torch.no_grad():
+        model(prompt(1, 40), past_key_values=cache)
+    assert len(asked) == 2
+    assert asked[0] == asked[1]
+    assert asked[0][3] == model.config.num_attention_heads

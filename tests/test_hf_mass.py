@@ -93,6 +93,6 @@ def test_importance_comes_from_attention() -> None:
         for layer in cache.layers:
             layer.flush()
     tiered = cache.tiered
-    assert tiered._queries[0].tolist() == [70, 70]
+    assert tiered.reports.numbers[0].tolist() == [[70, 70], [70, 70]]
     sums = tiered.buckets.snapshot(1, [0]).importance.view(-1).sum()
     torch.testing.assert_close(sums, torch.tensor(70.0 * 4), rtol=1e-4, atol=0)

@@ -15,6 +15,8 @@ from kvstrata.attention.decode import cuda as decode_cuda
 from kvstrata.attention.prefill import cuda as prefill_cuda
 from kvstrata.cache.move import append_cuda, moves_cuda, repack_cuda
 from kvstrata.cache.move import phases as repack_phases
+from kvstrata.cache.policy import centre_cuda, plan_cuda
+from kvstrata.cache.storage import table_cuda
 from kvstrata.jit import compiler
 from kvstrata.layout import Format
 from kvstrata.quant import op as quantize_op
@@ -236,10 +238,12 @@ def test_triton_quantise_compiles_ahead_of_time(arch: int, k_bits: int) -> None:
 def test_structs_of_parameters_have_their_padding() -> None:
     """The driver reads as many bytes as the kernel's struct has; one with a pointer in it has a multiple of 8."""
     structs = {
-        "append": append_cuda.PARAMS, "combine": decode_cuda.COMBINE, "decode": decode_cuda.DECODE,
+        "append": append_cuda.PARAMS, "centre": centre_cuda.PARAMS, "combine": decode_cuda.COMBINE,
+        "decode": decode_cuda.DECODE,
         "moves": moves_cuda.PARAMS, "phases": repack_phases.PARAMS, "prefill": prefill_cuda.PARAMS,
         "quantize": quantize_op.PARAMS, "repack": repack_cuda.PARAMS, "store": store_cuda.PARAMS,
-        "rows": decode_cuda.ROWS, "worklist": decode_cuda.WORKLIST,
+        "plan": plan_cuda.PARAMS, "rows": decode_cuda.ROWS, "table": table_cuda.PARAMS,
+        "worklist": decode_cuda.WORKLIST,
     }  # fmt: skip
     assert {name: struct.size % 8 for name, struct in structs.items()} == dict.fromkeys(structs, 0)
     rooms = copy_cuda.CAPACITIES

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import emulator
+from kvstrata import jit
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache.move import launches
 from kvstrata.cache.policy import plan, plan_cuda, plan_numba, plan_op, plan_reference
@@ -78,10 +81,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def on_device(cache: TieredCache, scopes: plan.Scopes, headroom: int) -> plan_cuda.DevicePlan:
     layers, requests = (np.array(x) for x in pairs(places_of(cache)))
-    numbers = scopes.numbers[:, :: cache.kv_heads]
+    lengths = scopes.numbers[0, :: cache.kv_heads]
     sizes = [n // cache.kv_heads for n in scopes.head_caches]
     places = requests * cache.layers + layers
-    return plan_cuda.plan_places(cache.buckets, cache.policy, places, numbers, sizes, scopes.allowed, headroom)
+    return plan_cuda.plan_places(
+        cache.buckets, cache.policy, places, lengths, cache.reports, sizes, scopes.allowed, headroom
+    )
 
 
 POLICIES = [
@@ -127,8 +132,34 @@ def test_plain_tokens_settle_as_the_reference_says(kernels: str, leave_plain: bo
         assert plan.CHOOSE in agrees(cache, scopes, 8)
 
 
-def test_equal_tokens_fill_slots_newest_first(kernels: str) -> None:
-    """No mass at all, positions too many for float32 to tell their weights apart."""
+@pytest.mark.parametrize("near", [False, True])
+def test_long_head_caches_settle_as_the_reference_says(
+    kernels: str, near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of undecided tokens in the search, and of tokens that may fill slots, with keys near and far."""
+    if not near:
+        monkeypatch.setattr(plan_cuda, "NEARBY", 0)
+    options = dict(budget=None, max_tokens=8192, page_tokens=64, recent_tokens=64, evict=not near)
+    cache = filled([5000, 700], layers=1, device=kernels, **options)
+    now = cache.policy.prices.each(cache.buckets.host_count[:, 0].reshape(-1, 4)).reshape(2, 2).sum(1)
+    for less in (0.6, 0.23, 0.13) if near else (0.6, 0.1):
+        scopes = replace(scopes_of(cache), allowed=tuple((now * less).astype(int).tolist()))
+        assert (plan.EVICT if less == 0.1 else plan.CHOOSE) in agrees(cache, scopes, 8)
+
+
+@pytest.mark.parametrize("ranked", [256, 4])
+def test_equal_tokens_fill_slots_newest_first(
+    kernels: str, ranked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No mass at all, positions too many for float32 to tell their weights apart; also where they are too many to rank
+    (``ranked`` tokens), which takes a context of millions otherwise."""
+    source = plan_cuda.CHOOSE_SOURCE
+    text = source.read_text().replace("kRanked = 256", f"kRanked = {ranked}")
+    assert f"kRanked = {ranked}" in text
+    (tmp_path / source.name).write_text(text)
+    for header in source.parent.glob("*.cuh"):
+        shutil.copy(header, tmp_path)
+    monkeypatch.setattr(plan_cuda, "CHOOSE_SOURCE", tmp_path / source.name)
     cache = TieredCache(
         1, 1, 32, budget=None, tiers=("K4V4", "K2V2"), page_tokens=16, max_tokens=60_000, dtype=torch.float32,
         recent_tokens=16, sink_tokens=0, settle_every=8, device=kernels,
@@ -142,6 +173,19 @@ def test_equal_tokens_fill_slots_newest_first(kernels: str) -> None:
     assert counts[1] % 16 == 0
     assert counts[2] > 0
     assert bool((target.diff() <= 0).all()), "the newer, the wider"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
+def test_gates_of_the_planner(arch: str) -> None:
+    """No spills, and two blocks of 512 threads a multiprocessor."""
+    pytest.importorskip("cuda.core")
+    entries = [(plan_cuda.SOURCE, "survey<short, true>"), (plan_cuda.SOURCE, "merge<int, true>")]
+    entries += [(plan_cuda.CHOOSE_SOURCE, f"choose<{x}>") for x in ("short, true, true", "int, false, false")]
+    for source, entry in entries:
+        usage = jit.usage(source, entry, arch=arch)
+        assert usage.spill_bytes == usage.stack_bytes == 0, usage
+        assert usage.shared_bytes <= 13 * 1024, usage
+        assert 0 < usage.registers <= 64, usage
 
 
 # What a plan has to hold

@@ -7,11 +7,15 @@ import torch
 
 from decode_model import case_of
 from decode_model import check as check_decode
+from kvstrata import copy_pages, store_packed
 from kvstrata.cache import TieredCache
 from kvstrata.jit import tuned
 from kvstrata.layout import Format
 from kvstrata.quant import op as quantize_op
+from packed_model import Batch, calibration_of, memory
 from store_model import make
+from test_packed_decode import CASES as PACKED
+from test_packed_decode import case as check_packed
 from test_quantize_pages import Call as PageCall
 from test_quantize_pages import assert_close_enough
 from test_repack import CASES as REPACKS
@@ -85,3 +89,25 @@ def test_decode(dim: int, q_len: int, window: int | None, monkeypatch: pytest.Mo
     case = case_of([70, 0, 33, 1], options=dict(sliding_window=window), **sizes)
     check_decode(case, "cuda")
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_decode(name: str) -> None:
+    check_packed(name, "cuda")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(("name", "dim"), [("K4V4", 128), ("K3V2", 80), ("K8V8", 64)])
+def test_packed_store(name: str, dim: int, calibrated: bool) -> None:
+    fmt = Format.parse(name, dim, 16)
+    calibration = calibration_of(2, dim) if calibrated else None
+    batch = Batch(fmt, [50, 3, 40], calibration=calibration, strided=True)
+    pages = memory(fmt, *batch.pages.shape[:2], 1, strided=True)
+    k, v = torch.randn(2, 93, 2, dim, device="cuda").bfloat16()
+    k[5, 0, 3] = float("nan")
+    slots = torch.cat(batch.slots).cuda()
+    store_packed(k, v, pages, slots, fmt, calibration=calibration, backend="cuda")
+    blocks = torch.arange(2, device="cuda")
+    copy_pages(batch.pages, pages, blocks, blocks + 1, backend="cuda")
+    assert torch.equal(pages[1:3], batch.pages[:2])

@@ -12,7 +12,7 @@ import emulator
 from kvstrata import backends
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache.move import launches, moves_cuda, phases, repack_cuda, whole_pages
-from kvstrata.cache.policy import plan_cuda, settle_cuda
+from kvstrata.cache.policy import centre_cuda, plan_cuda, settle_cuda
 from kvstrata.quant import op as quantize_op
 
 HAS_GPU = torch.cuda.is_available()
@@ -26,7 +26,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return
     if emulator.missing():
         pytest.skip(str(emulator.missing()))
-    for module in (launches, moves_cuda, quantize_op, repack_cuda, phases, whole_pages, plan_cuda):
+    for module in (launches, moves_cuda, quantize_op, repack_cuda, phases, whole_pages, plan_cuda, centre_cuda):
         monkeypatch.setattr(module, "jit", emulator.launcher())
     launches.kernel.cache_clear()
     monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})
@@ -67,8 +67,20 @@ def same(ours: TieredCache, wanted: TieredCache) -> None:
     ours.check()
 
 
-OFTEN = [dict(), dict(per_head=False), dict(evict=True, budget=0.15), dict(budget=None, budget_bytes=600_000)]
-RARELY = [dict(importance="ema"), dict(policy="recency"), dict(policy="uniform"), dict(rope=None)]
+OFTEN = [
+    dict(),
+    dict(dtype=torch.bfloat16),
+    dict(per_head=False),
+    dict(evict=True, budget=0.15),
+    dict(budget=None, budget_bytes=600_000),
+]
+RARELY = [
+    dict(dtype=torch.float16),
+    dict(importance="ema"),
+    dict(policy="recency"),
+    dict(policy="uniform"),
+    dict(rope=None),
+]
 OPTIONS = [*OFTEN, *(pytest.param(options, marks=pytest.mark.slow) for options in RARELY)]
 
 
@@ -91,7 +103,7 @@ def test_prompts_steps_and_appends_settle_alike(device: str, options: dict) -> N
         assert raised[0] == raised[1]
 
     def rows(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(torch.randn(2, *shape, 2, 32, generator=generator))
+        return tuple(torch.randn(2, *shape, 2, 32, generator=generator).to(ours.dtype))
 
     for layer in range(2):
         mass = torch.rand(1, 2, 400, generator=generator) ** 4

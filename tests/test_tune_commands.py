@@ -47,11 +47,38 @@ def test_warmup_without_a_gpu(own_cache: Path, monkeypatch: pytest.MonkeyPatch) 
             assert jit.compile(kernel.source, kernel.entry, arch="sm_90").code
 
 
+@needs_nvrtc
+def test_warmup_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that prompts, settling and steps of a cache of the given sizes launch; tuned or not, each once."""
+    from kvstrata.tools.tune import compiler
+
+    usage = jit.Usage(1, 0, 0, 0)
+    built = []
+    monkeypatch.setattr(
+        compiler, "build", lambda source, entry, arch: built.append((Path(source).name, entry)) or usage
+    )
+    sizes = ("--head-dim", 32, "--heads", 4, "--kv-heads", 2, "--tiers", "K4V4,K2V2", "--max-tokens", 512)
+    done = invoke("warmup", "cache", "--arch", "sm_90", *sizes, "--dtype", "float16", "--jobs", 0, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["kernels"] == len(built) == len(set(built))
+    names = {entry.split("<")[0] for _, entry in built}
+    assert {"append_rows", "append_one", "write_last", "quantize_pages", "repack", "survey", "choose"} < names
+    assert {"place", "copy_codes", "worklist", "rows", "decode", "combine"} < names
+    assert sum(entry.startswith("decode<f16,true") for _, entry in built) >= 1  # mass
+    assert {"quantize_pages<f16, 32, 4, 4, 64, true, long long>"} < {entry for _, entry in built}
+
+
 def test_warmup_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, message in (
         ((), "kvstrata warmup --arch sm_90"),
-        (("nope", "--arch", "sm_90"), "nothing to compile for 'nope'; there are: decode, prefill, replay, store"),
+        (
+            ("nope", "--arch", "sm_90"),
+            "nothing to compile for 'nope'; there are: cache, decode, prefill, replay, store",
+        ),
+        (("cache", "--arch", "sm_90", "--heads", 7), "--heads: expected a multiple of 8, got 7"),
+        (("cache", "--arch", "sm_90", "--dtype", "int8"), "--dtype: expected float32"),
+        (("cache", "--arch", "sm_90", "--tiers", "K9"), "tiers"),
         (("--arch", "90"), "--arch: expected a name such as sm_90, got '90'"),
     ):
         done = invoke("warmup", *arguments)
@@ -124,7 +151,10 @@ def test_experiments_end_with_the_time(watch: Watch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nope", "--backend", "reference"), "nothing to tune in 'nope'; there are: decode, prefill, replay, store"),
+        (
+            ("nope", "--backend", "reference"),
+            "nothing to tune in 'nope'; there are: decode, prefill, replay, store",
+        ),
         (("nope",), "nothing to tune in 'nope'; there are: decode, prefill, replay, store"),
         (("store", "--only", "zzz", "--backend", "reference"), "no case matches 'zzz'"),
         (("decode", "--backend", "reference"), "--backend reference: expected store"),

@@ -19,14 +19,17 @@ if TYPE_CHECKING:
         AttentionOutput,
         DecodePlan,
         decode_attention,
+        decode_packed,
         prefill_attention,
         prefill_attention_cached,
+        prefill_packed,
+        warmup,
     )
     from .cache import BudgetExceeded, TieredCache
     from .layout import Format
     from .quant import dequantize, quantize
     from .replay import CopyPlan, GraphRunner
-    from .store import PagedCache, store_kv
+    from .store import PagedCache, copy_pages, store_kv, store_packed
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,12 +42,17 @@ __all__ = [
     "PagedCache",
     "TieredCache",
     "__version__",
+    "copy_pages",
     "decode_attention",
+    "decode_packed",
     "dequantize",
     "prefill_attention",
     "prefill_attention_cached",
+    "prefill_packed",
     "quantize",
     "store_kv",
+    "store_packed",
+    "warmup",
 ]
 
 _STAGES = {
@@ -52,15 +60,18 @@ _STAGES = {
         "AttentionOutput",
         "DecodePlan",
         "decode_attention",
+        "decode_packed",
         "prefill_attention",
         "prefill_attention_cached",
+        "prefill_packed",
+        "warmup",
     ),
     "cache": ("BudgetExceeded", "TieredCache"),
     "jit": (),
     "layout": ("Format",),
     "quant": ("dequantize", "quantize"),
     "replay": ("CopyPlan", "GraphRunner"),
-    "store": ("PagedCache", "store_kv"),
+    "store": ("PagedCache", "copy_pages", "store_kv", "store_packed"),
 }
 _STAGE_OF = {name: stage for stage, names in _STAGES.items() for name in names}
 

@@ -231,6 +231,7 @@ inline void __threadfence_system() {}
 template <class T> inline T atomicMin(T* p, T x) { const T old = *p; *p = std::min(old, x); return old; }
 template <class T> inline T atomicMax(T* p, T x) { const T old = *p; *p = std::max(old, x); return old; }
 template <class T> inline T atomicOr(T* p, T x) { const T old = *p; *p |= x; return old; }
+template <class T> inline T atomicAnd(T* p, T x) { const T old = *p; *p &= x; return old; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
   unsigned out = 0;

@@ -1,8 +1,11 @@
 """K and V are read: decode over every tier of a cache or over an engine's blocks, prefill over rows and tiers."""
 
+from .ahead import warmup
 from .decode.op import decode_attention
 from .decode.plan import DecodePlan
 from .output import AttentionOutput
+from .packed_decode.op import decode_packed
+from .packed_prefill.op import prefill_packed
 from .prefill.op import prefill_attention
 from .prefill_cached.op import prefill_attention_cached
 
@@ -10,6 +13,9 @@ __all__ = [
     "AttentionOutput",
     "DecodePlan",
     "decode_attention",
+    "decode_packed",
     "prefill_attention",
     "prefill_attention_cached",
+    "prefill_packed",
+    "warmup",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,11 +14,23 @@ from kvstrata.layout import Format
 from .policy.budget import Budget
 from .policy.calibrated import Calibrated
 from .policy.plan import Policy
+from .policy.reports import Reports
 from .storage.page import PageFormat
 from .storage.page_table import Buckets
 from .storage.pool import Pool
+from .storage.request_list import Repeated
 from .storage.tokens import Tokens
 from .storage.transaction import Transaction
+
+
+class Ahead(Protocol):
+    """A plan that `advance` made for the next one; policy/ahead.py."""
+
+    valid: set[int]
+
+    def forget(self, requests: Sequence[int]) -> None: ...
+
+    def carry_out(self, change: Transaction, ids: np.ndarray, wanted: np.ndarray) -> np.ndarray: ...
 
 
 class CacheState:
@@ -49,12 +61,15 @@ class CacheState:
     _arguments: dict[str, Any]
     _lengths: np.ndarray  # [requests, layers]
     _device_lengths: torch.Tensor
-    _queries: np.ndarray  # [requests, layers]: queries whose mass was reported
-    _reported: np.ndarray  # [requests, layers]: length at the last report
+    reports: Reports
     _centred: np.ndarray  # bool [requests, layers]
     _calibrated: Calibrated  # what requests begin with
     _active: set[int]
+    _checked: tuple[list[int], frozenset[int]] = ([], frozenset())  # the last list of requests that was given
+    _repeated: Repeated | None = None  # the last append of one token of each request
     _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
+    _ahead: list[Ahead]  # plans for the next `advance`
+    _prompt: tuple[Any, Any] | None  # what the plan of the last prompt depends on, and the plan
 
     def _operation(self) -> Transaction:
         """A transaction after which the budget holds."""
@@ -81,11 +96,17 @@ class CacheState:
     def _given(self, requests: Sequence[int] | None) -> list[int]:
         if requests is None:
             return list(self.requests)
+        checked, distinct = self._checked
+        if type(requests) is list and requests == checked and distinct <= self._active:  # as at the last step
+            return checked
         given = whole_numbers("requests", requests)
-        for request in given:
-            self._check_request(request, "requests")
-        if len(set(given)) != len(given):
+        distinct = frozenset(given)
+        if not distinct <= self._active:
+            for request in given:
+                self._check_request(request, "requests")
+        if len(distinct) != len(given):
             raise ValueError(f"requests: expected each once, got {given}")
+        self._checked = (given, distinct)
         return given
 
     def _unused_request(self) -> int:
@@ -99,6 +120,13 @@ class CacheState:
         self._check_request(request)
         self.pool.note_stream()
         return self.buckets.snapshot(layer, [request])
+
+    def _forget(self, requests: Sequence[int]) -> None:
+        """Drop the plans that were made ahead for requests which an operation is about to change."""
+        if self._ahead:
+            for ahead in self._ahead:
+                ahead.forget(requests)
+            self._ahead = [ahead for ahead in self._ahead if ahead.valid]
 
     def _activate(self, change: Transaction, requests: Sequence[int]) -> None:
         before = self._active

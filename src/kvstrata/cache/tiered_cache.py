@@ -45,11 +45,13 @@ from .policy.importance import MODES
 from .policy.mass import add_mass
 from .policy.plan import POLICIES, Policy, whole_pages
 from .policy.prices import Prices, format_error
+from .policy.reports import Reports
 from .policy.scopes import scopes_of, settle_scopes
 from .policy.sizes import Sizes
 from .state import CacheState
 from .storage.page_table import Buckets
 from .storage.pool import Pool
+from .storage.scratch import register
 from .storage.transaction import Transaction
 from .storage.views import BucketedCacheLayer
 
@@ -199,11 +201,13 @@ class TieredCache(CacheState):
             self.balance = None if own is None else own.repeat(each)
             lengths = torch.zeros(max_requests, layers, dtype=torch.int32, device="cpu")
             self._lengths, self._device_lengths = lengths.numpy(), lengths.to(self.device)
-        self._queries = np.zeros((max_requests, layers), np.int64)  # whose mass was reported
-        self._reported = np.zeros((max_requests, layers), np.int64)  # the length when it was
+            self.reports = Reports(max_requests, layers, self.device)
+        register(self, self.buckets.arena)
         self._centred = np.tile(self._calibrated.centred, (max_requests, 1))
         self._active: set[int] = set()
+        self._views: dict[int, BucketedCacheLayer] = {}  # by layer
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
+        self._ahead, self._prompt = [], None
 
         self.budget = sizes.budget(strides, self.pool.slab_sizes, sum(books.fixed(self).values()))
         headroom = whole_pages(settle_every, recent_tokens + sink_tokens, page_tokens)
@@ -233,6 +237,12 @@ class TieredCache(CacheState):
         """
         self._check_layer(layer)
         self.pool.note_stream()
+        if layer not in self._views:
+            with torch.inference_mode(False):  # whoever asks first
+                self._views[layer] = self._view(layer)
+        return self._views[layer]
+
+    def _view(self, layer: int) -> BucketedCacheLayer:
         return BucketedCacheLayer(
             self.buckets.page_table[:, layer],
             self.buckets.count[:, layer],
@@ -394,6 +404,7 @@ class TieredCache(CacheState):
         if layer is not None:
             self._check_layer(layer)
         scopes = scopes_of(self, self._given(requests))
+        self._forget([request for scope in scopes for request in scope])
         with self._operation() as change:
             settle_scopes(self, change, range(self.layers) if layer is None else [layer], scopes)
 

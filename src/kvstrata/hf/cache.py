@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+import kvstrata
+from kvstrata.attention.ahead import load_kernels
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.clone import clone
 from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget
@@ -228,27 +230,10 @@ class StrataCache(Cache):
         rows, heads, new, dim = key.shape
         if self._tiered is not None:
             return
-        dtype = self.dtype
-        if dtype is None:
-            dtype = torch.float16 if key.dtype == torch.float32 and self._compresses else key.dtype
-        tokens = self.max_tokens
-        if tokens is None:
-            tokens = min(self.context, TOKENS) if 2 * new <= TOKENS else max(self.context, 2 * new)
         self._shape = heads, dim
-        requests = max(rows, self.max_batch or 0)
-        self._tiered = TieredCache(
-            self._compressed,
-            heads,
-            dim,
-            dtype=dtype,
-            device=key.device,
-            max_requests=requests,
-            max_tokens=tokens,
-            rope=frequencies(self._text, dim),
-            calibration=self.calibration,
-            **dict[str, Any](balance=self._compresses) | self.options,
-        )
+        self._tiered = self._make(rows, heads, new, dim, key.dtype, key.device)
         self._check_budget(self._tiered)
+        load_kernels(self._tiered, self._query_heads(heads))
         self._real = np.ones((rows, 0), bool)
         recent = self.options.get("recent_tokens")
         if recent is not None and recent >= new > 1 and self._tiered.budget.amount is not None:
@@ -257,6 +242,46 @@ class StrataCache(Cache):
                 f" compressed until a row has more than {recent + self._tiered.sink_tokens} tokens",
                 stacklevel=2,
             )
+
+    def _make(
+        self, rows: int, heads: int, new: int, dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> TieredCache:
+        """Empty TieredCache for a first forward with K in these sizes, of a model in ``dtype``."""
+        if self.dtype is not None:
+            dtype = self.dtype
+        elif dtype == torch.float32 and self._compresses:
+            dtype = torch.float16
+        tokens = self.max_tokens
+        if tokens is None:
+            tokens = min(self.context, TOKENS) if 2 * new <= TOKENS else max(self.context, 2 * new)
+        rope, requests = frequencies(self._text, dim), max(rows, self.max_batch or 0)
+        sizes: dict[str, Any] = dict(dtype=dtype, device=device, max_requests=requests, max_tokens=tokens, rope=rope)
+        sizes |= dict(calibration=self.calibration, balance=self._compresses)
+        return TieredCache(self._compressed, heads, dim, **sizes | self.options)
+
+    def _query_heads(self, kv_heads: int) -> int | None:
+        """Query heads of a layer with so many KV heads, by the config's ratio; None if it has none."""
+        heads = getattr(self._text, "num_attention_heads", None)
+        groups = getattr(self._text, "num_key_value_heads", None) or heads
+        return kv_heads * heads // groups if heads and groups and heads % groups == 0 else None
+
+    def warmup(self, model: PreTrainedModel, rows: int = 1, progress: bool | None = None) -> None:
+        """Compile and load what the first forward of ``model`` with this cache needs, before it is timed or served.
+
+        The first forward does the same for kernels; this is the moment for it, and for what torch, Triton and numba
+        compile at first use. ``rows`` of the batch; ``progress`` as in `kvstrata.warmup`. The cache is not changed.
+        """
+        heads, dim = self._config_heads()
+        if self._compressed and heads and dim:
+            tiered = self._make(rows, heads, 1, dim, model.dtype, model.device)
+            kvstrata.warmup(tiered, self._query_heads(heads), progress=progress)
+
+    def _config_heads(self) -> tuple[int | None, int | None]:
+        """KV heads and head_dim as the config has them, None where `_misfit` would refuse them."""
+        heads = getattr(self._text, "num_attention_heads", None)
+        dim = getattr(self._text, "head_dim", None) or (heads and getattr(self._text, "hidden_size", 0) // heads)
+        fits = type(dim) is int and dim % 16 == 0 and 32 <= dim <= 256
+        return getattr(self._text, "num_key_value_heads", None) or heads, dim if fits else None
 
     def _adopt(self, tiered: TieredCache, real: np.ndarray) -> None:
         """Use a TieredCache whose requests are the rows of ``real``, bool ``[rows, columns]``, False for padding."""
@@ -278,9 +303,8 @@ class StrataCache(Cache):
 
     def _check_sizes(self) -> None:
         """Refuse a budget that is too low for the sizes in the config; `build` checks the sizes of the model itself."""
-        heads = getattr(self._text, "num_attention_heads", None)
-        dim = getattr(self._text, "head_dim", None) or (heads and getattr(self._text, "hidden_size", 0) // heads)
-        if not self._compressed or type(dim) is not int or dim % 16 or not 32 <= dim <= 256:
+        _, dim = self._config_heads()
+        if not self._compressed or dim is None:
             return
         probe = TieredCache(
             self._compressed,

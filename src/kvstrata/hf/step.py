@@ -29,13 +29,14 @@ def decode_step(
     Args:
         model: a transformers Llama; its weights are used, its cache and attention are not.
         cache: already advanced by one token for every live row (`TieredCache.advance`). Mutated.
-        plan: a `DecodePlan` for the cache and the model's query heads, with as many rows as ``ids``.
+        plan: a `DecodePlan` for the cache and the model's query heads, with as many rows as ``ids``. One that observes
+            adds attention mass to the importance of tokens.
         ids, positions: int32 ``[rows]``, tokens and their positions.
         requests: int32 ``[rows]``, the request of each row in the cache; negative for padding, which writes nothing.
 
     Safe under graph capture; `examples/engine.py` captures it with a `GraphRunner`.
     """
-    plan.update()
+    plan.update(requests)
     inner, dim = model.model, cache.head_dim
     x = inner.embed_tokens(ids)
     cos, sin = inner.rotary_emb(x, positions.unsqueeze(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 
+from .ahead import Named, compile_ahead, load_ahead
 from .compiler import CompileError, Cubin, Usage, cache_folder, compile, known_usage, usage
 from .kernel import Kernel, Launch, arch_of, bind_context, capture_id, current_stream, load
 
@@ -13,15 +14,18 @@ __all__ = [
     "Cubin",
     "Kernel",
     "Launch",
+    "Named",
     "Usage",
     "arch_of",
     "bind_context",
     "cache_folder",
     "capture_id",
     "compile",
+    "compile_ahead",
     "current_stream",
     "known_usage",
     "load",
+    "load_ahead",
     "missing",
     "usage",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from . import scales
 from .fragments import BITS, check_head_dim, check_page_tokens, code_bytes
@@ -84,12 +85,12 @@ class Format:
             return self.page_tokens * self.head_dim * bits // 8
         return code_bytes(bits, self.head_dim, self.page_tokens)
 
-    @property
+    @cached_property
     def k_bytes(self) -> int:
         """K codes (or rows) of a page, from byte 0."""
         return self._side_bytes(self.k_bits)
 
-    @property
+    @cached_property
     def v_bytes(self) -> int:
         """V codes (or rows) of a page, from ``v_offset``."""
         return self._side_bytes(self.v_bits)
@@ -111,7 +112,7 @@ class Format:
     def scale_offset(self) -> int:
         return self.k_bytes + self.v_bytes
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """All bytes of a page, padding included; a multiple of 64."""
         return self.scale_offset + self.scale_bytes
@@ -125,3 +126,26 @@ class Format:
     def bits_per_value(self) -> float:
         """Bits per value of K and V, scales and padding included."""
         return self.bytes_per_token * 8 / (2 * self.head_dim)
+
+    def block_bytes(self, block_size: int, kv_heads: int = 1) -> int:
+        """Bytes of a block of ``block_size`` tokens of ``kv_heads`` KV heads in one layer.
+
+        Raises ValueError unless ``block_size`` is a multiple of ``page_tokens`` and ``kv_heads`` is positive.
+        """
+        if type(block_size) is not int or block_size < 1 or block_size % self.page_tokens:
+            raise ValueError(f"block_size: expected a multiple of {self.page_tokens}, got {block_size!r}")
+        if type(kv_heads) is not int or kv_heads < 1:
+            raise ValueError(f"kv_heads: expected an int of at least 1, got {kv_heads!r}")
+        return block_size // self.page_tokens * self.page_bytes * kv_heads
+
+    def tokens_in(self, nbytes: int, kv_heads: int = 1, layers: int = 1, block_size: int | None = None) -> int:
+        """Number of tokens that fit ``nbytes`` in whole blocks of all layers; blocks of one page if no size is given.
+
+        Raises ValueError for a negative ``nbytes``, or sizes that `block_bytes` does not take.
+        """
+        if type(nbytes) is not int or nbytes < 0:
+            raise ValueError(f"nbytes: expected an int of at least 0, got {nbytes!r}")
+        if type(layers) is not int or layers < 1:
+            raise ValueError(f"layers: expected an int of at least 1, got {layers!r}")
+        size = self.page_tokens if block_size is None else block_size
+        return nbytes // (self.block_bytes(size, kv_heads) * layers) * size

@@ -77,6 +77,13 @@ struct Codes {
     }
   }
 
+  // Word w of the tile's low plane, where no word is shared by two tiles.
+  __device__ __forceinline__ unsigned low_word(int w) const {
+    if constexpr (kBits == 8) return low[w / 2][w % 2];
+    else if constexpr (kBits > 2) return low[w][0];
+    else return low[2 * w][0] | low[2 * w + 1][0] << 8;
+  }
+
   template <int kTiles>
   __device__ __forceinline__ void flush(unsigned char* to, int tile) const {
     constexpr int kLowWords = plane_words(kLowBits, kTiles * kSteps), kWords = words_per_lane(kBits, kTiles * kSteps);
@@ -84,11 +91,7 @@ struct Codes {
       constexpr int kCount = kLow / 4;
       unsigned words[kCount];
 #pragma unroll
-      for (int w = 0; w < kCount; w++) {
-        if constexpr (kBits == 8) words[w] = low[w / 2][w % 2];
-        else if constexpr (kBits > 2) words[w] = low[w][0];
-        else words[w] = low[2 * w][0] | low[2 * w + 1][0] << 8;
-      }
+      for (int w = 0; w < kCount; w++) words[w] = low_word(w);
       // Beyond the last whole chunk of the page words stand in narrower chunks; keep to 4 bytes there.
       constexpr int kAligned = kWords % 4 ? 1 : kCount % 4 == 0 ? 4 : kCount % 2 == 0 ? 2 : 1;
       write<kWords, kCount, kAligned>(to, tile * kCount, words);
@@ -99,24 +102,57 @@ struct Codes {
       }
     } else {  // `to` is shared memory, zeroed; two tiles may have bits in one word
 #pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-        const int j = tile * kSteps + s;
-        const auto add = [&](int w, unsigned bits) {
+      for (int s = 0; s < kSteps; s++)
+        each_field<kTiles>(tile, s, *this, [&](int w, unsigned bits, unsigned) {
           atomicOr(reinterpret_cast<unsigned*>(to + word_address<kWords>(w, threadIdx.x & 31)), bits);
-        };
-        if constexpr (kBits == 8) {
-          add(2 * j, low[s][0]);
-          add(2 * j + 1, low[s][1]);
-        } else if constexpr (kBits == 4) {
-          add(j, low[s][0]);
-        } else {
-          add(j / 2, low[s][0] << j % 2 * 8);
-          if constexpr (kBits == 3) {
-            const int q = j % 4;
-            add(kLowWords + j / 4, __funnelshift_l(high[s], high[s], q % 2 + q / 2 * 8));
-          }
-        }
+        });
+    }
+  }
+
+  // f(word, bits, fields) for the words that hold fields of step s: the lane's bits in it, and those of `mask`.
+  template <int kTiles, class F>
+  __device__ __forceinline__ void each_field(int tile, int s, const Codes& mask, F f) const {
+    constexpr int kLowWords = plane_words(kLowBits, kTiles * kSteps);
+    const int j = tile * kSteps + s;
+    if constexpr (kBits == 8) {
+      f(2 * j, low[s][0], mask.low[s][0]);
+      f(2 * j + 1, low[s][1], mask.low[s][1]);
+    } else if constexpr (kBits == 4) {
+      f(j, low[s][0], mask.low[s][0]);
+    } else {
+      f(j / 2, low[s][0] << j % 2 * 8, mask.low[s][0] << j % 2 * 8);
+      if constexpr (kBits == 3) {
+        const int q = j % 4, turn = q % 2 + q / 2 * 8;
+        f(kLowWords + j / 4, __funnelshift_l(high[s], high[s], turn), __funnelshift_l(mask.high[s], mask.high[s], turn));
       }
+    }
+  }
+
+  // Replaces the fields that `mask` has all bits of, and no other: a word may have fields of tokens that another warp
+  // writes at the same time.
+  template <int kTiles>
+  __device__ __forceinline__ void merge(unsigned char* to, int tile, const Codes& mask) const {
+    constexpr int kLowWords = plane_words(kLowBits, kTiles * kSteps), kWords = words_per_lane(kBits, kTiles * kSteps);
+    const auto replace = [&](int w, unsigned fields, unsigned bits) {
+      if (!fields) return;
+      unsigned* word = reinterpret_cast<unsigned*>(to + word_address<kWords>(w, threadIdx.x & 31));
+      if (fields == ~0u) {
+        *word = bits;
+      } else {
+        atomicAnd(word, ~fields);
+        atomicOr(word, bits & fields);
+      }
+    };
+    if constexpr (kWhole) {
+#pragma unroll
+      for (int w = 0; w < kLow / 4; w++) replace(tile * (kLow / 4) + w, mask.low_word(w), low_word(w));
+      if constexpr (kBits == 3)
+#pragma unroll
+        for (int w = 0; w < kHigh / 4; w++) replace(kLowWords + tile * (kHigh / 4) + w, mask.high[w], high[w]);
+    } else {
+#pragma unroll
+      for (int s = 0; s < kSteps; s++)
+        each_field<kTiles>(tile, s, mask, [&](int w, unsigned bits, unsigned fields) { replace(w, fields, bits); });
     }
   }
 };

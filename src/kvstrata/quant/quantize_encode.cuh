@@ -232,12 +232,49 @@ __device__ __forceinline__ bool is_fine(float measure, float factor) {
   return kBits == 8 ? measure * factor <= kLargest / kLongest : measure <= kLargest * kLargest;
 }
 
+// Tokens of a tile that are written: all of them, or `count` from `first` on.
+struct AllTokens {
+  static constexpr bool kAll = true;
+};
+struct SomeTokens {
+  static constexpr bool kAll = false;
+  int first, count;
+  __device__ __forceinline__ bool has(int token) const {
+    return static_cast<unsigned>(token - first) < static_cast<unsigned>(count);
+  }
+};
+
+// The codes of a tile's tokens in its page.
+template <int kTiles, bool kIsV, int kBits, int kSteps, class Tokens>
+__device__ __forceinline__ void write_codes(const Codes<kBits, kSteps>& codes, unsigned char* to, int tile, const Tokens& tokens) {
+  if constexpr (Tokens::kAll) {
+    codes.template flush<kTiles>(to, tile);
+  } else {
+    if (Codes<kBits, kSteps>::kWhole && tokens.count == 16) {
+      codes.template flush<kTiles>(to, tile);
+      return;
+    }
+    constexpr unsigned kMost = (1u << kBits) - 1;
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+    Codes<kBits, kSteps> mask;
+    unsigned fields[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const int token = kIsV ? 2 * t + 8 * (r >> 1) : g + 8 * (r & 1);
+      fields[r] = (tokens.has(token) ? kMost : 0u) | (tokens.has(token + kIsV) ? kMost << 16 : 0u);
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) mask.set(s, fields);
+    codes.template merge<kTiles>(to, tile, mask);
+  }
+}
+
 // Rotated rows to codes and scales in the page. `kFine`: rows that are fine, all of them. `kept`: a scale of the lane's own
 // token that stays, and with it the codes that the row was made of (where it is zero and so is the row, they become the
 // middle); negative if there is none.
-template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kFine>
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kFine, class Tokens = AllTokens>
 __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure, int kept, unsigned char* to, int tile,
-                                           unsigned char* scales) {
+                                           unsigned char* scales, const Tokens& tokens = Tokens{}) {
   using G = Group<kIsV>;
   constexpr float kFactor = rotation_factor<kSteps, kRotate>(), kGain = kFactor * gain_of<kBits, kIsV>() / 512.f;
   Codes<kBits, kSteps> codes;
@@ -245,8 +282,15 @@ __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure,
   if constexpr (kFine && !kIsV) {
     FitByProducts fit;
     encode<kBits, kSteps, kIsV>(f, step, codes, fit);
-    const unsigned both = scale_of(kGain * fit.scale(0)) | scale_of(kGain * fit.scale(1)) << 16;
-    if (fit.writes()) *reinterpret_cast<unsigned*>(scales + scale_row(tile, (threadIdx.x & 31) >> 2)) = both;
+    const unsigned first = scale_of(kGain * fit.scale(0)), second = scale_of(kGain * fit.scale(1));
+    const int g = (threadIdx.x & 31) >> 2;
+    if constexpr (Tokens::kAll) {
+      if (fit.writes()) *reinterpret_cast<unsigned*>(scales + scale_row(tile, g)) = first | second << 16;
+    } else if (fit.writes()) {
+      unsigned short* pair = reinterpret_cast<unsigned short*>(scales + scale_row(tile, g));
+      if (tokens.has(g)) pair[0] = static_cast<unsigned short>(first);
+      if (tokens.has(g + 8)) pair[1] = static_cast<unsigned short>(second);
+    }
   } else {
     const int token = G::token();
     if (!kFine && kept >= 0) step = fmaxf(to_float(f16{static_cast<unsigned short>(kept)}), kSmallestStep) / kFactor;
@@ -263,7 +307,9 @@ __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure,
     }
     unsigned short scale = scale_of(kGain * fitted);
     if (!kFine && kept >= 0) scale = static_cast<unsigned short>(kept);
-    if (G::writes()) reinterpret_cast<unsigned short*>(scales)[scale_index(16 * tile + token, kIsV)] = scale;
+    bool writes = G::writes();
+    if constexpr (!Tokens::kAll) writes = writes && tokens.has(token);
+    if (writes) reinterpret_cast<unsigned short*>(scales)[scale_index(16 * tile + token, kIsV)] = scale;
   }
-  codes.template flush<kTiles>(to, tile);
+  write_codes<kTiles, kIsV>(codes, to, tile, tokens);
 }

@@ -1,6 +1,8 @@
-"""K/V enters: rows into 16-bit or fp8 pages."""
+"""K/V enters: rows into 16-bit or fp8 blocks, or quantised into packed pages."""
 
 from .op import store_kv
+from .packed.copy import copy_pages
+from .packed.op import store_packed
 from .paged_cache import PagedCache
 
-__all__ = ["PagedCache", "store_kv"]
+__all__ = ["PagedCache", "copy_pages", "store_kv", "store_packed"]

@@ -47,7 +47,9 @@ def main(
 
 
 def bench(
-    op: Annotated[str, typer.Argument(help="Op to measure: decode, prefill, quantize, replay, settle, step or store.")],
+    op: Annotated[
+        str, typer.Argument(help="Op to measure: decode, packed, prefill, quantize, replay, settle, step or store.")
+    ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json.")] = False,
     device: Where = Device.auto,

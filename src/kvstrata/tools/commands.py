@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NO_TOOL = 3  # exit code: the tool that a command drives is not there, or may not do its work
 
 
-Op = Annotated[str, typer.Argument(help="Op: decode, prefill, quantize, replay, settle, step or store.")]
+Op = Annotated[str, typer.Argument(help="Op: decode, packed, prefill, quantize, replay, settle, step or store.")]
 
 
 def profile(

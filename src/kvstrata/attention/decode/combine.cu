@@ -1,16 +1,8 @@
-// Combines the partials of decode.cu into outputs. A column is a query and a query head.
+// Combines the partials of decode.cu into outputs.
 //
 //   combine        one block per column: its warps split the partials, and their sums are reduced at the end
 //   combine_alone  one warp per column: with few partials the reduction would dominate
-//
-// A warp takes a batch of partials at a time: each lane computes the weight of one, then all lanes read their dims of every
-// one. Partials of quantised tiers are summed in the rotated space and rotated back once.
-#include "divide.cuh"
-#include "mma.cuh"
-#include "pdl.cuh"
-#include "work.cuh"
-
-using i64 = long long;
+#include "combine.cuh"
 
 struct Params {
   const float* partial_out;    // [slots, column blocks, columns of a block, D]
@@ -26,262 +18,32 @@ struct Params {
   unsigned long long by_columns, by_group, by_kv_heads;  // for divide()
   int queries, group, kv_heads, blocks, block_columns, tiers, head_caches;
   float scale_log2;
-};
 
-#define kInfinity __int_as_float(0x7f800000)
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-__device__ __forceinline__ void scale(float4& x, float by) { x.x *= by, x.y *= by, x.z *= by, x.w *= by; }
-__device__ __forceinline__ void add(float4& x, float weight, const float4& y) {
-  x.x += weight * y.x, x.y += weight * y.y, x.z += weight * y.z, x.w += weight * y.w;
-}
-
-__device__ __forceinline__ float butterfly(float mine, float other, bool second) {
-  return second ? other - mine : mine + other;
-}
-
-// Indices of a column from its number over all rows and heads.
-struct Column {
-  int head_cache, number, row, query, kv_head, head;
-  __device__ __forceinline__ Column(const Params& p, int of_all) {
-    head_cache = divide(of_all, p.by_columns);
-    number = of_all - head_cache * p.queries * p.group;
-    row = divide(head_cache, p.by_kv_heads);
-    query = divide(number, p.by_group);
-    kv_head = head_cache - row * p.kv_heads;
-    head = kv_head * p.group + number - query * p.group;
+  static constexpr bool kBalances = false;
+  __device__ __forceinline__ int queries_of(int) const { return queries; }
+  __device__ __forceinline__ i64 first_query(int row) const { return static_cast<i64>(row) * queries; }
+  __device__ __forceinline__ i64 query_offset(int row) const { return row * q_row; }
+  __device__ __forceinline__ const float* centre_of(int row) const {
+    return centre + (requests ? requests[row] : row) * centre_request;
   }
-  __device__ __forceinline__ i64 place(const Params& p) const {
-    return (static_cast<i64>(row) * p.queries + query) * (p.kv_heads * p.group) + head;
-  }
-};
-
-// Slots of the partials of a head cache; lane t holds those of tier t.
-struct Found {
-  Slots mine;
-  int all, plain;
-
-  // May be read before the grid dependency wait: the previous kernel already waited for the list. The partials may not.
-  __device__ __forceinline__ Found(const Params& p, int head_cache) {
+  // Partials of a column's head cache in the tier that has the lane's number.
+  __device__ __forceinline__ Slots slots_of(const Column& column) const {
     const int lane = threadIdx.x & 31;
-    mine.first = mine.count = 0;
-    if (lane < p.tiers) {
-      const int2 found = __ldcg(reinterpret_cast<const int2*>(p.slots) + lane * p.head_caches + head_cache);
-      mine.first = found.x, mine.count = found.y;
+    Slots found = {0, 0};
+    if (lane < tiers) {
+      const int2 pair = __ldcg(reinterpret_cast<const int2*>(slots) + lane * head_caches + column.head_cache);
+      found.first = pair.x, found.count = pair.y;
     }
-    all = mine.count;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) all += __shfl_xor_sync(~0u, all, d);
-    plain = __shfl_sync(~0u, mine.count, 0);
-  }
-
-  __device__ __forceinline__ int slot(int number, int tiers) const {
-    int slot = -1;
-    for (int t = 0; t < tiers; t++) {
-      const int count = __shfl_sync(~0u, mine.count, t), begin = __shfl_sync(~0u, mine.first, t);
-      if (slot < 0 && number < count) slot = begin + number;
-      number -= count;
-    }
-    return slot;
+    return found;
   }
 };
-
-// Score of K's centre, in log2 units, to add to every score of codes of a column. May be read before the wait, too.
-template <class In, int kDim>
-__device__ __forceinline__ float centre_score(const Params& p, const Column& column) {
-  if (!p.centre) return 0.f;
-  const int request = p.requests ? p.requests[column.row] : column.row;
-  const char* q = p.q + column.row * p.q_row + column.query * p.q_query + column.head * p.q_head;
-  const float* centre = p.centre + request * p.centre_request + column.kv_head * kDim;
-  float dot = 0.f;
-#pragma unroll
-  for (int d = 2 * (threadIdx.x & 31); d < kDim; d += 64) {
-    const unsigned pair = *reinterpret_cast<const unsigned*>(q + d * 2);
-    const float2 c = *reinterpret_cast<const float2*>(centre + d);
-    dot += to_float(In{static_cast<unsigned short>(pair)}) * c.x;
-    dot += to_float(In{static_cast<unsigned short>(pair >> 16)}) * c.y;
-  }
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) dot += __shfl_xor_sync(~0u, dot, d);
-  const float score = dot * p.scale_log2;
-  return fabsf(score) < kInfinity ? score : 0.f;  // a query that is not finite; neither are its partials
-}
-
-// Running sums of a warp over one column: lane l holds dims 4l + 128j, [0] from plain rows and [1] from codes.
-template <int kDim>
-struct Sums {
-  static constexpr int kPer = (kDim + 127) / 128;
-  float m = -kInfinity, sum = 0.f;
-  float4 out[2][kPer];
-
-  __device__ __forceinline__ Sums() {
-#pragma unroll
-    for (int j = 0; j < kPer; j++) out[0][j] = out[1][j] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-
-  // Adds partials first, first + step, .., kAhead at a time. `slot` is the slot of the lane's first one.
-  template <int kAhead>
-  __device__ __forceinline__ void add_all(const Params& p, const Found& found, float centre, int column, int first, int step,
-                                          int slot) {
-    constexpr int kHalf = kAhead > 8 ? kAhead / 2 : kAhead;  // the second half is skipped if the first is enough
-    const int lane = threadIdx.x & 31;
-    const i64 stride = static_cast<i64>(p.blocks) * p.block_columns;
-    for (; first < found.all; first += step * kAhead) {
-      float4 value[kAhead][kPer];
-#pragma unroll
-      for (int half = 0; half < kAhead; half += kHalf)
-        if (!half || first + half * step < found.all) {
-#pragma unroll
-          for (int a = half; a < half + kHalf; a++) {
-            const int from = __shfl_sync(~0u, slot, a);
-#pragma unroll
-            for (int j = 0; j < kPer; j++) {
-              const int d = 4 * lane + 128 * j;
-              value[a][j] = make_float4(0.f, 0.f, 0.f, 0.f);
-              if (from >= 0 && d < kDim)
-                value[a][j] = *reinterpret_cast<const float4*>(p.partial_out + (from * stride + column) * kDim + d);
-            }
-          }
-        }
-      const bool mine = slot >= 0 && lane < kAhead, plain = first + lane * step < found.plain;
-      const float2 part = mine ? p.partial_sum[slot * stride + column] : make_float2(0.f, 0.f);
-      slot = found.slot(first + (kAhead + lane) * step, p.tiers);
-      const float reference = part.y != 0.f ? part.x + (plain ? 0.f : centre) : -kInfinity;  // 0: the partial saw no token
-      float top = fmaxf(m, reference);
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-      if (top == -kInfinity) continue;
-      const float before = exp2f(m - top), weight = exp2f(reference - top);
-      float more = weight * part.y;
-#pragma unroll
-      for (int d = 1; d < kAhead; d *= 2) more += __shfl_xor_sync(~0u, more, d);
-      m = top;
-      sum = sum * before + __shfl_sync(~0u, more, 0);
-#pragma unroll
-      for (int kind = 0; kind < 2; kind++)
-#pragma unroll
-        for (int j = 0; j < kPer; j++) scale(out[kind][j], before);
-#pragma unroll
-      for (int half = 0; half < kAhead; half += kHalf)
-        if (!half || first + half * step < found.all) {
-#pragma unroll
-          for (int a = half; a < half + kHalf; a++) {
-            const float of_rows = __shfl_sync(~0u, plain ? weight : 0.f, a), of_codes = __shfl_sync(~0u, plain ? 0.f : weight, a);
-            const bool counts = of_rows + of_codes != 0.f;  // otherwise its memory may hold anything
-#pragma unroll
-            for (int j = 0; j < kPer; j++) {
-              const float4 x = counts ? value[a][j] : make_float4(0.f, 0.f, 0.f, 0.f);
-              add(out[0][j], of_rows, x);
-              add(out[1][j], of_codes, x);
-            }
-          }
-        }
-    }
-  }
-};
-
-// Writes a column's output: adds sinks, rotates the part from codes back, normalises.
-template <class In, int kDim>
-__device__ __forceinline__ void finish(const Params& p, const Column& column, Sums<kDim>& s) {
-  constexpr int kBlock = kDim & -kDim, kPer = Sums<kDim>::kPer;
-  const int lane = threadIdx.x & 31;
-  if (p.sinks) {
-    const float sink = p.sinks[column.head] * kLog2e, top = fmaxf(sink, s.m);
-    if (top > -kInfinity) {
-      const float before = exp2f(s.m - top);
-      s.sum = s.sum * before + exp2f(sink - top);
-      s.m = top;
-#pragma unroll
-      for (int j = 0; j < kPer; j++) scale(s.out[0][j], before), scale(s.out[1][j], before);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kPer; j++) {
-    float4& x = s.out[1][j];
-    x = make_float4(x.x + x.y, x.x - x.y, x.z + x.w, x.z - x.w);
-    x = make_float4(x.x + x.z, x.y + x.w, x.x - x.z, x.y - x.w);
-#pragma unroll
-    for (int d = 1; d < 32 && 4 * d < kBlock; d *= 2) {
-      const bool second = lane & d;
-      x.x = butterfly(x.x, __shfl_xor_sync(~0u, x.x, d), second);
-      x.y = butterfly(x.y, __shfl_xor_sync(~0u, x.y, d), second);
-      x.z = butterfly(x.z, __shfl_xor_sync(~0u, x.z, d), second);
-      x.w = butterfly(x.w, __shfl_xor_sync(~0u, x.w, d), second);
-    }
-  }
-  if constexpr (kBlock > 128) {
-    const float4 a = s.out[1][0], b = s.out[1][kPer - 1];
-    s.out[1][0] = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-    s.out[1][kPer - 1] = make_float4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
-  }
-  const i64 to = column.place(p);
-  const float by = s.sum != 0.f ? 1.f / s.sum : 0.f, longer = rsqrtf(static_cast<float>(kBlock));
-#pragma unroll
-  for (int j = 0; j < kPer; j++) {
-    const int d = 4 * lane + 128 * j;
-    const float4 plain = s.out[0][j], x = s.out[1][j];
-    if (d < kDim)
-      *reinterpret_cast<uint2*>(p.out + to * kDim + d) =
-          make_uint2(pair_of(In{}, (plain.x + x.x * longer) * by, (plain.y + x.y * longer) * by),
-                     pair_of(In{}, (plain.z + x.z * longer) * by, (plain.w + x.w * longer) * by));
-  }
-  if (p.lse && lane == 0) p.lse[to] = s.sum != 0.f ? (s.m + log2f(s.sum)) * kLn2 : -kInfinity;
-}
 
 template <class In, int kDim>
 __global__ void __launch_bounds__(128) combine_alone(const __grid_constant__ Params p) {
-  const Column column(p, blockIdx.x * 4 + (threadIdx.x >> 5));
-  if (column.head_cache >= p.head_caches) return;
-  const Found found(p, column.head_cache);
-  const int slot = found.slot(threadIdx.x & 31, p.tiers);
-  const float centre = centre_score<In, kDim>(p, column);
-  wait_for_previous();
-  release_next();
-  Sums<kDim> s;
-  s.template add_all<16 / Sums<kDim>::kPer>(p, found, centre, column.number, 0, 1, slot);
-  finish<In>(p, column, s);
+  combine_column_alone<In, kDim>(p);
 }
 
 template <class In, int kDim, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 8 : 1) combine(const __grid_constant__ Params p) {
-  constexpr int kPer = Sums<kDim>::kPer, kAhead = kWarps > 8 ? 16 / kPer : 4;
-  __shared__ float tops[kWarps], sums[kWarps];
-  __shared__ float4 outs[2][kPer][kWarps][32];
-  const Column column(p, blockIdx.x);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const Found found(p, column.head_cache);
-  const int slot = found.slot(warp + lane * kWarps, p.tiers);
-  const float centre = centre_score<In, kDim>(p, column);
-  wait_for_previous();
-  release_next();
-  Sums<kDim> s;
-  s.template add_all<kAhead>(p, found, centre, column.number, warp, kWarps, slot);
-  if (lane == 0) tops[warp] = s.m;
-  __syncthreads();
-  float top = lane < kWarps ? tops[lane] : -kInfinity;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-  const float part = s.m > -kInfinity ? exp2f(s.m - top) : 0.f;
-#pragma unroll
-  for (int kind = 0; kind < 2; kind++)
-#pragma unroll
-    for (int j = 0; j < kPer; j++) {
-      scale(s.out[kind][j], part);
-      outs[kind][j][warp][lane] = s.out[kind][j];
-    }
-  if (lane == 0) sums[warp] = s.sum * part;
-  __syncthreads();
-  if (warp) return;
-  s.m = top;
-  s.sum = 0.f;
-#pragma unroll
-  for (int w = 0; w < kWarps; w++) {
-    s.sum += sums[w];
-    if (w == 0) continue;
-#pragma unroll
-    for (int kind = 0; kind < 2; kind++)
-#pragma unroll
-      for (int j = 0; j < kPer; j++) add(s.out[kind][j], 1.f, outs[kind][j][w][lane]);
-  }
-  finish<In>(p, column, s);
+  combine_column<In, kDim, kWarps>(p);
 }

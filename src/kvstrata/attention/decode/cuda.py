@@ -4,6 +4,7 @@
     decode.cu     a warp takes a chunk: pages --> partials
     combine.cu    partials --> out, lse
     rows.cu       table row of each request, where row i is not request i
+    observe.cu    at the beginning of a step: the layers whose mass becomes importance (observe.py)
 
 `Plan` holds the list and the scratch of one shape of call. The device makes the list before every use or, with a
 `DecodePlan`, once per step for all layers; the host never waits. Calls without a plan share one per shape and stream
@@ -29,7 +30,9 @@ from kvstrata.cache.storage.scratch import register
 from kvstrata.jit import tuned
 from kvstrata.layout.format import MAX_TIERS, Format
 
+from . import observe_cuda
 from .job import Job, Result
+from .observe import Observation
 from .scratch import Sizes, layers_at_once, list_bytes
 from .source import Source
 from .stages import (
@@ -59,12 +62,12 @@ BASE_BYTES, BASES_BYTES = 16, 32 * 1024  # shared memory of worklist.cu: per gro
 KEPT = 8  # plans per cache for calls that pass none
 ALONE = 12  # up to this many chunks per KV head of a request, one warp combines the partials
 
-WORKLIST = struct.Struct(f"7q4q4q15i{3 * MAX_TIERS}i4x")
-DECODE = struct.Struct("10q5q6i2f3i5q")
+WORKLIST = struct.Struct(f"9q4q4q15i{3 * MAX_TIERS}i4x")
+DECODE = struct.Struct("10q5q6i2f3i5q")  # then those of observe_cuda.PLACE
 COMBINE = struct.Struct("9q7q7if")
 ROWS_AT_ONCE = 1016  # as in rows.cu
 ROWS = struct.Struct(f"q2i{ROWS_AT_ONCE}i")
-TABLES, PLAIN, LAYER = (1 * 8, "3q"), (11 * 8, "q"), (15 * 8, "i")  # offset and type in WORKLIST
+TABLES, PLAIN, LAYER = (1 * 8, "3q"), (13 * 8, "q"), (17 * 8, "i")  # offset and type in WORKLIST
 
 
 def missing(job: Job) -> str | None:
@@ -144,6 +147,17 @@ def shared_of(formats: tuple[Format, ...], cut: Cut) -> int:
     return cut.warps * SLOTS * slot_bytes(formats)
 
 
+def tuned_cut(
+    formats: tuple[Format, ...], columns: int, shape: dict[str, int | str], gpu: str | None, arch: str, shared: int
+) -> Cut:
+    """Launch configuration from the table of a GPU; the default without one, or where blocks exceed ``shared``."""
+    choice = None if gpu is None else tuned.lookup("decode", gpu, shape)
+    cut = Cut(**choice) if choice else None
+    if cut is None or shared_of(formats, cut) + 1280 > shared:
+        cut = cut_of(formats, columns, arch)
+    return cut
+
+
 def list_parts(head_caches: int, tiers: int) -> tuple[int, int]:
     """Number of blocks that write one layer's list, and the dynamic shared memory of each in bytes."""
     parts = max(min(PARTS, head_caches // 8), -(-head_caches * tiers * BASE_BYTES // BASES_BYTES), 1)
@@ -169,22 +183,22 @@ class Plan:
         layer_strides: tuple[int, int] = (0, 0),
         fixed_split: int | None = None,
         cut: Cut | None = None,
+        observation: Observation | None = None,
     ) -> None:
         device = source.table.device
         self.device = device.index if device.index is not None else torch.cuda.current_device()
         self.q_len, self.kv_heads, self.formats = q_len, kv_heads, source.formats
         tiers, max_pages = len(self.formats), source.table.shape[-1]
-        self.layers, self.layer_strides = layers, layer_strides
+        self.layers, self.layer_strides, self.observation = layers, layer_strides, observation
         first = self.formats[0]
         columns = q_len * heads // self.kv_heads
         properties = torch.cuda.get_device_properties(device)
         if cut is None:
             tokens = max_pages * source.page_tokens
             shape = features(self.formats, source.rows[1] > 0, len(requests) * kv_heads, tokens, columns)
-            choice = tuned.lookup("decode", properties.name, shape)
-            cut = Cut(**choice) if choice and fixed_split is None else None
-            if cut is None or shared_of(self.formats, cut) + 1280 > properties.shared_memory_per_multiprocessor:
-                cut = cut_of(self.formats, columns, jit.arch_of(self.device))
+            gpu = None if fixed_split is not None else properties.name
+            shared = properties.shared_memory_per_multiprocessor
+            cut = tuned_cut(self.formats, columns, shape, gpu, jit.arch_of(self.device), shared)
         self.cut, self.width, self.warps = cut, cut.width, cut.warps
         self.blocks = -(-columns // (8 * self.width))
         self.shared = shared_of(self.formats, cut)
@@ -220,6 +234,8 @@ class Plan:
         self._launches: dict[Hashable, jit.Launch] = {}
         self._worklist = self._make_worklist(source)
         self._rows_kernel = jit.load(FOLDER / "rows.cu", "rows", jit.arch_of(self.device))  # now: not in a capture
+        if observation is not None:
+            self._observe_kernel = jit.load(FOLDER / "observe.cu", "observe", jit.arch_of(self.device))
 
     @property
     def nbytes(self) -> int:
@@ -233,9 +249,12 @@ class Plan:
 
     def _make_worklist(self, x: Source) -> jit.Launch:
         pad, first = [0] * (MAX_TIERS - len(self.formats)), self.formats[0]
+        seen = (0, 0)
+        if (own := self.observation) is not None:
+            seen = (own.weights.data_ptr(), own.cache.reports.state.data_ptr())
         params = WORKLIST.pack(
             self.rows, x.table.data_ptr(), x.counts.data_ptr(), _pointer(x.slabs),
-            *(y.data_ptr() for y in (self.stages, self.parts, self.slots)),
+            *(y.data_ptr() for y in (self.stages, self.parts, self.slots)), *seen,
             x.table.stride(0), self.layer_strides[0], x.counts.stride(0), self.layer_strides[1], *x.rows,
             0, len(self.requests), self.kv_heads, len(self.formats), x.table.shape[-1], x.units, self.capacity,
             self.chunks, self.fixed_cost, 0 if self.fixed_cost else begin_cost(first), FEW * self.chunks,
@@ -261,6 +280,9 @@ class Plan:
         if self.head_caches:
             if rows and self.rows:
                 self._send_rows()
+            if self.observation is not None:
+                params = observe_cuda.begin(self.observation)
+                jit.Launch(self._observe_kernel, 1, 1024, params)(jit.current_stream(self.device))
             self._make_lists(self._capture(), 0)
 
     def _send_rows(self) -> None:
@@ -301,6 +323,8 @@ class Plan:
         lse = mass = None
         if job.return_lse or job.return_mass:
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        elif self.observation is not None:
+            lse = self.observation.lse
         index = self._index(layer) if self.head_caches else 0
         if self.head_caches:
             self._decode(job, source, index, None, None)
@@ -309,29 +333,36 @@ class Plan:
             mass = torch.zeros(q.shape[0], self.kv_heads, job.max_length, dtype=torch.float32, device=q.device)
             if self.head_caches:
                 self._decode(job, source, index, lse, mass)
+        if self.observation is not None and self.head_caches:
+            for block in range(self.blocks):
+                self._decode(job, source, index, lse, None, observe_cuda.place(self.observation, layer, block))
         return out, lse if job.return_lse else None, mass
 
-    def _decode(self, job: Job, x: Source, index: int, lse: torch.Tensor | None, mass: torch.Tensor | None) -> None:
-        q = job.q
+    def _decode(
+        self, job: Job, x: Source, index: int, lse: torch.Tensor | None, mass: torch.Tensor | None, place: bytes = b""
+    ) -> None:
+        """Attend; with ``mass`` or ``place`` (`observe_cuda.place`) make the second pass, which adds to it."""
+        q, second = job.q, mass is not None or bool(place)
         size, log2e = q.element_size(), math.log2(math.e)
-        ordered = mass is not None or job.sliding_window is not None or self.q_len > 1
+        ordered = second or job.sliding_window is not None or self.q_len > 1
         centre_stride = 0 if x.centre is None else x.centre.stride(0)
         params = DECODE.pack(
             q.data_ptr(), _row(self.stages, index), _row(self.parts, index), self.rows,
             x.lengths.data_ptr(), _pointer(x.centre), _pointer(x.balance),
-            _pointer(self.partial_out if mass is None else mass), self.partial_sum.data_ptr(), _pointer(lse),
+            _pointer(mass if second else self.partial_out), self.partial_sum.data_ptr(), _pointer(lse),
             *(n * size for n in q.stride()[:3]), x.lengths.stride(0), centre_stride,
             self.q_len, job.group, self.kv_heads, self.chunks, self.head_caches, self.multiprocessors,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0,
             x.position_bytes if ordered else 0, job.max_length, x.rows[3], x.v_offset,
             *map(_inverse, (job.group, self.kv_heads, self.multiprocessors)),
-        )  # fmt: skip
-        key = (q.dtype, mass is not None, ordered)
+        ) + (place or observe_cuda.NOWHERE)  # fmt: skip
+        key = (q.dtype, second, ordered, bool(place))
         if key not in self._launches:
             kernel = _decode_kernel(self.formats, q.dtype, self.cut, key[1], x.rows[1] > 0, ordered, self.device)
             self._launches[key] = jit.Launch(
-                kernel, (self.grid, self.blocks), 32 * self.warps, params, shared=self.shared, overlap=mass is None
-            )
+                kernel, (self.grid, 1 if place else self.blocks), 32 * self.warps, params, shared=self.shared,
+                overlap=mass is None,
+            )  # fmt: skip
         self._start(key, params)
 
     def _combine(self, job: Job, x: Source, index: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:

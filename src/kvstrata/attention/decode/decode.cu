@@ -6,63 +6,17 @@
 //   V: dims are the rows; the weights are transposed between the two products by movmatrix
 //
 // With kMass the kernel makes a second pass over K alone, after combine.cu: m is then the log-sum-exp of all scores, and the
-// output is the weight of every token, summed over the columns.
+// output is the weight of every token, summed over the columns; or its importance in the page changes by it (observe.py).
 //
 //   decode_stage.cuh   loading of pages     decode_codes.cuh  a stage of codes    decode_softmax.cuh  scores to weights
 //   decode_query.cuh   queries as operands  decode_rows.cuh   a stage of rows     decode_state.cuh    shared state
+//   decode_partial.cuh a warp's result      packed.cu         the same for blocks of packed pages
 #include "decode_codes.cuh"
+#include "decode_partial.cuh"
 #include "decode_query.cuh"
 #include "decode_rows.cuh"
 #include "decode_stage.cuh"
 #include "pdl.cuh"
-
-// Writes the partial of a warp over its stages of a group.
-template <int kDim, int kN>
-__device__ __forceinline__ void end_group(const Params& p, State<kDim, kN>& st, int group, int chunk, int block) {
-  constexpr int kSteps = kDim / 16;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int columns = p.queries * p.group - block * 8 * kN;
-  const i64 first = (static_cast<i64>(chunk + group) * gridDim.y + block) * (8 * kN);
-  const bool lossy = group >= p.head_caches;
-  if (lossy) {
-    const float high = __uint_as_float(static_cast<unsigned>(st.unit + 127) << 23);
-#pragma unroll
-    for (int n = 0; n < kN; n++)
-#pragma unroll
-      for (int s = 0; s < kSteps; s++)
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-          st.out[n][s][c] *= 16777216.f;
-          st.out[n][s][2 + c] *= high;
-        }
-  }
-#pragma unroll
-  for (int n = 0; n < kN; n++)
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      float l = st.l[n][c];
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2) l += __shfl_xor_sync(~0u, l, d);
-      const int column = n * 8 + 2 * t + c;
-      if (column >= columns) continue;
-      if (g == 0) p.partial_sum[first + column] = make_float2(st.m[n][c], l);
-      float* to = p.partial_out + (first + column) * kDim;
-      if (lossy) {
-        to += g;
-#pragma unroll
-        for (int s = 0; s < kSteps; s++) {
-          to[16 * s] = st.out[n][s][c];
-          to[16 * s + 8] = st.out[n][s][2 + c];
-        }
-      } else {
-#pragma unroll
-        for (int s = 0; s < kSteps; s++) {
-          to[plain_out_dim<kDim>(s, 0)] = st.out[n][s][c];
-          to[plain_out_dim<kDim>(s, 1)] = st.out[n][s][2 + c];
-        }
-      }
-    }
-}
 
 // Dispatches a stage to the code of its tier.
 template <class In, bool kMass, bool kOrdered, int kDim, int kPageTokens, int kN, int kNumber>
@@ -85,11 +39,12 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
   constexpr int kSlot = slot_bytes<kDim, kPageTokens>(TierList{});
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ unsigned long long bars[kWarps * 2];
-  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), block = blockIdx.y;
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), block = p.first_block + blockIdx.y;
   unsigned char* slots = shared + warp * 2 * kSlot;
   Ring<2> ring(bars + warp * 2);
   wait_for_previous();
   release_next();
+  if (kMass && p.weights && !p.weights[p.rows]) return;  // another layer's turn
 
   // Blocks i, i + multiprocessors, .. share a multiprocessor; they take neighbouring chunks.
   const int wave = divide(blockIdx.x, p.by_multiprocessors), resident = divide(gridDim.x, p.by_multiprocessors);
@@ -122,7 +77,14 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
       if (next.group != now.group) expect_query<kDim, kN>(p, next, block);
       if (another) begin_group<In, kMass, kOrdered>(p, st, now, block);  // overlaps the copy of the page
       ring.wait(at, 2);
-      attend<In, kMass, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, group);
+      bool skip = false;
+      if constexpr (kMass && !kRows) {
+        skip = p.weights && (!st.weight || now.meta & kSpokenFor);
+        const int tier = tier_of(now.meta), tokens = sizes_of<kDim, kPageTokens>(TierList{}, tier).tokens;
+        st.importance = reinterpret_cast<float*>(now.page + p.importance_offset[tier]) + part_of(now.meta) * tokens;
+      }
+      if (!skip)
+        attend<In, kMass, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, group);
       __syncwarp();
       now = next;
       next = after;

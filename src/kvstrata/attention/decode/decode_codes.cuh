@@ -19,10 +19,11 @@ __device__ __forceinline__ void change_unit(State<kDim, kN>& st, int unit) {
     }
 }
 
-// A stage of codes, kUnit tiles at a time: enough work for the tensor cores, and small code.
+// A stage of codes, kUnit tiles at a time: enough work for the tensor cores, and small code. `position`: of its first token,
+// where positions are consecutive.
 template <class T, class P, bool kMass, int kDim, int kN>
 __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& st, const unsigned char* stage, int tokens,
-                                             int group) {
+                                             int group, int position = 0) {
   constexpr int kSteps = kDim / 16, kMost = kDim <= 64 || (T::kK <= 3 && T::kV <= 3) ? 4 : 2, kUnit = P::kMine < kMost ? P::kMine : kMost;
   using KWords = Words<T::kK, kSteps, P::kMine, kUnit>;
   using VWords = Words<T::kV, kSteps, P::kMine, kUnit>;
@@ -36,10 +37,12 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
 #pragma unroll
   for (int n = 0; n < kN; n++) st.weights[n][0] = st.weights[n][1] = st.weights[n][2] = st.weights[n][3] = 0.f;
   const auto attend_unit = [&](int unit) {
-    const int before = unit * kUnit * 16;
+    const int before = unit * kUnit * 16, first = P::kConsecutive ? position + before : 0;
     const unsigned char* positions = stage + P::kBytes + before * p.position_bytes;
-    const View view = view_of<kUnit, P::kOrdered>(p, st, tokens - before, positions, 0);
-    if (view == kNothing) return;
+    const View view = view_of<kUnit, P::kOrdered>(p, st, tokens - before, positions, first);
+    if (view == kNothing && !(kMass && p.ema)) return;
+    float old[kUnit][2];
+    if constexpr (kMass) load_importance<kUnit>(p, st, before, tokens - before, old);
     Scores<kUnit, kN> sc;
     KWords words;
     words.load_unit(stage, unit);
@@ -77,10 +80,10 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
     }
     unsigned w[kUnit][kN][2];
     if constexpr (kMass) {
-      share_mass<kUnit>(p, st, sc, group, tokens - before, positions, 0);
+      share_mass<kUnit>(p, st, sc, view, group, before, tokens - before, positions, first, old);
       return;
     }
-    soften<f16, kUnit, P::kOrdered>(p, st, sc, view, tokens - before, positions, 0, w);
+    soften<f16, kUnit, P::kOrdered>(p, st, sc, view, tokens - before, positions, first, w);
 
     constexpr unsigned kOnes = 0x00010001u, kOnes8 = kOnes << (24 - place<T::kV>(2));
     const unsigned ones[4] = {kOnes, kOnes, kOnes8, kOnes8};

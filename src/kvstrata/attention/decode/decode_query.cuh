@@ -23,28 +23,30 @@ struct Owner {
   }
 };
 
-__device__ __forceinline__ const char* query_of(const Params& p, const Owner& owner, int column) {
+template <class P>
+__device__ __forceinline__ const char* query_of(const P& p, const Owner& owner, int column) {
   const int query = divide(column, p.by_group);
-  return p.q + owner.row * p.q_row + query * p.q_query + (owner.head * p.group + column - query * p.group) * p.q_head;
+  return p.query_row(owner.row) + query * p.q_query + (owner.head * p.group + column - query * p.group) * p.q_head;
 }
 
 // Prefetches the memory that load_query will read, one line of 128 bytes per lane.
-template <int kDim, int kN>
-__device__ __forceinline__ void expect_query(const Params& p, const Stage& stage, int block) {
+template <int kDim, int kN, class P>
+__device__ __forceinline__ void expect_query(const P& p, const Stage& stage, int block) {
   constexpr int kLines = (kDim * 2 + 127) / 128;
   static_assert(8 * kN * kLines <= 32, "a lane for each line");
   const int lane = threadIdx.x & 31, column = block * kN * 8 + lane / kLines;
-  if (lane < 8 * kN * kLines && column < p.queries * p.group)
-    fetch_ahead(query_of(p, Owner(p, stage), column) + lane % kLines * 128);
+  const Owner owner(p, stage);
+  if (lane < 8 * kN * kLines && column < p.queries_of(owner.row) * p.group)
+    fetch_ahead(query_of(p, owner, column) + lane % kLines * 128);
 }
 
-template <bool kLossy, int kDim, int kN>
-__device__ __forceinline__ void load_columns(const Params& p, State<kDim, kN>& st, const Owner& owner, int block) {
+template <bool kLossy, int kDim, int kN, class P>
+__device__ __forceinline__ void load_columns(const P& p, State<kDim, kN>& st, const Owner& owner, int block) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < kN; n++) {
     // Columns past the last repeat it; their results are not written.
-    const char* from = query_of(p, owner, min((block * kN + n) * 8 + g, p.queries * p.group - 1));
+    const char* from = query_of(p, owner, min((block * kN + n) * 8 + g, p.queries_of(owner.row) * p.group - 1));
 #pragma unroll
     for (int s = 0; s < kDim / 16; s++)
 #pragma unroll
@@ -55,8 +57,8 @@ __device__ __forceinline__ void load_columns(const Params& p, State<kDim, kN>& s
 }
 
 // Loads the queries of a group unchanged, early enough for begin_group.
-template <int kDim, int kN>
-__device__ __forceinline__ void load_query(const Params& p, State<kDim, kN>& st, const Stage& stage, int block) {
+template <int kDim, int kN, class P>
+__device__ __forceinline__ void load_query(const P& p, State<kDim, kN>& st, const Stage& stage, int block) {
   const Owner owner(p, stage);
   if (tier_of(stage.meta)) load_columns<true>(p, st, owner, block);
   else load_columns<false>(p, st, owner, block);
@@ -86,29 +88,47 @@ __device__ __forceinline__ void score_centre(const Params& p, State<kDim, kN>& s
 __device__ __forceinline__ unsigned powers_of(f16, int first, int second) { return (first + 15) << 10 | (second + 15) << 26; }
 __device__ __forceinline__ unsigned powers_of(bf16, int first, int second) { return (first + 127) << 7 | (second + 127) << 23; }
 
-// Multiplies the queries that load_query read by the balance of K, which is exact.
+// Multiplies the queries that load_query read by powers of two [D], which is exact.
 template <class In, bool kLossy, int kDim, int kN>
-__device__ __forceinline__ void balance_query(const Params& p, State<kDim, kN>& st, const Owner& owner) {
-  const int t = threadIdx.x & 3, request = p.requests ? __ldg(p.requests + owner.row) : owner.row;
-  const signed char* balance = p.balance + request * p.centre_request + owner.head * kDim;
+__device__ __forceinline__ void balance_exactly(State<kDim, kN>& st, const signed char* powers) {
+  const int t = threadIdx.x & 3;
 #pragma unroll
   for (int s = 0; s < kDim / 16; s++)
 #pragma unroll
     for (int part = 0; part < 2; part++) {
       const int dim = kLossy ? 16 * s + 2 * t + 8 * part : plain_dim<kDim>(s, part);
-      const unsigned short both = __ldg(reinterpret_cast<const unsigned short*>(balance + dim));
+      const unsigned short both = __ldg(reinterpret_cast<const unsigned short*>(powers + dim));
       const unsigned by = powers_of(In{}, static_cast<signed char>(both & 255), static_cast<signed char>(both >> 8));
 #pragma unroll
       for (int n = 0; n < kN; n++) st.q[n][s][part] = multiply_pair(In{}, st.q[n][s][part], by);
     }
 }
 
+// Multiplies the queries with the balance of their KV head [D], rounded to In.
+template <class In, int kDim, int kN>
+__device__ __forceinline__ void balance_query(State<kDim, kN>& st, const float* balance) {
+  const int t = threadIdx.x & 3;
+#pragma unroll
+  for (int s = 0; s < kDim / 16; s++)
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+      const float2 by = __ldg(reinterpret_cast<const float2*>(balance + 16 * s + 2 * t + 8 * part));
+#pragma unroll
+      for (int n = 0; n < kN; n++) {
+        const float2 pair = pair_to_float<In>(st.q[n][s][part]);
+        st.q[n][s][part] = pair_of(In{}, pair.x * by.x, pair.y * by.y);
+      }
+    }
+}
+
 // Converts the queries that load_query read to operands.
-template <class In, bool kMass, bool kOrdered, int kDim, int kN>
-__device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st, const Stage& stage, int block) {
+template <class In, bool kMass, bool kOrdered, int kDim, int kN, class P>
+__device__ __forceinline__ void begin_group(const P& p, State<kDim, kN>& st, const Stage& stage, int block) {
   constexpr int kSteps = kDim / 16;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, columns = p.queries * p.group;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const Owner owner(p, stage);
+  st.queries = p.queries_of(owner.row);
+  const int columns = st.queries * p.group;
   st.shift = 0;
   st.unit = 24;
 #pragma unroll
@@ -131,15 +151,28 @@ __device__ __forceinline__ void begin_group(const Params& p, State<kDim, kN>& st
         st.m[n][c] = lse > kNone ? lse * 1.4426950408889634f : -kNone;
       }
   }
-  if (kOrdered)
-    st.first = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride) - p.queries;
-  st.score = p.scale_log2;
-  if (tier_of(stage.meta) == 0) {
-    if (p.balance) balance_query<In, false>(p, st, owner);
-    return;
+  if constexpr (kMass) {
+    st.weight = p.weights ? p.weights[owner.row] : 0;
+    st.gain = 1.f - exp2f(st.weight * p.log2_decay);
   }
-  if (kMass || p.softcap_log2 > 0.f) score_centre<In>(p, st, owner);
-  if (p.balance) balance_query<In, true>(p, st, owner);
+  if (kOrdered)
+    st.first = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride) - st.queries;
+  st.score = p.scale_log2;
+  if constexpr (P::kBalances) {
+    if (tier_of(stage.meta) == 0) return;
+    if (p.balance) balance_query<In>(st, p.balance + owner.head * kDim);
+    if (p.softcap_log2 > 0.f && p.centre) score_centre<In>(p, st, owner);
+  } else {
+    const signed char* powers = nullptr;
+    if (p.balance)
+      powers = p.balance + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.centre_request + owner.head * kDim;
+    if (tier_of(stage.meta) == 0) {
+      if (powers) balance_exactly<In, false>(st, powers);
+      return;
+    }
+    if (kMass || p.softcap_log2 > 0.f) score_centre<In>(p, st, owner);
+    if (powers) balance_exactly<In, true>(st, powers);
+  }
 
   // Rotate 16 dims by a product with a matrix of +-1, the rest by butterflies over steps.
   unsigned h[2][2];

@@ -56,7 +56,9 @@ __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st
   constexpr int kSteps = kDim / 16, kTiles = P::kMine;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const View view = view_of<kTiles, P::kOrdered>(p, st, tokens, stage + P::kBytes, first);
-  if (view == kNothing) return;
+  if (view == kNothing && !(kMass && p.ema)) return;
+  float old[kTiles][2];
+  if constexpr (kMass) load_importance<kTiles>(p, st, 0, tokens, old);
   unsigned char* v_rows = stage + P::kKBytes;
   if (!kMass && tokens < P::kTokens) {  // empty slots may hold NaN, which weight 0 would not cancel
     for (int i = tokens * kDim * 2 + lane * 16; i < P::kVBytes; i += 512)
@@ -101,7 +103,7 @@ __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st
     sc.v[i][0] = sc.v[i][1] = 1.f;
   }
   if constexpr (kMass) {
-    share_mass<kTiles>(p, st, sc, group, tokens, stage + P::kBytes, first);
+    share_mass<kTiles>(p, st, sc, view, group, 0, tokens, stage + P::kBytes, first, old);
     return;
   }
   unsigned w[kTiles][kN][2];

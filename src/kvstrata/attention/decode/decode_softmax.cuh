@@ -28,7 +28,7 @@ __device__ __forceinline__ View view_of(const Params& p, const State<kDim, kN>& 
                                         int first) {
   if (!kOrdered) return tokens < kTiles * 16 ? kPart : kWhole;
   bool hidden = tokens < kTiles * 16, seen = false;
-  const int last = st.first + p.queries - 1;  // position of the last query
+  const int last = st.first + st.queries - 1;  // position of the last query
 #pragma unroll
   for (int i = 0; i < kTiles; i += 2) {
     const int token = min(i * 16 + static_cast<int>(threadIdx.x & 31), min(tokens, kTiles * 16) - 1);
@@ -50,7 +50,7 @@ __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st,
   for (int n = 0; n < kN; n++)
 #pragma unroll
     for (int c = 0; c < 2; c++)
-      last[n][c] = kOrdered ? st.first + divide((blockIdx.y * kN + n) * 8 + 2 * t + c, p.by_group) : 0;
+      last[n][c] = kOrdered ? st.first + divide(((p.first_block + blockIdx.y) * kN + n) * 8 + 2 * t + c, p.by_group) : 0;
 #pragma unroll
   for (int i = 0; i < kTiles; i++)
 #pragma unroll
@@ -171,12 +171,35 @@ __device__ __forceinline__ void soften(const Params& p, State<kDim, kN>& st, Sco
       for (int r = 0; r < 2; r++) w[i][n][r] = transpose8x8(w[i][n][r]);
 }
 
-// Adds the weight of every token, summed over columns, at its position.
+// Importance of a stage's tokens, loaded before its products: old[tile][row (token g, g + 8)].
 template <int kTiles, int kDim, int kN>
-__device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, int group,
-                                           int tokens, const unsigned char* positions, int first) {
+__device__ __forceinline__ void load_importance(const Params& p, const State<kDim, kN>& st, int before, int tokens,
+                                                float (&old)[kTiles][2]) {
   const int lane = threadIdx.x & 31, g = lane >> 2;
-  mask<kTiles, true>(p, st, sc, tokens, positions, first);
+#pragma unroll
+  for (int i = 0; i < kTiles; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int token = i * 16 + g + 8 * r;
+      old[i][r] = p.weights && !(lane & 3) && token < tokens ? st.importance[before + token] : 0.f;
+    }
+}
+
+// Importance after a step in which a token that `seen` queries could have seen since it came got `mass` (observe.py).
+template <int kDim, int kN>
+__device__ __forceinline__ float observed(const Params& p, const State<kDim, kN>& st, float old, float mass, int seen) {
+  mass = mass < 3e38f ? mass * __fdividef(min(st.weight, seen), min(p.queries, seen)) : 0.f;  // NaN and infinity count as 0
+  if (!p.ema) return fminf(old + mass, 3.4028234e38f);
+  return old + (__fdividef(mass, st.weight) - (p.first_block ? 0.f : old)) * st.gain;
+}
+
+// Adds the weight of every token, summed over columns, at its position or to its importance.
+template <int kTiles, int kDim, int kN>
+__device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, View view,
+                                           int group, int before, int tokens, const unsigned char* positions, int first,
+                                           const float (&old)[kTiles][2]) {
+  const int lane = threadIdx.x & 31, g = lane >> 2;
+  if (view != kWhole || p.softcap_log2 > 0.f) mask<kTiles, true>(p, st, sc, tokens, positions, first);
   float* mass = p.partial_out + static_cast<i64>(group % p.head_caches) * p.mass_length;
 #pragma unroll
   for (int i = 0; i < kTiles; i++)
@@ -189,6 +212,7 @@ __device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN
       const int token = i * 16 + g + 8 * r;
       if ((lane & 3) || token >= tokens) continue;
       const int position = position_of(p, positions, first, token);
-      if (position < p.mass_length) atomicAdd(mass + position, sum);
+      if (p.weights) st.importance[before + token] = observed(p, st, old[i][r], sum, st.first + p.queries - position);
+      else if (position < p.mass_length) atomicAdd(mass + position, sum);
     }
 }

@@ -10,6 +10,8 @@ from kvstrata.cache.storage.views import BucketedCacheLayer
 from kvstrata.cache.tiered_cache import TieredCache
 from kvstrata.store.paged_cache import PagedCache
 
+from .observe import Observation
+
 
 class Prepared(Protocol):
     """The part of a `DecodePlan` that backends use."""
@@ -38,6 +40,7 @@ class Job(NamedTuple):
     return_mass: bool
     plan: Prepared | None = None  # of the step
     layer: int = 0
+    observation: Observation | None = None  # mass is added to importance in the layers whose turn it is
     owner: TieredCache | None = None  # calls of one cache share scratch
 
     @property

@@ -25,6 +25,7 @@ from .job import Job, Result
 from .plan import DecodePlan
 
 BACKENDS = ("auto", "reference", "numba", "triton", "cuda")
+GPU_BACKENDS = ("triton", "cuda")  # observe in their kernels
 Cache = TieredCache | PagedCache
 
 
@@ -68,14 +69,13 @@ def requests_of(cache: Cache, requests: Sequence[int] | None) -> list[int]:
     """Requests of a call: all in use, or those given; errors name the argument."""
     if not isinstance(cache, (TieredCache, PagedCache)):
         raise TypeError(f"cache: expected a TieredCache or a PagedCache, got {type(cache).__name__}")
-    in_use = cache.requests if isinstance(cache, TieredCache) else range(cache.block_table.shape[0])
+    known = cache._active if isinstance(cache, TieredCache) else range(cache.block_table.shape[0])
     if requests is None:
-        return list(in_use)
+        return sorted(known)
     given = whole_numbers("requests", requests)
-    known = set(in_use)
     for request in given:
         if request not in known:
-            raise ValueError(f"requests: expected some of {tuple(in_use)}, got {request}")
+            raise ValueError(f"requests: expected some of {tuple(sorted(known))}, got {request}")
     return given
 
 
@@ -183,12 +183,13 @@ def decode_attention(
         sinks: ``[Hq]``, attention-sink logit per head, added to the softmax denominator.
         return_lse: also return the log-sum-exp of the scores, sink included.
         return_mass: also return the attention mass that `TieredCache.update_importance` takes.
-        plan: `DecodePlan` of the step, shared by all layers; None makes one for this call.
+        plan: `DecodePlan` of the step, shared by all layers; None makes one for this call. One that observes adds the
+            mass to the importance of the cache's tokens in the layers whose turn it is, in place.
         backend: ``auto``, ``reference``, ``numba`` (CPU), ``triton`` or ``cuda``.
 
     Query i is at position ``length - q_len + i`` and sees no later one. A query that sees no token yields zeros and an
-    lse of -inf (with a sink: its logit). Nothing is modified. Safe under CUDA-graph capture on a GPU backend, after one
-    eager call of the same shape has compiled its kernels.
+    lse of -inf (with a sink: its logit). Nothing else is modified. Safe under CUDA-graph capture on a GPU backend, once
+    an eager call of the same shape has compiled its kernels.
 
     Returns:
         out in q's shape and dtype. With ``return_lse`` or ``return_mass`` an `AttentionOutput` with lse float32
@@ -214,11 +215,16 @@ def decode_attention(
         if not isinstance(plan, DecodePlan):
             raise TypeError(f"plan: expected a DecodePlan or None, got {type(plan).__name__}")
         plan.check(job, cache)
-        job = job._replace(plan=plan, layer=layer)
+        job = job._replace(plan=plan, layer=layer, observation=plan.observation)
     out, lse, mass = run(job, _choose(backend, job))
     return AttentionOutput(out, lse, mass) if return_lse or return_mass else out
 
 
 def run(job: Job, backend: str) -> Result:
     """Run a checked job on an available backend."""
-    return _module(backend).decode(job)
+    decode, observation = _module(backend).decode, job.observation
+    if observation is None or backend in GPU_BACKENDS or not observation.due(job.layer):
+        return decode(job)
+    out, lse, mass = decode(job._replace(return_mass=True))
+    observation.add(job.layer, job.requests, mass)
+    return out, lse, mass if job.return_mass else None

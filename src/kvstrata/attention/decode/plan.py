@@ -10,8 +10,11 @@ from kvstrata.cache.tiered_cache import TieredCache
 from kvstrata.checks import whole_numbers
 
 from .job import Job
+from .observe import observation_of
 
 if TYPE_CHECKING:
+    import torch
+
     from . import cuda as decode_cuda
 
 
@@ -28,9 +31,13 @@ class DecodePlan:
         requests: rows of q, as in `decode_attention`; None is all in use now, ascending.
         fixed_split: tokens of a KV head per partial (4-bit tokens; others in proportion to their cost), independent of
             the rest of the batch. The output of a request is then batch-invariant, bit for bit. Slower.
+        observe: layers per step, in turns, whose attention mass the calls add to the importance of their tokens
+            (docs/cache.md); 0 for none. Does nothing for a cache whose policy uses no importance.
 
-    `update` writes to the plan's scratch; the cache is not modified. `update` and the calls can be captured in a CUDA
-    graph: lengths, counts and pages are read at replay. Keep the plan alive as long as the graph.
+    `update` writes to the plan's scratch; the cache is not modified, except with ``observe``: `update` then counts the
+    queries of the layers whose turn it is, and the calls of these layers add to importance. `update` and the calls can
+    be captured in a CUDA graph: lengths, counts, pages and the turn are read at replay. Keep the plan alive as long as
+    the graph.
 
     The scratch (`nbytes`) covers every page that the cache's tables can list. Up to 32 MB of lists for all layers,
     `update` makes them all. Beyond that it makes those of the first layers, and calls make the lists of a few more
@@ -56,6 +63,7 @@ class DecodePlan:
         q_len: int = 1,
         requests: Sequence[int] | None = None,
         fixed_split: int | None = None,
+        observe: int = 0,
     ) -> None:
         if not isinstance(cache, TieredCache):
             raise TypeError(f"cache: expected a TieredCache, got {type(cache).__name__}")
@@ -70,17 +78,33 @@ class DecodePlan:
             if not 0 <= request < cache.max_requests:
                 raise ValueError(f"requests: expected rows from 0 to {cache.max_requests - 1}, got {request}")
         self.cache, self.heads, self.q_len, self.requests, self.fixed_split = cache, heads, q_len, rows, fixed_split
+        self.observation = observation_of(cache, rows, heads, q_len, observe)
+        if self.observation is not None:
+            register(cache, self.observation)
         self._cuda: decode_cuda.Plan | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of scratch on the device: 0 before the first `update`, and always 0 for a cache on the CPU."""
-        return 0 if self._cuda is None else self._cuda.nbytes
+        """Bytes of scratch; work lists are on a GPU only, and made at the first `update`."""
+        lists = 0 if self._cuda is None else self._cuda.nbytes
+        return lists + (0 if self.observation is None else self.observation.nbytes)
 
-    def update(self) -> None:
-        """Make the work lists from the current contents of the cache; safe under CUDA-graph capture."""
-        if self.cache.device.type == "cuda":
+    def update(self, requests: torch.Tensor | None = None) -> None:
+        """Make the work lists from the current contents of the cache; safe under CUDA-graph capture.
+
+        With ``observe``, also begin the next turn. ``requests``: int32 ``[rows]`` on the device, as in
+        `TieredCache.write`, read when the kernels run; a row that does not name its own request is padding and gives no
+        mass. None: no row is padding. Raises ValueError or TypeError for another shape, dtype or device.
+        """
+        if self.observation is not None:
+            self.observation.set_live(requests)
+        if self._has_kernels():
             self.cuda().update()
+        elif self.observation is not None:
+            self.observation.begin()
+
+    def _has_kernels(self) -> bool:
+        return self.cache.device.type == "cuda"
 
     def cuda(self) -> decode_cuda.Plan:
         """Work lists and scratch of the CUDA kernels, created at first use."""
@@ -98,6 +122,7 @@ class DecodePlan:
                 layers=self.cache.layers,
                 layer_strides=(table.stride(1), count.stride(1)),
                 fixed_split=self.fixed_split,
+                observation=self.observation,
             )
             register(self.cache, self._cuda)
         return self._cuda

@@ -6,11 +6,14 @@ chunks per warp even out errors of the cost model. Stage and slot sizes are fixe
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from kvstrata import jit
 from kvstrata.layout.format import Format
 
-from .cuda import FOLDER, shared_of
+from .cuda import FOLDER, features, shared_of, tuned_cut
 from .stages import Cut, combine_entry, decode_entry
 
 
@@ -45,3 +48,36 @@ def kernels(
         (str(FOLDER / "worklist.cu"), "worklist", 1024, 0),
         *((str(FOLDER / "combine.cu"), combine_entry(dtype, head_dim, n), 32 * max(n, 4), 0) for n in sorted(widths)),
     ]
+
+
+def kernels_needed(
+    formats: tuple[Format, ...],
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    requests: int,
+    *,
+    q_len: int = 1,
+    mass: bool = False,
+    arch: str,
+    gpu: str,
+    shared: int,
+) -> list[jit.Named]:
+    """Kernels of decode steps with up to so many requests; ``tokens`` is what the page table lists for each.
+
+    ``mass``: calls that return it, too. ``gpu`` names a tuned table, and ``shared`` is the shared memory of a
+    multiprocessor in bytes.
+    """
+    columns, needed = q_len * heads // kv_heads, [(FOLDER / "rows.cu", "rows")]
+    for batch in {*(2**i for i in range(requests.bit_length())), requests}:
+        shape = features(formats, False, batch * kv_heads, tokens, columns)
+        cut = tuned_cut(formats, columns, shape, gpu, arch, shared)
+        for source, entry, _, _ in kernels(formats, dtype, cut, arch, ordered=q_len > 1):
+            needed.append((Path(source), entry))
+        if mass:
+            entry = decode_entry(formats, dtype, cut.width, arch, mass=True, ordered=True, cut=cut)
+            needed.append((FOLDER / "decode.cu", entry))
+    if mass:
+        needed.append((FOLDER / "observe.cu", "observe"))
+    return list(dict.fromkeys(needed))

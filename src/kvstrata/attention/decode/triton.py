@@ -4,7 +4,9 @@
                      tokens of all tiers with an online softmax; quantised tiers first, in the rotated space, then
                      the accumulator is rotated back and plain rows follow
     combine_kernel   a program per query row combines the splits
-    mass_kernel      only on request: a second pass over K with the final log-sum-exp
+
+Mass takes a second pass of decode_kernel over K, with the final log-sum-exp: it goes to a tensor by position, or, in a
+layer whose turn it is (observe.py), to the importance in the pages.
 
 All arithmetic is float32. The two products use tensor cores in TF32 for 16-bit queries.
 """
@@ -12,6 +14,7 @@ All arithmetic is float32. The two products use tensor cores in TF32 for 16-bit 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -63,6 +66,39 @@ def _add_mass(s, seen, lse, mass_ptr, position, live):
 
 
 @triton.jit
+def _add_importance(
+    s, seen, lse, importance_start, token, position, live, length, weight, first_block, log2_decay,
+    Q_LEN: tl.constexpr, EMA: tl.constexpr,
+):  # fmt: skip
+    """Add the weights of a block, summed over rows, to the importance of its tokens, as `observe_mass` does."""
+    p = tl.exp(tl.where(seen, s - lse[:, None], float("-inf")))
+    mass = tl.sum(p, 0)
+    mass = tl.where(mass < 3.0e38, mass, 0.0)  # NaN and infinity count as 0
+    could = length - position
+    mass = mass * tl.minimum(weight, could).to(tl.float32) / tl.minimum(Q_LEN, could).to(tl.float32)
+    importance_ptr = importance_start.to(tl.pointer_type(tl.float32)) + token
+    old = tl.load(importance_ptr, mask=live, other=0.0)
+    if EMA:
+        w = weight.to(tl.float32)
+        before = tl.where(first_block == 0, old, 0.0)  # the average falls once
+        new = old + (mass / w - before) * (1.0 - tl.exp2(w * log2_decay))
+    else:
+        new = tl.minimum(old + mass, 3.4028234e38)
+    tl.store(importance_ptr, new, mask=live)
+
+
+@triton.jit
+def _speaks(requests_ptr, weights_ptr, earlier_rows, lists_ptr, stride_table_r, index, handle):
+    """False if an earlier row that gives mass has the same page; owners have it at the same place of their lists."""
+    found = 0
+    for row in range(earlier_rows):
+        request = tl.load(requests_ptr + row).to(tl.int64)
+        same = tl.load(lists_ptr + request * stride_table_r + index) == handle
+        found += (same & (tl.load(weights_ptr + row) > 0)).to(tl.int32)
+    return found == 0
+
+
+@triton.jit
 def _positions(page, offset, token, live, POSITION_BYTES: tl.constexpr):
     if POSITION_BYTES == 2:
         position_ptr = (page + offset).to(tl.pointer_type(tl.int16))
@@ -73,23 +109,30 @@ def _positions(page, offset, token, live, POSITION_BYTES: tl.constexpr):
 
 @triton.jit
 def _coded_tier(
-    q, q_centre, own, row_live, lse, top, total, acc, mass_ptr, pages_ptr, count, offsets_ptr, pointers_ptr, units,
-    softcap, window, split,
+    q, q_centre, own, row_live, lse, top, total, acc, mass_ptr, lists_ptr, request, stride_table_r, count, offsets_ptr,
+    pointers_ptr, units, softcap, window, split, requests_ptr, weights_ptr, earlier_rows, weight, first_block,
+    log2_decay, length,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
     TOK: tl.constexpr, SPLITS: tl.constexpr, POSITION_BYTES: tl.constexpr, ORDERED: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, OBSERVE: tl.constexpr, EMA: tl.constexpr,
+    Q_LEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Process the blocks of a quantised bucket that belong to this split."""
-    v_offset, scale_offset, position_offset = (
-        tl.load(offsets_ptr), tl.load(offsets_ptr + 1), tl.load(offsets_ptr + 2),
+    v_offset, scale_offset, position_offset, importance_offset = (
+        tl.load(offsets_ptr), tl.load(offsets_ptr + 1), tl.load(offsets_ptr + 2), tl.load(offsets_ptr + 3),
     )  # fmt: skip
+    pages_ptr = lists_ptr + request * stride_table_r
     offs, dim = tl.arange(0, TOK), tl.arange(0, WIDE)
     mask_d = dim < DIM
     for block in range(split, tl.cdiv(count, TOK), SPLITS):
         slot = block * TOK + offs
         live = slot < count
         token = slot % TOKENS
-        page = page_address(pointers_ptr, tl.load(pages_ptr + block * TOK // TOKENS), units)
+        index = block * TOK // TOKENS
+        handle = tl.load(pages_ptr + index)
+        if OBSERVE:
+            live &= _speaks(requests_ptr, weights_ptr, earlier_rows, lists_ptr, stride_table_r, index, handle)
+        page = page_address(pointers_ptr, handle, units)
         k_ptr = page.to(tl.pointer_type(tl.int32))
         scale_ptr = (page + scale_offset).to(tl.pointer_type(tl.float16))
         k = load_levels(k_ptr, token[None, :], dim[:, None], mask_d[:, None] & live[None, :], K_BITS, DIM, TOKENS, True)
@@ -99,7 +142,12 @@ def _coded_tier(
         if ORDERED or WINDOWED or MASS:
             position = _positions(page, position_offset, token, live, POSITION_BYTES)
         seen = _seen(live[None, :], position[None, :], own[:, None], window, ORDERED, WINDOWED)
-        if MASS:
+        if OBSERVE:
+            _add_importance(
+                s, seen & row_live[:, None], lse, page + importance_offset, token, position, live, length, weight,
+                first_block, log2_decay, Q_LEN, EMA,
+            )  # fmt: skip
+        elif MASS:
             _add_mass(s, seen & row_live[:, None], lse, mass_ptr, position, live)
         else:
             v_ptr = (page + v_offset).to(tl.pointer_type(tl.int32))
@@ -114,8 +162,10 @@ def _coded_tier(
 @triton.jit
 def _plain_block(
     q, own, row_live, lse, top, total, acc, mass_ptr, k_rows, v_rows, k_scale, v_scale, live, position, softcap, window,
+    importance_start, token, length, weight, first_block, log2_decay,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOK: tl.constexpr, MANTISSA: tl.constexpr, ORDERED: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, OBSERVE: tl.constexpr, EMA: tl.constexpr,
+    Q_LEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Process a block of plain tokens, whose rows start at the pointers ``k_rows, v_rows [TOK]``."""
     dim = tl.arange(0, WIDE)
@@ -123,7 +173,12 @@ def _plain_block(
     k = widen(tl.load(k_rows[None, :] + dim[:, None], mask=mask_d[:, None] & live[None, :], other=0), MANTISSA)
     s = _cap(tl.dot(q, k, input_precision=PRECISION) * k_scale, softcap, CAPPED)
     seen = _seen(live[None, :], position[None, :], own[:, None], window, ORDERED, WINDOWED)
-    if MASS:
+    if OBSERVE:
+        _add_importance(
+            s, seen & row_live[:, None], lse, importance_start, token, position, live, length, weight, first_block,
+            log2_decay, Q_LEN, EMA,
+        )  # fmt: skip
+    elif MASS:
         _add_mass(s, seen & row_live[:, None], lse, mass_ptr, position, live)
     else:
         v = widen(tl.load(v_rows[:, None] + dim[None, :], mask=mask_d[None, :] & live[:, None], other=0), MANTISSA)
@@ -139,20 +194,21 @@ def decode_kernel(
     v_ptr, k_scale_ptr, v_scale_ptr, partial_ptr, stats_ptr, lse_ptr, mass_ptr, stride_qb, stride_ql, stride_qh,
     stride_length, stride_table_r, stride_table_h, stride_table_t, stride_count_r, stride_count_h, stride_centre_r,
     stride_centre_h, stride_k_page, stride_k_row, stride_k_head, stride_v_page, stride_v_row, stride_v_head, units,
-    max_length, scale, softcap, window,
+    max_length, scale, softcap, window, weights_ptr, state_ptr, log2_decay, first_block,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, ROW_BLOCKS: tl.constexpr, TIERS: tl.constexpr, FORMATS: tl.constexpr, TOKENS: tl.constexpr,
     TOK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, BALANCED: tl.constexpr,
     POSITION_BYTES: tl.constexpr, MANTISSA: tl.constexpr, SCALED: tl.constexpr, ORDERED: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, OBSERVE: tl.constexpr, EMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of a block of query rows. TIERS 0: PagedCache with blocks of TOKENS rows; BLOCK: size of the
-    rotation, 1 for none."""
+    rotation, 1 for none; OBSERVE: a mass pass that writes importance, from ``first_block`` of the query rows on."""
     bucket, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
     batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
     request = tl.load(requests_ptr + batch).to(tl.int64)
     length = tl.load(length_ptr + request * stride_length)
-    row = tl.program_id(0) % ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) % ROW_BLOCKS + first_block) * ROWS + tl.arange(0, ROWS)
     row_live = row < Q_LEN * GROUP
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
     own = length - Q_LEN + query
@@ -165,13 +221,19 @@ def decode_kernel(
         offs_lse = (batch * Q_LEN + query) * (KV_HEADS * GROUP) + head
         lse = tl.load(lse_ptr + offs_lse, mask=row_live, other=0.0)
         mass_ptr += bucket.to(tl.int64) * max_length
+    weight, alive, earlier_rows = 0, 1, 0
+    if OBSERVE:
+        weight = tl.load(weights_ptr + batch)
+        alive = (weight > 0).to(tl.int32)
+        earlier_rows = batch * tl.load(state_ptr + 1)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDE), tl.float32)
     if TIERS > 0:
         offs_c = request * stride_centre_r + kv_head * stride_centre_h + dim
-        pages_ptr = table_ptr + request * stride_table_r + kv_head * stride_table_h
+        lists_ptr = table_ptr + kv_head * stride_table_h
+        pages_ptr = lists_ptr + request * stride_table_r
         count_ptr += request * stride_count_r + kv_head * stride_count_h
         q_centre = tl.zeros((ROWS,), tl.float32)
         if CENTRED:
@@ -182,20 +244,27 @@ def decode_kernel(
             turned = rotate_rows(q, ROWS, WIDE, BLOCK) if BLOCK > 1 else q
             for tier in tl.static_range(1, TIERS):
                 top, total, acc = _coded_tier(
-                    turned, q_centre, own, row_live, lse, top, total, acc, mass_ptr, pages_ptr + tier * stride_table_t,
-                    tl.load(count_ptr + tier), offsets_ptr + 3 * tier, pointers_ptr, units, softcap, window, split,
+                    turned, q_centre, own, row_live, lse, top, total, acc, mass_ptr, lists_ptr + tier * stride_table_t,
+                    request, stride_table_r, tl.load(count_ptr + tier) * alive, offsets_ptr + 4 * tier, pointers_ptr,
+                    units, softcap, window, split, requests_ptr, weights_ptr, earlier_rows, weight, first_block,
+                    log2_decay, length,
                     (FORMATS >> (8 * tier)) & 15, (FORMATS >> (8 * tier + 4)) & 15, DIM, WIDE, TOKENS, TOK, SPLITS,
-                    POSITION_BYTES, ORDERED, WINDOWED, CAPPED, MASS, PRECISION,
+                    POSITION_BYTES, ORDERED, WINDOWED, CAPPED, MASS, OBSERVE, EMA, Q_LEN, PRECISION,
                 )  # fmt: skip
             if BLOCK > 1 and not MASS:
                 acc = rotate_rows(acc, ROWS, WIDE, BLOCK)
-        count = tl.load(count_ptr)
+        count = tl.load(count_ptr) * alive
         v_offset, position_offset = tl.load(offsets_ptr), tl.load(offsets_ptr + 2)
+        importance_offset = tl.load(offsets_ptr + 3)
         for block in range(split, tl.cdiv(count, TOK), SPLITS):
             slot = block * TOK + offs
             live = slot < count
             token = slot % TOKENS
-            page = page_address(pointers_ptr, tl.load(pages_ptr + block * TOK // TOKENS), units)
+            index = block * TOK // TOKENS
+            handle = tl.load(pages_ptr + index)
+            if OBSERVE:
+                live &= _speaks(requests_ptr, weights_ptr, earlier_rows, lists_ptr, stride_table_r, index, handle)
+            page = page_address(pointers_ptr, handle, units)
             position = tl.zeros((TOK,), tl.int32)
             if ORDERED or WINDOWED or MASS:
                 position = _positions(page, position_offset, token, live, POSITION_BYTES)
@@ -203,7 +272,8 @@ def decode_kernel(
             v_rows = (page + v_offset).to(tl.pointer_type(q_ptr.dtype.element_ty)) + token * DIM
             top, total, acc = _plain_block(
                 q, own, row_live, lse, top, total, acc, mass_ptr, k_rows, v_rows, 1.0, 1.0, live, position, softcap,
-                window, DIM, WIDE, TOK, 0, ORDERED, WINDOWED, CAPPED, MASS, PRECISION,
+                window, page + importance_offset, token, length, weight, first_block, log2_decay, DIM, WIDE, TOK, 0,
+                ORDERED, WINDOWED, CAPPED, MASS, OBSERVE, EMA, Q_LEN, PRECISION,
             )  # fmt: skip
     else:
         k_scale, v_scale = 1.0, 1.0
@@ -222,7 +292,8 @@ def decode_kernel(
             v_rows = v_ptr + page * stride_v_page + token * stride_v_row + side * stride_v_head
             top, total, acc = _plain_block(
                 q, own, row_live, lse, top, total, acc, mass_ptr, k_rows, v_rows, k_scale, v_scale, live, position,
-                softcap, window, DIM, WIDE, TOK, MANTISSA, ORDERED, WINDOWED, CAPPED, MASS, PRECISION,
+                softcap, window, page, token, length, weight, first_block, log2_decay, DIM, WIDE, TOK, MANTISSA,
+                ORDERED, WINDOWED, CAPPED, MASS, False, False, Q_LEN, PRECISION,
             )  # fmt: skip
 
     if not MASS:
@@ -283,8 +354,8 @@ def _tiered(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
     buckets, q = job.buckets, job.q
     assert buckets is not None
     coded = [f for f in buckets.formats if not f.plain]
-    tiers = zip(buckets.formats, buckets.position_offsets, strict=True)
-    offsets = [n for format, position in tiers for n in (format.v_offset, format.scale_offset, position)]
+    tiers = zip(buckets.formats, buckets.position_offsets, buckets.importance_offsets, strict=True)
+    offsets = [n for format, *notes in tiers for n in (format.v_offset, format.scale_offset, *notes)]
     formats = sum((f.k_bits | f.v_bits << 4) << 8 * i for i, f in enumerate(buckets.formats) if not f.plain)
     balance = buckets.count if buckets.balance is None else buckets.balance  # its strides are those of the centre
     tensors = [buckets.seq_lens, buckets.page_table, buckets.count, buckets.centre, balance, buckets.slab_pointers,
@@ -329,7 +400,8 @@ def decode(job: Job) -> Result:
     device, group, buckets = q.device, job.group, batch * job.kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
-    lse = floats(batch, q_len, heads) if job.return_lse or job.return_mass else None
+    observation = job.observation
+    lse = floats(batch, q_len, heads) if job.return_lse or job.return_mass or observation is not None else None
     mass = floats(batch, job.kv_heads, job.max_length).zero_() if job.return_mass else None
     if batch == 0:
         return out, lse if job.return_lse else None, mass
@@ -347,16 +419,24 @@ def decode(job: Job) -> Result:
     exact = q.dtype == torch.float32 or torch.version.hip is not None
     shape = dict(KV_HEADS=job.kv_heads, GROUP=group, Q_LEN=q_len, DIM=dim, WIDE=wide)
     options = dict(
-        ROWS=block_rows, ROW_BLOCKS=row_blocks, TOK=block_tokens, SPLITS=splits, ORDERED=q_len > 1,
+        ROWS=block_rows, TOK=block_tokens, SPLITS=splits, ORDERED=q_len > 1,
         WINDOWED=job.sliding_window is not None, CAPPED=job.softcap is not None, PRECISION="ieee" if exact else "tf32",
         num_warps=8, num_stages=1,  # more stages want more shared memory than a consumer GPU has
     )  # fmt: skip
+    weights, state, decay, ema = q, q, 0.0, False
+    if observation is not None:
+        cache = observation.cache
+        weights, state, ema = observation.weights[job.layer], cache.reports.state, cache.policy.mode == "ema"
+        decay = math.log2(cache.decay) if cache.decay > 0 else -math.inf
 
-    def launch(mass_pass: bool) -> None:
-        decode_kernel[(buckets * row_blocks, splits)](
+    def launch(mass_pass: bool, block: int | None = None) -> None:
+        """All blocks of query rows, or one that adds its mass to importance: they write the same entries."""
+        blocks = row_blocks if block is None else 1
+        decode_kernel[(buckets * blocks, splits)](
             q, _on_device(tuple(job.requests), device), *tensors, partial, stats, partial if lse is None else lse,
             partial if mass is None else mass, *q.stride()[:3], *numbers, job.max_length, job.scale,
-            job.softcap or 0.0, job.sliding_window or 0, **shape, **constants, **options, MASS=mass_pass,
+            job.softcap or 0.0, job.sliding_window or 0, weights, state, decay, block or 0, **shape, **constants,
+            **options, ROW_BLOCKS=blocks, MASS=mass_pass, OBSERVE=block is not None, EMA=ema,
         )  # fmt: skip
 
     with torch.cuda.device_of(q):
@@ -368,4 +448,7 @@ def decode(job: Job) -> Result:
         )  # fmt: skip
         if mass is not None and job.max_length:
             launch(True)
+        if observation is not None:
+            for block in range(row_blocks):
+                launch(True, block)
     return out, lse if job.return_lse else None, mass

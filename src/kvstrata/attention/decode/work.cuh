@@ -10,12 +10,14 @@
 struct alignas(16) Stage {
   unsigned long long page;  // address of the page
   int group;                // tier * head_caches + head_cache: (request row, KV head)
-  unsigned meta;            // tokens, tier, and which part of its page it is (rows: which stage of its request)
+  unsigned meta;            // tokens, tier, which part of its page it is (rows: which stage of its request), and whether
+                            // another row of the step gives the page's mass
 };
 __device__ __forceinline__ unsigned meta_of(int tokens, int tier, int part) { return tokens | tier << 7 | part << 10; }
 __device__ __forceinline__ int tokens_of(unsigned meta) { return meta & 127; }
 __device__ __forceinline__ int tier_of(unsigned meta) { return meta >> 7 & 7; }
-__device__ __forceinline__ int part_of(unsigned meta) { return meta >> 10; }
+constexpr unsigned kSpokenFor = 1u << 31;
+__device__ __forceinline__ int part_of(unsigned meta) { return (meta & ~kSpokenFor) >> 10; }
 
 struct alignas(16) Chunk {
   Stage first;  // so that its copy can start at once

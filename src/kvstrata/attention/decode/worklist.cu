@@ -18,6 +18,8 @@ struct Params {
   Stage* stages;                 // [layers, capacity]
   Chunk* parts;                  // [layers, chunks]
   Slots* slots;                  // [layers, tiers, rows * kv heads]
+  const int* weights;            // [layers, rows + 1] of observe.cu, or null
+  const int* state;              // of observe.cu: [1] is whether pages are shared
   i64 table_request, table_layer, count_request, count_layer;  // strides, in ints
   unsigned long long plain;      // plain pages of one layer (page_bytes > 0): K of page 0; the table is [requests, pages]
   i64 page_bytes, head_bytes, row_bytes;
@@ -87,6 +89,15 @@ __device__ __forceinline__ const int* counts_of(const Params& p, int layer, int 
   return p.count + request * p.count_request + layer * p.count_layer + head * p.tiers;
 }
 
+// True if an earlier row that gives mass has the same page. Owners of a page have it at the same place of their lists.
+__device__ __forceinline__ bool spoken_for(const Params& p, int layer, int row, i64 place, int handle) {
+  for (int r = 0; r < row; r++)
+    if (p.weights[layer * (p.rows + 1) + r] &&
+        p.table[(p.requests ? p.requests[r] : r) * p.table_request + layer * p.table_layer + place] == handle)
+      return true;
+  return false;
+}
+
 // Prefix of a group in the list: cost (with fixed_cost: chunks) and stages.
 struct Base {
   i64 cost;
@@ -149,8 +160,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
     const int* count = counts_of(p, layer, u);
     const int row = u / p.kv_heads, request = p.requests ? p.requests[row] : row;
     const int head = u % p.kv_heads;
-    const int* table = p.table + request * p.table_request + layer * p.table_layer +
-                       (p.page_bytes ? 0 : static_cast<i64>(head) * p.tiers * p.max_pages);
+    const i64 lists = p.page_bytes ? 0 : static_cast<i64>(head) * p.tiers * p.max_pages;
+    const int* table = p.table + request * p.table_request + layer * p.table_layer + lists;
+    const bool share = p.weights && p.state[1] && p.weights[layer * (p.rows + 1) + row];
     for (int t = 0; t < p.tiers; t++) {
       const Base before = bases[t * per_part + u - part_first];
       const int at = before.stages, chunk = p.fixed_cost ? before.cost : 0;
@@ -158,12 +170,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
       const int tokens = held(p, count, t), step = p.stage_tokens[t], n = ceil_div(tokens, step), price = costs[t];
       const int per_page = p.page_tokens / step;
       const auto stage_of = [&](int i) {
-        const int handle = table[static_cast<i64>(t) * p.max_pages + i / per_page], part = i % per_page;
+        const i64 place = static_cast<i64>(t) * p.max_pages + i / per_page;
+        const int handle = table[place], part = i % per_page;
         Stage stage;
         if (p.page_bytes) stage.page = p.plain + handle * p.page_bytes + head * p.head_bytes + part * step * p.row_bytes;
         else stage.page = p.slabs[handle / p.units] + static_cast<unsigned long long>(handle % p.units) * kUnitBytes;
         stage.group = t * head_caches + u;
         stage.meta = meta_of(min(tokens - i * step, step), t, p.page_bytes ? i : part);
+        if (share && spoken_for(p, layer, row, lists + place, handle)) stage.meta |= kSpokenFor;
         return stage;
       };
       for (int i = lane; i < n; i += 32) stages[at + i] = stage_of(i);

@@ -158,7 +158,7 @@ def stage_kernel(
             if (index >= 0) & (number < before):
                 page = page_address(pointers_ptr, tl.load(pages_ptr + tier * stride_table_t + index), units)
                 live = index * TOKENS + token < count
-                tier_offsets = offsets_ptr + 3 * tier  # of V, of the scales, of the positions
+                tier_offsets = offsets_ptr + 4 * tier  # of V, the scales, the positions, the importance
                 K_BITS: tl.constexpr = 0 if tier == 0 else (FORMATS >> (8 * tier)) & 15
                 V_BITS: tl.constexpr = 0 if tier == 0 else (FORMATS >> (8 * tier + 4)) & 15
                 scale_ptr = (page + tl.load(tier_offsets + 1)).to(tl.pointer_type(tl.float16))

@@ -14,18 +14,21 @@ import numpy as np
 import torch
 
 from kvstrata import jit
+from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.page_table import Buckets
 from kvstrata.quant.op import CXX
 
 from .append_job import Job, Written, metadata
+from .launches import Launches, prepare
 from .launches import kernel as kernel_of
-from .launches import prepare
 
 SOURCE = Path(__file__).with_name("append.cu")
 KERNELS = ("append_rows", "append_one", "write_last")
 WARPS = 8  # per block; a warp copies K and V of one token and head
 # struct Params: k, v, pointers, table, count, length, meta, importance, balance; strides in bytes; int32 sizes.
 PARAMS = struct.Struct("9Q 4q 13i4x")
+ROWS, LAYER = struct.Struct("2Q"), struct.Struct("i")  # the parts that change from call to call: k and v; layer
+LAYER_OFFSET = struct.calcsize("9Q 4q 3i")
 
 
 def width_of(k: torch.Tensor, v: torch.Tensor) -> int:
@@ -52,14 +55,10 @@ def entry_of(
     return f"{kernel}<{head_dim * itemsize}, {width}, {position}, {keeps}{dtype}>"
 
 
-def _ids(job: Job) -> torch.Tensor:
-    """The requests on the device, int32, cached: they rarely change from step to step."""
-    kept, key = job.buckets.ids, job.requests.tobytes()
-    if key not in kept:
-        if len(kept) >= 64:
-            kept.clear()
-        kept[key] = job.buckets.pool.to_device(job.requests.astype(np.int32))
-    return kept[key]
+def kernels_needed(plain: PageFormat, balanced: bool) -> list[jit.Named]:
+    """Kernels that write rows into pages of a cache, for rows aligned to 16 bytes; ``balanced``: it has a balance."""
+    sizes = (plain.format.head_dim, plain.dtype.itemsize, 16, plain.position_dtype.itemsize, plain.keeps_importance)
+    return [(SOURCE, entry_of(*sizes, kernel, plain.dtype if balanced else None)) for kernel in KERNELS]
 
 
 def prepare_append(job: Job) -> Callable[[], None]:
@@ -68,15 +67,49 @@ def prepare_append(job: Job) -> Callable[[], None]:
     reciprocal = bool(job.importance.any())
     one = job.by_token is None and bool((job.lengths == 1).all())
     one = one and np.array_equal(job.importance, 1 / ones if reciprocal else np.zeros_like(ones))
-    meta = _ids(job) if one else job.buckets.pool.to_device(metadata(job))
+    meta = job.buckets.device_ids(job.requests) if one else job.buckets.pool.to_device(metadata(job))
     kernel, arguments = KERNELS[one], (meta, job.by_token, job.balance, len(job.requests), reciprocal)
-    return _prepare(kernel, job.buckets, job.layer, job.k, job.v, job.device_length, *arguments)
+    return _prepare(kernel, job.buckets, job.layer, job.k, job.v, job.device_length, *arguments).run
 
 
 def write_rows(written: Written) -> None:
     """Launch ``write_last``."""
     arguments = (written.requests, None, written.balance, len(written.buckets.host_count), written.reciprocal)
-    _prepare("write_last", written.buckets, written.layer, written.k, written.v, written.device_length, *arguments)()
+    _prepare(
+        "write_last", written.buckets, written.layer, written.k, written.v, written.device_length, *arguments
+    ).run()
+
+
+class AppendOne:
+    """``append_one`` of the same requests again and again: a launch whose addresses and layer are written in place."""
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        ids: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        device_length: torch.Tensor,
+        balance: torch.Tensor | None,
+        reciprocal: bool,
+    ) -> None:
+        launches = _prepare("append_one", buckets, 0, k, v, device_length, ids, None, balance, len(ids), reciprocal)
+        self._kept = (ids, device_length, balance)
+        self._device = k.get_device()
+        [self._launch] = launches.launches
+        self._mask = width_of(k, v) - 1
+
+    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Launch for rows with the shape and strides of the first; False if their addresses need narrower accesses."""
+        k_address, v_address = k.data_ptr(), v.data_ptr()
+        if (k_address | v_address) & self._mask:
+            return False
+        ROWS.pack_into(self._launch.params, 0, k_address, v_address)
+        LAYER.pack_into(self._launch.params, LAYER_OFFSET, layer)
+        with torch.cuda.device(self._device):
+            jit.bind_context(self._device)
+            self._launch(jit.current_stream(self._device))
+        return True
 
 
 def _prepare(
@@ -91,7 +124,7 @@ def _prepare(
     balance: torch.Tensor | None,
     given: int,
     reciprocal: bool,
-) -> Callable[[], None]:
+) -> Launches:
     """A launch that keeps the tensors it reads alive."""
     kind, pool, size, device = buckets.page_formats[0], buckets.pool, k.element_size(), k.get_device()
     tokens, heads, dim = k.shape
@@ -111,4 +144,4 @@ def _prepare(
     def build() -> list[jit.Launch]:
         return [jit.Launch(kernel_of(SOURCE, entry, device), grid, 32 * warps, params)]
 
-    return prepare(device, build, (k, v, meta, by_token, balance)).run
+    return prepare(device, build, (k, v, meta, by_token, balance))

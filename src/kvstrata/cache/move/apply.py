@@ -9,23 +9,25 @@ released after that. A page with other owners is copied before it is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from kvstrata import backends
+from kvstrata import backends, jit
 from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.page_table import Buckets
-from kvstrata.cache.storage.tokens import Fresh, Tokens
+from kvstrata.cache.storage.tokens import Tokens
 from kvstrata.cache.storage.transaction import Transaction
+from kvstrata.quant.op import centre_rows
 
 from . import moves, moves_cuda, repack_op, whole_pages
 from . import phases as cuda_phases
 from .append import prepare_append
 from .append_job import Job
 from .launches import Launches
+from .launches import prepare as prepare_launches
 from .repack_job import Job as RepackJob
 
 
@@ -47,6 +49,7 @@ def append(job: Job, change: Transaction | None = None) -> None:
     else:
         change.launch(run)
         change.set(host_count, index, after)
+    job.buckets.forget(job.requests, change)
 
 
 def move(
@@ -112,57 +115,43 @@ def _prepare_phases(
     centre: torch.Tensor,
 ) -> Launches | None:
     """`prepare` in CUDA C++: lists by phase instead of chains."""
-    rows = _aligned(fresh)
-    before = buckets.host_count[requests, layers].reshape(-1).astype(np.int64)
     places = requests * buckets.page_table.shape[1] + layers
-    plan = moves_cuda.Plan(buckets, places, before, target.to(torch.int8), tokens, rows=rows)
-    return _by_phases(buckets, change, layers, requests, plan, plan.to_host(), centre)
+    lease, rows = buckets.arena.lease(), aligned_rows(fresh)
+    counted = moves_cuda.Moves(buckets, places, target.to(torch.int8), lease, tokens, rows=rows)
+    return prepare_counted(buckets, change, layers, requests, counted, counted.to_host(), centre)
 
 
-def _aligned(fresh: NewRows | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def aligned_rows(fresh: NewRows | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """K and V of new tokens, aligned for the kernels."""
     return (None, None) if fresh is None else (whole_pages.aligned(fresh.k), whole_pages.aligned(fresh.v))
 
 
-def _by_phases(
+def prepare_counted(
     buckets: Buckets,
     change: Transaction,
     layers: np.ndarray,
     requests: np.ndarray,
-    plan: moves_cuda.Plan,
+    counted: moves_cuda.Moves,
     numbers: np.ndarray,
     centre: torch.Tensor,
 ) -> Launches | None:
-    """Pages and launches for moves that are counted; None if there are none."""
+    """Pages and launches for moves that are counted; None if there are none. ``numbers``: of `Moves.to_host`."""
     if not numbers[:2].any():
         return None
-    old_table = buckets.page_table.clone() if buckets.device.type == "cpu" else buckets.page_table
-    table = buckets.exchange_pages(change, requests, layers, numbers[0], numbers[1], numbers[2], clear_codes=False)
-    return cuda_phases.phases(buckets, plan.place(numbers, old_table, table), plan.rows, centre)
+    if buckets.device.type == "cpu":
+        counted.copy_tables()
+    exchanged = buckets.exchange(change, requests, layers, *numbers)
+    centre = centre_rows(centre)
+    lists: list[object] = [counted, centre]
 
+    def build() -> Iterator[jit.Launch]:
+        filled, before, after = counted.place(numbers, exchanged)
+        lists.append(filled)
+        yield from before
+        yield from cuda_phases.phases(buckets, filled, counted.rows, centre)
+        yield from after
 
-def move_planned(
-    buckets: Buckets,
-    change: Transaction,
-    layers: np.ndarray,
-    requests: np.ndarray,
-    target: torch.Tensor,
-    starts: torch.Tensor,
-    fresh: Fresh | None,
-    rows: NewRows | None,
-    centres: Callable[[np.ndarray], torch.Tensor],
-) -> None:
-    """`move` in CUDA C++, by the lists of a planner on the device, int8 ``target [n]`` and ``starts [buckets]``.
-
-    ``centres`` gives the centres of all places, told which of them get codes from plain rows.
-    """
-    before = buckets.host_count[requests, layers].reshape(-1).astype(np.int64)
-    places = requests * buckets.page_table.shape[1] + layers
-    plan = moves_cuda.Plan(buckets, places, before, target, None, starts, fresh, _aligned(rows))
-    numbers = plan.to_host()
-    coded = numbers[1].reshape(len(places), -1, len(buckets.page_formats))[:, :, 1:].any((1, 2))
-    launches = _by_phases(buckets, change, layers, requests, plan, numbers, centres(coded))
-    if launches is not None:
-        change.launch(launches.run)
+    return prepare_launches(centre.get_device(), build, lists)
 
 
 def pack(buckets: Buckets, plan: moves.Moves, tokens: Tokens, offsets: torch.Tensor) -> torch.Tensor:

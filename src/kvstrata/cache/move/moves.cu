@@ -2,7 +2,9 @@
 //
 //   find    the first token of each bucket in the list
 //   count   three numbers a bucket, after which the host allocates pages
+//   enter   new pages into the page table
 //   place   the moves, at offsets from the host: the i-th filler takes the i-th hole, arrivals follow the kept tokens
+//   leave   when the moves are made: old pages out of the page table, and the new counts
 //
 // A warp takes a run of a tier's tokens, 128 at a time. Ballots say which of them leave, fill or come to a tier; lane c
 // counts the tokens of class c so far. A first pass over the targets gives the sums at which each warp begins.
@@ -27,12 +29,12 @@ struct Params {
                          // first position, importance unless `mass` has it
   const float* mass;     // [rows, heads]
   i64* starts;           // [buckets] the first token
-  const int* before;     // [buckets] tokens
   int* numbers;          // [3, buckets]: left, came, holes
   const int* first;      // [3, buckets]: first filler, first arrival; of whole pages: number less index in the bucket
-  const int* places;     // [places] of (request, layer) in the tables
-  const int* old_table;  // [places of all, heads, tiers, max_pages]
-  const int* new_table;
+  const int* places;     // [places] of (request, layer) in the tables; negative: not moved
+  int* count;            // [places of all, heads, tiers] tokens
+  int* table;            // [places of all, heads, tiers, max_pages] handles of pages
+  const i64* entries;    // [entered + left, 2] index in the table, handle: pages that come, then pages that go
   const i64* pointers;  // [slabs]
   const char* k;        // new rows
   const char* v;
@@ -41,7 +43,11 @@ struct Params {
   i64* k_at;     // [whole pages, page_tokens] addresses of rows, or codes (coded.cuh)
   i64* v_at;     // the same for V; null without new rows, since V is as far from K in every page
   int2* sides;   // [whole pages, page_tokens] position and importance
+  i64* pages;    // [whole pages] addresses in units
+  int2* owners;  // [whole pages] handle and tier
+  int* head_caches;     // [whole pages]
   i64 n, k_row, v_row;  // strides in bytes
+  int entered, left;    // entries
   int buckets, heads, tiers, page_tokens, max_pages, units, row_bytes, v_offset;
   Tier tier_of[kMaxTiers];
 };
@@ -52,6 +58,25 @@ __global__ void __launch_bounds__(256) find(const __grid_constant__ Params p) {
   if (i < p.n && p.slot[i] == 0 && p.tier[i] >= 0) p.starts[p.head_cache[i] * p.tiers + p.tier[i]] = i;
 }
 
+// Tokens of a bucket, as the table of counts has it.
+__device__ __forceinline__ int* count_of(const Params& p, int head_cache) {
+  return p.count + (static_cast<i64>(p.places[head_cache / p.heads]) * p.heads + head_cache % p.heads) * p.tiers;
+}
+
+template <class = void>
+__global__ void __launch_bounds__(256) enter(const __grid_constant__ Params p) {
+  const int i = blockIdx.x * 256 + threadIdx.x;
+  if (i < p.entered) p.table[p.entries[2 * i]] = static_cast<int>(p.entries[2 * i + 1]);
+}
+
+template <class = void>
+__global__ void __launch_bounds__(256) leave(const __grid_constant__ Params p) {
+  const int i = blockIdx.x * 256 + threadIdx.x;
+  if (i < p.left) p.table[p.entries[2 * (p.entered + i)]] = -1;
+  if (i < p.buckets && p.places[i / (p.heads * p.tiers)] >= 0)
+    count_of(p, i / p.tiers)[i % p.tiers] += p.numbers[p.buckets + i] - p.numbers[i];
+}
+
 // The tokens of a bucket; for tier == tiers the new tokens of the head cache.
 struct Run {
   const signed char* target;
@@ -59,9 +84,9 @@ struct Run {
   int n, stay;  // the target that means: nothing to do
 
   __device__ __forceinline__ Run(const Params& p, int head_cache, int tier) {
-    const int bucket = head_cache * p.tiers + tier;
+    const int bucket = head_cache * p.tiers + tier, *counts = count_of(p, head_cache);
     if (tier < p.tiers) {
-      n = p.before[bucket];
+      n = counts[tier];
       target = n ? p.target + p.starts[bucket] : nullptr;
       order = nullptr;
       stay = tier;
@@ -73,7 +98,7 @@ struct Run {
       stay = -1;
       if (p.fresh) {
         n = p.fresh[head_cache / p.heads];
-        target = p.target + p.starts[bucket - 1] + p.before[bucket - 1];
+        target = p.target + p.starts[bucket - 1] + counts[tier - 1];
       }
     }
   }
@@ -187,13 +212,31 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
   const int head_cache = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, size = p.page_tokens;
   const i64 first_bucket = static_cast<i64>(head_cache) * p.tiers;
   const i64 place = p.places[head_cache / p.heads];
+  if (place < 0) return;
   const i64 lists = (place * p.heads + head_cache % p.heads) * p.tiers * p.max_pages;
   if (threadIdx.x < p.tiers) {
     const int t = threadIdx.x;
     const int* numbers = p.numbers + first_bucket + t;
-    kept[t] = p.before[first_bucket + t] - numbers[0];
+    kept[t] = count_of(p, head_cache)[t] - numbers[0];
     edge[t] = t ? (kept[t] + size - 1) / size * size : 0x7fffffff;  // in plain pages nothing is whole
     came_before[t] = 0;
+  }
+  __syncthreads();
+  for (int t = 1; t < p.tiers; t++) {  // whole pages, and their slots past the end
+    const int end = kept[t] + p.numbers[p.buckets + first_bucket + t], begun = edge[t] / size;
+    const i64 first = p.first[2 * static_cast<i64>(p.buckets) + first_bucket + t];
+    for (int page = begun + threadIdx.x; page * size < end; page += 256) {
+      const int handle = p.table[lists + t * p.max_pages + page];
+      p.pages[first + page] = reinterpret_cast<i64>(page_address(p.pointers, p.units, handle)) / 64;
+      p.owners[first + page] = make_int2(handle, t);
+      p.head_caches[first + page] = head_cache;
+    }
+    const i64 slot = static_cast<i64>(end) + threadIdx.x;
+    if (end > edge[t] && slot < (end + size - 1) / size * size) {
+      p.k_at[first * size + slot] = -1;
+      if (p.v_at) p.v_at[first * size + slot] = -1;
+      p.sides[first * size + slot] = make_int2(-1, -1);
+    }
   }
   for (int tier = 0; tier <= p.tiers; tier++) {
     const Run run(p, head_cache, tier);
@@ -231,7 +274,7 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
       });
       const int row = slot % size, column = slot / size;
       if (hole) {
-        const int handle = p.new_table[lists + tier * p.max_pages + column];
+        const int handle = p.table[lists + tier * p.max_pages + column];
         reinterpret_cast<int2*>(p.copies + p.first[first_bucket + tier] + of_hole)[1] = make_int2(handle, row);
       }
       if (!arrives && !filler) return;
@@ -243,7 +286,7 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
         source_row = token.row;
         side = make_int2(token.position, kKeeps ? token.importance : 0);
       } else {
-        handle = p.old_table[lists + tier * p.max_pages + column];
+        handle = p.table[lists + tier * p.max_pages + column];
       }
       if (filler) {
         reinterpret_cast<int2*>(p.copies + p.first[first_bucket + tier] + of_filler)[0] = make_int2(handle, row);
@@ -267,7 +310,7 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
       }
       const i64 index = p.first[static_cast<i64>(p.buckets) + first_bucket + target] + rank;
       int4* line = reinterpret_cast<int4*>(p.packed + index * 12);
-      const int there = p.new_table[lists + target * p.max_pages + to_slot / size];
+      const int there = p.table[lists + target * p.max_pages + to_slot / size];
       line[0] = make_int4(handle, source_row, is_new ? -1 : tier, there);
       line[1] = make_int4(to_slot % size, target, head_cache, -1);
       line[2] = make_int4(1, side.x, side.y, 0);

@@ -1,6 +1,7 @@
-"""The plan of moves.py made by ``moves.cu``: a block per head cache, two launches and one wait between them.
+"""The plan of moves.py made by ``moves.cu``: a block per head cache, and one wait between counting and placing.
 
-    targets ──count──▶ three numbers a bucket ──▶ the host allocates pages and offsets of lists ──place──▶ lists
+    targets ──count──▶ three numbers a bucket ──▶ the host allocates pages ──enter──▶ page table ──place──▶ lists
+                                                       lists ──phases.py──▶ tokens moved ──leave──▶ page table, counts
 
 Moves are lists by phase, not chains. A phase is the fillers of a tier, or its arrivals; phases go from the last tier to
 the first, fillers first. Then no move writes where a later one reads: the holes of a tier are those of tokens that went
@@ -19,7 +20,8 @@ import torch
 
 from kvstrata import jit
 from kvstrata.cache.storage.page import PageFormat
-from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.cache.storage.page_table import Buckets, Exchanged
+from kvstrata.cache.storage.scratch import Lease
 from kvstrata.cache.storage.tokens import Fresh, Tokens
 from kvstrata.layout.format import MAX_TIERS
 
@@ -31,11 +33,10 @@ THREADS = 256
 # struct Params of moves.cu, in its order.
 POINTERS = (
     "target", "head_cache", "tier", "slot", "position", "importance", "order", "new_first", "fresh", "mass", "starts",
-    "before", "numbers", "first", "places", "old_table", "new_table", "pointers", "k", "v", "copies", "packed", "k_at",
-    "v_at",
-    "sides",
+    "numbers", "first", "places", "count", "table", "entries", "pointers", "k", "v", "copies", "packed", "k_at", "v_at",
+    "sides", "pages", "owners", "head_caches",
 )  # fmt: skip
-PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 8i {2 * MAX_TIERS}i")
+PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 10i {2 * MAX_TIERS}i")
 
 
 def entry_of(plain: PageFormat) -> str:
@@ -43,83 +44,108 @@ def entry_of(plain: PageFormat) -> str:
     return f"place<{position}, {str(plain.keeps_importance).lower()}>"
 
 
+def kernels_needed(plain: PageFormat) -> list[jit.Named]:
+    """Kernels that list the moves of a plan."""
+    return [(SOURCE, entry) for entry in ("count<>", "find<>", "enter<>", "leave<>", entry_of(plain))]
+
+
 @dataclass(frozen=True)
 class Lists:
-    """Moves by phase; see moves.cu."""
+    """Moves by phase, filled when the launch of ``place`` ran; see moves.cu."""
 
     copies: torch.Tensor  # int32 [n, 4], fillers
     packed: torch.Tensor  # int32 [n, 12], arrivals that are not whole
-    ranges: np.ndarray  # [3, tiers, 2]: of fillers in `copies`, arrivals in `packed`, `whole`; by tier first and end
-    whole: torch.Tensor  # int32 [3, pages]: handle, tier and head cache of pages that are written whole
+    ranges: np.ndarray  # [3, tiers, 2]: first and end of fillers in `copies`, arrivals in `packed`, whole pages
     k_at: torch.Tensor  # int64 [pages, page_tokens], of rows or codes, -1 for an empty slot
     v_at: torch.Tensor | None
     sides: torch.Tensor  # int32 [pages, page_tokens, 2]
+    pages: torch.Tensor  # int64 [pages], addresses in units, of pages that are written whole
+    owners: torch.Tensor  # int32 [pages, 2], their handles and tiers
+    head_caches: torch.Tensor  # int32 [pages]
 
 
 @dataclass
-class Plan:
-    """Plan of the moves of all tokens of places, each a (request, layer); launches the count at once."""
+class Moves:
+    """Moves of all tokens of places, each a (request, layer); launches the count at once."""
 
     buckets: Buckets
     places: np.ndarray  # request * layers + layer
-    before: np.ndarray  # [buckets]
     target: torch.Tensor  # int8 [n]
+    lease: Lease
     tokens: Tokens | None = None  # all tokens; None: the planner's order, in which buckets begin at `starts`
     starts: torch.Tensor | None = None  # int64 [buckets]
     fresh: Fresh | None = None  # new tokens, beside `starts`
     rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # k and v of new tokens
+    addresses: dict[str, int] = field(default_factory=dict)  # of places, fresh and numbers where they are there already
+    counts: bool = True  # False if the numbers are there, too
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Launch the kernels that count."""
-        buckets, pool, n_buckets = self.buckets, self.buckets.pool, len(self.before)
-        tensors, device = self._tensors, self.buckets.device
-        tensors["target"] = self.target
-        tensors["before"] = pool.to_device(self.before.astype(np.int32))
-        tensors["places"] = pool.to_device(self.places.astype(np.int32))
-        tensors["pointers"] = pool.pointers
-        tensors["numbers"] = torch.empty(3, n_buckets, dtype=torch.int32, device=device)
+        buckets, pool, tensors = self.buckets, self.buckets.pool, self._tensors
+        self.n_buckets = len(self.places) * buckets.kv_heads * len(buckets.page_formats)
+        tensors |= {"target": self.target, "pointers": pool.pointers}
+        tensors |= {"count": buckets.count, "table": buckets.page_table}
         tensors |= {name: x for name, x in zip(("k", "v"), self.rows, strict=True) if x is not None}
+        if "places" not in self.addresses:
+            tensors["places"] = pool.to_device(self.places.astype(np.int32))
+        if "numbers" not in self.addresses:
+            tensors["numbers"] = self.lease.take("numbers", 3 * self.n_buckets, torch.int32)
         if self.tokens is None:
             assert self.starts is not None
             tensors["starts"] = self.starts
             if self.fresh is not None:
-                tensors["fresh"] = pool.to_device(self.fresh.packed())
+                if "fresh" not in self.addresses:
+                    tensors["fresh"] = pool.to_device(self.fresh.packed())
                 if self.fresh.importance is not None:
                     tensors["mass"] = self.fresh.importance
         else:
             self._find(self.tokens)
-        self._launch("count<>", n_buckets // len(buckets.page_formats))
+        if self.counts:
+            self._run("count<>", self.n_buckets // len(buckets.page_formats))
 
     def _find(self, tokens: Tokens) -> None:
         """Find the first token of each bucket, and sort the new ones by head cache."""
-        n_buckets, tensors, device = len(self.before), self._tensors, self.buckets.device
+        buckets, tensors, device = self.buckets, self._tensors, self.buckets.device
         for name in ("head_cache", "tier", "slot", "position", "importance"):
             tensors[name] = getattr(tokens, name).contiguous()
-        new = len(tokens) - int(self.before.sum())
+        layers = buckets.page_table.shape[1]
+        stored = int(buckets.host_count[self.places // layers, self.places % layers].sum(dtype=np.int64))
+        new = len(tokens) - stored
         if new:
             order = pick(tokens.tier < 0, new)
             head_cache, by_head_cache = torch.sort(tokens.head_cache[order], stable=True)
-            every = torch.arange(n_buckets // len(self.buckets.page_formats) + 1, device=device)
+            every = torch.arange(self.n_buckets // len(buckets.page_formats) + 1, device=device)
             tensors["order"], tensors["new_first"] = order[by_head_cache], torch.searchsorted(head_cache, every)
-        tensors["starts"] = torch.zeros(n_buckets, dtype=torch.int64, device=device)
-        self._launch("find<>", -(-len(self.target) // THREADS))
+        tensors["starts"] = torch.zeros(self.n_buckets, dtype=torch.int64, device=device)
+        self._run("find<>", -(-len(self.target) // THREADS))
 
     def to_host(self) -> np.ndarray:
-        """``left, came, holes`` int64 ``[3, buckets]``; the only time the host waits for the device."""
-        return self._tensors["numbers"].cpu().numpy().astype(np.int64)
+        """``left, came, holes`` int64 ``[3, buckets]``; waits for the device."""
+        return self._tensors["numbers"].cpu().numpy().reshape(3, -1).astype(np.int64)
 
-    def place(self, numbers: np.ndarray, old_table: torch.Tensor, new_table: torch.Tensor) -> Lists:
-        """The moves from pages of one table to pages of another. Host work grows with buckets, not with tokens."""
-        buckets, device = self.buckets, self.buckets.device
-        tiers, p, n_buckets = len(buckets.page_formats), buckets.page_tokens, len(self.before)
+    def copy_tables(self) -> None:
+        """Let the kernels work on copies: host and device share the tables where kernels run on the CPU."""
+        self._tensors |= {"count": self.buckets.count.clone(), "table": self.buckets.page_table.clone()}
+
+    def leave_out(self, without: np.ndarray) -> None:
+        """Places that stay as they are; their ``numbers`` given to `place` must be 0."""
+        self._tensors["places"] = self.buckets.pool.to_device(np.where(without, -1, self.places).astype(np.int32))
+
+    def place(self, numbers: np.ndarray, exchanged: Exchanged) -> tuple[Lists, list[jit.Launch], list[jit.Launch]]:
+        """Lists of moves into the pages of ``exchanged``, launches that fill them, and launches for after the moves.
+
+        Host work grows with buckets and pages, not with tokens. Launching allocates nothing.
+        """
+        buckets, lease, tensors = self.buckets, self.lease, self._tensors
+        tiers, p = len(buckets.page_formats), buckets.page_tokens
         left, came, holes = numbers
-        kept, coded = self.before - left, np.arange(n_buckets) % tiers > 0
+        kept, coded = exchanged.before - left, np.arange(self.n_buckets) % tiers > 0
         # Pages of codes past the kept tokens are whole; tokens that come into the page where these end are not.
         begun = -(-kept // p)
         pages = np.where(coded, np.maximum(-(-(kept + came) // p) - begun, 0), 0)
         rest = np.where(coded, np.minimum(came, -kept % p), came)
-        first, ranges = np.zeros((3, n_buckets), np.int64), np.zeros((3, tiers, 2), np.int64)
+        first, ranges = np.zeros((3, self.n_buckets), np.int64), np.zeros((3, tiers, 2), np.int64)
         for which, sizes in enumerate((holes, rest, pages)):
             by_tier = sizes.reshape(-1, tiers).T.reshape(-1)
             ends = np.cumsum(by_tier)
@@ -128,50 +154,51 @@ class Plan:
             ranges[which, 1:, 0] = ranges[which, :-1, 1]
         first[2] -= begun  # pages are asked for by their index in the bucket
         n_holes, n_rest, n_pages = (int(n) for n in ranges[:, -1, 1])
-        self._tensors["first"] = buckets.pool.to_device(first.astype(np.int32))
-        shape = (n_pages, p)
+        entries = np.concatenate([exchanged.entered, exchanged.left])
+        uploaded = np.concatenate([entries.reshape(-1).view(np.int32), first.astype(np.int32).reshape(-1)])
+        arrays = buckets.pool.to_device(uploaded)
+        tensors["entries"], tensors["first"] = arrays, arrays[2 * entries.size :]
+        has_new = bool({"order", "fresh"} & self._tensors.keys()) or "fresh" in self.addresses
+        slots = n_pages * p
         lists = Lists(
-            torch.empty(n_holes, 4, dtype=torch.int32, device=device),
-            torch.empty(n_rest, len(COLUMNS), dtype=torch.int32, device=device),
+            lease.take("copies", 4 * n_holes, torch.int32).view(-1, 4),
+            lease.take("packed", len(COLUMNS) * n_rest, torch.int32).view(-1, len(COLUMNS)),
             ranges,
-            self._whole(pages, n_pages, new_table),
-            torch.full(shape, -1, dtype=torch.int64, device=device),
-            torch.full(shape, -1, dtype=torch.int64, device=device)
-            if {"order", "fresh"} & self._tensors.keys()
-            else None,
-            torch.full((*shape, 2), -1, dtype=torch.int32, device=device),
+            lease.take("k_at", slots, torch.int64).view(-1, p),
+            lease.take("v_at", slots, torch.int64).view(-1, p) if has_new else None,
+            lease.take("sides", 2 * slots, torch.int32).view(-1, p, 2),
+            lease.take("pages", n_pages, torch.int64),
+            lease.take("owners", 2 * n_pages, torch.int32).view(-1, 2),
+            lease.take("head_caches", n_pages, torch.int32),
         )
-        self._tensors |= {"old_table": old_table, "new_table": new_table}
-        self._tensors |= {name: getattr(lists, name) for name in ("copies", "packed", "k_at", "sides")}
-        if lists.v_at is not None:
-            self._tensors["v_at"] = lists.v_at
-        self._launch(entry_of(buckets.page_formats[0]), n_buckets // tiers)
-        return lists
+        names = ("copies", "packed", "k_at", "v_at", "sides", "pages", "owners", "head_caches")
+        tensors |= {name: x for name in names if (x := getattr(lists, name)) is not None}
+        sizes = (len(exchanged.entered), len(exchanged.left))
+        head_caches = self.n_buckets // tiers
+        before = [
+            self._launch("enter<>", -(-sizes[0] // THREADS), sizes),
+            self._launch(entry_of(buckets.page_formats[0]), head_caches, sizes),
+        ]
+        after = [self._launch("leave<>", -(-max(self.n_buckets, sizes[1]) // THREADS), sizes)]
+        return lists, [x for x in before if x is not None], [x for x in after if x is not None]
 
-    def _whole(self, pages: np.ndarray, n: int, table: torch.Tensor) -> torch.Tensor:
-        """`Lists.whole`; ``pages``: whole pages of each bucket, ``n`` in all."""
-        buckets, device, tensors = self.buckets, self.buckets.device, self._tensors
-        tiers, of_place = len(buckets.page_formats), buckets.kv_heads * len(buckets.page_formats)
-        repeats = buckets.pool.to_device(pages.reshape(-1, tiers).T.reshape(-1))
-        which = torch.repeat_interleave(repeats, output_size=n)  # tier * head_caches + head_cache
-        tier, head_cache = which // (len(pages) // tiers), which % (len(pages) // tiers)
-        bucket = head_cache * tiers + tier
-        page = torch.arange(n, device=device) - tensors["first"][2][bucket]
-        row = tensors["places"][bucket // of_place].long() * of_place + bucket % of_place
-        return torch.stack([table.view(-1)[row * buckets.max_pages + page].long(), tier, head_cache]).int()
-
-    def _launch(self, entry: str, grid: int) -> None:
+    def _launch(self, entry: str, grid: int, entries: tuple[int, int] = (0, 0)) -> jit.Launch | None:
         if not grid:
-            return
+            return None
         buckets, page_formats, tensors = self.buckets, self.buckets.page_formats, self._tensors
-        offsets = [x for kind in page_formats for x in (kind.position_offset, kind.importance_offset)]
         rows = [tensors.get(name) for name in ("k", "v")]
+        addresses = self.addresses | {name: x.data_ptr() for name, x in tensors.items()}
         params = PARAMS.pack(
-            *(tensors[name].data_ptr() if name in tensors else 0 for name in POINTERS),
+            *(addresses.get(name, 0) for name in POINTERS),
             len(self.target), *(0 if x is None else x.stride(0) * x.element_size() for x in rows),
-            len(self.before), buckets.kv_heads, len(page_formats), buckets.page_tokens, buckets.max_pages,
-            buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset, *offsets,
-            *[0] * (2 * (MAX_TIERS - len(page_formats))),
+            *entries, self.n_buckets, buckets.kv_heads, len(page_formats), buckets.page_tokens, buckets.max_pages,
+            buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset, *buckets.offsets,
         )  # fmt: skip
-        device = self.target.get_device()
-        prepare(device, lambda: [jit.Launch(kernel(SOURCE, entry, device), grid, THREADS, params)], None).run()
+        return jit.Launch(kernel(SOURCE, entry, self.target.get_device()), grid, THREADS, params)
+
+    def _run(self, entry: str, grid: int) -> None:
+        def build() -> list[jit.Launch]:
+            launch = self._launch(entry, grid)
+            return [] if launch is None else [launch]
+
+        prepare(self.target.get_device(), build, None).run()

@@ -11,7 +11,7 @@ Everything is prepared with the plan; to run it is to launch. The number of laun
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,11 +19,10 @@ import torch
 from kvstrata import jit
 from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.page_table import Buckets
-from kvstrata.layout.format import MAX_TIERS, UNIT
-from kvstrata.quant.op import centre_rows
+from kvstrata.layout.format import MAX_TIERS
 
 from . import repack_cuda, whole_pages
-from .launches import Launches, kernel, prepare
+from .launches import kernel
 from .moves_cuda import Lists
 from .repack_job import Job
 
@@ -43,46 +42,45 @@ def entry_of(kind: PageFormat, sides: bool = False) -> str:
     return f"copy_codes<{f.head_dim}, {f.page_tokens}, {f.k_bits}, {f.v_bits}, {side}>"
 
 
+def kernels_needed(page_formats: Sequence[PageFormat]) -> list[jit.Named]:
+    """Kernels that carry out moves between the tiers of a cache."""
+    own = [entry_of(page_formats[0], sides=True), *map(entry_of, page_formats)]
+    others = (*whole_pages.kernels_needed(page_formats), *repack_cuda.kernels_needed(page_formats))
+    return [*((SOURCE, entry) for entry in own), *others]
+
+
 def phases(
     buckets: Buckets,
     lists: Lists,
     rows: tuple[torch.Tensor | None, torch.Tensor | None],
     centre: torch.Tensor,
-) -> Launches:
-    """Launches for moves whose pages are allocated. ``rows``: k and v of new tokens, ``[n, D]``."""
+) -> Iterator[jit.Launch]:
+    """Launches for moves whose pages are allocated. ``rows``: k and v of new tokens, ``[n, D]``.
+
+    ``centre``: rows that are aligned, see `centre_rows`. Needs the device's context to be current.
+    """
     pool, page_formats, tiers = buckets.pool, buckets.page_formats, len(buckets.page_formats)
     page_tokens, device = buckets.page_tokens, centre.get_device()
-    centre = centre_rows(centre)
-    offsets = [x for kind in page_formats for x in (kind.position_offset, kind.importance_offset)]
-    offsets += [0] * (2 * (MAX_TIERS - tiers))
-    handles, head_cache = lists.whole[0].long(), lists.whole[2]
-    pages = (pool.pointers[handles // pool.units] + handles % pool.units * UNIT) // UNIT
-    side_pages = lists.whole[:2].T.contiguous()
     job = Job(pool, page_formats, lists.packed, *rows, centre)
 
     def own(n: int, tier: int = 0, first: int = 0, sides: bool = False) -> jit.Launch:
         """A launch of phases.cu for ``n`` tokens or slots."""
         f = page_formats[tier].format
         params = PARAMS.pack(
-            lists.copies[first:].data_ptr(), lists.sides.data_ptr(), side_pages.data_ptr(), pool.pointers.data_ptr(), n,
-            pool.units, page_tokens, tier, f.v_offset, 0 if f.plain else f.scale_offset, *offsets,
+            lists.copies.data_ptr() + 16 * first, lists.sides.data_ptr(), lists.owners.data_ptr(),
+            pool.pointers.data_ptr(), n, pool.units, page_tokens, tier, f.v_offset, 0 if f.plain else f.scale_offset,
+            *buckets.offsets,
         )  # fmt: skip
         entry = entry_of(page_formats[tier], sides)
         return jit.Launch(kernel(SOURCE, entry, device), -(-n // THREADS), THREADS, params)
 
-    def build() -> Iterator[jit.Launch]:
-        for tier in reversed(range(tiers)):
-            (filler, fillers_end), (arrival, arrivals_end), whole_range = lists.ranges[:, tier].tolist()
-            if fillers_end > filler:
-                yield own(fillers_end - filler, tier, filler)
-            whole = slice(*whole_range)
-            if whole.stop > whole.start:
-                v_at = page_formats[0].v_offset if lists.v_at is None else lists.v_at[whole]
-                rows_at = lists.k_at[whole], v_at
-                yield whole_pages.launch(page_formats, tier, pages[whole], *rows_at, head_cache[whole], centre)
-            if arrivals_end > arrival:
-                yield repack_cuda.launch(job, arrival, arrivals_end - arrival)
-        if slots := len(pages) * page_tokens:
-            yield own(slots, sides=True)
-
-    return prepare(device, build, (lists, rows, centre, pages, side_pages))
+    for tier in reversed(range(tiers)):
+        (filler, fillers_end), (arrival, arrivals_end), (first, end) = lists.ranges[:, tier].tolist()
+        if fillers_end > filler:
+            yield own(fillers_end - filler, tier, filler)
+        if end > first:
+            yield whole_pages.launch(page_formats, tier, lists, first, end - first, centre)
+        if arrivals_end > arrival:
+            yield repack_cuda.launch(job, arrival, arrivals_end - arrival)
+    if slots := len(lists.pages) * page_tokens:
+        yield own(slots, sides=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +32,11 @@ def entry_of(plain: PageFormat, lossy: PageFormat) -> str:
     return f"repack<{CXX[plain.dtype]}, {f.head_dim}, {f.page_tokens}, {position}, {flags}>"
 
 
+def kernels_needed(page_formats: Sequence[PageFormat]) -> list[jit.Named]:
+    """The kernel of single arrivals."""
+    return [(SOURCE, entry_of(page_formats[0], page_formats[-1]))]
+
+
 def launch(job: Job, first: int, n: int) -> jit.Launch:
     """Launch of moves ``first .. first + n - 1``, none of which reads where another writes; a warp per side of a move.
 
@@ -44,9 +50,10 @@ def launch(job: Job, first: int, n: int) -> jit.Launch:
         numbers += [*widths, f.v_offset, f.scale_offset, kind.position_offset, kind.importance_offset]
     numbers += [0] * (6 * (MAX_TIERS - len(page_formats)))
     rows = [(0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.element_size()) for x in (job.k, job.v)]
+    packed = job.packed.data_ptr() + first * job.packed.stride(0) * job.packed.element_size()
     params = PARAMS.pack(
-        job.packed[first:].data_ptr(), job.pool.pointers.data_ptr(), rows[0][0], rows[1][0], job.centre.data_ptr(),
-        rows[0][1], rows[1][1], n, job.pool.units, *CONSTANTS, *numbers,
+        packed, job.pool.pointers.data_ptr(), rows[0][0], rows[1][0], job.centre.data_ptr(), rows[0][1], rows[1][1],
+        n, job.pool.units, *CONSTANTS, *numbers,
     )  # fmt: skip
     entry = entry_of(page_formats[0], page_formats[-1])
     return jit.Launch(kernel(SOURCE, entry, device), -(-2 * n // WARPS), 32 * WARPS, params)

@@ -16,6 +16,7 @@ from kvstrata.layout.format import MAX_TIERS
 from kvstrata.quant.op import PARAMS, ROW_BYTES, SOURCE, entry_of, prepare
 
 from .launches import kernel
+from .moves_cuda import Lists
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
@@ -24,28 +25,30 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x if fits else x.contiguous().clone()
 
 
-def launch(
-    page_formats: Sequence[PageFormat],
-    tier: int,
-    pages: torch.Tensor,
-    k_at: torch.Tensor,
-    v_at: torch.Tensor | int,
-    head_cache: torch.Tensor,
-    centre: torch.Tensor,
-) -> jit.Launch:
-    """Quantise into pages of a tier at addresses ``pages * UNIT``; all slots are written.
+def kernels_needed(page_formats: Sequence[PageFormat]) -> list[jit.Named]:
+    """Kernels that write whole pages, one for each tier of codes."""
+    dtype = page_formats[0].dtype
+    return [(SOURCE, entry_of(kind.format, dtype, by_address=True)) for kind in page_formats[1:]]
 
-    ``k_at [n, page_tokens]``: addresses of rows, codes of another tier as moves.cu encodes them, or -1 for an empty
-    slot. ``v_at``: the same for V, or the distance of each V from its K. ``head_cache [n]``: the row of ``centre``.
+
+def launch(
+    page_formats: Sequence[PageFormat], tier: int, lists: Lists, first: int, n: int, centre: torch.Tensor
+) -> jit.Launch:
+    """Quantise into ``n`` whole pages of a tier, from number ``first`` on; all slots are written.
+
+    ``lists.k_at`` has addresses of rows, codes of another tier as moves.cu encodes them, or -1 for an empty slot.
+    Without ``lists.v_at`` all rows are in plain pages, where each V is as far from its K.
     """
-    device, format, dtype = pages.get_device(), page_formats[tier].format, page_formats[0].dtype
-    v, v_rows = (v_at, k_at) if isinstance(v_at, int) else (0, v_at)
-    centres = (centre.data_ptr(), head_cache.data_ptr()) if format.centre else (0, 0)
+    device, format, dtype = centre.get_device(), page_formats[tier].format, page_formats[0].dtype
+    slots = 8 * first * format.page_tokens
+    k_at, head_caches = lists.k_at.data_ptr() + slots, lists.head_caches.data_ptr() + 4 * first
+    v, v_at = (page_formats[0].v_offset, k_at) if lists.v_at is None else (0, lists.v_at.data_ptr() + slots)
+    centres = (centre.data_ptr(), head_caches) if format.centre else (0, 0)
     formats = [kind.format for kind in page_formats[1:]]
     sources = [x for f in formats for x in (f.k_bits, f.v_bits, f.v_offset, f.scale_offset)]
     params = PARAMS.pack(  # rows are addresses, and the number of the head does not matter
-        0, v, 0, pages.data_ptr(), k_at.data_ptr(), v_rows.data_ptr(), head_cache.data_ptr(), *centres,
-        0, 0, 1, 1, len(pages), *[0] * 4, *sources, *[0] * (4 * MAX_TIERS - 4 - len(sources)),
+        0, v, 0, lists.pages.data_ptr() + 8 * first, k_at, v_at, head_caches, *centres,
+        0, 0, 1, 1, n, *[0] * 4, *sources, *[0] * (4 * MAX_TIERS - 4 - len(sources)),
     )  # fmt: skip
     entry = entry_of(format, dtype, by_address=True)
-    return prepare(kernel(SOURCE, entry, device), format, dtype, len(pages), params)
+    return prepare(kernel(SOURCE, entry, device), format, dtype, n, params)

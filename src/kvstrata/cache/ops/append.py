@@ -29,6 +29,7 @@ from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
 from kvstrata.checks import check_int
 
+from .append_one import append_one, remember
 from .arguments import check_mass, ragged
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def append_tokens(
 ) -> None:
     """`TieredCache.append`."""
     cache._check_layer(layer)
+    if mass is None and queries is None and append_one(cache, layer, k, v, requests, lengths):
+        return
+    arguments = (k, v, requests, lengths)
     k, v, requests, lengths = ragged(cache, layer, k, v, requests, lengths)
     asked, lengths = list(requests), list(lengths)
     if mass is None and queries is not None:
@@ -56,7 +60,10 @@ def append_tokens(
         cache._active.update(asked)
         return
     cache.pool.note_stream()
+    cache._forget(cache.requests if cache.budget.shared else asked)
     if mass is None and append_plain(cache, None, layer, k, v, asked, lengths):
+        if min(lengths) == max(lengths) == 1:
+            remember(cache, *arguments, asked)
         return
     with cache._operation() as change:
         _append(cache, change, layer, k, v, asked, lengths, mass, queries)
@@ -155,7 +162,7 @@ def _append_settling(
     rows = NewRows(flat_k, flat_v)
     if settle_cuda.supports(cache):
         fresh = _fresh(cache, layer, places, asked, lengths, coming, importance)
-        planned = settle_cuda.plan(cache, places, ends, fresh)
+        planned = settle_cuda.plan(cache, places, ends, fresh, rows)
         check_plans(cache, places, ends, planned.needed)
         cache._activate(change, asked)
         settle_cuda.move(cache, change, planned, rows)

@@ -26,7 +26,7 @@ def fixed(cache: CacheState) -> dict[str, int]:
         "seq_lens": cache._device_lengths,
         "slab_pointers": cache.pool.pointers,
     }
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
+    return {name: tensor.nbytes for name, tensor in tensors.items()} | {"reports": cache.reports.nbytes}
 
 
 def memory(cache: CacheState) -> Memory:
@@ -47,7 +47,7 @@ def memory(cache: CacheState) -> Memory:
         slab_slack=cache.pool.nbytes - sum(used),
         tokens=dict(zip(names, counts.tolist(), strict=True)),
         full=int(cache._lengths.sum()) * cache.kv_heads * 2 * cache.head_dim * cache.dtype.itemsize,
-        allowed=cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests]),
+        allowed=cache.budget.allowed(cache._lengths, len(cache._active)),
         scratch=scratch_bytes(cache),
         **_bits(cache, pages, taken),
     )
@@ -86,12 +86,16 @@ def check(cache: CacheState) -> None:
     table, count = cache.buckets.host_table, cache.buckets.host_count
     handles, owned = np.unique(table[table >= 0], return_counts=True)
     assert (cache.pool.owners(handles) == owned).all(), "a page has other owners than the tables say"
+    place = np.broadcast_to(np.arange(table[0].size).reshape(table.shape[1:]), table.shape)[table >= 0]
+    kept = np.unique(np.stack([table[table >= 0], place]), axis=1)
+    assert kept.shape[1] == len(handles), "a shared page at different places of its owners' lists"
     used = int((cache.pool.refs > 0).sum())
     assert used == len(handles), f"{used} pages in use, {len(handles)} in tables"
     pool = cache.pool
     for t in range(len(cache.page_formats)):
         assert pool.pages(t) == int((pool.refs[pool.tier == t] > 0).sum()), "a tier's pages were counted wrong"
         assert pool.slabs_of(t) == int((pool.tier == t).sum()), "a tier's slabs were counted wrong"
+    _check_free_lists(cache)
     pages = -(-count.astype(np.int64) // cache.page_tokens)
     listed = np.arange(table.shape[-1]) < pages[..., None]
     assert ((table >= 0) == listed).all(), "page lists and counts differ"
@@ -113,6 +117,20 @@ def check(cache: CacheState) -> None:
     assert taken.allowed is None or taken.total <= taken.allowed, f"{taken.total} bytes of {taken.allowed}"
     addresses = [0 if slab is None else slab.data_ptr() for slab in cache.pool.slabs]
     assert cache.pool.pointers.tolist() == addresses, "a stale slab pointer"
+
+
+def _check_free_lists(cache: CacheState) -> None:
+    """Free pages are those without an owner, and running totals those of the slabs."""
+    pool, free = cache.pool, cache.pool.free
+    for t, per_slab in enumerate(pool.per_slab):
+        slabs = np.flatnonzero(pool.tier == t)
+        taken = pool.refs[slabs, :per_slab] > 0
+        assert (free.used[slabs] == taken.sum(1)).all(), "a slab's pages were counted wrong"
+        assert np.array_equal(free.available[t], slabs[~taken.all(1)]), "slabs with a free page are other ones"
+        for slab, of_slab in zip(slabs.tolist(), taken, strict=True):
+            assert sorted(free.pages(t, slab)) == np.flatnonzero(~of_slab).tolist(), "free pages are other ones"
+    assert pool.nbytes == int(pool.sizes.sum()), "the bytes of slabs were counted wrong"
+    assert pool.slab_count == int(pool.allocated.sum()), "slabs were counted wrong"
 
 
 def _check_positions(cache: CacheState, layer: int, request: int) -> None:

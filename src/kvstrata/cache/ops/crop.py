@@ -24,6 +24,7 @@ def crop_request(cache: CacheState, request: int, length: int) -> None:
         assign(cache, {}, [request])
         cache._active.add(request)
         return
+    cache._forget(cache.requests if cache.budget.shared else [request])
     with cache._operation() as change:
         _crop(cache, change, request, length)
 
@@ -56,6 +57,11 @@ def _crop(cache: CacheState, change: Transaction, request: int, length: int) -> 
         move_tokens(cache, change, places, tokens, torch.cat(targets))
     ahead_from = min(length + cache.policy.settle_every, cache._ahead_from[request])
     change.set(cache._ahead_from, [request], ahead_from)
+    reported = cache.reports.numbers[request, :, 1]
+
+    def forget() -> None:
+        reported.clamp_(max=length)
+
+    change.launch(forget)
     for layer, _ in places:
         cache._set_lengths(change, [request], layer, np.array([length]))
-        change.set(cache._reported, ([request], layer), min(length, cache._reported[request, layer]))

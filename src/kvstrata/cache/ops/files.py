@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvstrata.cache.policy.reports import MOST
 from kvstrata.cache.policy.room import fits_plain
 from kvstrata.cache.policy.scopes import move_tokens, pairs, plan_scopes, scopes_of
 
@@ -100,8 +101,8 @@ def taken(cache: CacheState, request: int) -> dict[str, torch.Tensor]:
         parts[f"importance.{tier}"] = kind.importance(whole).float()
     parts["count"] = torch.from_numpy(buckets.host_count[request])
     parts["length"] = torch.from_numpy(cache._lengths[request]).long()
-    parts["queries"] = torch.from_numpy(cache._queries[request])
-    parts["reported"] = torch.from_numpy(cache._reported[request])
+    for name, numbers in zip(("queries", "reported"), cache.reports.numbers[request].unbind(1), strict=True):
+        parts[name] = numbers.long().clone(memory_format=torch.contiguous_format)
     parts["centre"] = cache.centre[request]
     parts["centred"] = torch.from_numpy(cache._centred[request]).to(torch.uint8)
     if cache.balance is not None:
@@ -240,13 +241,14 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
     changed = [(cache.centre[request], tensors["centre"])]
     if cache.balance is not None:
         changed.append((cache.balance[request], tensors.get("balance", torch.zeros(cache.balance.shape[1:]))))
+    reports = torch.stack([tensors[name].clamp(max=MOST) for name in ("queries", "reported")], 1)
+    changed.append((cache.reports.numbers[request], reports))
     before = [own.clone() for own, _ in changed]
 
     def push() -> None:
         if cache.device.type != "cpu":
             cache._device_lengths[request].copy_(torch.from_numpy(cache._lengths[request]))
-            for layer in range(cache.layers):
-                buckets.push(layer, [request])
+            buckets.push([request])
 
     def restore() -> None:
         for (own, _), old in zip(changed, before, strict=True):
@@ -268,9 +270,9 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
         table[listed] = handles
         change.set(buckets.host_table, np.index_exp[request, :, :, tier], table)
     change.set(buckets.host_count, request, count)
+    buckets.forget(request, change)
     change.set(cache._centred, request, tensors["centred"].numpy().astype(bool))
-    for array, name in ((cache._lengths, "length"), (cache._queries, "queries"), (cache._reported, "reported")):
-        change.set(array, request, tensors[name].numpy())
+    change.set(cache._lengths, request, tensors["length"].numpy())
     change.set(cache._ahead_from, request, int(tensors["ahead_from"]) if "ahead_from" in tensors else 0)
     for own, values in changed:
         own.copy_(values)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvstrata.cache.storage.pool import EMPTY
-
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
     from kvstrata.cache.storage.pool import Pool
@@ -17,35 +15,41 @@ if TYPE_CHECKING:
 
 def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> None:
     """Make requests copies of others, sharing their pages, and free some."""
+    cache._forget([*source, *source.values(), *gone])
     with cache._operation() as change:
-        table, count = cache.buckets.host_table, cache.buckets.host_count
-        to, origin, left = list(source), list(source.values()), list(gone)
-        state = (table, count, cache._lengths, cache._queries, cache._reported, cache._centred, cache._ahead_from)
-        new = [x[origin].copy() for x in state]
-        changed = [*to, *left]
-        sources = cache.pool.to_device(np.array(origin, np.int64))
-        of_rows = [(cache.centre, cache._calibrated.centre), (cache.balance, cache._calibrated.balance)]
-        kept = [
-            (x, torch.cat([x[sources], first.expand(len(left), *first.shape)]))
-            for x, first in of_rows
-            if x is not None and first is not None
+        buckets = cache.buckets
+        to, origin, left = (np.array(list(x), np.int64) for x in (source, source.values(), gone))
+        state = (cache._lengths, cache._centred, cache._ahead_from)
+        new = [x[origin] for x in (buckets.host_table, buckets.host_count, *state)]
+        changed = np.concatenate([to, left])
+        first = cache._calibrated
+        on_device: list[tuple[torch.Tensor, float | torch.Tensor]] = [
+            (cache.centre, first.centre),
+            (cache.reports.numbers, 0),
         ]
-        rows = cache.pool.to_device(np.array(changed, np.int64))
-        old_handles = table[changed]
-        change.release(old_handles[old_handles >= 0].astype(np.int64))
+        if cache.balance is not None and first.balance is not None:
+            on_device.append((cache.balance, first.balance))
+        if cache.device.type != "cpu":
+            on_device += [(buckets.page_table, -1), (buckets.count, 0), (cache._device_lengths, 0)]
+        to_there, origin_there, left_there = (cache.pool.to_device(x) for x in (to, origin, left))
+        copies = [x[origin_there] for x, _ in on_device] if len(to) else []
+        change.release(buckets.handles(changed))
 
         def run() -> None:
             cache.pool.retain(new[0][new[0] >= 0])
-            for x, values in zip(state, new, strict=True):
+            for x, values in zip((buckets.host_table, buckets.host_count, *state), new, strict=True):
                 x[to] = values
-                x[left] = -1 if x is table else cache._calibrated.centred if x is cache._centred else 0
-            for own, of_requests in kept:
-                own[rows] = of_requests
-            cache._active = (cache._active | set(to)) - set(gone)
-            if cache.device.type != "cpu":
-                cache._device_lengths.copy_(torch.from_numpy(cache._lengths))
-                for layer in range(cache.layers):
-                    cache.buckets.push(layer, changed)
+                x[left] = -1 if x is buckets.host_table else cache._calibrated.centred if x is cache._centred else 0
+            for (tensor, _), rows in zip(on_device, copies, strict=False):
+                tensor.index_copy_(0, to_there, rows)
+            for tensor, nothing in on_device if len(left) else ():
+                if isinstance(nothing, torch.Tensor):
+                    tensor.index_copy_(0, left_there, nothing.expand(len(left), *nothing.shape))
+                else:
+                    tensor.index_fill_(0, left_there, nothing)
+            cache.reports.state[1:].fill_(int(cache.pool.shares))
+            cache._active = (cache._active | set(source)) - set(gone)
+            buckets.forget(np.concatenate([changed, origin]))
 
         change.launch(run)
     _give_back(cache.pool)
@@ -53,6 +57,6 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
 
 def _give_back(pool: Pool) -> None:
     """Give slabs back where more are empty than in use, as after beams that begin with a copy of the prompt each."""
-    used = int((pool.tier != EMPTY).sum())
+    used = pool.slabs_in_use
     if pool.slab_count > 2 * used:
         pool.trim(spare=used // 4)

@@ -64,8 +64,7 @@ def importance(cache: CacheState, layer: int, request: int) -> torch.Tensor:
     tokens = cache._tokens(layer, request)
     place, shape = by_head(cache, layer, [request], tokens)
     length = torch.full_like(tokens.position, int(cache._lengths[request, layer]))
-    queries = torch.full_like(tokens.position, int(cache._queries[request, layer]))
-    reported = torch.full_like(tokens.position, int(cache._reported[request, layer]))
+    queries, reported = cache.reports.numbers[request, layer].long()
     estimates = torch.zeros(shape, dtype=torch.float32, device=cache.device)
     estimates[place] = importance_module.estimate(
         cache.policy.mode, tokens.importance, tokens.position, length, queries, reported

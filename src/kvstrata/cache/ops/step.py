@@ -18,16 +18,20 @@ import torch
 from kvstrata.cache.move.append import write_rows
 from kvstrata.cache.move.append_job import Written
 from kvstrata.cache.policy import settle_cuda
-from kvstrata.cache.policy.importance import initial
+from kvstrata.cache.policy.ahead import coming, coming_tokens, lengths_then, places_of, plan_ahead
 from kvstrata.cache.policy.plan_op import plan_all
-from kvstrata.cache.policy.room import fits_each, fits_plain
-from kvstrata.cache.policy.scopes import Place, check_plans, make_scopes, move_tokens, pairs, scopes_of
-from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
+from kvstrata.cache.policy.room import fits_plain
+from kvstrata.cache.policy.scopes import Place, check_plans, make_scopes, move_tokens, pairs
+from kvstrata.cache.policy.turns import due
+from kvstrata.cache.storage import table_cuda
+from kvstrata.cache.storage.tokens import Tokens
 
 from .arguments import check_rows
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
+    from kvstrata.cache.storage.page_table import Short
+    from kvstrata.cache.storage.request_list import RequestList
     from kvstrata.cache.storage.transaction import Transaction
 
 
@@ -36,79 +40,81 @@ def advance(cache: CacheState, given: list[int]) -> None:
     if not given:
         return
     cache.pool.note_stream()
-    ids, layers = np.array(given), range(cache.layers)
-    longest = int(cache._lengths[ids].max())
-    if longest >= cache.max_tokens:
-        raise ValueError(f"max_tokens: expected at least {longest + 1}, for one token more, got {cache.max_tokens}")
-    one = np.ones_like(ids)
+    buckets, listed = cache.buckets, cache.buckets.listed(given)
+    if int(cache._lengths.max()) >= cache.max_tokens:
+        longest = int(cache._lengths[listed.ids].max())
+        if longest >= cache.max_tokens:
+            raise ValueError(f"max_tokens: expected at least {longest + 1}, for one token more, got {cache.max_tokens}")
+    wanted, short = due(cache, listed.ids), buckets.short(listed.ids)
+    if short is None and wanted is None:
+        _prepare_count(cache, listed)()
+    else:
+        with cache._operation() as change:
+            change.undo(buckets.forget)
+            if wanted is not None:
+                _settle(cache, change, given, listed.ids, wanted)
+                short = buckets.short(listed.ids)
+            if short is not None:
+                buckets.make_room_for_one(change, short)
+            count = _prepare_count(cache, listed)
 
-    def tight() -> list[int]:
-        """Layers in which a token needs a page."""
-        return [layer for layer in layers if cache.buckets.room(layer, ids, one) is None] if _edge(cache, ids) else []
+            def run(short: Short | None = short) -> None:
+                if short is not None:
+                    buckets.left[short.requests] = short.after
+                count()
 
-    needy = tight()
-    if not needy:
-        _prepare_count(cache, ids)()
-        return
-    with cache._operation() as change:
-        for layer in tight() if _settle(cache, change, given, needy) else needy:
-            cache.buckets.make_room(change, layer, ids, one)
-        change.launch(_prepare_count(cache, ids))
+            change.launch(run)
+    cache._forget(given)
+    if (ahead := plan_ahead(cache, listed.ids)) is not None:
+        cache._ahead.append(ahead)
 
 
-def _prepare_count(cache: CacheState, ids: np.ndarray) -> Callable[[], None]:
+def _prepare_count(cache: CacheState, listed: RequestList) -> Callable[[], None]:
     """Return a function that counts one more plain token of these requests in every layer, without allocating."""
-    buckets, on_device = cache.buckets, []
-    if cache.device.type != "cpu":
-        rows = cache.pool.to_device(ids)
-        for x in (buckets.count.select(3, 0), cache._device_lengths):
-            on_device.append((x, torch.ones((), dtype=x.dtype, device=x.device).expand(len(ids), *x.shape[1:])))
+    buckets = cache.buckets
+    if cache.device.type != "cpu" and listed.launch is None:
+        listed.launch = _count_on_device(cache, listed.ids)
 
     def count() -> None:
-        buckets.host_count[ids, :, :, 0] += 1
-        cache._lengths[ids] += 1
-        for x, ones in on_device:
-            x.index_add_(0, rows, ones)
+        listed.add_one(buckets.host_count[..., 0])
+        listed.add_one(cache._lengths)
+        buckets.left[listed.ids] -= 1
+        if listed.launch is not None:
+            listed.launch()
 
     return count
 
 
-def _edge(cache: CacheState, ids: np.ndarray) -> bool:
-    """True if some token may not fit the open page of its bucket."""
-    return cache.pool.shares or bool((cache.buckets.host_count[ids, :, :, 0] % cache.page_tokens == 0).any())
+def _count_on_device(cache: CacheState, ids: np.ndarray) -> Callable[[], None]:
+    """A launch, or two, that follow the host's counts; may run again and again."""
+    buckets, lengths = cache.buckets, cache._device_lengths
+    if buckets.by_cuda:
+        return table_cuda.count_up(buckets, buckets.device_ids(ids), lengths)
+    rows, plain = cache.pool.to_device(ids), buckets.count.select(3, 0)
+    ones = [torch.ones((), dtype=x.dtype, device=x.device).expand(len(ids), *x.shape[1:]) for x in (plain, lengths)]
+
+    def run() -> None:
+        plain.index_add_(0, rows, ones[0])
+        lengths.index_add_(0, rows, ones[1])
+
+    return run
 
 
-def _settle(cache: CacheState, change: Transaction, given: list[int], tight: list[int]) -> bool:
-    """Settle requests that lack room in one of these layers, in all layers; returns whether any did."""
-    if cache.budget.amount is None:
-        return False
-    ones = [1] * len(given)
-    if cache.budget.shared:
-        short = [] if all(fits_plain(cache, layer, given, ones) for layer in tight) else given
-    else:
-        fits = np.logical_and.reduce([fits_each(cache, layer, given, ones) for layer in tight])
-        short = [request for request, fit in zip(given, fits.tolist(), strict=True) if not fit]
-    places = [(layer, scope) for layer in range(cache.layers) for scope in scopes_of(cache, short)]
-    if not places:
-        return False
-    if settle_cuda.supports(cache) and _settle_cuda(cache, change, places, set(given)):
-        return True
+def _settle(cache: CacheState, change: Transaction, given: list[int], ids: np.ndarray, wanted: np.ndarray) -> None:
+    """Settle places, ``wanted [requests, layers]``: by plans that were made ahead, and the rest by one made now."""
+    rest = wanted.copy()
+    for ahead in cache._ahead:
+        rest &= ~ahead.carry_out(change, ids, rest)
+    places = places_of(cache, ids, rest)
+    if not places or (settle_cuda.supports(cache) and _settle_cuda(cache, change, places, set(given))):
+        return
     tokens = cache.buckets.snapshots(*pairs(places))
     move_tokens(cache, change, places, tokens, _targets(cache, places, tokens, set(given)))
-    return True
 
 
 def _settle_cuda(cache: CacheState, change: Transaction, places: list[Place], given: set[int]) -> bool:
     """Settle by kernels, with the tokens to come planned as if they were there; False if that does not fit."""
-    layers, requests = (np.array(x) for x in pairs(places))
-    now = cache._lengths[requests, layers].astype(np.int64)
-    comes = np.isin(requests, list(given)).astype(np.int64)
-    first = initial(cache.policy.mode, torch.from_numpy(now + 1)).numpy()
-    fresh = Fresh(comes, np.zeros_like(comes), now, first)
-    ends, lengths = np.cumsum([len(scope) for _, scope in places]).tolist(), (now + comes).tolist()
-    planned = settle_cuda.plan(
-        cache, places, [lengths[end - len(scope) : end] for end, (_, scope) in zip(ends, places, strict=True)], fresh
-    )
+    planned = settle_cuda.plan(cache, places, lengths_then(cache, places, given), coming(cache, places, given))
     if any(needed is not None for needed in planned.needed):
         return False
     settle_cuda.move(cache, change, planned)
@@ -122,12 +128,8 @@ def _targets(cache: CacheState, places: list[Place], tokens: Tokens, given: set[
     is no longer recent, which may save a page. Where that does not either, the token may have room as it is: a plan
     pays for shared pages once an owner.
     """
-    now = [[int(cache._lengths[r, layer]) for r in scope] for layer, scope in places]
-    then = [
-        [n + (r in given) for n, r in zip(some, scope, strict=True)]
-        for some, (_, scope) in zip(now, places, strict=True)
-    ]
-    scopes = make_scopes(cache, places, Tokens.cat([tokens, _coming(cache, places, given)]), then)
+    now, then = lengths_then(cache, places, set()), lengths_then(cache, places, given)
+    scopes = make_scopes(cache, places, Tokens.cat([tokens, coming_tokens(cache, places, given)]), then)
     made = plan_all(scopes, cache.policy, cache.policy.settle_every)
     target = made.target[: len(tokens)]
     if any(needed is not None for needed in made.needed):
@@ -144,17 +146,6 @@ def _targets(cache: CacheState, places: list[Place], tokens: Tokens, given: set[
         choices = torch.stack([target, ahead.target, tokens.tier])
         target = choices.gather(0, cache.pool.to_device(by_head_cache)[tokens.head_cache].unsqueeze(0))[0]
     return target
-
-
-def _coming(cache: CacheState, places: list[Place], given: set[int]) -> Tokens:
-    """The tokens to come; there are no rows of them yet."""
-    layers, requests = (np.array(x) for x in pairs(places))
-    place = np.flatnonzero(np.isin(requests, list(given)))
-    heads, length = cache.kv_heads, cache._lengths[requests[place], layers[place]]
-    head_cache = cache.pool.to_device((place[:, None] * heads + np.arange(heads)).reshape(-1))
-    position = cache.pool.to_device(length.astype(np.int64).repeat(heads))
-    tier, slot = torch.full_like(head_cache, NEW), torch.arange(len(head_cache), device=cache.device)
-    return Tokens(head_cache, tier, slot, position, initial(cache.policy.mode, position + 1))
 
 
 def write(cache: CacheState, layer: int, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None) -> None:

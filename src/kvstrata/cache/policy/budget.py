@@ -23,9 +23,11 @@ at 16 bit would take twice the bytes of a decode step, for an error of a ten-tho
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from kvstrata.checks import check_int
 
@@ -160,12 +162,12 @@ class Budget:
         """True if the requests of a layer share one budget in bytes."""
         return type(self.amount) is int
 
-    @property
+    @cached_property
     def overhead(self) -> int:
         """Tables and reserve as charged to one request and layer."""
         return -(-(self.fixed + self.reserve * self.max_requests) // (self.max_requests * self.layers))
 
-    @property
+    @cached_property
     def overtakes(self) -> float:
         """Tokens from which a fraction is more than the need; inf for never."""
         low = self.page_price[-1]
@@ -174,7 +176,7 @@ class Budget:
         constant = self.overhead + self.kv_heads * (plain - self.kept * low / self.page_tokens)
         return max(int(constant / gain) + 1, self.kept) if gain > 0 else math.inf
 
-    @property
+    @cached_property
     def floor_tokens(self) -> int:
         tokens = self.overtakes
         return self.kept + self.page_tokens if tokens == math.inf else min(int(tokens), self.max_tokens)
@@ -213,15 +215,36 @@ class Budget:
         share = (pages + self.overhead) / (self.kv_heads * self.token_bytes * max(tokens, 1))
         return f"; budget={math.ceil(1000 * share) / 1000} has room for them, or evict=True" if share < 1 else ""
 
-    def allowed(self, lengths: list[list[int]]) -> int | None:
-        """Bytes allowed for the whole cache, given the tokens of each active request per layer."""
+    @cached_property
+    def granted_by_length(self) -> np.ndarray:
+        """`granted` of 0 .. max_tokens tokens, int64; a step looks lengths up instead of computing them."""
+        heads, price, p, tokens = self.kv_heads, self.page_price, self.page_tokens, np.arange(self.max_tokens + 1)
+
+        def pages(plain: np.ndarray, lossy: np.ndarray, lossy_price: int) -> np.ndarray:
+            return self.overhead + heads * (-(-plain // p) * price[0] + lossy * lossy_price)
+
+        old = -(-np.maximum(tokens - self.kept, 0) // p)
+        granted = (float(self.amount or 0) * heads * self.token_bytes * tokens).astype(np.int64)
+        if self.ceiling_room is not None:
+            plain = np.minimum(tokens, self.kept + self.ceiling_room)
+            granted = np.minimum(granted, pages(plain, old + len(price) - 1, price[1]))
+        need = pages(np.minimum(tokens, self.kept + self.room), old + 1, price[-1])
+        need[0] = self.overhead
+        return np.maximum(granted, need[np.minimum(tokens, self.floor_tokens)])
+
+    def allowed(self, lengths: np.ndarray, requests: int) -> int | None:
+        """Bytes allowed for the whole cache with these lengths, int ``[max_requests, layers]``; so many are in use.
+
+        The lengths of requests that are not in use are 0.
+        """
         if self.amount is None:
             return None
         if type(self.amount) is int:
             return self.amount
-        idle = -(-self.fixed * (self.max_requests - len(lengths)) // self.max_requests)
-        many = Counter(tokens for request in lengths for tokens in request)  # most have the same
-        return idle + sum(self.granted(tokens) * n for tokens, n in many.items())
+        unused = self.max_requests - requests
+        idle = -(-self.fixed * unused // self.max_requests)
+        table = self.granted_by_length
+        return idle + int(table[lengths].sum()) - unused * self.layers * int(table[0])
 
 
 def default_tiers(amount: int | float | None, expected: Callable[[Sequence[str]], Budget]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from kvstrata.cache.storage.page import NewRows
-from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
+from kvstrata.cache.storage.tokens import NEW, Tokens
 from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import factors
 
@@ -75,70 +75,11 @@ def fix_centres(
     return _stored(cache, centres, places)
 
 
-def centres_of_places(
-    cache: CacheState,
-    change: Transaction,
-    layers: np.ndarray,
-    requests: np.ndarray,
-    coded: np.ndarray,
-    fresh: Fresh | None,
-    rows: NewRows | None,
-) -> torch.Tensor:
-    """`fix_centres` without lists of tokens: places that get codes (``coded``) for the first time fix their centres.
-
-    Nothing of such a place is quantised yet, so its tokens are plain or new.
-    """
-    places = cache.pool.to_device(requests * cache.layers + layers)
-    stored = cache.centre.flatten(0, 1)
-    centres = stored[places]
-    without = coded & ~cache._centred[requests, layers]
-    for layer in np.unique(layers[without]).tolist():
-        index = np.flatnonzero(without & (layers == layer))
-        centre = torch.cat([_centre_of_place(cache, layer, requests, i, fresh, rows) for i in index.tolist()])
-        at = cache.pool.to_device(index)
-        centres[at] = centre
-        change.set(cache._centred, (requests[index], layer), True)
-        change.launch(partial(stored.__setitem__, places[at], centre))
-    return _stored(cache, centres, places)
-
-
 def _stored(cache: CacheState, centres: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Centres ``[places, kv_heads, D]`` of the model's K as those of stored K, ``[places * kv_heads, D]``."""
     if cache.balance is not None:
         centres = centres * factors(-cache.balance.flatten(0, 1)[places])
     return centres.flatten(0, 1)
-
-
-def _centre_of_place(
-    cache: CacheState, layer: int, requests: np.ndarray, index: int, fresh: Fresh | None, rows: NewRows | None
-) -> torch.Tensor:
-    """Centres ``[1, kv_heads, D]`` of a place from its plain and its new tokens."""
-    request, heads = int(requests[index]), cache.kv_heads
-    shape = (heads, CENTRE_TOKENS)
-    table = torch.zeros(*shape, cache.head_dim, dtype=torch.float32, device=cache.device)
-    there = torch.zeros(*shape, 1, dtype=torch.bool, device=cache.device)
-    length = int(cache._lengths[request, layer])
-    if cache.buckets.host_count[request, layer].any():
-        tokens = cache.buckets.snapshot(layer, [request])
-        at = (tokens.position < CENTRE_TOKENS).nonzero().flatten()
-        first = tokens[at]
-        place = (first.head_cache, first.position)
-        table[place] = cache.buckets.read(layer, [request], first, 0).k.float()
-        there[place] = True
-    if fresh is not None and rows is not None and fresh.counts[index]:
-        begin, row = int(fresh.positions[index]), int(fresh.rows[index])
-        length = begin + int(fresh.counts[index])
-        many = min(int(fresh.counts[index]), CENTRE_TOKENS - begin)
-        if many > 0:
-            k = rows.k.unflatten(0, (-1, heads))[row : row + many].transpose(0, 1)
-            table[:, begin : begin + many] = k
-            there[:, begin : begin + many] = True
-    if cache.balance is not None:
-        table *= factors(cache.balance[request, layer]).unsqueeze(1)
-    finite = (table.abs() <= quant.LARGEST) & there
-    table = torch.where(finite, table, 0.0)
-    positions = horizon(torch.full((1,), length, dtype=torch.int64, device=cache.device), cache.max_tokens)
-    return centre_of(table.unsqueeze(0), finite.unsqueeze(0), cache.rope, positions)
 
 
 def _computed(
@@ -221,7 +162,7 @@ def centre_of(
     if not rope:
         return _means([table], [takes_part])[0]
     n = len(rope)
-    cos, sin = _turns(tuple(rope), table.shape[2], table.device)
+    cos, sin = turns(tuple(rope), table.shape[2], table.device)
     pairs = ((slice(n), slice(n, 2 * n)), (slice(0, 2 * n, 2), slice(1, 2 * n, 2)))
     tables, parts = [table], [takes_part]
     for one, two in pairs:
@@ -246,7 +187,7 @@ def centre_of(
 
 
 @lru_cache(maxsize=8)
-def _turns(rope: tuple[float, ...], positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def turns(rope: tuple[float, ...], positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cos and sin of each pair's angle at each position: float32 ``[positions, pairs]``."""
     angle = torch.tensor(rope, dtype=torch.float64).to(device)
     turn = torch.arange(positions, dtype=torch.float64, device=device).unsqueeze(1) * angle

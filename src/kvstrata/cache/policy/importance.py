@@ -21,7 +21,12 @@ def initial(mode: str, length: torch.Tensor) -> torch.Tensor:
 
 
 def updated(
-    mode: str, state: torch.Tensor, mass: torch.Tensor, queries: int, owners: torch.Tensor, decay: float
+    mode: str,
+    state: torch.Tensor,
+    mass: torch.Tensor,
+    queries: int | torch.Tensor,
+    owners: torch.Tensor,
+    decay: float,
 ) -> torch.Tensor:
     """The entries after ``queries`` more queries gave ``mass`` in sum.
 

@@ -40,8 +40,7 @@ def add_mass(
         write = cache.buckets.prepare_side(handle, tokens)
         change.undo(partial(write, tokens.importance.contiguous()))
         write(importance)
-    change.set(cache._queries, (list(requests), layer), cache._queries[list(requests), layer] + queries)
-    change.set(cache._reported, (list(requests), layer), ends)
+    cache.reports.add(change, requests, layer, queries, ends)
 
 
 def new_importance(
@@ -54,6 +53,38 @@ def new_importance(
     ends = cache.pool.to_device(np.repeat(starts + np.array(lengths), lengths)).unsqueeze(1).expand_as(own)
     one = torch.ones((), device=own.device)
     return updated(cache.policy.mode, initial(cache.policy.mode, ends), own, queries, one, cache.decay).contiguous()
+
+
+def observe_mass(
+    cache: CacheState, layer: int, requests: Sequence[int], mass: torch.Tensor, weight: torch.Tensor, q_len: int
+) -> None:
+    """Add the mass of ``q_len`` queries, which stand for the last ``weight [requests]`` of each request, in place.
+
+    Each token gets its mass per query times the number of those queries that could see it. A page that several requests
+    share gets that of the first with a weight. Reports are not changed.
+    """
+    tokens, handle = cache.buckets.look(layer, requests)
+    row = tokens.head_cache // cache.kv_heads
+    length = cache.pool.to_device(cache._lengths[list(requests), layer].astype(np.int64))
+    seen, given = length[row] - tokens.position, weight.long()[row]
+    own = mass_of(tokens, mass, cache.kv_heads) * (torch.minimum(given, seen) / seen.clamp(max=q_len))
+    one = torch.ones((), device=own.device)
+    importance = updated(cache.policy.mode, tokens.importance, own, given.clamp(min=1), one, cache.decay)
+    speaks = given > 0
+    if cache.pool.shares:
+        firsts = cache.pool.to_device(_first_owners(cache, layer, requests, weight.cpu().numpy() > 0))
+        speaks &= firsts[tokens.head_cache, tokens.tier, tokens.slot // cache.page_tokens]
+    index = speaks.nonzero().flatten()
+    cache.buckets.prepare_side(handle[index], tokens[index])(importance[index].contiguous())
+
+
+def _first_owners(cache: CacheState, layer: int, requests: Sequence[int], live: np.ndarray) -> np.ndarray:
+    """Entries of the page table that no earlier live request has too: bool ``[head_caches, tiers, pages]``."""
+    table = cache.buckets.host_table[list(requests), layer]
+    handles, first = np.unique(np.where(live[:, None, None, None], table, -1), return_index=True)
+    found = np.zeros(table.size, bool)
+    found[first[handles >= 0]] = True
+    return found.reshape(-1, *table.shape[2:])
 
 
 def mass_of(tokens: Tokens, mass: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""The planner as kernels over the pages of a cache (plan.cu): three launches, and nothing for the host to wait for."""
+"""The planner as kernels over the pages of a cache (plan.cu, choose.cu): three launches, nothing to wait for."""
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,19 +15,22 @@ from kvstrata import jit
 from kvstrata.cache.move.launches import kernel
 from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.cache.storage.scratch import Lease
 from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.layout.format import MAX_TIERS
 
 from .plan import FAIL, POLICIES, Policy
+from .reports import Reports
 
-SOURCE = Path(__file__).with_name("plan.cu")
+SOURCE, CHOOSE_SOURCE = (Path(__file__).with_name(name) for name in ("plan.cu", "choose.cu"))
 THREADS = 512
+TOGETHER = 1 << 25  # tokens whose keys, 4 bytes each, are held at a time
 NEARBY = 96 * 1024  # bytes of keys that are bisected in shared memory, so that two blocks fit a multiprocessor
 POINTERS = (
-    "table", "count", "pointers", "places", "fresh", "mass", "begin", "scopes", "allowed", "key", "target", "starts",
-    "survey", "merged", "share", "kind", "needed",
+    "table", "count", "pointers", "places", "reports", "fresh", "mass", "begin", "scopes", "allowed", "key", "target",
+    "starts", "survey", "merged", "share", "kind", "needed",
 )  # fmt: skip
-PARAMS = struct.Struct(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f 19i")
+PARAMS = struct.Struct(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f 18i 4x")
 
 
 @dataclass(frozen=True)
@@ -34,37 +38,73 @@ class DevicePlan:
     """A plan whose kernels are queued.
 
     ``target`` int8 ``[n]``: tokens of a head cache one after the other, tier by tier, slot by slot, then new ones.
-    ``starts`` int64 ``[head_caches * tiers]``: where each bucket begins in it. ``kind`` int32 ``[scopes, 2]`` and
-    ``needed`` int64 ``[scopes]`` are what `plan.Split` has.
+    ``starts`` int64 ``[head_caches * tiers]``: where each bucket begins in it. ``results`` is one buffer: ``needed``
+    int64 ``[scopes]`` and ``kind`` int32 ``[scopes, 2]`` as `plan.Split` has them, then ``numbers`` int32 ``[3,
+    buckets]``, which counting moves fills (moves_cuda.py). ``places`` and ``fresh``: addresses of what was uploaded.
     """
 
     target: torch.Tensor
     starts: torch.Tensor
-    kind: torch.Tensor
-    needed: torch.Tensor
+    results: torch.Tensor
+    scopes: int
+    places: int
+    fresh: int
+    lease: Lease
+    uploaded: torch.Tensor
 
-    def outcome(self) -> tuple[list[int | None], list[int]]:
-        """``needed`` and ``spare`` of `plan.Plans`; waits for the device."""
-        kind, needed = self.kind.tolist(), self.needed.tolist()
-        return [n if one == FAIL else None for (one, _), n in zip(kind, needed, strict=True)], [n for _, n in kind]
+    @property
+    def needed(self) -> torch.Tensor:
+        return self.results[: 8 * self.scopes].view(torch.int64)
+
+    @property
+    def kind(self) -> torch.Tensor:
+        return self.results[8 * self.scopes : 16 * self.scopes].view(torch.int32).view(-1, 2)
+
+    @property
+    def numbers(self) -> int:
+        """Address of the part of ``results`` that counting moves fills."""
+        return self.results.data_ptr() + 16 * self.scopes
+
+    def read(self, results: np.ndarray) -> tuple[list[int | None], list[int], np.ndarray]:
+        """``needed`` and ``spare`` of `plan.Plans`, and ``numbers``, from a host copy of ``results``."""
+        needed, rest = results[: 8 * self.scopes].view(np.int64).tolist(), results[8 * self.scopes :].view(np.int32)
+        kind = rest[: 2 * self.scopes].reshape(-1, 2).tolist()
+        numbers = rest[2 * self.scopes :].reshape(3, -1).astype(np.int64)
+        return (
+            [n if one == FAIL else None for (one, _), n in zip(kind, needed, strict=True)],
+            [n for _, n in kind],
+            numbers,
+        )
 
 
-def entry_of(name: str, plain: PageFormat) -> str:
+def entry_of(name: str, plain: PageFormat, near: bool = False) -> str:
+    """Template instance of a kernel; ``near``: keys are bisected in shared memory."""
     if name == "split":
         return "split<>"
     position = "short" if plain.position_dtype == torch.int16 else "int"
-    return f"{name}<{position}, {str(plain.keeps_importance).lower()}>"
+    flags = [plain.keeps_importance, *([near] if name == "choose" else [])]
+    return f"{name}<{position}, {', '.join(str(flag).lower() for flag in flags)}>"
+
+
+def kernels_needed(plain: PageFormat, policy: Policy, max_tokens: int) -> list[jit.Named]:
+    """Kernels of the planner under a policy, for requests of up to so many tokens."""
+    names = ["survey", "split", *["merge"] * (policy.name == "importance" and not policy.per_head)]
+    near = [True, *[False] * (4 * max_tokens > NEARBY)]
+    choose = [(CHOOSE_SOURCE, entry_of("choose", plain, flag)) for flag in near]
+    return [*choose, *((SOURCE, entry_of(name, plain)) for name in names)]
 
 
 def plan_places(
     buckets: Buckets,
     policy: Policy,
     places: np.ndarray,
-    numbers: np.ndarray,
+    lengths: np.ndarray,
+    reports: Reports,
     scopes: Sequence[int],
     allowed: Sequence[int],
     headroom: int,
     fresh: Fresh | None = None,
+    unwritten: np.ndarray | None = None,
 ) -> DevicePlan:
     """Targets for all tokens of places, which are planned scope by scope.
 
@@ -72,64 +112,95 @@ def plan_places(
         buckets: the pages and tables.
         policy: of the cache.
         places: int ``[places]``, request * layers + layer.
-        numbers: int ``[3, places]``: lengths with new tokens, queries, and lengths when mass was reported.
+        lengths: int ``[places]``, with new tokens.
+        reports: of the cache; read when the kernels run.
         scopes: places of each scope, one or more.
         allowed: bytes of each scope.
         headroom: room for so many more plain tokens of each head cache.
         fresh: new tokens.
+        unwritten: int ``[places]``, 1 where the last plain token is counted but its page does not hold it yet.
     """
     device, heads, tiers = buckets.device, buckets.kv_heads, len(buckets.page_formats)
     layers = buckets.page_table.shape[1]
-    head_caches, width = len(places) * heads, int(numbers[0].max(initial=1))
+    head_caches, width = len(places) * heads, int(lengths.max(initial=1))
     counts = buckets.host_count[places // layers, places % layers].sum(2, dtype=np.int64).reshape(-1)
     if fresh is not None:
         counts = counts + np.repeat(fresh.counts, heads)
     begin = np.cumsum(counts) - counts
     n = int(counts.sum())
-    small = np.minimum(numbers, np.iinfo(np.int32).max)
+    chunks = _chunks(np.add.reduceat(counts.reshape(-1, heads).sum(1), np.cumsum([0, *scopes[:-1]])))
+    ends = np.cumsum([0, *scopes])
+    unwritten = np.zeros_like(places) if unwritten is None else unwritten
     arrays: dict[str, np.ndarray] = {
-        "places": np.concatenate([places[None], small]).astype(np.int32),
+        "places": np.stack([places, lengths, unwritten]).astype(np.int32),
         "begin": begin,
-        "scopes": np.cumsum([0, *scopes]).astype(np.int32),
         "allowed": np.array(allowed, np.int64),
+    }
+    arrays |= {
+        f"scopes{i}": (ends[first : end + 1] - ends[first]).astype(np.int32) for i, (first, end) in enumerate(chunks)
     }
     if fresh is not None:
         arrays["fresh"] = fresh.packed()
-    addresses, kept = _upload(buckets, arrays)
-    tensors = {
-        "table": buckets.page_table, "count": buckets.count, "pointers": buckets.pool.pointers,
-        "key": torch.empty(n, dtype=torch.int32, device=device),
-        "target": torch.empty(n, dtype=torch.int8, device=device),
-        "starts": torch.empty(head_caches * tiers, dtype=torch.int64, device=device),
-        "survey": torch.empty(head_caches, 2, tiers, dtype=torch.int32, device=device),
-        "share": torch.empty(head_caches, dtype=torch.int64, device=device),
-        "kind": torch.empty(len(allowed), 2, dtype=torch.int32, device=device),
-        "needed": torch.empty(len(allowed), dtype=torch.int64, device=device),
-    }  # fmt: skip
+    addresses, uploaded = upload(buckets, arrays)
+    lease = buckets.arena.lease()
+    bounds = [(int(ends[first]), int(ends[end])) for first, end in chunks]  # places of each chunk
+    firsts = [int(begin[first * heads]) for first, _ in bounds] + [n]
+    most = max(b - a for a, b in itertools.pairwise(firsts))
+    target = lease.take("target", n, torch.int8)
+    starts = lease.take("starts", head_caches * tiers, torch.int64)
+    results = lease.take("results", 16 * len(allowed) + 12 * head_caches * tiers)
+    key = lease.take("key", most, torch.int32).data_ptr()
+    survey = lease.take("survey", head_caches * 2 * tiers, torch.int32).data_ptr()
+    share = lease.take("share", head_caches, torch.int64).data_ptr()
     together = policy.name == "importance" and not policy.per_head
-    if together:
-        tensors["merged"] = torch.empty(len(places), width, dtype=torch.float32, device=device)
-    if fresh is not None and fresh.importance is not None:
-        tensors["mass"] = fresh.importance
-    addresses |= {name: x.data_ptr() for name, x in tensors.items()}
+    merged = lease.take("merged", len(places) * width, torch.float32).data_ptr() if together else 0
     longest = 4 * int(counts.max(initial=0))
     nearby = longest if longest <= NEARBY else 0
-    params = _params(buckets, policy, addresses, len(places), len(allowed), width, headroom, nearby > 0)
-    launches = [("survey", head_caches, THREADS, 0), ("split", len(allowed), 32, 0)]
-    if together:
-        launches.insert(1, ("merge", len(places), THREADS, 0))
-    launches.append(("choose", head_caches, THREADS, nearby))
     index = device.index or 0
     with torch.cuda.device(index):
         jit.bind_context(index)
-        for name, grid, block, shared in launches:
-            entry = entry_of(name, buckets.page_formats[0])
-            jit.Launch(kernel(SOURCE, entry, index), grid, block, params, shared=shared)(jit.current_stream(index))
-    del kept  # the allocator gives it to later work of this stream only
-    return DevicePlan(tensors["target"], tensors["starts"], tensors["kind"], tensors["needed"])
+        stream = jit.current_stream(index)
+        for i, ((scope, scope_end), (place, place_end)) in enumerate(zip(chunks, bounds, strict=True)):
+            head_cache, many = place * heads, (place_end - place) * heads
+            where = {
+                "table": buckets.page_table.data_ptr(), "count": buckets.count.data_ptr(),
+                "pointers": buckets.pool.pointers.data_ptr(), "reports": reports.numbers.data_ptr(),
+                "places": addresses["places"] + 4 * place,
+                "begin": addresses["begin"] + 8 * head_cache, "scopes": addresses[f"scopes{i}"],
+                "allowed": addresses["allowed"] + 8 * scope, "key": key - 4 * firsts[i], "target": target.data_ptr(),
+                "starts": starts.data_ptr() + 8 * head_cache * tiers, "survey": survey + 8 * head_cache * tiers,
+                "merged": merged and merged + 4 * place * width, "share": share + 8 * head_cache,
+                "needed": results.data_ptr() + 8 * scope, "kind": results.data_ptr() + 8 * (len(allowed) + scope),
+            }  # fmt: skip
+            if fresh is not None:
+                where["fresh"] = addresses["fresh"] + 4 * place
+                if fresh.importance is not None:
+                    where["mass"] = fresh.importance.data_ptr()
+            params = _params(buckets, policy, where, len(places), scope_end - scope, width, headroom)
+            launches = [("survey", many, THREADS, 0), ("split", scope_end - scope, 32, 0)]
+            if together:
+                launches.insert(1, ("merge", place_end - place, THREADS, 0))
+            launches.append(("choose", many, THREADS, nearby))
+            for name, grid, block, shared in launches:
+                entry = entry_of(name, buckets.page_formats[0], nearby > 0)
+                source = CHOOSE_SOURCE if name == "choose" else SOURCE
+                jit.Launch(kernel(source, entry, index), grid, block, params, shared=shared)(stream)
+    fresh_at = addresses.get("fresh", 0)
+    return DevicePlan(target, starts, results, len(allowed), addresses["places"], fresh_at, lease, uploaded)
 
 
-def _upload(buckets: Buckets, arrays: dict[str, np.ndarray]) -> tuple[dict[str, int], torch.Tensor]:
+def _chunks(tokens: np.ndarray) -> list[tuple[int, int]]:
+    """First and end of runs of scopes, each of up to `TOGETHER` tokens: keys of one run are held at a time."""
+    chunks, first, total = [], 0, 0
+    for scope, n in enumerate(tokens.tolist()):
+        if scope > first and total + n > TOGETHER:
+            chunks.append((first, scope))
+            first, total = scope, 0
+        total += n
+    return [*chunks, (first, len(tokens))]
+
+
+def upload(buckets: Buckets, arrays: dict[str, np.ndarray]) -> tuple[dict[str, int], torch.Tensor]:
     """Copy arrays to the device in one transfer; returns their addresses and the buffer that holds them."""
     sizes = [-(-x.nbytes // 8) * 8 for x in arrays.values()]
     whole, first = np.zeros(sum(sizes), np.uint8), np.cumsum([0, *sizes])
@@ -147,7 +218,6 @@ def _params(
     scopes: int,
     width: int,
     headroom: int,
-    shared: bool,
 ) -> bytes:
     page_formats, (ladder, slopes) = buckets.page_formats, policy.ladder
     tiers, max_pages = len(page_formats), buckets.max_pages
@@ -162,5 +232,5 @@ def _params(
         policy.floor, places, scopes, buckets.kv_heads, tiers, len(slopes), max_pages, buckets.pool.units,
         buckets.page_tokens.bit_length() - 1, width, POLICIES.index(policy.name), policy.mode == "ema",
         policy.leave_plain, policy.per_head, policy.fills, policy.evict, policy.sink_tokens, policy.recent_tokens,
-        headroom, shared,
+        headroom,
     )  # fmt: skip

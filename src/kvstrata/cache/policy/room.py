@@ -11,48 +11,68 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvstrata.cache.storage.pool import EMPTY
 from kvstrata.cache.storage.tokens import DROP, Tokens
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
+    from kvstrata.cache.storage.page_table import Short
+
+Layers = int | Sequence[int] | np.ndarray
 
 
-def physical(cache: CacheState, layer: int) -> int:
-    """The price of a layer's pages, shared ones once."""
-    total = 0
-    for tier, price in enumerate(cache.policy.prices.page):
-        handles = cache.buckets.host_table[:, layer, :, tier]
-        total += len(np.unique(handles[handles >= 0])) * price
-    return total
+def physical(cache: CacheState, layers: Layers) -> np.ndarray:
+    """The price of each layer's pages, shared ones once; int64, of the shape of ``layers``."""
+    buckets, prices = cache.buckets, np.array(cache.policy.prices.page)
+    if not cache.pool.shares:
+        return (buckets.pages_of().sum(0) @ prices)[layers]
+    each = []
+    for layer in np.atleast_1d(layers).tolist():
+        tables = (buckets.host_table[:, layer, :, tier] for tier in range(len(prices)))
+        each.append(sum(len(np.unique(x[x >= 0])) * price for x, price in zip(tables, prices.tolist(), strict=True)))
+    return np.array(each).reshape(np.shape(layers))
 
 
-def fits_plain(cache: CacheState, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> bool:
-    """True if all new tokens fit the plain bucket without settling."""
+def fits_plain(cache: CacheState, layers: Layers, requests: Sequence[int], lengths: Sequence[int]) -> bool:
+    """True if all new tokens fit the plain buckets of these layers without settling."""
     if cache.budget.amount is None:
         return True
-    prices, p = cache.policy.prices, cache.page_tokens
     if not cache.budget.shared:
-        return bool(fits_each(cache, layer, requests, lengths).all())
-    pages = 0
-    for request, new in zip(requests, lengths, strict=True):
-        count = cache.buckets.host_count[request, layer, :, 0].astype(np.int64)
-        pages += int((-(-(count + new) // p) - -(-count // p)).sum())
-        open_heads = np.flatnonzero(count % p)
-        last = cache.buckets.host_table[request, layer, open_heads, 0, count[open_heads] // p]
-        pages += int((cache.pool.owners(last) > 1).sum())
-    return physical(cache, layer) + pages * prices.page[0] <= cache.budget.pages(0)
+        return bool(fits_each(cache, layers, requests, lengths).all())
+    p, buckets, where = cache.page_tokens, cache.buckets, np.array(requests, np.int64)
+    new, rows = np.array(lengths, np.int64)[:, None], np.atleast_1d(layers)[:, None]
+    count = buckets.host_count[where, rows, :, 0].astype(np.int64)  # [layers, requests, kv_heads]
+    pages = (-(-(count + new) // p) - -(-count // p)).sum((1, 2))
+    if cache.pool.shares:
+        layer, request, head = np.nonzero(count % p)
+        last = buckets.host_table[where[request], rows[layer, 0], head, 0, count[layer, request, head] // p]
+        pages += np.bincount(layer, cache.pool.owners(last) > 1, len(pages)).astype(np.int64)
+    needed = physical(cache, rows[:, 0]) + pages * cache.policy.prices.page[0]
+    return bool((needed <= cache.budget.pages(0)).all())
 
 
-def fits_each(cache: CacheState, layer: int, requests: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
-    """`fits_plain` per request under a fractional budget, bool ``[requests]``."""
-    prices, where, new = cache.policy.prices, np.array(requests, np.int64), np.array(lengths, np.int64)
-    counts = cache.buckets.host_count[where, layer].astype(np.int64)
-    counts[:, :, 0] += new[:, None]
-    needed = (-(-counts // cache.page_tokens) @ np.array(prices.page)).sum(1)
-    ends = (cache._lengths[where, layer] + new).tolist()
-    allowed = {n: cache.budget.pages(n) for n in set(ends)}
-    return needed <= np.array([allowed[n] for n in ends], np.int64)
+def fits_each(cache: CacheState, layers: Layers, requests: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+    """`fits_plain` per request under a fractional budget: bool ``[requests]``, or ``[layers, requests]``."""
+    where, new = np.array(requests, np.int64), np.array(lengths, np.int64)
+    rows = layers if np.ndim(layers) == 0 else np.asarray(layers)[:, None]
+    counts = cache.buckets.host_count[where, rows].astype(np.int64)
+    counts[..., 0] += new[:, None]
+    needed = (-(-counts // cache.page_tokens)).sum(-2) @ np.array(cache.policy.prices.page)
+    ends = cache._lengths[where, rows] + new
+    return needed <= cache.budget.granted_by_length[ends] - cache.budget.overhead
+
+
+def fits_token(cache: CacheState, short: Short) -> np.ndarray:
+    """True for each request that needs pages for one more token if the budget has room for them, in every layer."""
+    if cache.budget.amount is None:
+        return np.ones(len(short.requests), bool)
+    if cache.budget.shared:
+        tight = np.flatnonzero(short.layers.any(0))
+        fits = fits_plain(cache, tight, short.requests.tolist(), [1] * len(short.requests))
+        return np.full(len(short.requests), fits)
+    prices, budget = np.array(cache.policy.prices.page), cache.budget
+    needed = cache.buckets.pages_of(short.requests) @ prices + short.pages * prices[0]
+    allowed = budget.granted_by_length[cache._lengths[short.requests] + 1] - budget.overhead
+    return ((needed <= allowed) | ~short.layers).all(1)
 
 
 def fits_cropped(
@@ -71,32 +91,34 @@ def fits_cropped(
     for tier, price in enumerate(prices.page):
         handles = cache.buckets._pages_of(layer, [request], tier)[2]
         copies += int((cache.pool.owners(handles) > 1).sum()) * price
-    return physical(cache, layer) + copies <= cache.budget.pages(0)
+    return int(physical(cache, layer)) + copies <= cache.budget.pages(0)
 
 
 def tidy(cache: CacheState, workspace: torch.Tensor) -> None:
-    """Free memory until the budget holds: empty slabs first, then holes in slabs."""
-    allowed = cache.budget.allowed([cache._lengths[r].tolist() for r in cache.requests])
-    fixed = cache.budget.fixed
+    """Free memory until the budget holds: empty slabs first, as many as needed, then holes in slabs."""
+    pool = cache.pool
+    allowed = cache.budget.allowed(cache._lengths, len(cache._active))
+    limit = None if allowed is None else allowed - cache.budget.fixed
 
     def over() -> bool:
-        too_many = int((cache.pool.tier != EMPTY).sum()) > cache.pool.capacity // 2
-        return too_many or (allowed is not None and fixed + cache.pool.nbytes > allowed)
+        return pool.slabs_in_use > pool.capacity // 2 or (limit is not None and pool.nbytes > limit)
 
     if over():
-        cache.pool.trim()
-    if over():
-        compact(cache, workspace)
+        pool.trim(nbytes=limit)
+        if over():
+            compact(cache, workspace)
 
 
 def compact(cache: CacheState, workspace: torch.Tensor) -> None:
     """Close the holes of slabs: pages move, and the tables with them. Allocates nothing on the device."""
+    changed = np.zeros(cache.max_requests, bool)
     for tier in range(len(cache.page_formats)):
         old, new = cache.pool.compact(tier, workspace)
         if len(old):
             table = cache.buckets.host_table[:, :, :, tier]
             index = np.searchsorted(old, table).clip(max=len(old) - 1)
-            table[...] = np.where(old[index] == table, new[index], table)
+            moved = old[index] == table
+            table[moved] = new[index[moved]]
+            changed |= moved.any((1, 2, 3))
     cache.pool.trim()
-    for layer in range(cache.layers):
-        cache.buckets.push(layer, cache.requests)
+    cache.buckets.push(np.flatnonzero(changed))

@@ -48,10 +48,8 @@ def pairs(places: Sequence[Place]) -> tuple[list[int], list[int]]:
 def make_scopes(cache: CacheState, places: Sequence[Place], tokens: Tokens, lengths: Sequence[Sequence[int]]) -> Scopes:
     """Tokens of requests that will have these lengths, with the bytes they share."""
     layers, requests = pairs(places)
-    numbers = np.stack(
-        [np.array([n for some in lengths for n in some], np.int64)]
-        + [x[requests, layers].astype(np.int64) for x in (cache._queries, cache._reported)]
-    ).repeat(cache.kv_heads, 1)
+    held = np.array([[n for some in lengths for n in some]], np.int64)
+    numbers = np.concatenate([held, cache.reports.at(requests, layers)]).repeat(cache.kv_heads, 1)
     allowed = {n: cache.budget.pages(n) for n in {some[0] for some in lengths}}
     return Scopes(
         tokens,

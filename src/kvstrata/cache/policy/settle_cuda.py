@@ -1,12 +1,15 @@
 """Settling on a CUDA device: kernels plan and move, and there are no lists of tokens; the host waits once, for counts.
 
-places ──plan_cuda.py──▶ targets, in device memory ──move/apply.py──▶ counts ──▶ pages, launches
+    places ──plan_cuda.py──▶ targets ──moves_cuda.py──▶ counts ──▶ host: pages ──▶ launches of the moves
+
+The counts come to pinned memory behind an event, so a plan can be made a step ahead and be waited for in the next. The
+plan of a prompt without mass depends on its length alone: it is made for the first layer and holds for all.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +17,11 @@ import torch
 
 from kvstrata import backends
 from kvstrata.cache.move import apply
+from kvstrata.cache.move.moves_cuda import Moves
 from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import Fresh
 
-from .centre import centres_of_places
+from .centre_cuda import centres_of_places
 from .plan_cuda import DevicePlan, plan_places
 
 if TYPE_CHECKING:
@@ -25,16 +29,46 @@ if TYPE_CHECKING:
     from kvstrata.cache.storage.transaction import Transaction
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A plan for places, not carried out yet. ``needed`` and ``spare`` are per scope, as in `plan.Plans`."""
+LARGEST_KEPT = 1 << 22  # new tokens and heads of a prompt whose plan is kept for the next layer
 
-    layers: np.ndarray  # [places]
-    requests: np.ndarray
-    fresh: Fresh | None
-    device: DevicePlan
-    needed: list[int | None]
-    spare: list[int]
+
+class Planned:
+    """A plan for places, not carried out yet; its kernels and the copy of its outcome are queued."""
+
+    def __init__(
+        self,
+        layers: np.ndarray,
+        requests: np.ndarray,
+        fresh: Fresh | None,
+        device: DevicePlan,
+        counted: Moves,
+        like: Planned | None = None,
+    ) -> None:
+        self.layers, self.requests, self.fresh = layers, requests, fresh  # [places]
+        self.device, self.counted = device, counted
+        self._results, self._event = device.results, None
+        if like is not None:
+            self.outcome = like.outcome
+        elif device.results.is_cuda:
+            self._results = torch.empty(device.results.shape, dtype=torch.uint8, pin_memory=True)
+            self._results.copy_(device.results, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @functools.cached_property
+    def outcome(self) -> tuple[list[int | None], list[int], np.ndarray]:
+        """``needed`` and ``spare`` per scope as in `plan.Plans`, and the numbers of `Moves`; waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self.device.read(self._results.numpy())
+
+    @property
+    def needed(self) -> list[int | None]:
+        return self.outcome[0]
+
+    @property
+    def spare(self) -> list[int]:
+        return self.outcome[1]
 
 
 def supports(cache: CacheState) -> bool:
@@ -47,40 +81,101 @@ def plan(
     places: Sequence[tuple[int, list[int]]],
     lengths: Sequence[Sequence[int]],
     fresh: Fresh | None = None,
+    rows: NewRows | None = None,
+    unwritten: np.ndarray | None = None,
 ) -> Planned:
-    """Plan places, a layer and the requests of a scope each, whose requests will have these lengths."""
+    """Plan places, a layer and the requests of a scope each, whose requests will have these lengths.
+
+    ``rows``: K and V of ``fresh``. Without them, tokens that are planned as new are left out when the plan is carried
+    out: they have room and come later. ``unwritten``: 1 for each place whose last token is counted and not written yet.
+    """
     layers = np.array([layer for layer, scope in places for _ in scope])
     requests = np.array([request for _, scope in places for request in scope])
-    numbers = np.stack(
-        [
-            np.array([n for scope in lengths for n in scope], np.int64),
-            *(x[requests, layers].astype(np.int64) for x in (cache._queries, cache._reported)),
-        ]
-    )
+    where, key = requests * cache.layers + layers, None
+    if rows is not None and fresh is not None and fresh.importance is None:
+        key = _prompt(cache, layers, requests, lengths, fresh)
+        if key is not None and cache._prompt is not None and cache._prompt[0] == key:
+            return _again(cache, cache._prompt[1], layers, requests, fresh, rows)
     allowed = {n: cache.budget.pages(n) for n in {scope[0] for scope in lengths}}
     device = plan_places(
         cache.buckets,
         cache.policy,
-        requests * cache.layers + layers,
-        numbers,
+        where,
+        np.array([n for scope in lengths for n in scope], np.int64),
+        cache.reports,
         [len(scope) for _, scope in places],
         [allowed[scope[0]] for scope in lengths],
         cache.policy.settle_every,
         fresh,
+        unwritten,
     )
-    return Planned(layers, requests, fresh, device, *device.outcome())
+    addresses = {"places": device.places, "numbers": device.numbers}
+    if rows is not None and fresh is not None:
+        addresses["fresh"] = device.fresh
+    counted = Moves(
+        cache.buckets,
+        where,
+        device.target,
+        device.lease,
+        starts=device.starts,
+        fresh=None if rows is None else fresh,
+        rows=apply.aligned_rows(rows),
+        addresses=addresses,
+    )
+    planned = Planned(layers, requests, fresh, device, counted)
+    if key is not None:
+        cache._prompt = (key, planned)
+    return planned
 
 
-def move(cache: CacheState, change: Transaction, planned: Planned, rows: NewRows | None = None) -> None:
-    """Carry out a plan when the transaction completes; ``rows`` are those of new tokens.
+def _prompt(
+    cache: CacheState, layers: np.ndarray, requests: np.ndarray, lengths: Sequence[Sequence[int]], fresh: Fresh
+) -> tuple[object, ...] | None:
+    """Key of the plan of prompts; None if there are other tokens, or too many new ones to keep it."""
+    if cache.buckets.host_count[requests, layers].any():
+        return None
+    if int(fresh.counts.sum()) * cache.kv_heads > LARGEST_KEPT:
+        return None
+    return (tuple(map(tuple, lengths)), fresh.packed().tobytes())
 
-    Without them, tokens that were planned as new are left out: they have room and come later.
+
+def _again(
+    cache: CacheState, same: Planned, layers: np.ndarray, requests: np.ndarray, fresh: Fresh, rows: NewRows
+) -> Planned:
+    """The plan of a prompt for the same requests in another layer, without planning."""
+    device = same.device
+    counted = Moves(
+        cache.buckets,
+        requests * cache.layers + layers,
+        device.target,
+        device.lease,
+        starts=device.starts,
+        fresh=fresh,
+        rows=apply.aligned_rows(rows),
+        addresses={"numbers": device.numbers, "fresh": device.fresh},
+        counts=False,
+    )
+    return Planned(layers, requests, fresh, device, counted, same)
+
+
+def move(
+    cache: CacheState,
+    change: Transaction,
+    planned: Planned,
+    rows: NewRows | None = None,
+    without: np.ndarray | None = None,
+) -> None:
+    """Carry out a plan when the transaction completes; ``rows`` are those of new tokens, as they were planned with.
+
+    ``without``: True for each place that stays as it is.
     """
-    layers, requests = planned.layers, planned.requests
-
-    def centres(coded: np.ndarray) -> torch.Tensor:
-        return centres_of_places(cache, change, layers, requests, coded, planned.fresh, rows)
-
-    fresh = None if rows is None else planned.fresh
-    target, starts = planned.device.target, planned.device.starts
-    apply.move_planned(cache.buckets, change, layers, requests, target, starts, fresh, rows, centres)
+    layers, requests, numbers = planned.layers, planned.requests, planned.outcome[2]
+    if without is not None and without.any():
+        numbers = numbers.copy()
+        numbers.reshape(3, len(layers), -1)[:, without] = 0
+        planned.counted.leave_out(without)
+    coded = numbers[1].reshape(len(layers), -1, len(cache.page_formats))[:, :, 1:].any((1, 2))
+    centre = centres_of_places(cache, change, layers, requests, coded, planned.fresh, rows)
+    launches = apply.prepare_counted(cache.buckets, change, layers, requests, planned.counted, numbers, centre)
+    if launches is not None:
+        change.launch(launches.run)

@@ -10,15 +10,22 @@ pages are full up to the count. `cache.move.apply` moves tokens; here pages are 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from kvstrata.layout.format import UNIT
+from kvstrata.backends import resolve
+from kvstrata.layout.format import MAX_TIERS, UNIT
 
+from . import table_cuda
 from .page import PageFormat, Rows
 from .pool import Pool
+from .request_list import RequestList
+from .scratch import Arena
 from .tokens import DROP, NEW, Tokens
 from .transaction import Transaction
 
@@ -30,6 +37,30 @@ def spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     counts = np.maximum(end - first, 0)
     which = np.repeat(np.arange(len(counts)), counts)
     return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Pages that places took and gave back: ``entered`` and ``left`` int64 ``[n, 2]``, index in the flat table, handle.
+
+    Those that left have handle -1. ``before``: tokens of each bucket. ``added``: new pages of each tier.
+    """
+
+    before: np.ndarray
+    entered: np.ndarray
+    left: np.ndarray
+    added: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Short:
+    """Requests that need a page for one more plain token."""
+
+    requests: np.ndarray
+    pages: np.ndarray  # int [requests, layers]: new ones; copies of shared ones are not among them
+    layers: np.ndarray  # bool [requests, layers]: where a page is needed
+    after: np.ndarray  # tokens that fit the open pages in all layers, once there are such pages
+    whole: bool = False  # every bucket needs one
 
 
 class Buckets:
@@ -44,8 +75,17 @@ class Buckets:
         self.device = pool.device
         self.heads = np.arange(kv_heads)
         self.backend = "auto"  # of moves between tiers
+        self.arena = Arena(self.device)  # scratch of plans and moves on a CUDA device
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
+        self.lists: dict[tuple[int, ...], RequestList] = {}  # of requests that advanced
+        self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: not known
+        self._pages = np.zeros((requests, layers, len(page_formats)), np.int64)  # per place and tier
+        self._counted = np.zeros(requests, bool)  # requests whose pages are known
+        plain = np.arange(requests * layers * kv_heads).reshape(requests, layers, kv_heads)
+        self._plain_lists = plain * (len(page_formats) * max_pages)  # begin of each in the flat table
         offsets = [[kind.position_offset, kind.importance_offset] for kind in page_formats]
+        padding = [0] * (2 * (MAX_TIERS - len(page_formats)))
+        self.offsets = (*itertools.chain(*offsets), *padding)  # as kernels take them
         self.side_offsets = torch.tensor(offsets, device=self.device)
         shape = (requests, layers, kv_heads, len(page_formats))
         table = torch.full((*shape, max_pages), -1, dtype=torch.int32, device="cpu")
@@ -53,13 +93,73 @@ class Buckets:
         self.host_table, self.host_count = table.numpy(), count.numpy()
         self.page_table, self.count = table.to(self.device), count.to(self.device)
 
-    def push(self, layer: int, requests: Sequence[int]) -> None:
-        """Upload the host's tables."""
-        if self.device.type == "cpu":
+    def push(self, requests: Sequence[int] | np.ndarray) -> None:
+        """Upload the host's tables, without allocating on the device; runs of requests in one copy each."""
+        ids = np.sort(np.asarray(requests, np.int64))
+        if self.device.type == "cpu" or not len(ids):
             return
-        for request in requests:
-            self.page_table[request, layer].copy_(torch.from_numpy(self.host_table[request, layer]))
-            self.count[request, layer].copy_(torch.from_numpy(self.host_count[request, layer]))
+        for run in np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1):
+            part = slice(int(run[0]), int(run[-1]) + 1)
+            for x, host in ((self.page_table, self.host_table), (self.count, self.host_count)):
+                x[part].copy_(torch.from_numpy(host[part]))
+
+    def forget(self, requests: int | slice | np.ndarray = slice(None), change: Transaction | None = None) -> None:
+        """Call when counts or owners of requests change: what is derived from them is computed anew when needed."""
+        if change is not None:
+            change.undo(self.forget)
+        self.left[requests] = -1
+        self._counted[requests] = False
+
+    def pages_of(self, requests: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Pages of each request by layer and tier, int64 ``[requests, layers, tiers]``; shared ones, too."""
+        known = self._counted[requests]
+        if not known.all():
+            new = np.arange(len(self.left))[requests][~known]
+            self._pages[new] = ((self.host_count[new] + (self.page_tokens - 1)) // self.page_tokens).sum(2)
+            self._counted[new] = True
+        return self._pages[requests]
+
+    def listed(self, requests: Sequence[int]) -> RequestList:
+        """A list of requests with what is derived from it, cached: it rarely changes from step to step."""
+        key = tuple(requests)
+        known = self.lists.get(key)
+        if known is None:
+            if len(self.lists) >= 64:
+                self.lists.clear()
+            self.lists[key] = known = RequestList(key, len(self.left))
+        return known
+
+    def device_ids(self, requests: np.ndarray) -> torch.Tensor:
+        """Requests on the device, int32, cached."""
+        key = requests.tobytes()
+        if key not in self.ids:
+            if len(self.ids) >= 64:
+                self.ids.clear()
+            self.ids[key] = self.pool.to_device(requests.astype(np.int32))
+        return self.ids[key]
+
+    def short(self, requests: np.ndarray) -> Short | None:
+        """Requests that need a page for one more plain token, in some layer; None if there is none."""
+        left = self.left[requests]
+        if left.min() > 0:
+            return None
+        some = requests[left <= 0]
+        filled = self.host_count[some, :, :, 0] & (self.page_tokens - 1)  # rows of the open page
+        if not filled.any():
+            pages = np.full(filled.shape[:2], self.kv_heads)
+            self.left[some] = 0
+            return Short(some, pages, pages > 0, np.full(len(some), self.page_tokens), whole=True)
+        pages = (filled == 0).sum(2)
+        layers = pages > 0
+        if self.pool.shares:
+            row, layer, head = np.nonzero(filled)
+            page = self.host_count[some[row], layer, head, 0] // self.page_tokens
+            shared = self.pool.owners(self.host_table[some[row], layer, head, 0, page]) > 1
+            layers[row[shared], layer[shared]] = True
+        after = self.page_tokens - filled.max((1, 2)).astype(np.int64)
+        lacking = layers.any(1)
+        self.left[some] = np.where(lacking, 0, after)
+        return Short(some[lacking], pages[lacking], layers[lacking], after[lacking]) if lacking.any() else None
 
     def _set_pages(
         self, change: Transaction, index: tuple[np.ndarray, ...], handles: np.ndarray
@@ -90,30 +190,78 @@ class Buckets:
                 return None
         return count
 
-    def make_room(self, change: Transaction, layer: int, requests: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Allocate or copy pages for new plain tokens, zeroed where new; returns the counts before, ``[R, H]``."""
+    def make_room(
+        self, change: Transaction, layer: int | None, requests: np.ndarray, lengths: np.ndarray
+    ) -> np.ndarray:
+        """Allocate or copy pages for new plain tokens, zeroed where new; returns the counts before.
+
+        Counts are ``[R, H]``, or ``[R, L, H]`` for ``layer`` None: all layers.
+        """
+        p, of_layer = self.page_tokens, slice(None) if layer is None else layer
+        count = self.host_count[requests, of_layer, :, 0].astype(np.int64)
+        lists = self._plain_lists[requests, of_layer]
+        new = lengths.reshape(-1, *[1] * (count.ndim - 1))
+        if self.pool.shares:
+            self._own_open_pages(change, count, lists, new)
+        before = (count + (p - 1)) // p
+        missing = (count + (new + (p - 1))) // p - before
+        self._pages[requests, of_layer, 0] += missing.sum(-1)
+        change.undo(self.forget)
+        first, missing = (lists + before).reshape(-1), missing.reshape(-1)
+        if missing.max(initial=0) <= 1:
+            entries = first[missing > 0]
+        else:
+            entries = np.repeat(first - (np.cumsum(missing) - missing), missing) + np.arange(missing.sum())
+        self._new_pages(change, entries, change.allocate(0, len(entries)))
+        return count
+
+    def make_room_for_one(self, change: Transaction, short: Short) -> None:
+        """`make_room` for one token of each of these requests in all layers."""
+        if not short.whole:
+            self.make_room(change, None, short.requests, np.ones_like(short.requests))
+            return
+        pages = self.host_count[short.requests, :, :, 0] // self.page_tokens
+        entries = (self._plain_lists[short.requests] + pages).reshape(-1)
+        self._pages[short.requests, :, 0] += self.kv_heads
+        change.undo(self.forget)
+        self._new_pages(change, entries, change.allocate(0, len(entries)))
+
+    def _own_open_pages(self, change: Transaction, count: np.ndarray, lists: np.ndarray, new: np.ndarray) -> None:
+        """Copy open plain pages that other requests share and that will be written."""
         p = self.page_tokens
-        count = self.host_count[requests, layer, :, 0].astype(np.int64)
-        row, head = np.nonzero((count % p > 0) & (lengths[:, None] > 0))
-        index = (requests[row], np.full(len(row), layer), head, np.zeros_like(row), count[row, head] // p)
-        last = self.host_table[index].astype(np.int64)
+        growing = ((count % p > 0) & (new > 0)).reshape(-1)
+        entries = (lists + count // p).reshape(-1)[growing]
+        last = self.host_table.reshape(-1)[entries].astype(np.int64)
         shared = self.pool.owners(last) > 1
         if shared.any():
-            old = last[shared]
-            new = change.allocate(0, len(old))
-            self.pool.copy(old, new, 0)
-            self._set_pages(change, tuple(x[shared] for x in index), new)
+            old, entries = last[shared], entries[shared]
+            own = change.allocate(0, len(old))
+            self.pool.copy(old, own, 0)
+            self._set_pages(change, np.unravel_index(entries, self.host_table.shape), own)
             change.release(old)
-        before, after = -(-count // p), -(-(count + lengths[:, None]) // p)
-        missing = (after - before).reshape(-1)
-        bucket = np.repeat(np.arange(len(missing)), missing)
-        number = np.arange(len(bucket)) - np.repeat(np.cumsum(missing) - missing, missing)
-        row, head = bucket // self.kv_heads, bucket % self.kv_heads
-        new = change.allocate(0, len(bucket))
-        self.pool.clear(new, 0)
-        page = before.reshape(-1)[bucket] + number
-        self._set_pages(change, (requests[row], np.full(len(row), layer), head, np.zeros_like(row), page), new)
-        return count
+
+    def _new_pages(self, change: Transaction, entries: np.ndarray, handles: np.ndarray) -> None:
+        """Zeroed plain pages to entries of the flat table that have none yet."""
+        if not len(entries):
+            return
+        table = self.host_table.reshape(-1)
+        change.undo(lambda: table.__setitem__(entries, -1))
+        table[entries] = handles
+        if self.device.type == "cpu":
+            self.pool.clear(handles, 0)
+            return
+        both = self.pool.to_device(np.stack([entries, handles]))
+        if self.by_cuda:
+            change.launch(table_cuda.new_pages(self, both))
+            return
+        self.pool.clear_at(both[1], 0)
+        values, on_device = both[1].int(), self.page_table.view(-1)
+        change.launch(lambda: on_device.__setitem__(both[0], values))
+
+    @functools.cached_property
+    def by_cuda(self) -> bool:
+        """True if kernels in CUDA C++ change the tables."""
+        return resolve("auto", self.device) == "cuda"
 
     def _pages_of(self, layer: int, requests: Sequence[int], tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bucket, index in the bucket's page list, and handle of every page in use."""
@@ -123,6 +271,13 @@ class Buckets:
         index = np.arange(len(bucket)) - np.repeat(np.cumsum(pages) - pages, pages)
         table = self.host_table[list(requests), layer, :, tier].reshape(-1, self.max_pages)
         return bucket, index, table[bucket, index].astype(np.int64)
+
+    def handles(self, requests: np.ndarray) -> np.ndarray:
+        """All pages of requests, int64; a shared page once for each of them."""
+        pages = -(-self.host_count[requests].astype(np.int64) // self.page_tokens).reshape(len(requests), -1)
+        first = (requests[:, None] * pages.shape[1] + np.arange(pages.shape[1])).reshape(-1) * self.max_pages
+        bucket, page = spans(np.zeros(pages.size, np.int64), pages.reshape(-1))
+        return self.host_table.reshape(-1)[first[bucket] + page].astype(np.int64)
 
     def snapshot(self, layer: int, requests: Sequence[int]) -> Tokens:
         """All tokens of these requests: tier by tier, bucket by bucket, slot by slot. Does not wait for the device."""
@@ -245,12 +400,38 @@ class Buckets:
         left: np.ndarray,
         came: np.ndarray,
         holes: np.ndarray,
-        clear_codes: bool = True,
     ) -> torch.Tensor:
-        """Update tables and counts for a change: release pages past the end, copy pages that are shared and written.
+        """`exchange`, with new pages of codes zeroed and the device's tables updated when the transaction completes.
 
-        ``left``, ``came``, ``holes``: int64 per bucket. Returns the device's table as it will be. ``clear_codes``: zero
-        new pages of codes; new plain pages always are.
+        Returns the device's table as it will be.
+        """
+        exchanged = self.exchange(change, requests, layers, left, came, holes)
+        for tier in range(1, len(self.page_formats)):
+            self.pool.clear(exchanged.added[tier], tier)
+        if self.device.type == "cpu":
+            return self.page_table
+        both = self.pool.to_device(np.concatenate([exchanged.entered, exchanged.left]))
+        index, handles, table = both[:, 0], both[:, 1].int(), self.page_table.view(-1)
+        place = self.pool.to_device(requests * self.page_table.shape[1] + layers)
+        counts, count = self.pool.to_device(self.host_count[requests, layers]), self.count.flatten(0, 1)
+        change.launch(lambda: table.__setitem__(index, handles))
+        change.launch(lambda: count.__setitem__(place, counts))
+        after = self.page_table.clone()
+        after.view(-1)[index] = handles
+        return after
+
+    def exchange(
+        self,
+        change: Transaction,
+        requests: np.ndarray,
+        layers: np.ndarray,
+        left: np.ndarray,
+        came: np.ndarray,
+        holes: np.ndarray,
+    ) -> Exchanged:
+        """Update the host's tables and counts: release pages past the end, copy pages that are shared and written.
+
+        ``left``, ``came``, ``holes``: int64 per bucket. New plain pages are zeroed.
         """
         tiers, p = len(self.page_formats), self.page_tokens
         before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
@@ -263,30 +444,27 @@ class Buckets:
         at_gone, at_added, at_shared = (self._table_index(requests, layers, *x) for x in (gone, added, shared))
         old = self.host_table[at_shared].astype(np.int64)
         change.release(np.concatenate([self.host_table[at_gone].astype(np.int64), old]))
-        new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
+        new, own, of_tier = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64), []
         for t in range(tiers):
             of_added, of_shared = at_added[3] == t, at_shared[3] == t
-            new[of_added] = change.allocate(t, int(of_added.sum()))
-            if t == 0 or clear_codes:
-                self.pool.clear(new[of_added], t)
+            of_tier.append(change.allocate(t, int(of_added.sum())))
+            new[of_added] = of_tier[t]
             own[of_shared] = change.allocate(t, int(of_shared.sum()))
             self.pool.copy(old[of_shared], own[of_shared], t)
-        everywhere = tuple(np.concatenate(x) for x in zip(at_gone, at_added, at_shared, strict=True))
-        entries = self._set_pages(change, everywhere, np.concatenate([np.full(len(gone[0]), -1), new, own]))
-        counts = after.reshape(-1, self.kv_heads, tiers).astype(np.int32)
-        change.set(self.host_count, (requests, layers), counts)
-        if self.device.type != "cpu":
-            place, values = (
-                self.pool.to_device(requests * self.page_table.shape[1] + layers),
-                self.pool.to_device(counts),
-            )
-            count = self.count.flatten(0, 1)
-            change.launch(lambda: count.__setitem__(place, values))
-        if entries is None:
-            return self.page_table
-        table = self.page_table.clone()
-        table.view(-1)[entries[0]] = entries[1]
-        return table
+        self.pool.clear(of_tier[0], 0)
+        at_entered = tuple(np.concatenate(x) for x in zip(at_added, at_shared, strict=True))
+        entered = np.concatenate([new, own])
+        shape, none = self.host_table.shape, np.full(len(gone[0]), -1)
+        change.set(self.host_table, at_gone, none)
+        change.set(self.host_table, at_entered, entered)
+        change.set(self.host_count, (requests, layers), after.reshape(-1, self.kv_heads, tiers).astype(np.int32))
+        self.forget(requests, change)
+        return Exchanged(
+            before,
+            np.stack([np.ravel_multi_index(at_entered, shape), entered], 1),
+            np.stack([np.ravel_multi_index(at_gone, shape), none], 1),
+            of_tier,
+        )
 
     def _table_index(
         self, requests: np.ndarray, layers: np.ndarray, bucket: np.ndarray, page: np.ndarray

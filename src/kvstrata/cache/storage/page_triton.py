@@ -24,7 +24,7 @@ class Slabs(Protocol):
     device: torch.device
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units"])
 def pages_kernel(
     pointers_ptr, handles_ptr, others_ptr, data_ptr, units, start, words,
     FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,7 +84,7 @@ def clear(pool: Slabs, handles: torch.Tensor, size: int) -> None:
     _run(pool, handles, handles, handles, 0, size, "zero", "page")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units", "n"])
 def side_kernel(
     pointers_ptr, handle_ptr, slot_ptr, tier_ptr, offset_ptr, position_ptr, importance_ptr, units, n,
     POSITION_BYTES: tl.constexpr, IMPORTANCE: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,

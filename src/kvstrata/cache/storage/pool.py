@@ -26,6 +26,7 @@ from kvstrata import jit
 from kvstrata.layout.format import UNIT
 
 from .address_space import Space
+from .free_lists import FreeLists, merged, without
 
 POISON = 0xFF  # NaN as fp16, bf16 and fp32; -1 as a position
 EMPTY = -1
@@ -60,10 +61,15 @@ class Pool:
         self.tier = np.full(capacity, EMPTY, np.int8)
         self.refs = np.zeros((capacity, max(self.per_slab)), np.int32)
         self.shares = False  # whether any page ever had two owners
-        self._used = np.zeros(capacity, np.int32)  # pages with an owner
-        self._pages = np.zeros(len(self.strides), np.int64)  # the same per tier
-        self._slabs = np.zeros(len(self.strides), np.int64)  # slabs per tier
-        self._stride = np.asarray(self.strides)
+        self.nbytes = 0  # of all slabs, empty ones included
+        self.free = FreeLists(self.per_slab, capacity)
+        self._steps = np.asarray(self.strides) // UNIT
+        self._pages = [0] * len(self.strides)  # with an owner, per tier
+        self._slabs = [0] * len(self.strides)  # per tier
+        self._empty = np.zeros(0, np.int64)  # slabs without a page, ascending
+        self._gone = np.zeros(0, np.int64)  # slabs that were freed, ascending
+        self._workspace: torch.Tensor | None = None
+        self._fresh = 0  # slabs from here on were never allocated
 
     @property
     def capacity(self) -> int:
@@ -77,26 +83,26 @@ class Pool:
     @property
     def slab_count(self) -> int:
         """Slabs that are allocated, empty ones included."""
-        return int(np.count_nonzero(self.sizes))
+        return self.slabs_in_use + len(self._empty)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all slabs, empty ones included."""
-        return int(self.sizes.sum())
+    def slabs_in_use(self) -> int:
+        """Slabs that hold a page."""
+        return sum(self._slabs)
 
     def pages(self, tier: int) -> int:
         """Pages of a tier in use, each counted once."""
-        return int(self._pages[tier])
+        return self._pages[tier]
 
     def slabs_of(self, tier: int) -> int:
-        return int(self._slabs[tier])
+        return self._slabs[tier]
 
     def _locate(self, handles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Slab and index in it."""
-        handles = handles.astype(np.int64)
+        handles = handles.astype(np.int64, copy=False)
         slab = handles // self.units
-        stride = self._stride[self.tier[slab]]
-        return slab, handles % self.units * UNIT // stride
+        step = self._steps[self.tier[slab]]
+        return slab, ((handles - slab * self.units) / step).astype(np.int64)  # exact: no remainder
 
     def _new_slab(self, index: int, size: int) -> torch.Tensor:
         if self.space is not None:
@@ -106,42 +112,53 @@ class Pool:
 
     def _open(self, tier: int, n: int) -> None:
         """Give a tier ``n`` more slabs: empty ones of its size, then new ones in place of other empty ones."""
-        size = self.slab_sizes[tier]
-        empty = np.flatnonzero(self.allocated & (self.tier == EMPTY))
-        reused = empty[self.sizes[empty] == size][:n]
-        missing = n - len(reused)
-        if missing:
-            self._drop(empty[self.sizes[empty] != size][:missing])
-            unused = np.flatnonzero(self.sizes == 0)[:missing]
-            if len(unused) < missing:
-                raise RuntimeError(f"pool: expected {missing} free slabs, got {len(unused)} of {self.capacity}")
-            slabs = [self._new_slab(index, size) for index in unused.tolist()]
-            entries = self.to_device(np.stack([unused, np.array([slab.data_ptr() for slab in slabs], np.int64)]))
-            self.pointers[entries[0]] = entries[1]
-            for index, slab in zip(unused.tolist(), slabs, strict=True):
-                self.slabs[index] = slab.fill_(POISON) if self.debug else slab
-            self.sizes[unused] = size
-            reused = np.concatenate([reused, unused])
-        self.tier[reused] = tier
+        size, opened = self.slab_sizes[tier], self._empty[:0]
+        if len(self._empty):
+            fitting = self.sizes[self._empty] == size
+            opened = self._empty[fitting][:n]
+            self._drop(self._empty[~fitting][: n - len(opened)])
+        new = self._allocate_slabs(n - len(opened), size) if len(opened) < n else opened[:0]
+        self._empty = without(self._empty, opened)
+        opened = merged(opened, new)
+        self.tier[opened] = tier
         self._slabs[tier] += n
+        self.free.open(tier, opened)
+
+    def _allocate_slabs(self, n: int, size: int) -> np.ndarray:
+        """Memory for ``n`` slabs; returns which, ascending."""
+        left = self.capacity - self._fresh
+        if len(self._gone) + left < n:
+            raise RuntimeError(f"pool: expected {n} free slabs, got {len(self._gone) + left} of {self.capacity}")
+        new = max(n - len(self._gone), 0)
+        unused = merged(self._gone[:n], np.arange(self._fresh, self._fresh + new))
+        numbers = unused.tolist()
+        slabs = [self._new_slab(index, size) for index in numbers]
+        addresses = np.array([slab.data_ptr() for slab in slabs], np.int64)
+        if self.space is not None:
+            self.pointers.numpy()[unused] = addresses
+        else:
+            entries = self.to_device(np.stack([unused, addresses]))
+            self.pointers[entries[0]] = entries[1]
+        for index, slab in zip(numbers, slabs, strict=True):
+            self.slabs[index] = slab.fill_(POISON) if self.debug else slab
+        self._gone, self._fresh = self._gone[n:], self._fresh + new
+        self.sizes[unused] = size
+        self.nbytes += n * size
+        return unused
 
     def allocate(self, tier: int, n: int) -> np.ndarray:
-        """Handles of ``n`` pages, the lowest free ones, each with one owner. Their bytes are undefined.
+        """Handles of ``n`` pages, of the lowest slabs with a free one, each with one owner. Their bytes are undefined.
 
         Takes no page if memory runs out.
         """
         if n == 0:
             return np.zeros(0, np.int64)
         per_slab = self.per_slab[tier]
-        missing = n - (self.slabs_of(tier) * per_slab - self.pages(tier))
+        missing = n - (self._slabs[tier] * per_slab - self._pages[tier])
         if missing > 0:
             self._open(tier, -(-missing // per_slab))
-        slabs = np.flatnonzero((self.tier == tier) & (self._used < per_slab))
-        slabs = slabs[: np.searchsorted(np.cumsum(per_slab - self._used[slabs]), n) + 1]
-        row, index = np.nonzero(self.refs[slabs, :per_slab] == 0)
-        slab, index = slabs[row[:n]], index[:n]
-        self.refs[slab, index] = 1
-        self._used += np.bincount(slab, minlength=self.capacity)
+        slab, index = self.free.take(tier, n)
+        self.refs.reshape(-1)[slab * self.refs.shape[1] + index] = 1
         self._pages[tier] += n
         return slab * self.units + index * (self.strides[tier] // UNIT)
 
@@ -166,23 +183,30 @@ class Pool:
         left = refs[page]
         if (left < 0).any():
             raise RuntimeError(f"pool: page {int(handles[left < 0][0])} released more often than it was owned")
-        freed = handles[left == 0]
         if self.shares:  # else a page that is given back twice was found above
-            freed = np.unique(freed)
-        if not len(freed):
+            page = np.unique(page[left == 0])
+        if not len(page):
             return
         if self.debug:
-            for handle in freed.tolist():
+            for handle in handles[left == 0].tolist():
                 self._bytes(handle, 0, self.strides[self.tier[handle // self.units]]).fill_(POISON)
-        by_slab = np.bincount(freed // self.units, minlength=self.capacity)
-        self._used -= by_slab
-        np.subtract.at(self._pages, self.tier[by_slab > 0], by_slab[by_slab > 0])
-        self._empty(np.flatnonzero((by_slab > 0) & (self._used == 0)))
+        self._give(page)
 
-    def _empty(self, slabs: np.ndarray) -> None:
-        """Mark slabs without a page as belonging to no tier."""
-        np.subtract.at(self._slabs, self.tier[slabs], 1)
-        self.tier[slabs] = EMPTY
+    def _give(self, page: np.ndarray) -> None:
+        """Free pages, each given once by its place in ``refs``; slabs that lose their last page belong to no tier."""
+        slabs, counts = self.free.give(page, self.tier)
+        tiers = self.tier[slabs]
+        empty = self.free.used[slabs] == 0
+        for tier in range(len(self.strides)):
+            of_tier = tiers == tier
+            self._pages[tier] -= int(counts[of_tier].sum())
+            emptied = slabs[of_tier & empty]
+            if len(emptied):
+                self._slabs[tier] -= len(emptied)
+                self.free.close(tier, emptied)
+        if empty.any():
+            self.tier[slabs[empty]] = EMPTY
+            self._empty = merged(self._empty, slabs[empty])
 
     def _bytes(self, handle: int, start: int, size: int) -> torch.Tensor:
         slab = self.slabs[handle // self.units]
@@ -232,9 +256,13 @@ class Pool:
         if self.space is not None:
             self.space.runs(0, self.strides[tier])[handles] = np.zeros(1, f"V{self.strides[tier]}")
         else:
-            from .page_triton import clear
+            self.clear_at(self.to_device(handles), tier)
 
-            clear(self, self.to_device(handles), self.strides[tier])
+    def clear_at(self, handles: torch.Tensor, tier: int) -> None:
+        """`clear` of handles that are on the GPU."""
+        from .page_triton import clear
+
+        clear(self, handles, self.strides[tier])
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Copy of a small host array; on a GPU through pinned memory, so the host does not wait."""
@@ -256,24 +284,36 @@ class Pool:
 
     def _drop(self, slabs: np.ndarray) -> None:
         """Free empty slabs; the allocator reuses their memory when the streams that used it are done."""
+        if not len(slabs):
+            return
         for index in slabs.tolist():
             slab = self.slabs[index]
             assert slab is not None
             for stream in self.streams.values():
                 slab.record_stream(stream)
             self.slabs[index] = None
-            self.pointers[index : index + 1].fill_(0)
             if self.space is not None:
                 self.space.forget(index * self.slab_bytes, self.slab_bytes)
+        for run in np.split(slabs, np.flatnonzero(np.diff(slabs) > 1) + 1):
+            self.pointers[int(run[0]) : int(run[-1]) + 1].fill_(0)
+        self.nbytes -= int(self.sizes[slabs].sum())
         self.sizes[slabs] = 0
+        self._empty, self._gone = without(self._empty, slabs), merged(self._gone, slabs)
 
-    def trim(self, spare: int = 0) -> None:
-        """Free empty slabs, all but ``spare``."""
-        self._drop(np.flatnonzero(self.allocated & (self.tier == EMPTY))[spare:])
+    def trim(self, spare: int = 0, nbytes: int | None = None) -> None:
+        """Free empty slabs, all but ``spare``; with ``nbytes`` only until the pool takes no more than that."""
+        slabs = self._empty[spare:]
+        if nbytes is not None:
+            left = self.nbytes - np.cumsum(self.sizes[slabs[::-1]])  # the highest go first
+            slabs = slabs[::-1][: int(np.count_nonzero(left > nbytes)) + (self.nbytes > nbytes)][::-1]
+        self._drop(slabs)
 
     def workspace(self) -> torch.Tensor:
-        """Device memory for the handles that `compact` works on."""
-        return torch.empty(2, MOVED_TOGETHER, dtype=torch.int64, device=self.device)
+        """Device memory for the handles that `compact` works on: always the same."""
+        if self._workspace is None:
+            with torch.inference_mode(False):
+                self._workspace = torch.empty(2, MOVED_TOGETHER, dtype=torch.int64, device=self.device)
+        return self._workspace
 
     def compact(self, tier: int, workspace: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Move pages from the last slabs of a tier into holes of the first: handles before (sorted) and after.
@@ -282,7 +322,7 @@ class Pool:
         """
         workspace = self.workspace() if workspace is None else workspace
         per_slab, step = self.per_slab[tier], self.strides[tier] // UNIT
-        slabs = np.flatnonzero(self.tier == tier)
+        slabs = np.flatnonzero(self.tier[: self._fresh] == tier)
         keep = -(-self.pages(tier) // per_slab)
         from_row, from_index = np.nonzero(self.refs[slabs[keep:], :per_slab] > 0)
         to_row, to_index = np.nonzero(self.refs[slabs[:keep], :per_slab] == 0)
@@ -291,7 +331,7 @@ class Pool:
         old, new = from_slab * self.units + from_index * step, to_slab * self.units + to_index * step
         self._move(old, new, tier, workspace)
         self.refs[to_slab, to_index] = self.refs[from_slab, from_index]
-        np.add.at(self._used, to_slab, 1)
+        self.free.recount(tier, np.unique(to_slab), self.refs)
         self._pages[tier] += len(new)
         self.refs[from_slab, from_index] = 1
         self.release(old)

@@ -1,12 +1,17 @@
 """Scratch that kernels keep beside a cache, so that the cache can report its bytes.
 
-The registry holds weak references only: entries vanish with the cache or the scratch.
+`Arena` is the scratch of settling: buffers by name that are kept from call to call and only grow. The registry of what
+a cache has holds weak references only: entries vanish with the cache or the scratch.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+KEPT = 2  # sets of buffers that an arena keeps: one plan is made while another waits to be carried out
 
 
 class Scratch(Protocol):
@@ -25,3 +30,47 @@ def register(cache: object, scratch: Scratch) -> None:
 def scratch_bytes(cache: object) -> int:
     """Bytes of all scratch of a cache that is allocated now."""
     return sum(scratch.nbytes for scratch in _LIVE.get(cache, ()))
+
+
+class Arena:
+    """Device buffers of plans. A plan leases a set of them and gives it back when it is dropped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.nbytes = 0
+        self._free: list[dict[str, torch.Tensor]] = []
+
+    def lease(self) -> Lease:
+        return Lease(self, self._free.pop() if self._free else {})
+
+    def give_back(self, buffers: dict[str, torch.Tensor]) -> None:
+        """Keep buffers for the next lease, or free them. Work that reads them is queued on the stream already."""
+        if len(self._free) < KEPT:
+            self._free.append(buffers)
+        else:
+            self.nbytes -= sum(buffer.nbytes for buffer in buffers.values())
+
+
+class Lease:
+    """Buffers of one plan, by name; valid until it is garbage-collected."""
+
+    def __init__(self, arena: Arena, buffers: dict[str, torch.Tensor]) -> None:
+        self._arena, self._buffers = arena, buffers
+
+    def take(self, name: str, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """A flat tensor of ``size`` elements, uninitialised; the same memory at every call with this name."""
+        bytes_needed = size * dtype.itemsize
+        held = self._buffers.get(name)
+        if held is None or held.nbytes < bytes_needed:
+            if held is not None:
+                self._arena.nbytes -= held.nbytes
+                del self._buffers[name]
+            with torch.inference_mode(False):
+                size = -(-bytes_needed * 5 // (4 * 4096)) * 4096  # a quarter more: needs grow slowly
+                held = torch.empty(size, dtype=torch.uint8, device=self._arena.device)
+            self._arena.nbytes += held.nbytes
+            self._buffers[name] = held
+        return held[:bytes_needed].view(dtype)
+
+    def __del__(self) -> None:
+        self._arena.give_back(self._buffers)

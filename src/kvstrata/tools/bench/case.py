@@ -29,7 +29,7 @@ class Bench:
     out)` gets what it returned and raises AssertionError if anything is wrong. `variants` are our own other
     implementations: not peers, but they must be right. `host` are the calls whose host cost is measured. `before(i)`
     runs between the flush and each sample, outside the time: what an engine does just before, such as writing the
-    rows that are then stored.
+    rows that are then stored. With a `burst` of 1 it also runs before each call of `host`.
     """
 
     contenders: dict[str, Call]
@@ -49,7 +49,8 @@ class Case:
     """One line of a benchmark: `bytes` read plus written, `flops`, rotating input `sets`, and how it is built.
 
     With `graph=True` contenders are captured first, and replays are checked and timed. With `wall=True` a sample is
-    wall-clock time until the device has done the call, host included. Sampling ends after `seconds`.
+    wall-clock time until the device has done the call, host included. Sampling ends after `seconds`, or after `rounds`
+    samples of each contender; None is the run's number.
     """
 
     op: str
@@ -62,6 +63,7 @@ class Case:
     graph: bool = False
     wall: bool = False
     seconds: float = 20.0
+    rounds: int | None = None
 
 
 def sets_for(nbytes: int, device: torch.device, most: int = 8, memory: int = 4 << 30) -> int:

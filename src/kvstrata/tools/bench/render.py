@@ -67,6 +67,8 @@ COLUMNS: dict[str, tuple[str, Cell]] = {
     "contender": ("contender", lambda case, row: row.name),
     "us": ("us", _us),
     "interval": ("95 %", lambda case, row: f"{row.us.lo:.2f}-{row.us.hi:.2f}" if row.us else ""),
+    "mean": ("mean", lambda case, row: _number(sum(row.samples) / len(row.samples)) if row.us else ""),
+    "slowest": ("slowest", lambda case, row: _number(max(row.samples)) if row.us else ""),
     "p95": ("p95", lambda case, row: _number(row.us.p95) if row.us else ""),
     "tb_s": ("TB/s", lambda case, row: "" if row.tb_s is None else f"{row.tb_s:.3g}"),
     "tflop_s": ("TFLOP/s", lambda case, row: _number(row.tflop_s, 1)),

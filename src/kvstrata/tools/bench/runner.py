@@ -91,7 +91,7 @@ def _measure(case: Case, timer: Timer, rounds: int, peak: float, result: CaseRes
     timed = {name: call for name, call in calls.items() if name not in errors}
     timed["copy"] = copy_call(case.bytes, case.sets, timer.device)
     timed["empty"] = empty_call(timer.device)[0]
-    samples = timer.sample(timed, rounds, case.sets, seconds=case.seconds, before=bench.before)
+    samples = timer.sample(timed, case.rounds or rounds, case.sets, seconds=case.seconds, before=bench.before)
     errors |= verify(bench, {name: call for name, call in calls.items() if name not in errors}, case.sets)
     for name in [*bench.contenders, *PROBES]:
         row = Row(name, _kind(name, bench), name not in errors, errors.get(name), name in timer.host_bound)
@@ -101,7 +101,9 @@ def _measure(case: Case, timer: Timer, rounds: int, peak: float, result: CaseRes
     _judge(result, case, peak)
     if timer.device.type == "cuda":  # on a CPU the host cost is the time itself
         right = {name: call for name, call in bench.host.items() if name not in errors}
-        result.host = {name: summary(us) for name, us in timer.host(right, case.sets, burst=bench.burst).items()}
+        before = bench.before if bench.burst == 1 else None
+        taken = timer.host(right, case.sets, burst=bench.burst, before=before)
+        result.host = {name: summary(us) for name, us in taken.items()}
 
 
 def _captured(calls: dict[str, Call], timer: Timer, sets: int) -> tuple[dict[str, Call], dict[str, str]]:

@@ -2,8 +2,9 @@
 
     fa-64x4096: host kvstrata / host bare launch <= 1.3
 
-The case; two times, one over the other; the most or the least that the ratio is to be. A time is `host` or `gpu` and a
-contender, or `bytes`: what the case moves, at the copy peak; `+` adds them. Lines are set apart by semicolons.
+The case; two times, one over the other; the most or the least that the ratio is to be. A time is a contender's median
+(`host` or `gpu`), `mean` or `slowest`; or `bytes`, what the case moves, at the copy peak; or a number, as in `60 us`.
+`+` adds them. Lines are set apart by semicolons.
 """
 
 from __future__ import annotations
@@ -45,9 +46,16 @@ def _part(report: Report, case: CaseResult, text: str) -> Range:
     if text == "bytes":
         return 3 * (1e-6 * case.bytes / report.peak["tb_s"],)
     where, _, name = text.partition(" ")
+    if name == "us":
+        return 3 * (float(where),)
+    if where in ("mean", "slowest"):
+        samples = next((row.samples for row in case.rows if row.name == name and row.us), None)
+        if samples is None:
+            raise ValueError(f"time {text!r}: {case.name} has no such row")
+        return 3 * (sum(samples) / len(samples) if where == "mean" else max(samples),)
     times = {"host": case.host, "gpu": {row.name: row.us for row in case.rows if row.us}}
     if where not in times:
-        raise ValueError(f"time {text!r}: expected host or gpu and a contender, or bytes")
+        raise ValueError(f"time {text!r}: expected host, gpu, mean or slowest and a contender, bytes or us")
     us = times[where].get(name)
     if us is None:
         raise ValueError(f"time {text!r}: {case.name} has {', '.join(times[where]) or 'none'}")

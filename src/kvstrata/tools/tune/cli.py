@@ -23,6 +23,7 @@ from kvstrata.tools.terminal import (
     Where,
     console,
     device_of,
+    dtype_of,
     need,
     progress_bars,
     refuse,
@@ -180,19 +181,30 @@ def tune(
 
 
 def warmup(
-    op: Annotated[str | None, typer.Argument(help="decode, prefill, replay or store; all by default.")] = None,
+    op: Annotated[str | None, typer.Argument(help="cache, decode, prefill, replay or store; all by default.")] = None,
     arch: Annotated[str | None, typer.Option(help="Compile for this, such as sm_90; no GPU needed.")] = None,
     gpu: Annotated[
         str | None, typer.Option(help="GPU of the table, such as nvidia-h200; all of the architecture by default.")
     ] = None,
+    head_dim: Annotated[list[int], typer.Option(help="Of caches; repeat for several.")] = [64, 128],  # noqa: B006
+    heads: Annotated[int, typer.Option(min=1, help="Query heads that read a cache.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of a cache.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Of the model: bfloat16, float16 or float32.")] = "bfloat16",
+    budget: Annotated[float, typer.Option(help="Of a cache: a fraction of 16 bit.")] = 0.25,
+    tiers: Annotated[str | None, typer.Option(help="Of a cache, as in K8V4,K4V3; by budget by default.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest request of a cache.")] = 32768,
     jobs: Annotated[int | None, typer.Option(min=0, help="Processes; 0 compiles in this one.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile kernels ahead of time: the top five of each entry of the tuned table, and the defaults.
+    """Compile kernels ahead of time: the top five of each entry of the tuned table, the defaults, those of a cache.
 
-    Cubins go to the cache folder, so a first call does not wait. In an image build, name the architecture.
+    Cubins go to the cache folder, so a first call does not wait. In an image build, name the architecture. ``cache`` is
+    what a first prompt, settling and decode step of a `TieredCache` of these sizes launch; `kvstrata.warmup` does the
+    same for a cache that exists.
 
     Example: kvstrata warmup
+
+    Example: kvstrata warmup cache --head-dim 128 --heads 32 --kv-heads 8 --budget 0.25
 
     Example: kvstrata warmup decode --arch sm_90 --gpu nvidia-h200
     """
@@ -206,8 +218,9 @@ def warmup(
         refuse(f"warmup: {reason}")
     import torch
 
-    if op is not None and op not in problems.names():
-        refuse(f"nothing to compile for {op!r}; there are: {', '.join(problems.names())}")
+    names = sorted([*problems.names(), "cache"])
+    if op is not None and op not in names:
+        refuse(f"nothing to compile for {op!r}; there are: {', '.join(names)}")
     if arch is None:
         if not torch.cuda.is_available():
             refuse("no GPU here: name the architecture, as in kvstrata warmup --arch sm_90")
@@ -216,7 +229,17 @@ def warmup(
         refuse(f"--arch: expected a name such as sm_90, got {arch!r}")
     start = time.monotonic()
     result = heat.Warmed(arch, heat.tables_for(arch, gpu))
-    wanted = heat.kernels([op] if op else problems.names(), arch, result.tables)
+    wanted = heat.kernels([one for one in problems.names() if op in (None, one)], arch, result.tables)
+    if op in (None, "cache"):
+        with refusing():
+            if heads % kv_heads:
+                raise ValueError(f"--heads: expected a multiple of {kv_heads}, got {heads}")
+            precision, formats = dtype_of(dtype), None if tiers is None else tuple(tiers.split(","))
+            assert precision is not None
+            for dim in head_dim:
+                sizes = heat.CacheSizes(dim, heads, kv_heads, precision, budget, formats, max_tokens=max_tokens)
+                wanted += heat.cache_kernels(sizes, arch, result.tables)
+        wanted = list({(one.source, one.entry): one for one in wanted}.values())
     with _progress() as progress:
         task = progress.add_task(f"compiling for {arch}", total=len(wanted), best="")
         for _ in heat.compile_all(wanted, jobs, result):

@@ -1,4 +1,4 @@
-"""Kernels compiled before they are asked for: the tuned ones, and what the ops choose by themselves."""
+"""Kernels compiled before they are asked for: the tuned ones, what the ops choose by themselves, those of a cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstrata.jit import tuned
 
 from . import problems
 from .compiler import Compiler
-from .gates import Needs
+from .gates import Needs, multiprocessor
 from .tables import arch_of
 
 
@@ -48,6 +48,37 @@ def kernels(ops: Iterable[str], arch: str, gpus: Iterable[str]) -> list[Needs]:
             for kernel in [] if problem.invalid(choice) else problem.kernels(choice):
                 unique.setdefault((str(kernel.source), kernel.entry), kernel)
     return list(unique.values())
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Arguments of a `TieredCache`, and the query heads that read it, as far as kernels depend on them."""
+
+    head_dim: int
+    heads: int = 32
+    kv_heads: int = 8
+    dtype: torch.dtype = torch.bfloat16
+    budget: float = 0.25
+    tiers: tuple[str, ...] | None = None
+    page_tokens: int = 64
+    max_tokens: int = 32768
+    max_requests: int = 256
+
+
+def cache_kernels(sizes: CacheSizes, arch: str, gpus: Iterable[str]) -> list[Needs]:
+    """Kernels of prompts, appends, settling and decode steps of a cache, with the tuned choices of these GPUs."""
+    from kvstrata.attention.ahead import kernels_needed
+    from kvstrata.cache import TieredCache
+
+    cache = TieredCache(
+        1, sizes.kv_heads, sizes.head_dim, budget=sizes.budget, tiers=sizes.tiers, dtype=sizes.dtype,
+        page_tokens=sizes.page_tokens, max_tokens=sizes.max_tokens,
+    )  # fmt: skip
+    cache.max_requests = sizes.max_requests  # after the tables are made: only steps depend on it
+    shared, named = multiprocessor(arch).shared, []
+    for gpu in [*gpus] or ["unknown"]:
+        named += kernels_needed(cache, sizes.heads, 1, arch=arch, gpu=gpu, shared=shared)
+    return [Needs(*one, threads=0) for one in dict.fromkeys(named)]
 
 
 def compile_all(wanted: list[Needs], jobs: int | None, result: Warmed) -> Iterator[Needs]:

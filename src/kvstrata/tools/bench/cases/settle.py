@@ -1,7 +1,7 @@
-"""The settle benchmark: tokens move to lower tiers in many requests and layers; and single tokens are appended.
+"""The settle benchmark: whole operations of a cache (`bench.whole`), and their kernels alone.
 
-``settle`` cases have 16,384 tokens a request and 8 KV heads of 128; a twentieth of all tokens goes down, chosen at
-random. Timed are the moves of all layers together, given their plan, phase by phase.
+``settle`` cases have 16,384 tokens a request and 8 KV heads of 128; a twentieth of all tokens goes down a tier, chosen
+at random. Timed are the moves of all layers together, given their plan, phase by phase.
 Bytes are those of the tokens that move, read and written once, fillers among them; lists of moves are not counted.
 ``with plan`` also makes the plan from tokens and targets, which waits for the device once; the pages are allocated.
 The baseline goes layer by layer through chains of moves (moves.py). ``append`` cases write one token for each request
@@ -11,6 +11,7 @@ and all heads, beside ``store_kv`` of the same rows: ``kvstrata`` is the kernel 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -18,13 +19,14 @@ import numpy as np
 import torch
 
 import kvstrata
+from kvstrata import jit
 from kvstrata.backends import missing
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import append as append_op
 from kvstrata.cache.move import apply, moves, moves_cuda, repack_op, repack_reference
 from kvstrata.cache.move import phases as repack_phases
 from kvstrata.cache.move.append_job import Job as AppendJob
-from kvstrata.cache.move.launches import Launches
+from kvstrata.cache.move.launches import Launches, prepare
 from kvstrata.cache.move.repack_job import Job
 from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.page_table import Buckets
@@ -33,8 +35,10 @@ from kvstrata.cache.storage.tokens import Tokens
 from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.layout import Format
 from kvstrata.quant.reference import quantize_page
-from kvstrata.tools.bench import Bench, Case, sets_for
+from kvstrata.tools.bench import Bench, Case, sets_for, whole
 from kvstrata.tools.bench.clock import Call
+from kvstrata.tools.bench.render import verdict
+from kvstrata.tools.bench.results import Report
 
 POISON = 0xFF
 LONGEST = 1 << 15  # tokens of a request, more than an append is repeated
@@ -82,20 +86,23 @@ class State:
         self.places = np.tile(self.requests, layers), np.repeat(np.arange(layers), requests)  # requests, layers
         self.before = self.buckets.host_count[self.places].reshape(-1).astype(np.int64)
         self.centres = self.centre.repeat(layers, 1)
-        self.old_table = self.buckets.page_table.clone()
+        tables = self.buckets.page_table.clone(), self.buckets.count.clone()
         planned = [self._chains(layer) for layer in range(layers)]
         self.chains = [layer.job for layer in planned]
         self.tokens = Tokens.cat([layer.tokens for layer in planned], [requests * heads] * layers)
         self.target = torch.cat([layer.target for layer in planned])
         numbers = np.concatenate([layer.numbers for layer in planned], 1)
         with Transaction(self.pool) as change:
-            self.buckets.exchange_pages(change, *self.places, *numbers)
+            self.exchanged = self.buckets.exchange(change, *self.places, *numbers)
+        after = torch.from_numpy(self.buckets.host_table).to(device)
         self.moved = 0
         size = torch.tensor([k.format.bytes_per_token + 6 for k in self.page_formats], device=device)
         for index, layer in enumerate(planned):
             packed, plan = layer.job.packed, layer.moves
-            packed[:, 3] = self.buckets.handles_at(self._table_offsets(index), plan.bucket, plan.slot)
+            packed[:, 3] = self.buckets.handles_at(self._table_offsets(index), plan.bucket, plan.slot, after)
             self.moved += int((size[packed[:, 2].long()] + size[packed[:, 5].long()]).sum())
+        self.tables = tables  # before the moves
+        self.buckets.page_table, self.buckets.count = (x.clone() for x in tables)
         self.phases: Launches | None = None
         if missing("cuda", device) is None:
             self.phases = self.plan()
@@ -139,15 +146,24 @@ class State:
         """From targets to launches, as `apply.prepare` does it, with pages that are allocated already."""
         requests, layers = self.places
         places = requests * self.layers + layers
-        plan = moves_cuda.Plan(self.buckets, places, self.before, self.target, self.tokens)
-        lists = plan.place(plan.to_host(), self.old_table, self.buckets.page_table)
-        return repack_phases.phases(self.buckets, lists, (None, None), self.centres)
+        counted = moves_cuda.Moves(self.buckets, places, self.target, self.buckets.arena.lease(), self.tokens)
+        numbers = counted.to_host()
+
+        def build() -> Iterator[jit.Launch]:
+            lists, before, after = counted.place(numbers, self.exchanged)
+            yield from before
+            yield from repack_phases.phases(self.buckets, lists, (None, None), self.centres)
+            yield from after
+
+        return prepare(self.target.get_device(), build, counted)
 
     def restore(self) -> None:
-        """Restore the slabs, and compute the expected result of a sample of moves."""
+        """Restore slabs and tables, and compute the expected result of a sample of moves."""
         for slab, saved in zip(self.pool.slabs, self.saved, strict=True):
             if slab is not None and saved is not None:
                 slab.copy_(saved)
+        for table, saved in zip((self.buckets.page_table, self.buckets.count), self.tables, strict=True):
+            table.copy_(saved)
         self.expected = []
         for job in self.chains:
             n = len(job.packed)
@@ -318,7 +334,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             moved = bytes_of(many * tokens * layers * heads, dim, lossy)
             case = f"settle-{name}-{many}x{tokens}x{layers}"
             listed.append(Case("settle", case, params, moved, partial(build_settle, state, moved), seconds=8.0))
-    return listed
+    return [*listed, *whole.cases(device, quick)]
 
 
 def bytes_of(tokens: int, dim: int, lossy: float) -> int:
@@ -334,3 +350,17 @@ def bytes_of(tokens: int, dim: int, lossy: float) -> int:
         also = 0.05 * lossy
         total += also * (middle + low) + also * (1 - also / SHARES[1]) * 2 * middle
     return int(tokens * total)
+
+
+def summary(report: Report) -> str:
+    """The verdict, and median, mean and slowest of whole operations, which settle at times."""
+    lines = [verdict(report)]
+    for case in report.cases:
+        row = case.row("ours")
+        if row is None or "B" not in case.params or not row.samples:
+            continue
+        assert row.us is not None
+        host = f", host {case.host[row.name].median:,.0f} us" if row.name in case.host else ""
+        ms = [1e-3 * us for us in (row.us.median, sum(row.samples) / len(row.samples), max(row.samples))]
+        lines.append(f"{case.name}: median {ms[0]:.2f} ms, mean {ms[1]:.2f} ms, slowest {ms[2]:.2f} ms{host}")
+    return "\n".join(lines)

@@ -7,14 +7,21 @@ cases for each batch:
     step-B32-4096-16bit      wall-clock time of a step as an engine runs it: advance the cache, bring ids, positions
                              and requests, replay, read the tokens. Contexts grow by one token a step, for all alike.
     step-B32-4096-16bit-gpu  device time of the metadata and the replay, over the same state each time; `replay` is
-                             the graph alone, so what is beyond it is the metadata's share.
+                             the graph alone, so what is beyond it is the metadata's share. Requests do not grow, so
+                             no layer observes.
+
+and for some, at 16 bit and under a budget:
+
+    settling-B32-16384-0.25  wall-clock time of as many steps as contain a few settlings: `mean` and `slowest` tell what
+                             these cost. While the graph runs, the host advances the cache for the next step.
+                             `no advance` is the step without `TieredCache.advance`, over the same state.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,8 +31,11 @@ import kvstrata
 from kvstrata.replay import GraphRunner
 from kvstrata.tools.bench import Bench, Case
 from kvstrata.tools.bench.clock import Call
+from kvstrata.tools.bench.whole import PERIODS
 
+OBSERVED = 2  # layers of a step whose mass becomes importance, where there is a budget
 GROWTH = 1024  # tokens that a request may grow by while samples are taken
+SETTLE_EVERY = 64  # tokens, the default of a cache
 INPUTS = ("ids", "positions", "requests")
 # How metadata gets into the graph: the options of a runner.
 WAYS: dict[str, dict[str, Any]] = {
@@ -119,7 +129,7 @@ class Decoder:
         )  # fmt: skip
         self.requests = [self.cache.add_request() for _ in range(batch)]
         self._fill(shape)
-        self.plan = kvstrata.DecodePlan(self.cache, sizes.heads)
+        self.plan = kvstrata.DecodePlan(self.cache, sizes.heads, observe=0 if shape.budget is None else OBSERVED)
         buffers = dict.fromkeys(INPUTS, ((batch,), torch.int32))
         step = partial(decode_step, self.model, self.cache, self.plan)
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -131,7 +141,7 @@ class Decoder:
         }
         # Metadata as the host has it; on the device it is one copy, of which the inputs are rows.
         self.host = torch.zeros(3, batch, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.host[0] = torch.randint(0, sizes.vocab, (batch,))
+        self.host[0] = torch.randint(0, sizes.vocab, (batch,), generator=torch.Generator().manual_seed(0))
         self.host[1] = torch.tensor(shape.lengths) - 1  # of the newest token
         self.host[2] = torch.arange(batch)
         self.on_device = torch.zeros_like(self.host, device=device)
@@ -169,6 +179,17 @@ class Decoder:
         tokens: list[int] = self.run(way).tolist()
         self.host[0] = torch.tensor(tokens)
         return tokens
+
+    def step_ahead(self, way: str) -> list[int]:
+        """A step whose room was made before: replay, make room for the next one meanwhile, read the tokens."""
+        tokens = self.run(way)
+        copy = self.host.clone()  # the other one may still be on its way
+        self.host = copy.pin_memory() if self.device.type == "cuda" else copy
+        self.host_rows = dict(zip(INPUTS, self.host.unbind(), strict=True))
+        self.advance()
+        read: list[int] = tokens.tolist()
+        self.host[0] = torch.tensor(read)
+        return read
 
     def spoil(self) -> None:
         """Zeros and no requests wherever metadata was: what is not brought anew is seen in the tokens."""
@@ -218,6 +239,26 @@ def build_wall(shape: Shape, device: torch.device) -> Bench:
     )
 
 
+def build_settling(shape: Shape, device: torch.device) -> Bench:
+    decoder = decoder_of(shape, device)
+
+    def check(name: str, i: int, out: list[int]) -> None:
+        """Over the state that is left the same tokens come out in two ways, and the budget holds."""
+        memory = decoder.cache.memory()
+        assert memory.allowed is None or memory.total <= memory.allowed, "the budget does not hold"
+        assert len(out) == shape.batch, "tokens are missing"
+        fused, again = (decoder.run(way).tolist() for way in ("fused", "unfused"))
+        assert fused == again, f"{sum(map(int.__ne__, fused, again))} of {len(fused)} tokens are others"
+
+    calls: dict[str, Call] = {
+        "step": lambda i: decoder.step_ahead("fused"),
+        "no advance": lambda i: decoder.run("fused").tolist(),
+    }
+    return Bench(
+        contenders=calls, poison=lambda name, i: decoder.spoil(), check=check, ours="step", baseline="no advance",
+    )  # fmt: skip
+
+
 def build_gpu(shape: Shape, device: torch.device) -> Bench:
     decoder = decoder_of(shape, device)
     wanted = decoder.run("unfused").clone()
@@ -263,11 +304,23 @@ def cases_of(shape: Shape) -> list[Case]:
     ]  # fmt: skip
 
 
+def settling_case(shape: Shape) -> Case:
+    """Steps that settle a few times, at the default ``settle_every``."""
+    name = shape.name.replace("step-", "settling-")
+    return Case(
+        "step", name, {**shape.params, "time": "wall"}, shape.bytes, partial(build_settling, shape), wall=True,
+        seconds=12.0, rounds=PERIODS * SETTLE_EVERY,
+    )  # fmt: skip
+
+
 # K and V of 64 x 4,096, 128 x 2,048 and 256 x 1,024 tokens are 34 GB each.
 SHAPES = [Shape(1, 4096), Shape(8, 4096), Shape(32, 4096), Shape(64, 4096), Shape(128, 2048), Shape(256, 1024)]
+SETTLING = [Shape(*sizes, budget) for sizes in ((32, 16384), (64, 4096), (1, 16384)) for budget in (None, 0.25)]
 TOY = Shape(3, 40, model=Model(2, 64, 4, 2, 64, 96, 128), page_tokens=16)
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    shapes = [TOY] if device.type != "cuda" else SHAPES[2:3] if quick else SHAPES
-    return [case for shape in shapes for case in cases_of(shape)]
+    cuda = device.type == "cuda"
+    shapes = [TOY] if not cuda else SHAPES[2:3] if quick else SHAPES
+    settling = [replace(TOY, context=300, budget=0.3)] if not cuda else SETTLING[2:4] if quick else SETTLING
+    return [*(case for shape in shapes for case in cases_of(shape)), *map(settling_case, settling)]

@@ -1,0 +1,118 @@
+"""``warmup``: nothing is compiled after it, so a first prompt, settling and step take no longer than later ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvstrata import backends, jit
+from kvstrata.cache.ops.ahead import kernels_needed as cache_kernels
+from kvstrata.cache.tiered_cache import TieredCache
+from kvstrata.checks import check_int
+
+from .decode.op import decode_attention
+
+REHEARSED = 1024  # tokens of the prompt
+
+
+def uses_mass(cache: TieredCache) -> bool:
+    """True if attention mass decides which tokens are demoted."""
+    return cache.policy.name == "importance" and cache.budget.amount is not None
+
+
+def kernels_needed(
+    cache: TieredCache, heads: int | None, q_len: int, *, arch: str, gpu: str, shared: int
+) -> list[jit.Named]:
+    """CUDA C++ kernels of a cache and, unless ``heads`` is None, of decode steps over it.
+
+    ``arch``, ``gpu``: architecture and name of the GPU; ``shared``: shared memory of its multiprocessors, in bytes.
+    """
+    from .decode import space, stages
+
+    needed = cache_kernels(cache)
+    if heads is None or cache.dtype not in stages.NAMES:
+        return needed
+    steps = space.kernels_needed(
+        cache.formats, cache.dtype, heads, cache.kv_heads, cache.buckets.max_pages * cache.page_tokens,
+        cache.max_requests, q_len=q_len, mass=uses_mass(cache), arch=arch, gpu=gpu, shared=shared,
+    )  # fmt: skip
+    return [*needed, *steps]
+
+
+def load_kernels(
+    cache: TieredCache, heads: int | None, q_len: int = 1, progress: bool | None = None
+) -> list[jit.Named]:
+    """Compile and load the kernels of `kernels_needed`; returns those compiled now. Nothing to do on a CPU."""
+    if backends.resolve(cache.buckets.backend, cache.device) != "cuda":
+        return []
+    arch, gpu = jit.arch_of(cache.device), torch.cuda.get_device_properties(cache.device)
+    shared = gpu.shared_memory_per_multiprocessor
+    wanted = kernels_needed(cache, heads, q_len, arch=arch, gpu=gpu.name, shared=shared)
+    return jit.load_ahead(wanted, cache.device, progress)
+
+
+def rehearsal(cache: TieredCache) -> TieredCache:
+    """Another cache with the same pages, one layer and little memory, after a prompt, a settling and a step.
+
+    It evicts, so it takes any budget. Nobody's random numbers are drawn.
+    """
+    small: dict[str, Any] = dict(layers=1, max_requests=1, evict=True, debug=False, slab_bytes=None)
+    if cache.budget.shared:
+        small |= dict(budget=0.25, budget_bytes=None)
+    twin = TieredCache(**cache._arguments | small)
+    tokens = min(REHEARSED, max(cache.max_tokens - 2, 0))
+    shape = (tokens + 2, cache.kv_heads, cache.head_dim)
+    k = torch.linspace(-1, 1, shape[2], device=cache.device).expand(shape).to(cache.dtype).contiguous()
+    if tokens:
+        mass = torch.full((1, cache.kv_heads, tokens), 1.0, device=cache.device)
+        twin.append(0, k[:tokens], k[:tokens], mass=mass if twin.policy.name == "importance" else None)
+        twin.settle()
+    if cache.max_tokens > tokens + 1:
+        twin.append(0, k[:1], k[:1])
+        twin.advance()
+        twin.write(0, k[1:2], k[1:2])
+    if tokens:
+        twin.update_importance(0, torch.full((1, cache.kv_heads, tokens + 2), 0.5, device=cache.device))
+    return twin
+
+
+def warmup(
+    cache: TieredCache, heads: int | None = None, *, q_len: int = 1, progress: bool | None = None
+) -> list[jit.Named]:
+    """Compile and load everything that prompts, appends, settling and decode steps of a cache need, ahead of them.
+
+    CUDA C++ kernels that are not in the disk cache are compiled in parallel. Then a small copy of the cache takes a
+    prompt, settles and is read, which loads what torch, Triton or numba (on a CPU) compile at first use. A process that
+    finds everything on disk is ready in about a second. `kvstrata warmup cache` fills the disk cache ahead, without a
+    GPU if need be.
+
+    Args:
+        cache: the `TieredCache`; it may hold tokens and is not changed.
+        heads: query heads of a layer; None leaves decode steps out.
+        q_len: queries of a request in a decode step.
+        progress: write a line to stderr while kernels are compiled; None does so on a terminal.
+
+    Returns the kernels that were compiled now, as (source, entry).
+
+    Raises ValueError or TypeError, naming the argument, and CompileError for a kernel that does not compile. Not safe
+    under CUDA-graph capture.
+
+    Example:
+        >>> cache = kvstrata.TieredCache(2, 2, 64, budget=0.25, dtype=torch.float32)
+        >>> kvstrata.warmup(cache, heads=8)
+        []
+    """
+    if not isinstance(cache, TieredCache):
+        raise TypeError(f"cache: expected a TieredCache, got {type(cache).__name__}")
+    if heads is not None and (type(heads) is not int or heads < 1 or heads % cache.kv_heads):
+        raise ValueError(f"heads: expected a multiple of {cache.kv_heads}, got {heads!r}")
+    check_int("q_len", q_len, 1)
+    compiled = load_kernels(cache, heads, q_len, progress)
+    twin = rehearsal(cache)
+    if heads is not None and twin.length(0) >= q_len:
+        q = torch.zeros(1, q_len, heads, cache.head_dim, dtype=cache.dtype, device=cache.device)
+        decode_attention(q, twin)
+        if uses_mass(cache):
+            decode_attention(q, twin, return_mass=True)
+    return compiled

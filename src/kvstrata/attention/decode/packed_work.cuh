@@ -1,0 +1,187 @@
+// Work of a decode step over packed blocks, cut into chunks by every warp for itself from the lengths of the requests: no
+// list, nothing that the host or another kernel prepares.
+//
+// A stage is stage_tokens consecutive tokens of one page; the stages of a request and KV head are a group, and groups are
+// ordered by (request, KV head). All KV heads of a request cost the same, so sums over requests give the place of a group.
+// Chunk k is the stages in which cost k * size .. (k + 1) * size ends: it may begin and end amid a group. Chunks and groups
+// only increase along the work, so chunk + group identifies one partial. With `split` a chunk is `split` stages of one
+// group, whatever else is in the batch.
+#pragma once
+#include "divide.cuh"
+#include "work.cuh"
+
+struct PackedWork {
+  const int* seq_lens;     // [rows]
+  const int* cu_queries;   // [rows + 1], or null: every row has `most_queries`
+  int rows, kv_heads, group, most_queries, window;  // window 0: none
+  int stage_tokens, max_tokens;              // max_tokens: what a row of the block table can list
+  int cost, begin, few_cost, few_begin;      // of a stage and of starting a group; the second pair up to `few` stages
+  int few, chunks, split;
+  int multiprocessors, workers;              // workers: resident warps of a multiprocessor
+
+  // Plain loads: those through the read-only path may be moved before the wait for the kernel that wrote the lengths.
+  __device__ __forceinline__ int first_query(int row) const { return cu_queries ? cu_queries[row] : row * most_queries; }
+  __device__ __forceinline__ int queries_of(int row) const {
+    return cu_queries ? min(cu_queries[row + 1] - cu_queries[row], most_queries) : most_queries;
+  }
+  __device__ __forceinline__ int length_of(int row) const { return min(max(seq_lens[row], 0), max_tokens); }
+
+  // Stages of a row for the columns from `column` on: none if its queries have no such column. Those before `first` are
+  // outside every query's window.
+  struct Row {
+    int length, first, stages;
+  };
+  __device__ __forceinline__ Row row(int number, int column) const {
+    Row x = {0, 0, 0};
+    if (number >= rows) return x;
+    const int queries = queries_of(number);
+    x.length = length_of(number);
+    if (queries * group <= column) return x;
+    if (window) x.first = max(x.length - queries - window + 1, 0) / stage_tokens;
+    x.stages = (x.length + stage_tokens - 1) / stage_tokens - x.first;
+    return x;
+  }
+};
+
+__device__ __forceinline__ int sum_of_warp(int x) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
+
+// The cut of a step for one block of columns, the same for all its warps.
+struct PackedCut {
+  int column;       // the block's first
+  int cost, begin;  // of a stage and of starting a group; with `split` 1 and 0
+  int size, used;   // cost of a chunk; number of chunks
+  int split;
+
+  // Called by whole warps.
+  __device__ __forceinline__ PackedCut(const PackedWork& w, int first_column) : column(first_column) {
+    int groups = 0, stages = 0;
+    for (int r = threadIdx.x & 31; r < w.rows; r += 32) {
+      const int n = w.row(r, column).stages;
+      groups += n > 0;
+      stages += w.split ? (n + w.split - 1) / w.split : n;
+    }
+    groups = sum_of_warp(groups) * w.kv_heads, stages = sum_of_warp(stages) * w.kv_heads;
+    split = w.split;
+    if (split) {
+      cost = size = 1, begin = 0, used = stages;
+      return;
+    }
+    const bool few = stages <= w.few;
+    cost = few ? w.few_cost : w.cost, begin = few ? w.few_begin : w.begin;
+    const int all = groups * begin + stages * cost, share = (all + w.chunks - 1) / w.chunks;
+    // One stage per chunk if there are that few; else at least two, since some chunks would get two anyway.
+    size = share <= cost ? cost : max(2 * cost, share);
+    used = (all + size - 1) / size;
+  }
+
+  // Cost of a group.
+  __device__ __forceinline__ int of(int stages) const {
+    if (split) return (stages + split - 1) / split;
+    return stages ? begin + stages * cost : 0;
+  }
+};
+
+// A group of the work: its row and KV head, and where its cost begins.
+struct PackedGroup {
+  PackedWork::Row row;
+  int number, head, base, cost;  // number: of the row
+};
+
+// The group in which the cost `x` falls; called by whole warps.
+__device__ __forceinline__ PackedGroup group_at(const PackedWork& w, const PackedCut& cut, int x) {
+  const int lane = threadIdx.x & 31;
+  int base = 0;
+  for (int first = 0;; first += 32) {
+    const PackedWork::Row row = w.row(first + lane, cut.column);
+    const int cost = cut.of(row.stages);
+    int end = cost * w.kv_heads;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int before = __shfl_up_sync(~0u, end, d);
+      if (lane >= d) end += before;
+    }
+    const unsigned past = __ballot_sync(~0u, base + end > x);
+    if (past || first + 32 >= w.rows) {
+      const int from = past ? __ffs(past) - 1 : 31;
+      PackedGroup g;
+      g.number = first + from;
+      g.row = {__shfl_sync(~0u, row.length, from), __shfl_sync(~0u, row.first, from), __shfl_sync(~0u, row.stages, from)};
+      g.cost = __shfl_sync(~0u, cost, from);
+      const int row_base = base + __shfl_sync(~0u, end, from) - g.cost * w.kv_heads;
+      g.head = g.cost ? (x - row_base) / g.cost : 0;
+      g.base = row_base + g.head * g.cost;
+      return g;
+    }
+    base += __shfl_sync(~0u, end, 31);
+  }
+}
+
+// Partials of one group, (request, KV head), in a block of columns; called by whole warps.
+__device__ __forceinline__ Slots partials_of(const PackedWork& w, int group, int row_number, int head, int column) {
+  const PackedCut cut(w, column);
+  int before = 0;
+  for (int r = threadIdx.x & 31; r < row_number; r += 32) before += cut.of(w.row(r, column).stages);
+  const int stages = w.row(row_number, column).stages, cost = cut.of(stages);
+  const int base = sum_of_warp(before) * w.kv_heads + head * cost;
+  if (!stages) return {0, 0};
+  if (cut.split) return {base + group, cost};
+  const int first = (base + cut.begin + cut.cost - 1) / cut.size, last = (base + cost - 1) / cut.size;
+  return {first + group, last - first + 1};
+}
+
+// Stages of a chunk, one after the other.
+struct PackedWalk {
+  PackedGroup g;
+  int at, end;     // stages of the group, from row.first on
+  int limit;       // cost at which the chunk ends
+  bool live;
+
+  __device__ __forceinline__ PackedWalk(const PackedWork& w, const PackedCut& cut, int chunk) {
+    const int begin = chunk * cut.size;
+    limit = begin + cut.size;
+    g = group_at(w, cut, begin);
+    if (cut.split) {
+      at = (chunk - g.base) * cut.split;
+      end = min(at + cut.split, g.row.stages);
+    } else {
+      at = max(begin - g.base - cut.begin, 0) / cut.cost;
+      end = end_of(cut);
+    }
+    live = at < end;
+    if (!live) next_group(w, cut);
+  }
+
+  __device__ __forceinline__ int end_of(const PackedCut& cut) const {
+    return min(max(limit - g.base - cut.begin, 0) / cut.cost, g.row.stages);
+  }
+
+  // Moves to the next group with a stage of this chunk; live is false if there is none.
+  __device__ __forceinline__ void next_group(const PackedWork& w, const PackedCut& cut) {
+    live = false;
+    if (cut.split) return;
+    for (;;) {
+      g.base += g.cost;
+      if (g.base >= limit) return;
+      if (++g.head == w.kv_heads) {
+        g.head = 0;
+        do {
+          if (++g.number >= w.rows) return;
+          g.row = w.row(g.number, cut.column);
+        } while (!g.row.stages);
+        g.cost = cut.of(g.row.stages);
+      }
+      at = 0;
+      end = end_of(cut);
+      live = end > 0;
+      return;
+    }
+  }
+
+  __device__ __forceinline__ void next(const PackedWork& w, const PackedCut& cut) {
+    if (++at == end) next_group(w, cut);
+  }
+};

@@ -1,0 +1,195 @@
+"""``decode_packed`` in CUDA C++: packed.cu, where every warp cuts its own work, and packed_combine.cu.
+
+Nothing is prepared outside the two launches: the work follows from the lengths, on the device. A `Plan` holds their
+parameters for calls of one shape; scratch is the caller's workspace or allocated by the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+
+import torch
+
+from kvstrata import jit
+from kvstrata.attention.decode.cuda import ALONE, FOLDER, _inverse
+from kvstrata.attention.decode.stages import (
+    FEW,
+    NAMES,
+    SLOTS,
+    Cut,
+    begin_cost,
+    combine_entry,
+    cost,
+    cut_of,
+    few_begin,
+    few_cost,
+    slot_bytes,
+    stage_tokens,
+)
+from kvstrata.layout.format import MAX_TIERS, Format
+
+from .job import Job, Result, Tensors
+
+WORK = "2q16i"  # struct PackedWork
+BASE = f"9q5q6i2f3i5q qf3i{MAX_TIERS}i"  # struct Params of decode_state.cuh
+# struct PackedParams: its base, then pages, table, balance; strides; stages of a block.
+DECODE = struct.Struct(BASE + "3q3qqi4x" + WORK)
+COMBINE = struct.Struct("8q2q3q7if" + WORK)
+# Addresses in both, which change from call to call: (offset, struct).
+QUERY, LENGTHS, PAGES = (
+    (0, struct.Struct("q")),
+    (4 * 8, struct.Struct("4q")),
+    (struct.calcsize(BASE), struct.Struct("3q")),
+)
+RESULTS = (0, struct.Struct("8q"))
+DECODE_WORK, COMBINE_WORK = (x.size - struct.calcsize(WORK) for x in (DECODE, COMBINE))
+PAIR = struct.Struct("2q")
+MOST_COST = (1 << 31) - 1
+
+
+def missing(job: Job) -> str | None:
+    """Reason why these kernels cannot run the job, or None."""
+    if reason := jit.missing():
+        return reason
+    if job.q.dtype not in NAMES:
+        return f"cuda: expected q in float16 or bfloat16, got {job.q.dtype}"
+    if not job.format.rotate:
+        return "cuda: expected a format with rotation, got rotate=False"
+    if job.max_tokens >= 1 << 31 or job.q.shape[0] * job.group >= 1 << 31:
+        return f"cuda: expected fewer than 2^31 tokens in a row of block_table, got {job.max_tokens}"
+    return None
+
+
+def entry_of(format: Format, dtype: torch.dtype, ordered: bool, cut: Cut) -> str:
+    """Template instance of packed.cu; ``ordered``: visibility depends on positions."""
+    sizes = f"{format.head_dim},{format.page_tokens},{cut.width},{cut.warps},{cut.resident}"
+    return f"decode_packed<{NAMES[dtype]},{str(ordered).lower()},{sizes},Tier<{format.k_bits},{format.v_bits}>>"
+
+
+def combine_entry_of(dtype: torch.dtype, head_dim: int, warps: int) -> str:
+    return combine_entry(dtype, head_dim, warps).replace("combine", "combine_packed", 1)
+
+
+def shared_of(format: Format, cut: Cut) -> int:
+    """Dynamic shared memory of a block, in bytes; positions are not stored."""
+    return cut.warps * SLOTS * (slot_bytes((format,)) - 4 * format.page_tokens)
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(source: str, entry: str, device: int) -> jit.Kernel:
+    return jit.load(FOLDER / source, entry, jit.arch_of(device))
+
+
+def _aligned(q: torch.Tensor) -> torch.Tensor:
+    """Return q, copied if its rows do not start at multiples of 4 bytes, which is what the kernel reads."""
+    odd = any(stride * q.element_size() % 4 for stride in q.stride()[:2]) or q.data_ptr() % 4
+    return q.clone(memory_format=torch.contiguous_format) if odd else q
+
+
+def _pointer(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+class Plan:
+    """Launches of calls that look alike; pointers are written before each."""
+
+    def __init__(self, job: Job, device: int) -> None:
+        f, blocks, self.device = job.format, job.blocks, device
+        properties = torch.cuda.get_device_properties(device)
+        columns = job.most_queries * job.group
+        cut = cut_of((f,), columns, jit.arch_of(device))
+        self.cut, self.y = cut, -(-columns // (8 * cut.width))
+        shared = shared_of(f, cut)
+        fit = properties.shared_memory_per_multiprocessor // (shared + 1280)
+        multiprocessors = properties.multi_processor_count
+        per = max(min(cut.resident // cut.warps, fit), 1)
+        grid = multiprocessors * per
+        self.tokens = stage_tokens(f)
+        max_stages = -(-job.max_tokens // self.tokens)
+        self.head_caches = job.requests * blocks.kv_heads
+        split = 0 if job.fixed_split is None else -(-job.fixed_split // self.tokens)
+        self.chunks = self.head_caches * -(-max_stages // split) if split else grid * cut.warps * cut.waves
+        self.slots, self.columns = self.chunks + self.head_caches, 8 * cut.width * self.y
+        costs, worst = [cost(f), begin_cost(f)], self.head_caches * (begin_cost(f) + max_stages * cost(f))
+        costs = [max(n // -(-worst // MOST_COST), 1) for n in costs] if worst > MOST_COST else costs
+        self.work = (
+            job.requests, blocks.kv_heads, job.group, job.most_queries, job.sliding_window or 0, self.tokens,
+            job.max_tokens,
+            *costs, few_cost(f), few_begin(f), FEW * self.chunks, self.chunks, split, multiprocessors,
+            per * cut.warps,
+        )  # fmt: skip
+        ordered = job.sliding_window is not None or job.most_queries > 1
+        decode = _kernel("packed.cu", entry_of(f, job.q.dtype, ordered, cut), device)
+        decode_params, combine_params = self._params(job)
+        threads = 32 * cut.warps
+        self.decode = jit.Launch(decode, (grid, self.y), threads, decode_params, shared=shared, overlap=True)
+        all_columns = self.head_caches * columns
+        warps = self._combine_warps(f.head_dim, all_columns, grid, multiprocessors, bool(split))
+        combine = _kernel("packed_combine.cu", combine_entry_of(job.q.dtype, f.head_dim, warps), device)
+        shape = (all_columns, 32 * warps) if warps > 1 else (-(-all_columns // 4), 128)
+        self.combine = jit.Launch(combine, *shape, combine_params, overlap=True)
+        self.capped = bool(job.softcap)
+        self.sums_offset = self.slots * self.columns * f.head_dim * 4
+        self.nbytes = self.sums_offset + self.slots * self.columns * 8  # of scratch
+
+    def _combine_warps(self, head_dim: int, columns: int, grid: int, multiprocessors: int, fixed: bool) -> int:
+        """Warps per column; 1 is the kernel of single warps. Independent of the batch with fixed splits."""
+        fewest = max(4, -(-head_dim // 32))
+        if fixed:
+            return fewest
+        if self.chunks <= ALONE * self.head_caches and columns >= multiprocessors:
+            return 1
+        return 16 if columns < 2 * grid else fewest
+
+    def _params(self, job: Job) -> tuple[bytes, bytes]:
+        """Parameters of both launches but for the addresses, which `run` writes."""
+        q, blocks = job.q, job.blocks
+        size, log2e = q.element_size(), math.log2(math.e)
+        by_group, by_heads = _inverse(job.group), _inverse(blocks.kv_heads)
+        block_stages, strides = blocks.block_size // self.tokens, (q.stride(0) * size, q.stride(1) * size)
+        multiprocessors = self.work[-2]
+        decode = DECODE.pack(
+            *(0,) * 9, 0, *strides, 1, 0,
+            job.most_queries, job.group, blocks.kv_heads, self.chunks, self.head_caches, multiprocessors,
+            job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0, 0, 0,
+            0, 0, by_group, by_heads, _inverse(multiprocessors), 0, 0.0, 0, 0, 0, *(0,) * MAX_TIERS,
+            0, 0, 0, job.block_table.stride(0), blocks.block_stride, blocks.head_stride, _inverse(block_stages),
+            block_stages, 0, 0, *self.work,
+        )  # fmt: skip
+        combine = COMBINE.pack(
+            *(0,) * 8, *strides, _inverse(job.most_queries * job.group), by_group, by_heads,
+            job.most_queries, job.group, blocks.kv_heads, self.y, 8 * self.cut.width, 2, self.head_caches,
+            job.scale * log2e, 0, 0, *self.work,
+        )  # fmt: skip
+        return decode, combine
+
+    def run(self, tensors: Tensors, return_lse: bool) -> Result:
+        """Run a call that looks like the plan's."""
+        q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch = tensors
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        if scratch is None:
+            scratch = torch.empty(self.nbytes, dtype=torch.uint8, device=q.device)
+        elif scratch.numel() < self.nbytes or scratch.data_ptr() % 16:
+            raise ValueError(
+                f"workspace: expected {self.nbytes} bytes at a multiple of 16, got {scratch.numel()} at "
+                f"{scratch.data_ptr():#x}"
+            )
+        queries, lengths, by, cu = q.data_ptr(), seq_lens.data_ptr(), _pointer(balance), _pointer(cu_seqlens_q)
+        partial_out, middle, params = scratch.data_ptr(), _pointer(centre), self.decode.params
+        partial_sum = partial_out + self.sums_offset
+        QUERY[1].pack_into(params, QUERY[0], queries)
+        LENGTHS[1].pack_into(params, LENGTHS[0], lengths, middle, partial_out, partial_sum)
+        PAGES[1].pack_into(params, PAGES[0], pages.data_ptr(), table.data_ptr(), by)
+        PAIR.pack_into(params, DECODE_WORK, lengths, cu)
+        stream = jit.current_stream(self.device)
+        self.decode(stream)
+        # A softcap applies to whole scores, so packed.cu then adds the centre's part itself.
+        middle, params = 0 if self.capped else middle, self.combine.params
+        results = (out.data_ptr(), _pointer(lse), _pointer(sinks))
+        RESULTS[1].pack_into(params, RESULTS[0], partial_out, partial_sum, *results, queries, middle, by)
+        PAIR.pack_into(params, COMBINE_WORK, lengths, cu)
+        self.combine(stream)
+        return out, lse

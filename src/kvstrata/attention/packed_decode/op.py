@@ -1,0 +1,220 @@
+"""``decode_packed``: a few queries of each request over packed pages in blocks that an engine owns.
+
+Stateless: where tokens are comes from ``block_table`` and ``seq_lens``, which are read on the device. Under tracing the
+call becomes the operator ``kvstrata::decode_packed``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvstrata import jit
+from kvstrata.attention.output import AttentionOutput
+from kvstrata.backends import BACKENDS, missing
+from kvstrata.call_cache import PerThread, guard_of, signature, traced
+from kvstrata.layout import Format
+from kvstrata.layout.blocks import check_format
+from kvstrata.store.packed.job import Calibration, calibration_tensors
+
+from . import reference
+from .job import Job, Options, Result, Tensors, check
+
+
+def _missing(backend: str, job: Job) -> str | None:
+    """Reason why ``backend`` cannot run this job, or None."""
+    if reason := missing(backend, job.pages.device):
+        return reason
+    if backend == "cuda":
+        from . import cuda as packed_cuda
+
+        return packed_cuda.missing(job)
+    return None
+
+
+def _choose(backend: str, job: Job) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    if backend == "auto":
+        ranked = ("cuda", "triton") if job.pages.device.type == "cuda" else ()
+        return next((name for name in ranked if _missing(name, job) is None), "reference")
+    if reason := _missing(backend, job):
+        raise RuntimeError(f"backend: {reason}")
+    return backend
+
+
+class _Plans(PerThread[Any]):
+    """Launches of a thread: parameters are written in place, so threads do not share them."""
+
+    latest: tuple[Any, ...] | None = None  # look of the latest call, guard, plan
+
+
+_plans = _Plans()
+
+
+def _run_cuda(job: Job, tensors: Tensors, format: Format, options: Options, backend: str) -> Result:
+    from . import cuda as packed_cuda
+
+    q = packed_cuda._aligned(job.q)
+    device = job.pages.get_device()
+    given = (q, job.pages, job.block_table, job.cu_seqlens_q, job.balance, job.centre, job.sinks)
+    key = (*signature(given), format, options)
+    with torch.cuda.device(device):
+        plan = _plans.known.get(key)
+        if plan is None:
+            jit.bind_context(device)
+            plan = _plans.known[key] = packed_cuda.Plan(job, device)
+        if q is job.q and (tensors.sinks is None or tensors.sinks.data_ptr() == job.sinks.data_ptr()):  # type: ignore[union-attr]
+            guard = guard_of([x for x in tensors if x is not None])
+            _plans.latest = (_look(tensors, format, options, backend), guard, plan, device)
+        return plan.run(tensors._replace(q=q, sinks=job.sinks), options.return_lse)
+
+
+def _look(tensors: Tensors, format: Format, options: Options, backend: str) -> tuple[Any, ...]:
+    """Options of a call and which tensors it has: what a guard does not see."""
+    return (format, options, backend, *(x is None for x in tensors[4:]))
+
+
+def _again(tensors: Tensors, format: Format, options: Options, backend: str) -> Result | None:
+    """Run a call that looks like the latest one on CUDA, without checks; None if it does not."""
+    latest = _plans.latest
+    if latest is None or latest[0] != _look(tensors, format, options, backend):
+        return None
+    if not latest[1](*[x for x in tensors if x is not None]):
+        return None
+    if tensors.pages.data_ptr() % 16 or tensors.q.data_ptr() % 4 or torch._C._cuda_getDevice() != latest[3]:
+        return None
+    return latest[2].run(tensors, options.return_lse)
+
+
+def _decode(tensors: Tensors, format: Format, options: Options, backend: str) -> Result:
+    """Check a call and run it."""
+    job = check(tensors, format, options)
+    chosen = _choose(backend, job)
+    if job.q.shape[0] == 0 or job.requests == 0:
+        out = torch.zeros(job.q.shape, dtype=job.q.dtype, device=job.q.device)
+        lse = torch.full(job.q.shape[:2], -torch.inf, dtype=torch.float32, device=job.q.device)
+        return out, lse if options.return_lse else None
+    if chosen == "cuda":
+        return _run_cuda(job, tensors, format, options, backend)
+    if chosen == "reference":
+        return reference.decode(job)
+    from . import triton as packed_triton
+
+    return packed_triton.decode(job)
+
+
+_library = torch.library.Library("kvstrata", "FRAGMENT")
+_library.define(
+    "decode_packed(Tensor q, Tensor pages, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? balance,"
+    " Tensor? centre, Tensor? sinks, Tensor(a!)? workspace, str format, int head_dim, int page_tokens, bool rotate,"
+    " float? scale, int? sliding_window, float? softcap, int? max_seqlen_q, int? fixed_split, bool return_lse,"
+    " str backend) -> (Tensor out, Tensor lse)"
+)
+
+
+def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operator ``kvstrata::decode_packed``; lse is empty where not asked for."""
+    format, head_dim, page_tokens, rotate = arguments[9:13]
+    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
+    out, lse = _decode(Tensors(*arguments[:9]), fmt, Options(*arguments[13:19]), arguments[19])
+    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+_library.impl("decode_packed", _operator, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("kvstrata::decode_packed", lib=_library)
+def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    format, head_dim, page_tokens, rotate = arguments[9:13]
+    options = Options(*arguments[13:19])
+    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
+    check(Tensors(*arguments[:9]), fmt, options, address=False)
+    q = arguments[0]
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
+
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def decode_packed(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    fmt: Format,
+    *,
+    calibration: Calibration | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    fixed_split: int | None = None,
+    return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor | AttentionOutput:
+    """Attention of the newest queries of each request over its tokens in packed pages that an engine owns.
+
+    Args:
+        q: ``[T, heads, head_dim]`` float32, float16 or bfloat16, the queries of all requests end to end; heads is a
+            multiple of the KV heads, the inner stride is 1.
+        pages: uint8 ``[num_blocks, kv_heads, pages_per_block * fmt.page_bytes]``, as `store_packed` writes it. K and V
+            of the queries' own tokens are stored already.
+        block_table: int32 ``[B, max_blocks]``. Token i of a request is in block ``block_table[request, i //
+            block_size]``; entries past the length may hold anything.
+        seq_lens: int32 ``[B]``, tokens of each request, the queries' own included; 0 for a row that is padding.
+        fmt: format of the pages.
+        calibration: what the tokens were stored with.
+        scale: factor of the scores; None is ``head_dim ** -0.5``.
+        sliding_window: positions that a query sees, its own included; None is all. Pages outside are not read.
+        sinks: ``[heads]``, attention-sink logit per head, added to the softmax denominator.
+        softcap: cap c of the scores, which become ``c * tanh(score / c)``; None is no cap.
+        cu_seqlens_q: int32 ``[B + 1]``: the queries of request i are rows ``cu[i] .. cu[i + 1]`` of q. None: T / B.
+        max_seqlen_q: upper bound of a request's queries with cu_seqlens_q; None is 16.
+        fixed_split: tokens per partial, independent of the rest of the batch: the output of a request is then
+            batch-invariant, bit for bit. None balances the work over the device.
+        return_lse: also return the log-sum-exp of the scores, sink included.
+        workspace: contiguous uint8 memory for partials, contents are lost; if it is too small, the error names
+            the bytes needed. None allocates it.
+        backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
+
+    Query i of n is at position ``seq_len - n + i`` and sees no later one. A query that sees no token yields zeros and
+    an lse of -inf (with a sink: its logit). Only ``workspace`` is mutated. Safe under
+    ``torch.compile(fullgraph=True)``, and under CUDA-graph capture on a GPU backend once a call of the same shapes has
+    compiled the kernels: lengths, blocks and queries are read at replay. Only ``reference`` makes the host wait.
+
+    Returns:
+        out in q's shape and dtype. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[T, heads]``.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it. Contents are not checked.
+        RuntimeError: the backend cannot run here.
+
+    Example:
+        >>> fmt = kvstrata.Format.parse("K4V4", head_dim=64, page_tokens=16)
+        >>> pages = torch.zeros(8, 2, fmt.page_bytes, dtype=torch.uint8)  # 8 blocks of 16 tokens, 2 KV heads
+        >>> kvstrata.store_packed(*torch.randn(2, 20, 2, 64), pages, torch.arange(48, 68), fmt)  # blocks 3 and 4
+        >>> block_table = torch.tensor([[3, 4]], dtype=torch.int32)
+        >>> seq_lens = torch.tensor([20], dtype=torch.int32)
+        >>> kvstrata.decode_packed(torch.randn(1, 8, 64), pages, block_table, seq_lens, fmt).shape
+        torch.Size([1, 8, 64])
+    """
+    balance, centre = calibration_tensors(calibration)
+    tensors = Tensors(q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace)
+    options = Options(scale, sliding_window, softcap, max_seqlen_q, fixed_split, return_lse)
+    if not _is_compiling() and (again := _again(tensors, fmt, options, backend)) is not None:
+        return AttentionOutput(*again) if return_lse else again[0]
+    if _is_compiling() or traced() or any(x is not None and type(x) is not torch.Tensor for x in tensors):
+        check_format(fmt)
+        for name, x in zip(Tensors._fields[:4], tensors, strict=False):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        given = (fmt.name, fmt.head_dim, fmt.page_tokens, fmt.rotate, *options, backend)
+        out, lse = torch.ops.kvstrata.decode_packed(*tensors, *given)
+    else:
+        out, lse = _decode(tensors, fmt, options, backend)
+    return AttentionOutput(out, lse) if return_lse else out

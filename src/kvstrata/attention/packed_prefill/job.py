@@ -1,0 +1,88 @@
+"""One checked call of ``prefill_packed``, as every backend takes it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvstrata.attention.arguments import check_positive, check_sinks, check_sliding_window
+from kvstrata.attention.packed_decode.job import check_query, check_tables
+from kvstrata.layout import Format
+from kvstrata.layout.blocks import Blocks, blocks_of, check_alignment
+from kvstrata.store.packed.job import check_calibration
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Tensors(NamedTuple):
+    """Tensors of one call, as given."""
+
+    q: torch.Tensor
+    k_new: torch.Tensor
+    v_new: torch.Tensor
+    pages: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    balance: torch.Tensor | None = None
+    centre: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+
+class Options(NamedTuple):
+    """Arguments that are no tensors."""
+
+    scale: float | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    total_tokens: int | None = None
+    return_lse: bool = False
+
+
+class Job(NamedTuple):
+    """Arguments of one call after checking."""
+
+    tensors: Tensors
+    options: Options
+    blocks: Blocks
+
+    @property
+    def format(self) -> Format:
+        return self.blocks.format
+
+
+def check(tensors: Tensors, format: Format, options: Options, *, address: bool = True) -> Job:
+    """Check everything but the contents of tensors; ``address``: they are memory, not fake tensors."""
+    q, k, v, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks = tensors
+    blocks = blocks_of(pages, format)
+    if address:
+        check_alignment(pages)
+    check_query(q, blocks, pages.device)
+    if not isinstance(cu_seqlens_q, torch.Tensor):
+        raise TypeError(f"cu_seqlens_q: expected a tensor, got {type(cu_seqlens_q).__name__}")
+    check_tables(block_table, seq_lens, cu_seqlens_q, pages.device)
+    shape = (q.shape[0], blocks.kv_heads, format.head_dim)
+    for name, x in (("k_new", k), ("v_new", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name}: expected {shape}, one row per query, got shape {tuple(x.shape)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected {q.dtype} as q, got {x.dtype}")
+        if x.stride(2) != 1:
+            raise ValueError(f"{name}: expected an inner stride of 1, got {x.stride(2)}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected a tensor on {q.device}, where q is, got {x.device}")
+    check_positive("scale", options.scale)
+    check_positive("softcap", options.softcap)
+    check_sliding_window(options.sliding_window)
+    check_sinks(sinks, q.shape[1], q.device)
+    check_calibration(balance, centre, blocks, pages.device)
+    for name in ("max_seqlen_q", "max_seqlen_k", "total_tokens"):
+        given = getattr(options, name)
+        if given is not None and (type(given) is not int or given < 0):
+            raise ValueError(f"{name}: expected an int of at least 0, got {given!r}")
+    return Job(tensors, options, blocks)

@@ -1,0 +1,158 @@
+"""``prefill_packed``: new rows of each request over its packed prefix and themselves, from the block table.
+
+Chunked prefill, prefix hits and ragged batches. Under tracing the call becomes the operator
+``kvstrata::prefill_packed``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvstrata.attention.output import AttentionOutput
+from kvstrata.backends import missing
+from kvstrata.call_cache import traced
+from kvstrata.layout import Format
+from kvstrata.layout.blocks import check_format
+from kvstrata.store.packed.job import Calibration, calibration_tensors
+
+from . import reference
+from .job import Job, Options, Result, Tensors, check
+
+BACKENDS = ("auto", "reference", "triton")
+
+
+def _missing(backend: str, job: Job) -> str | None:
+    """Reason why ``backend`` cannot run this job, or None."""
+    if reason := missing(backend, job.tensors.q.device):
+        return reason
+    if backend == "triton":
+        from . import triton as packed_triton
+
+        return packed_triton.missing(job)
+    return None
+
+
+def _prefill(tensors: Tensors, format: Format, options: Options, backend: str) -> Result:
+    """Check a call and run it."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    job = check(tensors, format, options)
+    device = tensors.q.device
+    if backend == "auto":
+        backend = "triton" if device.type == "cuda" and _missing("triton", job) is None else "reference"
+    elif reason := _missing(backend, job):
+        raise RuntimeError(f"backend: {reason}")
+    if tensors.q.shape[0] == 0 or tensors.seq_lens.shape[0] == 0 or backend == "reference":
+        return reference.run(job)
+    from . import triton as packed_triton
+
+    return packed_triton.run(job, "auto" if device.type == "cuda" else "triton")
+
+
+_library = torch.library.Library("kvstrata", "FRAGMENT")
+_library.define(
+    "prefill_packed(Tensor q, Tensor k_new, Tensor v_new, Tensor pages, Tensor block_table, Tensor seq_lens,"
+    " Tensor cu_seqlens_q, Tensor? balance, Tensor? centre, Tensor? sinks, str format, int head_dim, int page_tokens,"
+    " bool rotate, float? scale, int? sliding_window, float? softcap, int? max_seqlen_q, int? max_seqlen_k,"
+    " int? total_tokens, bool return_lse, str backend) -> (Tensor out, Tensor lse)"
+)
+
+
+def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operator ``kvstrata::prefill_packed``; lse is empty where not asked for."""
+    format, head_dim, page_tokens, rotate = arguments[10:14]
+    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
+    out, lse = _prefill(Tensors(*arguments[:10]), fmt, Options(*arguments[14:21]), arguments[21])
+    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+_library.impl("prefill_packed", _operator, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("kvstrata::prefill_packed", lib=_library)
+def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    format, head_dim, page_tokens, rotate = arguments[10:14]
+    options = Options(*arguments[14:21])
+    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
+    check(Tensors(*arguments[:10]), fmt, options, address=False)
+    q = arguments[0]
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
+
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def prefill_packed(
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    fmt: Format,
+    *,
+    calibration: Calibration | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    total_tokens: int | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | AttentionOutput:
+    """Causal attention of new tokens over their packed prefix and the new rows themselves, unquantised.
+
+    Args:
+        q: ``[T, heads, head_dim]`` float32, float16 or bfloat16, the new tokens of all requests end to end.
+        k_new, v_new: ``[T, kv_heads, head_dim]`` in q's dtype, rows of the same tokens; inner stride 1. `store_packed`
+            writes them, before or after this call.
+        pages: uint8 ``[num_blocks, kv_heads, pages_per_block * fmt.page_bytes]``, which hold the prefix.
+        block_table: int32 ``[B, max_blocks]``, as in `decode_packed`.
+        seq_lens: int32 ``[B]``, tokens of each request, the new ones included: the prefix is what is before them.
+        cu_seqlens_q: int32 ``[B + 1]``: the new tokens of request i are rows ``cu[i] .. cu[i + 1]``.
+        fmt: format of the pages.
+        calibration: what the prefix was stored with.
+        scale, sliding_window, sinks, softcap: as in `decode_packed`.
+        max_seqlen_q, max_seqlen_k, total_tokens: upper bounds of a request's new tokens, of ``seq_lens`` and of their
+            sum. If one is None, it is read from the device, and the host waits.
+        return_lse: also return the log-sum-exp of the scores, sinks included.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Nothing is modified. Scratch for the unpacked rows of some or all KV heads is allocated. Safe under
+    ``torch.compile(fullgraph=True)``; safe under CUDA-graph capture on ``triton`` with all three bounds given, once the
+    same call has run outside it.
+
+    Returns:
+        out in q's shape and dtype. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[T, heads]``.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        RuntimeError: the backend cannot run here.
+
+    Example:
+        >>> fmt = kvstrata.Format.parse("K4V4", head_dim=64, page_tokens=16)
+        >>> pages = torch.zeros(8, 2, fmt.page_bytes, dtype=torch.uint8)
+        >>> kvstrata.store_packed(*torch.randn(2, 32, 2, 64), pages, torch.arange(32), fmt)  # a prefix of 32 tokens
+        >>> q, (k, v) = torch.randn(10, 8, 64), torch.randn(2, 10, 2, 64)  # and 10 new ones
+        >>> table, lengths, cu = (torch.tensor(x, dtype=torch.int32) for x in ([[0, 1, 2]], [42], [0, 10]))
+        >>> kvstrata.prefill_packed(q, k, v, pages, table, lengths, cu, fmt).shape
+        torch.Size([10, 8, 64])
+    """
+    balance, centre = calibration_tensors(calibration)
+    tensors = Tensors(q, k_new, v_new, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks)
+    options = Options(scale, sliding_window, softcap, max_seqlen_q, max_seqlen_k, total_tokens, return_lse)
+    if _is_compiling() or traced() or any(x is not None and type(x) is not torch.Tensor for x in tensors):
+        check_format(fmt)
+        for name, x in zip(Tensors._fields[:7], tensors, strict=False):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        given = (fmt.name, fmt.head_dim, fmt.page_tokens, fmt.rotate, *options, backend)
+        out, lse = torch.ops.kvstrata.prefill_packed(*tensors, *given)
+    else:
+        out, lse = _prefill(tensors, fmt, options, backend)
+    return AttentionOutput(out, lse) if return_lse else out

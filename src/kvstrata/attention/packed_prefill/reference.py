@@ -1,0 +1,53 @@
+"""``prefill_packed`` in torch: float32, request by request. The CPU path, and the reference of the kernels' tests."""
+
+from __future__ import annotations
+
+import torch
+
+from kvstrata.attention.arguments import kernel_sinks
+from kvstrata.attention.prefill import reference as prefill
+from kvstrata.attention.prefill.job import PrefillJob
+from kvstrata.quant import reference as quant
+
+from .job import Job, Result
+
+
+def prefix_rows(job: Job, request: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first ``length`` tokens of a request in the model's space: float32 ``k, v [length, kv_heads, D]``."""
+    f, blocks, tensors = job.format, job.blocks, job.tensors
+    count = -(-length // blocks.block_size)
+    rows = tensors.pages[tensors.block_table[request, :count].long()]
+    whole = rows.view(count, blocks.kv_heads, blocks.pages_per_block, f.page_bytes)
+    stored = quant.restore(*quant.dequantize_page(whole, f), f)
+    k, v = (x.permute(0, 2, 3, 1, 4).flatten(0, 2)[:length] for x in stored)
+    if tensors.centre is not None:
+        k = k + tensors.centre
+    if tensors.balance is not None:
+        k = k * tensors.balance
+    return k, v
+
+
+def run(job: Job) -> Result:
+    """Compute out, and lse or None."""
+    q, k_new, v_new, _, _, seq_lens, cu, *_ = job.tensors
+    options, sinks = job.options, job.tensors.sinks
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    scale = job.format.head_dim**-0.5 if options.scale is None else float(options.scale)
+    ends = cu.tolist()
+    with torch.no_grad():
+        for request, length in enumerate(seq_lens.tolist()):
+            rows = slice(ends[request], ends[request + 1])
+            new = rows.stop - rows.start
+            if new == 0:
+                continue
+            k, v = prefix_rows(job, request, max(length - new, 0))
+            k, v = (torch.cat([x, y[rows].float()]) for x, y in ((k, k_new), (v, v_new)))
+            one = PrefillJob(
+                q[rows].float().unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, None, new, len(k), True, scale,
+                options.sliding_window, options.softcap, None if sinks is None else kernel_sinks(sinks), True,
+            )  # fmt: skip
+            part, tops = prefill.run(one)
+            assert tops is not None
+            out[rows], lse[rows] = part[0].to(q.dtype), tops[0]
+    return out, lse if options.return_lse else None

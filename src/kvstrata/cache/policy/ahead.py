@@ -1,0 +1,144 @@
+"""Settling a step ahead: `advance` plans what the next step will have to move, and the next `advance` moves it.
+
+    advance n    moves planned at n - 1, room, counts ──▶ plan for n + 1, queued; its counts come to the host
+    step n       the captured graph runs behind it
+    advance n+1  counts are there: pages, moves, without waiting
+
+The token of step n is counted when the plan is made, but its page does not hold it yet: planners know its position. A
+plan stays valid for a request until anything but `advance`, `write` and `update_importance` touches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
+
+from . import settle_cuda
+from .importance import initial
+from .plan_op import plan_all
+from .scopes import Place, make_scopes, move_tokens, pairs, scopes_of
+from .turns import due
+
+if TYPE_CHECKING:
+    from kvstrata.cache.state import CacheState
+    from kvstrata.cache.storage.transaction import Transaction
+
+
+def places_of(cache: CacheState, ids: np.ndarray, wanted: np.ndarray) -> list[Place]:
+    """Places with a True in ``wanted [requests, layers]``, layer by layer, with all that share their bytes."""
+    places: list[Place] = []
+    for layer in np.flatnonzero(wanted.any(0)).tolist():
+        places += [(layer, scope) for scope in scopes_of(cache, ids[wanted[:, layer]].tolist())]
+    return places
+
+
+def lengths_then(cache: CacheState, places: Sequence[Place], given: set[int]) -> list[list[int]]:
+    """Lengths of the requests of places with one more token of those given."""
+    return [[int(cache._lengths[r, layer]) + (r in given) for r in scope] for layer, scope in places]
+
+
+def coming(cache: CacheState, places: Sequence[Place], given: set[int]) -> Fresh:
+    """One token more of each request given, without rows."""
+    layers, requests = (np.array(x) for x in pairs(places))
+    comes = np.isin(requests, list(given)).astype(np.int64)
+    now = cache._lengths[requests, layers].astype(np.int64)
+    first = initial(cache.policy.mode, torch.from_numpy(now + 1)).numpy()
+    return Fresh(comes, np.zeros_like(comes), now, first)
+
+
+def coming_tokens(cache: CacheState, places: Sequence[Place], given: set[int]) -> Tokens:
+    """`coming` as a list of tokens."""
+    layers, requests = (np.array(x) for x in pairs(places))
+    place = np.flatnonzero(np.isin(requests, list(given)))
+    heads, length = cache.kv_heads, cache._lengths[requests[place], layers[place]]
+    head_cache = cache.pool.to_device((place[:, None] * heads + np.arange(heads)).reshape(-1))
+    position = cache.pool.to_device(length.astype(np.int64).repeat(heads))
+    tier, slot = torch.full_like(head_cache, NEW), torch.arange(len(head_cache), device=cache.device)
+    return Tokens(head_cache, tier, slot, position, initial(cache.policy.mode, position + 1))
+
+
+class Ahead:
+    """A plan for places whose requests get one more token each; ``valid`` are those that nothing else has touched."""
+
+    def __init__(self, cache: CacheState, places: list[Place], given: Sequence[int]) -> None:
+        self._cache, self.places, self.valid = cache, places, set(given)
+        self._given = set(given)
+        lengths = lengths_then(cache, places, self._given)
+        self._planned = None
+        if settle_cuda.supports(cache):
+            fresh = coming(cache, places, self._given)
+            self._planned = settle_cuda.plan(cache, places, lengths, fresh, unwritten=fresh.counts)
+        else:
+            stored = _with_unwritten(cache, places, self._given)
+            self._head_cache = stored.head_cache
+            tokens = Tokens.cat([stored, coming_tokens(cache, places, self._given)])
+            self._plans = plan_all(make_scopes(cache, places, tokens, lengths), cache.policy, cache.policy.settle_every)
+
+    def forget(self, requests: Sequence[int]) -> None:
+        self.valid.difference_update(requests)
+
+    def carry_out(self, change: Transaction, ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Move the tokens of wanted places that are planned and fit; True for those, ``[requests, layers]``."""
+        cache, done = self._cache, np.zeros_like(wanted)
+        usable = self.valid & set(ids.tolist())
+        if not usable:
+            return done
+        needed = self._planned.needed if self._planned is not None else self._plans.needed
+        row_of, chosen = {request: i for i, request in enumerate(ids.tolist())}, []
+        for (layer, scope), least in zip(self.places, needed, strict=True):
+            if cache.budget.shared:  # a plan for all, or for none
+                fits = usable == self._given == set(ids.tolist()) and set(scope) == cache._active
+            else:
+                fits = scope[0] in usable
+            asked = [row_of[r] for r in scope if r in row_of]
+            chosen.append(fits and least is None and bool(wanted[asked, layer].any()))
+            if chosen[-1]:
+                done[asked, layer] = True
+        if not any(chosen):
+            return done
+        if self._planned is not None:
+            without = ~np.repeat(chosen, [len(scope) for _, scope in self.places])
+            settle_cuda.move(cache, change, self._planned, without=without)
+            return done
+        places = [place for place, one in zip(self.places, chosen, strict=True) if one]
+        kept = cache.pool.to_device(np.repeat(chosen, [len(scope) * cache.kv_heads for _, scope in self.places]))
+        target = self._plans.target[: len(self._head_cache)][kept[self._head_cache]]
+        tokens = cache.buckets.snapshots(*pairs(places))  # in the same order, with what was written since
+        move_tokens(cache, change, places, tokens, target)
+        return done
+
+
+def _with_unwritten(cache: CacheState, places: Sequence[Place], given: set[int]) -> Tokens:
+    """Tokens of places; the last plain token of each request given is counted, and its page does not hold it yet."""
+    layers, requests = (np.array(x) for x in pairs(places))
+    tokens = cache.buckets.snapshots(layers.tolist(), requests.tolist())
+    last = cache.buckets.host_count[requests, layers, :, 0].astype(np.int64) - 1
+    last[~np.isin(requests, list(given))] = -1
+    length = cache._lengths[requests, layers].astype(np.int64).repeat(cache.kv_heads)
+    slots, lengths = cache.pool.to_device(np.stack([last.reshape(-1), length]))
+    unwritten = (tokens.tier == 0) & (tokens.slot == slots[tokens.head_cache])
+    length_of = lengths[tokens.head_cache]
+    return replace(
+        tokens,
+        position=torch.where(unwritten, length_of - 1, tokens.position),
+        importance=torch.where(unwritten, initial(cache.policy.mode, length_of), tokens.importance),
+    )
+
+
+def plan_ahead(cache: CacheState, ids: np.ndarray) -> Ahead | None:
+    """Plan for the next token of these requests, where it will have to settle; None if nothing will."""
+    if int(cache._lengths.max()) >= cache.max_tokens:
+        ids = ids[cache._lengths[ids].max(1) < cache.max_tokens]
+    wanted = due(cache, ids) if len(ids) else None
+    if wanted is None:
+        return None
+    try:
+        return Ahead(cache, places_of(cache, ids, wanted), ids.tolist())
+    except torch.OutOfMemoryError:  # the next step plans for itself
+        return None

@@ -1,0 +1,390 @@
+// The last step of the planner (plan.cu), a block per head cache: the least price that fits, targets, and slots filled.
+//
+// Tokens of a tier take step s if their key is below limit s, and limits fall from step to step. So the tokens below each
+// limit, by tier, say how many get which target, and whether that fits: all threads count, one warp decides. A token whose
+// outcome is the same at both ends of the search is not counted again: when few others are left, these go into a list.
+#include "walk.cuh"
+
+constexpr int kListed = 2048, kRanked = 256, kCells = kTiers * kTiers, kNever = kTiers;
+
+// The search of one head cache, in shared memory.
+struct Search {
+  int reach[kCells];                   // [tier, step] tokens below the limit, of the price that is tried
+  int at_low[kCells], at_high[kCells]; // the same at the ends of the search
+  int base[kCells];                    // those of `reach` that are not in the list
+  int limit[kTiers], low_limit[kTiers], high_limit[kTiers];
+  int moving[kTiers], staying[kTiers]; // tokens that may move, and others with the room that is left for more
+  int needs[kTiers + 1];               // steps that take a token to this tier or below it, kNever for none
+  int list_first[kTiers], list_size[kTiers];
+  int free[kTiers], able[kTiers];      // slots to fill at the highest price that fits, tokens that may fill them
+  int low, high, middle, undecided, fitted;
+  i64 share;
+};
+
+// What the warp that decides knows of its head cache.
+struct Decider {
+  const Params& p;
+  Search& s;
+  int kind, lane;
+
+  // Tokens that may move, of a tier, whose target is x or below it.
+  __device__ int upto(int tier, int x) const {
+    const int widest = max(tier, p.leave_plain);
+    if (kind == kEvict) return x <= max(widest, p.ladder[p.steps]) ? s.moving[tier] - s.reach[tier * kTiers] : 0;
+    if (x <= widest) return s.moving[tier];
+    return s.needs[x] == kNever ? 0 : s.reach[tier * kTiers + s.needs[x] - 1];
+  }
+  // Whether the tokens fit when empty slots are filled; lane `tier` keeps what is filled.
+  __device__ bool fits(int& own_free, int& own_able) const {
+    const bool is_tier = lane < p.tiers;
+    int held = is_tier ? s.staying[lane] : 0, sum = 0;
+    int able[kTiers];  // of this target, those in each tier or in one above
+#pragma unroll
+    for (int tier = 0; tier < kTiers; tier++) {
+      if (tier < p.tiers && is_tier) sum += upto(tier, lane) - upto(tier, lane + 1);
+      able[tier] = sum;
+    }
+    held += sum;
+    own_free = own_able = 0;
+#pragma unroll
+    for (int tier = 0; tier < kTiers - 1; tier++) {
+      if (!p.fills || tier >= p.tiers - 1) break;
+      const int free = __shfl_sync(~0u, -held & (1 << p.page_shift) - 1, tier);
+      const int own = is_tier && lane > tier ? able[tier] : 0;
+      int upto_here = own;
+#pragma unroll
+      for (int distance = 1; distance < kTiers; distance *= 2) {
+        const int before = __shfl_up_sync(~0u, upto_here, distance);
+        if (lane >= distance) upto_here += before;
+      }
+      const int all = __shfl_sync(~0u, upto_here, kTiers - 1), filled = max(min(free - (upto_here - own), own), 0);
+      held += lane == tier ? min(free, all) : -filled;
+      if (lane == tier) own_free = free, own_able = all;
+#pragma unroll
+      for (int below = tier; below < kTiers; below++) able[below] -= filled;
+    }
+    i64 bytes = is_tier ? price_of(p, lane, held) : 0;
+#pragma unroll
+    for (int distance = 1; distance < kTiers; distance *= 2) bytes += __shfl_xor_sync(~0u, bytes, distance);
+    return __shfl_sync(~0u, static_cast<int>(bytes <= s.share), 0) != 0;
+  }
+  // The key below which tokens take a step.
+  __device__ int limit(int price, int step) const {
+    if (kind == kEvict) return step == 0 ? price + 1 : 0;
+    if (step >= p.steps) return 0;
+    if (p.policy == kUniform) return min(max(price - (step << kAgeBits), 0), 1 << kAgeBits);
+    return __float_as_int(__fdiv_rn(__int_as_float(price), p.slope[step]));
+  }
+  __device__ void set_limits(int price) const {
+    const int which = lane / kTiers, own = limit(which == 0 ? price : which == 1 ? s.low : s.high, lane % kTiers);
+    if (which < 3) (which == 0 ? s.limit : which == 1 ? s.low_limit : s.high_limit)[lane % kTiers] = own;
+  }
+  __device__ bool matters(int tier, int step) const {
+    return kind == kEvict ? step == 0 : step < p.steps && p.ladder[step + 1] > max(tier, p.leave_plain);
+  }
+  // Ends a count: `s.middle` becomes an end of the search, and the next one to be tried is set up.
+  __device__ void decide(bool listed) const {
+    int free, able;
+    const bool fit = fits(free, able);
+    int low = s.low, high = s.high, undecided = 0;
+    (fit ? high : low) = s.middle;
+    __syncwarp();
+    for (int i = lane; i < kCells; i += 32) {
+      (fit ? s.at_high : s.at_low)[i] = s.reach[i];
+      s.reach[i] = listed ? s.base[i] : 0;
+      if (i / kTiers < p.tiers && matters(i / kTiers, i % kTiers)) undecided += s.at_high[i] - s.at_low[i];
+    }
+    undecided = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(undecided)));
+    if (fit && lane < kTiers) s.free[lane] = free, s.able[lane] = able;
+    if (lane == 0) {
+      s.low = low;
+      s.high = high;
+      s.middle = static_cast<int>((static_cast<i64>(low) + high) / 2);
+      s.undecided = undecided;
+      s.fitted |= fit;
+    }
+    __syncwarp();
+    const bool done = static_cast<i64>(high) - low <= kGap;
+    set_limits(done ? high : s.middle);
+    if (done && lane == 0) s.middle = high;
+  }
+};
+
+// Adds the tokens of a tier below each of kSteps limits.
+template <int kSteps>
+__device__ __forceinline__ void count(int* reach, const int* key, Span one, Span two, const int* limits, int steps) {
+  int limit[kSteps], below[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) limit[step] = limits[step], below[step] = 0;
+  each<false>(one, two, [&](int i) {
+    const int own = key[i];
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) below[step] += static_cast<unsigned>(own - limit[step]) >> 31;  // own < limit
+  });
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) {
+    if (step >= steps) break;
+    const int sum = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(below[step])));
+    if ((threadIdx.x & 31) == 0 && sum) atomicAdd(&reach[step], sum);
+  }
+}
+
+// Puts the tokens of a tier that are undecided into the list, and takes those below the lower limits off the base.
+template <int kSteps>
+__device__ __forceinline__ void collect(const Decider& decider, const int* key, Span one, Span two, int tier, int* list) {
+  Search& s = decider.s;
+  int low[kSteps];
+  unsigned wide[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) {
+    low[step] = s.low_limit[step];
+    wide[step] = decider.matters(tier, step) ? s.high_limit[step] - low[step] : 0;
+  }
+  each<true>(one, two, [&](int i) {
+    const int own = i < 0 ? kFixed : key[i];
+    bool undecided = false;
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) undecided |= static_cast<unsigned>(own - low[step]) < wide[step];
+    append(list + s.list_first[tier], &s.list_size[tier], undecided, own);
+    if (!undecided) return;
+#pragma unroll
+    for (int step = 0; step < kSteps; step++)
+      if (own < low[step]) atomicAdd(&s.base[tier * kTiers + step], -1);
+  });
+}
+
+// Writes the targets of a tier's tokens.
+template <int kSteps>
+__device__ __forceinline__ void assign(const Decider& decider, const int* key, Span one, Span two, int tier,
+                                       signed char* target) {
+  const Params& p = decider.p;
+  const bool evicts = decider.kind == kEvict;
+  const int widest = max(tier, p.leave_plain), stays = evicts ? max(widest, p.ladder[p.steps]) : widest;
+  int limit[kSteps], after[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) {
+    limit[step] = decider.s.limit[step];
+    after[step] = evicts ? kDrop : max(widest, p.ladder[step + 1]);
+  }
+  each<false>(one, two, [&](int i) {
+    const int own = key[i];
+    int to = own == kFixed ? tier : stays;
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) to = own < limit[step] ? after[step] : to;
+    target[i] = to;
+  });
+}
+
+template <class Position, bool kKeeps, bool kNear>
+__global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Params p) {
+  extern __shared__ int nearby[];
+  __shared__ Search s;
+  __shared__ int list[kListed], ranked[kRanked], ranked_key[kRanked], ranked_position[kRanked];
+  __shared__ int bounds[2], ends[kTiers + 1], cells[3], size[2];
+  const int head_cache = blockIdx.x, place = head_cache / p.heads, tiers = p.tiers, lowest = p.ladder[p.steps];
+  const Head<Position, kKeeps> head(p, place, head_cache % p.heads);
+  int scope = 0;
+  for (int from = 0, to = p.scopes_; from < to;) {
+    scope = (from + to) / 2;
+    if (p.scopes[scope + 1] <= place) from = scope + 1;
+    else if (p.scopes[scope] > place) to = scope;
+    else break;
+  }
+  const int kind = p.kind[2 * scope];
+  const i64 begin = p.begin[head_cache];
+  const int* line = p.survey + static_cast<i64>(head_cache) * 2 * tiers;
+  signed char* target = p.target + begin;
+  if (threadIdx.x == 0) {
+    int end = 0;
+    for (int tier = 0; tier <= tiers; tier++) ends[tier] = end += head.size(tier);
+  }
+  if (threadIdx.x < 2) bounds[threadIdx.x] = threadIdx.x ? 0 : kFixed;
+  if (threadIdx.x < kCells) {
+    const int tier = threadIdx.x / kTiers, many = tier < tiers ? line[tiers + tier] : 0;
+    s.reach[threadIdx.x] = s.at_low[threadIdx.x] = 0;
+    s.at_high[threadIdx.x] = many;
+    if (threadIdx.x % kTiers == 0) {
+      s.moving[tier] = many;
+      s.staying[tier] = tier < tiers ? line[tier] + (tier == 0 ? p.kind[2 * scope + 1] : 0) : 0;
+    }
+  }
+  if (threadIdx.x <= kTiers) {
+    int needs = kNever;
+    for (int step = p.steps; step > 0; step--)
+      if (p.ladder[step] >= static_cast<int>(threadIdx.x)) needs = step;
+    s.needs[threadIdx.x] = needs;
+  }
+  if (threadIdx.x == 0) s.share = p.share[head_cache];
+  Tally tally(cells);
+  const int n = ends[tiers];
+  // The tokens of a tier; new ones are plain.
+  const auto one = [&](int tier) { return Span{tier ? ends[tier - 1] : 0, ends[tier]}; };
+  const auto two = [&](int tier) { return Span{ends[tiers - 1], tier ? ends[tiers - 1] : n}; };
+  int* const far = p.key + begin;
+  int* const key = kNear ? nearby : far;
+  bool chooses = kind == kChoose || kind == kEvict;
+  if (chooses) {
+    int least = kFixed, most = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < n; i += kThreads) {
+      const int own = far[i];
+      if (kNear) nearby[i] = own;
+      least = min(least, own);
+      most = max(most, own == kFixed ? 0 : own);
+    }
+    atomicMin(&bounds[0], least);
+    atomicMax(&bounds[1], most);
+    __syncthreads();
+    chooses = bounds[0] != kFixed;
+  }
+  if (!chooses) {
+    for (int tier = 0; tier < tiers; tier++) each<false>(one(tier), two(tier), [&](int i) { target[i] = tier; });
+    return;
+  }
+  const Decider decider{p, s, kind, static_cast<int>(threadIdx.x & 31)};
+  const bool decides = threadIdx.x < 32;
+  // Whether a count needs the tokens of a tier: those in the lowest one stay there.
+  const auto counts = [&](int tier) { return s.moving[tier] && (kind == kEvict || tier < lowest); };
+  const int steps = kind == kEvict ? 1 : p.steps;
+  if (decides) {
+    int low = bounds[0], high = bounds[1];
+    if (kind == kEvict) low--;
+    else if (p.policy == kUniform) low = 0, high = tiers - 1 << kAgeBits;
+    else high = __float_as_int(__fmul_rn(__fmul_rn(__int_as_float(high), p.steepest), 2.f));
+    if (threadIdx.x == 0) s.low = s.middle = low, s.high = high, s.fitted = 0;
+    __syncwarp();
+    decider.set_limits(low);
+  }
+  __syncthreads();
+  int counted = 0;
+  for (int tier = 0; tier < tiers; tier++) counted += counts(tier) ? s.moving[tier] : 0;
+  bool listed = false;
+  for (bool last = false;;) {
+    for (int tier = 0; tier < tiers; tier++) {
+      if (!counts(tier)) continue;
+      const Span from = listed ? Span{s.list_first[tier], s.list_first[tier] + s.list_size[tier]} : one(tier);
+      const Span new_ones = listed ? Span{0, 0} : two(tier);
+      int* reach = s.reach + tier * kTiers;
+      if (listed) {
+        if (steps <= 3) count<3>(reach, list, from, new_ones, s.limit, steps);
+        else count<kTiers - 1>(reach, list, from, new_ones, s.limit, steps);
+      } else {
+        if (steps <= 3) count<3>(reach, key, from, new_ones, s.limit, steps);
+        else count<kTiers - 1>(reach, key, from, new_ones, s.limit, steps);
+      }
+    }
+    __syncthreads();
+    if (last) {  // nothing but the highest price fits, which was not tried
+      int free, able;
+      if (decides) {
+        decider.fits(free, able);
+        if (threadIdx.x < kTiers) s.free[threadIdx.x] = free, s.able[threadIdx.x] = able;
+      }
+      __syncthreads();
+      break;
+    }
+    if (decides) decider.decide(listed);
+    __syncthreads();
+    if (static_cast<i64>(s.high) - s.low <= kGap) {
+      if (s.fitted) break;
+      last = true;
+      continue;
+    }
+    if (listed || s.undecided > kListed || 4 * s.undecided > counted) continue;
+    listed = true;
+    if (threadIdx.x < kCells) s.base[threadIdx.x] = s.at_low[threadIdx.x];
+    if (threadIdx.x == 0) {
+      int first = 0;
+      for (int tier = 0; tier < tiers; tier++) {
+        s.list_first[tier] = first;
+        s.list_size[tier] = 0;
+        for (int step = 0; step < steps; step++)
+          if (decider.matters(tier, step)) first += s.at_high[tier * kTiers + step] - s.at_low[tier * kTiers + step];
+      }
+    }
+    __syncthreads();
+    for (int tier = 0; tier < tiers; tier++) {
+      if (!counts(tier)) continue;
+      if (steps <= 3) collect<3>(decider, key, one(tier), two(tier), tier, list);
+      else collect<kTiers - 1>(decider, key, one(tier), two(tier), tier, list);
+    }
+    __syncthreads();
+    if (threadIdx.x < kCells) s.reach[threadIdx.x] = s.base[threadIdx.x];
+    __syncthreads();
+  }
+
+  const int high = s.high;
+  for (int tier = 0; tier < tiers; tier++) {
+    if (steps <= 3) assign<3>(decider, key, one(tier), two(tier), tier, target);
+    else assign<kTiers - 1>(decider, key, one(tier), two(tier), tier, target);
+  }
+  if (!p.fills) return;
+
+  for (int tier = 0; tier < tiers - 1; tier++) {
+    const int free = s.free[tier];
+    int many = s.able[tier];
+    if (!free || !many) continue;
+    __syncthreads();
+    // A token that has filled a slot is fixed from then on.
+    Able able{key, {0, ends[tier]}, {ends[tiers - 1], n}, kind == kEvict ? high + 1 : bounds[0], kFixed};
+    if (kind == kChoose && tier >= p.leave_plain)
+      for (int step = p.steps; step > 0; step--)
+        if (p.ladder[step] > tier) able.past = s.limit[step - 1];
+    const auto fill = [&](int i) {
+      target[i] = tier;
+      key[i] = kFixed;
+    };
+    if (many <= free) {
+      able.each_of([&](int i, int) { if (i >= 0) fill(i); });
+      continue;
+    }
+    // The greatest key that at least `free` tokens reach, or one that few enough do to rank them.
+    bool evenly = false;
+    for (int above = min(able.past, bounds[1] + 1); many > kRanked && above - able.reached > 1;) {
+      if (!able.list && many <= kListed) {
+        if (threadIdx.x == 0) size[0] = 0;
+        __syncthreads();
+        able.each_of([&](int i, int) { append(list, &size[0], i >= 0, i); });
+        __syncthreads();
+        able.list = list, able.size = size[0];
+      }
+      // The first try of two supposes that keys are spread evenly.
+      const int parts = (evenly = !evenly) ? 2 + many / (2 * kRanked) : 2;
+      const int middle = above - max((above - able.reached) / parts, 1);
+      const int all = tally(able.count(middle));
+      if (all >= free) able.reached = middle, many = all;
+      else above = middle;
+    }
+    const auto position = [&](int i) {
+      int now = 0, first = 0;
+      while (now < tiers && i >= ends[now]) first = ends[now++];
+      return head.token(now, i - first).position;
+    };
+    if (many <= kRanked) {
+      if (threadIdx.x == 0) size[1] = 0;
+      __syncthreads();
+      able.each_of([&](int i, int) { append(ranked, &size[1], i >= 0, i); });
+      __syncthreads();
+      const int index = threadIdx.x < many ? ranked[threadIdx.x] : -1, own = index < 0 ? 0 : key[index];
+      const int age = index < 0 ? 0 : position(index);
+      if (index >= 0) ranked_key[threadIdx.x] = own, ranked_position[threadIdx.x] = age;
+      __syncthreads();
+      int before = 0;
+      for (int i = 0; index >= 0 && i < many; i++)
+        before += ranked_key[i] > own || (ranked_key[i] == own && ranked_position[i] > age);
+      if (index >= 0 && before < free) fill(index);
+      continue;
+    }
+    // Too many have the same key: the newest of them.
+    const int greater = tally(able.count(able.reached + 1));
+    int oldest = 0;
+    for (int newest = head.place.length; newest - oldest > 1;) {
+      const int middle = (oldest + newest) / 2;
+      int own_many = 0;
+      able.each_of([&](int i, int own) { own_many += i >= 0 && own == able.reached && position(i) >= middle; });
+      if (greater + tally(own_many) >= free) oldest = middle;
+      else newest = middle;
+    }
+    able.each_of([&](int i, int own) { if (i >= 0 && (own > able.reached || position(i) >= oldest)) fill(i); });
+  }
+}

@@ -1,0 +1,59 @@
+"""Reports of attention mass: how many queries gave theirs, and how long the request was then.
+
+    numbers   int32 [requests, layers, 2]   queries whose mass was reported, length at the last report
+    state     int32 [2]                     decode steps observed so far; 1 once any page had two owners
+
+Both are device tensors at fixed addresses and have no copy on the host: a captured decode step reports too
+(`attention/decode/observe.py`), and the host does not hear of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from kvstrata.cache.storage.transaction import Transaction
+
+MOST = 2**30  # queries are not counted further
+
+
+class Reports:
+    """Counters of a cache, one pair for each request and layer."""
+
+    def __init__(self, requests: int, layers: int, device: torch.device) -> None:
+        self.numbers = torch.zeros(requests, layers, 2, dtype=torch.int32, device=device)
+        self.state = torch.zeros(2, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.state.nbytes
+
+    def at(self, requests: Sequence[int] | np.ndarray, layers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Queries and lengths of pairs (request, layer): int64 ``[2, n]`` on the host; waits for the device."""
+        return self.numbers.cpu().numpy()[list(requests), list(layers)].T.astype(np.int64)
+
+    def add(self, change: Transaction, requests: Sequence[int], layer: int, queries: int, ends: Sequence[int]) -> None:
+        """Count ``queries`` more of each request at these lengths, at once; undone if the transaction fails."""
+        of_layer = self.numbers[:, layer]
+        if len(requests) == 1:  # a prompt: nothing is uploaded
+            self._add_one(change, of_layer[requests[0]], min(queries, MOST), ends[0])
+            return
+        rows, lengths = change.pool.to_device(np.array([list(requests), list(ends)], np.int64))
+        before = of_layer[rows]
+        counted = (before[:, 0].long() + min(queries, MOST)).clamp(max=MOST)
+        change.undo(lambda: of_layer.__setitem__(rows, before))
+        of_layer[rows] = torch.stack([counted, lengths], 1).int()
+
+    def _add_one(self, change: Transaction, pair: torch.Tensor, queries: int, end: int) -> None:
+        before = pair.clone()
+
+        def restore() -> None:
+            pair.copy_(before)
+
+        change.undo(restore)
+        pair[:1].clamp_(max=MOST - queries).add_(queries)
+        pair[1:].fill_(end)

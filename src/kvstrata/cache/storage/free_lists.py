@@ -1,0 +1,101 @@
+"""Free pages of a pool's slabs: stacks, so that taking and giving back cost by the pages and slabs touched.
+
+    stack[slab]      [ 9 7 4 . . . ]    indices of free pages; the last one, ``per_slab - used``, is taken first
+    available[tier]  [ 3 8 21 ]         slabs of a tier with a free page, ascending; the first is taken from first
+
+The same calls give the same pages: nothing depends on addresses or on time. A slab that is opened has all of its pages
+in order, lowest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def merged(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Two sorted arrays as one, sorted."""
+    if not len(a) or not len(b):
+        return a if len(a) else np.sort(b)
+    return np.sort(np.concatenate([a, b]), kind="stable")  # runs are merged, not sorted
+
+
+def without(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Elements of a sorted array that are not in another; those of ``b`` may be anywhere."""
+    if not len(a) or not len(b):
+        return a
+    keep = np.ones(len(a), bool)
+    index = np.searchsorted(a, b).clip(max=len(a) - 1)
+    keep[index[a[index] == b]] = False
+    return a[keep]
+
+
+class FreeLists:
+    """Stacks of free pages per slab, and the slabs that have any per tier."""
+
+    def __init__(self, per_slab: Sequence[int], capacity: int) -> None:
+        self.per_slab = np.asarray(per_slab)
+        self.width = max(per_slab)
+        self.used = np.zeros(capacity, np.int64)  # pages with an owner
+        self.available = [np.zeros(0, np.int64) for _ in per_slab]
+        self._stack = np.empty(capacity * self.width, np.int16 if self.width < 2**15 else np.int32)
+
+    def open(self, tier: int, slabs: np.ndarray) -> None:
+        """Give a tier slabs, ascending, all of whose pages are free."""
+        n = int(self.per_slab[tier])
+        self._stack.reshape(-1, self.width)[slabs, :n] = np.arange(n - 1, -1, -1)
+        self.used[slabs] = 0
+        self.available[tier] = merged(self.available[tier], slabs)
+
+    def close(self, tier: int, slabs: np.ndarray) -> None:
+        """Take slabs, ascending, from a tier."""
+        self.available[tier] = without(self.available[tier], slabs)
+
+    def take(self, tier: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Slab and index of ``n`` pages; there must be as many."""
+        available = self.available[tier]
+        slabs = available[:n]
+        free = self.per_slab[tier] - self.used[slabs]
+        ends = np.cumsum(free)
+        last = int(np.searchsorted(ends, n))
+        slabs, taken = slabs[: last + 1], free[: last + 1].copy()
+        spare = int(ends[last]) - n
+        taken[last] -= spare
+        self.used[slabs] += taken
+        self.available[tier] = available[last + (spare == 0) :]
+        slab = np.repeat(slabs, taken)
+        top = slabs * self.width + (ends[: last + 1] - 1)  # of the stack, for the first page; the next is one below
+        return slab, self._stack[np.repeat(top, taken) - np.arange(n)].astype(np.int64)
+
+    def give(self, pages: np.ndarray, tier: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Push pages, each given once as ``slab * width + index``; ``tier`` of all slabs. Returns slabs and counts."""
+        pages = np.sort(pages)
+        slab = pages // self.width
+        firsts = np.flatnonzero(np.diff(slab, prepend=-1))
+        slabs, counts = slab[firsts], np.diff(firsts, append=len(pages))
+        tiers, used = tier[slabs], self.used[slabs]
+        top = self.per_slab[tiers] - used + counts - 1 + firsts  # the lowest page of a slab ends on top
+        self._stack[slab * self.width + np.repeat(top, counts) - np.arange(len(pages))] = pages - slab * self.width
+        self.used[slabs] = used - counts
+        were_full = used == self.per_slab[tiers]
+        for number in range(len(self.available)):
+            joining = slabs[were_full & (tiers == number)]
+            if len(joining):
+                self.available[number] = merged(self.available[number], joining)
+        return slabs, counts
+
+    def pages(self, tier: int, slab: int) -> list[int]:
+        """Indices of a slab's free pages."""
+        first = slab * self.width
+        return self._stack[first : first + int(self.per_slab[tier] - self.used[slab])].tolist()
+
+    def recount(self, tier: int, slabs: np.ndarray, refs: np.ndarray) -> None:
+        """Build the stacks of slabs, ascending, anew from the owners of their pages."""
+        n = int(self.per_slab[tier])
+        stack = self._stack.reshape(-1, self.width)
+        for slab in slabs.tolist():
+            free = np.flatnonzero(refs[slab, :n] == 0)
+            stack[slab, : len(free)] = free[::-1]
+            self.used[slab] = n - len(free)
+        self.available[tier] = merged(without(self.available[tier], slabs), slabs[self.used[slabs] < n])

@@ -1,0 +1,47 @@
+"""A list of requests that comes again at every step, and what is derived from it once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+FEW = 4  # a list of fewer than 1 / FEW of all requests is indexed, a longer one is added as a mask
+
+
+class RequestList:
+    """Requests as an array, and the fastest way to count up their rows."""
+
+    def __init__(self, requests: Sequence[int], max_requests: int) -> None:
+        self.ids = np.array(requests, np.int64)
+        n, first = len(self.ids), int(self.ids.min(initial=max_requests))
+        self.launch: Callable[[], None] | None = None  # counts up on the device
+        ascending = n > 0 and bool((np.diff(self.ids) == 1).all())
+        self.where = slice(first, first + n) if ascending else self.ids  # index of the rows, in the order of the list
+        self._run = slice(first, first + n) if int(self.ids.max(initial=-1)) - first + 1 == n else None
+        self._ones = np.zeros(max_requests, np.int32)
+        self._ones[self.ids] = 1
+        self._few = n * FEW < max_requests
+
+    def add_one(self, x: np.ndarray) -> None:
+        """Add one to all elements of these rows."""
+        if self._run is not None:
+            x[self._run] += 1
+        elif self._few:
+            x[self.ids] += 1
+        else:
+            np.add(x, self._ones.reshape(-1, *[1] * (x.ndim - 1)), out=x)
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Arguments of an append of one token of each request, and what is derived from them."""
+
+    requests: list[int] | None
+    seq_lens: list[int] | None
+    distinct: frozenset[int]
+    listed: RequestList
+    looks: Callable[..., bool]  # True for k and v of the same type, shape and strides
+    launch: Callable[[int, torch.Tensor, torch.Tensor], bool] | None  # layer, k, v; None: not in CUDA C++

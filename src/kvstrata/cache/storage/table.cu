@@ -1,0 +1,30 @@
+// Changes of the tables at a decode step, each one launch: counts and lengths go up, buckets get new pages.
+#include "page.cuh"
+
+struct Params {
+  int* count;           // [requests, layers, heads, tiers]
+  int* length;          // [requests, layers]
+  int* table;           // flat page table
+  const i64* pointers;  // [slabs]
+  const int* requests;  // [grid]
+  const i64* entries;   // [2, pages]: index into the table, handle
+  int layers, heads, tiers, units;
+  int pages, vectors;  // new pages, 16-byte vectors in one
+};
+
+// One more plain token of a request in every layer, by a block.
+extern "C" __global__ void __launch_bounds__(256) count_up(const __grid_constant__ Params p) {
+  const i64 request = p.requests[blockIdx.x];
+  const int buckets = p.layers * p.heads;
+  int* count = p.count + request * buckets * p.tiers;
+  for (int i = threadIdx.x; i < buckets; i += blockDim.x) count[static_cast<i64>(i) * p.tiers] += 1;
+  for (int i = threadIdx.x; i < p.layers; i += blockDim.x) p.length[request * p.layers + i] += 1;
+}
+
+// A plain page, zeroed, to its place in the table, by a block.
+extern "C" __global__ void __launch_bounds__(256) new_pages(const __grid_constant__ Params p) {
+  const int handle = static_cast<int>(p.entries[p.pages + static_cast<i64>(blockIdx.x)]);
+  int4* page = reinterpret_cast<int4*>(page_address(p.pointers, p.units, handle));
+  for (int i = threadIdx.x; i < p.vectors; i += blockDim.x) page[i] = int4{0, 0, 0, 0};
+  if (threadIdx.x == 0) p.table[p.entries[blockIdx.x]] = handle;
+}

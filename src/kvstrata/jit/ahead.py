@@ -1,0 +1,78 @@
+"""Kernels compiled before they are needed: several at once, with a line that says so.
+
+NVRTC runs without Python's lock, so threads compile in parallel: 24 kernels of a cache take 24 s in one thread and
+12.7 s in two, on two aarch64 cores; from the cubin cache, 0.2 s. Each op says which kernels it launches in a function
+`kernels_needed` beside the launch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+
+from .compiler import cache_folder, compile, known_usage
+from .kernel import arch_of, bind_context, load
+
+Named = tuple[Path, str]  # source and entry of a kernel
+
+
+def compile_ahead(
+    kernels: Iterable[Named], arch: str, *, jobs: int | None = None, progress: bool | None = None
+) -> list[Named]:
+    """Compile those of ``kernels`` that the cubin cache does not have; returns them. Needs no GPU.
+
+    ``jobs``: threads, None for one per core. ``progress``: a line on stderr; None writes it to a terminal only. Raises
+    CompileError for the first kernel that does not compile.
+    """
+    missing = [one for one in dict.fromkeys(kernels) if known_usage(*one, arch=arch) is None]
+    if not missing:
+        return []
+    show = sys.stderr.isatty() if progress is None else progress
+    start = time.monotonic()
+
+    def say(done: int) -> None:
+        if show:
+            print(f"\rkvstrata: compiling kernels, {done} of {len(missing)}", end="", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(min(jobs or os.cpu_count() or 1, len(missing))) as pool:
+        futures = [pool.submit(compile, *one, arch=arch) for one in missing]
+        say(0)
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                say(done)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if show:
+        seconds, kept = time.monotonic() - start, cache_folder()
+        print(
+            f"\rkvstrata: compiled {len(missing)} kernels for {arch} in {seconds:.1f} s, kept in {kept}",
+            file=sys.stderr,
+        )
+    return missing
+
+
+_loaded: set[tuple[Named, int]] = set()
+
+
+def load_ahead(kernels: Iterable[Named], device: torch.device, progress: bool | None = None) -> list[Named]:
+    """Compile kernels and load them onto a CUDA device; returns those compiled. Loaded ones take no time again."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    wanted = [one for one in dict.fromkeys(kernels) if (one, index) not in _loaded]
+    if not wanted:
+        return []
+    arch = arch_of(index)
+    compiled = compile_ahead(wanted, arch, progress=progress)
+    with torch.cuda.device(index):
+        bind_context(index)
+        for one in wanted:
+            load(*one, arch)
+            _loaded.add((one, index))
+    return compiled

@@ -1,0 +1,164 @@
+"""``copy_pages``: blocks of packed pages from pool to pool, between device and host memory, in one launch."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from pathlib import Path
+
+import torch
+
+from kvstrata import jit
+from kvstrata.backends import BACKENDS, missing
+from kvstrata.layout.blocks import ALIGNMENT
+
+SOURCE = Path(__file__).with_name("copy_pages.cu")
+PARAMS = struct.Struct("4Q6q2i")
+THREADS, PER = 256, 4  # units of 16 bytes in flight per thread
+
+
+def _fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> None:
+    raise error(f"{argument}: expected {expected}, got {given}")
+
+
+def _check(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_blocks: torch.Tensor) -> None:
+    named = {"src": src, "dst": dst, "src_blocks": src_blocks, "dst_blocks": dst_blocks}
+    for name, x in named.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    for name, x in (("src", src), ("dst", dst)):
+        if x.dtype != torch.uint8:
+            _fail(name, "torch.uint8", x.dtype, TypeError)
+        if x.dim() != 3 or x.shape[2] % ALIGNMENT:
+            _fail(name, f"[num_blocks, kv_heads, a multiple of {ALIGNMENT}]", f"shape {tuple(x.shape)}")
+        if x.stride(2) != 1 or any(n % ALIGNMENT for n in x.stride()[:2]):
+            _fail(name, f"strides of multiples of {ALIGNMENT} bytes and 1", x.stride())
+    if dst.shape[1:] != src.shape[1:]:
+        _fail("dst", f"blocks of {tuple(src.shape[1:])} as src", tuple(dst.shape[1:]))
+    for name, x in (("src_blocks", src_blocks), ("dst_blocks", dst_blocks)):
+        if x.dtype not in (torch.int32, torch.int64):
+            _fail(name, "int32 or int64", x.dtype, TypeError)
+        if x.dim() != 1 or not x.is_contiguous():
+            _fail(name, "one contiguous dimension", f"shape {tuple(x.shape)}")
+    if dst_blocks.shape != src_blocks.shape or dst_blocks.dtype != src_blocks.dtype:
+        _fail("dst_blocks", f"{src_blocks.dtype} {tuple(src_blocks.shape)} as src_blocks",
+              f"{dst_blocks.dtype} {tuple(dst_blocks.shape)}")  # fmt: skip
+    gpus = {x.device for x in (src, dst) if x.device.type == "cuda"}
+    where = next(iter(gpus), torch.device("cpu"))
+    if len(gpus) > 1:
+        _fail("dst", f"a tensor on {src.device} or in host memory", dst.device)
+    for name, x in (("src_blocks", src_blocks), ("dst_blocks", dst_blocks)):
+        if x.device != where:
+            _fail(name, f"a tensor on {where}", x.device)
+
+
+def _missing(backend: str, src: torch.Tensor, dst: torch.Tensor, device: torch.device) -> str | None:
+    if backend == "reference":
+        return None
+    if reason := missing(backend, device):
+        return reason
+    for name, x in (("src", src), ("dst", dst)):
+        if device.type == "cuda" and x.device.type == "cpu" and not x.is_pinned():
+            return f"{backend}: expected {name} in pinned host memory, got pageable memory"
+    return None
+
+
+def _reference(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_blocks: torch.Tensor) -> None:
+    live = (src_blocks >= 0) & (dst_blocks >= 0) & (src_blocks < len(src)) & (dst_blocks < len(dst))
+    blocks = src[src_blocks[live].long().to(src.device)]
+    dst[dst_blocks[live].long().to(dst.device)] = blocks.to(dst.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _kernel(entry: str, device: int) -> jit.Kernel:
+    return jit.load(SOURCE, entry, jit.arch_of(device))
+
+
+def _cuda(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_blocks: torch.Tensor) -> None:
+    device, (heads, size) = src_blocks.get_device(), src.shape[1:]
+    params = PARAMS.pack(
+        *(x.data_ptr() for x in (src, dst, src_blocks, dst_blocks)), *src.stride()[:2], *dst.stride()[:2],
+        src.shape[0], dst.shape[0], heads, size // ALIGNMENT,
+    )  # fmt: skip
+    index = "int" if src_blocks.dtype == torch.int32 else "long long"
+    grid = (len(src_blocks), -(-heads * (size // ALIGNMENT) // (THREADS * PER)))
+    with torch.cuda.device(device):
+        jit.bind_context(device)
+        launch = jit.Launch(_kernel(f"copy_pages<{index}, {PER}>", device), grid, THREADS, params)
+        launch(jit.current_stream(device))
+
+
+_library = torch.library.Library("kvstrata", "FRAGMENT")
+_library.define("copy_pages(Tensor src, Tensor(a!) dst, Tensor src_blocks, Tensor dst_blocks, str backend) -> ()")
+
+
+def _copy(
+    src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_blocks: torch.Tensor, backend: str
+) -> None:
+    """Operator ``kvstrata::copy_pages``."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    _check(src, dst, src_blocks, dst_blocks)
+    device = src_blocks.device
+    if backend == "auto":
+        ranked = ("cuda", "triton") if device.type == "cuda" else ()
+        backend = next((name for name in ranked if _missing(name, src, dst, device) is None), "reference")
+    elif reason := _missing(backend, src, dst, device):
+        raise RuntimeError(f"backend: {reason}")
+    if len(src_blocks) == 0 or src.shape[1] * src.shape[2] == 0:
+        return
+    if backend == "reference":
+        _reference(src, dst, src_blocks, dst_blocks)
+    elif backend == "cuda":
+        _cuda(src, dst, src_blocks, dst_blocks)
+    else:
+        from . import copy_triton
+
+        copy_triton.copy_pages(src, dst, src_blocks, dst_blocks)
+
+
+_library.impl("copy_pages", _copy, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("kvstrata::copy_pages", lib=_library)
+def _fake(
+    src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_blocks: torch.Tensor, backend: str
+) -> None:
+    _check(src, dst, src_blocks, dst_blocks)
+
+
+def copy_pages(
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    src_blocks: torch.Tensor,
+    dst_blocks: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Copy whole blocks of packed pages, byte for byte: offload to host memory and back, copy-on-write, beams.
+
+    Args:
+        src: uint8 ``[num_blocks, kv_heads, block bytes]`` on a device or in pinned host memory; strides are multiples
+            of 16 bytes, the last one 1.
+        dst: as ``src``, with blocks of the same size; may be the same memory. Mutated: the blocks named.
+        src_blocks: int32 or int64 ``[n]``, on the device if either pool is. Block ``src_blocks[i]`` of src goes to
+            block ``dst_blocks[i]`` of dst; a negative number or one past the end is padding.
+        dst_blocks: as ``src_blocks``; no block twice, and none that this call also reads.
+        backend: ``auto``, ``reference``, ``triton`` or ``cuda``. Pageable host memory is left to ``reference``, which
+            waits for the device.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, stride, device or dtype; the error names it.
+        RuntimeError: the backend is not available for this call.
+
+    One launch on a GPU backend. Safe on any stream, under ``torch.compile`` and, on a GPU backend, under CUDA-graph
+    capture: block numbers are read at replay.
+
+    Example:
+        >>> fmt = kvstrata.Format.parse("K4V4", head_dim=64, page_tokens=16)
+        >>> pool = torch.randint(0, 256, (4, 2, fmt.page_bytes), dtype=torch.uint8)
+        >>> kvstrata.copy_pages(pool, pool, torch.tensor([0, 1]), torch.tensor([2, 3]))
+        >>> bool((pool[2:] == pool[:2]).all())
+        True
+    """
+    torch.ops.kvstrata.copy_pages(src, dst, src_blocks, dst_blocks, backend)

@@ -1,0 +1,124 @@
+"""Packed pages: tokens stored in a few calls into blocks with holes, then decoded, against plain torch over the rows.
+
+Rows are read back from the bytes page by page; they must be near the rows given, and the output that of attention over
+them. Blocks that no request has keep their poison.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import kvstrata
+from kvstrata.layout import Format
+from kvstrata.quant import reference as quant
+
+from .draw import CLOSE, FLOATS, POISON, WORST, Draw, Refused
+
+BACKENDS = ("reference", "triton", "cuda")
+SANITIZED = ("cuda",)
+
+
+def trial(draw: Draw, backend: str) -> str:
+    """Formats, page and block sizes, ragged lengths and queries, windows, caps, sinks and calibration."""
+    dim, tokens = draw.one(48, 64, 80, 128), draw.one(16, 32, 64)
+    fmt = Format(draw.one(2, 3, 4, 8), draw.one(2, 3, 4, 8), dim, tokens)
+    heads, group, per_block = draw.size(1, 3), draw.one(1, 2, 4, 8), draw.size(1, 3)
+    dtype = draw.one(*FLOATS) if backend != "cuda" else draw.one(torch.float16, torch.bfloat16)
+    lengths = [draw.one(0, draw.size(1, 20), draw.size(20, 200)) for _ in range(draw.size(1, 4))]
+    q_lens = [draw.size(0, 4) for _ in lengths] if draw.one(0, 1) else [draw.size(1, 3)] * len(lengths)
+    options: dict[str, Any] = {"sliding_window": draw.one(None, draw.size(1, 90)), "softcap": draw.one(None, 4.0)}
+    calibration = None
+    if draw.one(0, 1):
+        balance = (draw.normal(heads, dim).round()).exp2().to(draw.device)
+        calibration = SimpleNamespace(balance=balance, centre=draw.normal(heads, dim).to(draw.device))
+    what = f"{fmt.name} d{dim} pages of {tokens}, {per_block} a block, {dtype}, {lengths}, queries {q_lens}, {options}"
+
+    block_size = per_block * tokens
+    counts = [-(-n // block_size) for n in lengths]
+    order = draw.order(sum(counts) + 2).int()
+    table = torch.full((len(lengths), max(max(counts), 1)), 1 << 28, dtype=torch.int32)
+    for row, blocks in enumerate(order[: sum(counts)].split(counts)):
+        table[row, : len(blocks)] = blocks
+    pages = torch.full((len(order), heads, per_block * fmt.page_bytes), POISON, dtype=torch.uint8, device=draw.device)
+    k, v = (draw.normal(sum(lengths), heads, dim).to(dtype).to(draw.device) for _ in range(2))
+    slots = torch.cat([_slots(table[row], torch.arange(n), block_size) for row, n in enumerate(lengths)])
+    mixed = torch.arange(len(slots)) if draw.one(0, 1) else draw.order(len(slots))
+    try:
+        for some in mixed.tensor_split(draw.size(1, 4)):
+            where = torch.cat([slots[some], torch.tensor([-1])]).to(draw.device)
+            index = torch.cat([some, torch.zeros(1, dtype=torch.int64)]).to(draw.device)
+            if len(k):
+                kvstrata.store_packed(k[index], v[index], pages, where, fmt, calibration=calibration, backend=backend)
+    except RuntimeError as error:
+        if "aligned" in str(error):
+            raise Refused(str(error)) from error
+        raise
+    free = order[sum(counts) :].long().to(draw.device)
+    assert bool((pages[free] == POISON).all()), f"a free block was written to: {what}"
+    if sum(q_lens) == 0 or not len(k):
+        return what
+    stored = _stored(pages.cpu(), fmt, slots, calibration)
+    for name, rows, given, bits in zip("kv", stored, (k, v), (fmt.k_bits, fmt.v_bits), strict=True):
+        worst = WORST[bits] * (4.0 if calibration is not None and name == "k" else 1.0)
+        off = float((rows - given.float().cpu()).norm() / given.float().norm())
+        assert off <= worst, f"{name} is off by {off:.2g}: {what}"
+
+    q = draw.normal(sum(q_lens), heads * group, dim).to(dtype)
+    sinks = draw.normal(heads * group) if draw.one(0, 1) else None
+    cu = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32).to(draw.device)
+    out = kvstrata.decode_packed(
+        q.to(draw.device), pages, table.to(draw.device), torch.tensor(lengths, dtype=torch.int32).to(draw.device), fmt,
+        calibration=calibration, sinks=None if sinks is None else sinks.to(draw.device), cu_seqlens_q=cu,
+        fixed_split=draw.one(None, 32), backend=backend, **options,
+    )  # fmt: skip
+    want = _attention(q, stored, lengths, q_lens, sinks, **options)
+    assert isinstance(out, torch.Tensor)
+    limit = 2 * CLOSE[dtype] * max(float(want.norm()), 1e-2)
+    off = float((out.float().cpu() - want).norm())
+    assert off <= limit, f"the output is off by {off:.2g} > {limit:.2g}: {what}"
+    return what
+
+
+def _slots(blocks: torch.Tensor, position: torch.Tensor, block_size: int) -> torch.Tensor:
+    return blocks[position // block_size].long() * block_size + position % block_size
+
+
+def _stored(
+    pages: torch.Tensor, fmt: Format, slots: torch.Tensor, calibration: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of slots in the model's space: float32 ``[n, heads, D]``."""
+    blocks, heads, _ = pages.shape
+    k, v = quant.restore(*quant.dequantize_page(pages.view(blocks, heads, -1, fmt.page_bytes), fmt), fmt)
+    k, v = (x.permute(0, 2, 3, 1, 4).reshape(-1, heads, fmt.head_dim)[slots] for x in (k, v))
+    if calibration is not None:
+        k = (k + calibration.centre.cpu()) * calibration.balance.cpu()
+    return k, v
+
+
+def _attention(
+    q: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], lengths: list[int], q_lens: list[int],
+    sinks: torch.Tensor | None, sliding_window: int | None, softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """One query and head at a time, float32."""
+    heads, dim = q.shape[1:]
+    out, at, first = torch.zeros(q.shape), 0, 0
+    for length, n in zip(lengths, q_lens, strict=True):
+        k, v = (x[first : first + length] for x in rows)
+        first += length
+        for i in range(n):
+            own = length - n + i
+            low = 0 if sliding_window is None else max(own - sliding_window + 1, 0)
+            seen = slice(low, max(own + 1, 0))
+            for h in range(heads):
+                kv = h * k.shape[1] // heads
+                score = k[seen, kv] @ q[at, h].float() * dim**-0.5
+                if softcap is not None:
+                    score = softcap * torch.tanh(score / softcap)
+                logits = score if sinks is None else torch.cat([score, sinks[h : h + 1]])
+                if len(logits):
+                    out[at, h] = logits.softmax(0)[: len(score)] @ v[seen, kv]
+            at += 1
+    return out

@@ -1,0 +1,187 @@
+"""A decode step with the same requests again: tables by one launch (table.cu, append.cu), and what is kept between."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+import emulator
+from cache_model import make, rows
+from conftest import HAS_GPU
+from kvstrata import jit
+from kvstrata.cache import TieredCache
+from kvstrata.cache.move import append_cuda, launches
+from kvstrata.cache.ops import append as append_op
+from kvstrata.cache.storage import table_cuda
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch):
+    if HAS_GPU or emulator.missing():
+        pytest.skip("the kernels run on the GPU, or there is no compiler")
+    for module in (append_cuda, launches, table_cuda):
+        monkeypatch.setattr(module, "jit", emulator.launcher())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for cached in (launches.kernel, table_cuda._kernel):
+        cached.cache_clear()
+    yield
+    for cached in (launches.kernel, table_cuda._kernel):
+        cached.cache_clear()
+
+
+def filled(requests: int = 4, tokens: int = 21, **options) -> TieredCache:
+    cache = make(layers=3, max_requests=requests, budget=None, device=DEVICE, **options)
+    for layer in range(3):
+        k, v = (x.to(DEVICE) for x in rows(requests * tokens, seed=layer))
+        cache.append(layer, k, v, list(range(requests)), [tokens] * requests)
+    return cache
+
+
+def same_rows(a: TieredCache, b: TieredCache) -> bool:
+    return all(
+        torch.equal(x, y)
+        for layer in range(3)
+        for r in a.requests
+        for x, y in zip(a.gather(layer, r), b.gather(layer, r), strict=True)
+    )
+
+
+def test_counts_go_up_on_the_device(emulated: None) -> None:
+    cache = filled()
+    count, length = cache.buckets.count.clone(), cache._device_lengths.clone()
+    ids = torch.tensor([3, 1], dtype=torch.int32)
+    table_cuda.count_up(cache.buckets, ids, cache._device_lengths)()
+    for request in (1, 3):
+        count[request, :, :, 0] += 1
+        length[request] += 1
+    assert torch.equal(cache.buckets.count, count)
+    assert torch.equal(cache._device_lengths, length)
+
+
+def test_new_pages_are_zero_and_in_the_table(emulated: None) -> None:
+    """Pages in several slabs; those beside them keep their bytes."""
+    cache = filled()
+    pool, table = cache.pool, cache.buckets.page_table.clone()
+    handles = pool.allocate(0, 9)
+    pool.write(handles, 0, torch.full((9, pool.strides[0]), 7, dtype=torch.uint8))
+    chosen = handles[[0, 2, 5, 8]]
+    entries = np.array([5, 900, 17, 3000])
+    assert chosen[-1] // pool.units > chosen[0] // pool.units
+    table_cuda.new_pages(cache.buckets, torch.from_numpy(np.stack([entries, chosen])))()
+    table.view(-1)[torch.from_numpy(entries)] = torch.from_numpy(chosen).int()
+    assert torch.equal(cache.buckets.page_table, table)
+    cleared = pool.read(handles, 0, pool.strides[0])
+    assert torch.equal(cleared.amax(1) == 0, torch.from_numpy(np.isin(handles, chosen)))
+
+
+@pytest.mark.parametrize("options", [{}, {"importance": "ema"}, {"max_tokens": 40000}])
+@pytest.mark.parametrize("batched", [True, False])
+def test_one_launch_appends_like_the_reference(emulated: None, options: dict, batched: bool) -> None:
+    """Other rows, another layer, and rows at an address that needs narrower accesses."""
+    wanted, cache = filled(**options), filled(**options)
+    ids, listed = torch.tensor([2, 0], dtype=torch.int32), [2, 0]
+    k, v = rows(2, seed=9)
+    one = append_cuda.AppendOne(cache.buckets, ids, k, v, cache._device_lengths, cache.policy.mode != "mean")
+    for layer in (2, 0):
+        k, v = rows(2, seed=10 + layer)
+        wanted.append(layer, k, v, listed, [1, 1])
+        assert one(layer, *((x.unsqueeze(1) if batched else x) for x in (k, v)))
+    assert same_rows(wanted, cache)
+    assert torch.equal(wanted.importance(2, 0), cache.importance(2, 0))
+    odd = torch.zeros(k.numel() + 1)[1:].view(k.shape)
+    assert not one(0, odd, v)
+    assert same_rows(wanted, cache)
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_step_that_repeats_gives_what_single_appends_give(numbered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over page edges, a fork that shares the open page, a request that leaves and comes back, other lists between."""
+    cache, wanted, slow = filled(5), filled(5), []
+    plain = append_op.append_plain
+    monkeypatch.setattr(append_op, "append_plain", lambda *given: slow.append(given[0]) or plain(*given))
+
+    def step(n: int, requests: list[int] | None) -> None:
+        ids = requests or [0, 1, 2, 3, 4]
+        for layer in range(3):
+            k, v = (x.to(DEVICE) for x in rows(len(ids), seed=100 + 3 * n + layer))
+            cache.append(layer, k.unsqueeze(1), v.unsqueeze(1), requests)
+            for i, request in enumerate(ids):
+                wanted.append(layer, k[i : i + 1], v[i : i + 1], [request])
+
+    for n in range(14):
+        step(n, [4, 2, 0] if numbered else None)
+    assert slow.count(cache) < 14  # 42 appends
+    cache.check()
+    assert same_rows(cache, wanted)
+    for each in (cache, wanted):
+        each.free_request(4)
+        each.fork(2)
+    for n in range(14, 30):
+        step(n, [4, 2, 0] if numbered else None)
+    cache.advance([0, 2])
+    wanted.advance([0, 2])
+    assert np.array_equal(cache._lengths, wanted._lengths)
+    for each in (cache, wanted):
+        for layer in range(3):
+            k, v = (x.to(DEVICE) for x in rows(2, seed=layer))
+            each.write(layer, k, v, torch.tensor([0, 2], dtype=torch.int32, device=DEVICE))
+    cache.check()
+    assert same_rows(cache, wanted)
+
+
+def test_a_step_that_repeats_is_still_checked() -> None:
+    cache = filled(2, tokens=20, max_tokens=24)
+    k, v = (x.to(DEVICE).unsqueeze(1) for x in rows(2))
+    for _ in range(4):
+        for layer in range(3):
+            cache.append(layer, k, v, [0, 1])
+    with pytest.raises(ValueError, match="k: expected at most 0 more tokens"):
+        cache.append(0, k, v, [0, 1])
+    with pytest.raises(TypeError, match=r"k: expected torch\.float32"):
+        cache.append(0, k.half(), v.half(), [0, 1])
+    with pytest.raises(ValueError, match="layer: expected"):
+        cache.append(3, k, v, [0, 1])
+    cache.check()
+
+
+@pytest.mark.parametrize("requests", [[0, 1, 2, 3, 4], [3, 1], [4, 0, 2], [2]])
+@pytest.mark.parametrize("budget", [None, 0.4, 3_000_000])
+def test_steps_over_page_edges_leave_the_books_right(requests: list[int], budget: float | int | None) -> None:
+    """Advance of contiguous and other lists, long and short ones; forks, crops and settlings between."""
+    limit = dict(budget=None, budget_bytes=budget) if isinstance(budget, int) else dict(budget=budget)
+    cache = make(layers=2, max_requests=6, device=DEVICE, **limit)
+    for layer in range(2):
+        k, v = (x.to(DEVICE) for x in rows(5 * 30, seed=layer))
+        cache.append(layer, k, v, list(range(5)), [30 - r for r in range(4)] + [36])
+    for n in range(40):
+        cache.advance(requests)
+        for layer in range(2):
+            k, v = (x.to(DEVICE) for x in rows(len(requests), seed=n))
+            cache.write(layer, k, v, torch.tensor(requests, dtype=torch.int32, device=DEVICE))
+        if n == 11:
+            twin = cache.fork(requests[0])
+        if n == 20:
+            cache.free_request(twin)
+            cache.crop(requests[0], 33)
+        if n % 5 == 0:
+            cache.check()
+    pages = -(-cache.buckets.host_count.astype(np.int64) // cache.page_tokens)
+    assert np.array_equal(cache.buckets.pages_of(), pages.sum(2))
+    left = cache.buckets.left[requests]
+    room = (-cache.buckets.host_count[requests, :, :, 0] % cache.page_tokens).min((1, 2))
+    assert ((left < 0) | (left == room)).all()
+    cache.check()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_gates(arch: str) -> None:
+    pytest.importorskip("cuda.core")
+    for kernel in table_cuda.KERNELS:
+        usage = jit.usage(table_cuda.SOURCE, kernel, arch=arch)
+        assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
+        assert 0 < usage.registers <= 40, usage

@@ -1,0 +1,170 @@
+"""decode_packed: every backend against the float32 model, over blocks with holes, poison, padding and shared blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import emulator
+from conftest import HAS_GPU
+from kvstrata import Format, decode_packed
+from packed_model import DEVICE, Batch, calibration_of, without_cuda
+
+EMULATED = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not HAS_GPU and bool(emulator.missing()), reason=str(emulator.missing()))
+)
+BACKENDS = ["reference", "triton", EMULATED]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_GPU:
+        without_cuda(monkeypatch)
+
+
+def sinks(heads: int) -> torch.Tensor:
+    return torch.tensor([0.5, -1.0, -torch.inf, 2.0, 0.0, 1.0])[:heads].to(DEVICE)
+
+
+CASES: dict[str, tuple[tuple, list[int], dict, dict]] = {
+    "one query": (("K4V4", 64, 16), [150, 1, 0, 97], {}, {}),
+    "D 128, blocks of two pages": (("K4V2", 128, 64), [300, 64, 129], dict(pages_per_block=2, strided=True), {}),
+    "8 bit in parts of pages": (("K8V8", 128, 64), [200, 70], dict(shared=True), dict(group=1)),
+    "ragged queries": (("K4V4", 64, 16), [70, 33, 5], {}, dict(q_lens=[3, 1, 5], group=4)),
+    "a request without queries": (("K2V2", 64, 32), [70, 33, 50], {}, dict(q_lens=[2, 0, 1])),
+    "window": (("K4V4", 64, 16), [150, 20, 3], dict(pages_per_block=4), dict(sliding_window=33)),
+    "window, queries": (("K3V3", 64, 16), [90, 40], {}, dict(q_lens=[4, 4], sliding_window=17, group=2)),
+    "sinks and softcap": (("K4V4", 64, 16), [60, 0], {}, dict(sinks=sinks(6), softcap=3.0, loud=4.0)),
+    "centre and balance": (("K4V4", 64, 16), [60, 25], dict(calibration=True), dict(sinks=sinks(6))),
+    "centre under softcap": (("K4V4", 64, 16), [40], dict(calibration=True), dict(softcap=5.0, scale=0.2)),
+    "sixteen queries of sixteen heads": (("K4V4", 64, 16), [60], dict(kv_heads=1), dict(q_lens=[16], group=16)),
+    "D 256": (("K4V2", 256, 16), [50, 17], dict(dtype=torch.float16), dict(group=2)),
+    "odd head_dim": (("K3V2", 80, 32), [70, 21], {}, dict(sliding_window=40)),
+    "more requests than lanes": (
+        ("K4V4", 64, 16),
+        [i * 7 % 41 * (i % 5 > 0) for i in range(70)],
+        dict(kv_heads=1),
+        dict(group=1),
+    ),
+    "loud": (("K8V4", 64, 16), [130], {}, dict(loud=30.0)),
+}
+
+
+INTERPRETED = ("one query", "ragged queries", "window", "centre and balance", "odd head_dim", "sinks and softcap")
+
+
+def case(name: str, backend: str) -> None:
+    if backend == "triton" and not HAS_GPU and name not in INTERPRETED:
+        pytest.skip("a few are enough under the interpreter")
+    (fmt, dim, tokens), lengths, batch, call = CASES[name]
+    batch, call = dict(batch), dict(call)
+    if batch.get("calibration"):
+        batch["calibration"] = calibration_of(2, dim)
+    Batch(Format.parse(fmt, dim, tokens), lengths, **batch).check(backend, **call)
+
+
+@each_backend
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_model(name: str, backend: str) -> None:
+    case(name, backend)
+
+
+@each_backend
+def test_any_batch(backend: str) -> None:
+    """Random formats, lengths, blocks and queries; entries of the table past the end and free blocks are poison."""
+
+    few = backend == "cuda" and not HAS_GPU  # kernels to compile
+
+    @settings(max_examples=(40 if HAS_GPU else 6) * (3 if backend == "reference" else 1))
+    @given(
+        name=st.sampled_from(["K4V4"] if few else ["K4V4", "K8V8", "K4V2", "K2V2"]),
+        page_tokens=st.sampled_from([16] if few else [16, 32]),
+        pages_per_block=st.sampled_from([1, 2, 3]),
+        lengths=st.lists(st.integers(0, 90), min_size=1, max_size=5),
+        q_len=st.integers(1, 4),
+        ragged=st.booleans(),
+        window=st.sampled_from([None, 5, 40]),
+        seed=st.integers(0, 99),
+    )
+    def run(name, page_tokens, pages_per_block, lengths, q_len, ragged, window, seed) -> None:
+        fmt = Format.parse(name, 64, page_tokens)
+        batch = Batch(fmt, lengths, kv_heads=1, pages_per_block=pages_per_block, seed=seed, capacity=3)
+        q_lens = [(seed + i) % (q_len + 1) if ragged else q_len for i in range(len(lengths))]
+        if sum(q_lens) == 0:
+            return
+        batch.check(backend, q_lens=q_lens, ragged=ragged, group=2, sliding_window=window)
+
+    run()
+
+
+@each_backend
+def test_fixed_split_does_not_know_the_batch(backend: str) -> None:
+    fmt = Format.parse("K4V4", 64, 16)
+    batch = Batch(fmt, [300, 20, 150])
+    q = batch.queries([1, 1, 1], 3)
+    arguments = dict(fixed_split=64, return_lse=True, backend=backend)
+    out, lse, _ = decode_packed(q, batch.pages, batch.block_table, batch.seq_lens, fmt, **arguments)
+    for i in range(3):
+        rows = slice(i, i + 1)
+        table = batch.block_table[rows, : -(-batch.lengths[i] // 16)].contiguous()
+        one = decode_packed(q[rows], batch.pages, table, batch.seq_lens[rows], fmt, **arguments)
+        assert torch.equal(one.out, out[rows])
+        assert torch.equal(one.lse, lse[rows])
+
+
+@each_backend
+def test_lengths_grow_between_calls(backend: str) -> None:
+    """One shape of call, other contents: lengths and blocks are read by the kernels."""
+    fmt = Format.parse("K4V4", 64, 16)
+    batch = Batch(fmt, [90, 40], capacity=8)
+    full = batch.lengths
+    workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    for lengths in ([1, 0], [17, 40], [90, 3]):
+        batch.lengths = lengths
+        batch.slots = [batch.slots_of(row, torch.arange(n)) for row, n in enumerate(lengths)]
+        batch.seq_lens.copy_(torch.tensor(lengths))
+        batch.check(backend, workspace=workspace)
+    assert full == [90, 40]
+
+
+def test_arguments_are_named() -> None:
+    fmt = Format.parse("K4V4", 64, 16)
+    batch = Batch(fmt, [30, 20])
+    q, table, lens = batch.queries([1, 1], 3), batch.block_table, batch.seq_lens
+    wrong = {
+        "q: expected .tokens, a multiple of 2, 64": (q[:, :5], batch.pages, table, lens, fmt),
+        "q: expected as many tokens": (torch.cat([q, q[:1]]), batch.pages, table, lens, fmt),
+        "block_table: expected torch.int32": (q, batch.pages, table.long(), lens, fmt),
+        "seq_lens: expected 2, one per row": (q, batch.pages, table, lens[:1], fmt),
+        "fmt: expected a Format": (q, batch.pages, table, lens, "K4V4"),
+        "pages: expected .num_blocks": (q, batch.pages, table, lens, Format.parse("K8V8", 64, 16)),
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            decode_packed(*arguments)
+    cu = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected 3, one more than seq_lens, got 2"):
+        decode_packed(q, batch.pages, table, lens, fmt, cu_seqlens_q=cu)
+    with pytest.raises(ValueError, match="sliding_window: expected an int"):
+        decode_packed(q, batch.pages, table, lens, fmt, sliding_window=0)
+    small = torch.empty(16, dtype=torch.uint8, device=DEVICE)
+    if HAS_GPU or not emulator.missing():
+        with pytest.raises(ValueError, match=r"workspace: expected \d+ bytes"):
+            decode_packed(q, batch.pages, table, lens, fmt, workspace=small, backend="cuda")
+
+
+def test_operator() -> None:
+    fmt = Format.parse("K4V4", 64, 16)
+    batch = Batch(fmt, [30, 20])
+    q = batch.queries([2, 2], 3)
+    fields = (fmt.name, 64, 16, True, None, None, None, None, None, True, "reference")
+    arguments = (q, batch.pages, batch.block_table, batch.seq_lens, None, None, None, None, None, *fields)
+    torch.library.opcheck(torch.ops.kvstrata.decode_packed.default, arguments)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return decode_packed(q, batch.pages, batch.block_table, batch.seq_lens, fmt, backend="reference")
+
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="eager")(q), call(q))

@@ -1,0 +1,96 @@
+"""prefill_packed: new rows over a packed prefix, against the float32 model of decode over what is stored."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from conftest import HAS_GPU
+from kvstrata import Format, prefill_packed
+from kvstrata.attention.packed_prefill import triton as packed_triton
+from packed_model import DEVICE, Batch, calibration_of
+
+each_backend = pytest.mark.parametrize("backend", ["reference", "triton"])
+
+
+class Chunk(Batch):
+    """A batch whose last tokens are new: their rows are not those in the pages."""
+
+    def __init__(self, fmt: Format, lengths: list[int], new: list[int], **options: object) -> None:
+        super().__init__(fmt, lengths, **options)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(5)
+        self.new = new
+        size = (2, sum(new), self.kv_heads, fmt.head_dim)
+        self.k, self.v = torch.randn(size, generator=generator).to(self.dtype).to(DEVICE)
+        self.cu = torch.tensor([0, *accumulate(new)], dtype=torch.int32, device=DEVICE)
+
+    def rows(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        part = slice(int(self.cu[row]), int(self.cu[row + 1]))
+        prefix = self.lengths[row] - self.new[row]
+        k, v = super().rows(row)
+        k, v = (torch.cat([x[:prefix], y[part].float().cpu()]) for x, y in ((k, self.k), (v, self.v)))
+        return k, v
+
+
+CASES: dict[str, tuple[tuple, list[int], list[int], dict, dict]] = {
+    "ragged": (("K8V8", 64, 16), [70, 33, 5, 40], [20, 1, 5, 0], dict(shared=True), {}),
+    "blocks of pages, D 128": (("K4V4", 128, 32), [100, 64], [30, 32], dict(pages_per_block=2, strided=True), {}),
+    "window and softcap": (("K4V2", 64, 16), [60], [25], {}, dict(sliding_window=19, softcap=4.0)),
+    "calibrated": (("K4V4", 64, 16), [50, 30], [10, 30], dict(calibration=True), {}),
+    "sinks": (("K3V3", 64, 16), [50], [9], {}, dict(sinks=torch.tensor([0.5, -1.0, 1.0, 0.0]).to(DEVICE))),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_model(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fmt, dim, tokens), lengths, new, options, call = CASES[name]
+    if options.get("calibration"):
+        options = options | dict(calibration=calibration_of(2, dim))
+    chunk = Chunk(Format.parse(fmt, dim, tokens), lengths, new, dtype=torch.float16, **options)
+    if name == "ragged":
+        monkeypatch.setattr(packed_triton, "STAGED", 1)  # a KV head at a time
+    q = chunk.queries(new, 2)
+    result = prefill_packed(
+        q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt,
+        calibration=chunk.calibration, return_lse=True, backend=backend, **call,
+    )  # fmt: skip
+    chunk.compare(result, q, new, call)
+
+
+def test_arguments_are_named() -> None:
+    chunk = Chunk(Format.parse("K4V4", 64, 16), [30], [5])
+    q, rest = chunk.queries([5], 2), (chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt)
+    with pytest.raises(ValueError, match=r"k_new: expected \(5, 2, 64\)"):
+        prefill_packed(q, chunk.k[:4], chunk.v, *rest)
+    with pytest.raises(TypeError, match=r"v_new: expected torch.bfloat16 as q"):
+        prefill_packed(q, chunk.k, chunk.v.half(), *rest)
+    with pytest.raises(ValueError, match=r"total_tokens: expected an int"):
+        prefill_packed(q, chunk.k, chunk.v, *rest, total_tokens=-1)
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        prefill_packed(q, chunk.k, chunk.v, *rest, backend="cuda")
+
+
+def test_operator() -> None:
+    chunk = Chunk(Format.parse("K4V4", 64, 16), [30], [5])
+    q = chunk.queries([5], 2)
+    tensors = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, None, None, None)
+    options = (None, None, None, None, None, None, True, "reference")
+    torch.library.opcheck(torch.ops.kvstrata.prefill_packed.default, (*tensors, "K4V4", 64, 16, True, *options))
+
+
+@pytest.mark.gpu
+def test_replay() -> None:
+    assert HAS_GPU
+    chunk = Chunk(Format.parse("K4V4", 128, 64), [300, 200], [64, 20], capacity=8)
+    q = chunk.queries([64, 20], 4)
+    arguments = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt)
+    bounds = dict(max_seqlen_q=64, max_seqlen_k=512, total_tokens=600)
+    want = prefill_packed(*arguments, **bounds)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = prefill_packed(*arguments, **bounds)
+    graph.replay()
+    assert torch.equal(out, want)

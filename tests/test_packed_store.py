@@ -1,0 +1,226 @@
+"""store_packed: every backend against the reference, and equal bytes for equal rows however they come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import emulator
+from conftest import HAS_GPU
+from kvstrata import Format, store_packed
+from kvstrata.layout import fragments, scales
+from kvstrata.quant import reference as quant
+from packed_model import DEVICE, POISON, Calibration, calibration_of, memory, stored_rows, without_cuda
+
+EMULATED = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not HAS_GPU and bool(emulator.missing()), reason=str(emulator.missing()))
+)
+BACKENDS = ["reference", "triton", EMULATED]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_GPU:
+        without_cuda(monkeypatch)
+
+
+def rows(tokens: int, heads: int, dim: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(2, tokens, heads, dim, generator=torch.Generator().manual_seed(seed))
+    x[0, ..., 3] *= 12  # a channel of outliers
+    return tuple(x.to(dtype).to(DEVICE))  # type: ignore[return-value]
+
+
+def parts(pages: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
+    """K codes, V codes ``[pages, tokens, D]``, K scales, V scales ``[pages, tokens]``."""
+    whole = pages.cpu().contiguous().view(-1, fmt.page_bytes)
+    k_raw, v_raw, scale_raw = whole.split([fmt.k_bytes, fmt.v_bytes, fmt.scale_bytes], -1)
+    sides = (("k", fmt.k_bits, k_raw), ("v", fmt.v_bits, v_raw))
+    codes = [fragments.unpack(raw, bits, fmt.head_dim, fmt.page_tokens, side) for side, bits, raw in sides]
+    return [*codes, *scales.unpack_scales(scale_raw)]
+
+
+def assert_like_reference(fmt: Format, pages: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Codes differ by one at most, where a value stood on the edge of two levels; poison and padding not at all."""
+    got, want = parts(pages, fmt), parts(wanted, fmt)
+    for a, b, scale, other in zip(got[:2], want[:2], got[2:], want[2:], strict=True):
+        off = (a.int() - b.int()).abs()
+        assert off.max() <= 1
+        assert (off > 0).float().mean() < 2e-3
+        finite = other.isfinite()
+        assert torch.equal(scale.isfinite(), finite)
+        torch.testing.assert_close(scale[finite].float(), other[finite].float(), rtol=3e-2, atol=1e-7)
+
+
+def test_reference_gives_the_bytes_of_whole_pages() -> None:
+    """Tokens one by one and the packing of whole pages are two pieces of code with one result."""
+    for name, dim, tokens in (("K4V4", 64, 16), ("K8V3", 80, 32), ("K2V4", 128, 64), ("K3V2", 48, 16)):
+        fmt = Format.parse(name, dim, tokens)
+        pages = memory(fmt, 3, 2, 2).zero_()  # so is the padding of odd head dims
+        k, v = rows(3 * 2 * tokens, 2, dim, torch.float32)
+        order = torch.randperm(len(k))
+        for some in order.split(7):
+            store_packed(k[some.to(DEVICE)], v[some.to(DEVICE)], pages, some.to(DEVICE), fmt, backend="reference")
+        by_page = (x.view(3, 2, tokens, 2, dim).permute(0, 3, 1, 2, 4) for x in (k, v))
+        want = quant.quantize_page(*by_page, fmt).flatten(2)
+        assert torch.equal(pages, want)
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("name", "dim", "page_tokens", "dtype"),
+    [
+        ("K4V4", 128, 64, torch.bfloat16),
+        ("K8V8", 64, 16, torch.float16),
+        ("K3V2", 64, 32, torch.float32),
+        ("K2V3", 80, 16, torch.bfloat16),
+        ("K8V4", 48, 16, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_any_slots(backend: str, name: str, dim: int, page_tokens: int, dtype: torch.dtype, calibrated: bool) -> None:
+    """A prompt, single tokens, padding and slots past the end in one call, into strided blocks."""
+    fmt = Format.parse(name, dim, page_tokens)
+    pages = memory(fmt, 4, 2, 2, strided=True)
+    size = 2 * page_tokens
+    prompt = torch.arange(size + 5, 2 * size + 3)  # crosses into the third block's first tile, starts amid a tile
+    slots = torch.cat([prompt, torch.tensor([3, -1, 1, 0, 4 * size, 4 * size + 99, 3 * size + 7])])
+    k, v = rows(len(slots), 2, dim, dtype)
+    cal = calibration_of(2, dim) if calibrated else None
+    wanted = pages.clone()
+    store_packed(k, v, wanted, slots.to(DEVICE), fmt, calibration=cal, backend="reference")
+    store_packed(k, v, pages, slots.to(DEVICE).int(), fmt, calibration=cal, backend=backend)
+    assert_like_reference(fmt, pages, wanted)
+    live = (slots >= 0) & (slots < 4 * size)
+    back = stored_rows(pages, fmt, slots[live], cal)
+    for got, x, bits in zip(back, (k, v), (fmt.k_bits, fmt.v_bits), strict=True):
+        error = (got - x.cpu()[live].float()).norm() / x.float().norm()
+        assert error < (2.5 if calibrated else 1.0) * {8: 0.02, 4: 0.2, 3: 0.35, 2: 0.6}[bits]
+
+
+@each_backend
+def test_other_tokens_keep_their_bits(backend: str) -> None:
+    for name in ("K4V4", "K3V2", "K2V8"):
+        fmt = Format.parse(name, 64, 16)
+        k, v = rows(32, 2, 64, torch.bfloat16)
+        full = memory(fmt, 1, 2, 2)
+        store_packed(k, v, full, torch.arange(32, device=DEVICE), fmt, backend=backend)
+        pages = memory(fmt, 1, 2, 2)
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(1))
+        seen: list[int] = []
+        for some in order.split(5):
+            store_packed(k[some.to(DEVICE)], v[some.to(DEVICE)], pages, some.to(DEVICE), fmt, backend=backend)
+            seen += some.tolist()
+            for a, b in zip(parts(pages, fmt), parts(full, fmt), strict=True):
+                a, b = (x.reshape(2, 32, -1) for x in (a, b))  # head, token
+                assert torch.equal(a[:, seen], b[:, seen]), "tokens stored so far are those of the whole page"
+                rest = sorted(set(range(32)) - set(seen))
+                if a.dtype == torch.uint8 and rest:
+                    assert a[:, rest].unique().numel() == 1, "tokens to come are poison still"
+        assert torch.equal(pages, full)
+
+
+@each_backend
+def test_equal_rows_give_equal_bytes(backend: str) -> None:
+    """In any batch, chunking and order; a NaN or an infinity next to a token changes nothing of it."""
+
+    few = backend == "cuda" and not HAS_GPU  # kernels to compile
+
+    @settings(max_examples=8 if not HAS_GPU else 40)
+    @given(
+        name=st.sampled_from(["K4V4", "K3V3"] if few else ["K4V4", "K8V8", "K3V3", "K2V4"]),
+        dim=st.sampled_from([64, 128] if HAS_GPU else [64]),
+        calibrated=st.booleans(),
+        cuts=st.lists(st.integers(1, 39), max_size=5),
+        shuffled=st.booleans(),
+        bad=st.booleans(),
+        seed=st.integers(0, 99),
+    )
+    def run(name: str, dim: int, calibrated: bool, cuts: list[int], shuffled: bool, bad: bool, seed: int) -> None:
+        fmt = Format.parse(name, dim, 16)
+        generator = torch.Generator().manual_seed(seed)
+        k, v = rows(40, 1, dim, torch.bfloat16, seed)
+        if bad:
+            k[7, 0, 5] = float("inf")
+            k[20, 0] = 60000.0
+            v[9, 0, 1] = float("nan")
+        cal = calibration_of(1, dim, seed) if calibrated else None
+        once = memory(fmt, 2, 1, 2)
+        slots = torch.arange(8, 48)
+        store_packed(k, v, once, slots.to(DEVICE), fmt, calibration=cal, backend=backend)
+        parted = memory(fmt, 2, 1, 2)
+        order = torch.randperm(40, generator=generator) if shuffled else torch.arange(40)
+        for some in order.tensor_split(sorted(cuts)):
+            padding = torch.randn(2, 3, 1, dim).to(k.dtype).to(DEVICE)
+            index = some.to(DEVICE)
+            chunk_k, chunk_v = torch.cat([padding[0], k[index]]), torch.cat([padding[1], v[index]])
+            where = torch.cat([torch.full((3,), -1), slots[some]]).to(DEVICE)
+            store_packed(chunk_k, chunk_v, parted, where, fmt, calibration=cal, backend=backend)
+        assert torch.equal(parted, once)
+
+    run()
+
+
+def test_arguments_are_named() -> None:
+    fmt = Format.parse("K4V4", 64, 16)
+    pages, (k, v) = memory(fmt, 2, 2, 1), rows(3, 2, 64, torch.float32)
+    slots = torch.arange(3, device=DEVICE)
+    wide = torch.zeros(2, 2, fmt.page_bytes + 4, dtype=torch.uint8, device=DEVICE)
+    wrong = {
+        "pages: expected torch.uint8": (k, v, pages.int(), slots, fmt),
+        "pages: expected .num_blocks": (k, v, pages[:, :, :-64], slots, fmt),
+        "pages: expected strides": (k, v, wide[..., :-4], slots, fmt),
+        "k: expected .tokens, 2, 64": (k[:, :1], v, pages, slots, fmt),
+        "v: expected shape": (k, v[:2], pages, slots, fmt),
+        "v: expected torch.float32 as k": (k, v.half(), pages, slots, fmt),
+        "slot_mapping: expected int32": (k, v, pages, slots.float(), fmt),
+        "slot_mapping: expected .3.": (k, v, pages, slots[:2], fmt),
+        "fmt: expected a quantised format": (k, v, pages, slots, Format.parse("K16V16", 64, 16)),
+        "fmt: expected a Format": (k, v, pages, slots, "K4V4"),
+    }  # fmt: skip
+    for message, arguments in wrong.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            store_packed(*arguments)
+    with pytest.raises(ValueError, match=r"calibration.balance: expected float32 \(2, 64\)"):
+        store_packed(k, v, pages, slots, fmt, calibration=Calibration(balance=torch.ones(64)))
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        store_packed(k, v, pages, slots, fmt, backend="fast")
+    assert (pages == POISON).all()
+
+
+def test_operator() -> None:
+    fmt = Format.parse("K4V4", 64, 16)
+    pages, (k, v) = memory(fmt, 2, 2, 1), rows(3, 2, 64, torch.float32)
+    slots = torch.arange(3, device=DEVICE)
+    arguments = (k, v, pages, slots, None, None, "K4V4", 64, 16, True, "reference")
+    torch.library.opcheck(torch.ops.kvstrata.store_packed.default, arguments)
+    wanted, traced = pages.clone(), pages.clone()
+    store_packed(k, v, wanted, slots, fmt, backend="reference")
+
+    def call(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor) -> None:
+        store_packed(k, v, pages, slots, fmt, backend="reference")
+
+    torch.compile(call, fullgraph=True, backend="eager")(k, v, traced)
+    assert torch.equal(traced, wanted)
+
+
+@pytest.mark.gpu
+def test_replay_stores_new_rows() -> None:
+    fmt = Format.parse("K4V4", 128, 64)
+    pages, (k, v) = memory(fmt, 4, 8, 2), rows(32, 8, 128, torch.bfloat16)
+    slots = torch.arange(32, device=DEVICE)
+    store_packed(k, v, pages, slots, fmt)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        store_packed(k, v, pages, slots, fmt)
+    for seed in range(3):
+        for x, y in zip((k, v), rows(32, 8, 128, torch.bfloat16, seed), strict=True):
+            x.copy_(y)
+        slots.copy_(torch.randperm(512)[:32])
+        pages.fill_(POISON)
+        graph.replay()
+        wanted = memory(fmt, 4, 8, 2)
+        store_packed(k, v, wanted, slots, fmt)
+        assert torch.equal(pages, wanted)
