@@ -92,6 +92,7 @@ def compile_chunk(kernel, arch, dim, first, last):
         BLOCK=dim,
         FORMATS=0x324400,
         CENTRED=True,
+        BALANCED=True,
         POSITION_BYTES=4,
         MANTISSA=0,
         SCALED=0,
@@ -110,6 +111,7 @@ def compile_chunk(kernel, arch, dim, first, last):
     kinds |= dict.fromkeys(("acc_ptr", "stats_ptr", "lse_ptr", "sinks_ptr", "centre_ptr", "k_scale_ptr"), "*fp32")
     kinds |= {
         "v_scale_ptr": "*fp32",
+        "balance_ptr": "*i8",
         "pointers_ptr": "*i64",
         "hadamard_ptr": "*fp16",
         "factor": "fp32",

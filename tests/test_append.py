@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -120,8 +122,9 @@ def test_gates(arguments: tuple, arch: str) -> None:
     pytest.importorskip("cuda.core")
     from kvstrata import jit
 
-    for kernel in append_cuda.KERNELS:
-        usage = jit.usage(append_cuda.SOURCE, append_cuda.entry_of(*arguments, kernel), arch=arch)
+    balanced = torch.bfloat16 if arguments[1] == 2 else torch.float32
+    for kernel, dtype in itertools.product(append_cuda.KERNELS, (None, balanced)):
+        usage = jit.usage(append_cuda.SOURCE, append_cuda.entry_of(*arguments, kernel, dtype), arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
         assert 0 < usage.registers <= 64, usage
 
@@ -132,9 +135,10 @@ def test_triton_compiles_ahead_of_time(arch: int) -> None:
 
     types = {f"{name}_ptr": "*i32" for name in ("table", "count", "length", "meta")}
     types |= {"k_ptr": "*i16", "v_ptr": "*i16", "pointers_ptr": "*i64", "importance_ptr": "*fp32"}
+    types["balance_ptr"] = "*i8"
     constants = dict(
         HEADS=3, DIM=128, WIDE=128, PAGE=64, ROW=256, V_OFFSET=16384, POSITION_OFFSET=32768, POSITION_BYTES=2,
-        IMPORTANCE_OFFSET=32896, BY_TOKEN=False,
+        IMPORTANCE_OFFSET=32896, BY_TOKEN=False, DTYPE="bfloat16",
     )  # fmt: skip
     used = compile_triton("kvstrata.cache.move.append_triton", "append_kernel", arch, types, constants)
     assert 0 < used["REG"] <= 128, used

@@ -130,6 +130,27 @@ def test_centres_are_those_of_the_reference(device: str, dim: int, pairs: int, d
     assert not cache._centred[0, 1]
 
 
+def test_a_balance_does_not_change_the_centre_of_the_model(device: str) -> None:
+    """Bit for bit in the cache; what is subtracted from stored rows is divided as they are."""
+    rope = [1e2 ** -(i / 16) for i in range(16)]
+    power = torch.randint(-5, 6, (3, HEADS, 32), generator=torch.Generator().manual_seed(2))
+    by = power.float().exp2()
+    k = {(1, 0): rows(300, 32, rope, True), (2, 1): rows(90, 32, rope, False, seed=3)}
+    plain, balanced = make(device, rope=rope), make(device, rope=rope, balance=True)
+    for layer in range(2):
+        balanced.set_balance(layer, by.to(balanced.device), [0, 1, 2])
+    out = computed(plain, k, {(1, 0): 0, (2, 1): 0}, strided=False)
+    given = {place: x / by[place[0]] for place, x in k.items()}  # new rows come divided, as an append hands them on
+    own = computed(balanced, given, {(1, 0): 0, (2, 1): 0}, strided=False)
+    for number, (request, layer) in enumerate(k):
+        assert torch.equal(balanced.centre[request, layer], plain.centre[request, layer])
+        assert torch.equal(own[number].cpu() * by[request], out[number].cpu())
+    with balanced._operation() as change:
+        every, ids, layers = np.ones(2, bool), np.array([1, 2]), np.array([0, 1])
+        again = centre_cuda.centres_of_places(balanced, change, layers, ids, every, None, None)
+    assert torch.equal(again.unflatten(0, (-1, HEADS)), own), "stored ones are divided, too"
+
+
 def test_a_place_has_the_centre_that_it_has_alone(device: str) -> None:
     """Bit for bit, whatever other places there are and however many of its rows are new."""
     rope = [1e2 ** -(i / 16) for i in range(16)]

@@ -15,13 +15,13 @@ from kvstrata.layout import Format
 MODULE = "kvstrata.attention.decode.triton"
 TYPES = {f"{name}_ptr": "*i32" for name in ("requests", "length", "table", "count", "offsets", "weights", "state")}
 TYPES |= {f"{name}_ptr": "*fp32" for name in ("centre", "k_scale", "v_scale", "partial", "stats", "lse", "mass")}
-TYPES |= {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "pointers_ptr": "*i64"}
+TYPES |= {"balance_ptr": "*i8", "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "pointers_ptr": "*i64"}
 TYPES |= {"scale": "fp32", "softcap": "fp32", "window": "i32", "max_length": "i32", "units": "i32"}
 TYPES |= {"log2_decay": "fp32", "first_block": "i32"}
 CONSTANTS = dict(
     KV_HEADS=8, GROUP=4, Q_LEN=1, DIM=64, WIDE=64, ROWS=16, ROW_BLOCKS=1, TIERS=2, FORMATS=0x4400, TOKENS=64, TOK=64,
-    SPLITS=8, BLOCK=64, CENTRED=True, POSITION_BYTES=2, MANTISSA=0, SCALED=0, ORDERED=False, WINDOWED=False,
-    CAPPED=False, MASS=False, OBSERVE=False, EMA=False, PRECISION="tf32",
+    SPLITS=8, BLOCK=64, CENTRED=True, BALANCED=True, POSITION_BYTES=2, MANTISSA=0, SCALED=0, ORDERED=False,
+    WINDOWED=False, CAPPED=False, MASS=False, OBSERVE=False, EMA=False, PRECISION="tf32",
 )  # fmt: skip
 CASES = {
     "K4V4": (80, {}, {}),
@@ -32,7 +32,8 @@ CASES = {
     "mass over two tiers": (90, {}, dict(TIERS=3, FORMATS=0x224400, MASS=True)),
     "importance in place": (80, {}, dict(TIERS=3, FORMATS=0x224400, MASS=True, OBSERVE=True, EMA=True)),
     "fp8 pages": (
-        89, {"k_ptr": "*u8", "v_ptr": "*u8"}, dict(TIERS=0, FORMATS=0, BLOCK=1, MANTISSA=3, SCALED=8, CENTRED=False),
+        89, {"k_ptr": "*u8", "v_ptr": "*u8"}, dict(TIERS=0, FORMATS=0, BLOCK=1, MANTISSA=3, SCALED=8, CENTRED=False,
+                                                   BALANCED=False),
     ),
 }  # fmt: skip
 

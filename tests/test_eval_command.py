@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from typer.testing import CliRunner
 
 from eval_model import Letters, model
+from kvstrata.quant.calibration import Calibration
 from kvstrata.tools.cli import app
 from kvstrata.tools.eval import advise, render, results, texts
 from kvstrata.tools.eval import model as models
@@ -98,6 +99,31 @@ def test_the_command_advises(command, tmp_path: Path) -> None:
     assert none.exit_code == 2
     assert "--kl: expected a positive number of nats, got -1" in command("advise", "--kl", "-1").output
     assert not (tmp_path / "none.json").exists()
+
+
+def test_the_command_calibrates(command, tmp_path: Path) -> None:
+    out = tmp_path / "calibration.safetensors"
+    made = command("calibrate", "--tokens", "100", "--sensitivity", "--out", str(out), "--json")
+    assert made.exit_code == 0, made.output
+    assert [layer["layer"] for layer in json.loads(made.stdout)["layers"]] == [0, 1]
+    assert "Written:" in made.stderr
+    calibration = Calibration.load(out)
+    assert len(calibration.layers) == len(calibration.k_sensitivity) == len(calibration.v_sensitivity) == 2
+    assert all(layer.balance is not None and layer.centre is not None for layer in calibration.layers)
+    missing = command("calibrate", "--tokens", "100", "--out", str(tmp_path / "none" / "c"))
+    assert missing.exit_code == 2
+    assert "path: expected a file in a folder that exists" in missing.output
+
+
+def test_a_gguf_file_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstrata.tools.eval import model
+
+    file = tmp_path / "tiny.gguf"
+    with pytest.raises(LookupError, match=r"--model: expected a .gguf file that exists"):
+        model.load(str(file))
+    file.write_bytes(b"")
+    assert model._place(str(file)) == (str(tmp_path), {"gguf_file": "tiny.gguf"})
+    assert model._place("owner/name") == ("owner/name", {})
 
 
 def test_the_command_prints_advice_as_json(command, tmp_path: Path) -> None:

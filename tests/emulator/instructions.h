@@ -79,8 +79,8 @@ inline float log2_of(float x) { return std::log2(x); }
 template <class In> inline unsigned max_pair(In in, unsigned a, unsigned b) {
   return pair_of(in, std::fmax(low<In>(a), low<In>(b)), std::fmax(high<In>(a), high<In>(b)));
 }
-inline unsigned multiply_pair(f16 in, unsigned a, unsigned b) {
-  return pair_of(in, low<f16>(a) * low<f16>(b), high<f16>(a) * high<f16>(b));
+template <class In> inline unsigned multiply_pair(In in, unsigned a, unsigned b) {
+  return pair_of(in, low<In>(a) * low<In>(b), high<In>(a) * high<In>(b));
 }
 inline unsigned fma_pair(f16 in, unsigned a, unsigned b, unsigned c) {
   return pair_of(in, low<f16>(a) * low<f16>(b) + low<f16>(c), high<f16>(a) * high<f16>(b) + high<f16>(c));

@@ -12,6 +12,7 @@ from kvstrata.checks import check_int, whole_numbers
 from kvstrata.layout import Format
 
 from .policy.budget import Budget
+from .policy.calibrated import Calibrated
 from .policy.plan import Policy
 from .policy.reports import Reports
 from .storage.page import PageFormat
@@ -53,7 +54,8 @@ class CacheState:
     formats: tuple[Format, ...]
     pool: Pool
     buckets: Buckets
-    centre: torch.Tensor  # float32 [requests, layers, kv_heads, head_dim]
+    centre: torch.Tensor  # float32 [requests, layers, kv_heads, head_dim], of the model's K
+    balance: torch.Tensor | None  # int8, the same shape: K is stored divided by 2 to the power
     budget: Budget
     policy: Policy
     _arguments: dict[str, Any]
@@ -61,6 +63,7 @@ class CacheState:
     _device_lengths: torch.Tensor
     reports: Reports
     _centred: np.ndarray  # bool [requests, layers]
+    _calibrated: Calibrated  # what requests begin with
     _active: set[int]
     _checked: tuple[list[int], frozenset[int]] = ([], frozenset())  # the last list of requests that was given
     _repeated: Repeated | None = None  # the last append of one token of each request

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from kvstrata.checks import check_int, check_names, check_number, check_rope, check_tiers, whole_numbers
+from kvstrata.quant.calibration import Calibration
 
 from .ops import books
 from .ops import inspect as read
@@ -37,7 +38,9 @@ from .ops.crop import crop_request
 from .ops.fork import assign
 from .ops.step import advance, write
 from .policy import room
+from .policy.balance import set_balance
 from .policy.budget import DEFAULT, Memory, check_budget, default_tiers
+from .policy.calibrated import calibrated
 from .policy.importance import MODES
 from .policy.mass import add_mass
 from .policy.plan import POLICIES, Policy, whole_pages
@@ -79,6 +82,9 @@ class TieredCache(CacheState):
         decay: decay of the moving average per query, in [0, 1).
         rope: RoPE angle of each channel pair per position, in radians (a model's ``inv_freq``); it lets the centre of
             K anticipate longer contexts (docs/formats.md). None if K is not rotated.
+        calibration: balance and centres of the model's K (`kvstrata calibrate`), instead of estimates from requests;
+            equal rows then have equal codes in a given format, whatever else a request or a batch holds.
+        balance: True lets `set_balance` give each request a balance of its own; implied by a calibration with one.
         debug: poison freed pages.
         slab_bytes: maximum bytes of one allocation, at least a page of ``dtype``; None chooses.
 
@@ -119,6 +125,8 @@ class TieredCache(CacheState):
         importance: str = "mean",
         decay: float = 0.9,
         rope: Sequence[float] | None = None,
+        calibration: Calibration | None = None,
+        balance: bool = False,
         debug: bool = False,
         slab_bytes: int | None = None,
     ) -> None:
@@ -140,7 +148,7 @@ class TieredCache(CacheState):
             raise ValueError(f"importance: expected one of {MODES}, got {importance!r}")
         check_number("decay", decay, "[0, 1)", lambda x: 0 <= x < 1)
         check_number("hysteresis", hysteresis, "[0, inf)", lambda x: 0 <= x < math.inf)
-        for name, flag in (("per_head", per_head), ("evict", evict), ("debug", debug)):
+        for name, flag in (("per_head", per_head), ("evict", evict), ("debug", debug), ("balance", balance)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected True or False, got {flag!r}")
         self.dtype, self.device = dtype, torch.device(device)
@@ -150,6 +158,10 @@ class TieredCache(CacheState):
             self.device = torch.empty(0, device=self.device).device  # with its number
         self.decay, self.debug = decay, debug
         self.rope = self._arguments["rope"] = check_rope(rope, head_dim)
+        if calibration is not None:
+            if not isinstance(calibration, Calibration):
+                raise TypeError(f"calibration: expected a Calibration, got {type(calibration).__name__}")
+            calibration.check(layers, kv_heads, head_dim)
         amount = check_budget(budget, budget_bytes)
         self._arguments["budget"] = amount if budget_bytes is None else None
 
@@ -182,13 +194,16 @@ class TieredCache(CacheState):
             slab, capacity = sizes.slabs(strides[0], len(strides))
             self.pool = Pool(strides, slab, capacity, self.device, debug)
             self.buckets = Buckets(self.pool, self.page_formats, max_requests, layers, kv_heads, sizes.max_pages)
-            centre_shape = (max_requests, layers, kv_heads, head_dim)
-            self.centre = torch.zeros(centre_shape, dtype=torch.float32, device=self.device)
+            self._calibrated = calibrated(calibration, (layers, kv_heads, head_dim), self.device, balance)
+            first, *each = self._calibrated.centre, max_requests, 1, 1, 1
+            self.centre = first.repeat(each)
+            own = self._calibrated.balance
+            self.balance = None if own is None else own.repeat(each)
             lengths = torch.zeros(max_requests, layers, dtype=torch.int32, device="cpu")
             self._lengths, self._device_lengths = lengths.numpy(), lengths.to(self.device)
             self.reports = Reports(max_requests, layers, self.device)
         register(self, self.buckets.arena)
-        self._centred = np.zeros((max_requests, layers), bool)
+        self._centred = np.tile(self._calibrated.centred, (max_requests, 1))
         self._active: set[int] = set()
         self._views: dict[int, BucketedCacheLayer] = {}  # by layer
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
@@ -241,6 +256,7 @@ class TieredCache(CacheState):
             tuple(kind.position_offset for kind in self.page_formats),
             tuple(kind.importance_offset for kind in self.page_formats),
             self.position_dtype,
+            None if self.balance is None else self.balance[:, layer],
             None if self.pool.space is None else self.pool.space.bytes,
         )
 
@@ -280,6 +296,24 @@ class TieredCache(CacheState):
         request = self._unused_request()
         self._active.add(request)
         return request
+
+    def set_balance(self, layer: int, balance: torch.Tensor, requests: Sequence[int] | None = None) -> None:
+        """Set the balance of requests that have no tokens in a layer yet (`kvstrata.quant.calibration.pair_balance`).
+
+        Args:
+            layer: index of the layer.
+            balance: float32 ``[kv_heads, head_dim]`` or ``[requests, kv_heads, head_dim]``, powers of two from 1 / 256
+                to 256. K of the requests is divided by it, and queries are multiplied by it.
+            requests: any below ``max_requests``, in use or not; None is all in use. A request keeps its balance until
+                it is freed.
+
+        Raises ValueError or TypeError, naming the argument. Not safe under CUDA-graph capture.
+        """
+        self._check_layer(layer)
+        given = list(self.requests) if requests is None else whole_numbers("requests", requests)
+        for request in given:
+            check_int("requests", request, 0, self.max_requests - 1)
+        set_balance(self, layer, balance, given)
 
     def append(
         self,

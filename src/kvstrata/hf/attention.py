@@ -43,6 +43,7 @@ class CompressedLayer(Protocol):
         positions: torch.Tensor | None,
         under: Under,
         logits: Logits,
+        module: torch.nn.Module,
     ) -> torch.Tensor: ...
 
 
@@ -134,7 +135,7 @@ def _attend(
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     logits = Logits(scale, options.get("softcap"), options.get("s_aux"))
     layer, positions = key.layer, options.get("position_ids")
-    return layer.attend(query, key.rows, value.rows, attention_mask, positions, under, logits), None
+    return layer.attend(query, key.rows, value.rows, attention_mask, positions, under, logits, module), None
 
 
 def _call(base: str, function: Attend, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -26,6 +26,7 @@ from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.clone import clone
 from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget
 from kvstrata.checks import check_int
+from kvstrata.quant.calibration import Calibration
 
 from . import attention, files, support
 from . import mask as masks
@@ -55,6 +56,8 @@ class StrataCache(Cache):
         max_tokens: largest length of a row; None starts with the config's context length, up to 32768 for shorter
             prompts, and grows when a row becomes longer.
         importance_queries: maximum number of prompt queries sampled for importance.
+        calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote. None estimates
+            both from each row's prompt; ``balance=False`` does without a balance.
 
     Layers that cannot be compressed (sliding window, linear attention, other shapes of K and V) stay transformers' own;
     ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on. Gradients do not
@@ -87,6 +90,7 @@ class StrataCache(Cache):
         max_batch: int | None = None,
         max_tokens: int | None = None,
         importance_queries: int = 512,
+        calibration: Calibration | str | PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
@@ -113,6 +117,9 @@ class StrataCache(Cache):
         self.options = options | ({"budget": fraction} if budget_bytes is None else {"budget_bytes": budget_bytes})
         self.dtype, self.max_batch, self.max_tokens = dtype, max_batch, max_tokens
         self.importance_queries = importance_queries
+        if calibration is not None and not isinstance(calibration, Calibration):
+            calibration = Calibration.load(calibration)
+        self.calibration = calibration
         self._text = text
         self.context = getattr(text, "max_position_embeddings", None) or TOKENS
         self.plain_layers: dict[int, str] = {}
@@ -187,6 +194,11 @@ class StrataCache(Cache):
         """True if attention mass decides which tokens are demoted."""
         return self.tiered.policy.name == "importance" and self.tiered.budget.amount is not None
 
+    @property
+    def balances(self) -> bool:
+        """True if the balance of K is estimated from each row's prompt."""
+        return self.calibration is None and self.tiered.balance is not None
+
     def _misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
         """Reason why K and V of a layer, ``[rows, kv_heads, n, D]``, cannot be compressed, or None."""
         dim = key.shape[-1]
@@ -244,7 +256,8 @@ class StrataCache(Cache):
             tokens = min(self.context, TOKENS) if 2 * new <= TOKENS else max(self.context, 2 * new)
         rope, requests = frequencies(self._text, dim), max(rows, self.max_batch or 0)
         sizes: dict[str, Any] = dict(dtype=dtype, device=device, max_requests=requests, max_tokens=tokens, rope=rope)
-        return TieredCache(self._compressed, heads, dim, **sizes, **self.options)
+        sizes |= dict(calibration=self.calibration, balance=self._compresses)
+        return TieredCache(self._compressed, heads, dim, **sizes | self.options)
 
     def _query_heads(self, kv_heads: int) -> int | None:
         """Query heads of a layer with so many KV heads, by the config's ratio; None if it has none."""

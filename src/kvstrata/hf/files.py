@@ -97,7 +97,9 @@ def save(
     tiered_arguments = None
     if tiered is not None:
         given = {name: value for name, value in tiered._arguments.items() if name != "device"}
-        tiered_arguments = given | {"dtype": _name(tiered.dtype)}
+        # Rows have their balance and centres with them, from a calibration or not.
+        own = {"dtype": _name(tiered.dtype), "calibration": None, "balance": tiered.balance is not None}
+        tiered_arguments = given | own
     metadata = {
         "kind": KIND,
         "version": str(VERSION),

@@ -17,8 +17,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 import kvstrata
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.inspect import gather
+from kvstrata.cache.policy.balance import put_balance
 
-from . import attention
+from . import attention, balance
 from . import mask as masks
 from .logits import Logits
 from .mass import MassLedger, prompt_mass
@@ -40,6 +41,9 @@ class Owner(Protocol):
 
     @property
     def uses_mass(self) -> bool: ...
+
+    @property
+    def balances(self) -> bool: ...
 
     def _misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None: ...
 
@@ -94,10 +98,12 @@ class StrataLayer(CacheLayerMixin):
         positions: torch.Tensor | None,
         under: attention.Under,
         logits: Logits,
+        module: torch.nn.Module,
     ) -> torch.Tensor:
         """Attention output ``[rows, queries, heads, D]`` for ``query [rows, heads, queries, D]``; stores K and V.
 
-        ``positions`` are the model's ``position_ids``, None where it does not hand them on.
+        ``positions`` are the model's ``position_ids``, None where it does not hand them on; ``module`` is its attention
+        layer.
         """
         queries = query.shape[2]
         few = queries <= min(DECODE_QUERIES, self.owner.tiered.recent_tokens)
@@ -111,12 +117,26 @@ class StrataLayer(CacheLayerMixin):
             else:
                 if real is None:
                     real = torch.ones(len(query), queries, dtype=torch.bool, device=query.device)
+                if not self.columns and self.owner.balances:
+                    self._balance(query, key, real, module)
                 out = self._prompt(query, key, value, mask, real, under, logits)
         except Exception:
             self.owner._forget(self.columns)
             raise
         self.columns += queries
         return out
+
+    def _balance(self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor, module: torch.nn.Module) -> None:
+        """Fix the balance of rows that have no tokens yet."""
+        cache, rows = self.owner.tiered, range(len(query))
+        turned = balance.interleaved(module)
+        own, counts = balance.from_prompt(query.detach(), key.detach(), real, cache.rope, turned)
+        if query.shape[2] <= balance.SINKS + balance.ENOUGH:
+            by_weights = balance.from_weights(module, cache.kv_heads, cache.head_dim, cache.rope, turned)
+            instead = torch.ones_like(own) if by_weights is None else by_weights.to(own.device).expand_as(own)
+            enough = counts >= (balance.FEWEST if by_weights is None else balance.ENOUGH)
+            own = torch.where(enough.view(-1, 1, 1), own, instead)
+        put_balance(cache, self.index, own, rows)
 
     def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
         cache, uses_mass = self.owner.tiered, self.owner.uses_mass

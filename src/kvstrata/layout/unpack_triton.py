@@ -120,6 +120,12 @@ def scale_index(token, SIDE: tl.constexpr):
 
 
 @triton.jit
+def load_factors(exponents_ptr, mask):
+    """Powers of two, float32, from int8 exponents; 1 where masked."""
+    return ((tl.load(exponents_ptr, mask=mask, other=0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def load_scales(scale_ptr, token, live, SIDE: tl.constexpr):
     """float32 scales of K (SIDE 0) or V (1) of tokens of the page; 0 where not live, whatever is there."""
     return tl.load(scale_ptr + scale_index(token, SIDE), mask=live, other=0.0).to(tl.float32)

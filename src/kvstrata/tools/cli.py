@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .commands import check, info, profile, report
-from .eval.cli import advise, drift, evaluate
+from .eval.cli import advise, calibrate, drift, evaluate
 from .generate.cli import generate
 from .terminal import AsJson, Device, Results, Revision, Where, console, device_of, need, refuse, refusing
 from .tune.cli import tune, warmup
@@ -142,6 +142,7 @@ def _add(command: Callable[..., Any], name: str | None = None) -> None:
 _add(generate)
 _add(evaluate, "eval")
 _add(advise)
+_add(calibrate)
 _add(drift)
 _add(bench)
 _add(check)

@@ -63,7 +63,7 @@ KEPT = 8  # plans per cache for calls that pass none
 ALONE = 12  # up to this many chunks per KV head of a request, one warp combines the partials
 
 WORKLIST = struct.Struct(f"9q4q4q15i{3 * MAX_TIERS}i4x")
-DECODE = struct.Struct("9q5q6i2f3i5q")  # then those of observe_cuda.PLACE
+DECODE = struct.Struct("10q5q6i2f3i5q")  # then those of observe_cuda.PLACE
 COMBINE = struct.Struct("9q7q7if")
 ROWS_AT_ONCE = 1016  # as in rows.cu
 ROWS = struct.Struct(f"q2i{ROWS_AT_ONCE}i")
@@ -348,8 +348,8 @@ class Plan:
         centre_stride = 0 if x.centre is None else x.centre.stride(0)
         params = DECODE.pack(
             q.data_ptr(), _row(self.stages, index), _row(self.parts, index), self.rows,
-            x.lengths.data_ptr(), _pointer(x.centre), _pointer(mass if second else self.partial_out),
-            self.partial_sum.data_ptr(), _pointer(lse),
+            x.lengths.data_ptr(), _pointer(x.centre), _pointer(x.balance),
+            _pointer(mass if second else self.partial_out), self.partial_sum.data_ptr(), _pointer(lse),
             *(n * size for n in q.stride()[:3]), x.lengths.stride(0), centre_stride,
             self.q_len, job.group, self.kv_heads, self.chunks, self.head_caches, self.multiprocessors,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0,

@@ -84,6 +84,26 @@ __device__ __forceinline__ void score_centre(const Params& p, State<kDim, kN>& s
   }
 }
 
+// Two powers of two from their exponents, from -8 to 8.
+__device__ __forceinline__ unsigned powers_of(f16, int first, int second) { return (first + 15) << 10 | (second + 15) << 26; }
+__device__ __forceinline__ unsigned powers_of(bf16, int first, int second) { return (first + 127) << 7 | (second + 127) << 23; }
+
+// Multiplies the queries that load_query read by powers of two [D], which is exact.
+template <class In, bool kLossy, int kDim, int kN>
+__device__ __forceinline__ void balance_exactly(State<kDim, kN>& st, const signed char* powers) {
+  const int t = threadIdx.x & 3;
+#pragma unroll
+  for (int s = 0; s < kDim / 16; s++)
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+      const int dim = kLossy ? 16 * s + 2 * t + 8 * part : plain_dim<kDim>(s, part);
+      const unsigned short both = __ldg(reinterpret_cast<const unsigned short*>(powers + dim));
+      const unsigned by = powers_of(In{}, static_cast<signed char>(both & 255), static_cast<signed char>(both >> 8));
+#pragma unroll
+      for (int n = 0; n < kN; n++) st.q[n][s][part] = multiply_pair(In{}, st.q[n][s][part], by);
+    }
+}
+
 // Multiplies the queries with the balance of their KV head [D], rounded to In.
 template <class In, int kDim, int kN>
 __device__ __forceinline__ void balance_query(State<kDim, kN>& st, const float* balance) {
@@ -138,12 +158,20 @@ __device__ __forceinline__ void begin_group(const P& p, State<kDim, kN>& st, con
   if (kOrdered)
     st.first = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride) - st.queries;
   st.score = p.scale_log2;
-  if (tier_of(stage.meta) == 0) return;
   if constexpr (P::kBalances) {
+    if (tier_of(stage.meta) == 0) return;
     if (p.balance) balance_query<In>(st, p.balance + owner.head * kDim);
     if (p.softcap_log2 > 0.f && p.centre) score_centre<In>(p, st, owner);
   } else {
+    const signed char* powers = nullptr;
+    if (p.balance)
+      powers = p.balance + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.centre_request + owner.head * kDim;
+    if (tier_of(stage.meta) == 0) {
+      if (powers) balance_exactly<In, false>(st, powers);
+      return;
+    }
     if (kMass || p.softcap_log2 > 0.f) score_centre<In>(p, st, owner);
+    if (powers) balance_exactly<In, true>(st, powers);
   }
 
   // Rotate 16 dims by a product with a matrix of +-1, the rest by butterflies over steps.

@@ -12,6 +12,7 @@ struct Params {
   const int* requests;    // [rows], or null
   const int* lengths;     // [requests], stride in ints below
   const float* centre;    // [requests, kv heads, D], stride below; read with kMass or softcap
+  const signed char* balance;  // the same shape and stride, or null: queries are multiplied by 2 to the power
   float* partial_out;     // [slots, column blocks, columns, D]; kMass: the mass [rows, kv heads, mass_length], zeros
   float2* partial_sum;    // [slots, column blocks, columns]: m, l
   const float* lse;       // kMass: [rows, queries, heads]

@@ -34,8 +34,10 @@ from kvstrata.layout.unpack_numba import (
     levels,
     scale_index,
 )
+from kvstrata.quant.calibration import factors
 
 from .job import Job, Result
+from .parts import stored_centre
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 CODES = -1  # instead of a kind
@@ -89,6 +91,8 @@ def decode(job: Job) -> Result:
     turn = _turn(dim)
     q = torch.empty(2, batch, q_len, heads, dim, dtype=torch.float32, device="cpu")
     torch.mul(job.q, job.scale, out=q[0])
+    if buckets.balance is not None:
+        q[0] *= factors(buckets.balance[job.requests]).repeat_interleave(job.group, 1).unsqueeze(1)
     torch.matmul(q[0], turn, out=q[1])
     out = torch.empty_like(q)
     lse = np.empty((batch, q_len, heads), np.float32)
@@ -101,7 +105,7 @@ def decode(job: Job) -> Result:
         buckets.seq_lens.numpy(),
         buckets.page_table.numpy(),
         buckets.count.numpy(),
-        buckets.centre.numpy(),
+        stored_centre(buckets).numpy(),
         _tiers(buckets.formats, buckets.position_offsets, job.q.dtype),
         buckets.formats[0].page_tokens,
         q.numpy(),

@@ -17,6 +17,7 @@ from kvstrata.layout.format import UNIT, Format
 from kvstrata.layout.fragments import Side
 from kvstrata.layout.rotation import hadamard
 from kvstrata.layout.unpack import dims, k_order, turn, unpack, v_order
+from kvstrata.quant.calibration import factors
 from kvstrata.store.paged_cache import PagedCache
 
 
@@ -124,6 +125,11 @@ def _read(buckets: BucketedCacheLayer, handles: np.ndarray, start: int, size: in
     return out
 
 
+def stored_centre(buckets: BucketedCacheLayer) -> torch.Tensor:
+    """Centres of stored K, which is divided by the balance: float32 ``[requests, kv_heads, D]``."""
+    return buckets.centre if buckets.balance is None else buckets.centre * factors(-buckets.balance)
+
+
 def tier_parts(
     buckets: BucketedCacheLayer, requests: list[int], dtype: torch.dtype, positions: bool
 ) -> list[Plain | Coded]:
@@ -152,7 +158,7 @@ def tier_parts(
             )
             parts.append(Plain(k, v, count, None if position is None else position.flatten(1)))
         else:
-            centre = buckets.centre[requests].flatten(0, 1).unsqueeze(1)
+            centre = stored_centre(buckets)[requests].flatten(0, 1).unsqueeze(1)
             parts.append(Coded(_read(buckets, handles, 0, format.page_bytes), format, centre, count, position))
     return parts
 

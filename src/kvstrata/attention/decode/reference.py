@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from kvstrata.quant.calibration import factors
+
 from .job import Job, Result
 from .parts import Coded, Plain, paged_parts, tier_parts
 
@@ -85,6 +87,8 @@ def decode_at(job: Job, lengths: list[int]) -> Result:
     # Rows of a KV head: its query heads, query by query.
     q = job.q.float().mul(job.scale).view(batch, q_len, kv_heads, group, dim).transpose(1, 2)
     q = q.reshape(groups, rows, dim)
+    if job.buckets is not None and job.buckets.balance is not None:
+        q = q * factors(job.buckets.balance[job.requests]).flatten(0, 1).unsqueeze(1)
     parts_scores = []
     for part in parts:
         s = part.scores(q)

@@ -25,6 +25,7 @@ class Source(NamedTuple):
     page_tokens: int
     lengths: torch.Tensor
     centre: torch.Tensor | None
+    balance: torch.Tensor | None  # its strides are those of the centre
     position_bytes: int
     rows: tuple[int, int, int, int]  # address of K, bytes of a page, a head and a row; zeros for a TieredCache
     v_offset: int
@@ -41,12 +42,14 @@ class Source(NamedTuple):
         block, head, row, _ = (2 * n for n in k.stride())
         rows = (c.k.data_ptr(), block, head, row)
         v_offset = c.v.data_ptr() - c.k.data_ptr()
-        return cls((format,), c.block_table, c.seq_lens, None, 1, c.block_size, c.seq_lens, None, 0, rows, v_offset)
+        return cls(
+            (format,), c.block_table, c.seq_lens, None, 1, c.block_size, c.seq_lens, None, None, 0, rows, v_offset
+        )
 
     @classmethod
     def of_buckets(cls, b: BucketedCacheLayer) -> Source:
         size = b.formats[0].page_tokens
         return cls(
             b.formats, b.page_table, b.count, b.slab_pointers, b.units, size, b.seq_lens, b.centre,
-            b.position_dtype.itemsize, (0, 0, 0, 0), 0,
+            b.balance, b.position_dtype.itemsize, (0, 0, 0, 0), 0,
         )  # fmt: skip

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from kvstrata.layout.rotation import block_of
-from kvstrata.layout.unpack_triton import load_levels, load_scales, page_address, rotate_rows, widen
+from kvstrata.layout.unpack_triton import load_factors, load_levels, load_scales, page_address, rotate_rows, widen
 
 from .job import Job, Result
 
@@ -190,16 +190,17 @@ def _plain_block(
 
 @triton.jit
 def decode_kernel(
-    q_ptr, requests_ptr, length_ptr, table_ptr, count_ptr, centre_ptr, pointers_ptr, offsets_ptr, k_ptr, v_ptr,
-    k_scale_ptr, v_scale_ptr, partial_ptr, stats_ptr, lse_ptr, mass_ptr, stride_qb, stride_ql, stride_qh,
+    q_ptr, requests_ptr, length_ptr, table_ptr, count_ptr, centre_ptr, balance_ptr, pointers_ptr, offsets_ptr, k_ptr,
+    v_ptr, k_scale_ptr, v_scale_ptr, partial_ptr, stats_ptr, lse_ptr, mass_ptr, stride_qb, stride_ql, stride_qh,
     stride_length, stride_table_r, stride_table_h, stride_table_t, stride_count_r, stride_count_h, stride_centre_r,
     stride_centre_h, stride_k_page, stride_k_row, stride_k_head, stride_v_page, stride_v_row, stride_v_head, units,
     max_length, scale, softcap, window, weights_ptr, state_ptr, log2_decay, first_block,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, ROW_BLOCKS: tl.constexpr, TIERS: tl.constexpr, FORMATS: tl.constexpr, TOKENS: tl.constexpr,
-    TOK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, POSITION_BYTES: tl.constexpr,
-    MANTISSA: tl.constexpr, SCALED: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    MASS: tl.constexpr, OBSERVE: tl.constexpr, EMA: tl.constexpr, PRECISION: tl.constexpr,
+    TOK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, BALANCED: tl.constexpr,
+    POSITION_BYTES: tl.constexpr, MANTISSA: tl.constexpr, SCALED: tl.constexpr, ORDERED: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, OBSERVE: tl.constexpr, EMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of a block of query rows. TIERS 0: PagedCache with blocks of TOKENS rows; BLOCK: size of the
     rotation, 1 for none; OBSERVE: a mass pass that writes importance, from ``first_block`` of the query rows on."""
@@ -230,15 +231,17 @@ def decode_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDE), tl.float32)
     if TIERS > 0:
+        offs_c = request * stride_centre_r + kv_head * stride_centre_h + dim
         lists_ptr = table_ptr + kv_head * stride_table_h
         pages_ptr = lists_ptr + request * stride_table_r
         count_ptr += request * stride_count_r + kv_head * stride_count_h
+        q_centre = tl.zeros((ROWS,), tl.float32)
+        if CENTRED:
+            q_centre = tl.sum(q * tl.load(centre_ptr + offs_c, mask=dim < DIM, other=0.0)[None, :], 1)
+        if BALANCED:
+            q = q * load_factors(balance_ptr + offs_c, dim < DIM)[None, :]
         if TIERS > 1:
             turned = rotate_rows(q, ROWS, WIDE, BLOCK) if BLOCK > 1 else q
-            q_centre = tl.zeros((ROWS,), tl.float32)
-            if CENTRED:
-                offs_c = request * stride_centre_r + kv_head * stride_centre_h + dim
-                q_centre = tl.sum(q * tl.load(centre_ptr + offs_c, mask=dim < DIM, other=0.0)[None, :], 1)
             for tier in tl.static_range(1, TIERS):
                 top, total, acc = _coded_tier(
                     turned, q_centre, own, row_live, lse, top, total, acc, mass_ptr, lists_ptr + tier * stride_table_t,
@@ -354,14 +357,15 @@ def _tiered(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
     tiers = zip(buckets.formats, buckets.position_offsets, buckets.importance_offsets, strict=True)
     offsets = [n for format, *notes in tiers for n in (format.v_offset, format.scale_offset, *notes)]
     formats = sum((f.k_bits | f.v_bits << 4) << 8 * i for i, f in enumerate(buckets.formats) if not f.plain)
-    tensors = [buckets.seq_lens, buckets.page_table, buckets.count, buckets.centre, buckets.slab_pointers,
+    balance = buckets.count if buckets.balance is None else buckets.balance  # its strides are those of the centre
+    tensors = [buckets.seq_lens, buckets.page_table, buckets.count, buckets.centre, balance, buckets.slab_pointers,
                _on_device(tuple(offsets), q.device), q, q, q, q]  # fmt: skip
     numbers = [buckets.seq_lens.stride(0), *buckets.page_table.stride()[:3], *buckets.count.stride()[:2],
                *buckets.centre.stride()[:2], 0, 0, 0, 0, 0, 0, buckets.units]  # fmt: skip
     constants = dict(
         TIERS=len(buckets.formats), FORMATS=formats, TOKENS=buckets.formats[0].page_tokens,
         BLOCK=block_of(q.shape[3]) if any(f.rotate for f in coded) else 1, CENTRED=any(f.centre for f in coded),
-        POSITION_BYTES=buckets.position_dtype.itemsize, MANTISSA=0, SCALED=0,
+        BALANCED=buckets.balance is not None, POSITION_BYTES=buckets.position_dtype.itemsize, MANTISSA=0, SCALED=0,
     )  # fmt: skip
     return tensors, numbers, constants
 
@@ -381,10 +385,11 @@ def _paged(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
     if cache.k_scale is not None or cache.v_scale is not None:
         scaled = max(k_scale.numel(), v_scale.numel())
         k_scale, v_scale = (s.flatten().expand(scaled).contiguous() for s in (k_scale, v_scale))
-    tensors = [cache.seq_lens, cache.block_table, q, q, q, q, k, v, k_scale if scaled else q, v_scale if scaled else q]
+    scales = [k_scale, v_scale] if scaled else [q, q]
+    tensors = [cache.seq_lens, cache.block_table, q, q, q, q, q, k, v, *scales]
     numbers = [1, cache.block_table.stride(0), 0, 0, 0, 0, 0, 0, *strides, 1]
-    constants = dict(TIERS=0, FORMATS=0, TOKENS=cache.block_size, BLOCK=1, CENTRED=False, POSITION_BYTES=4,
-                     MANTISSA=mantissa, SCALED=scaled)  # fmt: skip
+    constants = dict(TIERS=0, FORMATS=0, TOKENS=cache.block_size, BLOCK=1, CENTRED=False, BALANCED=False,
+                     POSITION_BYTES=4, MANTISSA=mantissa, SCALED=scaled)  # fmt: skip
     return tensors, numbers, constants
 
 

@@ -21,7 +21,15 @@ from kvstrata.attention.decode.job import Job
 from kvstrata.attention.decode.triton import _on_device, _paged, _positions, _tiered
 from kvstrata.attention.prefill.launch import launch
 from kvstrata.layout.rotation import hadamard
-from kvstrata.layout.unpack_triton import load_levels, load_scales, page_address, page_levels, whole_pages, widen
+from kvstrata.layout.unpack_triton import (
+    load_factors,
+    load_levels,
+    load_scales,
+    page_address,
+    page_levels,
+    whole_pages,
+    widen,
+)
 
 from .job import CachedJob
 
@@ -84,12 +92,13 @@ def _place(position_ptr, bounds_ptr, position):
 @triton.jit(do_not_specialize=["first", "units", "stride_length", "slots"])
 def stage_kernel(
     k_rows_ptr, v_rows_ptr, position_ptr, bounds_ptr, requests_ptr, length_ptr, table_ptr, count_ptr, centre_ptr,
-    pointers_ptr, offsets_ptr, hadamard_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_length, stride_table_r,
-    stride_table_h, stride_table_t, stride_count_r, stride_count_h, stride_centre_r, stride_centre_h, stride_k_page,
-    stride_k_row, stride_k_head, stride_v_page, stride_v_row, stride_v_head, units, first, slots,
+    balance_ptr, pointers_ptr, offsets_ptr, hadamard_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_length,
+    stride_table_r, stride_table_h, stride_table_t, stride_count_r, stride_count_h, stride_centre_r, stride_centre_h,
+    stride_k_page, stride_k_row, stride_k_head, stride_v_page, stride_v_row, stride_v_head, units, first, slots,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TIERS: tl.constexpr, FORMATS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, POSITION_BYTES: tl.constexpr,
-    MANTISSA: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, BALANCED: tl.constexpr,
+    POSITION_BYTES: tl.constexpr, MANTISSA: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Unpack page ``first + program_id(1)`` of a (request, KV head) to its rows of the chunk: K and positions, or V.
 
@@ -149,15 +158,17 @@ def stage_kernel(
             if (index >= 0) & (number < before):
                 page = page_address(pointers_ptr, tl.load(pages_ptr + tier * stride_table_t + index), units)
                 live = index * TOKENS + token < count
-                tier_offsets = offsets_ptr + 3 * tier  # of V, of the scales, of the positions
+                tier_offsets = offsets_ptr + 4 * tier  # of V, the scales, the positions, the importance
                 K_BITS: tl.constexpr = 0 if tier == 0 else (FORMATS >> (8 * tier)) & 15
                 V_BITS: tl.constexpr = 0 if tier == 0 else (FORMATS >> (8 * tier + 4)) & 15
                 scale_ptr = (page + tl.load(tier_offsets + 1)).to(tl.pointer_type(tl.float16))
                 if is_k:
                     k = _rows(page, scale_ptr, live, hadamard_ptr, DTYPE, K_BITS, True, DIM, WIDE, TOKENS, BLOCK, WHOLE)
+                    offs_c = request * stride_centre_r + kv_head * stride_centre_h + dim
+                    if BALANCED:
+                        k *= load_factors(balance_ptr + offs_c, dim < DIM)[None, :]
                     if CENTRED and tier > 0:
-                        centre_ptr += request * stride_centre_r + kv_head * stride_centre_h
-                        k += tl.load(centre_ptr + dim, mask=dim < DIM, other=0.0)[None, :]
+                        k += tl.load(centre_ptr + offs_c, mask=dim < DIM, other=0.0)[None, :]
                     tl.store(k_out, k.to(DTYPE), mask=mask_out)
                     position = _positions(page, tl.load(tier_offsets + 2), token, live, POSITION_BYTES)
                     _place(position_ptr, bounds_ptr, tl.where(live, position, AFTER_ALL))
@@ -209,7 +220,7 @@ def stage(job: CachedJob, block_n: int, max_bytes: int) -> Staging:
     q, device, buckets = job.q, job.q.device, len(job.requests) * job.kv_heads
     dim, size = q.shape[2], q.element_size()
     tensors, numbers, constants = _source(job)
-    length, table, count, centre, pointers, offsets, k, v, k_scale, v_scale = tensors
+    length, table, count, centre, balance, pointers, offsets, k, v, k_scale, v_scale = tensors
     tiers, constants["PAGE"] = constants["TIERS"], constants["TOKENS"]
     if tiers == 0:
         constants["TOKENS"] = 16 if device.type != "cuda" else 64
@@ -226,8 +237,8 @@ def stage(job: CachedJob, block_n: int, max_bytes: int) -> Staging:
     bounds = torch.empty(buckets, slots // page_tokens, 2, dtype=torch.int32, device=device)
     requests = _on_device(tuple(job.requests), device)
 
-    pointers_and_rows = (rows[0], rows[1], positions, bounds, requests, length, table, count, centre, pointers, offsets,
-               _signs(dim, device), k, v, k_scale, v_scale)  # fmt: skip
+    pointers_and_rows = (rows[0], rows[1], positions, bounds, requests, length, table, count, centre, balance, pointers,
+               offsets, _signs(dim, device), k, v, k_scale, v_scale)  # fmt: skip
     constants |= dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=wide, BLOCK_N=block_n, WHOLE=whole)
 
     def fill(chunk: int) -> None:

@@ -4,7 +4,9 @@
 //
 // Counts before come from the host, so no warp waits for another; the warp of a request's last row sets the count
 // after, and for head 0 the length. A decode step has a kernel of its own (append_one), and one for a step that is
-// captured, in which the host has set counts and lengths before (write_last).
+// captured, in which the host has set counts and lengths before (write_last). In is the dtype of rows whose K has a
+// balance, else void.
+#include "mma.cuh"
 #include "page.cuh"
 #include "vec.cuh"
 
@@ -17,32 +19,58 @@ struct Params {
   int* length;              // [requests, layers]
   const int* meta;          // [R, 8] request, position, first row, tokens, importance; [R, heads] counts; [T] index
   const float* importance;  // [T, heads] or null
+  const signed char* balance;  // [requests, layers, heads, D]: K of In is divided by 2 to the power; null for void
   i64 k_token, k_head, v_token, v_head;  // strides in bytes
   int tokens, heads, given, layer, layers, tiers, max_pages, page_tokens, units;
   int v_offset, position_offset, importance_offset;
   int reciprocal;  // not of append_rows: whether importance begins as 1 / length, else as 0
 };
 
-__device__ __forceinline__ i64 bucket_of(const Params& p, int request, int head) {
-  return ((static_cast<i64>(request) * p.layers + p.layer) * p.heads + head) * p.tiers;
+__device__ __forceinline__ i64 head_cache_of(const Params& p, int request, int head) {
+  return (static_cast<i64>(request) * p.layers + p.layer) * p.heads + head;
 }
 
+__device__ __forceinline__ float divided(float x, int power) { return x * __int_as_float((127 - power) << 23); }
+
+// A run of K divided by powers of two, which is exact.
+template <class In, int kBytes>
+__device__ __forceinline__ void divide_run(Vec<kBytes>& run, const signed char* powers) {
+  if constexpr (sizeof(In) == 4) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; i++) run.words[i] = __float_as_uint(divided(__uint_as_float(run.words[i]), powers[i]));
+  } else if constexpr (kBytes == 2) {
+    run.words[0] = static_cast<unsigned short>(pair_of(In{}, divided(element<In>(run, 0), powers[0]), 0.f));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; i++)
+      run.words[i] = pair_of(In{}, divided(element<In>(run, 2 * i), powers[2 * i]),
+                             divided(element<In>(run, 2 * i + 1), powers[2 * i + 1]));
+  }
+}
+
+template <class In> constexpr bool kBalanced = true;
+template <> constexpr bool kBalanced<void> = false;
+
 // One token of one head into its slot, by a warp.
-template <int kRow, int kWidth, class Position, bool kKeeps>
-__device__ __forceinline__ void copy_token(const Params& p, int token, int head, i64 bucket, int slot, int position,
+template <int kRow, int kWidth, class Position, bool kKeeps, class In>
+__device__ __forceinline__ void copy_token(const Params& p, int token, int head, i64 head_cache, int slot, int position,
                                            float importance) {
+  const i64 bucket = head_cache * p.tiers;
   const int lane = threadIdx.x & 31, row = slot % p.page_tokens;
   char* page = page_address(p.pointers, p.units, p.table[bucket * p.max_pages + slot / p.page_tokens]);
   constexpr int kUnits = kRow / kWidth;
   const char* k = p.k + token * p.k_token + head * p.k_head;
   const char* v = p.v + token * p.v_token + head * p.v_head;
-#pragma unroll
+#pragma unroll(4)
   for (int i = 0; i < 2 * kUnits; i += 32) {
     const int unit = i + lane;
     if (2 * kUnits % 32 == 0 || unit < 2 * kUnits) {
       const bool is_v = unit >= kUnits;
       const int byte = (is_v ? unit - kUnits : unit) * kWidth;
-      store(page + (is_v ? p.v_offset : 0) + row * kRow + byte, load_once<kWidth>((is_v ? v : k) + byte));
+      Vec<kWidth> run = load_once<kWidth>((is_v ? v : k) + byte);
+      if constexpr (kBalanced<In>)
+        if (!is_v) divide_run<In>(run, p.balance + head_cache * (kRow / sizeof(In)) + byte / sizeof(In));
+      store(page + (is_v ? p.v_offset : 0) + row * kRow + byte, run);
     }
   }
   if (lane == 0) {
@@ -51,7 +79,7 @@ __device__ __forceinline__ void copy_token(const Params& p, int token, int head,
   }
 }
 
-template <int kRow, int kWidth, class Position, bool kKeeps>
+template <int kRow, int kWidth, class Position, bool kKeeps, class In = void>
 __global__ void __launch_bounds__(256) append_rows(const __grid_constant__ Params p) {
   const int warp = blockIdx.x * 8 + (threadIdx.x >> 5);
   if (warp >= p.tokens * p.heads) return;
@@ -61,28 +89,29 @@ __global__ void __launch_bounds__(256) append_rows(const __grid_constant__ Param
   const int number = token - about.z, slot = p.meta[p.given * 8 + index * p.heads + head] + number;
   const float first = p.importance ? p.importance[static_cast<i64>(token) * p.heads + head]
                                    : __int_as_float(p.meta[index * 8 + 4]);
-  const i64 bucket = bucket_of(p, about.x, head);
-  copy_token<kRow, kWidth, Position, kKeeps>(p, token, head, bucket, slot, about.y + number, first);
+  const i64 head_cache = head_cache_of(p, about.x, head);
+  copy_token<kRow, kWidth, Position, kKeeps, In>(p, token, head, head_cache, slot, about.y + number, first);
   if ((threadIdx.x & 31) == 0 && number == about.w - 1) {
-    p.count[bucket] = slot + 1;
+    p.count[head_cache * p.tiers] = slot + 1;
     if (head == 0) p.length[about.x * p.layers + p.layer] = about.y + about.w;
   }
 }
 
 // A token for each request, a block for its heads: counts and lengths are those on the device, so that the host need
 // not tell anything but which requests (meta).
-template <int kRow, int kWidth, class Position, bool kKeeps>
+template <int kRow, int kWidth, class Position, bool kKeeps, class In = void>
 __global__ void __launch_bounds__(256) append_one(const __grid_constant__ Params p) {
   const int request = p.meta[blockIdx.x], warps = blockDim.x >> 5;
   int* length = p.length + request * p.layers + p.layer;
   const int position = *length;
   const float first = p.reciprocal ? __fdiv_rn(1.f, static_cast<float>(position + 1)) : 0.f;
   for (int head = threadIdx.x >> 5; head < p.heads; head += warps) {
-    const i64 bucket = bucket_of(p, request, head);
-    const int slot = p.count[bucket];
-    copy_token<kRow, kWidth, Position, kKeeps>(p, blockIdx.x, head, bucket, slot, position, first);
+    const i64 head_cache = head_cache_of(p, request, head);
+    int* count = p.count + head_cache * p.tiers;
+    const int slot = *count;
+    copy_token<kRow, kWidth, Position, kKeeps, In>(p, blockIdx.x, head, head_cache, slot, position, first);
     __syncwarp();  // all lanes have read the count
-    if ((threadIdx.x & 31) == 0) p.count[bucket] = slot + 1;
+    if ((threadIdx.x & 31) == 0) *count = slot + 1;
   }
   __syncthreads();  // all warps have read the length
   if (threadIdx.x == 0) *length = position + 1;
@@ -90,15 +119,15 @@ __global__ void __launch_bounds__(256) append_one(const __grid_constant__ Params
 
 // The last token of each request: counts and lengths have it already. Which requests, meta says when the kernel runs
 // (null: 0, 1, ..); a number that is none of the `given`, and a request without a token, have no row.
-template <int kRow, int kWidth, class Position, bool kKeeps>
+template <int kRow, int kWidth, class Position, bool kKeeps, class In = void>
 __global__ void __launch_bounds__(256) write_last(const __grid_constant__ Params p) {
   const int request = p.meta ? p.meta[blockIdx.x] : static_cast<int>(blockIdx.x), warps = blockDim.x >> 5;
   if (request < 0 || request >= p.given) return;
   const int length = p.length[request * p.layers + p.layer];
   const float first = p.reciprocal ? __fdiv_rn(1.f, static_cast<float>(length)) : 0.f;
   for (int head = threadIdx.x >> 5; head < p.heads; head += warps) {
-    const i64 bucket = bucket_of(p, request, head);
-    const int slot = p.count[bucket] - 1;
-    if (slot >= 0) copy_token<kRow, kWidth, Position, kKeeps>(p, blockIdx.x, head, bucket, slot, length - 1, first);
+    const i64 head_cache = head_cache_of(p, request, head);
+    const int slot = p.count[head_cache * p.tiers] - 1;
+    if (slot >= 0) copy_token<kRow, kWidth, Position, kKeeps, In>(p, blockIdx.x, head, head_cache, slot, length - 1, first);
   }
 }

@@ -16,6 +16,7 @@ import torch
 from kvstrata import jit
 from kvstrata.cache.storage.page import PageFormat
 from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.quant.op import CXX
 
 from .append_job import Job, Written, metadata
 from .launches import Launches, prepare
@@ -24,10 +25,10 @@ from .launches import kernel as kernel_of
 SOURCE = Path(__file__).with_name("append.cu")
 KERNELS = ("append_rows", "append_one", "write_last")
 WARPS = 8  # per block; a warp copies K and V of one token and head
-# struct Params: k, v, pointers, table, count, length, meta, importance; strides in bytes; int32 sizes.
-PARAMS = struct.Struct("8Q 4q 13i4x")
+# struct Params: k, v, pointers, table, count, length, meta, importance, balance; strides in bytes; int32 sizes.
+PARAMS = struct.Struct("9Q 4q 13i4x")
 ROWS, LAYER = struct.Struct("2Q"), struct.Struct("i")  # the parts that change from call to call: k and v; layer
-LAYER_OFFSET = struct.calcsize("8Q 4q 3i")
+LAYER_OFFSET = struct.calcsize("9Q 4q 3i")
 
 
 def width_of(k: torch.Tensor, v: torch.Tensor) -> int:
@@ -40,17 +41,24 @@ def width_of(k: torch.Tensor, v: torch.Tensor) -> int:
 
 
 def entry_of(
-    head_dim: int, itemsize: int, width: int, position_bytes: int, keeps_importance: bool, kernel: str = KERNELS[0]
+    head_dim: int,
+    itemsize: int,
+    width: int,
+    position_bytes: int,
+    keeps_importance: bool,
+    kernel: str = KERNELS[0],
+    balanced: torch.dtype | None = None,
 ) -> str:
-    """The template instantiation for pages of a cache."""
+    """The template instantiation for pages of a cache; ``balanced``: dtype of rows whose K has a balance."""
     position, keeps = "short" if position_bytes == 2 else "int", str(keeps_importance).lower()
-    return f"{kernel}<{head_dim * itemsize}, {width}, {position}, {keeps}>"
+    dtype = "" if balanced is None else f", {CXX[balanced]}"
+    return f"{kernel}<{head_dim * itemsize}, {width}, {position}, {keeps}{dtype}>"
 
 
-def kernels_needed(plain: PageFormat) -> list[jit.Named]:
-    """Kernels that write rows into pages of a cache, for rows aligned to 16 bytes."""
+def kernels_needed(plain: PageFormat, balanced: bool) -> list[jit.Named]:
+    """Kernels that write rows into pages of a cache, for rows aligned to 16 bytes; ``balanced``: it has a balance."""
     sizes = (plain.format.head_dim, plain.dtype.itemsize, 16, plain.position_dtype.itemsize, plain.keeps_importance)
-    return [(SOURCE, entry_of(*sizes, kernel)) for kernel in KERNELS]
+    return [(SOURCE, entry_of(*sizes, kernel, plain.dtype if balanced else None)) for kernel in KERNELS]
 
 
 def prepare_append(job: Job) -> Callable[[], None]:
@@ -60,13 +68,13 @@ def prepare_append(job: Job) -> Callable[[], None]:
     one = job.by_token is None and bool((job.lengths == 1).all())
     one = one and np.array_equal(job.importance, 1 / ones if reciprocal else np.zeros_like(ones))
     meta = job.buckets.device_ids(job.requests) if one else job.buckets.pool.to_device(metadata(job))
-    kernel, arguments = KERNELS[one], (meta, job.by_token, len(job.requests), reciprocal)
+    kernel, arguments = KERNELS[one], (meta, job.by_token, job.balance, len(job.requests), reciprocal)
     return _prepare(kernel, job.buckets, job.layer, job.k, job.v, job.device_length, *arguments).run
 
 
 def write_rows(written: Written) -> None:
     """Launch ``write_last``."""
-    arguments = (written.requests, None, len(written.buckets.host_count), written.reciprocal)
+    arguments = (written.requests, None, written.balance, len(written.buckets.host_count), written.reciprocal)
     _prepare(
         "write_last", written.buckets, written.layer, written.k, written.v, written.device_length, *arguments
     ).run()
@@ -82,10 +90,11 @@ class AppendOne:
         k: torch.Tensor,
         v: torch.Tensor,
         device_length: torch.Tensor,
+        balance: torch.Tensor | None,
         reciprocal: bool,
     ) -> None:
-        launches = _prepare("append_one", buckets, 0, k, v, device_length, ids, None, len(ids), reciprocal)
-        self._kept = (ids, device_length)
+        launches = _prepare("append_one", buckets, 0, k, v, device_length, ids, None, balance, len(ids), reciprocal)
+        self._kept = (ids, device_length, balance)
         self._device = k.get_device()
         [self._launch] = launches.launches
         self._mask = width_of(k, v) - 1
@@ -112,6 +121,7 @@ def _prepare(
     device_length: torch.Tensor,
     meta: torch.Tensor | None,
     by_token: torch.Tensor | None,
+    balance: torch.Tensor | None,
     given: int,
     reciprocal: bool,
 ) -> Launches:
@@ -121,16 +131,17 @@ def _prepare(
     _, layers, _, tiers, max_pages = buckets.page_table.shape
     params = PARAMS.pack(
         k.data_ptr(), v.data_ptr(), pool.pointers.data_ptr(), buckets.page_table.data_ptr(), buckets.count.data_ptr(),
-        device_length.data_ptr(), *(0 if x is None else x.data_ptr() for x in (meta, by_token)),
+        device_length.data_ptr(), *(0 if x is None else x.data_ptr() for x in (meta, by_token, balance)),
         *(n * size for x in (k, v) for n in x.stride()[:2]),
         tokens, heads, given, layer, layers, tiers, max_pages, buckets.page_tokens, pool.units,
         kind.format.v_offset, kind.position_offset, kind.importance_offset, reciprocal,
     )  # fmt: skip
-    entry = entry_of(dim, size, width_of(k, v), kind.position_dtype.itemsize, kind.keeps_importance, kernel)
+    balanced = None if balance is None else k.dtype
+    entry = entry_of(dim, size, width_of(k, v), kind.position_dtype.itemsize, kind.keeps_importance, kernel, balanced)
     by_rows = kernel == "append_rows"
     grid, warps = (-(-tokens * heads // WARPS), WARPS) if by_rows else (tokens, min(heads, WARPS))
 
     def build() -> list[jit.Launch]:
         return [jit.Launch(kernel_of(SOURCE, entry, device), grid, 32 * warps, params)]
 
-    return prepare(device, build, (k, v, meta, by_token))
+    return prepare(device, build, (k, v, meta, by_token, balance))

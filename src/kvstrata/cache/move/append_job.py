@@ -25,6 +25,7 @@ class Job:
     importance: np.ndarray  # float32 [R], for all new tokens of a request
     by_token: torch.Tensor | None  # float32 [T, H] contiguous, replaces `importance`
     device_length: torch.Tensor  # int32 [requests, layers]
+    balance: torch.Tensor | None = None  # int8 [requests, layers, H, D]: K is divided by 2 to the power
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """For every row: index of its request, and its number among that request's new rows."""
@@ -44,6 +45,7 @@ class Written:
     requests: torch.Tensor | None  # int32 [R] on the device, negative for none; None: 0, 1, ..
     device_length: torch.Tensor  # int32 [requests, layers]
     reciprocal: bool  # importance starts as 1 / length, else as 0
+    balance: torch.Tensor | None = None  # as in Job
 
 
 def metadata(job: Job) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvstrata.layout.format import UNIT
+from kvstrata.quant.calibration import factors
 
 from .append_job import Job, Written
 
@@ -34,7 +35,10 @@ def prepare_append(job: Job) -> Callable[[], None]:
     positions = space.typed(np.int16 if step == 2 else np.int32)
     position_index = handle * (UNIT // step) + (row + kind.position_offset // step)
     by_token = None if job.by_token is None else job.by_token.numpy()
-    sides = ((job.k, 0), (job.v, kind.v_offset))
+    k = job.k
+    if job.balance is not None:
+        k = k.detach() * factors(-job.balance[torch.from_numpy(request), layer]).to(k.dtype)
+    sides = ((k, 0), (job.v, kind.v_offset))
     if few:
         to, heads = (handle * UNIT + row * size + space.address).reshape(-1).tolist(), handle.shape[1]
     else:
@@ -70,5 +74,5 @@ def write_rows(written: Written) -> None:
     importance = (1 / length.astype(np.float32)) if written.reciprocal else np.zeros(len(row), np.float32)
     count = buckets.host_count[requests, layer, :, 0].astype(np.int64) - 1
     k, v = (x[torch.from_numpy(row)] for x in (written.k.detach(), written.v.detach()))
-    job = Job(buckets, layer, requests, ones, length - 1, count, k, v, importance, None, written.device_length)
-    prepare_append(job)()
+    places = (length - 1, count, k, v, importance, None, written.device_length, written.balance)
+    prepare_append(Job(buckets, layer, requests, ones, *places))()

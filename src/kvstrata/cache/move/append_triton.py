@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -18,17 +19,24 @@ INTEGER = {2: torch.int16, 4: torch.int32}
 
 @triton.jit
 def copy_token(
-    k_ptr, v_ptr, pointers_ptr, pages_ptr, slot, position, importance, units,
+    k_ptr, v_ptr, balance_ptr, pointers_ptr, pages_ptr, slot, position, importance, units,
     DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, V_OFFSET: tl.constexpr,
-    POSITION_OFFSET: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE_OFFSET: tl.constexpr,
+    POSITION_OFFSET: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE_OFFSET: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One token of one head into its slot."""
+    """One token of one head into its slot; DTYPE: of K where it is divided by a balance, else ""."""
     page = page_address(pointers_ptr, tl.load(pages_ptr + slot // PAGE), units)
     row = slot % PAGE
     offs = tl.arange(0, WIDE)
     mask = offs < DIM
     element: tl.constexpr = k_ptr.dtype
-    tl.store((page + row * ROW).to(element) + offs, tl.load(k_ptr + offs, mask=mask), mask=mask)
+    k = tl.load(k_ptr + offs, mask=mask, other=0)
+    if DTYPE != "":
+        FLOAT: tl.constexpr = tl.float32 if DTYPE == "float32" else tl.float16 if DTYPE == "float16" else tl.bfloat16
+        x = k.to(FLOAT, bitcast=True).to(tl.float32)
+        power = tl.load(balance_ptr + offs, mask=mask, other=0).to(tl.int32)
+        x = x * ((127 - power) << 23).to(tl.float32, bitcast=True)  # exact
+        k = x.to(FLOAT).to(k.dtype, bitcast=True)
+    tl.store((page + row * ROW).to(element) + offs, k, mask=mask)
     tl.store((page + V_OFFSET + row * ROW).to(element) + offs, tl.load(v_ptr + offs, mask=mask), mask=mask)
     POSITION: tl.constexpr = tl.int16 if POSITION_BYTES == 2 else tl.int32
     tl.store((page + POSITION_OFFSET).to(tl.pointer_type(POSITION)) + row, position.to(POSITION))
@@ -38,11 +46,11 @@ def copy_token(
 
 @triton.jit
 def append_kernel(
-    k_ptr, v_ptr, pointers_ptr, table_ptr, count_ptr, length_ptr, meta_ptr, importance_ptr,
+    k_ptr, v_ptr, balance_ptr, pointers_ptr, table_ptr, count_ptr, length_ptr, meta_ptr, importance_ptr,
     k_token, k_head, v_token, v_head, given, layer, layers, tiers, max_pages, units,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr,
     V_OFFSET: tl.constexpr, POSITION_OFFSET: tl.constexpr, POSITION_BYTES: tl.constexpr,
-    IMPORTANCE_OFFSET: tl.constexpr, BY_TOKEN: tl.constexpr,
+    IMPORTANCE_OFFSET: tl.constexpr, DTYPE: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     index = tl.load(meta_ptr + given * (8 + HEADS) + token)
@@ -56,9 +64,9 @@ def append_kernel(
     else:
         value = tl.load(about + 4).to(tl.float32, bitcast=True)
     copy_token(
-        k_ptr + token * k_token + head * k_head, v_ptr + token * v_token + head * v_head, pointers_ptr,
-        table_ptr + bucket * max_pages, slot, position + number, value, units,
-        DIM, WIDE, PAGE, ROW, V_OFFSET, POSITION_OFFSET, POSITION_BYTES, IMPORTANCE_OFFSET,
+        k_ptr + token * k_token + head * k_head, v_ptr + token * v_token + head * v_head,
+        balance_ptr + bucket // tiers * DIM, pointers_ptr, table_ptr + bucket * max_pages, slot, position + number,
+        value, units, DIM, WIDE, PAGE, ROW, V_OFFSET, POSITION_OFFSET, POSITION_BYTES, IMPORTANCE_OFFSET, DTYPE,
     )  # fmt: skip
     if number == tokens - 1:
         tl.store(count_ptr + bucket, slot + 1)
@@ -68,11 +76,11 @@ def append_kernel(
 
 @triton.jit
 def write_kernel(
-    k_ptr, v_ptr, pointers_ptr, table_ptr, count_ptr, length_ptr, requests_ptr,
+    k_ptr, v_ptr, balance_ptr, pointers_ptr, table_ptr, count_ptr, length_ptr, requests_ptr,
     k_token, k_head, v_token, v_head, given, layer, layers, tiers, max_pages, units,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr,
     V_OFFSET: tl.constexpr, POSITION_OFFSET: tl.constexpr, POSITION_BYTES: tl.constexpr,
-    IMPORTANCE_OFFSET: tl.constexpr, NUMBERED: tl.constexpr, RECIPROCAL: tl.constexpr,
+    IMPORTANCE_OFFSET: tl.constexpr, DTYPE: tl.constexpr, NUMBERED: tl.constexpr, RECIPROCAL: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     request = token
@@ -87,19 +95,21 @@ def write_kernel(
             importance = tl.div_rn(importance + 1.0, length.to(tl.float32))
         if slot >= 0:
             copy_token(
-                k_ptr + token * k_token + head * k_head, v_ptr + token * v_token + head * v_head, pointers_ptr,
-                table_ptr + bucket * max_pages, slot, length - 1, importance, units,
-                DIM, WIDE, PAGE, ROW, V_OFFSET, POSITION_OFFSET, POSITION_BYTES, IMPORTANCE_OFFSET,
+                k_ptr + token * k_token + head * k_head, v_ptr + token * v_token + head * v_head,
+                balance_ptr + bucket // tiers * DIM, pointers_ptr, table_ptr + bucket * max_pages, slot, length - 1,
+                importance, units, DIM, WIDE, PAGE, ROW, V_OFFSET, POSITION_OFFSET, POSITION_BYTES, IMPORTANCE_OFFSET,
+                DTYPE,
             )  # fmt: skip
 
 
-def _sizes(buckets: Buckets, k: torch.Tensor) -> dict[str, int]:
+def _sizes(buckets: Buckets, k: torch.Tensor, balance: torch.Tensor | None) -> dict[str, Any]:
     """Constexpr sizes of tokens and pages that both kernels take."""
     kind, (_, heads, dim) = buckets.page_formats[0], k.shape
     return dict(
         HEADS=heads, DIM=dim, WIDE=triton.next_power_of_2(dim), PAGE=buckets.page_tokens, ROW=kind.row_bytes,
         V_OFFSET=kind.format.v_offset, POSITION_OFFSET=kind.position_offset,
         POSITION_BYTES=kind.position_dtype.itemsize, IMPORTANCE_OFFSET=kind.importance_offset, num_warps=1,
+        DTYPE="" if balance is None else str(kind.dtype).removeprefix("torch."),
     )  # fmt: skip
 
 
@@ -114,10 +124,11 @@ def prepare_append(job: Job) -> Callable[[], None]:
     def run() -> None:
         with torch.cuda.device_of(k):
             append_kernel[k.shape[:2]](
-                k, v, buckets.pool.pointers, buckets.page_table, buckets.count, job.device_length, meta,
-                meta if job.by_token is None else job.by_token, *k.stride()[:2], *v.stride()[:2],
+                k, v, meta if job.balance is None else job.balance, buckets.pool.pointers, buckets.page_table,
+                buckets.count, job.device_length, meta, meta if job.by_token is None else job.by_token, *k.stride()[:2],
+                *v.stride()[:2],
                 len(job.requests), job.layer, layers, tiers, max_pages, buckets.pool.units,
-                BY_TOKEN=job.by_token is not None, **_sizes(buckets, k),
+                BY_TOKEN=job.by_token is not None, **_sizes(buckets, k, job.balance),
             )  # fmt: skip
 
     return run
@@ -131,8 +142,9 @@ def write_rows(written: Written) -> None:
     given, layers, _, tiers, max_pages = buckets.page_table.shape
     with torch.cuda.device_of(k):
         write_kernel[k.shape[:2]](
-            k, v, buckets.pool.pointers, buckets.page_table, buckets.count, written.device_length,
-            buckets.count if requests is None else requests, *k.stride()[:2], *v.stride()[:2],
+            k, v, buckets.count if written.balance is None else written.balance, buckets.pool.pointers,
+            buckets.page_table, buckets.count, written.device_length, buckets.count if requests is None else requests,
+            *k.stride()[:2], *v.stride()[:2],
             given, written.layer, layers, tiers, max_pages, buckets.pool.units,
-            NUMBERED=requests is not None, RECIPROCAL=written.reciprocal, **_sizes(buckets, k),
+            NUMBERED=requests is not None, RECIPROCAL=written.reciprocal, **_sizes(buckets, k, written.balance),
         )  # fmt: skip

@@ -12,7 +12,7 @@ from kvstrata.cache.storage import table_cuda
 def kernels_needed(cache: CacheState) -> list[jit.Named]:
     """Kernels of prompts, appends, steps and settling; those that take longest to compile come first."""
     plain = cache.page_formats[0]
-    written = [*append_cuda.kernels_needed(plain), *table_cuda.kernels_needed()]
+    written = [*append_cuda.kernels_needed(plain, cache.balance is not None), *table_cuda.kernels_needed()]
     if cache.budget.amount is None:  # nothing settles
         return written
     moved = sorted(phases.kernels_needed(cache.page_formats), key=lambda one: "quantize" not in one[0].name)

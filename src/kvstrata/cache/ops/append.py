@@ -20,6 +20,7 @@ import torch
 from kvstrata.cache.move import apply
 from kvstrata.cache.move.append_job import Job
 from kvstrata.cache.policy import settle_cuda
+from kvstrata.cache.policy.balance import divided
 from kvstrata.cache.policy.importance import initial
 from kvstrata.cache.policy.mass import add_mass, new_importance
 from kvstrata.cache.policy.room import fits_each, fits_plain
@@ -124,7 +125,9 @@ def append_plain(
         first = np.zeros(len(ids), np.float32)
     else:
         first = initial(cache.policy.mode, torch.from_numpy(ends)).numpy()
-    job = Job(buckets, layer, ids, counts, starts, before, k, v, first, importance, cache._device_lengths)
+    job = Job(
+        buckets, layer, ids, counts, starts, before, k, v, first, importance, cache._device_lengths, cache.balance
+    )
     apply.append(job, change)
     if change is None:
         cache._lengths[ids, layer] = ends
@@ -154,7 +157,8 @@ def _append_settling(
     places = [(layer, scope) for scope in scopes_of(cache, [asked[i] for i in settling])]
     coming = {asked[i]: lengths[i] for i in settling}
     ends = [[int(cache._lengths[r, layer]) + coming.get(r, 0) for r in scope] for _, scope in places]
-    flat_k, flat_v = (x.detach().reshape(-1, cache.head_dim) for x in (k, v))
+    stored = divided(cache, layer, k, asked, lengths)
+    flat_k, flat_v = (x.detach().reshape(-1, cache.head_dim) for x in (stored, v))
     rows = NewRows(flat_k, flat_v)
     if settle_cuda.supports(cache):
         fresh = _fresh(cache, layer, places, asked, lengths, coming, importance)

@@ -38,7 +38,7 @@ def remember(
     if cache.device.type != "cpu" and buckets.by_cuda:
         flat = [x.flatten(0, 1) if x.dim() == 4 else x for x in (k, v)]
         ids, reciprocal = buckets.device_ids(listed.ids), cache.policy.mode != "mean"
-        launch = append_cuda.AppendOne(buckets, ids, flat[0], flat[1], cache._device_lengths, reciprocal)
+        launch = append_cuda.AppendOne(buckets, ids, flat[0], flat[1], cache._device_lengths, cache.balance, reciprocal)
     given, lengths = (None if x is None else list(x) for x in (requests, seq_lens))
     cache._repeated = Repeated(given, lengths, frozenset(asked), listed, guard_of((k, v)), launch)
 
@@ -95,5 +95,5 @@ def _write(
     starts, mode = lengths.astype(np.int64), cache.policy.mode
     first = np.zeros(len(ids), np.float32) if mode == "mean" else initial(mode, torch.from_numpy(starts + 1)).numpy()
     counts = count.astype(np.int64)
-    job = Job(cache.buckets, layer, ids, np.ones_like(ids), starts, counts, k, v, first, None, cache._device_lengths)
-    rows.append_rows(job)
+    written = (starts, counts, k, v, first, None, cache._device_lengths, cache.balance)
+    rows.append_rows(Job(cache.buckets, layer, ids, np.ones_like(ids), *written))

@@ -22,6 +22,7 @@ def fixed(cache: CacheState) -> dict[str, int]:
         "page_table": cache.buckets.page_table,
         "count": cache.buckets.count,
         "centre": cache.centre,
+        "balance": torch.empty(0, dtype=torch.int8) if cache.balance is None else cache.balance,
         "seq_lens": cache._device_lengths,
         "slab_pointers": cache.pool.pointers,
     }

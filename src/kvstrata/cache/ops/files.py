@@ -7,6 +7,7 @@
     length, queries, reported  int64 [layers]
     centre             float32 [layers, kv_heads, head_dim]
     centred            uint8   [layers]
+    balance            int8    [layers, kv_heads, head_dim]  powers of two; missing: all 0
     ahead_from         int64   [1]                    may be missing: the length to settle ahead from
 
 The metadata holds the version, the parameters of the cache and a digest of all tensors. What decides the meaning of
@@ -104,6 +105,8 @@ def taken(cache: CacheState, request: int) -> dict[str, torch.Tensor]:
         parts[name] = numbers.long().clone(memory_format=torch.contiguous_format)
     parts["centre"] = cache.centre[request]
     parts["centred"] = torch.from_numpy(cache._centred[request]).to(torch.uint8)
+    if cache.balance is not None:
+        parts["balance"] = cache.balance[request]
     parts["ahead_from"] = torch.tensor([int(cache._ahead_from[request])])
     return parts
 
@@ -183,6 +186,10 @@ def validate(cache: CacheState, tensors: dict[str, torch.Tensor]) -> None:
     centred = shaped("centred", torch.uint8, layers)
     want((centred <= 1).all(), "centred: expected 0 or 1")
     want((centred.bool() | (count[:, :, 1:].sum((1, 2)) == 0)).all(), "centred: expected 1 where tokens are quantised")
+    if "balance" in tensors:
+        balance = shaped("balance", torch.int8, layers, heads, cache.head_dim)
+        want((balance.abs() <= 8).all(), "balance: expected powers from -8 to 8")
+        want(cache.balance is not None or not balance.any(), "balance: expected none, or a cache with balance=True")
     if "ahead_from" in tensors:
         want((shaped("ahead_from", torch.int64, 1) >= 0).all(), "ahead_from: expected 0 or more")
     keys = []
@@ -231,8 +238,12 @@ def put(cache: CacheState, request: int, tensors: dict[str, torch.Tensor]) -> No
 def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str, torch.Tensor]) -> None:
     """Pages, tables and numbers of the request; its part of the device's tables is written at once."""
     buckets, count = cache.buckets, tensors["count"].numpy()
-    centre, old_centre = tensors["centre"].to(cache.device), cache.centre[request].clone()
-    reports, old_reports = cache.reports.numbers[request], cache.reports.numbers[request].clone()
+    changed = [(cache.centre[request], tensors["centre"])]
+    if cache.balance is not None:
+        changed.append((cache.balance[request], tensors.get("balance", torch.zeros(cache.balance.shape[1:]))))
+    reports = torch.stack([tensors[name].clamp(max=MOST) for name in ("queries", "reported")], 1)
+    changed.append((cache.reports.numbers[request], reports))
+    before = [own.clone() for own, _ in changed]
 
     def push() -> None:
         if cache.device.type != "cpu":
@@ -240,8 +251,8 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
             buckets.push([request])
 
     def restore() -> None:
-        cache.centre[request].copy_(old_centre)
-        reports.copy_(old_reports)
+        for (own, _), old in zip(changed, before, strict=True):
+            own.copy_(old)
         push()
 
     change.undo(restore)  # the last to be undone, when the host's tables are restored
@@ -263,8 +274,8 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
     change.set(cache._centred, request, tensors["centred"].numpy().astype(bool))
     change.set(cache._lengths, request, tensors["length"].numpy())
     change.set(cache._ahead_from, request, int(tensors["ahead_from"]) if "ahead_from" in tensors else 0)
-    cache.centre[request].copy_(centre)
-    reports.copy_(torch.stack([tensors[name].clamp(max=MOST) for name in ("queries", "reported")], 1))
+    for own, values in changed:
+        own.copy_(values)
     push()
 
 

@@ -22,7 +22,13 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
         state = (cache._lengths, cache._centred, cache._ahead_from)
         new = [x[origin] for x in (buckets.host_table, buckets.host_count, *state)]
         changed = np.concatenate([to, left])
-        on_device: list[tuple[torch.Tensor, float]] = [(cache.centre, 0.0), (cache.reports.numbers, 0)]
+        first = cache._calibrated
+        on_device: list[tuple[torch.Tensor, float | torch.Tensor]] = [
+            (cache.centre, first.centre),
+            (cache.reports.numbers, 0),
+        ]
+        if cache.balance is not None and first.balance is not None:
+            on_device.append((cache.balance, first.balance))
         if cache.device.type != "cpu":
             on_device += [(buckets.page_table, -1), (buckets.count, 0), (cache._device_lengths, 0)]
         to_there, origin_there, left_there = (cache.pool.to_device(x) for x in (to, origin, left))
@@ -33,11 +39,14 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
             cache.pool.retain(new[0][new[0] >= 0])
             for x, values in zip((buckets.host_table, buckets.host_count, *state), new, strict=True):
                 x[to] = values
-                x[left] = -1 if x is buckets.host_table else 0
+                x[left] = -1 if x is buckets.host_table else cache._calibrated.centred if x is cache._centred else 0
             for (tensor, _), rows in zip(on_device, copies, strict=False):
                 tensor.index_copy_(0, to_there, rows)
             for tensor, nothing in on_device if len(left) else ():
-                tensor.index_fill_(0, left_there, nothing)
+                if isinstance(nothing, torch.Tensor):
+                    tensor.index_copy_(0, left_there, nothing.expand(len(left), *nothing.shape))
+                else:
+                    tensor.index_fill_(0, left_there, nothing)
             cache.reports.state[1:].fill_(int(cache.pool.shares))
             cache._active = (cache._active | set(source)) - set(gone)
             buckets.forget(np.concatenate([changed, origin]))

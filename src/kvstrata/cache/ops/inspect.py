@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvstrata.cache.policy import importance as importance_module
+from kvstrata.cache.policy.balance import factors_of
 from kvstrata.cache.storage.page_table import Tokens
 
 if TYPE_CHECKING:
@@ -31,10 +32,16 @@ def gather(cache: CacheState, layer: int, requests: Sequence[int]) -> tuple[torc
     """Dequantised rows ``[requests, kv_heads, n, D]`` and positions, sorted by position."""
     tokens = cache.buckets.snapshot(layer, requests)
     centre = cache.centre[cache.pool.to_device(np.array(requests, np.int64)), layer].flatten(0, 1)
+    balance = factors_of(cache, layer, requests)
+    if balance is not None:
+        balance = balance.flatten(0, 1)
+        centre = centre / balance
     k = torch.empty(len(tokens), cache.head_dim, dtype=cache.dtype, device=cache.device)
     v = torch.empty_like(k)
     for kind, index, rows in cache.buckets.read_all(layer, requests, tokens):
         k[index], v[index] = kind.decode(rows, centre[tokens.head_cache[index]])
+    if balance is not None:
+        k *= balance[tokens.head_cache].to(k.dtype)
     place, shape = by_head(cache, layer, requests, tokens)
     out = [torch.zeros(*shape, cache.head_dim, dtype=cache.dtype, device=cache.device) for _ in range(2)]
     positions = torch.full(shape, -1, device=cache.device)

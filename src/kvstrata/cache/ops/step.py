@@ -151,4 +151,5 @@ def _targets(cache: CacheState, places: list[Place], tokens: Tokens, given: set[
 def write(cache: CacheState, layer: int, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None) -> None:
     """`TieredCache.write`."""
     k, v = check_rows(cache, k, v, requests)
-    write_rows(Written(cache.buckets, layer, k, v, requests, cache._device_lengths, cache.policy.mode != "mean"))
+    reciprocal = cache.policy.mode != "mean"
+    write_rows(Written(cache.buckets, layer, k, v, requests, cache._device_lengths, reciprocal, cache.balance))

@@ -25,10 +25,17 @@ struct Params {
   float* means;          // [n, heads, kPairings, D]
   float* lengths;        // [n, heads, kPairings]
   float* centres;        // [places, heads, D]
-  float* stored;         // [requests, layers, heads, D]
+  float* stored;         // [requests, layers, heads, D], of the model's K
+  const signed char* balance;  // the same shape, or null: rows, and `centres`, are divided by 2 to the power
   i64 token_stride, head_stride;  // of new rows, in bytes
   int n, places_, heads, tiers, max_pages, units, page_shift, position_offset, dim, pairs;
 };
+
+// 2 to the power of channel i, the sign of the power turned if `inverse`; `powers` may be null.
+__device__ __forceinline__ float factor(const signed char* powers, i64 i, bool inverse = false) {
+  if (!powers) return 1.f;
+  return __int_as_float((127 + (inverse ? -powers[i] : powers[i])) << 23);
+}
 
 // The two channels of pair i.
 __device__ __forceinline__ int2 channels(int pairing, int i, int pairs) {
@@ -66,6 +73,8 @@ __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ Params p
   for (int pairing = kPlain; pairing < (p.pairs ? kPairings : kHalves); pairing++) {
     const bool turned = pairing != kPlain, takes_part = column < (turned ? p.pairs : columns);
     const int2 channel = channels(pairing, column, p.pairs);
+    const i64 own = bucket / p.tiers * p.dim;
+    const float by_x = factor(p.balance, own + channel.x), by_y = factor(p.balance, own + channel.y);
     for (int chunk = group; group < groups && chunk < kChunks; chunk += groups) {
       float x_sum = 0.f, y_sum = 0.f;
       int count = 0;
@@ -75,8 +84,8 @@ __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ Params p
 #pragma unroll
         for (int j = 0; j < kAhead; j++) {
           const In* row = rows[at + j];
-          x[j] = row ? to_float(row[channel.x]) : __int_as_float(0x7fffffff);
-          y[j] = row ? to_float(row[channel.y]) : __int_as_float(0x7fffffff);
+          x[j] = row ? to_float(row[channel.x]) * by_x : __int_as_float(0x7fffffff);
+          y[j] = row ? to_float(row[channel.y]) * by_y : __int_as_float(0x7fffffff);
           turn[j] = turned ? p.turns[(at + j) * p.pairs + column] : make_float2(1.f, 0.f);
         }
 #pragma unroll
@@ -132,9 +141,9 @@ template <class = void>
 __global__ void __launch_bounds__(256) finish(const __grid_constant__ Params p) {
   const int place = blockIdx.x, size = p.heads * p.dim, number = p.places[p.places_ + place];
   float* centre = p.centres + static_cast<i64>(place) * size;
+  const i64 own = static_cast<i64>(p.places[place]) * size;
   if (number < 0) {
-    const float* stored = p.stored + static_cast<i64>(p.places[place]) * size;
-    for (int i = threadIdx.x; i < size; i += 256) centre[i] = stored[i];
+    for (int i = threadIdx.x; i < size; i += 256) centre[i] = p.stored[own + i] * factor(p.balance, own + i, true);
     return;
   }
   int pairing = kPlain;
@@ -152,15 +161,16 @@ __global__ void __launch_bounds__(256) finish(const __grid_constant__ Params p) 
     const int head = i / p.dim, c = i % p.dim;
     const float* means = p.means + (static_cast<i64>(number) * p.heads + head) * kPairings * p.dim;
     if (pairing == kPlain || c >= 2 * p.pairs) {
-      centre[i] = means[c];
+      centre[i] = means[c] * factor(p.balance, own + i, true);
       continue;
     }
     const int pair = pairing == kHalves ? c % p.pairs : c / 2;
     const int2 channel = channels(pairing, pair, p.pairs);
     const float x = means[pairing * p.dim + channel.x], y = means[pairing * p.dim + channel.y];
     const float2 turn = p.ahead[number * p.pairs + pair];
-    centre[i] = c == channel.x ? __fsub_rn(__fmul_rn(x, turn.x), __fmul_rn(y, turn.y))
-                               : __fadd_rn(__fmul_rn(y, turn.x), __fmul_rn(x, turn.y));
+    const float turned = c == channel.x ? __fsub_rn(__fmul_rn(x, turn.x), __fmul_rn(y, turn.y))
+                                        : __fadd_rn(__fmul_rn(y, turn.x), __fmul_rn(x, turn.y));
+    centre[i] = turned * factor(p.balance, own + i, true);
   }
 }
 
@@ -168,6 +178,6 @@ template <class = void>
 __global__ void __launch_bounds__(256) store(const __grid_constant__ Params p) {
   const int size = p.heads * p.dim;
   const float* centre = p.centres + static_cast<i64>(p.begun[p.n + blockIdx.x]) * size;
-  float* stored = p.stored + static_cast<i64>(p.begun[blockIdx.x]) * size;
-  for (int i = threadIdx.x; i < size; i += 256) stored[i] = centre[i];
+  const i64 own = static_cast<i64>(p.begun[blockIdx.x]) * size;
+  for (int i = threadIdx.x; i < size; i += 256) p.stored[own + i] = centre[i] * factor(p.balance, own + i);
 }

@@ -25,6 +25,9 @@ import torch
 from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import NEW, Tokens
 from kvstrata.quant import reference as quant
+from kvstrata.quant.calibration import factors
+
+from .balance import factors_of
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -45,9 +48,10 @@ def fix_centres(
     target: torch.Tensor,
     fresh: NewRows | None,
 ) -> torch.Tensor:
-    """K's centres of requests, each in its layer, float32 ``[pairs * kv_heads, D]``.
+    """Centres of stored K of requests, each in its layer, float32 ``[pairs * kv_heads, D]``.
 
-    Those whose first tokens are about to be quantised are computed, and stored when the transaction completes.
+    Stored rows are divided by the balance, and so are these; ``cache.centre`` holds those of the model's K. Those
+    whose first tokens are about to be quantised are computed, and stored when the transaction completes.
     """
     places = cache.pool.to_device(np.array(requests, np.int64) * cache.layers + np.array(layers, np.int64))
     stored = cache.centre.flatten(0, 1)
@@ -68,6 +72,13 @@ def fix_centres(
             centres[begun_index] = centre
             change.set(cache._centred, ([those[i] for i in begun], layer), True)
             change.launch(partial(stored.__setitem__, places[begun_index], centre))
+    return _stored(cache, centres, places)
+
+
+def _stored(cache: CacheState, centres: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Centres ``[places, kv_heads, D]`` of the model's K as those of stored K, ``[places * kv_heads, D]``."""
+    if cache.balance is not None:
+        centres = centres * factors(-cache.balance.flatten(0, 1)[places])
     return centres.flatten(0, 1)
 
 
@@ -90,6 +101,8 @@ def _computed(
         row = row[request]
         index = (first & (row >= 0)).nonzero().flatten()
         k = _first_rows(cache, layer, requests, tokens[index], fresh)
+        if (balance := factors_of(cache, layer, requests)) is not None:
+            k *= balance.flatten(0, 1)[tokens.head_cache[index]]
         slots = (row[index] * heads + tokens.head_cache[index] % heads, tokens.position[index])
         table, takes_part = _table(k, slots, len(batch) * heads)
         positions = horizon(last[batch] + 1, cache.max_tokens)

@@ -28,6 +28,7 @@ THREADS, FINISH_THREADS, CHUNKS, PAIRINGS = 1024, 256, 32, 3  # as in centre.cu
 # struct Params of centre.cu, in its order.
 POINTERS = (
     "table", "count", "pointers", "begun", "places", "turns", "ahead", "k", "means", "lengths", "centres", "stored",
+    "balance",
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q 2q 10i")
 
@@ -52,7 +53,7 @@ def centres_of_places(
     fresh: Fresh | None,
     rows: NewRows | None,
 ) -> torch.Tensor:
-    """K's centres of places, each a (request, layer): float32 ``[places * kv_heads, D]``.
+    """Centres of stored K of places, each a (request, layer): float32 ``[places * kv_heads, D]``.
 
     Those that get codes (``coded``) for the first time are computed from their plain and their new tokens, and stored
     when the transaction completes. ``rows.k``: ``[n * kv_heads, D]`` or ``[n, kv_heads, D]``, of any strides.
@@ -85,6 +86,8 @@ def centres_of_places(
         tensors["turns"] = _turns(cache.rope, device)
     if k is not None:
         tensors["k"] = k
+    if cache.balance is not None:
+        tensors["balance"] = cache.balance
     addresses, kept = upload(buckets, arrays)
     addresses |= {name: x.data_ptr() for name, x in tensors.items()}
     strides = (0, 0) if k is None else (x * k.element_size() for x in k.stride()[:2])

@@ -16,6 +16,8 @@ class BucketedCacheLayer:
     ``page_table[r, h, t, j]`` is page j of a bucket, ``count[r, h, t]`` its tokens. The page's bytes begin at
     ``slab_pointers[handle // units] + handle % units * UNIT`` and are laid out by ``formats[t]``; positions and
     importance follow at the offsets given per tier (importance -1: not kept).
+
+    Rows and codes are of K divided by the balance; the centre is that of the model's K.
     """
 
     page_table: torch.Tensor  # int32 [requests, kv_heads, tiers, max_pages]
@@ -30,4 +32,5 @@ class BucketedCacheLayer:
     position_offsets: tuple[int, ...]
     importance_offsets: tuple[int, ...]
     position_dtype: torch.dtype
+    balance: torch.Tensor | None = None  # int8 [requests, kv_heads, head_dim]: queries are multiplied by 2 to the power
     space: torch.Tensor | None = None  # on the CPU: uint8, all slabs end to end, so a page begins at handle * UNIT

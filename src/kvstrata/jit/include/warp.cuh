@@ -39,6 +39,11 @@ __device__ __forceinline__ unsigned multiply_pair(f16, unsigned a, unsigned b) {
   asm("mul.f16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
+__device__ __forceinline__ unsigned multiply_pair(bf16, unsigned a, unsigned b) {  // sm_80 has no mul.bf16x2
+  unsigned out;
+  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));
+  return out;
+}
 
 __device__ __forceinline__ unsigned fma_pair(f16, unsigned a, unsigned b, unsigned c) {
   unsigned out;

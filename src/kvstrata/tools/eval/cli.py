@@ -1,4 +1,4 @@
-"""`kvstrata eval`, `advise` and `drift`. Everything heavy is imported when a command runs."""
+"""`kvstrata eval`, `advise`, `calibrate` and `drift`. Everything heavy is imported when a command runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from .advise import Advice
     from .sensitivity import Sensitivity
 
-Model = Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M from its wheel by default.")]
+Model = Annotated[
+    str | None, typer.Option(help="Folder, .gguf file or hub id; SmolLM2-135M from its wheel by default.")
+]
 Texts = Annotated[
     list[str] | None,
     typer.Option("--text", help="A text file, or the name of a text that comes with Python; repeatable."),
@@ -252,6 +254,67 @@ def advise(
         )
     advice.write(advised, out)
     say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))", highlight=False)
+
+
+def calibrate(
+    model: Model = None,
+    text: Texts = None,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of each text.")] = 512,
+    sensitivity: Annotated[
+        bool, typer.Option(help="Also measure what rounding K or V of each layer costs: two forwards a layer.")
+    ] = False,
+    device: Where = Device.auto,
+    dtype: Precision = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.safetensors"),
+    as_json: AsJson = False,
+) -> None:
+    """Find the balance and the centres of a model's K, for StrataCache(..., calibration=FILE).
+
+    One forward over some text. A cache with the file does not estimate them from each prompt: equal rows then have
+    equal codes in a format, whatever else a request or a batch holds.
+
+    Example: kvstrata calibrate --text notes.txt --out calibration.safetensors
+
+    Example: kvstrata calibrate --model ./model.gguf --text notes.txt --sensitivity
+    """
+    need(LIBRARIES, "hf", "this")
+    from dataclasses import replace
+
+    from kvstrata.hf.calibrate import calibrate as found
+
+    from . import model as models
+    from . import sensitivity as sides
+    from . import texts
+
+    say = console(as_json)
+    with refusing():
+        where = device_of(device)
+        words = texts.load(text or list(texts.DEFAULT[:1]))
+        loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
+        ids = models.encode(tokenizer, words, tokens).to(where)
+    name = model or "SmolLM2-135M-Instruct"
+    with progress_bars(say) as bar, refusing():
+        task = bar.add_task("balance and centres", total=1)
+        calibration = found(loaded, ids, Path(name).name)
+        bar.update(task, completed=1)
+        if sensitivity:
+            task = bar.add_task("sensitivity", total=2 * len(calibration.layers))
+            measured = sides.measure_sensitivity(
+                loaded, ids[:1, : min(tokens, 256)], tick=lambda name, done: bar.update(task, completed=done)
+            )
+            compressed = [i for i, x in enumerate(measured.k) if x or measured.v[i]]
+            if len(compressed) == len(calibration.layers):
+                k, v = ([side[i] for i in compressed] for side in (measured.k, measured.v))
+                calibration = replace(calibration, k_sensitivity=k, v_sensitivity=v, bits=measured.bits)
+        calibration.save(out)
+    balances = [layer.balance for layer in calibration.layers if layer.balance is not None]
+    spread = [float(x.amax() / x.amin()) for x in balances]
+    if as_json:
+        layers = [{"layer": i, "balance": x} for i, x in enumerate(spread)]
+        typer.echo(json.dumps({"out": str(out), "model": name, "layers": layers}, indent=1))
+    for place in sorted(range(len(spread)), key=lambda i: -spread[i])[:4]:
+        say.print(f"  layer {place}: the balance spans a factor of {spread[place]:g}", highlight=False)
+    say.print(f"Written: {out} (StrataCache(model.config, calibration={str(out)!r}))", highlight=False)
 
 
 def drift(

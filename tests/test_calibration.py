@@ -1,0 +1,112 @@
+"""Calibration: checks, the file, and the balance with the least noise."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from kvstrata.quant.calibration import Calibration, LayerCalibration, pair_balance, pair_means
+
+
+def calibration(layers: int = 3) -> Calibration:
+    torch.manual_seed(0)
+    parts = [
+        LayerCalibration(torch.randint(-3, 4, (2, 32)).float().exp2() if i != 1 else None, torch.randn(2, 32))
+        for i in range(layers)
+    ]
+    return Calibration(parts, [0.5, 0.25, 0.0], [0.1, 0.2, 0.3], 3, "a model")
+
+
+def test_a_file_holds_everything(tmp_path):
+    one = calibration()
+    one.save(tmp_path / "c.safetensors")
+    two = Calibration.load(tmp_path / "c.safetensors")
+    assert len(two.layers) == 3
+    assert two.shape == (2, 32)
+    for a, b in zip(one.layers, two.layers, strict=True):
+        for x, y in ((a.balance, b.balance), (a.centre, b.centre)):
+            assert (x is None and y is None) or torch.equal(x, y)
+    assert (two.k_sensitivity, two.v_sensitivity) == (one.k_sensitivity, one.v_sensitivity)
+    assert (two.bits, two.model) == (3, "a model")
+
+
+def test_other_files_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    with pytest.raises(FileNotFoundError, match="calibration file"):
+        Calibration.load(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="folder"):
+        calibration().save(tmp_path / "none" / "c")
+    path = tmp_path / "c"
+    path.write_bytes(b"not a file of tensors")
+    with pytest.raises(ValueError, match="is none"):
+        Calibration.load(path)
+    save_file({"x": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match="version"):
+        Calibration.load(path)
+    metadata = {"kind": "kvstrata.calibration", "version": "1", "layers": "1", "bits": "0", "model": ""}
+    empty = {f"sensitivity.{side}": torch.zeros(0) for side in "kv"}
+    for tensors, reason in (
+        ({"balance.0": torch.full((2, 32), 3.0)}, "powers of two"),
+        ({"balance.1": torch.ones(2, 32)}, "balance.1"),
+        ({"centre.0": torch.full((2, 32), torch.nan)}, "finite"),
+    ):
+        save_file(tensors | empty, path, metadata=metadata)
+        with pytest.raises(ValueError, match=reason):
+            Calibration.load(path)
+
+
+@pytest.mark.parametrize("value", [0.0, -2.0, 3.0, 512.0, 2.0**-9, torch.inf, torch.nan])
+def test_a_balance_is_of_powers_of_two(value):
+    balance = torch.ones(2, 32)
+    balance[1, 3] = value
+    with pytest.raises(ValueError, match="balance: expected powers of two"):
+        LayerCalibration(balance)
+
+
+def test_sizes_are_checked():
+    with pytest.raises(ValueError, match="centre: expected shape"):
+        LayerCalibration(torch.ones(2, 32), torch.ones(1, 32))
+    with pytest.raises(TypeError, match="float32"):
+        LayerCalibration(torch.ones(2, 32).half())
+    with pytest.raises(ValueError, match="one \\(kv_heads, head_dim\\)"):
+        Calibration([LayerCalibration(torch.ones(2, 32)), LayerCalibration(torch.ones(2, 64))])
+    with pytest.raises(ValueError, match="k_sensitivity"):
+        Calibration([LayerCalibration()], [1.0, 2.0])
+    with pytest.raises(ValueError, match="of a model with 3 layers of 2 and 32"):
+        calibration().check(3, 4, 32)
+    calibration().check(3, 2, 32)
+
+
+def test_pairs_share_a_mean():
+    x = torch.arange(8.0).view(1, 8)
+    assert pair_means(x, 0, False).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert pair_means(x, 4, False).tolist() == [[2, 3, 4, 5, 2, 3, 4, 5]]
+    assert pair_means(x, 4, True).tolist() == [[0.5, 0.5, 2.5, 2.5, 4.5, 4.5, 6.5, 6.5]]
+    assert pair_means(x, 2, False).tolist() == [[1, 2, 1, 2, 4, 5, 6, 7]]
+
+
+def test_no_other_powers_of_two_have_less_noise():
+    """Noise of a score with one step for the whole row: sum(q² s²) * sum(k² / s²)."""
+    k, q = torch.tensor([[900.0, 2.0, 0.3, 5.0]]), torch.tensor([[0.2, 3.0, 50.0, 1.0]])
+    s = pair_balance(k, q)
+
+    def noise(s: torch.Tensor) -> float:
+        return float((q * s * s).sum() * (k / (s * s)).sum())
+
+    bound = float((k * q).sqrt().sum() ** 2)  # Cauchy-Schwarz
+    assert bound <= noise(s) <= 1.6 * bound
+    assert noise(torch.ones(1, 4)) > 2 * bound, "the case is too easy to tell"
+    best = min(noise(torch.tensor([powers]).exp2()) for powers in itertools.product(range(-4, 5), repeat=4))
+    assert noise(s) <= 1.25 * best
+
+
+def test_channels_without_k_or_q_stay_within_bounds():
+    k, q = torch.ones(2, 32), torch.ones(2, 32)
+    k[0, :4] = 0.0
+    q[1, 5] = 0.0
+    k[1, 6] = 1e30
+    LayerCalibration(pair_balance(k, q))
+    LayerCalibration(pair_balance(torch.zeros(1, 32), torch.zeros(1, 32)))
