@@ -25,7 +25,7 @@ RACECHECK_FLAGS ?= --kernel-regex-exclude kns=specialized
 # The revision to record where the tree is a copy without .git
 REVISION ?=
 # What make gpu measures
-OPS ?= store quantize settle decode packed prefill replay step
+OPS ?= store quantize settle decode packed prefill replay step serve
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean

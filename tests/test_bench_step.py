@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvstrata.tools.bench import runner
-from kvstrata.tools.bench.cases import step
+from kvstrata.tools.bench.cases import serve, step
 from kvstrata.tools.bench.clock import WallClock
 from kvstrata.tools.bench.render import table
 from kvstrata.tools.bench.results import CaseResult, Report, Row
@@ -41,8 +41,8 @@ def test_all_ways_give_the_same_tokens(budget: float | None) -> None:
 
 def test_steps_that_settle() -> None:
     """Tokens are those of the same state in the other way; contexts grow only by steps."""
-    case = step.cases(DEVICE, False)[-1]
-    assert case.rounds >= 2 * step.SETTLE_EVERY
+    [case] = serve.cases(DEVICE, False)
+    assert case.rounds >= 2 * serve.SETTLE_EVERY
     bench = case.build(DEVICE)
     (decoder,) = step._built.values()
     before = decoder.cache.length(0)
@@ -69,10 +69,11 @@ def test_shapes_of_the_benchmark() -> None:
     assert step.Model().weights == 7_504_658_432
     names = [case.name for case in step.cases(torch.device("cuda"), False)]
     assert names[:2] == ["step-B1-4096-16bit-gpu", "step-B1-4096-16bit"]
-    assert len(names) == 12 + 6
-    assert names[12:15] == ["settling-B32-16384-16bit", "settling-B32-16384-0.25", "settling-B64-4096-16bit"]
-    quick = [case.name for case in step.cases(torch.device("cuda"), True)]
-    assert quick[-2:] == ["settling-B64-4096-16bit", "settling-B64-4096-0.25"]
+    assert len(names) == 12
+    names = [case.name for case in serve.cases(torch.device("cuda"), False)]
+    assert names[:3] == ["serve-B32-16384-16bit", "serve-B32-16384-0.25", "serve-B64-4096-16bit"]
+    quick = [case.name for case in serve.cases(torch.device("cuda"), True)]
+    assert quick == ["serve-B64-4096-16bit", "serve-B64-4096-0.25"]
     assert max(shape.bytes - 2 * shape.model.weights for shape in step.SHAPES) < 34.4e9
     assert step.Shape(32, 4096, 0.25).name == "step-B32-4096-0.25"
 

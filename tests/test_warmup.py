@@ -97,23 +97,21 @@ def test_what_runs_first_was_compiled_ahead(loaded: set[jit.Named], options: dic
     # On a CPU the host's tables are the device's, so these are prepared and not run.
     ids, (k, v) = torch.zeros(1, dtype=torch.int32), rows(1)
     for kernel in append_cuda.KERNELS:
-        append_cuda._prepare(kernel, cache.buckets, 0, k, v, cache._device_lengths, ids, None, 1, False)
+        append_cuda._prepare(kernel, cache.buckets, 0, k, v, cache._device_lengths, ids, None, None, 1, False)
     table_cuda.count_up(cache.buckets, ids, cache._device_lengths)
     table_cuda.new_pages(cache.buckets, torch.zeros(2, 1, dtype=torch.int64))
     needed = set(kernels_needed(cache, 8, 1, **GPU))
     missing = loaded - needed
     assert not missing, sorted(entry for _, entry in missing)
     assert len(loaded) > 12  # the path was taken
-    unused = {entry.split("<")[0] for _, entry in needed - loaded}
-    assert unused <= {"clear", "combine", "combine_alone", "copy_codes", "copy_rows", "observe"}, (
-        unused
-    )  # of other sizes and moves
+    unused = {entry.split("<")[0] for _, entry in needed - loaded}  # of other sizes and moves
+    assert unused <= {"clear", "combine", "combine_alone", "copy_codes", "copy_rows", "observe"}, unused
 
 
 @needs_compiler
 def test_kernels_of_a_cache_compile_without_a_gpu(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several threads, once: a second call finds everything on disk and compiles nothing."""
-    names = append_cuda.kernels_needed(small().page_formats[0])
+    names = append_cuda.kernels_needed(small().page_formats[0], False)
     run, together, waiting = compiler._run_nvrtc, threading.Barrier(2), iter(range(2))
 
     def watched(*arguments):

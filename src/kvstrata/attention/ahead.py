@@ -74,7 +74,17 @@ def rehearsal(cache: TieredCache) -> TieredCache:
         twin.write(0, k[1:2], k[1:2])
     if tokens:
         twin.update_importance(0, torch.full((1, cache.kv_heads, tokens + 2), 0.5, device=cache.device))
+    _move_a_page(twin)
     return twin
+
+
+def _move_a_page(cache: TieredCache) -> None:
+    """Copy a page of every tier, as compaction does when the budget needs it."""
+    for tier in range(len(cache.page_formats)):
+        handles = cache.pool.allocate(tier, 2)
+        cache.pool.copy(handles[:1], handles[1:], tier)
+        cache.pool.release(handles)
+    cache.pool.trim()
 
 
 def warmup(

@@ -270,6 +270,7 @@ class StrataCache(Cache):
 
         The first forward does the same for kernels; this is the moment for it, and for what torch, Triton and numba
         compile at first use. ``rows`` of the batch; ``progress`` as in `kvstrata.warmup`. The cache is not changed.
+        Raises what `kvstrata.warmup` raises.
         """
         heads, dim = self._config_heads()
         if self._compressed and heads and dim:

@@ -9,19 +9,13 @@ cases for each batch:
     step-B32-4096-16bit-gpu  device time of the metadata and the replay, over the same state each time; `replay` is
                              the graph alone, so what is beyond it is the metadata's share. Requests do not grow, so
                              no layer observes.
-
-and for some, at 16 bit and under a budget:
-
-    settling-B32-16384-0.25  wall-clock time of as many steps as contain a few settlings: `mean` and `slowest` tell what
-                             these cost. While the graph runs, the host advances the cache for the next step.
-                             `no advance` is the step without `TieredCache.advance`, over the same state.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -31,11 +25,9 @@ import kvstrata
 from kvstrata.replay import GraphRunner
 from kvstrata.tools.bench import Bench, Case
 from kvstrata.tools.bench.clock import Call
-from kvstrata.tools.bench.whole import PERIODS
 
 OBSERVED = 2  # layers of a step whose mass becomes importance, where there is a budget
 GROWTH = 1024  # tokens that a request may grow by while samples are taken
-SETTLE_EVERY = 64  # tokens, the default of a cache
 INPUTS = ("ids", "positions", "requests")
 # How metadata gets into the graph: the options of a runner.
 WAYS: dict[str, dict[str, Any]] = {
@@ -239,26 +231,6 @@ def build_wall(shape: Shape, device: torch.device) -> Bench:
     )
 
 
-def build_settling(shape: Shape, device: torch.device) -> Bench:
-    decoder = decoder_of(shape, device)
-
-    def check(name: str, i: int, out: list[int]) -> None:
-        """Over the state that is left the same tokens come out in two ways, and the budget holds."""
-        memory = decoder.cache.memory()
-        assert memory.allowed is None or memory.total <= memory.allowed, "the budget does not hold"
-        assert len(out) == shape.batch, "tokens are missing"
-        fused, again = (decoder.run(way).tolist() for way in ("fused", "unfused"))
-        assert fused == again, f"{sum(map(int.__ne__, fused, again))} of {len(fused)} tokens are others"
-
-    calls: dict[str, Call] = {
-        "step": lambda i: decoder.step_ahead("fused"),
-        "no advance": lambda i: decoder.run("fused").tolist(),
-    }
-    return Bench(
-        contenders=calls, poison=lambda name, i: decoder.spoil(), check=check, ours="step", baseline="no advance",
-    )  # fmt: skip
-
-
 def build_gpu(shape: Shape, device: torch.device) -> Bench:
     decoder = decoder_of(shape, device)
     wanted = decoder.run("unfused").clone()
@@ -304,23 +276,11 @@ def cases_of(shape: Shape) -> list[Case]:
     ]  # fmt: skip
 
 
-def settling_case(shape: Shape) -> Case:
-    """Steps that settle a few times, at the default ``settle_every``."""
-    name = shape.name.replace("step-", "settling-")
-    return Case(
-        "step", name, {**shape.params, "time": "wall"}, shape.bytes, partial(build_settling, shape), wall=True,
-        seconds=12.0, rounds=PERIODS * SETTLE_EVERY,
-    )  # fmt: skip
-
-
 # K and V of 64 x 4,096, 128 x 2,048 and 256 x 1,024 tokens are 34 GB each.
 SHAPES = [Shape(1, 4096), Shape(8, 4096), Shape(32, 4096), Shape(64, 4096), Shape(128, 2048), Shape(256, 1024)]
-SETTLING = [Shape(*sizes, budget) for sizes in ((32, 16384), (64, 4096), (1, 16384)) for budget in (None, 0.25)]
 TOY = Shape(3, 40, model=Model(2, 64, 4, 2, 64, 96, 128), page_tokens=16)
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    cuda = device.type == "cuda"
-    shapes = [TOY] if not cuda else SHAPES[2:3] if quick else SHAPES
-    settling = [replace(TOY, context=300, budget=0.3)] if not cuda else SETTLING[2:4] if quick else SETTLING
-    return [*(case for shape in shapes for case in cases_of(shape)), *map(settling_case, settling)]
+    shapes = [TOY] if device.type != "cuda" else SHAPES[2:3] if quick else SHAPES
+    return [case for shape in shapes for case in cases_of(shape)]
