@@ -288,7 +288,10 @@ def test_a_replayed_graph_takes_turns(backend: str) -> None:
         for request in (0, 1):
             one, other = (cache.buckets.snapshot(layer, [request]).importance for cache in (captured, eager))
             assert other.any()
-            assert torch.equal(one, other)
+            if backend == "cuda":
+                assert torch.equal(one, other)
+            else:  # splits follow the lengths at the capture
+                torch.testing.assert_close(one, other)
 
 
 @on(EMULATED, CUDA)

@@ -33,14 +33,14 @@ from kvstrata.layout.format import MAX_TIERS, Format
 from .job import Job, Result, Tensors
 
 WORK = "2q16i"  # struct PackedWork
-BASE = f"9q5q6i2f3i5q qf3i{MAX_TIERS}i"  # struct Params of decode_state.cuh
+BASE = f"10q5q6i2f3i5q qf3i{MAX_TIERS}i"  # struct Params of decode_state.cuh
 # struct PackedParams: its base, then pages, table, balance; strides; stages of a block.
 DECODE = struct.Struct(BASE + "3q3qqi4x" + WORK)
 COMBINE = struct.Struct("8q2q3q7if" + WORK)
 # Addresses in both, which change from call to call: (offset, struct).
 QUERY, LENGTHS, PAGES = (
     (0, struct.Struct("q")),
-    (4 * 8, struct.Struct("4q")),
+    (4 * 8, struct.Struct("5q")),
     (struct.calcsize(BASE), struct.Struct("3q")),
 )
 RESULTS = (0, struct.Struct("8q"))
@@ -151,7 +151,7 @@ class Plan:
         block_stages, strides = blocks.block_size // self.tokens, (q.stride(0) * size, q.stride(1) * size)
         multiprocessors = self.work[-2]
         decode = DECODE.pack(
-            *(0,) * 9, 0, *strides, 1, 0,
+            *(0,) * 10, 0, *strides, 1, 0,
             job.most_queries, job.group, blocks.kv_heads, self.chunks, self.head_caches, multiprocessors,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0, 0, 0,
             0, 0, by_group, by_heads, _inverse(multiprocessors), 0, 0.0, 0, 0, 0, *(0,) * MAX_TIERS,
@@ -181,7 +181,7 @@ class Plan:
         partial_out, middle, params = scratch.data_ptr(), _pointer(centre), self.decode.params
         partial_sum = partial_out + self.sums_offset
         QUERY[1].pack_into(params, QUERY[0], queries)
-        LENGTHS[1].pack_into(params, LENGTHS[0], lengths, middle, partial_out, partial_sum)
+        LENGTHS[1].pack_into(params, LENGTHS[0], lengths, middle, 0, partial_out, partial_sum)
         PAGES[1].pack_into(params, PAGES[0], pages.data_ptr(), table.data_ptr(), by)
         PAIR.pack_into(params, DECODE_WORK, lengths, cu)
         stream = jit.current_stream(self.device)
