@@ -12,17 +12,32 @@ from .clock import Call
 from .stats import summary
 from .timer import Timer
 
+LARGEST = 4 << 30  # bytes of a buffer; more are copied in parts, so that a yardstick does not take all memory
 EMPTY = Path(__file__).parent / "baselines" / "empty.cu"
 
 
 def copy_call(moved: int, sets: int, device: torch.device) -> Call:
     """A contiguous copy that reads and writes `moved` bytes together, on rotating buffers."""
     half = max(moved // 2, 1)
+    if half > LARGEST:
+        return _copy_in_parts(half, device)
     stride = -(-half // 512) * 512  # every buffer aligned as an allocation of its own would be
     source = torch.randint(0, 256, (sets, stride), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     pairs = [(target[i, :half], source[i, :half]) for i in range(sets)]
     return lambda i: pairs[i][0].copy_(pairs[i][1])
+
+
+def _copy_in_parts(half: int, device: torch.device) -> Call:
+    source = torch.randint(0, 256, (LARGEST,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy(i: int) -> None:
+        for first in range(0, half, LARGEST):
+            size = min(LARGEST, half - first)
+            target[:size].copy_(source[:size])
+
+    return copy
 
 
 @functools.cache

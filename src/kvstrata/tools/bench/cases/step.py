@@ -119,6 +119,7 @@ class Decoder:
             max_requests=batch, max_tokens=shape.context + GROWTH, page_tokens=shape.page_tokens,
             rope=self.model.model.rotary_emb.inv_freq,
         )  # fmt: skip
+        kvstrata.warmup(self.cache, sizes.heads, progress=False)
         self.requests = [self.cache.add_request() for _ in range(batch)]
         self._fill(shape)
         self.plan = kvstrata.DecodePlan(self.cache, sizes.heads, observe=0 if shape.budget is None else OBSERVED)
