@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from kvstrata.cache.storage import page as pages
 from kvstrata.cache.storage import pool
-from kvstrata.cache.storage.uploads import Uploads
+from kvstrata.cache.storage.uploads import RING_BYTES, Uploads
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
 
@@ -237,3 +239,25 @@ def test_uploads_behind_a_busy_stream_arrive_as_they_were() -> None:
             sent.append((array.copy(), uploads.copy(array, streams)))
     torch.cuda.synchronize()
     assert all(np.array_equal(there.cpu().numpy(), array) for array, there in sent)
+
+
+@pytest.mark.parametrize("sizes", [[64], [4096], [512 << 10], [8, 120, 4096, 70_000]])
+def test_the_ring_of_uploads_waits_before_it_is_reused(sizes: list[int]) -> None:
+    """No byte is given out again before an event that was recorded after its last use was waited for."""
+    state = dict(issued=0, done=0)  # uploads so far; the last one that is known to be done
+
+    class Stream:
+        def record_event(self) -> SimpleNamespace:
+            issued = state["issued"]
+            return SimpleNamespace(synchronize=lambda: state.update(done=max(state["done"], issued)))
+
+    ring, used, random = Uploads(torch.device("cpu")), {}, np.random.default_rng(0)
+    for number in range(1, 4 * RING_BYTES * len(sizes) // sum(sizes)):
+        size = int(random.choice(sizes))
+        first = ring._reserve(size, [Stream()])
+        assert first + size <= RING_BYTES
+        for chunk in range(first // 64, -(-(first + size) // 64)):
+            assert used.get(chunk, 0) <= state["done"], "bytes that may be on their way"
+            used[chunk] = number
+        state["issued"] = number
+    assert state["done"] > 0

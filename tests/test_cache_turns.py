@@ -124,3 +124,40 @@ def test_appends_between_steps_settle_as_they_must() -> None:
         for request in (0, 1):
             assert torch.equal(one.tier_map(layer, request), other.tier_map(layer, request))
     one.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_under_bytes_follow_all_requests(seed: int) -> None:
+    """Requests that share a budget advance in turns, swap and leave: a plan for all of them is never used too late."""
+    options = OPTIONS | dict(budget=None, budget_bytes=650_000)
+    cache = make(2, max_requests=4, device=DEVICE, **options)
+    for layer in range(2):
+        for request, n in enumerate([200, 150, 260, 90]):
+            k, v = rows(n, dtype=cache.dtype, seed=10 * layer + request)
+            cache.append(layer, k.to(DEVICE), v.to(DEVICE), [request], [n])
+    random = np.random.default_rng(seed)
+    for number in range(60):
+        some = sorted(random.choice(list(cache.requests), int(random.integers(1, 4)), replace=False).tolist())
+        step(cache, some, number)
+        if number % 9 == 8:
+            cache.reorder([1, 0], [2, 3])
+        if number == 40:
+            cache.crop(1, 30)
+    cache.check()
+
+
+def test_a_plan_that_failed_once_is_whole_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of one request fails for want of memory, then both take it: no place is left out."""
+    from kvstrata.cache.storage.page_table import Buckets
+
+    cache, number = started([200, 200], layers=2), 0
+    while not cache._ahead or cache._ahead[0].valid != {0, 1}:
+        step(cache, [0, 1], number)
+        number += 1
+    with monkeypatch.context() as patched:
+        patched.setattr(Buckets, "short", lambda self, ids: (_ for _ in ()).throw(torch.OutOfMemoryError("memory")))
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.advance([0])
+    for more in range(3):
+        step(cache, [0, 1], number + more)
+    cache.check()

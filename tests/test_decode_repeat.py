@@ -94,3 +94,14 @@ def test_calls_of_other_requests_do_not_mix() -> None:
     for rows in ([0, 1], [2, 0], [0, 1], [2, 0], [2, 0]):
         got = decode_attention(q, cache, 0, requests=rows, backend="cuda")
         torch.testing.assert_close(got.float(), want[tuple(rows)].float(), atol=2e-3, rtol=2e-3)
+
+
+def test_queries_with_odd_strides_are_not_remembered() -> None:
+    """Such queries are copied for the kernel: their own addresses and the copy's strides do not go together."""
+    cache = filled([90, 30])
+    whole = torch.randn(2, 385, generator=torch.Generator().manual_seed(3)).half().to(DEVICE)
+    q = whole.as_strided((2, 1, 6, 64), (385, 384, 64, 1))
+    want = decode_attention(q, cache, 0, backend="reference")
+    for _ in range(2):
+        got = decode_attention(q, cache, 0, backend="cuda")
+        torch.testing.assert_close(got.float(), want.float(), atol=2e-3, rtol=2e-3)

@@ -123,8 +123,13 @@ class CacheState:
         return self.buckets.snapshot(layer, [request])
 
     def _forget(self, requests: Sequence[int]) -> None:
-        """Drop the plans that were made ahead for requests which an operation is about to change."""
+        """Drop the plans that were made ahead for requests which an operation is about to change.
+
+        Under a budget in bytes a plan is for all requests, so any change drops it.
+        """
         self._due = None
+        if self.budget.shared and requests:
+            self._ahead = []
         if self._ahead:
             for ahead in self._ahead:
                 ahead.forget(requests)

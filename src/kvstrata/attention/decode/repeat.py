@@ -99,7 +99,7 @@ def remember(
 ) -> None:
     """Keep the parameters of the call that was just made, by a plan of its own."""
     plans = cuda._OWNED.get(cache)
-    if not plans or q.data_ptr() % 4 or not (requests is None or type(requests) is list):
+    if not plans or cuda._aligned(q) is not q or not (requests is None or type(requests) is list):
         return
     plan = next(reversed(plans.values()))
     key = (q.dtype, False, plan.q_len > 1, False)

@@ -46,7 +46,7 @@ QUERY, LENGTHS, PAGES = (
 RESULTS = (0, struct.Struct("8q"))
 DECODE_WORK, COMBINE_WORK = (x.size - struct.calcsize(WORK) for x in (DECODE, COMBINE))
 PAIR = struct.Struct("2q")
-MOST_COST = (1 << 31) - 1
+MOST_COST = 1 << 30
 
 
 def missing(job: Job) -> str | None:
@@ -57,6 +57,9 @@ def missing(job: Job) -> str | None:
         return f"cuda: expected q in float16 or bfloat16, got {job.q.dtype}"
     if not job.format.rotate:
         return "cuda: expected a format with rotation, got rotate=False"
+    columns = job.most_queries * job.group
+    if job.requests * job.blocks.kv_heads * columns**2 >= 1 << 32:  # divide.cuh
+        return f"cuda: expected a smaller batch or max_seqlen_q, got {job.requests} rows of up to {columns} columns"
     if job.max_tokens >= 1 << 31 or job.q.shape[0] * job.group >= 1 << 31:
         return f"cuda: expected fewer than 2^31 tokens in a row of block_table, got {job.max_tokens}"
     return None

@@ -230,6 +230,7 @@ def load(cache: CacheState, path: str | PathLike[str]) -> int:
 
 def put(cache: CacheState, request: int, tensors: dict[str, torch.Tensor]) -> None:
     """Fill a request that is not in use with what `taken` gave; BudgetExceeded leaves the cache as it was."""
+    cache._forget([request])
     with cache._operation() as change:
         _put(cache, change, request, tensors)
         _fit(cache, change, request)

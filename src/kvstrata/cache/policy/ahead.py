@@ -10,7 +10,6 @@ plan stays valid for a request until anything but `advance`, `write` and `update
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -142,5 +141,10 @@ def plan_ahead(cache: CacheState, ids: np.ndarray) -> None:
         cache._due = (ids, wanted)
     if wanted is None:
         return
-    with contextlib.suppress(torch.OutOfMemoryError):  # then the next step plans for itself
+    try:
         cache._ahead.append(Ahead(cache, places_of(cache, able, wanted), able.tolist()))
+    except MemoryError:
+        pass  # the next step plans for itself
+    except RuntimeError as error:  # torch's own, of the device, the host and pinned memory
+        if "memory" not in str(error):
+            raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,43 +33,43 @@ if TYPE_CHECKING:
 LARGEST_KEPT = 1 << 22  # new tokens and heads of a prompt whose plan is kept for the next layer
 
 
-class Planned:
-    """A plan for places, not carried out yet; its kernels and the copy of its outcome are queued."""
+class Outcome:
+    """Results of a plan's kernels, on their way to the host."""
 
-    def __init__(
-        self,
-        layers: np.ndarray,
-        requests: np.ndarray,
-        fresh: Fresh | None,
-        device: DevicePlan,
-        counted: Moves,
-        like: Planned | None = None,
-    ) -> None:
-        self.layers, self.requests, self.fresh = layers, requests, fresh  # [places]
-        self.device, self.counted = device, counted
+    def __init__(self, device: DevicePlan) -> None:
+        self.device = device
         self._results, self._event = device.results, None
-        if like is not None:
-            self.outcome = like.outcome
-        elif device.results.is_cuda:
+        if device.results.is_cuda:
             self._results = torch.empty(device.results.shape, dtype=torch.uint8, pin_memory=True)
             self._results.copy_(device.results, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
     @functools.cached_property
-    def outcome(self) -> tuple[list[int | None], list[int], np.ndarray]:
+    def values(self) -> tuple[list[int | None], list[int], np.ndarray]:
         """``needed`` and ``spare`` per scope as in `plan.Plans`, and the numbers of `Moves`; waits for the device."""
         if self._event is not None:
             self._event.synchronize()
         return self.device.read(self._results.numpy())
 
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan for places, not carried out yet; its kernels and the copy of its outcome are queued."""
+
+    layers: np.ndarray  # [places]
+    requests: np.ndarray
+    fresh: Fresh | None
+    outcome: Outcome
+    counted: Moves
+
     @property
     def needed(self) -> list[int | None]:
-        return self.outcome[0]
+        return self.outcome.values[0]
 
     @property
     def spare(self) -> list[int]:
-        return self.outcome[1]
+        return self.outcome.values[1]
 
 
 def supports(cache: CacheState) -> bool:
@@ -122,10 +123,10 @@ def plan(
         rows=apply.aligned_rows(rows),
         addresses=addresses,
     )
-    planned = Planned(layers, requests, fresh, device, counted)
-    if key is not None:
-        cache._prompt = (key, planned)
-    return planned
+    outcome = Outcome(device)
+    if key is not None:  # without the rows
+        cache._prompt = (key, outcome)
+    return Planned(layers, requests, fresh, outcome, counted)
 
 
 def _prompt(
@@ -140,7 +141,7 @@ def _prompt(
 
 
 def _again(
-    cache: CacheState, same: Planned, layers: np.ndarray, requests: np.ndarray, fresh: Fresh, rows: NewRows
+    cache: CacheState, same: Outcome, layers: np.ndarray, requests: np.ndarray, fresh: Fresh, rows: NewRows
 ) -> Planned:
     """The plan of a prompt for the same requests in another layer, without planning."""
     device = same.device
@@ -155,7 +156,7 @@ def _again(
         addresses={"numbers": device.numbers, "fresh": device.fresh},
         counts=False,
     )
-    return Planned(layers, requests, fresh, device, counted, same)
+    return Planned(layers, requests, fresh, same, counted)
 
 
 def move(
@@ -169,8 +170,8 @@ def move(
 
     ``without``: True for each place that stays as it is.
     """
-    layers, requests, numbers = planned.layers, planned.requests, planned.outcome[2]
-    if without is not None and without.any():
+    layers, requests, numbers = planned.layers, planned.requests, planned.outcome.values[2]
+    if without is not None:
         numbers = numbers.copy()
         numbers.reshape(3, len(layers), -1)[:, without] = 0
         planned.counted.leave_out(without)

@@ -75,7 +75,7 @@ class Buckets:
         self.device = pool.device
         self.heads = np.arange(kv_heads)
         self.backend = "auto"  # of moves between tiers
-        self.arena = Arena(self.device)  # scratch of plans and moves on a CUDA device
+        self.arena = Arena(self.device, pool.streams)  # scratch of plans and moves on a CUDA device
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
         self.lists: dict[tuple[int, ...], RequestList] = {}  # of requests that advanced
         self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: not known

@@ -6,6 +6,7 @@ a cache has holds weak references only: entries vanish with the cache or the scr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -35,8 +36,9 @@ def scratch_bytes(cache: object) -> int:
 class Arena:
     """Device buffers of plans. A plan leases a set of them and gives it back when it is dropped."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: Mapping[int, torch.cuda.Stream] | None = None) -> None:
         self.device = device
+        self._streams = {} if streams is None else streams  # that may still read a buffer when it is dropped
         self.nbytes = 0
         self._free: list[dict[str, torch.Tensor]] = []
 
@@ -48,7 +50,14 @@ class Arena:
         if len(self._free) < KEPT:
             self._free.append(buffers)
         else:
-            self.nbytes -= sum(buffer.nbytes for buffer in buffers.values())
+            for buffer in buffers.values():
+                self.drop(buffer)
+
+    def drop(self, buffer: torch.Tensor) -> None:
+        """Free a buffer; its memory is reused when the streams that used it are done."""
+        self.nbytes -= buffer.nbytes
+        for stream in self._streams.values():
+            buffer.record_stream(stream)
 
 
 class Lease:
@@ -65,8 +74,7 @@ class Lease:
             size = bytes_needed
             if held is not None:
                 size = size * 5 // 4  # needs grow slowly, token by token
-                self._arena.nbytes -= held.nbytes
-                del self._buffers[name]
+                self._arena.drop(self._buffers.pop(name))
             with torch.inference_mode(False):
                 held = torch.empty(-(-size // 512) * 512, dtype=torch.uint8, device=self._arena.device)
             self._arena.nbytes += held.nbytes

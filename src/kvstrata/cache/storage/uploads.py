@@ -38,7 +38,7 @@ class Uploads:
     def _reserve(self, nbytes: int, streams: Iterable[torch.cuda.Stream]) -> int:
         """Offset of free bytes in the ring; waits for copies that were queued a whole half ago."""
         half, first = RING_BYTES // 2, self._next
-        before = first // half if first < RING_BYTES else 1
+        before = max(first - 1, 0) // half  # the half of the last upload, also where that filled it to the end
         if first + nbytes > (before + 1) * half:
             self._read[before] = [stream.record_event() for stream in streams]
             before = 1 - before
