@@ -283,6 +283,31 @@ def test_steps_of_a_layer_match_float_attention(block_size, given):
         assert (out - expected).abs().mean() < 0.004, number
 
 
+def test_padded_drafts_give_what_the_requests_alone_give():
+    """A graph of 3 requests with 4 tokens each replays a step of 2 with 4 and 2; what is behind them is padding."""
+    options = Options("K4V4")
+    layer = PackedLayer(options, 4, 2, 64, 0.125)
+    cache = cache_of(options, 4, 2, 64, 64)
+    torch.manual_seed(0)
+    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(n, heads, 64, device=DEVICE).to(dtype) for n, heads in ((12, 4), (40, 2), (40, 2)))
+    slots = torch.cat([torch.arange(64, 94), torch.arange(192, 202)]).to(DEVICE)
+    layer.store(k, v, cache, slots)
+    outs = []
+    for starts, lengths, blocks, tokens in (
+        ((0, 4, 6, 6), (30, 10, 0), (1, 3, 0), 12),
+        ((0, 4, 6), (30, 10), (1, 3), 6),
+    ):
+        cu, table = ints(*starts).to(DEVICE), ints(*blocks)[:, None].to(DEVICE)
+        given = dict(tokens=tokens, max_query_len=4, max_seq_len=30, threshold=4)
+        batch = make_batch(cu, cu.cpu(), ints(*lengths).to(DEVICE), table, **given)
+        out = torch.zeros_like(q)
+        layer.attend(q, k[:12], v[:12], cache, batch, out)
+        outs.append(out[:6].float())
+    assert (outs[0] - outs[1]).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
+    assert outs[0].abs().min() > 0
+
+
 def test_importing_without_vllm_says_what_to_install():
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("vLLM is installed")

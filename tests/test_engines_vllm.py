@@ -6,9 +6,10 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import vllm_signatures as signatures
 import vllm_standin
 from conftest import HAS_GPU
 from kvstrata import Format
+from kvstrata.engines import VLLM_BACKEND, register_vllm
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -311,3 +313,47 @@ def test_calibration_of_a_rank(engine, tmp_path):
     impl = layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64)
     with pytest.raises(ValueError, match="expected a file with layer 3, got 3 layers"):
         impl.do_kv_cache_update(SimpleNamespace(layer_name="model.layers.3.attn"), k, k, cache, slots)
+
+
+class Registry(ModuleType):
+    """vLLM's registry with the members that are recorded; ``path`` is what CUSTOM stands for."""
+
+    def __init__(self, path=None):
+        super().__init__("registry")
+        self.path = path
+        custom = SimpleNamespace(is_overridden=lambda: self.path is not None, get_path=lambda: self.path)
+        self.AttentionBackendEnum = SimpleNamespace(CUSTOM=custom)
+
+    def register_backend(self, backend, class_path=None, is_mamba=False):
+        assert backend is self.AttentionBackendEnum.CUSTOM
+        self.path = class_path
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "warning"),
+    [(None, VLLM_BACKEND, ""), (VLLM_BACKEND, VLLM_BACKEND, ""), ("a.B", "a.B", "is a.B already")],
+)
+def test_plugin_registers_once_and_keeps_others(monkeypatch, caplog, before, after, warning):
+    registry = Registry(before)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", registry)
+    for name in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    register_vllm()
+    register_vllm()
+    assert registry.path == after
+    assert warning in caplog.text
+    assert bool(caplog.text) == bool(warning)
+
+
+def test_plugin_does_not_stop_another_vllm(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))  # it has no registry
+    for name in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends.registry"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    register_vllm()
+    assert "not that of 0.32" in caplog.text
+
+
+def test_the_named_backend_exists(engine):
+    module, name = VLLM_BACKEND.rsplit(".", 1)
+    assert getattr(sys.modules[module], name) is engine.ours.KvstrataBackend

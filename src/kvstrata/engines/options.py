@@ -1,4 +1,4 @@
-"""What a user configures for an engine: the format of the pages, and a calibration file.
+"""Options of an engine: the format of the pages, and a calibration file.
 
 An engine counts bytes per token and KV head and wants the same number for every block size, so formats are limited to
 head dims whose pages of 16, 32 and 64 tokens have equal bytes per token.

@@ -144,7 +144,7 @@ class KvstrataBackend(AttentionBackend):
 
 @dataclass
 class KvstrataMetadata(AttentionMetadata):
-    """What `KvstrataImpl` needs to know of a step."""
+    """One step, as `KvstrataImpl` takes it."""
 
     batch: Batch
 
