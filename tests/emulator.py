@@ -154,10 +154,12 @@ def launcher() -> SimpleNamespace:
 def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on "cuda" is the emulator for `decode_attention`, on three multiprocessors."""
     from kvstrata.attention.decode import cuda as decode_cuda
-    from kvstrata.attention.decode import op, plan
+    from kvstrata.attention.decode import op, plan, repeat
 
     properties = SimpleNamespace(name="emulated", multi_processor_count=3, shared_memory_per_multiprocessor=233472)
     monkeypatch.setattr(decode_cuda, "jit", launcher())
+    monkeypatch.setattr(repeat, "jit", decode_cuda.jit)
+    monkeypatch.setattr(repeat, "_LAST", type(repeat._LAST)())
     for plans in ("_PLANS", "_OWNED"):
         monkeypatch.setattr(decode_cuda, plans, type(getattr(decode_cuda, plans))())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

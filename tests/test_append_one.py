@@ -86,7 +86,7 @@ def test_one_launch_appends_like_the_reference(emulated: None, options: dict, ba
     wanted, cache = filled(**options), filled(**options)
     ids, listed = torch.tensor([2, 0], dtype=torch.int32), [2, 0]
     k, v = rows(2, seed=9)
-    one = append_cuda.AppendOne(cache.buckets, ids, k, v, cache._device_lengths, cache.policy.mode != "mean")
+    one = append_cuda.AppendOne(cache.buckets, ids, k, v, cache._device_lengths, None, cache.policy.mode != "mean")
     for layer in (2, 0):
         k, v = rows(2, seed=10 + layer)
         wanted.append(layer, k, v, listed, [1, 1])

@@ -106,3 +106,21 @@ def test_a_plan_is_dropped_when_its_request_changes() -> None:
         memory = cache.memory()
         assert memory.total <= memory.allowed
     cache.check()
+
+
+def test_appends_between_steps_settle_as_they_must() -> None:
+    """What `advance` knows of the next step is forgotten when a request grows in another way."""
+    one, other = started([200, 333], layers=2), started([200, 333], layers=2)
+    for number in range(40):
+        for cache in (one, other):
+            step(cache, [0, 1], number)
+            if cache is other:
+                cache._due = None  # nothing is remembered
+            if number % 5 == 4:
+                for layer in range(2):
+                    k, v = rows(2, dtype=cache.dtype, seed=number + layer)
+                    cache.append(layer, k.unsqueeze(1).to(DEVICE), v.unsqueeze(1).to(DEVICE), [0, 1])
+    for layer in range(2):
+        for request in (0, 1):
+            assert torch.equal(one.tier_map(layer, request), other.tier_map(layer, request))
+    one.check()

@@ -165,7 +165,7 @@ def sized(requests: int, tokens: int, layers: int, monkeypatch: pytest.MonkeyPat
         return torch.empty(shape, dtype=torch.int32, device="meta")
 
     table, count = ints(requests, layers, 8, 5, tokens // 64), ints(requests, layers, 8, 5)
-    tables = (table[:, 0], count[:, 0], None, 1, 64, count, None)
+    tables = (table[:, 0], count[:, 0], None, 1, 64, count, None, None)
     source = Source(formats, *tables, 2, (0, 0, 0, 0), 0)
     strides = (table.stride(1), count.stride(1))
     return decode_cuda.Plan(source, tuple(range(requests)), 8, 32, 1, layers=layers, layer_strides=strides)

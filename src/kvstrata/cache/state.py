@@ -69,6 +69,7 @@ class CacheState:
     _repeated: Repeated | None = None  # the last append of one token of each request
     _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
     _ahead: list[Ahead]  # plans for the next `advance`
+    _due: tuple[np.ndarray, np.ndarray | None] | None  # requests of the last step, what settles before the next
     _prompt: tuple[Any, Any] | None  # what the plan of the last prompt depends on, and the plan
 
     def _operation(self) -> Transaction:
@@ -123,6 +124,7 @@ class CacheState:
 
     def _forget(self, requests: Sequence[int]) -> None:
         """Drop the plans that were made ahead for requests which an operation is about to change."""
+        self._due = None
         if self._ahead:
             for ahead in self._ahead:
                 ahead.forget(requests)

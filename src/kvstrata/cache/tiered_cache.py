@@ -207,7 +207,7 @@ class TieredCache(CacheState):
         self._active: set[int] = set()
         self._views: dict[int, BucketedCacheLayer] = {}  # by layer
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
-        self._ahead, self._prompt = [], None
+        self._ahead, self._due, self._prompt = [], None, None
 
         self.budget = sizes.budget(strides, self.pool.slab_sizes, sum(books.fixed(self).values()))
         headroom = whole_pages(settle_every, recent_tokens + sink_tokens, page_tokens)
@@ -511,4 +511,5 @@ class TieredCache(CacheState):
 
     def _operation(self) -> Transaction:
         """Transaction of one operation: all of its changes or none; the budget holds afterwards."""
+        self._due = None
         return Transaction(self.pool, lambda workspace: room.tidy(self, workspace))

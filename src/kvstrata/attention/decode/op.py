@@ -40,6 +40,17 @@ def _has_numba() -> bool:
     return find_spec("numba") is not None
 
 
+@functools.cache
+def _repeat(backend: str, device: str) -> ModuleType | None:
+    """The module of eager calls that repeat, where CUDA C++ may run them."""
+    if backend != "cuda" and (backend != "auto" or device != "cuda"):
+        return None
+    try:
+        return _module("repeat")
+    except ImportError:
+        return None
+
+
 def missing(backend: str, job: Job) -> str | None:
     """Reason why ``backend`` cannot run this job, or None when it can."""
     from kvstrata.backends import missing as missing_on_device
@@ -210,13 +221,22 @@ def decode_attention(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    repeat = None
+    plain = sliding_window is None and softcap is None and sinks is None and not (return_lse or return_mass)
+    if plain and plan is None and type(cache) is TieredCache:
+        repeat = _repeat(backend, cache.device.type)
+    if repeat is not None and (again := repeat.again(q, cache, layer, requests, scale)) is not None:
+        return again
     job = _job(q, cache, layer, requests, scale, sliding_window, softcap, sinks, return_lse, return_mass)
     if plan is not None:
         if not isinstance(plan, DecodePlan):
             raise TypeError(f"plan: expected a DecodePlan or None, got {type(plan).__name__}")
         plan.check(job, cache)
         job = job._replace(plan=plan, layer=layer, observation=plan.observation)
-    out, lse, mass = run(job, _choose(backend, job))
+    chosen = _choose(backend, job)
+    out, lse, mass = run(job, chosen)
+    if repeat is not None and chosen == "cuda" and not capturing(q.device):
+        repeat.remember(q, cache, layer, requests, scale, job.requests)
     return AttentionOutput(out, lse, mass) if return_lse or return_mass else out
 
 

@@ -65,6 +65,7 @@ def append_one(
     if cache.pool.shares and buckets.room(layer, ids, np.ones_like(ids)) is None:
         return False
     cache.pool.note_stream()
+    cache._due = None
     if cache._ahead:
         cache._forget(cache.requests if cache.budget.shared else ids.tolist())
     if last.launch is None:

@@ -45,7 +45,9 @@ def advance(cache: CacheState, given: list[int]) -> None:
         longest = int(cache._lengths[listed.ids].max())
         if longest >= cache.max_tokens:
             raise ValueError(f"max_tokens: expected at least {longest + 1}, for one token more, got {cache.max_tokens}")
-    wanted, short = due(cache, listed.ids), buckets.short(listed.ids)
+    known = cache._due
+    wanted = known[1] if known is not None and known[0] is listed.ids else due(cache, listed.ids)
+    short = buckets.short(listed.ids)
     if short is None and wanted is None:
         _prepare_count(cache, listed)()
     else:
@@ -65,8 +67,7 @@ def advance(cache: CacheState, given: list[int]) -> None:
 
             change.launch(run)
     cache._forget(given)
-    if (ahead := plan_ahead(cache, listed.ids)) is not None:
-        cache._ahead.append(ahead)
+    plan_ahead(cache, listed.ids)
 
 
 def _prepare_count(cache: CacheState, listed: RequestList) -> Callable[[], None]:

@@ -10,6 +10,7 @@ plan stays valid for a request until anything but `advance`, `write` and `update
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -131,14 +132,15 @@ def _with_unwritten(cache: CacheState, places: Sequence[Place], given: set[int])
     )
 
 
-def plan_ahead(cache: CacheState, ids: np.ndarray) -> Ahead | None:
-    """Plan for the next token of these requests, where it will have to settle; None if nothing will."""
+def plan_ahead(cache: CacheState, ids: np.ndarray) -> None:
+    """Plan for the next token of these requests, where it will have to settle."""
+    able = ids
     if int(cache._lengths.max()) >= cache.max_tokens:
-        ids = ids[cache._lengths[ids].max(1) < cache.max_tokens]
-    wanted = due(cache, ids) if len(ids) else None
+        able = ids[cache._lengths[ids].max(1) < cache.max_tokens]
+    wanted = due(cache, able) if len(able) else None
+    if len(able) == len(ids):
+        cache._due = (ids, wanted)
     if wanted is None:
-        return None
-    try:
-        return Ahead(cache, places_of(cache, ids, wanted), ids.tolist())
-    except torch.OutOfMemoryError:  # the next step plans for itself
-        return None
+        return
+    with contextlib.suppress(torch.OutOfMemoryError):  # then the next step plans for itself
+        cache._ahead.append(Ahead(cache, places_of(cache, able, wanted), able.tolist()))

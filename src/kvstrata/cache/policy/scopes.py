@@ -154,13 +154,14 @@ def settle_ahead(cache: CacheState, change: Transaction, layer: int, requests: l
     """
     if cache.layers == 1 or cache.policy.name != "importance" or not cache.policy.per_head:
         return False
-    room = dict(zip(requests, lengths, strict=True))
+    room, most = dict(zip(requests, lengths, strict=True)), cache.policy.settle_every  # a plan makes no more room
     if cache.budget.shared:
-        if not cache._active.issuperset(requests):
+        if not cache._active.issuperset(requests) or max(lengths) > most:
             return False
     else:
         fits = fits_each(cache, layer, requests, lengths)
-        room = {r: n for (r, n), fit in zip(room.items(), fits, strict=True) if not fit and r in cache._active}
+        short = [(r, n) for (r, n), fit in zip(room.items(), fits, strict=True) if not fit and r in cache._active]
+        room = {r: n for r, n in short if n <= most}
     waiting = {r for r in room if cache._lengths[r, layer] < cache._ahead_from[r]}
     scopes = [scope for scope in scopes_of(cache, list(room)) if waiting.isdisjoint(scope)]
     if not scopes:

@@ -62,12 +62,13 @@ class Lease:
         bytes_needed = size * dtype.itemsize
         held = self._buffers.get(name)
         if held is None or held.nbytes < bytes_needed:
+            size = bytes_needed
             if held is not None:
+                size = size * 5 // 4  # needs grow slowly, token by token
                 self._arena.nbytes -= held.nbytes
                 del self._buffers[name]
             with torch.inference_mode(False):
-                size = -(-bytes_needed * 5 // (4 * 4096)) * 4096  # a quarter more: needs grow slowly
-                held = torch.empty(size, dtype=torch.uint8, device=self._arena.device)
+                held = torch.empty(-(-size // 512) * 512, dtype=torch.uint8, device=self._arena.device)
             self._arena.nbytes += held.nbytes
             self._buffers[name] = held
         return held[:bytes_needed].view(dtype)

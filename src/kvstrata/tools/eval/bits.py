@@ -8,6 +8,7 @@ later. Here everything between sink and recent tokens gets the same mean width a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,10 @@ class CodeBudget(Budget):
         # A third of a page per tier: pages are paid whole, and the width is what is asked for here.
         slack = max(sum(self.page_price[1:]) // 3, self.page_price[-1])
         return self.overhead + self.kv_heads * int(plain + old * self.old_price + slack)
+
+    @functools.cached_property
+    def granted_by_length(self) -> np.ndarray:
+        return np.array([self.granted(tokens) for tokens in range(self.max_tokens + 1)], np.int64)
 
 
 def code_budget(cache: TieredCache, bits: float) -> CodeBudget:
