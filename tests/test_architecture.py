@@ -12,7 +12,7 @@ import kvstrata
 
 ROOT = Path(kvstrata.__file__).parent
 # A package may import those before it; the modules that serve all are below.
-ORDER = ("layout", "quant", "store", "cache", "attention", "hf", "tools")
+ORDER = ("layout", "quant", "store", "cache", "attention", "hf", "engines", "tools")
 SHARED = {"jit", "backends", "call_cache", "checks"}
 
 

@@ -1,0 +1,90 @@
+"""Options of an engine: the format of the pages, and a calibration file.
+
+An engine counts bytes per token and KV head and wants the same number for every block size, so formats are limited to
+head dims whose pages of 16, 32 and 64 tokens have equal bytes per token.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstrata.layout import Format
+
+KEY = "kvstrata"
+HEAD_DIMS = (64, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # tokens of an engine's block
+PREFERRED_BLOCK_SIZE = 64  # one page, the size that decode kernels stream best
+MOST_QUERIES = 16  # of a request in a decode call: one token and 15 drafts
+MOST_GROUP = 16  # query heads of a KV head
+EXAMPLE = '{"kvstrata": {"format": "K4V4"}}'
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one engine.
+
+    Args:
+        format: name of the packed format, such as ``K4V4``.
+        calibration: path of a calibration file, or None.
+
+    Raises ValueError or TypeError, naming the option.
+    """
+
+    format: str
+    calibration: str | None = None
+
+    def __post_init__(self) -> None:
+        if Format.parse(self.format, HEAD_DIMS[0]).plain:
+            raise ValueError(f"kvstrata.format: expected a quantised format such as 'K4V4', got {self.format!r}")
+        if type(self.calibration) not in (str, type(None)):
+            given = type(self.calibration).__name__
+            raise TypeError(f"kvstrata.calibration: expected the path of a calibration file, got {given}")
+
+    @classmethod
+    def parse(cls, config: Any) -> Options:
+        """Options from an engine's configuration such as ``{"kvstrata": {"format": "K4V4"}}``."""
+        given = config.get(KEY) if isinstance(config, Mapping) else None
+        if not isinstance(given, Mapping) or "format" not in given:
+            raise ValueError(f"additional_config: expected {EXAMPLE}, got {config!r}")
+        known = tuple(cls.__dataclass_fields__)
+        if unknown := sorted(set(given) - set(known)):
+            raise ValueError(f"additional_config: expected options of kvstrata among {known}, got {unknown[0]!r}")
+        return cls(**given)
+
+    def format_of(self, head_dim: int, block_size: int) -> Format:
+        """Format of the pages in blocks of ``block_size`` tokens: pages of 64 tokens, or the largest that fit."""
+        if head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim: expected one of {HEAD_DIMS}, got {head_dim}")
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size: expected one of {BLOCK_SIZES}, got {block_size}")
+        return Format.parse(self.format, head_dim, math.gcd(64, block_size))
+
+    def bytes_per_token(self, head_dim: int) -> int:
+        """Bytes of K, V and scales of one token of one KV head, in blocks of any size."""
+        return self.format_of(head_dim, PREFERRED_BLOCK_SIZE).bytes_per_token
+
+
+def layer_index(name: str) -> int:
+    """Number of a layer from its name in the model, such as 3 from ``model.layers.3.self_attn.attn``.
+
+    Raises ValueError unless the name has exactly one number.
+    """
+    numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", "." + name)
+    if len(numbers) != 1:
+        raise ValueError(f"name: expected a layer with one number such as 'model.layers.3.attn', got {name!r}")
+    return int(numbers[0])
+
+
+def heads_of_rank(total: int, local: int, rank: int, ranks: int) -> slice:
+    """KV heads of a tensor-parallel rank; with more ranks than heads, consecutive ranks hold the same head.
+
+    Raises ValueError if ``total`` heads over ``ranks`` do not give ``local`` each.
+    """
+    if local != max(total // ranks, 1) or (total % ranks and ranks % total):
+        raise ValueError(f"calibration: expected {local} KV heads on each of {ranks} ranks, got a file with {total}")
+    first = rank * total // ranks
+    return slice(first, first + local)

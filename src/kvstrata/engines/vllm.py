@@ -1,0 +1,276 @@
+"""kvstrata as vLLM's attention backend ``CUSTOM``: the interface of vLLM 0.32, and nothing else.
+
+vLLM allocates blocks ``[num_blocks, kv_heads, block_size, bytes per token]``, `KvstrataBuilder` turns its batch into a
+`Batch`, and `KvstrataImpl` hands rows and batch to a `PackedLayer`. tests/data/vllm_signatures.json lists every name
+and signature that this file relies on. `register_vllm` of the package names `KvstrataBackend` to vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from kvstrata.attention.packed_prefill.triton import STAGED
+from kvstrata.quant.calibration import Calibration, LayerCalibration
+
+from .batch import Batch, make_batch
+from .options import BLOCK_SIZES, HEAD_DIMS, MOST_QUERIES, PREFERRED_BLOCK_SIZE, Options, heads_of_rank, layer_index
+from .packed import PackedLayer
+
+try:
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.v1.attention.backend import (
+        AttentionBackend,
+        AttentionCGSupport,
+        AttentionImpl,
+        AttentionMetadata,
+        AttentionMetadataBuilder,
+        AttentionType,
+        CommonAttentionMetadata,
+    )
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+except ImportError as error:
+    raise ImportError(
+        f"kvstrata.engines.vllm needs vLLM 0.32 and its attention interface: pip install 'kvstrata[vllm]' ({error})"
+    ) from error
+
+# What vLLM says of a configuration that a backend does not support, and what we say.
+REFUSALS = {
+    "head_size not supported": f"the model's head_dim is none of {HEAD_DIMS}",
+    "dtype not supported": "the model's dtype is neither float16 nor bfloat16 (--dtype)",
+    "kv_cache_dtype not supported": "kvstrata packs 16-bit rows itself, so --kv-cache-dtype has to be auto or 16-bit",
+    "block_size not supported": f"--block-size has to be a multiple of {BLOCK_SIZES[0]}",
+    "partial multimodal token full attention not supported": "bidirectional attention among image tokens is missing",
+    "MLA not supported": "models with multi-head latent attention (MLA) are not supported",
+    "sparse not supported": "models with sparse attention are not supported",
+    "per-head quant scales not supported": "the checkpoint has scales for an fp8 KV cache, which packed pages ignore",
+    "compute capability not supported": "the GPU is older than compute capability 8.0",
+    "R-SWA not supported": "reference sliding-window attention is not supported",
+    "non-causal attention not supported": "attention that is not causal is not supported",
+    "batch invariance not supported": "batch-invariant mode is not supported yet",
+    "KV connector not supported": "KV connectors may split blocks by token, which packed pages do not allow",
+    "PCP not supported": "prefill context parallelism is not supported",
+    "DCP not supported": "decode context parallelism is not supported",
+}
+
+
+class _Latest:
+    """Options of the model that was made last, for calls that vLLM makes outside its configuration's context."""
+
+    options: Options | None = None
+
+
+def current_options() -> Options:
+    """Options from ``--additional-config`` of the current model."""
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        _Latest.options = Options.parse(config.additional_config)
+    if _Latest.options is None:
+        raise RuntimeError("kvstrata: vLLM asked for the bytes of a block before it made a layer")
+    return _Latest.options
+
+
+class KvstrataBackend(AttentionBackend):
+    """Packed pages of one format in vLLM's blocks."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[KvstrataImpl]:
+        return KvstrataImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KvstrataBuilder]:
+        return KvstrataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return list(BLOCK_SIZES)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return PREFERRED_BLOCK_SIZE
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_DIMS)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        reasons = super().validate_configuration(*args, **kwargs)
+        return [f"kvstrata: {REFUSALS.get(reason, reason)}." for reason in reasons]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Layouts in which the bytes of one block and KV head are contiguous."""
+        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        if spec.state_content_bytes is not None:
+            return spec
+        if spec.head_size_v != spec.head_size:
+            raise ValueError(f"kvstrata: expected V as wide as K, {spec.head_size}, got a head of {spec.head_size_v}.")
+        if getattr(spec, "attention_chunk_size", None) is not None:
+            raise ValueError("kvstrata: chunked local attention is not supported.")
+        token_bytes = current_options().bytes_per_token(spec.head_size)
+        return replace(spec, dtype=torch.uint8, state_content_bytes=token_bytes)
+
+
+@dataclass
+class KvstrataMetadata(AttentionMetadata):
+    """One step, as `KvstrataImpl` takes it."""
+
+    batch: Batch
+
+
+class KvstrataBuilder(AttentionMetadataBuilder[KvstrataMetadata]):
+    """Splits vLLM's batch into a decode and a prefill part."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        threshold = self.reorder_batch_threshold
+        if threshold > MOST_QUERIES:
+            raise ValueError(
+                f"kvstrata: speculative decoding with up to {MOST_QUERIES - 1} draft tokens is supported,"
+                f" got batches of {threshold} tokens per request."
+            )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> KvstrataMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise ValueError("kvstrata: attention that is not causal is not supported.")
+        requests = common.num_reqs
+        batch = make_batch(
+            common.query_start_loc[: requests + 1],
+            common.query_start_loc_cpu[: requests + 1],
+            common.seq_lens[:requests],
+            common.block_table_tensor[:requests],
+            tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            threshold=self.reorder_batch_threshold,
+            seq_lens_cpu=common.seq_lens_cpu_upper_bound,
+        )
+        return KvstrataMetadata(batch)
+
+
+class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise ValueError("kvstrata: ALiBi is not supported.")
+        if attn_type != AttentionType.DECODER:
+            raise ValueError(f"kvstrata: attention of type {attn_type} is not supported, only that of decoders.")
+        if kv_sharing_target_layer_name is not None:
+            raise ValueError("kvstrata: layers that share the K and V of another layer are not supported.")
+        if kv_cache_dtype not in KvstrataBackend.supported_kv_cache_dtypes:
+            raise ValueError(f"kvstrata: {REFUSALS['kv_cache_dtype not supported']}, got {kv_cache_dtype!r}.")
+        if unknown := sorted(name for name, value in kwargs.items() if value is not None):
+            raise ValueError(f"kvstrata: the model's attention argument {unknown[0]!r} is not supported.")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
+        self.options = current_options()
+        self.layer = PackedLayer(
+            self.options, num_heads, self.num_kv_heads, head_size, self.scale, sliding_window or None,
+            logits_soft_cap or None, sinks,
+        )  # fmt: skip
+        self._calibrated = self.options.calibration is None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Convert the sinks once, now that their weights are there."""
+        if self.layer.sinks is not None:
+            self.layer.sinks = self.layer.sinks.detach().float().contiguous()
+
+    def _calibrate(self, layer: Any, device: torch.device) -> None:
+        """Read this layer's part of the calibration file, at the first rows that are stored."""
+        self._calibrated = True
+        calibration = Calibration.load(self.options.calibration or "")
+        number = layer_index(layer.layer_name)
+        if number >= len(calibration.layers):
+            raise ValueError(f"calibration: expected a file with layer {number}, got {len(calibration.layers)} layers")
+        whole = calibration.layers[number]
+        if whole.shape is None:
+            return
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        heads = heads_of_rank(whole.shape[0], self.num_kv_heads, rank, ranks)
+        parts = (None if x is None else x[heads].to(device) for x in (whole.balance, whole.centre))
+        self.layer.calibration = LayerCalibration(*parts)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write the new rows, before `forward`."""
+        if kv_cache.numel() == 0:  # memory profiling
+            return
+        if not self._calibrated:
+            self._calibrate(layer, kv_cache.device)
+        self.layer.store(key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: KvstrataMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a step; ``output`` is written."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("kvstrata: quantised attention outputs are not supported.")
+        if attn_metadata is None:
+            # Memory profiling: what a prefill will take has to be seen now.
+            torch.empty(STAGED, dtype=torch.uint8, device=query.device)
+            return output.fill_(0)
+        self.layer.attend(query, key, value, kv_cache, attn_metadata.batch, output.view(query.shape))
+        return output

@@ -1,0 +1,359 @@
+"""vLLM's interface: our classes against the recorded signatures, the installed vLLM against them, and real shapes."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import kvstrata
+import vllm_signatures as signatures
+import vllm_standin
+from conftest import HAS_GPU
+from kvstrata import Format
+from kvstrata.engines import VLLM_BACKEND, register_vllm
+from kvstrata.quant.calibration import Calibration, LayerCalibration
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+SOURCE = Path(kvstrata.__file__).parent / "engines" / "vllm.py"
+TREE = ast.parse(SOURCE.read_text())
+CLASSES = {node.name: node for node in TREE.body if isinstance(node, ast.ClassDef)}
+BASES = {
+    "KvstrataBackend": ("AttentionBackend",),
+    "KvstrataBuilder": ("AttentionMetadataBuilder",),
+    "KvstrataImpl": ("AttentionImpl", "AttentionImplBase"),
+}
+OURS = [
+    (cls, method)
+    for cls in BASES
+    for method in CLASSES[cls].body
+    if isinstance(method, ast.FunctionDef) and method.name not in ("_calibrate", "do_kv_cache_update")
+]
+CONFIG = {"kvstrata": {"format": "K4V4"}}
+
+
+@pytest.mark.parametrize(("cls", "method"), OURS, ids=lambda x: getattr(x, "name", x))
+def test_our_methods_take_what_vllm_gives(cls, method):
+    described = json.loads(signatures.RECORD.read_text())["signatures"]
+    keys = [f"{signatures.BACKEND}: {base}.{method.name}, parameters" for base in BASES[cls]]
+    theirs = next((described[key] for key in keys if key in described), None)
+    assert theirs is not None, f"{cls}.{method.name}: add it to tests/vllm_signatures.py, and record it"
+    ours = signatures.parameters(method)
+    if "**kwargs" in ours and "*args" in ours:
+        return
+    assert ours[: len(theirs)] == theirs
+    assert all(x.endswith("=") or x.startswith("*") for x in ours[len(theirs) :])
+
+
+def test_calls_of_vllm_fit_our_methods():
+    methods = {method.name: method for method in CLASSES["KvstrataImpl"].body if isinstance(method, ast.FunctionDef)}
+    for function, call, ours in (
+        ("unified_kv_cache_update", "do_kv_cache_update", "do_kv_cache_update"),
+        ("unified_attention_with_output", "forward", "forward"),
+        ("Attention.__init__", "impl_cls", "__init__"),
+    ):
+        (given,) = signatures.recorded(signatures.LAYER, function, f"calls {call}")
+        names = [x.rstrip("=") for x in signatures.parameters(methods[ours])[1:]]
+        positional = [x for x in given if not x.endswith("=") and not x.startswith("**")]
+        keywords = [x.rstrip("=") for x in given if x.endswith("=")]
+        assert len(positional) <= len(names)
+        assert set(keywords) <= set(names[len(positional) :])
+        if call == "do_kv_cache_update":
+            assert len(positional) == len(names)
+
+
+def test_imported_names_are_recorded():
+    described = " ".join(json.loads(signatures.RECORD.read_text())["signatures"])
+    imported = [
+        alias.name
+        for node in ast.walk(TREE)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
+        for alias in node.names
+    ]
+    assert len(imported) > 10
+    assert not [name for name in imported if name not in described]
+
+
+def test_fields_that_are_read_are_recorded():
+    build = next(x for x in CLASSES["KvstrataBuilder"].body if getattr(x, "name", "") == "build")
+    read = {x.attr for x in ast.walk(build) if isinstance(x, ast.Attribute) and getattr(x.value, "id", "") == "common"}
+    assert len(read) > 7
+    assert read <= set(signatures.recorded(signatures.BACKEND, "CommonAttentionMetadata", "fields"))
+    fields = {*signatures.recorded(signatures.INTERFACE, "AttentionSpec", "fields")}
+    assert {"head_size", "head_size_v", "dtype", "state_content_bytes", "tokens_per_state"} <= fields
+    assert "additional_config" in " ".join(json.loads(signatures.RECORD.read_text())["signatures"])
+
+
+def test_block_shape_is_what_we_take_it_for():
+    text = signatures.recorded(signatures.INTERFACE, "compute_layer_kv_cache_shape_bytes", "doc")
+    assert "``(B, H, N, C)`` where C is in bytes" in text
+
+
+def test_refusals_answer_what_vllm_says():
+    spoken = signatures.recorded(signatures.BACKEND, "AttentionBackend.validate_configuration", "strings")
+    with vllm_standin.engine() as engine:
+        assert set(engine.ours.REFUSALS) <= set(spoken)
+
+
+def test_entry_point_and_extra():
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    group = signatures.recorded(signatures.PLUGINS, "DEFAULT_PLUGINS_GROUP", "value").strip("'\"")
+    assert f'[project.entry-points."{group}"]\nkvstrata = "kvstrata.engines:register_vllm"' in text
+    minor = json.loads(signatures.RECORD.read_text())["vllm"].rsplit(".", 1)[0]
+    assert f'vllm = ["vllm=={minor}.*"]' in text
+
+
+def test_a_moved_signature_is_named():
+    old = json.loads(signatures.RECORD.read_text())["signatures"]
+    new = dict(old)
+    key = f"{signatures.BACKEND}: AttentionImpl.forward, parameters"
+    new[key] = [*old[key], "cascade"]
+    (sentence,) = signatures.moved(old, new)
+    assert "AttentionImpl.forward" in sentence
+    assert "cascade" in sentence
+
+
+def test_installed_vllm_has_the_recorded_signatures():
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    record = json.loads(signatures.RECORD.read_text())
+    moved = signatures.moved(record["signatures"], signatures.describe(Path(spec.origin).parent.parent))
+    version = importlib.metadata.version("vllm")
+    assert not moved, f"vLLM {version} differs from {record['vllm']}: " + "; ".join(moved)
+
+
+@pytest.fixture
+def engine() -> Iterator[vllm_standin.Engine]:
+    with vllm_standin.engine() as made:
+        made.configure(CONFIG)
+        yield made
+
+
+def layer_of(engine, **given):
+    arguments = dict(num_heads=32, head_size=128, scale=128**-0.5, num_kv_heads=8) | given
+    return engine.ours.KvstrataImpl(**arguments)
+
+
+def spec_of(engine, **given):
+    """Spec of a Llama-3.1-8B layer as vLLM makes it."""
+    sizes = dict(block_size=64, num_kv_heads=8, head_size=128, head_size_v=128, dtype=torch.bfloat16)
+    return engine.spec(**(sizes | dict(tokens_per_state=1) | given))
+
+
+@pytest.mark.parametrize("name", ["K8V8", "K8V4", "K4V4", "K4V2", "K3V3", "K2V2"])
+@pytest.mark.parametrize("block_size", [1, 16, 64, 256])  # vLLM also asks for one token
+def test_spec_has_the_bytes_of_pages(engine, name, block_size):
+    engine.configure({"kvstrata": {"format": name}})
+    spec = engine.ours.KvstrataBackend.customize_spec(spec_of(engine, block_size=block_size))
+    assert spec.state_content_bytes == Format.parse(name, 128).bytes_per_token
+    assert (spec.dtype, spec.block_size, spec.num_kv_heads) == (torch.uint8, block_size, 8)
+    assert engine.ours.KvstrataBackend.customize_spec(spec) is spec
+
+
+def test_spec_outside_the_configuration_uses_the_latest(engine):
+    layer_of(engine)
+    engine.configure(None)
+    assert engine.ours.KvstrataBackend.customize_spec(spec_of(engine)).state_content_bytes == 132
+
+
+def test_spec_before_any_configuration_is_an_error(engine):
+    engine.configure(None)
+    with pytest.raises(RuntimeError, match="before it made a layer"):
+        engine.ours.KvstrataBackend.customize_spec(spec_of(engine))
+
+
+def test_backend_says_what_it_is(engine):
+    backend = engine.ours.KvstrataBackend
+    assert backend.get_name() == "CUSTOM"  # vLLM looks it up among its backends
+    assert not backend.forward_includes_kv_cache_update
+    assert backend.get_preferred_block_size(16) == 64
+    assert [layout.value[-2:] for layout in backend.supported_kv_cache_layouts()] == [(3, 4)] * 3
+    assert backend.supports_compute_capability(SimpleNamespace(major=8))
+    assert not backend.supports_compute_capability(SimpleNamespace(major=7))
+
+
+def test_reasons_become_sentences(engine):
+    backend = engine.ours.KvstrataBackend
+    backend.reasons = ("MLA not supported", "something new")
+    first, second = backend.validate_configuration(head_size=576)
+    assert first == "kvstrata: models with multi-head latent attention (MLA) are not supported."
+    assert second == "kvstrata: something new."
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(alibi_slopes=[0.5]), "ALiBi"),
+        (dict(attn_type="encoder_decoder"), "attention of type encoder_decoder"),
+        (dict(kv_sharing_target_layer_name="model.layers.1.attn"), "share the K and V"),
+        (dict(kv_cache_dtype="fp8"), "--kv-cache-dtype has to be auto or 16-bit, got 'fp8'"),
+        (dict(chunk_lookback=2), "'chunk_lookback'"),
+        (dict(head_size=80), "head_dim: expected one of"),
+        (dict(num_kv_heads=1), "query heads per KV head"),
+    ],
+)
+def test_unsupported_layers_are_refused(engine, given, message):
+    with pytest.raises(ValueError, match=message):
+        layer_of(engine, **given)
+
+
+def test_unsupported_specs_are_refused(engine):
+    with pytest.raises(ValueError, match="V as wide as K, 128, got a head of 64"):
+        engine.ours.KvstrataBackend.customize_spec(spec_of(engine, head_size_v=64))
+
+
+def builder_of(engine, drafts=0):
+    return engine.ours.KvstrataBuilder(None, ["layer"], SimpleNamespace(drafts=drafts), DEVICE)
+
+
+def test_too_many_drafts_are_refused(engine):
+    builder_of(engine, 15)
+    with pytest.raises(ValueError, match="up to 15 draft tokens"):
+        builder_of(engine, 16)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def test_metadata_of_a_mixed_batch(engine):
+    """Two decodes, a second chunk and a first one; buffers are longer than the batch, as vLLM's are."""
+    starts = ints(0, 1, 2, 34, 46, 46, 46)
+    common = engine.common(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.cpu(),
+        seq_lens=ints(70, 3, 96, 12, 0, 0),
+        seq_lens_cpu_upper_bound=torch.tensor([70, 3, 96, 12], dtype=torch.int32),
+        num_reqs=4,
+        num_actual_tokens=46,
+        max_query_len=32,
+        max_seq_len=96,
+        block_table_tensor=torch.arange(12, dtype=torch.int32, device=DEVICE).view(6, 2),
+        slot_mapping=torch.arange(46, device=DEVICE),
+        causal=True,
+    )
+    batch = builder_of(engine).build(0, common).batch
+    assert (batch.decode.tokens, batch.decode.seq_lens.tolist()) == (2, [70, 3])
+    assert (batch.prefill.first, batch.prefill.tokens) == (2, 44)
+    assert batch.prefill.cu_seqlens_q.tolist() == [0, 32, 44]
+    assert batch.prefill.block_table.tolist() == [[4, 5], [6, 7]]
+    assert (batch.prefill.max_seqlen_k, batch.prefill.total_tokens) == (96, 108)
+    common.causal = False
+    with pytest.raises(ValueError, match="not causal"):
+        builder_of(engine).build(0, common)
+
+
+def test_a_prompt_and_a_decode_through_the_backend(engine):
+    """Slots and blocks as vLLM makes them; the output is that of attention over the rows, within the codes' error."""
+    engine.configure({"kvstrata": {"format": "K8V8"}})
+    impl = layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64, scale=0.125, sliding_window=None)
+    spec = engine.ours.KvstrataBackend.customize_spec(spec_of(engine, num_kv_heads=2, head_size=64, head_size_v=64))
+    cache = torch.zeros(5, 2, 64, spec.state_content_bytes, dtype=spec.dtype, device=DEVICE)
+    layer = SimpleNamespace(layer_name="model.layers.0.self_attn.attn")
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(71, heads, 64, device=DEVICE).to(dtype) for heads in (4, 2, 2))
+    table, builder = ints(3, 1)[None], builder_of(engine)
+    outs = []
+    for first, last in ((0, 70), (70, 71)):
+        starts = ints(0, last - first)
+        position = torch.arange(first, last, device=DEVICE)
+        slots = table[0, position // 64].long() * 64 + position % 64
+        common = engine.common(
+            query_start_loc=starts, query_start_loc_cpu=starts.cpu(), seq_lens=ints(last),
+            seq_lens_cpu_upper_bound=torch.tensor([last], dtype=torch.int32), num_reqs=1,
+            num_actual_tokens=last - first, max_query_len=last - first, max_seq_len=last, block_table_tensor=table,
+            slot_mapping=slots, causal=True,
+        )  # fmt: skip
+        rows = slice(first, last)
+        impl.do_kv_cache_update(layer, k[rows], v[rows], cache, slots)
+        out = torch.full_like(q[rows], torch.nan)
+        given = impl.forward(layer, q[rows], k[rows], v[rows], cache, builder.build(0, common), output=out)
+        assert given is out
+        outs.append(out)
+    wide = (x.float().repeat_interleave(n, 1).transpose(0, 1) for x, n in ((q, 1), (k, 2), (v, 2)))
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=0.125).transpose(0, 1)
+    assert (torch.cat(outs).float() - expected).abs().max() < 0.03
+    assert not cache[[0, 2, 4]].any()
+
+
+def test_profiling_runs_without_a_cache(engine):
+    impl = layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64)
+    q, k = torch.randn(3, 4, 64, device=DEVICE), torch.randn(3, 2, 64, device=DEVICE)
+    impl.do_kv_cache_update(None, k, k, torch.empty(0), torch.empty(0, dtype=torch.int64))
+    out = torch.full_like(q, torch.nan)
+    impl.forward(None, q, k, k, torch.empty(0), None, out)
+    assert not out.any()
+    with pytest.raises(NotImplementedError, match="quantised attention outputs"):
+        impl.forward(None, q, k, k, torch.empty(0), None, out, output_scale=torch.ones(1))
+
+
+def test_calibration_of_a_rank(engine, tmp_path):
+    path = tmp_path / "model.safetensors"
+    layers = [LayerCalibration(torch.full((4, 64), 2.0**i), torch.arange(256.0).view(4, 64)) for i in range(3)]
+    Calibration(layers).save(path)
+    engine.configure({"kvstrata": {"format": "K4V4", "calibration": str(path)}})
+    engine.current.rank, engine.current.ranks = 1, 2
+    impl = layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64)
+    cache = torch.zeros(2, 2, 64, 68, dtype=torch.uint8, device=DEVICE)
+    k = torch.randn(1, 2, 64, device=DEVICE)
+    slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    impl.do_kv_cache_update(SimpleNamespace(layer_name="model.layers.2.attn"), k, k, cache, slots)
+    assert impl.layer.calibration.balance.unique().tolist() == [4.0]
+    assert impl.layer.calibration.centre[0, 0] == 128.0
+    impl = layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64)
+    with pytest.raises(ValueError, match="expected a file with layer 3, got 3 layers"):
+        impl.do_kv_cache_update(SimpleNamespace(layer_name="model.layers.3.attn"), k, k, cache, slots)
+
+
+class Registry(ModuleType):
+    """vLLM's registry with the members that are recorded; ``path`` is what CUSTOM stands for."""
+
+    def __init__(self, path=None):
+        super().__init__("registry")
+        self.path = path
+        custom = SimpleNamespace(is_overridden=lambda: self.path is not None, get_path=lambda: self.path)
+        self.AttentionBackendEnum = SimpleNamespace(CUSTOM=custom)
+
+    def register_backend(self, backend, class_path=None, is_mamba=False):
+        assert backend is self.AttentionBackendEnum.CUSTOM
+        self.path = class_path
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "warning"),
+    [(None, VLLM_BACKEND, ""), (VLLM_BACKEND, VLLM_BACKEND, ""), ("a.B", "a.B", "is a.B already")],
+)
+def test_plugin_registers_once_and_keeps_others(monkeypatch, caplog, before, after, warning):
+    registry = Registry(before)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", registry)
+    for name in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    register_vllm()
+    register_vllm()
+    assert registry.path == after
+    assert warning in caplog.text
+    assert bool(caplog.text) == bool(warning)
+
+
+def test_plugin_does_not_stop_another_vllm(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))  # it has no registry
+    for name in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends.registry"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    register_vllm()
+    assert "not that of 0.32" in caplog.text
+
+
+def test_the_named_backend_exists(engine):
+    module, name = VLLM_BACKEND.rsplit(".", 1)
+    assert getattr(sys.modules[module], name) is engine.ours.KvstrataBackend
