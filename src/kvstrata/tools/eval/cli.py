@@ -69,6 +69,9 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Tokens decoded at a time, 32 by default, 64 with --quick; 1 is what a server does."),
     ] = None,
+    settle_every: Annotated[
+        int, typer.Option(min=1, help="Tokens between two settlings; as many more are 16 bit until the next.")
+    ] = 1,
     stretches: Annotated[
         int, typer.Option(min=1, help="Stretches of --tokens from each text, decoded as one batch: narrower intervals.")
     ] = 1,
@@ -96,6 +99,8 @@ def evaluate(
     Example: kvstrata eval --quick
 
     Example: kvstrata eval --model ./my-model --text notes.txt --budget 0.25 --budget 0.2 --tokens 4096
+
+    Example: kvstrata eval --model model.gguf --text tempfile --budget 0.25 --tokens 1024 --settle-every 16
 
     Example: kvstrata eval --bits 2.5 --bits 3 --tokens 1024 --chunk 64 --stretches 8
 
@@ -126,7 +131,7 @@ def evaluate(
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
         loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
-    name = (model or "SmolLM2-135M-Instruct") + (f" in {dtype}" if dtype else "")
+    name = _name(model) + (f" in {dtype}" if dtype else "")
     if state is None or (state.model, state.texts) != (name, list(words)):
         if state is not None:
             refuse(
@@ -141,7 +146,9 @@ def evaluate(
         for length in lengths:
             with refusing():
                 ids = models.encode(tokenizer, words, length, stretches).to(where)
-            wanted = widths or _wanted(known, loaded.config, budgets, policy or ["importance"], lists, length, peers)
+            wanted = widths or _wanted(
+                known, loaded.config, budgets, policy or ["importance"], lists, length, peers, known.fitting(settle_every)
+            )
             prompt = 0 if widths else length // 2  # a width holds at every length
             task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
             quality.run(
@@ -158,7 +165,7 @@ def evaluate(
         if needles and not widths:
             sizes = [512] if quick else [1024, 2048]
             depths = [0.5] if quick else [0.1, 0.5, 0.9]
-            ours = [known.strata(b, **known.fitting()) for b in budgets]
+            ours = [known.strata(b, **known.fitting(settle_every)) for b in budgets]
             task = bar.add_task("needles", total=(len(ours) + 1) * len(sizes) * len(depths))
             quality.run_needles(
                 loaded,
@@ -292,7 +299,7 @@ def calibrate(
         words = texts.load(text or list(texts.DEFAULT[:1]))
         loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
         ids = models.encode(tokenizer, words, tokens).to(where)
-    name = model or "SmolLM2-135M-Instruct"
+    name = _name(model)
     with progress_bars(say) as bar, refusing():
         task = bar.add_task("balance and centres", total=1)
         calibration = found(loaded, ids, Path(name).name)
@@ -384,20 +391,34 @@ def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) ->
 
 
 def _wanted(
-    known: Any, config: Any, budgets: list[float], policies: list[str], tiers: list[list[str]], length: int, peers: bool
+    known: Any,
+    config: Any,
+    budgets: list[float],
+    policies: list[str],
+    tiers: list[list[str]],
+    length: int,
+    peers: bool,
+    pages: dict[str, Any],
 ) -> list[Any]:
     wanted = []
     choices: list[list[str] | None] = [*tiers] or [None]
     for budget in budgets:
         for policy in policies:
             for entry in choices:
-                options = known.fitting() | {"tiers": entry or known.tiers_at(budget, config, length)}
+                options = pages | {"tiers": entry or known.tiers_at(budget, config, length, **pages)}
                 name = "kvstrata" if policy == "importance" else f"kvstrata {policy}"
                 name += "" if entry is None else f" {','.join(entry)}"
                 kind = "ours" if name == "kvstrata" else "variant"
                 wanted.append(known.strata(budget, name, kind, **options, policy=policy))
         wanted += known.kivi(budget, config, length) if peers else []
     return wanted + (known.peers() if peers else [])
+
+
+def _name(model: str | None) -> str:
+    """Name of a model in results and calibrations; that of a .gguf file says nothing about folders."""
+    if model is None:
+        return "SmolLM2-135M-Instruct"
+    return Path(model).stem if model.endswith(".gguf") else model
 
 
 def _ticker(bar: Progress, task: Any, prompt: int, chunk: int) -> Any:
