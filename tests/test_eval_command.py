@@ -90,6 +90,21 @@ def test_the_command_prints_rows_as_json(command, tmp_path: Path) -> None:
     assert "Saved:" in made.stderr
 
 
+def test_the_command_has_the_options_of_a_cache(command, tmp_path: Path) -> None:
+    out = tmp_path / "q.json"
+    short = ("--tokens", "300", "--budget", "0.5", "--no-needles", "--no-peers", "--out", str(out))
+    made = command("eval", *short, "--model", str(tmp_path / "Tiny.gguf"), "--settle-every", "16", "--chunk", "32")
+    assert made.exit_code == 0, made.output
+    made = command("eval", *short, "--model", str(tmp_path / "Tiny.gguf"), "--max-tokens", "900", "--chunk", "32")
+    assert made.exit_code == 0, made.output
+    found = results.load(out)
+    assert found.model == "Tiny"  # no folder of this machine
+    _, first, second = found.rows
+    assert (first.name, first.options["settle_every"], first.options["recent_tokens"]) == ("kvstrata", 16, 28)
+    assert (second.name, second.options["max_tokens"]) == ("kvstrata, max_tokens 900", 900)
+    assert second.bytes > first.bytes  # longer tables
+
+
 def test_the_command_advises(command, tmp_path: Path) -> None:
     out = tmp_path / "advice.json"
     made = command("advise", "--tokens", "512", "--kl", "0.5", "--out", str(out))

@@ -72,6 +72,9 @@ def evaluate(
     settle_every: Annotated[
         int, typer.Option(min=1, help="Tokens between two settlings; as many more are 16 bit until the next.")
     ] = 1,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=64, help="Length that caches have tables and choose tiers for; that of the text.")
+    ] = None,
     stretches: Annotated[
         int, typer.Option(min=1, help="Stretches of --tokens from each text, decoded as one batch: narrower intervals.")
     ] = 1,
@@ -140,6 +143,7 @@ def evaluate(
             )
         state = kept.Quality(machine, name, list(words))
     state.machine = machine
+    pages = known.fitting(settle_every) | ({} if max_tokens is None else {"max_tokens": max_tokens})
     if peers and not widths:
         state.note_absent(known.absent())
     with progress_bars(say) as bar:
@@ -147,7 +151,7 @@ def evaluate(
             with refusing():
                 ids = models.encode(tokenizer, words, length, stretches).to(where)
             wanted = widths or _wanted(
-                known, loaded.config, budgets, policy or ["importance"], lists, length, peers, known.fitting(settle_every)
+                known, loaded.config, budgets, policy or ["importance"], lists, length, peers, pages
             )
             prompt = 0 if widths else length // 2  # a width holds at every length
             task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
@@ -165,7 +169,7 @@ def evaluate(
         if needles and not widths:
             sizes = [512] if quick else [1024, 2048]
             depths = [0.5] if quick else [0.1, 0.5, 0.9]
-            ours = [known.strata(b, **known.fitting(settle_every)) for b in budgets]
+            ours = [known.strata(b, **pages) for b in budgets]
             task = bar.add_task("needles", total=(len(ours) + 1) * len(sizes) * len(depths))
             quality.run_needles(
                 loaded,
@@ -409,6 +413,7 @@ def _wanted(
                 name = "kvstrata" if policy == "importance" else f"kvstrata {policy}"
                 name += "" if entry is None else f" {','.join(entry)}"
                 kind = "ours" if name == "kvstrata" else "variant"
+                name += f", max_tokens {pages['max_tokens']}" if "max_tokens" in pages else ""
                 wanted.append(known.strata(budget, name, kind, **options, policy=policy))
         wanted += known.kivi(budget, config, length) if peers else []
     return wanted + (known.peers() if peers else [])
