@@ -134,7 +134,7 @@ def evaluate(
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
         loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
-    name = _name(model) + (f" in {dtype}" if dtype else "")
+    name = models.name_of(model) + (f" in {dtype}" if dtype else "")
     if state is None or (state.model, state.texts) != (name, list(words)):
         if state is not None:
             refuse(
@@ -203,6 +203,9 @@ def advise(
     kl: Annotated[float, typer.Option("--kl", help="Bound of the mean KL against 16 bit, in nats.")] = 0.02,
     tokens: Annotated[int, typer.Option(min=4, help="Length of the text.")] = 2048,
     chunk: Chunk = 64,
+    calibration: Annotated[
+        Path | None, typer.Option(help="File of kvstrata calibrate; the configuration then names it.")
+    ] = None,
     device: Where = Device.auto,
     dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="The configuration to write.")] = Path("kvstrata.json"),
@@ -215,9 +218,11 @@ def advise(
 
     Example: kvstrata advise --text notes.txt --kl 0.02
 
-    Example: kvstrata advise --model ./my-model --text notes.txt --json
+    Example: kvstrata advise --model ./my-model --text notes.txt --calibration calibration.safetensors --json
     """
     need(LIBRARIES, "hf", "this")
+    from kvstrata.quant.calibration import Calibration
+
     from . import advise as advice
     from . import contenders as known
     from . import model as models
@@ -229,6 +234,9 @@ def advise(
     with refusing():
         where, precision = device_of(device), dtype_of(dtype)
         words = texts.load(text or list(texts.DEFAULT[:1]))
+        by_file = {} if calibration is None else {"calibration": str(calibration)}
+        if calibration is not None:
+            Calibration.load(calibration)
         loaded, tokenizer = _loaded(model, where, precision, say)
         ids = models.encode(tokenizer, words, tokens).to(where)
     with progress_bars(say) as bar:
@@ -246,7 +254,7 @@ def advise(
             prompt=tokens // 2,
             chunk=chunk,
             tick=lambda step: bar.advance(task),
-            **known.fitting(room=16),
+            **known.fitting(room=16) | by_file,
         )
     if as_json:
         typer.echo(json.dumps(_advised(advised, measured, kl), indent=1))
@@ -303,7 +311,7 @@ def calibrate(
         words = texts.load(text or list(texts.DEFAULT[:1]))
         loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
         ids = models.encode(tokenizer, words, tokens).to(where)
-    name = _name(model)
+    name = models.name_of(model)
     with progress_bars(say) as bar, refusing():
         task = bar.add_task("balance and centres", total=1)
         calibration = found(loaded, ids, Path(name).name)
@@ -417,13 +425,6 @@ def _wanted(
                 wanted.append(known.strata(budget, name, kind, **options, policy=policy))
         wanted += known.kivi(budget, config, length) if peers else []
     return wanted + (known.peers() if peers else [])
-
-
-def _name(model: str | None) -> str:
-    """Name of a model in results and calibrations; that of a .gguf file says nothing about folders."""
-    if model is None:
-        return "SmolLM2-135M-Instruct"
-    return Path(model).stem if model.endswith(".gguf") else model
 
 
 def _ticker(bar: Progress, task: Any, prompt: int, chunk: int) -> Any:
