@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from typer.testing import CliRunner
 
 from eval_model import Letters, model
+from kvstrata.hf import StrataCache
 from kvstrata.quant.calibration import Calibration
 from kvstrata.tools.cli import app
 from kvstrata.tools.eval import advise, render, results, texts
@@ -90,6 +91,21 @@ def test_the_command_prints_rows_as_json(command, tmp_path: Path) -> None:
     assert "Saved:" in made.stderr
 
 
+def test_the_command_has_the_options_of_a_cache(command, tmp_path: Path) -> None:
+    out = tmp_path / "q.json"
+    short = ("--tokens", "300", "--budget", "0.5", "--no-needles", "--no-peers", "--out", str(out))
+    made = command("eval", *short, "--model", str(tmp_path / "Tiny.gguf"), "--settle-every", "16", "--chunk", "32")
+    assert made.exit_code == 0, made.output
+    made = command("eval", *short, "--model", str(tmp_path / "Tiny.gguf"), "--max-tokens", "900", "--chunk", "32")
+    assert made.exit_code == 0, made.output
+    found = results.load(out)
+    assert found.model == "Tiny"  # no folder of this machine
+    _, first, second = found.rows
+    assert (first.name, first.options["settle_every"], first.options["recent_tokens"]) == ("kvstrata", 16, 28)
+    assert (second.name, second.options["max_tokens"]) == ("kvstrata, max_tokens 900", 900)
+    assert second.bytes > first.bytes  # longer tables
+
+
 def test_the_command_advises(command, tmp_path: Path) -> None:
     out = tmp_path / "advice.json"
     made = command("advise", "--tokens", "512", "--kl", "0.5", "--out", str(out))
@@ -110,6 +126,13 @@ def test_the_command_calibrates(command, tmp_path: Path) -> None:
     calibration = Calibration.load(out)
     assert len(calibration.layers) == len(calibration.k_sensitivity) == len(calibration.v_sensitivity) == 2
     assert all(layer.balance is not None and layer.centre is not None for layer in calibration.layers)
+    advice = tmp_path / "advice.json"
+    made = command("advise", "--tokens", "512", "--kl", "0.5", "--calibration", str(out), "--out", str(advice))
+    assert made.exit_code == 0, made.output
+    assert json.loads(advice.read_text())["calibration"] == str(out)
+    assert StrataCache.from_file(model().config, advice).calibration is not None
+    wrong = command("advise", "--calibration", str(advice))
+    assert wrong.exit_code == 2, wrong.output
     missing = command("calibrate", "--tokens", "100", "--out", str(tmp_path / "none" / "c"))
     assert missing.exit_code == 2
     assert "path: expected a file in a folder that exists" in missing.output

@@ -15,6 +15,8 @@ from kvstrata.hf.calibrate import calibrate
 from kvstrata.quant.calibration import Calibration
 from kvstrata.tools.eval.measure import Exact, decode
 
+pytestmark = pytest.mark.filterwarnings("ignore::kvstrata.hf.guard.BudgetWarning")  # budgets are too small here
+
 TOKENS, PROMPT = 224, 160
 OPTIONS = dict(
     budget=0.45, tiers=["K3V8"], policy="uniform", recent_tokens=12, page_tokens=16, settle_every=16, max_tokens=512,

@@ -30,6 +30,7 @@ from kvstrata.quant.calibration import Calibration
 
 from . import attention, files, support
 from . import mask as masks
+from .guard import Guard
 from .layer import StrataLayer
 from .rope import frequencies
 
@@ -127,6 +128,7 @@ class StrataCache(Cache):
         self._shape: tuple[int, int] | None = None
         self._real = np.ones((0, 0), bool)  # [rows, columns]
         self._checked = masks.LastMask()
+        self.guard: Guard | None = None  # while a first prompt is looked at
 
         layers = DynamicCache(config=config).layers
         shares = bool(getattr(text, "num_kv_shared_layers", None))
@@ -401,7 +403,7 @@ class StrataCache(Cache):
             layer.is_initialized = False
         for layer in self.layers:
             layer.reset()
-        self._tiered, self._shape, self._real = None, None, np.ones((0, 0), bool)
+        self._tiered, self._shape, self._real, self.guard = None, None, np.ones((0, 0), bool), None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns; tokens that were demoted in the meantime stay demoted.

@@ -21,6 +21,7 @@ from kvstrata.cache.policy.balance import put_balance
 
 from . import attention, balance
 from . import mask as masks
+from .guard import Guard
 from .logits import Logits
 from .mass import MassLedger, prompt_mass
 
@@ -32,6 +33,7 @@ class Owner(Protocol):
     """The part of a `StrataCache` that its layers use."""
 
     importance_queries: int
+    guard: Guard | None
 
     @property
     def tiered(self) -> TieredCache: ...
@@ -105,6 +107,8 @@ class StrataLayer(CacheLayerMixin):
         ``positions`` are the model's ``position_ids``, None where it does not hand them on; ``module`` is its attention
         layer.
         """
+        if self.columns and self.owner.guard is not None:
+            self._finish_estimate()
         queries = query.shape[2]
         few = queries <= min(DECODE_QUERIES, self.owner.tiered.recent_tokens)
         try:
@@ -117,8 +121,10 @@ class StrataLayer(CacheLayerMixin):
             else:
                 if real is None:
                     real = torch.ones(len(query), queries, dtype=torch.bool, device=query.device)
-                if not self.columns and self.owner.balances:
-                    self._balance(query, key, real, module)
+                if not self.columns:
+                    if self.owner.balances:
+                        self._balance(query, key, real, module)
+                    self._estimate(query, key, value, real, logits, module)
                 out = self._prompt(query, key, value, mask, real, under, logits)
         except Exception:
             self.owner._forget(self.columns)
@@ -137,6 +143,28 @@ class StrataLayer(CacheLayerMixin):
             enough = counts >= (balance.FEWEST if by_weights is None else balance.ENOUGH)
             own = torch.where(enough.view(-1, 1, 1), own, instead)
         put_balance(cache, self.index, own, rows)
+
+    def _estimate(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        real: torch.Tensor,
+        logits: Logits,
+        module: torch.nn.Module,
+    ) -> None:
+        """Estimate the error of the budget in this layer; the last one warns if it is large."""
+        if self.index == 0:
+            self.owner.guard = Guard.begin(self.owner.tiered, module, real)
+        if self.owner.guard is not None:
+            self.owner.guard.add(self.index, query, key, value, real, logits)
+            if self.index == self.owner.tiered.layers - 1:
+                self._finish_estimate()
+
+    def _finish_estimate(self) -> None:
+        guard, self.owner.guard = self.owner.guard, None
+        if guard is not None:
+            guard.finish()
 
     def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
         cache, uses_mass = self.owner.tiered, self.owner.uses_mass

@@ -64,7 +64,8 @@ def advise(
     tick: Callable[[Step], None] = lambda step: None,
     **options: Any,
 ) -> Advice:
-    """Search between ``low`` and ``high``; ``bound`` is the mean KL in nats."""
+    """Search between ``low`` and ``high``; ``bound`` is the mean KL in nats, ``options`` are those of a `StrataCache`,
+    plain data."""
     if not bound > 0:
         raise ValueError(f"bound: expected a positive KL in nats, got {bound!r}")
     rows, tokens = ids.shape
@@ -75,7 +76,8 @@ def advise(
     tried: list[Step] = []
 
     def given(budget: float) -> dict[str, Any]:
-        return {"tiers": list(TIERS[name] or contenders.tiers_at(budget, model.config, tokens, **options)), **options}
+        pages = {key: value for key, value in options.items() if key != "calibration"}  # which is for StrataCache
+        return {"tiers": list(TIERS[name] or contenders.tiers_at(budget, model.config, tokens, **pages)), **options}
 
     def measure(budget: float) -> Step:
         contender = contenders.strata(budget, **given(budget))

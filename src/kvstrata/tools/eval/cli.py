@@ -69,6 +69,12 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Tokens decoded at a time, 32 by default, 64 with --quick; 1 is what a server does."),
     ] = None,
+    settle_every: Annotated[
+        int, typer.Option(min=1, help="Tokens between two settlings; as many more are 16 bit until the next.")
+    ] = 1,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=64, help="Length that caches have tables and choose tiers for; that of the text.")
+    ] = None,
     stretches: Annotated[
         int, typer.Option(min=1, help="Stretches of --tokens from each text, decoded as one batch: narrower intervals.")
     ] = 1,
@@ -96,6 +102,8 @@ def evaluate(
     Example: kvstrata eval --quick
 
     Example: kvstrata eval --model ./my-model --text notes.txt --budget 0.25 --budget 0.2 --tokens 4096
+
+    Example: kvstrata eval --model model.gguf --text tempfile --budget 0.25 --tokens 1024 --settle-every 16
 
     Example: kvstrata eval --bits 2.5 --bits 3 --tokens 1024 --chunk 64 --stretches 8
 
@@ -126,7 +134,7 @@ def evaluate(
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
         loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
-    name = (model or "SmolLM2-135M-Instruct") + (f" in {dtype}" if dtype else "")
+    name = models.name_of(model) + (f" in {dtype}" if dtype else "")
     if state is None or (state.model, state.texts) != (name, list(words)):
         if state is not None:
             refuse(
@@ -135,13 +143,16 @@ def evaluate(
             )
         state = kept.Quality(machine, name, list(words))
     state.machine = machine
+    pages = known.fitting(settle_every) | ({} if max_tokens is None else {"max_tokens": max_tokens})
     if peers and not widths:
         state.note_absent(known.absent())
     with progress_bars(say) as bar:
         for length in lengths:
             with refusing():
                 ids = models.encode(tokenizer, words, length, stretches).to(where)
-            wanted = widths or _wanted(known, loaded.config, budgets, policy or ["importance"], lists, length, peers)
+            wanted = widths or _wanted(
+                known, loaded.config, budgets, policy or ["importance"], lists, length, peers, pages
+            )
             prompt = 0 if widths else length // 2  # a width holds at every length
             task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
             quality.run(
@@ -158,7 +169,7 @@ def evaluate(
         if needles and not widths:
             sizes = [512] if quick else [1024, 2048]
             depths = [0.5] if quick else [0.1, 0.5, 0.9]
-            ours = [known.strata(b, **known.fitting()) for b in budgets]
+            ours = [known.strata(b, **pages) for b in budgets]
             task = bar.add_task("needles", total=(len(ours) + 1) * len(sizes) * len(depths))
             quality.run_needles(
                 loaded,
@@ -192,6 +203,9 @@ def advise(
     kl: Annotated[float, typer.Option("--kl", help="Bound of the mean KL against 16 bit, in nats.")] = 0.02,
     tokens: Annotated[int, typer.Option(min=4, help="Length of the text.")] = 2048,
     chunk: Chunk = 64,
+    calibration: Annotated[
+        Path | None, typer.Option(help="File of kvstrata calibrate; the configuration then names it.")
+    ] = None,
     device: Where = Device.auto,
     dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="The configuration to write.")] = Path("kvstrata.json"),
@@ -204,9 +218,11 @@ def advise(
 
     Example: kvstrata advise --text notes.txt --kl 0.02
 
-    Example: kvstrata advise --model ./my-model --text notes.txt --json
+    Example: kvstrata advise --model ./my-model --text notes.txt --calibration calibration.safetensors --json
     """
     need(LIBRARIES, "hf", "this")
+    from kvstrata.quant.calibration import Calibration
+
     from . import advise as advice
     from . import contenders as known
     from . import model as models
@@ -218,6 +234,9 @@ def advise(
     with refusing():
         where, precision = device_of(device), dtype_of(dtype)
         words = texts.load(text or list(texts.DEFAULT[:1]))
+        by_file = {} if calibration is None else {"calibration": str(calibration)}
+        if calibration is not None:
+            Calibration.load(calibration)
         loaded, tokenizer = _loaded(model, where, precision, say)
         ids = models.encode(tokenizer, words, tokens).to(where)
     with progress_bars(say) as bar:
@@ -235,7 +254,7 @@ def advise(
             prompt=tokens // 2,
             chunk=chunk,
             tick=lambda step: bar.advance(task),
-            **known.fitting(room=16),
+            **known.fitting(room=16) | by_file,
         )
     if as_json:
         typer.echo(json.dumps(_advised(advised, measured, kl), indent=1))
@@ -292,7 +311,7 @@ def calibrate(
         words = texts.load(text or list(texts.DEFAULT[:1]))
         loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
         ids = models.encode(tokenizer, words, tokens).to(where)
-    name = model or "SmolLM2-135M-Instruct"
+    name = models.name_of(model)
     with progress_bars(say) as bar, refusing():
         task = bar.add_task("balance and centres", total=1)
         calibration = found(loaded, ids, Path(name).name)
@@ -384,17 +403,25 @@ def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) ->
 
 
 def _wanted(
-    known: Any, config: Any, budgets: list[float], policies: list[str], tiers: list[list[str]], length: int, peers: bool
+    known: Any,
+    config: Any,
+    budgets: list[float],
+    policies: list[str],
+    tiers: list[list[str]],
+    length: int,
+    peers: bool,
+    pages: dict[str, Any],
 ) -> list[Any]:
     wanted = []
     choices: list[list[str] | None] = [*tiers] or [None]
     for budget in budgets:
         for policy in policies:
             for entry in choices:
-                options = known.fitting() | {"tiers": entry or known.tiers_at(budget, config, length)}
+                options = pages | {"tiers": entry or known.tiers_at(budget, config, length, **pages)}
                 name = "kvstrata" if policy == "importance" else f"kvstrata {policy}"
                 name += "" if entry is None else f" {','.join(entry)}"
                 kind = "ours" if name == "kvstrata" else "variant"
+                name += f", max_tokens {pages['max_tokens']}" if "max_tokens" in pages else ""
                 wanted.append(known.strata(budget, name, kind, **options, policy=policy))
         wanted += known.kivi(budget, config, length) if peers else []
     return wanted + (known.peers() if peers else [])

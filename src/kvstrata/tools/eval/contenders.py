@@ -57,7 +57,8 @@ def tiers_at(budget: float, config: Any, tokens: int, **options: Any) -> list[st
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     sizes = (text.num_hidden_layers, heads, _head_dim(config))
-    cache = TieredCache(*sizes, budget=budget, dtype=torch.float16, max_tokens=tokens, **fitting() | options)
+    given = {"max_tokens": tokens} | fitting() | options
+    cache = TieredCache(*sizes, budget=budget, dtype=torch.float16, **given)
     return [f.name for f in cache.formats[1:]]
 
 
@@ -72,7 +73,7 @@ def strata(budget: float, name: str | None = None, kind: str = "ours", **options
     def make(config: Any, rows: int, tokens: int) -> Any:
         from kvstrata.hf import StrataCache
 
-        return StrataCache(config, budget=budget, max_batch=rows, max_tokens=tokens, **options)
+        return StrataCache(config, budget=budget, max_batch=rows, **{"max_tokens": tokens} | options)
 
     return Contender(name or "kvstrata", kind, make, lambda cache: cache.memory().total, budget, options)
 

@@ -54,6 +54,13 @@ def _place(name: str | None) -> tuple[str, dict[str, str]]:
     return name, {}
 
 
+def name_of(model: str | None) -> str:
+    """Name of a model in results and calibrations; that of a .gguf file says nothing about folders."""
+    if model is None:
+        return "SmolLM2-135M-Instruct"
+    return Path(model).stem if model.endswith(".gguf") else model
+
+
 def check_compressible(model: Any) -> None:
     """ValueError for a model that cannot run over a `StrataCache`, such as one that reads K and V by itself: one token
     tells."""

@@ -1,0 +1,172 @@
+"""Warning for a budget that is too small for a model, from the first prompt.
+
+The first tokens of a prompt are rounded as the tiers of the budget round them, with the balance and the centre of the
+cache, and some of its queries attend to them. The relative error of a layer's attention output is the estimate:
+
+    error(fraction)^2 = share * error(wider tier)^2 + (1 - share) * error(narrower tier)^2
+
+where the two are the tiers between whose prices the fraction lies. Importance gives the tokens that matter the wider
+tier, which is left out here, and so are the bytes of tables. A model is looked at once per setting and process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvstrata.cache import TieredCache
+from kvstrata.cache.policy.balance import factors_of
+from kvstrata.cache.policy.centre import centre_of, horizon
+from kvstrata.layout import Format, rotation
+from kvstrata.quant import reference as quant
+
+from .logits import Logits
+
+FEWEST = 64  # tokens of a prompt that are needed for an estimate
+MOST = 256  # tokens that are looked at
+QUERIES = 16  # queries that attend to them
+LIMIT = 0.5  # relative error of a layer's attention output that is worth a warning: docs/hf.md
+LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K3V2", "K2V2")  # formats that an advice assumes
+ADVICE = (0.25, 0.3, 0.35, 0.4, 0.5, 0.6)  # budgets that it names
+
+_seen: WeakKeyDictionary[torch.nn.Module, set[object]] = WeakKeyDictionary()
+
+
+class BudgetWarning(UserWarning):
+    """The budget of a cache is estimated to change the attention of a layer by much."""
+
+
+class Sample:
+    """Some queries of a prompt, and the rows of K and V that they attend to, in one layer of one request."""
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        layer: int,
+        request: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        logits: Logits,
+    ) -> None:
+        """``query [heads, n, D]``, ``key, value [kv_heads, n, D]`` of the request's first n tokens."""
+        tokens = min(query.shape[1], MOST)
+        asked = torch.linspace(tokens // 2, tokens - 1, QUERIES, device=query.device).long()
+        place = torch.arange(tokens, device=query.device)
+        self.logits = logits
+        self.query = query[:, asked].float().unflatten(0, (key.shape[0], -1))  # [kv_heads, group, QUERIES, D]
+        self.k, self.v = (x[:, :tokens].float().nan_to_num(0.0, 0.0, 0.0) for x in (key, value))
+        self.hidden = place > asked.unsqueeze(1)
+        recent = min(cache.recent_tokens, tokens // 8)
+        self.is_plain = (place > asked.unsqueeze(1) - recent) | (place < cache.sink_tokens)
+        balance = factors_of(cache, layer, [request])
+        self.balance = torch.ones_like(self.k[:, :1]) if balance is None else balance[0].unsqueeze(1)
+        if cache._centred[request, layer]:
+            centre = cache.centre[request, layer]
+        else:
+            there = torch.ones_like(self.k[None, ..., :1], dtype=torch.bool)
+            length = torch.tensor([tokens], device=query.device)
+            centre = centre_of(self.k[None], there, cache.rope, horizon(length, cache.max_tokens))[0]
+        self.centre = centre.unsqueeze(1)
+        self.truth = self._attend(self.k, self.v)
+
+    def error(self, form: Format) -> float:
+        """Relative error of the attention output with all but sink and recent tokens in a format."""
+        centre = self.centre if form.centre else torch.zeros_like(self.centre)
+        k = _rounded((self.k - centre) / self.balance, form.k_bits, form.rotate, quant.K_GAIN)
+        out = self._attend(k * self.balance + centre, _rounded(self.v, form.v_bits, form.rotate, quant.V_GAIN))
+        return float(((out - self.truth).square().sum() / self.truth.square().sum()).sqrt())
+
+    def _attend(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.where(self.is_plain, self._scores(self.k), self._scores(k)).masked_fill(self.hidden, -torch.inf)
+        if self.logits.sinks is not None:
+            sinks = self.logits.sinks.float().view(*scores.shape[:2], 1, 1).expand(-1, -1, QUERIES, 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., : k.shape[1]]
+        plain = torch.where(self.is_plain, weights, 0.0)
+        return plain @ self.v.unsqueeze(1) + (weights - plain) @ v.unsqueeze(1)
+
+    def _scores(self, k: torch.Tensor) -> torch.Tensor:
+        scores = self.query @ k.unsqueeze(1).transpose(-1, -2) * self.logits.scale
+        softcap = self.logits.softcap
+        return scores if softcap is None else (scores / softcap).tanh() * softcap
+
+
+def _rounded(x: torch.Tensor, bits: int, rotate: bool, gain: dict[int, float]) -> torch.Tensor:
+    """Rows ``[..., D]`` as they come back from pages with so many bits a value, float32."""
+    codes, scale = quant.quantize_rows(quant.clean(x), bits, rotate, gain[bits])
+    rows = quant.decode(codes, scale, bits)
+    return rotation.rotate(rows) if rotate else rows
+
+
+def error_at(fraction: float, prices: Sequence[float], formats: Sequence[Format], sample: Sample) -> float:
+    """Estimated error at a fraction of 16 bit; ``prices`` of the formats as such fractions, widest first."""
+    below = next((i for i, price in enumerate(prices) if price <= fraction), len(prices) - 1)
+    if below == 0 or prices[below] > fraction:
+        return sample.error(formats[below])
+    share = (fraction - prices[below]) / (prices[below - 1] - prices[below])
+    wide, narrow = (sample.error(formats[i]) if part else 0.0 for i, part in ((below - 1, share), (below, 1 - share)))
+    return float((share * wide**2 + (1 - share) * narrow**2) ** 0.5)
+
+
+class Guard:
+    """The estimate for one cache, layer by layer during its first prompt; `begin` makes one where it is wanted."""
+
+    def __init__(self, cache: TieredCache, request: int) -> None:
+        self.cache, self.request, self.fraction = cache, request, float(cache.budget.amount or 0)
+        self.worst, self.layer = 0.0, 0
+        self.advice: float | None = 0.0  # smallest budget that would do so far, None for none
+
+    @classmethod
+    def begin(cls, cache: TieredCache, module: torch.nn.Module, real: torch.Tensor) -> Guard | None:
+        """Guard for a first prompt, ``real [rows, n]`` without padding; None if there is nothing new to find out."""
+        if not isinstance(cache.budget.amount, float) or real.shape[1] < FEWEST:
+            return None
+        count, request = real.sum(1).max(0)
+        setting = (cache.budget.amount, cache.formats, cache.balance is None)
+        seen = _seen.setdefault(module, set())
+        if setting in seen or int(count) < FEWEST:
+            return None
+        seen.add(setting)
+        return cls(cache, int(request))
+
+    @torch.no_grad()
+    def add(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        real: torch.Tensor,
+        logits: Logits,
+    ) -> None:
+        """Look at a layer: ``query [rows, heads, n, D]``, ``key, value [rows, kv_heads, n, D]``, ``real [rows, n]``."""
+        cache, chosen = self.cache, real[self.request].nonzero().flatten()[:MOST]
+        q, k, v = (x[self.request].detach()[:, chosen] for x in (query, key, value))
+        sample = Sample(cache, layer, self.request, q, k, v, logits)
+        whole = cache.page_tokens * cache.budget.token_bytes
+        prices = [price / whole for price in cache.budget.page_price[1:]]
+        error = error_at(self.fraction, prices, cache.formats[1:], sample)
+        if error > self.worst:
+            self.worst, self.layer = error, layer
+        if error > LIMIT and self.advice is not None:
+            formats = [Format.parse(name, cache.head_dim, cache.page_tokens) for name in LADDER]
+            beside = cache.budget.page_price[1] - cache.formats[1].page_bytes  # positions and importance
+            prices = [(form.page_bytes + beside) / whole for form in formats]
+            choices = (x for x in ADVICE if x > self.fraction)
+            enough = next((x for x in choices if error_at(x, prices, formats, sample) <= LIMIT / 2), None)
+            self.advice = None if enough is None else max(self.advice, enough)
+
+    def finish(self) -> None:
+        """Warn if a layer's error is above the limit."""
+        if self.worst > LIMIT:
+            instead = f"budget={self.advice:g}" if self.advice else "budget=1.0"
+            warnings.warn(
+                f"budget: expected one that keeps this model's attention, got {self.fraction:g}, with an estimated"
+                f" error of {100 * self.worst:.0f} % in layer {self.layer}; {instead} would do",
+                BudgetWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,143 @@
+"""The warning for a budget that is too small for a model."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import eval_model
+from hf_model import make, prompt
+from kvstrata.hf import StrataCache, guard
+from kvstrata.hf.guard import BudgetWarning, Guard
+from kvstrata.layout import Format
+from test_hard_models import scaled
+
+SMALL = dict(budget=0.25, page_tokens=16, recent_tokens=12)
+# Attributed to kvstrata, where the suite turns warnings into errors.
+pytestmark = pytest.mark.filterwarnings("default::kvstrata.hf.guard.BudgetWarning")
+
+
+def forward(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None, **options) -> list[str]:
+    cache = StrataCache(model.config, **SMALL | options)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        model(ids, attention_mask=mask, past_key_values=cache)
+        if mask is None:
+            model(ids[:, :1], past_key_values=cache)
+    assert cache.guard is None
+    return [str(w.message) for w in caught if issubclass(w.category, BudgetWarning)]
+
+
+def test_an_easy_model_has_no_warning():
+    assert forward(eval_model.model(), eval_model.tokens(160)) == []
+
+
+def test_a_hard_model_has_one():
+    hard, ids = scaled(eval_model.model(), 8.0), eval_model.tokens(160)
+    assert forward(hard, ids) == []  # with a balance
+    found = forward(hard, ids, balance=False)
+    assert len(found) == 1
+    assert "got 0.25, with an estimated error of" in found[0]
+    advised = float(found[0].split("budget=")[1].split()[0])
+    assert 0.25 < advised < 1
+    assert forward(hard, ids, balance=False, budget=advised) == []
+
+
+def test_a_model_is_looked_at_once(monkeypatch: pytest.MonkeyPatch):
+    hard, ids = scaled(eval_model.model()), eval_model.tokens(160)
+    assert len(forward(hard, ids, balance=False)) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Guard, "add", None)
+        assert forward(hard, ids, balance=False) == []
+        assert forward(hard, ids[:, :50], balance=False, budget=0.3) == []  # too short to tell
+    assert len(forward(hard, ids, balance=False, budget=0.3)) == 1
+
+
+def test_no_estimate_without_a_fraction(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Guard, "add", None)
+    hard, ids = scaled(eval_model.model()), eval_model.tokens(160)
+    assert forward(hard, ids, budget=None) == []
+    assert forward(hard, ids, budget=1.0) == []
+
+
+def test_padding_does_not_count():
+    hard, ids = scaled(eval_model.model()), eval_model.tokens(160, rows=2)
+    mask = torch.ones(2, 160, dtype=torch.long)
+    mask[0, :120] = 0
+    padded = torch.where(mask == 1, ids, 0)
+    (found,) = forward(hard, padded, mask, balance=False)
+    guard._seen.clear()
+    (alone,) = forward(hard, ids[1:], balance=False)
+    assert found == alone
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+def test_softcaps_and_sinks_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch):
+    """The output that errors are relative to is the one that the model's own attention has."""
+    model, outputs, truths = make(name), [], []
+    real_add = Guard.add
+
+    def add(self, layer, query, key, value, real, logits):
+        sample = guard.Sample(self.cache, layer, 0, query[0], key[0], value[0], logits)
+        truths.append(sample.truth.flatten(0, 1))  # [heads, queries, D]
+        real_add(self, layer, query, key, value, real, logits)
+
+    monkeypatch.setattr(Guard, "add", add)
+    full = [i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
+    for i in full:
+        attention = model.model.layers[i].self_attn
+        attention.o_proj.register_forward_pre_hook(lambda module, args: outputs.append(args[0][0]))
+    cache = StrataCache(model.config, **SMALL | dict(budget=0.5))
+    with torch.no_grad():
+        model(prompt(1, 100), past_key_values=cache)
+    asked = torch.linspace(50, 99, guard.QUERIES).long()
+    assert len(truths) == len(outputs) == len(full)
+    for truth, out in zip(truths, outputs, strict=True):
+        torch.testing.assert_close(truth.transpose(0, 1).flatten(1), out[asked], rtol=1e-4, atol=1e-4)
+
+
+def test_errors_between_two_formats():
+    formats = [Format.parse(name, 64) for name in ("K8V8", "K4V4", "K2V2")]
+
+    class Known:
+        def error(self, form: Format) -> float:
+            return {"K8V8": 0.0, "K4V4": 0.3, "K2V2": 0.5}[form.name]
+
+    def at(fraction: float) -> float:
+        return guard.error_at(fraction, [0.5, 0.3, 0.1], formats, Known())  # type: ignore[arg-type]
+
+    assert at(0.9) == at(0.5) == 0.0
+    assert at(0.3) == pytest.approx(0.3)
+    assert at(0.4) == pytest.approx(0.3 * 0.5**0.5)
+    assert at(0.2) == pytest.approx(((0.09 + 0.25) / 2) ** 0.5)
+    assert at(0.1) == at(0.01) == pytest.approx(0.5)
+
+
+def test_the_estimate_is_the_error_of_stored_rows():
+    """Rounding simulated here is that of pages: the error of one format is that of what the cache gives back."""
+    from kvstrata.cache import TieredCache
+    from kvstrata.cache.ops.inspect import gather
+    from kvstrata.hf.logits import Logits
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 128, 64, generator=generator).half() for n in (4, 2, 2))
+    cache = TieredCache(
+        1, 2, 64, budget=0.2, tiers=["K3V2"], policy="uniform", recent_tokens=16, sink_tokens=4, page_tokens=16,
+        dtype=torch.float16, max_tokens=256,
+    )  # fmt: skip
+    cache.append(0, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
+    cache.settle()
+    sample = guard.Sample(cache, 0, 0, q, k, v, Logits(0.125))
+    form = cache.formats[1]
+    stored_k, stored_v, positions = gather(cache, 0, [0])
+    order = positions[0].argsort(-1).unsqueeze(-1).expand(-1, -1, 64)
+    stored_k, stored_v = (x[0].float().gather(1, order) for x in (stored_k, stored_v))
+    old = slice(4, 96)  # later pages may be plain still
+    centre = sample.centre
+    mine = guard._rounded(sample.k - centre, form.k_bits, form.rotate, guard.quant.K_GAIN) + centre
+    torch.testing.assert_close(mine[:, old], stored_k[:, old], rtol=2e-3, atol=4e-3)
+    mine = guard._rounded(sample.v, form.v_bits, form.rotate, guard.quant.V_GAIN)
+    torch.testing.assert_close(mine[:, old], stored_v[:, old], rtol=2e-3, atol=4e-3)
+    assert 0.05 < sample.error(form) < 1
