@@ -66,6 +66,7 @@ def test_a_budget_of_one_measures_like_16_bit() -> None:
     assert ours.agreement == 1
 
 
+@pytest.mark.filterwarnings("ignore::kvstrata.hf.guard.BudgetWarning")
 def test_fewer_bits_cost_more() -> None:
     net, ids = model(), tokens(400)
     state = results.Quality({}, "tiny", ["text"])

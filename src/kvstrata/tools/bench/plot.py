@@ -69,7 +69,8 @@ def plot(
             _panel(report, lines, axes, x, one)
         if len(ys) == 1:
             every[0].set(title=title)
-            every[0].legend(fontsize=8, loc="best")  # named, else a slow machine gives a warning
+            if every[0].get_legend_handles_labels()[0]:  # none where no case ran
+                every[0].legend(fontsize=8, loc="best")  # named, else a slow machine gives a warning
         else:
             figure.suptitle(title)
             figure.legend(*every[0].get_legend_handles_labels(), fontsize=8, loc="outside right center")

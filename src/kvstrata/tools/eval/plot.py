@@ -47,5 +47,6 @@ def plot(quality: Quality, path: Path) -> Path:
                 xlabel="bytes of 16 bit, everything counted", ylabel="perplexity lost, %", title=f"{length} tokens"
             )
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=8, loc="best")
+            if axes.get_legend_handles_labels()[0]:  # none where only 16 bit was measured
+                axes.legend(fontsize=8, loc="best")
     return path
