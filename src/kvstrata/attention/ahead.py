@@ -94,8 +94,8 @@ def warmup(
 
     CUDA C++ kernels that are not in the disk cache are compiled in parallel. Then a small copy of the cache takes a
     prompt, settles and is read, which loads what torch, Triton or numba (on a CPU) compile at first use. A process that
-    finds everything on disk is ready in about a second. `kvstrata warmup cache` fills the disk cache ahead, without a
-    GPU if need be.
+    finds everything on disk was ready in 1.8 s on an H200. `kvstrata warmup cache` fills the disk cache ahead, without
+    a GPU if need be.
 
     Args:
         cache: the `TieredCache`; it may hold tokens and is not changed.
