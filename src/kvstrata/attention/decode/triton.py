@@ -337,10 +337,22 @@ def combine_kernel(
         tl.store(lse_ptr + out_row, tl.where(total == 0.0, float("-inf"), safe + tl.log(denominator)))
 
 
+_captured: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}  # read by graphs, so never freed
+
+
 @functools.lru_cache(maxsize=256)
+def _uploaded(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
 def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int32 tensor, cached: every layer of a decode step has the same requests."""
-    return torch.tensor(values, dtype=torch.int32, device=device)
+    if (kept := _captured.get((values, device))) is not None:
+        return kept
+    tensor = _uploaded(values, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured[values, device] = tensor
+    return tensor
 
 
 def _splits(programs: int, blocks: int, device: torch.device) -> int:

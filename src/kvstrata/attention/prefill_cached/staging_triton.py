@@ -180,7 +180,7 @@ def stage_kernel(
                     tl.store(v_out, v.to(DTYPE), mask=mask_out)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache  # graphs may hold its address
 def _signs(dim: int, device: torch.device) -> torch.Tensor:
     """Hadamard matrix without its factor: 1, -1 and, between blocks, 0."""
     return hadamard(dim, "cpu").sign().half().to(device)
