@@ -59,7 +59,8 @@ def test_table_of_a_captured_copy_outlives_its_plan(monkeypatch: pytest.MonkeyPa
     plan.run([source])
     del plan
     gc.collect()
-    assert len(launched) == 3 and launched[1]() is launched[2]() is not None
+    assert len(launched) == 3
+    assert launched[1]() is launched[2]() is not None
     assert len(replay_plan._captured) == 1, "one table, kept once"
 
 
