@@ -96,7 +96,7 @@ def test_shipped_tables_can_be_read_and_run() -> None:
 
 
 class Launched(SimpleNamespace):
-    """What a plan would have launched."""
+    """Configuration that a plan would launch."""
 
     def __init__(self, kernel: object, grid: object, block: int, params: bytes, **options: object) -> None:
         super().__init__(entry=kernel, grid=grid, block=block)

@@ -124,7 +124,7 @@ def _key(source: Path, entry: str, arch: str) -> bytes:
 
 
 def _kept(source: Path, entry: str, arch: str, with_usage: bool) -> tuple[Cubin, Usage | None]:
-    """From the cache, or compiled and kept there, with what the assembler reported."""
+    """Return a cached cubin, or compile and cache it together with the assembler's report."""
     from cuda.core.utils import FileStreamProgramCache
 
     key = _key(source, entry, arch)
