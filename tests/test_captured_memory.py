@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvstrata
-from kvstrata.attention.decode import triton as decode_triton
+from kvstrata.attention.decode import source_triton
 from kvstrata.replay import plan as replay_plan
 from kvstrata.replay import triton as copy_triton
 
@@ -30,20 +30,20 @@ def test_requests_of_a_captured_decode_outlive_other_lists(
 ) -> None:
     real = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda values, dtype, device: real(values, dtype=dtype))
-    monkeypatch.setattr(decode_triton, "_captured", {})
-    decode_triton._uploaded.cache_clear()
-    eager = weakref.ref(decode_triton._on_device((3,), CUDA))
-    captured = weakref.ref(decode_triton._on_device((7, 1), CUDA))
+    monkeypatch.setattr(source_triton, "_captured", {})
+    source_triton._uploaded.cache_clear()
+    eager = weakref.ref(source_triton.on_device((3,), CUDA))
+    captured = weakref.ref(source_triton.on_device((7, 1), CUDA))
     capturing[0] = True
-    decode_triton._on_device((7, 1), CUDA)
+    source_triton.on_device((7, 1), CUDA)
     capturing[0] = False
     for i in range(300):
-        decode_triton._on_device((i, i + 1), CUDA)
+        source_triton.on_device((i, i + 1), CUDA)
     gc.collect()
     assert eager() is None, "nothing was evicted: the test shows nothing"
     assert captured() is not None
-    assert decode_triton._on_device((7, 1), CUDA) is captured()
-    decode_triton._uploaded.cache_clear()
+    assert source_triton.on_device((7, 1), CUDA) is captured()
+    source_triton._uploaded.cache_clear()
 
 
 def test_table_of_a_captured_copy_outlives_its_plan(monkeypatch: pytest.MonkeyPatch, capturing: list[bool]) -> None:
@@ -77,7 +77,7 @@ def test_graph_of_triton_decode_after_many_other_requests() -> None:
     with torch.cuda.graph(graph):
         out = kvstrata.decode_attention(q, cache, requests=[2, 0], backend="triton")
     for i in range(300):
-        decode_triton._on_device((i, i), torch.device("cuda", torch.cuda.current_device()))
+        source_triton.on_device((i, i), torch.device("cuda", torch.cuda.current_device()))
     gc.collect()
     torch.cuda.empty_cache()
     graph.replay()

@@ -139,10 +139,10 @@ def _kept(source: Path, entry: str, arch: str, with_usage: bool) -> tuple[Cubin,
         if code and symbol and code.startswith(b"\x7fELF") and (used or not with_usage):
             return Cubin(code, symbol.decode(), arch), Usage(**json.loads(used)) if used else None
         cubin, log = _run_nvrtc(source, entry, arch, True)
-        found = _usage(log)
+        measured = _usage(log)
         cache[key], cache[key + b".symbol"] = cubin.code, cubin.symbol.encode()
-        cache[key + b".usage"] = json.dumps(asdict(found)).encode()
-    return cubin, found
+        cache[key + b".usage"] = json.dumps(asdict(measured)).encode()
+    return cubin, measured
 
 
 def _usage(log: str) -> Usage:
