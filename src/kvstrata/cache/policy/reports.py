@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from kvstrata.cache.storage.transaction import Transaction
 
-MOST = 2**30  # queries are not counted further
+MOST = 2**30  # the count of queries saturates here
 
 
 class Reports:
