@@ -61,11 +61,9 @@ def steps(llm: Any, batch: int, context: int) -> list[float]:
     """Microseconds per token of decode steps, one sample per GROUP of steps."""
     import vllm
 
-    from .vllm_connector import FILLED
-
     engine, names = llm.llm_engine, [f"{batch}-{context}-{i}" for i in range(batch)]
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=GROWTH, ignore_eos=True, detokenize=False)
-    prompt = [FILLED] + [7] * (context - GROWTH - 1)
+    prompt = [vllm_engine.FILLED] + [7] * (context - GROWTH - 1)
     for name in names:
         engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
     started: set[str] = set()

@@ -11,7 +11,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 
-FILLED = 3  # first token of a prompt that counts as computed
+from .vllm_engine import FILLED
+
 CONFIG = {"kv_connector": "FilledConnector", "kv_connector_module_path": __name__, "kv_role": "kv_consumer"}
 
 

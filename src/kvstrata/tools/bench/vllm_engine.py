@@ -62,6 +62,7 @@ LLAMA_8B = SMALL | {
     "vocab_size": 128256,
 }
 LOGIT_STD = 3.0  # of `randomize`: the best two of 32,000 tokens are then about 0.7 apart
+FILLED = 3  # first token of a prompt that counts as computed where the connector is used
 SCORE_STD = 2.0  # of attention scores: a query sees a few tokens, not the mean of all
 
 
