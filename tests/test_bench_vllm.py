@@ -11,7 +11,7 @@ import torch
 
 from kvstrata.engines.options import Options
 from kvstrata.engines.packed import PackedLayer
-from kvstrata.tools import child
+from kvstrata.tools import child, publish
 from kvstrata.tools.bench import vllm_child, vllm_engine
 from kvstrata.tools.bench.cases import vllm as bench
 from kvstrata.tools.bench.render import table
@@ -60,7 +60,7 @@ def ran(monkeypatch):
     return run
 
 
-def test_engines_become_rows(ran):
+def test_engines_become_rows(ran, tmp_path):
     answers = dict.fromkeys(bench.ENGINES, (told(100.0), None))
     answers["K4V4"] = (told(50.0), None)
     wrong = [{"first": 4, "second": {"1": -0.5, "2": -1.0, "3": -2.5}}]
@@ -85,6 +85,9 @@ def test_engines_become_rows(ran):
     assert "| largest-32768 | K4V4 | 58 | 2.96 | 19,608 |" in shown  # 58 requests, 51 us a token
     assert "| 1,000 |" in shown
     assert "samples in turn" in shown
+    (figure,) = publish.figures([again], tmp_path)
+    assert figure.name.startswith("vllm-")
+    assert "largest-32768" in figure.read_text()  # in a comment of each text
 
 
 def test_first_tokens_that_differ_are_not_compared():
