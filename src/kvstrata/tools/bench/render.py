@@ -74,7 +74,7 @@ def _thousands(count: int) -> str:
 
 def _batch_time(case: CaseResult, row: Row) -> str:
     """Milliseconds of a step, from the time per token."""
-    batch = _of_engine(case, row, "batch")
+    batch = _of_engine(case, row, "batch") if case.params.get("what") == "steps" else 0
     return f"{row.us.median * batch / 1000:.2f}" if row.us and batch else ""
 
 
