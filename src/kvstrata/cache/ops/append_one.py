@@ -53,7 +53,7 @@ def append_one(
 ) -> bool:
     """Append if the arguments look like those of the last time and the open pages have room; else False."""
     last = cache._repeated
-    if last is None or not _same(requests, last.requests) or not _same(seq_lens, last.seq_lens):
+    if last is None or not same_list(requests, last.requests) or not same_list(seq_lens, last.seq_lens):
         return False
     if not last.looks(k, v) or not last.distinct <= cache._active:
         return False
@@ -78,7 +78,8 @@ def append_one(
     return True
 
 
-def _same(given: Sequence[int] | None, last: list[int] | None) -> bool:
+def same_list(given: Sequence[int] | None, last: list[int] | None) -> bool:
+    """True if a list is given again, or None."""
     return given is None if last is None else type(given) is list and given == last
 
 

@@ -444,13 +444,14 @@ class Buckets:
         at_gone, at_added, at_shared = (self._table_index(requests, layers, *x) for x in (gone, added, shared))
         old = self.host_table[at_shared].astype(np.int64)
         change.release(np.concatenate([self.host_table[at_gone].astype(np.int64), old]))
-        new, own, of_tier = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64), []
+        new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
+        of_tier = change.allocate_all(dict(enumerate(np.bincount(at_added[3], minlength=tiers).tolist())))
         for t in range(tiers):
-            of_added, of_shared = at_added[3] == t, at_shared[3] == t
-            of_tier.append(change.allocate(t, int(of_added.sum())))
-            new[of_added] = of_tier[t]
-            own[of_shared] = change.allocate(t, int(of_shared.sum()))
-            self.pool.copy(old[of_shared], own[of_shared], t)
+            new[at_added[3] == t] = of_tier[t]
+            of_shared = at_shared[3] == t
+            if of_shared.any():
+                own[of_shared] = change.allocate(t, int(of_shared.sum()))
+                self.pool.copy(old[of_shared], own[of_shared], t)
         at_entered = tuple(np.concatenate(x) for x in zip(at_added, at_shared, strict=True))
         entered = np.concatenate([new, own])
         shape, none = self.host_table.shape, np.full(len(gone[0]), -1)
@@ -462,7 +463,7 @@ class Buckets:
             before,
             np.stack([np.ravel_multi_index(at_entered, shape), entered], 1),
             np.stack([np.ravel_multi_index(at_gone, shape), none], 1),
-            of_tier,
+            list(of_tier.values()),
         )
 
     def _table_index(

@@ -111,54 +111,79 @@ class Pool:
             return self.space.bytes[index * self.slab_bytes : index * self.slab_bytes + size]
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def _open(self, tier: int, n: int) -> None:
-        """Give a tier ``n`` more slabs: empty ones of its size, then new ones in place of other empty ones."""
-        size, opened = self.slab_sizes[tier], self._empty[:0]
-        if len(self._empty):
-            fitting = self.sizes[self._empty] == size
-            opened = self._empty[fitting][:n]
-            self._drop(self._empty[~fitting][: n - len(opened)])
-        new = self._allocate_slabs(n - len(opened), size) if len(opened) < n else opened[:0]
-        self._empty = without(self._empty, opened)
-        opened = merged(opened, new)
-        self.tier[opened] = tier
-        self._slabs[tier] += n
-        self.free.open(tier, opened)
+    def _open(self, needed: dict[int, int]) -> None:
+        """Give each tier so many more slabs: empty ones of its size, then new ones in place of other empty ones."""
+        opened: dict[int, np.ndarray] = {}
+        for tier, n in needed.items() if len(self._empty) else ():
+            opened[tier] = self._empty[self.sizes[self._empty] == self.slab_sizes[tier]][:n]
+            self._empty = without(self._empty, opened[tier])
+        more = {tier: n - len(opened.get(tier, ())) for tier, n in needed.items()}
+        try:
+            self._drop(self._empty[: sum(more.values())])
+            new = self._allocate_slabs(more)
+        except BaseException:
+            for slabs in opened.values():
+                self._empty = merged(self._empty, slabs)
+            raise
+        for tier, n in needed.items():
+            slabs = merged(opened[tier], new[tier]) if tier in opened else new[tier]
+            self.tier[slabs] = tier
+            self._slabs[tier] += n
+            self.free.open(tier, slabs)
 
-    def _allocate_slabs(self, n: int, size: int) -> np.ndarray:
-        """Memory for ``n`` slabs; returns which, ascending."""
-        left = self.capacity - self._fresh
+    def _allocate_slabs(self, needed: dict[int, int]) -> dict[int, np.ndarray]:
+        """Memory for so many slabs of each tier; returns which, ascending."""
+        n, left = sum(needed.values()), self.capacity - self._fresh
         if len(self._gone) + left < n:
             raise RuntimeError(f"pool: expected {n} free slabs, got {len(self._gone) + left} of {self.capacity}")
         new = max(n - len(self._gone), 0)
         unused = merged(self._gone[:n], np.arange(self._fresh, self._fresh + new))
+        sizes = np.repeat([self.slab_sizes[tier] for tier in needed], list(needed.values()))
         numbers = unused.tolist()
         with torch.inference_mode(False):
-            slabs = [self._new_slab(index, size) for index in numbers]
-        addresses = np.array([slab.data_ptr() for slab in slabs], np.int64)
-        if self.space is not None:
-            self.pointers.numpy()[unused] = addresses
-        else:
-            entries = self.to_device(np.stack([unused, addresses]))
-            self.pointers[entries[0]] = entries[1]
+            slabs = [self._new_slab(index, size) for index, size in zip(numbers, sizes.tolist(), strict=True)]
+        if n:
+            self._point(unused, np.array([slab.data_ptr() for slab in slabs], np.int64))
         for index, slab in zip(numbers, slabs, strict=True):
             self.slabs[index] = slab.fill_(POISON) if self.debug else slab
         self._gone, self._fresh = self._gone[n:], self._fresh + new
-        self.sizes[unused] = size
-        self.nbytes += n * size
-        return unused
+        self.sizes[unused] = sizes
+        self.nbytes += int(sizes.sum())
+        ends = np.cumsum(list(needed.values()))
+        return {tier: unused[end - n : end] for (tier, n), end in zip(needed.items(), ends.tolist(), strict=True)}
+
+    def _point(self, slabs: np.ndarray, addresses: np.ndarray) -> None:
+        """Tell kernels where slabs are."""
+        if self.space is not None:
+            self.pointers.numpy()[slabs] = addresses
+        elif int(slabs[-1]) - int(slabs[0]) + 1 == len(slabs):
+            self.fill(self.pointers[int(slabs[0]) : int(slabs[-1]) + 1], addresses)
+        else:
+            entries = self.to_device(np.stack([slabs, addresses]))
+            self.pointers[entries[0]] = entries[1]
 
     def allocate(self, tier: int, n: int) -> np.ndarray:
-        """Handles of ``n`` pages, of the lowest slabs with a free one, each with one owner. Their bytes are undefined.
+        """Handles of ``n`` pages of a tier; see `allocate_all`."""
+        return self.allocate_all({tier: n})[tier]
 
-        Takes no page if memory runs out.
+    def allocate_all(self, pages: dict[int, int]) -> dict[int, np.ndarray]:
+        """Handles of so many pages of each tier, each with one owner. Their bytes are undefined.
+
+        They are of the lowest slabs with a free one. Takes no page if memory runs out.
         """
+        needed = {}
+        for tier, n in pages.items():
+            missing = n - (self._slabs[tier] * self.per_slab[tier] - self._pages[tier])
+            if missing > 0:
+                needed[tier] = -(-missing // self.per_slab[tier])
+        if needed:
+            self._open(needed)
+        return {tier: self._take(tier, n) for tier, n in pages.items()}
+
+    def _take(self, tier: int, n: int) -> np.ndarray:
+        """Pages that are free."""
         if n == 0:
             return np.zeros(0, np.int64)
-        per_slab = self.per_slab[tier]
-        missing = n - (self._slabs[tier] * per_slab - self._pages[tier])
-        if missing > 0:
-            self._open(tier, -(-missing // per_slab))
         slab, index = self.free.take(tier, n)
         self.refs.reshape(-1)[slab * self.refs.shape[1] + index] = 1
         self._pages[tier] += n
@@ -272,6 +297,13 @@ class Pool:
             return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
         self.note_stream()
         return self._uploads.copy(array, self.streams.values())
+
+    def fill(self, target: torch.Tensor, array: np.ndarray) -> None:
+        """Copy a contiguous host array into a flat device tensor of its type and size, as `to_device` does."""
+        if self.space is not None:
+            target.copy_(torch.from_numpy(array))
+        else:
+            self._uploads.fill(target, array, self.streams.values())
 
     def note_stream(self) -> None:
         """Remember torch's current stream: slabs are not given to others before its work so far is done."""

@@ -35,6 +35,17 @@ class Uploads:
         pinned = self._ring[first : first + array.nbytes].view(source.dtype).view(source.shape)
         return torch.empty(source.shape, dtype=source.dtype, device=self.device).copy_(pinned, non_blocking=True)
 
+    def fill(self, target: torch.Tensor, array: np.ndarray, streams: Iterable[torch.cuda.Stream]) -> None:
+        """Copy a contiguous ``array`` of the same bytes into ``target``, flat, in the order of the current stream."""
+        source = torch.from_numpy(array)
+        if 2 * array.nbytes > RING_BYTES // 2 or self._ring is None:
+            pinned = source.pin_memory()
+        else:
+            first = self._reserve(array.nbytes, streams)
+            self._bytes[first : first + array.nbytes] = array.view(np.uint8)
+            pinned = self._ring[first : first + array.nbytes].view(source.dtype)
+        target.copy_(pinned, non_blocking=True)
+
     def _reserve(self, nbytes: int, streams: Iterable[torch.cuda.Stream]) -> int:
         """Offset of free bytes in the ring; waits for copies that were queued a whole half ago."""
         half, first = RING_BYTES // 2, self._next
