@@ -169,7 +169,8 @@ class Moves:
         if "places" not in tensors and "places" not in self.addresses:
             arrays.append(self.places.astype(np.int32))
         whole = np.concatenate([x.reshape(-1).view(np.int32) for x in arrays])
-        uploaded, ends = buckets.pool.to_device(whole), np.cumsum([x.nbytes for x in arrays]) // 4
+        uploaded, ends = lease.take("uploaded", len(whole), torch.int32), np.cumsum([x.nbytes for x in arrays]) // 4
+        buckets.pool.fill(uploaded, whole)
         self.packed, self.uploaded = whole, uploaded
         tensors["entries"], tensors["first"] = uploaded, uploaded[int(ends[1]) :]
         if len(arrays) > 3:

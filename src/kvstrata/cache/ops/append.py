@@ -50,7 +50,8 @@ def append_tokens(
     """`TieredCache.append`."""
     cache._check_layer(layer)
     arguments = (k, v, requests, lengths)
-    if mass is None and queries is None and (append_one(cache, layer, *arguments) or append_prompt(cache, layer, *arguments)):
+    repeats = mass is None and queries is None
+    if repeats and (append_one(cache, layer, *arguments) or append_prompt(cache, layer, *arguments)):
         return
     k, v, requests, lengths = ragged(cache, layer, k, v, requests, lengths)
     asked, lengths = list(requests), list(lengths)
@@ -167,9 +168,11 @@ def _append_settling(
         check_plans(cache, places, ends, planned.needed)
         cache._activate(change, asked)
         centred = cache._centred[asked, layer]
-        moved = settle_cuda.move(cache, change, planned, rows)
-        if not plain and settle_cuda.is_prompt(cache, planned) and min(lengths) > cache.policy.settle_every:
-            prepared = PreparedPrompt(cache, layer, np.array(asked), rows, *moved, centred)
+        centres, moved = settle_cuda.move(cache, change, planned, rows)
+        if moved is not None and not plain and min(lengths) > cache.policy.settle_every:
+            k_read, v_read = moved.counted.rows
+            if settle_cuda.is_prompt(cache, planned) and k_read is rows.k and v_read is rows.v:
+                prepared = PreparedPrompt(cache, layer, np.array(asked), rows, centres, moved, centred)
     else:
         tokens = _with_new(cache, layer, places, asked, lengths, settling, importance)
         target = plan_scopes(cache, places, tokens, ends)

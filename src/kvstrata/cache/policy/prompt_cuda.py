@@ -54,17 +54,16 @@ class PreparedPrompt:
         self._centred_after = cache._centred[requests, layer]
         self._counts = buckets.host_count[requests, layer]
         self._stream = None if cache.device.type == "cpu" else jit.current_stream(cache.device.index or 0)
-        launches = [centres.compute.launches, () if centres.store is None else centres.store.launches]
+        stores = () if centres.store is None else centres.store.launches
         kept = (centres, moved.lists, counted.uploaded, counted.lease)
-        self._launches = Launches(
-            moved.launches.device, (*launches[0], *launches[1], *moved.launches.launches), kept
-        )
+        self._compute = centres.compute
+        self._launches = Launches(moved.launches.device, (*stores, *moved.launches.launches), kept)
         self._entries = moved.exchanged.entered[:, 0]  # in the flat table, of the first layer
         tier = self._entries // buckets.max_pages % len(buckets.page_formats)
         self._of_tier = [np.flatnonzero(tier == t) for t in range(len(buckets.page_formats))]
         self._pages = {t: len(of_tier) for t, of_tier in enumerate(self._of_tier)}
         self._packed, self._uploaded = counted.packed, counted.uploaded
-        self._aligned = (rows.k.stride(0), rows.v.stride(0))
+        self._strides = (rows.k.stride(0), rows.v.stride(0))
         self._of_k, self._of_v = self._row_addresses(centres, moved)
         self._of_layer = self._layer_addresses(cache, centres, moved)
         self._copies = counted.copies()
@@ -108,7 +107,7 @@ class PreparedPrompt:
         """True for rows that are aligned as the kernels need them, with the strides of the first."""
         if (rows.k.data_ptr() | rows.v.data_ptr()) % ROW_BYTES:
             return False
-        return (rows.k.stride(0), rows.v.stride(0)) == self._aligned
+        return (rows.k.stride(0), rows.v.stride(0)) == self._strides
 
     def prepare(self, cache: CacheState, change: Transaction, layer: int, rows: NewRows) -> None:
         """Take pages, update the host's tables; the tokens come when the transaction completes."""
@@ -126,6 +125,8 @@ class PreparedPrompt:
             mirror.copy_(original)
         if not buckets.by_cuda:
             buckets.pool.clear(taken[0], 0)
+        self._point(layer, rows)
+        self._compute.run()  # before the tables change, which host and device share where kernels are emulated
 
         def restore() -> None:
             table[entries], count[where], cache._centred[where] = -1, 0, self._centred
@@ -133,12 +134,16 @@ class PreparedPrompt:
         change.undo(restore)
         table[entries], count[where], cache._centred[where] = handles, self._counts, self._centred_after
         buckets.forget(self._requests, change)
-        change.launch(lambda: self._run(layer, rows))
 
-    def _run(self, layer: int, rows: NewRows) -> None:
+        def run(_kept: NewRows = rows) -> None:
+            self._launches.run()
+
+        change.launch(run)
+
+    def _point(self, layer: int, rows: NewRows) -> None:
+        """Write addresses of rows and of the layer's tables into the parameters."""
         for addresses, row in ((self._of_k, rows.k.data_ptr()), (self._of_v, rows.v.data_ptr())):
             for params, offset in addresses:
                 ADDRESS.pack_into(params, offset, row)
         for params, offset, address, size in self._of_layer:
             ADDRESS.pack_into(params, offset, address + layer * size)
-        self._launches.run()

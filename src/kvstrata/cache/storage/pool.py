@@ -302,7 +302,8 @@ class Pool:
         """Copy a contiguous host array into a flat device tensor of its type and size, as `to_device` does."""
         if self.space is not None:
             target.copy_(torch.from_numpy(array))
-        else:
+        elif array.size:
+            self.note_stream()
             self._uploads.fill(target, array, self.streams.values())
 
     def note_stream(self) -> None:
