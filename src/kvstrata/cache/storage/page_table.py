@@ -76,6 +76,7 @@ class Buckets:
         self.heads = np.arange(kv_heads)
         self.backend = "auto"  # of moves between tiers
         self.arena = Arena(self.device, pool.streams)  # scratch of plans and moves on a CUDA device
+        self._lease = self.arena.lease()  # what changes of the tables read
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
         self.lists: dict[tuple[int, ...], RequestList] = {}  # of requests that advanced
         self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: not known
@@ -91,6 +92,8 @@ class Buckets:
         table = torch.full((*shape, max_pages), -1, dtype=torch.int32, device="cpu")
         count = torch.zeros(shape, dtype=torch.int32, device="cpu")
         self.host_table, self.host_count = table.numpy(), count.numpy()
+        if self.device.type != "cpu":  # plain counts, which change at every step, are one block
+            self.host_count = np.zeros((shape[3], *shape[:3]), np.int32).transpose(1, 2, 3, 0)
         self.page_table, self.count = table.to(self.device), count.to(self.device)
 
     def push(self, requests: Sequence[int] | np.ndarray) -> None:
@@ -250,13 +253,19 @@ class Buckets:
         if self.device.type == "cpu":
             self.pool.clear(handles, 0)
             return
-        both = self.pool.to_device(np.stack([entries, handles]))
         if self.by_cuda:
-            change.launch(table_cuda.new_pages(self, both))
+            both = self._lease.take("entries", 2 * len(entries), torch.int64)
+            self.pool.fill(both, np.concatenate([entries, handles]))
+            change.launch(self._pages_to_table.prepare(both))
             return
+        both = self.pool.to_device(np.stack([entries, handles]))
         self.pool.clear_at(both[1], 0)
         values, on_device = both[1].int(), self.page_table.view(-1)
         change.launch(lambda: on_device.__setitem__(both[0], values))
+
+    @functools.cached_property
+    def _pages_to_table(self) -> table_cuda.NewPages:
+        return table_cuda.NewPages(self)
 
     @functools.cached_property
     def by_cuda(self) -> bool:
