@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +21,8 @@ from kvstrata.cache.move import launches, moves_cuda, phases, repack_cuda, whole
 from kvstrata.cache.ops import append_prompt
 from kvstrata.cache.policy import centre_cuda, plan_cuda, settle_cuda
 from kvstrata.cache.policy.prompt_cuda import PreparedPrompt
+from kvstrata.cache.storage.page import NewRows
+from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.quant import op as quantize_op
 
 HAS_GPU = torch.cuda.is_available()
@@ -254,3 +259,27 @@ def test_out_of_memory_in_another_layer_changes_nothing(device: str, monkeypatch
     for a, b in zip(caches[0].gather(1, 1), caches[1].gather(1, 1), strict=True):
         assert torch.equal(a, b)
     caches[0].check()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["planned", "plan of the layer before"])
+def test_what_launches_read_lives_until_they_run(device: str, again: bool) -> None:
+    """Moves are launched when the operation completes, and their addresses point into an upload of the plan."""
+    cache, _ = pair(device)
+    n = 400
+    for layer in range(1 + again):
+        k, v = torch.randn(2, n, 2, 32).to(cache.device)
+        rows = NewRows(*(x.reshape(-1, 32) for x in (k, v)))
+        fresh = Fresh(np.array([n]), np.array([0]), np.array([0]), np.zeros(1, np.float32), None)
+        with cache._operation() as change:
+            planned = settle_cuda.plan(cache, [(layer, [0])], [[n]], fresh, rows)
+            upload = weakref.ref(planned.outcome.device.uploaded)
+            settle_cuda.move(cache, change, planned, rows)
+            cache._activate(change, [0])
+            cache._set_lengths(change, [0], layer, np.array([n]))
+            if layer == again:
+                cache._prompt = None
+            del planned
+            gc.collect()
+            assert upload() is not None
+        assert cache.length(0, layer) == n
+    cache.check()

@@ -55,7 +55,7 @@ class PreparedPrompt:
         self._counts = buckets.host_count[requests, layer]
         self._stream = None if cache.device.type == "cpu" else jit.current_stream(cache.device.index or 0)
         stores = () if centres.store is None else centres.store.launches
-        kept = (centres, moved.lists, counted.uploaded, counted.lease)
+        kept = (centres, moved.lists, counted.uploaded, counted.memory, counted.lease)
         self._compute = centres.compute
         self._launches = Launches(moved.launches.device, (*stores, *moved.launches.launches), kept)
         self._entries = moved.exchanged.entered[:, 0]  # in the flat table, of the first layer
