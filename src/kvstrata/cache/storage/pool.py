@@ -18,6 +18,7 @@ the host; a page may have several owners (forks), and only a sole owner may writ
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -115,9 +116,8 @@ class Pool:
         return slab, ((handles - slab * self.units) / step).astype(np.int64)  # exact: no remainder
 
     def _new_slab(self, index: int, size: int) -> torch.Tensor:
-        if self.space is not None:
-            return self.space.bytes[index * self.slab_bytes : index * self.slab_bytes + size]
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        assert self.space is not None
+        return self.space.bytes[index * self.slab_bytes : index * self.slab_bytes + size]
 
     def _open(self, needed: dict[int, int]) -> None:
         """Give each tier so many more slabs: empty ones of its size, then new ones in place of other empty ones."""
@@ -156,19 +156,22 @@ class Pool:
             raise RuntimeError(f"pool: expected {n} free slabs, got {len(self._gone) + left} of {self.capacity}")
         new = max(n - len(self._gone), 0)
         unused = merged(self._gone[:n], np.arange(self._fresh, self._fresh + new))
-        sizes = np.repeat([self.slab_sizes[tier] for tier in needed], list(needed.values()))
+        sizes = [self.slab_sizes[tier] for tier, many in needed.items() for _ in range(many)]
         numbers = unused.tolist()
         with torch.inference_mode(False):
-            slabs = [self._new_slab(index, size) for index, size in zip(numbers, sizes.tolist(), strict=True)]
+            if self.space is None:
+                slabs = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+            else:
+                slabs = [self._new_slab(index, size) for index, size in zip(numbers, sizes, strict=True)]
         if n:
             self._point(unused, np.array([slab.data_ptr() for slab in slabs], np.int64))
         for index, slab in zip(numbers, slabs, strict=True):
             self.slabs[index] = slab.fill_(POISON) if self.debug else slab
         self._gone, self._fresh = self._gone[n:], self._fresh + new
         self.sizes[unused] = sizes
-        self.nbytes += int(sizes.sum())
-        ends = np.cumsum(list(needed.values()))
-        return {tier: unused[end - n : end] for (tier, n), end in zip(needed.items(), ends.tolist(), strict=True)}
+        self.nbytes += sum(sizes)
+        ends = itertools.accumulate(needed.values())
+        return {tier: unused[end - n : end] for (tier, n), end in zip(needed.items(), ends, strict=True)}
 
     def _point(self, slabs: np.ndarray, addresses: np.ndarray) -> None:
         """Tell kernels where slabs are."""
