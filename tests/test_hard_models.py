@@ -12,8 +12,9 @@ import eval_model
 from hf_model import SIZES
 from kvstrata.hf import StrataCache, balance
 from kvstrata.hf.calibrate import calibrate
-from kvstrata.quant.calibration import Calibration
+from kvstrata.quant.calibration import Calibration, LayerCalibration
 from kvstrata.tools.eval.measure import Exact, decode
+from kvstrata.tools.eval.sensitivity import measure_sensitivity
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvstrata.hf.guard.BudgetWarning")  # budgets are too small here
 
@@ -99,6 +100,16 @@ def test_a_calibration_does_as_well_as_the_prompt(tmp_path):
     assert cache.tiered._centred.all()
     with pytest.raises(ValueError, match="ids: expected"):
         calibrate(hard, other[:, :3])
+
+
+def test_sensitivities_are_those_of_balanced_rows():
+    """Layers are measured as a cache rounds them: pairs of other sizes do not make a layer sensitive."""
+    model, ids = eval_model.model(), eval_model.tokens(96)
+    hard = scaled(model)
+    easy, balanced = (sum(measure_sensitivity(net, ids, bits=3).k) for net in (model, hard))
+    none = Calibration([LayerCalibration()] * len(model.model.layers))
+    assert sum(measure_sensitivity(hard, ids, none, bits=3).k) > 3 * easy
+    assert balanced < 1.5 * easy
 
 
 def balances(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
