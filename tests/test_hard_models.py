@@ -83,6 +83,23 @@ def test_biases_that_rope_turns():
     assert balanced < 0.7 * without
 
 
+def test_the_first_example_needs_no_other_argument():
+    """README's: tiers, pages and recent tokens as a cache chooses them."""
+    model, ids = eval_model.model(), eval_model.tokens(TOKENS)
+    hard, truth = scaled(model), exact(model, ids)
+
+    def loss(net: torch.nn.Module, **options) -> float:
+        cache = StrataCache(net.config, budget=0.25, **options)
+        scores, _ = decode(net, ids, cache, prompt=PROMPT, chunk=16, exact=truth)
+        tiered = cache.tiered
+        assert cache.memory().tokens["K16V16"] < tiered.length(0) * tiered.layers * tiered.kv_heads
+        return sum(map(sum, scores.kl)) / sum(scores.count)
+
+    easy = loss(model)
+    assert loss(hard, balance=False) > 2 * easy
+    assert loss(hard) < 1.4 * easy
+
+
 def test_a_calibration_does_as_well_as_the_prompt(tmp_path):
     hard = scaled(eval_model.model())
     ids = eval_model.tokens(TOKENS)
