@@ -1,8 +1,8 @@
 """Shares: how layers that suffer more from rounding get more of the bytes, under the same sum.
 
 A fraction allows every layer the same bytes per token. The least of these pay for the lowest tier, the rest is slack,
-and slack is what layers share. Codes of one more bit in K and V have about a third of the squared error, so layers have
-errors of equal cost when their bytes differ by the logarithm of their sensitivity:
+and slack is what layers share. Codes of one more bit in K and V have about a third of the squared error, so bytes
+should follow the logarithm of the sensitivity:
 
     bytes(l) = least + clip(slack + BYTES D (ln s(l) - x), 0, most - least),    mean of bytes(l) = least + slack
 
@@ -21,7 +21,7 @@ from kvstrata.checks import check_number
 
 from .budget import Budget
 
-BYTES = 0.25 / math.log(10**0.51)  # a value of head_dim, for a sensitivity e times as high: 5.1 dB a bit of K and V
+BYTES = 0.075  # for each value of head_dim and a sensitivity e times as high, by KL: docs/decisions.md
 RANGE = 1e6  # of sensitivities: lower ones count as this part of the highest
 
 
