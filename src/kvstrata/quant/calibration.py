@@ -148,6 +148,12 @@ class Calibration:
         """``(kv_heads, head_dim)`` of all layers, or None if no layer has a balance or a centre."""
         return next((layer.shape for layer in self.layers if layer.shape is not None), None)
 
+    @property
+    def sensitivity(self) -> tuple[float, ...] | None:
+        """What rounding K and V of each layer costs, or None if that was not measured."""
+        both = tuple(k + v for k, v in zip(self.k_sensitivity, self.v_sensitivity, strict=False))
+        return both if len(both) == len(self.layers) else None
+
     def check(self, layers: int, kv_heads: int, head_dim: int) -> None:
         """Raise ValueError unless this is a calibration of a model with these sizes."""
         shape = (len(self.layers), *(self.shape or (kv_heads, head_dim)))

@@ -57,7 +57,7 @@ def fits_each(cache: CacheState, layers: Layers, requests: Sequence[int], length
     counts[..., 0] += new[:, None]
     needed = (-(-counts // cache.page_tokens)).sum(-2) @ np.array(cache.policy.prices.page)
     ends = cache._lengths[where, rows] + new
-    return needed <= cache.budget.granted_by_length[ends] - cache.budget.overhead
+    return needed <= cache.budget.granted_at(rows, ends) - cache.budget.overhead
 
 
 def fits_cropped(
@@ -71,7 +71,7 @@ def fits_cropped(
         tiers = len(prices.page)
         bucket = (tokens.head_cache * tiers + target)[target != DROP].cpu().numpy()
         counts = np.bincount(bucket, minlength=cache.kv_heads * tiers).reshape(-1, tiers)
-        return int(prices.each(counts).sum()) <= cache.budget.pages(length)
+        return int(prices.each(counts).sum()) <= cache.budget.pages(length, layer)
     copies = 0
     for tier, price in enumerate(prices.page):
         handles = cache.buckets._pages_of(layer, [request], tier)[2]

@@ -66,7 +66,7 @@ def _lacks_room(cache: CacheState, requests: np.ndarray, layers: np.ndarray, tok
             ahead = -plain % p + 1 + new * p
             pages = -(-(counts[:, :, 0] + ahead[:, None]) // p)
             needed = coded + pages.sum(1) * prices[0]
-            allowed = budget.granted_by_length[np.minimum(lengths + ahead, cache.max_tokens)] - budget.overhead
+            allowed = budget.granted_at(layers, np.minimum(lengths + ahead, cache.max_tokens)) - budget.overhead
             lacks |= (ahead <= tokens) & (needed > allowed)
         if (counts[:, :, 0] == plain[:, None]).all():  # the usual case: all heads have equally many plain tokens
             break

@@ -227,15 +227,14 @@ def advise(
         where, precision = device_of(device), dtype_of(dtype)
         words = texts.load(text or list(texts.DEFAULT[:1]))
         by_file = {} if calibration is None else {"calibration": str(calibration)}
-        if calibration is not None:
-            Calibration.load(calibration)
+        given = None if calibration is None else Calibration.load(calibration)
         loaded, tokenizer = _loaded(model, where, precision, say)
         ids = models.encode(tokenizer, words, tokens).to(where)
     with progress_bars(say) as bar:
         layers = loaded.config.get_text_config(decoder=True).num_hidden_layers
         task = bar.add_task("sensitivity", total=2 * layers)
         measured = sensitivity.measure_sensitivity(
-            loaded, ids[:, : min(tokens, 256)], tick=lambda name, done: bar.update(task, completed=done)
+            loaded, ids[:, : min(tokens, 256)], given, tick=lambda name, done: bar.update(task, completed=done)
         )
         task = bar.add_task("budget", total=6)
         advised = advice.advise(
@@ -311,7 +310,7 @@ def calibrate(
         if sensitivity:
             task = bar.add_task("sensitivity", total=2 * len(calibration.layers))
             measured = sides.measure_sensitivity(
-                loaded, ids[:1, : min(tokens, 256)], tick=lambda name, done: bar.update(task, completed=done)
+                loaded, ids[:1, :256], calibration, tick=lambda name, done: bar.update(task, completed=done)
             )
             compressed = [i for i, x in enumerate(measured.k) if x or measured.v[i]]
             if len(compressed) == len(calibration.layers):
