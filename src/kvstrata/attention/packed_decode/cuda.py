@@ -170,7 +170,7 @@ class Plan:
 
     def run(self, tensors: Tensors, return_lse: bool) -> Result:
         """Run a call that looks like the plan's."""
-        q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch = tensors
+        q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch, *_ = tensors
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         if scratch is None:
