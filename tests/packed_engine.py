@@ -117,14 +117,14 @@ class Engine(Batch):
             if self.tail is not None and self.tail_slots[row] >= 0 and length > packed:
                 assert (mine[full + 1 :] == POISON).all(), f"request {row}: pages to come"
 
-    def decode(self, q_lens: list[int] | None = None, group: int = 2, **options: object) -> None:
+    def decode(self, q_lens: list[int] | None = None, group: int = 2, backend: str = "", **options: object) -> None:
         """The last positions of each request against the model."""
         q_lens = q_lens or [min(n, 1) for n in self.lengths]
         q = self.queries(q_lens, group)
         cu = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32, device=DEVICE)
         result = decode_packed(
             q, self.pages, self.block_table, self.seq_lens, self.fmt, calibration=self.calibration, cu_seqlens_q=cu,
-            return_lse=True, backend=self.backend, **self.given, **options,
+            return_lse=True, backend=backend or self.backend, **self.given, **options,
         )  # fmt: skip
         self.compare(result, q, q_lens, {x: y for x, y in options.items() if x not in ("fixed_split", "workspace")})
 

@@ -92,7 +92,7 @@ def shared_of(format: Format, cut: Cut, plain: bool = False) -> int:
 
 
 def packed_cut(format: Format, columns: int, arch: str, plain: bool = False) -> Cut:
-    """Launch configuration; with plain rows, whose stages may be larger than those of codes, of fewer warps if need be."""
+    """Launch configuration; of fewer warps where stages of plain rows would take too much memory."""
     cut = cut_of((format,), columns, arch)
     if plain and arch < "sm_90" and shared_of(format, cut, plain) > PORTABLE_SHARED:
         return replace(cut, warps=1)
