@@ -238,7 +238,8 @@ def decode(job: Job) -> Result:
         decode_kernel[(buckets * row_blocks, splits)](
             q, job.pages, job.block_table, job.seq_lens, or_q(job.cu_seqlens_q), or_q(job.balance), or_q(job.centre),
             partial, stats, *row_arguments(q, job.rows), *q.stride()[:2], job.block_table.stride(0),
-            blocks.block_stride, blocks.head_stride, job.max_tokens, fixed, job.scale, job.softcap or 0.0, job.sliding_window or 0, **shape,
+            blocks.block_stride, blocks.head_stride, job.max_tokens, fixed, job.scale, job.softcap or 0.0,
+            job.sliding_window or 0, **shape,
             ROWS=block_rows, ROW_BLOCKS=row_blocks, K_BITS=f.k_bits, V_BITS=f.v_bits, TOKENS=f.page_tokens,
             BLOCK_SIZE=blocks.block_size, TOK=tok, BLOCK=block_of(dim) if f.rotate else 1, V_OFFSET=f.v_offset,
             SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes, BALANCED=job.balance is not None,
