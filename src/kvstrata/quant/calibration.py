@@ -150,7 +150,7 @@ class Calibration:
 
     @property
     def sensitivity(self) -> tuple[float, ...] | None:
-        """What rounding K and V of each layer costs, or None if that was not measured."""
+        """Cost of rounding K and V of each layer, or None if that was not measured."""
         both = tuple(k + v for k, v in zip(self.k_sensitivity, self.v_sensitivity, strict=False))
         return both if len(both) == len(self.layers) else None
 

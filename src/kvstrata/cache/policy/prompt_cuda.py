@@ -33,7 +33,7 @@ ADDRESS = struct.Struct("Q")
 
 
 class PreparedPrompt:
-    """What the first layer of prompts prepared. Valid on the stream it was prepared on."""
+    """Launches that the first layer of prompts prepared. Valid on the stream it was prepared on."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PreparedPrompt:
 
     @staticmethod
     def _row_addresses(centres: Centres, moved: CountedMoves) -> tuple[list[tuple[bytearray, int]], ...]:
-        """Where parameters name K, and V."""
+        """Parameters and offsets of the addresses of K, and of V."""
         moves, offset = moved.counted.params, moves_cuda.OFFSETS
         of_k = [(moves, offset["k"]), (centres.params, centre_cuda.OFFSETS["k"])]
         of_v = [(moves, offset["v"])]
@@ -82,7 +82,7 @@ class PreparedPrompt:
     def _layer_addresses(
         self, cache: CacheState, centres: Centres, moved: CountedMoves
     ) -> list[tuple[bytearray, int, int, int]]:
-        """Where parameters name tables by layer: parameters, offset, address for layer 0, bytes of a layer."""
+        """Addresses of tables by layer: parameters, offset in them, address for layer 0, bytes of a layer."""
         heads, tiers, max_pages = cache.buckets.page_table.shape[2:]
         sizes = {"count": 4 * heads * tiers, "table": 4 * heads * tiers * max_pages}
         sizes |= {"stored": 4 * heads * cache.head_dim, "balance": heads * cache.head_dim}
