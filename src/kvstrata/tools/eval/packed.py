@@ -1,7 +1,8 @@
-"""One width with a 16-bit tail as an engine would hold it: packed pages, written and read through the packed ops' bytes.
+"""One width with a 16-bit tail as an engine would hold it: packed pages, written and read through the packed ops'
+bytes.
 
-A chunk sees its own tokens exactly and older ones as they are stored. With chunks of ``page_tokens`` tokens that begin at
-page edges, every token therefore sees what decoding token by token with a tail of one page shows it.
+A chunk sees its own tokens exactly and older ones as they are stored. With chunks of ``page_tokens`` tokens that begin
+at page edges, every token therefore sees what decoding token by token with a tail of one page shows it.
 """
 
 from __future__ import annotations
