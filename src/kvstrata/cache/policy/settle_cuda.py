@@ -104,7 +104,7 @@ def plan(
         np.array([n for scope in lengths for n in scope], np.int64),
         cache.reports,
         [len(scope) for _, scope in places],
-        [cache.budget.pages(scope[0], layer) for (layer, _), scope in zip(places, lengths, strict=True)],
+        cache.budget.pages_at([layer for layer, _ in places], [scope[0] for scope in lengths]),
         cache.policy.settle_every,
         fresh,
         unwritten,
@@ -143,7 +143,8 @@ def _prompt(
 
 def is_prompt(cache: CacheState, planned: Planned) -> bool:
     """True if a plan is that of prompts, each with an allowance of its own: it holds in all layers."""
-    return not cache.budget.shared and cache._prompt is not None and cache._prompt[1] is planned.outcome
+    alike = not cache.budget.shared and not cache.budget.shares
+    return alike and cache._prompt is not None and cache._prompt[1] is planned.outcome
 
 
 def _again(
