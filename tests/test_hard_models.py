@@ -25,7 +25,7 @@ OPTIONS = dict(
 
 
 def scaled(model: torch.nn.Module, largest: float = 30.0) -> torch.nn.Module:
-    """The same function with each RoPE pair of K times s and of Q divided by it, s from 1 / largest to largest."""
+    """Scale each RoPE pair of K by s and of Q by 1 / s, s from 1 / largest to largest: the function is unchanged."""
     other = copy.deepcopy(model)
     config = other.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -194,8 +194,8 @@ class Calibration:
         except SafetensorError as error:
             raise ValueError(f"path: expected a calibration file, {str(path)!r} is none: {error}") from error
         if (metadata.get("kind"), metadata.get("version")) != (KIND, str(VERSION)):
-            found = f"kind {metadata.get('kind')!r}, version {metadata.get('version')!r}"
-            raise ValueError(f"path: expected {KIND!r} of version {VERSION} in {str(path)!r}, got {found}")
+            given = f"kind {metadata.get('kind')!r}, version {metadata.get('version')!r}"
+            raise ValueError(f"path: expected {KIND!r} of version {VERSION} in {str(path)!r}, got {given}")
         try:
             count = int(metadata["layers"])
             known = {f"{name}.{i}" for name in ("balance", "centre") for i in range(count)}
@@ -204,10 +204,10 @@ class Calibration:
                 raise ValueError(f"tensors: expected those of {count} layers, got {unknown[0]!r}")
             layers = [LayerCalibration(tensors.get(f"balance.{i}"), tensors.get(f"centre.{i}")) for i in range(count)]
             k, v = (tensors[f"sensitivity.{name}"].tolist() for name in "kv")
-            made = cls(layers, k, v, int(metadata["bits"]), metadata.get("model", ""))
+            calibration = cls(layers, k, v, int(metadata["bits"]), metadata.get("model", ""))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"path: expected a calibration file, {str(path)!r} is damaged: {error}") from error
-        return made.to(device)
+        return calibration.to(device)
 
     def to(self, device: torch.device | str) -> Calibration:
         """Return a copy on a device."""
