@@ -142,7 +142,7 @@ def _prompt(
 
 
 def is_prompt(cache: CacheState, planned: Planned) -> bool:
-    """True if a plan is that of prompts, each with an allowance of its own: it holds in all layers of the same share."""
+    """True if a plan is that of prompts, each with an allowance of its own: it holds in layers of the same share."""
     return not cache.budget.shared and cache._prompt is not None and cache._prompt[1] is planned.outcome
 
 
