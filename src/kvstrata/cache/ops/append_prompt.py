@@ -1,7 +1,7 @@
 """Append of prompts without mass to layer after layer: what the first layer prepared serves the others.
 
 As long as arguments look the same and the layer is as empty, what remains is pages, one upload and the launches
-(policy/prompt_cuda.py). Anything else goes the way of every append.
+(policy/prompt_cuda.py). Any other append takes the normal path.
 """
 
 from __future__ import annotations
