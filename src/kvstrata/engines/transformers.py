@@ -313,9 +313,9 @@ def packed_batching(model: PreTrainedModel, format: str = "K8V8", calibration: s
         format: of K and V, such as ``K8V8`` or ``K4V4``; head_dim has to be 64, 128 or 256.
         calibration: file of `kvstrata calibrate`, or None.
 
-    Blocks hold as many tokens as before in fewer bytes; ``num_blocks`` still means the bytes of so many 16-bit blocks, so
-    the pool holds more tokens. Decode batches of models without sliding windows run as CUDA graphs where transformers would
-    capture them.
+    Blocks hold as many tokens as before in fewer bytes; ``num_blocks`` still means the bytes of so many 16-bit blocks,
+    so the pool holds more tokens. Decode batches of models without sliding windows run as CUDA graphs where transformers
+    would capture them.
 
     Raises ValueError or TypeError for a format, a page size or head dims that packed pages do not have.
 

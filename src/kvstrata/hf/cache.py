@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -263,8 +264,8 @@ class StrataCache(Cache):
 
     def _query_heads(self, kv_heads: int) -> int | None:
         """Query heads of a layer with so many KV heads, by the config's ratio; None if it has none."""
-        heads = getattr(self._text, "num_attention_heads", None)
-        groups = getattr(self._text, "num_key_value_heads", None) or heads
+        heads = support.size(self._text, "num_attention_heads")
+        groups = support.size(self._text, "num_key_value_heads") or heads
         return kv_heads * heads // groups if heads and groups and heads % groups == 0 else None
 
     def warmup(self, model: PreTrainedModel, rows: int = 1, progress: bool | None = None) -> None:
@@ -281,10 +282,10 @@ class StrataCache(Cache):
 
     def _config_heads(self) -> tuple[int | None, int | None]:
         """KV heads and head_dim as the config has them, None where `_misfit` would refuse them."""
-        heads = getattr(self._text, "num_attention_heads", None)
-        dim = getattr(self._text, "head_dim", None) or (heads and getattr(self._text, "hidden_size", 0) // heads)
+        heads = support.size(self._text, "num_attention_heads")
+        dim = support.size(self._text, "head_dim") or (heads and getattr(self._text, "hidden_size", 0) // heads)
         fits = type(dim) is int and dim % 16 == 0 and 32 <= dim <= 256
-        return getattr(self._text, "num_key_value_heads", None) or heads, dim if fits else None
+        return support.size(self._text, "num_key_value_heads") or heads, dim if fits else None
 
     def _adopt(self, tiered: TieredCache, real: np.ndarray) -> None:
         """Use a TieredCache whose requests are the rows of ``real``, bool ``[rows, columns]``, False for padding."""
@@ -333,8 +334,8 @@ class StrataCache(Cache):
 
     def memory(self) -> Memory:
         """Bytes in use, as `TieredCache.memory` counts them, plus those of layers that are not compressed."""
-        plain = [x for place in self.plain_layers for x in vars(self.layers[place]).values() if torch.is_tensor(x)]
-        held = sum(x.nbytes for x in plain)
+        plain = [tree_leaves(vars(self.layers[place])) for place in self.plain_layers]
+        held = sum(x.nbytes for tensors in plain for x in tensors if torch.is_tensor(x))
         if self._tiered is None:
             return Memory(kinds={"plain_layers": held}, tiers={}, page_slack=0, slab_slack=0, full=held)
         memory = self._tiered.memory()

@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.files import Refused, digest, put, taken, validate, want
 
+from . import support
 from .layer import StrataLayer
 from .mass import MassLedger
 
@@ -67,7 +68,7 @@ Loaded = TypeVar("Loaded", bound=SavedCache)
 def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
     """Fields of a text config that have to agree between the model that saves and the one that loads."""
     text = config.get_text_config(decoder=True)
-    return json.loads(json.dumps({name: getattr(text, name, None) for name in SHAPE}, default=str))
+    return json.loads(json.dumps({name: support.size(text, name) for name in SHAPE}, default=str))
 
 
 def save(
