@@ -85,7 +85,12 @@ def check_implementation(config: PreTrainedConfig) -> str:
 
 
 def _check(
-    base: str, module: torch.nn.Module, queries: int, mask: torch.Tensor | None, options: dict[str, Any]
+    base: str,
+    module: torch.nn.Module,
+    queries: int,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+    window: int | None,
 ) -> None:
     """Raise for everything that a compressed layer would ignore; `StrataCache._tokens_among` checks the mask."""
     if base not in BASES:
@@ -101,9 +106,9 @@ def _check(
         causal = getattr(module, "is_causal", True)
     if mask is None and queries > 1 and (base == "eager" or not causal):
         raise NotImplementedError("is_causal: expected causal attention with a StrataCache, got attention both ways")
-    if options.get("sliding_window") is not None:
+    if options.get("sliding_window") not in (None, window):
         raise NotImplementedError(
-            f"sliding_window: expected None in a layer of full attention, got {options['sliding_window']}"
+            f"sliding_window: expected {window} in this layer of the cache, got {options['sliding_window']}"
         )
     if options.get("dropout") or options.get("output_attentions"):
         raise NotImplementedError(
@@ -127,7 +132,7 @@ def _attend(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    _check(base, module, query.shape[2], attention_mask, options)
+    _check(base, module, query.shape[2], attention_mask, options, getattr(key.layer, "sliding_window", None))
 
     def under(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return function(module, q, k, v, mask, **options)[0]

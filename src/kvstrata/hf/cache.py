@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 import kvstrata
 from kvstrata.attention.ahead import load_kernels
@@ -34,6 +34,7 @@ from . import mask as masks
 from .guard import Guard
 from .layer import StrataLayer
 from .rope import frequencies
+from .window import LEAST, WindowLayer
 
 TOKENS = 2**15  # tables for so many unless a prompt or the config says otherwise; positions take 2 bytes
 
@@ -128,18 +129,23 @@ class StrataCache(Cache):
         self._tiered: TieredCache | None = None
         self._shape: tuple[int, int] | None = None
         self._real = np.ones((0, 0), bool)  # [rows, columns]
-        self._checked = masks.LastMask()
+        self._checked, self.checked_window = masks.LastMask(), masks.LastMask()
         self.guard: Guard | None = None  # while a first prompt is looked at
 
         layers = DynamicCache(config=config).layers
         shares = bool(getattr(text, "num_kv_shared_layers", None))
         self._compressed = 0
         for place, layer in enumerate(layers):
-            if type(layer) is not DynamicLayer:
-                window = getattr(layer, "sliding_window", None)
-                self.plain_layers[place] = f"sliding window of {window}" if window else type(layer).__name__
-            elif shares:
+            window = getattr(layer, "sliding_window", None)
+            if shares:
                 self.plain_layers[place] = "the model shares K and V between layers"
+            elif window and isinstance(amount, float) and support.slides(text, place, layer) and window >= LEAST:
+                recent = options.get(
+                    "recent_tokens", inspect.signature(TieredCache).parameters["recent_tokens"].default
+                )
+                layers[place] = WindowLayer(self, place, window, amount, recent)
+            elif type(layer) is not DynamicLayer:
+                self.plain_layers[place] = f"sliding window of {window}" if window else type(layer).__name__
             else:
                 layers[place] = StrataLayer(self, place, self._compressed)
                 self._compressed += 1
@@ -213,9 +219,17 @@ class StrataCache(Cache):
             return f"{key.shape[1]} heads of {dim}, other layers have {self._shape}"
         return None
 
+    @property
+    def window_layers(self) -> dict[int, int]:
+        """Layers of the model with a compressed sliding window, and how many tokens it has."""
+        layers = enumerate(self.layers)
+        return {place: layer.sliding_window for place, layer in layers if isinstance(layer, WindowLayer)}
+
     def _keep_plain(self, place: int, reason: str) -> DynamicLayer:
         """Replace a compressed layer by one of transformers; ``reason`` goes to ``plain_layers``."""
-        self.plain_layers[place], self.layers[place] = reason, DynamicLayer()
+        window = getattr(self.layers[place], "sliding_window", None)
+        plain = DynamicSlidingWindowLayer(window) if window else DynamicLayer()
+        self.plain_layers[place], self.layers[place] = reason, plain
         self._warn_if_useless()
         return self.layers[place]
 
@@ -336,17 +350,22 @@ class StrataCache(Cache):
         """Bytes in use, as `TieredCache.memory` counts them, plus those of layers that are not compressed."""
         plain = [tree_leaves(vars(self.layers[place])) for place in self.plain_layers]
         held = sum(x.nbytes for tensors in plain for x in tensors if torch.is_tensor(x))
+        windows = [self.layers[place] for place in self.window_layers]
+        packed = sum(x.nbytes for layer in windows for x in vars(layer).values() if torch.is_tensor(x))
+        full = held + sum(layer.full_bytes() for layer in windows)
+        own = {"plain_layers": held} | ({"window_layers": packed} if windows else {})
         if self._tiered is None:
-            return Memory(kinds={"plain_layers": held}, tiers={}, page_slack=0, slab_slack=0, full=held)
+            return Memory(kinds=own, tiers={}, page_slack=0, slab_slack=0, full=full)
         memory = self._tiered.memory()
-        allowed = None if memory.allowed is None else memory.allowed + held
-        kinds = memory.kinds | {"plain_layers": held}
-        return dataclasses.replace(memory, kinds=kinds, full=memory.full + held, allowed=allowed)
+        allowed = None if memory.allowed is None else memory.allowed + held + packed
+        return dataclasses.replace(memory, kinds=memory.kinds | own, full=memory.full + full, allowed=allowed)
 
     def __repr__(self) -> str:
         plain = "".join(f", layer {place} plain: {why}" for place, why in sorted(self.plain_layers.items()))
         limit = "budget_bytes" if "budget_bytes" in self.options else "budget"
-        return f"StrataCache({self._compressed} layers, {limit}={self.options[limit]!r}{plain})"
+        windows = len(self.window_layers)
+        of_windows = f" and {windows} of sliding windows" if windows else ""
+        return f"StrataCache({self._compressed} layers{of_windows}, {limit}={self.options[limit]!r}{plain})"
 
     # Columns are tokens or padding
 
@@ -453,7 +472,8 @@ class StrataCache(Cache):
         """Keep the rows ``indices``, int64 ``[n]`` or a bool mask ``[rows]``; raises IndexError for unknown rows."""
         for layer in self._plain():
             layer.batch_select_indices(indices)
-        self._pick(torch.arange(self.rows)[indices.cpu()].tolist())
+        if self._tiered is not None:
+            self._pick(torch.arange(self.rows)[indices.cpu()].tolist())
 
     def _pick(self, rows: list[int]) -> None:
         if self._tiered is None or rows == list(range(self.rows)):

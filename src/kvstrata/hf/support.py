@@ -52,6 +52,16 @@ def size(config: Any, name: str) -> Any:
         return VARIES
 
 
+def slides(config: Any, place: int, layer: Any) -> bool:
+    """True if a layer of a DynamicCache belongs to attention with a sliding window, and to nothing else."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        is_sliding = getattr(config, "attention_chunk_size", None) is None
+    else:
+        is_sliding = types[place] == "sliding_attention"
+    return is_sliding and type(layer).__name__ == "DynamicSlidingWindowLayer"
+
+
 def _source(configuration: str) -> str | None:
     """Source code of the modeling module that belongs to a configuration module, or None."""
     package, _, name = configuration.rpartition(".")
