@@ -89,6 +89,11 @@ class StrataLayer(CacheLayerMixin):
             if reason:
                 return self.owner._keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
             self.lazy_initialization(key_states, value_states)
+            if self.device != self.owner.tiered.device:
+                raise NotImplementedError(
+                    "device_map: expected all layers that a StrataCache compresses on one device, got layer"
+                    f" {self.place} on {self.device} and others on {self.owner.tiered.device}"
+                )
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
     def attend(
