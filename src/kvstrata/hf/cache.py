@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 import kvstrata
 from kvstrata.attention.ahead import load_kernels
@@ -32,6 +32,7 @@ from kvstrata.quant.calibration import Calibration
 from . import attention, files, support
 from . import mask as masks
 from .guard import Guard
+from .hybrid import HybridLayer
 from .layer import StrataLayer
 from .rope import frequencies
 from .window import LEAST, WindowLayer
@@ -133,17 +134,18 @@ class StrataCache(Cache):
         self.guard: Guard | None = None  # while a first prompt is looked at
 
         layers = DynamicCache(config=config).layers
-        shares = bool(getattr(text, "num_kv_shared_layers", None))
+        self.shares = bool(getattr(text, "num_kv_shared_layers", None))  # layers have K and V of others
         self._compressed = 0
         for place, layer in enumerate(layers):
             window = getattr(layer, "sliding_window", None)
-            if shares:
-                self.plain_layers[place] = "the model shares K and V between layers"
-            elif window and isinstance(amount, float) and support.slides(text, place, layer) and window >= LEAST:
+            if window and isinstance(amount, float) and support.slides(text, place, layer) and window >= LEAST:
                 recent = options.get(
                     "recent_tokens", inspect.signature(TieredCache).parameters["recent_tokens"].default
                 )
                 layers[place] = WindowLayer(self, place, window, amount, recent)
+            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+                layers[place] = HybridLayer(self, place, self._compressed, layer.number_of_states)
+                self._compressed += 1
             elif type(layer) is not DynamicLayer:
                 self.plain_layers[place] = f"sliding window of {window}" if window else type(layer).__name__
             else:
@@ -227,9 +229,7 @@ class StrataCache(Cache):
 
     def _keep_plain(self, place: int, reason: str) -> DynamicLayer:
         """Replace a compressed layer by one of transformers; ``reason`` goes to ``plain_layers``."""
-        window = getattr(self.layers[place], "sliding_window", None)
-        plain = DynamicSlidingWindowLayer(window) if window else DynamicLayer()
-        self.plain_layers[place], self.layers[place] = reason, plain
+        self.plain_layers[place], self.layers[place] = reason, self.layers[place].plain()
         self._warn_if_useless()
         return self.layers[place]
 
@@ -349,6 +349,7 @@ class StrataCache(Cache):
     def memory(self) -> Memory:
         """Bytes in use, as `TieredCache.memory` counts them, plus those of layers that are not compressed."""
         plain = [tree_leaves(vars(self.layers[place])) for place in self.plain_layers]
+        plain += [layer.states() for layer in self.layers if isinstance(layer, HybridLayer)]
         held = sum(x.nbytes for tensors in plain for x in tensors if torch.is_tensor(x))
         windows = [self.layers[place] for place in self.window_layers]
         packed = sum(x.nbytes for layer in windows for x in vars(layer).values() if torch.is_tensor(x))
@@ -365,7 +366,8 @@ class StrataCache(Cache):
         limit = "budget_bytes" if "budget_bytes" in self.options else "budget"
         windows = len(self.window_layers)
         of_windows = f" and {windows} of sliding windows" if windows else ""
-        return f"StrataCache({self._compressed} layers{of_windows}, {limit}={self.options[limit]!r}{plain})"
+        compressed = sum(isinstance(layer, StrataLayer) for layer in self.layers)
+        return f"StrataCache({compressed} layers{of_windows}, {limit}={self.options[limit]!r}{plain})"
 
     # Columns are tokens or padding
 
@@ -412,7 +414,8 @@ class StrataCache(Cache):
                 layer.flush()
 
     def _plain(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, StrataLayer)]
+        """Layers that move their rows themselves, or a part of what they hold."""
+        return [layer for layer in self.layers if isinstance(layer, HybridLayer) or not isinstance(layer, StrataLayer)]
 
     # Interface of transformers' Cache
 

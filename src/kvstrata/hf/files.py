@@ -27,6 +27,7 @@ from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.files import Refused, digest, put, taken, validate, want
 
 from . import support
+from .hybrid import HybridLayer
 from .layer import StrataLayer
 from .mass import MassLedger
 from .window import WindowLayer
@@ -122,7 +123,7 @@ def _name(dtype: torch.dtype | None) -> str | None:
 def _layer(cache: SavedCache, place: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The numbers of a layer; its tensors go to ``tensors``."""
     layer = cache.layers[place]
-    if isinstance(layer, StrataLayer):
+    if isinstance(layer, StrataLayer) and not isinstance(layer, HybridLayer):
         queries = 0
         if layer.ledger is not None and layer.ledger.mass is not None:
             tensors[f"mass.{place}"], queries = layer.ledger.mass, layer.ledger.queries

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, Protocol, cast
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kvstrata.attention import decode_packed
 from kvstrata.layout import Format
@@ -38,6 +38,7 @@ class Owner(Protocol):
 
     dtype: torch.dtype | None
     checked_window: masks.LastMask
+    shares: bool
     _text: Any
 
     def _keep_plain(self, place: int, reason: str) -> Any: ...
@@ -68,7 +69,12 @@ class WindowLayer(CacheLayerMixin):
         self.recent_tokens = min(recent_tokens, sliding_window // 8)
         self.page_tokens = 64 if sliding_window >= 1024 else 16
         self.ring_blocks = -(-(sliding_window - self.recent_tokens + MARGIN) // self.page_tokens) + 1
+        self.again: attention.Again | None = None
         self.reset()
+
+    def plain(self) -> DynamicSlidingWindowLayer:
+        """transformers' own layer, to be put in the place of this one."""
+        return DynamicSlidingWindowLayer(self.sliding_window)
 
     def reset(self) -> None:
         self.columns, self.is_initialized = 0, False
@@ -141,10 +147,19 @@ class WindowLayer(CacheLayerMixin):
         real = self._tokens_among(mask, rows, queries)
         if queries == 1 and self.columns and real is None:
             self._append(key, value, None)
+            if self.owner.shares:
+                self.again = lambda query, mask, under, logits: self._decode(query, logits)
             return self._decode(query, logits)
         if queries > 1 and positions is not None and positions.dim() == 2:
             masks.check_positions(positions.to(query.device), real)
-        out = self._prompt(query, key, value, mask, under)
+        before = min(self.columns, self.sliding_window - 1)
+        keys, values = key, value
+        if before:
+            past_k, past_v = self._past(before, key.dtype)
+            keys, values = torch.cat([past_k, key], 2), torch.cat([past_v, value], 2)
+        if self.owner.shares:
+            self.again = lambda query, mask, under, logits: self._prompt(query, keys, values, mask, under)
+        out = self._prompt(query, keys, values, mask, under)
         self._append(key, value, real)
         return out
 
@@ -261,11 +276,8 @@ class WindowLayer(CacheLayerMixin):
         mask: torch.Tensor | None,
         under: attention.Under,
     ) -> torch.Tensor:
-        """The model's own attention to the window and the new rows, a chunk of queries at a time if there is a mask."""
-        before = min(self.columns, self.sliding_window - 1)
-        if before:
-            past_k, past_v = self._past(before, key.dtype)
-            key, value = torch.cat([past_k, key], 2), torch.cat([past_v, value], 2)
+        """The model's own attention to K and V of the window and the new rows, in chunks of queries under a mask."""
+        before = key.shape[2] - query.shape[2]
         if mask is None:
             return under(query, key, value, None)
         parts = []
