@@ -207,4 +207,5 @@ def test_every_family_is_named() -> None:
     for name in FAMILIES:
         cache = StrataCache(make(name).config, budget=0.5)
         assert cache._compressed + len(cache.plain_layers) + len(cache.window_layers) == len(cache.layers)
+        assert (cache.eager_only is None) == (cache._compressed == len(cache.layers))
         assert all(f"layer {place} plain: {why}" in repr(cache) for place, why in cache.plain_layers.items())

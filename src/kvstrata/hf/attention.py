@@ -100,7 +100,7 @@ def _check(
     queries: int,
     mask: torch.Tensor | None,
     options: dict[str, Any],
-    window: int | None,
+    window: int | None = None,
 ) -> None:
     """Raise for everything that a compressed layer would ignore; `StrataCache._tokens_among` checks the mask."""
     if base not in BASES:

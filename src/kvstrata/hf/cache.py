@@ -227,6 +227,17 @@ class StrataCache(Cache):
         layers = enumerate(self.layers)
         return {place: layer.sliding_window for place, layer in layers if isinstance(layer, WindowLayer)}
 
+    @property
+    def eager_only(self) -> str | None:
+        """Why a decode step cannot be operators alone, or None: some layers have a part on the host."""
+        if self.plain_layers:
+            return "some layers are not compressed"
+        if self.window_layers:
+            return "some layers have a sliding window"
+        if any(isinstance(layer, HybridLayer) for layer in self.layers):
+            return "some layers have states beside K and V"
+        return "layers share K and V" if self.shares else None
+
     def _keep_plain(self, place: int, reason: str) -> DynamicLayer:
         """Replace a compressed layer by one of transformers; ``reason`` goes to ``plain_layers``."""
         self.plain_layers[place], self.layers[place] = reason, self.layers[place].plain()
