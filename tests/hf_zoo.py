@@ -47,6 +47,7 @@ SIZES: dict[str, Any] = {
 MORE: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1]),
     "dots1": dict(num_key_value_heads=2),
+    "falcon_h1": dict(mamba_d_ssm=64, mamba_d_state=16, mamba_chunk_size=16),  # else seconds for each forward
     "gemma3n_text": dict(
         num_hidden_layers=4,
         layer_types=["sliding_attention", "full_attention"] * 2,

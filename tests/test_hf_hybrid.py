@@ -20,7 +20,7 @@ from kvstrata.hf import cache as module
 from kvstrata.hf.hybrid import HybridLayer
 
 WIDE = dict(budget=0.6, dtype=torch.float32, recent_tokens=8, page_tokens=16)  # K8V8
-KINDS = {"falcon_h1": (0, 2), "zamba2": (1, 2), "gemma3n_text": (1, 2), "gemma4_text": (2, 2)}
+KINDS = {"falcon_h1": (0, 2), "gemma3n_text": (1, 2), "gemma4_text": (2, 2)}
 
 
 @pytest.mark.filterwarnings("ignore:StrataCache compresses no layer")
