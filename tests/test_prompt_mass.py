@@ -38,7 +38,10 @@ def rows_and_mass(
     return k, v, torch.rand(len(lengths), 2, max(lengths), generator=generator) ** skew
 
 
-@pytest.mark.parametrize("options", [dict(), dict(importance="ema"), dict(per_head=False), dict(balance=True)], ids=str)
+RARELY = [dict(importance="ema"), dict(per_head=False), dict(balance=True)]
+
+
+@pytest.mark.parametrize("options", [dict(), *(pytest.param(x, marks=pytest.mark.slow) for x in RARELY)], ids=str)
 def test_layers_with_mass_take_the_launches_of_the_first(device: str, layers: list[int], options: dict) -> None:
     """Other rows and another spread of mass in each layer, one request and two, pages that others gave back."""
     ours, wanted = pair(device, **options)
