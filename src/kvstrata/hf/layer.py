@@ -290,9 +290,10 @@ class StrataLayer(CacheLayerMixin):
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, kv_heads, n, D]`` of the model as ``[rows, n, kv_heads, D]`` of the cache."""
         dtype = self.owner.tiered.dtype
+        rows = x.transpose(1, 2).to(dtype)
         if dtype == torch.float16 and x.dtype != dtype:
-            x = x.clamp(-LARGEST, LARGEST)
-        return x.transpose(1, 2).to(dtype)
+            rows.clamp_(-LARGEST, LARGEST)  # what overflowed; in place, since a prompt is large
+        return rows
 
     def lengths(self) -> list[int]:
         """Tokens stored of each row."""

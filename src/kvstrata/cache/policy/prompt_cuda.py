@@ -58,8 +58,10 @@ class Prepared:
                 self._of_layer.append((params, offsets[name], address - self._layer * sizes[name], sizes[name]))
 
     def fits(self, cache: CacheState, layer: int) -> bool:
-        """True if a layer is as empty as the first one was."""
-        where = self._requests, layer
+        """True if a layer is as empty as the first one was, with the same share of the budget."""
+        where, shares = (self._requests, layer), cache.budget.shares
+        if shares and shares[layer] != shares[self._layer]:
+            return False
         if cache.buckets.host_count[where].any() or cache._lengths[where].any():
             return False
         if not np.array_equal(cache._centred[where], self._centred):

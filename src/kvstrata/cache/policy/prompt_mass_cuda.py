@@ -35,7 +35,7 @@ def supports(cache: CacheState, planned: settle_cuda.Planned) -> bool:
     fresh, device = planned.fresh, planned.outcome.device
     if fresh is None or fresh.importance is None or device.params is None or planned.counted.counting is None:
         return False
-    return settle_cuda.layers_alike(cache) and len(device.target) <= settle_cuda.LARGEST_KEPT
+    return not cache.budget.shared and len(device.target) <= settle_cuda.LARGEST_KEPT
 
 
 class PreparedPlan(Prepared):
