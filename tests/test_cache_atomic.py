@@ -189,7 +189,7 @@ def _fail_everywhere(
         if settle_cuda.supports(cache):
             cache = make_cache()
         with pytest.raises(torch.OutOfMemoryError, match="as asked for"):
-            Allocations.of(lambda: operation(cache), number)
+            Allocations.of(lambda cache=cache: operation(cache), number)
         place = f"allocation {number} of {len(lines)}, in {lines[number]}"
         assert same(before, fingerprint(cache, spare=False)), place
         cache.check()
