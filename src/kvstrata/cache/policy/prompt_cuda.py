@@ -84,7 +84,7 @@ class Prepared:
 
 
 class PreparedPrompt(Prepared):
-    """What the first layer of prompts without mass prepared: everything but the rows."""
+    """Launches that the first layer of prompts without mass prepared: everything but the rows."""
 
     def __init__(
         self,

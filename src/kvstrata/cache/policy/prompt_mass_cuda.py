@@ -39,7 +39,7 @@ def supports(cache: CacheState, planned: settle_cuda.Planned) -> bool:
 
 
 class PreparedPlan(Prepared):
-    """What the first layer of prompts with mass prepared: the launches of plan and centres."""
+    """Launches of plan and centres that the first layer of prompts with mass prepared."""
 
     def __init__(
         self,
