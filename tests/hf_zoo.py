@@ -47,6 +47,15 @@ SIZES: dict[str, Any] = {
 MORE: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1]),
     "dots1": dict(num_key_value_heads=2),
+    "falcon_h1": dict(mamba_d_ssm=64, mamba_d_state=16, mamba_chunk_size=16),  # else seconds for each forward
+    "gemma3n_text": dict(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        intermediate_size=[96] * 4,
+        activation_sparsity_pattern=[0.0] * 4,
+        laurel_rank=8,
+    ),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
     "jamba": dict(attn_layer_offset=1, attn_layer_period=2),
