@@ -314,8 +314,8 @@ def packed_batching(model: PreTrainedModel, format: str = "K8V8", calibration: s
         calibration: file of `kvstrata calibrate`, or None.
 
     Blocks hold as many tokens as before in fewer bytes; ``num_blocks`` still means the bytes of so many 16-bit blocks,
-    so the pool holds more tokens. Decode batches of models without sliding windows run as CUDA graphs where transformers
-    would capture them.
+    so the pool holds more tokens. Decode batches of models without sliding windows run as CUDA graphs where
+    transformers would capture them.
 
     Raises ValueError or TypeError for a format, a page size or head dims that packed pages do not have.
 

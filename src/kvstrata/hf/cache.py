@@ -64,9 +64,9 @@ class StrataCache(Cache):
         calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote. None estimates
             both from each row's prompt; ``balance=False`` does without a balance.
 
-    Layers that cannot be compressed (short sliding windows, linear attention, other shapes of K and V) stay transformers'
-    own; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on. Gradients do not
-    flow through stored tokens. Not safe under CUDA graph capture: a forward reads sizes on the host. `kvstrata.hf.step`
+    Layers that cannot be compressed (short sliding windows, linear attention, other shapes of K and V) are left to
+    transformers; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on.
+    Gradients do not flow through stored tokens. Not safe under CUDA graph capture: a forward reads sizes on the host. `kvstrata.hf.step`
     has a decode step that can be captured.
 
     Raises:
