@@ -66,8 +66,8 @@ class StrataCache(Cache):
 
     Layers that cannot be compressed (short sliding windows, linear attention, other shapes of K and V) are left to
     transformers; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on.
-    Gradients do not flow through stored tokens. Not safe under CUDA graph capture: a forward reads sizes on the host. `kvstrata.hf.step`
-    has a decode step that can be captured.
+    Gradients do not flow through stored tokens. Not safe under CUDA graph capture: a forward reads sizes on the host.
+    `kvstrata.hf.step` has a decode step that can be captured.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the model cannot be compressed.
