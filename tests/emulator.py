@@ -13,9 +13,9 @@ import hashlib
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ import torch
 
 from conftest import HAS_GPU
 from kvstrata import jit
+from kvstrata.cache.move import launches
 from kvstrata.jit.compiler import header_folders
 
 HERE = Path(__file__).parent / "emulator"
@@ -150,6 +151,21 @@ def launcher() -> SimpleNamespace:
         Launch=Launch,
         Kernel=jit.Kernel,
     )
+
+
+def kernels_here(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Iterator[str]:
+    """Body of a fixture: the device on which kernels of these modules run, a GPU or the CPU that emulates one."""
+    if HAS_GPU:
+        yield "cuda"
+        return
+    if missing():
+        pytest.skip(str(missing()))
+    for module in (launches, *modules):
+        monkeypatch.setattr(module, "jit", launcher())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    launches.kernel.cache_clear()
+    yield "cpu"
+    launches.kernel.cache_clear()
 
 
 def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 PARTS = 16  # blocks that write one layer's list; more if their shared memory would not suffice
-BASE_BYTES, BASES_BYTES = 16, 32 * 1024  # shared memory of worklist.cu: per group, and at most per block
+BASE_BYTES, BASES_BYTES = 16, 32 * 1024  # shared memory of worklist.cu: per bucket, and at most per block
 KEPT = 8  # plans per cache for calls that pass none
 ALONE = 12  # up to this many chunks per KV head of a request, one warp combines the partials
 
@@ -188,18 +188,18 @@ class Plan:
         if fixed_split is not None:
             self.fixed_cost = max(fixed_split * COSTS[4] * first.head_dim // (64 * 128), max(self.costs))
             self.chunks = head_caches * (-(-per_head_cache * max(self.costs) // self.fixed_cost) + tiers)
-        self.head_caches, groups = head_caches, tiers * head_caches
-        one = list_bytes(self.capacity, self.chunks, groups)
+        self.head_caches, buckets = head_caches, tiers * head_caches
+        one = list_bytes(self.capacity, self.chunks, buckets)
         self.at_once = layers_at_once(layers, one, list_parts(head_caches, tiers)[0], self.multiprocessors)
         columns = 8 * self.width * self.blocks  # including padding of the last block
-        self.sizes = Sizes(self.at_once, self.capacity, self.chunks, groups, columns, first.head_dim)
+        self.sizes = Sizes(self.at_once, self.capacity, self.chunks, buckets, columns, first.head_dim)
         ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
         self.stages = ints(self.at_once, max(self.capacity, 1), 4)
         self.parts = ints(self.at_once, self.chunks, 8)
-        self.slots = ints(self.at_once, max(groups, 1), 2)
+        self.slots = ints(self.at_once, max(buckets, 1), 2)
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
-        self.partial_out = floats(self.chunks + groups, columns, first.head_dim)
-        self.partial_sum = floats(self.chunks + groups, columns, 2)
+        self.partial_out = floats(self.chunks + buckets, columns, first.head_dim)
+        self.partial_sum = floats(self.chunks + buckets, columns, 2)
         self._row_numbers = ints(max(len(requests), 1))
         self._set_requests(requests)
         self._lists: tuple[int, int] | None = None  # capture id and first layer of the current lists

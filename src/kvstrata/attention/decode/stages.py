@@ -53,7 +53,7 @@ def slot_bytes(formats: tuple[Format, ...]) -> int:
 # Cost of 64 tokens of a stage, relative to 4 bit at head_dim 128, measured one width at a time. Stages of one tier are
 # neighbours on a multiprocessor, so a width whose cost is set too low makes one multiprocessor finish far too late.
 COSTS = {16: 588, 8: 267, 4: 150, 3: 158, 2: 107}
-BEGIN = 230  # same unit: loading the queries of a group as operands, and writing its partial
+BEGIN = 230  # same unit: loading the queries of a bucket as operands, and writing its partial
 
 
 def cost(format: Format) -> int:
@@ -63,7 +63,7 @@ def cost(format: Format) -> int:
 
 
 def begin_cost(format: Format) -> int:
-    """Fixed cost of a group of stages."""
+    """Fixed cost of the stages of a bucket."""
     return round(BEGIN * format.head_dim / 128)
 
 

@@ -203,8 +203,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute one split of a block of query rows. TIERS 0: PagedCache with blocks of TOKENS rows; BLOCK: size of the
     rotation, 1 for none; OBSERVE: a mass pass that writes importance, from ``first_block`` of the query rows on."""
-    bucket, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
-    batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
+    head_cache, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
+    batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
     request = tl.load(requests_ptr + batch).to(tl.int64)
     length = tl.load(length_ptr + request * stride_length)
     row = (tl.program_id(0) % ROW_BLOCKS + first_block) * ROWS + tl.arange(0, ROWS)
@@ -219,7 +219,7 @@ def decode_kernel(
     if MASS:
         offs_lse = (batch * Q_LEN + query) * (KV_HEADS * GROUP) + head
         lse = tl.load(lse_ptr + offs_lse, mask=row_live, other=0.0)
-        mass_ptr += bucket.to(tl.int64) * max_length
+        mass_ptr += head_cache.to(tl.int64) * max_length
     weight, alive, earlier_rows = 0, 1, 0
     if OBSERVE:
         weight = tl.load(weights_ptr + batch)
@@ -296,7 +296,7 @@ def decode_kernel(
             )  # fmt: skip
 
     if not MASS:
-        offs_row = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
+        offs_row = (head_cache.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
         tl.store(partial_ptr + offs_row[:, None] * DIM + dim[None, :], acc, mask=mask_q)
         tl.store(stats_ptr + offs_row * 2, top, mask=row_live)
         tl.store(stats_ptr + offs_row * 2 + 1, total, mask=row_live)
@@ -309,11 +309,11 @@ def combine_kernel(
     SPLITS: tl.constexpr, WIDE_SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Combine the partials of one query row, rescaled to their common maximum, with the sink in the denominator."""
-    bucket, row = tl.program_id(0), tl.program_id(1)
-    head = bucket % KV_HEADS * GROUP + row % GROUP
-    out_row = (bucket // KV_HEADS * Q_LEN + row // GROUP) * (KV_HEADS * GROUP) + head
+    head_cache, row = tl.program_id(0), tl.program_id(1)
+    head = head_cache % KV_HEADS * GROUP + row % GROUP
+    out_row = (head_cache // KV_HEADS * Q_LEN + row // GROUP) * (KV_HEADS * GROUP) + head
     offs, dim = tl.arange(0, WIDE_SPLITS), tl.arange(0, WIDE)
-    rows = (bucket.to(tl.int64) * SPLITS + offs) * (Q_LEN * GROUP) + row
+    rows = (head_cache.to(tl.int64) * SPLITS + offs) * (Q_LEN * GROUP) + row
     tops = tl.load(stats_ptr + rows * 2, mask=offs < SPLITS, other=float("-inf"))
     totals = tl.load(stats_ptr + rows * 2 + 1, mask=offs < SPLITS, other=0.0)
     top = tl.max(tops, 0)
@@ -326,7 +326,7 @@ def combine_kernel(
         total += tl.exp(sink - safe)
     acc = tl.zeros((WIDE,), tl.float32)
     for split in range(SPLITS):
-        offs_split = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
+        offs_split = (head_cache.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
         weight = tl.exp(tl.load(stats_ptr + offs_split * 2) - safe)
         acc += weight * tl.load(partial_ptr + offs_split * DIM + dim, mask=dim < DIM, other=0.0)
     denominator = tl.where(total == 0.0, 1.0, total)
@@ -346,7 +346,7 @@ def decode(job: Job) -> Result:
     """Launch the kernels of a checked job."""
     q = job.q
     batch, q_len, heads, dim = q.shape
-    device, group, buckets = q.device, job.group, batch * job.kv_heads
+    device, group, head_caches = q.device, job.group, batch * job.kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
     observation = job.observation
@@ -362,9 +362,9 @@ def decode(job: Job) -> Result:
     block_tokens = min(tokens, max(16, 4096 // wide))
     tiers = max(constants["TIERS"], 1)
     blocks = triton.cdiv(job.max_length, block_tokens) + tiers
-    splits = _splits(buckets * row_blocks, blocks, device)
-    partial = floats(buckets * splits * rows * dim)
-    stats = floats(buckets * splits * rows * 2)
+    splits = _splits(head_caches * row_blocks, blocks, device)
+    partial = floats(head_caches * splits * rows * dim)
+    stats = floats(head_caches * splits * rows * 2)
     exact = q.dtype == torch.float32 or torch.version.hip is not None
     shape = dict(KV_HEADS=job.kv_heads, GROUP=group, Q_LEN=q_len, DIM=dim, WIDE=wide)
     options = dict(
@@ -381,7 +381,7 @@ def decode(job: Job) -> Result:
     def launch(mass_pass: bool, block: int | None = None) -> None:
         """All blocks of query rows, or one that adds its mass to importance: they write the same entries."""
         blocks = row_blocks if block is None else 1
-        decode_kernel[(buckets * blocks, splits)](
+        decode_kernel[(head_caches * blocks, splits)](
             q, on_device(tuple(job.requests), device), *tensors, partial, stats, partial if lse is None else lse,
             partial if mass is None else mass, *q.stride()[:3], *numbers, job.max_length, job.scale,
             job.softcap or 0.0, job.sliding_window or 0, weights, state, decay, block or 0, **shape, **constants,
@@ -390,7 +390,7 @@ def decode(job: Job) -> Result:
 
     with torch.cuda.device_of(q):
         launch(False)
-        combine_kernel[(buckets, rows)](
+        combine_kernel[(head_caches, rows)](
             partial, stats, partial if job.sinks is None else job.sinks, out, partial if lse is None else lse,
             **shape, SPLITS=splits, WIDE_SPLITS=triton.next_power_of_2(splits), SINKS=job.sinks is not None,
             LSE=lse is not None, num_warps=1 if dim <= 64 else 4,

@@ -210,14 +210,22 @@ class Budget:
         granted = self.granted_by_length[tokens]
         if not self.shares:
             return granted
-        more = (np.array(self.shares)[layers] - 1) * self.slack_by_length[tokens]
+        more = (self._shares[layers] - 1) * self.slack_by_length[tokens]
         return granted + np.floor(more).astype(np.int64)
 
     def pages(self, tokens: int, layer: int = 0) -> int:
         """Bytes for the pages of one scope: a layer (absolute) or a request's ``tokens`` in a layer (fraction)."""
+        return self.pages_at([layer], [tokens])[0]
+
+    def pages_at(self, layers: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """`pages` of several scopes."""
         if type(self.amount) is int:
-            return (self.amount - self.fixed - self.reserve) // self.layers
-        return int(self.granted_at(layer, tokens)) - self.overhead
+            return [(self.amount - self.fixed - self.reserve) // self.layers] * len(layers)
+        return (self.granted_at(layers, tokens) - self.overhead).tolist()
+
+    @cached_property
+    def _shares(self) -> np.ndarray:
+        return np.array(self.shares)
 
     def advice(self, pages: int, tokens: int) -> str:
         """Hint for an error message: a budget under which these bytes of pages would fit."""

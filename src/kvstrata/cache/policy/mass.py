@@ -50,9 +50,12 @@ def new_importance(
     starts = cache._lengths[list(requests), layer].astype(np.int64)
     parts = zip(mass, starts.tolist(), lengths, strict=True)
     own = torch.cat([of_request[:, start : start + n].T for of_request, start, n in parts])
-    ends = cache.pool.to_device(np.repeat(starts + np.array(lengths), lengths)).unsqueeze(1).expand_as(own)
-    one = torch.ones((), device=own.device)
-    return updated(cache.policy.mode, initial(cache.policy.mode, ends), own, queries, one, cache.decay).contiguous()
+    if cache.policy.mode == "mean":
+        first = torch.zeros((), device="cpu")  # whatever the length
+    else:
+        ends = cache.pool.to_device(np.repeat(starts + np.array(lengths), lengths)).unsqueeze(1).expand_as(own)
+        first = initial(cache.policy.mode, ends)
+    return updated(cache.policy.mode, first, own, queries, torch.ones((), device="cpu"), cache.decay).contiguous()
 
 
 def observe_mass(

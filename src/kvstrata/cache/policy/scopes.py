@@ -55,7 +55,7 @@ def make_scopes(cache: CacheState, places: Sequence[Place], tokens: Tokens, leng
         numbers,
         cache.kv_heads,
         tuple(len(scope) * cache.kv_heads for _, scope in places),
-        tuple(cache.budget.pages(some[0], layer) for (layer, _), some in zip(places, lengths, strict=True)),
+        tuple(cache.budget.pages_at([layer for layer, _ in places], [some[0] for some in lengths])),
     )
 
 
