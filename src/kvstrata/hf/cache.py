@@ -230,7 +230,7 @@ class StrataCache(Cache):
 
     @property
     def eager_only(self) -> str | None:
-        """Why a decode step cannot be operators alone, or None: some layers have a part on the host."""
+        """Reason why a decode step needs the host in some layers and cannot be captured, or None."""
         if self.plain_layers:
             return "some layers are not compressed"
         if self.window_layers:
