@@ -27,7 +27,7 @@ class HybridLayer(LinearAttentionLayer, StrataLayer):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise K and V, given in order, or states, given by name, as transformers' own layer of this kind does."""
+        """Initialise K and V, given in order, or states, given by name, as transformers' own layer does."""
         (StrataLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
     def plain(self) -> LinearAttentionAndFullAttentionLayer:
