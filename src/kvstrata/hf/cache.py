@@ -64,8 +64,8 @@ class StrataCache(Cache):
         calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote. None estimates
             both from each row's prompt; ``balance=False`` does without a balance.
 
-    Layers that cannot be compressed (short sliding windows, linear attention, other shapes of K and V) stay
-    transformers' own; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on.
+    Layers that cannot be compressed (short sliding windows, linear attention, other shapes of K and V) are left to
+    transformers; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on.
     Gradients do not flow through stored tokens. Not safe under CUDA graph capture: a forward reads sizes on the host.
     `kvstrata.hf.step` has a decode step that can be captured.
 
@@ -230,7 +230,7 @@ class StrataCache(Cache):
 
     @property
     def eager_only(self) -> str | None:
-        """Reason why a decode step cannot be operators alone, or None: some layers have a part on the host."""
+        """Reason why a decode step needs the host in some layers and cannot be captured, or None."""
         if self.plain_layers:
             return "some layers are not compressed"
         if self.window_layers:

@@ -322,7 +322,7 @@ class WindowLayer(CacheLayerMixin):
     # Files
 
     def numbers(self) -> dict[str, Any]:
-        """Metadata of this layer in a file, beside its tensors."""
+        """Numbers of this layer in a file, beside its tensors."""
         own = {name: getattr(self, name) for name in ("columns", "lengths", "packed_to", "ended")}
         return own | {"window": self.sliding_window, "dtype": str(self.dtype) if self.is_initialized else None}
 
