@@ -34,6 +34,7 @@ class Owner(Protocol):
 
     importance_queries: int
     guard: Guard | None
+    shares: bool
 
     @property
     def tiered(self) -> TieredCache: ...
@@ -74,6 +75,11 @@ class StrataLayer(CacheLayerMixin):
         self.owner, self.place, self.index = owner, place, index  # place in the model, index in the TieredCache
         self.columns = 0
         self.ledger: MassLedger | None = None
+        self.again: attention.Again | None = None
+
+    def plain(self) -> DynamicLayer:
+        """transformers' own layer, to be put in the place of this one."""
+        return DynamicLayer()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -89,6 +95,11 @@ class StrataLayer(CacheLayerMixin):
             if reason:
                 return self.owner._keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
             self.lazy_initialization(key_states, value_states)
+            if self.device != self.owner.tiered.device:
+                raise NotImplementedError(
+                    "device_map: expected all layers that a StrataCache compresses on one device, got layer"
+                    f" {self.place} on {self.device} and others on {self.owner.tiered.device}"
+                )
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
     def attend(
@@ -167,8 +178,14 @@ class StrataLayer(CacheLayerMixin):
             guard.finish()
 
     def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
+        self.owner.tiered.append(self.index, self._rows(key), self._rows(value))
+        if self.owner.shares:
+            self.again = lambda query, mask, under, logits: self._read(query, logits)
+        return self._read(query, logits)
+
+    def _read(self, query: torch.Tensor, logits: Logits) -> torch.Tensor:
+        """Attention of the last tokens, which are stored."""
         cache, uses_mass = self.owner.tiered, self.owner.uses_mass
-        cache.append(self.index, self._rows(key), self._rows(value))
         q = query.transpose(1, 2).to(cache.dtype)
         result = kvstrata.decode_attention(
             q, cache, self.index, scale=logits.scale, softcap=logits.softcap, sinks=logits.sinks, return_mass=uses_mass
@@ -197,6 +214,8 @@ class StrataLayer(CacheLayerMixin):
         column_position = query_position.masked_fill(~real, -1).unsqueeze(1)
         if not self.columns:
             keys, out = key, self._alone(query, key, value, mask, under)
+            if self.owner.shares:
+                self.again = lambda query, mask, under, logits: self._alone(query, key, value, mask, under)
         else:
             past_k, past_v, past_position = self._past()
             keys, values = torch.cat([past_k.to(key.dtype), key], 2), torch.cat([past_v.to(value.dtype), value], 2)
@@ -211,6 +230,8 @@ class StrataLayer(CacheLayerMixin):
                 return masks.of_positions(query_position[:, new], columns, query.shape[1], dtype)
 
             out = self._in_chunks(query, keys, values, mask_of, under)
+            if self.owner.shares:
+                self.again = lambda query, mask, under, logits: self._in_chunks(query, keys, values, mask_of, under)
         mass = None
         if self.owner.uses_mass:
             mass = self._mass(query, keys, query_position, column_position, real, logits)
@@ -290,9 +311,10 @@ class StrataLayer(CacheLayerMixin):
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, kv_heads, n, D]`` of the model as ``[rows, n, kv_heads, D]`` of the cache."""
         dtype = self.owner.tiered.dtype
+        rows = x.transpose(1, 2).to(dtype)
         if dtype == torch.float16 and x.dtype != dtype:
-            x = x.clamp(-LARGEST, LARGEST)
-        return x.transpose(1, 2).to(dtype)
+            rows.clamp_(-LARGEST, LARGEST)  # what overflowed; in place, since a prompt is large
+        return rows
 
     def lengths(self) -> list[int]:
         """Tokens stored of each row."""
