@@ -73,6 +73,19 @@ def test_store_by_chunks(
             check_rows(engine, row)
 
 
+@pytest.mark.skipif(HAS_GPU or bool(emulator.missing()), reason="needs the emulator")
+def test_blocks_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the tail that a page is packed from are not written by others before that."""
+    monkeypatch.setenv("EMULATE_BACKWARDS", "1")
+    for tail in (1, 2):
+        engine = Engine(Format.parse("K4V4", 64, 16), 2, kv_heads=1, tail=tail, backend="cuda")
+        for counts in ([13, 5], [6, 30], [40, 1], [1, 60]):
+            engine.step(counts)
+            engine.check_bytes()
+            check_rows(engine, 0)
+            check_rows(engine, 1)
+
+
 def check_rows(engine: Engine, row: int) -> None:
     """Rows that decode reads are those of the request."""
     sinks, packed = engine.split(row)

@@ -173,8 +173,10 @@ void run(Kernel kernel, const Params& params, int grid_x, int grid_y, int thread
   static Job job;
   job = {kernel, &params};
   thread_body = [] { job.kernel(*job.params); };
+  const bool backwards = std::getenv("EMULATE_BACKWARDS");  // blocks come in any order on a GPU
   for (int y = 0; y < grid_y; y++)
-    for (int x = 0; x < grid_x; x++) {
+    for (int at = 0; at < grid_x; at++) {
+      const int x = backwards ? grid_x - 1 - at : at;
       shared.assign(shared_bytes + 1024, 0xff);
       dynamic_bytes = shared_bytes;
       dynamic_shared = shared.data() + (1024 - reinterpret_cast<uintptr_t>(shared.data()) % 1024) % 1024;

@@ -1,0 +1,32 @@
+"""The contender of packed pages with a tail: what a chunk sees of older tokens, and the bytes that it counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from kvstrata.layout import Format
+from kvstrata.quant.calibration import LayerCalibration
+from kvstrata.tools.eval.packed import PackedLayer
+
+
+def test_a_layer_reads_what_it_stored() -> None:
+    calibration = LayerCalibration(torch.full((2, 64), 4.0), torch.randn(2, 64))
+    layer = PackedLayer("K8V8", 16, 4, calibration)
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 3, 2, 60, 64, generator=generator)  # rows, heads, tokens, D
+    seen = 0
+    for count in (10, 20, 1, 17, 12):
+        new = slice(seen, seen + count)
+        for got, x in zip(layer.update(k[:, :, new], v[:, :, new]), (k, v), strict=True):
+            full = seen // 16 * 16
+            assert torch.equal(got[:, :, full:], x[:, :, full : seen + count]), "the tail and the chunk itself"
+            if full:
+                assert torch.equal(got[:, :, :4], x[:, :, :4]), "sink tokens"
+                error = (got - x[:, :, : seen + count])[:, :, 4:full]
+                assert 0 < error.norm() / x[:, :, 4:full].norm() < 0.05
+        seen += count
+    assert layer.get_seq_length() == 60
+    assert layer.nbytes == 3 * 2 * (3 * Format.parse("K8V8", 64, 16).page_bytes + 4 * 20 * 64)
