@@ -36,11 +36,13 @@ class PackedLayer(DynamicLayer):
         rows, heads, _, dim = key_states.shape
         self.format = Format.parse(self.name, dim, self.page_tokens)
         self.slots = torch.arange(rows, dtype=torch.int32, device=key_states.device)
-        made = dict(dtype=key_states.dtype, device=key_states.device)
-        self.tail = PlainRows(*torch.zeros(2, rows, heads, self.page_tokens, dim, **made), self.slots)
-        self.sinks = None
-        if self.sink_tokens:
-            self.sinks = PlainRows(*torch.zeros(2, rows, heads, self.sink_tokens, dim, **made), self.slots)
+
+        def plain_rows(tokens: int) -> PlainRows:
+            k, v = key_states.new_zeros(2, rows, heads, tokens, dim)
+            return PlainRows(k, v, self.slots)
+
+        self.tail = plain_rows(self.page_tokens)
+        self.sinks = plain_rows(self.sink_tokens) if self.sink_tokens else None
         size = (rows, 0, heads, self.format.page_bytes)
         self.pages = torch.zeros(size, dtype=torch.uint8, device=key_states.device)  # [rows, pages, heads, bytes]
 
