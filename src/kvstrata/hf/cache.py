@@ -30,9 +30,11 @@ from kvstrata.quant.calibration import Calibration
 
 from . import attention, files, support
 from . import mask as masks
+from .forward import Forward
 from .guard import Guard
 from .layer import StrataLayer
 from .rope import frequencies
+from .steps import Steps
 
 TOKENS = 2**15  # tables for so many unless a prompt or the config says otherwise; positions take 2 bytes
 
@@ -92,6 +94,8 @@ class StrataCache(Cache):
         max_tokens: int | None = None,
         importance_queries: int = 512,
         calibration: Calibration | str | PathLike[str] | None = None,
+        capture: bool | None = None,
+        compile: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
@@ -106,6 +110,9 @@ class StrataCache(Cache):
                 raise TypeError(f"{name}: expected an option of TieredCache ({', '.join(known)}), got an unknown one")
         # Values are checked now, not in the middle of the first forward.
         check_int("importance_queries", importance_queries, 1)
+        for name, flag in (("capture", capture), ("compile", compile)):
+            if type(flag) is not bool and (flag is not None or name == "compile"):
+                raise TypeError(f"{name}: expected True or False, got {flag!r}")
         if max_batch is not None:
             check_int("max_batch", max_batch, 1)
         amount = check_budget(budget, budget_bytes)
@@ -126,9 +133,10 @@ class StrataCache(Cache):
         self.plain_layers: dict[int, str] = {}
         self._tiered: TieredCache | None = None
         self._shape: tuple[int, int] | None = None
-        self._real = np.ones((0, 0), bool)  # [rows, columns]
+        self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of what has room for more
         self._checked = masks.LastMask()
         self.guard: Guard | None = None  # while a first prompt is looked at
+        self.steps, self.forward = Steps(), Forward(capture, compile)
 
         layers = DynamicCache(config=config).layers
         shares = bool(getattr(text, "num_kv_shared_layers", None))
@@ -299,10 +307,11 @@ class StrataCache(Cache):
         if self.max_tokens is not None:
             raise ValueError(f"max_tokens: expected at least {tokens}, which a row of the batch has now, got {most}")
         self._flush()
-        for layer in self.layers:
-            if isinstance(layer, StrataLayer):
-                layer.ledger = None
+        for layer in self._strata():
+            layer.ledger = None
         self._tiered = clone(self.tiered, max_tokens=max(self.context, 2 * tokens))
+        self.steps.forget()
+        self.forward.drop()
 
     def _check_sizes(self) -> None:
         """Refuse a budget that is too low for the sizes in the config; `build` checks the sizes of the model itself."""
@@ -371,7 +380,7 @@ class StrataCache(Cache):
             new = np.ones((rows, queries), bool)
             if mask is not None:
                 new = masks.new_tokens(mask, queries).expand(rows, -1).cpu().numpy()
-            self._real = np.concatenate([self._real[:, :start], new], 1)
+            self._add_columns(start, new)
         if mask is not None and (first or not self._checked.holds(mask)):
             masks.check_causal(mask, torch.from_numpy(self._real[:, :end]).to(mask.device), queries)
             self._checked.set(mask)
@@ -381,15 +390,89 @@ class StrataCache(Cache):
             masks.check_positions(positions.to(self.tiered.device), tokens)
         return tokens
 
+    def _add_columns(self, start: int, new: np.ndarray | bool) -> None:
+        """Put columns behind the first ``start``: bool ``[rows, n]``, or a value for one of all rows."""
+        end = start + (1 if isinstance(new, bool) else new.shape[1])
+        if self._real.base is not self._room or self._room.shape[1] < end:  # amortised, as lists grow
+            self._room = np.ones((len(self._real), 2 * end), bool)
+            self._room[:, :start] = self._real[:, :start]
+        self._room[:, start:end] = new
+        self._real = self._room[:, :end]
+
     def _forget(self, start: int) -> None:
         """Drop the columns from ``start`` on, which the first layer could not store."""
-        if all(layer.columns <= start for layer in self.layers if isinstance(layer, StrataLayer)):
+        if all(layer.columns <= start for layer in self._strata()):
             self._real = self._real[:, :start]
 
+    # Decode steps
+
+    def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool:
+        """In the first layer of a forward with one new column, do the host's part of a step; True in all layers of it.
+
+        ``layer`` counts compressed ones. False if the column is padding in some row. Raises what `TieredCache.advance`
+        and checks of the mask raise.
+        """
+        if layer:
+            if self.steps.is_open:
+                self._tokens_among(self._real.shape[1] - 1, mask, positions, rows, 1)
+            return self.steps.is_open
+        self._undo_step()
+        start = self._strata()[0].columns
+        try:
+            if self._tokens_among(start, mask, positions, rows, 1) is not None:
+                return False
+            self.advance()
+        except Exception:
+            self._forget(start)
+            raise
+        return True
+
+    def advance(self) -> None:
+        """Host's part of a decode step: room for one token of every row in all layers, and one column more.
+
+        Mutates the cache; the forward that follows holds operators only and may be captured, this may not. Raises what
+        `TieredCache.advance` raises, and leaves the cache as it was.
+        """
+        self._undo_step()
+        layers = self._strata()
+        start = layers[0].columns
+        if start >= self.tiered.max_tokens:
+            self._reserve(max(layers[0].lengths()) + 1)
+        for layer in layers:
+            layer.flush()
+        self.steps.begin(self.tiered)
+        self._add_columns(start, True)
+        for layer in layers:
+            layer.columns = start + 1
+
+    def _undo_step(self) -> None:
+        """Drop the token of a step whose forward raised an error before all layers had it."""
+        if self.steps.is_open:
+            self.steps.is_open = False
+            self.crop(-1)
+
+    def matches(self, mask: torch.Tensor) -> bool:
+        """True if ``mask [rows, columns]`` is the padding of earlier calls and one token more of every row."""
+        rows, columns = self._real.shape
+        if mask.dim() != 2 or mask.shape != (rows, columns + 1):
+            return False
+        real, lengths = mask != 0, self.tiered._device_lengths[:rows, 0]
+        return bool(((real.sum(1) == lengths + 1) & real[:, -1]).all())
+
+    @property
+    def decoding(self) -> str:
+        """How decode steps run: eager, compiled, captured, and why not."""
+        if self.plain_layers:
+            return "eager: some layers are not compressed"
+        return self.forward.describe(torch.device("cpu") if self._tiered is None else self.tiered.device)
+
+    def _strata(self) -> list[StrataLayer]:
+        return [layer for layer in self.layers if isinstance(layer, StrataLayer)]
+
     def _flush(self) -> None:
-        for layer in self.layers:
-            if isinstance(layer, StrataLayer):
-                layer.flush()
+        self._undo_step()
+        for layer in self._strata():
+            layer.flush()
 
     def _plain(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, StrataLayer)]
@@ -404,6 +487,8 @@ class StrataCache(Cache):
         for layer in self.layers:
             layer.reset()
         self._tiered, self._shape, self._real, self.guard = None, None, np.ones((0, 0), bool), None
+        self.steps.forget()
+        self.forward.drop()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns; tokens that were demoted in the meantime stay demoted.
@@ -422,9 +507,8 @@ class StrataCache(Cache):
         self._real = self._real[:, :tokens_to_remove]
         for request, length in enumerate(self._real.sum(1).tolist()):
             self.tiered.crop(request, length)
-        for layer in self.layers:
-            if isinstance(layer, StrataLayer):
-                layer.columns = min(layer.columns, self._real.shape[1])
+        for layer in self._strata():
+            layer.columns = min(layer.columns, self._real.shape[1])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i a copy of row ``beam_idx[i]``, int64 ``[rows]``, for beam search; pages are shared, not copied.
