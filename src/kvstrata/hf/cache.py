@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 import kvstrata
 from kvstrata.attention.ahead import load_kernels
@@ -29,10 +29,11 @@ from kvstrata.checks import check_int
 from kvstrata.quant.calibration import Calibration
 
 from . import attention, files, support
-from . import mask as masks
+from .columns import Columns
 from .forward import Forward
 from .guard import Guard
 from .layer import StrataLayer
+from .mask import LastMask
 from .rope import frequencies
 from .steps import Steps
 
@@ -43,7 +44,7 @@ OWN = dict.fromkeys(("layers", "kv_heads", "head_dim", "device", "rope"), "")
 OWN["max_requests"] = " (max_batch= asks for more rows)"
 
 
-class StrataCache(Cache):
+class StrataCache(Columns):
     """KV cache of a transformers model under a byte budget, in tiers of 2 to 16 bit.
 
     Pass it as ``past_key_values`` to ``model.generate`` or to a forward, where K and V are
@@ -134,7 +135,7 @@ class StrataCache(Cache):
         self._tiered: TieredCache | None = None
         self._shape: tuple[int, int] | None = None
         self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of what has room for more
-        self._checked = masks.LastMask()
+        self._checked = LastMask()
         self.guard: Guard | None = None  # while a first prompt is looked at
         self.steps, self.forward = Steps(), Forward(capture, compile)
 
@@ -356,123 +357,12 @@ class StrataCache(Cache):
         limit = "budget_bytes" if "budget_bytes" in self.options else "budget"
         return f"StrataCache({self._compressed} layers, {limit}={self.options[limit]!r}{plain})"
 
-    # Columns are tokens or padding
-
-    @property
-    def rows(self) -> int:
-        """Rows of the batch, 0 before the first token."""
-        return len(self._real)
-
-    def _tokens_among(
-        self, start: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int
-    ) -> torch.Tensor | None:
-        """Mask of the tokens among the columns from ``start`` on, bool ``[rows, queries]``; None without padding.
-
-        Only the first layer of a forward reads mask and positions; the others check a mask only if it is a new object.
-        """
-        if rows != self.rows:
-            raise ValueError(f"past_key_values: expected {self.rows} rows as before, got {rows}")
-        end = start + queries
-        first = self._real.shape[1] < end
-        if mask is not None:
-            masks.check_shape(mask, queries, end)
-        if first:
-            new = np.ones((rows, queries), bool)
-            if mask is not None:
-                new = masks.new_tokens(mask, queries).expand(rows, -1).cpu().numpy()
-            self._add_columns(start, new)
-        if mask is not None and (first or not self._checked.holds(mask)):
-            masks.check_causal(mask, torch.from_numpy(self._real[:, :end]).to(mask.device), queries)
-            self._checked.set(mask)
-        real = self._real[:, start:end]
-        tokens = None if real.all() else torch.from_numpy(real).to(self.tiered.device)
-        if first and queries > 1 and positions is not None and positions.dim() == 2:
-            masks.check_positions(positions.to(self.tiered.device), tokens)
-        return tokens
-
-    def _add_columns(self, start: int, new: np.ndarray | bool) -> None:
-        """Put columns behind the first ``start``: bool ``[rows, n]``, or a value for one of all rows."""
-        end = start + (1 if isinstance(new, bool) else new.shape[1])
-        if self._real.base is not self._room or self._room.shape[1] < end:  # amortised, as lists grow
-            self._room = np.ones((len(self._real), 2 * end), bool)
-            self._room[:, :start] = self._real[:, :start]
-        self._room[:, start:end] = new
-        self._real = self._room[:, :end]
-
-    def _forget(self, start: int) -> None:
-        """Drop the columns from ``start`` on, which the first layer could not store."""
-        if all(layer.columns <= start for layer in self._strata()):
-            self._real = self._real[:, :start]
-
-    # Decode steps
-
-    def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool:
-        """In the first layer of a forward with one new column, do the host's part of a step; True in all layers of it.
-
-        ``layer`` counts compressed ones. False if the column is padding in some row. Raises what `TieredCache.advance`
-        and checks of the mask raise.
-        """
-        if layer:
-            if self.steps.is_open:
-                self._tokens_among(self._real.shape[1] - 1, mask, positions, rows, 1)
-            return self.steps.is_open
-        self._undo_step()
-        start = self._strata()[0].columns
-        try:
-            if self._tokens_among(start, mask, positions, rows, 1) is not None:
-                return False
-            self.advance()
-        except Exception:
-            self._forget(start)
-            raise
-        return True
-
-    def advance(self) -> None:
-        """Host's part of a decode step: room for one token of every row in all layers, and one column more.
-
-        Mutates the cache; the forward that follows holds operators only and may be captured, this may not. Raises what
-        `TieredCache.advance` raises, and leaves the cache as it was.
-        """
-        self._undo_step()
-        layers = self._strata()
-        start = layers[0].columns
-        if start >= self.tiered.max_tokens:
-            self._reserve(max(layers[0].lengths()) + 1)
-        for layer in layers:
-            layer.flush()
-        self.steps.begin(self.tiered)
-        self._add_columns(start, True)
-        for layer in layers:
-            layer.columns = start + 1
-
-    def _undo_step(self) -> None:
-        """Drop the token of a step whose forward raised an error before all layers had it."""
-        if self.steps.is_open:
-            self.steps.is_open = False
-            self.crop(-1)
-
-    def matches(self, mask: torch.Tensor) -> bool:
-        """True if ``mask [rows, columns]`` is the padding of earlier calls and one token more of every row."""
-        rows, columns = self._real.shape
-        if mask.dim() != 2 or mask.shape != (rows, columns + 1):
-            return False
-        real, lengths = mask != 0, self.tiered._device_lengths[:rows, 0]
-        return bool(((real.sum(1) == lengths + 1) & real[:, -1]).all())
-
     @property
     def decoding(self) -> str:
-        """How decode steps run: eager, compiled, captured, and why not."""
+        """How decode steps run: eager, compiled or captured, and why not."""
         if self.plain_layers:
             return "eager: some layers are not compressed"
         return self.forward.describe(torch.device("cpu") if self._tiered is None else self.tiered.device)
-
-    def _strata(self) -> list[StrataLayer]:
-        return [layer for layer in self.layers if isinstance(layer, StrataLayer)]
-
-    def _flush(self) -> None:
-        self._undo_step()
-        for layer in self._strata():
-            layer.flush()
 
     def _plain(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, StrataLayer)]

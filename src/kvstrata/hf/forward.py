@@ -48,6 +48,8 @@ class Owner(Protocol):
 
     def advance(self) -> None: ...
 
+    def end_step(self) -> None: ...
+
 
 class Inputs(NamedTuple):
     """Arguments of a forward that is a step."""
@@ -78,6 +80,8 @@ class Forward:
         """Drop the graph; the next step captures another."""
         self.runner: kvstrata.GraphRunner | None = None
         self.captured_as: Any = None
+        self.weights: list[torch.Tensor] = []  # that the graph reads
+        self.addresses: tuple[int, ...] = ()
         self.kind: type[ModelOutput] | None = None  # of the outputs
 
     def describe(self, device: torch.device) -> str:
@@ -97,12 +101,10 @@ class Forward:
         owner.advance()
         with owner.steps.forward():
             outputs = self._run(owner, model, inputs)
-        owner.steps.is_open = False
+        owner.end_step()
         return outputs
 
-    def _inputs(
-        self, owner: Owner, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Inputs | None:
+    def _inputs(self, owner: Owner, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Inputs of a step of all rows; None if the call is something else, or has to be eager."""
         ids, positions, mask = (kwargs.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
         if args or not isinstance(ids, torch.Tensor) or ids.shape != (owner.rows, 1) or ids.dtype != torch.int64:
@@ -123,7 +125,7 @@ class Forward:
             positions = torch.full_like(ids, owner.get_seq_length())
         if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.shape[1] != 1:
             return None
-        return Inputs(ids, positions.to(ids.dtype).expand_as(ids), tuple(sorted(rest.items())))
+        return Inputs(ids, positions.to(ids.dtype).expand_as(ids).contiguous(), tuple(sorted(rest.items())))
 
     def _wanted(self, model: Module, device: torch.device) -> bool:
         if self.capture or self.compile or (self.capture is None and device.type == "cuda"):
@@ -138,17 +140,15 @@ class Forward:
         if setting not in self.warm:
             self.warm.add(setting)
             return self._forward(owner, model, *inputs)
-        if self.captured_as != setting:
+        if self.captured_as != setting or tuple(map(torch.Tensor.data_ptr, self.weights)) != self.addresses:
             self.drop()
             try:
                 self._capture(owner, model, inputs)
             except RuntimeError as error:
                 self.drop()
                 self._refuse(f"the forward cannot be captured ({error})")
-                owner.steps.is_open = True  # nothing ran
                 return self._forward(owner, model, *inputs)
             self.captured_as = setting
-            owner.steps.is_open = True
         assert self.runner is not None
         tensors = self.runner(ids=inputs.ids, positions=inputs.positions)
         assert self.kind is not None
@@ -165,15 +165,16 @@ class Forward:
 
         rows, device = len(inputs.ids), inputs.ids.device
         with torch.inference_mode(False), torch.no_grad():
-            buffers = {name: ((rows, 1), torch.int64) for name in ("ids", "positions")}
-            watch = list(model.parameters())
-            runner = kvstrata.GraphRunner(step, buffers, [rows], device=device, watch=watch, warmup=0, progress=False)
+            buffers = dict.fromkeys(("ids", "positions"), ((rows, 1), torch.int64))
+            runner = kvstrata.GraphRunner(step, buffers, [rows], device=device, warmup=0, progress=False)
         self.runner = runner.capture()
+        self.weights = list(model.parameters())
+        self.addresses = tuple(map(torch.Tensor.data_ptr, self.weights))
 
     def _forward(
         self, owner: Owner, model: Module, ids: torch.Tensor, positions: torch.Tensor, options: Any
     ) -> ModelOutput:
-        """The model's forward of a step. Its mask has four dimensions, so that the model makes none, and says nothing."""
+        """The model's forward of a step; its mask has four dimensions, so the model makes none, and says nothing."""
         mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
         given = dict(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, return_dict=True)
         run = self._compiled() if self.compile else _plain_call
@@ -195,7 +196,7 @@ def _call_plainly(model: Module, **kwargs: Any) -> ModelOutput:
 
 
 @lru_cache(maxsize=64)
-def _takes_steps(kind: type[Module]) -> bool:
+def _takes_steps(kind: Any) -> bool:
     """True if a model's forward takes what a step gives it."""
     parameters = inspect.signature(kind.forward).parameters.values()
     takes_any = any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters)
@@ -205,7 +206,7 @@ def _takes_steps(kind: type[Module]) -> bool:
 
 def call(self: Module, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.__call__` while a StrataCache is alive."""
-    owner = kwargs.get("past_key_values")
+    owner: Any = kwargs.get("past_key_values")
     forward = getattr(owner, "forward", None)
     if not isinstance(forward, Forward) or owner.steps.ahead or torch.compiler.is_compiling():
         return _plain_call(self, *args, **kwargs)

@@ -67,6 +67,8 @@ class Owner(Protocol):
 
     def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool: ...
 
+    def end_step(self) -> None: ...
+
 
 class StrataLayer(CacheLayerMixin):
     """A compressed layer; ``columns`` is its length as transformers counts it, padding included."""
@@ -126,7 +128,10 @@ class StrataLayer(CacheLayerMixin):
             self._finish_estimate()
         queries = query.shape[2]
         if queries == 1 and self.columns and self.owner.begin_step(self.index, mask, positions, len(query)):
-            return self.owner.steps.decode(self.index, query, key, value, logits)
+            out = self.owner.steps.decode(self.index, query, key, value, logits)
+            if self.index == self.owner.tiered.layers - 1:
+                self.owner.end_step()
+            return out
         few = queries <= min(DECODE_QUERIES, self.owner.tiered.recent_tokens)
         try:
             real = self.owner._tokens_among(self.columns, mask, positions, len(query), queries)

@@ -83,8 +83,6 @@ class Steps:
             q, tiered, layer, scale=logits.scale, softcap=logits.softcap, sinks=logits.sinks, plan=self.plan
         )
         assert isinstance(out, torch.Tensor)
-        if layer == tiered.layers - 1:
-            self.is_open = False
         return out.to(query.dtype)
 
 
