@@ -111,8 +111,9 @@ class Forward:
             return None
         if not self._wanted(model, ids.device) or not owner.get_seq_length():
             return None
-        if owner.plain_layers or not _takes_steps(type(model)):
-            self._refuse("some layers are not compressed" if owner.plain_layers else f"{type(model).__name__}.forward")
+        kind: Any = type(model)
+        if owner.plain_layers or not _takes_steps(kind):
+            self._refuse("some layers are not compressed" if owner.plain_layers else f"{kind.__name__}.forward")
             return None
         if torch.is_grad_enabled() or model.training or kwargs.get("return_dict") is False:
             return None
