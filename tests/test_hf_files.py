@@ -68,6 +68,7 @@ def test_generation_goes_on_with_the_same_tokens(name: str, way: str, tmp_path: 
     twin.tiered.check()
     assert (twin.get_seq_length(), twin.plain_layers) == (cache.get_seq_length(), cache.plain_layers)
     assert twin.memory().tokens == cache.memory().tokens
+    assert twin.tiered.reports.steps == cache.tiered.reports.steps > 0, "layers would take other turns"
     expected = go_on(model, ids, mask, cache)
     assert torch.equal(go_on(model, ids, mask, twin), expected)
     assert twin.memory().tokens == cache.memory().tokens

@@ -134,10 +134,10 @@ class StrataCache(Columns):
         self.plain_layers: dict[int, str] = {}
         self._tiered: TieredCache | None = None
         self._shape: tuple[int, int] | None = None
+        self.steps, self.forward = Steps(), Forward(capture, compile)
         self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of what has room for more
         self._checked = LastMask()
         self.guard: Guard | None = None  # while a first prompt is looked at
-        self.steps, self.forward = Steps(), Forward(capture, compile)
 
         layers = DynamicCache(config=config).layers
         shares = bool(getattr(text, "num_kv_shared_layers", None))

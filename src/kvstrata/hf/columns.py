@@ -21,7 +21,7 @@ class Columns(Cache):
     """The part of a `StrataCache` that counts columns, of tokens and of padding."""
 
     steps: Steps
-    _real: np.ndarray  # bool [rows, columns], False for padding: a view of _room
+    _tokens: np.ndarray  # `_real`, a view of _room
     _room: np.ndarray
     _checked: masks.LastMask
 
@@ -31,6 +31,15 @@ class Columns(Cache):
 
     def _reserve(self, tokens: int) -> None:
         raise NotImplementedError
+
+    @property
+    def _real(self) -> np.ndarray:
+        """Tokens and padding, bool ``[rows, columns]``, False for padding."""
+        return self._tokens
+
+    @_real.setter
+    def _real(self, real: np.ndarray) -> None:
+        self._tokens, self.steps.mask = real, None
 
     @property
     def rows(self) -> int:
@@ -71,7 +80,9 @@ class Columns(Cache):
             self._room = np.ones((len(self._real), 2 * end), bool)
             self._room[:, :start] = self._real[:, :start]
         self._room[:, start:end] = new
-        self._real = self._room[:, :end]
+        self._tokens = self._room[:, :end]
+        if new is not True:
+            self.steps.mask = None
 
     def _forget(self, start: int) -> None:
         """Drop the columns from ``start`` on, which the first layer could not store."""
@@ -140,8 +151,12 @@ class Columns(Cache):
         rows, columns = self._real.shape
         if mask.dim() != 2 or mask.shape != (rows, columns + 1):
             return False
-        real, lengths = mask != 0, self.tiered._device_lengths[:rows, 0]
-        return bool(((real.sum(1) == lengths + 1) & real[:, -1]).all())
+        known = self.steps.mask
+        if known is None or known.shape[1] <= columns:
+            room = np.ones((rows, 2 * columns + 2), bool)
+            room[:, :columns] = self._real
+            known = self.steps.mask = torch.from_numpy(room).to(self.tiered.device)
+        return torch.equal(mask.to(known.device) != 0, known[:, : columns + 1])
 
     def _strata(self) -> list[StrataLayer]:
         return [layer for layer in self.layers if isinstance(layer, StrataLayer)]

@@ -6,9 +6,10 @@ row of a StrataCache takes the fast way, everything else the way of every module
     call ──▶ the host: room for the token in all layers (steps.py) ──▶ replay of the graph ──▶ copies of its outputs
 
 `generate` has no hook between its preparations and the forward, and its own compilation keeps CUDA graphs of which the
-host hears nothing, so a StrataCache does not ask for it. The first step after a prompt runs eagerly where nothing has
-warmed up yet; the next is captured, which takes about as long as an eager step. A prompt drops the graph: what changed
-in the model between two prompts (an adapter, a hook) counts from then on.
+host hears nothing, so a StrataCache does not ask for it. The first step runs eagerly where nothing has warmed up yet,
+and where rows or tables have changed; the next is captured, which takes about as long as an eager step. A prompt drops
+the graph: what changed in the model between two prompts (an adapter, a hook) counts from then on. A graph keeps alive
+what it reads: weights, the scratch of its plan, the tables of pages. It is captured anew when one of them was replaced.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
 import kvstrata
@@ -28,6 +30,7 @@ import kvstrata
 from .steps import Steps
 
 PLAIN = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict"}
+TRANSFORMERS_HOOKS = "transformers.utils.output_capturing"  # of outputs that steps do not return
 NEEDED = PLAIN - {"return_dict"}  # parameters of a forward
 Module = torch.nn.Module
 _plain_call = Module.__call__
@@ -80,8 +83,9 @@ class Forward:
         """Drop the graph; the next step captures another."""
         self.runner: kvstrata.GraphRunner | None = None
         self.captured_as: Any = None
-        self.weights: list[torch.Tensor] = []  # that the graph reads
+        self.weights: list[torch.Tensor] = []  # parameters and buffers that the graph reads
         self.addresses: tuple[int, ...] = ()
+        self.plan: kvstrata.DecodePlan | None = None  # whose scratch it reads
         self.kind: type[ModelOutput] | None = None  # of the outputs
 
     def describe(self, device: torch.device) -> str:
@@ -117,6 +121,8 @@ class Forward:
             return None
         if torch.is_grad_enabled() or model.training or kwargs.get("return_dict") is False:
             return None
+        if torch.is_autocast_enabled(ids.device.type):  # casts of weights live no longer than the context
+            return None
         rest = {name: x for name, x in kwargs.items() if name not in PLAIN and x is not None and x is not False}
         if any(name != "logits_to_keep" or type(x) is not int for name, x in rest.items()):
             return None
@@ -138,11 +144,14 @@ class Forward:
         if not (self.capture or (self.capture is None and device.type == "cuda")):
             return self._forward(owner, model, *inputs)
         setting = (ref(model), len(inputs.ids), device, inputs.options)
-        if setting not in self.warm:
+        if setting not in self.warm or not owner.steps.has_plan(owner.steps.plan):  # a plan is not made in a capture
             self.warm.add(setting)
             return self._forward(owner, model, *inputs)
-        if self.captured_as != setting or tuple(map(torch.Tensor.data_ptr, self.weights)) != self.addresses:
+        if not self._holds(owner, setting):
             self.drop()
+            if reason := _not_captured(model, device):
+                self._refuse(reason)
+                return self._forward(owner, model, *inputs)
             try:
                 self._capture(owner, model, inputs)
             except RuntimeError as error:
@@ -169,8 +178,14 @@ class Forward:
             buffers = dict.fromkeys(("ids", "positions"), ((rows, 1), torch.int64))
             runner = kvstrata.GraphRunner(step, buffers, [rows], device=device, warmup=0, progress=False)
         self.runner = runner.capture()
-        self.weights = list(model.parameters())
+        self.weights, self.plan = [*model.parameters(), *model.buffers()], owner.steps.plan
         self.addresses = tuple(map(torch.Tensor.data_ptr, self.weights))
+
+    def _holds(self, owner: Owner, setting: Any) -> bool:
+        """True if the graph is of this setting, and all that it reads is still in its place."""
+        if self.captured_as != setting or not owner.steps.has_plan(self.plan):
+            return False
+        return tuple(map(torch.Tensor.data_ptr, self.weights)) == self.addresses
 
     def _forward(
         self, owner: Owner, model: Module, ids: torch.Tensor, positions: torch.Tensor, options: Any
@@ -203,6 +218,19 @@ def _takes_steps(kind: Any) -> bool:
     takes_any = any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters)
     named = {x.name for x in parameters}
     return named >= NEEDED - {"use_cache"} and (takes_any or "return_dict" in named)
+
+
+def _not_captured(model: Module, device: torch.device) -> str | None:
+    """Reason why a graph would not do what the model does, or None."""
+    if others := {str(x.device) for x in model.parameters()} - {str(device)}:
+        return f"weights are on {', '.join(sorted(others))}, tokens on {device}"
+    if any(isinstance(x, DTensor) for x in model.parameters()):
+        return "weights are distributed"
+    for name, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        if any(getattr(hook, "__module__", "") != TRANSFORMERS_HOOKS for hook in hooks):
+            return f"{name or type(model).__name__} has hooks, which replays would not call"
+    return None
 
 
 def call(self: Module, *args: Any, **kwargs: Any) -> Any:

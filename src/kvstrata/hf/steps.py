@@ -43,6 +43,7 @@ class Steps:
         self.tiered: TieredCache | None = None
         self.plan: kvstrata.DecodePlan | None = None
         self.state: torch.Tensor | None = None
+        self.mask: torch.Tensor | None = None  # bool [rows, columns or more]: padding so far, True beyond
         self.is_open = False  # room was made, and not all layers are written
         self.ahead = False  # the forward that is running holds operators only
 
@@ -54,6 +55,13 @@ class Steps:
                 self.state = torch.zeros(1, dtype=torch.int32, device=tiered.device)
             self.tiered, self.plan = tiered, None
         self.is_open = True
+
+    def has_plan(self, plan: kvstrata.DecodePlan | None) -> bool:
+        """True if the next step reads by ``plan``."""
+        return plan is not None and plan is self.plan and plan.cache is self.tiered and self._serves(plan)
+
+    def _serves(self, plan: kvstrata.DecodePlan) -> bool:
+        return self.tiered is not None and plan.requests == self.tiered.requests
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -72,7 +80,7 @@ class Steps:
         tiered, heads = self.tiered, query.shape[1]
         if tiered is None or not self.is_open:
             raise RuntimeError("past_key_values: expected a cache with room for a token, got one without")
-        if self.plan is None or self.plan.requests != tiered.requests or self.plan.heads != heads:
+        if self.plan is None or not self._serves(self.plan) or self.plan.heads != heads:
             observe = OBSERVED if tiered.budget.amount is not None else 0
             self.plan = kvstrata.DecodePlan(tiered, heads, observe=observe)
         if layer == 0:
