@@ -62,11 +62,14 @@ class StrataCache(Columns):
         importance_queries: maximum number of prompt queries sampled for importance.
         calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote. None estimates
             both from each row's prompt; ``balance=False`` does without a balance.
+        capture: run decode steps, one new token of every row, as CUDA graphs; None does on a GPU. `decoding` says how
+            they run, and why not so.
+        compile: let inductor compile the forward before it is captured.
 
     Layers that cannot be compressed (sliding window, linear attention, other shapes of K and V) stay transformers' own;
     ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on. Gradients do not
-    flow through stored tokens. Not safe under CUDA graph capture: a forward reads sizes on the host. `kvstrata.hf.step`
-    has a decode step that can be captured.
+    flow through stored tokens. A forward reads sizes on the host, so it is not safe in a capture of yours: the cache
+    captures steps itself, and `kvstrata.hf.step` has one for engines.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the model cannot be compressed.

@@ -218,7 +218,7 @@ class Budget:
 
     @cached_property
     def granted_by_length(self) -> np.ndarray:
-        """`granted` of 0 .. max_tokens + look_ahead tokens, int64; a step looks lengths up instead of computing them."""
+        """`granted` of 0 .. max_tokens + look_ahead tokens, int64: a step looks lengths up."""
         heads, price, p = self.kv_heads, self.page_price, self.page_tokens
         tokens = np.arange(self.max_tokens + self.look_ahead + 1)
 
