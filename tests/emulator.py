@@ -13,9 +13,9 @@ import hashlib
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ import torch
 
 from conftest import HAS_GPU
 from kvstrata import jit
+from kvstrata.cache.move import launches
 from kvstrata.jit.compiler import header_folders
 
 HERE = Path(__file__).parent / "emulator"
@@ -61,7 +62,7 @@ def _environment() -> str:
 
 
 def _build(name: str, *arguments: str, source: str | None = None) -> Path:
-    """What g++ makes of these arguments and the source, once for all processes and runs: named after the content."""
+    """Compile the source with g++, once for all processes and runs; the file is named by a hash of its inputs."""
     key = hashlib.sha256("\0".join((_environment(), *arguments, source or "")).encode()).hexdigest()[:16]
     built = KEPT / key / name
     built.parent.mkdir(parents=True, exist_ok=True)
@@ -152,8 +153,23 @@ def launcher() -> SimpleNamespace:
     )
 
 
+def kernels_here(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Iterator[str]:
+    """Body of a fixture: the device on which kernels of these modules run, a GPU or the CPU that emulates one."""
+    if HAS_GPU:
+        yield "cuda"
+        return
+    if missing():
+        pytest.skip(str(missing()))
+    for module in (launches, *modules):
+        monkeypatch.setattr(module, "jit", launcher())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    launches.kernel.cache_clear()
+    yield "cpu"
+    launches.kernel.cache_clear()
+
+
 def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on "cuda" is the emulator for `decode_attention`, on three multiprocessors."""
+    """Run backend "cuda" of `decode_attention` on the emulator, with three multiprocessors."""
     from kvstrata.attention.decode import cuda as decode_cuda
     from kvstrata.attention.decode import op, plan, repeat
 

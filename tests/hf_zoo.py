@@ -47,6 +47,15 @@ SIZES: dict[str, Any] = {
 MORE: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1]),
     "dots1": dict(num_key_value_heads=2),
+    "falcon_h1": dict(mamba_d_ssm=64, mamba_d_state=16, mamba_chunk_size=16),  # else seconds for each forward
+    "gemma3n_text": dict(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        intermediate_size=[96] * 4,
+        activation_sparsity_pattern=[0.0] * 4,
+        laurel_rank=8,
+    ),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
     "jamba": dict(attn_layer_offset=1, attn_layer_period=2),
@@ -102,7 +111,7 @@ def tiny_model(model_type: str, attention: str) -> Any:
 
 @torch.no_grad()
 def logits(model: Any, cache: Any) -> torch.Tensor:
-    """Of two rows, the second padded on the left: a prompt, decode steps and a second turn. ``[tokens, vocabulary]``"""
+    """Logits ``[tokens, vocabulary]`` of two rows, the second left-padded: a prompt, decode steps, a second turn."""
     ids = torch.randint(2, 100, (2, 60), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :9] = 0

@@ -2,7 +2,8 @@
 
 Every allocation of an operation fails once: device tensors (any operator of torch that returns new memory), slabs,
 copies of host arrays, workspaces. Without ``slow`` it is the last one of each function, and plans, which look at no
-cache, are made once.
+cache, are made once. Where kernels settle, a cache keeps their scratch, also from an attempt that failed, and the next
+one asks for less: then every allocation fails in a cache of its own.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from cache_model import fingerprint, limit, make, rows, same
 from conftest import HAS_GPU
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops import files, step
-from kvstrata.cache.policy import ahead, plan, plan_op, scopes
+from kvstrata.cache.policy import ahead, plan, plan_op, scopes, settle_cuda
+from test_settle_cuda import device
 
+__all__ = ["device"]  # a fixture
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 
@@ -38,7 +41,10 @@ def filled(**options) -> TieredCache:
     options = (
         dict(layers=2, dim=32, recent_tokens=8, sink_tokens=2, budget=0.4, max_requests=5, max_tokens=192) | options
     )
-    cache = make(device=DEVICE, settle_every=8, tiers=("K8V4", "K4V3", "K2V2"), **options)
+    backend = options.pop("backend", None)
+    cache = make(device=DEVICE, settle_every=8, **dict(tiers=("K8V4", "K4V3", "K2V2")) | options)
+    if backend is not None:
+        cache.buckets.backend = backend
     for kind in cache.page_formats[1:]:
         assert kind._codes  # tables that are made when they are needed first
         assert kind._scale_index
@@ -128,7 +134,7 @@ OPERATIONS: dict[str, tuple[Callable[[], TieredCache], Callable[[TieredCache], o
 
 
 def contents(cache: TieredCache) -> list[object]:
-    """What the cache says of its tokens, wherever their pages are."""
+    """Observable state of the cache, independent of where its pages are."""
     held: list[object] = [cache.requests, cache.memory().tokens, cache.memory().full, cache._ahead_from.copy()]
     for request in cache.requests:
         for layer in range(cache.layers):
@@ -180,8 +186,10 @@ def _fail_everywhere(
     assert lines
     before, held, slack = fingerprint(cache, spare=False), contents(cache), cache.memory().slab_slack
     for number in chosen(lines, every):
+        if settle_cuda.supports(cache):
+            cache = make_cache()
         with pytest.raises(torch.OutOfMemoryError, match="as asked for"):
-            Allocations.of(lambda: operation(cache), number)
+            Allocations.of(lambda cache=cache: operation(cache), number)
         place = f"allocation {number} of {len(lines)}, in {lines[number]}"
         assert same(before, fingerprint(cache, spare=False)), place
         cache.check()
@@ -197,6 +205,13 @@ def _fail_everywhere(
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_out_of_memory_changes_nothing(name: str) -> None:
     fail_everywhere(*OPERATIONS[name], finish=write if "advance" in name else lambda cache: None)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels settle in the test above")
+@pytest.mark.parametrize("name", [pytest.param("append and settle", marks=pytest.mark.slow), "settle"])
+def test_out_of_memory_changes_nothing_where_kernels_settle(name: str, device: str) -> None:
+    """As on a GPU, with emulated kernels."""
+    fail_everywhere(lambda: filled(tiers=("K4V4", "K2V2"), backend="cuda", budget=0.3), OPERATIONS[name][1])
 
 
 @pytest.mark.slow

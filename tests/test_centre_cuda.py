@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import emulator
-from conftest import HAS_GPU
 from kvstrata import jit
 from kvstrata.cache import TieredCache
-from kvstrata.cache.move import launches
 from kvstrata.cache.policy import centre, centre_cuda
 from kvstrata.cache.storage.page import NewRows, PageFormat
 from kvstrata.cache.storage.tokens import Fresh
@@ -27,17 +25,7 @@ HEADS = 2
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A GPU, or the CPU that emulates one."""
-    if HAS_GPU:
-        yield "cuda"
-        return
-    if emulator.missing():
-        pytest.skip(str(emulator.missing()))
-    for module in (centre_cuda, launches):
-        monkeypatch.setattr(module, "jit", emulator.launcher())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    launches.kernel.cache_clear()
-    yield "cpu"
-    launches.kernel.cache_clear()
+    yield from emulator.kernels_here(monkeypatch, centre_cuda)
 
 
 def make(device: str, dim: int = 32, **options) -> TieredCache:

@@ -37,6 +37,7 @@ EXEMPT = {
     "AttentionOutput": {"Args", "Raises", "mutation", "capture"},
     "BudgetExceeded": {"Args", "Raises", "mutation", "capture"},
     "Format": {"mutation", "capture"},
+    "PlainRows": {"Args", "Raises", "mutation", "capture"},
     "replay.Bound": {"Args", "Raises", "mutation", "capture"},
     "replay.PrecomputedMetadata": {"Args", "Raises", "mutation", "capture"},
 }

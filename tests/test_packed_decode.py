@@ -161,7 +161,7 @@ def test_operator() -> None:
     batch = Batch(fmt, [30, 20])
     q = batch.queries([2, 2], 3)
     fields = (fmt.name, 64, 16, True, None, None, None, None, None, True, "reference")
-    arguments = (q, batch.pages, batch.block_table, batch.seq_lens, None, None, None, None, None, *fields)
+    arguments = (q, batch.pages, batch.block_table, batch.seq_lens, *[None] * 11, *fields)
     torch.library.opcheck(torch.ops.kvstrata.decode_packed.default, arguments)
 
     def call(q: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ def test_arguments_are_named() -> None:
 def test_operator() -> None:
     chunk = Chunk(Format.parse("K4V4", 64, 16), [30], [5])
     q = chunk.queries([5], 2)
-    tensors = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, None, None, None)
+    tensors = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, *[None] * 9)
     options = (None, None, None, None, None, None, True, "reference")
     torch.library.opcheck(torch.ops.kvstrata.prefill_packed.default, (*tensors, "K4V4", 64, 16, True, *options))
 

@@ -12,6 +12,8 @@ from conftest import HAS_GPU
 from kvstrata import Format, store_packed
 from kvstrata.layout import fragments, scales
 from kvstrata.quant import reference as quant
+from kvstrata.store.packed import cuda as store_cuda
+from kvstrata.store.packed import op as store_op
 from packed_model import DEVICE, POISON, Calibration, calibration_of, memory, stored_rows, without_cuda
 
 EMULATED = pytest.param(
@@ -161,6 +163,51 @@ def test_equal_rows_give_equal_bytes(backend: str) -> None:
         assert torch.equal(parted, once)
 
     run()
+
+
+@pytest.mark.parametrize("backend", [EMULATED])
+@pytest.mark.parametrize(
+    ("name", "page_tokens", "dtype", "calibrated"),
+    [("K4V4", 16, torch.bfloat16, False), ("K8V3", 32, torch.float16, True)],
+)
+def test_long_prompts(
+    backend: str, name: str, page_tokens: int, dtype: torch.dtype, calibrated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of long prompts gives the bytes of the one of steps, whatever the runs in its windows."""
+    fmt = Format.parse(name, 64, page_tokens)
+    calibration = calibration_of(3, 64) if calibrated else None
+    prompts, prepare = [], store_cuda._prompt
+    monkeypatch.setattr(store_cuda, "_prompt", lambda *given: prompts.append(given) or prepare(*given))
+    order = torch.tensor([3, 0, 5, 1])[:, None] * 64 + torch.arange(64)  # blocks of 64 tokens
+    long = order.flatten()
+    mapping = {
+        "aligned": long,
+        "amid a tile": long[5:230],  # every window has a run of 16, at its end
+        "two requests": torch.cat([long[3:100], torch.tensor([-1, -1, 383, 384, 9999]), long[130:250]]),
+        "single tokens": long[torch.randperm(256, generator=torch.Generator().manual_seed(3))[:70]],
+        "short": long[:9],
+    }
+    for case, slots in mapping.items():
+        k, v = rows(len(slots), 3, 64, dtype)
+        if case == "amid a tile":
+            k[40, 1, 3], v[90, 0] = float("nan"), 60000.0  # a whole tile that is not fine
+        pages = [memory(fmt, 6, 3, 64 // page_tokens, strided=True) for _ in range(3)]
+        store_packed(k, v, pages[2], slots.to(DEVICE), fmt, calibration=calibration, backend="reference")
+        for waves, into in ((0, pages[0]), (1 << 20, pages[1])):
+            monkeypatch.setattr(store_cuda, "WAVES", waves)
+            monkeypatch.setattr(store_op, "_plans", type(store_op._plans)())
+            store_packed(k, v, into, slots.to(DEVICE), fmt, calibration=calibration, backend=backend)
+        assert torch.equal(pages[0], pages[1]), case
+        assert_like_reference(fmt, pages[0], pages[2])
+    assert len(prompts) == len(mapping)
+
+
+@given(number=st.integers(2, 4096), x=st.integers(0, 2**31 - 1))
+def test_division_by_block_size(number: int, x: int) -> None:
+    shift, inverse = store_cuda.divider(number)
+    assert inverse < 1 << 32
+    for one in (x, x // number * number, max(x // number * number - 1, 0), 2**31 - 1):
+        assert one * inverse >> 32 >> shift == one // number
 
 
 def test_arguments_are_named() -> None:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import emulator
 from kvstrata import jit
 from kvstrata.cache import BudgetExceeded, TieredCache
-from kvstrata.cache.move import launches
 from kvstrata.cache.policy import plan, plan_cuda, plan_numba, plan_op, plan_reference
 from kvstrata.cache.policy.scopes import make_scopes, pairs
 
@@ -66,17 +65,7 @@ def by_bucket(cache: TieredCache, scopes: plan.Scopes, target: torch.Tensor) -> 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The device on which the kernels run: a GPU, or the CPU that emulates one."""
-    if HAS_GPU:
-        yield "cuda"
-        return
-    if emulator.missing():
-        pytest.skip(str(emulator.missing()))
-    for module in (plan_cuda, launches):
-        monkeypatch.setattr(module, "jit", emulator.launcher())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    launches.kernel.cache_clear()
-    yield "cpu"
-    launches.kernel.cache_clear()
+    yield from emulator.kernels_here(monkeypatch, plan_cuda)
 
 
 def on_device(cache: TieredCache, scopes: plan.Scopes, headroom: int) -> plan_cuda.DevicePlan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from cache_model import fingerprint
 from cache_model import same as alike
 from kvstrata import backends
 from kvstrata.cache import BudgetExceeded, TieredCache
-from kvstrata.cache.move import launches, moves_cuda, phases, repack_cuda, whole_pages
+from kvstrata.cache.move import moves_cuda, phases, repack_cuda, whole_pages
 from kvstrata.cache.ops import append_prompt
 from kvstrata.cache.policy import centre_cuda, plan_cuda, settle_cuda
 from kvstrata.cache.policy.prompt_cuda import PreparedPrompt
@@ -31,19 +30,12 @@ HAS_GPU = torch.cuda.is_available()
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A GPU, or the CPU with "cuda" emulated for caches whose buckets ask for it."""
-    if HAS_GPU:
-        yield "cuda"
-        return
-    if emulator.missing():
-        pytest.skip(str(emulator.missing()))
-    for module in (launches, moves_cuda, quantize_op, repack_cuda, phases, whole_pages, plan_cuda, centre_cuda):
-        monkeypatch.setattr(module, "jit", emulator.launcher())
-    launches.kernel.cache_clear()
-    monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(backends, "resolve", lambda backend, device: "reference" if backend == "auto" else backend)
-    yield "cpu"
-    launches.kernel.cache_clear()
+    modules = (moves_cuda, quantize_op, repack_cuda, phases, whole_pages, plan_cuda, centre_cuda)
+    for where in emulator.kernels_here(monkeypatch, *modules):
+        if where == "cpu":
+            monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})
+            monkeypatch.setattr(backends, "resolve", lambda name, device: "reference" if name == "auto" else name)
+        yield where
 
 
 def pair(device: str, **options) -> tuple[TieredCache, TieredCache]:
@@ -283,3 +275,16 @@ def test_what_launches_read_lives_until_they_run(device: str, again: bool) -> No
             assert upload() is not None
         assert cache.length(0, layer) == n
     cache.check()
+
+
+def test_prompts_follow_the_share_of_each_layer(device: str) -> None:
+    """Layers with another sensitivity have another plan: that of the layer before does not serve them."""
+    ours, wanted = pair(device, sensitivity=(8.0, 0.1), dtype=torch.bfloat16, budget=0.28)
+    assert ours.budget.shares[0] > ours.budget.shares[1]
+    for layer in range(2):
+        k, v = torch.randn(2, 1800, 2, 32, generator=torch.Generator().manual_seed(layer))
+        for cache in (ours, wanted):
+            cache.append(layer, k.to(cache.device, cache.dtype), v.to(cache.device, cache.dtype), [0])
+    same(ours, wanted)
+    tiers = [wanted.tier_map(layer, 0).sort()[0] for layer in range(2)]
+    assert not torch.equal(*tiers)

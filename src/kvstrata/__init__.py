@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .layout import Format
     from .quant import dequantize, quantize
     from .replay import CopyPlan, GraphRunner
-    from .store import PagedCache, copy_pages, store_kv, store_packed
+    from .store import PagedCache, PlainRows, copy_pages, store_kv, store_packed
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Format",
     "GraphRunner",
     "PagedCache",
+    "PlainRows",
     "TieredCache",
     "__version__",
     "copy_pages",
@@ -71,7 +72,7 @@ _STAGES = {
     "layout": ("Format",),
     "quant": ("dequantize", "quantize"),
     "replay": ("CopyPlan", "GraphRunner"),
-    "store": ("PagedCache", "copy_pages", "store_kv", "store_packed"),
+    "store": ("PagedCache", "PlainRows", "copy_pages", "store_kv", "store_packed"),
 }
 _STAGE_OF = {name: stage for stage, names in _STAGES.items() for name in names}
 

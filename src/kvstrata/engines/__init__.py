@@ -1,9 +1,10 @@
 """Adaptors for engines that own their memory: the packed ops behind an engine's attention interface.
 
-    options.py   what a user configures, and the bytes of a token
-    batch.py     an engine's batch as one decode call and one prefill call
-    packed.py    store and attention of one layer over an engine's blocks
-    vllm.py      vLLM's attention interface; the only file that imports vLLM
+    options.py        what a user configures, and the bytes of a token
+    batch.py          an engine's batch as one decode call and one prefill call
+    packed.py         store and attention of one layer over an engine's blocks
+    vllm.py           vLLM's attention interface; the only file that imports vLLM
+    transformers.py   continuous batching of transformers; the only file that imports its cache allocators
 
 docs/engines.md has the commands.
 """

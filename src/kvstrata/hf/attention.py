@@ -31,10 +31,14 @@ REFUSED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_table", "in
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 # query, key, value, mask -> output: the model's own attention, everything else bound
 Under = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+# query, mask, under, logits -> output: attention of another layer to K and V that are stored already
+Again = Callable[[torch.Tensor, torch.Tensor | None, Under, Logits], torch.Tensor]
 
 
 class CompressedLayer(Protocol):
-    """A layer that stores K and V and attends to all that it holds."""
+    """A layer that stores K and V and attends to all that it holds; ``again`` serves layers that share its K and V."""
+
+    again: Again | None
 
     def step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor: ...
 
@@ -54,10 +58,16 @@ class CompressedLayer(Protocol):
 class Pending:
     """New rows of K or V on their way from `update` to `attend`: not a tensor, and says so when it is taken for one."""
 
-    __slots__ = ("layer", "rows")
+    __slots__ = ("again", "is_stored", "layer", "rows")
 
     def __init__(self, layer: CompressedLayer, rows: torch.Tensor) -> None:
         self.layer, self.rows = layer, rows
+        self.again: Again | None = None  # of K that is stored, where layers share it
+        self.is_stored = False
+
+    def to(self, device: torch.device) -> Pending:
+        """Itself: what layers that share K and V ask for."""
+        return self if device == self.rows.device else self._refuse(f".to({device})")
 
     def _refuse(self, use: str) -> NoReturn:
         raise RuntimeError(
@@ -96,7 +106,12 @@ def check_implementation(config: PreTrainedConfig) -> str:
 
 
 def _check(
-    base: str, module: torch.nn.Module, queries: int, mask: torch.Tensor | None, options: dict[str, Any]
+    base: str,
+    module: torch.nn.Module,
+    queries: int,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+    window: int | None = None,
 ) -> None:
     """Raise for everything that a compressed layer would ignore; `StrataCache._tokens_among` checks the mask."""
     if base not in BASES:
@@ -112,9 +127,9 @@ def _check(
         causal = getattr(module, "is_causal", True)
     if mask is None and queries > 1 and (base == "eager" or not causal):
         raise NotImplementedError("is_causal: expected causal attention with a StrataCache, got attention both ways")
-    if options.get("sliding_window") is not None:
+    if options.get("sliding_window") not in (None, window):
         raise NotImplementedError(
-            f"sliding_window: expected None in a layer of full attention, got {options['sliding_window']}"
+            f"sliding_window: expected {window} in this layer of the cache, got {options['sliding_window']}"
         )
     if options.get("dropout") or options.get("output_attentions"):
         raise NotImplementedError(
@@ -138,14 +153,20 @@ def _attend(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    _check(base, module, query.shape[2], attention_mask, options)
+    _check(base, module, query.shape[2], attention_mask, options, getattr(key.layer, "sliding_window", None))
 
     def under(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return function(module, q, k, v, mask, **options)[0]
 
-    layer, positions = key.layer, options.get("position_ids")
     logits = _logits(query, options)
-    return layer.attend(query, key.rows, value.rows, attention_mask, positions, under, logits, module), None
+    if key.again is not None:
+        return key.again(query, attention_mask, under, logits), None
+    if key.is_stored:
+        key._refuse("in a second layer")
+    layer, positions = key.layer, options.get("position_ids")
+    out = layer.attend(query, key.rows, value.rows, attention_mask, positions, under, logits, module)
+    key.is_stored, key.again, layer.again = True, layer.again, None
+    return out, None
 
 
 def _logits(query: torch.Tensor, options: dict[str, Any]) -> Logits:

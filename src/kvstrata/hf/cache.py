@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 import kvstrata
 from kvstrata.attention.ahead import load_kernels
@@ -32,16 +33,19 @@ from . import attention, files, support
 from .columns import Columns
 from .forward import Forward
 from .guard import Guard
+from .hybrid import HybridLayer
 from .layer import StrataLayer
 from .mask import LastMask
 from .rope import frequencies
 from .steps import Steps
+from .window import LEAST, WindowLayer
 
 TOKENS = 2**15  # tables for so many unless a prompt or the config says otherwise; positions take 2 bytes
 
 # Arguments of TieredCache that are not the caller's here, and what is in their place.
 OWN = dict.fromkeys(("layers", "kv_heads", "head_dim", "device", "rope"), "")
 OWN["max_requests"] = " (max_batch= asks for more rows)"
+OWN["sensitivity"] = " (a calibration has it)"
 
 
 class StrataCache(Columns):
@@ -66,10 +70,10 @@ class StrataCache(Columns):
             they run, and why not so.
         compile: let inductor compile the forward before it is captured.
 
-    Layers that cannot be compressed (sliding window, linear attention, other shapes of K and V) stay transformers' own;
-    ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on. Gradients do not
-    flow through stored tokens. A forward reads sizes on the host, so it is not safe in a capture of yours: the cache
-    captures steps itself, and `kvstrata.hf.step` has one for engines.
+    Layers that cannot be compressed (short sliding windows, linear attention, other shapes of K and V) stay
+    transformers' own; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on.
+    Gradients do not flow through stored tokens. A forward reads sizes on the host, so it is not safe in a capture of
+    yours: the cache captures steps itself, and `kvstrata.hf.step` has one for engines.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the model cannot be compressed.
@@ -139,18 +143,24 @@ class StrataCache(Columns):
         self._shape: tuple[int, int] | None = None
         self.steps, self.forward = Steps(), Forward(capture, compile)
         self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of what has room for more
-        self._checked = LastMask()
+        self._checked, self.checked_window = LastMask(), LastMask()
         self.guard: Guard | None = None  # while a first prompt is looked at
 
         layers = DynamicCache(config=config).layers
-        shares = bool(getattr(text, "num_kv_shared_layers", None))
+        self.shares = bool(getattr(text, "num_kv_shared_layers", None))  # layers have K and V of others
         self._compressed = 0
         for place, layer in enumerate(layers):
-            if type(layer) is not DynamicLayer:
-                window = getattr(layer, "sliding_window", None)
+            window = getattr(layer, "sliding_window", None)
+            if window and isinstance(amount, float) and support.slides(text, place, layer) and window >= LEAST:
+                recent = options.get(
+                    "recent_tokens", inspect.signature(TieredCache).parameters["recent_tokens"].default
+                )
+                layers[place] = WindowLayer(self, place, window, amount, recent)
+            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+                layers[place] = HybridLayer(self, place, self._compressed, layer.number_of_states)
+                self._compressed += 1
+            elif type(layer) is not DynamicLayer:
                 self.plain_layers[place] = f"sliding window of {window}" if window else type(layer).__name__
-            elif shares:
-                self.plain_layers[place] = "the model shares K and V between layers"
             else:
                 layers[place] = StrataLayer(self, place, self._compressed)
                 self._compressed += 1
@@ -224,9 +234,26 @@ class StrataCache(Columns):
             return f"{key.shape[1]} heads of {dim}, other layers have {self._shape}"
         return None
 
+    @property
+    def window_layers(self) -> dict[int, int]:
+        """Layers of the model with a compressed sliding window, and how many tokens it has."""
+        layers = enumerate(self.layers)
+        return {place: layer.sliding_window for place, layer in layers if isinstance(layer, WindowLayer)}
+
+    @property
+    def eager_only(self) -> str | None:
+        """Reason why a decode step cannot be operators alone, or None: some layers have a part on the host."""
+        if self.plain_layers:
+            return "some layers are not compressed"
+        if self.window_layers:
+            return "some layers have a sliding window"
+        if any(isinstance(layer, HybridLayer) for layer in self.layers):
+            return "some layers have states beside K and V"
+        return "layers share K and V" if self.shares else None
+
     def _keep_plain(self, place: int, reason: str) -> DynamicLayer:
         """Replace a compressed layer by one of transformers; ``reason`` goes to ``plain_layers``."""
-        self.plain_layers[place], self.layers[place] = reason, DynamicLayer()
+        self.plain_layers[place], self.layers[place] = reason, self.layers[place].plain()
         self._warn_if_useless()
         return self.layers[place]
 
@@ -270,13 +297,14 @@ class StrataCache(Columns):
             tokens = min(self.context, TOKENS) if 2 * new <= TOKENS else max(self.context, 2 * new)
         rope, requests = frequencies(self._text, dim), max(rows, self.max_batch or 0)
         sizes: dict[str, Any] = dict(dtype=dtype, device=device, max_requests=requests, max_tokens=tokens, rope=rope)
-        sizes |= dict(calibration=self.calibration, balance=self._compresses)
+        sensitivity = None if self.calibration is None else self.calibration.sensitivity
+        sizes |= dict(calibration=self.calibration, sensitivity=sensitivity, balance=self._compresses)
         return TieredCache(self._compressed, heads, dim, **sizes | self.options)
 
     def _query_heads(self, kv_heads: int) -> int | None:
         """Query heads of a layer with so many KV heads, by the config's ratio; None if it has none."""
-        heads = getattr(self._text, "num_attention_heads", None)
-        groups = getattr(self._text, "num_key_value_heads", None) or heads
+        heads = support.size(self._text, "num_attention_heads")
+        groups = support.size(self._text, "num_key_value_heads") or heads
         return kv_heads * heads // groups if heads and groups and heads % groups == 0 else None
 
     def warmup(self, model: PreTrainedModel, rows: int = 1, progress: bool | None = None) -> None:
@@ -293,10 +321,10 @@ class StrataCache(Columns):
 
     def _config_heads(self) -> tuple[int | None, int | None]:
         """KV heads and head_dim as the config has them, None where `_misfit` would refuse them."""
-        heads = getattr(self._text, "num_attention_heads", None)
-        dim = getattr(self._text, "head_dim", None) or (heads and getattr(self._text, "hidden_size", 0) // heads)
+        heads = support.size(self._text, "num_attention_heads")
+        dim = support.size(self._text, "head_dim") or (heads and getattr(self._text, "hidden_size", 0) // heads)
         fits = type(dim) is int and dim % 16 == 0 and 32 <= dim <= 256
-        return getattr(self._text, "num_key_value_heads", None) or heads, dim if fits else None
+        return support.size(self._text, "num_key_value_heads") or heads, dim if fits else None
 
     def _adopt(self, tiered: TieredCache, real: np.ndarray) -> None:
         """Use a TieredCache whose requests are the rows of ``real``, bool ``[rows, columns]``, False for padding."""
@@ -346,29 +374,37 @@ class StrataCache(Columns):
 
     def memory(self) -> Memory:
         """Bytes in use, as `TieredCache.memory` counts them, plus those of layers that are not compressed."""
-        plain = [x for place in self.plain_layers for x in vars(self.layers[place]).values() if torch.is_tensor(x)]
-        held = sum(x.nbytes for x in plain)
+        plain = [tree_leaves(vars(self.layers[place])) for place in self.plain_layers]
+        plain += [layer.states() for layer in self.layers if isinstance(layer, HybridLayer)]
+        held = sum(x.nbytes for tensors in plain for x in tensors if torch.is_tensor(x))
+        windows = [self.layers[place] for place in self.window_layers]
+        packed = sum(x.nbytes for layer in windows for x in vars(layer).values() if torch.is_tensor(x))
+        full = held + sum(layer.full_bytes() for layer in windows)
+        own = {"plain_layers": held} | ({"window_layers": packed} if windows else {})
         if self._tiered is None:
-            return Memory(kinds={"plain_layers": held}, tiers={}, page_slack=0, slab_slack=0, full=held)
+            return Memory(kinds=own, tiers={}, page_slack=0, slab_slack=0, full=full)
         memory = self._tiered.memory()
-        allowed = None if memory.allowed is None else memory.allowed + held
-        kinds = memory.kinds | {"plain_layers": held}
-        return dataclasses.replace(memory, kinds=kinds, full=memory.full + held, allowed=allowed)
+        allowed = None if memory.allowed is None else memory.allowed + held + packed
+        return dataclasses.replace(memory, kinds=memory.kinds | own, full=memory.full + full, allowed=allowed)
 
     def __repr__(self) -> str:
         plain = "".join(f", layer {place} plain: {why}" for place, why in sorted(self.plain_layers.items()))
         limit = "budget_bytes" if "budget_bytes" in self.options else "budget"
-        return f"StrataCache({self._compressed} layers, {limit}={self.options[limit]!r}{plain})"
+        windows = len(self.window_layers)
+        of_windows = f" and {windows} of sliding windows" if windows else ""
+        compressed = sum(isinstance(layer, StrataLayer) for layer in self.layers)
+        return f"StrataCache({compressed} layers{of_windows}, {limit}={self.options[limit]!r}{plain})"
 
     @property
     def decoding(self) -> str:
         """How decode steps run: eager, compiled or captured, and why not."""
-        if self.plain_layers:
-            return "eager: some layers are not compressed"
+        if self.eager_only:
+            return f"eager: {self.eager_only}"
         return self.forward.describe(torch.device("cpu") if self._tiered is None else self.tiered.device)
 
     def _plain(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, StrataLayer)]
+        """Layers that move their rows themselves, or a part of what they hold."""
+        return [layer for layer in self.layers if isinstance(layer, HybridLayer) or not isinstance(layer, StrataLayer)]
 
     # Interface of transformers' Cache
 
@@ -429,7 +465,8 @@ class StrataCache(Columns):
         """Keep the rows ``indices``, int64 ``[n]`` or a bool mask ``[rows]``; raises IndexError for unknown rows."""
         for layer in self._plain():
             layer.batch_select_indices(indices)
-        self._pick(torch.arange(self.rows)[indices.cpu()].tolist())
+        if self._tiered is not None:
+            self._pick(torch.arange(self.rows)[indices.cpu()].tolist())
 
     def _pick(self, rows: list[int]) -> None:
         if self._tiered is None or rows == list(range(self.rows)):

@@ -4,6 +4,7 @@
     tokens                    uint8 [rows, columns], 0 for padding
     mass.<layer>              float32, mass of decode steps that importance has not got yet
     plain.<layer>.keys, values   layers that are not compressed
+    window.<layer>.<name>     layers with a sliding window: packed pages, 16-bit tail, balance
 
 The metadata holds the shape of the model, the arguments of both caches, numbers of each layer, the steps observed so
 far and a digest of all tensors. A model of another shape is refused; weights are not compared.
@@ -25,8 +26,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.files import Refused, digest, put, taken, validate, want
 
+from . import support
+from .hybrid import HybridLayer
 from .layer import StrataLayer
 from .mass import MassLedger
+from .window import WindowLayer
 
 KIND = "kvstrata.strata_cache"
 VERSION = 2
@@ -67,7 +71,7 @@ Loaded = TypeVar("Loaded", bound=SavedCache)
 def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
     """Fields of a text config that have to agree between the model that saves and the one that loads."""
     text = config.get_text_config(decoder=True)
-    return json.loads(json.dumps({name: getattr(text, name, None) for name in SHAPE}, default=str))
+    return json.loads(json.dumps({name: support.size(text, name) for name in SHAPE}, default=str))
 
 
 def save(
@@ -120,12 +124,15 @@ def _name(dtype: torch.dtype | None) -> str | None:
 def _layer(cache: SavedCache, place: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The numbers of a layer; its tensors go to ``tensors``."""
     layer = cache.layers[place]
-    if isinstance(layer, StrataLayer):
+    if isinstance(layer, StrataLayer) and not isinstance(layer, HybridLayer):
         queries = 0
         if layer.ledger is not None and layer.ledger.mass is not None:
             tensors[f"mass.{place}"], queries = layer.ledger.mass, layer.ledger.queries
         dtype = _name(layer.dtype) if layer.is_initialized else None
         return {"columns": layer.columns, "queries": queries, "dtype": dtype}
+    if isinstance(layer, WindowLayer):
+        tensors |= {f"window.{place}.{name}": x for name, x in layer.tensors().items()}
+        return layer.numbers()
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise NotImplementedError(
             f"save: expected layers of full or sliding-window attention, layer {place} is a {type(layer).__name__}"
@@ -198,6 +205,8 @@ def _restore(
     for place, numbers in enumerate(metadata["layers"]):
         if "plain" in numbers:
             _restore_plain(cache, place, numbers, tensors, device)
+        elif "window" in numbers:
+            _restore_window(cache.layers[place], place, numbers, tensors, device)
         elif numbers["dtype"] is not None:
             if tiered is None:
                 raise Refused(f"layer {place}: expected one without tokens, since no request was saved")
@@ -224,6 +233,20 @@ def _restore_plain(
         layer.keys, layer.values = keys, values
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = numbers["length"]
+
+
+def _restore_window(
+    layer: Any, place: int, numbers: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
+) -> None:
+    want(isinstance(layer, WindowLayer), f"layer {place}: expected one without a compressed window")
+    want(numbers["window"] == layer.sliding_window, f"layer {place}: expected a window of {layer.sliding_window}")
+    prefix = f"window.{place}."
+    try:
+        layer.restore(
+            numbers, {n.removeprefix(prefix): x.to(device) for n, x in tensors.items() if n.startswith(prefix)}
+        )
+    except (KeyError, ValueError) as error:
+        raise Refused(f"layer {place}: expected the tensors of a window ({error})") from error
 
 
 def _restore_compressed(

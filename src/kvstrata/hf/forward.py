@@ -40,7 +40,9 @@ class Owner(Protocol):
     """The part of a `StrataCache` that its forwards use."""
 
     steps: Steps
-    plain_layers: dict[int, str]
+
+    @property
+    def eager_only(self) -> str | None: ...
 
     @property
     def rows(self) -> int: ...
@@ -116,8 +118,8 @@ class Forward:
         if not self._wanted(model, ids.device) or not owner.get_seq_length():
             return None
         kind: Any = type(model)
-        if owner.plain_layers or not _takes_steps(kind):
-            self._refuse("some layers are not compressed" if owner.plain_layers else f"{kind.__name__}.forward")
+        if reason := owner.eager_only or (None if _takes_steps(kind) else f"{kind.__name__}.forward"):
+            self._refuse(reason)
             return None
         if torch.is_grad_enabled() or model.training or kwargs.get("return_dict") is False:
             return None

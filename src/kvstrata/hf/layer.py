@@ -38,6 +38,7 @@ class Owner(Protocol):
     guard: Guard | None
     steps: Steps
     forward: Forward
+    shares: bool
 
     @property
     def tiered(self) -> TieredCache: ...
@@ -82,6 +83,11 @@ class StrataLayer(CacheLayerMixin):
         self.owner, self.place, self.index = owner, place, index  # place in the model, index in the TieredCache
         self.columns = 0
         self.ledger: MassLedger | None = None
+        self.again: attention.Again | None = None
+
+    def plain(self) -> DynamicLayer:
+        """transformers' own layer, to be put in the place of this one."""
+        return DynamicLayer()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -102,6 +108,11 @@ class StrataLayer(CacheLayerMixin):
             if reason:
                 return self.owner._keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
             self.lazy_initialization(key_states, value_states)
+            if self.device != self.owner.tiered.device:
+                raise NotImplementedError(
+                    "device_map: expected all layers that a StrataCache compresses on one device, got layer"
+                    f" {self.place} on {self.device} and others on {self.owner.tiered.device}"
+                )
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
     def step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
@@ -127,7 +138,8 @@ class StrataLayer(CacheLayerMixin):
         if self.columns and self.owner.guard is not None:
             self._finish_estimate()
         queries = query.shape[2]
-        if queries == 1 and self.columns and self.owner.begin_step(self.index, mask, positions, len(query)):
+        alone = queries == 1 and self.columns > 0 and not self.owner.shares
+        if alone and self.owner.begin_step(self.index, mask, positions, len(query)):
             out = self.owner.steps.decode(self.index, query, key, value, logits)
             if self.index == self.owner.tiered.layers - 1:
                 self.owner.end_step()
@@ -190,8 +202,14 @@ class StrataLayer(CacheLayerMixin):
             guard.finish()
 
     def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
+        self.owner.tiered.append(self.index, self._rows(key), self._rows(value))
+        if self.owner.shares:
+            self.again = lambda query, mask, under, logits: self._read(query, logits)
+        return self._read(query, logits)
+
+    def _read(self, query: torch.Tensor, logits: Logits) -> torch.Tensor:
+        """Attention of the last tokens, which are stored."""
         cache, uses_mass = self.owner.tiered, self.owner.uses_mass
-        cache.append(self.index, self._rows(key), self._rows(value))
         q = query.transpose(1, 2).to(cache.dtype)
         result = kvstrata.decode_attention(
             q, cache, self.index, scale=logits.scale, softcap=logits.softcap, sinks=logits.sinks, return_mass=uses_mass
@@ -220,6 +238,8 @@ class StrataLayer(CacheLayerMixin):
         column_position = query_position.masked_fill(~real, -1).unsqueeze(1)
         if not self.columns:
             keys, out = key, self._alone(query, key, value, mask, under)
+            if self.owner.shares:
+                self.again = lambda query, mask, under, logits: self._alone(query, key, value, mask, under)
         else:
             past_k, past_v, past_position = self._past()
             keys, values = torch.cat([past_k.to(key.dtype), key], 2), torch.cat([past_v.to(value.dtype), value], 2)
@@ -234,6 +254,8 @@ class StrataLayer(CacheLayerMixin):
                 return masks.of_positions(query_position[:, new], columns, query.shape[1], dtype)
 
             out = self._in_chunks(query, keys, values, mask_of, under)
+            if self.owner.shares:
+                self.again = lambda query, mask, under, logits: self._in_chunks(query, keys, values, mask_of, under)
         mass = None
         if self.owner.uses_mass:
             mass = self._mass(query, keys, query_position, column_position, real, logits)

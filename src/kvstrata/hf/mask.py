@@ -46,8 +46,8 @@ def new_tokens(mask: torch.Tensor, queries: int) -> torch.Tensor:
     return own if own.dtype == torch.bool else own == 0
 
 
-def check_causal(mask: torch.Tensor, real: torch.Tensor, queries: int) -> None:
-    """Raise NotImplementedError unless a mask is causal order and padding, nothing else.
+def check_causal(mask: torch.Tensor, real: torch.Tensor, queries: int, sliding_window: int | None = None) -> None:
+    """Raise NotImplementedError unless a mask is causal order, a sliding window if there is one, and padding.
 
     Args:
         mask: ``[rows or 1, heads or 1, queries, columns]``, True or 0 where a query sees a column.
@@ -60,6 +60,8 @@ def check_causal(mask: torch.Tensor, real: torch.Tensor, queries: int) -> None:
     for new in chunks(queries):
         part, own = mask[:, :, new], column[columns - queries :][new]
         expected = (real[:, None] & (column <= own[:, None])).unsqueeze(1)
+        if sliding_window is not None:
+            expected = expected & (column > own[:, None] - sliding_window)
         differs = part != expected if part.dtype == torch.bool else (part == 0) != expected
         if part.dtype != torch.bool:
             differs |= (part != 0) & (part > torch.finfo(part.dtype).min / 2)  # a bias

@@ -96,9 +96,10 @@ class Steps:
 
 def stored_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``[rows, kv_heads, n, D]`` of the model as ``[rows, n, kv_heads, D]`` of a cache in ``dtype``."""
+    rows = x.transpose(1, 2).to(dtype)
     if dtype == torch.float16 and x.dtype != dtype:
-        x = x.clamp(-LARGEST, LARGEST)
-    return x.transpose(1, 2).to(dtype)
+        rows.clamp_(-LARGEST, LARGEST)  # what overflowed; in place, since a prompt is large
+    return rows
 
 
 _library = torch.library.Library("kvstrata", "FRAGMENT")

@@ -23,6 +23,7 @@ REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # Keyword arguments of an attention function that a compressed layer handles or that do not change the scores.
 KNOWN = {"query", "key", "value", "attention_mask", "position_ids", "is_causal", "sliding_window", "scaling", "softcap"}
 KNOWN |= {"s_aux", "dropout", "output_attentions"}
+VARIES = -1
 
 
 def check(config: Any, attention: str) -> None:
@@ -41,6 +42,24 @@ def check(config: Any, attention: str) -> None:
             f"config: expected a model that a StrataCache can compress, got {text.model_type!r}: {reason}; a"
             " DynamicCache works"
         )
+
+
+def size(config: Any, name: str) -> Any:
+    """A number of a text config; None where it has none, `VARIES` where layers have different ones."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # heterogeneous configs refuse to name one
+        return VARIES
+
+
+def slides(config: Any, place: int, layer: Any) -> bool:
+    """True if a layer of a DynamicCache belongs to attention with a sliding window, and to nothing else."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        is_sliding = getattr(config, "attention_chunk_size", None) is None
+    else:
+        is_sliding = types[place] == "sliding_attention"
+    return is_sliding and type(layer).__name__ == "DynamicSlidingWindowLayer"
 
 
 def _source(configuration: str) -> str | None:

@@ -27,7 +27,6 @@ import torch
 
 from kvstrata import jit
 from kvstrata.cache.storage.scratch import register
-from kvstrata.jit import tuned
 from kvstrata.layout.format import MAX_TIERS, Format
 
 from . import observe_cuda
@@ -39,17 +38,17 @@ from .stages import (
     COSTS,
     FEW,
     NAMES,
-    SLOTS,
     Cut,
     begin_cost,
     combine_entry,
     cost,
-    cut_of,
     decode_entry,
+    features,
     few_begin,
     few_cost,
-    slot_bytes,
+    shared_of,
     stage_tokens,
+    tuned_cut,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 PARTS = 16  # blocks that write one layer's list; more if their shared memory would not suffice
-BASE_BYTES, BASES_BYTES = 16, 32 * 1024  # shared memory of worklist.cu: per group, and at most per block
+BASE_BYTES, BASES_BYTES = 16, 32 * 1024  # shared memory of worklist.cu: per bucket, and at most per block
 KEPT = 8  # plans per cache for calls that pass none
 ALONE = 12  # up to this many chunks per KV head of a request, one warp combines the partials
 
@@ -132,32 +131,6 @@ def _inverse(number: int) -> int:
     return -(-(2**32) // number)
 
 
-def features(
-    formats: tuple[Format, ...], rows: bool, head_caches: int, tokens: int, columns: int
-) -> dict[str, int | str]:
-    """Key of a step in a tuned table: head caches, tokens that the page table can list for each, columns of the
-    product, and bits of K plus V averaged over the tiers."""
-    bits = sum(f.k_bits + f.v_bits for f in formats) // len(formats)
-    sizes = {"units": head_caches, "tokens": tokens, "columns": columns, "bits": bits}  # names in saved tables
-    return {"pages": "rows" if rows else "tiers", "head_dim": str(formats[0].head_dim), **sizes}
-
-
-def shared_of(formats: tuple[Format, ...], cut: Cut) -> int:
-    """Dynamic shared memory of a block, in bytes."""
-    return cut.warps * SLOTS * slot_bytes(formats)
-
-
-def tuned_cut(
-    formats: tuple[Format, ...], columns: int, shape: dict[str, int | str], gpu: str | None, arch: str, shared: int
-) -> Cut:
-    """Launch configuration from the table of a GPU; the default without one, or where blocks exceed ``shared``."""
-    choice = None if gpu is None else tuned.lookup("decode", gpu, shape)
-    cut = Cut(**choice) if choice else None
-    if cut is None or shared_of(formats, cut) + 1280 > shared:
-        cut = cut_of(formats, columns, arch)
-    return cut
-
-
 def list_parts(head_caches: int, tiers: int) -> tuple[int, int]:
     """Number of blocks that write one layer's list, and the dynamic shared memory of each in bytes."""
     parts = max(min(PARTS, head_caches // 8), -(-head_caches * tiers * BASE_BYTES // BASES_BYTES), 1)
@@ -215,18 +188,18 @@ class Plan:
         if fixed_split is not None:
             self.fixed_cost = max(fixed_split * COSTS[4] * first.head_dim // (64 * 128), max(self.costs))
             self.chunks = head_caches * (-(-per_head_cache * max(self.costs) // self.fixed_cost) + tiers)
-        self.head_caches, groups = head_caches, tiers * head_caches
-        one = list_bytes(self.capacity, self.chunks, groups)
+        self.head_caches, buckets = head_caches, tiers * head_caches
+        one = list_bytes(self.capacity, self.chunks, buckets)
         self.at_once = layers_at_once(layers, one, list_parts(head_caches, tiers)[0], self.multiprocessors)
         columns = 8 * self.width * self.blocks  # including padding of the last block
-        self.sizes = Sizes(self.at_once, self.capacity, self.chunks, groups, columns, first.head_dim)
+        self.sizes = Sizes(self.at_once, self.capacity, self.chunks, buckets, columns, first.head_dim)
         ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
         self.stages = ints(self.at_once, max(self.capacity, 1), 4)
         self.parts = ints(self.at_once, self.chunks, 8)
-        self.slots = ints(self.at_once, max(groups, 1), 2)
+        self.slots = ints(self.at_once, max(buckets, 1), 2)
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
-        self.partial_out = floats(self.chunks + groups, columns, first.head_dim)
-        self.partial_sum = floats(self.chunks + groups, columns, 2)
+        self.partial_out = floats(self.chunks + buckets, columns, first.head_dim)
+        self.partial_sum = floats(self.chunks + buckets, columns, 2)
         self._row_numbers = ints(max(len(requests), 1))
         self._set_requests(requests)
         self._lists: tuple[int, int] | None = None  # capture id and first layer of the current lists

@@ -2,9 +2,9 @@
 
     stages        [layers at once, capacity, 4] int32     16 bytes for every stage that the page tables can list
     chunks        [layers at once, chunks, 8] int32
-    slots         [layers at once, groups, 2] int32        a group is (tier, request, KV head)
-    partial_out   [chunks + groups, columns, head_dim] float32
-    partial_sum   [chunks + groups, columns, 2] float32
+    slots         [layers at once, buckets, 2] int32
+    partial_out   [chunks + buckets, columns, head_dim] float32
+    partial_sum   [chunks + buckets, columns, 2] float32
 
 Small lists are made for all layers in one launch. Larger ones are made `layers_at_once` layers at a time: as many as
 fill the multiprocessors, so that a step takes as many waves of blocks as in one launch. On an H200 the kernel has 54
@@ -23,19 +23,19 @@ class Sizes(NamedTuple):
     layers: int  # layers whose lists are held at once
     capacity: int  # stages of a layer
     chunks: int
-    groups: int
+    buckets: int
     columns: int
     head_dim: int
 
     @property
     def nbytes(self) -> int:
-        lists = self.layers * list_bytes(self.capacity, self.chunks, self.groups)
-        return lists + (self.chunks + self.groups) * self.columns * (self.head_dim + 2) * 4
+        lists = self.layers * list_bytes(self.capacity, self.chunks, self.buckets)
+        return lists + (self.chunks + self.buckets) * self.columns * (self.head_dim + 2) * 4
 
 
-def list_bytes(capacity: int, chunks: int, groups: int) -> int:
+def list_bytes(capacity: int, chunks: int, buckets: int) -> int:
     """Bytes of the work list of one layer."""
-    return 16 * capacity + 32 * chunks + 8 * groups
+    return 16 * capacity + 32 * chunks + 8 * buckets
 
 
 def layers_at_once(layers: int, layer_bytes: int, blocks: int, multiprocessors: int) -> int:

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_triton import load_factors, load_levels, load_scales, page_address, rotate_rows, widen
 
 from .job import Job, Result
+from .source_triton import on_device, paged, tiered
 
 
 @triton.jit
@@ -90,12 +89,12 @@ def _add_importance(
 @triton.jit
 def _speaks(requests_ptr, weights_ptr, earlier_rows, lists_ptr, stride_table_r, index, handle):
     """False if an earlier row that gives mass has the same page; owners have it at the same place of their lists."""
-    found = 0
+    earlier = 0
     for row in range(earlier_rows):
         request = tl.load(requests_ptr + row).to(tl.int64)
         same = tl.load(lists_ptr + request * stride_table_r + index) == handle
-        found += (same & (tl.load(weights_ptr + row) > 0)).to(tl.int32)
-    return found == 0
+        earlier += (same & (tl.load(weights_ptr + row) > 0)).to(tl.int32)
+    return earlier == 0
 
 
 @triton.jit
@@ -204,8 +203,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute one split of a block of query rows. TIERS 0: PagedCache with blocks of TOKENS rows; BLOCK: size of the
     rotation, 1 for none; OBSERVE: a mass pass that writes importance, from ``first_block`` of the query rows on."""
-    bucket, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
-    batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
+    head_cache, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
+    batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
     request = tl.load(requests_ptr + batch).to(tl.int64)
     length = tl.load(length_ptr + request * stride_length)
     row = (tl.program_id(0) % ROW_BLOCKS + first_block) * ROWS + tl.arange(0, ROWS)
@@ -220,7 +219,7 @@ def decode_kernel(
     if MASS:
         offs_lse = (batch * Q_LEN + query) * (KV_HEADS * GROUP) + head
         lse = tl.load(lse_ptr + offs_lse, mask=row_live, other=0.0)
-        mass_ptr += bucket.to(tl.int64) * max_length
+        mass_ptr += head_cache.to(tl.int64) * max_length
     weight, alive, earlier_rows = 0, 1, 0
     if OBSERVE:
         weight = tl.load(weights_ptr + batch)
@@ -297,7 +296,7 @@ def decode_kernel(
             )  # fmt: skip
 
     if not MASS:
-        offs_row = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
+        offs_row = (head_cache.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
         tl.store(partial_ptr + offs_row[:, None] * DIM + dim[None, :], acc, mask=mask_q)
         tl.store(stats_ptr + offs_row * 2, top, mask=row_live)
         tl.store(stats_ptr + offs_row * 2 + 1, total, mask=row_live)
@@ -310,11 +309,11 @@ def combine_kernel(
     SPLITS: tl.constexpr, WIDE_SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Combine the partials of one query row, rescaled to their common maximum, with the sink in the denominator."""
-    bucket, row = tl.program_id(0), tl.program_id(1)
-    head = bucket % KV_HEADS * GROUP + row % GROUP
-    out_row = (bucket // KV_HEADS * Q_LEN + row // GROUP) * (KV_HEADS * GROUP) + head
+    head_cache, row = tl.program_id(0), tl.program_id(1)
+    head = head_cache % KV_HEADS * GROUP + row % GROUP
+    out_row = (head_cache // KV_HEADS * Q_LEN + row // GROUP) * (KV_HEADS * GROUP) + head
     offs, dim = tl.arange(0, WIDE_SPLITS), tl.arange(0, WIDE)
-    rows = (bucket.to(tl.int64) * SPLITS + offs) * (Q_LEN * GROUP) + row
+    rows = (head_cache.to(tl.int64) * SPLITS + offs) * (Q_LEN * GROUP) + row
     tops = tl.load(stats_ptr + rows * 2, mask=offs < SPLITS, other=float("-inf"))
     totals = tl.load(stats_ptr + rows * 2 + 1, mask=offs < SPLITS, other=0.0)
     top = tl.max(tops, 0)
@@ -327,7 +326,7 @@ def combine_kernel(
         total += tl.exp(sink - safe)
     acc = tl.zeros((WIDE,), tl.float32)
     for split in range(SPLITS):
-        offs_split = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
+        offs_split = (head_cache.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
         weight = tl.exp(tl.load(stats_ptr + offs_split * 2) - safe)
         acc += weight * tl.load(partial_ptr + offs_split * DIM + dim, mask=dim < DIM, other=0.0)
     denominator = tl.where(total == 0.0, 1.0, total)
@@ -337,67 +336,17 @@ def combine_kernel(
         tl.store(lse_ptr + out_row, tl.where(total == 0.0, float("-inf"), safe + tl.log(denominator)))
 
 
-@functools.lru_cache(maxsize=256)
-def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int32 tensor, cached: every layer of a decode step has the same requests."""
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 def _splits(programs: int, blocks: int, device: torch.device) -> int:
     """Number of splits: enough programs to fill the device about twice, at least two blocks per split."""
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     return max(1, min(triton.cdiv(wanted, max(programs, 1)), triton.cdiv(blocks, 2), 64))
 
 
-def _tiered(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Tensors, numbers and constants that locate the tokens of a TieredCache."""
-    buckets, q = job.buckets, job.q
-    assert buckets is not None
-    coded = [f for f in buckets.formats if not f.plain]
-    tiers = zip(buckets.formats, buckets.position_offsets, buckets.importance_offsets, strict=True)
-    offsets = [n for format, *notes in tiers for n in (format.v_offset, format.scale_offset, *notes)]
-    formats = sum((f.k_bits | f.v_bits << 4) << 8 * i for i, f in enumerate(buckets.formats) if not f.plain)
-    balance = buckets.count if buckets.balance is None else buckets.balance  # its strides are those of the centre
-    tensors = [buckets.seq_lens, buckets.page_table, buckets.count, buckets.centre, balance, buckets.slab_pointers,
-               _on_device(tuple(offsets), q.device), q, q, q, q]  # fmt: skip
-    numbers = [buckets.seq_lens.stride(0), *buckets.page_table.stride()[:3], *buckets.count.stride()[:2],
-               *buckets.centre.stride()[:2], 0, 0, 0, 0, 0, 0, buckets.units]  # fmt: skip
-    constants = dict(
-        TIERS=len(buckets.formats), FORMATS=formats, TOKENS=buckets.formats[0].page_tokens,
-        BLOCK=block_of(q.shape[3]) if any(f.rotate for f in coded) else 1, CENTRED=any(f.centre for f in coded),
-        BALANCED=buckets.balance is not None, POSITION_BYTES=buckets.position_dtype.itemsize, MANTISSA=0, SCALED=0,
-    )  # fmt: skip
-    return tensors, numbers, constants
-
-
-def _paged(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Tensors, numbers and constants that locate the tokens of a PagedCache."""
-    cache, q = job.paged, job.q
-    assert cache is not None
-    k, v = cache.by_head()
-    strides = [n for x in (k, v) for n in (x.stride(0), x.stride(2), x.stride(1))]
-    mantissa = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}.get(k.dtype, 0)
-    if mantissa:
-        k, v = k.view(torch.uint8), v.view(torch.uint8)
-    one = torch.ones(1, dtype=torch.float32, device=q.device) if cache.k_scale is None or cache.v_scale is None else q
-    k_scale, v_scale = (one if s is None else s.contiguous() for s in (cache.k_scale, cache.v_scale))
-    scaled = 0
-    if cache.k_scale is not None or cache.v_scale is not None:
-        scaled = max(k_scale.numel(), v_scale.numel())
-        k_scale, v_scale = (s.flatten().expand(scaled).contiguous() for s in (k_scale, v_scale))
-    scales = [k_scale, v_scale] if scaled else [q, q]
-    tensors = [cache.seq_lens, cache.block_table, q, q, q, q, q, k, v, *scales]
-    numbers = [1, cache.block_table.stride(0), 0, 0, 0, 0, 0, 0, *strides, 1]
-    constants = dict(TIERS=0, FORMATS=0, TOKENS=cache.block_size, BLOCK=1, CENTRED=False, BALANCED=False,
-                     POSITION_BYTES=4, MANTISSA=mantissa, SCALED=scaled)  # fmt: skip
-    return tensors, numbers, constants
-
-
 def decode(job: Job) -> Result:
     """Launch the kernels of a checked job."""
     q = job.q
     batch, q_len, heads, dim = q.shape
-    device, group, buckets = q.device, job.group, batch * job.kv_heads
+    device, group, head_caches = q.device, job.group, batch * job.kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
     observation = job.observation
@@ -405,7 +354,7 @@ def decode(job: Job) -> Result:
     mass = floats(batch, job.kv_heads, job.max_length).zero_() if job.return_mass else None
     if batch == 0:
         return out, lse if job.return_lse else None, mass
-    tensors, numbers, constants = _tiered(job) if job.buckets is not None else _paged(job)
+    tensors, numbers, constants = tiered(job) if job.buckets is not None else paged(job)
     rows, wide = q_len * group, max(16, triton.next_power_of_2(dim))
     block_rows = 32 if rows > 16 and wide <= 128 else 16
     row_blocks = triton.cdiv(rows, block_rows)
@@ -413,9 +362,9 @@ def decode(job: Job) -> Result:
     block_tokens = min(tokens, max(16, 4096 // wide))
     tiers = max(constants["TIERS"], 1)
     blocks = triton.cdiv(job.max_length, block_tokens) + tiers
-    splits = _splits(buckets * row_blocks, blocks, device)
-    partial = floats(buckets * splits * rows * dim)
-    stats = floats(buckets * splits * rows * 2)
+    splits = _splits(head_caches * row_blocks, blocks, device)
+    partial = floats(head_caches * splits * rows * dim)
+    stats = floats(head_caches * splits * rows * 2)
     exact = q.dtype == torch.float32 or torch.version.hip is not None
     shape = dict(KV_HEADS=job.kv_heads, GROUP=group, Q_LEN=q_len, DIM=dim, WIDE=wide)
     options = dict(
@@ -432,8 +381,8 @@ def decode(job: Job) -> Result:
     def launch(mass_pass: bool, block: int | None = None) -> None:
         """All blocks of query rows, or one that adds its mass to importance: they write the same entries."""
         blocks = row_blocks if block is None else 1
-        decode_kernel[(buckets * blocks, splits)](
-            q, _on_device(tuple(job.requests), device), *tensors, partial, stats, partial if lse is None else lse,
+        decode_kernel[(head_caches * blocks, splits)](
+            q, on_device(tuple(job.requests), device), *tensors, partial, stats, partial if lse is None else lse,
             partial if mass is None else mass, *q.stride()[:3], *numbers, job.max_length, job.scale,
             job.softcap or 0.0, job.sliding_window or 0, weights, state, decay, block or 0, **shape, **constants,
             **options, ROW_BLOCKS=blocks, MASS=mass_pass, OBSERVE=block is not None, EMA=ema,
@@ -441,7 +390,7 @@ def decode(job: Job) -> Result:
 
     with torch.cuda.device_of(q):
         launch(False)
-        combine_kernel[(buckets, rows)](
+        combine_kernel[(head_caches, rows)](
             partial, stats, partial if job.sinks is None else job.sinks, out, partial if lse is None else lse,
             **shape, SPLITS=splits, WIDE_SPLITS=triton.next_power_of_2(splits), SINKS=job.sinks is not None,
             LSE=lse is not None, num_warps=1 if dim <= 64 else 4,

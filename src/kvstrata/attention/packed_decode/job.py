@@ -10,6 +10,7 @@ from kvstrata.attention.arguments import DTYPES, check_positive, check_sinks, ch
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import Blocks, blocks_of, check_alignment
 from kvstrata.store.packed.job import check_calibration
+from kvstrata.store.packed.plain_rows import RowTensors, check_rows
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 MOST_QUERIES = 16  # of a request, unless max_seqlen_q says otherwise
@@ -38,6 +39,16 @@ class Tensors(NamedTuple):
     centre: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     workspace: torch.Tensor | None = None
+    tail_k: torch.Tensor | None = None
+    tail_v: torch.Tensor | None = None
+    tail_slots: torch.Tensor | None = None
+    sink_k: torch.Tensor | None = None
+    sink_v: torch.Tensor | None = None
+    sink_slots: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> RowTensors:
+        return RowTensors(*self[9:15])
 
 
 class Job(NamedTuple):
@@ -59,6 +70,7 @@ class Job(NamedTuple):
     softcap: float | None
     fixed_split: int | None
     return_lse: bool
+    rows: RowTensors = RowTensors()
 
     @property
     def format(self) -> Format:
@@ -141,7 +153,7 @@ def _most_queries(tensors: Tensors, given: int | None) -> int:
 
 def check(tensors: Tensors, format: Format, options: Options, *, address: bool = True) -> Job:
     """Check everything but the contents of tensors; ``address``: they are memory, not fake tensors."""
-    q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace = tensors
+    q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace, *_ = tensors
     blocks = blocks_of(pages, format)
     if address:
         check_alignment(pages)
@@ -152,6 +164,7 @@ def check(tensors: Tensors, format: Format, options: Options, *, address: bool =
     check_sliding_window(options.sliding_window)
     check_sinks(sinks, q.shape[1], q.device)
     check_calibration(balance, centre, blocks, pages.device)
+    check_rows(tensors.rows, blocks, q.dtype, seq_lens.shape[0], pages.device, address)
     if workspace is not None and (workspace.dtype != torch.uint8 or not workspace.is_contiguous()):
         _fail("workspace", "contiguous torch.uint8", f"{workspace.dtype} with strides {workspace.stride()}")
     if workspace is not None and workspace.device != pages.device:
@@ -164,4 +177,5 @@ def check(tensors: Tensors, format: Format, options: Options, *, address: bool =
     return Job(
         q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, None if sinks is None else kernel_sinks(sinks),
         workspace, blocks, most, scale, options.sliding_window, options.softcap, split, options.return_lse,
+        tensors.rows,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from kvstrata.call_cache import PerThread, guard_of, signature, traced
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
 from kvstrata.store.packed.job import Calibration, calibration_tensors
+from kvstrata.store.packed.plain_rows import PlainRows, row_tensors
 
 from . import reference
 from .job import Job, Options, Result, Tensors, check
@@ -58,7 +59,7 @@ def _run_cuda(job: Job, tensors: Tensors, format: Format, options: Options, back
 
     q = packed_cuda._aligned(job.q)
     device = job.pages.get_device()
-    given = (q, job.pages, job.block_table, job.cu_seqlens_q, job.balance, job.centre, job.sinks)
+    given = (q, job.pages, job.block_table, job.cu_seqlens_q, job.balance, job.centre, job.sinks, *job.rows)
     key = (*signature(given), format, options)
     with torch.cuda.device(device):
         plan = _plans.known.get(key)
@@ -85,6 +86,8 @@ def _again(tensors: Tensors, format: Format, options: Options, backend: str) -> 
         return None
     if tensors.pages.data_ptr() % 16 or tensors.q.data_ptr() % 4 or torch._C._cuda_getDevice() != latest[3]:
         return None
+    if any(x is not None and x.data_ptr() % 16 for x in (*tensors[9:11], *tensors[12:14])):
+        return None
     return latest[2].run(tensors, options.return_lse)
 
 
@@ -108,17 +111,24 @@ def _decode(tensors: Tensors, format: Format, options: Options, backend: str) ->
 _library = torch.library.Library("kvstrata", "FRAGMENT")
 _library.define(
     "decode_packed(Tensor q, Tensor pages, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? balance,"
-    " Tensor? centre, Tensor? sinks, Tensor(a!)? workspace, str format, int head_dim, int page_tokens, bool rotate,"
+    " Tensor? centre, Tensor? sinks, Tensor(a!)? workspace, Tensor? tail_k, Tensor? tail_v, Tensor? tail_slots,"
+    " Tensor? sink_k, Tensor? sink_v, Tensor? sink_slots, str format, int head_dim, int page_tokens, bool rotate,"
     " float? scale, int? sliding_window, float? softcap, int? max_seqlen_q, int? fixed_split, bool return_lse,"
     " str backend) -> (Tensor out, Tensor lse)"
 )
 
 
+def _parse(arguments: tuple[Any, ...]) -> tuple[Tensors, Format, Options, str]:
+    """Arguments of the operator: tensors, four fields of the format, options, backend."""
+    end = len(Tensors._fields)
+    format, head_dim, page_tokens, rotate = arguments[end : end + 4]
+    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
+    return Tensors(*arguments[:end]), fmt, Options(*arguments[end + 4 : -1]), arguments[-1]
+
+
 def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Operator ``kvstrata::decode_packed``; lse is empty where not asked for."""
-    format, head_dim, page_tokens, rotate = arguments[9:13]
-    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
-    out, lse = _decode(Tensors(*arguments[:9]), fmt, Options(*arguments[13:19]), arguments[19])
+    out, lse = _decode(*_parse(arguments))
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -127,11 +137,9 @@ _library.impl("decode_packed", _operator, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("kvstrata::decode_packed", lib=_library)
 def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    format, head_dim, page_tokens, rotate = arguments[9:13]
-    options = Options(*arguments[13:19])
-    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
-    check(Tensors(*arguments[:9]), fmt, options, address=False)
-    q = arguments[0]
+    tensors, fmt, options, _ = _parse(arguments)
+    check(tensors, fmt, options, address=False)
+    q = tensors.q
     return q.new_empty(q.shape), q.new_empty(q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
 
 
@@ -146,6 +154,8 @@ def decode_packed(
     fmt: Format,
     *,
     calibration: Calibration | None = None,
+    tail: PlainRows | None = None,
+    sink_tokens: PlainRows | None = None,
     scale: float | None = None,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
@@ -169,6 +179,10 @@ def decode_packed(
         seq_lens: int32 ``[B]``, tokens of each request, the queries' own included; 0 for a row that is padding.
         fmt: format of the pages.
         calibration: what the tokens were stored with.
+        tail: 16-bit rows of each request's unfinished page, ``[max_requests, kv_heads, tokens, head_dim]`` in q's
+            dtype, as `store_packed` writes them: positions from ``seq_len // page_tokens * page_tokens`` on are
+            read there.
+        sink_tokens: 16-bit rows of each request's first tokens, as `store_packed` writes them.
         scale: factor of the scores; None is ``head_dim ** -0.5``.
         sliding_window: positions that a query sees, its own included; None is all. Pages outside are not read.
         sinks: ``[heads]``, attention-sink logit per head, added to the softmax denominator.
@@ -204,7 +218,8 @@ def decode_packed(
         torch.Size([1, 8, 64])
     """
     balance, centre = calibration_tensors(calibration)
-    tensors = Tensors(q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace)
+    rows = () if tail is sink_tokens is None else row_tensors(tail, sink_tokens)
+    tensors = Tensors(q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace, *rows)
     options = Options(scale, sliding_window, softcap, max_seqlen_q, fixed_split, return_lse)
     if not _is_compiling() and (again := _again(tensors, fmt, options, backend)) is not None:
         return AttentionOutput(*again) if return_lse else again[0]

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from kvstrata.attention.decode.parts import Coded
+from kvstrata.store.packed.plain_rows import Split, split_of, tail_index
 
 from .job import Job, Result
 
@@ -19,45 +20,64 @@ def pages_of(job: Job, request: int, first: int, last: int) -> torch.Tensor:
     return by_page[:, first - low * per_block : last - low * per_block].contiguous()
 
 
+def _plain_rows(job: Job, split: Split, length: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Sink and tail rows of a request: float32 ``k, v [kv_heads, n, D]`` and positions ``[n]`` each."""
+    rows, device, parts = job.rows, job.q.device, []
+    if split.sinks:
+        position = torch.arange(split.sinks, device=device)
+        parts.append((rows.sink_k, rows.sink_v, split.sink_slot, position, position))
+    if length > split.packed:
+        position = torch.arange(split.packed, length, device=device)
+        parts.append((rows.tail_k, rows.tail_v, split.tail_slot, position, tail_index(rows, position)))
+    return [(k[slot][:, at].float(), v[slot][:, at].float(), position) for k, v, slot, position, at in parts]  # type: ignore[index]
+
+
 def attend(job: Job, request: int, q: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Out ``[n, Hq, D]`` and lse ``[n, Hq]``, float32, of the last n positions of a request, ``q [n, Hq, D]``."""
     queries, heads, dim = q.shape
     kv_heads, group, f = job.blocks.kv_heads, job.group, job.format
-    rows = q.float().view(queries, kv_heads, group, dim).transpose(0, 1)
+    plain_q = q.float().view(queries, kv_heads, group, dim).transpose(0, 1)
+    rows = plain_q
     if job.balance is not None:
         rows = (rows * job.balance.view(kv_heads, 1, 1, dim)).to(q.dtype).float()
-    rows = rows.reshape(kv_heads, queries * group, dim) * job.scale
+    rows, plain_q = (x.reshape(kv_heads, queries * group, dim) * job.scale for x in (rows, plain_q))
     own = torch.arange(length - queries, length, device=q.device).repeat_interleave(group).unsqueeze(1)
-    first = 0
+    split = split_of(job.rows, request, length, f.page_tokens)
+    first = split.sinks // f.page_tokens
     if job.sliding_window is not None:
-        first = max(length - queries - job.sliding_window + 1, 0) // f.page_tokens
-    last = -(-length // f.page_tokens)
-    out = torch.zeros(kv_heads, queries * group, dim, device=q.device)
-    logits = torch.zeros(kv_heads, queries * group, 0, device=q.device)
-    weights_of = None
+        first = max(first, max(length - queries - job.sliding_window + 1, 0) // f.page_tokens)
+    last = -(-split.packed // f.page_tokens)
+    parts: list[tuple[torch.Tensor, torch.Tensor, Coded | torch.Tensor]] = []  # scores, positions, values
     if last > first:
         pages = pages_of(job, request, first, last)
         position = torch.arange(first * f.page_tokens, last * f.page_tokens, device=q.device)
         position = position.view(1, last - first, f.page_tokens).expand(kv_heads, -1, -1)
         centre = torch.zeros(kv_heads, 1, dim, device=q.device) if job.centre is None else job.centre.unsqueeze(1)
-        count = np.full(kv_heads, length - first * f.page_tokens)
-        weights_of = Coded(pages, f, centre, count, position)
-        logits = weights_of.scores(rows)
+        count = np.full(kv_heads, split.packed - first * f.page_tokens)
+        coded = Coded(pages, f, centre, count, position)
+        assert coded.position is not None
+        scores = coded.scores(rows).masked_fill(coded.position[0] < split.sinks, -torch.inf)
+        parts.append((scores, coded.position[0], coded))
+    for k, v, position in _plain_rows(job, split, length):
+        parts.append((plain_q @ k.mT, position, v))
+    logits = torch.zeros(kv_heads, queries * group, 0, device=q.device)
+    for scores, position, _ in parts:
         if job.softcap is not None:
-            logits = torch.tanh(logits / job.softcap) * job.softcap
-        assert weights_of.position is not None
-        seen = weights_of.position[0] <= own
+            scores = torch.where(scores == -torch.inf, scores, torch.tanh(scores / job.softcap) * job.softcap)
+        seen = position <= own
         if job.sliding_window is not None:
-            seen &= weights_of.position[0] > own - job.sliding_window
-        logits = logits.masked_fill(~seen, -torch.inf)
+            seen &= position > own - job.sliding_window
+        logits = torch.cat([logits, scores.masked_fill(~seen, -torch.inf)], 2)
     tokens = logits.shape[2]
     if job.sinks is not None:
         sinks = job.sinks.view(kv_heads, 1, group).expand(-1, queries, -1).reshape(kv_heads, queries * group, 1)
         logits = torch.cat([logits, sinks], 2)
     lse = torch.logsumexp(logits, 2)
-    if weights_of is not None:
-        safe = torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(2)
-        out = weights_of.values((logits[:, :, :tokens] - safe).exp())
+    safe = torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(2)
+    out = torch.zeros(kv_heads, queries * group, dim, device=q.device)
+    weights = (logits[:, :, :tokens] - safe).exp().split([scores.shape[2] for scores, *_ in parts], 2)
+    for weight, (_, _, values) in zip(weights, parts, strict=True):
+        out = out + (weight @ values if isinstance(values, torch.Tensor) else values.values(weight))
     by_head = (x.view(kv_heads, queries, group, -1).transpose(0, 1).reshape(queries, heads, -1) for x in (out, lse))
     out, lse = by_head
     return out, lse[..., 0]

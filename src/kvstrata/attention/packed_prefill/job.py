@@ -11,6 +11,7 @@ from kvstrata.attention.packed_decode.job import check_query, check_tables
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import Blocks, blocks_of, check_alignment
 from kvstrata.store.packed.job import check_calibration
+from kvstrata.store.packed.plain_rows import RowTensors, check_rows
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -28,6 +29,16 @@ class Tensors(NamedTuple):
     balance: torch.Tensor | None = None
     centre: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    tail_k: torch.Tensor | None = None
+    tail_v: torch.Tensor | None = None
+    tail_slots: torch.Tensor | None = None
+    sink_k: torch.Tensor | None = None
+    sink_v: torch.Tensor | None = None
+    sink_slots: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> RowTensors:
+        return RowTensors(*self[10:16])
 
 
 class Options(NamedTuple):
@@ -56,7 +67,7 @@ class Job(NamedTuple):
 
 def check(tensors: Tensors, format: Format, options: Options, *, address: bool = True) -> Job:
     """Check everything but the contents of tensors; ``address``: they are memory, not fake tensors."""
-    q, k, v, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks = tensors
+    q, k, v, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, *_ = tensors
     blocks = blocks_of(pages, format)
     if address:
         check_alignment(pages)
@@ -81,6 +92,7 @@ def check(tensors: Tensors, format: Format, options: Options, *, address: bool =
     check_sliding_window(options.sliding_window)
     check_sinks(sinks, q.shape[1], q.device)
     check_calibration(balance, centre, blocks, pages.device)
+    check_rows(tensors.rows, blocks, q.dtype, seq_lens.shape[0], pages.device, address)
     for name in ("max_seqlen_q", "max_seqlen_k", "total_tokens"):
         given = getattr(options, name)
         if given is not None and (type(given) is not int or given < 0):

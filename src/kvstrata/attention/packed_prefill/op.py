@@ -16,6 +16,7 @@ from kvstrata.call_cache import traced
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
 from kvstrata.store.packed.job import Calibration, calibration_tensors
+from kvstrata.store.packed.plain_rows import PlainRows, row_tensors
 
 from . import reference
 from .job import Job, Options, Result, Tensors, check
@@ -54,17 +55,24 @@ def _prefill(tensors: Tensors, format: Format, options: Options, backend: str) -
 _library = torch.library.Library("kvstrata", "FRAGMENT")
 _library.define(
     "prefill_packed(Tensor q, Tensor k_new, Tensor v_new, Tensor pages, Tensor block_table, Tensor seq_lens,"
-    " Tensor cu_seqlens_q, Tensor? balance, Tensor? centre, Tensor? sinks, str format, int head_dim, int page_tokens,"
-    " bool rotate, float? scale, int? sliding_window, float? softcap, int? max_seqlen_q, int? max_seqlen_k,"
-    " int? total_tokens, bool return_lse, str backend) -> (Tensor out, Tensor lse)"
+    " Tensor cu_seqlens_q, Tensor? balance, Tensor? centre, Tensor? sinks, Tensor? tail_k, Tensor? tail_v,"
+    " Tensor? tail_slots, Tensor? sink_k, Tensor? sink_v, Tensor? sink_slots, str format, int head_dim,"
+    " int page_tokens, bool rotate, float? scale, int? sliding_window, float? softcap, int? max_seqlen_q,"
+    " int? max_seqlen_k, int? total_tokens, bool return_lse, str backend) -> (Tensor out, Tensor lse)"
 )
+
+
+def _parse(arguments: tuple[Any, ...]) -> tuple[Tensors, Format, Options, str]:
+    """Arguments of the operator: tensors, four fields of the format, options, backend."""
+    end = len(Tensors._fields)
+    format, head_dim, page_tokens, rotate = arguments[end : end + 4]
+    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
+    return Tensors(*arguments[:end]), fmt, Options(*arguments[end + 4 : -1]), arguments[-1]
 
 
 def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Operator ``kvstrata::prefill_packed``; lse is empty where not asked for."""
-    format, head_dim, page_tokens, rotate = arguments[10:14]
-    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
-    out, lse = _prefill(Tensors(*arguments[:10]), fmt, Options(*arguments[14:21]), arguments[21])
+    out, lse = _prefill(*_parse(arguments))
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -73,11 +81,9 @@ _library.impl("prefill_packed", _operator, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("kvstrata::prefill_packed", lib=_library)
 def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    format, head_dim, page_tokens, rotate = arguments[10:14]
-    options = Options(*arguments[14:21])
-    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
-    check(Tensors(*arguments[:10]), fmt, options, address=False)
-    q = arguments[0]
+    tensors, fmt, options, _ = _parse(arguments)
+    check(tensors, fmt, options, address=False)
+    q = tensors.q
     return q.new_empty(q.shape), q.new_empty(q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
 
 
@@ -95,6 +101,8 @@ def prefill_packed(
     fmt: Format,
     *,
     calibration: Calibration | None = None,
+    tail: PlainRows | None = None,
+    sink_tokens: PlainRows | None = None,
     scale: float | None = None,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
@@ -110,13 +118,14 @@ def prefill_packed(
     Args:
         q: ``[T, heads, head_dim]`` float32, float16 or bfloat16, the new tokens of all requests end to end.
         k_new, v_new: ``[T, kv_heads, head_dim]`` in q's dtype, rows of the same tokens; inner stride 1. `store_packed`
-            writes them, before or after this call.
+            writes them, before or after this call; with a tail or sink_tokens before it.
         pages: uint8 ``[num_blocks, kv_heads, pages_per_block * fmt.page_bytes]``, which hold the prefix.
         block_table: int32 ``[B, max_blocks]``, as in `decode_packed`.
         seq_lens: int32 ``[B]``, tokens of each request, the new ones included: the prefix is what is before them.
         cu_seqlens_q: int32 ``[B + 1]``: the new tokens of request i are rows ``cu[i] .. cu[i + 1]``.
         fmt: format of the pages.
         calibration: what the prefix was stored with.
+        tail, sink_tokens: 16-bit rows beside the pages, as in `decode_packed`.
         scale, sliding_window, sinks, softcap: as in `decode_packed`.
         max_seqlen_q, max_seqlen_k, total_tokens: upper bounds of a request's new tokens, of ``seq_lens`` and of their
             sum. If one is None, it is read from the device, and the host waits.
@@ -144,7 +153,8 @@ def prefill_packed(
         torch.Size([10, 8, 64])
     """
     balance, centre = calibration_tensors(calibration)
-    tensors = Tensors(q, k_new, v_new, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks)
+    rows = row_tensors(tail, sink_tokens)
+    tensors = Tensors(q, k_new, v_new, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, *rows)
     options = Options(scale, sliding_window, softcap, max_seqlen_q, max_seqlen_k, total_tokens, return_lse)
     if _is_compiling() or traced() or any(x is not None and type(x) is not torch.Tensor for x in tensors):
         check_format(fmt)

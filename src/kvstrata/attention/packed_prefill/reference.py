@@ -8,12 +8,13 @@ from kvstrata.attention.arguments import kernel_sinks
 from kvstrata.attention.prefill import reference as prefill
 from kvstrata.attention.prefill.job import PrefillJob
 from kvstrata.quant import reference as quant
+from kvstrata.store.packed.plain_rows import split_of, tail_index
 
 from .job import Job, Result
 
 
-def prefix_rows(job: Job, request: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first ``length`` tokens of a request in the model's space: float32 ``k, v [length, kv_heads, D]``."""
+def prefix_rows(job: Job, request: int, length: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """First ``length`` of a request's ``total`` tokens in the model's space: float32 ``k, v [length, kv_heads, D]``."""
     f, blocks, tensors = job.format, job.blocks, job.tensors
     count = -(-length // blocks.block_size)
     rows = tensors.pages[tensors.block_table[request, :count].long()]
@@ -24,6 +25,17 @@ def prefix_rows(job: Job, request: int, length: int) -> tuple[torch.Tensor, torc
         k = k + tensors.centre
     if tensors.balance is not None:
         k = k * tensors.balance
+    plain, split = tensors.rows, split_of(tensors.rows, request, total, f.page_tokens)
+    position = torch.arange(length, device=k.device)
+    for slot, live, at, sides in (
+        (split.sink_slot, position < split.sinks, lambda x: x, (plain.sink_k, plain.sink_v)),
+        (split.tail_slot, position >= split.packed, lambda x: tail_index(plain, x), (plain.tail_k, plain.tail_v)),
+    ):
+        if live.any():
+            index = at(position[live])
+            for to, kept in zip((k, v), sides, strict=True):
+                assert kept is not None
+                to[live] = kept[slot][:, index].transpose(0, 1).float()
     return k, v
 
 
@@ -41,7 +53,7 @@ def run(job: Job) -> Result:
             new = rows.stop - rows.start
             if new == 0:
                 continue
-            k, v = prefix_rows(job, request, max(length - new, 0))
+            k, v = prefix_rows(job, request, max(length - new, 0), length)
             k, v = (torch.cat([x, y[rows].float()]) for x, y in ((k, k_new), (v, v_new)))
             one = PrefillJob(
                 q[rows].float().unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, None, new, len(k), True, scale,

@@ -40,8 +40,8 @@ def order_kernel(
 
     ``block_counts``: how many are masked, how many in all. Without a token there is one block, which no query sees.
     """
-    bucket = tl.program_id(0).to(tl.int64)
-    batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
+    head_cache = tl.program_id(0).to(tl.int64)
+    batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
     request = tl.load(requests_ptr + batch).to(tl.int64)
     length = tl.load(length_ptr + request * stride_length)
     new = tl.load(starts_ptr + batch + 1) - tl.load(starts_ptr + batch)
@@ -51,7 +51,7 @@ def order_kernel(
     block = tl.arange(0, MAX_BLOCKS)
     live = block < blocks
     EACH: tl.constexpr = BLOCK_N // TOKENS
-    bounds_ptr += bucket * (slots // TOKENS) * 2
+    bounds_ptr += head_cache * (slots // TOKENS) * 2
     latest = tl.zeros((MAX_BLOCKS,), tl.int32)
     for page in tl.static_range(EACH):
         latest = tl.maximum(latest, tl.load(bounds_ptr + (block * EACH + page) * 2 + 1, mask=live, other=0))
@@ -59,18 +59,18 @@ def order_kernel(
     masked = tl.sum(hidden.to(tl.int32), 0)
     place = tl.cumsum(hidden.to(tl.int32), 0) - 1
     place = tl.where(hidden, place, masked + block - place - 1)
-    tl.store(order_ptr + bucket * (slots // BLOCK_N) + place, block, mask=live)
-    tl.store(block_counts_ptr + bucket * 2, masked)
-    tl.store(block_counts_ptr + bucket * 2 + 1, blocks)
+    tl.store(order_ptr + head_cache * (slots // BLOCK_N) + place, block, mask=live)
+    tl.store(block_counts_ptr + head_cache * 2, masked)
+    tl.store(block_counts_ptr + head_cache * 2 + 1, blocks)
 
 
 @gluon.jit
-def _produce(k_desc, v_desc, ring, order_ptr, bucket, blocks, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def _produce(k_desc, v_desc, ring, order_ptr, head_cache, blocks, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """Producer warp: copies the blocks of K and V, in order."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
     places = (k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty)
     for i in range(blocks):
-        fill(i, [0, bucket, gl.load(order_ptr + i) * BLOCK_N, 0], places, STAGES)
+        fill(i, [0, head_cache, gl.load(order_ptr + i) * BLOCK_N, 0], places, STAGES)
 
 
 @gluon.jit
@@ -167,18 +167,18 @@ def specialized_chunk_kernel(
     LSE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """CONSUMERS * 64 query rows of a (request, KV head) over the chunk; FIRST and LAST as in triton.py."""
-    bucket = gl.program_id(1)
-    batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
+    head_cache = gl.program_id(1)
+    batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
     begin = gl.load(starts_ptr + batch)
     new = gl.load(starts_ptr + batch + 1) - begin
     start_row = gl.program_id(0) * (CONSUMERS * 64)
     length = gl.load(length_ptr + gl.load(requests_ptr + batch).to(gl.int64) * stride_length)
-    masked, blocks = gl.load(block_counts_ptr + bucket * 2), gl.load(block_counts_ptr + bucket * 2 + 1)
+    masked, blocks = gl.load(block_counts_ptr + head_cache * 2), gl.load(block_counts_ptr + head_cache * 2 + 1)
     if start_row >= new * GROUP:  # no such rows: read one block, write nothing
         blocks = 1
         masked = 1
-    order_ptr += bucket * (slots // BLOCK_N)
-    position_ptr += bucket.to(gl.int64) * slots
+    order_ptr += head_cache * (slots // BLOCK_N)
+    position_ptr += head_cache.to(gl.int64) * slots
 
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_smem = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, 64, WIDE], TILE)
@@ -200,7 +200,7 @@ def specialized_chunk_kernel(
     gl.warp_specialize([
         (_consume, (work, 0, KV_HEADS, GROUP, DIM, WIDE, BLOCK_N, STAGES, CONSUMERS, FIRST, LAST, SINKS, LSE)),
         (_consume, (work, 1, KV_HEADS, GROUP, DIM, WIDE, BLOCK_N, STAGES, CONSUMERS, FIRST, LAST, SINKS, LSE)),
-        (_produce, (k_desc, v_desc, ring, order_ptr, bucket, blocks, BLOCK_N, STAGES)),
+        (_produce, (k_desc, v_desc, ring, order_ptr, head_cache, blocks, BLOCK_N, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
@@ -221,10 +221,10 @@ class Attend:
 
     def __init__(self, job: CachedJob, staged: Staging, sums: Sums, out: torch.Tensor, lse: torch.Tensor | None):
         self.job, self.staged, self.sums, self.out, self.lse = job, staged, sums, out, lse
-        buckets, slots, _ = staged.k.shape
+        head_caches, slots, _ = staged.k.shape
         blocks = slots // BLOCK_N
-        ints = torch.empty(buckets * (blocks + 2), dtype=torch.int32, device=job.q.device)
-        self.order, self.block_counts = ints[: buckets * blocks], ints[buckets * blocks :]
+        ints = torch.empty(head_caches * (blocks + 2), dtype=torch.int32, device=job.q.device)
+        self.order, self.block_counts = ints[: head_caches * blocks], ints[head_caches * blocks :]
         self.max_blocks = 1 << (blocks - 1).bit_length()
         dtype = gl.float16 if job.q.dtype == torch.float16 else gl.bfloat16
         block = [1, 1, BLOCK_N, staged.wide]
@@ -237,12 +237,12 @@ class Attend:
         job, staged, out, lse = self.job, self.staged, self.out, self.lse
         requests, length, count = staged.counts
         tokens, heads, dim = job.q.shape
-        buckets, slots, group = *staged.k.shape[:2], heads // job.kv_heads
+        head_caches, slots, group = *staged.k.shape[:2], heads // job.kv_heads
         places = (requests, self.sums.starts, length)
         args = (self.order, self.block_counts, staged.bounds, *places, count, *staged.count_strides,
                 chunk * slots // staged.page_tokens, slots)  # fmt: skip
         sizes = dict(TIERS=staged.tiers, TOKENS=staged.page_tokens, BLOCK_N=BLOCK_N, MAX_BLOCKS=self.max_blocks)
-        launch(order_kernel, (buckets, 1, 1), args, dict(KV_HEADS=job.kv_heads, **sizes), num_warps=1)
+        launch(order_kernel, (head_caches, 1, 1), args, dict(KV_HEADS=job.kv_heads, **sizes), num_warps=1)
         attend_args = (
             self.k, self.v, job.q, staged.positions, self.order, self.block_counts, self.sums.acc, self.sums.stats, out,
             out if lse is None else lse, out if job.sinks is None else job.sinks, *places, *job.q.stride()[:2],
@@ -253,5 +253,5 @@ class Attend:
             CONSUMERS=CONSUMERS, FIRST=chunk == 0, LAST=chunk == staged.chunks - 1, SINKS=job.sinks is not None,
             LSE=lse is not None, REGISTERS=registers_of(CONSUMERS, None),
         )  # fmt: skip
-        grid = (-(-max(job.new) * group // BLOCK_M), buckets, 1)
+        grid = (-(-max(job.new) * group // BLOCK_M), head_caches, 1)
         launch(specialized_chunk_kernel, grid, attend_args, constants, num_warps=4)

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from kvstrata.attention.decode.job import Job
-from kvstrata.attention.decode.triton import _on_device, _paged, _positions, _tiered
+from kvstrata.attention.decode.source_triton import on_device, paged, tiered
+from kvstrata.attention.decode.triton import _positions
 from kvstrata.attention.prefill.launch import launch
 from kvstrata.layout.rotation import hadamard
 from kvstrata.layout.unpack_triton import (
@@ -104,8 +105,8 @@ def stage_kernel(
 
     TIERS 0: TOKENS tokens of a PagedCache, whose own pages have PAGE slots.
     """
-    bucket, place, is_k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) == 0
-    batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
+    head_cache, place, is_k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) == 0
+    batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
     request = tl.load(requests_ptr + batch).to(tl.int64)
     length = tl.load(length_ptr + request * stride_length)
     count_ptr += request * stride_count_r + kv_head * stride_count_h
@@ -113,12 +114,12 @@ def stage_kernel(
     token, dim = tl.arange(0, TOKENS), tl.arange(0, WIDE)
     mask_d = (dim < DIM)[None, :]
     number = first + place  # of the page; past the last one, the rest of the block is zeros
-    row = bucket * slots + place * TOKENS + token
+    row = head_cache * slots + place * TOKENS + token
     out = row[:, None] * DIM + dim[None, :]
     k_out, v_out = k_rows_ptr + out, v_rows_ptr + out
     mask_out = mask_d & (token >= 0)[:, None]
     position_ptr += row
-    bounds_ptr += (bucket * (slots // TOKENS) + place) * 2
+    bounds_ptr += (head_cache * (slots // TOKENS) + place) * 2
     DTYPE: tl.constexpr = k_rows_ptr.dtype.element_ty
     if number >= total:
         if place * TOKENS < tl.cdiv(tl.maximum(total - first, 1) * TOKENS, BLOCK_N) * BLOCK_N:
@@ -180,7 +181,7 @@ def stage_kernel(
                     tl.store(v_out, v.to(DTYPE), mask=mask_out)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache  # graphs may hold its address
 def _signs(dim: int, device: torch.device) -> torch.Tensor:
     """Hadamard matrix without its factor: 1, -1 and, between blocks, 0."""
     return hadamard(dim, "cpu").sign().half().to(device)
@@ -191,7 +192,7 @@ def _source(job: CachedJob) -> tuple[list[Any], list[Any], dict[str, Any]]:
     q = job.q.unsqueeze(0)
     sizes = (job.kv_heads, job.max_length, job.scale, None, None, None, False, False)
     decode_job = Job(q, job.buckets, job.paged, job.requests, *sizes)
-    return _tiered(decode_job) if job.buckets is not None else _paged(decode_job)
+    return tiered(decode_job) if job.buckets is not None else paged(decode_job)
 
 
 def stage_warps(dim: int) -> int:
@@ -202,10 +203,10 @@ def stage_warps(dim: int) -> int:
 class Staging(NamedTuple):
     """Rows of one chunk of tokens of every (request, KV head), and the function that fills them."""
 
-    k: torch.Tensor  # [buckets, slots, D]
+    k: torch.Tensor  # [head_caches, slots, D]
     v: torch.Tensor
-    positions: torch.Tensor  # int32 [buckets, slots]
-    bounds: torch.Tensor  # int32 [buckets, pages, 2]: smallest and largest position
+    positions: torch.Tensor  # int32 [head_caches, slots]
+    bounds: torch.Tensor  # int32 [head_caches, pages, 2]: smallest and largest position
     wide: int  # D, or the power of two above it
     chunks: int
     page_tokens: int
@@ -217,7 +218,7 @@ class Staging(NamedTuple):
 
 def stage(job: CachedJob, block_n: int, max_bytes: int) -> Staging:
     """Allocate rows for chunks of up to ``max_bytes``, in blocks of ``block_n`` tokens; at least one block."""
-    q, device, buckets = job.q, job.q.device, len(job.requests) * job.kv_heads
+    q, device, head_caches = job.q, job.q.device, len(job.requests) * job.kv_heads
     dim, size = q.shape[2], q.element_size()
     tensors, numbers, constants = _source(job)
     length, table, count, centre, balance, pointers, offsets, k, v, k_scale, v_scale = tensors
@@ -229,20 +230,20 @@ def stage(job: CachedJob, block_n: int, max_bytes: int) -> Staging:
     whole = whole_pages(dim, page_tokens, {bits for f in formats for bits in (f.k_bits, f.v_bits)})
     # Blocks for all tokens, with a partial page in every tier; a chunk is a whole number of blocks and pages.
     needed = -(-(job.max_length + max(tiers, 1) * page_tokens) // block_n)
-    chunks = -(-needed // max(max_bytes // (buckets * dim * size * 2 * block_n), 1))
+    chunks = -(-needed // max(max_bytes // (head_caches * dim * size * 2 * block_n), 1))
     slots = -(-needed // chunks) * block_n
     wide = 1 << (dim - 1).bit_length()
-    rows = torch.empty(2, buckets, slots, dim, dtype=q.dtype, device=device)
-    positions = torch.empty(buckets, slots, dtype=torch.int32, device=device)
-    bounds = torch.empty(buckets, slots // page_tokens, 2, dtype=torch.int32, device=device)
-    requests = _on_device(tuple(job.requests), device)
+    rows = torch.empty(2, head_caches, slots, dim, dtype=q.dtype, device=device)
+    positions = torch.empty(head_caches, slots, dtype=torch.int32, device=device)
+    bounds = torch.empty(head_caches, slots // page_tokens, 2, dtype=torch.int32, device=device)
+    requests = on_device(tuple(job.requests), device)
 
     pointers_and_rows = (rows[0], rows[1], positions, bounds, requests, length, table, count, centre, balance, pointers,
                offsets, _signs(dim, device), k, v, k_scale, v_scale)  # fmt: skip
     constants |= dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=wide, BLOCK_N=block_n, WHOLE=whole)
 
     def fill(chunk: int) -> None:
-        grid = (buckets, slots // page_tokens, 2)
+        grid = (head_caches, slots // page_tokens, 2)
         args = (*pointers_and_rows, *numbers, chunk * slots // page_tokens, slots)
         launch(stage_kernel, grid, args, constants, num_warps=stage_warps(dim))
 

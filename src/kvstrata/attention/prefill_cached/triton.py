@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstrata.attention.decode.triton import _on_device
+from kvstrata.attention.decode.source_triton import on_device
 from kvstrata.attention.prefill.configs import processors_of
 from kvstrata.attention.prefill.job import Result
 from kvstrata.attention.prefill.launch import launch
@@ -37,8 +37,8 @@ def chunk_kernel(
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M query rows of a (request, KV head) over a chunk; FIRST starts the sums, LAST writes the output."""
-    bucket = tl.program_id(1).to(tl.int64)
-    batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
+    head_cache = tl.program_id(1).to(tl.int64)
+    batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
     begin = tl.load(starts_ptr + batch)
     new = tl.load(starts_ptr + batch + 1) - begin
     start_row = tl.program_id(0) * BLOCK_M
@@ -65,9 +65,9 @@ def chunk_kernel(
             acc = tl.load(acc_ptr + state[:, None] * DIM + dim[None, :], mask=mask_q, other=0.0)
         pages = tl.minimum(tl.maximum(pages_of(count_ptr, length, TIERS, TOKENS) - first, 0), slots // TOKENS)
         offs = tl.arange(0, BLOCK_N)
-        k_base, v_base = k_ptr + bucket * slots * DIM, v_ptr + bucket * slots * DIM
-        position_ptr += bucket * slots
-        bounds_ptr += bucket * (slots // TOKENS) * 2
+        k_base, v_base = k_ptr + head_cache * slots * DIM, v_ptr + head_cache * slots * DIM
+        position_ptr += head_cache * slots
+        bounds_ptr += head_cache * (slots // TOKENS) * 2
         mask_d = (dim < DIM)[None, :]
         for start in tl.range(0, pages * TOKENS, BLOCK_N):
             tile = (start + offs)[:, None] * DIM + dim[None, :]
@@ -132,7 +132,7 @@ class Attend:
         job, staged, sums, out, lse = self.job, self.staged, self.sums, self.out, self.lse
         requests, length, count = staged.counts
         tokens, heads, dim = job.q.shape
-        buckets, slots, group = *staged.k.shape[:2], heads // job.kv_heads
+        head_caches, slots, group = *staged.k.shape[:2], heads // job.kv_heads
         args = (
             job.q, staged.k, staged.v, staged.positions, staged.bounds, sums.acc, sums.stats, out,
             out if lse is None else lse, out if job.sinks is None else job.sinks, requests, sums.starts, length, count,
@@ -145,7 +145,7 @@ class Attend:
             LAST=chunk == staged.chunks - 1, WINDOWED=job.sliding_window is not None, CAPPED=job.softcap is not None,
             SINKS=job.sinks is not None, LSE=lse is not None, PRECISION="ieee" if job.q.element_size() == 4 else "tf32",
         )  # fmt: skip
-        grid = (-(-max(job.new) * group // self.block_m), buckets, 1)
+        grid = (-(-max(job.new) * group // self.block_m), head_caches, 1)
         stages, warps = (1, 4) if self.narrow else (2, 8)
         launch(chunk_kernel, grid, args, constants, num_warps=warps, num_stages=stages)
 
@@ -180,7 +180,7 @@ def run(job: CachedJob) -> Result:
     staged = stage(job, _blocks(job)[1], STAGED)
     rows = tokens * heads if staged.chunks > 1 else 1
     sums = torch.empty(rows * (dim + 2), dtype=torch.float32, device=device)
-    starts = _on_device(tuple(accumulate(job.new, initial=0)), device)
+    starts = on_device(tuple(accumulate(job.new, initial=0)), device)
     factor = job.scale * LOG2E.value if job.softcap is None else 2 * job.scale / job.softcap
     state = Sums(sums[2 * rows :], sums[: 2 * rows], starts, factor)
     with torch.cuda.device_of(q):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvstrata.cache.storage.scratch import Lease
 from kvstrata.cache.storage.tokens import Fresh, Tokens
 from kvstrata.layout.format import MAX_TIERS
 
-from .launches import kernel, prepare
+from .launches import Launches, kernel, prepare
 from .moves import COLUMNS, pick
 
 SOURCE = Path(__file__).with_name("moves.cu")
@@ -78,12 +79,13 @@ class Moves:
     starts: torch.Tensor | None = None  # int64 [buckets]
     fresh: Fresh | None = None  # new tokens, beside `starts`
     rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # k and v of new tokens
-    addresses: dict[str, int] = field(default_factory=dict)  # of places, fresh and numbers where they are there already
-    memory: torch.Tensor | None = None  # what `addresses` point into: the launches run later, and read it then
+    addresses: dict[str, int] = field(default_factory=dict)  # of places, fresh and numbers that are already uploaded
+    memory: torch.Tensor | None = None  # owner of `addresses`, kept until the deferred launches ran
     counts: bool = True  # False if the numbers are there, too
     params: bytearray = field(default_factory=bytearray, repr=False)  # of all launches that `place` returns
     packed: np.ndarray = field(init=False, repr=False)  # int32: entries, new plain pages, and what else they read
     uploaded: torch.Tensor = field(init=False, repr=False)  # `packed` on the device
+    counting: Launches | None = field(default=None, repr=False)  # to count again
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +110,7 @@ class Moves:
         else:
             self._find(self.tokens)
         if self.counts:
-            self._run("count<>", self.n_buckets // len(buckets.page_formats))
+            self.counting = self._run("count<>", self.n_buckets // len(buckets.page_formats))
 
     def _find(self, tokens: Tokens) -> None:
         """Find the first token of each bucket, and sort the new ones by head cache."""
@@ -210,7 +212,7 @@ class Moves:
         rows = [tensors.get(name) for name in ("k", "v")]
         addresses = self.addresses | {name: x.data_ptr() for name, x in tensors.items()}
         packed = PARAMS.pack(
-            *(addresses.get(name, 0) for name in POINTERS),
+            *map(addresses.get, POINTERS, repeat(0)),
             len(self.target), *(0 if x is None else x.stride(0) * x.element_size() for x in rows),
             *entries, buckets.pool.strides[0], self.n_buckets, buckets.kv_heads, len(page_formats), buckets.page_tokens,
             buckets.max_pages, buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset,
@@ -218,8 +220,10 @@ class Moves:
         )  # fmt: skip
         return bytearray(packed)
 
-    def _run(self, entry: str, grid: int) -> None:
+    def _run(self, entry: str, grid: int) -> Launches:
         def build() -> list[jit.Launch]:
             return [self._launch(entry, grid, self._params(0, 0))] if grid else []
 
-        prepare(self.target.get_device(), build, None).run()
+        launches = prepare(self.target.get_device(), build, None)
+        launches.run()
+        return launches

@@ -19,10 +19,11 @@ import torch
 
 from kvstrata.cache.move import apply
 from kvstrata.cache.move.append_job import Job
-from kvstrata.cache.policy import settle_cuda
+from kvstrata.cache.policy import prompt_mass_cuda, settle_cuda
 from kvstrata.cache.policy.importance import initial
 from kvstrata.cache.policy.mass import add_mass, new_importance
 from kvstrata.cache.policy.prompt_cuda import PreparedPrompt
+from kvstrata.cache.policy.prompt_mass_cuda import PreparedPlan
 from kvstrata.cache.policy.room import fits_each, fits_plain
 from kvstrata.cache.policy.scopes import Place, check_plans, move_tokens, pairs, plan_scopes, scopes_of, settle_ahead
 from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
@@ -50,8 +51,9 @@ def append_tokens(
     """`TieredCache.append`."""
     cache._check_layer(layer)
     arguments = (k, v, requests, lengths)
-    repeats = mass is None and queries is None
-    if repeats and (append_one(cache, layer, *arguments) or append_prompt(cache, layer, *arguments)):
+    if mass is None and queries is None and append_one(cache, layer, *arguments):
+        return
+    if append_prompt(cache, layer, *arguments, mass, queries):
         return
     k, v, requests, lengths = ragged(cache, layer, k, v, requests, lengths)
     asked, lengths = list(requests), list(lengths)
@@ -82,7 +84,7 @@ def _append(
     lengths: list[int],
     mass: torch.Tensor | None,
     queries: int | None,
-) -> PreparedPrompt | None:
+) -> PreparedPrompt | PreparedPlan | None:
     """Rows that need pages, or come with mass; returns what other layers of a prompt may use again."""
     fits = fits_plain(cache, layer, asked, lengths)
     if mass is None and (fits or settle_ahead(cache, change, layer, asked, lengths)):
@@ -150,7 +152,7 @@ def _append_settling(
     asked: list[int],
     lengths: list[int],
     importance: torch.Tensor | None,
-) -> PreparedPrompt | None:
+) -> PreparedPrompt | PreparedPlan | None:
     """Plan new tokens together with those that are there; requests that need not settle take them as plain rows.
 
     ``importance [rows, kv_heads]``: of the new tokens, None for that of tokens nobody has seen. Returns what other
@@ -161,18 +163,23 @@ def _append_settling(
     places = [(layer, scope) for scope in scopes_of(cache, [asked[i] for i in settling])]
     coming = {asked[i]: lengths[i] for i in settling}
     ends = [[int(cache._lengths[r, layer]) + coming.get(r, 0) for r in scope] for _, scope in places]
-    rows, prepared = stored_rows(cache, layer, k, v, asked, lengths), None
+    rows = stored_rows(cache, layer, k, v, asked, lengths)
+    prepared: PreparedPrompt | PreparedPlan | None = None
     if settle_cuda.supports(cache):
         fresh = _fresh(cache, layer, places, asked, lengths, coming, importance)
         planned = settle_cuda.plan(cache, places, ends, fresh, rows)
         check_plans(cache, places, ends, planned.needed)
         cache._activate(change, asked)
-        centred = cache._centred[asked, layer]
+        centred, empty = cache._centred[asked, layer], not cache.buckets.host_count[asked, layer].any()
         centres, moved = settle_cuda.move(cache, change, planned, rows)
-        if moved is not None and not plain and min(lengths) > cache.policy.settle_every:
+        if empty and moved is not None and not plain and min(lengths) > cache.policy.settle_every:
             k_read, v_read = moved.counted.rows
-            if settle_cuda.is_prompt(cache, planned) and k_read is rows.k and v_read is rows.v:
-                prepared = PreparedPrompt(cache, layer, np.array(asked), rows, centres, moved, centred)
+            if k_read is rows.k and v_read is rows.v:
+                given = cache, layer, np.array(asked), rows, centres
+                if settle_cuda.is_prompt(cache, planned):
+                    prepared = PreparedPrompt(*given, moved, centred)
+                elif prompt_mass_cuda.supports(cache, planned):
+                    prepared = PreparedPlan(*given, planned, centred)
     else:
         tokens = _with_new(cache, layer, places, asked, lengths, settling, importance)
         target = plan_scopes(cache, places, tokens, ends)

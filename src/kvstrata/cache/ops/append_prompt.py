@@ -1,7 +1,8 @@
-"""Append of prompts without mass to layer after layer: what the first layer prepared serves the others.
+"""Append of prompts to layer after layer: what the first layer prepared serves the others.
 
 As long as arguments look the same and the layer is as empty, what remains is pages, one upload and the launches
-(policy/prompt_cuda.py). Anything else goes the way of every append.
+(policy/prompt_cuda.py); with mass also a wait for the plan (policy/prompt_mass_cuda.py). Any other append takes the
+normal path.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import numpy as np
 import torch
 
 from kvstrata.cache.policy.balance import divided
+from kvstrata.cache.policy.mass import add_mass, new_importance
 from kvstrata.cache.policy.prompt_cuda import PreparedPrompt
+from kvstrata.cache.policy.prompt_mass_cuda import PreparedPlan
 from kvstrata.cache.storage.page import NewRows
 from kvstrata.call_cache import guard_of
+
+from .arguments import check_mass
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -47,11 +52,11 @@ class LastPrompt:
     asked: list[int]
     lengths: list[int]
     ends: np.ndarray
-    prepared: PreparedPrompt
+    prepared: PreparedPrompt | PreparedPlan
 
     @classmethod
     def of(
-        cls, arguments: Arguments, asked: list[int], lengths: list[int], prepared: PreparedPrompt
+        cls, arguments: Arguments, asked: list[int], lengths: list[int], prepared: PreparedPrompt | PreparedPlan
     ) -> LastPrompt | None:
         """None if the arguments are not worth remembering."""
         k, v, requests, seq_lens = arguments
@@ -68,6 +73,8 @@ def append_prompt(
     v: torch.Tensor,
     requests: Sequence[int] | None,
     seq_lens: Sequence[int] | None,
+    mass: torch.Tensor | None,
+    queries: int | None,
 ) -> bool:
     """Append if the arguments look like those of the last prompts and the layer is empty, too; else False."""
     last = cache._last_prompt
@@ -75,15 +82,27 @@ def append_prompt(
         return False
     if _listed(requests) != last.requests or _listed(seq_lens) != last.seq_lens:
         return False
+    if mass is None:
+        if queries is not None or not isinstance(last.prepared, PreparedPrompt):
+            return False
+    elif type(queries) is not int or queries < 1 or not isinstance(last.prepared, PreparedPlan):
+        return False
     if k.dim() == 4:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     rows = stored_rows(cache, layer, k, v, last.asked, last.lengths)
     if not last.prepared.accepts(rows):
         return False
+    if mass is not None:
+        mass = check_mass(cache, mass, len(last.asked), max(last.lengths))
     cache.pool.note_stream()
     cache._forget(last.asked)
     with cache._operation() as change:
-        last.prepared.prepare(cache, change, layer, rows)
+        if isinstance(last.prepared, PreparedPrompt):
+            last.prepared.prepare(cache, change, layer, rows)
+        elif mass is not None and queries is not None:
+            importance = new_importance(cache, layer, last.asked, last.lengths, mass, queries)
+            add_mass(cache, change, layer, last.asked, mass, queries, last.lengths)
+            last.prepared.prepare(cache, change, layer, rows, importance, last.lengths)
         cache._activate(change, last.asked)
         cache._set_lengths(change, last.asked, layer, last.ends)
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,7 +105,7 @@ def centres_of_places(
     addresses |= {name: x.data_ptr() for name, x in tensors.items()}
     strides = (0, 0) if k is None else (x * k.element_size() for x in k.stride()[:2])
     packed = PARAMS.pack(
-        *(addresses.get(name, 0) for name in POINTERS), *strides, n, len(places), heads, len(buckets.page_formats),
+        *map(addresses.get, POINTERS, repeat(0)), *strides, n, len(places), heads, len(buckets.page_formats),
         buckets.max_pages, buckets.pool.units, buckets.page_tokens.bit_length() - 1, plain.position_offset, dim, pairs,
     )  # fmt: skip
     params = bytearray(packed)

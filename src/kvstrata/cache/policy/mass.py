@@ -50,9 +50,12 @@ def new_importance(
     starts = cache._lengths[list(requests), layer].astype(np.int64)
     parts = zip(mass, starts.tolist(), lengths, strict=True)
     own = torch.cat([of_request[:, start : start + n].T for of_request, start, n in parts])
-    ends = cache.pool.to_device(np.repeat(starts + np.array(lengths), lengths)).unsqueeze(1).expand_as(own)
-    one = torch.ones((), device=own.device)
-    return updated(cache.policy.mode, initial(cache.policy.mode, ends), own, queries, one, cache.decay).contiguous()
+    if cache.policy.mode == "mean":
+        first = torch.zeros((), device="cpu")  # whatever the length
+    else:
+        ends = cache.pool.to_device(np.repeat(starts + np.array(lengths), lengths)).unsqueeze(1).expand_as(own)
+        first = initial(cache.policy.mode, ends)
+    return updated(cache.policy.mode, first, own, queries, torch.ones((), device="cpu"), cache.decay).contiguous()
 
 
 def observe_mass(
@@ -82,9 +85,9 @@ def _first_owners(cache: CacheState, layer: int, requests: Sequence[int], live: 
     """Entries of the page table that no earlier live request has too: bool ``[head_caches, tiers, pages]``."""
     table = cache.buckets.host_table[list(requests), layer]
     handles, first = np.unique(np.where(live[:, None, None, None], table, -1), return_index=True)
-    found = np.zeros(table.size, bool)
-    found[first[handles >= 0]] = True
-    return found.reshape(-1, *table.shape[2:])
+    is_first = np.zeros(table.size, bool)
+    is_first[first[handles >= 0]] = True
+    return is_first.reshape(-1, *table.shape[2:])
 
 
 def mass_of(tokens: Tokens, mass: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, repeat
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ POINTERS = (
     "starts", "survey", "merged", "share", "kind", "needed",
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f 18i 4x")
+OFFSETS = {name: 8 * i for i, name in enumerate(POINTERS)}  # of the pointers in the struct
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class DevicePlan:
     ``starts`` int64 ``[head_caches * tiers]``: where each bucket begins in it. ``results`` is one buffer: ``needed``
     int64 ``[scopes]`` and ``kind`` int32 ``[scopes, 2]`` as `plan.Split` has them, then ``numbers`` int32 ``[3,
     buckets]``, which counting moves fills (moves_cuda.py). ``places`` and ``fresh``: addresses of what was uploaded.
+    ``launches`` and their ``params``, to plan again; no params if there are several chunks.
     """
 
     target: torch.Tensor
@@ -51,6 +53,8 @@ class DevicePlan:
     fresh: int
     lease: Lease
     uploaded: torch.Tensor
+    launches: tuple[jit.Launch, ...]
+    params: bytearray | None
 
     @property
     def needed(self) -> torch.Tensor:
@@ -145,7 +149,7 @@ def plan_places(
     lease = buckets.arena.lease()
     bounds = [(int(ends[first]), int(ends[end])) for first, end in chunks]  # places of each chunk
     firsts = [int(begin[first * heads]) for first, _ in bounds] + [n]
-    most = max(b - a for a, b in itertools.pairwise(firsts))
+    most = max(b - a for a, b in pairwise(firsts))
     target = lease.take("target", n, torch.int8)
     starts = lease.take("starts", head_caches * tiers, torch.int64)
     results = lease.take("results", 16 * len(allowed) + 12 * head_caches * tiers)
@@ -156,7 +160,7 @@ def plan_places(
     merged = lease.take("merged", len(places) * width, torch.float32).data_ptr() if together else 0
     longest = 4 * int(counts.max(initial=0))
     nearby = longest if longest <= NEARBY else 0
-    index = device.index or 0
+    index, launched = device.index or 0, []
     with torch.cuda.device(index):
         jit.bind_context(index)
         stream = jit.current_stream(index)
@@ -176,7 +180,7 @@ def plan_places(
                 where["fresh"] = addresses["fresh"] + 4 * place
                 if fresh.importance is not None:
                     where["mass"] = fresh.importance.data_ptr()
-            params = _params(buckets, policy, where, len(places), scope_end - scope, width, headroom)
+            params = bytearray(_params(buckets, policy, where, len(places), scope_end - scope, width, headroom))
             launches = [("survey", many, THREADS, 0), ("split", scope_end - scope, 32, 0)]
             if together:
                 launches.insert(1, ("merge", place_end - place, THREADS, 0))
@@ -184,9 +188,12 @@ def plan_places(
             for name, grid, block, shared in launches:
                 entry = entry_of(name, buckets.page_formats[0], nearby > 0)
                 source = CHOOSE_SOURCE if name == "choose" else SOURCE
-                jit.Launch(kernel(source, entry, index), grid, block, params, shared=shared)(stream)
-    fresh_at = addresses.get("fresh", 0)
-    return DevicePlan(target, starts, results, len(allowed), addresses["places"], fresh_at, lease, uploaded)
+                launched.append(jit.Launch(kernel(source, entry, index), grid, block, params, shared=shared))
+                launched[-1](stream)
+    return DevicePlan(
+        target, starts, results, len(allowed), addresses["places"], addresses.get("fresh", 0), lease, uploaded,
+        tuple(launched), params if len(chunks) == 1 else None,
+    )  # fmt: skip
 
 
 def _chunks(tokens: np.ndarray) -> list[tuple[int, int]]:
@@ -226,7 +233,7 @@ def _params(
         return [*values, *[0] * (MAX_TIERS - len(values))]
 
     return PARAMS.pack(
-        *(addresses.get(name, 0) for name in POINTERS), *padded(policy.prices.page), *padded(slopes), *padded(ladder),
+        *map(addresses.get, POINTERS, repeat(0)), *padded(policy.prices.page), *padded(slopes), *padded(ladder),
         *padded([kind.position_offset for kind in page_formats]),
         *padded([kind.importance_offset for kind in page_formats]), policy.steepest, 1.0 + policy.hysteresis,
         policy.floor, places, scopes, buckets.kv_heads, tiers, len(slopes), max_pages, buckets.pool.units,

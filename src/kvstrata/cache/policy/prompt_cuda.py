@@ -32,8 +32,59 @@ if TYPE_CHECKING:
 ADDRESS = struct.Struct("Q")
 
 
-class PreparedPrompt:
-    """What the first layer of prompts prepared. Valid on the stream it was prepared on."""
+class Prepared:
+    """Parameters of launches that serve layer after layer. Valid on the stream they were prepared on."""
+
+    def __init__(
+        self, cache: CacheState, layer: int, requests: np.ndarray, rows: NewRows, device: int, centred: np.ndarray
+    ) -> None:
+        """``centred``: whether each of the requests had a centre before."""
+        self._layer, self._requests, self._centred, self._device = layer, requests, centred, device
+        self._centred_after = cache._centred[requests, layer]
+        self._stream = None if cache.device.type == "cpu" else jit.current_stream(cache.device.index or 0)
+        self._strides = (rows.k.stride(0), rows.v.stride(0))
+        self._of_k: list[tuple[bytearray, int]] = []  # where parameters name K
+        self._of_v: list[tuple[bytearray, int]] = []
+        self._of_layer: list[tuple[bytearray, int, int, int]] = []
+
+    def _add_layer_addresses(self, cache: CacheState, params: bytearray, offsets: dict[str, int]) -> None:
+        """Note where parameters name tables by layer: parameters, offset, address for layer 0, bytes of a layer."""
+        heads, tiers, max_pages = cache.buckets.page_table.shape[2:]
+        sizes = {"count": 4 * heads * tiers, "table": 4 * heads * tiers * max_pages, "reports": 8}
+        sizes |= {"stored": 4 * heads * cache.head_dim, "balance": heads * cache.head_dim}
+        for name in sizes.keys() & offsets.keys():
+            [address] = ADDRESS.unpack_from(params, offsets[name])
+            if address:
+                self._of_layer.append((params, offsets[name], address - self._layer * sizes[name], sizes[name]))
+
+    def fits(self, cache: CacheState, layer: int) -> bool:
+        """True if a layer is as empty as the first one was, with the same share of the budget."""
+        where, shares = (self._requests, layer), cache.budget.shares
+        if shares and shares[layer] != shares[self._layer]:
+            return False
+        if cache.buckets.host_count[where].any() or cache._lengths[where].any():
+            return False
+        if not np.array_equal(cache._centred[where], self._centred):
+            return False
+        return self._stream is None or self._stream == jit.current_stream(self._device)
+
+    def accepts(self, rows: NewRows) -> bool:
+        """True for rows that are aligned as the kernels need them, with the strides of the first."""
+        if (rows.k.data_ptr() | rows.v.data_ptr()) % ROW_BYTES:
+            return False
+        return (rows.k.stride(0), rows.v.stride(0)) == self._strides
+
+    def _point(self, layer: int, rows: NewRows) -> None:
+        """Write addresses of rows and of the layer's tables into the parameters."""
+        for addresses, row in ((self._of_k, rows.k.data_ptr()), (self._of_v, rows.v.data_ptr())):
+            for params, offset in addresses:
+                ADDRESS.pack_into(params, offset, row)
+        for params, offset, address, size in self._of_layer:
+            ADDRESS.pack_into(params, offset, address + layer * size)
+
+
+class PreparedPrompt(Prepared):
+    """Launches that the first layer of prompts without mass prepared: everything but the rows."""
 
     def __init__(
         self,
@@ -45,15 +96,10 @@ class PreparedPrompt:
         moved: CountedMoves,
         centred: np.ndarray,
     ) -> None:
-        """Keep everything but the rows; the transaction that moves them is not complete yet.
-
-        ``centred``: whether each of the requests had a centre before.
-        """
+        """The transaction that moves the rows is not complete yet."""
+        super().__init__(cache, layer, requests, rows, moved.launches.device, centred)
         buckets, counted = cache.buckets, moved.counted
-        self._layer, self._requests, self._centred = layer, requests, centred
-        self._centred_after = cache._centred[requests, layer]
         self._counts = buckets.host_count[requests, layer]
-        self._stream = None if cache.device.type == "cpu" else jit.current_stream(cache.device.index or 0)
         stores = () if centres.store is None else centres.store.launches
         kept = (centres, moved.lists, counted.uploaded, counted.memory, counted.lease)
         self._compute = centres.compute
@@ -63,51 +109,14 @@ class PreparedPrompt:
         self._of_tier = [np.flatnonzero(tier == t) for t in range(len(buckets.page_formats))]
         self._pages = {t: len(of_tier) for t, of_tier in enumerate(self._of_tier)}
         self._packed, self._uploaded = counted.packed, counted.uploaded
-        self._strides = (rows.k.stride(0), rows.v.stride(0))
-        self._of_k, self._of_v = self._row_addresses(centres, moved)
-        self._of_layer = self._layer_addresses(cache, centres, moved)
         self._copies = counted.copies()
-
-    @staticmethod
-    def _row_addresses(centres: Centres, moved: CountedMoves) -> tuple[list[tuple[bytearray, int]], ...]:
-        """Where parameters name K, and V."""
-        moves, offset = moved.counted.params, moves_cuda.OFFSETS
-        of_k = [(moves, offset["k"]), (centres.params, centre_cuda.OFFSETS["k"])]
-        of_v = [(moves, offset["v"])]
+        self._of_k += [(counted.params, moves_cuda.OFFSETS["k"]), (centres.params, centre_cuda.OFFSETS["k"])]
+        self._of_v.append((counted.params, moves_cuda.OFFSETS["v"]))
         for params in moved.lists.of_rows:
-            of_k.append((params, repack_cuda.ROWS_OFFSET))
-            of_v.append((params, repack_cuda.ROWS_OFFSET + 8))
-        return of_k, of_v
-
-    def _layer_addresses(
-        self, cache: CacheState, centres: Centres, moved: CountedMoves
-    ) -> list[tuple[bytearray, int, int, int]]:
-        """Where parameters name tables by layer: parameters, offset, address for layer 0, bytes of a layer."""
-        heads, tiers, max_pages = cache.buckets.page_table.shape[2:]
-        sizes = {"count": 4 * heads * tiers, "table": 4 * heads * tiers * max_pages}
-        sizes |= {"stored": 4 * heads * cache.head_dim, "balance": heads * cache.head_dim}
-        listed = []
-        for params, offsets in ((moved.counted.params, moves_cuda.OFFSETS), (centres.params, centre_cuda.OFFSETS)):
-            for name in sizes.keys() & offsets.keys():
-                [address] = ADDRESS.unpack_from(params, offsets[name])
-                if address:
-                    listed.append((params, offsets[name], address - self._layer * sizes[name], sizes[name]))
-        return listed
-
-    def fits(self, cache: CacheState, layer: int) -> bool:
-        """True if a layer is as empty as the first one was."""
-        where = self._requests, layer
-        if cache.buckets.host_count[where].any() or cache._lengths[where].any():
-            return False
-        if not np.array_equal(cache._centred[where], self._centred):
-            return False
-        return self._stream is None or self._stream == jit.current_stream(self._launches.device)
-
-    def accepts(self, rows: NewRows) -> bool:
-        """True for rows that are aligned as the kernels need them, with the strides of the first."""
-        if (rows.k.data_ptr() | rows.v.data_ptr()) % ROW_BYTES:
-            return False
-        return (rows.k.stride(0), rows.v.stride(0)) == self._strides
+            self._of_k.append((params, repack_cuda.ROWS_OFFSET))
+            self._of_v.append((params, repack_cuda.ROWS_OFFSET + 8))
+        self._add_layer_addresses(cache, counted.params, moves_cuda.OFFSETS)
+        self._add_layer_addresses(cache, centres.params, centre_cuda.OFFSETS)
 
     def prepare(self, cache: CacheState, change: Transaction, layer: int, rows: NewRows) -> None:
         """Take pages, update the host's tables; the tokens come when the transaction completes."""
@@ -139,11 +148,3 @@ class PreparedPrompt:
             self._launches.run()
 
         change.launch(run)
-
-    def _point(self, layer: int, rows: NewRows) -> None:
-        """Write addresses of rows and of the layer's tables into the parameters."""
-        for addresses, row in ((self._of_k, rows.k.data_ptr()), (self._of_v, rows.v.data_ptr())):
-            for params, offset in addresses:
-                ADDRESS.pack_into(params, offset, row)
-        for params, offset, address, size in self._of_layer:
-            ADDRESS.pack_into(params, offset, address + layer * size)

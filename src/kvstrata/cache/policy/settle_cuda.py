@@ -96,8 +96,7 @@ def plan(
     if rows is not None and fresh is not None and fresh.importance is None:
         key = _prompt(cache, layers, requests, lengths, fresh)
         if key is not None and cache._prompt is not None and cache._prompt[0] == key:
-            return _again(cache, cache._prompt[1], layers, requests, fresh, rows)
-    allowed = {n: cache.budget.pages(n) for n in {scope[0] for scope in lengths}}
+            return again(cache, cache._prompt[1], layers, requests, fresh, rows)
     device = plan_places(
         cache.buckets,
         cache.policy,
@@ -105,7 +104,7 @@ def plan(
         np.array([n for scope in lengths for n in scope], np.int64),
         cache.reports,
         [len(scope) for _, scope in places],
-        [allowed[scope[0]] for scope in lengths],
+        cache.budget.pages_at([layer for layer, _ in places], [scope[0] for scope in lengths]),
         cache.policy.settle_every,
         fresh,
         unwritten,
@@ -138,18 +137,19 @@ def _prompt(
         return None
     if int(fresh.counts.sum()) * cache.kv_heads > LARGEST_KEPT:
         return None
-    return (tuple(map(tuple, lengths)), fresh.packed().tobytes())
+    shares = tuple(cache.budget.shares[layer] for layer in layers) if cache.budget.shares else ()
+    return (tuple(map(tuple, lengths)), fresh.packed().tobytes(), shares)
 
 
 def is_prompt(cache: CacheState, planned: Planned) -> bool:
-    """True if a plan is that of prompts, each with an allowance of its own: it holds in all layers."""
+    """True if a plan is that of prompts, each with an allowance of its own: it holds in layers of the same share."""
     return not cache.budget.shared and cache._prompt is not None and cache._prompt[1] is planned.outcome
 
 
-def _again(
+def again(
     cache: CacheState, same: Outcome, layers: np.ndarray, requests: np.ndarray, fresh: Fresh, rows: NewRows
 ) -> Planned:
-    """The plan of a prompt for the same requests in another layer, without planning."""
+    """A plan for the same requests in another layer, whose outcome is known or on its way."""
     device = same.device
     counted = Moves(
         cache.buckets,
@@ -164,6 +164,12 @@ def _again(
         counts=False,
     )
     return Planned(layers, requests, fresh, same, counted)
+
+
+def coded(cache: CacheState, planned: Planned, numbers: np.ndarray | None = None) -> np.ndarray:
+    """True for each place that gets tokens as codes; ``numbers``: those of the plan unless given."""
+    came = (planned.outcome.values[2] if numbers is None else numbers)[1]
+    return came.reshape(len(planned.layers), -1, len(cache.page_formats))[:, :, 1:].any((1, 2))
 
 
 def move(
@@ -182,8 +188,8 @@ def move(
         numbers = numbers.copy()
         numbers.reshape(3, len(layers), -1)[:, without] = 0
         planned.counted.leave_out(without)
-    coded = numbers[1].reshape(len(layers), -1, len(cache.page_formats))[:, :, 1:].any((1, 2))
-    centres = centres_of_places(cache, change, layers, requests, coded, planned.fresh, rows)
+    get_codes = coded(cache, planned, numbers)
+    centres = centres_of_places(cache, change, layers, requests, get_codes, planned.fresh, rows)
     moved = apply.prepare_counted(cache.buckets, change, layers, requests, planned.counted, numbers, centres.rows)
     if moved is not None:
         change.launch(moved.run)

@@ -309,6 +309,8 @@ class Buckets(BucketReads):
         """
         tiers, p = len(self.page_formats), self.page_tokens
         before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
+        if not before.any():
+            return self._exchange_empty(change, requests, layers, came)
         after = before - left + came
         pages, pages_after = -(-before // p), -(-after // p)
         gone = spans(pages_after, pages)
@@ -339,6 +341,28 @@ class Buckets(BucketReads):
             np.stack([np.ravel_multi_index(at_gone, shape), none], 1),
             list(of_tier.values()),
         )
+
+    def _exchange_empty(
+        self, change: Transaction, requests: np.ndarray, layers: np.ndarray, came: np.ndarray
+    ) -> Exchanged:
+        """`exchange` of places without a token."""
+        tiers, p, buckets = len(self.page_formats), self.page_tokens, self.kv_heads * len(self.page_formats)
+        pages = -(-came // p)
+        of_tier = change.allocate_all(dict(enumerate(pages.reshape(-1, tiers).sum(0).tolist())))
+        places = requests * self.host_table.shape[1] + layers
+        first = (places[:, None] * buckets + np.arange(buckets)).reshape(-1) * self.max_pages
+        entries = np.repeat(first - (np.cumsum(pages) - pages), pages) + np.arange(pages.sum())
+        tier, handles = np.repeat(np.arange(len(pages)) % tiers, pages), np.empty(len(entries), np.int64)
+        for t, taken in of_tier.items():
+            handles[tier == t] = taken
+        table = self.host_table.reshape(-1)
+        change.undo(lambda: table.__setitem__(entries, -1))
+        table[entries] = handles
+        count = came.reshape(-1, self.kv_heads, tiers).astype(np.int32)
+        change.set(self.host_count, (requests, layers), count)
+        self.forget(requests, change)
+        entered, none = np.stack([entries, handles], 1), np.zeros((0, 2), np.int64)
+        return Exchanged(np.zeros_like(came), entered, none, list(of_tier.values()))
 
     def _table_index(
         self, requests: np.ndarray, layers: np.ndarray, bucket: np.ndarray, page: np.ndarray

@@ -27,6 +27,8 @@ __device__ __forceinline__ Vec<kBytes> load_once(const void* from) {
           : "l"(static_cast<const unsigned*>(from) + i));
   } else if constexpr (kBytes == 8) {
     asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(out.words[0]), "=r"(out.words[1]) : "l"(from));
+  } else if constexpr (kBytes == 4) {
+    asm volatile("ld.global.L1::no_allocate.u32 %0,[%1];" : "=r"(out.words[0]) : "l"(from));
   } else {
     out.words[0] = *static_cast<const volatile typename Vec<kBytes>::word*>(from);
   }

@@ -1,4 +1,8 @@
-"""``store_packed`` in CUDA C++: quantize_tokens.cu, one warp per window of tokens, KV head and side."""
+"""``store_packed`` in CUDA C++: one warp per window of tokens, KV head and side.
+
+quantize_tokens.cu makes decode steps and short prompts, where a warp has one window; quantize_prompt.cu makes long
+prompts, where it has many and asks for the rows of the next while it works on one.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,30 @@ import struct
 import torch
 
 from kvstrata import jit
-from kvstrata.layout import Format
-from kvstrata.quant.op import CXX, ROW_BYTES
+from kvstrata.layout import Format, fragments
+from kvstrata.quant.op import CXX, ROUNDS, ROW_BYTES
 from kvstrata.quant.op import SOURCE as QUANTIZE
 
 from .job import Job
 
 SOURCE = QUANTIZE.with_name("quantize_tokens.cu")
-# struct Params: k, v, pages, slot_mapping, balance, centre; strides of rows, blocks, heads and slots; sizes.
-PARAMS = struct.Struct("6Q7q4i")
+PROMPT = QUANTIZE.with_name("quantize_prompt.cu")
+# struct Params: k, v, pages, slot_mapping, balance, centre; strides of rows, blocks, heads and slots; sizes; division.
+PARAMS = struct.Struct("6Q7q6iI4x")
 POINTERS = struct.Struct("6Q")
 WINDOW = 16  # tokens whose runs one warp makes, if there are warps enough
-ROUNDS = 4  # waves of warps from which on a warp takes a larger window
+WAVES = 4  # waves of warps from which on a warp takes a larger window
 BLOCKS = 12  # of one warp, on a multiprocessor
 
 
-def entry_of(format: Format, dtype: torch.dtype, balanced: bool, slot_dtype: torch.dtype) -> str:
+def entry_of(
+    format: Format, dtype: torch.dtype, balanced: bool, slot_dtype: torch.dtype, kernel: str = "quantize_tokens"
+) -> str:
     """Template instance for a format, the dtypes of rows and slots, and whether K is balanced."""
     flags = f"{str(format.rotate).lower()}, {str(balanced).lower()}"
     slot = "int" if slot_dtype == torch.int32 else "long long"
     widths = f"{format.k_bits}, {format.v_bits}, {format.page_tokens}"
-    return f"quantize_tokens<{CXX[dtype]}, {format.head_dim}, {widths}, {flags}, {slot}>"
+    return f"{kernel}<{CXX[dtype]}, {format.head_dim}, {widths}, {flags}, {slot}>"
 
 
 def missing(job: Job) -> str | None:
@@ -50,27 +57,57 @@ def _multiprocessors(device: int) -> int:
 def window_of(tokens: int, heads: int, multiprocessors: int) -> int:
     """Tokens of a window: 1 as long as a warp per token and head fits a few waves, then up to 16."""
     window = 1
-    while window < WINDOW and -(-tokens // window) * heads * 2 > ROUNDS * BLOCKS * multiprocessors:
+    while window < WINDOW and -(-tokens // window) * heads * 2 > WAVES * BLOCKS * multiprocessors:
         window *= 2
     return window
 
 
-def addresses(job: Job) -> tuple[int, ...]:
-    """Addresses in the order of the kernel's parameters; 0 for None."""
-    tensors = (job.k, job.v, job.pages, job.slot_mapping, job.balance, job.centre)
-    return tuple(0 if x is None else x.data_ptr() for x in tensors)
+def divider(number: int) -> tuple[int, int]:
+    """Shift and inverse such that ``x // number == x * inverse >> 32 >> shift`` for 0 <= x < 2^31; number > 1."""
+    bits = (number - 1).bit_length()
+    return bits - 1, -(-(1 << 31 + bits) // number)
+
+
+def takes_prompts(format: Format, dtype: torch.dtype) -> bool:
+    """True if quantize_prompt.cu has the format: 16-bit rows, and no word that two tiles of a page share."""
+    steps = format.head_dim // fragments.STEP_DIMS
+    widths = [width for bits in (format.k_bits, format.v_bits) for width, _ in fragments.planes(bits)]
+    return dtype.itemsize == 2 and all(steps * width % 4 == 0 for width in widths)
+
+
+def params_of(job: Job, window: int) -> bytes:
+    """Struct Params, complete but for the pointers."""
+    blocks, size = job.blocks, job.k.element_size()
+    return PARAMS.pack(
+        *(0,) * 6, *(n * size for x in (job.k, job.v) for n in x.stride()[:2]),
+        blocks.block_stride, blocks.head_stride, job.slot_mapping.stride(0),
+        job.k.shape[0], blocks.slots, blocks.block_size, blocks.kv_heads, window, *divider(blocks.block_size),
+    )  # fmt: skip
 
 
 def plan(job: Job) -> jit.Launch:
     """Launch of a job, complete but for the pointers."""
-    device, size, blocks = job.pages.get_device(), job.k.element_size(), job.blocks
-    tokens = job.k.shape[0]
-    window = window_of(tokens, blocks.kv_heads, _multiprocessors(device))
-    params = PARAMS.pack(
-        *(0,) * 6, *(n * size for x in (job.k, job.v) for n in x.stride()[:2]),
-        blocks.block_stride, blocks.head_stride, job.slot_mapping.stride(0),
-        tokens, blocks.slots, blocks.block_size, window,
-    )  # fmt: skip
-    entry = entry_of(job.format, job.k.dtype, job.balance is not None, job.slot_mapping.dtype)
-    kernel = jit.load(SOURCE, entry, jit.arch_of(device))
-    return jit.Launch(kernel, (-(-tokens // window), 2 * blocks.kv_heads), 32, params)
+    device, size = job.pages.get_device(), job.k.element_size()
+    tokens, heads = job.k.shape[0], job.blocks.kv_heads
+    window = window_of(tokens, heads, _multiprocessors(device))
+    params = params_of(job, window)
+    kinds = (job.format, job.k.dtype, job.balance is not None, job.slot_mapping.dtype)
+    if window == WINDOW and takes_prompts(job.format, job.k.dtype):
+        kernel = jit.load(PROMPT, entry_of(*kinds, "quantize_prompt"), jit.arch_of(device))
+        return _prompt(kernel, job, params)
+    kernel = jit.load(SOURCE, entry_of(*kinds), jit.arch_of(device))
+    dim = job.format.head_dim
+    shared = (WINDOW + 1) * dim * size + 8 * dim  # rows of a run and one of zeros; the centre, twice
+    return jit.Launch(kernel, (-(-tokens // window), 2 * heads), 32, params, shared=shared)
+
+
+def _prompt(kernel: jit.Kernel, job: Job, params: bytes) -> jit.Launch:
+    """Launch of quantize_prompt.cu: warps of a round, and rounds, as `quant.op.prepare` has them."""
+    dim, heads = job.format.head_dim, job.blocks.kv_heads
+    rows, slots, centre = WINDOW * dim * 2, 2 * WINDOW * job.slot_mapping.element_size(), 4 * dim
+    shared = 2 * (rows + slots + centre) + 2 * dim  # and a row of zeros
+    share = next(share for most, share in ROUNDS.items() if dim <= most)
+    windows = -(-job.k.shape[0] // WINDOW)
+    warps = max(1, min(windows, int(kernel.resident(32, shared) * share) // heads))
+    rounds = (-(-windows // warps)).bit_length()
+    return jit.Launch(kernel, (warps * heads, 1 + rounds), 32, params, shared=shared)

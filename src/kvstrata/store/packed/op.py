@@ -19,6 +19,9 @@ from kvstrata.layout.blocks import check_format
 
 from . import reference
 from .job import Calibration, Job, calibration_tensors, check
+from .plain_rows import PlainRows, row_tensors
+from .tail_job import TailTensors
+from .tail_op import store_with_tail
 
 Tensors = tuple[torch.Tensor | None, ...]  # k, v, pages, slot_mapping, balance, centre
 
@@ -170,6 +173,10 @@ def store_packed(
     fmt: Format,
     *,
     calibration: Calibration | None = None,
+    tail: PlainRows | None = None,
+    sink_tokens: PlainRows | None = None,
+    seq_lens: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> None:
     """Rotate and quantise K and V rows and write them into packed pages that an engine owns, in one launch.
@@ -186,6 +193,12 @@ def store_packed(
         fmt: quantised format of the pages.
         calibration: per-layer balance and centre of K, float32 ``[kv_heads, head_dim]`` each or None. `decode_packed`
             and `prefill_packed` must be given the same.
+        tail: 16-bit rows ``[max_requests, kv_heads, tokens, head_dim]`` for the newest, unfinished page of each
+            request, which is packed when its last token comes. Mutated: the last ``tokens`` positions of a request.
+            Rows of a request must follow each other in k, in order of position.
+        sink_tokens: 16-bit rows for the first tokens of each request, which are packed, too. Mutated.
+        seq_lens: int32 ``[B]``, tokens of each request, the new ones included; with a tail or sink_tokens only.
+        cu_seqlens_q: int32 ``[B + 1]``: the rows of request i are ``cu[i] .. cu[i + 1]``. None: T / B each.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     A token's codes and scales depend on its own row, its slot in the page and the calibration alone: equal rows give
@@ -207,14 +220,19 @@ def store_packed(
         [True, True, False]
     """
     balance, centre = calibration_tensors(calibration)
+    if tail is not None or sink_tokens is not None:
+        rows = row_tensors(tail, sink_tokens)
+        given = TailTensors(k, v, pages, slot_mapping, seq_lens, cu_seqlens_q, balance, centre, *rows)  # type: ignore[arg-type]
+        store_with_tail(given, fmt, backend)
+        return
     tensors: Tensors = (k, v, pages, slot_mapping, balance, centre)
     if not _is_compiling():
         plan = _plans.latest
         if plan is not None and plan.launch is not None and plan.options == (
             fmt, backend, balance is None, centre is None,
         ):  # fmt: skip
-            given = tensors[:4] if balance is centre is None else [x for x in tensors if x is not None]
-            if plan.guard(*given):
+            seen = tensors[:4] if balance is centre is None else [x for x in tensors if x is not None]
+            if plan.guard(*seen):
                 addresses = _addresses(tensors)
                 if plan.address_bits == (addresses[0] | addresses[1] | addresses[2]) & 15:
                     plan.launch(*addresses)

@@ -57,7 +57,7 @@ TOLERANCE = 4.0
 
 @dataclass(frozen=True)
 class Shape:
-    """What one case measures."""
+    """Sizes of one case."""
 
     what: str  # steps or prompts
     batch: int | None
@@ -151,7 +151,7 @@ def run(
 
 
 def measure(engine: str, shapes: Sequence[Shape]) -> tuple[dict[str, Any], str | None]:
-    """What an engine's process said, and why it failed or None."""
+    """Output of an engine's process, and the reason why it failed or None."""
     backend, format = ENGINES[engine]
     given = {
         "backend": backend, "format": format, "model": LLAMA_8B, "cache_bytes": CACHE, "max_tokens": MAX_TOKENS,

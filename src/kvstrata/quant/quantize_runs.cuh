@@ -1,0 +1,244 @@
+// K and V rows of any tokens into pages that an engine owns, a run at a time: what quantize_tokens.cu and quantize_prompt.cu
+// share.
+//
+// slot = block * block_size + offset. A run is tokens of one call whose slots follow each other within a tile of 16 slots;
+// the warp whose window has a run's first token makes all of it. A prompt is runs of 16, a decode step runs of one. What a
+// token's codes and scale are depends on its row alone: every run goes through the arithmetic of whole tiles
+// (quantize_encode.cuh), with zeros for tokens that are not in it. A whole tile is stored as it is. Else the fields of the
+// run's tokens are replaced one by one, since words and bytes have fields of several tokens and other warps may write
+// theirs at the same time.
+#pragma once
+#include "cp_async.cuh"
+#include "pdl.cuh"
+#include "quantize_encode.cuh"
+#include "quantize_rows.cuh"
+
+using i64 = long long;
+
+struct Params {
+  const char* k;
+  const char* v;
+  unsigned char* pages;
+  const void* slot_mapping;  // Slot [tokens]
+  const float* balance;      // [heads, D], or null: K is divided by it
+  const float* centre;       // [heads, D], or null: subtracted from balanced K
+  i64 k_token, k_head, v_token, v_head;             // strides in bytes
+  i64 block_stride, head_stride, slot_stride;       // of pages in bytes, of slot_mapping in elements
+  int tokens, slots, block_size, heads;
+  int window;        // tokens whose runs a warp makes, up to 16
+  int shift;         // x / block_size is x * inverse / 2^32 / 2^shift, for any slot
+  unsigned inverse;
+};
+
+// Slots of a window, a lane each: lane 0 has that of the token before it, and those behind the window's are of the 15 tokens
+// after it.
+struct Window {
+  int own;          // -1: padding
+  unsigned follow;  // lanes whose token continues the run of the one before
+  unsigned starts;  // lanes of the window where a run begins
+
+  // `slot`: of the lane's token, any number where there is none; `first` and `tokens`: of the window.
+  template <class Slot>
+  __device__ __forceinline__ Window(Slot slot, const Params& p, int first, int tokens) {
+    const int lane = threadIdx.x & 31;
+    own = has_token(p, first) && slot >= 0 && slot < p.slots ? static_cast<int>(slot) : -1;
+    const int before = __shfl_up_sync(~0u, own, 1);
+    const bool follows = lane && own >= 0 && own == before + 1 && own % 16;
+    follow = __ballot_sync(~0u, follows);
+    starts = __ballot_sync(~0u, lane && lane <= tokens && own >= 0 && !follows);
+  }
+  static __device__ __forceinline__ int token(int first) { return first - 1 + static_cast<int>(threadIdx.x & 31); }
+  static __device__ __forceinline__ bool has_token(const Params& p, int first) {
+    return static_cast<unsigned>(token(first)) < static_cast<unsigned>(p.tokens);
+  }
+  // The slot of a run's first token, which lane `start` has.
+  __device__ __forceinline__ int slot_of(int start) const { return __shfl_sync(~0u, own, start); }
+  __device__ __forceinline__ int count(int start) const { return __ffs(~(start < 31 ? follow >> (start + 1) : 0u)); }
+};
+
+// A slot's page of one head, and its tile in there.
+template <int kTokens, int kPageBytes>
+struct Place {
+  unsigned char* page;
+  int tile;
+  __device__ __forceinline__ Place(const Params& p, int slot, int head) {
+    const int block = static_cast<int>(static_cast<unsigned long long>(slot) * p.inverse >> 32) >> p.shift;
+    const int in_block = slot - block * p.block_size;
+    page = p.pages + block * p.block_stride + head * p.head_stride +
+           static_cast<i64>(in_block / kTokens) * kPageBytes;
+    tile = in_block % kTokens / 16;
+  }
+};
+
+// Rows of a run in shared memory, token after token. A row of zeros stands for those of the tile's tokens that are not in it.
+// Operands as ldmatrix has them, so that a row gives the same sums as in a whole tile (InStage).
+template <class In, int kSteps>
+struct InRun {
+  static constexpr bool kByMatrix = sizeof(In) == 2;
+  using Rows = Swizzle<kSteps * sizeof(In)>;
+  using Raw = typename Quad<In>::type;
+  const unsigned char *rows, *zeros;
+  SomeTokens tokens;
+  bool there[2];
+
+  __device__ __forceinline__ InRun(const unsigned char* rows, const unsigned char* zeros, const SomeTokens& tokens)
+      : rows(rows), zeros(zeros), tokens(tokens) {
+    const int g = (threadIdx.x & 31) >> 2;
+    there[0] = tokens.has(g);
+    there[1] = tokens.has(g + 8);
+  }
+  __device__ __forceinline__ Raw load(int step, int i) const {
+    const int g = (threadIdx.x & 31) >> 2, byte = (16 * step + 4 * (threadIdx.x & 3)) * sizeof(In);
+    if (!there[i]) return Raw{};
+    return *reinterpret_cast<const Raw*>(rows + Rows::offset(g + 8 * i - tokens.first, byte / 16) + byte % 16);
+  }
+  template <bool kIsV>
+  __device__ __forceinline__ void load_operand(uint2 (&raw)[2], int step) const {
+    const unsigned lane = threadIdx.x & 31;
+    const unsigned token = kIsV ? ChunksFirst::row(lane) : RowsFirst::row(lane);
+    const unsigned chunk = kIsV ? ChunksFirst::chunk(lane) : RowsFirst::chunk(lane);
+    const unsigned row = tokens.has(token) ? token - tokens.first : 0;
+    const unsigned address = shared_address(tokens.has(token) ? rows : zeros) + Rows::offset(row, chunk);
+    unsigned m[4];
+    ldmatrix_x4(m, Rows::further(address, row, chunk, step));
+    raw[0] = make_uint2(m[0], kIsV ? m[1] : m[2]);
+    raw[1] = make_uint2(kIsV ? m[2] : m[1], m[3]);
+  }
+  // Rows `first` to `end` of a run into shared memory; its first token's is at `from`, the next `stride` bytes further.
+  static __device__ __forceinline__ void copy(unsigned char* rows, const char* from, i64 stride, int first, int end) {
+    for (int i = first * Rows::kChunks + static_cast<int>(threadIdx.x & 31); i < end * Rows::kChunks; i += 32) {
+      const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
+      cp_async_or_zero<16>(shared_address(rows) + Rows::offset(row, chunk), from + row * stride + chunk * 16, true);
+    }
+  }
+  static __device__ __forceinline__ void clear(unsigned char* zeros) {
+    for (int i = (threadIdx.x & 31) * 16; i < Rows::kBytes; i += 32 * 16)
+      *reinterpret_cast<uint4*>(zeros + i) = make_uint4(0, 0, 0, 0);
+  }
+};
+
+// K rows times 1 / balance, less the centre, cleaned and rotated; in float32.
+template <class In, int kSteps, bool kRotate, class Source>
+__device__ __forceinline__ void rotate_balanced(Tile<kSteps>& f, const Source& source, const Centre& centre,
+                                                const float* balance) {
+  unsigned h[2][2];
+  rotation_operand<bf16, kRotate>(h);
+  const int t = threadIdx.x & 3;
+  clear<kSteps>(f);
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    float x[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const auto raw = source.load(s, i);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int dim = 16 * s + 4 * t + e;
+        float value = __fmul_rn(quad_value<In>(raw, e), __frcp_rn(__ldg(balance + dim)));
+        if (centre.there && source.there[i]) value = __fsub_rn(value, __ldg(centre.plain + dim));
+        x[i][e] = clean(value);
+      }
+    }
+    rotate_step_exactly<false>(f[s], x, h);
+  }
+  rotate_steps<kSteps, kRotate>(f);
+}
+
+// A tile with a row that is not fine: rows that are keep what rotate_rows made of them.
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, class Source>
+__device__ __noinline__ void write_rarely(Source source, Centre centre, unsigned char* to, int tile, unsigned char* scales,
+                                          SomeTokens tokens) {
+  using G = Group<kIsV>;
+  constexpr float kFactor = rotation_factor<kSteps, kRotate>();
+  Tile<kSteps> f, cleaned;
+  rotate_cleaned<In, kSteps, kIsV, kRotate>(cleaned, source, centre);
+  float measure = measure_rows<kBits, kSteps, kIsV>(cleaned);
+  if constexpr (sizeof(In) == 2) {
+    rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
+    const float fast = measure_rows<kBits, kSteps, kIsV>(f);
+    const bool fine = is_fine<kBits>(fast, kFactor);
+    float keeps[G::kRows];
+    G::spread(fine ? 1.f : 0.f, keeps);
+    if (fine) measure = fast;
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (keeps[G::row(i >> 1, i & 1)] != 0.f) cleaned[s][i >> 1][i & 1] = f[s][i >> 1][i & 1];
+  }
+  write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, false>(cleaned, measure, -1, to, tile, scales, tokens);
+}
+
+// One side of the windows of one call.
+template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, bool kBalance, bool kIsV, class Slot>
+struct Side {
+  static constexpr bool kIsV_ = kIsV;
+  static constexpr int kSteps = kDim / 16, kTiles = kTokens / 16, kBits = kIsV ? kVBits : kKBits;
+  static constexpr int kKBytes = code_bytes(kKBits, kSteps * kTiles), kVBytes = code_bytes(kVBits, kSteps * kTiles);
+  static constexpr int kPageBytes = kKBytes + kVBytes + kTiles * kTileScaleBytes;
+  static constexpr int kCodes = kIsV ? kKBytes : 0, kScales = kKBytes + kVBytes;  // offsets in a page
+  static constexpr bool kBalanced = kBalance && !kIsV;
+  using Page = Place<kTokens, kPageBytes>;
+  using Rows = InRun<In, kSteps>;
+  const Params& p;
+  int head;
+
+  __device__ __forceinline__ const char* row(i64 token) const {
+    return kIsV ? p.v + token * p.v_token + head * p.v_head : p.k + token * p.k_token + head * p.k_head;
+  }
+  __device__ __forceinline__ i64 stride() const { return kIsV ? p.v_token : p.k_token; }
+  // Address of the slot of the lane's token in the window that begins with token `first`; of another where there is none.
+  __device__ __forceinline__ const Slot* slot_address(int first) const {
+    return static_cast<const Slot*>(p.slot_mapping) + (Window::has_token(p, first) ? Window::token(first) : 0) * p.slot_stride;
+  }
+  // What the products of K's rows begin with.
+  __device__ __forceinline__ Centre centre(float* begin) const {
+    const Centre out{!kIsV && p.centre, p.centre + head * kDim, begin};
+    if constexpr (!kIsV) {
+      if (out.there) begin_products<kSteps, kRotate>(begin, out.plain);
+      else begin_with_nothing<kSteps>(begin);
+    }
+    return out;
+  }
+
+  // Rows in shared memory to codes and scales in the page of their slots, from `slot` on.
+  template <class Source, class Tokens>
+  __device__ __forceinline__ void write(const Source& source, const Centre& centre, int slot, const Tokens& tokens) const {
+    const Page place(p, slot, head);
+    unsigned char *codes = place.page + kCodes, *scales = place.page + kScales;
+    if constexpr (kBalanced) {
+      Tile<kSteps> f;
+      rotate_balanced<In, kSteps, kRotate>(f, source, centre, p.balance + head * kDim);
+      const float measure = measure_rows<kBits, kSteps, kIsV>(f);
+      write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, false>(f, measure, -1, codes, place.tile, scales, tokens);
+    } else {
+      if constexpr (sizeof(In) == 2) {
+        Tile<kSteps> f;
+        rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
+        const float measure = measure_rows<kBits, kSteps, kIsV>(f);
+        if (__all_sync(~0u, is_fine<kBits>(measure, rotation_factor<kSteps, kRotate>()))) {
+          write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, true>(f, measure, -1, codes, place.tile, scales, tokens);
+          return;
+        }
+      }
+      SomeTokens some{0, 16};
+      if constexpr (!Tokens::kAll) some = tokens;
+      write_rarely<In, kSteps, kBits, kTiles, kIsV, kRotate>(source, centre, codes, place.tile, scales, some);
+    }
+  }
+
+  // The runs that begin in a window, one after the other. `copied`: rows of the first run that are on their way already.
+  __device__ __forceinline__ void write_runs(const Window& window, int first, int copied, unsigned char* rows,
+                                             unsigned char* zeros, const Centre& centre) const {
+    for (unsigned starts = window.starts; starts; starts &= starts - 1) {
+      const int start = __ffs(starts) - 1, slot = window.slot_of(start);
+      const SomeTokens tokens{slot % 16, window.count(start)};
+      Rows::copy(rows, row(first - 1 + start), stride(), start == 1 ? copied : 0, tokens.count);
+      commit_group();
+      wait_group<0>();
+      __syncwarp();
+      write(Rows(rows, zeros, tokens), centre, slot, tokens);
+      __syncwarp();  // the next run's rows come to the same place
+    }
+  }
+};

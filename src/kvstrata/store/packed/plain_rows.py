@@ -1,0 +1,132 @@
+"""Unquantised rows beside packed pages: the newest, unfinished page of each request, and its first tokens.
+
+    position        0 .. sink_tokens     .. end of the last full page      .. seq_len
+    read from       sink rows            packed pages                      tail rows
+
+Both are the engine's memory, ``[max_requests, kv_heads, tokens, head_dim]``, and a request has a slot in each or none.
+Position p is row ``p % tail_tokens`` of the tail. A page is packed once, when its last token comes; sink tokens are
+packed like all others as well, so the bytes of full pages do not depend on either.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvstrata.layout.blocks import ALIGNMENT, Blocks
+
+
+class PlainRows(NamedTuple):
+    """Unquantised K and V rows that an engine keeps beside packed pages, as a tail or for sink tokens.
+
+    ``k``, ``v``: ``[max_requests, kv_heads, tokens, head_dim]`` in the model's dtype; the rows of a KV head are
+    contiguous, strides are multiples of 16 bytes. As a tail, ``tokens`` is a multiple of ``page_tokens``; as sink
+    tokens any number. ``slots``: int32 ``[B]``, the first index of k and v for each request of the call. Negative: the
+    request has no such rows, and all its tokens are in the pages.
+
+    Example:
+        >>> k, v = torch.zeros(2, 64, 8, 16, 128, dtype=torch.bfloat16)  # 64 requests, 8 KV heads, pages of 16 tokens
+        >>> tail = PlainRows(k, v, slots=torch.tensor([3, 0, -1], dtype=torch.int32))
+        >>> tail.k.shape
+        torch.Size([64, 8, 16, 128])
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    slots: torch.Tensor
+
+
+class RowTensors(NamedTuple):
+    """Tail and sink rows of a call as operators take them; None where there are none."""
+
+    tail_k: torch.Tensor | None = None
+    tail_v: torch.Tensor | None = None
+    tail_slots: torch.Tensor | None = None
+    sink_k: torch.Tensor | None = None
+    sink_v: torch.Tensor | None = None
+    sink_slots: torch.Tensor | None = None
+
+    @property
+    def tail_tokens(self) -> int:
+        return 0 if self.tail_k is None else self.tail_k.shape[2]
+
+    @property
+    def sink_tokens(self) -> int:
+        return 0 if self.sink_k is None else self.sink_k.shape[2]
+
+
+def row_tensors(tail: PlainRows | None, sink_tokens: PlainRows | None) -> RowTensors:
+    """Tensors of both; errors name the argument."""
+    for name, rows in (("tail", tail), ("sink_tokens", sink_tokens)):
+        if rows is not None and not isinstance(rows, PlainRows):
+            raise TypeError(f"{name}: expected PlainRows(k, v, slots), got {type(rows).__name__}")
+    nothing = (None, None, None)
+    return RowTensors(*(nothing if tail is None else tail), *(nothing if sink_tokens is None else sink_tokens))
+
+
+def _check_side(name: str, x: torch.Tensor, blocks: Blocks, dtype: torch.dtype, address: bool) -> None:
+    heads, dim = blocks.kv_heads, blocks.format.head_dim
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.dim() != 4 or x.shape[1] != heads or x.shape[3] != dim or 0 in x.shape:
+        raise ValueError(f"{name}: expected [max_requests, {heads}, tokens, {dim}], got shape {tuple(x.shape)}")
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype} as the call's rows, got {x.dtype}")
+    strides = x.stride()
+    if strides[3] != 1 or strides[2] != dim or any(n * x.element_size() % ALIGNMENT for n in strides[:2]):
+        raise ValueError(f"{name}: expected contiguous rows, others strides multiples of 16 bytes, got {strides}")
+    if address and x.data_ptr() % ALIGNMENT:
+        raise ValueError(f"{name}: expected an address that is a multiple of {ALIGNMENT}, got {x.data_ptr():#x}")
+
+
+def check_rows(
+    rows: RowTensors, blocks: Blocks, dtype: torch.dtype, requests: int, device: torch.device, address: bool
+) -> None:
+    """Check shapes, strides, dtypes and devices; ``address``: they are memory, not fake tensors."""
+    page = blocks.format.page_tokens
+    for name, (k, v, slots) in (("tail", rows[:3]), ("sink_tokens", rows[3:])):
+        if k is v is slots is None:
+            continue
+        for side, x in (("k", k), ("v", v)):
+            _check_side(f"{name}.{side}", x, blocks, dtype, address)  # type: ignore[arg-type]
+            if x.device != device:  # type: ignore[union-attr]
+                raise ValueError(f"{name}.{side}: expected a tensor on {device}, where pages is, got {x.device}")  # type: ignore[union-attr]
+        assert k is not None
+        assert v is not None
+        if v.shape != k.shape or v.stride() != k.stride():
+            given = f"{tuple(v.shape)} and {v.stride()}"
+            raise ValueError(f"{name}.v: expected shape {tuple(k.shape)} and strides {k.stride()} as k, got {given}")
+        if name == "tail" and k.shape[2] % page:
+            raise ValueError(f"tail.k: expected a multiple of {page} tokens, which a page has, got {k.shape[2]}")
+        if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int32:
+            kind = slots.dtype if isinstance(slots, torch.Tensor) else type(slots).__name__
+            raise TypeError(f"{name}.slots: expected an int32 tensor, got {kind}")
+        if tuple(slots.shape) != (requests,) or (requests > 1 and slots.stride(0) != 1):
+            given = f"shape {tuple(slots.shape)} and strides {slots.stride()}"
+            raise ValueError(f"{name}.slots: expected contiguous [{requests}], one per request, got {given}")
+        if slots.device != device:
+            raise ValueError(f"{name}.slots: expected a tensor on {device}, where pages is, got {slots.device}")
+
+
+class Split(NamedTuple):
+    """Sources of the positions of one request: ``[0, sinks)``, ``[sinks, packed)``, ``[packed, length)``."""
+
+    sinks: int  # positions in the request's sink rows
+    packed: int  # end of the positions in pages
+    tail_slot: int  # negative: none
+    sink_slot: int
+
+
+def split_of(rows: RowTensors, request: int, length: int, page_tokens: int) -> Split:
+    """Split of a request of ``length`` tokens; waits for the device."""
+    tail, sink = (
+        -1 if k is None or slots is None or int(slots[request]) >= k.shape[0] else int(slots[request])
+        for k, slots in ((rows.tail_k, rows.tail_slots), (rows.sink_k, rows.sink_slots))
+    )
+    packed = length // page_tokens * page_tokens if tail >= 0 else length
+    return Split(min(rows.sink_tokens, packed) if sink >= 0 else 0, packed, tail, sink)
+
+
+def tail_index(rows: RowTensors, positions: torch.Tensor) -> torch.Tensor:
+    return positions % rows.tail_tokens

@@ -1,0 +1,197 @@
+"""Sliding-window layers of a `StrataCache`: packed rings that follow DynamicCache beyond the window."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, DynamicCache, Llama4TextConfig, MistralConfig
+
+from hf_model import FAMILIES, SIZES, greedy, prompt
+from kvstrata.hf import StrataCache, window
+from kvstrata.hf import cache as module
+from kvstrata.hf.window import WindowLayer
+
+W = 48
+NAMES = ["mistral-window", "gemma2", "gemma3", "gpt-oss", "qwen2-mixed"]
+SMALL = dict(recent_tokens=16, page_tokens=16)
+WIDE = dict(SMALL, budget=0.6, dtype=torch.float32)  # K8V8
+IDS = prompt(3, 130)
+MASK = torch.ones_like(IDS)
+MASK[1, :9], MASK[2, :70] = 0, 0
+# Prompts longer than the window and shorter, steps, a few tokens at a time; row 2 begins in the second prompt.
+ENDS = (60, 61, 62, 65, 90, *range(91, 110), 126, 127, 128, 129, 130)
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST", 32)
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    config = MistralConfig(**SIZES, head_dim=32) if name == "mistral-window" else FAMILIES[name]()
+    config.sliding_window = W
+    eager = name in ("gemma2", "gpt-oss")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if eager else "sdpa").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+            if parameter.dim() == 1 and not parameter.any():
+                parameter.normal_()
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any, cache: Any, ends: tuple[int, ...] = ENDS) -> torch.Tensor:
+    """Of all tokens, ``[tokens, vocabulary]``."""
+    out, begin = [], 0
+    for end in ends:
+        mask = MASK[:, :end]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, begin:]
+        given = model(IDS[:, begin:end], attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+        out.append(given[mask[:, begin:].bool()])
+        begin = end
+    return torch.cat(out)
+
+
+def error(given: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((given - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_follow_dynamic_cache(name: str) -> None:
+    """Beyond the window, with left padding, steps and chunks; at K8V8 an error of rounding."""
+    model = make(name)
+    cache = StrataCache(model.config, **WIDE)
+    expected = logits(model, DynamicCache(config=model.config))
+    assert error(logits(model, cache), expected) < 0.013
+    assert len(cache.window_layers) == (2 if name == "mistral-window" else 1)
+    assert not cache.plain_layers
+
+
+def test_a_window_of_another_size_and_few_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token more or less in the window is more than the error allowed above."""
+    model = make("mistral-window")
+    expected = logits(model, DynamicCache(config=model.config))
+    decode = window.decode_packed
+    for by in (-1, 1):
+
+        def other(*args: Any, sliding_window: int, by: int = by, **kwargs: Any) -> Any:
+            return decode(*args, sliding_window=sliding_window + by, **kwargs)
+
+        monkeypatch.setattr(window, "decode_packed", other)
+        assert error(logits(model, StrataCache(model.config, **WIDE)), expected) > 0.026
+    monkeypatch.setattr(window, "decode_packed", decode)
+    few = StrataCache(model.config, **SMALL, budget=0.23, tiers=["K2V2"])
+    assert error(logits(model, few), expected) > 0.05
+
+
+def test_bytes_are_those_of_a_window() -> None:
+    model = make("mistral-window")
+    cache, taken = StrataCache(model.config, **SMALL, budget=0.25), []
+    with torch.no_grad():
+        for turn in range(6):
+            model(prompt(2, 64, seed=turn), past_key_values=cache)
+            taken.append(cache.memory())
+    assert {memory.kinds["window_layers"] for memory in taken} == {taken[0].total}
+    assert taken[-1].full == 2 * 2 * (W - 1) * 2 * 4 * 32  # layers, rows, tokens, heads, K and V of 16 bit, D
+    assert {tuple(layer.pages.shape) for layer in cache.layers} == {(2 * 6, 2, cache.layers[0].format.page_bytes)}
+    assert cache.get_seq_length() == 384
+    assert repr(cache) == "StrataCache(0 layers and 2 of sliding windows, budget=0.25)"
+
+
+def test_one_format_by_the_budget() -> None:
+    names = {f: window.choose_format(f, 128, 64) for f in (0.6, 0.45, 0.3, 0.25, 0.15, 0.1)}
+    assert [None if x is None else x.name for x in names.values()] == ["K8V8", "K8V4", "K4V4", "K4V3", "K2V2", None]
+
+
+def test_rows_are_reordered_repeated_and_selected() -> None:
+    model = make("gemma3")
+    cache = StrataCache(model.config, **WIDE, max_batch=6)
+    logits(model, cache, ENDS[:9])
+    layer = next(layer for layer in cache.layers if isinstance(layer, WindowLayer))
+    k, v = layer._past(W - 1, torch.float32)
+    cache.reorder_cache(torch.tensor([1, 0, 1]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3, 5]))
+    rows = [1, 0, 1]
+    assert all(torch.equal(given, x[rows]) for given, x in zip(layer._past(W - 1, torch.float32), (k, v), strict=True))
+    cache.reset()
+    with torch.no_grad():
+        assert torch.isfinite(model(IDS[:2, :60], past_key_values=cache).logits).all()
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma3"])
+def test_files_and_copies_go_on(name: str, tmp_path: Path) -> None:
+    model, ids = make(name), prompt(2, 70)
+    cache = StrataCache(model.config, **SMALL, budget=0.3)
+    tokens = greedy(model, ids, cache, new=5)
+    cache.save(tmp_path / "a.safetensors")
+    twins = [StrataCache.load(model.config, tmp_path / "a.safetensors"), copy.deepcopy(cache)]
+    expected = greedy(model, tokens, cache, new=20)
+    assert all(torch.equal(greedy(model, tokens, twin, new=20), expected) for twin in twins)
+    model.config.sliding_window = W + 16
+    with pytest.raises(ValueError, match="expected a StrataCache of this model"):
+        StrataCache.load(model.config, tmp_path / "a.safetensors")
+
+
+def test_crop_takes_tokens_back() -> None:
+    model, ids = make("mistral-window"), prompt(2, 120)
+    cache = StrataCache(model.config, **WIDE)
+    with torch.no_grad():
+        model(ids[:, :80], past_key_values=cache)
+        first = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(80, 100)]
+        cache.crop(-20)
+        assert cache.get_seq_length() == 80
+        again = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(80, 100)]
+        torch.testing.assert_close(again, first, atol=0.1, rtol=0.01)  # tokens that were packed stay packed
+        model(prompt(2, 80, seed=3), past_key_values=cache)
+        with pytest.raises(RuntimeError, match=r"crop: expected at most 32 columns .* got 90"):
+            cache.crop(-90)
+    assert cache.get_seq_length() == 180
+
+
+def test_prompt_lookup_takes_few_wrong_turns() -> None:
+    """At K8V8 the tokens of this model are those of DynamicCache, with drafts that are taken back."""
+    model, ids = make("gemma3"), torch.cat([prompt(1, 40)] * 2, 1)
+    options = dict(prompt_lookup_num_tokens=5, new=16)
+    assert torch.equal(greedy(model, ids, StrataCache(model.config, **WIDE), **options), greedy(model, ids, **options))
+
+
+def test_errors_instead_of_wrong_windows() -> None:
+    model, ids = make("mistral-window"), prompt(2, 60)
+    cache, mask = StrataCache(model.config, **WIDE), torch.ones(2, 60, dtype=torch.long)
+    mask[1, 50:] = 0
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        after = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+        with pytest.raises(NotImplementedError, match=r"expected padding on the left .* got row 1"):
+            model(ids[:, :1], attention_mask=after, past_key_values=cache)
+        other = torch.ones(1, 1, 60, 60, dtype=torch.bool).tril()
+        with pytest.raises(NotImplementedError, match="attention_mask: expected causal order"):
+            model(ids, attention_mask=other, past_key_values=StrataCache(model.config, **WIDE))
+        cache.reset()
+        model(prompt(3, 20), past_key_values=cache)
+        with pytest.raises(ValueError, match="3 rows as before, got 2"):
+            model(ids, past_key_values=cache)
+
+
+def test_which_windows_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gemma3")
+    assert StrataCache(model.config, budget=1.0).plain_layers == {0: f"sliding window of {W}"}
+    assert StrataCache(model.config, budget_bytes=1 << 22).plain_layers == {0: f"sliding window of {W}"}
+    monkeypatch.setattr(module, "LEAST", 256)
+    assert StrataCache(model.config).plain_layers == {0: f"sliding window of {W}"}
+    chunked = Llama4TextConfig(**SIZES, head_dim=32, attention_chunk_size=512, num_local_experts=2)
+    chunked._attn_implementation = "sdpa"
+    with pytest.warns(UserWarning, match="compresses no layer of this model: sliding window of 512"):
+        cache = StrataCache(chunked)
+    assert not cache.window_layers
+    assert set(cache.plain_layers.values()) == {"sliding window of 512"}
