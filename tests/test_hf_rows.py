@@ -29,14 +29,14 @@ def test_tables_grow_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = torch.ones_like(ids)
     mask[1, :60] = 0
     runs = []
-    for room in (dict(), dict(max_tokens=2048)):
+    for room in (dict(), dict(max_tokens=240)):
         cache = StrataCache(model.config, **SMALL, tiers=["K4V4", "K2V2"], **room)
         options = dict(attention_mask=mask, prefill_chunk_size=40, new=60)
         runs.append(greedy(model, ids, cache, **options))
         cache.tiered.check()
         assert [cache.tiered.length(row) for row in range(2)] == [209, 149]
     assert torch.equal(*runs)
-    assert cache.tiered.max_tokens == 2048
+    assert cache.tiered.max_tokens == 240, "the other one grew to this size, too: tables are part of the budget"
 
 
 def test_a_row_too_long_leaves_the_columns() -> None:

@@ -102,4 +102,4 @@ class RequestOperations(CacheState):
         """Arguments and contents, for pickle, torch.save and copy.copy (which makes an independent cache)."""
         from .ops.clone import parts, restored
 
-        return restored, (type(self), self._arguments, parts(self))
+        return restored, (type(self), self._arguments, parts(self), self.reports.steps)

@@ -215,6 +215,7 @@ class TieredCache(RequestOperations):
         self.budget = sizes.budget(strides, self.pool.slab_sizes, sum(books.fixed(self).values()))
         headroom = whole_pages(settle_every, recent_tokens + sink_tokens, page_tokens)
         leave_plain = isinstance(amount, float) and self.formats[1].name == "K8V8"
+        self.budget = replace(self.budget, look_ahead=headroom)
         if leave_plain:
             self.budget = replace(self.budget, ceiling_room=headroom)
         elif sensitivity is not None and isinstance(amount, float):

@@ -6,8 +6,8 @@
     plain.<layer>.keys, values   layers that are not compressed
     window.<layer>.<name>     layers with a sliding window: packed pages, 16-bit tail, balance
 
-The metadata holds the shape of the model, the arguments of both caches, numbers of each layer and a digest of all
-tensors. A model of another shape is refused; weights are not compared.
+The metadata holds the shape of the model, the arguments of both caches, numbers of each layer, the steps observed so
+far and a digest of all tensors. A model of another shape is refused; weights are not compared.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def save(
         "arguments": json.dumps(arguments),
         "tiered": json.dumps(tiered_arguments),
         "layers": json.dumps(layers),
+        "steps": json.dumps(0 if tiered is None else tiered.reports.steps),
         "digest": digest(tensors),
     }
     save_file(tensors, path, metadata=metadata)
@@ -163,6 +164,7 @@ def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Te
             want(header.get("kind") == KIND, f"kind: expected {KIND!r}, got {header.get('kind')!r}")
             want(header.get("version") == str(VERSION), f"version: expected {VERSION}, got {header.get('version')!r}")
             metadata = {name: json.loads(header[name]) for name in ("model", "arguments", "tiered", "layers")}
+            metadata["steps"] = json.loads(header.get("steps", "0"))  # not in older files
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise Refused(f"not a whole safetensors file ({error})") from error
@@ -196,6 +198,9 @@ def _restore(
             validate(tiered, parts)
             want((parts["length"] <= int(columns.sum())).all(), f"{prefix}length: expected up to its tokens")
             put(tiered, row, parts)
+        steps = metadata["steps"]
+        want(type(steps) is int and 0 <= steps < 2**31, f"steps: expected 0 to {2**31 - 1}, got {steps!r}")
+        tiered.reports.set_steps(steps)
         cache._adopt(tiered, tokens.numpy().astype(bool))
     for place, numbers in enumerate(metadata["layers"]):
         if "plain" in numbers:

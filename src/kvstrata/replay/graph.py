@@ -13,10 +13,11 @@ On a CPU the step runs eagerly on the same buffers with the same padding.
 from __future__ import annotations
 
 import bisect
+import gc
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -185,7 +186,7 @@ class GraphRunner:
             before = torch.cuda.mem_get_info()[0]
             one.graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(one.graph, pool=self.pool):
+                with _no_collection(), torch.cuda.graph(one.graph, pool=self.pool, capture_error_mode="thread_local"):
                     one.outputs = self._body(one)
             except Exception as error:
                 _leave_capture(self.device)
@@ -352,6 +353,18 @@ def _cut(outputs: Any, size: int, batch: int) -> Any:
     if isinstance(outputs, (tuple, list)):
         return type(outputs)(_cut(value, size, batch) for value in outputs)
     return outputs
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without garbage collection, whose finalizers may free device memory: that would end the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _leave_capture(device: torch.device) -> None:

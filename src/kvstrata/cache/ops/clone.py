@@ -18,6 +18,7 @@ def clone(cache: Cache, **changes: Any) -> Cache:
     twin = type(cache)(**cache._arguments | changes)
     for request in cache.requests:
         put(twin, request, taken(cache, request))
+    twin.reports.set_steps(cache.reports.steps)
     return twin
 
 
@@ -26,9 +27,12 @@ def parts(cache: CacheState) -> dict[int, dict[str, torch.Tensor]]:
     return {r: {name: x.contiguous().clone() for name, x in taken(cache, r).items()} for r in cache.requests}
 
 
-def restored(kind: type[Cache], arguments: dict[str, Any], requests: dict[int, dict[str, torch.Tensor]]) -> Cache:
-    """Make a cache from the requests that `parts` returned."""
+def restored(
+    kind: type[Cache], arguments: dict[str, Any], requests: dict[int, dict[str, torch.Tensor]], steps: int = 0
+) -> Cache:
+    """Make a cache from the requests that `parts` returned; ``steps`` of it were observed."""
     cache = kind(**arguments)
     for request, tensors in requests.items():
         put(cache, request, tensors)
+    cache.reports.set_steps(steps)
     return cache

@@ -149,6 +149,7 @@ class Budget:
     reserve: int  # one slab per tier
     max_requests: int
     max_tokens: int
+    look_ahead: int = 0  # tokens beyond max_tokens that `granted_by_length` covers
     ceiling_room: int | None = None  # plain tokens beside ``kept`` under the ceiling of 8 bit; None: no ceiling
     shares: tuple[float, ...] = ()  # of the bytes above the need, by layer, with a mean of 1; empty: all layers alike
 
@@ -180,7 +181,7 @@ class Budget:
     @cached_property
     def floor_tokens(self) -> int:
         tokens = self.overtakes
-        return self.kept + self.page_tokens if tokens == math.inf else min(int(tokens), self.max_tokens)
+        return self.kept + self.page_tokens if tokens == math.inf else int(tokens)
 
     def need(self, tokens: int) -> int:
         """Bytes of one request and layer with everything but sink and recent tokens in the lowest tier."""
@@ -236,8 +237,9 @@ class Budget:
 
     @cached_property
     def granted_by_length(self) -> np.ndarray:
-        """`granted` of 0 .. max_tokens tokens, int64; a step looks lengths up instead of computing them."""
-        heads, price, p, tokens = self.kv_heads, self.page_price, self.page_tokens, np.arange(self.max_tokens + 1)
+        """`granted` of 0 .. max_tokens + look_ahead tokens, int64: a step looks lengths up."""
+        heads, price, p = self.kv_heads, self.page_price, self.page_tokens
+        tokens = np.arange(self.max_tokens + self.look_ahead + 1)
 
         def pages(plain: np.ndarray, lossy: np.ndarray, lossy_price: int) -> np.ndarray:
             return self.overhead + heads * (-(-plain // p) * price[0] + lossy * lossy_price)
@@ -254,7 +256,7 @@ class Budget:
     @cached_property
     def slack_by_length(self) -> np.ndarray:
         """Bytes of `granted` above the need, with its pages taken as fractions so that it grows with every token."""
-        tokens, low = np.arange(self.max_tokens + 1), self.page_price[-1]
+        tokens, low = np.arange(self.max_tokens + self.look_ahead + 1), self.page_price[-1]
         plain = -(-(self.kept + self.room) // self.page_tokens) * self.page_price[0]
         old = 2 + np.maximum(tokens - self.kept, 0) / self.page_tokens
         need = self.overhead + self.kv_heads * (plain + old * low)

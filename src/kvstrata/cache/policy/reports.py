@@ -32,6 +32,15 @@ class Reports:
     def nbytes(self) -> int:
         return self.numbers.nbytes + self.state.nbytes
 
+    @property
+    def steps(self) -> int:
+        """Decode steps observed so far, which say whose turn is next; waits for the device."""
+        return int(self.state[0])
+
+    def set_steps(self, steps: int) -> None:
+        """Go on as after so many observed steps, in a copy: its layers take the turns that they would have taken."""
+        self.state[0] = steps
+
     def at(self, requests: Sequence[int] | np.ndarray, layers: Sequence[int] | np.ndarray) -> np.ndarray:
         """Queries and lengths of pairs (request, layer): int64 ``[2, n]`` on the host; waits for the device."""
         return self.numbers.cpu().numpy()[list(requests), list(layers)].T.astype(np.int64)

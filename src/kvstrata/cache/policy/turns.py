@@ -59,6 +59,7 @@ def _lacks_room(cache: CacheState, requests: np.ndarray, layers: np.ndarray, tok
     p, prices, budget = cache.page_tokens, np.array(cache.policy.prices.page, np.int64), cache.budget
     counts = cache.buckets.host_count[requests, layers].astype(np.int64)  # [n, heads, tiers]
     coded = (-(-counts[:, :, 1:] // p) @ prices[1:]).sum(1)
+    last = cache.max_tokens + budget.look_ahead  # beyond max_tokens, so that larger tables have the same turns
     lengths, lacks = cache._lengths[requests, layers].astype(np.int64), np.zeros(len(requests), bool)
     # Bytes grow when a head takes a page; the allowance grows with every token, so it suffices to check there.
     for plain in counts[:, :, 0].T:
@@ -66,7 +67,7 @@ def _lacks_room(cache: CacheState, requests: np.ndarray, layers: np.ndarray, tok
             ahead = -plain % p + 1 + new * p
             pages = -(-(counts[:, :, 0] + ahead[:, None]) // p)
             needed = coded + pages.sum(1) * prices[0]
-            allowed = budget.granted_at(layers, np.minimum(lengths + ahead, cache.max_tokens)) - budget.overhead
+            allowed = budget.granted_at(layers, np.minimum(lengths + ahead, last)) - budget.overhead
             lacks |= (ahead <= tokens) & (needed > allowed)
         if (counts[:, :, 0] == plain[:, None]).all():  # the usual case: all heads have equally many plain tokens
             break

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
+from typing import Any
 
 from kvstrata.tools.render import Grid
 from kvstrata.tools.results import provenance
@@ -62,7 +63,7 @@ def _share(case: CaseResult, row: Row) -> str:
     return "" if a is None else f"{100 * (1 - a.ratio):.2f} % [{100 * (1 - a.hi):.2f}, {100 * (1 - a.lo):.2f}]"
 
 
-def _of_engine(case: CaseResult, row: Row, name: str) -> int:
+def _of_engine(case: CaseResult, row: Row, name: str) -> Any:
     """Value of a parameter that engines differ in, 0 where a row has none."""
     by_row = case.params.get(name)
     return by_row.get(row.name, 0) if isinstance(by_row, dict) else 0
@@ -101,6 +102,8 @@ COLUMNS: dict[str, tuple[str, Cell]] = {
     "step": ("step ms", _batch_time),
     "tokens": ("tokens/s", _rate),
     "capacity": ("tokens in the cache", lambda case, row: _thousands(_of_engine(case, row, "cache_tokens"))),
+    "first": ("first token s", lambda case, row: _number(_of_engine(case, row, "first_s") or None)),
+    "cache": ("cache GB", lambda case, row: _number(_of_engine(case, row, "cache_bytes") / 1e9 or None)),
     "significance": ("g / p", _significance),
     "host": ("host us", lambda case, row: _number(case.host[row.name].median) if row.name in case.host else ""),
 }

@@ -34,7 +34,7 @@ class CodeBudget(Budget):
 
     @functools.cached_property
     def granted_by_length(self) -> np.ndarray:
-        return np.array([self.granted(tokens) for tokens in range(self.max_tokens + 1)], np.int64)
+        return np.array([self.granted(tokens) for tokens in range(self.max_tokens + self.look_ahead + 1)], np.int64)
 
 
 def code_budget(cache: TieredCache, bits: float) -> CodeBudget:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -98,13 +99,25 @@ def generate(
             console.file.flush()
 
         caches = [cache, None] if compare else [cache]
+        if where.type == "cuda":
+            cache.warmup(loaded)  # with a line for every kernel that has to be compiled
         with status.status("warming up; the first run on a machine compiles loops for some seconds"):
             compiled = warm_up(loaded, tokenizer, ids, caches)
         if compiled:
             status.print("Compiled the CPU loops; they are kept in files, later runs load them.", highlight=False)
         if hint := numba_hint(where):
             status.print(hint, markup=False, highlight=False, soft_wrap=True)
-        ours, *others = run(loaded, tokenizer, ids, max_new_tokens, caches, say)
+        waiting = status.status(f"reading the prompt, {ids.shape[1]:,} tokens")
+
+        def tick(times: Sequence[float]) -> None:
+            """The speed so far, in the title of the terminal's window: the text has the rest."""
+            waiting.stop()
+            if len(times) > 1:
+                speed = (len(times) - 1) / (times[-1] - times[0])
+                status.set_window_title(f"{speed:.1f} tokens/s, {len(times)} of {max_new_tokens}")
+
+        with waiting:
+            ours, *others = run(loaded, tokenizer, ids, max_new_tokens, caches, say, tick)
     except (LookupError, OSError, TypeError, ValueError, NotImplementedError) as error:
         refuse(str(error))
     plain = others[0] if others else None

@@ -39,14 +39,18 @@ class Run:
 class _Clock(TextStreamer):
     """Streamer that forwards text and records the time of each token, across all segments of a text."""
 
-    def __init__(self, tokenizer: Any, say: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, tokenizer: Any, say: Callable[[str], None] | None, tick: Callable[[Sequence[float]], None] | None = None
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.say = say
+        self.say, self.tick = say, tick
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
         if not self.next_tokens_are_prompt:
             self.times.append(time.perf_counter())
+            if self.tick:
+                self.tick(self.times)
         super().put(value)
 
     def end(self) -> None:
@@ -71,11 +75,12 @@ class _Writer:
         ids: torch.Tensor,
         cache: StrataCache | None,
         say: Callable[[str], None] | None,
+        tick: Callable[[Sequence[float]], None] | None,
     ) -> None:
         self.model, self.cache = model, cache
         self.held = DynamicCache(config=model.config) if cache is None else cache
         self.ids, self.prompt = ids.to(model.device), ids.shape[1]
-        self.clock = _Clock(tokenizer, say)
+        self.clock = _Clock(tokenizer, say, tick)
         self.first = self.rest = 0.0
         ends = model.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends])
@@ -125,12 +130,16 @@ def run(
     new: int,
     caches: Sequence[StrataCache | None],
     say: Callable[[str], None] | None = None,
+    tick: Callable[[Sequence[float]], None] | None = None,
 ) -> list[Run]:
     """Greedy texts after ``ids``, one over each cache (None: 16 bit), the first streamed to ``say``.
 
+    ``tick`` gets the times of its tokens so far, at every token.
+
     Several are written in turn, some tokens at a time, so that whatever else the machine does slows all of them.
     """
-    writers = [_Writer(model, tokenizer, ids, cache, None if i else say) for i, cache in enumerate(caches)]
+    shown = [(say, tick), *[(None, None)] * (len(caches) - 1)]
+    writers = [_Writer(model, tokenizer, ids, cache, *to) for cache, to in zip(caches, shown, strict=True)]
     segment = SEGMENT if len(writers) > 1 else new
     for begin in range(0, new, segment):
         for writer in writers:
@@ -177,6 +186,7 @@ def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
     result.add_row("prompt + new tokens", *(f"{run.prompt} + {len(run.tokens)}" for run in runs))
     result.add_row("to the first token", *(f"{run.first:.2f} s" for run in runs))
     result.add_row("decode", *("-" if run.speed is None else f"{run.speed:.2f} tokens/s" for run in runs))
+    result.add_row("decode steps", *(_steps(run) for run in runs))
     result.add_row("cache", *(f"{size / 1e6:.2f} MB" for size in (memory.total, memory.full)[: len(runs)]))
     result.add_row("of 16 bit", *(f"{share:.3f}" for share in (memory.fraction, 1.0)[: len(runs)]))
     tiers = ", ".join(f"{name} {share:.0%}" for name, share in _tiers(memory).items())
@@ -190,6 +200,10 @@ def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
         words = ("the same text", "") if index is None else (_words(run.tokens, index, tokenizer) for run in runs)
         result.add_row("first difference", *words)
     return result
+
+
+def _steps(run: Run) -> str:
+    return "eager" if run.cache is None else run.cache.decoding
 
 
 def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
@@ -209,6 +223,7 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
         "cache_bytes": memory.total,
         "full_bytes": memory.full,
         "fraction": memory.fraction,
+        "decoding": _steps(ours),
         "tiers": _tiers(memory),
         "plain_layers": sorted(ours.cache.plain_layers),
         "note": floor_note(ours),

@@ -25,12 +25,12 @@ import torch
 
 from kvstrata.engines.options import Options
 from kvstrata.tools import child
+from kvstrata.tools.bench import stats
 from kvstrata.tools.bench.case import Bench, Case
 from kvstrata.tools.bench.machine import describe
 from kvstrata.tools.bench.probes import copy_bandwidth, floor
 from kvstrata.tools.bench.results import CaseResult, Report, Row
 from kvstrata.tools.bench.runner import against
-from kvstrata.tools.bench.stats import summary
 from kvstrata.tools.bench.timer import Timer
 from kvstrata.tools.bench.vllm_child import GROWTH, MARK
 from kvstrata.tools.bench.vllm_engine import LLAMA_8B
@@ -192,7 +192,7 @@ def add(result: CaseResult, engine: str, shape: Shape, told: dict[str, Any], wro
     error = wrong or (None if samples else told["errors"].get(shape.name, "not measured"))
     row = Row(engine, kinds.get(engine, "variant"), error is None, error)
     if error is None:
-        row.us, row.samples = summary(samples), samples
+        row.us, row.samples = stats.summary(samples), samples
         result.params["batch"][engine] = batch_of(shape, engine)
         result.params["cache_tokens"][engine] = told["cache_tokens"]
     result.rows.append(row)
