@@ -168,10 +168,11 @@ class Plan:
         )  # fmt: skip
         return decode, combine
 
-    def run(self, tensors: Tensors, return_lse: bool) -> Result:
-        """Run a call that looks like the plan's."""
+    def run(self, tensors: Tensors, return_lse: bool, out: torch.Tensor | None = None) -> Result:
+        """Run a call that looks like the plan's; ``out`` is written to, or a new tensor."""
         q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch, *_ = tensors
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         if scratch is None:
             scratch = torch.empty(self.nbytes, dtype=torch.uint8, device=q.device)
