@@ -75,6 +75,22 @@ def combine_entry_of(dtype: torch.dtype, head_dim: int, warps: int) -> str:
     return combine_entry(dtype, head_dim, warps).replace("combine", "combine_packed", 1)
 
 
+def kernels_needed(
+    format: Format, dtype: torch.dtype, group: int, q_len: int = 1, *, windowed: bool = False, arch: str
+) -> list[jit.Named]:
+    """Kernels of steps with up to ``q_len`` queries per request; ``windowed``: with a sliding window, too."""
+    if dtype not in NAMES or not format.rotate:
+        return []
+    needed = []
+    for queries in range(1, q_len + 1):
+        cut = cut_of((format,), queries * group, arch)
+        for ordered in {queries > 1, windowed or queries > 1}:
+            needed.append((FOLDER / "packed.cu", entry_of(format, dtype, ordered, cut)))
+    fewest = max(4, -(-format.head_dim // 32))
+    combine = [combine_entry_of(dtype, format.head_dim, warps) for warps in sorted({1, fewest, 16})]
+    return list(dict.fromkeys([*needed, *((FOLDER / "packed_combine.cu", entry) for entry in combine)]))
+
+
 def shared_of(format: Format, cut: Cut) -> int:
     """Dynamic shared memory of a block, in bytes; positions are not stored."""
     return cut.warps * SLOTS * (slot_bytes((format,)) - 4 * format.page_tokens)

@@ -79,9 +79,7 @@ def _look(
     return (format, options, backend, out is None, *(x is None for x in tensors[4:]))
 
 
-def _again(
-    tensors: Tensors, format: Format, options: Options, backend: str, out: torch.Tensor | None
-) -> Result | None:
+def _again(tensors: Tensors, format: Format, options: Options, backend: str, out: torch.Tensor | None) -> Result | None:
     """Run a call that looks like the latest one on CUDA, without checks; None if it does not."""
     latest = _plans.latest
     if latest is None or latest[0] != _look(tensors, format, options, backend, out):

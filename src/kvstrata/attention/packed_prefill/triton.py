@@ -109,8 +109,9 @@ def bounds_of(job: Job) -> Bounds:
     """Bounds as given, or read from the device."""
     options, (seq_lens, cu) = job.options, (job.tensors.seq_lens, job.tensors.cu_seqlens_q)
     given = [options.max_seqlen_q, options.max_seqlen_k, options.total_tokens]
-    if None not in given:
-        return Bounds(*given, options.exact_lengths)  # type: ignore[arg-type]
+    max_q, max_k, total = given
+    if max_q is not None and max_k is not None and total is not None:
+        return Bounds(max_q, max_k, total, options.exact_lengths)
     read = torch.stack([cu.diff().max(), seq_lens.max(), seq_lens.sum()]).tolist()
     bounds = [old if old is not None else new for old, new in zip(given, read, strict=True)]
     return Bounds(bounds[0], bounds[1], bounds[2], bounds == read)
