@@ -178,12 +178,13 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvstrata.store.packed import copy
     from kvstrata.store.packed import cuda as store_cuda
     from kvstrata.store.packed import op as store_op
+    from kvstrata.store.packed import tail_cuda, tail_op
 
     properties = SimpleNamespace(name="emulated", multi_processor_count=3, shared_memory_per_multiprocessor=233472)
     launcher = emulator.launcher()
-    for module in (store_cuda, store_op, decode_cuda, decode_op, copy):
+    for module in (store_cuda, store_op, tail_cuda, tail_op, decode_cuda, decode_op, copy):
         monkeypatch.setattr(module, "jit", launcher)
-    for module in (store_op, decode_op):
+    for module in (store_op, tail_op, decode_op):
         monkeypatch.setattr(module, "missing", lambda backend, device: None)
         monkeypatch.setattr(module, "_plans", type(module._plans)())
     monkeypatch.setattr(copy, "missing", lambda backend, device: None)

@@ -6,6 +6,7 @@ call becomes the operator ``kvstrata::decode_packed``.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kvstrata.attention.output import AttentionOutput
 from kvstrata.backends import BACKENDS, missing
 from kvstrata.call_cache import PerThread, guard_of, signature, traced
 from kvstrata.layout import Format
-from kvstrata.layout.blocks import check_format
+from kvstrata.layout.blocks import ALIGNMENT, check_format
 from kvstrata.store.packed.job import Calibration, calibration_tensors
 from kvstrata.store.packed.plain_rows import PlainRows, row_tensors
 
@@ -45,10 +46,43 @@ def _choose(backend: str, job: Job) -> str:
     return backend
 
 
+class Latest:
+    """The latest call on CUDA: what another one must look like to go without checks, and its launches.
+
+    Memory is the tensors of a call and its output. A guard sees those that are there; the others must be None again.
+    """
+
+    def __init__(self, look: tuple[Any, ...], memory: tuple[torch.Tensor | None, ...], plan: Any, device: int) -> None:
+        self.look, self.plan, self.device = look, plan, device
+        present = [i for i, x in enumerate(memory) if x is not None]
+        absent = [i for i, x in enumerate(memory) if x is None]
+        self.given = itemgetter(*present)
+        self.left_out = itemgetter(*absent, absent[0]) if absent else lambda memory: ()  # of one index: no tuple
+        self.nothing = (None,) * (len(absent) + 1 if absent else 0)
+        self.guard = guard_of(self.given(memory))
+        self.wide = [i for i in present if i in ALIGNED]
+
+    def fits(self, look: tuple[Any, ...], memory: tuple[torch.Tensor | None, ...]) -> bool:
+        if look != self.look or self.left_out(memory) != self.nothing or not self.guard(*self.given(memory)):
+            return False
+        if memory[0].data_ptr() % 4 or torch._C._cuda_getDevice() != self.device:  # type: ignore[union-attr]
+            return False
+        bits = 0
+        for i in self.wide:
+            bits |= memory[i].data_ptr()  # type: ignore[union-attr]
+        return not bits % ALIGNMENT
+
+
+# Of a call's memory, what kernels access in 16 bytes: pages, workspace, tail, sink rows and the output, which is last.
+ALIGNED = {
+    i for i, name in enumerate(Tensors._fields) if name in ("pages", "workspace", "tail_k", "tail_v", "sink_k", "sink_v")
+} | {len(Tensors._fields)}
+
+
 class _Plans(PerThread[Any]):
     """Launches of a thread: parameters are written in place, so threads do not share them."""
 
-    latest: tuple[Any, ...] | None = None  # look of the latest call, guard, plan
+    latest: Latest | None = None
 
 
 _plans = _Plans()
@@ -67,30 +101,16 @@ def _run_cuda(job: Job, tensors: Tensors, format: Format, options: Options, back
             jit.bind_context(device)
             plan = _plans.known[key] = packed_cuda.Plan(job, device)
         if q is job.q and (tensors.sinks is None or tensors.sinks.data_ptr() == job.sinks.data_ptr()):  # type: ignore[union-attr]
-            guard = guard_of([x for x in (*tensors, job.out) if x is not None])
-            _plans.latest = (_look(tensors, format, options, backend, job.out), guard, plan, device)
+            _plans.latest = Latest((format, options, backend), (*tensors, job.out), plan, device)
         return plan.run(tensors._replace(q=q, sinks=job.sinks), options.return_lse, job.out)
-
-
-def _look(
-    tensors: Tensors, format: Format, options: Options, backend: str, out: torch.Tensor | None
-) -> tuple[Any, ...]:
-    """Options of a call and which tensors it has: what a guard does not see."""
-    return (format, options, backend, out is None, *(x is None for x in tensors[4:]))
 
 
 def _again(tensors: Tensors, format: Format, options: Options, backend: str, out: torch.Tensor | None) -> Result | None:
     """Run a call that looks like the latest one on CUDA, without checks; None if it does not."""
     latest = _plans.latest
-    if latest is None or latest[0] != _look(tensors, format, options, backend, out):
+    if latest is None or not latest.fits((format, options, backend), (*tensors, out)):
         return None
-    if not latest[1](*[x for x in (*tensors, out) if x is not None]):
-        return None
-    if tensors.pages.data_ptr() % 16 or tensors.q.data_ptr() % 4 or torch._C._cuda_getDevice() != latest[3]:
-        return None
-    if any(x is not None and x.data_ptr() % 16 for x in (*tensors[9:11], *tensors[12:14], out)):
-        return None
-    return latest[2].run(tensors, options.return_lse, out)
+    return latest.plan.run(tensors, options.return_lse, out)
 
 
 def _decode(

@@ -82,16 +82,22 @@ def kernels_needed(format: Format, dtype: torch.dtype, balanced: bool, slot_dtyp
     return [(SOURCE, entry_of(*kinds)), *prompts]
 
 
-def plan(job: Job) -> jit.Launch:
-    """Launch of a job, complete but for the pointers."""
-    device, size, blocks = job.pages.get_device(), job.k.element_size(), job.blocks
-    tokens, heads = job.k.shape[0], blocks.kv_heads
-    window = window_of(tokens, heads, _multiprocessors(device))
-    params = PARAMS.pack(
+def params_of(job: Job, window: int) -> bytes:
+    """Struct Params, complete but for the pointers."""
+    blocks, size = job.blocks, job.k.element_size()
+    return PARAMS.pack(
         *(0,) * 6, *(n * size for x in (job.k, job.v) for n in x.stride()[:2]),
         blocks.block_stride, blocks.head_stride, job.slot_mapping.stride(0),
-        tokens, blocks.slots, blocks.block_size, heads, window, *divider(blocks.block_size),
+        job.k.shape[0], blocks.slots, blocks.block_size, blocks.kv_heads, window, *divider(blocks.block_size),
     )  # fmt: skip
+
+
+def plan(job: Job) -> jit.Launch:
+    """Launch of a job, complete but for the pointers."""
+    device, size = job.pages.get_device(), job.k.element_size()
+    tokens, heads = job.k.shape[0], job.blocks.kv_heads
+    window = window_of(tokens, heads, _multiprocessors(device))
+    params = params_of(job, window)
     kinds = (job.format, job.k.dtype, job.balance is not None, job.slot_mapping.dtype)
     if window == WINDOW and takes_prompts(job.format, job.k.dtype):
         kernel = jit.load(PROMPT, entry_of(*kinds, "quantize_prompt"), jit.arch_of(device))

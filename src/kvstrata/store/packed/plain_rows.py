@@ -22,8 +22,8 @@ class PlainRows(NamedTuple):
 
     ``k``, ``v``: ``[max_requests, kv_heads, tokens, head_dim]`` in the model's dtype; the rows of a KV head are
     contiguous, strides are multiples of 16 bytes. As a tail, ``tokens`` is a multiple of ``page_tokens``; as sink
-    tokens any number. ``slots``: int32 ``[B]``, the first index of k and v for each request of the call. Negative: the request
-    has no such rows, and all its tokens are in the pages.
+    tokens any number. ``slots``: int32 ``[B]``, the first index of k and v for each request of the call. Negative: the
+    request has no such rows, and all its tokens are in the pages.
 
     Example:
         >>> k, v = torch.zeros(2, 64, 8, 16, 128, dtype=torch.bfloat16)  # 64 requests, 8 KV heads, pages of 16 tokens

@@ -102,7 +102,8 @@ _library = torch.library.Library("kvstrata", "FRAGMENT")
 _library.define(
     "store_packed_tail(Tensor k, Tensor v, Tensor(a!) pages, Tensor slot_mapping, Tensor seq_lens,"
     " Tensor? cu_seqlens_q, Tensor? balance, Tensor? centre, Tensor(b!)? tail_k, Tensor(c!)? tail_v, Tensor? tail_slots,"
-    " Tensor(d!)? sink_k, Tensor(e!)? sink_v, Tensor? sink_slots, str format, int head_dim, int page_tokens, bool rotate, str backend) -> ()"
+    " Tensor(d!)? sink_k, Tensor(e!)? sink_v, Tensor? sink_slots, str format, int head_dim, int page_tokens,"
+    " bool rotate, str backend) -> ()"
 )
 TENSORS = len(TailTensors._fields)
 
@@ -128,10 +129,10 @@ def store_with_tail(tensors: TailTensors, fmt: Format, backend: str) -> None:
     plain = all(type(x) is torch.Tensor for x in tensors[:5])
     if plain and not _is_compiling() and not traced() and all(x is None or type(x) is torch.Tensor for x in tensors):
         latest = _plans.latest
-        if latest is not None and latest[0] == _look(tensors, fmt, backend):
-            if latest[1](*[x for x in tensors if x is not None]):
-                latest[2](tensors)
-                return
+        again = latest is not None and latest[0] == _look(tensors, fmt, backend)
+        if again and latest[1](*[x for x in tensors if x is not None]):  # type: ignore[index]
+            latest[2](tensors)  # type: ignore[index]
+            return
         _run(tensors, fmt, backend)
         return
     check_format(fmt)
