@@ -22,6 +22,8 @@ SANITIZER_FLAGS ?= --target-processes all --report-api-errors no
 # Triton hands values to the warps of warp_specialize through shared memory, between barriers of the whole block that
 # racecheck does not count as such: kernels in Gluon are left to the other three tools.
 RACECHECK_FLAGS ?= --kernel-regex-exclude kns=specialized
+# The limit of one tool; exceeding it is a failure (exit code 124)
+SANITIZER_SECONDS ?= 1800
 # The revision to record where the tree is a copy without .git
 REVISION ?=
 # What make gpu measures
@@ -96,18 +98,25 @@ gpu-check:
 gpu-test: gpu-check
 	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m pytest $(ARGS)
 
-# Without the caching allocator every tensor is its own allocation, so memcheck sees one element past its end.
+# Without the caching allocator every tensor is its own allocation, so memcheck sees one element past its end. The tests
+# run once without a tool, which compiles their kernels; then the tools run side by side.
+gpu-sanitize: export PYTHONPATH := $(GPU_PATH)
 gpu-sanitize: gpu-check
 	@command -v $(SANITIZER) >/dev/null || \
 	  { echo "$(SANITIZER) is not on the PATH; it comes with the CUDA toolkit"; exit 1; }
-	@failed=""; \
+	@$(PYTHON) -m pytest -q -m sanitizer -p no:cacheprovider $(ARGS)
+	@logs=$$(mktemp -d); failed=""; \
 	for tool in $(SANITIZER_TOOLS); do \
-	  echo "== compute-sanitizer --tool $$tool"; \
-	  PYTHONPATH=$(GPU_PATH) PYTORCH_NO_CUDA_MEMORY_CACHING=1 SANITIZER_TOOL=$$tool \
+	  ( PYTORCH_NO_CUDA_MEMORY_CACHING=1 SANITIZER_TOOL=$$tool timeout $(SANITIZER_SECONDS) \
 	    $(SANITIZER) --tool $$tool --error-exitcode 1 $(SANITIZER_FLAGS) \
 	    $$(test $$tool = racecheck && echo "$(RACECHECK_FLAGS)") \
-	    $(PYTHON) -m pytest -m sanitizer -p no:cacheprovider || failed="$$failed $$tool"; \
-	done; \
+	    $(PYTHON) -m pytest -m sanitizer -p no:cacheprovider $(ARGS) >$$logs/$$tool 2>&1; \
+	    echo $$? >$$logs/$$tool.code ) & \
+	done; wait; \
+	for tool in $(SANITIZER_TOOLS); do \
+	  code=$$(cat $$logs/$$tool.code); echo "== compute-sanitizer --tool $$tool: exit code $$code"; \
+	  if [ $$code != 0 ]; then failed="$$failed $$tool"; tail -n 60 $$logs/$$tool; else tail -n 2 $$logs/$$tool; fi; \
+	done; rm -rf $$logs; \
 	if [ -n "$$failed" ]; then echo "compute-sanitizer failed:$$failed"; exit 1; fi; \
 	echo "compute-sanitizer: clean under $(SANITIZER_TOOLS)"
 

@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,12 +66,63 @@ def off_a_little(decode, q, cache, **options):
     return (out, *rest)
 
 
+def off_by_a_row(attention, *arguments, **options):
+    return attention(*arguments, **options).roll(1, 0)
+
+
+def copies_one_block_less(copy_pages, src, dst, src_blocks, dst_blocks, **options):
+    copy_pages(src, dst, src_blocks[:-2], dst_blocks[:-2], **options)
+
+
 @pytest.mark.parametrize(
-    ("op", "name", "wrong"), [("store", "store_kv", forgets_the_last_row), ("decode", "decode_attention", off_a_little)]
+    ("op", "name", "wrong"),
+    [
+        ("store", "store_kv", forgets_the_last_row),
+        ("decode", "decode_attention", off_a_little),
+        ("settle", "decode_attention", off_by_a_row),
+        ("packed", "decode_packed", off_by_a_row),
+        ("packed", "prefill_packed", off_by_a_row),
+        ("packed", "copy_pages", copies_one_block_less),
+    ],
 )
 def test_a_sweep_finds_a_wrong_kernel(monkeypatch, op, name, wrong):
     monkeypatch.setattr(library, name, partial(wrong, getattr(library, name)))
-    assert any(o.error for o in sweeps.run(op, CPU, "reference", range(12)))
+    backend = "auto" if op == "settle" else "reference"
+    assert any(o.error for o in sweeps.run(op, CPU, backend, range(6)))
+
+
+def test_settle_finds_a_step_that_writes_to_another_request(monkeypatch):
+    write = library.TieredCache.write
+    monkeypatch.setattr(library.TieredCache, "write", lambda self, layer, k, v: write(self, layer, k.roll(1, 0), v))
+    assert any("off by" in (o.error or "") for o in sweeps.run("settle", CPU, "auto", range(4)))
+
+
+RECORDER = """
+import sys, torch
+from pathlib import Path
+from kvstrata.jit import kernel
+from kvstrata.tools.check import check, sweeps
+make = kernel.Kernel.__init__
+def record(self, source, entry, arch):
+    make(self, source, entry, arch)
+    print("loaded", Path(source).name)
+kernel.Kernel.__init__ = record
+for backend in sweeps.find(sys.argv[1]).SANITIZED:
+    for outcome in sweeps.run(sys.argv[1], torch.device("cuda", 0), backend, range(check.WATCHED[True])):
+        assert not outcome.error, outcome
+"""
+
+
+@pytest.mark.gpu
+def test_the_sanitizer_sees_every_cuda_source():
+    """The few trials that it watches with ``--quick`` launch kernels of every source."""
+    seen = set()
+    for op in sweeps.names():
+        said, code = child.run([sys.executable, "-c", RECORDER, op], 300)
+        assert code == 0, said[-2000:]
+        seen |= {line.split()[1] for line in said.splitlines() if line.startswith("loaded ")}
+    folder = Path(library.__file__).parent
+    assert {path.name for path in folder.rglob("*.cu") if "baselines" not in path.parts} - seen == set()
 
 
 IGNORED = {

@@ -158,6 +158,19 @@ def test_a_step_that_brings_no_token_changes_nothing(backend: str) -> None:
     assert torch.equal(pair.ours.buckets.snapshot(0, [0]).importance, once)
 
 
+@on("reference", "triton", EMULATED)
+def test_a_plan_for_float32_has_no_lists(backend: str) -> None:
+    """The CUDA kernels do not take float32: the step is observed by the other backends, on a GPU as well."""
+    cache = filled([40, 17], dtype=torch.float32, tiers=("K4V4", "K2V2"))
+    plan = DecodePlan(cache, 4, observe=1)
+    plan.update()
+    q = torch.randn(2, 1, 4, 64, device=DEVICE)
+    decode_attention(q, cache, plan=plan, backend="reference" if backend == "cuda" else backend)
+    assert cache.reports.numbers[:, 0].tolist() == [[1, 40], [1, 17]]
+    assert float(cache.importance(0, 0).sum()) > 0
+    assert plan._cuda is None
+
+
 @every_backend
 def test_outputs_do_not_change(backend: str) -> None:
     """With and without observing; lse and mass can be asked for as well."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from kvstrata.cache import TieredCache
 from kvstrata.jit import tuned
 from kvstrata.layout import Format
 from kvstrata.quant import op as quantize_op
+from kvstrata.tools.check import check as check_op
+from kvstrata.tools.check import sweeps
 from packed_model import Batch, calibration_of, memory
 from store_model import make
 from test_packed_decode import CASES as PACKED
@@ -111,3 +115,23 @@ def test_packed_store(name: str, dim: int, calibrated: bool) -> None:
     blocks = torch.arange(2, device="cuda")
     copy_pages(batch.pages, pages, blocks, blocks + 1, backend="cuda")
     assert torch.equal(pages[1:3], batch.pages[:2])
+
+
+@pytest.fixture
+def filled() -> Iterator[None]:
+    """Nothing is as torch.empty found it: kernels load whole pages, slots without a token included."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
+@pytest.mark.parametrize("seed", range(check_op.WATCHED[True]))
+@pytest.mark.parametrize("op", ["settle", "decode", "packed"])
+def test_whole_operations(op: str, seed: int) -> None:
+    """Plans, moves, centres, tables and observed steps of a cache; packed pages stored, read, prefilled and copied."""
+    for backend in sweeps.find(op).SANITIZED:
+        (outcome,) = sweeps.run(op, torch.device("cuda", torch.cuda.current_device()), backend, range(seed, seed + 1))
+        assert outcome.error is None, outcome
+    torch.cuda.synchronize()

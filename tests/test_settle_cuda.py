@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +16,8 @@ from kvstrata import backends
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache.move import launches, moves_cuda, phases, repack_cuda, whole_pages
 from kvstrata.cache.policy import centre_cuda, plan_cuda, settle_cuda
+from kvstrata.cache.storage.page import NewRows
+from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.quant import op as quantize_op
 
 HAS_GPU = torch.cuda.is_available()
@@ -138,3 +143,27 @@ def test_scratch_of_a_prompt_is_bounded_and_counted(device: str) -> None:
         ours.append(layer, k, v, [0])
     used = ours.memory().scratch - before
     assert 5 * tokens * 2 < used <= 32 * tokens * 2 + 16 * 512
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["planned", "plan of the layer before"])
+def test_what_launches_read_lives_until_they_run(device: str, again: bool) -> None:
+    """Moves are launched when the operation completes, and their addresses point into an upload of the plan."""
+    cache, _ = pair(device)
+    n = 400
+    for layer in range(1 + again):
+        k, v = torch.randn(2, n, 2, 32).to(cache.device)
+        rows = NewRows(*(x.reshape(-1, 32) for x in (k, v)))
+        fresh = Fresh(np.array([n]), np.array([0]), np.array([0]), np.zeros(1, np.float32), None)
+        with cache._operation() as change:
+            planned = settle_cuda.plan(cache, [(layer, [0])], [[n]], fresh, rows)
+            upload = weakref.ref(planned.outcome.device.uploaded)
+            settle_cuda.move(cache, change, planned, rows)
+            cache._activate(change, [0])
+            cache._set_lengths(change, [0], layer, np.array([n]))
+            if layer == again:
+                cache._prompt = None
+            del planned
+            gc.collect()
+            assert upload() is not None
+        assert cache.length(0, layer) == n
+    cache.check()

@@ -11,6 +11,7 @@ from kvstrata.checks import whole_numbers
 
 from .job import Job
 from .observe import observation_of
+from .stages import NAMES
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +99,7 @@ class DecodePlan:
         """
         if self.observation is not None:
             self.observation.set_live(requests)
-        if self._has_kernels():
+        if self._has_kernels() and self.cache.dtype in NAMES:
             self.cuda().update()
         elif self.observation is not None:
             self.observation.begin()

@@ -77,6 +77,7 @@ class Moves:
     fresh: Fresh | None = None  # new tokens, beside `starts`
     rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # k and v of new tokens
     addresses: dict[str, int] = field(default_factory=dict)  # of places, fresh and numbers where they are there already
+    memory: torch.Tensor | None = None  # what `addresses` point into: the launches run later, and read it then
     counts: bool = True  # False if the numbers are there, too
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 

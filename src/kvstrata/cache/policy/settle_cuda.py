@@ -122,6 +122,7 @@ def plan(
         fresh=None if rows is None else fresh,
         rows=apply.aligned_rows(rows),
         addresses=addresses,
+        memory=device.uploaded,
     )
     outcome = Outcome(device)
     if key is not None:  # without the rows
@@ -154,6 +155,7 @@ def _again(
         fresh=fresh,
         rows=apply.aligned_rows(rows),
         addresses={"numbers": device.numbers, "fresh": device.fresh},
+        memory=device.uploaded,
         counts=False,
     )
     return Planned(layers, requests, fresh, same, counted)

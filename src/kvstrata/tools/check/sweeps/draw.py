@@ -28,7 +28,7 @@ class Draw:
     """Random choices and tensors of one seed; tensors are made on the CPU, so that they are the same everywhere."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self.random = random.Random(seed)
+        self.random = random.Random(str(seed))  # a string is hashed: small numbers give similar first choices
         self.generator = torch.Generator().manual_seed(seed)
         self.device = device
 

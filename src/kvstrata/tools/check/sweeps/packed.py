@@ -1,11 +1,13 @@
-"""Packed pages: tokens stored in a few calls into blocks with holes, then decoded, against plain torch over the rows.
+"""Packed pages: tokens stored in a few calls into blocks with holes, then decoded, prefilled and copied.
 
 Rows are read back from the bytes page by page; they must be near the rows given, and the output that of attention over
-them. Blocks that no request has keep their poison.
+them. Blocks that no request has keep their poison. The last tokens of a request are prefilled again over those before
+them, with K and V as they were given.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +29,8 @@ def trial(draw: Draw, backend: str) -> str:
     fmt = Format(draw.one(2, 3, 4, 8), draw.one(2, 3, 4, 8), dim, tokens)
     heads, group, per_block = draw.size(1, 3), draw.one(1, 2, 4, 8), draw.size(1, 3)
     dtype = draw.one(*FLOATS) if backend != "cuda" else draw.one(torch.float16, torch.bfloat16)
-    lengths = [draw.one(0, draw.size(1, 20), draw.size(20, 200)) for _ in range(draw.size(1, 4))]
+    lengths = [draw.one(0, draw.size(1, 20), draw.size(20, 200)) for _ in range(draw.size(0, 3))]
+    lengths.append(draw.size(20, 200))
     q_lens = [draw.size(0, 4) for _ in lengths] if draw.one(0, 1) else [draw.size(1, 3)] * len(lengths)
     options: dict[str, Any] = {"sliding_window": draw.one(None, draw.size(1, 90)), "softcap": draw.one(None, 4.0)}
     calibration = None
@@ -50,15 +53,14 @@ def trial(draw: Draw, backend: str) -> str:
         for some in mixed.tensor_split(draw.size(1, 4)):
             where = torch.cat([slots[some], torch.tensor([-1])]).to(draw.device)
             index = torch.cat([some, torch.zeros(1, dtype=torch.int64)]).to(draw.device)
-            if len(k):
-                kvstrata.store_packed(k[index], v[index], pages, where, fmt, calibration=calibration, backend=backend)
+            kvstrata.store_packed(k[index], v[index], pages, where, fmt, calibration=calibration, backend=backend)
     except RuntimeError as error:
         if "aligned" in str(error):
             raise Refused(str(error)) from error
         raise
     free = order[sum(counts) :].long().to(draw.device)
     assert bool((pages[free] == POISON).all()), f"a free block was written to: {what}"
-    if sum(q_lens) == 0 or not len(k):
+    if sum(q_lens) == 0:
         return what
     stored = _stored(pages.cpu(), fmt, slots, calibration)
     for name, rows, given, bits in zip("kv", stored, (k, v), (fmt.k_bits, fmt.v_bits), strict=True):
@@ -68,18 +70,58 @@ def trial(draw: Draw, backend: str) -> str:
 
     q = draw.normal(sum(q_lens), heads * group, dim).to(dtype)
     sinks = draw.normal(heads * group) if draw.one(0, 1) else None
-    cu = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32).to(draw.device)
+    cu = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32).to(draw.device)
     out = kvstrata.decode_packed(
         q.to(draw.device), pages, table.to(draw.device), torch.tensor(lengths, dtype=torch.int32).to(draw.device), fmt,
         calibration=calibration, sinks=None if sinks is None else sinks.to(draw.device), cu_seqlens_q=cu,
         fixed_split=draw.one(None, 32), backend=backend, **options,
     )  # fmt: skip
-    want = _attention(q, stored, lengths, q_lens, sinks, **options)
-    assert isinstance(out, torch.Tensor)
-    limit = 2 * CLOSE[dtype] * max(float(want.norm()), 1e-2)
-    off = float((out.float().cpu() - want).norm())
-    assert off <= limit, f"the output is off by {off:.2g} > {limit:.2g}: {what}"
+    _compare("decode", out, _attention(q, stored, lengths, q_lens, sinks, **options), what)
+    _check_copy(draw, pages, backend, what)
+
+    q_lens = [min(n, length) for n, length in zip(q_lens, lengths, strict=True)]
+    new = torch.cat([_last(end, n) for end, n in zip(accumulate(lengths), q_lens, strict=True)])
+    if not len(new):
+        return what
+    q, cu = q[: len(new)], torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32).to(draw.device)
+    seen = (stored[0].index_copy(0, new, k.cpu().float()[new]), stored[1].index_copy(0, new, v.cpu().float()[new]))
+    on_device = new.to(draw.device)
+    try:
+        out = kvstrata.prefill_packed(
+            q.to(draw.device), k[on_device], v[on_device], pages, table.to(draw.device),
+            torch.tensor(lengths, dtype=torch.int32).to(draw.device), cu, fmt, calibration=calibration,
+            sinks=None if sinks is None else sinks.to(draw.device), **options,
+            backend="auto" if backend == "cuda" else backend,
+        )  # fmt: skip
+    except RuntimeError as error:
+        if "head_dim" in str(error):  # Triton takes fewer
+            return what
+        raise
+    _compare("prefill", out, _attention(q, seen, lengths, q_lens, sinks, **options), what)
     return what
+
+
+def _last(end: int, n: int) -> torch.Tensor:
+    """Indices of the last ``n`` rows before ``end``."""
+    return torch.arange(end - n, end)
+
+
+def _compare(name: str, out: Any, want: torch.Tensor, what: str) -> None:
+    limit = 2 * CLOSE[out.dtype] * max(float(want.norm()), 1e-2)
+    off = float((out.float().cpu() - want).norm())
+    assert off <= limit, f"the output of {name} is off by {off:.2g} > {limit:.2g}: {what}"
+
+
+def _check_copy(draw: Draw, pages: torch.Tensor, backend: str, what: str) -> None:
+    """Some blocks to other places of another pool, with padding; the others keep their poison."""
+    source, target = draw.order(len(pages)), draw.order(len(pages) + 2)[: len(pages)]
+    source[0], target[-1] = -1, len(pages) + 2
+    pool = torch.full_like(pages[:1].expand(len(pages) + 2, -1, -1).contiguous(), POISON)
+    want = pool.clone()
+    live = (source >= 0) & (target < len(pool))
+    want[target[live].to(draw.device)] = pages[source[live].to(draw.device)]
+    kvstrata.copy_pages(pages, pool, source.to(draw.device), target.to(draw.device), backend=backend)
+    assert torch.equal(pool, want), f"a block was copied wrong: {what}"
 
 
 def _slots(blocks: torch.Tensor, position: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -1,55 +1,90 @@
-"""TieredCache: ragged appends under a budget, until tokens settle; it chooses its kernels itself."""
+"""TieredCache under a budget: ragged appends, then decode steps that settle and observe; it chooses its kernels itself.
+
+The steps go the way of a captured graph: `advance` (tables, plans made ahead, moves), `write`, and `decode_attention`
+with a `DecodePlan` that adds attention mass to importance.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 import kvstrata
 
-from .draw import AGAIN, DIMS, FLOATS, WORST, Draw
+from .decode import dense
+from .draw import AGAIN, CLOSE, DIMS, FLOATS, WORST, Draw
 
 BACKENDS = ("auto",)
 SANITIZED = ("auto",)
+LAYERS, STEPS = 2, 6
 
 
 def trial(draw: Draw, backend: str) -> str:
-    """Ragged appends under a budget: the bytes hold, every token is there, each row is as near as its tier allows."""
+    """The bytes hold, every token is there, each row is as near as its tier allows; decode reads what is there."""
     heads, dim, dtype = draw.size(1, 3), draw.one(*DIMS), draw.one(*FLOATS)
     requests, recent = draw.size(1, 3), draw.size(4, 24)
-    policy = draw.one("importance", "recency", "uniform")
-    budget = draw.one(0.3, 0.5)
+    policy = draw.one("importance", "importance", "recency", "uniform")
+    budget, rope = draw.one(0.3, 0.5), draw.one(None, [10.0 ** (-4 * i / dim) for i in range(dim // 2)])
     what = f"{requests} requests, {heads} heads, D {dim}, {dtype}, budget {budget}, {recent} recent, {policy}"
     cache = kvstrata.TieredCache(
-        1, heads, dim, budget=budget, recent_tokens=recent, sink_tokens=2, page_tokens=16, dtype=dtype,
+        LAYERS, heads, dim, budget=budget, recent_tokens=recent, sink_tokens=2, page_tokens=16, dtype=dtype,
         device=draw.device, max_requests=requests, max_tokens=512, policy=policy, tiers=("K8V8", "K4V4", "K2V2"),
-        debug=True,
+        settle_every=4, rope=rope, debug=True,
     )  # fmt: skip
-    kept: list[list[torch.Tensor]] = [[] for _ in range(requests)]
+    rows = list(range(requests))
+    kept: list[list[list[torch.Tensor]]] = [[[] for _ in rows] for _ in range(LAYERS)]  # [layer][request]: [2, n, H, D]
     for most in (100, 1, 60, 1):
-        lengths = [draw.size(0, most) for _ in range(requests)]
-        rows = draw.normal(2, sum(lengths), heads, dim).to(dtype)
-        k, v = rows.to(draw.device)
-        cache.append(0, k, v, list(range(requests)), lengths)
-        for request, part in enumerate(rows.split(lengths, 1)):
-            kept[request].append(part)
-        cache.check()
-        memory = cache.memory()
-        assert memory.allowed is not None
-        assert memory.total <= memory.allowed, f"{memory.total} bytes, {memory.allowed} allowed: {what}"
-    bits = torch.tensor([[f.k_bits, f.v_bits] for f in cache.formats])
-    for request, parts in enumerate(kept):
-        truth = torch.cat(parts, 1)  # [2, n, heads, dim]
-        length = truth.shape[1]
-        if not length:
-            continue
-        *held, position = (x.cpu() for x in cache.gather(0, request))
-        tier = cache.tier_map(0, request).cpu()
-        assert torch.equal(position, torch.arange(length).expand(heads, length)), f"tokens are missing: {what}"
-        assert bool((tier[:, max(length - recent, 0) :] == 0).all()), f"a recent token is quantised: {what}"
-        for side, (stored, want) in enumerate(zip(held, truth.transpose(1, 2), strict=True)):
-            off = (stored.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1).clamp(min=1e-6)
-            allowed = AGAIN * torch.tensor([WORST[int(b)] for b in bits[:, side]])[tier]
-            assert bool((off <= allowed).all()), (
-                f"{'kv'[side]}: a row is off by {float((off - allowed).max()):.3f}: {what}"
-            )
+        lengths = [draw.size(0, most) for _ in rows]
+        for layer in range(LAYERS):
+            given = draw.normal(2, sum(lengths), heads, dim).to(dtype)
+            k, v = given.to(draw.device)
+            cache.append(layer, k, v, rows, lengths)
+            for request, part in enumerate(given.split(lengths, 1)):
+                kept[layer][request].append(part)
+        _check_bytes(cache, what)
+    plan, ids = kvstrata.DecodePlan(cache, 2 * heads, requests=rows, observe=1), torch.tensor(rows, dtype=torch.int32)
+    for _ in range(STEPS):
+        cache.advance(rows)
+        plan.update(ids.to(draw.device))
+        for layer in range(LAYERS):
+            given = draw.normal(2, requests, heads, dim).to(dtype)
+            k, v = given.to(draw.device)
+            cache.write(layer, k, v)
+            for request in rows:
+                kept[layer][request].append(given[:, request : request + 1])
+            q = draw.normal(requests, 1, 2 * heads, dim).to(dtype)
+            out: Any = kvstrata.decode_attention(q.to(draw.device), cache, layer, requests=rows, plan=plan)
+    for request in rows:
+        keys, values, position = (x.cpu() for x in cache.gather(LAYERS - 1, request))
+        want, _, _ = dense(q[request].float(), keys, values, position, cache.length(request), None, None)
+        off = float((out[request].cpu().float() - want).norm() / want.norm().clamp(min=1e-6))
+        assert off <= CLOSE[dtype], f"the output of request {request} is off by {off:.1e}: {what}"
+    _check_bytes(cache, what)
+    for layer in range(LAYERS):
+        for request, parts in enumerate(kept[layer]):
+            _check_rows(cache, layer, request, torch.cat(parts, 1), recent, what)
     return what
+
+
+def _check_bytes(cache: kvstrata.TieredCache, what: str) -> None:
+    cache.check()
+    memory = cache.memory()
+    assert memory.allowed is not None
+    assert memory.total <= memory.allowed, f"{memory.total} bytes, {memory.allowed} allowed: {what}"
+
+
+def _check_rows(
+    cache: kvstrata.TieredCache, layer: int, request: int, truth: torch.Tensor, recent: int, what: str
+) -> None:
+    """K and V of a request against the rows that went in, ``truth [2, n, heads, dim]``."""
+    length, heads = truth.shape[1:3]
+    bits = torch.tensor([[f.k_bits, f.v_bits] for f in cache.formats])
+    *held, position = (x.cpu() for x in cache.gather(layer, request))
+    tier = cache.tier_map(layer, request).cpu()
+    assert torch.equal(position, torch.arange(length).expand(heads, length)), f"tokens are missing: {what}"
+    assert bool((tier[:, max(length - recent, 0) :] == 0).all()), f"a recent token is quantised: {what}"
+    for side, (stored, want) in enumerate(zip(held, truth.transpose(1, 2), strict=True)):
+        off = (stored.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1).clamp(min=1e-6)
+        allowed = AGAIN * torch.tensor([WORST[int(b)] for b in bits[:, side]])[tier]
+        assert bool((off <= allowed).all()), f"{'kv'[side]}: a row is off by {float((off - allowed).max()):.3f}: {what}"
