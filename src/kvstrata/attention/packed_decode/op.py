@@ -74,9 +74,8 @@ class Latest:
 
 
 # Of a call's memory, what kernels access in 16 bytes: pages, workspace, tail, sink rows and the output, which is last.
-ALIGNED = {
-    i for i, name in enumerate(Tensors._fields) if name in ("pages", "workspace", "tail_k", "tail_v", "sink_k", "sink_v")
-} | {len(Tensors._fields)}
+WIDE = {"pages", "workspace", "tail_k", "tail_v", "sink_k", "sink_v"}
+ALIGNED = {i for i, name in enumerate(Tensors._fields) if name in WIDE} | {len(Tensors._fields)}
 
 
 class _Plans(PerThread[Any]):

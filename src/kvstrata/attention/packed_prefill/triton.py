@@ -191,7 +191,8 @@ def run(job: Job, backend: str) -> Result:
             queries, k, v, scale=options.scale, sliding_window=options.sliding_window, softcap=options.softcap,
             sinks=None if t.sinks is None else t.sinks[of_heads], return_lse=True, backend=backend, **lengths,
         )  # fmt: skip
-        assert isinstance(result, AttentionOutput) and result.lse is not None
+        assert isinstance(result, AttentionOutput)
+        assert result.lse is not None
         parts.append((result.out.view(-1, *result.out.shape[-2:]), result.lse.view(-1, result.lse.shape[-1])))
     out = parts[0][0] if len(parts) == 1 and job.out is None else torch.cat([out for out, _ in parts], 1, out=job.out)
     return out, torch.cat([lse for _, lse in parts], 1) if options.return_lse else None
