@@ -128,10 +128,11 @@ class Kernel:
 
 class Launch:
     def __init__(
-        self, kernel: Kernel, grid: Any, block: int, params: bytes, *, shared: int = 0, **options: Any
+        self, kernel: Kernel, grid: Any, block: int, params: bytes | bytearray, *, shared: int = 0, **options: Any
     ) -> None:
         self.call = (*((grid, 1) if isinstance(grid, int) else grid), block, shared)
-        self.kernel, self.params = kernel, bytearray(params)  # filled in place, as those of kvstrata.jit
+        self.kernel = kernel
+        self.params = params if isinstance(params, bytearray) else bytearray(params)  # as in kvstrata.jit
 
     def __call__(self, stream: int) -> None:
         self.kernel.start(bytes(self.params), *self.call)

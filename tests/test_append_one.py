@@ -9,12 +9,15 @@ import pytest
 import torch
 
 import emulator
-from cache_model import make, rows
+from allocations import Allocations
+from cache_model import fingerprint, make, rows
+from cache_model import same as alike
 from conftest import HAS_GPU
 from kvstrata import jit
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import append_cuda, launches
 from kvstrata.cache.ops import append as append_op
+from kvstrata.cache.ops import append_one
 from kvstrata.cache.storage import table_cuda
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -34,8 +37,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
         cached.cache_clear()
 
 
-def filled(requests: int = 4, tokens: int = 21, **options) -> TieredCache:
-    cache = make(layers=3, max_requests=requests, budget=None, device=DEVICE, **options)
+def filled(requests: int = 4, tokens: int = 21, budget: float | None = None, **options) -> TieredCache:
+    cache = make(layers=3, max_requests=requests, budget=budget, device=DEVICE, **options)
     for layer in range(3):
         k, v = (x.to(DEVICE) for x in rows(requests * tokens, seed=layer))
         cache.append(layer, k, v, list(range(requests)), [tokens] * requests)
@@ -72,7 +75,7 @@ def test_new_pages_are_zero_and_in_the_table(emulated: None) -> None:
     chosen = handles[[0, 2, 5, 8]]
     entries = np.array([5, 900, 17, 3000])
     assert chosen[-1] // pool.units > chosen[0] // pool.units
-    table_cuda.new_pages(cache.buckets, torch.from_numpy(np.stack([entries, chosen])))()
+    table_cuda.NewPages(cache.buckets).prepare(torch.from_numpy(np.concatenate([entries, chosen])))()
     table.view(-1)[torch.from_numpy(entries)] = torch.from_numpy(chosen).int()
     assert torch.equal(cache.buckets.page_table, table)
     cleared = pool.read(handles, 0, pool.strides[0])
@@ -90,18 +93,21 @@ def test_one_launch_appends_like_the_reference(emulated: None, options: dict, ba
     for layer in (2, 0):
         k, v = rows(2, seed=10 + layer)
         wanted.append(layer, k, v, listed, [1, 1])
-        assert one(layer, *((x.unsqueeze(1) if batched else x) for x in (k, v)))
+        assert one.fits(k, v)
+        one(layer, *((x.unsqueeze(1) if batched else x) for x in (k, v)))
     assert same_rows(wanted, cache)
     assert torch.equal(wanted.importance(2, 0), cache.importance(2, 0))
     odd = torch.zeros(k.numel() + 1)[1:].view(k.shape)
-    assert not one(0, odd, v)
-    assert same_rows(wanted, cache)
+    assert not one.fits(odd, v)
 
 
+@pytest.mark.parametrize("budget", [None, 0.6])
 @pytest.mark.parametrize("numbered", [True, False])
-def test_a_step_that_repeats_gives_what_single_appends_give(numbered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_repeats_gives_what_single_appends_give(
+    numbered: bool, budget: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over page edges, a fork that shares the open page, a request that leaves and comes back, other lists between."""
-    cache, wanted, slow = filled(5), filled(5), []
+    cache, wanted, slow = filled(5, budget=budget), filled(5, budget=budget), []
     plain = append_op.append_plain
     monkeypatch.setattr(append_op, "append_plain", lambda *given: slow.append(given[0]) or plain(*given))
 
@@ -115,7 +121,7 @@ def test_a_step_that_repeats_gives_what_single_appends_give(numbered: bool, monk
 
     for n in range(14):
         step(n, [4, 2, 0] if numbered else None)
-    assert slow.count(cache) < 14  # 42 appends
+    assert slow.count(cache) == 1 if budget is None else slow.count(cache) < 14  # of 42 appends
     cache.check()
     assert same_rows(cache, wanted)
     for each in (cache, wanted):
@@ -132,6 +138,28 @@ def test_a_step_that_repeats_gives_what_single_appends_give(numbered: bool, monk
             each.write(layer, k, v, torch.tensor([0, 2], dtype=torch.int32, device=DEVICE))
     cache.check()
     assert same_rows(cache, wanted)
+
+
+def test_out_of_memory_at_a_page_edge_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(append_one, "guard_of", lambda given: lambda *rows: True)  # which see the mode that counts
+    caches = [filled(3, slab_bytes=1 << 14) for _ in range(2)]
+    k, v = (x.to(DEVICE).unsqueeze(1) for x in rows(3))
+    for cache in caches:
+        cache.pool.spare = None  # memory that is not needed may be refused without harm
+        while cache.length(0) % cache.page_tokens:
+            for layer in range(3):
+                cache.append(layer, k, v, [0, 1, 2])
+    monkeypatch.setattr(append_op, "append_plain", lambda *given: pytest.fail("not as the last one"))
+    lines = Allocations.of(lambda: caches[1].append(1, v, k, [0, 1, 2])).lines
+    before = fingerprint(caches[0], spare=False)
+    assert len(lines) > 3
+    for number in range(len(lines)):
+        with pytest.raises(torch.OutOfMemoryError, match="as asked for"):
+            Allocations.of(lambda: caches[0].append(1, v, k, [0, 1, 2]), number)
+        assert alike(before, fingerprint(caches[0], spare=False)), lines[number]
+        caches[0].check()
+    caches[0].append(1, v, k, [0, 1, 2])
+    assert same_rows(*caches)
 
 
 def test_a_step_that_repeats_is_still_checked() -> None:

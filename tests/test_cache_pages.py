@@ -40,6 +40,36 @@ def test_pool_takes_the_lowest_page_and_retypes_empty_slabs() -> None:
     assert (p.pointers == 0).sum() == 6
 
 
+def test_pool_opens_slabs_to_spare_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = pool.Pool([256, 128], 512, 32, CPU, spare=2)
+    taken = [p.allocate(0, 8), p.allocate(0, 1)]
+    assert (p.slabs_of(0), p.pages(0)) == (6, 9)  # two with the fifth that was needed, less one
+    p.trim()
+    assert (p.slabs_of(0), p.slab_count, p.nbytes) == (5, 5, 5 * 512)
+    taken.append(p.allocate(1, 4))
+    assert (p.slabs_of(1), p.slab_count) == (1, 6)
+    new_slab, granted = pool.Pool._new_slab, [True, False]
+
+    def some(self, index: int, size: int) -> torch.Tensor:
+        if not granted.pop(0):
+            raise torch.OutOfMemoryError
+        return new_slab(self, index, size)
+
+    monkeypatch.setattr(pool.Pool, "_new_slab", some)
+    taken.append(p.allocate(0, 1))  # fits
+    with pytest.raises(torch.OutOfMemoryError):
+        p.allocate(0, 3)
+    granted += [True, False, True]  # one of two is refused, then one is enough
+    taken += [p.allocate(0, 1), p.allocate(0, 1)]
+    assert (p.slabs_of(0), p.pages(0)) == (6, 12)
+    assert len(np.unique(np.concatenate([taken[i] for i in (0, 1, 3, 4, 5)]))) == 12
+    for handles in taken:
+        p.release(handles)
+    p.trim()
+    assert p.slab_count == p.nbytes == 0
+    assert not p.pointers.any()
+
+
 def test_pool_counts_owners() -> None:
     p = small_pool()
     a = p.allocate(1, 2)

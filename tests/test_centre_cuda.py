@@ -89,7 +89,7 @@ def computed(
     before = cache.centre.clone()
     with cache._operation() as change:
         every = np.ones(len(k), bool)
-        out = centre_cuda.centres_of_places(cache, change, layers, requests, every, fresh, NewRows(rows, rows))
+        out = centre_cuda.centres_of_places(cache, change, layers, requests, every, fresh, NewRows(rows, rows)).rows
         assert torch.equal(cache.centre, before), "stored when the transaction completes"
     return out.unflatten(0, (-1, HEADS))
 
@@ -147,7 +147,7 @@ def test_a_balance_does_not_change_the_centre_of_the_model(device: str) -> None:
         assert torch.equal(own[number].cpu() * by[request], out[number].cpu())
     with balanced._operation() as change:
         every, ids, layers = np.ones(2, bool), np.array([1, 2]), np.array([0, 1])
-        again = centre_cuda.centres_of_places(balanced, change, layers, ids, every, None, None)
+        again = centre_cuda.centres_of_places(balanced, change, layers, ids, every, None, None).rows
     assert torch.equal(again.unflatten(0, (-1, HEADS)), own), "stored ones are divided, too"
 
 
@@ -182,7 +182,7 @@ def test_tokens_are_summed_by_position_in_whatever_slots_they_are(device: str) -
     every = np.ones(1, bool)
     with cache._operation() as change:
         zero = np.zeros(1, np.int64)
-        out = centre_cuda.centres_of_places(cache, change, zero, zero, every, None, None)
+        out = centre_cuda.centres_of_places(cache, change, zero, zero, every, None, None).rows
     assert torch.equal(out.unflatten(0, (-1, HEADS)), wanted)
 
 
@@ -192,7 +192,7 @@ def test_centres_stay_and_failed_operations_store_none(device: str) -> None:
     cache.append(0, x, x, [0], [50])
     for coded in (False, True):
         with contextlib.suppress(KeyError), cache._operation() as change:
-            out = centre_cuda.centres_of_places(cache, change, zero, zero, np.array([coded]), None, None)
+            out = centre_cuda.centres_of_places(cache, change, zero, zero, np.array([coded]), None, None).rows
             assert bool(out.any()) == coded
             raise KeyError
         assert not cache.centre.any()
@@ -200,7 +200,7 @@ def test_centres_stay_and_failed_operations_store_none(device: str) -> None:
     cache.centre[0, 0] = 7.0
     cache._centred[0, 0] = True
     with cache._operation() as change:
-        out = centre_cuda.centres_of_places(cache, change, zero, zero, np.ones(1, bool), None, None)
+        out = centre_cuda.centres_of_places(cache, change, zero, zero, np.ones(1, bool), None, None).rows
     assert bool((out == 7.0).all())
     assert bool((cache.centre[0, 0] == 7.0).all())
 

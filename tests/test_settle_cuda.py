@@ -12,10 +12,15 @@ import pytest
 import torch
 
 import emulator
+from allocations import Allocations
+from cache_model import fingerprint
+from cache_model import same as alike
 from kvstrata import backends
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache.move import launches, moves_cuda, phases, repack_cuda, whole_pages
+from kvstrata.cache.ops import append_prompt
 from kvstrata.cache.policy import centre_cuda, plan_cuda, settle_cuda
+from kvstrata.cache.policy.prompt_cuda import PreparedPrompt
 from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.quant import op as quantize_op
@@ -143,6 +148,117 @@ def test_scratch_of_a_prompt_is_bounded_and_counted(device: str) -> None:
         ours.append(layer, k, v, [0])
     used = ours.memory().scratch - before
     assert 5 * tokens * 2 < used <= 32 * tokens * 2 + 16 * 512
+
+
+def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers that are appended to by what another one prepared."""
+    layers: list[int] = []
+    prepare = PreparedPrompt.prepare
+
+    def counted(self, cache, change, layer, rows):
+        layers.append(layer)
+        prepare(self, cache, change, layer, rows)
+
+    monkeypatch.setattr(PreparedPrompt, "prepare", counted)
+    return layers
+
+
+ROWS = {
+    "packed": lambda k: k,
+    "heads first": lambda k: k.transpose(0, 1).contiguous().transpose(0, 1),
+    "in a wider tensor": lambda k: torch.cat([k, k], 1)[:, :2],
+}
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_layers_of_prompts_take_what_the_first_prepared(
+    device: str, monkeypatch: pytest.MonkeyPatch, rows: str, balance: bool
+) -> None:
+    """Other rows in each layer; one request and two of different lengths; pages that others gave back."""
+    ours, wanted = pair(device, balance=balance)
+    layers, generator = again(monkeypatch), torch.Generator().manual_seed(0)
+    if balance:
+        by = torch.randint(-2, 3, (2, 2, 32), generator=generator).float().exp2()
+        for cache in (ours, wanted):
+            for layer in range(2):
+                cache.set_balance(layer, by[layer].to(cache.device), [0, 1, 2])
+
+    def prompts(requests: list[int], lengths: list[int] | None, tokens: int, seen: list[int]) -> None:
+        layers.clear()
+        for layer in range(2):
+            k, v = torch.randn(2, tokens, 2, 32, generator=generator)
+            for cache in (ours, wanted):
+                cache.append(layer, ROWS[rows](k.to(cache.device)), ROWS[rows](v.to(cache.device)), requests, lengths)
+        assert layers == seen
+        same(ours, wanted)
+
+    prompts([1], None, 300, [1])
+    prompts([0, 2], [150, 200], 350, [1])
+    for cache in (ours, wanted):
+        cache.free_request(0)
+        cache.free_request(2)
+    prompts([2, 0], [200, 150], 350, [1])
+    for cache in (ours, wanted):
+        cache.free_request(1)
+    prompts([1], None, 300, [1])
+    for cache in (ours, wanted):
+        cache.free_request(1)
+    prompts([1], None, 300, [0, 1])
+
+
+def test_other_layers_and_rows_are_not_taken_for_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are there, other lengths, a balance of columns in between, rows that are not aligned."""
+    ours, wanted = pair(device)
+    layers = again(monkeypatch)
+
+    def both(layer: int, k: torch.Tensor, requests: list[int], lengths: list[int] | None = None) -> None:
+        for cache in (ours, wanted):
+            rows = k.to(cache.device)
+            if k.storage_offset():
+                rows = torch.empty(k.numel() + 1, device=cache.device)[1:].view(k.shape).copy_(k)
+            if not k.is_contiguous():
+                rows = torch.empty(len(k), 2, 33, device=cache.device)[..., :32].copy_(k)
+            cache.append(layer, rows, -rows, requests, lengths)
+
+    k = torch.randn(300, 2, 32, generator=torch.Generator().manual_seed(0))
+    both(0, k, [0])
+    both(0, k, [1])
+    both(0, k, [0])  # behind others
+    both(1, k[:299], [0])
+    both(1, torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k), [1])
+    both(0, k, [2], [300])
+    both(1, k, [2])  # as given before, but not by a list of lengths
+    same(ours, wanted)
+    for cache in (ours, wanted):
+        cache.free_request(0)
+    for layer in range(2):  # the kernels read a copy
+        both(layer, torch.empty(300, 2, 33)[..., :32].copy_(k), [0])
+    assert layers == []
+    same(ours, wanted)
+
+
+def test_out_of_memory_in_another_layer_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = again(monkeypatch)
+    monkeypatch.setattr(append_prompt, "guard_of", lambda given: lambda *rows: True)  # which see the mode that counts
+    caches = [pair(device)[0] for _ in range(2)]
+    k, v = torch.randn(2, 300, 2, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    for cache in caches:
+        cache.append(0, k, v, [1])
+    lines = Allocations.of(lambda: caches[1].append(1, v, k, [1])).lines
+    before = fingerprint(caches[0], spare=False)
+    assert layers == [1]
+    assert len(lines) > 2
+    for number in range(len(lines)):
+        with pytest.raises(torch.OutOfMemoryError, match="as asked for"):
+            Allocations.of(lambda: caches[0].append(1, v, k, [1]), number)
+        assert alike(before, fingerprint(caches[0], spare=False)), lines[number]
+        caches[0].check()
+    caches[0].append(1, v, k, [1])
+    assert layers == [1] * len(layers)
+    for a, b in zip(caches[0].gather(1, 1), caches[1].gather(1, 1), strict=True):
+        assert torch.equal(a, b)
+    caches[0].check()
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["planned", "plan of the layer before"])

@@ -71,6 +71,7 @@ class CacheState:
     _ahead: list[Ahead]  # plans for the next `advance`
     _due: tuple[np.ndarray, np.ndarray | None] | None  # requests of the last step, what settles before the next
     _prompt: tuple[Any, Any] | None  # what the plan of the last prompt depends on, and the plan
+    _last_prompt: Any = None  # the last append of prompts without mass: ops/append_prompt.py
 
     def _operation(self) -> Transaction:
         """A transaction after which the budget holds."""

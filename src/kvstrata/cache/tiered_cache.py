@@ -3,7 +3,8 @@
     append ──▶ fits? ──yes──▶ 16-bit bucket
                  └──no──▶ plan (policy/plan.py) ──▶ move (storage/page_table.py): rows and tokens to their tiers
 
-The class creates the state (state.py) and offers the operations, each of which has its own file:
+The class creates the state (state.py) and offers the operations, those on whole requests by its base
+(request_operations.py). Each has its own file:
 
     policy/  sizes.py: pages, slabs and budget from the arguments; room.py: do tokens fit; scopes.py: the parts that are
              settled together; mass.py: attention mass to importance
@@ -21,8 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from os import PathLike
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +33,6 @@ from .ops import books
 from .ops import inspect as read
 from .ops.append import append_tokens
 from .ops.arguments import check_mass
-from .ops.crop import crop_request
-from .ops.fork import assign
 from .ops.step import advance, write
 from .policy import room
 from .policy.balance import set_balance
@@ -48,17 +45,18 @@ from .policy.prices import Prices, format_error
 from .policy.reports import Reports
 from .policy.scopes import scopes_of, settle_scopes
 from .policy.sizes import Sizes
-from .state import CacheState
+from .request_operations import RequestOperations
 from .storage.page_table import Buckets
 from .storage.pool import Pool
 from .storage.scratch import register
 from .storage.transaction import Transaction
 from .storage.views import BucketedCacheLayer
 
+SPARE_SLABS = 32  # without a budget, one slab with every so many is allocated ahead
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class TieredCache(CacheState):
+class TieredCache(RequestOperations):
     """K and V of up to ``max_requests`` requests, compressed token by token so that a byte budget holds at all times.
 
     Args:
@@ -192,7 +190,7 @@ class TieredCache(CacheState):
         with torch.inference_mode(False):  # whoever makes the cache: its tensors are written to later
             strides = [kind.stride for kind in self.page_formats]
             slab, capacity = sizes.slabs(strides[0], len(strides))
-            self.pool = Pool(strides, slab, capacity, self.device, debug)
+            self.pool = Pool(strides, slab, capacity, self.device, debug, SPARE_SLABS if amount is None else None)
             self.buckets = Buckets(self.pool, self.page_formats, max_requests, layers, kv_heads, sizes.max_pages)
             self._calibrated = calibrated(calibration, (layers, kv_heads, head_dim), self.device, balance)
             first, *each = self._calibrated.centre, max_requests, 1, 1, 1
@@ -290,12 +288,6 @@ class TieredCache(CacheState):
         books.check(self)
 
     # Writing and settling
-
-    def add_request(self) -> int:
-        """Put an unused request into use, empty, and return it; RuntimeError if all ``max_requests`` are in use."""
-        request = self._unused_request()
-        self._active.add(request)
-        return request
 
     def set_balance(self, layer: int, balance: torch.Tensor, requests: Sequence[int] | None = None) -> None:
         """Set the balance of requests that have no tokens in a layer yet (`kvstrata.quant.calibration.pair_balance`).
@@ -424,90 +416,6 @@ class TieredCache(CacheState):
         but a stream.
         """
         self.pool.record_stream(stream)
-
-    # Requests
-
-    def fork(self, request: int) -> int:
-        """Copy a request to an unused one, sharing every page until either changes it (copy on write); return the copy.
-
-        Raises ValueError for a request that is not in use, RuntimeError if all ``max_requests`` are in use.
-        """
-        self._check_request(request)
-        twin = self._unused_request()
-        assign(self, {twin: request}, [])
-        return twin
-
-    def reorder(self, indices: Sequence[int], requests: Sequence[int] | None = None) -> None:
-        """Reorder beams: ``requests[i]`` becomes what ``requests[indices[i]]`` was; pages are shared, not copied.
-
-        ``requests`` None is all in use, ascending. Raises ValueError or TypeError, naming the argument.
-        """
-        given = self._given(requests)
-        if len(indices) != len(given):
-            raise ValueError(f"indices: expected {len(given)}, one per request, got {len(indices)}")
-        chosen = whole_numbers("indices", indices)
-        for index in chosen:
-            check_int("indices", index, 0, len(given) - 1)
-        assign(self, {given[i]: given[index] for i, index in enumerate(chosen)}, [])
-
-    def select(self, indices: Sequence[int]) -> None:
-        """Make requests 0, 1, ... what requests ``indices[0]``, ``indices[1]``, ... were, and free all others.
-
-        Raises ValueError or TypeError for an index that is not in use, or for more than ``max_requests`` of them.
-        """
-        chosen = whole_numbers("indices", indices)
-        for request in chosen:
-            self._check_request(request, "indices")
-        if len(chosen) > self.max_requests:
-            raise ValueError(f"indices: expected at most {self.max_requests}, got {len(chosen)}")
-        assign(self, dict(enumerate(chosen)), [r for r in self.requests if r >= len(chosen)])
-
-    def crop(self, request: int, length: int) -> None:
-        """Drop all tokens at positions >= ``length``, in every layer and tier (speculative rollback).
-
-        Quantised tokens stay quantised. The budget shrinks with the length, so this may settle or raise BudgetExceeded.
-        Raises ValueError for a request that is not in use or a negative length.
-        """
-        self._check_request(request)
-        check_int("length", length, 0)
-        crop_request(self, request, length)
-
-    def free_request(self, request: int) -> None:
-        """Free a request and the pages that no fork shares. Raises ValueError if it is not in use."""
-        self._check_request(request)
-        assign(self, {}, [request])
-
-    def save(self, path: str | PathLike[str], request: int = 0) -> None:
-        """Save a request as safetensors: packed pages, tables, centres and the cache's parameters.
-
-        Raises ValueError for a request that is not in use, FileNotFoundError for a folder that does not exist.
-        """
-        from .ops.files import save
-
-        self._check_request(request)
-        save(self, path, request)
-
-    def load(self, path: str | PathLike[str]) -> int:
-        """Load a request that a cache with the same parameters saved, into an unused request, which is returned.
-
-        Raises ValueError for any other file, BudgetExceeded or RuntimeError if there is no room for it.
-        """
-        from .ops.files import load
-
-        return load(self, path)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
-        """Independent cache with the same requests; pages that forks shared are duplicated."""
-        from .ops.clone import clone
-
-        memo[id(self)] = twin = clone(self)
-        return twin
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Arguments and contents, for pickle, torch.save and copy.copy (which makes an independent cache)."""
-        from .ops.clone import parts, restored
-
-        return restored, (type(self), self._arguments, parts(self))
 
     def _operation(self) -> Transaction:
         """Transaction of one operation: all of its changes or none; the budget holds afterwards."""

@@ -78,6 +78,7 @@ class Kernel:
 class Launch:
     """A kernel with its parameter struct and launch shape, ready to go. Not for use by two threads at once.
 
+    ``params`` are copied, unless they are a bytearray: launches with the same struct may share one that is rewritten.
     ``call(stream, args, 0)`` is the bare driver call, for those who count tenths of a microsecond.
     """
 
@@ -86,7 +87,7 @@ class Launch:
         kernel: Kernel,
         grid: int | tuple[int, int],
         block: int,
-        params: bytes,
+        params: bytes | bytearray,
         *,
         shared: int = 0,
         overlap: bool = False,
@@ -95,7 +96,7 @@ class Launch:
 
         if len(params) % 8:  # the driver reads as many bytes as the kernel's struct has, and those begin with pointers
             raise ValueError(f"params: expected a multiple of 8 bytes, padding included, got {len(params)}")
-        self.params = bytearray(params)
+        self.params = params if isinstance(params, bytearray) else bytearray(params)
         self.entry = kernel.entry
         self._kernel = kernel
         self._view = (ctypes.c_char * len(params)).from_buffer(self.params)

@@ -48,7 +48,7 @@ def main(
 
 def bench(
     op: Annotated[
-        str, typer.Argument(help="Op to measure: decode, packed, prefill, quantize, replay, settle, step or store.")
+        str, typer.Argument(help="Op: decode, packed, prefill, quantize, replay, serve, settle, step, store or vllm.")
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json.")] = False,
@@ -108,10 +108,10 @@ def bench(
         if where.type == "cpu" and device is Device.auto:
             say.print("No GPU here: this times the CPU path, and says nothing about a GPU.")
         keep = (lambda report: write(report, results)) if save else (lambda report: None)
-        taken = run(chosen, where, quick, only, revision=revision, after_case=keep)
+        taken = getattr(module, "run", run)(chosen, where, quick, only, revision=revision, after_case=keep)
     if as_json:
         sys.stdout.write(dumps(taken))
-    say.print(table(taken, {}).terminal())
+    say.print(table(taken, getattr(module, "TABLE", {})).terminal())
     say.print(getattr(module, "summary", verdict)(taken), markup=False, highlight=False)
     if save:
         say.print(f"Saved: {results / taken.machine['slug'] / op}.json", highlight=False)

@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from kvstrata.tools.bench import plot_engines
 from kvstrata.tools.bench import render as bench
 from kvstrata.tools.bench.plot import MEMORY, groups, plot
 from kvstrata.tools.bench.results import Report
@@ -52,6 +53,7 @@ class View(NamedTuple):
 
 
 SAME = ("pre-sliced", "adaptor", "bare launch", "copy")  # on the GPU as fast as another line of the figure, or no way
+ENGINES = "vllm"  # its contenders are engines, with batches of their own
 VIEWS = {
     "decode": [
         View(y="vs_peer", rows="mixed0.[2345]-B32-*[0-9],K8V8-B32-*", by="kind"),
@@ -105,6 +107,9 @@ def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> li
             continue
         if isinstance(report, Quality):
             paths.append(quality_plot.plot(report, folder / f"{stem}{suffix}"))
+            continue
+        if report.op == ENGINES:
+            paths.append(plot_engines.plot(report, folder / f"{stem}{suffix}"))
             continue
         for x, y, rows, leave_out, by, about in VIEWS.get(report.op, [View()]):
             for name, cases in groups(report, x, rows, by).items():

@@ -99,17 +99,17 @@ class AppendOne:
         [self._launch] = launches.launches
         self._mask = width_of(k, v) - 1
 
-    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Launch for rows with the shape and strides of the first; False if their addresses need narrower accesses."""
-        k_address, v_address = k.data_ptr(), v.data_ptr()
-        if (k_address | v_address) & self._mask:
-            return False
-        ROWS.pack_into(self._launch.params, 0, k_address, v_address)
+    def fits(self, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """False for rows whose addresses need narrower accesses than those of the first."""
+        return not (k.data_ptr() | v.data_ptr()) & self._mask
+
+    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Launch for rows with the shape and strides of the first, which `fits`."""
+        ROWS.pack_into(self._launch.params, 0, k.data_ptr(), v.data_ptr())
         LAYER.pack_into(self._launch.params, LAYER_OFFSET, layer)
         with torch.cuda.device(self._device):
             jit.bind_context(self._device)
             self._launch(jit.current_stream(self._device))
-        return True
 
 
 def _prepare(

@@ -17,7 +17,7 @@ import torch
 
 from kvstrata import backends, jit
 from kvstrata.cache.storage.page import NewRows
-from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.cache.storage.page_table import Buckets, Exchanged
 from kvstrata.cache.storage.tokens import Tokens
 from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.quant.op import centre_rows
@@ -37,6 +37,19 @@ class Prepared:
 
     job: RepackJob
     run: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class CountedMoves:
+    """Moves in phases whose pages are allocated; ``run`` allocates nothing."""
+
+    launches: Launches
+    counted: moves_cuda.Moves
+    exchanged: Exchanged
+    lists: moves_cuda.Lists
+
+    def run(self) -> None:
+        self.launches.run()
 
 
 def append(job: Job, change: Transaction | None = None) -> None:
@@ -77,7 +90,7 @@ def prepare(
     target: torch.Tensor,
     fresh: NewRows | None,
     centre: torch.Tensor,
-) -> Prepared | Launches | None:
+) -> Prepared | CountedMoves | None:
     """Plan the moves, allocate pages, update tables and counts; None if nothing moves.
 
     ``layers``: one for all requests, or one for each; then a head cache is (index of the pair) * kv_heads + head.
@@ -113,7 +126,7 @@ def _prepare_phases(
     target: torch.Tensor,
     fresh: NewRows | None,
     centre: torch.Tensor,
-) -> Launches | None:
+) -> CountedMoves | None:
     """`prepare` in CUDA C++: lists by phase instead of chains."""
     places = requests * buckets.page_table.shape[1] + layers
     lease, rows = buckets.arena.lease(), aligned_rows(fresh)
@@ -134,7 +147,7 @@ def prepare_counted(
     counted: moves_cuda.Moves,
     numbers: np.ndarray,
     centre: torch.Tensor,
-) -> Launches | None:
+) -> CountedMoves | None:
     """Pages and launches for moves that are counted; None if there are none. ``numbers``: of `Moves.to_host`."""
     if not numbers[:2].any():
         return None
@@ -144,7 +157,7 @@ def prepare_counted(
     if not buckets.by_cuda:
         buckets.pool.clear(exchanged.added[0], 0)
     centre = centre_rows(centre)
-    lists: list[object] = [counted, centre]
+    lists: list[moves_cuda.Lists] = []
 
     def build() -> Iterator[jit.Launch]:
         filled, before, after = counted.place(numbers, exchanged)
@@ -153,7 +166,8 @@ def prepare_counted(
         yield from cuda_phases.phases(buckets, filled, counted.rows, centre)
         yield from after
 
-    return prepare_launches(centre.get_device(), build, lists)
+    launches = prepare_launches(centre.get_device(), build, (counted, centre, lists))
+    return CountedMoves(launches, counted, exchanged, lists[0])
 
 
 def pack(buckets: Buckets, plan: moves.Moves, tokens: Tokens, offsets: torch.Tensor) -> torch.Tensor:

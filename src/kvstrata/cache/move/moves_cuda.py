@@ -37,6 +37,7 @@ POINTERS = (
     "sides", "pages", "owners", "head_caches",
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 11i {2 * MAX_TIERS}i 4x")
+OFFSETS = {name: 8 * i for i, name in enumerate(POINTERS)}  # of the pointers in the struct
 
 
 def entry_of(plain: PageFormat) -> str:
@@ -62,6 +63,7 @@ class Lists:
     pages: torch.Tensor  # int64 [pages], addresses in units, of pages that are written whole
     owners: torch.Tensor  # int32 [pages, 2], their handles and tiers
     head_caches: torch.Tensor  # int32 [pages]
+    of_rows: list[bytearray] = field(default_factory=list)  # parameters of repack.cu, which name new rows
 
 
 @dataclass
@@ -79,6 +81,9 @@ class Moves:
     addresses: dict[str, int] = field(default_factory=dict)  # of places, fresh and numbers where they are there already
     memory: torch.Tensor | None = None  # what `addresses` point into: the launches run later, and read it then
     counts: bool = True  # False if the numbers are there, too
+    params: bytearray = field(default_factory=bytearray, repr=False)  # of all launches that `place` returns
+    packed: np.ndarray = field(init=False, repr=False)  # int32: entries, new plain pages, and what else they read
+    uploaded: torch.Tensor = field(init=False, repr=False)  # `packed` on the device
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +134,11 @@ class Moves:
         """Let the kernels work on copies: host and device share the tables where kernels run on the CPU."""
         self._tensors |= {"count": self.buckets.count.clone(), "table": self.buckets.page_table.clone()}
 
+    def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The copies that `copy_tables` made, each with what it is a copy of."""
+        tables = {"count": self.buckets.count, "table": self.buckets.page_table}
+        return [(self._tensors[name], x) for name, x in tables.items() if self._tensors[name] is not x]
+
     def leave_out(self, without: np.ndarray) -> None:
         """Places that stay as they are; their ``numbers`` given to `place` must be 0."""
         self._tensors["places"] = self.buckets.pool.to_device(np.where(without, -1, self.places).astype(np.int32))
@@ -160,7 +170,9 @@ class Moves:
         if "places" not in tensors and "places" not in self.addresses:
             arrays.append(self.places.astype(np.int32))
         whole = np.concatenate([x.reshape(-1).view(np.int32) for x in arrays])
-        uploaded, ends = buckets.pool.to_device(whole), np.cumsum([x.nbytes for x in arrays]) // 4
+        uploaded, ends = lease.take("uploaded", len(whole), torch.int32), np.cumsum([x.nbytes for x in arrays]) // 4
+        buckets.pool.fill(uploaded, whole)
+        self.packed, self.uploaded = whole, uploaded
         tensors["entries"], tensors["first"] = uploaded, uploaded[int(ends[1]) :]
         if len(arrays) > 3:
             tensors["places"] = uploaded[int(ends[2]) :]
@@ -179,34 +191,35 @@ class Moves:
         )
         names = ("copies", "packed", "k_at", "v_at", "sides", "pages", "owners", "head_caches")
         tensors |= {name: x for name in names if (x := getattr(lists, name)) is not None}
-        sizes = (len(exchanged.entered), len(exchanged.left))
-        head_caches = self.n_buckets // tiers
-        before = [
-            self._launch("clear<>", len(plain) if buckets.by_cuda else 0, sizes),
-            self._launch("enter<>", -(-sizes[0] // THREADS), sizes),
-            self._launch(entry_of(buckets.page_formats[0]), head_caches, sizes),
-        ]
-        after = [self._launch("leave<>", -(-max(self.n_buckets, sizes[1]) // THREADS), sizes)]
-        return lists, [x for x in before if x is not None], [x for x in after if x is not None]
+        entered, gone = len(exchanged.entered), len(exchanged.left)
+        self.params = self._params(entered, gone)
+        grids = {
+            "clear<>": len(plain) if buckets.by_cuda else 0,
+            "enter<>": -(-entered // THREADS),
+            entry_of(buckets.page_formats[0]): self.n_buckets // tiers,
+        }
+        before = [self._launch(entry, grid, self.params) for entry, grid in grids.items() if grid]
+        after = self._launch("leave<>", -(-max(self.n_buckets, gone) // THREADS), self.params)
+        return lists, before, [after]
 
-    def _launch(self, entry: str, grid: int, entries: tuple[int, int] = (0, 0)) -> jit.Launch | None:
-        if not grid:
-            return None
+    def _launch(self, entry: str, grid: int, params: bytearray) -> jit.Launch:
+        return jit.Launch(kernel(SOURCE, entry, self.target.get_device()), grid, THREADS, params)
+
+    def _params(self, *entries: int) -> bytearray:
         buckets, page_formats, tensors = self.buckets, self.buckets.page_formats, self._tensors
         rows = [tensors.get(name) for name in ("k", "v")]
         addresses = self.addresses | {name: x.data_ptr() for name, x in tensors.items()}
-        params = PARAMS.pack(
+        packed = PARAMS.pack(
             *(addresses.get(name, 0) for name in POINTERS),
             len(self.target), *(0 if x is None else x.stride(0) * x.element_size() for x in rows),
             *entries, buckets.pool.strides[0], self.n_buckets, buckets.kv_heads, len(page_formats), buckets.page_tokens,
             buckets.max_pages, buckets.pool.units, page_formats[0].row_bytes, page_formats[0].v_offset,
             *buckets.offsets,
         )  # fmt: skip
-        return jit.Launch(kernel(SOURCE, entry, self.target.get_device()), grid, THREADS, params)
+        return bytearray(packed)
 
     def _run(self, entry: str, grid: int) -> None:
         def build() -> list[jit.Launch]:
-            launch = self._launch(entry, grid)
-            return [] if launch is None else [launch]
+            return [self._launch(entry, grid, self._params(0, 0))] if grid else []
 
         prepare(self.target.get_device(), build, None).run()

@@ -81,6 +81,8 @@ def phases(
         if end > first:
             yield whole_pages.launch(page_formats, tier, lists, first, end - first, centre)
         if arrivals_end > arrival:
-            yield repack_cuda.launch(job, arrival, arrivals_end - arrival)
+            launch = repack_cuda.launch(job, arrival, arrivals_end - arrival)
+            lists.of_rows.append(launch.params)
+            yield launch
     if slots := len(lists.pages) * page_tokens:
         yield own(slots, sides=True)

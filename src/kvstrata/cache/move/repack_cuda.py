@@ -21,6 +21,7 @@ SOURCE = Path(__file__).with_name("repack.cu")
 WARPS = 8  # per block; two per move
 # struct Params: packed, pointers, k, v, centre; two strides in bytes; n, units; step and gains; six numbers a tier.
 PARAMS = struct.Struct(f"5Q 2q 2i 27f {6 * MAX_TIERS}i 4x")
+ROWS_OFFSET = 2 * 8  # of the addresses of k and v
 CONSTANTS = [table.get(bits, 0.0) for table in (GAUSSIAN_STEP, K_GAIN, V_GAIN) for bits in range(9)]
 
 

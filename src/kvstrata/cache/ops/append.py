@@ -20,16 +20,16 @@ import torch
 from kvstrata.cache.move import apply
 from kvstrata.cache.move.append_job import Job
 from kvstrata.cache.policy import settle_cuda
-from kvstrata.cache.policy.balance import divided
 from kvstrata.cache.policy.importance import initial
 from kvstrata.cache.policy.mass import add_mass, new_importance
+from kvstrata.cache.policy.prompt_cuda import PreparedPrompt
 from kvstrata.cache.policy.room import fits_each, fits_plain
 from kvstrata.cache.policy.scopes import Place, check_plans, move_tokens, pairs, plan_scopes, scopes_of, settle_ahead
-from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
 from kvstrata.checks import check_int
 
 from .append_one import append_one, remember
+from .append_prompt import LastPrompt, append_prompt, stored_rows
 from .arguments import check_mass, ragged
 
 if TYPE_CHECKING:
@@ -49,9 +49,10 @@ def append_tokens(
 ) -> None:
     """`TieredCache.append`."""
     cache._check_layer(layer)
-    if mass is None and queries is None and append_one(cache, layer, k, v, requests, lengths):
-        return
     arguments = (k, v, requests, lengths)
+    repeats = mass is None and queries is None
+    if repeats and (append_one(cache, layer, *arguments) or append_prompt(cache, layer, *arguments)):
+        return
     k, v, requests, lengths = ragged(cache, layer, k, v, requests, lengths)
     asked, lengths = list(requests), list(lengths)
     if mass is None and queries is not None:
@@ -66,7 +67,9 @@ def append_tokens(
             remember(cache, *arguments, asked)
         return
     with cache._operation() as change:
-        _append(cache, change, layer, k, v, asked, lengths, mass, queries)
+        prepared = _append(cache, change, layer, k, v, asked, lengths, mass, queries)
+    if prepared is not None:
+        cache._last_prompt = LastPrompt.of(arguments, asked, lengths, prepared)
 
 
 def _append(
@@ -79,12 +82,12 @@ def _append(
     lengths: list[int],
     mass: torch.Tensor | None,
     queries: int | None,
-) -> None:
-    """Rows that need pages, or come with mass."""
+) -> PreparedPrompt | None:
+    """Rows that need pages, or come with mass; returns what other layers of a prompt may use again."""
     fits = fits_plain(cache, layer, asked, lengths)
     if mass is None and (fits or settle_ahead(cache, change, layer, asked, lengths)):
         append_plain(cache, change, layer, k, v, asked, lengths)
-        return
+        return None
     importance = None
     if mass is not None:
         if queries is None and len(set(lengths)) > 1:
@@ -97,8 +100,8 @@ def _append(
             add_mass(cache, change, layer, asked, mass, queries, ends)
     if fits:
         append_plain(cache, change, layer, k, v, asked, lengths, importance)
-    else:
-        _append_settling(cache, change, layer, k, v, asked, lengths, importance)
+        return None
+    return _append_settling(cache, change, layer, k, v, asked, lengths, importance)
 
 
 def append_plain(
@@ -147,25 +150,29 @@ def _append_settling(
     asked: list[int],
     lengths: list[int],
     importance: torch.Tensor | None,
-) -> None:
+) -> PreparedPrompt | None:
     """Plan new tokens together with those that are there; requests that need not settle take them as plain rows.
 
-    ``importance [rows, kv_heads]``: of the new tokens, None for that of tokens nobody has seen.
+    ``importance [rows, kv_heads]``: of the new tokens, None for that of tokens nobody has seen. Returns what other
+    layers may use again if these are prompts.
     """
     plain = [] if cache.budget.shared else np.flatnonzero(fits_each(cache, layer, asked, lengths)).tolist()
     settling = [i for i in range(len(asked)) if i not in plain]
     places = [(layer, scope) for scope in scopes_of(cache, [asked[i] for i in settling])]
     coming = {asked[i]: lengths[i] for i in settling}
     ends = [[int(cache._lengths[r, layer]) + coming.get(r, 0) for r in scope] for _, scope in places]
-    stored = divided(cache, layer, k, asked, lengths)
-    flat_k, flat_v = (x.detach().reshape(-1, cache.head_dim) for x in (stored, v))
-    rows = NewRows(flat_k, flat_v)
+    rows, prepared = stored_rows(cache, layer, k, v, asked, lengths), None
     if settle_cuda.supports(cache):
         fresh = _fresh(cache, layer, places, asked, lengths, coming, importance)
         planned = settle_cuda.plan(cache, places, ends, fresh, rows)
         check_plans(cache, places, ends, planned.needed)
         cache._activate(change, asked)
-        settle_cuda.move(cache, change, planned, rows)
+        centred = cache._centred[asked, layer]
+        centres, moved = settle_cuda.move(cache, change, planned, rows)
+        if moved is not None and not plain and min(lengths) > cache.policy.settle_every:
+            k_read, v_read = moved.counted.rows
+            if settle_cuda.is_prompt(cache, planned) and k_read is rows.k and v_read is rows.v:
+                prepared = PreparedPrompt(cache, layer, np.array(asked), rows, centres, moved, centred)
     else:
         tokens = _with_new(cache, layer, places, asked, lengths, settling, importance)
         target = plan_scopes(cache, places, tokens, ends)
@@ -178,6 +185,7 @@ def _append_settling(
         part = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
         first = None if importance is None else importance[part]
         append_plain(cache, change, layer, k[part], v[part], [asked[i]], [lengths[i]], first)
+    return prepared
 
 
 def _fresh(

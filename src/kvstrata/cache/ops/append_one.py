@@ -1,12 +1,14 @@
 """Append of one token of each request, layer after layer and step after step with the same list of requests.
 
 What an append checks and derives is kept from one call to the next: as long as requests and tensors look the same, what
-remains is whether the open pages have room, one launch, and counts. Anything else goes the way of every append.
+remains is whether the open pages have room, pages for those that have none, one launch, and counts. Anything else goes
+the way of every append.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +18,7 @@ from kvstrata.cache.move import append as rows
 from kvstrata.cache.move import append_cuda
 from kvstrata.cache.move.append_job import Job
 from kvstrata.cache.policy.importance import initial
+from kvstrata.cache.policy.room import fits_plain
 from kvstrata.cache.storage.request_list import Repeated
 from kvstrata.call_cache import guard_of
 
@@ -31,7 +34,10 @@ def remember(
     seq_lens: Sequence[int] | None,
     asked: list[int],
 ) -> None:
-    """Keep the arguments of an append of one token of each of the requests ``asked``."""
+    """Keep the arguments of an append of one token of each of the requests ``asked``, unless they are kept already."""
+    last = cache._repeated
+    if last is not None and _looks(last, k, v, requests, seq_lens) and (last.launch is None or last.launch.fits(k, v)):
+        return
     if not all(x is None or type(x) is list for x in (requests, seq_lens)) or k.stride(-1) != 1 or v.stride(-1) != 1:
         return
     buckets, listed, launch = cache.buckets, cache.buckets.listed(asked), None
@@ -51,50 +57,71 @@ def append_one(
     requests: Sequence[int] | None,
     seq_lens: Sequence[int] | None,
 ) -> bool:
-    """Append if the arguments look like those of the last time and the open pages have room; else False."""
+    """Append if the arguments look like those of the last time and nothing has to settle; else False."""
     last = cache._repeated
-    if last is None or not _same(requests, last.requests) or not _same(seq_lens, last.seq_lens):
-        return False
-    if not last.looks(k, v) or not last.distinct <= cache._active:
+    if last is None or not _looks(last, k, v, requests, seq_lens) or not last.distinct <= cache._active:
         return False
     buckets, listed = cache.buckets, last.listed
     where, ids = listed.where, listed.ids
     count, lengths = buckets.host_count[where, layer, :, 0], cache._lengths[where, layer]
-    if not (count & (cache.page_tokens - 1)).all() or int(lengths.max()) >= cache.max_tokens:
+    if int(lengths.max()) >= cache.max_tokens or (last.launch is not None and not last.launch.fits(k, v)):
         return False
-    if cache.pool.shares and buckets.room(layer, ids, np.ones_like(ids)) is None:
+    open_rows = count & (cache.page_tokens - 1)
+    fits = bool(open_rows.all())
+    if cache.pool.shares and (not fits or buckets.room(layer, ids, np.ones_like(ids)) is None):
+        return False
+    full = ids[:0] if fits else ids[~open_rows.all(1)]
+    if len(full) and (cache.budget.shared or not fits_plain(cache, layer, full.tolist(), [1] * len(full))):
         return False
     cache.pool.note_stream()
     cache._due = None
     if cache._ahead:
         cache._forget(cache.requests if cache.budget.shared else ids.tolist())
-    if last.launch is None:
-        _write(cache, layer, k, v, ids, count, lengths)
-    elif not last.launch(layer, k, v):
-        return False
-    listed.add_one(buckets.host_count[:, layer, :, 0])
-    listed.add_one(cache._lengths[:, layer])
-    buckets.left[ids] = -1
+
+    def count_up() -> None:
+        listed.add_one(buckets.host_count[:, layer, :, 0])
+        listed.add_one(cache._lengths[:, layer])
+        buckets.left[ids] = -1
+
+    if not len(full):
+        _prepare(cache, last, layer, k, v, count, lengths)()
+        count_up()
+        return True
+    with cache._operation() as change:
+        buckets.make_room(change, layer, full, np.ones_like(full))
+        change.launch(_prepare(cache, last, layer, k, v, count, lengths))
+        change.launch(count_up)
     return True
 
 
-def _same(given: Sequence[int] | None, last: list[int] | None) -> bool:
+def _looks(
+    last: Repeated, k: torch.Tensor, v: torch.Tensor, requests: Sequence[int] | None, seq_lens: Sequence[int] | None
+) -> bool:
+    """True if arguments look like those that were remembered."""
+    return same_list(requests, last.requests) and same_list(seq_lens, last.seq_lens) and last.looks(k, v)
+
+
+def same_list(given: Sequence[int] | None, last: list[int] | None) -> bool:
+    """True if a list is given again, or None."""
     return given is None if last is None else type(given) is list and given == last
 
 
-def _write(
+def _prepare(
     cache: CacheState,
+    last: Repeated,
     layer: int,
     k: torch.Tensor,
     v: torch.Tensor,
-    ids: np.ndarray,
     count: np.ndarray,
     lengths: np.ndarray,
-) -> None:
-    """Rows by another backend than CUDA C++."""
+) -> Callable[[], None]:
+    """A function that writes the rows into pages that are there, and allocates nothing."""
+    if last.launch is not None:
+        return partial(last.launch, layer, k, v)
+    ids = last.listed.ids
     k, v = (x.flatten(0, 1) if x.dim() == 4 else x for x in (k, v))
     starts, mode = lengths.astype(np.int64), cache.policy.mode
     first = np.zeros(len(ids), np.float32) if mode == "mean" else initial(mode, torch.from_numpy(starts + 1)).numpy()
     counts = count.astype(np.int64)
     written = (starts, counts, k, v, first, None, cache._device_lengths, cache.balance)
-    rows.append_rows(Job(cache.buckets, layer, ids, np.ones_like(ids), *written))
+    return rows.prepare_append(Job(cache.buckets, layer, ids, np.ones_like(ids), *written))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from kvstrata import jit
-from kvstrata.cache.move.launches import kernel, prepare
+from kvstrata.cache.move.launches import Launches, kernel, prepare
 from kvstrata.cache.storage.page import NewRows, PageFormat
 from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.quant.op import CXX
@@ -31,6 +32,17 @@ POINTERS = (
     "balance",
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q 2q 10i")
+OFFSETS = {name: 8 * i for i, name in enumerate(POINTERS)}  # of the pointers in the struct
+
+
+@dataclass(frozen=True)
+class Centres:
+    """Centres of stored K of places, which ``compute`` writes, and ``store`` into the cache."""
+
+    rows: torch.Tensor  # float32 [places * kv_heads, D]
+    params: bytearray  # of all launches
+    compute: Launches
+    store: Launches | None  # None if none is new
 
 
 def entry_of(plain: PageFormat) -> str:
@@ -52,8 +64,8 @@ def centres_of_places(
     coded: np.ndarray,
     fresh: Fresh | None,
     rows: NewRows | None,
-) -> torch.Tensor:
-    """Centres of stored K of places, each a (request, layer): float32 ``[places * kv_heads, D]``.
+) -> Centres:
+    """Centres of stored K of places, each a (request, layer); their kernels are queued.
 
     Those that get codes (``coded``) for the first time are computed from their plain and their new tokens, and stored
     when the transaction completes. ``rows.k``: ``[n * kv_heads, D]`` or ``[n, kv_heads, D]``, of any strides.
@@ -91,11 +103,12 @@ def centres_of_places(
     addresses, kept = upload(buckets, arrays)
     addresses |= {name: x.data_ptr() for name, x in tensors.items()}
     strides = (0, 0) if k is None else (x * k.element_size() for x in k.stride()[:2])
-    params = PARAMS.pack(
+    packed = PARAMS.pack(
         *(addresses.get(name, 0) for name in POINTERS), *strides, n, len(places), heads, len(buckets.page_formats),
         buckets.max_pages, buckets.pool.units, buckets.page_tokens.bit_length() - 1, plain.position_offset, dim, pairs,
     )  # fmt: skip
-    held = (tensors, kept)
+    params = bytearray(packed)
+    held = ({name: x for name, x in tensors.items() if name != "k"}, kept)  # the caller holds the rows until it is done
 
     def launch(entry: str, grid: int, threads: int = FINISH_THREADS, shared: int = 0) -> jit.Launch:
         return jit.Launch(kernel(SOURCE, entry, index), grid, threads, params, shared=shared)
@@ -104,12 +117,13 @@ def centres_of_places(
         sums = [launch(entry_of(plain), n * heads, THREADS, 3 * CHUNKS * (dim // 2) * 4)] if n else []
         return [*sums, launch("finish<>", len(places))]
 
-    if len(places):
-        prepare(index, compute, held).run()
-    if n:
+    computed = prepare(index, compute if len(places) else list, held)
+    computed.run()
+    stored = prepare(index, lambda: [launch("store<>", n)], held) if n else None
+    if stored is not None:
         change.set(cache._centred, (requests[begun], layers[begun]), True)
-        change.launch(prepare(index, lambda: [launch("store<>", n)], held).run)
-    return tensors["centres"].flatten(0, 1)
+        change.launch(stored.run)
+    return Centres(tensors["centres"].flatten(0, 1), params, computed, stored)
 
 
 def _by_head(k: torch.Tensor, heads: int) -> torch.Tensor:

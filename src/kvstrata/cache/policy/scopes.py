@@ -131,7 +131,7 @@ class TokenPlans:
 
     needed: list[int | None]
     spare: list[int]
-    move: Callable[[Transaction], None]
+    move: Callable[[Transaction], object]
 
 
 def plan_tokens(cache: CacheState, places: Sequence[Place], lengths: Sequence[Sequence[int]]) -> TokenPlans:

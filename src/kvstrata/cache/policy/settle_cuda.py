@@ -22,7 +22,7 @@ from kvstrata.cache.move.moves_cuda import Moves
 from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import Fresh
 
-from .centre_cuda import centres_of_places
+from .centre_cuda import Centres, centres_of_places
 from .plan_cuda import DevicePlan, plan_places
 
 if TYPE_CHECKING:
@@ -141,6 +141,11 @@ def _prompt(
     return (tuple(map(tuple, lengths)), fresh.packed().tobytes())
 
 
+def is_prompt(cache: CacheState, planned: Planned) -> bool:
+    """True if a plan is that of prompts, each with an allowance of its own: it holds in all layers."""
+    return not cache.budget.shared and cache._prompt is not None and cache._prompt[1] is planned.outcome
+
+
 def _again(
     cache: CacheState, same: Outcome, layers: np.ndarray, requests: np.ndarray, fresh: Fresh, rows: NewRows
 ) -> Planned:
@@ -167,10 +172,10 @@ def move(
     planned: Planned,
     rows: NewRows | None = None,
     without: np.ndarray | None = None,
-) -> None:
+) -> tuple[Centres, apply.CountedMoves | None]:
     """Carry out a plan when the transaction completes; ``rows`` are those of new tokens, as they were planned with.
 
-    ``without``: True for each place that stays as it is.
+    ``without``: True for each place that stays as it is. Returns what will run; None for moves if there are none.
     """
     layers, requests, numbers = planned.layers, planned.requests, planned.outcome.values[2]
     if without is not None:
@@ -178,7 +183,8 @@ def move(
         numbers.reshape(3, len(layers), -1)[:, without] = 0
         planned.counted.leave_out(without)
     coded = numbers[1].reshape(len(layers), -1, len(cache.page_formats))[:, :, 1:].any((1, 2))
-    centre = centres_of_places(cache, change, layers, requests, coded, planned.fresh, rows)
-    launches = apply.prepare_counted(cache.buckets, change, layers, requests, planned.counted, numbers, centre)
-    if launches is not None:
-        change.launch(launches.run)
+    centres = centres_of_places(cache, change, layers, requests, coded, planned.fresh, rows)
+    moved = apply.prepare_counted(cache.buckets, change, layers, requests, planned.counted, numbers, centres.rows)
+    if moved is not None:
+        change.launch(moved.run)
+    return centres, moved

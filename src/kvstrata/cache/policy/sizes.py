@@ -54,7 +54,9 @@ class Sizes:
     def slabs(self, stride: int, tiers: int) -> tuple[int, int]:
         """Bytes of addresses of one, and how many the tables hold: small ones waste less, but not millions of them."""
         pages = self.max_requests * self.layers * self.kv_heads * (self.max_pages + tiers - 1)
-        size = stride * max(min(max(self.layers * self.kv_heads // 16, 1), 8), pages // MANY_SLABS)
+        # A budget pays for slabs that are not full. Without one, larger slabs save allocations when requests grow.
+        share, most = (4, 64) if self.amount is None else (16, 8)
+        size = stride * max(min(max(self.layers * self.kv_heads // share, 1), most), pages // MANY_SLABS)
         size = size if self.slab_bytes is None else self.slab_bytes
         check_int("slab_bytes", size, stride)
         size = size // UNIT * UNIT

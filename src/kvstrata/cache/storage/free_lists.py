@@ -57,16 +57,16 @@ class FreeLists:
         available = self.available[tier]
         slabs = available[:n]
         free = self.per_slab[tier] - self.used[slabs]
-        ends = np.cumsum(free)
-        last = int(np.searchsorted(ends, n))
+        ends = free.cumsum()
+        last = int(ends.searchsorted(n))
         slabs, taken = slabs[: last + 1], free[: last + 1].copy()
         spare = int(ends[last]) - n
         taken[last] -= spare
         self.used[slabs] += taken
         self.available[tier] = available[last + (spare == 0) :]
-        slab = np.repeat(slabs, taken)
+        slab = slabs.repeat(taken)
         top = slabs * self.width + (ends[: last + 1] - 1)  # of the stack, for the first page; the next is one below
-        return slab, self._stack[np.repeat(top, taken) - np.arange(n)].astype(np.int64)
+        return slab, self._stack[top.repeat(taken) - np.arange(n)].astype(np.int64)
 
     def give(self, pages: np.ndarray, tier: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Push pages, each given once as ``slab * width + index``; ``tier`` of all slabs. Returns slabs and counts."""

@@ -5,24 +5,25 @@
 
 Both are device tensors at fixed addresses. The host works on its own copy (on the CPU the same memory) and uploads what
 changed. Tier 0 is plain rows. Tokens of a bucket have no order: one that leaves is replaced by one of the last, so
-pages are full up to the count. `cache.move.apply` moves tokens; here pages are allocated, released and read.
+pages are full up to the count. `cache.move.apply` moves tokens, bucket_reads.py reads them; here pages come and go.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvstrata.backends import resolve
-from kvstrata.layout.format import MAX_TIERS, UNIT
+from kvstrata.layout.format import MAX_TIERS
 
 from . import table_cuda
-from .page import PageFormat, Rows
+from .bucket_reads import BucketReads, spans
+from .page import PageFormat
 from .pool import Pool
 from .request_list import RequestList
 from .scratch import Arena
@@ -30,13 +31,6 @@ from .tokens import DROP, NEW, Tokens
 from .transaction import Transaction
 
 __all__ = ["DROP", "NEW", "Buckets", "Tokens"]
-
-
-def spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All integers ``first[i] .. end[i] - 1``, flat: the i of each, and the integer."""
-    counts = np.maximum(end - first, 0)
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class Short:
     whole: bool = False  # every bucket needs one
 
 
-class Buckets:
+class Buckets(BucketReads):
     """The page tables of all requests, and the pool under them."""
 
     def __init__(
@@ -76,6 +70,7 @@ class Buckets:
         self.heads = np.arange(kv_heads)
         self.backend = "auto"  # of moves between tiers
         self.arena = Arena(self.device, pool.streams)  # scratch of plans and moves on a CUDA device
+        self._lease = self.arena.lease()  # what changes of the tables read
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
         self.lists: dict[tuple[int, ...], RequestList] = {}  # of requests that advanced
         self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: not known
@@ -91,6 +86,8 @@ class Buckets:
         table = torch.full((*shape, max_pages), -1, dtype=torch.int32, device="cpu")
         count = torch.zeros(shape, dtype=torch.int32, device="cpu")
         self.host_table, self.host_count = table.numpy(), count.numpy()
+        if self.device.type != "cpu":  # plain counts, which change at every step, are one block
+            self.host_count = np.zeros((shape[3], *shape[:3]), np.int32).transpose(1, 2, 3, 0)
         self.page_table, self.count = table.to(self.device), count.to(self.device)
 
     def push(self, requests: Sequence[int] | np.ndarray) -> None:
@@ -250,147 +247,24 @@ class Buckets:
         if self.device.type == "cpu":
             self.pool.clear(handles, 0)
             return
-        both = self.pool.to_device(np.stack([entries, handles]))
         if self.by_cuda:
-            change.launch(table_cuda.new_pages(self, both))
+            both = self._lease.take("entries", 2 * len(entries), torch.int64)
+            self.pool.fill(both, np.concatenate([entries, handles]))
+            change.launch(self._pages_to_table.prepare(both))
             return
+        both = self.pool.to_device(np.stack([entries, handles]))
         self.pool.clear_at(both[1], 0)
         values, on_device = both[1].int(), self.page_table.view(-1)
         change.launch(lambda: on_device.__setitem__(both[0], values))
 
     @functools.cached_property
+    def _pages_to_table(self) -> table_cuda.NewPages:
+        return table_cuda.NewPages(self)
+
+    @functools.cached_property
     def by_cuda(self) -> bool:
         """True if kernels in CUDA C++ change the tables."""
         return resolve("auto", self.device) == "cuda"
-
-    def _pages_of(self, layer: int, requests: Sequence[int], tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bucket, index in the bucket's page list, and handle of every page in use."""
-        count = self.host_count[list(requests), layer, :, tier].reshape(-1)
-        pages = -(-count.astype(np.int64) // self.page_tokens)
-        bucket = np.repeat(np.arange(len(pages)), pages)
-        index = np.arange(len(bucket)) - np.repeat(np.cumsum(pages) - pages, pages)
-        table = self.host_table[list(requests), layer, :, tier].reshape(-1, self.max_pages)
-        return bucket, index, table[bucket, index].astype(np.int64)
-
-    def handles(self, requests: np.ndarray) -> np.ndarray:
-        """All pages of requests, int64; a shared page once for each of them."""
-        pages = -(-self.host_count[requests].astype(np.int64) // self.page_tokens).reshape(len(requests), -1)
-        first = (requests[:, None] * pages.shape[1] + np.arange(pages.shape[1])).reshape(-1) * self.max_pages
-        bucket, page = spans(np.zeros(pages.size, np.int64), pages.reshape(-1))
-        return self.host_table.reshape(-1)[first[bucket] + page].astype(np.int64)
-
-    def snapshot(self, layer: int, requests: Sequence[int]) -> Tokens:
-        """All tokens of these requests: tier by tier, bucket by bucket, slot by slot. Does not wait for the device."""
-        return self.look(layer, requests)[0]
-
-    def look(self, layer: int, requests: Sequence[int]) -> tuple[Tokens, torch.Tensor]:
-        """`snapshot`, and the handles of the tokens' pages."""
-        ids = np.array(requests, np.int64)
-        buckets = np.arange(ids.size * self.kv_heads * len(self.page_formats)).reshape(-1, len(self.page_formats))
-        return self._tokens_of(ids, np.full_like(ids, layer), buckets.T)
-
-    def snapshots(self, layers: Sequence[int], requests: Sequence[int]) -> Tokens:
-        """All tokens of each request in its layer, one request after the other, each as in `snapshot`."""
-        ids, layer_ids = np.array(requests, np.int64), np.array(layers, np.int64)
-        shape = (ids.size, self.kv_heads, len(self.page_formats))
-        return self._tokens_of(ids, layer_ids, np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1))[0]
-
-    def _tokens_of(self, requests: np.ndarray, layers: np.ndarray, order: np.ndarray) -> tuple[Tokens, torch.Tensor]:
-        """Tokens of places, bucket by bucket (head_cache * tiers + tier) in this order, and their pages' handles."""
-        order, tiers = order.reshape(-1), len(self.page_formats)
-        host = self.host_count[requests, layers].reshape(-1).astype(np.int64)[order]
-        n = int(host.sum())
-        buckets, count = self.pool.to_device(np.stack([order, host]))
-        numbers = torch.repeat_interleave(torch.arange(len(host), device=self.device), count, output_size=n)
-        slot = torch.arange(n, device=self.device) - (count.cumsum(0) - count)[numbers]
-        bucket = buckets[numbers]
-        tier = bucket % tiers
-        handle = self.handles_at(self.table_offsets(requests, layers), bucket, slot)
-        position, importance = self._side(handle, slot, tier)
-        return Tokens(bucket // tiers, tier, slot, position, importance), handle
-
-    def table_offsets(self, requests: np.ndarray, layers: np.ndarray) -> torch.Tensor:
-        """Offset of each bucket's page list in the flat table, for places (request, layer)."""
-        heads, tiers, pages = self.page_table.shape[2:]
-        first = (requests * self.page_table.shape[1] + layers) * heads * tiers * pages
-        return self.pool.to_device((first[:, None] + np.arange(heads * tiers) * pages).reshape(-1))
-
-    def handles_at(
-        self, bases: torch.Tensor, bucket: torch.Tensor, slot: torch.Tensor, table: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Handles of tokens' pages in ``table``, by default the one on the device."""
-        table = self.page_table if table is None else table
-        return table.view(-1)[bases[bucket] + slot // self.page_tokens].long()
-
-    def _side(self, handle: torch.Tensor, slot: torch.Tensor, tier: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (int64) and importance (float32) of tokens; zeros where no importance is kept."""
-        kind, slot = self.page_formats[0], slot % self.page_tokens
-        position = torch.empty_like(slot)
-        importance = torch.zeros(len(slot), dtype=torch.float32, device=self.device)
-        space, offsets = self.pool.space, self.side_offsets[tier]
-        if space is not None:
-            step = kind.position_dtype.itemsize
-            position.copy_(space.bytes.view(kind.position_dtype)[(handle * UNIT + offsets[:, 0]) // step + slot])
-            if kind.keeps_importance:
-                importance = space.bytes.view(torch.float32)[(handle * UNIT + offsets[:, 1]) // 4 + slot]
-        else:
-            from .page_triton import side
-
-            side(
-                self.pool, handle, slot, tier, self.side_offsets, position, importance, kind.position_dtype,
-                kind.keeps_importance, write=False,
-            )  # fmt: skip
-        return position, importance
-
-    def prepare_side(self, handle: torch.Tensor, tokens: Tokens) -> Callable[[torch.Tensor], None]:
-        """A callable that writes importance into the pages of tokens and allocates nothing."""
-        kind, slot = self.page_formats[0], tokens.slot % self.page_tokens
-        space = self.pool.space
-        if space is not None:
-            index = (handle * UNIT + self.side_offsets[tokens.tier, 1]) // 4 + slot
-            values = space.bytes.view(torch.float32)
-            return lambda importance: values.__setitem__(index, importance)
-        from .page_triton import side
-
-        def write(importance: torch.Tensor) -> None:
-            side(
-                self.pool, handle, slot, tokens.tier, self.side_offsets, tokens.position, importance,
-                kind.position_dtype, kind.keeps_importance, write=True,
-            )  # fmt: skip
-
-        return write
-
-    def owners(self, layer: int, requests: Sequence[int], tokens: Tokens) -> torch.Tensor:
-        """Refcount of each token's page; scalar 1 if nothing was ever shared."""
-        if not self.pool.shares:
-            return torch.ones((), dtype=torch.float32, device=self.device)
-        table = self.host_table[list(requests), layer].reshape(-1, len(self.page_formats), self.max_pages)
-        owned = np.ones(table.shape, np.int32)
-        owned[table >= 0] = self.pool.owners(table[table >= 0])
-        return self.pool.to_device(owned)[tokens.head_cache, tokens.tier, tokens.slot // self.page_tokens]
-
-    def read(self, layer: int, requests: Sequence[int], tokens: Tokens, tier: int) -> Rows:
-        """The rows of tokens that are all in one tier."""
-        head_cache, slot = tokens.head_cache.cpu().numpy(), tokens.slot.cpu().numpy()
-        keys, place = np.unique(head_cache * self.max_pages + slot // self.page_tokens, return_inverse=True)
-        table = self.host_table[list(requests), layer, :, tier].reshape(-1)
-        pages = self.pool.read(table[keys].astype(np.int64), 0, self.page_formats[tier].stride)
-        page = self.pool.to_device(place.reshape(-1))
-        return self.page_formats[tier].read(pages, page, tokens.slot % self.page_tokens)
-
-    def read_all(self, layer: int, requests: Sequence[int], tokens: Tokens) -> Iterator[tuple[PageFormat, slice, Rows]]:
-        """Rows of a `snapshot`, tier by tier: page format, slice of the snapshot, rows. Never waits for the device."""
-        end = 0
-        for tier, kind in enumerate(self.page_formats):
-            count = self.host_count[list(requests), layer, :, tier].reshape(-1).astype(np.int64)
-            begin, end = end, end + int(count.sum())
-            if begin == end:
-                continue
-            stored, pages = tokens[begin:end], -(-count // self.page_tokens)
-            first = self.pool.to_device(np.cumsum(pages) - pages)
-            page = first[stored.head_cache] + stored.slot // self.page_tokens
-            data = self.pool.read(self._pages_of(layer, requests, tier)[2], 0, kind.stride)
-            yield kind, slice(begin, end), kind.read(data, page, stored.slot % self.page_tokens)
 
     def exchange_pages(
         self,
@@ -444,13 +318,14 @@ class Buckets:
         at_gone, at_added, at_shared = (self._table_index(requests, layers, *x) for x in (gone, added, shared))
         old = self.host_table[at_shared].astype(np.int64)
         change.release(np.concatenate([self.host_table[at_gone].astype(np.int64), old]))
-        new, own, of_tier = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64), []
+        new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
+        of_tier = change.allocate_all(dict(enumerate(np.bincount(at_added[3], minlength=tiers).tolist())))
         for t in range(tiers):
-            of_added, of_shared = at_added[3] == t, at_shared[3] == t
-            of_tier.append(change.allocate(t, int(of_added.sum())))
-            new[of_added] = of_tier[t]
-            own[of_shared] = change.allocate(t, int(of_shared.sum()))
-            self.pool.copy(old[of_shared], own[of_shared], t)
+            new[at_added[3] == t] = of_tier[t]
+            of_shared = at_shared[3] == t
+            if of_shared.any():
+                own[of_shared] = change.allocate(t, int(of_shared.sum()))
+                self.pool.copy(old[of_shared], own[of_shared], t)
         at_entered = tuple(np.concatenate(x) for x in zip(at_added, at_shared, strict=True))
         entered = np.concatenate([new, own])
         shape, none = self.host_table.shape, np.full(len(gone[0]), -1)
@@ -462,7 +337,7 @@ class Buckets:
             before,
             np.stack([np.ravel_multi_index(at_entered, shape), entered], 1),
             np.stack([np.ravel_multi_index(at_gone, shape), none], 1),
-            of_tier,
+            list(of_tier.values()),
         )
 
     def _table_index(

@@ -17,6 +17,8 @@ the host; a page may have several owners (forks), and only a sole owner may writ
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,8 +40,15 @@ class Pool:
     """Pages of several strides (one per tier) from slabs of up to ``slab_bytes``."""
 
     def __init__(
-        self, strides: Sequence[int], slab_bytes: int, capacity: int, device: torch.device, debug: bool = False
+        self,
+        strides: Sequence[int],
+        slab_bytes: int,
+        capacity: int,
+        device: torch.device,
+        debug: bool = False,
+        spare: int | None = None,
     ) -> None:
+        """``spare``: a tier gets one more slab for every so many that it has when it needs any; None: as needed."""
         for tier, stride in enumerate(strides):
             if stride % UNIT or not 0 < stride <= slab_bytes:
                 raise ValueError(f"strides[{tier}]: expected a multiple of {UNIT} up to {slab_bytes}, got {stride}")
@@ -53,7 +62,7 @@ class Pool:
         self.per_slab = tuple(slab_bytes // stride for stride in strides)
         self.slab_sizes = tuple(n * stride for n, stride in zip(self.per_slab, strides, strict=True))  # bytes, per tier
         self.device = device
-        self.debug = debug
+        self.debug, self.spare = debug, spare
         self.space = Space(capacity * slab_bytes) if device.type == "cpu" else None
         self.slabs: list[torch.Tensor | None] = [None] * capacity
         self.pointers = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -107,58 +116,95 @@ class Pool:
         return slab, ((handles - slab * self.units) / step).astype(np.int64)  # exact: no remainder
 
     def _new_slab(self, index: int, size: int) -> torch.Tensor:
-        if self.space is not None:
-            return self.space.bytes[index * self.slab_bytes : index * self.slab_bytes + size]
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        assert self.space is not None
+        return self.space.bytes[index * self.slab_bytes : index * self.slab_bytes + size]
 
-    def _open(self, tier: int, n: int) -> None:
-        """Give a tier ``n`` more slabs: empty ones of its size, then new ones in place of other empty ones."""
-        size, opened = self.slab_sizes[tier], self._empty[:0]
-        if len(self._empty):
-            fitting = self.sizes[self._empty] == size
-            opened = self._empty[fitting][:n]
-            self._drop(self._empty[~fitting][: n - len(opened)])
-        new = self._allocate_slabs(n - len(opened), size) if len(opened) < n else opened[:0]
-        self._empty = without(self._empty, opened)
-        opened = merged(opened, new)
-        self.tier[opened] = tier
-        self._slabs[tier] += n
-        self.free.open(tier, opened)
+    def _open(self, needed: dict[int, int]) -> None:
+        """Give each tier so many more slabs: empty ones of its size, then new ones in place of other empty ones."""
+        opened: dict[int, np.ndarray] = {}
+        for tier, n in needed.items() if len(self._empty) else ():
+            opened[tier] = self._empty[self.sizes[self._empty] == self.slab_sizes[tier]][:n]
+            self._empty = without(self._empty, opened[tier])
+        more = {tier: n - len(opened.get(tier, ())) for tier, n in needed.items()}
+        try:
+            self._drop(self._empty[: sum(more.values())])
+            new = self._allocate_slabs(more)
+        except BaseException:
+            for slabs in opened.values():
+                self._empty = merged(self._empty, slabs)
+            raise
+        for tier, n in needed.items():
+            slabs = merged(opened[tier], new[tier]) if tier in opened else new[tier]
+            self.tier[slabs] = tier
+            self._slabs[tier] += n
+            self.free.open(tier, slabs)
 
-    def _allocate_slabs(self, n: int, size: int) -> np.ndarray:
-        """Memory for ``n`` slabs; returns which, ascending."""
-        left = self.capacity - self._fresh
+    def _open_ahead(self, needed: dict[int, int]) -> None:
+        """`_open` with slabs to spare, where there is memory for them."""
+        most = self.capacity // 2 - self.slabs_in_use
+        more = {t: max(n, self._slabs[t] // self.spare) if self.spare else n for t, n in needed.items()}
+        if more != needed and sum(more.values()) <= most:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._open(more)
+                return
+        self._open(needed)
+
+    def _allocate_slabs(self, needed: dict[int, int]) -> dict[int, np.ndarray]:
+        """Memory for so many slabs of each tier; returns which, ascending."""
+        n, left = sum(needed.values()), self.capacity - self._fresh
         if len(self._gone) + left < n:
             raise RuntimeError(f"pool: expected {n} free slabs, got {len(self._gone) + left} of {self.capacity}")
         new = max(n - len(self._gone), 0)
         unused = merged(self._gone[:n], np.arange(self._fresh, self._fresh + new))
+        sizes = [self.slab_sizes[tier] for tier, many in needed.items() for _ in range(many)]
         numbers = unused.tolist()
         with torch.inference_mode(False):
-            slabs = [self._new_slab(index, size) for index in numbers]
-        addresses = np.array([slab.data_ptr() for slab in slabs], np.int64)
-        if self.space is not None:
-            self.pointers.numpy()[unused] = addresses
-        else:
-            entries = self.to_device(np.stack([unused, addresses]))
-            self.pointers[entries[0]] = entries[1]
+            if self.space is None:
+                slabs = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+            else:
+                slabs = [self._new_slab(index, size) for index, size in zip(numbers, sizes, strict=True)]
+        if n:
+            self._point(unused, np.array([slab.data_ptr() for slab in slabs], np.int64))
         for index, slab in zip(numbers, slabs, strict=True):
             self.slabs[index] = slab.fill_(POISON) if self.debug else slab
         self._gone, self._fresh = self._gone[n:], self._fresh + new
-        self.sizes[unused] = size
-        self.nbytes += n * size
-        return unused
+        self.sizes[unused] = sizes
+        self.nbytes += sum(sizes)
+        ends = itertools.accumulate(needed.values())
+        return {tier: unused[end - n : end] for (tier, n), end in zip(needed.items(), ends, strict=True)}
+
+    def _point(self, slabs: np.ndarray, addresses: np.ndarray) -> None:
+        """Tell kernels where slabs are."""
+        if self.space is not None:
+            self.pointers.numpy()[slabs] = addresses
+        elif int(slabs[-1]) - int(slabs[0]) + 1 == len(slabs):
+            self.fill(self.pointers[int(slabs[0]) : int(slabs[-1]) + 1], addresses)
+        else:
+            entries = self.to_device(np.stack([slabs, addresses]))
+            self.pointers[entries[0]] = entries[1]
 
     def allocate(self, tier: int, n: int) -> np.ndarray:
-        """Handles of ``n`` pages, of the lowest slabs with a free one, each with one owner. Their bytes are undefined.
+        """Handles of ``n`` pages of a tier; see `allocate_all`."""
+        return self.allocate_all({tier: n})[tier]
 
-        Takes no page if memory runs out.
+    def allocate_all(self, pages: dict[int, int]) -> dict[int, np.ndarray]:
+        """Handles of so many pages of each tier, each with one owner. Their bytes are undefined.
+
+        They are of the lowest slabs with a free one. Takes no page if memory runs out.
         """
+        needed = {}
+        for tier, n in pages.items():
+            missing = n - (self._slabs[tier] * self.per_slab[tier] - self._pages[tier])
+            if missing > 0:
+                needed[tier] = -(-missing // self.per_slab[tier])
+        if needed:
+            self._open_ahead(needed)
+        return {tier: self._take(tier, n) for tier, n in pages.items()}
+
+    def _take(self, tier: int, n: int) -> np.ndarray:
+        """Pages that are free."""
         if n == 0:
             return np.zeros(0, np.int64)
-        per_slab = self.per_slab[tier]
-        missing = n - (self._slabs[tier] * per_slab - self._pages[tier])
-        if missing > 0:
-            self._open(tier, -(-missing // per_slab))
         slab, index = self.free.take(tier, n)
         self.refs.reshape(-1)[slab * self.refs.shape[1] + index] = 1
         self._pages[tier] += n
@@ -273,6 +319,14 @@ class Pool:
         self.note_stream()
         return self._uploads.copy(array, self.streams.values())
 
+    def fill(self, target: torch.Tensor, array: np.ndarray) -> None:
+        """Copy a contiguous host array into a flat device tensor of its type and size, as `to_device` does."""
+        if self.space is not None:
+            target.copy_(torch.from_numpy(array))
+        elif array.size:
+            self.note_stream()
+            self._uploads.fill(target, array, self.streams.values())
+
     def note_stream(self) -> None:
         """Remember torch's current stream: slabs are not given to others before its work so far is done."""
         if self.space is not None:
@@ -304,11 +358,23 @@ class Pool:
 
     def trim(self, spare: int = 0, nbytes: int | None = None) -> None:
         """Free empty slabs, all but ``spare``; with ``nbytes`` only until the pool takes no more than that."""
+        if self.spare is not None:
+            self._close_unused()
         slabs = self._empty[spare:]
         if nbytes is not None:
             left = self.nbytes - np.cumsum(self.sizes[slabs[::-1]])  # the highest go first
             slabs = slabs[::-1][: int(np.count_nonzero(left > nbytes)) + (self.nbytes > nbytes)][::-1]
         self._drop(slabs)
+
+    def _close_unused(self) -> None:
+        """Slabs that a tier got to spare and that never held a page belong to no tier."""
+        unused = np.flatnonzero((self.tier[: self._fresh] != EMPTY) & (self.free.used[: self._fresh] == 0))
+        for tier in set(self.tier[unused].tolist()):
+            slabs = unused[self.tier[unused] == tier]
+            self._slabs[tier] -= len(slabs)
+            self.free.close(tier, slabs)
+        self.tier[unused] = EMPTY
+        self._empty = merged(self._empty, unused)
 
     def workspace(self) -> torch.Tensor:
         """Device memory for the handles that `compact` works on: always the same."""

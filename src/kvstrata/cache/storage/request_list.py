@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,6 +36,14 @@ class RequestList:
             np.add(x, self._ones.reshape(-1, *[1] * (x.ndim - 1)), out=x)
 
 
+class AppendLaunch(Protocol):
+    """A launch that appends a token of each request to a layer."""
+
+    def fits(self, k: torch.Tensor, v: torch.Tensor) -> bool: ...
+
+    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class Repeated:
     """Arguments of an append of one token of each request, and what is derived from them."""
@@ -44,4 +53,4 @@ class Repeated:
     distinct: frozenset[int]
     listed: RequestList
     looks: Callable[..., bool]  # True for k and v of the same type, shape and strides
-    launch: Callable[[int, torch.Tensor, torch.Tensor], bool] | None  # layer, k, v; None: not in CUDA C++
+    launch: AppendLaunch | None  # None: not in CUDA C++

@@ -21,10 +21,12 @@ extern "C" __global__ void __launch_bounds__(256) count_up(const __grid_constant
   for (int i = threadIdx.x; i < p.layers; i += blockDim.x) p.length[request * p.layers + i] += 1;
 }
 
-// A plain page, zeroed, to its place in the table, by a block.
+// Plain pages, zeroed, to their places in the table; a block takes one after the other.
 extern "C" __global__ void __launch_bounds__(256) new_pages(const __grid_constant__ Params p) {
-  const int handle = static_cast<int>(p.entries[p.pages + static_cast<i64>(blockIdx.x)]);
-  int4* page = reinterpret_cast<int4*>(page_address(p.pointers, p.units, handle));
-  for (int i = threadIdx.x; i < p.vectors; i += blockDim.x) page[i] = int4{0, 0, 0, 0};
-  if (threadIdx.x == 0) p.table[p.entries[blockIdx.x]] = handle;
+  for (i64 number = blockIdx.x; number < p.pages; number += gridDim.x) {
+    const int handle = static_cast<int>(p.entries[p.pages + number]);
+    int4* page = reinterpret_cast<int4*>(page_address(p.pointers, p.units, handle));
+    for (int i = threadIdx.x; i < p.vectors; i += blockDim.x) page[i] = int4{0, 0, 0, 0};
+    if (threadIdx.x == 0) p.table[p.entries[number]] = handle;
+  }
 }

@@ -42,8 +42,12 @@ class Transaction:
 
     def allocate(self, tier: int, n: int) -> np.ndarray:
         """Pages for this operation; they go back if it fails."""
-        handles = self.pool.allocate(tier, n)
-        self._taken.append(handles)
+        return self.allocate_all({tier: n})[tier]
+
+    def allocate_all(self, pages: dict[int, int]) -> dict[int, np.ndarray]:
+        """So many pages of each tier for this operation, all or none."""
+        handles = self.pool.allocate_all(pages)
+        self._taken += handles.values()
         return handles
 
     def release(self, handles: np.ndarray) -> None:

@@ -27,13 +27,23 @@ class Uploads:
         if 2 * array.nbytes > RING_BYTES // 2:
             return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
         source = torch.from_numpy(array)
+        pinned = self._pinned(array, source.dtype, streams).view(source.shape)
+        return torch.empty(source.shape, dtype=source.dtype, device=self.device).copy_(pinned, non_blocking=True)
+
+    def fill(self, target: torch.Tensor, array: np.ndarray, streams: Iterable[torch.cuda.Stream]) -> None:
+        """Copy a contiguous ``array`` of the same bytes into ``target``, flat, in the order of the current stream."""
+        source = torch.from_numpy(array)
+        large = 2 * array.nbytes > RING_BYTES // 2
+        target.copy_(source.pin_memory() if large else self._pinned(array, source.dtype, streams), non_blocking=True)
+
+    def _pinned(self, array: np.ndarray, dtype: torch.dtype, streams: Iterable[torch.cuda.Stream]) -> torch.Tensor:
+        """A flat copy of a contiguous array in the ring."""
         if self._ring is None:
             self._ring = torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True)
             self._bytes = self._ring.numpy()
         first = self._reserve(array.nbytes, streams)
         self._bytes[first : first + array.nbytes] = array.reshape(-1).view(np.uint8)
-        pinned = self._ring[first : first + array.nbytes].view(source.dtype).view(source.shape)
-        return torch.empty(source.shape, dtype=source.dtype, device=self.device).copy_(pinned, non_blocking=True)
+        return self._ring[first : first + array.nbytes].view(dtype)
 
     def _reserve(self, nbytes: int, streams: Iterable[torch.cuda.Stream]) -> int:
         """Offset of free bytes in the ring; waits for copies that were queued a whole half ago."""

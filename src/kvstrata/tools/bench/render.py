@@ -62,6 +62,22 @@ def _share(case: CaseResult, row: Row) -> str:
     return "" if a is None else f"{100 * (1 - a.ratio):.2f} % [{100 * (1 - a.hi):.2f}, {100 * (1 - a.lo):.2f}]"
 
 
+def _of_engine(case: CaseResult, row: Row, name: str) -> int:
+    """Value of a parameter that engines differ in, 0 where a row has none."""
+    by_row = case.params.get(name)
+    return by_row.get(row.name, 0) if isinstance(by_row, dict) else 0
+
+
+def _thousands(count: int) -> str:
+    return f"{count:,}" if count else ""
+
+
+def _batch_time(case: CaseResult, row: Row) -> str:
+    """Milliseconds of a step, from the time per token."""
+    batch = _of_engine(case, row, "batch") if case.params.get("what") == "steps" else 0
+    return f"{row.us.median * batch / 1000:.2f}" if row.us and batch else ""
+
+
 COLUMNS: dict[str, tuple[str, Cell]] = {
     "case": ("case", lambda case, row: case.name),
     "contender": ("contender", lambda case, row: row.name),
@@ -81,6 +97,10 @@ COLUMNS: dict[str, tuple[str, Cell]] = {
     "share": ("beyond baseline", _share),
     "rate": ("a second", _rate),
     "tokens_s": ("tokens/s", lambda case, row: _rate(case, row, case.params["B"]) if "B" in case.params else ""),
+    "batch": ("requests", lambda case, row: str(_of_engine(case, row, "batch") or "")),
+    "step": ("step ms", _batch_time),
+    "tokens": ("tokens/s", _rate),
+    "capacity": ("tokens in the cache", lambda case, row: _thousands(_of_engine(case, row, "cache_tokens"))),
     "significance": ("g / p", _significance),
     "host": ("host us", lambda case, row: _number(case.host[row.name].median) if row.name in case.host else ""),
 }
@@ -108,7 +128,8 @@ def caption(report: Report) -> str:
     samples = f"{taken[0]} to {taken[-1]}" if len(taken) > 1 else str(taken[0])
     return (
         f"{report.op} on {machine['name']}, torch {v['torch']}, {provenance(machine)}: "
-        f"median of {samples} cold interleaved samples{' (quick)' if report.method['quick'] else ''}, "
+        f"median of {samples} {report.method.get('how', 'cold interleaved samples')}"
+        f"{' (quick)' if report.method['quick'] else ''}, "
         f"copy peak {report.peak['tb_s']:.3g} TB/s, floor {report.floor['us']:.2f} us"
     )
 

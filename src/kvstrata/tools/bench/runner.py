@@ -146,12 +146,12 @@ def _judge(result: CaseResult, case: Case, peak: float) -> None:
         if row.kind == "probe":
             continue
         row.tflop_s = 1e-6 * case.flops / t if case.flops else None
-        row.vs_copy = _against(timed["copy"], row)
-        row.vs_baseline = _against(baseline, row) if baseline and baseline is not row else None
-        row.vs_peer = _against(fastest, row) if fastest and row.kind in ("ours", "variant") else None
+        row.vs_copy = against(timed["copy"], row)
+        row.vs_baseline = against(baseline, row) if baseline and baseline is not row else None
+        row.vs_peer = against(fastest, row) if fastest and row.kind in ("ours", "variant") else None
 
 
-def _against(other: Row, row: Row) -> Against:
+def against(other: Row, row: Row) -> Against:
     a, b = other.samples, row.samples
     r, g = ratio(a, b), hedges_g(a, b)
     return Against(other.name, r.value, r.lo, r.hi, g if math.isfinite(g) else None, rank_test(a, b))

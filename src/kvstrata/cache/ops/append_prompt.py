@@ -1,0 +1,89 @@
+"""Append of prompts without mass to layer after layer: what the first layer prepared serves the others.
+
+As long as arguments look the same and the layer is as empty, what remains is pages, one upload and the launches
+(policy/prompt_cuda.py). Anything else goes the way of every append.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata.cache.policy.balance import divided
+from kvstrata.cache.policy.prompt_cuda import PreparedPrompt
+from kvstrata.cache.storage.page import NewRows
+from kvstrata.call_cache import guard_of
+
+if TYPE_CHECKING:
+    from kvstrata.cache.state import CacheState
+
+Arguments = tuple[torch.Tensor, torch.Tensor, Sequence[int] | None, Sequence[int] | None]  # of append: k, v, lists
+
+
+def stored_rows(
+    cache: CacheState, layer: int, k: torch.Tensor, v: torch.Tensor, requests: Sequence[int], lengths: Sequence[int]
+) -> NewRows:
+    """New rows ``[tokens, kv_heads, head_dim]`` as they are stored, ``[tokens * kv_heads, head_dim]``."""
+    stored = divided(cache, layer, k, requests, lengths)
+    return NewRows(stored.detach().reshape(-1, cache.head_dim), v.detach().reshape(-1, cache.head_dim))
+
+
+def _listed(given: Sequence[int] | None) -> list[int] | None:
+    """None or a list as it is given, quickly; an empty one for anything that is not a plain sequence."""
+    return None if given is None else list(given) if type(given) in (list, tuple, range) else []
+
+
+@dataclass(frozen=True)
+class LastPrompt:
+    """Arguments of an append, and what it prepared."""
+
+    requests: list[int] | None  # as given
+    seq_lens: list[int] | None
+    looks: Callable[..., bool]  # True for k and v of the same type, shape and strides
+    asked: list[int]
+    lengths: list[int]
+    ends: np.ndarray
+    prepared: PreparedPrompt
+
+    @classmethod
+    def of(
+        cls, arguments: Arguments, asked: list[int], lengths: list[int], prepared: PreparedPrompt
+    ) -> LastPrompt | None:
+        """None if the arguments are not worth remembering."""
+        k, v, requests, seq_lens = arguments
+        lists = _listed(requests), _listed(seq_lens)
+        if [] in lists or k.stride(-1) != 1 or v.stride(-1) != 1:
+            return None
+        return cls(*lists, guard_of((k, v)), asked, lengths, np.array(lengths), prepared)
+
+
+def append_prompt(
+    cache: CacheState,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    requests: Sequence[int] | None,
+    seq_lens: Sequence[int] | None,
+) -> bool:
+    """Append if the arguments look like those of the last prompts and the layer is empty, too; else False."""
+    last = cache._last_prompt
+    if last is None or not last.looks(k, v) or not last.prepared.fits(cache, layer):
+        return False
+    if _listed(requests) != last.requests or _listed(seq_lens) != last.seq_lens:
+        return False
+    if k.dim() == 4:
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    rows = stored_rows(cache, layer, k, v, last.asked, last.lengths)
+    if not last.prepared.accepts(rows):
+        return False
+    cache.pool.note_stream()
+    cache._forget(last.asked)
+    with cache._operation() as change:
+        last.prepared.prepare(cache, change, layer, rows)
+        cache._activate(change, last.asked)
+        cache._set_lengths(change, last.asked, layer, last.ends)
+    return True
