@@ -89,7 +89,7 @@ def greedy(model, ids: torch.Tensor, cache=None, new: int = 24, **options) -> to
     return model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False, **options)
 
 
-def dequantising(q, cache, layer=0, *, scale, softcap=None, sinks=None, return_mass=False):
+def dequantising(q, cache, layer=0, *, scale, softcap=None, sinks=None, return_mass=False, plan=None):
     """`decode_attention` the plain way: everything read back, then an ordinary softmax."""
     rows, queries, heads, _ = q.shape
     group = heads // cache.kv_heads
@@ -110,4 +110,6 @@ def dequantising(q, cache, layer=0, *, scale, softcap=None, sinks=None, return_m
         weights = scores.softmax(-1)[..., : k.shape[1]]
         out[row] = torch.einsum("hgqn,hnd->qhgd", weights, v.float()).flatten(1, 2).to(q.dtype)
         mass[row].scatter_add_(1, position.clamp(min=0), weights.sum((1, 2)))
+    if plan is not None and plan.observation is not None and plan.observation.due(layer):
+        plan.observation.add(layer, range(rows), mass)
     return AttentionOutput(out, mass=mass) if return_mass else out

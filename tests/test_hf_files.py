@@ -18,13 +18,20 @@ from kvstrata.hf import StrataCache
 
 
 def begun(name: str = "llama", **options) -> tuple:
-    """A model, a padded batch with some tokens written, its mask, and the cache, with mass in its ledger."""
+    """A model, a padded batch with some tokens written, its mask, and the cache, with mass in its ledger.
+
+    Steps report their mass at once, so the last tokens are two of one forward, as in assisted decoding.
+    """
     model, ids = make(name), prompt(2, 90)
     mask = torch.ones_like(ids)
     mask[1, :25] = 0
     cache = StrataCache(model.config, **SMALL | options)
-    ids = greedy(model, ids, cache, attention_mask=mask, new=21)
-    return model, ids, torch.cat([mask, torch.ones(2, 21, dtype=torch.long)], 1), cache
+    ids = torch.cat([greedy(model, ids, cache, attention_mask=mask, new=21), prompt(2, 2, seed=6)], 1)
+    mask = torch.cat([mask, torch.ones(2, 23, dtype=torch.long)], 1)
+    with torch.no_grad():
+        positions = mask.cumsum(1)[:, 110:-1] - 1
+        model(ids[:, 110:-1], attention_mask=mask[:, :-1], position_ids=positions, past_key_values=cache)
+    return model, ids, mask, cache
 
 
 def go_on(model, ids: torch.Tensor, mask: torch.Tensor, cache: StrataCache) -> torch.Tensor:

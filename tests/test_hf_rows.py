@@ -23,14 +23,17 @@ def long_model(context: int):
 
 
 def test_tables_grow_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the context length, by chunks and by steps, as with room for all from the start."""
+    """Past the context length, by chunks and by steps, as with room for all from the start.
+
+    By recency: the budget ends with the tables, so that small ones settle a few tokens earlier near their end.
+    """
     monkeypatch.setattr(centre, "HORIZON", 1)  # K's centre looks ahead no further than small tables reach
     model, ids = long_model(100), prompt(2, 150)
     mask = torch.ones_like(ids)
     mask[1, :60] = 0
     runs = []
     for room in (dict(), dict(max_tokens=2048)):
-        cache = StrataCache(model.config, **SMALL, tiers=["K4V4", "K2V2"], **room)
+        cache = StrataCache(model.config, **SMALL, tiers=["K4V4", "K2V2"], policy="recency", **room)
         options = dict(attention_mask=mask, prefill_chunk_size=40, new=60)
         runs.append(greedy(model, ids, cache, **options))
         cache.tiered.check()

@@ -7,7 +7,8 @@ a `StrataCache` is alive, such a lookup returns the same function behind `_call`
                      tensors ──▶ lookup ──▶ _call ──▶ the function that was looked up, same arguments
 
 Neither the config nor the registries of attention and mask functions are changed, so any other cache, a mask, a
-compiled graph and continuous batching are what they are without kvstrata.
+compiled graph and continuous batching are what they are without kvstrata. Calls of models go by way of forward.py for
+as long.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from . import forward
 from .logits import Logits
 
 BASES = ("sdpa", "eager")  # their masks are tensors [rows, 1, queries, columns]
@@ -33,6 +35,8 @@ Under = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 class CompressedLayer(Protocol):
     """A layer that stores K and V and attends to all that it holds."""
+
+    def step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor: ...
 
     def attend(
         self,
@@ -71,6 +75,13 @@ class Pending:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         given = tree_leaves((args, kwargs))
         next(x for x in given if isinstance(x, cls))._refuse(getattr(function, "__name__", "a torch function"))
+
+
+class Ready:
+    """`Pending` in a forward of operators only, in a form that dynamo traces; the model's prompt was `Pending`."""
+
+    def __init__(self, layer: CompressedLayer, rows: torch.Tensor) -> None:
+        self.layer, self.rows = layer, rows
 
 
 def check_implementation(config: PreTrainedConfig) -> str:
@@ -132,14 +143,34 @@ def _attend(
     def under(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return function(module, q, k, v, mask, **options)[0]
 
-    scale = options.get("scaling") or query.shape[-1] ** -0.5
-    logits = Logits(scale, options.get("softcap"), options.get("s_aux"))
     layer, positions = key.layer, options.get("position_ids")
+    logits = _logits(query, options)
     return layer.attend(query, key.rows, value.rows, attention_mask, positions, under, logits, module), None
+
+
+def _logits(query: torch.Tensor, options: dict[str, Any]) -> Logits:
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    return Logits(scale, options.get("softcap"), options.get("s_aux"))
+
+
+def _step(
+    base: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Ready,
+    value: Ready,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """A layer of a forward that holds operators only, traced by dynamo; the mask says nothing."""
+    _check(base, module, query.shape[2], attention_mask, options)
+    return key.layer.step(query, key.rows, value.rows, _logits(query, options)), None
 
 
 def _call(base: str, function: Attend, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     key = args[2] if len(args) > 2 else options.get("key")
+    if isinstance(key, Ready):
+        return _step(base, *args, **options)
     if isinstance(key, Pending):
         return _attend(base, function, *args, **options)
     return function(*args, **options)
@@ -168,7 +199,7 @@ _lock = threading.RLock()  # a finalizer may run while it is held
 
 
 def connect(cache: Any) -> None:
-    """Put lookups behind `_call` for as long as ``cache`` is alive."""
+    """Put lookups behind `_call`, and models behind `forward.call`, for as long as ``cache`` is alive."""
     if cache in _users:
         return
     with _lock:
@@ -176,6 +207,7 @@ def connect(cache: Any) -> None:
         _users.add(cache)
         AttentionInterface.get_interface = _get_interface_behind_call
         AttentionInterface.__getitem__ = _getitem_behind_call
+        PreTrainedModel.__call__ = forward.call
 
 
 def _disconnect() -> None:
@@ -186,3 +218,5 @@ def _disconnect() -> None:
             AttentionInterface.get_interface = _get_interface
         if vars(AttentionInterface).get("__getitem__") is _getitem_behind_call:
             del AttentionInterface.__getitem__
+        if vars(PreTrainedModel).get("__call__") is forward.call:
+            del PreTrainedModel.__call__

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 import kvstrata
 from kvstrata.attention.ahead import load_kernels
@@ -29,10 +29,13 @@ from kvstrata.checks import check_int
 from kvstrata.quant.calibration import Calibration
 
 from . import attention, files, support
-from . import mask as masks
+from .columns import Columns
+from .forward import Forward
 from .guard import Guard
 from .layer import StrataLayer
+from .mask import LastMask
 from .rope import frequencies
+from .steps import Steps
 
 TOKENS = 2**15  # tables for so many unless a prompt or the config says otherwise; positions take 2 bytes
 
@@ -41,7 +44,7 @@ OWN = dict.fromkeys(("layers", "kv_heads", "head_dim", "device", "rope"), "")
 OWN["max_requests"] = " (max_batch= asks for more rows)"
 
 
-class StrataCache(Cache):
+class StrataCache(Columns):
     """KV cache of a transformers model under a byte budget, in tiers of 2 to 16 bit.
 
     Pass it as ``past_key_values`` to ``model.generate`` or to a forward, where K and V are
@@ -92,6 +95,8 @@ class StrataCache(Cache):
         max_tokens: int | None = None,
         importance_queries: int = 512,
         calibration: Calibration | str | PathLike[str] | None = None,
+        capture: bool | None = None,
+        compile: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
@@ -106,6 +111,9 @@ class StrataCache(Cache):
                 raise TypeError(f"{name}: expected an option of TieredCache ({', '.join(known)}), got an unknown one")
         # Values are checked now, not in the middle of the first forward.
         check_int("importance_queries", importance_queries, 1)
+        for name, flag in (("capture", capture), ("compile", compile)):
+            if type(flag) is not bool and (flag is not None or name == "compile"):
+                raise TypeError(f"{name}: expected True or False, got {flag!r}")
         if max_batch is not None:
             check_int("max_batch", max_batch, 1)
         amount = check_budget(budget, budget_bytes)
@@ -126,9 +134,10 @@ class StrataCache(Cache):
         self.plain_layers: dict[int, str] = {}
         self._tiered: TieredCache | None = None
         self._shape: tuple[int, int] | None = None
-        self._real = np.ones((0, 0), bool)  # [rows, columns]
-        self._checked = masks.LastMask()
+        self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of what has room for more
+        self._checked = LastMask()
         self.guard: Guard | None = None  # while a first prompt is looked at
+        self.steps, self.forward = Steps(), Forward(capture, compile)
 
         layers = DynamicCache(config=config).layers
         shares = bool(getattr(text, "num_kv_shared_layers", None))
@@ -299,10 +308,11 @@ class StrataCache(Cache):
         if self.max_tokens is not None:
             raise ValueError(f"max_tokens: expected at least {tokens}, which a row of the batch has now, got {most}")
         self._flush()
-        for layer in self.layers:
-            if isinstance(layer, StrataLayer):
-                layer.ledger = None
+        for layer in self._strata():
+            layer.ledger = None
         self._tiered = clone(self.tiered, max_tokens=max(self.context, 2 * tokens))
+        self.steps.forget()
+        self.forward.drop()
 
     def _check_sizes(self) -> None:
         """Refuse a budget that is too low for the sizes in the config; `build` checks the sizes of the model itself."""
@@ -347,49 +357,12 @@ class StrataCache(Cache):
         limit = "budget_bytes" if "budget_bytes" in self.options else "budget"
         return f"StrataCache({self._compressed} layers, {limit}={self.options[limit]!r}{plain})"
 
-    # Columns are tokens or padding
-
     @property
-    def rows(self) -> int:
-        """Rows of the batch, 0 before the first token."""
-        return len(self._real)
-
-    def _tokens_among(
-        self, start: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int
-    ) -> torch.Tensor | None:
-        """Mask of the tokens among the columns from ``start`` on, bool ``[rows, queries]``; None without padding.
-
-        Only the first layer of a forward reads mask and positions; the others check a mask only if it is a new object.
-        """
-        if rows != self.rows:
-            raise ValueError(f"past_key_values: expected {self.rows} rows as before, got {rows}")
-        end = start + queries
-        first = self._real.shape[1] < end
-        if mask is not None:
-            masks.check_shape(mask, queries, end)
-        if first:
-            new = np.ones((rows, queries), bool)
-            if mask is not None:
-                new = masks.new_tokens(mask, queries).expand(rows, -1).cpu().numpy()
-            self._real = np.concatenate([self._real[:, :start], new], 1)
-        if mask is not None and (first or not self._checked.holds(mask)):
-            masks.check_causal(mask, torch.from_numpy(self._real[:, :end]).to(mask.device), queries)
-            self._checked.set(mask)
-        real = self._real[:, start:end]
-        tokens = None if real.all() else torch.from_numpy(real).to(self.tiered.device)
-        if first and queries > 1 and positions is not None and positions.dim() == 2:
-            masks.check_positions(positions.to(self.tiered.device), tokens)
-        return tokens
-
-    def _forget(self, start: int) -> None:
-        """Drop the columns from ``start`` on, which the first layer could not store."""
-        if all(layer.columns <= start for layer in self.layers if isinstance(layer, StrataLayer)):
-            self._real = self._real[:, :start]
-
-    def _flush(self) -> None:
-        for layer in self.layers:
-            if isinstance(layer, StrataLayer):
-                layer.flush()
+    def decoding(self) -> str:
+        """How decode steps run: eager, compiled or captured, and why not."""
+        if self.plain_layers:
+            return "eager: some layers are not compressed"
+        return self.forward.describe(torch.device("cpu") if self._tiered is None else self.tiered.device)
 
     def _plain(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, StrataLayer)]
@@ -404,6 +377,8 @@ class StrataCache(Cache):
         for layer in self.layers:
             layer.reset()
         self._tiered, self._shape, self._real, self.guard = None, None, np.ones((0, 0), bool), None
+        self.steps.forget()
+        self.forward.drop()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns; tokens that were demoted in the meantime stay demoted.
@@ -422,9 +397,8 @@ class StrataCache(Cache):
         self._real = self._real[:, :tokens_to_remove]
         for request, length in enumerate(self._real.sum(1).tolist()):
             self.tiered.crop(request, length)
-        for layer in self.layers:
-            if isinstance(layer, StrataLayer):
-                layer.columns = min(layer.columns, self._real.shape[1])
+        for layer in self._strata():
+            layer.columns = min(layer.columns, self._real.shape[1])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i a copy of row ``beam_idx[i]``, int64 ``[rows]``, for beam search; pages are shared, not copied.

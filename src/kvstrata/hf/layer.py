@@ -2,7 +2,8 @@
 
 `update` keeps nothing: it hands the new rows on to `attend`, which knows queries and padding too. A prompt attends by
 the model's own function at the model's precision, with the earlier tokens dequantised for the time of one layer, and
-is stored after; a decode step is stored first and read where it lies, by `decode_attention`.
+is stored after; a few new tokens are stored first and read where they lie, by `decode_attention`. One new token of
+every row is a step (steps.py).
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from kvstrata.cache.policy.balance import put_balance
 
 from . import attention, balance
 from . import mask as masks
+from .forward import Forward
 from .guard import Guard
 from .logits import Logits
 from .mass import MassLedger, prompt_mass
+from .steps import Steps, stored_rows, strata_decode
 
 DECODE_QUERIES = 16  # more new tokens than these are a prompt
-LARGEST = torch.finfo(torch.float16).max
 
 
 class Owner(Protocol):
@@ -34,6 +36,8 @@ class Owner(Protocol):
 
     importance_queries: int
     guard: Guard | None
+    steps: Steps
+    forward: Forward
 
     @property
     def tiered(self) -> TieredCache: ...
@@ -61,6 +65,10 @@ class Owner(Protocol):
 
     def _forget(self, start: int) -> None: ...
 
+    def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool: ...
+
+    def end_step(self) -> None: ...
+
 
 class StrataLayer(CacheLayerMixin):
     """A compressed layer; ``columns`` is its length as transformers counts it, padding included."""
@@ -80,9 +88,14 @@ class StrataLayer(CacheLayerMixin):
         self.owner.build(key_states)
         self.is_initialized = True
 
-    @torch.compiler.disable  # a compiled model steps out of its graph for the cache
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Wrap the new rows for `attend`; a layer whose shape does not fit is replaced by a plain one here."""
+        if self.owner.steps.ahead:
+            return attention.Ready(self, key_states), attention.Ready(self, value_states)
+        return self._update(key_states, value_states, *args, **kwargs)
+
+    @torch.compiler.disable  # a compiled model steps out of its graph for the cache
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         attention.connect(self.owner)
         if not self.is_initialized:
             reason = self.owner._misfit(key_states, value_states)
@@ -90,6 +103,10 @@ class StrataLayer(CacheLayerMixin):
                 return self.owner._keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
             self.lazy_initialization(key_states, value_states)
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
+
+    def step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
+        """`attend` in a forward of operators only."""
+        return strata_decode(self.owner.steps, self.index, query, key, value, logits)
 
     def attend(
         self,
@@ -110,6 +127,11 @@ class StrataLayer(CacheLayerMixin):
         if self.columns and self.owner.guard is not None:
             self._finish_estimate()
         queries = query.shape[2]
+        if queries == 1 and self.columns and self.owner.begin_step(self.index, mask, positions, len(query)):
+            out = self.owner.steps.decode(self.index, query, key, value, logits)
+            if self.index == self.owner.tiered.layers - 1:
+                self.owner.end_step()
+            return out
         few = queries <= min(DECODE_QUERIES, self.owner.tiered.recent_tokens)
         try:
             real = self.owner._tokens_among(self.columns, mask, positions, len(query), queries)
@@ -119,6 +141,7 @@ class StrataLayer(CacheLayerMixin):
             if self.columns and few and real is None:
                 out = self._decode(query, key, value, logits)
             else:
+                self.owner.forward.drop()
                 if real is None:
                     real = torch.ones(len(query), queries, dtype=torch.bool, device=query.device)
                 if not self.columns:
@@ -288,11 +311,7 @@ class StrataLayer(CacheLayerMixin):
             )
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, kv_heads, n, D]`` of the model as ``[rows, n, kv_heads, D]`` of the cache."""
-        dtype = self.owner.tiered.dtype
-        if dtype == torch.float16 and x.dtype != dtype:
-            x = x.clamp(-LARGEST, LARGEST)
-        return x.transpose(1, 2).to(dtype)
+        return stored_rows(x, self.owner.tiered.dtype)
 
     def lengths(self) -> list[int]:
         """Tokens stored of each row."""

@@ -1,0 +1,214 @@
+"""Decode steps of a model's forward as one CUDA graph, behind the call of the model.
+
+While a `StrataCache` is alive, `PreTrainedModel.__call__` looks at ``past_key_values`` (`call`). One new token of every
+row of a StrataCache takes the fast way, everything else the way of every module:
+
+    call ──▶ the host: room for the token in all layers (steps.py) ──▶ replay of the graph ──▶ copies of its outputs
+
+`generate` has no hook between its preparations and the forward, and its own compilation keeps CUDA graphs of which the
+host hears nothing, so a StrataCache does not ask for it. The first step after a prompt runs eagerly where nothing has
+warmed up yet; the next is captured, which takes about as long as an eager step. A prompt drops the graph: what changed
+in the model between two prompts (an adapter, a hook) counts from then on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
+
+import torch
+from transformers.utils import ModelOutput
+
+import kvstrata
+
+from .steps import Steps
+
+PLAIN = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict"}
+NEEDED = PLAIN - {"return_dict"}  # parameters of a forward
+Module = torch.nn.Module
+_plain_call = Module.__call__
+
+
+class Owner(Protocol):
+    """The part of a `StrataCache` that its forwards use."""
+
+    steps: Steps
+    plain_layers: dict[int, str]
+
+    @property
+    def rows(self) -> int: ...
+
+    def get_seq_length(self) -> int: ...
+
+    def matches(self, mask: torch.Tensor) -> bool: ...
+
+    def advance(self) -> None: ...
+
+    def end_step(self) -> None: ...
+
+
+class Inputs(NamedTuple):
+    """Arguments of a forward that is a step."""
+
+    ids: torch.Tensor  # int64 [rows, 1]
+    positions: torch.Tensor  # int64 [rows, 1]
+    options: tuple[tuple[str, Any], ...]  # the rest, constant from step to step
+
+
+class Forward:
+    """Steps of one cache, eager, captured, or compiled and captured.
+
+    Args:
+        capture: True captures, False does not, None does on a CUDA device.
+        compile: let inductor compile the model's forward before it is captured.
+    """
+
+    def __init__(self, capture: bool | None = None, compile: bool = False) -> None:
+        self.capture, self.compile = capture, compile
+        self.refusal: str | None = None  # why steps are eager, once that turned out
+        self.warm: set[Any] = set()  # settings of which a step ran eagerly
+        self.drop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Forward, (self.capture, self.compile)
+
+    def drop(self) -> None:
+        """Drop the graph; the next step captures another."""
+        self.runner: kvstrata.GraphRunner | None = None
+        self.captured_as: Any = None
+        self.weights: list[torch.Tensor] = []  # that the graph reads
+        self.addresses: tuple[int, ...] = ()
+        self.kind: type[ModelOutput] | None = None  # of the outputs
+
+    def describe(self, device: torch.device) -> str:
+        """How decode steps run, in a few words."""
+        if self.refusal is not None:
+            return f"eager: {self.refusal}"
+        words = ["compiled"] if self.compile else []
+        if self.capture or (self.capture is None and device.type == "cuda"):
+            words.append("captured as a CUDA graph" if device.type == "cuda" else "run as if captured")
+        return " and ".join(words) or "eager"
+
+    def __call__(self, owner: Owner, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of ``model(*args, **kwargs)``, by the fast way if it is a step."""
+        inputs = None if self.refusal is not None else self._inputs(owner, model, args, kwargs)
+        if inputs is None:
+            return _plain_call(model, *args, **kwargs)
+        owner.advance()
+        with owner.steps.forward():
+            outputs = self._run(owner, model, inputs)
+        owner.end_step()
+        return outputs
+
+    def _inputs(self, owner: Owner, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+        """Inputs of a step of all rows; None if the call is something else, or has to be eager."""
+        ids, positions, mask = (kwargs.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
+        if args or not isinstance(ids, torch.Tensor) or ids.shape != (owner.rows, 1) or ids.dtype != torch.int64:
+            return None
+        if not self._wanted(model, ids.device) or not owner.get_seq_length():
+            return None
+        kind: Any = type(model)
+        if owner.plain_layers or not _takes_steps(kind):
+            self._refuse("some layers are not compressed" if owner.plain_layers else f"{kind.__name__}.forward")
+            return None
+        if torch.is_grad_enabled() or model.training or kwargs.get("return_dict") is False:
+            return None
+        rest = {name: x for name, x in kwargs.items() if name not in PLAIN and x is not None and x is not False}
+        if any(name != "logits_to_keep" or type(x) is not int for name, x in rest.items()):
+            return None
+        if mask is not None and not owner.matches(mask):
+            return None
+        if positions is None and mask is None:
+            positions = torch.full_like(ids, owner.get_seq_length())
+        if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.shape[1] != 1:
+            return None
+        return Inputs(ids, positions.to(ids.dtype).expand_as(ids).contiguous(), tuple(sorted(rest.items())))
+
+    def _wanted(self, model: Module, device: torch.device) -> bool:
+        if self.capture or self.compile or (self.capture is None and device.type == "cuda"):
+            return True
+        return hasattr(model.forward, "_torchdynamo_orig_callable")  # a compiled forward stays in its graph
+
+    def _run(self, owner: Owner, model: Module, inputs: Inputs) -> Any:
+        device = inputs.ids.device
+        if not (self.capture or (self.capture is None and device.type == "cuda")):
+            return self._forward(owner, model, *inputs)
+        setting = (ref(model), len(inputs.ids), device, inputs.options)
+        if setting not in self.warm:
+            self.warm.add(setting)
+            return self._forward(owner, model, *inputs)
+        if self.captured_as != setting or tuple(map(torch.Tensor.data_ptr, self.weights)) != self.addresses:
+            self.drop()
+            try:
+                self._capture(owner, model, inputs)
+            except RuntimeError as error:
+                self.drop()
+                self._refuse(f"the forward cannot be captured ({error})")
+                return self._forward(owner, model, *inputs)
+            self.captured_as = setting
+        assert self.runner is not None
+        tensors = self.runner(ids=inputs.ids, positions=inputs.positions)
+        assert self.kind is not None
+        return self.kind(**{name: x.clone() for name, x in tensors.items()}, past_key_values=owner)
+
+    def _capture(self, owner: Owner, model: Module, inputs: Inputs) -> None:
+        def step(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+            outputs = self._forward(owner, model, ids, positions, inputs.options)
+            self.kind = type(outputs)
+            tensors = {name: x for name, x in outputs.items() if isinstance(x, torch.Tensor)}
+            if others := [n for n, x in outputs.items() if n not in tensors and x is not owner and x is not None]:
+                raise RuntimeError(f"outputs beside tensors: {', '.join(others)}")
+            return tensors
+
+        rows, device = len(inputs.ids), inputs.ids.device
+        with torch.inference_mode(False), torch.no_grad():
+            buffers = dict.fromkeys(("ids", "positions"), ((rows, 1), torch.int64))
+            runner = kvstrata.GraphRunner(step, buffers, [rows], device=device, warmup=0, progress=False)
+        self.runner = runner.capture()
+        self.weights = list(model.parameters())
+        self.addresses = tuple(map(torch.Tensor.data_ptr, self.weights))
+
+    def _forward(
+        self, owner: Owner, model: Module, ids: torch.Tensor, positions: torch.Tensor, options: Any
+    ) -> ModelOutput:
+        """The model's forward of a step; its mask has four dimensions, so the model makes none, and says nothing."""
+        mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
+        given = dict(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, return_dict=True)
+        run = self._compiled() if self.compile else _plain_call
+        return run(model, **given, past_key_values=owner, **dict(options))
+
+    @staticmethod
+    @lru_cache(maxsize=1)
+    def _compiled() -> Callable[..., ModelOutput]:
+        return torch.compile(_call_plainly, fullgraph=True, dynamic=False)
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        if self.capture or self.compile or "captured" in reason:
+            warnings.warn(f"StrataCache: decode steps run eagerly, {reason}", stacklevel=2)
+
+
+def _call_plainly(model: Module, **kwargs: Any) -> ModelOutput:
+    return _plain_call(model, **kwargs)
+
+
+@lru_cache(maxsize=64)
+def _takes_steps(kind: Any) -> bool:
+    """True if a model's forward takes what a step gives it."""
+    parameters = inspect.signature(kind.forward).parameters.values()
+    takes_any = any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters)
+    named = {x.name for x in parameters}
+    return named >= NEEDED - {"use_cache"} and (takes_any or "return_dict" in named)
+
+
+def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.__call__` while a StrataCache is alive."""
+    owner: Any = kwargs.get("past_key_values")
+    forward = getattr(owner, "forward", None)
+    if not isinstance(forward, Forward) or owner.steps.ahead or torch.compiler.is_compiling():
+        return _plain_call(self, *args, **kwargs)
+    return forward(owner, self, args, kwargs)

@@ -1,0 +1,140 @@
+"""Decode steps of a `StrataCache`, one token of every row: a part of the host, then operators only.
+
+    begin    the host, before the first layer: room in all layers, settling where it is due; lengths go up
+    decode   the device, layer by layer: ``kvstrata::strata_decode`` writes K and V into that room and attends
+
+A compiled or captured forward holds the operator. Pages come and go, so they are no arguments of it: it finds the cache
+whose forward is running in this thread (`Steps.forward`), and declares that it mutates ``state``, which stands for all
+that the cache holds. Code that was compiled for one cache therefore serves the next. Eager forwards call `decode`
+itself, so their tokens are the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import kvstrata
+from kvstrata.cache import TieredCache
+
+from .logits import Logits
+
+OBSERVED = 2  # layers of a step, in turns, whose attention mass becomes importance
+LARGEST = torch.finfo(torch.float16).max
+
+_running = threading.local()  # .steps of the forward that this thread is in
+
+
+class Steps:
+    """The decode steps of one cache. Copies and pickles begin anew."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Steps, ()
+
+    def forget(self) -> None:
+        """Forget the cache; the next step makes a plan for the one that it is given."""
+        self.tiered: TieredCache | None = None
+        self.plan: kvstrata.DecodePlan | None = None
+        self.state: torch.Tensor | None = None
+        self.is_open = False  # room was made, and not all layers are written
+        self.ahead = False  # the forward that is running holds operators only
+
+    def begin(self, tiered: TieredCache) -> None:
+        """Make room for one token of every row in all layers; raises what `TieredCache.advance` raises."""
+        tiered.advance()
+        if self.tiered is not tiered:
+            with torch.inference_mode(False):
+                self.state = torch.zeros(1, dtype=torch.int32, device=tiered.device)
+            self.tiered, self.plan = tiered, None
+        self.is_open = True
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward after `begin`: its layers look at no lengths and no masks, and call the operator."""
+        before = getattr(_running, "steps", None)
+        _running.steps, self.ahead = self, True
+        try:
+            yield
+        finally:
+            _running.steps, self.ahead = before, False
+
+    def decode(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits
+    ) -> torch.Tensor:
+        """Write K and V of a layer and attend; shapes as in `strata_decode`. Capturable after an eager step."""
+        tiered, heads = self.tiered, query.shape[1]
+        if tiered is None or not self.is_open:
+            raise RuntimeError("past_key_values: expected a cache with room for a token, got one without")
+        if self.plan is None or self.plan.requests != tiered.requests or self.plan.heads != heads:
+            observe = OBSERVED if tiered.budget.amount is not None else 0
+            self.plan = kvstrata.DecodePlan(tiered, heads, observe=observe)
+        if layer == 0:
+            self.plan.update()
+        tiered.write(layer, stored_rows(key, tiered.dtype), stored_rows(value, tiered.dtype))
+        q = query.transpose(1, 2).to(tiered.dtype)
+        out = kvstrata.decode_attention(
+            q, tiered, layer, scale=logits.scale, softcap=logits.softcap, sinks=logits.sinks, plan=self.plan
+        )
+        assert isinstance(out, torch.Tensor)
+        return out.to(query.dtype)
+
+
+def stored_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[rows, kv_heads, n, D]`` of the model as ``[rows, n, kv_heads, D]`` of a cache in ``dtype``."""
+    if dtype == torch.float16 and x.dtype != dtype:
+        x = x.clamp(-LARGEST, LARGEST)
+    return x.transpose(1, 2).to(dtype)
+
+
+_library = torch.library.Library("kvstrata", "FRAGMENT")
+_library.define(
+    "strata_decode(Tensor query, Tensor key, Tensor value, Tensor(a!) state, int layer, float scale,"
+    " float? softcap, Tensor? sinks) -> Tensor",
+    # CUDA graphs of others would repeat the device's part without the host's.
+    tags=(torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else (),
+)
+
+
+def _operator(query: Any, key: Any, value: Any, state: Any, layer: int, scale: float, softcap: Any,
+              sinks: Any) -> torch.Tensor:  # fmt: skip
+    steps = getattr(_running, "steps", None)
+    if steps is None:
+        raise RuntimeError("strata_decode: expected to run in the forward of a StrataCache, got a call outside one")
+    return steps.decode(layer, query, key, value, Logits(scale, softcap, sinks))
+
+
+_library.impl("strata_decode", _operator, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("kvstrata::strata_decode", lib=_library)
+def _fake(query: Any, key: Any, value: Any, state: Any, layer: int, scale: float, softcap: Any,
+          sinks: Any) -> torch.Tensor:  # fmt: skip
+    rows, heads, queries, dim = query.shape
+    return query.new_empty(rows, queries, heads, dim)
+
+
+def strata_decode(
+    steps: Steps, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits
+) -> torch.Tensor:
+    """Attention output ``[rows, 1, heads, D]`` of one token of every row, which is stored first.
+
+    Args:
+        steps: those of the cache, in `Steps.forward`. The cache is mutated.
+        layer: its index in the TieredCache; layers come in order.
+        query: ``[rows, heads, 1, D]``.
+        key, value: ``[rows, kv_heads, 1, D]``.
+        logits: how scores become logits.
+
+    Safe under ``torch.compile(fullgraph=True)``, and under CUDA-graph capture after an eager step. Raises RuntimeError
+    where no room was made.
+    """
+    return torch.ops.kvstrata.strata_decode(
+        query, key, value, steps.state, layer, logits.scale, logits.softcap, logits.sinks
+    )
