@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
@@ -25,18 +26,26 @@ from transformers.utils import ModelOutput
 
 import kvstrata
 
-from .steps import Steps
-
 PLAIN = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict"}
 NEEDED = PLAIN - {"return_dict"}  # parameters of a forward
 Module = torch.nn.Module
 _plain_call = Module.__call__
 
 
+class Ahead(Protocol):
+    """The part of a cache's steps that forwards use; ``ahead`` is True in `forward`."""
+
+    ahead: bool
+
+    def forward(self) -> AbstractContextManager[None]: ...
+
+
 class Owner(Protocol):
     """The part of a `StrataCache` that its forwards use."""
 
-    steps: Steps
+    @property
+    def steps(self) -> Ahead: ...
+
     plain_layers: dict[int, str]
 
     @property
