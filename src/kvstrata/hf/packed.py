@@ -148,7 +148,9 @@ class PackedCache(Cache):
         self._most = max(rows, self.max_batch or 0)
         blocks = -(-tokens // self.page_tokens)
         if self._most * blocks * self.page_tokens >= ROOM:
-            raise ValueError(f"max_tokens: expected fewer than {ROOM} tokens in {self._most} rows, got {tokens} in each")
+            raise ValueError(
+                f"max_tokens: expected fewer than {ROOM} tokens in {self._most} rows, got {tokens} in each"
+            )
         self.state = PackedRows(rows, blocks, self.page_tokens, key.device)
         return None
 
@@ -218,6 +220,11 @@ class PackedCache(Cache):
     def rows(self) -> int:
         """Rows of the batch, 0 before the first token."""
         return 0 if self.state is None else len(self.state)
+
+    def columns(self) -> int:
+        """Columns before the forward that is running, or that has failed, read from the device."""
+        assert self.state is not None
+        return int(self.state.columns if self._before is None else self._before[0])
 
     @property
     def ahead(self) -> bool:

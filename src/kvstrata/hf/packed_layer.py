@@ -36,6 +36,8 @@ class Owner(Protocol):
 
     def blocks(self) -> int: ...
 
+    def columns(self) -> int: ...
+
     def keep_plain(self, place: int, reason: str) -> DynamicLayer: ...
 
     def begin(self, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int) -> None: ...
@@ -157,7 +159,7 @@ class PackedLayer(CacheLayerMixin):
             return 0
         if torch.compiler.is_compiling() or (state.columns.is_cuda and torch.cuda.is_current_stream_capturing()):
             return state.columns
-        return int(state.columns)
+        return self.owner.columns()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         state = self.owner.state

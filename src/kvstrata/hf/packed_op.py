@@ -68,7 +68,7 @@ def _operator(query: Any, key: Any, value: Any, pages: Any, block_table: Any, se
     if queries <= DECODE_QUERIES and start:
         order = None
         if padded:  # the newest position is that of the last query
-            order = new.real.to(torch.uint8).sort(1, stable=True).indices
+            order = new.real.to(torch.uint8).sort(dim=1, stable=True).indices
             order = (order + queries * torch.arange(rows, device=order.device).unsqueeze(1)).flatten()
             q = q[order]
         out = kvstrata.decode_packed(q, pages, block_table, seq_lens, fmt, **given, **scores)
@@ -93,7 +93,7 @@ def _ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tens
     torch.cumsum(new.real.sum(1), 0, dtype=torch.int32, out=cu[1:])
     is_token = new.real.flatten()
     if captured:  # as many rows as there are columns, tokens first
-        chosen = (~is_token).to(torch.uint8).sort(stable=True).indices
+        chosen = (~is_token).to(torch.uint8).sort(dim=0, stable=True).indices
     else:
         chosen = is_token.nonzero().flatten()
     if not captured and len(chosen) == len(q):
