@@ -193,7 +193,7 @@ def test_errors_name_the_argument() -> None:
     for name, value in dict(budget=0.25, budget_bytes=1000, tiers=["K4V4"], recent_tokens=16, dtype=None).items():
         with pytest.raises(TypeError, match=f"{name}: expected to be left out with format='K4V4', got"):
             StrataCache(model.config, format="K4V4", **{name: value})
-    with pytest.raises(TypeError, match="budget: expected to be left out with format='K4V4', got 0.5"):
+    with pytest.raises(TypeError, match=r"budget: expected to be left out with format='K4V4', got 0\.5"):
         StrataCache(model.config, 0.5, format="K4V4")
     for bad in ("K5V4", "int4", 4):
         with pytest.raises((ValueError, TypeError)):

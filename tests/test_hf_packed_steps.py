@@ -1,4 +1,4 @@
-"""Decode steps of `StrataCache(format=...)`: compiled by `generate` or by hand, captured, and the tokens of eager ones."""
+"""Decode steps of `StrataCache(format=...)`: compiled by `generate` or by hand, or captured, as eager ones."""
 
 from __future__ import annotations
 

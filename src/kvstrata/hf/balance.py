@@ -126,7 +126,7 @@ def from_weights(
 def centre_from_bias(
     module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool
 ) -> torch.Tensor | None:
-    """Centre ``[kv_heads, D]`` of K from the bias of ``k_proj``: its mean over the positions of the horizon, or None."""
+    """Centre ``[kv_heads, D]`` of K: the mean of ``k_proj``'s bias over positions of the horizon; None without one."""
     bias = getattr(getattr(module, "k_proj", None), "bias", None)
     if not isinstance(bias, torch.Tensor) or bias.numel() != kv_heads * dim:
         return None

@@ -148,9 +148,7 @@ class PackedCache(Cache):
         self._most = max(rows, self.max_batch or 0)
         blocks = -(-tokens // self.page_tokens)
         if self._most * blocks * self.page_tokens >= ROOM:
-            raise ValueError(
-                f"max_tokens: expected fewer than {ROOM} tokens in {self._most} rows, got {tokens} in each"
-            )
+            raise ValueError(f"max_tokens: expected fewer than {ROOM} in {self._most} rows, got {tokens} in each")
         self.state = PackedRows(rows, blocks, self.page_tokens, key.device)
         return None
 

@@ -58,7 +58,7 @@ class PackedLayer(CacheLayerMixin):
         self.calibration: Layer | None = None
 
     @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
+    def is_compileable(self) -> bool:
         """True if `generate` may compile decode steps; not if the cache captures or compiles them itself."""
         return not self.owner.forward.capture and not self.owner.forward.compile
 
@@ -101,6 +101,7 @@ class PackedLayer(CacheLayerMixin):
         state, fmt = self.owner.state, self.owner.fmt
         assert state is not None
         assert fmt is not None
+        assert self.pages is not None
         if self.owner.ahead:
             mask = None  # one token of every row
         if self.index == 0:

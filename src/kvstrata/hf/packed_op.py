@@ -86,8 +86,18 @@ def _operator(query: Any, key: Any, value: Any, pages: Any, block_table: Any, se
     return out.view(rows, queries, heads, dim)  # type: ignore[union-attr]
 
 
-def _ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, block_table: torch.Tensor,
-            seq_lens: torch.Tensor, fmt: Format, new: _New, captured: bool, options: dict[str, Any]) -> torch.Tensor:  # fmt: skip
+def _ragged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    fmt: Format,
+    new: _New,
+    captured: bool,
+    options: dict[str, Any],
+) -> torch.Tensor:
     """`prefill_packed` of the tokens among new columns; padding yields zeros."""
     cu = torch.zeros(len(seq_lens) + 1, dtype=torch.int32, device=q.device)
     torch.cumsum(new.real.sum(1), 0, dtype=torch.int32, out=cu[1:])
@@ -100,8 +110,8 @@ def _ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tens
         out = kvstrata.prefill_packed(q, k, v, pages, block_table, seq_lens, cu, fmt, **options)
         assert isinstance(out, torch.Tensor)
         return out
-    rows = (x.index_select(0, chosen) for x in (q, k, v))
-    part = kvstrata.prefill_packed(*rows, pages, block_table, seq_lens, cu, fmt, **options)
+    own_q, own_k, own_v = (x.index_select(0, chosen) for x in (q, k, v))
+    part = kvstrata.prefill_packed(own_q, own_k, own_v, pages, block_table, seq_lens, cu, fmt, **options)
     assert isinstance(part, torch.Tensor)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format).index_copy_(0, chosen, part)
     return torch.where(is_token.view(-1, 1, 1), out, 0) if captured else out
@@ -146,8 +156,8 @@ def strata_packed(
         padded: some of the new columns may be padding.
 
     One new column, and up to 16 behind others, are read from the pages. More attend as they are, to earlier ones from
-    the pages. Safe under ``torch.compile(fullgraph=True)``, and under CUDA-graph capture after an eager call of the same
-    shapes. Raises what `store_packed`, `decode_packed` and `prefill_packed` raise.
+    the pages. Safe under ``torch.compile(fullgraph=True)``, and under CUDA-graph capture after an eager call of the
+    same shapes. Raises what `store_packed`, `decode_packed` and `prefill_packed` raise.
     """
     return torch.ops.kvstrata.strata_packed(
         query, key, value, pages, rows.block_table, rows.seq_lens, rows.columns, rows.real, rows.first, rows.slot,
