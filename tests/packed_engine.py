@@ -35,6 +35,7 @@ class Engine(Batch):
         self.tail = self._rows(requests, tail * fmt.page_tokens, self.tail_slots) if tail else None
         self.sinks = self._rows(requests, sinks, self.sink_slots) if sinks else None
         self.stored: list[int] = []  # of the last step
+        self.rolled_back = False
 
     def _rows(self, requests: int, tokens: int, slots: list[int]) -> PlainRows:
         """Rows of more slots than there are requests, all NaN, with something between them."""
@@ -90,6 +91,7 @@ class Engine(Batch):
         """Drop the last tokens of a request, as after rejected drafts."""
         assert count <= self.lengths[row]
         self.lengths[row] -= count
+        self.rolled_back = True  # pages behind the last may have been full once
 
     def split(self, row: int) -> tuple[int, int]:
         """Positions before the first are in sink rows, those from the second on in the tail."""
@@ -114,17 +116,17 @@ class Engine(Batch):
             mine, twin = (x.transpose(1, 2).flatten(0, 1) for x in (mine, twin))
             full = packed // page
             assert torch.equal(mine[:full], twin[:full]), f"request {row}: full pages"
-            if self.tail is not None and self.tail_slots[row] >= 0 and length > packed:
+            if self.tail is not None and self.tail_slots[row] >= 0 and length > packed and not self.rolled_back:
                 assert (mine[full + 1 :] == POISON).all(), f"request {row}: pages to come"
 
-    def decode(self, q_lens: list[int] | None = None, group: int = 2, **options: object) -> None:
+    def decode(self, q_lens: list[int] | None = None, group: int = 2, backend: str = "", **options: object) -> None:
         """The last positions of each request against the model."""
         q_lens = q_lens or [min(n, 1) for n in self.lengths]
         q = self.queries(q_lens, group)
         cu = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32, device=DEVICE)
         result = decode_packed(
             q, self.pages, self.block_table, self.seq_lens, self.fmt, calibration=self.calibration, cu_seqlens_q=cu,
-            return_lse=True, backend=self.backend, **self.given, **options,
+            return_lse=True, backend=backend or self.backend, **self.given, **options,
         )  # fmt: skip
         self.compare(result, q, q_lens, {x: y for x, y in options.items() if x not in ("fixed_split", "workspace")})
 

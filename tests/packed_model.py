@@ -175,10 +175,9 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on "cuda" is the emulator for the packed ops, on three multiprocessors."""
     from kvstrata.attention.packed_decode import cuda as decode_cuda
     from kvstrata.attention.packed_decode import op as decode_op
-    from kvstrata.store.packed import copy
+    from kvstrata.store.packed import copy, tail_cuda, tail_op
     from kvstrata.store.packed import cuda as store_cuda
     from kvstrata.store.packed import op as store_op
-    from kvstrata.store.packed import tail_cuda, tail_op
 
     properties = SimpleNamespace(name="emulated", multi_processor_count=3, shared_memory_per_multiprocessor=233472)
     launcher = emulator.launcher()

@@ -7,9 +7,9 @@ import torch
 
 from ahead import compile_triton
 from kvstrata import Format, jit
-from kvstrata.attention.decode.stages import Cut, cut_of
+from kvstrata.attention.decode.stages import Cut
 from kvstrata.attention.packed_decode import cuda as decode_cuda
-from kvstrata.store.packed import copy
+from kvstrata.store.packed import copy, tail_cuda
 from kvstrata.store.packed import cuda as store_cuda
 
 DECODE = {
@@ -23,18 +23,26 @@ DECODE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "arch"), [*((name, "sm_90") for name in DECODE), ("K4V4", "sm_80"), ("D 64, small pages", "sm_80")]
+    ("name", "arch", "plain"),
+    [
+        *((name, "sm_90", False) for name in DECODE),
+        ("K4V4", "sm_80", False),
+        ("D 64, small pages", "sm_80", False),
+        ("K4V4", "sm_90", True),
+        ("K2V2, window", "sm_90", True),
+        ("D 256", "sm_80", True),
+    ],
 )
-def test_decode_gates(name: str, arch: str) -> None:
+def test_decode_gates(name: str, arch: str, plain: bool) -> None:
     """No spills; registers for the warps that are to be resident; 48 KB of shared memory but on Hopper."""
     fmt, columns, ordered = DECODE[name]
-    cut: Cut = cut_of((fmt,), columns, arch)
+    cut: Cut = decode_cuda.packed_cut(fmt, columns, arch, plain)
     usage = jit.usage(
-        decode_cuda.FOLDER / "packed.cu", decode_cuda.entry_of(fmt, torch.bfloat16, ordered, cut), arch=arch
+        decode_cuda.FOLDER / "packed.cu", decode_cuda.entry_of(fmt, torch.bfloat16, ordered, cut, plain), arch=arch
     )
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
     assert 0 < usage.registers <= (255 if cut.resident == 8 else 168), usage
-    assert decode_cuda.shared_of(fmt, cut) + usage.shared_bytes <= (227 if arch == "sm_90" else 48) * 1024
+    assert decode_cuda.shared_of(fmt, cut, plain) + usage.shared_bytes <= (227 if arch == "sm_90" else 48) * 1024
 
 
 @pytest.mark.parametrize(("dim", "warps"), [(128, 4), (128, 16), (128, 1)])
@@ -61,6 +69,16 @@ def test_store_gates(name: str, dim: int, dtype: torch.dtype, balanced: bool, ar
     assert usage.registers <= 200, usage
 
 
+@pytest.mark.parametrize(
+    ("name", "dim", "balanced", "arch"),
+    [("K4V4", 128, True, "sm_90"), ("K8V8", 128, False, "sm_80"), ("K3V3", 64, True, "sm_90")],
+)
+def test_tail_gates(name: str, dim: int, balanced: bool, arch: str) -> None:
+    entry = store_cuda.entry_of(Format.parse(name, dim), torch.bfloat16, balanced, torch.int32, "quantize_tail")
+    usage = jit.usage(tail_cuda.SOURCE, entry, arch=arch)
+    assert usage.spill_bytes == usage.stack_bytes == 0, usage
+
+
 def test_copy_gates() -> None:
     assert jit.usage(copy.SOURCE, f"copy_pages<int, {copy.PER}>", arch="sm_90").registers <= 64
 
@@ -70,6 +88,8 @@ def test_triton_compiles_ahead_of_time() -> None:
     offsets = dict(V_OFFSET=f.v_offset, SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes)
     pointers = {"pages_ptr": "*u8", "table_ptr": "*i32", "length_ptr": "*i32", "hadamard_ptr": "*fp16"}
     pointers |= {f"{name}_ptr": "*i32" for name in ("slot_mapping", "cu", "cu_q", "cu_k", "k_places", "v_places")}
+    pointers |= {f"{name}_ptr": "*i32" for name in ("seq_lens", "tail_slots", "sink_slots")}
+    pointers |= {f"{name}_ptr": "*bf16" for name in ("tail_k", "tail_v", "sink_k", "sink_v")}
     pointers |= {f"{name}_ptr": "*fp32" for name in ("balance", "centre", "partial", "stats")}
     pointers |= {f"{name}_ptr": "*bf16" for name in ("q", "k", "v", "k_out", "v_out", "k_new", "v_new")}
     pointers |= {"scale": "fp32", "softcap": "fp32"}
@@ -80,13 +100,16 @@ def test_triton_compiles_ahead_of_time() -> None:
         ),
         ("kvstrata.attention.packed_decode.triton", "decode_kernel"): dict(
             KV_HEADS=8, GROUP=4, Q_LEN=1, ROWS=16, ROW_BLOCKS=1, BLOCK_SIZE=128, TOK=32, SPLITS=4, BLOCK=128,
-            RAGGED=True, WINDOWED=True, CAPPED=True, PRECISION="tf32",
+            RAGGED=True, WINDOWED=True, CAPPED=True, PRECISION="tf32", TAIL=0, SINK=0,
         ),
         ("kvstrata.attention.packed_prefill.triton", "unpack_kernel"): dict(
-            HEADS=8, BLOCK_SIZE=128, BLOCK=128, WHOLE=True
+            HEADS=8, BLOCK_SIZE=128, BLOCK=128, WHOLE=True, TAIL=0, SINK=0
         ),
     }  # fmt: skip
-    for (module, kernel), constants in kernels.items():
+    plain = [(name, dict(constants, TAIL=128, SINK=4)) for name, constants in list(kernels.items())[1:]]
+    store = kernels["kvstrata.store.packed.triton", "store_kernel"]
+    plain.append((("kvstrata.store.packed.tail_triton", "tail_kernel"), dict(store, RAGGED=True, TAIL=128, SINKS=4)))
+    for (module, kernel), constants in [*kernels.items(), *plain]:
         used = compile_triton(module, kernel, 90, pointers, both | constants, num_warps=8)
         assert 0 < used["REG"] <= 255, (kernel, used)
         assert used["SHARED"] <= 99 * 1024, (kernel, used)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvstrata import Format, decode_packed, store_packed
+from kvstrata import Format, PlainRows, decode_packed, store_packed
 from packed_model import DEVICE, POISON
 
 STEPS, REQUESTS, KV_HEADS, GROUP = 1000, 6, 2, 4
@@ -13,9 +13,13 @@ STEPS, REQUESTS, KV_HEADS, GROUP = 1000, 6, 2, 4
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_thousand_steps(backend: str, window: int | None) -> None:
-    """Lengths, slots and rows of a step are made inside the graph; every output must be that of an eager call."""
+@pytest.mark.parametrize(("window", "plain"), [(None, False), (100, False), (None, True), (100, True)])
+def test_a_thousand_steps(backend: str, window: int | None, plain: bool) -> None:
+    """Lengths, slots and rows of a step are made inside the graph; every output must be that of an eager call.
+
+    With ``plain`` requests have a tail and sink rows, and what they hold later is not what a step read: outputs are
+    compared with those of eager steps, made after another.
+    """
     fmt = Format.parse("K4V4", 128, 64)
     block_size, dim = 128, fmt.head_dim
     begin = torch.tensor([0, 5, 63, 64, 127, 500], dtype=torch.int32, device=DEVICE)
@@ -29,7 +33,15 @@ def test_a_thousand_steps(backend: str, window: int | None) -> None:
     row = torch.arange(REQUESTS, device=DEVICE).repeat_interleave(begin.long())
     position = torch.cat([torch.arange(int(n), device=DEVICE) for n in begin])
     where = table[row, position // block_size].long() * block_size + position % block_size
-    store_packed(*prompt, pages, where, fmt, backend=backend)
+    rows: dict[str, PlainRows] = {}
+    if plain:
+        slots = torch.tensor([3, 0, -1, 6, 1, 2], dtype=torch.int32, device=DEVICE)  # one request has neither
+        sizes = ((REQUESTS + 1, KV_HEADS, 64, dim), (REQUESTS + 1, KV_HEADS, 4, dim))
+        tail, sinks = (torch.full((2, *size), torch.nan, device=DEVICE).bfloat16() for size in sizes)
+        rows = dict(tail=PlainRows(*tail, slots), sink_tokens=PlainRows(*sinks, slots))
+    cu = torch.cat([begin.new_zeros(1), begin.cumsum(0, dtype=torch.int32)])
+    store_packed(*prompt, pages, where, fmt, backend=backend, seq_lens=begin, cu_seqlens_q=cu, **rows)
+    kept = [x.clone() for x in (pages, *(y for z in rows.values() for y in z))]
 
     step, seq_lens = torch.zeros(1, dtype=torch.int64, device=DEVICE), begin.clone()
     every = torch.arange(REQUESTS, device=DEVICE)
@@ -38,21 +50,40 @@ def test_a_thousand_steps(backend: str, window: int | None) -> None:
         last = seq_lens.long()
         slots = table[every, last // block_size].long() * block_size + last % block_size
         seq_lens.add_(1)
-        rows = [x.index_select(0, step)[0] for x in (k, v, q)]
-        store_packed(rows[0], rows[1], pages, slots, fmt, backend=backend)
-        out = decode_packed(rows[2], pages, table, seq_lens, fmt, sliding_window=window, backend=backend)
+        new = [x.index_select(0, step)[0] for x in (k, v, q)]
+        store_packed(new[0], new[1], pages, slots, fmt, backend=backend, seq_lens=seq_lens, **rows)
+        out = decode_packed(new[2], pages, table, seq_lens, fmt, sliding_window=window, backend=backend, **rows)
         history.index_copy_(0, step, out.unsqueeze(0))
         step.add_(1)
 
+    def restart() -> None:
+        step.zero_()
+        seq_lens.copy_(begin)
+        for x, y in zip((pages, *(y for z in rows.values() for y in z)), kept, strict=True):
+            x.copy_(y)
+
     run()
-    step.zero_()
-    seq_lens.copy_(begin)
+    restart()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     for _ in range(STEPS):
         graph.replay()
     assert torch.equal(seq_lens, begin + STEPS)
+    if plain:
+        replayed, bytes_then = history.clone(), pages.clone()
+        restart()
+        for at in range(STEPS):
+            run()
+            if at in (0, 1, 62, 63, 64, 500, STEPS - 1):
+                wanted = decode_packed(
+                    q[at], pages, table, seq_lens, fmt, sliding_window=window, backend="reference", **rows
+                )
+                wanted = wanted.float()
+                assert (history[at].float() - wanted).norm() / wanted.norm() < 1e-2, f"step {at}"
+        assert torch.equal(replayed, history)
+        assert torch.equal(bytes_then, pages)
+        return
     for at in [0, 1, 62, 63, 64, *range(100, STEPS, 150), STEPS - 1]:
         lengths = begin + at + 1
         eager = decode_packed(q[at], pages, table, lengths, fmt, sliding_window=window, backend=backend)

@@ -39,7 +39,8 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
   const auto attend_unit = [&](int unit) {
     const int before = unit * kUnit * 16, first = P::kConsecutive ? position + before : 0;
     const unsigned char* positions = stage + P::kBytes + before * p.position_bytes;
-    const View view = view_of<kUnit, P::kOrdered>(p, st, tokens - before, positions, first);
+    const int skip = P::kSkips ? st.skip - first : 0;
+    const View view = view_of<kUnit, P::kOrdered>(p, st, tokens - before, positions, first, skip);
     if (view == kNothing && !(kMass && p.ema)) return;
     float old[kUnit][2];
     if constexpr (kMass) load_importance<kUnit>(p, st, before, tokens - before, old);
@@ -83,7 +84,7 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
       share_mass<kUnit>(p, st, sc, view, group, before, tokens - before, positions, first, old);
       return;
     }
-    soften<f16, kUnit, P::kOrdered>(p, st, sc, view, tokens - before, positions, first, w);
+    soften<f16, kUnit, P::kOrdered>(p, st, sc, view, tokens - before, positions, first, w, skip);
 
     constexpr unsigned kOnes = 0x00010001u, kOnes8 = kOnes << (24 - place<T::kV>(2));
     const unsigned ones[4] = {kOnes, kOnes, kOnes8, kOnes8};

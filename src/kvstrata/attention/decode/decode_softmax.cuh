@@ -21,13 +21,15 @@ __device__ __forceinline__ int position_of(const Params& p, const unsigned char*
   return first + token;
 }
 
-// Visibility of a stage: no token, some, or all tokens to every query. Decided before the first product.
+// Visibility of a stage: no token, some, or all tokens to every query. Decided before the first product. The first `skip`
+// tokens are hidden from all.
 enum View { kNothing, kPart, kWhole };
 template <int kTiles, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ View view_of(const Params& p, const State<kDim, kN>& st, int tokens, const unsigned char* positions,
-                                        int first) {
-  if (!kOrdered) return tokens < kTiles * 16 ? kPart : kWhole;
-  bool hidden = tokens < kTiles * 16, seen = false;
+                                        int first, int skip = 0) {
+  if (skip >= kTiles * 16) return kNothing;
+  if (!kOrdered) return tokens < kTiles * 16 || skip > 0 ? kPart : kWhole;
+  bool hidden = tokens < kTiles * 16 || skip > 0, seen = false;
   const int last = st.first + st.queries - 1;  // position of the last query
 #pragma unroll
   for (int i = 0; i < kTiles; i += 2) {
@@ -43,7 +45,7 @@ __device__ __forceinline__ View view_of(const Params& p, const State<kDim, kN>& 
 // Applies the softcap and masks tokens past the count, after the query and before its window.
 template <int kTiles, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, int tokens,
-                                  const unsigned char* positions, int first) {
+                                  const unsigned char* positions, int first, int skip = 0) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   int last[kN][2];  // last position that a column sees
 #pragma unroll
@@ -56,7 +58,7 @@ __device__ __forceinline__ void mask(const Params& p, const State<kDim, kN>& st,
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int token = i * 16 + g + 8 * r;
-      const bool there = token < tokens;
+      const bool there = token < tokens && token >= skip;
       const int position = kOrdered ? position_of(p, positions, first, token) : 0;
       if (!there) sc.v[i][r] = 0.f;
 #pragma unroll
@@ -151,8 +153,9 @@ __device__ __forceinline__ bool weigh(const State<kDim, kN>& st, const Scores<kT
 // Converts scores to weights as operands of the second product.
 template <class W, int kTiles, bool kOrdered, int kDim, int kN>
 __device__ __forceinline__ void soften(const Params& p, State<kDim, kN>& st, Scores<kTiles, kN>& sc, View view, int tokens,
-                                       const unsigned char* positions, int first, unsigned (&w)[kTiles][kN][2]) {
-  if (view != kWhole || p.softcap_log2 > 0.f) mask<kTiles, kOrdered>(p, st, sc, tokens, positions, first);
+                                       const unsigned char* positions, int first, unsigned (&w)[kTiles][kN][2],
+                                       int skip = 0) {
+  if (view != kWhole || p.softcap_log2 > 0.f) mask<kTiles, kOrdered>(p, st, sc, tokens, positions, first, skip);
   float l[kN][2];
   if (!weigh<W>(st, sc, w, l)) {
     rebase<kTiles, kOrdered>(st, sc);

@@ -15,6 +15,7 @@ struct Tier {
 template <class T, int kDim, int kPageTokens, bool kByPosition = false>
 struct Part {
   static constexpr bool kOrdered = kByPosition, kConsecutive = false;  // positions of a stage: stored, or in a row
+  static constexpr bool kSkips = false;  // whether positions before State::skip are hidden
   static constexpr int kSteps = kDim / 16, kTiles = kPageTokens / 16, kLimit = 8704;
   template <int kBits> static constexpr bool whole_tiles = kSteps * kBits % 16 == 0 && kBits != 3;
   static constexpr bool kCuts = T::kPlain || (whole_tiles<T::kK> && whole_tiles<T::kV>);

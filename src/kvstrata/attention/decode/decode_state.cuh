@@ -63,6 +63,7 @@ struct State {
   int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24
   int queries;           // of the request
   int first;             // position of the first query; unused without positions
+  int skip;              // packed.cu: positions before it are read elsewhere
   int weight;            // kMass, in place: queries that those of the row stand for
   float gain;            // and of the moving average
   float* importance;     // of the stage's tokens

@@ -2,6 +2,7 @@
 #include "combine.cuh"
 #include "packed_work.cuh"
 
+template <bool kPlain>
 struct Params {
   const float* partial_out;   // [slots, column blocks, columns of a block, D]
   const float2* partial_sum;  // [slots, column blocks, columns of a block]: reference m (log2) and sum l
@@ -15,27 +16,29 @@ struct Params {
   unsigned long long by_columns, by_group, by_kv_heads;  // for divide()
   int queries, group, kv_heads, blocks, block_columns, tiers, head_caches;
   float scale_log2;
-  PackedWork work;
+  PackedWork<kPlain> work;
 
   static constexpr bool kBalances = true;
   __device__ __forceinline__ int queries_of(int row) const { return work.queries_of(row); }
   __device__ __forceinline__ i64 first_query(int row) const { return work.first_query(row); }
   __device__ __forceinline__ i64 query_offset(int row) const { return work.first_query(row) * q_query; }
   __device__ __forceinline__ const float* centre_of(int) const { return centre; }
-  // Tier 0, plain rows, has none.
+  // Tier 0 are plain rows.
   __device__ __forceinline__ Slots slots_of(const Column& column) const {
     const int first = column.number / block_columns * block_columns;
     const Slots found = partials_of(work, column.head_cache, column.row, column.kv_head, first);
-    return (threadIdx.x & 31) == 1 ? found : Slots{0, 0};
+    const int tier = threadIdx.x & 31;
+    return tier == 1 || (kPlain && tier == 0) ? found : Slots{0, 0};
   }
 };
 
-template <class In, int kDim>
-__global__ void __launch_bounds__(128) combine_packed_alone(const __grid_constant__ Params p) {
+template <class In, int kDim, bool kPlain>
+__global__ void __launch_bounds__(128) combine_packed_alone(const __grid_constant__ Params<kPlain> p) {
   combine_column_alone<In, kDim>(p);
 }
 
-template <class In, int kDim, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 8 : 1) combine_packed(const __grid_constant__ Params p) {
+template <class In, int kDim, int kWarps, bool kPlain>
+__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 8 : 1)
+    combine_packed(const __grid_constant__ Params<kPlain> p) {
   combine_column<In, kDim, kWarps>(p);
 }

@@ -6,18 +6,29 @@
 // Chunk k is the stages in which cost k * size .. (k + 1) * size ends: it may begin and end amid a group. Chunks and groups
 // only increase along the work, so chunk + group identifies one partial. With `split` a chunk is `split` stages of one
 // group, whatever else is in the batch.
+//
+// With kPlain a request may have unquantised rows beside its pages (store/packed/plain_rows.py): its first tokens, and those
+// behind its last full page. They are stages of 16 tokens behind those of codes in the same group, count as much as those,
+// and make a partial of their own: 2 * group + 1 then takes the place of the group's number, and 2 * group for codes.
 #pragma once
 #include "divide.cuh"
 #include "work.cuh"
 
+constexpr int kPlainTokens = 16;  // of a stage of plain rows
+
+template <bool kPlain>
 struct PackedWork {
+  static constexpr bool kHasPlain = kPlain;
   const int* seq_lens;     // [rows]
   const int* cu_queries;   // [rows + 1], or null: every row has `most_queries`
+  const int *tail_slots, *sink_slots;        // [rows], or null: none
   int rows, kv_heads, group, most_queries, window;  // window 0: none
   int stage_tokens, max_tokens;              // max_tokens: what a row of the block table can list
   int cost, begin, few_cost, few_begin;      // of a stage and of starting a group; the second pair up to `few` stages
   int few, chunks, split;
   int multiprocessors, workers;              // workers: resident warps of a multiprocessor
+  int tail_requests, sink_requests;          // slots of tail and sink rows that there are
+  int sink_tokens, page_tokens;
 
   // Plain loads: those through the read-only path may be moved before the wait for the kernel that wrote the lengths.
   __device__ __forceinline__ int first_query(int row) const { return cu_queries ? cu_queries[row] : row * most_queries; }
@@ -26,19 +37,38 @@ struct PackedWork {
   }
   __device__ __forceinline__ int length_of(int row) const { return min(max(seq_lens[row], 0), max_tokens); }
 
+  static __device__ __forceinline__ int slot_of(const int* slots, int requests, int row) {
+    const int slot = slots ? slots[row] : -1;
+    return static_cast<unsigned>(slot) < static_cast<unsigned>(requests) ? slot : -1;
+  }
+  __device__ __forceinline__ int tail_slot(int row) const { return slot_of(tail_slots, tail_requests, row); }
+  __device__ __forceinline__ int sink_slot(int row) const { return slot_of(sink_slots, sink_requests, row); }
+  static __device__ __forceinline__ int plain_stages(int tokens) { return (tokens + kPlainTokens - 1) / kPlainTokens; }
+
   // Stages of a row for the columns from `column` on: none if its queries have no such column. Those before `first` are
-  // outside every query's window.
+  // outside every query's window. kPlain: of `stages` the first `codes` are of pages, then come those of sink rows, which
+  // hold positions below `sinks`, and of the tail, which begins at `packed`.
   struct Row {
-    int length, first, stages;
+    int length, first, stages, codes, sinks, packed;
+    __device__ __forceinline__ int sink_stages() const { return stages - codes - plain_stages(length - packed); }
   };
   __device__ __forceinline__ Row row(int number, int column) const {
-    Row x = {0, 0, 0};
+    Row x = {};
     if (number >= rows) return x;
     const int queries = queries_of(number);
     x.length = length_of(number);
     if (queries * group <= column) return x;
-    if (window) x.first = max(x.length - queries - window + 1, 0) / stage_tokens;
-    x.stages = (x.length + stage_tokens - 1) / stage_tokens - x.first;
+    if constexpr (kPlain) {
+      const int low = window ? max(x.length - queries - window + 1, 0) : 0;  // first position that a query sees
+      x.packed = tail_slot(number) < 0 ? x.length : x.length / page_tokens * page_tokens;
+      x.sinks = sink_slot(number) < 0 ? 0 : min(sink_tokens, x.packed);
+      x.first = max(low, x.sinks) / stage_tokens;
+      x.codes = x.sinks < x.packed ? max((x.packed + stage_tokens - 1) / stage_tokens - x.first, 0) : 0;
+      x.stages = x.codes + (low < x.sinks ? plain_stages(x.sinks) : 0) + plain_stages(x.length - x.packed);
+    } else {
+      if (window) x.first = max(x.length - queries - window + 1, 0) / stage_tokens;
+      x.stages = (x.length + stage_tokens - 1) / stage_tokens - x.first;
+    }
     return x;
   }
 };
@@ -57,7 +87,8 @@ struct PackedCut {
   int split;
 
   // Called by whole warps.
-  __device__ __forceinline__ PackedCut(const PackedWork& w, int first_column) : column(first_column) {
+  template <class W>
+  __device__ __forceinline__ PackedCut(const W& w, int first_column) : column(first_column) {
     int groups = 0, stages = 0;
     for (int r = threadIdx.x & 31; r < w.rows; r += 32) {
       const int n = w.row(r, column).stages;
@@ -86,17 +117,19 @@ struct PackedCut {
 };
 
 // A group of the work: its row and KV head, and where its cost begins.
+template <class W>
 struct PackedGroup {
-  PackedWork::Row row;
+  typename W::Row row;
   int number, head, base, cost;  // number: of the row
 };
 
 // The group in which the cost `x` falls; called by whole warps.
-__device__ __forceinline__ PackedGroup group_at(const PackedWork& w, const PackedCut& cut, int x) {
+template <class W>
+__device__ __forceinline__ PackedGroup<W> group_at(const W& w, const PackedCut& cut, int x) {
   const int lane = threadIdx.x & 31;
   int base = 0;
   for (int first = 0;; first += 32) {
-    const PackedWork::Row row = w.row(first + lane, cut.column);
+    const typename W::Row row = w.row(first + lane, cut.column);
     const int cost = cut.of(row.stages);
     int end = cost * w.kv_heads;
 #pragma unroll
@@ -107,9 +140,10 @@ __device__ __forceinline__ PackedGroup group_at(const PackedWork& w, const Packe
     const unsigned past = __ballot_sync(~0u, base + end > x);
     if (past || first + 32 >= w.rows) {
       const int from = past ? __ffs(past) - 1 : 31;
-      PackedGroup g;
+      PackedGroup<W> g;
       g.number = first + from;
-      g.row = {__shfl_sync(~0u, row.length, from), __shfl_sync(~0u, row.first, from), __shfl_sync(~0u, row.stages, from)};
+      if constexpr (W::kHasPlain) g.row = w.row(g.number, cut.column);
+      else g.row = {__shfl_sync(~0u, row.length, from), __shfl_sync(~0u, row.first, from), __shfl_sync(~0u, row.stages, from)};
       g.cost = __shfl_sync(~0u, cost, from);
       const int row_base = base + __shfl_sync(~0u, end, from) - g.cost * w.kv_heads;
       g.head = g.cost ? (x - row_base) / g.cost : 0;
@@ -120,27 +154,35 @@ __device__ __forceinline__ PackedGroup group_at(const PackedWork& w, const Packe
   }
 }
 
-// Partials of one group, (request, KV head), in a block of columns; called by whole warps.
-__device__ __forceinline__ Slots partials_of(const PackedWork& w, int group, int row_number, int head, int column) {
+// Partials of one group, (request, KV head), in a block of columns; called by whole warps. kPlain: those of plain rows to
+// lane 0, those of codes to the others.
+template <class W>
+__device__ __forceinline__ Slots partials_of(const W& w, int group, int row_number, int head, int column) {
   const PackedCut cut(w, column);
   int before = 0;
   for (int r = threadIdx.x & 31; r < row_number; r += 32) before += cut.of(w.row(r, column).stages);
-  const int stages = w.row(row_number, column).stages, cost = cut.of(stages);
-  const int base = sum_of_warp(before) * w.kv_heads + head * cost;
-  if (!stages) return {0, 0};
-  if (cut.split) return {base + group, cost};
-  const int first = (base + cut.begin + cut.cost - 1) / cut.size, last = (base + cost - 1) / cut.size;
-  return {first + group, last - first + 1};
+  const typename W::Row row = w.row(row_number, column);
+  const int base = sum_of_warp(before) * w.kv_heads + head * cut.of(row.stages);
+  int from = 0, end = row.stages;  // stages of the partials
+  if constexpr (W::kHasPlain) {
+    const bool plain = !(threadIdx.x & 31);
+    from = plain ? row.codes : 0, end = plain ? row.stages : row.codes, group = 2 * group + plain;
+  }
+  if (from >= end) return {0, 0};
+  if (cut.split) return {base + from / cut.split + group, (end - 1) / cut.split - from / cut.split + 1};
+  const int first = (base + cut.begin + (from + 1) * cut.cost - 1) / cut.size;
+  return {first + group, (base + cut.begin + end * cut.cost - 1) / cut.size - first + 1};
 }
 
 // Stages of a chunk, one after the other.
+template <class W>
 struct PackedWalk {
-  PackedGroup g;
+  PackedGroup<W> g;
   int at, end;     // stages of the group, from row.first on
   int limit;       // cost at which the chunk ends
   bool live;
 
-  __device__ __forceinline__ PackedWalk(const PackedWork& w, const PackedCut& cut, int chunk) {
+  __device__ __forceinline__ PackedWalk(const W& w, const PackedCut& cut, int chunk) {
     const int begin = chunk * cut.size;
     limit = begin + cut.size;
     g = group_at(w, cut, begin);
@@ -160,7 +202,7 @@ struct PackedWalk {
   }
 
   // Moves to the next group with a stage of this chunk; live is false if there is none.
-  __device__ __forceinline__ void next_group(const PackedWork& w, const PackedCut& cut) {
+  __device__ __forceinline__ void next_group(const W& w, const PackedCut& cut) {
     live = false;
     if (cut.split) return;
     for (;;) {
@@ -181,7 +223,7 @@ struct PackedWalk {
     }
   }
 
-  __device__ __forceinline__ void next(const PackedWork& w, const PackedCut& cut) {
+  __device__ __forceinline__ void next(const W& w, const PackedCut& cut) {
     if (++at == end) next_group(w, cut);
   }
 };

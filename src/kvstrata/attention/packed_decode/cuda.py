@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,7 @@ from kvstrata.attention.decode.cuda import ALONE, FOLDER, _inverse
 from kvstrata.attention.decode.stages import (
     FEW,
     NAMES,
+    PORTABLE_SHARED,
     SLOTS,
     Cut,
     begin_cost,
@@ -32,20 +34,22 @@ from kvstrata.layout.format import MAX_TIERS, Format
 
 from .job import Job, Result, Tensors
 
-WORK = "2q16i"  # struct PackedWork
+WORK = "4q20i"  # struct PackedWork
 BASE = f"10q5q6i2f3i5q qf3i{MAX_TIERS}i"  # struct Params of decode_state.cuh
-# struct PackedParams: its base, then pages, table, balance; strides; stages of a block.
-DECODE = struct.Struct(BASE + "3q3qqi4x" + WORK)
+# struct PackedParams: its base, then pages, table, balance; plain rows and their strides; strides; stages of a block.
+DECODE = struct.Struct(BASE + "3q4q4q3qq2i" + WORK)
 COMBINE = struct.Struct("8q2q3q7if" + WORK)
 # Addresses in both, which change from call to call: (offset, struct).
 QUERY, LENGTHS, PAGES = (
     (0, struct.Struct("q")),
     (4 * 8, struct.Struct("5q")),
-    (struct.calcsize(BASE), struct.Struct("3q")),
+    (struct.calcsize(BASE), struct.Struct("7q")),
 )
 RESULTS = (0, struct.Struct("8q"))
 DECODE_WORK, COMBINE_WORK = (x.size - struct.calcsize(WORK) for x in (DECODE, COMBINE))
-PAIR = struct.Struct("2q")
+WORK_POINTERS = struct.Struct("4q")
+PLAIN_TOKENS = 16  # of a stage of plain rows
+NO_ROWS = (0,) * 6
 MOST_COST = 1 << 30
 
 
@@ -65,14 +69,20 @@ def missing(job: Job) -> str | None:
     return None
 
 
-def entry_of(format: Format, dtype: torch.dtype, ordered: bool, cut: Cut) -> str:
-    """Template instance of packed.cu; ``ordered``: visibility depends on positions."""
+def _flag(value: bool) -> str:
+    return str(value).lower()
+
+
+def entry_of(format: Format, dtype: torch.dtype, ordered: bool, cut: Cut, plain: bool = False) -> str:
+    """Template instance of packed.cu; ``ordered``: visibility depends on positions; ``plain``: a tail or sink rows."""
     sizes = f"{format.head_dim},{format.page_tokens},{cut.width},{cut.warps},{cut.resident}"
-    return f"decode_packed<{NAMES[dtype]},{str(ordered).lower()},{sizes},Tier<{format.k_bits},{format.v_bits}>>"
+    tier = f"Tier<{format.k_bits},{format.v_bits}>"
+    return f"decode_packed<{NAMES[dtype]},{_flag(ordered)},{sizes},{tier},{_flag(plain)}>"
 
 
-def combine_entry_of(dtype: torch.dtype, head_dim: int, warps: int) -> str:
-    return combine_entry(dtype, head_dim, warps).replace("combine", "combine_packed", 1)
+def combine_entry_of(dtype: torch.dtype, head_dim: int, warps: int, plain: bool = False) -> str:
+    entry = combine_entry(dtype, head_dim, warps).replace("combine", "combine_packed", 1)
+    return f"{entry[:-1]},{_flag(plain)}>"
 
 
 def kernels_needed(
@@ -91,9 +101,18 @@ def kernels_needed(
     return list(dict.fromkeys([*needed, *((FOLDER / "packed_combine.cu", entry) for entry in combine)]))
 
 
-def shared_of(format: Format, cut: Cut) -> int:
+def shared_of(format: Format, cut: Cut, plain: bool = False) -> int:
     """Dynamic shared memory of a block, in bytes; positions are not stored."""
-    return cut.warps * SLOTS * (slot_bytes((format,)) - 4 * format.page_tokens)
+    codes, rows = slot_bytes((format,)) - 4 * format.page_tokens, PLAIN_TOKENS * format.head_dim * 4
+    return cut.warps * SLOTS * max(codes, rows if plain else 0)
+
+
+def packed_cut(format: Format, columns: int, arch: str, plain: bool = False) -> Cut:
+    """Launch configuration; of fewer warps where stages of plain rows would take too much memory."""
+    cut = cut_of((format,), columns, arch)
+    if plain and arch < "sm_90" and shared_of(format, cut, plain) > PORTABLE_SHARED:
+        return replace(cut, warps=1)
+    return cut
 
 
 @functools.lru_cache(maxsize=256)
@@ -118,35 +137,39 @@ class Plan:
         f, blocks, self.device = job.format, job.blocks, device
         properties = torch.cuda.get_device_properties(device)
         columns = job.most_queries * job.group
-        cut = cut_of((f,), columns, jit.arch_of(device))
+        self.plain = plain = any(x is not None for x in job.rows)
+        cut = packed_cut(f, columns, jit.arch_of(device), plain)
         self.cut, self.y = cut, -(-columns // (8 * cut.width))
-        shared = shared_of(f, cut)
+        shared = shared_of(f, cut, plain)
         fit = properties.shared_memory_per_multiprocessor // (shared + 1280)
         multiprocessors = properties.multi_processor_count
         per = max(min(cut.resident // cut.warps, fit), 1)
         grid = multiprocessors * per
         self.tokens = stage_tokens(f)
         max_stages = -(-job.max_tokens // self.tokens)
+        if plain:
+            max_stages += f.page_tokens // PLAIN_TOKENS + -(-job.rows.sink_tokens // PLAIN_TOKENS)
         self.head_caches = job.requests * blocks.kv_heads
         split = 0 if job.fixed_split is None else -(-job.fixed_split // self.tokens)
         self.chunks = self.head_caches * -(-max_stages // split) if split else grid * cut.warps * cut.waves
-        self.slots, self.columns = self.chunks + self.head_caches, 8 * cut.width * self.y
+        self.slots, self.columns = self.chunks + (1 + plain) * self.head_caches, 8 * cut.width * self.y
         costs, worst = [cost(f), begin_cost(f)], self.head_caches * (begin_cost(f) + max_stages * cost(f))
         costs = [max(n // -(-worst // MOST_COST), 1) for n in costs] if worst > MOST_COST else costs
         self.work = (
             job.requests, blocks.kv_heads, job.group, job.most_queries, job.sliding_window or 0, self.tokens,
             job.max_tokens,
             *costs, few_cost(f), few_begin(f), FEW * self.chunks, self.chunks, split, multiprocessors,
-            per * cut.warps,
+            per * cut.warps, *(0 if x is None else x.shape[0] for x in (job.rows.tail_k, job.rows.sink_k)),
+            job.rows.sink_tokens, f.page_tokens,
         )  # fmt: skip
         ordered = job.sliding_window is not None or job.most_queries > 1
-        decode = _kernel("packed.cu", entry_of(f, job.q.dtype, ordered, cut), device)
+        decode = _kernel("packed.cu", entry_of(f, job.q.dtype, ordered, cut, plain), device)
         decode_params, combine_params = self._params(job)
         threads = 32 * cut.warps
         self.decode = jit.Launch(decode, (grid, self.y), threads, decode_params, shared=shared, overlap=True)
         all_columns = self.head_caches * columns
         warps = self._combine_warps(f.head_dim, all_columns, grid, multiprocessors, bool(split))
-        combine = _kernel("packed_combine.cu", combine_entry_of(job.q.dtype, f.head_dim, warps), device)
+        combine = _kernel("packed_combine.cu", combine_entry_of(job.q.dtype, f.head_dim, warps, plain), device)
         shape = (all_columns, 32 * warps) if warps > 1 else (-(-all_columns // 4), 128)
         self.combine = jit.Launch(combine, *shape, combine_params, overlap=True)
         self.capped = bool(job.softcap)
@@ -168,25 +191,28 @@ class Plan:
         size, log2e = q.element_size(), math.log2(math.e)
         by_group, by_heads = _inverse(job.group), _inverse(blocks.kv_heads)
         block_stages, strides = blocks.block_size // self.tokens, (q.stride(0) * size, q.stride(1) * size)
-        multiprocessors = self.work[-2]
+        multiprocessors = self.work[14]
+        strides_of = (
+            n * size for x in (job.rows.tail_k, job.rows.sink_k) for n in (x.stride()[:2] if x is not None else (0, 0))
+        )
         decode = DECODE.pack(
             *(0,) * 10, 0, *strides, 1, 0,
             job.most_queries, job.group, blocks.kv_heads, self.chunks, self.head_caches, multiprocessors,
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0, 0, 0,
             0, 0, by_group, by_heads, _inverse(multiprocessors), 0, 0.0, 0, 0, 0, *(0,) * MAX_TIERS,
-            0, 0, 0, job.block_table.stride(0), blocks.block_stride, blocks.head_stride, _inverse(block_stages),
-            block_stages, 0, 0, *self.work,
+            *(0,) * 7, *strides_of, job.block_table.stride(0), blocks.block_stride, blocks.head_stride,
+            _inverse(block_stages), block_stages, job.rows.tail_tokens, *(0,) * 4, *self.work,
         )  # fmt: skip
         combine = COMBINE.pack(
             *(0,) * 8, *strides, _inverse(job.most_queries * job.group), by_group, by_heads,
             job.most_queries, job.group, blocks.kv_heads, self.y, 8 * self.cut.width, 2, self.head_caches,
-            job.scale * log2e, 0, 0, *self.work,
+            job.scale * log2e, *(0,) * 4, *self.work,
         )  # fmt: skip
         return decode, combine
 
     def run(self, tensors: Tensors, return_lse: bool, out: torch.Tensor | None = None) -> Result:
         """Run a call that looks like the plan's; ``out`` is written to, or a new tensor."""
-        q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch, *_ = tensors
+        q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch, *rows = tensors
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
@@ -202,14 +228,16 @@ class Plan:
         partial_sum = partial_out + self.sums_offset
         QUERY[1].pack_into(params, QUERY[0], queries)
         LENGTHS[1].pack_into(params, LENGTHS[0], lengths, middle, 0, partial_out, partial_sum)
-        PAGES[1].pack_into(params, PAGES[0], pages.data_ptr(), table.data_ptr(), by)
-        PAIR.pack_into(params, DECODE_WORK, lengths, cu)
+        tail_k, tail_v, tail_slots, sink_k, sink_v, sink_slots = map(_pointer, rows) if self.plain else NO_ROWS
+        work = (lengths, cu, tail_slots, sink_slots)
+        PAGES[1].pack_into(params, PAGES[0], pages.data_ptr(), table.data_ptr(), by, tail_k, tail_v, sink_k, sink_v)
+        WORK_POINTERS.pack_into(params, DECODE_WORK, *work)
         stream = jit.current_stream(self.device)
         self.decode(stream)
         # A softcap applies to whole scores, so packed.cu then adds the centre's part itself.
         middle, params = 0 if self.capped else middle, self.combine.params
         results = (out.data_ptr(), _pointer(lse), _pointer(sinks))
         RESULTS[1].pack_into(params, RESULTS[0], partial_out, partial_sum, *results, queries, middle, by)
-        PAIR.pack_into(params, COMBINE_WORK, lengths, cu)
+        WORK_POINTERS.pack_into(params, COMBINE_WORK, *work)
         self.combine(stream)
         return out, lse

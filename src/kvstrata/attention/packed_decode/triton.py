@@ -18,6 +18,7 @@ import triton.language as tl
 from kvstrata.attention.decode.triton import _cap, _splits, _step
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_triton import load_levels, load_scales, rotate_rows
+from kvstrata.store.packed.plain_rows import RowTensors
 
 from .job import Job, Result
 
@@ -35,16 +36,63 @@ def _queries(cu_ptr, batch, RAGGED: tl.constexpr, Q_LEN: tl.constexpr):
 
 
 @triton.jit
+def split_at(
+    tail_slots_ptr, sink_slots_ptr, batch, length, tail_requests, sink_requests, TOKENS: tl.constexpr,
+    TAIL: tl.constexpr, SINK: tl.constexpr,
+):  # fmt: skip
+    """Slots of a request's tail and sink rows, end of its positions in pages, and how many are in sink rows."""
+    tail = (length * 0).to(tl.int64)
+    sink = tail
+    packed, sinks = length, length * 0
+    if TAIL > 0:
+        tail = tl.load(tail_slots_ptr + batch).to(tl.int64)
+        packed = tl.where((tail >= 0) & (tail < tail_requests), length // TOKENS * TOKENS, length)
+    if SINK > 0:
+        sink = tl.load(sink_slots_ptr + batch).to(tl.int64)
+        sinks = tl.where((sink >= 0) & (sink < sink_requests), tl.minimum(packed, SINK), 0)
+    return tail, sink, packed, sinks
+
+
+@triton.jit
+def _attend_rows(
+    q, k_ptr, v_ptr, begin, end, own, window, softcap, top, total, acc, ROWS_KEPT: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add plain rows of positions ``begin .. end`` to the running sums; position p is row ``p % ROWS_KEPT``."""
+    dim, offs = tl.arange(0, WIDE), tl.arange(0, 16)
+    for first in range(begin, end, 16):
+        position = first + offs
+        live = position < end
+        at = (position % ROWS_KEPT)[:, None] * DIM + dim[None, :]
+        mask = live[:, None] & (dim < DIM)[None, :]
+        k = tl.load(k_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        s = _cap(tl.dot(q, tl.trans(k), input_precision=PRECISION), softcap, CAPPED)
+        seen = live[None, :] & (position[None, :] <= own[:, None])
+        if WINDOWED:
+            seen = seen & (position[None, :] > own[:, None] - window)
+        s = tl.where(seen, s, float("-inf"))
+        top, total, acc = _step(s, v, tl.full((16,), 1.0, tl.float32), top, total, acc, PRECISION)
+    return top, total, acc
+
+
+@triton.jit
 def decode_kernel(
-    q_ptr, pages_ptr, table_ptr, length_ptr, cu_ptr, balance_ptr, centre_ptr, partial_ptr, stats_ptr, stride_qt,
-    stride_qh, stride_table, stride_block, stride_head, max_tokens, fixed_blocks, scale, softcap, window,
+    q_ptr, pages_ptr, table_ptr, length_ptr, cu_ptr, balance_ptr, centre_ptr, partial_ptr, stats_ptr, tail_k_ptr,
+    tail_v_ptr, tail_slots_ptr, sink_k_ptr, sink_v_ptr, sink_slots_ptr, tail_requests, tail_stride, tail_stride_head,
+    sink_requests, sink_stride, sink_stride_head, stride_qt, stride_qh, stride_table,
+    stride_block, stride_head, max_tokens, fixed_blocks, scale, softcap, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, ROW_BLOCKS: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TOK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, V_OFFSET: tl.constexpr,
     SCALE_OFFSET: tl.constexpr, PAGE_BYTES: tl.constexpr, RAGGED: tl.constexpr, BALANCED: tl.constexpr,
-    CENTRED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    CENTRED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
+    SINK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of a block of query rows. BLOCK: size of the rotation, 1 for none."""
+    """Compute one split of a block of query rows. BLOCK: size of the rotation, 1 for none.
+
+    TAIL, SINK: tokens of plain rows beside the pages, 0 for none. The first split takes them.
+    """
     bucket, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
     batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
     begin, queries = _queries(cu_ptr, batch, RAGGED, Q_LEN)
@@ -57,6 +105,7 @@ def decode_kernel(
     mask_d = dim < DIM
     offs_q = (begin + query).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + dim[None, :]
     q = tl.load(q_ptr + offs_q, mask=row_live[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
+    plain_q = q * scale
     if BALANCED:
         q = q * tl.load(balance_ptr + kv_head * DIM + dim, mask=mask_d, other=0.0)[None, :]
         q = q.to(q_ptr.dtype.element_ty).to(tl.float32)
@@ -70,14 +119,16 @@ def decode_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDE), tl.float32)
-    first, end = 0, tl.cdiv(length, TOK)
+    tail, sink, packed, sinks = split_at(tail_slots_ptr, sink_slots_ptr, batch, length, tail_requests, sink_requests,
+                                         TOKENS, TAIL, SINK)  # fmt: skip
+    first, end = sinks // TOK, tl.cdiv(packed, TOK)
     if WINDOWED:
-        first = tl.maximum(length - queries - window + 1, 0) // TOK
+        first = tl.maximum(first, tl.maximum(length - queries - window + 1, 0) // TOK)
     per_split = tl.where(fixed_blocks > 0, fixed_blocks, tl.cdiv(tl.maximum(end - first, 0), SPLITS))
     start = split * per_split + tl.where(fixed_blocks > 0, 0, first)
     for block in range(tl.maximum(start, first), tl.minimum(start + per_split, tl.where(queries > 0, end, 0))):
         position = block * TOK + offs
-        live = position < length
+        live = (position < packed) & (position >= sinks)
         handle = tl.load(table_ptr + batch.to(tl.int64) * stride_table + block * TOK // BLOCK_SIZE).to(tl.int64)
         in_block, token = block * TOK % BLOCK_SIZE, position % TOKENS
         page = pages_ptr + handle * stride_block + kv_head.to(tl.int64) * stride_head + in_block // TOKENS * PAGE_BYTES
@@ -99,6 +150,19 @@ def decode_kernel(
         top, total, acc = _step(s, v, load_scales(scale_ptr, token, live, 1), top, total, acc, PRECISION)
     if BLOCK > 1:
         acc = rotate_rows(acc, ROWS, WIDE, BLOCK)
+    plain = (split == 0) & (queries > 0)
+    if SINK > 0:
+        base = sink * sink_stride + kv_head * sink_stride_head
+        top, total, acc = _attend_rows(
+            plain_q, sink_k_ptr + base, sink_v_ptr + base, 0, tl.where(plain, sinks, 0), own, window, softcap, top,
+            total, acc, SINK, DIM, WIDE, WINDOWED, CAPPED, PRECISION,
+        )  # fmt: skip
+    if TAIL > 0:
+        base = tail * tail_stride + kv_head * tail_stride_head
+        top, total, acc = _attend_rows(
+            plain_q, tail_k_ptr + base, tail_v_ptr + base, packed, tl.where(plain, length, 0), own, window, softcap,
+            top, total, acc, TAIL, DIM, WIDE, WINDOWED, CAPPED, PRECISION,
+        )  # fmt: skip
     offs_row = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
     tl.store(partial_ptr + offs_row[:, None] * DIM + dim[None, :], acc, mask=row_live[:, None] & mask_d[None, :])
     tl.store(stats_ptr + offs_row * 2, top, mask=row_live)
@@ -141,6 +205,12 @@ def combine_kernel(
             tl.store(lse_ptr + out_row, tl.where(total == 0.0, float("-inf"), safe + tl.log(denominator)))
 
 
+def row_arguments(q: torch.Tensor, rows: RowTensors) -> list[torch.Tensor | int]:
+    """Plain rows as kernels take them: tensors, q for those that are not there; slots and strides of tail and sinks."""
+    sizes = [(0, 0, 0) if x is None else (x.shape[0], *x.stride()[:2]) for x in (rows.tail_k, rows.sink_k)]
+    return [*(q if x is None else x for x in rows), *sizes[0], *sizes[1]]
+
+
 def decode(job: Job) -> Result:
     """Launch the kernels of a checked job."""
     q, f, blocks, device = job.q, job.format, job.blocks, job.q.device
@@ -167,13 +237,15 @@ def decode(job: Job) -> Result:
     with torch.cuda.device_of(q):
         decode_kernel[(buckets * row_blocks, splits)](
             q, job.pages, job.block_table, job.seq_lens, or_q(job.cu_seqlens_q), or_q(job.balance), or_q(job.centre),
-            partial, stats, *q.stride()[:2], job.block_table.stride(0), blocks.block_stride, blocks.head_stride,
-            job.max_tokens, fixed, job.scale, job.softcap or 0.0, job.sliding_window or 0, **shape,
+            partial, stats, *row_arguments(q, job.rows), *q.stride()[:2], job.block_table.stride(0),
+            blocks.block_stride, blocks.head_stride, job.max_tokens, fixed, job.scale, job.softcap or 0.0,
+            job.sliding_window or 0, **shape,
             ROWS=block_rows, ROW_BLOCKS=row_blocks, K_BITS=f.k_bits, V_BITS=f.v_bits, TOKENS=f.page_tokens,
             BLOCK_SIZE=blocks.block_size, TOK=tok, BLOCK=block_of(dim) if f.rotate else 1, V_OFFSET=f.v_offset,
             SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes, BALANCED=job.balance is not None,
             CENTRED=job.centre is not None, WINDOWED=job.sliding_window is not None, CAPPED=job.softcap is not None,
-            PRECISION="ieee" if exact else "tf32", num_warps=8, num_stages=1,
+            PRECISION="ieee" if exact else "tf32", TAIL=job.rows.tail_tokens, SINK=job.rows.sink_tokens,
+            num_warps=8, num_stages=1,
         )  # fmt: skip
         combine_kernel[(buckets, rows)](
             partial, stats, or_q(job.sinks), or_q(job.cu_seqlens_q), out, or_q(lse), **shape,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kvstrata.attention.output import AttentionOutput
+from kvstrata.attention.packed_decode.triton import row_arguments, split_at
 from kvstrata.attention.prefill.launch import launch
 from kvstrata.attention.prefill.op import HEAD_DIMS, prefill_attention
 from kvstrata.attention.prefill_cached.staging_triton import _rows, _signs, stage_warps
@@ -26,17 +27,24 @@ from .job import Job, Result
 STAGED = 512 << 20  # bytes of K and V rows at a time
 
 
+@triton.jit
+def _overlay(rows, ptr, mask):
+    """Replace the rows that a mask names by those in memory."""
+    return tl.where(mask, tl.load(ptr, mask=mask, other=0.0), rows)
+
+
 @triton.jit(do_not_specialize=["first_head", "longest", "total"])
 def unpack_kernel(
     k_out_ptr, v_out_ptr, pages_ptr, table_ptr, length_ptr, cu_q_ptr, cu_k_ptr, k_new_ptr, v_new_ptr, balance_ptr,
-    centre_ptr, hadamard_ptr, stride_table, stride_block, stride_head, k_stride_token, k_stride_head, v_stride_token,
-    v_stride_head, first_head, longest, total,
+    centre_ptr, hadamard_ptr, tail_k_ptr, tail_v_ptr, tail_slots_ptr, sink_k_ptr, sink_v_ptr, sink_slots_ptr,
+    tail_requests, tail_stride, tail_stride_head, sink_requests, sink_stride, sink_stride_head, stride_table,
+    stride_block, stride_head, k_stride_token, k_stride_head, v_stride_token, v_stride_head, first_head, longest, total,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, V_OFFSET: tl.constexpr,
     SCALE_OFFSET: tl.constexpr, PAGE_BYTES: tl.constexpr, BALANCED: tl.constexpr, CENTRED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, TAIL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS positions of one request and KV head, of K or V: from a page, or new rows."""
+    """TOKENS positions of one request and KV head, of K or V: from a page, plain rows beside it, or new rows."""
     per_request = tl.cdiv(longest, TOKENS)
     request, number = tl.program_id(0) // per_request, tl.program_id(0) % per_request
     head, is_k = tl.program_id(1).to(tl.int64), tl.program_id(2) == 0
@@ -50,8 +58,14 @@ def unpack_kernel(
         mask_d = (dim < DIM)[None, :]
         packed, fresh = position < prefix, (position >= prefix) & (position < length)
         in_head = (first_head + head).to(tl.int64)
+        tail, sink, end, sinks = split_at(tail_slots_ptr, sink_slots_ptr, request, length, tail_requests, sink_requests,
+                                          TOKENS, TAIL, SINK)  # fmt: skip
+        in_tail, in_sinks = packed & (position >= end), packed & (position < sinks)
+        tail_row = tail * tail_stride + in_head * tail_stride_head + (position % max(TAIL, 1))[:, None] * DIM
+        sink_row = sink * sink_stride + in_head * sink_stride_head + position[:, None] * DIM
+        coded = number * TOKENS < tl.minimum(prefix, end)  # a page with tokens of the prefix
         entry = table_ptr + request.to(tl.int64) * stride_table + number * TOKENS // BLOCK_SIZE
-        handle = tl.load(entry, mask=number * TOKENS < prefix, other=0).to(tl.int64)
+        handle = tl.load(entry, mask=coded, other=0).to(tl.int64)
         page = pages_ptr.to(tl.int64) + handle * stride_block + in_head * stride_head
         page += number * TOKENS % BLOCK_SIZE // TOKENS * PAGE_BYTES
         scale_ptr = (page + SCALE_OFFSET).to(tl.pointer_type(tl.float16))
@@ -64,7 +78,7 @@ def unpack_kernel(
         if is_k:
             new = tl.load(k_new_ptr + new_row * k_stride_token + in_head * k_stride_head + dim[None, :], mask=mask_new,
                           other=0.0).to(DTYPE)  # fmt: skip
-            if number * TOKENS < prefix:
+            if coded:
                 rows = _rows(
                     page, scale_ptr, packed, hadamard_ptr, DTYPE, K_BITS, True, DIM, WIDE, TOKENS, BLOCK, WHOLE
                 )
@@ -73,14 +87,22 @@ def unpack_kernel(
                 if BALANCED:
                     rows *= tl.load(balance_ptr + in_head * DIM + dim, mask=dim < DIM, other=0.0)[None, :]
                 new = tl.where(packed[:, None], rows.to(DTYPE), new)
+            if TAIL > 0:
+                new = _overlay(new, tail_k_ptr + tail_row + dim[None, :], in_tail[:, None] & mask_d)
+            if SINK > 0:
+                new = _overlay(new, sink_k_ptr + sink_row + dim[None, :], in_sinks[:, None] & mask_d)
             tl.store(k_out_ptr + out, new, mask=live)
         else:
             new = tl.load(v_new_ptr + new_row * v_stride_token + in_head * v_stride_head + dim[None, :], mask=mask_new,
                           other=0.0).to(DTYPE)  # fmt: skip
-            if number * TOKENS < prefix:
+            if coded:
                 rows = _rows(page + V_OFFSET, scale_ptr, packed, hadamard_ptr, DTYPE, V_BITS, False, DIM, WIDE, TOKENS,
                              BLOCK, WHOLE)  # fmt: skip
                 new = tl.where(packed[:, None], rows.to(DTYPE), new)
+            if TAIL > 0:
+                new = _overlay(new, tail_v_ptr + tail_row + dim[None, :], in_tail[:, None] & mask_d)
+            if SINK > 0:
+                new = _overlay(new, sink_v_ptr + sink_row + dim[None, :], in_sinks[:, None] & mask_d)
             tl.store(v_out_ptr + out, new, mask=live)
 
 
@@ -145,12 +167,13 @@ def unpack(
         BLOCK_SIZE=blocks.block_size, BLOCK=block_of(dim) if f.rotate else 1, V_OFFSET=f.v_offset,
         SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes, BALANCED=t.balance is not None,
         CENTRED=t.centre is not None, WHOLE=whole_pages(dim, f.page_tokens, {f.k_bits, f.v_bits}),
+        TAIL=t.rows.tail_tokens, SINK=t.rows.sink_tokens,
     )  # fmt: skip
     arguments = (
         k, v, t.pages, t.block_table, t.seq_lens, t.cu_seqlens_q, cu_seqlens_k, t.k_new, t.v_new,
         q if t.balance is None else t.balance, q if t.centre is None else t.centre, _signs(dim, q.device),
-        t.block_table.stride(0), blocks.block_stride, blocks.head_stride, *t.k_new.stride()[:2], *t.v_new.stride()[:2],
-        first, max(bounds.max_k, 1), bounds.total,
+        *row_arguments(q, t.rows), t.block_table.stride(0), blocks.block_stride, blocks.head_stride,
+        *t.k_new.stride()[:2], *t.v_new.stride()[:2], first, max(bounds.max_k, 1), bounds.total,
     )  # fmt: skip
     with torch.cuda.device_of(q):
         launch(unpack_kernel, grid, arguments, constants, num_warps=stage_warps(dim))

@@ -100,8 +100,8 @@ def check_rows(
         if name == "tail" and k.shape[2] % page:
             raise ValueError(f"tail.k: expected a multiple of {page} tokens, which a page has, got {k.shape[2]}")
         if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int32:
-            given = slots.dtype if isinstance(slots, torch.Tensor) else type(slots).__name__
-            raise TypeError(f"{name}.slots: expected an int32 tensor, got {given}")
+            kind = slots.dtype if isinstance(slots, torch.Tensor) else type(slots).__name__
+            raise TypeError(f"{name}.slots: expected an int32 tensor, got {kind}")
         if tuple(slots.shape) != (requests,) or (requests > 1 and slots.stride(0) != 1):
             given = f"shape {tuple(slots.shape)} and strides {slots.stride()}"
             raise ValueError(f"{name}.slots: expected contiguous [{requests}], one per request, got {given}")
@@ -110,7 +110,7 @@ def check_rows(
 
 
 class Split(NamedTuple):
-    """Where the positions of one request are read from: ``[0, sinks)``, ``[sinks, packed)``, ``[packed, length)``."""
+    """Sources of the positions of one request: ``[0, sinks)``, ``[sinks, packed)``, ``[packed, length)``."""
 
     sinks: int  # positions in the request's sink rows
     packed: int  # end of the positions in pages

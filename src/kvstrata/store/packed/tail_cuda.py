@@ -1,4 +1,4 @@
-"""``store_packed`` with a tail or sink rows in CUDA C++: quantize_tail.cu, which takes decode steps and prompts alike."""
+"""``store_packed`` with a tail or sink rows in CUDA C++: quantize_tail.cu, for decode steps and prompts alike."""
 
 from __future__ import annotations
 

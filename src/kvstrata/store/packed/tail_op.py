@@ -101,9 +101,9 @@ def _run(tensors: TailTensors, format: Format, backend: str) -> None:
 _library = torch.library.Library("kvstrata", "FRAGMENT")
 _library.define(
     "store_packed_tail(Tensor k, Tensor v, Tensor(a!) pages, Tensor slot_mapping, Tensor seq_lens,"
-    " Tensor? cu_seqlens_q, Tensor? balance, Tensor? centre, Tensor(b!)? tail_k, Tensor(c!)? tail_v, Tensor? tail_slots,"
-    " Tensor(d!)? sink_k, Tensor(e!)? sink_v, Tensor? sink_slots, str format, int head_dim, int page_tokens,"
-    " bool rotate, str backend) -> ()"
+    " Tensor? cu_seqlens_q, Tensor? balance, Tensor? centre, Tensor(b!)? tail_k, Tensor(c!)? tail_v,"
+    " Tensor? tail_slots, Tensor(d!)? sink_k, Tensor(e!)? sink_v, Tensor? sink_slots, str format, int head_dim,"
+    " int page_tokens, bool rotate, str backend) -> ()"
 )
 TENSORS = len(TailTensors._fields)
 

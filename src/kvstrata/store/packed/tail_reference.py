@@ -43,7 +43,7 @@ def store(job: TailJob) -> None:
             assert rows.tail_k is not None
             assert rows.tail_v is not None
             older = (x[split.tail_slot][:, index].transpose(0, 1).clone() for x in (rows.tail_k, rows.tail_v))
-            more.append((*older, slot[first] - in_page + torch.arange(in_page, device=slot.device)))  # type: ignore[arg-type]
+            more.append((*older, slot[first] - in_page + torch.arange(in_page, device=slot.device)))
         kept = torch.nonzero(live & (position >= length - rows.tail_tokens)).flatten()
         for to, x in ((rows.tail_k, k), (rows.tail_v, v)):
             copies.append((to, split.tail_slot, tail_index(rows, position[kept]), x[first + kept]))  # type: ignore[arg-type]

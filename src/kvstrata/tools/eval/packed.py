@@ -1,0 +1,127 @@
+"""One width with a 16-bit tail as an engine would hold it: packed pages, written and read through the packed ops' bytes.
+
+A chunk sees its own tokens exactly and older ones as they are stored. With chunks of ``page_tokens`` tokens that begin at
+page edges, every token therefore sees what decoding token by token with a tail of one page shows it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvstrata.layout import Format
+from kvstrata.quant import reference as quant
+from kvstrata.quant.calibration import Calibration, LayerCalibration
+from kvstrata.store import PlainRows, store_packed
+
+from .contenders import Contender
+
+
+class PackedLayer(DynamicLayer):
+    """``pages`` holds full pages of all rows, ``tail`` and ``sinks`` rows of 16 bit; nothing else is kept."""
+
+    is_croppable = False
+
+    def __init__(self, name: str, page_tokens: int, sink_tokens: int, calibration: LayerCalibration | None) -> None:
+        super().__init__()
+        self.name, self.page_tokens, self.sink_tokens, self.calibration = name, page_tokens, sink_tokens, calibration
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        rows, heads, _, dim = key_states.shape
+        self.format = Format.parse(self.name, dim, self.page_tokens)
+        self.slots = torch.arange(rows, dtype=torch.int32, device=key_states.device)
+        made = dict(dtype=key_states.dtype, device=key_states.device)
+        self.tail = PlainRows(*torch.zeros(2, rows, heads, self.page_tokens, dim, **made), self.slots)
+        self.sinks = None
+        if self.sink_tokens:
+            self.sinks = PlainRows(*torch.zeros(2, rows, heads, self.sink_tokens, dim, **made), self.slots)
+        size = (rows, 0, heads, self.format.page_bytes)
+        self.pages = torch.zeros(size, dtype=torch.uint8, device=key_states.device)  # [rows, pages, heads, bytes]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of K and V ``[rows, heads, tokens, D]``, old tokens as they are stored; then the new ones are stored."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        old = self._read()
+        k, v = (torch.cat([x.to(new.dtype), new], -2) for x, new in zip(old, (key_states, value_states), strict=True))
+        self._store(key_states, value_states)
+        return k, v
+
+    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        full = self.length // self.page_tokens
+        k, v = quant.restore(*quant.dequantize_page(self.pages[:, :full].transpose(1, 2), self.format), self.format)
+        k, v = k.flatten(2, 3), v.flatten(2, 3)  # [rows, heads, tokens, D]
+        if self.calibration is not None and self.calibration.centre is not None:
+            k = k + self.calibration.centre.unsqueeze(1)
+        if self.calibration is not None and self.calibration.balance is not None:
+            k = k * self.calibration.balance.unsqueeze(1)
+        left = self.length % self.page_tokens
+        out = []
+        for x, side in ((k, "k"), (v, "v")):
+            if self.sinks is not None:
+                count = min(self.sink_tokens, x.shape[2])
+                x = torch.cat([getattr(self.sinks, side)[:, :, :count].float(), x[:, :, count:]], 2)
+            out.append(torch.cat([x, getattr(self.tail, side)[:, :, :left].float()], 2))
+        return out[0], out[1]
+
+    def _store(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        rows, heads, new, dim = k.shape
+        before, self.length = self.length, self.length + new
+        missing = -(-self.length // self.page_tokens) - self.pages.shape[1]
+        more = self.pages.new_zeros(rows, missing, heads, self.format.page_bytes)
+        self.pages = torch.cat([self.pages, more], 1)
+        position = torch.arange(before, self.length, device=k.device)
+        slot = torch.arange(rows, device=k.device).unsqueeze(1) * self.pages.shape[1] * self.page_tokens + position
+        store_packed(
+            k.transpose(1, 2).reshape(rows * new, heads, dim), v.transpose(1, 2).reshape(rows * new, heads, dim),
+            self.pages.flatten(0, 1), slot.flatten(), self.format, calibration=self.calibration, tail=self.tail,
+            sink_tokens=self.sinks, seq_lens=torch.full_like(self.slots, self.length),
+        )  # fmt: skip
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of full pages, and of the tail and sink rows at 16 bit."""
+        rows, _, heads, size = self.pages.shape
+        plain = self.page_tokens + self.sink_tokens
+        return rows * heads * (self.length // self.page_tokens * size + 4 * plain * self.format.head_dim)
+
+
+class PackedCache(Cache):
+    """One `PackedLayer` per layer of a model with full attention."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        name: str,
+        page_tokens: int = 64,
+        sink_tokens: int = 4,
+        calibration: Calibration | None = None,
+    ) -> None:
+        layers = range(config.get_text_config(decoder=True).num_hidden_layers)
+        of_layer = [None if calibration is None else calibration.layers[i] for i in layers]
+        super().__init__(layers=[PackedLayer(name, page_tokens, sink_tokens, of_layer[i]) for i in layers])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+
+def packed(name: str, page_tokens: int = 64, sink_tokens: int = 4, calibration: Calibration | None = None) -> Contender:
+    """One format in packed pages with a tail, and sink tokens; ``calibration`` is of the model, never of the text."""
+    options = dict(format=name, page_tokens=page_tokens, sink_tokens=sink_tokens, calibrated=calibration is not None)
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        return PackedCache(config, name, page_tokens, sink_tokens, calibration)
+
+    label = f"packed {name}, tail {page_tokens}" + (", calibrated" if calibration is not None else "")
+    return Contender(label, "ours", make, lambda cache: cache.nbytes, None, options)
