@@ -45,7 +45,7 @@ class Allocations(TorchDispatchMode):
 
     @classmethod
     def of(cls, operation: Callable[[], object], fails: int = -1) -> Allocations:
-        """Those of one call."""
+        """Allocations of one call."""
         mode = cls(fails)
         with pytest.MonkeyPatch.context() as patched, mode:
             for name in ("_new_slab", "to_device", "read", "workspace"):

@@ -1,4 +1,4 @@
-"""What `decode_attention` must give, written for reading: float32, one query at a time, from dequantised tokens.
+"""Model of `decode_attention`, written for reading: float32, one query at a time, from dequantised tokens.
 
 `tokens_of` reads a cache token by token, without anything that decode itself uses. `Case` holds a cache, queries and
 options; `check` compares a backend with the model. A backend may err twice as much as the same attention in plain torch

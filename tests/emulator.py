@@ -61,7 +61,7 @@ def _environment() -> str:
 
 
 def _build(name: str, *arguments: str, source: str | None = None) -> Path:
-    """What g++ makes of these arguments and the source, once for all processes and runs: named after the content."""
+    """Compile the source with g++, once for all processes and runs; the file is named by a hash of its inputs."""
     key = hashlib.sha256("\0".join((_environment(), *arguments, source or "")).encode()).hexdigest()[:16]
     built = KEPT / key / name
     built.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def launcher() -> SimpleNamespace:
 
 
 def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on "cuda" is the emulator for `decode_attention`, on three multiprocessors."""
+    """Run backend "cuda" of `decode_attention` on the emulator, with three multiprocessors."""
     from kvstrata.attention.decode import cuda as decode_cuda
     from kvstrata.attention.decode import op, plan, repeat
 

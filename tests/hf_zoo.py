@@ -102,7 +102,7 @@ def tiny_model(model_type: str, attention: str) -> Any:
 
 @torch.no_grad()
 def logits(model: Any, cache: Any) -> torch.Tensor:
-    """Of two rows, the second padded on the left: a prompt, decode steps and a second turn. ``[tokens, vocabulary]``"""
+    """Logits ``[tokens, vocabulary]`` of two rows, the second left-padded: a prompt, decode steps, a second turn."""
     ids = torch.randint(2, 100, (2, 60), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :9] = 0

@@ -1,4 +1,4 @@
-"""How `test_prefill_compile` compiles the kernels of prefill, in the process of `ahead`."""
+"""Compile the prefill kernels for `test_prefill_compile`, in the process of `ahead`."""
 
 from __future__ import annotations
 

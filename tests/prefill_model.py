@@ -1,4 +1,4 @@
-"""What `prefill_attention` must give, written for reading: float64, one sequence and head at a time.
+"""Model of `prefill_attention`, written for reading: float64, one sequence and head at a time.
 
 `check` compares a backend with it. A backend may err twice as much as the same attention in plain torch and the dtype
 of q does, plus a floor for rounding.
@@ -75,7 +75,7 @@ class Case:
         return [model(*sequence, self.options, low) for sequence in self.sequences]
 
     def dense(self, backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """As one batch; results with heads first, as the model has them."""
+        """Run as one batch; results have heads first, like the model's."""
         q, k, v = self.batch()
         made = prefill_attention(q, k, v, return_lse=True, backend=backend, **self.options)
         assert type(made) is AttentionOutput

@@ -211,7 +211,7 @@ def calibration() -> Calibration:
 
 
 def test_with_a_calibration_codes_depend_on_rows_alone():
-    """The same rows at the same positions in two requests whose other tokens differ: the same bytes in a format."""
+    """Equal rows at equal positions give equal bytes in two requests whose other tokens differ."""
     options = dict(tiers=["K4V4"], policy="uniform", calibration=calibration(), sink_tokens=0)
     cache = build(True, **options)
     k, v = rows(200, 0)

@@ -1,4 +1,4 @@
-"""What bench writes down: results as files, compared, rendered and plotted."""
+"""Results of bench: saved, compared, rendered and plotted."""
 
 import json
 

@@ -94,7 +94,7 @@ def test_rates_and_shares_are_columns() -> None:
 
 
 def test_wall_clock_time_has_the_host_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From an idle device to an idle device; the flush and what comes before are outside."""
+    """Time from idle device to idle device; the flush and earlier work are excluded."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 

@@ -67,7 +67,7 @@ def test_nothing_there() -> None:
 
 
 def test_chunks_and_single_tokens_give_the_same_tokens() -> None:
-    """How tokens came after the centre was set does not change what a quantised row looks like, only when it was."""
+    """Codes of a row do not depend on how tokens were chunked once the centre is fixed."""
     k, v = rows(400)
     whole, steps = (make(policy="recency", tiers=("K4V4",), recent_tokens=64) for _ in range(2))
     for cache in (whole, steps):

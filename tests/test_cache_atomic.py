@@ -128,7 +128,7 @@ OPERATIONS: dict[str, tuple[Callable[[], TieredCache], Callable[[TieredCache], o
 
 
 def contents(cache: TieredCache) -> list[object]:
-    """What the cache says of its tokens, wherever their pages are."""
+    """Observable state of the cache, independent of where its pages are."""
     held: list[object] = [cache.requests, cache.memory().tokens, cache.memory().full, cache._ahead_from.copy()]
     for request in cache.requests:
         for layer in range(cache.layers):

@@ -222,7 +222,7 @@ def test_pages_cost_their_bytes_and_a_slab_per_tier(
 
 
 def test_empty_slabs_make_way_for_those_of_other_tiers() -> None:
-    """Of a pool whose slabs have another size in each tier."""
+    """A pool whose slabs have a different size in each tier."""
     pool = Pool([640, 448, 192], 1024, 3, torch.device("cpu"))
     assert pool.slab_sizes == (640, 896, 960)
     first = pool.allocate(0, 3)

@@ -89,7 +89,7 @@ def test_values_that_are_not_finite_shift_no_turned_centre() -> None:
 
 
 def test_the_heads_of_a_layer_are_turned_alike() -> None:
-    """What a head does not show, others do: one has nothing but noise, and still no mean of fast channels."""
+    """Heads share one RoPE pairing: a head of pure noise gets no mean of fast channels either."""
     angle = 1e4 ** -(torch.arange(32).double() / 32)
     common = torch.stack([torch.full((64,), 5.0), torch.zeros(64)]).unsqueeze(0)
     k = turned(common.expand(40, -1, -1), angle, 0, False) + rows(40)[0]

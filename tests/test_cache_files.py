@@ -102,7 +102,7 @@ def test_other_files_are_refused(tmp_path) -> None:
 
 
 def rewritten(path, change) -> None:
-    """The same file with other tensors and metadata and a digest that agrees."""
+    """Rewrite a file with other tensors and metadata and a matching digest."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 

@@ -37,7 +37,7 @@ def requantized(x: torch.Tensor, bits: int, side: int) -> torch.Tensor:
 
 @dataclass
 class Layer:
-    """What one layer of a request should hold: rows ``[kv_heads, n, D]``, rotated ones where quantised."""
+    """Expected contents of one layer of a request: rows ``[kv_heads, n, D]``, rotated ones where quantised."""
 
     rows: list[torch.Tensor] = field(default_factory=lambda: [torch.zeros(HEADS, 0, DIM) for _ in range(2)])
     stored: list[torch.Tensor] = field(default_factory=lambda: [torch.zeros(HEADS, 0, DIM) for _ in range(2)])

@@ -54,7 +54,7 @@ def test_a_prompt_settles_by_its_own_mass() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_mass_with_a_gradient_is_a_mass() -> None:
-    """As of a model that is called outside no_grad: no warning, and nothing of its graph is kept."""
+    """Tensors that require grad, as outside no_grad: no warning, and no autograd graph is kept."""
     cache = make(budget=0.35, max_tokens=1024)
     cache.append(0, *(x.requires_grad_() for x in rows(1000)), mass=torch.rand(1, 2, 1000, requires_grad=True).exp())
     cache.update_importance(0, torch.rand(1, 2, 1000, requires_grad=True).exp())

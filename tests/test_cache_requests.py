@@ -32,7 +32,7 @@ def test_fork_shares_until_one_writes() -> None:
 
 
 def test_a_request_that_goes_shares_nothing() -> None:
-    """Where no page has two owners, requests are gone through together."""
+    """Requests without shared pages are handled in one pass."""
     cache = make(max_requests=3)
     cache.append(0, *rows(100))
     cache.append(0, *rows(100), requests=[1])
@@ -114,7 +114,7 @@ def test_crop(length: int) -> None:
 
 
 def test_a_crop_that_has_to_settle_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bytes that all share: the copies that a fork's crop makes are paid by everybody's tokens, in every layer."""
+    """Under a shared budget in bytes, page copies made by a fork's crop are paid by all requests, in every layer."""
     options = dict(
         layers=2, dim=32, dtype=torch.float16, max_requests=3, max_tokens=600, recent_tokens=16, slab_bytes=1 << 13
     )

@@ -38,7 +38,7 @@ def started(lengths: dict[int, int], layers: int = 2, **options):
     "options", [dict(), dict(max_tokens=40000), dict(policy="recency"), dict(importance="ema")], ids=str
 )
 def test_a_step_is_an_append(backend: str, dtype: torch.dtype, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same pages to the last bit, over the edge of a page, from strided rows, padding among them."""
+    """Pages are bit-identical across a page edge, from strided rows, with padding rows in the batch."""
     from kvstrata.cache.ops import step
 
     run = append_op.write_rows

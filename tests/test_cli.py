@@ -158,7 +158,7 @@ def test_every_command_has_json_and_an_example(kvstrata, monkeypatch, command):
 
 
 def lines_of(paragraph, lines):
-    """Those that show the paragraph, word for word."""
+    """Files that repeat the paragraph word for word."""
     for begin, first in enumerate(lines):
         for end in range(begin + 1, len(lines) + 1 if first and paragraph.startswith(first) else begin):
             if " ".join(lines[begin:end]) == paragraph:

@@ -185,7 +185,7 @@ def test_long_context_in_several_splits_equals_the_model(backend: str) -> None:
 
 @each_backend
 def test_settled_under_a_budget(backend: str) -> None:
-    """As a model uses it: append, decode, hand the mass back."""
+    """The loop of a model: append, decode, update importance."""
     cache = TieredCache(
         1,
         2,
@@ -265,7 +265,7 @@ def test_one_plan_for_all_layers(backend: str) -> None:
 
 @pytest.mark.gpu
 def test_fixed_split_does_not_know_the_batch() -> None:
-    """The same bits alone and among others, with contexts long enough to be split."""
+    """Output is batch-invariant bit for bit, with contexts long enough to be split."""
     cache = filled([900, 20, 400, 1500], dtype=torch.bfloat16)
     q = torch.randn(4, 1, 6, 64, device="cuda").bfloat16()
     together = DecodePlan(cache, 6, fixed_split=128)

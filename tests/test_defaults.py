@@ -24,7 +24,7 @@ Call = Callable[[], tuple[torch.Tensor, ...]]
 
 
 def forget_tables() -> None:
-    """Those of earlier calls, so that the next one makes them anew."""
+    """Clear the plans of earlier calls, so that the next call makes new ones."""
     tables = [parts._turn, parts._slots, unpack._plan, unpack.dims, fragments.places, fragments.sources]
     for table in tables + ([op._module("numba")._turn] if HAS_NUMBA else []):
         table.cache_clear()

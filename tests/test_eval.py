@@ -262,7 +262,7 @@ def test_pairs_are_of_one_width_and_read_the_same_chunks() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_rounding_has_the_error_of_its_width(bits: int) -> None:
-    """As `test_quantize.py` has it of packed rows; sink, recent and the newest tokens are exact."""
+    """Rounded rows equal the packed rows of `test_quantize.py`; sink, recent and newest tokens are exact."""
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
     noise = (rounding.round_rows(x, bits, 1.0) - x).square().sum() / x.square().sum()
     assert -10 * math.log10(float(noise)) == pytest.approx(SQNR_DB[bits], abs=0.3)

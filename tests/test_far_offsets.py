@@ -60,7 +60,7 @@ def test_pages_rows_and_heads_far_apart(attend, name: str, axis: int) -> None:
 @on(EMULATED, CUDA)
 @pytest.mark.parametrize("axis", [0, 2])
 def test_pages_and_heads_far_apart_in_cuda(backend: str, axis: int) -> None:
-    """What that kernel takes of the same: 16 bit, pages of 16 rows."""
+    """The same cache for that kernel: 16 bit, pages of 16 rows."""
     room = room_of(torch.float16)
     near = torch.randn(2, 3, 16, 3, 64).half().to(DEVICE)
     k, v = (apart(x, axis, room, i) for i, x in enumerate(near))

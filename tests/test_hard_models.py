@@ -12,8 +12,9 @@ import eval_model
 from hf_model import SIZES
 from kvstrata.hf import StrataCache, balance
 from kvstrata.hf.calibrate import calibrate
-from kvstrata.quant.calibration import Calibration
+from kvstrata.quant.calibration import Calibration, LayerCalibration
 from kvstrata.tools.eval.measure import Exact, decode
+from kvstrata.tools.eval.sensitivity import measure_sensitivity
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvstrata.hf.guard.BudgetWarning")  # budgets are too small here
 
@@ -24,7 +25,7 @@ OPTIONS = dict(
 
 
 def scaled(model: torch.nn.Module, largest: float = 30.0) -> torch.nn.Module:
-    """The same function with each RoPE pair of K times s and of Q divided by it, s from 1 / largest to largest."""
+    """Scale each RoPE pair of K by s and of Q by 1 / s, s from 1 / largest to largest: the function is unchanged."""
     other = copy.deepcopy(model)
     config = other.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -82,6 +83,23 @@ def test_biases_that_rope_turns():
     assert balanced < 0.7 * without
 
 
+def test_the_first_example_needs_no_other_argument():
+    """README's: tiers, pages and recent tokens as a cache chooses them."""
+    model, ids = eval_model.model(), eval_model.tokens(TOKENS)
+    hard, truth = scaled(model), exact(model, ids)
+
+    def loss(net: torch.nn.Module, **options) -> float:
+        cache = StrataCache(net.config, budget=0.25, **options)
+        scores, _ = decode(net, ids, cache, prompt=PROMPT, chunk=16, exact=truth)
+        tiered = cache.tiered
+        assert cache.memory().tokens["K16V16"] < tiered.length(0) * tiered.layers * tiered.kv_heads
+        return sum(map(sum, scores.kl)) / sum(scores.count)
+
+    easy = loss(model)
+    assert loss(hard, balance=False) > 2 * easy
+    assert loss(hard) < 1.4 * easy
+
+
 def test_a_calibration_does_as_well_as_the_prompt(tmp_path):
     hard = scaled(eval_model.model())
     ids = eval_model.tokens(TOKENS)
@@ -99,6 +117,16 @@ def test_a_calibration_does_as_well_as_the_prompt(tmp_path):
     assert cache.tiered._centred.all()
     with pytest.raises(ValueError, match="ids: expected"):
         calibrate(hard, other[:, :3])
+
+
+def test_sensitivities_are_those_of_balanced_rows():
+    """Layers are measured as a cache rounds them: pairs of other sizes do not make a layer sensitive."""
+    model, ids = eval_model.model(), eval_model.tokens(96)
+    hard = scaled(model)
+    easy, balanced = (sum(measure_sensitivity(net, ids, bits=3).k) for net in (model, hard))
+    none = Calibration([LayerCalibration()] * len(model.model.layers))
+    assert sum(measure_sensitivity(hard, ids, none, bits=3).k) > 3 * easy
+    assert balanced < 1.5 * easy
 
 
 def balances(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

@@ -54,7 +54,7 @@ def test_models_are_refused_at_construction(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["falcon", "diffllama"])
 def test_a_model_that_reads_k_and_v_says_so(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no source told it before."""
+    """The model's source does not tell in advance."""
     monkeypatch.setattr(support, "_source", lambda name: None)
     model = tiny_model(model_type, "sdpa")
     cache = StrataCache(model.config, budget=1.0)
@@ -102,7 +102,7 @@ def test_reasons_come_from_the_source(change: dict[str, str], reason: str | None
 
 
 def test_a_lookup_that_eager_does_not_reach() -> None:
-    """As in models with code of their own: only the name "sdpa" is looked up, by index."""
+    """Models with remote code look up "sdpa" by index only."""
     source = FORWARD.format(**PLAIN | dict(lookup="eager if name == 'eager' else ALL_ATTENTION_FUNCTIONS[name]"))
     assert support._refusal(source, "sdpa") is None
     refusal = support._refusal(source, "eager")

@@ -34,7 +34,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", ["plain", "padded", "second turn", "eager"])
 def test_prompts_take_linear_memory(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a layer of the cache does; the mask of padded rows and later turns is transformers' own."""
+    """Memory of a cache layer alone; the mask of padded rows and later turns is transformers' own."""
     tokens = 4096
     torch.manual_seed(0)
     one = dict(num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=2 * tokens)

@@ -66,7 +66,7 @@ def test_a_copied_cache_goes_its_own_way() -> None:
     assert (twin.get_seq_length(), cache.get_seq_length()) == (163, 223)
 
 
-def test_a_window_beyond_the_prompt_warns() -> None:
+def test_recent_tokens_beyond_the_prompt_warn() -> None:
     model = make("llama")
     with pytest.warns(
         UserWarning, match="recent_tokens: expected fewer than the 40 tokens of the prompt, got 64; nothing is"

@@ -190,7 +190,7 @@ QUANTISED = [
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_quantise_gates(arch: str, format: Format, dtype: torch.dtype, registers: int) -> None:
-    """As many registers as leave warps that hide memory's latency; a few spills where 128 of them hold a tile."""
+    """Register use leaves enough warps to hide memory latency; a few spills are allowed at 128 registers per tile."""
     usage = jit.usage(quantize_op.SOURCE, quantize_op.entry_of(format, dtype), arch=arch)
     assert usage.spill_bytes <= (256 if format.head_dim == 256 else 0), usage
     assert usage.stack_bytes <= (96 if format.head_dim == 256 else 0), usage

@@ -146,7 +146,7 @@ def test_the_first_live_owner_speaks_for_a_shared_page(backend: str) -> None:
 
 @every_backend
 def test_a_step_that_brings_no_token_changes_nothing(backend: str) -> None:
-    """As a step that is run for warming up, or over padding alone."""
+    """A warm-up step, or one with padding rows only."""
     pair = Pair([40, 17], observe=1, tiers=("K4V4", "K2V2"))
     pair.grow([0, 1])
     pair.step(backend, live=[])
@@ -193,7 +193,7 @@ def test_outputs_do_not_change(backend: str) -> None:
 
 
 def test_importance_of_steps_that_settle() -> None:
-    """What decode looks at is important, though nobody calls `update_importance`; tokens take it to other tiers."""
+    """Decode itself raises importance, without `update_importance`, and tokens keep it when they change tier."""
     cache = TieredCache(
         2, 1, 64, budget=0.25, tiers=("K8V8", "K2V2"), dtype=torch.float32, page_tokens=16, recent_tokens=16,
         sink_tokens=0, max_tokens=1024, settle_every=16,

@@ -262,7 +262,7 @@ def test_memory_around_is_never_read(backend: str, value: float) -> None:
 
 @each_backend
 def test_strided_inputs(backend: str) -> None:
-    """Of a fused projection, tokens before heads in memory and after, an expanded head; out is contiguous."""
+    """Strided inputs: a fused projection, both memory orders, an expanded head; out is contiguous."""
     q, k, v = torch.randn(2, 30, 8, 64).to(HALF).to(DEVICE).split([4, 2, 2], 2)
     want = prefill_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend=backend)
     got = prefill_attention(q, k, v, backend=backend)
@@ -298,7 +298,7 @@ def test_ragged_with_given_lengths(backend: str) -> None:
 
 @each_backend
 def test_ragged_is_dense(backend: str) -> None:
-    """The same numbers either way."""
+    """Both ways give the same numbers."""
     case = case_of([(24, 24)] * 3, heads=4, kv_heads=2)
     for (a, b), (c, d) in zip(case.dense(backend), case.ragged(backend), strict=True):
         torch.testing.assert_close(a, c, rtol=0, atol=1e-3)
@@ -406,7 +406,7 @@ def test_captured(backend: str, ragged: bool) -> None:
 
 
 def test_checks_are_not_forgotten() -> None:
-    """What passed once does not let through what only compares equal to it."""
+    """A cached check does not accept arguments that merely compare equal."""
     prefill_attention(X, X, X, sliding_window=1)
     with pytest.raises(ValueError, match="sliding_window: expected an int"):
         prefill_attention(X, X, X, sliding_window=True)
@@ -472,7 +472,7 @@ def test_bad_ragged_input(message: str) -> None:
 
 
 def test_a_ragged_call_does_not_vouch_for_a_dense_one() -> None:
-    """The same q, k and v without cu_seqlens, and in another grad or inference mode."""
+    """Repeat a call without cu_seqlens, and in another grad or inference mode."""
     prefill_attention(**RAGGED)
     with pytest.raises(ValueError, match="without cu_seqlens"):
         prefill_attention(RAGGED["q"], RAGGED["k"], RAGGED["v"])

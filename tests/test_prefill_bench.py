@@ -75,7 +75,7 @@ def test_a_chunk_in_two_parts() -> None:
 
 
 def test_a_stale_output_is_noticed() -> None:
-    """As of a replay that writes nothing: the second check sees what the poison left."""
+    """A replay that writes nothing leaves the poison, which the second check finds."""
     bench = cases.build(cases.Shape(1, 2, 128, 64, True), 1, CPU)
     kept = bench.contenders["kvstrata"](0)
     assert runner.verify(bench, {"kvstrata": lambda i: kept}, 1) == {}

@@ -40,7 +40,7 @@ CHUNKS: dict[str, tuple[str, int, int, bool, bool]] = {
 
 
 def built(name: str) -> str:
-    """What a kernel takes, and its machine code."""
+    """Resource usage of a kernel, and its machine code."""
     if name in CASES:
         return ahead.call("prefill_ahead:compile_prefill", *CASES[name])
     return ahead.call("prefill_ahead:compile_chunk", *CHUNKS[name])

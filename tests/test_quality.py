@@ -1,4 +1,4 @@
-"""What the cache costs SmolLM2-135M in perplexity, through packed bytes. Slow: minutes for each case.
+"""Perplexity of SmolLM2-135M over packed bytes. Slow: minutes per case.
 
 The figures are of 1,024 tokens; the last 27 to 90 tokens and the first 4 are exact, all others have the width given.
 Tiers are those that a cache takes for a width when none are named. Perplexity over so few tokens is uncertain by about

@@ -85,7 +85,7 @@ def test_rotation_helps_against_outlier_channels(bits: int, dim: int) -> None:
 
 
 def test_8_bit_never_clips() -> None:
-    """Where the RMS step would: a Laplace tail, straight."""
+    """A Laplace tail, where the RMS step would clip."""
     uniform = torch.rand(4096, 128, generator=torch.Generator().manual_seed(0)) - 0.5
     x = -uniform.sign() * (1 - 2 * uniform.abs()).clamp(min=1e-7).log()
     codes = reference.encode(x, reference.step_of(x, 8), 8)
@@ -284,7 +284,7 @@ def test_centring_leaves_softmax_as_it_is() -> None:
 
 
 def test_centring_helps_where_channels_are_shifted() -> None:
-    """What it is for: attention over quantised K comes closer to the exact one."""
+    """Attention over quantised K gets closer to the exact result."""
     format = Format(4, 4, 64)
     shift = torch.zeros(64)
     shift[::9] = 8

@@ -94,7 +94,7 @@ def test_codes_are_bit_exact_at_other_head_dims(backend: str, dim: int, bits: tu
 
 
 def factor_is_exact(dim: int) -> bool:
-    """Whether the rotation's factor is a power of two."""
+    """True if the rotation's factor is a power of two."""
     return (dim & -dim) ** 0.5 % 1 == 0
 
 
@@ -187,7 +187,7 @@ def test_empty_slots_and_no_pages(backend: str) -> None:
 
 
 def test_reference_pages_come_back(device: torch.device) -> None:
-    """What the op writes, dequantised and rotated back, is the rows within the format's error."""
+    """Pages, dequantised and rotated back, equal the rows within the format's error."""
     call = Call(Format(8, 8, 64), torch.float32)
     pool = call.run("auto")
     at = call.pages.long().cpu().unsqueeze(1) * UNIT + torch.arange(call.format.page_bytes)

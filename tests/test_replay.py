@@ -80,7 +80,7 @@ def test_only_live_pages_of_a_page_table_are_copied(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_live_rows_come_from_the_device(backend: str) -> None:
-    """What a captured plan does: the batch is a number in memory, offsets have one more and end level."""
+    """A captured plan reads the batch from memory; offsets have one entry more and are padded with the last."""
     live = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     ids, cu = int32(8), torch.arange(0, 90, 10, dtype=torch.int32, device=DEVICE)
     to_ids, to_cu = torch.empty_like(ids), torch.empty_like(cu)

@@ -283,3 +283,16 @@ def test_what_launches_read_lives_until_they_run(device: str, again: bool) -> No
             assert upload() is not None
         assert cache.length(0, layer) == n
     cache.check()
+
+
+def test_prompts_follow_the_share_of_each_layer(device: str) -> None:
+    """Layers with another sensitivity have another plan: that of the layer before does not serve them."""
+    ours, wanted = pair(device, sensitivity=(8.0, 0.1), dtype=torch.bfloat16, budget=0.28)
+    assert ours.budget.shares[0] > ours.budget.shares[1]
+    for layer in range(2):
+        k, v = torch.randn(2, 1800, 2, 32, generator=torch.Generator().manual_seed(layer))
+        for cache in (ours, wanted):
+            cache.append(layer, k.to(cache.device, cache.dtype), v.to(cache.device, cache.dtype), [0])
+    same(ours, wanted)
+    tiers = [wanted.tier_map(layer, 0).sort()[0] for layer in range(2)]
+    assert not torch.equal(*tiers)

@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict] = {
 
 @dataclass
 class Tokens:
-    """What a request holds: the request that each position was written for (forks share their past)."""
+    """Expected owner of each position of a request (forks share their past)."""
 
     source: list[int]
 

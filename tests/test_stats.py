@@ -122,7 +122,7 @@ def test_the_gate_lets_no_equal_through(noise):
 
 @pytest.mark.parametrize(("noise", "factor", "least"), [(0.02, 1.05, 0.95), (0.05, 1.1, 0.95)])
 def test_the_gate_has_power(noise, factor, least):
-    """What is truly faster is confirmed; past the quick gate it must be faster by more than the 5 % asked for."""
+    """A truly faster candidate is confirmed; past the quick gate it must win by more than the required 5 %."""
     found = experiment.simulated(noise, factor, 60)
     assert found.confirm / found.n >= least
     assert found.measured == pytest.approx(factor, rel=0.01)

@@ -31,7 +31,7 @@ gpu = pytest.mark.gpu
 
 
 def refuses(call: Call, backend: str) -> bool:
-    """Whether these rows are not for a kernel that needs wide units (4 bytes when staged, 16 in bulk)."""
+    """True if these rows do not fit a kernel that needs wide units (4 bytes when staged, 16 in bulk)."""
     if backend not in ("cuda_staged", "cuda_bulk") or call.k.shape[0] == 0:
         return False
     tensors = rows.Tensors(*(getattr(call, name) for name in rows.Tensors._fields))
@@ -383,7 +383,7 @@ def test_compiles_as_one_graph(device: torch.device) -> None:
 
 
 def test_guard_in_python_decides_alike(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Where torch offers no TensorGuards, the stand-in gives the same answers."""
+    """The Python guard agrees with TensorGuards, which not every torch has."""
     k, cache, slot_mapping = torch.randn(3, 2, 32), torch.randn(8, 2, 32), torch.arange(3)
     others = [
         (k[:2], cache, slot_mapping),

@@ -96,7 +96,7 @@ def test_shipped_tables_can_be_read_and_run() -> None:
 
 
 class Launched(SimpleNamespace):
-    """What a plan would have launched."""
+    """Configuration that a plan would launch."""
 
     def __init__(self, kernel: object, grid: object, block: int, params: bytes, **options: object) -> None:
         super().__init__(entry=kernel, grid=grid, block=block)
@@ -158,7 +158,7 @@ def test_auto_of_decode_reads_the_table(own_cache: Path) -> None:
 
     assert plan().cut == stages.cut_of(formats, 4, "sm_90")
     choice = {"warps": 2, "resident": 8, "width": 1, "waves": 3, "combine": 8}
-    shape = decode_cuda.features(formats, False, 8, 1024, 4)
+    shape = stages.features(formats, False, 8, 1024, 4)
     put(own_cache / "tables", "nvidia-test", decode=[entry("a", choice, **shape)])
     tuned_plan = plan()
     assert tuned_plan.cut == stages.Cut(**choice)

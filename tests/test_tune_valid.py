@@ -124,7 +124,7 @@ def test_a_trial_is_given_up_when_all_samples_are_slower(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("op", ["prefill", "decode", "store"])
 def test_hundred_trials_have_enough_valid_choices(op: str) -> None:
-    """Of the note's shape, and of a case of the other ops; before the compiler has its say."""
+    """Valid configurations of the note's shape and of a case of each other op, before compilation."""
     named = {"prefill": "full-B2-H8-S512-D64", "decode": "mixed-B32-16384", "store": "8x128-fp16-8192"}[op]
     problem = next(p for p in problems.find(op, "sm_90", CPU, "cuda") if p.case == named)
     valid = [choice for choice in problem.space if problem.invalid(choice) is None]
@@ -163,7 +163,7 @@ def test_limits_values_and_metrics_are_rendered(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(jit.missing() is not None, reason=str(jit.missing()))
 def test_what_is_portable_on_hopper() -> None:
-    """As docs/tune.md has it: store and prefill.cu at D 64 are inside, decode is not."""
+    """docs/tune.md: store and prefill.cu at D 64 are within the limits, decode is not."""
     cases = {
         ("store", "8x128-fp16-256"): ("", ""),
         ("prefill", "causal-B8-H16-S128-D64"): ("", "31% of the warps are resident, at least 50%"),

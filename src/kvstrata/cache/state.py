@@ -63,14 +63,14 @@ class CacheState:
     _device_lengths: torch.Tensor
     reports: Reports
     _centred: np.ndarray  # bool [requests, layers]
-    _calibrated: Calibrated  # what requests begin with
+    _calibrated: Calibrated  # initial state of a request
     _active: set[int]
     _checked: tuple[list[int], frozenset[int]] = ([], frozenset())  # the last list of requests that was given
     _repeated: Repeated | None = None  # the last append of one token of each request
     _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
     _ahead: list[Ahead]  # plans for the next `advance`
     _due: tuple[np.ndarray, np.ndarray | None] | None  # requests of the last step, what settles before the next
-    _prompt: tuple[Any, Any] | None  # what the plan of the last prompt depends on, and the plan
+    _prompt: tuple[Any, Any] | None  # key and plan of the last prompt
     _last_prompt: Any = None  # the last append of prompts without mass: ops/append_prompt.py
 
     def _operation(self) -> Transaction:

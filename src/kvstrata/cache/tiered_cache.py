@@ -44,6 +44,7 @@ from .policy.plan import POLICIES, Policy, whole_pages
 from .policy.prices import Prices, format_error
 from .policy.reports import Reports
 from .policy.scopes import scopes_of, settle_scopes
+from .policy.shares import check_sensitivity, shares_of
 from .policy.sizes import Sizes
 from .request_operations import RequestOperations
 from .storage.page_table import Buckets
@@ -82,6 +83,8 @@ class TieredCache(RequestOperations):
             K anticipate longer contexts (docs/formats.md). None if K is not rotated.
         calibration: balance and centres of the model's K (`kvstrata calibrate`), instead of estimates from requests;
             equal rows then have equal codes in a given format, whatever else a request or a batch holds.
+        sensitivity: one number per layer, what rounding its K and V costs a model relative to the others; layers with a
+            higher one get more of a fraction's bytes, in the same sum (docs/cache.md). None treats all alike.
         balance: True lets `set_balance` give each request a balance of its own; implied by a calibration with one.
         debug: poison freed pages.
         slab_bytes: maximum bytes of one allocation, at least a page of ``dtype``; None chooses.
@@ -124,6 +127,7 @@ class TieredCache(RequestOperations):
         decay: float = 0.9,
         rope: Sequence[float] | None = None,
         calibration: Calibration | None = None,
+        sensitivity: Sequence[float] | None = None,
         balance: bool = False,
         debug: bool = False,
         slab_bytes: int | None = None,
@@ -160,6 +164,7 @@ class TieredCache(RequestOperations):
             if not isinstance(calibration, Calibration):
                 raise TypeError(f"calibration: expected a Calibration, got {type(calibration).__name__}")
             calibration.check(layers, kv_heads, head_dim)
+        sensitivity = self._arguments["sensitivity"] = check_sensitivity(sensitivity, layers)
         amount = check_budget(budget, budget_bytes)
         self._arguments["budget"] = amount if budget_bytes is None else None
 
@@ -212,6 +217,8 @@ class TieredCache(RequestOperations):
         leave_plain = isinstance(amount, float) and self.formats[1].name == "K8V8"
         if leave_plain:
             self.budget = replace(self.budget, ceiling_room=headroom)
+        elif sensitivity is not None and isinstance(amount, float):
+            self.budget = replace(self.budget, shares=shares_of(self.budget, sensitivity, head_dim))
         self.policy = Policy(
             policy,
             importance,

@@ -63,7 +63,7 @@ def squares(
     number = real.cumsum(1) - 1
     skipped = (real.sum(1, keepdim=True) - FEWEST).clamp(min=1, max=SINKS)
     use = real & (number >= skipped) & (number < SINKS + MOST)
-    if use.device.type == "cpu":  # columns behind the last are left out where that needs no look at a device
+    if use.device.type == "cpu":  # on a CPU, drop columns behind the last used one; on a GPU that would need a sync
         last = int(use.any(0).nonzero().flatten()[-1:].sum()) + 1
         use, query, key = use[:, :last], query[:, :, :last], key[:, :, :last]
     weight = use.double() / use.sum(1, keepdim=True).clamp(min=1)
@@ -79,7 +79,7 @@ def squares(
 
 
 def _centre_square(k: torch.Tensor, weight: torch.Tensor, rope: Sequence[float], is_interleaved: bool) -> torch.Tensor:
-    """Mean square, over the channels of a pair, of the centre that a cache takes off ``k [rows, n, kv_heads, D]``.
+    """Mean square, over the channels of a pair, of the centre that a cache subtracts from ``k [rows, n, kv_heads, D]``.
 
     The mean of rows turned back to position 0, times what RoPE leaves of a constant; ``weight [rows, n]`` sums to 1.
     """
@@ -101,7 +101,7 @@ def _centre_square(k: torch.Tensor, weight: torch.Tensor, rope: Sequence[float],
 def from_weights(
     module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
 ) -> torch.Tensor | None:
-    """Balance ``[kv_heads, D]`` of an attention module from its projections, or None where they do not tell."""
+    """Balance ``[kv_heads, D]`` of an attention module from its projections, or None where they do not determine it."""
     q_proj, k_proj = (getattr(module, name, None) for name in ("q_proj", "k_proj"))
     normed = any(getattr(module, name, None) is not None for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"))
     if normed or (rope and is_interleaved is None):
@@ -116,7 +116,7 @@ def from_weights(
         by_row = weight.detach().float().square().sum(1).view(kv_heads, -1, dim).mean(1)
         if bias is not None:
             offset = bias.detach().float().square().view(kv_heads, -1, dim)
-            if heads:  # the centre takes off what RoPE leaves of it
+            if heads:  # the centre removes what RoPE leaves of it
                 offset = offset * (1 - _steady(rope, dim, bool(is_interleaved)).to(offset.device))
             by_row = by_row + offset.mean(1)
         squares.append(by_row)
@@ -146,7 +146,7 @@ def centre_from_bias(
 
 
 def _steady(rope: Sequence[float], dim: int, is_interleaved: bool) -> torch.Tensor:
-    """Share of a constant's energy that its mean over the horizon has, by channel: 1 where RoPE does not turn."""
+    """Share of a constant's energy that is left in its mean over the horizon, per channel; 1 without RoPE."""
     share = torch.ones(dim)
     if rope:
         cos, sin = mean_turn(torch.tensor(rope, dtype=torch.float64), torch.tensor([HORIZON]))

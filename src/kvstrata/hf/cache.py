@@ -43,6 +43,7 @@ TOKENS = 2**15  # tables for so many unless a prompt or the config says otherwis
 # Arguments of TieredCache that are not the caller's here, and what is in their place.
 OWN = dict.fromkeys(("layers", "kv_heads", "head_dim", "device", "rope"), "")
 OWN["max_requests"] = " (max_batch= asks for more rows)"
+OWN["sensitivity"] = " (a calibration has it)"
 
 
 class StrataCache(Columns):
@@ -258,7 +259,8 @@ class StrataCache(Columns):
             tokens = min(self.context, TOKENS) if 2 * new <= TOKENS else max(self.context, 2 * new)
         rope, requests = frequencies(self._text, dim), max(rows, self.max_batch or 0)
         sizes: dict[str, Any] = dict(dtype=dtype, device=device, max_requests=requests, max_tokens=tokens, rope=rope)
-        sizes |= dict(calibration=self.calibration, balance=self._compresses)
+        sensitivity = None if self.calibration is None else self.calibration.sensitivity
+        sizes |= dict(calibration=self.calibration, sensitivity=sensitivity, balance=self._compresses)
         return TieredCache(self._compressed, heads, dim, **sizes | self.options)
 
     def _query_heads(self, kv_heads: int) -> int | None:

@@ -5,8 +5,8 @@ cache, and some of its queries attend to them. The relative error of a layer's a
 
     error(fraction)^2 = share * error(wider tier)^2 + (1 - share) * error(narrower tier)^2
 
-where the two are the tiers between whose prices the fraction lies. Importance gives the tokens that matter the wider
-tier, which is left out here, and so are the bytes of tables. A model is looked at once per setting and process.
+where the two are the tiers between whose prices the fraction lies. Two things are left out: importance, which gives the
+wider tier to tokens that matter, and the bytes of tables. Each model is checked once per setting and process.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .logits import Logits
 FEWEST = 64  # tokens of a prompt that are needed for an estimate
 MOST = 256  # tokens that are looked at
 QUERIES = 16  # queries that attend to them
-LIMIT = 0.5  # relative error of a layer's attention output that is worth a warning: docs/hf.md
-LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K3V2", "K2V2")  # formats that an advice assumes
-ADVICE = (0.25, 0.3, 0.35, 0.4, 0.5, 0.6)  # budgets that it names
+LIMIT = 0.5  # relative error of a layer's attention output above which to warn: docs/hf.md
+LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K3V2", "K2V2")  # formats assumed for a recommended budget
+ADVICE = (0.25, 0.3, 0.35, 0.4, 0.5, 0.6)  # budgets that a warning may recommend
 
 _seen: WeakKeyDictionary[torch.nn.Module, set[object]] = WeakKeyDictionary()
 
 
 class BudgetWarning(UserWarning):
-    """The budget of a cache is estimated to change the attention of a layer by much."""
+    """The budget of a cache is estimated to change the attention output of a layer considerably."""
 
 
 class Sample:
@@ -113,16 +113,16 @@ def error_at(fraction: float, prices: Sequence[float], formats: Sequence[Format]
 
 
 class Guard:
-    """The estimate for one cache, layer by layer during its first prompt; `begin` makes one where it is wanted."""
+    """Error estimate of one cache, collected layer by layer over its first prompt; made by `begin`."""
 
     def __init__(self, cache: TieredCache, request: int) -> None:
         self.cache, self.request, self.fraction = cache, request, float(cache.budget.amount or 0)
         self.worst, self.layer = 0.0, 0
-        self.advice: float | None = 0.0  # smallest budget that would do so far, None for none
+        self.advice: float | None = 0.0  # smallest sufficient budget so far, None for none
 
     @classmethod
     def begin(cls, cache: TieredCache, module: torch.nn.Module, real: torch.Tensor) -> Guard | None:
-        """Guard for a first prompt, ``real [rows, n]`` without padding; None if there is nothing new to find out."""
+        """Guard for a first prompt, ``real [rows, n]`` without padding; None if too short or checked before."""
         if not isinstance(cache.budget.amount, float) or real.shape[1] < FEWEST:
             return None
         count, request = real.sum(1).max(0)
@@ -143,7 +143,7 @@ class Guard:
         real: torch.Tensor,
         logits: Logits,
     ) -> None:
-        """Look at a layer: ``query [rows, heads, n, D]``, ``key, value [rows, kv_heads, n, D]``, ``real [rows, n]``."""
+        """Estimate a layer: ``query [rows, heads, n, D]``, ``key, value [rows, kv_heads, n, D]``, ``real [rows, n]``"""
         cache, chosen = self.cache, real[self.request].nonzero().flatten()[:MOST]
         q, k, v = (x[self.request].detach()[:, chosen] for x in (query, key, value))
         sample = Sample(cache, layer, self.request, q, k, v, logits)

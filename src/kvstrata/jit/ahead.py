@@ -1,8 +1,7 @@
 """Kernels compiled before they are needed: several at once, with a line that says so.
 
-NVRTC runs without Python's lock, so threads compile in parallel: 24 kernels of a cache take 24 s in one thread and
-12.7 s in two, on two aarch64 cores; from the cubin cache, 0.2 s. Each op says which kernels it launches in a function
-`kernels_needed` beside the launch.
+NVRTC releases Python's lock, so threads compile in parallel, and what the cubin cache has is only loaded. Each op lists
+the kernels that it launches in a function `kernels_needed` beside the launch.
 """
 
 from __future__ import annotations

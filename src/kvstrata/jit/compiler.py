@@ -124,7 +124,7 @@ def _key(source: Path, entry: str, arch: str) -> bytes:
 
 
 def _kept(source: Path, entry: str, arch: str, with_usage: bool) -> tuple[Cubin, Usage | None]:
-    """From the cache, or compiled and kept there, with what the assembler reported."""
+    """Return a cached cubin, or compile and cache it together with the assembler's report."""
     from cuda.core.utils import FileStreamProgramCache
 
     key = _key(source, entry, arch)
@@ -139,10 +139,10 @@ def _kept(source: Path, entry: str, arch: str, with_usage: bool) -> tuple[Cubin,
         if code and symbol and code.startswith(b"\x7fELF") and (used or not with_usage):
             return Cubin(code, symbol.decode(), arch), Usage(**json.loads(used)) if used else None
         cubin, log = _run_nvrtc(source, entry, arch, True)
-        found = _usage(log)
+        measured = _usage(log)
         cache[key], cache[key + b".symbol"] = cubin.code, cubin.symbol.encode()
-        cache[key + b".usage"] = json.dumps(asdict(found)).encode()
-    return cubin, found
+        cache[key + b".usage"] = json.dumps(asdict(measured)).encode()
+    return cubin, measured
 
 
 def _usage(log: str) -> Usage:

@@ -163,7 +163,7 @@ def bind_context(device: int) -> None:
 
 
 def load(source: Path, entry: str, arch: str | None = None) -> Kernel:
-    """The kernel ``entry`` of ``source``, compiled or taken from the cache; for the current device unless told."""
+    """The kernel ``entry`` of ``source``, compiled or from the cache; ``arch`` None is the current device's."""
     return _load(source, entry, arch or arch_of())
 
 

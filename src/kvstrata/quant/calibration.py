@@ -148,6 +148,12 @@ class Calibration:
         """``(kv_heads, head_dim)`` of all layers, or None if no layer has a balance or a centre."""
         return next((layer.shape for layer in self.layers if layer.shape is not None), None)
 
+    @property
+    def sensitivity(self) -> tuple[float, ...] | None:
+        """What rounding K and V of each layer costs, or None if that was not measured."""
+        both = tuple(k + v for k, v in zip(self.k_sensitivity, self.v_sensitivity, strict=False))
+        return both if len(both) == len(self.layers) else None
+
     def check(self, layers: int, kv_heads: int, head_dim: int) -> None:
         """Raise ValueError unless this is a calibration of a model with these sizes."""
         shape = (len(self.layers), *(self.shape or (kv_heads, head_dim)))
@@ -188,8 +194,8 @@ class Calibration:
         except SafetensorError as error:
             raise ValueError(f"path: expected a calibration file, {str(path)!r} is none: {error}") from error
         if (metadata.get("kind"), metadata.get("version")) != (KIND, str(VERSION)):
-            found = f"kind {metadata.get('kind')!r}, version {metadata.get('version')!r}"
-            raise ValueError(f"path: expected {KIND!r} of version {VERSION} in {str(path)!r}, got {found}")
+            given = f"kind {metadata.get('kind')!r}, version {metadata.get('version')!r}"
+            raise ValueError(f"path: expected {KIND!r} of version {VERSION} in {str(path)!r}, got {given}")
         try:
             count = int(metadata["layers"])
             known = {f"{name}.{i}" for name in ("balance", "centre") for i in range(count)}
@@ -198,10 +204,10 @@ class Calibration:
                 raise ValueError(f"tensors: expected those of {count} layers, got {unknown[0]!r}")
             layers = [LayerCalibration(tensors.get(f"balance.{i}"), tensors.get(f"centre.{i}")) for i in range(count)]
             k, v = (tensors[f"sensitivity.{name}"].tolist() for name in "kv")
-            made = cls(layers, k, v, int(metadata["bits"]), metadata.get("model", ""))
+            calibration = cls(layers, k, v, int(metadata["bits"]), metadata.get("model", ""))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"path: expected a calibration file, {str(path)!r} is damaged: {error}") from error
-        return made.to(device)
+        return calibration.to(device)
 
     def to(self, device: torch.device | str) -> Calibration:
         """Return a copy on a device."""

@@ -41,6 +41,8 @@ REMEMBERED = 4096
 Source = torch.Tensor | None
 DATA_PTR = torch.Tensor.data_ptr
 Addresses = tuple[int, ...]
+# Tables of Triton by address that graphs read: never freed, since a graph may outlive its plan. They are small.
+_captured: dict[int, torch.Tensor] = {}
 
 
 class Described:
@@ -106,8 +108,8 @@ class CopyPlan:
 
     Raises ValueError or TypeError, naming the argument, before anything is written. ``run`` is safe on any stream and
     under graph capture (with Triton, once the same addresses were seen before); a captured run reads the same addresses
-    at every replay. A launch of the CUDA backend holds 28 copies; more take another launch. Not for use by two
-    threads at once.
+    at every replay, so keep buffers, sources and bounds alive as long as the graph. A launch of the CUDA backend holds
+    28 copies; more take another launch. Not for use by two threads at once.
 
     Example:
         >>> ids, table = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
@@ -154,7 +156,6 @@ class CopyPlan:
         self._single = self._groups[0] if len(self._groups) == 1 else None
         self._loaded: Looks | None = None  # looks and addresses that the launches hold now
         self._loaded_addresses: Addresses = ()
-        self._captured: list[torch.Tensor] = []  # tables that a graph reads
         self._src: tuple[Source, ...] | None = None
         self._bound: tuple[Looks, Addresses] | None = None
         if src is not None:
@@ -283,7 +284,8 @@ class CopyPlan:
             casts = copy_triton.has_casts([copy.move for copy in looks.copies if copy])
             tables[addresses] = (torch.tensor(lines, dtype=torch.int64).to(self.device), first, casts)
         if capturing:
-            self._captured.append(tables[addresses][0])
+            table = tables[addresses][0]
+            _captured[table.data_ptr()] = table
         copy_triton.launch(*tables[addresses])
 
     def _kernel_bounds(self, i: int) -> tuple[Bound | None, int, Bound | None]:

@@ -27,7 +27,6 @@ import torch
 
 from kvstrata import jit
 from kvstrata.cache.storage.scratch import register
-from kvstrata.jit import tuned
 from kvstrata.layout.format import MAX_TIERS, Format
 
 from . import observe_cuda
@@ -39,17 +38,17 @@ from .stages import (
     COSTS,
     FEW,
     NAMES,
-    SLOTS,
     Cut,
     begin_cost,
     combine_entry,
     cost,
-    cut_of,
     decode_entry,
+    features,
     few_begin,
     few_cost,
-    slot_bytes,
+    shared_of,
     stage_tokens,
+    tuned_cut,
 )
 
 if TYPE_CHECKING:
@@ -130,32 +129,6 @@ def _row(x: torch.Tensor, index: int) -> int:
 def _inverse(number: int) -> int:
     """Reciprocal for divide.cuh: exact for dividends below 2^32 / number."""
     return -(-(2**32) // number)
-
-
-def features(
-    formats: tuple[Format, ...], rows: bool, head_caches: int, tokens: int, columns: int
-) -> dict[str, int | str]:
-    """Key of a step in a tuned table: head caches, tokens that the page table can list for each, columns of the
-    product, and bits of K plus V averaged over the tiers."""
-    bits = sum(f.k_bits + f.v_bits for f in formats) // len(formats)
-    sizes = {"units": head_caches, "tokens": tokens, "columns": columns, "bits": bits}  # names in saved tables
-    return {"pages": "rows" if rows else "tiers", "head_dim": str(formats[0].head_dim), **sizes}
-
-
-def shared_of(formats: tuple[Format, ...], cut: Cut) -> int:
-    """Dynamic shared memory of a block, in bytes."""
-    return cut.warps * SLOTS * slot_bytes(formats)
-
-
-def tuned_cut(
-    formats: tuple[Format, ...], columns: int, shape: dict[str, int | str], gpu: str | None, arch: str, shared: int
-) -> Cut:
-    """Launch configuration from the table of a GPU; the default without one, or where blocks exceed ``shared``."""
-    choice = None if gpu is None else tuned.lookup("decode", gpu, shape)
-    cut = Cut(**choice) if choice else None
-    if cut is None or shared_of(formats, cut) + 1280 > shared:
-        cut = cut_of(formats, columns, arch)
-    return cut
 
 
 def list_parts(head_caches: int, tiers: int) -> tuple[int, int]:

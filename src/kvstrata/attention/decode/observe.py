@@ -1,6 +1,6 @@
 """Observation: a few layers of every decode step add the mass of their tokens to importance, in place.
 
-    update            a counter on the device goes on by one step; the layers whose turn it is get weights
+    update            advances a step counter on the device and sets weights for the layers whose turn it is
     decode_attention  a layer with weights makes a second pass over K and adds mass to the pages; the others skip it
 
 Layers take turns, so the queries of one step stand for those of the steps since the layer's last turn: a request whose
@@ -36,7 +36,7 @@ class Observation:
             raise ValueError(f"requests: expected each once in a plan that observes, got {tuple(requests)}")
         self.cache, self.rows, self.q_len, self.layers = cache, len(requests), q_len, layers
         self.turns = -(-cache.layers // layers)
-        self.most = self.turns * q_len  # a request that was never observed counts no further back
+        self.most = self.turns * q_len  # limit for a request that was never observed
         with torch.inference_mode(False):
             self.requests = torch.tensor(list(requests), dtype=torch.int32, device=cache.device)
             self.weights = torch.zeros(cache.layers, self.rows + 1, dtype=torch.int32, device=cache.device)

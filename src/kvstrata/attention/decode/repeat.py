@@ -1,8 +1,8 @@
 """Eager decode calls that look like the last one: layer after layer, step after step, without a `DecodePlan`.
 
 The parameters of a layer's three launches (list, decode, combine) are kept from its first call. As long as queries,
-requests and cache look the same, what remains of a call is the output, two addresses and the launches. Anything else
-goes the way of every call.
+requests and cache look the same, what remains of a call is the output, two addresses and the launches. Any other call
+takes the normal path.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import torch
 from kvstrata import jit
 from kvstrata.layout.format import Format
 
-from .cuda import FOLDER, features, shared_of, tuned_cut
-from .stages import Cut, combine_entry, decode_entry
+from .cuda import FOLDER
+from .stages import Cut, combine_entry, decode_entry, features, shared_of, tuned_cut
 
 
 def choices(columns: int) -> dict[str, tuple[int, ...]]:

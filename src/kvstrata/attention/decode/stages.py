@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvstrata.jit import tuned
 from kvstrata.layout.format import Format
 from kvstrata.layout.fragments import STEP_DIMS, TILE_TOKENS, code_bytes
 
@@ -128,3 +129,29 @@ def combine_entry(dtype: torch.dtype, head_dim: int, warps: int) -> str:
     if warps == 1:
         return f"combine_alone<{NAMES[dtype]},{head_dim}>"
     return f"combine<{NAMES[dtype]},{head_dim},{warps}>"
+
+
+def features(
+    formats: tuple[Format, ...], rows: bool, head_caches: int, tokens: int, columns: int
+) -> dict[str, int | str]:
+    """Key of a step in a tuned table: head caches, tokens that the page table can list for each, columns of the
+    product, and bits of K plus V averaged over the tiers."""
+    bits = sum(f.k_bits + f.v_bits for f in formats) // len(formats)
+    sizes = {"units": head_caches, "tokens": tokens, "columns": columns, "bits": bits}  # names in saved tables
+    return {"pages": "rows" if rows else "tiers", "head_dim": str(formats[0].head_dim), **sizes}
+
+
+def shared_of(formats: tuple[Format, ...], cut: Cut) -> int:
+    """Dynamic shared memory of a block, in bytes."""
+    return cut.warps * SLOTS * slot_bytes(formats)
+
+
+def tuned_cut(
+    formats: tuple[Format, ...], columns: int, shape: dict[str, int | str], gpu: str | None, arch: str, shared: int
+) -> Cut:
+    """Launch configuration from the table of a GPU; the default without one, or where blocks exceed ``shared``."""
+    choice = None if gpu is None else tuned.lookup("decode", gpu, shape)
+    cut = Cut(**choice) if choice else None
+    if cut is None or shared_of(formats, cut) + 1280 > shared:
+        cut = cut_of(formats, columns, arch)
+    return cut

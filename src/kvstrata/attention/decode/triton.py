@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_triton import load_factors, load_levels, load_scales, page_address, rotate_rows, widen
 
 from .job import Job, Result
+from .source_triton import on_device, paged, tiered
 
 
 @triton.jit
@@ -90,12 +89,12 @@ def _add_importance(
 @triton.jit
 def _speaks(requests_ptr, weights_ptr, earlier_rows, lists_ptr, stride_table_r, index, handle):
     """False if an earlier row that gives mass has the same page; owners have it at the same place of their lists."""
-    found = 0
+    earlier = 0
     for row in range(earlier_rows):
         request = tl.load(requests_ptr + row).to(tl.int64)
         same = tl.load(lists_ptr + request * stride_table_r + index) == handle
-        found += (same & (tl.load(weights_ptr + row) > 0)).to(tl.int32)
-    return found == 0
+        earlier += (same & (tl.load(weights_ptr + row) > 0)).to(tl.int32)
+    return earlier == 0
 
 
 @triton.jit
@@ -337,60 +336,10 @@ def combine_kernel(
         tl.store(lse_ptr + out_row, tl.where(total == 0.0, float("-inf"), safe + tl.log(denominator)))
 
 
-@functools.lru_cache(maxsize=256)
-def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int32 tensor, cached: every layer of a decode step has the same requests."""
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 def _splits(programs: int, blocks: int, device: torch.device) -> int:
     """Number of splits: enough programs to fill the device about twice, at least two blocks per split."""
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     return max(1, min(triton.cdiv(wanted, max(programs, 1)), triton.cdiv(blocks, 2), 64))
-
-
-def _tiered(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Tensors, numbers and constants that locate the tokens of a TieredCache."""
-    buckets, q = job.buckets, job.q
-    assert buckets is not None
-    coded = [f for f in buckets.formats if not f.plain]
-    tiers = zip(buckets.formats, buckets.position_offsets, buckets.importance_offsets, strict=True)
-    offsets = [n for format, *notes in tiers for n in (format.v_offset, format.scale_offset, *notes)]
-    formats = sum((f.k_bits | f.v_bits << 4) << 8 * i for i, f in enumerate(buckets.formats) if not f.plain)
-    balance = buckets.count if buckets.balance is None else buckets.balance  # its strides are those of the centre
-    tensors = [buckets.seq_lens, buckets.page_table, buckets.count, buckets.centre, balance, buckets.slab_pointers,
-               _on_device(tuple(offsets), q.device), q, q, q, q]  # fmt: skip
-    numbers = [buckets.seq_lens.stride(0), *buckets.page_table.stride()[:3], *buckets.count.stride()[:2],
-               *buckets.centre.stride()[:2], 0, 0, 0, 0, 0, 0, buckets.units]  # fmt: skip
-    constants = dict(
-        TIERS=len(buckets.formats), FORMATS=formats, TOKENS=buckets.formats[0].page_tokens,
-        BLOCK=block_of(q.shape[3]) if any(f.rotate for f in coded) else 1, CENTRED=any(f.centre for f in coded),
-        BALANCED=buckets.balance is not None, POSITION_BYTES=buckets.position_dtype.itemsize, MANTISSA=0, SCALED=0,
-    )  # fmt: skip
-    return tensors, numbers, constants
-
-
-def _paged(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Tensors, numbers and constants that locate the tokens of a PagedCache."""
-    cache, q = job.paged, job.q
-    assert cache is not None
-    k, v = cache.by_head()
-    strides = [n for x in (k, v) for n in (x.stride(0), x.stride(2), x.stride(1))]
-    mantissa = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}.get(k.dtype, 0)
-    if mantissa:
-        k, v = k.view(torch.uint8), v.view(torch.uint8)
-    one = torch.ones(1, dtype=torch.float32, device=q.device) if cache.k_scale is None or cache.v_scale is None else q
-    k_scale, v_scale = (one if s is None else s.contiguous() for s in (cache.k_scale, cache.v_scale))
-    scaled = 0
-    if cache.k_scale is not None or cache.v_scale is not None:
-        scaled = max(k_scale.numel(), v_scale.numel())
-        k_scale, v_scale = (s.flatten().expand(scaled).contiguous() for s in (k_scale, v_scale))
-    scales = [k_scale, v_scale] if scaled else [q, q]
-    tensors = [cache.seq_lens, cache.block_table, q, q, q, q, q, k, v, *scales]
-    numbers = [1, cache.block_table.stride(0), 0, 0, 0, 0, 0, 0, *strides, 1]
-    constants = dict(TIERS=0, FORMATS=0, TOKENS=cache.block_size, BLOCK=1, CENTRED=False, BALANCED=False,
-                     POSITION_BYTES=4, MANTISSA=mantissa, SCALED=scaled)  # fmt: skip
-    return tensors, numbers, constants
 
 
 def decode(job: Job) -> Result:
@@ -405,7 +354,7 @@ def decode(job: Job) -> Result:
     mass = floats(batch, job.kv_heads, job.max_length).zero_() if job.return_mass else None
     if batch == 0:
         return out, lse if job.return_lse else None, mass
-    tensors, numbers, constants = _tiered(job) if job.buckets is not None else _paged(job)
+    tensors, numbers, constants = tiered(job) if job.buckets is not None else paged(job)
     rows, wide = q_len * group, max(16, triton.next_power_of_2(dim))
     block_rows = 32 if rows > 16 and wide <= 128 else 16
     row_blocks = triton.cdiv(rows, block_rows)
@@ -433,7 +382,7 @@ def decode(job: Job) -> Result:
         """All blocks of query rows, or one that adds its mass to importance: they write the same entries."""
         blocks = row_blocks if block is None else 1
         decode_kernel[(buckets * blocks, splits)](
-            q, _on_device(tuple(job.requests), device), *tensors, partial, stats, partial if lse is None else lse,
+            q, on_device(tuple(job.requests), device), *tensors, partial, stats, partial if lse is None else lse,
             partial if mass is None else mass, *q.stride()[:3], *numbers, job.max_length, job.scale,
             job.softcap or 0.0, job.sliding_window or 0, weights, state, decay, block or 0, **shape, **constants,
             **options, ROW_BLOCKS=blocks, MASS=mass_pass, OBSERVE=block is not None, EMA=ema,

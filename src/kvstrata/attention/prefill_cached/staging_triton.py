@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from kvstrata.attention.decode.job import Job
-from kvstrata.attention.decode.triton import _on_device, _paged, _positions, _tiered
+from kvstrata.attention.decode.source_triton import on_device, paged, tiered
+from kvstrata.attention.decode.triton import _positions
 from kvstrata.attention.prefill.launch import launch
 from kvstrata.layout.rotation import hadamard
 from kvstrata.layout.unpack_triton import (
@@ -180,7 +181,7 @@ def stage_kernel(
                     tl.store(v_out, v.to(DTYPE), mask=mask_out)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache  # graphs may hold its address
 def _signs(dim: int, device: torch.device) -> torch.Tensor:
     """Hadamard matrix without its factor: 1, -1 and, between blocks, 0."""
     return hadamard(dim, "cpu").sign().half().to(device)
@@ -191,7 +192,7 @@ def _source(job: CachedJob) -> tuple[list[Any], list[Any], dict[str, Any]]:
     q = job.q.unsqueeze(0)
     sizes = (job.kv_heads, job.max_length, job.scale, None, None, None, False, False)
     decode_job = Job(q, job.buckets, job.paged, job.requests, *sizes)
-    return _tiered(decode_job) if job.buckets is not None else _paged(decode_job)
+    return tiered(decode_job) if job.buckets is not None else paged(decode_job)
 
 
 def stage_warps(dim: int) -> int:
@@ -235,7 +236,7 @@ def stage(job: CachedJob, block_n: int, max_bytes: int) -> Staging:
     rows = torch.empty(2, buckets, slots, dim, dtype=q.dtype, device=device)
     positions = torch.empty(buckets, slots, dtype=torch.int32, device=device)
     bounds = torch.empty(buckets, slots // page_tokens, 2, dtype=torch.int32, device=device)
-    requests = _on_device(tuple(job.requests), device)
+    requests = on_device(tuple(job.requests), device)
 
     pointers_and_rows = (rows[0], rows[1], positions, bounds, requests, length, table, count, centre, balance, pointers,
                offsets, _signs(dim, device), k, v, k_scale, v_scale)  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstrata.attention.decode.triton import _on_device
+from kvstrata.attention.decode.source_triton import on_device
 from kvstrata.attention.prefill.configs import processors_of
 from kvstrata.attention.prefill.job import Result
 from kvstrata.attention.prefill.launch import launch
@@ -180,7 +180,7 @@ def run(job: CachedJob) -> Result:
     staged = stage(job, _blocks(job)[1], STAGED)
     rows = tokens * heads if staged.chunks > 1 else 1
     sums = torch.empty(rows * (dim + 2), dtype=torch.float32, device=device)
-    starts = _on_device(tuple(accumulate(job.new, initial=0)), device)
+    starts = on_device(tuple(accumulate(job.new, initial=0)), device)
     factor = job.scale * LOG2E.value if job.softcap is None else 2 * job.scale / job.softcap
     state = Sums(sums[2 * rows :], sums[: 2 * rows], starts, factor)
     with torch.cuda.device_of(q):

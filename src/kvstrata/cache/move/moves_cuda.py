@@ -78,8 +78,8 @@ class Moves:
     starts: torch.Tensor | None = None  # int64 [buckets]
     fresh: Fresh | None = None  # new tokens, beside `starts`
     rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # k and v of new tokens
-    addresses: dict[str, int] = field(default_factory=dict)  # of places, fresh and numbers where they are there already
-    memory: torch.Tensor | None = None  # what `addresses` point into: the launches run later, and read it then
+    addresses: dict[str, int] = field(default_factory=dict)  # of places, fresh and numbers that are already uploaded
+    memory: torch.Tensor | None = None  # owner of `addresses`, kept until the deferred launches ran
     counts: bool = True  # False if the numbers are there, too
     params: bytearray = field(default_factory=bytearray, repr=False)  # of all launches that `place` returns
     packed: np.ndarray = field(init=False, repr=False)  # int32: entries, new plain pages, and what else they read

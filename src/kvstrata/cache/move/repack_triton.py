@@ -151,7 +151,7 @@ def repack_kernel(
         )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # graphs may hold its address
 def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Bit of every value ``[tiers, 2 sides, 2 planes, P, D]``; numbers of a format ``[tiers, 8]``; step and gains."""
     p, dim = formats[0].page_tokens, formats[0].head_dim

@@ -1,8 +1,8 @@
 """Append of one token of each request, layer after layer and step after step with the same list of requests.
 
 What an append checks and derives is kept from one call to the next: as long as requests and tensors look the same, what
-remains is whether the open pages have room, pages for those that have none, one launch, and counts. Anything else goes
-the way of every append.
+remains is whether the open pages have room, pages for those that have none, one launch, and counts. Any other
+append takes the normal path.
 """
 
 from __future__ import annotations

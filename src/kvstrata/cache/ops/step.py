@@ -131,11 +131,11 @@ def _targets(cache: CacheState, places: list[Place], tokens: Tokens, given: set[
     """
     now, then = lengths_then(cache, places, set()), lengths_then(cache, places, given)
     scopes = make_scopes(cache, places, Tokens.cat([tokens, coming_tokens(cache, places, given)]), then)
-    made = plan_all(scopes, cache.policy, cache.policy.settle_every)
-    target = made.target[: len(tokens)]
-    if any(needed is not None for needed in made.needed):
+    plans = plan_all(scopes, cache.policy, cache.policy.settle_every)
+    target = plans.target[: len(tokens)]
+    if any(needed is not None for needed in plans.needed):
         ahead = plan_all(make_scopes(cache, places, tokens, now), cache.policy, cache.policy.settle_every)
-        needed, which = list(made.needed), np.zeros(len(places), np.int64)
+        needed, which = list(plans.needed), np.zeros(len(places), np.int64)
         for i, (layer, scope) in enumerate(places):
             coming = [r for r in scope if r in given]
             if needed[i] is not None and ahead.needed[i] is None and ahead.spare[i] > 0:

@@ -44,7 +44,7 @@ def lengths_then(cache: CacheState, places: Sequence[Place], given: set[int]) ->
 
 
 def coming(cache: CacheState, places: Sequence[Place], given: set[int]) -> Fresh:
-    """One token more of each request given, without rows."""
+    """One more token of each given request, without K and V rows."""
     layers, requests = (np.array(x) for x in pairs(places))
     comes = np.isin(requests, list(given)).astype(np.int64)
     now = cache._lengths[requests, layers].astype(np.int64)

@@ -150,6 +150,7 @@ class Budget:
     max_requests: int
     max_tokens: int
     ceiling_room: int | None = None  # plain tokens beside ``kept`` under the ceiling of 8 bit; None: no ceiling
+    shares: tuple[float, ...] = ()  # of the bytes above the need, by layer, with a mean of 1; empty: all layers alike
 
     def __post_init__(self) -> None:
         if type(self.amount) is int and self.amount < self.fixed + self.reserve:
@@ -202,11 +203,21 @@ class Budget:
             fraction = min(fraction, self.ceiling(tokens, self.ceiling_room))
         return max(fraction, self.need(min(tokens, self.floor_tokens)))
 
-    def pages(self, tokens: int) -> int:
+    def granted_at(
+        self, layers: int | Sequence[int] | np.ndarray, tokens: int | Sequence[int] | np.ndarray
+    ) -> np.ndarray:
+        """Bytes that a fraction allows requests with so many tokens in these layers; both are broadcast."""
+        granted = self.granted_by_length[tokens]
+        if not self.shares:
+            return granted
+        more = (np.array(self.shares)[layers] - 1) * self.slack_by_length[tokens]
+        return granted + np.floor(more).astype(np.int64)
+
+    def pages(self, tokens: int, layer: int = 0) -> int:
         """Bytes for the pages of one scope: a layer (absolute) or a request's ``tokens`` in a layer (fraction)."""
         if type(self.amount) is int:
             return (self.amount - self.fixed - self.reserve) // self.layers
-        return self.granted(tokens) - self.overhead
+        return int(self.granted_at(layer, tokens)) - self.overhead
 
     def advice(self, pages: int, tokens: int) -> str:
         """Hint for an error message: a budget under which these bytes of pages would fit."""
@@ -232,6 +243,15 @@ class Budget:
         need[0] = self.overhead
         return np.maximum(granted, need[np.minimum(tokens, self.floor_tokens)])
 
+    @cached_property
+    def slack_by_length(self) -> np.ndarray:
+        """Bytes of `granted` above the need, with its pages taken as fractions so that it grows with every token."""
+        tokens, low = np.arange(self.max_tokens + 1), self.page_price[-1]
+        plain = -(-(self.kept + self.room) // self.page_tokens) * self.page_price[0]
+        old = 2 + np.maximum(tokens - self.kept, 0) / self.page_tokens
+        need = self.overhead + self.kv_heads * (plain + old * low)
+        return np.maximum(self.granted_by_length - need, 0.0)
+
     def allowed(self, lengths: np.ndarray, requests: int) -> int | None:
         """Bytes allowed for the whole cache with these lengths, int ``[max_requests, layers]``; so many are in use.
 
@@ -243,8 +263,8 @@ class Budget:
             return self.amount
         unused = self.max_requests - requests
         idle = -(-self.fixed * unused // self.max_requests)
-        table = self.granted_by_length
-        return idle + int(table[lengths].sum()) - unused * self.layers * int(table[0])
+        granted = self.granted_at(np.arange(self.layers), lengths)
+        return idle + int(granted.sum()) - unused * self.layers * int(self.granted_by_length[0])
 
 
 def default_tiers(amount: int | float | None, expected: Callable[[Sequence[str]], Budget]) -> tuple[str, ...]:

@@ -82,9 +82,9 @@ def _first_owners(cache: CacheState, layer: int, requests: Sequence[int], live: 
     """Entries of the page table that no earlier live request has too: bool ``[head_caches, tiers, pages]``."""
     table = cache.buckets.host_table[list(requests), layer]
     handles, first = np.unique(np.where(live[:, None, None, None], table, -1), return_index=True)
-    found = np.zeros(table.size, bool)
-    found[first[handles >= 0]] = True
-    return found.reshape(-1, *table.shape[2:])
+    is_first = np.zeros(table.size, bool)
+    is_first[first[handles >= 0]] = True
+    return is_first.reshape(-1, *table.shape[2:])
 
 
 def mass_of(tokens: Tokens, mass: torch.Tensor, kv_heads: int) -> torch.Tensor:

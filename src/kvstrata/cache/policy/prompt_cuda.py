@@ -95,8 +95,10 @@ class PreparedPrompt:
         return listed
 
     def fits(self, cache: CacheState, layer: int) -> bool:
-        """True if a layer is as empty as the first one was."""
-        where = self._requests, layer
+        """True if a layer is as empty as the first one was, with the same share of the budget."""
+        where, shares = (self._requests, layer), cache.budget.shares
+        if shares and shares[layer] != shares[self._layer]:
+            return False
         if cache.buckets.host_count[where].any() or cache._lengths[where].any():
             return False
         if not np.array_equal(cache._centred[where], self._centred):

@@ -4,7 +4,7 @@
     state     int32 [2]                     decode steps observed so far; 1 once any page had two owners
 
 Both are device tensors at fixed addresses and have no copy on the host: a captured decode step reports too
-(`attention/decode/observe.py`), and the host does not hear of it.
+(`attention/decode/observe.py`) without telling the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from kvstrata.cache.storage.transaction import Transaction
 
-MOST = 2**30  # queries are not counted further
+MOST = 2**30  # the count of queries saturates here
 
 
 class Reports:

@@ -15,7 +15,6 @@ from kvstrata.cache.storage.tokens import DROP, Tokens
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
-    from kvstrata.cache.storage.page_table import Short
 
 Layers = int | Sequence[int] | np.ndarray
 
@@ -58,21 +57,7 @@ def fits_each(cache: CacheState, layers: Layers, requests: Sequence[int], length
     counts[..., 0] += new[:, None]
     needed = (-(-counts // cache.page_tokens)).sum(-2) @ np.array(cache.policy.prices.page)
     ends = cache._lengths[where, rows] + new
-    return needed <= cache.budget.granted_by_length[ends] - cache.budget.overhead
-
-
-def fits_token(cache: CacheState, short: Short) -> np.ndarray:
-    """True for each request that needs pages for one more token if the budget has room for them, in every layer."""
-    if cache.budget.amount is None:
-        return np.ones(len(short.requests), bool)
-    if cache.budget.shared:
-        tight = np.flatnonzero(short.layers.any(0))
-        fits = fits_plain(cache, tight, short.requests.tolist(), [1] * len(short.requests))
-        return np.full(len(short.requests), fits)
-    prices, budget = np.array(cache.policy.prices.page), cache.budget
-    needed = cache.buckets.pages_of(short.requests) @ prices + short.pages * prices[0]
-    allowed = budget.granted_by_length[cache._lengths[short.requests] + 1] - budget.overhead
-    return ((needed <= allowed) | ~short.layers).all(1)
+    return needed <= cache.budget.granted_at(rows, ends) - cache.budget.overhead
 
 
 def fits_cropped(
@@ -86,7 +71,7 @@ def fits_cropped(
         tiers = len(prices.page)
         bucket = (tokens.head_cache * tiers + target)[target != DROP].cpu().numpy()
         counts = np.bincount(bucket, minlength=cache.kv_heads * tiers).reshape(-1, tiers)
-        return int(prices.each(counts).sum()) <= cache.budget.pages(length)
+        return int(prices.each(counts).sum()) <= cache.budget.pages(length, layer)
     copies = 0
     for tier, price in enumerate(prices.page):
         handles = cache.buckets._pages_of(layer, [request], tier)[2]

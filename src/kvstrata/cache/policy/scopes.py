@@ -50,13 +50,12 @@ def make_scopes(cache: CacheState, places: Sequence[Place], tokens: Tokens, leng
     layers, requests = pairs(places)
     held = np.array([[n for some in lengths for n in some]], np.int64)
     numbers = np.concatenate([held, cache.reports.at(requests, layers)]).repeat(cache.kv_heads, 1)
-    allowed = {n: cache.budget.pages(n) for n in {some[0] for some in lengths}}
     return Scopes(
         tokens,
         numbers,
         cache.kv_heads,
         tuple(len(scope) * cache.kv_heads for _, scope in places),
-        tuple(allowed[some[0]] for some in lengths),
+        tuple(cache.budget.pages(some[0], layer) for (layer, _), some in zip(places, lengths, strict=True)),
     )
 
 
@@ -78,7 +77,8 @@ def check_plans(
     for (layer, requests), held, least in zip(places, lengths, needed, strict=True):
         if least is not None:
             where = f"for the pages of layer {layer} and requests {requests} ({sum(held)} tokens)"
-            raise BudgetExceeded(where, least, cache.budget.pages(held[0]), cache.budget.advice(least, sum(held)))
+            allowed = cache.budget.pages(held[0], layer)
+            raise BudgetExceeded(where, least, allowed, cache.budget.advice(least, sum(held)))
 
 
 def move_tokens(

@@ -97,7 +97,6 @@ def plan(
         key = _prompt(cache, layers, requests, lengths, fresh)
         if key is not None and cache._prompt is not None and cache._prompt[0] == key:
             return _again(cache, cache._prompt[1], layers, requests, fresh, rows)
-    allowed = {n: cache.budget.pages(n) for n in {scope[0] for scope in lengths}}
     device = plan_places(
         cache.buckets,
         cache.policy,
@@ -105,7 +104,7 @@ def plan(
         np.array([n for scope in lengths for n in scope], np.int64),
         cache.reports,
         [len(scope) for _, scope in places],
-        [allowed[scope[0]] for scope in lengths],
+        [cache.budget.pages(scope[0], layer) for (layer, _), scope in zip(places, lengths, strict=True)],
         cache.policy.settle_every,
         fresh,
         unwritten,
@@ -138,7 +137,8 @@ def _prompt(
         return None
     if int(fresh.counts.sum()) * cache.kv_heads > LARGEST_KEPT:
         return None
-    return (tuple(map(tuple, lengths)), fresh.packed().tobytes())
+    shares = tuple(cache.budget.shares[layer] for layer in layers) if cache.budget.shares else ()
+    return (tuple(map(tuple, lengths)), fresh.packed().tobytes(), shares)
 
 
 def is_prompt(cache: CacheState, planned: Planned) -> bool:

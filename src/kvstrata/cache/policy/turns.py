@@ -5,7 +5,7 @@
 
 A place, a request in a layer, settles at its turn if it lacks room until the next, and at any time if the next token
 has none. Turns depend on the request's own length, never on its neighbours: the tiers of a request are the same in any
-batch. All requests of a batch at the same length take their layers in parts, all requests at different lengths come at
+batch. Requests of equal length settle one part of their layers at a time, requests of different lengths settle at
 different steps; both spread the work over the period.
 """
 
@@ -21,7 +21,7 @@ from .room import fits_plain
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
 
-PARTS = 8  # of the layers: more are more launches, fewer are longer steps
+PARTS = 8  # that the layers are divided into: more cost launches, fewer make longer steps
 
 
 @lru_cache(maxsize=64)
@@ -60,15 +60,15 @@ def _lacks_room(cache: CacheState, requests: np.ndarray, layers: np.ndarray, tok
     counts = cache.buckets.host_count[requests, layers].astype(np.int64)  # [n, heads, tiers]
     coded = (-(-counts[:, :, 1:] // p) @ prices[1:]).sum(1)
     lengths, lacks = cache._lengths[requests, layers].astype(np.int64), np.zeros(len(requests), bool)
-    # Bytes grow when a head takes a page; the allowance grows with every token, so these are the points to look at.
+    # Bytes grow when a head takes a page; the allowance grows with every token, so it suffices to check there.
     for plain in counts[:, :, 0].T:
         for new in range(int(tokens.max(initial=0)) // p + 1):
             ahead = -plain % p + 1 + new * p
             pages = -(-(counts[:, :, 0] + ahead[:, None]) // p)
             needed = coded + pages.sum(1) * prices[0]
-            allowed = budget.granted_by_length[np.minimum(lengths + ahead, cache.max_tokens)] - budget.overhead
+            allowed = budget.granted_at(layers, np.minimum(lengths + ahead, cache.max_tokens)) - budget.overhead
             lacks |= (ahead <= tokens) & (needed > allowed)
-        if (counts[:, :, 0] == plain[:, None]).all():  # as nearly always: heads have the same number of plain tokens
+        if (counts[:, :, 0] == plain[:, None]).all():  # the usual case: all heads have equally many plain tokens
             break
     return lacks
 

@@ -3,7 +3,7 @@
     stack[slab]      [ 9 7 4 . . . ]    indices of free pages; the last one, ``per_slab - used``, is taken first
     available[tier]  [ 3 8 21 ]         slabs of a tier with a free page, ascending; the first is taken from first
 
-The same calls give the same pages: nothing depends on addresses or on time. A slab that is opened has all of its pages
+Allocation is deterministic: equal sequences of calls return equal pages. A slab that is opened has all of its pages
 in order, lowest first.
 """
 

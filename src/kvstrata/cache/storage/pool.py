@@ -71,7 +71,7 @@ class Pool:
         self.streams: dict[int, torch.cuda.Stream] = {}  # on which the slabs were used, by handle
         self.tier = np.full(capacity, EMPTY, np.int8)
         self.refs = np.zeros((capacity, max(self.per_slab)), np.int32)
-        self.shares = False  # whether any page ever had two owners
+        self.shares = False  # True once any page has had two owners
         self.nbytes = 0  # of all slabs, empty ones included
         self.free = FreeLists(self.per_slab, capacity)
         self._steps = np.asarray(self.strides) // UNIT

@@ -38,7 +38,7 @@ class Arena:
 
     def __init__(self, device: torch.device, streams: Mapping[int, torch.cuda.Stream] | None = None) -> None:
         self.device = device
-        self._streams = {} if streams is None else streams  # that may still read a buffer when it is dropped
+        self._streams = {} if streams is None else streams  # streams that may still read a dropped buffer
         self.nbytes = 0
         self._free: list[dict[str, torch.Tensor]] = []
 

@@ -25,7 +25,7 @@ class Fresh:
     importance: torch.Tensor | None = None  # float32 [rows, kv_heads]
 
     def packed(self) -> np.ndarray:
-        """As kernels read it: int32 ``[4, places]``."""
+        """Pack the fields for kernels: int32 ``[4, places]``."""
         initial = self.initial.astype(np.float32).view(np.int32)
         return np.stack([self.counts, self.rows, self.positions, initial]).astype(np.int32)
 

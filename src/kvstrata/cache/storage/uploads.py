@@ -19,7 +19,7 @@ class Uploads:
         self._ring: torch.Tensor | None = None
         self._bytes = np.zeros(0, np.uint8)  # the ring's memory
         self._next = 0
-        self._read: list[list[torch.cuda.Event]] = [[], []]  # of each half: when its copies are done
+        self._read: list[list[torch.cuda.Event]] = [[], []]  # per half: recorded after its copies
 
     def copy(self, array: np.ndarray, streams: Iterable[torch.cuda.Stream]) -> torch.Tensor:
         """A device copy of ``array``, in the order of the current stream; ``streams``: all that upload."""

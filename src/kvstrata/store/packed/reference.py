@@ -64,7 +64,7 @@ def store_packed(job: Job) -> None:
     index = torch.arange(2 * f.page_tokens, dtype=torch.int16).view(torch.uint8)
     k_index, v_index = (x.view(torch.int16).long().to(slot.device) for x in scales.unpack_scales(index))
     for scale, number in ((k_scale, k_index), (v_scale, v_index)):
-        at = start + f.scale_offset + 2 * number[token].unsqueeze(1)
+        offset = start + f.scale_offset + 2 * number[token].unsqueeze(1)
         raw = scale.contiguous().view(torch.uint8).view(*scale.shape, 2)
-        flat[at] = raw[..., 0]
-        flat[at + 1] = raw[..., 1]
+        flat[offset] = raw[..., 0]
+        flat[offset + 1] = raw[..., 1]

@@ -61,10 +61,6 @@ def evaluate(
         list[float] | None,
         typer.Option(help="Compare tiers with one format at this mean width of codes instead of bytes; repeatable."),
     ] = None,
-    scales: Annotated[
-        list[str] | None,
-        typer.Option(help="With --bits: only simulated rounding, with fp16, e4m3 or e5m2 scales; repeatable."),
-    ] = None,
     chunk: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens decoded at a time, 32 by default, 64 with --quick; 1 is what a server does."),
@@ -106,8 +102,6 @@ def evaluate(
     Example: kvstrata eval --model model.gguf --text tempfile --budget 0.25 --tokens 1024 --settle-every 16
 
     Example: kvstrata eval --bits 2.5 --bits 3 --tokens 1024 --chunk 64 --stretches 8
-
-    Example: kvstrata eval --bits 2.5 --scales e4m3 --scales "e4m3 by page" --tokens 1024 --chunk 64
     """
     need(LIBRARIES, "hf", "this")
     from kvstrata.tools.bench.machine import describe
@@ -126,10 +120,8 @@ def evaluate(
         where = device_of(device)
         machine = describe(where, revision)
         path = results / machine["slug"] / "quality.json" if save else out
-        widths = [contender for width in bits or [] for contender in known.at_bits(width, peers, scales or [])]
+        widths = [contender for width in bits or [] for contender in known.at_bits(width, peers)]
         lists = [entry.split(",") for entry in tiers or []]
-        if scales and not bits:
-            raise ValueError("--scales: expected --bits with it, got none")
         _check(budgets, policy or [], lists)
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
@@ -235,15 +227,14 @@ def advise(
         where, precision = device_of(device), dtype_of(dtype)
         words = texts.load(text or list(texts.DEFAULT[:1]))
         by_file = {} if calibration is None else {"calibration": str(calibration)}
-        if calibration is not None:
-            Calibration.load(calibration)
+        given = None if calibration is None else Calibration.load(calibration)
         loaded, tokenizer = _loaded(model, where, precision, say)
         ids = models.encode(tokenizer, words, tokens).to(where)
     with progress_bars(say) as bar:
         layers = loaded.config.get_text_config(decoder=True).num_hidden_layers
         task = bar.add_task("sensitivity", total=2 * layers)
         measured = sensitivity.measure_sensitivity(
-            loaded, ids[:, : min(tokens, 256)], tick=lambda name, done: bar.update(task, completed=done)
+            loaded, ids[:, : min(tokens, 256)], given, tick=lambda name, done: bar.update(task, completed=done)
         )
         task = bar.add_task("budget", total=6)
         advised = advice.advise(
@@ -319,7 +310,7 @@ def calibrate(
         if sensitivity:
             task = bar.add_task("sensitivity", total=2 * len(calibration.layers))
             measured = sides.measure_sensitivity(
-                loaded, ids[:1, : min(tokens, 256)], tick=lambda name, done: bar.update(task, completed=done)
+                loaded, ids[:1, :256], calibration, tick=lambda name, done: bar.update(task, completed=done)
             )
             compressed = [i for i, x in enumerate(measured.k) if x or measured.v[i]]
             if len(compressed) == len(calibration.layers):

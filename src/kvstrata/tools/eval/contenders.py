@@ -18,7 +18,6 @@ from kvstrata.cache.policy.budget import tiers_for
 
 from .kivi import KiviCache
 from .rounding import RoundedCache
-from .scales import check_kind
 
 SIDE = 4  # bytes of scale and zero of a group
 
@@ -93,18 +92,15 @@ def bits(width: float, name: str, kind: str = "ours", **options: Any) -> Contend
     return Contender(f"{name}, {width:g} bits", kind, make, lambda cache: cache.memory().total, None, options)
 
 
-def at_bits(width: float, simulated: bool = False, scales: Sequence[str] = ()) -> list[Contender]:
+def at_bits(width: float, simulated: bool = False) -> list[Contender]:
     """Older tokens at this mean width of codes: tiers by importance, and every single format that has it; if asked for
-    also as `rounding` has it, without a packed byte. With ``scales``, these alone: exact, and with each such scale."""
+    also as `rounding` has it, without a packed byte."""
 
     whole_pages = {name: value for name, value in fitting().items() if name != "settle_every"}
     contenders = [bits(width, "tiers", tiers=list(tiers_for(width)), **whole_pages)]
     if not 2 <= width <= 4:
         raise ValueError(f"--bits: expected 2 to 4, got {width:g}")
     own = (whole_pages["recent_tokens"], whole_pages["sink_tokens"])
-    if scales:
-        kinds = (None, *map(check_kind, scales))
-        return [_rounded(width, name, *own, kind) for name in UNIFORM if _width(name) == width for kind in kinds]
     for name in UNIFORM:
         if _width(name) == width:
             contenders.append(bits(width, f"uniform {name}", "variant", policy="uniform", tiers=[name], **whole_pages))
@@ -117,11 +113,9 @@ def _width(name: str) -> float:
     return (int(name[1]) + int(name[3])) / 2
 
 
-def _rounded(bits: float, name: str, recent_tokens: int, sink_tokens: int, scales: str | None = None) -> Contender:
+def _rounded(bits: float, name: str, recent_tokens: int, sink_tokens: int) -> Contender:
     widths = dict(k_bits=int(name[1]), v_bits=int(name[3]))
     options: dict[str, Any] = dict(**widths, recent_tokens=recent_tokens, sink_tokens=sink_tokens)
-    if scales is not None:
-        name, options = f"{name} {scales}", {**options, "scales": scales}
 
     def make(config: Any, rows: int, tokens: int) -> Any:
         return RoundedCache(config, **options)

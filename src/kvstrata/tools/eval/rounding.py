@@ -2,8 +2,8 @@
 
 All rows stay exact. What a chunk sees of those between sink and recent tokens is rounded anew each time: K less its
 mean over all tokens so far, rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits
-these levels best, times the gains of pages. Scales are exact, or of one of the kinds in `scales`. With the mean of all
-tokens it knows more than a cache can, whose centre is fixed when the first of them are quantised.
+these levels best, times the gains of pages. Scales are exact. With the mean of all tokens it knows more than a cache
+can, whose centre is fixed when the first of them are quantised.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvstrata.layout.rotation import rotate
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 
-from .scales import round_scales, scale_bytes
+SCALE_BYTES = 4  # two fp16 scales per token and KV head
 
 
-def round_rows(x: torch.Tensor, bits: int, gain: float, scales: str | None = None) -> torch.Tensor:
+def round_rows(x: torch.Tensor, bits: int, gain: float) -> torch.Tensor:
     """Rows ``[..., tokens, D]`` as they come back from ``bits`` bits a value, rotated for it; longer by ``gain``."""
     x = rotate(x.float())
     step = x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-8) * GAUSSIAN_STEP[bits]
     half = (2**bits - 1) / 2
     level = (x / step + half).round().clamp(0, 2 * half) - half
     scale = (x * level).sum(-1) / level.square().sum(-1) * gain
-    return rotate(level * (scale if scales is None else round_scales(scale, scales)).unsqueeze(-1))
+    return rotate(level * scale.unsqueeze(-1))
 
 
 class RoundedLayer(DynamicLayer):
@@ -35,10 +35,9 @@ class RoundedLayer(DynamicLayer):
 
     is_croppable = False
 
-    def __init__(self, k_bits: int, v_bits: int, recent_tokens: int, sink_tokens: int, scales: str | None) -> None:
+    def __init__(self, k_bits: int, v_bits: int, recent_tokens: int, sink_tokens: int) -> None:
         super().__init__()
         self.bits, self.recent_tokens, self.sink_tokens = (k_bits, v_bits), recent_tokens, sink_tokens
-        self.scales = scales
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -51,9 +50,9 @@ class RoundedLayer(DynamicLayer):
         k, v = k.clone(), v.clone()
         k_bits, v_bits = self.bits
         centre = k[..., :past, :].float().mean(-2, keepdim=True)
-        rounded = round_rows(k[..., old, :] - centre, k_bits, K_GAIN[k_bits], self.scales)
+        rounded = round_rows(k[..., old, :] - centre, k_bits, K_GAIN[k_bits])
         k[..., old, :] = (rounded + centre).to(k.dtype)
-        v[..., old, :] = round_rows(v[..., old, :], v_bits, V_GAIN[v_bits], self.scales).to(v.dtype)
+        v[..., old, :] = round_rows(v[..., old, :], v_bits, V_GAIN[v_bits]).to(v.dtype)
         return k, v
 
     @property
@@ -64,26 +63,20 @@ class RoundedLayer(DynamicLayer):
         rows, dim = self.keys.shape[:2].numel(), self.keys.shape[-1]
         old = max(self.get_seq_length() - self.recent_tokens - self.sink_tokens, 0)
         plain = self.get_seq_length() - old
-        return rows * (plain * 4 * dim + round(old * (dim * sum(self.bits) // 8 + scale_bytes(self.scales or "fp16"))))
+        return rows * (plain * 4 * dim + old * (dim * sum(self.bits) // 8 + SCALE_BYTES))
 
 
 class RoundedCache(Cache):
     """One `RoundedLayer` per layer of a model with full attention."""
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        k_bits: int,
-        v_bits: int,
-        recent_tokens: int,
-        sink_tokens: int,
-        scales: str | None = None,
+        self, config: PreTrainedConfig, k_bits: int, v_bits: int, recent_tokens: int, sink_tokens: int
     ) -> None:
         text = config.get_text_config(decoder=True)
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         if other := sorted(set(kinds) - {"full_attention"}):
             raise ValueError(f"config: expected layers of full attention only, got {', '.join(other)}")
-        super().__init__(layers=[RoundedLayer(k_bits, v_bits, recent_tokens, sink_tokens, scales) for _ in kinds])
+        super().__init__(layers=[RoundedLayer(k_bits, v_bits, recent_tokens, sink_tokens) for _ in kinds])
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,8 @@
 """Sensitivity of each layer, and of K against V, to quantisation.
 
 One side of one layer at a time goes through the codes of a width, all others stay exact; the KL of the predictions is
-that side's sensitivity. The rows are quantised as pages hold them: K centred, both rotated, scales with their gains.
+that side's sensitivity. The rows are quantised as pages hold them: K balanced and centred by a calibration, both
+rotated, scales with their gains.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
+from kvstrata.hf.balance import ENOUGH
+from kvstrata.hf.calibrate import calibrate
 from kvstrata.layout import rotate
 from kvstrata.quant import reference as quant
+from kvstrata.quant.calibration import Calibration, LayerCalibration
 
 from .measure import Exact, decode
 
@@ -36,57 +40,84 @@ class Sensitivity:
         return sum(self.k) / max(sum(self.v), 1e-12)
 
 
-def round_trip(x: torch.Tensor, bits: int, is_k: bool) -> torch.Tensor:
-    """``x [rows, heads, n, D]`` through codes; the first tokens stay as they are."""
-    centre = x.float().mean(-2, keepdim=True) if is_k else None
-    rows = rotate(quant.clean(x, centre))
+def round_trip(x: torch.Tensor, bits: int, is_k: bool, calibration: LayerCalibration | None = None) -> torch.Tensor:
+    """``x [rows, heads, n, D]`` through codes; the first tokens stay as they are. K without a calibration has its mean
+    as centre and no balance."""
+    balance = centre = None
+    if is_k:
+        balance, centre = (None, None) if calibration is None else (calibration.balance, calibration.centre)
+        balance = torch.ones(x.shape[1], x.shape[-1]) if balance is None else balance
+        balance = balance.to(x.device).unsqueeze(1)
+        own = (x.float() / balance).mean(-2, keepdim=True)
+        centre = own if centre is None else centre.to(x.device).unsqueeze(1)
+    rows = rotate(quant.clean(x if balance is None else x.float() / balance, centre))
     codes = quant.encode(rows, quant.step_of(rows, bits), bits)
     gain = (quant.K_GAIN if is_k else quant.V_GAIN)[bits]
     back = rotate(quant.decode(codes, quant.refit(rows, codes, bits, gain), bits))
-    back = back if centre is None else back + centre
+    if balance is not None and centre is not None:
+        back = (back + centre) * balance
     return torch.cat([x[..., :SINKS, :], back[..., SINKS:, :].to(x.dtype)], -2)
 
 
 class RoundedLayer(DynamicLayer):
     """Layer that hands K or V to attention rounded, and keeps both exact."""
 
-    def __init__(self, side: str, bits: int) -> None:
+    def __init__(self, side: str, bits: int, calibration: LayerCalibration | None) -> None:
         super().__init__()
-        self.side, self.bits = side, bits
+        self.side, self.bits, self.calibration = side, bits, calibration
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = super().update(key_states, value_states, *args, **kwargs)
         if self.side == "k":
-            return round_trip(k, self.bits, True), v
+            return round_trip(k, self.bits, True, self.calibration), v
         return k, round_trip(v, self.bits, False)
 
 
 def measure_sensitivity(
-    model: Any, ids: torch.Tensor, bits: int = 2, tick: Callable[[str, int], None] = lambda name, done: None
+    model: Any,
+    ids: torch.Tensor,
+    calibration: Calibration | None = None,
+    *,
+    bits: int = 2,
+    tick: Callable[[str, int], None] = lambda name, done: None,
 ) -> Sensitivity:
-    """One forward per layer and side over ``ids [rows, tokens]``."""
+    """One forward per layer and side over ``ids [rows, tokens]``.
+
+    Without a calibration one is made from ``ids``, if these are enough tokens. One that does not have a layer for each
+    full-attention layer of the model is not used: which layer is which is unknown then.
+    """
     tokens = ids.shape[1]
+    if calibration is None and tokens >= ENOUGH:
+        calibration = calibrate(model, ids)
     _, exact = decode(model, ids, DynamicCache(config=model.config), chunk=tokens, keep=True)
     assert exact is not None
     layers = DynamicCache(config=model.config).layers
+    places = [place for place, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    fits = calibration is not None and len(calibration.layers) == len(places)
+    own = dict(zip(places, calibration.layers, strict=True)) if calibration is not None and fits else {}
     by_side: dict[str, list[float]] = {"k": [], "v": []}
     for side, values in by_side.items():
-        for place, layer in enumerate(layers):
-            values.append(_one(model, ids, layer, place, side, bits, exact))
+        for place in range(len(layers)):
+            compressed = place in places  # else a layer that a StrataCache does not compress
+            values.append(_one(model, ids, place, side, bits, exact, own.get(place)) if compressed else 0.0)
             tick(f"{side.upper()} of layer {place}", len(by_side["k"]) + len(by_side["v"]))
     return Sensitivity(bits, by_side["k"], by_side["v"])
 
 
 def _one(
-    model: Any, ids: torch.Tensor, layer: CacheLayerMixin, place: int, side: str, bits: int, exact: Exact
+    model: Any,
+    ids: torch.Tensor,
+    place: int,
+    side: str,
+    bits: int,
+    exact: Exact,
+    calibration: LayerCalibration | None,
 ) -> float:
-    if type(layer) is not DynamicLayer:
-        return 0.0  # a layer that a StrataCache does not compress
     cache = Cache(
         layers=[type(x)() if type(x) is DynamicLayer else x for x in DynamicCache(config=model.config).layers]
     )
-    cache.layers[place] = RoundedLayer(side, bits)
+    cache.layers[place] = RoundedLayer(side, bits, calibration)
     scores, _ = decode(model, ids, cache, chunk=ids.shape[1], exact=exact)
     return sum(map(sum, scores.kl)) / (len(scores.kl) * sum(scores.count))

@@ -143,7 +143,7 @@ class State:
         return Planned(job, tokens, target.to(torch.int8), plan, numbers)
 
     def plan(self) -> Launches:
-        """From targets to launches, as `apply.prepare` does it, with pages that are allocated already."""
+        """Prepare launches from targets as `apply.prepare` does, into pages that are already allocated."""
         requests, layers = self.places
         places = requests * self.layers + layers
         counted = moves_cuda.Moves(self.buckets, places, self.target, self.buckets.arena.lease(), self.tokens)

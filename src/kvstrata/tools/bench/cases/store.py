@@ -78,7 +78,7 @@ class Inputs:
 
     @property
     def tensors(self) -> Tensors:
-        """As ``store_kv`` and its plans take them."""
+        """Arguments in the order of ``store_kv`` and its plans."""
         k, k_cache, k_scale = self.rows[0], self.caches[0], self.scales[0]
         if not self.kind.has_v:
             return Tensors(k, None, k_cache, None, self.slot_mapping, k_scale, None)

@@ -66,7 +66,7 @@ def _cuda(shape: Shape, tiers: Tiers, arch: str, device: torch.device) -> Proble
 
 
 def _features(formats: Any, shape: Shape, tokens: int, columns: int) -> dict[str, int | str]:
-    from kvstrata.attention.decode.cuda import features
+    from kvstrata.attention.decode.stages import features
 
     return features(formats, False, shape.requests * shape.kv_heads, tokens, columns)
 
