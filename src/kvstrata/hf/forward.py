@@ -36,6 +36,9 @@ class Ahead(Protocol):
     """The part of a cache's steps that forwards use; ``ahead`` is True in `forward`."""
 
     ahead: bool
+    plan: Any  # what the graph of a step reads
+
+    def has_plan(self, plan: Any) -> bool: ...
 
     def forward(self) -> AbstractContextManager[None]: ...
 

@@ -35,9 +35,14 @@ ROOM = 2**31  # slots are int32
 
 
 class PackedSteps:
-    """Whether the forward that is running is a step that the cache itself captures or compiles."""
+    """Marks a forward that is a step which the cache itself captures or compiles, and names what its graph reads."""
 
     ahead = False
+    plan: PackedRows | None = None
+
+    def has_plan(self, plan: PackedRows | None) -> bool:
+        """True if these are the rows that steps read now, at the addresses of a graph."""
+        return plan is not None and plan is self.plan
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -149,7 +154,7 @@ class PackedCache(Cache):
         blocks = -(-tokens // self.page_tokens)
         if self._most * blocks * self.page_tokens >= ROOM:
             raise ValueError(f"max_tokens: expected fewer than {ROOM} in {self._most} rows, got {tokens} in each")
-        self.state = PackedRows(rows, blocks, self.page_tokens, key.device)
+        self.state = self.steps.plan = PackedRows(rows, blocks, self.page_tokens, key.device)
         return None
 
     def blocks(self) -> int:
@@ -236,7 +241,7 @@ class PackedCache(Cache):
 
     @property
     def decoding(self) -> str:
-        """How decode steps run outside of `generate`'s own compilation: eager, compiled or captured, and why not."""
+        """Mode of decode steps that `generate` does not compile: eager, compiled or captured, and the reason."""
         if self.plain_layers:
             return "eager: some layers are not compressed"
         device = torch.device("cpu") if self.state is None else self.state.columns.device
@@ -287,7 +292,7 @@ class PackedCache(Cache):
             layer.is_initialized = False
         for layer in self.layers:
             layer.reset()
-        self.fmt = self.state = self._shape = self._before = None
+        self.fmt = self.state = self.steps.plan = self._shape = self._before = None
         self.forward.drop()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -344,7 +349,7 @@ class PackedCache(Cache):
             self._copy((sources + block).flatten(), (targets + block).flatten())
         if len(rows) != self.rows:
             self.forward.drop()
-        self.state = self.state.select(torch.tensor(rows, device=device))
+        self.state = self.steps.plan = self.state.select(torch.tensor(rows, device=device))
 
     def _copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy blocks of every layer by way of other memory: a target may be the source of another."""
