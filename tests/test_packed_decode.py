@@ -156,6 +156,29 @@ def test_arguments_are_named() -> None:
             decode_packed(q, batch.pages, table, lens, fmt, workspace=small, backend="cuda")
 
 
+@each_backend
+def test_output_of_the_caller(backend: str) -> None:
+    fmt = Format.parse("K4V4", 64, 16)
+    batch = Batch(fmt, [30, 0, 20])
+    q = batch.queries([1, 1, 1], 3)
+    arguments = (q, batch.pages, batch.block_table, batch.seq_lens, fmt)
+    want = decode_packed(*arguments, backend=backend)
+    for _ in range(2):  # the second call takes the way of repeated ones
+        out = torch.full_like(q, float("nan"))
+        assert decode_packed(*arguments, out=out, backend=backend) is out
+        assert torch.equal(out, want)
+    again = decode_packed(*arguments, backend=backend)
+    assert again is not out
+    for message, wrong in {
+        r"out: expected shape \(3, 6, 64\)": out[:2],
+        "out: expected torch.bfloat16": out.float(),
+        "out: expected a contiguous tensor": out.transpose(0, 1).contiguous().transpose(0, 1),
+        "out: expected an address": torch.empty(out.numel() + 1, dtype=out.dtype, device=DEVICE)[1:].view(out.shape),
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            decode_packed(*arguments, out=wrong, backend=backend)
+
+
 def test_operator() -> None:
     fmt = Format.parse("K4V4", 64, 16)
     batch = Batch(fmt, [30, 20])
@@ -163,8 +186,16 @@ def test_operator() -> None:
     fields = (fmt.name, 64, 16, True, None, None, None, None, None, True, "reference")
     arguments = (q, batch.pages, batch.block_table, batch.seq_lens, *[None] * 11, *fields)
     torch.library.opcheck(torch.ops.kvstrata.decode_packed.default, arguments)
+    torch.library.opcheck(torch.ops.kvstrata.decode_packed_into.default, (*arguments, torch.empty_like(q)))
+
+    def into(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return decode_packed(q, batch.pages, batch.block_table, batch.seq_lens, fmt, out=out, backend="reference")
+
+    out = torch.full_like(q, float("nan"))
+    torch.compile(into, fullgraph=True, backend="eager")(q, out)
 
     def call(q: torch.Tensor) -> torch.Tensor:
         return decode_packed(q, batch.pages, batch.block_table, batch.seq_lens, fmt, backend="reference")
 
     assert torch.equal(torch.compile(call, fullgraph=True, backend="eager")(q), call(q))
+    assert torch.equal(out, call(q))

@@ -34,11 +34,13 @@ class Chunk(Batch):
         return k, v
 
 
+SCORING = {"sliding_window", "softcap", "sinks"}
 CASES: dict[str, tuple[tuple, list[int], list[int], dict, dict]] = {
     "ragged": (("K8V8", 64, 16), [70, 33, 5, 40], [20, 1, 5, 0], dict(shared=True), {}),
     "blocks of pages, D 128": (("K4V4", 128, 32), [100, 64], [30, 32], dict(pages_per_block=2, strided=True), {}),
     "window and softcap": (("K4V2", 64, 16), [60], [25], {}, dict(sliding_window=19, softcap=4.0)),
     "calibrated": (("K4V4", 64, 16), [50, 30], [10, 30], dict(calibration=True), {}),
+    "dense": (("K4V4", 64, 16), [40, 40], [12, 12], {}, dict(total_tokens=80, exact_lengths=True)),
     "sinks": (("K3V3", 64, 16), [50], [9], {}, dict(sinks=torch.tensor([0.5, -1.0, 1.0, 0.0]).to(DEVICE))),
 }
 
@@ -52,12 +54,40 @@ def test_against_the_model(name: str, backend: str, monkeypatch: pytest.MonkeyPa
     chunk = Chunk(Format.parse(fmt, dim, tokens), lengths, new, dtype=torch.float16, **options)
     if name == "ragged":
         monkeypatch.setattr(packed_triton, "STAGED", 1)  # a KV head at a time
+    if name == "dense":
+        call = call | dict(max_seqlen_q=12, max_seqlen_k=40)
     q = chunk.queries(new, 2)
     result = prefill_packed(
         q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt,
         calibration=chunk.calibration, return_lse=True, backend=backend, **call,
     )  # fmt: skip
-    chunk.compare(result, q, new, call)
+    chunk.compare(result, q, new, {name: call[name] for name in call.keys() & SCORING})
+
+
+@each_backend
+def test_memory_of_the_caller(backend: str) -> None:
+    """Output and scratch where they are told to be; scratch for one KV head is enough."""
+    chunk = Chunk(Format.parse("K4V4", 64, 16), [40, 21], [9, 3], dtype=torch.float16)
+    q = chunk.queries([9, 3], 2)
+    arguments = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt)
+    want = prefill_packed(*arguments, backend=backend)
+    for heads in (1, 2):
+        out = torch.full_like(q, float("nan"))
+        workspace = torch.full((heads * 2 * 61 * 64 * 2,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        result = prefill_packed(*arguments, out=out, workspace=workspace, backend=backend)
+        assert result is out
+        assert torch.equal(out, want)
+    if backend == "triton":
+        with pytest.raises(ValueError, match="workspace: expected at least 15616 bytes"):
+            prefill_packed(*arguments, workspace=workspace[:15615], backend=backend)
+    for message, wrong in {
+        r"out: expected shape \(12, 4, 64\)": dict(out=out[:5]),
+        "out: expected torch.float16": dict(out=out.float()),
+        "workspace: expected torch.uint8": dict(workspace=out),
+        "exact_lengths: expected False without": dict(exact_lengths=True),
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            prefill_packed(*arguments, backend=backend, **wrong)
 
 
 def test_arguments_are_named() -> None:
@@ -76,9 +106,11 @@ def test_arguments_are_named() -> None:
 def test_operator() -> None:
     chunk = Chunk(Format.parse("K4V4", 64, 16), [30], [5])
     q = chunk.queries([5], 2)
-    tensors = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, *[None] * 9)
-    options = (None, None, None, None, None, None, True, "reference")
-    torch.library.opcheck(torch.ops.kvstrata.prefill_packed.default, (*tensors, "K4V4", 64, 16, True, *options))
+    tensors = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, *[None] * 10)
+    options = (None, None, None, None, None, None, False, True, "reference")
+    given = (*tensors, "K4V4", 64, 16, True, *options)
+    torch.library.opcheck(torch.ops.kvstrata.prefill_packed.default, given)
+    torch.library.opcheck(torch.ops.kvstrata.prefill_packed_into.default, (*given, torch.empty_like(q)))
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         prefill_attention_cached,
         prefill_packed,
         warmup,
+        warmup_packed,
     )
     from .cache import BudgetExceeded, TieredCache
     from .layout import Format
@@ -54,6 +55,7 @@ __all__ = [
     "store_kv",
     "store_packed",
     "warmup",
+    "warmup_packed",
 ]
 
 _STAGES = {
@@ -66,6 +68,7 @@ _STAGES = {
         "prefill_attention_cached",
         "prefill_packed",
         "warmup",
+        "warmup_packed",
     ),
     "cache": ("BudgetExceeded", "TieredCache"),
     "jit": (),

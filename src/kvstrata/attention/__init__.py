@@ -4,6 +4,7 @@ from .ahead import warmup
 from .decode.op import decode_attention
 from .decode.plan import DecodePlan
 from .output import AttentionOutput
+from .packed_ahead import warmup_packed
 from .packed_decode.op import decode_packed
 from .packed_prefill.op import prefill_packed
 from .prefill.op import prefill_attention
@@ -18,4 +19,5 @@ __all__ = [
     "prefill_attention_cached",
     "prefill_packed",
     "warmup",
+    "warmup_packed",
 ]

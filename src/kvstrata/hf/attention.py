@@ -40,7 +40,14 @@ class CompressedLayer(Protocol):
 
     again: Again | None
 
-    def step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor: ...
+    def step(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        logits: Logits,
+    ) -> torch.Tensor: ...
 
     def attend(
         self,
@@ -183,9 +190,9 @@ def _step(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """A layer of a forward that holds operators only, traced by dynamo; the mask says nothing."""
+    """A layer of a forward that holds operators only, traced by dynamo."""
     _check(base, module, query.shape[2], attention_mask, options)
-    return key.layer.step(query, key.rows, value.rows, _logits(query, options)), None
+    return key.layer.step(query, key.rows, value.rows, attention_mask, _logits(query, options)), None
 
 
 def _call(base: str, function: Attend, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

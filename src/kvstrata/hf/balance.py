@@ -123,6 +123,28 @@ def from_weights(
     return pair_balance(squares[0], squares[1], len(rope), bool(is_interleaved))
 
 
+def centre_from_bias(
+    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool
+) -> torch.Tensor | None:
+    """Centre ``[kv_heads, D]`` of K: the mean of ``k_proj``'s bias over positions of the horizon; None without one."""
+    bias = getattr(getattr(module, "k_proj", None), "bias", None)
+    if not isinstance(bias, torch.Tensor) or bias.numel() != kv_heads * dim:
+        return None
+    own, pairs = bias.detach().float().view(kv_heads, dim), len(rope)
+    if not pairs:
+        return own
+    cos, sin = (
+        x[0].to(own.device) for x in mean_turn(torch.tensor(rope, dtype=torch.float64), torch.tensor([HORIZON]))
+    )
+    two = (
+        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if is_interleaved else (slice(pairs), slice(pairs, 2 * pairs))
+    )
+    x, y = own[:, two[0]], own[:, two[1]]
+    centre = own.clone()
+    centre[:, two[0]], centre[:, two[1]] = x * cos - y * sin, y * cos + x * sin
+    return centre
+
+
 def _steady(rope: Sequence[float], dim: int, is_interleaved: bool) -> torch.Tensor:
     """Share of a constant's energy that is left in its mean over the horizon, per channel; 1 without RoPE."""
     share = torch.ones(dim)

@@ -36,6 +36,7 @@ from .guard import Guard
 from .hybrid import HybridLayer
 from .layer import StrataLayer
 from .mask import LastMask
+from .packed import PackedCache
 from .rope import frequencies
 from .steps import Steps
 from .window import LEAST, WindowLayer
@@ -69,6 +70,8 @@ class StrataCache(Columns):
         capture: run decode steps, one new token of every row, as CUDA graphs; None does on a GPU. `decoding` says how
             they run, and why not so.
         compile: let inductor compile the forward before it is captured.
+        format: ``K4V4`` and the like packs all tokens in one format instead, and takes no budget: the result is a
+            `kvstrata.hf.packed.PackedCache`, whose steps `generate` may compile.
 
     Layers that cannot be compressed (short sliding windows, linear attention, other shapes of K and V) are left to
     transformers; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on.
@@ -91,6 +94,10 @@ class StrataCache(Columns):
         11
     """
 
+    def __new__(cls, *arguments: Any, format: str | None = None, **options: Any) -> Any:
+        """A `PackedCache` where a format is given; copies and pickles give nothing."""
+        return super().__new__(cls) if format is None else PackedCache(*arguments, format=format, **options)
+
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -104,6 +111,7 @@ class StrataCache(Columns):
         calibration: Calibration | str | PathLike[str] | None = None,
         capture: bool | None = None,
         compile: bool = False,
+        format: str | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
@@ -137,8 +145,8 @@ class StrataCache(Columns):
             calibration = Calibration.load(calibration)
         self.calibration = calibration
         self._text = text
-        self.context = getattr(text, "max_position_embeddings", None) or TOKENS
         self.plain_layers: dict[int, str] = {}
+        self.context = getattr(text, "max_position_embeddings", None) or TOKENS
         self._tiered: TieredCache | None = None
         self._shape: tuple[int, int] | None = None
         self.steps, self.forward = Steps(), Forward(capture, compile)
@@ -165,7 +173,7 @@ class StrataCache(Columns):
                 layers[place] = StrataLayer(self, place, self._compressed)
                 self._compressed += 1
         super().__init__(layers=layers)
-        self._warn_if_useless()
+        support.warn_if_useless(self)
         self._check_sizes()
         attention.connect(self)
 
@@ -225,14 +233,7 @@ class StrataCache(Columns):
 
     def _misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
         """Reason why K and V of a layer, ``[rows, kv_heads, n, D]``, cannot be compressed, or None."""
-        dim = key.shape[-1]
-        if key.shape != value.shape:
-            return f"K and V of different shapes, {tuple(key.shape[1::2])} and {tuple(value.shape[1::2])}"
-        if dim % 16 or not 32 <= dim <= 256:
-            return f"head_dim {dim}, not a multiple of 16 from 32 to 256"
-        if self._shape not in (None, (key.shape[1], dim)):
-            return f"{key.shape[1]} heads of {dim}, other layers have {self._shape}"
-        return None
+        return support.misfit(key, value, self._shape)
 
     @property
     def window_layers(self) -> dict[int, int]:
@@ -254,13 +255,8 @@ class StrataCache(Columns):
     def _keep_plain(self, place: int, reason: str) -> DynamicLayer:
         """Replace a compressed layer by one of transformers; ``reason`` goes to ``plain_layers``."""
         self.plain_layers[place], self.layers[place] = reason, self.layers[place].plain()
-        self._warn_if_useless()
+        support.warn_if_useless(self)
         return self.layers[place]
-
-    def _warn_if_useless(self) -> None:
-        if len(self.plain_layers) == len(self.layers):
-            reasons = ", ".join(sorted(set(self.plain_layers.values())))
-            warnings.warn(f"StrataCache compresses no layer of this model: {reasons}", stacklevel=3)
 
     def build(self, key: torch.Tensor) -> None:
         """Make the TieredCache for K ``[rows, kv_heads, n, D]``; does nothing if there is one.
@@ -321,10 +317,7 @@ class StrataCache(Columns):
 
     def _config_heads(self) -> tuple[int | None, int | None]:
         """KV heads and head_dim as the config has them, None where `_misfit` would refuse them."""
-        heads = support.size(self._text, "num_attention_heads")
-        dim = support.size(self._text, "head_dim") or (heads and getattr(self._text, "hidden_size", 0) // heads)
-        fits = type(dim) is int and dim % 16 == 0 and 32 <= dim <= 256
-        return support.size(self._text, "num_key_value_heads") or heads, dim if fits else None
+        return support.sizes(self._text)[1:]
 
     def _adopt(self, tiered: TieredCache, real: np.ndarray) -> None:
         """Use a TieredCache whose requests are the rows of ``real``, bool ``[rows, columns]``, False for padding."""

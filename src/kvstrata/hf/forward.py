@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
@@ -27,8 +28,6 @@ from transformers.utils import ModelOutput
 
 import kvstrata
 
-from .steps import Steps
-
 PLAIN = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict"}
 TRANSFORMERS_HOOKS = "transformers.utils.output_capturing"  # of outputs that steps do not return
 NEEDED = PLAIN - {"return_dict"}  # parameters of a forward
@@ -36,10 +35,22 @@ Module = torch.nn.Module
 _plain_call = Module.__call__
 
 
+class Ahead(Protocol):
+    """The part of a cache's steps that forwards use; ``ahead`` is True in `forward`."""
+
+    ahead: bool
+    plan: Any  # what the graph of a step reads
+
+    def has_plan(self, plan: Any) -> bool: ...
+
+    def forward(self) -> AbstractContextManager[None]: ...
+
+
 class Owner(Protocol):
     """The part of a `StrataCache` that its forwards use."""
 
-    steps: Steps
+    @property
+    def steps(self) -> Ahead: ...
 
     @property
     def eager_only(self) -> str | None: ...

@@ -115,8 +115,15 @@ class StrataLayer(CacheLayerMixin):
                 )
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
-    def step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
-        """`attend` in a forward of operators only."""
+    def step(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        logits: Logits,
+    ) -> torch.Tensor:
+        """`attend` in a forward of operators only, whose mask says nothing."""
         return strata_decode(self.owner.steps, self.index, query, key, value, logits)
 
     def attend(

@@ -16,8 +16,12 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # Keyword arguments of an attention function that a compressed layer handles or that do not change the scores.
@@ -60,6 +64,49 @@ def slides(config: Any, place: int, layer: Any) -> bool:
     else:
         is_sliding = types[place] == "sliding_attention"
     return is_sliding and type(layer).__name__ == "DynamicSlidingWindowLayer"
+
+
+def plain_layers(layers: list[Any], text: Any) -> dict[int, str]:
+    """Layers of a DynamicCache that cannot be compressed, each with the reason; ``text`` is the model's config."""
+    shares = bool(getattr(text, "num_kv_shared_layers", None))
+    reasons = {}
+    for place, layer in enumerate(layers):
+        if type(layer) is not DynamicLayer:
+            window = getattr(layer, "sliding_window", None)
+            reasons[place] = f"sliding window of {window}" if window else type(layer).__name__
+        elif shares:
+            reasons[place] = "the model shares K and V between layers"
+    return reasons
+
+
+def misfit(key: torch.Tensor, value: torch.Tensor, shape: tuple[int, int] | None) -> str | None:
+    """Reason why K and V of a layer, ``[rows, kv_heads, n, D]``, cannot be compressed, or None.
+
+    ``shape`` is (kv_heads, D) of other layers.
+    """
+    dim = key.shape[-1]
+    if key.shape != value.shape:
+        return f"K and V of different shapes, {tuple(key.shape[1::2])} and {tuple(value.shape[1::2])}"
+    if dim % 16 or not 32 <= dim <= 256:
+        return f"head_dim {dim}, not a multiple of 16 from 32 to 256"
+    if shape not in (None, (key.shape[1], dim)):
+        return f"{key.shape[1]} heads of {dim}, other layers have {shape}"
+    return None
+
+
+def warn_if_useless(cache: Any) -> None:
+    """Warn if no layer of a cache is compressed."""
+    if len(cache.plain_layers) == len(cache.layers):
+        reasons = ", ".join(sorted(set(cache.plain_layers.values())))
+        warnings.warn(f"StrataCache compresses no layer of this model: {reasons}", stacklevel=4)
+
+
+def sizes(text: Any) -> tuple[int | None, int | None, int | None]:
+    """Query heads, KV heads and head_dim as a config has them, head_dim None where `misfit` would refuse it."""
+    heads = size(text, "num_attention_heads")
+    dim = size(text, "head_dim") or (heads and getattr(text, "hidden_size", 0) // heads)
+    fits = type(dim) is int and dim % 16 == 0 and 32 <= dim <= 256
+    return heads, size(text, "num_key_value_heads") or heads, dim if fits else None
 
 
 def _source(configuration: str) -> str | None:

@@ -125,8 +125,12 @@ class Launch:
         config.sharedMemBytes = shared
         config.attrs, config.numAttrs = [attribute], 1
 
+        last = None  # assigning it takes longer than the rest (docs/perf-log.md)
+
         def launch(stream: int, args: int, extra: int) -> Any:
-            config.hStream = stream
+            nonlocal last
+            if stream != last:
+                config.hStream = last = stream
             return driver.cuLaunchKernelEx(config, self._function, args, extra)
 
         return launch

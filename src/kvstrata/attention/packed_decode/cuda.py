@@ -85,6 +85,22 @@ def combine_entry_of(dtype: torch.dtype, head_dim: int, warps: int, plain: bool 
     return f"{entry[:-1]},{_flag(plain)}>"
 
 
+def kernels_needed(
+    format: Format, dtype: torch.dtype, group: int, q_len: int = 1, *, windowed: bool = False, arch: str
+) -> list[jit.Named]:
+    """Kernels of steps with up to ``q_len`` queries per request; ``windowed``: with a sliding window, too."""
+    if dtype not in NAMES or not format.rotate:
+        return []
+    needed = []
+    for queries in range(1, q_len + 1):
+        cut = cut_of((format,), queries * group, arch)
+        for ordered in {queries > 1, windowed or queries > 1}:
+            needed.append((FOLDER / "packed.cu", entry_of(format, dtype, ordered, cut)))
+    fewest = max(4, -(-format.head_dim // 32))
+    combine = [combine_entry_of(dtype, format.head_dim, warps) for warps in sorted({1, fewest, 16})]
+    return list(dict.fromkeys([*needed, *((FOLDER / "packed_combine.cu", entry) for entry in combine)]))
+
+
 def shared_of(format: Format, cut: Cut, plain: bool = False) -> int:
     """Dynamic shared memory of a block, in bytes; positions are not stored."""
     codes, rows = slot_bytes((format,)) - 4 * format.page_tokens, PLAIN_TOKENS * format.head_dim * 4
@@ -194,10 +210,11 @@ class Plan:
         )  # fmt: skip
         return decode, combine
 
-    def run(self, tensors: Tensors, return_lse: bool) -> Result:
-        """Run a call that looks like the plan's."""
+    def run(self, tensors: Tensors, return_lse: bool, out: torch.Tensor | None = None) -> Result:
+        """Run a call that looks like the plan's; ``out`` is written to, or a new tensor."""
         q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch, *rows = tensors
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         if scratch is None:
             scratch = torch.empty(self.nbytes, dtype=torch.uint8, device=q.device)

@@ -8,7 +8,7 @@ import torch
 
 from kvstrata.attention.arguments import DTYPES, check_positive, check_sinks, check_sliding_window, kernel_sinks
 from kvstrata.layout import Format
-from kvstrata.layout.blocks import Blocks, blocks_of, check_alignment
+from kvstrata.layout.blocks import ALIGNMENT, Blocks, blocks_of, check_alignment
 from kvstrata.store.packed.job import check_calibration
 from kvstrata.store.packed.plain_rows import RowTensors, check_rows
 
@@ -71,6 +71,7 @@ class Job(NamedTuple):
     fixed_split: int | None
     return_lse: bool
     rows: RowTensors = RowTensors()
+    out: torch.Tensor | None = None  # [T, Hq, D], contiguous
 
     @property
     def format(self) -> Format:
@@ -136,6 +137,24 @@ def check_query(q: torch.Tensor, blocks: Blocks, device: torch.device) -> None:
         _fail("q", f"a tensor on {device}, where pages is", q.device)
 
 
+def check_memory(out: torch.Tensor | None, workspace: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Check the memory that a caller gave for the output and for scratch."""
+    for name, x in (("out", out), ("workspace", workspace)):
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        dtype = q.dtype if name == "out" else torch.uint8
+        if x.dtype != dtype:
+            _fail(name, f"{dtype}", x.dtype, TypeError)
+        if not x.is_contiguous():
+            _fail(name, "a contiguous tensor", f"strides {x.stride()}")
+        if x.device != q.device:
+            _fail(name, f"a tensor on {q.device}, where q is", x.device)
+    if out is not None and out.shape != q.shape:
+        _fail("out", f"shape {tuple(q.shape)} as q", tuple(out.shape))
+
+
 def _most_queries(tensors: Tensors, given: int | None) -> int:
     tokens, requests = tensors.q.shape[0], tensors.seq_lens.shape[0]
     if given is not None and (type(given) is not int or given < 1):
@@ -151,7 +170,9 @@ def _most_queries(tensors: Tensors, given: int | None) -> int:
     return tokens // requests
 
 
-def check(tensors: Tensors, format: Format, options: Options, *, address: bool = True) -> Job:
+def check(
+    tensors: Tensors, format: Format, options: Options, out: torch.Tensor | None = None, *, address: bool = True
+) -> Job:
     """Check everything but the contents of tensors; ``address``: they are memory, not fake tensors."""
     q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace, *_ = tensors
     blocks = blocks_of(pages, format)
@@ -165,10 +186,9 @@ def check(tensors: Tensors, format: Format, options: Options, *, address: bool =
     check_sinks(sinks, q.shape[1], q.device)
     check_calibration(balance, centre, blocks, pages.device)
     check_rows(tensors.rows, blocks, q.dtype, seq_lens.shape[0], pages.device, address)
-    if workspace is not None and (workspace.dtype != torch.uint8 or not workspace.is_contiguous()):
-        _fail("workspace", "contiguous torch.uint8", f"{workspace.dtype} with strides {workspace.stride()}")
-    if workspace is not None and workspace.device != pages.device:
-        _fail("workspace", f"a tensor on {pages.device}, where pages is", workspace.device)
+    check_memory(out, workspace, q)
+    if address and out is not None and out.data_ptr() % ALIGNMENT:
+        _fail("out", f"an address that is a multiple of {ALIGNMENT}", f"{out.data_ptr():#x}")
     split = options.fixed_split
     if split is not None and (type(split) is not int or split < 1):
         _fail("fixed_split", "an int of at least 1", repr(split))
@@ -177,5 +197,5 @@ def check(tensors: Tensors, format: Format, options: Options, *, address: bool =
     return Job(
         q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, None if sinks is None else kernel_sinks(sinks),
         workspace, blocks, most, scale, options.sliding_window, options.softcap, split, options.return_lse,
-        tensors.rows,
+        tensors.rows, out,
     )  # fmt: skip

@@ -6,6 +6,7 @@ call becomes the operator ``kvstrata::decode_packed``.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kvstrata.attention.output import AttentionOutput
 from kvstrata.backends import BACKENDS, missing
 from kvstrata.call_cache import PerThread, guard_of, signature, traced
 from kvstrata.layout import Format
-from kvstrata.layout.blocks import check_format
+from kvstrata.layout.blocks import ALIGNMENT, check_format
 from kvstrata.store.packed.job import Calibration, calibration_tensors
 from kvstrata.store.packed.plain_rows import PlainRows, row_tensors
 
@@ -45,10 +46,42 @@ def _choose(backend: str, job: Job) -> str:
     return backend
 
 
+class Latest:
+    """The latest call on CUDA: what another one must look like to go without checks, and its launches.
+
+    Memory is the tensors of a call and its output. A guard sees those that are there; the others must be None again.
+    """
+
+    def __init__(self, look: tuple[Any, ...], memory: tuple[torch.Tensor | None, ...], plan: Any, device: int) -> None:
+        self.look, self.plan, self.device = look, plan, device
+        present = [i for i, x in enumerate(memory) if x is not None]
+        absent = [i for i, x in enumerate(memory) if x is None]
+        self.given = itemgetter(*present)
+        self.left_out = itemgetter(*absent, absent[0]) if absent else lambda memory: ()  # of one index: no tuple
+        self.nothing = (None,) * (len(absent) + 1 if absent else 0)
+        self.guard = guard_of(self.given(memory))
+        self.wide = [i for i in present if i in ALIGNED]
+
+    def fits(self, look: tuple[Any, ...], memory: tuple[torch.Tensor | None, ...]) -> bool:
+        if look != self.look or self.left_out(memory) != self.nothing or not self.guard(*self.given(memory)):
+            return False
+        if memory[0].data_ptr() % 4 or torch._C._cuda_getDevice() != self.device:  # type: ignore[union-attr]
+            return False
+        bits = 0
+        for i in self.wide:
+            bits |= memory[i].data_ptr()  # type: ignore[union-attr]
+        return not bits % ALIGNMENT
+
+
+# Of a call's memory, what kernels access in 16 bytes: pages, workspace, tail, sink rows and the output, which is last.
+WIDE = {"pages", "workspace", "tail_k", "tail_v", "sink_k", "sink_v"}
+ALIGNED = {i for i, name in enumerate(Tensors._fields) if name in WIDE} | {len(Tensors._fields)}
+
+
 class _Plans(PerThread[Any]):
     """Launches of a thread: parameters are written in place, so threads do not share them."""
 
-    latest: tuple[Any, ...] | None = None  # look of the latest call, guard, plan
+    latest: Latest | None = None
 
 
 _plans = _Plans()
@@ -67,36 +100,26 @@ def _run_cuda(job: Job, tensors: Tensors, format: Format, options: Options, back
             jit.bind_context(device)
             plan = _plans.known[key] = packed_cuda.Plan(job, device)
         if q is job.q and (tensors.sinks is None or tensors.sinks.data_ptr() == job.sinks.data_ptr()):  # type: ignore[union-attr]
-            guard = guard_of([x for x in tensors if x is not None])
-            _plans.latest = (_look(tensors, format, options, backend), guard, plan, device)
-        return plan.run(tensors._replace(q=q, sinks=job.sinks), options.return_lse)
+            _plans.latest = Latest((format, options, backend), (*tensors, job.out), plan, device)
+        return plan.run(tensors._replace(q=q, sinks=job.sinks), options.return_lse, job.out)
 
 
-def _look(tensors: Tensors, format: Format, options: Options, backend: str) -> tuple[Any, ...]:
-    """Options of a call and which tensors it has: what a guard does not see."""
-    return (format, options, backend, *(x is None for x in tensors[4:]))
-
-
-def _again(tensors: Tensors, format: Format, options: Options, backend: str) -> Result | None:
+def _again(tensors: Tensors, format: Format, options: Options, backend: str, out: torch.Tensor | None) -> Result | None:
     """Run a call that looks like the latest one on CUDA, without checks; None if it does not."""
     latest = _plans.latest
-    if latest is None or latest[0] != _look(tensors, format, options, backend):
+    if latest is None or not latest.fits((format, options, backend), (*tensors, out)):
         return None
-    if not latest[1](*[x for x in tensors if x is not None]):
-        return None
-    if tensors.pages.data_ptr() % 16 or tensors.q.data_ptr() % 4 or torch._C._cuda_getDevice() != latest[3]:
-        return None
-    if any(x is not None and x.data_ptr() % 16 for x in (*tensors[9:11], *tensors[12:14])):
-        return None
-    return latest[2].run(tensors, options.return_lse)
+    return latest.plan.run(tensors, options.return_lse, out)
 
 
-def _decode(tensors: Tensors, format: Format, options: Options, backend: str) -> Result:
+def _decode(
+    tensors: Tensors, format: Format, options: Options, backend: str, out: torch.Tensor | None = None
+) -> Result:
     """Check a call and run it."""
-    job = check(tensors, format, options)
+    job = check(tensors, format, options, out)
     chosen = _choose(backend, job)
     if job.q.shape[0] == 0 or job.requests == 0:
-        out = torch.zeros(job.q.shape, dtype=job.q.dtype, device=job.q.device)
+        out = torch.zeros(job.q.shape, dtype=job.q.dtype, device=job.q.device) if out is None else out.zero_()
         lse = torch.full(job.q.shape[:2], -torch.inf, dtype=torch.float32, device=job.q.device)
         return out, lse if options.return_lse else None
     if chosen == "cuda":
@@ -109,13 +132,15 @@ def _decode(tensors: Tensors, format: Format, options: Options, backend: str) ->
 
 
 _library = torch.library.Library("kvstrata", "FRAGMENT")
-_library.define(
-    "decode_packed(Tensor q, Tensor pages, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? balance,"
+SCHEMA = (
+    "(Tensor q, Tensor pages, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? balance,"
     " Tensor? centre, Tensor? sinks, Tensor(a!)? workspace, Tensor? tail_k, Tensor? tail_v, Tensor? tail_slots,"
     " Tensor? sink_k, Tensor? sink_v, Tensor? sink_slots, str format, int head_dim, int page_tokens, bool rotate,"
     " float? scale, int? sliding_window, float? softcap, int? max_seqlen_q, int? fixed_split, bool return_lse,"
-    " str backend) -> (Tensor out, Tensor lse)"
+    " str backend"
 )
+_library.define(f"decode_packed{SCHEMA}) -> (Tensor out, Tensor lse)")
+_library.define(f"decode_packed_into{SCHEMA}, Tensor(b!) out) -> Tensor lse")
 
 
 def _parse(arguments: tuple[Any, ...]) -> tuple[Tensors, Format, Options, str]:
@@ -132,7 +157,14 @@ def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
+def _operator_into(*arguments: Any) -> torch.Tensor:
+    """Operator ``kvstrata::decode_packed_into``, which writes to its last argument."""
+    out, lse = _decode(*_parse(arguments[:-1]), out=arguments[-1])
+    return out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
 _library.impl("decode_packed", _operator, "CompositeExplicitAutograd")
+_library.impl("decode_packed_into", _operator_into, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("kvstrata::decode_packed", lib=_library)
@@ -141,6 +173,13 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     check(tensors, fmt, options, address=False)
     q = tensors.q
     return q.new_empty(q.shape), q.new_empty(q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
+
+
+@torch.library.register_fake("kvstrata::decode_packed_into", lib=_library)
+def _fake_into(*arguments: Any) -> torch.Tensor:
+    tensors, fmt, options, _ = _parse(arguments[:-1])
+    check(tensors, fmt, options, arguments[-1], address=False)
+    return tensors.q.new_empty(tensors.q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
 
 
 _is_compiling = torch.compiler.is_compiling
@@ -164,6 +203,7 @@ def decode_packed(
     max_seqlen_q: int | None = None,
     fixed_split: int | None = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | AttentionOutput:
@@ -192,12 +232,13 @@ def decode_packed(
         fixed_split: tokens per partial, independent of the rest of the batch: the output of a request is then
             batch-invariant, bit for bit. None balances the work over the device.
         return_lse: also return the log-sum-exp of the scores, sink included.
+        out: contiguous memory of q's shape and dtype for the output; None allocates it.
         workspace: contiguous uint8 memory for partials, contents are lost; if it is too small, the error names
             the bytes needed. None allocates it.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     Query i of n is at position ``seq_len - n + i`` and sees no later one. A query that sees no token yields zeros and
-    an lse of -inf (with a sink: its logit). Only ``workspace`` is mutated. Safe under
+    an lse of -inf (with a sink: its logit). Only ``out`` and ``workspace`` are mutated. Safe under
     ``torch.compile(fullgraph=True)``, and under CUDA-graph capture on a GPU backend once a call of the same shapes has
     compiled the kernels: lengths, blocks and queries are read at replay. Only ``reference`` makes the host wait.
 
@@ -221,15 +262,18 @@ def decode_packed(
     rows = () if tail is sink_tokens is None else row_tensors(tail, sink_tokens)
     tensors = Tensors(q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace, *rows)
     options = Options(scale, sliding_window, softcap, max_seqlen_q, fixed_split, return_lse)
-    if not _is_compiling() and (again := _again(tensors, fmt, options, backend)) is not None:
+    if not _is_compiling() and (again := _again(tensors, fmt, options, backend, out)) is not None:
         return AttentionOutput(*again) if return_lse else again[0]
-    if _is_compiling() or traced() or any(x is not None and type(x) is not torch.Tensor for x in tensors):
+    if _is_compiling() or traced() or any(x is not None and type(x) is not torch.Tensor for x in (*tensors, out)):
         check_format(fmt)
         for name, x in zip(Tensors._fields[:4], tensors, strict=False):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         given = (fmt.name, fmt.head_dim, fmt.page_tokens, fmt.rotate, *options, backend)
-        out, lse = torch.ops.kvstrata.decode_packed(*tensors, *given)
+        if out is None:
+            result, lse = torch.ops.kvstrata.decode_packed(*tensors, *given)
+        else:
+            result, lse = out, torch.ops.kvstrata.decode_packed_into(*tensors, *given, out)
     else:
-        out, lse = _decode(tensors, fmt, options, backend)
-    return AttentionOutput(out, lse) if return_lse else out
+        result, lse = _decode(tensors, fmt, options, backend, out)
+    return AttentionOutput(result, lse) if return_lse else result

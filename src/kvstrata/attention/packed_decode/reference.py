@@ -85,7 +85,8 @@ def attend(job: Job, request: int, q: torch.Tensor, length: int) -> tuple[torch.
 
 def decode(job: Job) -> Result:
     """Compute out, and lse or None."""
-    out = torch.zeros(job.q.shape, dtype=job.q.dtype, device=job.q.device)
+    out = torch.empty_like(job.q, memory_format=torch.contiguous_format) if job.out is None else job.out
+    out.zero_()
     lse = torch.full(job.q.shape[:2], -torch.inf, dtype=torch.float32, device=job.q.device)
     starts = range(0, job.q.shape[0] + 1, job.most_queries)
     ends = list(starts) if job.cu_seqlens_q is None else job.cu_seqlens_q.tolist()

@@ -215,7 +215,7 @@ def decode(job: Job) -> Result:
     """Launch the kernels of a checked job."""
     q, f, blocks, device = job.q, job.format, job.blocks, job.q.device
     dim, group, buckets = f.head_dim, job.group, job.requests * blocks.kv_heads
-    out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=device) if job.out is None else job.out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if job.return_lse else None
     rows, wide = job.most_queries * group, max(16, triton.next_power_of_2(dim))
     block_rows = 32 if rows > 16 and wide <= 128 else 16

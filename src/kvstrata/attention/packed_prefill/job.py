@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kvstrata.attention.arguments import check_positive, check_sinks, check_sliding_window
-from kvstrata.attention.packed_decode.job import check_query, check_tables
+from kvstrata.attention.packed_decode.job import check_memory, check_query, check_tables
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import Blocks, blocks_of, check_alignment
 from kvstrata.store.packed.job import check_calibration
@@ -35,6 +35,7 @@ class Tensors(NamedTuple):
     sink_k: torch.Tensor | None = None
     sink_v: torch.Tensor | None = None
     sink_slots: torch.Tensor | None = None
+    workspace: torch.Tensor | None = None
 
     @property
     def rows(self) -> RowTensors:
@@ -50,6 +51,7 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     total_tokens: int | None = None
+    exact_lengths: bool = False
     return_lse: bool = False
 
 
@@ -59,13 +61,16 @@ class Job(NamedTuple):
     tensors: Tensors
     options: Options
     blocks: Blocks
+    out: torch.Tensor | None = None  # [T, Hq, D], contiguous
 
     @property
     def format(self) -> Format:
         return self.blocks.format
 
 
-def check(tensors: Tensors, format: Format, options: Options, *, address: bool = True) -> Job:
+def check(
+    tensors: Tensors, format: Format, options: Options, out: torch.Tensor | None = None, *, address: bool = True
+) -> Job:
     """Check everything but the contents of tensors; ``address``: they are memory, not fake tensors."""
     q, k, v, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, *_ = tensors
     blocks = blocks_of(pages, format)
@@ -93,8 +98,11 @@ def check(tensors: Tensors, format: Format, options: Options, *, address: bool =
     check_sinks(sinks, q.shape[1], q.device)
     check_calibration(balance, centre, blocks, pages.device)
     check_rows(tensors.rows, blocks, q.dtype, seq_lens.shape[0], pages.device, address)
+    check_memory(out, tensors.workspace, q)
     for name in ("max_seqlen_q", "max_seqlen_k", "total_tokens"):
         given = getattr(options, name)
         if given is not None and (type(given) is not int or given < 0):
             raise ValueError(f"{name}: expected an int of at least 0, got {given!r}")
-    return Job(tensors, options, blocks)
+    if options.exact_lengths and None in (options.max_seqlen_q, options.max_seqlen_k, options.total_tokens):
+        raise ValueError("exact_lengths: expected False without max_seqlen_q, max_seqlen_k and total_tokens, got True")
+    return Job(tensors, options, blocks, out)

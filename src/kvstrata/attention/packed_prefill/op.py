@@ -35,11 +35,13 @@ def _missing(backend: str, job: Job) -> str | None:
     return None
 
 
-def _prefill(tensors: Tensors, format: Format, options: Options, backend: str) -> Result:
+def _prefill(
+    tensors: Tensors, format: Format, options: Options, backend: str, out: torch.Tensor | None = None
+) -> Result:
     """Check a call and run it."""
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    job = check(tensors, format, options)
+    job = check(tensors, format, options, out)
     device = tensors.q.device
     if backend == "auto":
         backend = "triton" if device.type == "cuda" and _missing("triton", job) is None else "reference"
@@ -53,13 +55,15 @@ def _prefill(tensors: Tensors, format: Format, options: Options, backend: str) -
 
 
 _library = torch.library.Library("kvstrata", "FRAGMENT")
-_library.define(
-    "prefill_packed(Tensor q, Tensor k_new, Tensor v_new, Tensor pages, Tensor block_table, Tensor seq_lens,"
+SCHEMA = (
+    "(Tensor q, Tensor k_new, Tensor v_new, Tensor pages, Tensor block_table, Tensor seq_lens,"
     " Tensor cu_seqlens_q, Tensor? balance, Tensor? centre, Tensor? sinks, Tensor? tail_k, Tensor? tail_v,"
-    " Tensor? tail_slots, Tensor? sink_k, Tensor? sink_v, Tensor? sink_slots, str format, int head_dim,"
-    " int page_tokens, bool rotate, float? scale, int? sliding_window, float? softcap, int? max_seqlen_q,"
-    " int? max_seqlen_k, int? total_tokens, bool return_lse, str backend) -> (Tensor out, Tensor lse)"
+    " Tensor? tail_slots, Tensor? sink_k, Tensor? sink_v, Tensor? sink_slots, Tensor(a!)? workspace, str format,"
+    " int head_dim, int page_tokens, bool rotate, float? scale, int? sliding_window, float? softcap, int? max_seqlen_q,"
+    " int? max_seqlen_k, int? total_tokens, bool exact_lengths, bool return_lse, str backend"
 )
+_library.define(f"prefill_packed{SCHEMA}) -> (Tensor out, Tensor lse)")
+_library.define(f"prefill_packed_into{SCHEMA}, Tensor(b!) out) -> Tensor lse")
 
 
 def _parse(arguments: tuple[Any, ...]) -> tuple[Tensors, Format, Options, str]:
@@ -76,7 +80,14 @@ def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
+def _operator_into(*arguments: Any) -> torch.Tensor:
+    """Operator ``kvstrata::prefill_packed_into``, which writes to its last argument."""
+    out, lse = _prefill(*_parse(arguments[:-1]), out=arguments[-1])
+    return out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
 _library.impl("prefill_packed", _operator, "CompositeExplicitAutograd")
+_library.impl("prefill_packed_into", _operator_into, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("kvstrata::prefill_packed", lib=_library)
@@ -85,6 +96,13 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     check(tensors, fmt, options, address=False)
     q = tensors.q
     return q.new_empty(q.shape), q.new_empty(q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
+
+
+@torch.library.register_fake("kvstrata::prefill_packed_into", lib=_library)
+def _fake_into(*arguments: Any) -> torch.Tensor:
+    tensors, fmt, options, _ = _parse(arguments[:-1])
+    check(tensors, fmt, options, arguments[-1], address=False)
+    return tensors.q.new_empty(tensors.q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
 
 
 _is_compiling = torch.compiler.is_compiling
@@ -110,7 +128,10 @@ def prefill_packed(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     total_tokens: int | None = None,
+    exact_lengths: bool = False,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | AttentionOutput:
     """Causal attention of new tokens over their packed prefix and the new rows themselves, unquantised.
@@ -129,10 +150,15 @@ def prefill_packed(
         scale, sliding_window, sinks, softcap: as in `decode_packed`.
         max_seqlen_q, max_seqlen_k, total_tokens: upper bounds of a request's new tokens, of ``seq_lens`` and of their
             sum. If one is None, it is read from the device, and the host waits.
+        exact_lengths: the three bounds are the very numbers, not only bounds. If all requests have as many new tokens
+            and as long a prefix, as a single one has, faster kernels attend. Lengths read from the device are exact.
         return_lse: also return the log-sum-exp of the scores, sinks included.
+        out: contiguous memory of q's shape and dtype for the output; None allocates it.
+        workspace: contiguous uint8 memory for unpacked rows; contents are lost. It takes as many KV heads at a time as
+            fit; if not even one does, the error names the bytes needed. None allocates up to 512 MB.
         backend: ``auto``, ``reference`` or ``triton``.
 
-    Nothing is modified. Scratch for the unpacked rows of some or all KV heads is allocated. Safe under
+    Only ``out`` and ``workspace`` are mutated. Safe under
     ``torch.compile(fullgraph=True)``; safe under CUDA-graph capture on ``triton`` with all three bounds given, once the
     same call has run outside it.
 
@@ -154,15 +180,20 @@ def prefill_packed(
     """
     balance, centre = calibration_tensors(calibration)
     rows = row_tensors(tail, sink_tokens)
-    tensors = Tensors(q, k_new, v_new, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, *rows)
-    options = Options(scale, sliding_window, softcap, max_seqlen_q, max_seqlen_k, total_tokens, return_lse)
-    if _is_compiling() or traced() or any(x is not None and type(x) is not torch.Tensor for x in tensors):
+    tensors = Tensors(q, k_new, v_new, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, *rows,
+                      workspace)  # fmt: skip
+    bounds = (max_seqlen_q, max_seqlen_k, total_tokens, exact_lengths)
+    options = Options(scale, sliding_window, softcap, *bounds, return_lse)
+    if _is_compiling() or traced() or any(x is not None and type(x) is not torch.Tensor for x in (*tensors, out)):
         check_format(fmt)
         for name, x in zip(Tensors._fields[:7], tensors, strict=False):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         given = (fmt.name, fmt.head_dim, fmt.page_tokens, fmt.rotate, *options, backend)
-        out, lse = torch.ops.kvstrata.prefill_packed(*tensors, *given)
+        if out is None:
+            result, lse = torch.ops.kvstrata.prefill_packed(*tensors, *given)
+        else:
+            result, lse = out, torch.ops.kvstrata.prefill_packed_into(*tensors, *given, out)
     else:
-        out, lse = _prefill(tensors, fmt, options, backend)
-    return AttentionOutput(out, lse) if return_lse else out
+        result, lse = _prefill(tensors, fmt, options, backend, out)
+    return AttentionOutput(result, lse) if return_lse else result

@@ -43,7 +43,8 @@ def run(job: Job) -> Result:
     """Compute out, and lse or None."""
     q, k_new, v_new, _, _, seq_lens, cu, *_ = job.tensors
     options, sinks = job.options, job.tensors.sinks
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if job.out is None else job.out
+    out.zero_()
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     scale = job.format.head_dim**-0.5 if options.scale is None else float(options.scale)
     ends = cu.tolist()

@@ -8,12 +8,15 @@ are done a few at a time where the rows of all would take more than STAGED bytes
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from kvstrata.attention.output import AttentionOutput
 from kvstrata.attention.packed_decode.triton import row_arguments, split_at
+from kvstrata.attention.prefill.launch import launch
 from kvstrata.attention.prefill.op import HEAD_DIMS, prefill_attention
 from kvstrata.attention.prefill_cached.staging_triton import _rows, _signs, stage_warps
 from kvstrata.layout.rotation import block_of
@@ -30,7 +33,7 @@ def _overlay(rows, ptr, mask):
     return tl.where(mask, tl.load(ptr, mask=mask, other=0.0), rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head", "longest", "total"])
 def unpack_kernel(
     k_out_ptr, v_out_ptr, pages_ptr, table_ptr, length_ptr, cu_q_ptr, cu_k_ptr, k_new_ptr, v_new_ptr, balance_ptr,
     centre_ptr, hadamard_ptr, tail_k_ptr, tail_v_ptr, tail_slots_ptr, sink_k_ptr, sink_v_ptr, sink_slots_ptr,
@@ -110,55 +113,109 @@ def missing(job: Job) -> str | None:
     return None
 
 
-def _bounds(job: Job) -> tuple[int, int, int]:
-    """Upper bounds of a request's queries and tokens, and of all tokens: as given, or read from the device."""
+class Bounds(NamedTuple):
+    """Upper bounds of a request's queries and tokens, and of all tokens; ``exact``: they are the very numbers."""
+
+    max_q: int
+    max_k: int
+    total: int
+    exact: bool
+
+    def dense(self, job: Job) -> bool:
+        """True if all requests have as many new tokens and as long a prefix."""
+        requests = job.tensors.seq_lens.shape[0]
+        return self.exact and requests * self.max_q == job.tensors.q.shape[0] and requests * self.max_k == self.total
+
+
+def bounds_of(job: Job) -> Bounds:
+    """Bounds as given, or read from the device."""
     options, (seq_lens, cu) = job.options, (job.tensors.seq_lens, job.tensors.cu_seqlens_q)
     given = [options.max_seqlen_q, options.max_seqlen_k, options.total_tokens]
-    if None in given:
-        read = torch.stack([cu.diff().max(), seq_lens.max(), seq_lens.sum()]).tolist()
-        given = [old if old is not None else new for old, new in zip(given, read, strict=True)]
-    return given[0], given[1], given[2]  # type: ignore[return-value]
+    max_q, max_k, total = given
+    if max_q is not None and max_k is not None and total is not None:
+        return Bounds(max_q, max_k, total, options.exact_lengths)
+    read = torch.stack([cu.diff().max(), seq_lens.max(), seq_lens.sum()]).tolist()
+    bounds = [old if old is not None else new for old, new in zip(given, read, strict=True)]
+    return Bounds(bounds[0], bounds[1], bounds[2], bounds == read)
+
+
+def heads_at_once(job: Job, total: int) -> int:
+    """KV heads whose unpacked rows fit the workspace, or STAGED bytes."""
+    workspace, q = job.tensors.workspace, job.tensors.q
+    needed = 2 * max(total, 1) * job.format.head_dim * q.element_size()  # of one head
+    room = STAGED if workspace is None else workspace.numel()
+    if workspace is not None and (room < needed or workspace.data_ptr() % 16):
+        raise ValueError(
+            f"workspace: expected at least {needed} bytes at a multiple of 16, got {room} at {workspace.data_ptr():#x}"
+        )
+    return max(1, min(job.blocks.kv_heads, room // needed))
+
+
+def unpack(
+    job: Job, bounds: Bounds, cu_seqlens_k: torch.Tensor, rows: torch.Tensor, first: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of ``count`` KV heads from ``first`` on, ``[total, count, D]``: prefixes, each with its new rows behind.
+
+    ``rows`` ``[2, at least total * count * D]`` is written to.
+    """
+    t, f, blocks, q = job.tensors, job.format, job.blocks, job.tensors.q
+    dim = f.head_dim
+    k, v = (x[: max(bounds.total, 1) * count * dim].view(-1, count, dim) for x in rows)
+    grid = (t.seq_lens.shape[0] * -(-max(bounds.max_k, 1) // f.page_tokens), count, 2)
+    constants = dict(
+        HEADS=count, DIM=dim, WIDE=triton.next_power_of_2(dim), K_BITS=f.k_bits, V_BITS=f.v_bits, TOKENS=f.page_tokens,
+        BLOCK_SIZE=blocks.block_size, BLOCK=block_of(dim) if f.rotate else 1, V_OFFSET=f.v_offset,
+        SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes, BALANCED=t.balance is not None,
+        CENTRED=t.centre is not None, WHOLE=whole_pages(dim, f.page_tokens, {f.k_bits, f.v_bits}),
+        TAIL=t.rows.tail_tokens, SINK=t.rows.sink_tokens,
+    )  # fmt: skip
+    arguments = (
+        k, v, t.pages, t.block_table, t.seq_lens, t.cu_seqlens_q, cu_seqlens_k, t.k_new, t.v_new,
+        q if t.balance is None else t.balance, q if t.centre is None else t.centre, _signs(dim, q.device),
+        *row_arguments(q, t.rows), t.block_table.stride(0), blocks.block_stride, blocks.head_stride,
+        *t.k_new.stride()[:2], *t.v_new.stride()[:2], first, max(bounds.max_k, 1), bounds.total,
+    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        launch(unpack_kernel, grid, arguments, constants, num_warps=stage_warps(dim))
+    return k, v
+
+
+def staging(job: Job, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Prefix sums of the lengths, memory for rows, and the KV heads that it is for."""
+    q, seq_lens, heads = job.tensors.q, job.tensors.seq_lens, heads_at_once(job, bounds.total)
+    cu_k = torch.zeros(seq_lens.shape[0] + 1, dtype=torch.int32, device=q.device)
+    torch.cumsum(seq_lens, 0, dtype=torch.int32, out=cu_k[1:])
+    size = (2, max(bounds.total, 1) * heads * job.format.head_dim)
+    if job.tensors.workspace is None:
+        return cu_k, torch.empty(size, dtype=q.dtype, device=q.device), heads
+    used = job.tensors.workspace[: 2 * size[1] * q.element_size()]
+    return cu_k, used.view(q.dtype).view(size), heads
 
 
 def run(job: Job, backend: str) -> Result:
     """Unpack and attend; ``backend`` is that of `prefill_attention`."""
-    t, options, f, blocks = job.tensors, job.options, job.format, job.blocks
-    q, device, dim = t.q, t.q.device, f.head_dim
-    max_q, max_k, total = _bounds(job)
-    out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if options.return_lse else None
-    group = q.shape[1] // blocks.kv_heads
-    cu_k = torch.zeros(t.seq_lens.shape[0] + 1, dtype=torch.int32, device=device)
-    torch.cumsum(t.seq_lens, 0, dtype=torch.int32, out=cu_k[1:])
-    heads = max(1, min(blocks.kv_heads, STAGED // max(2 * total * dim * q.element_size(), 1)))
-    rows = torch.empty(2, max(total, 1), heads, dim, dtype=q.dtype, device=device)
-    whole = whole_pages(dim, f.page_tokens, {f.k_bits, f.v_bits})
-    signs = _signs(dim, device)
+    t, options, blocks = job.tensors, job.options, job.blocks
+    q, group, bounds = t.q, t.q.shape[1] // blocks.kv_heads, bounds_of(job)
+    cu_k, rows, heads = staging(job, bounds)
+    parts = []
     for first in range(0, blocks.kv_heads, heads):
         count = min(heads, blocks.kv_heads - first)
-        k, v = (x.flatten()[: max(total, 1) * count * dim].view(-1, count, dim) for x in rows)
-        grid = (t.seq_lens.shape[0] * -(-max(max_k, 1) // f.page_tokens), count, 2)
-        with torch.cuda.device_of(q):
-            unpack_kernel[grid](
-                k, v, t.pages, t.block_table, t.seq_lens, t.cu_seqlens_q, cu_k, t.k_new, t.v_new,
-                q if t.balance is None else t.balance, q if t.centre is None else t.centre, signs,
-                *row_arguments(q, t.rows),
-                t.block_table.stride(0), blocks.block_stride, blocks.head_stride, *t.k_new.stride()[:2],
-                *t.v_new.stride()[:2], first, max(max_k, 1), total,
-                HEADS=count, DIM=dim, WIDE=triton.next_power_of_2(dim), K_BITS=f.k_bits, V_BITS=f.v_bits,
-                TOKENS=f.page_tokens, BLOCK_SIZE=blocks.block_size, BLOCK=block_of(dim) if f.rotate else 1,
-                V_OFFSET=f.v_offset, SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes,
-                BALANCED=t.balance is not None, CENTRED=t.centre is not None, WHOLE=whole,
-                TAIL=t.rows.tail_tokens, SINK=t.rows.sink_tokens, num_warps=stage_warps(dim),
-            )  # fmt: skip
+        k, v = unpack(job, bounds, cu_k, rows, first, count)
         of_heads = slice(first * group, (first + count) * group)
+        lengths: dict[str, Any] = dict(
+            cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=cu_k, max_seqlen_q=bounds.max_q, max_seqlen_k=bounds.max_k
+        )
+        queries = q[:, of_heads]
+        if bounds.dense(job):  # by kernels that ragged rows cannot use
+            lengths = {}
+            queries = queries.unflatten(0, (-1, bounds.max_q))
+            k, v = (x.unflatten(0, (-1, bounds.max_k)) for x in (k, v))
         result = prefill_attention(
-            q[:, of_heads], k, v, scale=options.scale, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=cu_k,
-            max_seqlen_q=max_q, max_seqlen_k=max_k, sliding_window=options.sliding_window, softcap=options.softcap,
-            sinks=None if t.sinks is None else t.sinks[of_heads], return_lse=True, backend=backend,
+            queries, k, v, scale=options.scale, sliding_window=options.sliding_window, softcap=options.softcap,
+            sinks=None if t.sinks is None else t.sinks[of_heads], return_lse=True, backend=backend, **lengths,
         )  # fmt: skip
         assert isinstance(result, AttentionOutput)
-        out[:, of_heads] = result.out
-        if lse is not None and result.lse is not None:
-            lse[:, of_heads] = result.lse
-    return out, lse
+        assert result.lse is not None
+        parts.append((result.out.view(-1, *result.out.shape[-2:]), result.lse.view(-1, result.lse.shape[-1])))
+    out = parts[0][0] if len(parts) == 1 and job.out is None else torch.cat([out for out, _ in parts], 1, out=job.out)
+    return out, torch.cat([lse for _, lse in parts], 1) if options.return_lse else None

@@ -75,6 +75,13 @@ def takes_prompts(format: Format, dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 and all(steps * width % 4 == 0 for width in widths)
 
 
+def kernels_needed(format: Format, dtype: torch.dtype, balanced: bool, slot_dtype: torch.dtype) -> list[jit.Named]:
+    """Kernels of decode steps and prompts."""
+    kinds = (format, dtype, balanced, slot_dtype)
+    prompts = [(PROMPT, entry_of(*kinds, "quantize_prompt"))] if takes_prompts(format, dtype) else []
+    return [(SOURCE, entry_of(*kinds)), *prompts]
+
+
 def params_of(job: Job, window: int) -> bytes:
     """Struct Params, complete but for the pointers."""
     blocks, size = job.blocks, job.k.element_size()

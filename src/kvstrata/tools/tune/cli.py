@@ -181,7 +181,9 @@ def tune(
 
 
 def warmup(
-    op: Annotated[str | None, typer.Argument(help="cache, decode, prefill, replay or store; all by default.")] = None,
+    op: Annotated[
+        str | None, typer.Argument(help="cache, decode, packed, prefill, replay or store; all but packed.")
+    ] = None,
     arch: Annotated[str | None, typer.Option(help="Compile for this, such as sm_90; no GPU needed.")] = None,
     gpu: Annotated[
         str | None, typer.Option(help="GPU of the table, such as nvidia-h200; all of the architecture by default.")
@@ -193,6 +195,8 @@ def warmup(
     budget: Annotated[float, typer.Option(help="Of a cache: a fraction of 16 bit.")] = 0.25,
     tiers: Annotated[str | None, typer.Option(help="Of a cache, as in K8V4,K4V3; by budget by default.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest request of a cache.")] = 32768,
+    page_format: Annotated[str, typer.Option("--format", help="Of packed pages.")] = "K4V4",
+    page_tokens: Annotated[int, typer.Option(help="Tokens of a packed page: 16, 32 or 64.")] = 16,
     jobs: Annotated[int | None, typer.Option(min=0, help="Processes; 0 compiles in this one.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -200,11 +204,13 @@ def warmup(
 
     Cubins go to the cache folder, so a first call does not wait. In an image build, name the architecture. ``cache`` is
     what a first prompt, settling and decode step of a `TieredCache` of these sizes launch; `kvstrata.warmup` does the
-    same for a cache that exists.
+    same for a cache that exists. ``packed`` is what stores into packed pages of one format and decode steps launch.
 
     Example: kvstrata warmup
 
     Example: kvstrata warmup cache --head-dim 128 --heads 32 --kv-heads 8 --budget 0.25
+
+    Example: kvstrata warmup packed --format K8V4 --page-tokens 32 --head-dim 128
 
     Example: kvstrata warmup decode --arch sm_90 --gpu nvidia-h200
     """
@@ -218,7 +224,7 @@ def warmup(
         refuse(f"warmup: {reason}")
     import torch
 
-    names = sorted([*problems.names(), "cache"])
+    names = sorted([*problems.names(), "cache", "packed"])
     if op is not None and op not in names:
         refuse(f"nothing to compile for {op!r}; there are: {', '.join(names)}")
     if arch is None:
@@ -230,13 +236,16 @@ def warmup(
     start = time.monotonic()
     result = heat.Warmed(arch, heat.tables_for(arch, gpu))
     wanted = heat.kernels([one for one in problems.names() if op in (None, one)], arch, result.tables)
-    if op in (None, "cache"):
+    if op in (None, "cache", "packed"):
         with refusing():
             if heads % kv_heads:
                 raise ValueError(f"--heads: expected a multiple of {kv_heads}, got {heads}")
             precision, formats = dtype_of(dtype), None if tiers is None else tuple(tiers.split(","))
             assert precision is not None
             for dim in head_dim:
+                if op == "packed":
+                    wanted += heat.packed_kernels(page_format, dim, heads, kv_heads, precision, page_tokens, arch)
+                    continue
                 sizes = heat.CacheSizes(dim, heads, kv_heads, precision, budget, formats, max_tokens=max_tokens)
                 wanted += heat.cache_kernels(sizes, arch, result.tables)
         wanted = list({(one.source, one.entry): one for one in wanted}.values())

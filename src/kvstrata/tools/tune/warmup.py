@@ -81,6 +81,20 @@ def cache_kernels(sizes: CacheSizes, arch: str, gpus: Iterable[str]) -> list[Nee
     return [Needs(*one, threads=0) for one in dict.fromkeys(named)]
 
 
+def packed_kernels(
+    name: str, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, page_tokens: int, arch: str
+) -> list[Needs]:
+    """Kernels of stores into packed pages and decode steps over them, with and without a balance."""
+    from kvstrata.attention.packed_ahead import kernels_needed
+    from kvstrata.layout import Format
+
+    fmt, named = Format.parse(name, head_dim, page_tokens), []
+    for balanced in (False, True):
+        for slot_dtype in (torch.int32, torch.int64):
+            named += kernels_needed(fmt, heads, kv_heads, dtype, balanced=balanced, slot_dtype=slot_dtype, arch=arch)
+    return [Needs(*one, threads=0) for one in dict.fromkeys(named)]
+
+
 def compile_all(wanted: list[Needs], jobs: int | None, result: Warmed) -> Iterator[Needs]:
     """Compile in `jobs` processes (None: as many as there are cores); yields a kernel when it is done."""
     jobs = min(os.cpu_count() or 1, len(wanted)) if jobs is None else jobs

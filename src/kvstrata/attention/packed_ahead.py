@@ -1,0 +1,117 @@
+"""``warmup_packed``: nothing is compiled after it when an engine stores into packed pages and attends to them."""
+
+from __future__ import annotations
+
+import torch
+
+from kvstrata import backends, jit
+from kvstrata.checks import check_int
+from kvstrata.layout import Format
+from kvstrata.layout.blocks import check_format
+from kvstrata.store import store_packed
+from kvstrata.store.packed import cuda as store_cuda
+from kvstrata.store.packed.job import DTYPES, Calibration
+
+from .packed_decode import cuda as decode_cuda
+from .packed_decode.op import decode_packed
+from .packed_prefill.op import prefill_packed
+
+REHEARSED = 24  # tokens of the prefix, and of the chunk behind it
+
+
+def kernels_needed(
+    fmt: Format,
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    *,
+    q_len: int = 1,
+    windowed: bool = False,
+    balanced: bool = False,
+    slot_dtype: torch.dtype = torch.int32,
+    arch: str,
+) -> list[jit.Named]:
+    """CUDA C++ kernels of `store_packed` and of `decode_packed` with up to ``q_len`` queries of each request."""
+    steps = decode_cuda.kernels_needed(fmt, dtype, heads // kv_heads, q_len, windowed=windowed, arch=arch)
+    return [*store_cuda.kernels_needed(fmt, dtype, balanced, slot_dtype), *steps]
+
+
+def _rehearse(
+    fmt: Format, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device, calibration: Calibration | None
+) -> None:
+    """Store, decode and prefill a few tokens, which loads what torch and Triton compile at first use."""
+    tokens = 2 * REHEARSED
+    blocks = -(-tokens // fmt.page_tokens)
+    pages = torch.zeros(blocks, kv_heads, fmt.page_bytes, dtype=torch.uint8, device=device)
+    row = torch.linspace(-1, 1, fmt.head_dim, device=device).to(dtype)
+    k, q = row.expand(tokens, kv_heads, -1).contiguous(), row.expand(REHEARSED, heads, -1).contiguous()
+    slots = torch.arange(tokens, dtype=torch.int32, device=device)
+    store_packed(k, k, pages, slots, fmt, calibration=calibration)
+    table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
+    lengths, cu = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([tokens], [0, REHEARSED]))
+    decode_packed(q[:1], pages, table, lengths, fmt, calibration=calibration)
+    new = k[REHEARSED:]
+    prefill_packed(q, new, new, pages, table, lengths, cu, fmt, calibration=calibration)
+
+
+def warmup_packed(
+    fmt: Format,
+    heads: int,
+    kv_heads: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    q_len: int = 1,
+    sliding_window: bool = False,
+    calibration: Calibration | None = None,
+    slot_dtype: torch.dtype = torch.int32,
+    progress: bool | None = None,
+) -> list[jit.Named]:
+    """Compile and load what `store_packed`, `decode_packed` and `prefill_packed` need for a layer of these sizes.
+
+    CUDA C++ kernels that are not in the disk cache are compiled in parallel. Then a few tokens are stored and read, in
+    memory of this call, which loads what Triton compiles at first use. `kvstrata warmup packed` fills the disk cache
+    ahead, without a GPU if need be.
+
+    Args:
+        fmt: format of the pages.
+        heads, kv_heads: of a layer.
+        dtype: of its rows and queries: float32, float16 or bfloat16.
+        device: where the pages will be.
+        q_len: most queries of a request in a decode step.
+        sliding_window: whether some layer has one.
+        calibration: of any layer; kernels differ by whether there is a balance.
+        slot_dtype: of ``slot_mapping``, int32 or int64.
+        progress: write a line to stderr while kernels are compiled; None does so on a terminal.
+
+    Returns the kernels that were compiled now, as (source, entry).
+
+    Raises ValueError or TypeError, naming the argument, and CompileError for a kernel that does not compile. Nothing
+    of the caller's is mutated. Not safe under CUDA-graph capture.
+
+    Example:
+        >>> fmt = kvstrata.Format.parse("K4V4", head_dim=64, page_tokens=16)
+        >>> kvstrata.warmup_packed(fmt, heads=8, kv_heads=2, dtype=torch.float32, device="cpu")
+        []
+    """
+    check_format(fmt)
+    check_int("kv_heads", kv_heads, 1)
+    check_int("q_len", q_len, 1)
+    if type(heads) is not int or heads < 1 or heads % kv_heads:
+        raise ValueError(f"heads: expected a multiple of {kv_heads}, got {heads!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
+    if slot_dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"slot_dtype: expected torch.int32 or torch.int64, got {slot_dtype}")
+    where = torch.device(device)
+    compiled: list[jit.Named] = []
+    if backends.resolve("auto", where) == "cuda":
+        balanced = calibration is not None and calibration.balance is not None
+        arch = jit.arch_of(where)
+        wanted = kernels_needed(
+            fmt, heads, kv_heads, dtype, q_len=q_len, windowed=sliding_window, balanced=balanced, slot_dtype=slot_dtype,
+            arch=arch,
+        )  # fmt: skip
+        compiled = jit.load_ahead(wanted, where, progress)
+    _rehearse(fmt, heads, kv_heads, dtype, where, calibration)
+    return compiled

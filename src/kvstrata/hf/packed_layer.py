@@ -1,0 +1,182 @@
+"""One layer of a `PackedCache`: pages at a fixed address, and the calibration of its K."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from kvstrata.layout import Format
+from kvstrata.quant.calibration import Calibration
+
+from . import attention, balance
+from .forward import Forward
+from .logits import Logits
+from .packed_op import Layer, strata_packed
+from .packed_rows import PackedRows
+
+
+class Owner(Protocol):
+    """The part of a `PackedCache` that its layers use."""
+
+    fmt: Format | None
+    state: PackedRows | None
+    calibration: Calibration | None
+    forward: Forward
+    rope: list[float] | None
+
+    @property
+    def ahead(self) -> bool: ...
+
+    @property
+    def last(self) -> int: ...
+
+    def build(self, key: torch.Tensor, value: torch.Tensor) -> str | None: ...
+
+    def blocks(self) -> int: ...
+
+    def columns(self) -> int: ...
+
+    def keep_plain(self, place: int, reason: str) -> DynamicLayer: ...
+
+    def begin(self, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int) -> None: ...
+
+    def end_step(self) -> None: ...
+
+
+class PackedLayer(CacheLayerMixin):
+    """Pages uint8 ``[blocks of all rows, kv_heads, page_bytes]`` of one layer."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, owner: Owner, place: int, index: int) -> None:
+        super().__init__()
+        self.owner, self.place, self.index = owner, place, index  # place in the model, index among packed layers
+        self.pages: torch.Tensor | None = None
+        self.calibration: Layer | None = None
+
+    @property
+    def is_compileable(self) -> bool:
+        """True if `generate` may compile decode steps; not if the cache captures or compiles them itself."""
+        return not self.owner.forward.capture and not self.owner.forward.compile
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        reason = self.owner.build(key_states, value_states)
+        if reason:
+            raise ValueError(f"past_key_values: expected layers that can be packed, got {reason}")
+        assert self.owner.fmt is not None
+        with torch.inference_mode(False):
+            shape = (self.owner.blocks(), key_states.shape[1], self.owner.fmt.page_bytes)
+            self.pages = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        torch._dynamo.mark_static_address(self.pages, guard=False)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the new rows for `step`; a layer whose shape does not fit is replaced by a plain one here."""
+        if self.is_initialized and (self.owner.ahead or torch.compiler.is_compiling()):
+            return attention.Ready(self, key_states), attention.Ready(self, value_states)
+        return self._update(key_states, value_states, *args, **kwargs)
+
+    @torch.compiler.disable  # pages are made outside of compiled code
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        attention.connect(self.owner)
+        if not self.is_initialized:
+            if reason := self.owner.build(key_states, value_states):
+                return self.owner.keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
+            self.lazy_initialization(key_states, value_states)
+        return attention.Pending(self, key_states), attention.Pending(self, value_states)
+
+    def step(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        logits: Logits,
+    ) -> torch.Tensor:
+        """Attention output ``[rows, queries, heads, D]``; operators only. Stores K and V."""
+        state, fmt = self.owner.state, self.owner.fmt
+        assert state is not None
+        assert fmt is not None
+        assert self.pages is not None
+        if self.owner.ahead:
+            mask = None  # one token of every row
+        if self.index == 0:
+            state.advance(mask, query.shape[2])
+        calibration = self.calibration or Layer()
+        return strata_packed(query, key, value, self.pages, state, calibration, fmt, logits, padded=mask is not None)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        under: attention.Under,
+        logits: Logits,
+        module: torch.nn.Module,
+    ) -> torch.Tensor:
+        """`step` after the host's checks, and before the first one the calibration of K."""
+        if self.calibration is None:
+            self.calibration = self._calibrate(module, key.shape[1], key.shape[3])
+        if self.index == 0:
+            self.owner.begin(mask, positions, len(query), query.shape[2])
+        out = self.step(query, key, value, mask, logits)
+        if self.index == self.owner.last:
+            self.owner.end_step()
+        return out
+
+    def _calibrate(self, module: torch.nn.Module, kv_heads: int, dim: int) -> Layer:
+        """Balance and centre of the layer, from a file or from the model's weights."""
+        given = self.owner.calibration
+        if given is not None:
+            layer = given.layers[self.index].to(self.device)
+            found = Layer(layer.balance, layer.centre)
+        else:
+            rope = self.owner.rope or ()
+            turned = balance.interleaved(module)
+            own = balance.from_weights(module, kv_heads, dim, rope, turned)
+            centre = None if own is None else balance.centre_from_bias(module, kv_heads, dim, rope, bool(turned))
+            if own is not None:
+                own = own.to(self.device).contiguous()
+            if centre is not None and own is not None:
+                centre = (centre.to(self.device) / own).float().contiguous()
+            found = Layer(own, centre)
+        for x in found:
+            if x is not None:
+                torch._dynamo.mark_static_address(x, guard=False)
+        return found
+
+    # Interface of transformers' cache layers; the PackedCache handles rows and columns.
+
+    def get_seq_length(self) -> Any:
+        """Columns, as an int of the host, or as a tensor of the device where the host cannot look."""
+        state = self.owner.state
+        if state is None:
+            return 0
+        if torch.compiler.is_compiling() or (state.columns.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return state.columns
+        return self.owner.columns()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        state = self.owner.state
+        if state is None:
+            return query_length, 0
+        if torch.compiler.is_compiling() or (query_length == 1 and self.is_compileable):
+            return state.tokens, 0  # one shape for all steps
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        state = self.owner.state
+        return -1 if state is None else state.tokens
+
+    def reset(self) -> None:
+        self.pages = self.calibration = None
+        self.is_initialized = False
+
+    def offload(self) -> None:
+        raise NotImplementedError("offloading: expected False, got True; a StrataCache stays on its device")

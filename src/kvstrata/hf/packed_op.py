@@ -1,0 +1,165 @@
+"""``kvstrata::strata_packed``: a layer of a forward over packed pages, which stores K and V of new columns and attends.
+
+All that it needs to know is in tensors (packed_rows.py) that were brought up to date before the first layer. It mutates
+the pages. Compiled code and CUDA graphs of others may hold it: nothing of it happens on the host while it is captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+import kvstrata
+from kvstrata.attention.prefill.op import HEAD_DIMS
+from kvstrata.layout import Format
+
+from .logits import Logits
+from .packed_rows import PackedRows
+
+DECODE_QUERIES = 16  # more new columns than these are a prompt
+
+
+class Layer(NamedTuple):
+    """Calibration of one layer, as the packed ops take it."""
+
+    balance: torch.Tensor | None = None  # float32 [kv_heads, D]
+    centre: torch.Tensor | None = None
+
+
+class _New(NamedTuple):
+    """New columns of a forward, on the device."""
+
+    real: torch.Tensor  # bool [rows, queries]
+    slots: torch.Tensor  # int32 [rows * queries], -1 for padding
+
+
+def _new_columns(rows: Any, queries: int) -> _New:
+    real, seq_lens, columns, first = rows
+    own = real.index_select(1, columns - queries + torch.arange(queries, device=real.device))
+    rank = own.cumsum(1, dtype=torch.int32)
+    position = (seq_lens - rank[:, -1]).unsqueeze(1) + rank - 1
+    return _New(own, torch.where(own, first.unsqueeze(1) + position, -1).flatten())
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """``[rows, heads, n, D]`` as rows ``[rows * n, heads, D]`` with an inner stride of 1."""
+    x = x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _operator(query: Any, key: Any, value: Any, pages: Any, block_table: Any, seq_lens: Any, columns: Any, real: Any,
+              first: Any, slot: Any, balance: Any, centre: Any, sinks: Any, format: str, page_tokens: int, scale: float,
+              softcap: float | None, padded: bool) -> torch.Tensor:  # fmt: skip
+    """Operator ``kvstrata::strata_packed``; ``padded``: new columns may be padding."""
+    rows, heads, queries, dim = query.shape
+    fmt = Format.parse(format, dim, page_tokens)
+    given: dict[str, Any] = dict(calibration=Layer(balance, centre))
+    scores: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
+    q, k, v = _flat(query), _flat(key), _flat(value)
+    if queries == 1:
+        kvstrata.store_packed(k, v, pages, slot, fmt, **given)
+        out = kvstrata.decode_packed(q, pages, block_table, seq_lens, fmt, **given, **scores)
+        return out.view(rows, 1, heads, dim)  # type: ignore[union-attr]
+    new = _new_columns((real, seq_lens, columns, first), queries)
+    kvstrata.store_packed(k, v, pages, new.slots, fmt, **given)
+    captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    start = 1 if captured else int(columns) - queries
+    if queries <= DECODE_QUERIES and start:
+        order = None
+        if padded:  # the newest position is that of the last query
+            order = new.real.to(torch.uint8).sort(dim=1, stable=True).indices
+            order = (order + queries * torch.arange(rows, device=order.device).unsqueeze(1)).flatten()
+            q = q[order]
+        out = kvstrata.decode_packed(q, pages, block_table, seq_lens, fmt, **given, **scores)
+        assert isinstance(out, torch.Tensor)
+        if order is not None:
+            out = torch.empty_like(out).index_copy_(0, order, out)
+    elif not start and not padded and dim in HEAD_DIMS:
+        q, k, v = (x.view(rows, queries, -1, dim) for x in (q, k, v))
+        out = kvstrata.prefill_attention(q, k, v, **scores)
+    else:
+        bounds: dict[str, Any] = {}
+        if captured:
+            bounds = dict(max_seqlen_q=queries, max_seqlen_k=real.shape[1], total_tokens=rows * real.shape[1])
+        out = _ragged(q, k, v, pages, block_table, seq_lens, fmt, new, captured, given | scores | bounds)
+    return out.view(rows, queries, heads, dim)  # type: ignore[union-attr]
+
+
+def _ragged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    fmt: Format,
+    new: _New,
+    captured: bool,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """`prefill_packed` of the tokens among new columns; padding yields zeros."""
+    cu = torch.zeros(len(seq_lens) + 1, dtype=torch.int32, device=q.device)
+    torch.cumsum(new.real.sum(1), 0, dtype=torch.int32, out=cu[1:])
+    is_token = new.real.flatten()
+    if captured:  # as many rows as there are columns, tokens first
+        chosen = (~is_token).to(torch.uint8).sort(dim=0, stable=True).indices
+    else:
+        chosen = is_token.nonzero().flatten()
+    if not captured and len(chosen) == len(q):
+        out = kvstrata.prefill_packed(q, k, v, pages, block_table, seq_lens, cu, fmt, **options)
+        assert isinstance(out, torch.Tensor)
+        return out
+    own_q, own_k, own_v = (x.index_select(0, chosen) for x in (q, k, v))
+    part = kvstrata.prefill_packed(own_q, own_k, own_v, pages, block_table, seq_lens, cu, fmt, **options)
+    assert isinstance(part, torch.Tensor)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format).index_copy_(0, chosen, part)
+    return torch.where(is_token.view(-1, 1, 1), out, 0) if captured else out
+
+
+_library = torch.library.Library("kvstrata", "FRAGMENT")
+_library.define(
+    "strata_packed(Tensor query, Tensor key, Tensor value, Tensor(a!) pages, Tensor block_table, Tensor seq_lens,"
+    " Tensor columns, Tensor real, Tensor first, Tensor slot, Tensor? balance, Tensor? centre, Tensor? sinks,"
+    " str format, int page_tokens, float scale, float? softcap, bool padded) -> Tensor"
+)
+_library.impl("strata_packed", _operator, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("kvstrata::strata_packed", lib=_library)
+def _fake(query: Any, *arguments: Any) -> torch.Tensor:
+    rows, heads, queries, dim = query.shape
+    return query.new_empty(rows, queries, heads, dim)
+
+
+def strata_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    rows: PackedRows,
+    calibration: Layer,
+    fmt: Format,
+    logits: Logits,
+    *,
+    padded: bool,
+) -> torch.Tensor:
+    """Attention output ``[rows, n, heads, D]`` of the newest n columns, whose K and V are stored first.
+
+    Args:
+        query: ``[rows, heads, n, D]``; key, value: ``[rows, kv_heads, n, D]``, in one dtype.
+        pages: uint8 ``[blocks of all rows, kv_heads, fmt.page_bytes]``. Mutated: the bits of the new tokens.
+        rows: lengths, in which the n columns are counted already.
+        calibration: of the layer.
+        fmt: format of the pages.
+        logits: how scores become logits.
+        padded: some of the new columns may be padding.
+
+    One new column, and up to 16 behind others, are read from the pages. More attend as they are, to earlier ones from
+    the pages. Safe under ``torch.compile(fullgraph=True)``, and under CUDA-graph capture after an eager call of the
+    same shapes. Raises what `store_packed`, `decode_packed` and `prefill_packed` raise.
+    """
+    return torch.ops.kvstrata.strata_packed(
+        query, key, value, pages, rows.block_table, rows.seq_lens, rows.columns, rows.real, rows.first, rows.slot,
+        *calibration, logits.sinks, fmt.name, fmt.page_tokens, logits.scale, logits.softcap, padded,
+    )  # fmt: skip

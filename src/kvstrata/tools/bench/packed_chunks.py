@@ -1,0 +1,113 @@
+"""Cases of `bench packed`: a chunk of new tokens of one request over its prefix in packed pages.
+
+Beside `prefill_packed`, all that it reads is unpacked by the same kernel and attended by cuDNN or flash. Calls are
+captured; the operations are the two products, of the chunk's own part the half that is seen.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+import kvstrata
+from kvstrata.attention.packed_prefill import triton as packed_triton
+from kvstrata.attention.packed_prefill.job import Options, Tensors, check
+from kvstrata.attention.packed_prefill.reference import prefix_rows
+from kvstrata.layout import Format
+
+from .attention import absent, assert_close, read
+from .case import Bench, Case
+from .cases.prefill import _cudnn_with_lse, in_two_parts
+from .clock import Call
+
+BLOCK_SIZE = 64
+CHECKED = 16  # of the last queries, in one KV head, compared with float32
+SECONDS = 4.0  # of sampling, at most
+
+
+def build_chunk(
+    name: str, prefix: int, new: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
+) -> Bench:
+    generator = torch.Generator(device).manual_seed(0)
+    fmt, total = Format.parse(name, head_dim), prefix + new
+    blocks, per_block = -(-total // BLOCK_SIZE), BLOCK_SIZE // fmt.page_tokens
+    pages = torch.zeros(blocks, kv_heads, per_block * fmt.page_bytes, dtype=torch.uint8, device=device)
+    order = torch.randperm(blocks, device=device, generator=generator)
+    k, v = torch.randn(2, total, kv_heads, head_dim, device=device, generator=generator).bfloat16()
+    position = torch.arange(prefix, device=device)
+    slots = order[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+    kvstrata.store_packed(k[:prefix], v[:prefix], pages, slots, fmt)
+    q = torch.randn(new, heads, head_dim, device=device, generator=generator).bfloat16()
+    seq_lens, cu = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([total], [0, new]))
+    tensors = Tensors(q, k[prefix:], v[prefix:], pages, order.int()[None], seq_lens, cu)
+    bounds = dict(max_seqlen_q=new, max_seqlen_k=total, total_tokens=total, exact_lengths=True)
+    job = check(tensors, fmt, Options(**bounds))  # type: ignore[arg-type]
+
+    group = heads // kv_heads
+    past_k, past_v = prefix_rows(job, 0, prefix, total)
+    keys, values = (
+        torch.cat([x[:, 0], y[:, 0].float()]) for x, y in ((past_k, tensors.k_new), (past_v, tensors.v_new))
+    )
+    few = min(CHECKED, new)
+    scores = q[-few:, :group].float() @ keys.T * head_dim**-0.5
+    own = torch.arange(total - few, total, device=device)
+    scores.masked_fill_(torch.arange(total, device=device) > own[:, None, None], -torch.inf)
+    expected = scores.softmax(-1) @ values
+
+    contenders: dict[str, Call] = {"kvstrata": lambda i: kvstrata.prefill_packed(*tensors[:7], fmt, **bounds)}  # type: ignore[arg-type]
+    missing: dict[str, str] = {}
+    if device.type == "cuda":
+        exact = packed_triton.bounds_of(job)
+        queries = q[None].transpose(1, 2)
+
+        def rows() -> tuple[torch.Tensor, torch.Tensor]:
+            cu_k, staged, count = packed_triton.staging(job, exact)
+            assert count == kv_heads
+            k, v = packed_triton.unpack(job, exact, cu_k, staged, 0, count)
+            return k[None].transpose(1, 2), v[None].transpose(1, 2)
+
+        def with_flash(i: int) -> torch.Tensor:
+            # aligned to the last key, as scaled_dot_product_attention is not
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(queries, *rows(), 0.0, True, scale=head_dim**-0.5)[0][0].transpose(0, 1)
+
+        def with_cudnn(i: int) -> torch.Tensor:
+            return in_two_parts(_cudnn_with_lse, queries, *rows())[0].transpose(0, 1)
+
+        contenders["unpack then flash"] = with_flash
+        try:
+            with_cudnn(0)
+            contenders["unpack then cudnn"] = with_cudnn
+        except RuntimeError as error:
+            missing["unpack then cudnn"] = str(absent(error))
+    else:
+        contenders["unpack then flash"] = lambda i: kvstrata.prefill_packed(*tensors[:7], fmt, backend="reference")
+
+    def checked(contender: str, i: int, out: torch.Tensor) -> None:
+        assert_close(out[-few:, :group], expected, 1e-2)
+        assert not bool(out.isnan().any()), "an output is NaN"
+
+    return Bench(
+        contenders=contenders,
+        poison=lambda contender, i: None,
+        check=checked,
+        ours="kvstrata",
+        baseline="unpack then flash",
+        host={"kvstrata": contenders["kvstrata"]},
+        before=read(device),
+        absent=missing,
+    )
+
+
+def chunk_case(name: str, prefix: int, new: int, device: torch.device) -> Case:
+    heads, kv_heads, head_dim = (32, 8, 128) if device.type == "cuda" else (2, 1, 64)
+    fmt = Format.parse(name, head_dim)
+    moved = kv_heads * (prefix * fmt.bytes_per_token + new * 4 * head_dim) + 4 * new * heads * head_dim
+    pairs = new * prefix + new * (new + 1) // 2
+    make = partial(build_chunk, name, prefix, new, heads, kv_heads, head_dim)
+    params = {"kind": f"chunk {name}", "new": new, "T": prefix + new}
+    return Case(
+        "packed", f"chunk-{name}-{prefix}+{new}", params, moved, make, flops=4 * heads * pairs * head_dim,
+        graph=device.type == "cuda", seconds=SECONDS,
+    )  # fmt: skip
