@@ -56,6 +56,7 @@ class PackedLayer(CacheLayerMixin):
         self.owner, self.place, self.index = owner, place, index  # place in the model, index among packed layers
         self.pages: torch.Tensor | None = None
         self.calibration: Layer | None = None
+        self.again: attention.Again | None = None  # no layer shares its K and V: such models keep theirs plain
 
     @property
     def is_compileable(self) -> bool:
