@@ -58,6 +58,7 @@ struct Block {
   int current = 0;
 };
 inline Block* block;
+inline long blocks_begun = 0;
 
 // A thread's stack and where it waits; kept from launch to launch, and left by longjmp, which makes no system call.
 struct Fibre {
@@ -182,6 +183,7 @@ void run(Kernel kernel, const Params& params, int grid_x, int grid_y, int thread
       dynamic_shared = shared.data() + (1024 - reinterpret_cast<uintptr_t>(shared.data()) % 1024) % 1024;
       Block here;
       block = &here;
+      blocks_begun++;
       here.done.assign(threads, false);
       here.warps.resize((threads + 31) / 32);
       for (auto& warp : here.warps) warp.size = 32;

@@ -161,7 +161,10 @@ inline void ldmatrix_x4_trans(unsigned (&out)[4], unsigned address) { ldmatrix(o
 struct AsyncCopy { unsigned to, group; const void* from; int bytes, there; };
 struct AsyncCopies { std::vector<AsyncCopy> open; unsigned group = 0; };
 inline std::vector<AsyncCopies> copies_of_threads;
+inline long copies_of_block = -1;  // copies that a block leaves open end with it
 inline AsyncCopies& my_copies() {
+  if (copies_of_block != blocks_begun) copies_of_threads.clear();
+  copies_of_block = blocks_begun;
   if (copies_of_threads.size() <= static_cast<size_t>(threadIdx.x)) copies_of_threads.resize(threadIdx.x + 1);
   return copies_of_threads[threadIdx.x];
 }

@@ -1,5 +1,4 @@
-"""One width with a 16-bit tail as an engine would hold it: packed pages, written and read through the packed ops'
-bytes.
+"""One width with a 16-bit tail as an engine would hold it: packed pages, through the bytes of `store_packed`.
 
 A chunk sees its own tokens exactly and older ones as they are stored. With chunks of ``page_tokens`` tokens that begin
 at page edges, every token therefore sees what decoding token by token with a tail of one page shows it.
@@ -30,19 +29,18 @@ class PackedLayer(DynamicLayer):
         super().__init__()
         self.name, self.page_tokens, self.sink_tokens, self.calibration = name, page_tokens, sink_tokens, calibration
         self.length = 0
+        self.sinks: PlainRows | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         rows, heads, _, dim = key_states.shape
         self.format = Format.parse(self.name, dim, self.page_tokens)
         self.slots = torch.arange(rows, dtype=torch.int32, device=key_states.device)
-
-        def plain_rows(tokens: int) -> PlainRows:
-            k, v = key_states.new_zeros(2, rows, heads, tokens, dim)
-            return PlainRows(k, v, self.slots)
-
-        self.tail = plain_rows(self.page_tokens)
-        self.sinks = plain_rows(self.sink_tokens) if self.sink_tokens else None
+        k, v = key_states.new_zeros(2, rows, heads, self.page_tokens, dim)
+        self.tail, self.sinks = PlainRows(k, v, self.slots), None
+        if self.sink_tokens:
+            k, v = key_states.new_zeros(2, rows, heads, self.sink_tokens, dim)
+            self.sinks = PlainRows(k, v, self.slots)
         size = (rows, 0, heads, self.format.page_bytes)
         self.pages = torch.zeros(size, dtype=torch.uint8, device=key_states.device)  # [rows, pages, heads, bytes]
 
