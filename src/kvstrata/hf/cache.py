@@ -75,8 +75,8 @@ class StrataCache(Columns):
 
     Layers that cannot be compressed (short sliding windows, linear attention, other shapes of K and V) are left to
     transformers; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on.
-    Gradients do not flow through stored tokens. Not safe under CUDA graph capture by others, since a forward reads sizes on
-    the host: the cache captures steps itself, and `kvstrata.hf.step` has one for engines.
+    Gradients do not flow through stored tokens. Not safe under CUDA graph capture by others, since a forward reads
+    sizes on the host: the cache captures steps itself, and `kvstrata.hf.step` has one for engines.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the model cannot be compressed.
