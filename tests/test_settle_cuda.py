@@ -162,7 +162,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize(("rows", "balance"), zip(ROWS, (False, True, True), strict=True))
+@pytest.mark.parametrize(("rows", "balance"), list(zip(ROWS, (False, True, True), strict=True)))
 def test_layers_of_prompts_take_what_the_first_prepared(
     device: str, monkeypatch: pytest.MonkeyPatch, rows: str, balance: bool
 ) -> None:
