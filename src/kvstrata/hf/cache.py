@@ -199,6 +199,7 @@ class StrataCache(Columns):
         Raises FileNotFoundError for a missing folder and NotImplementedError for layers of linear attention. Reads
         everything back from the device, so it cannot be captured.
         """
+        self._undo_step()
         files.save(path, self, self._text, self._tiered, self._real)
 
     @classmethod

@@ -6,6 +6,8 @@ are counted when all layers have the token, so an error half way leaves the leng
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
@@ -31,6 +33,10 @@ class Columns(Cache):
 
     def _reserve(self, tokens: int) -> None:
         raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._undo_step()  # copies and pickles know of no step that is open
+        return vars(self)
 
     @property
     def _real(self) -> np.ndarray:
@@ -92,15 +98,18 @@ class Columns(Cache):
     def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool:
         """In the first layer of a forward with one new column, do the host's part of a step; True in all layers of it.
 
-        ``layer`` counts compressed ones. False if the column is padding in some row. Raises what `TieredCache.advance`
-        and checks of the mask raise.
+        ``layer`` counts compressed ones. False if the column is padding in some row, and if a layer turned out to be
+        none that can be compressed. Raises what `TieredCache.advance` and checks of the mask raise.
         """
         if layer:
             if self.steps.is_open:
                 self._tokens_among(self._real.shape[1] - 1, mask, positions, rows, 1)
             return self.steps.is_open
         self._undo_step()
-        start = self._strata()[0].columns
+        layers = self._strata()
+        if len(layers) < self.tiered.layers:
+            return False
+        start = layers[0].columns
         try:
             if self._tokens_among(start, mask, positions, rows, 1) is not None:
                 return False
