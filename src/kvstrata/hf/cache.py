@@ -199,6 +199,7 @@ class StrataCache(Columns):
         Raises FileNotFoundError for a missing folder and NotImplementedError for layers of linear attention. Reads
         everything back from the device, so it cannot be captured.
         """
+        self._undo_step()
         files.save(path, self, self._text, self._tiered, self._real)
 
     @classmethod
@@ -395,12 +396,6 @@ class StrataCache(Columns):
             return f"eager: {self.eager_only}"
         return self.forward.describe(torch.device("cpu") if self._tiered is None else self.tiered.device)
 
-    def _plain(self) -> list[Any]:
-        """Layers that move their rows themselves, or a part of what they hold."""
-        return [layer for layer in self.layers if isinstance(layer, HybridLayer) or not isinstance(layer, StrataLayer)]
-
-    # Interface of transformers' Cache
-
     def reset(self) -> None:
         """Drop all tokens; the next forward may have another batch size."""
         for layer in self._plain():
@@ -411,59 +406,3 @@ class StrataCache(Columns):
         self._tiered, self._shape, self._real, self.guard = None, None, np.ones((0, 0), bool), None
         self.steps.forget()
         self.forward.drop()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` columns; tokens that were demoted in the meantime stay demoted.
-
-        Raises ValueError for a positive number, and BudgetExceeded if the rest does not fit the smaller budget.
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}; crop(-n) removes n columns"
-            )
-        for layer in self._plain():
-            layer.crop(tokens_to_remove)
-        if tokens_to_remove == 0 or self._tiered is None:
-            return
-        self._flush()
-        self._real = self._real[:, :tokens_to_remove]
-        for request, length in enumerate(self._real.sum(1).tolist()):
-            self.tiered.crop(request, length)
-        for layer in self._strata():
-            layer.columns = min(layer.columns, self._real.shape[1])
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make row i a copy of row ``beam_idx[i]``, int64 ``[rows]``, for beam search; pages are shared, not copied.
-
-        Raises ValueError for a row that does not exist, and IndexError where a layer that is not compressed sees it
-        first.
-        """
-        for layer in self._plain():
-            layer.reorder_cache(beam_idx)
-        self._pick(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times; ValueError for more than ``max_batch`` rows. Pages are shared."""
-        rows = self.rows
-        if self._tiered is not None and rows * repeats > self.tiered.max_requests:
-            raise ValueError(
-                f"max_batch: expected at least {rows * repeats} rows, got {self.tiered.max_requests};"
-                f" StrataCache(..., max_batch={rows * repeats})"
-            )
-        for layer in self._plain():
-            layer.batch_repeat_interleave(repeats)
-        self._pick([row for row in range(rows) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices``, int64 ``[n]`` or a bool mask ``[rows]``; raises IndexError for unknown rows."""
-        for layer in self._plain():
-            layer.batch_select_indices(indices)
-        if self._tiered is not None:
-            self._pick(torch.arange(self.rows)[indices.cpu()].tolist())
-
-    def _pick(self, rows: list[int]) -> None:
-        if self._tiered is None or rows == list(range(self.rows)):
-            return
-        self._flush()
-        self.tiered.select(rows)
-        self._real = self._real[rows]

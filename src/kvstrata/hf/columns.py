@@ -1,10 +1,13 @@
-"""Columns of a batch over the rows of a `StrataCache`: which are tokens, and one more of them at a decode step.
+"""Rows and columns of a batch over a `StrataCache`: which columns are tokens, one more of them at a decode step, and
+rows and columns that go or change places.
 
 A step has a part of the host, which makes room for a token of every row (`advance`), and layers that fill it. Columns
 are counted when all layers have the token, so an error half way leaves the length as it was (`_undo_step`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +16,19 @@ from transformers.cache_utils import Cache
 from kvstrata.cache import TieredCache
 
 from . import mask as masks
+from .hybrid import HybridLayer
 from .layer import StrataLayer
 from .steps import Steps
 
 
 class Columns(Cache):
-    """The part of a `StrataCache` that counts columns, of tokens and of padding."""
+    """The part of a `StrataCache` that counts columns, of tokens and of padding, and moves rows."""
 
     steps: Steps
     _tokens: np.ndarray  # `_real`, a view of _room
     _room: np.ndarray
     _checked: masks.LastMask
+    _tiered: TieredCache | None
 
     @property
     def tiered(self) -> TieredCache:
@@ -31,6 +36,10 @@ class Columns(Cache):
 
     def _reserve(self, tokens: int) -> None:
         raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._undo_step()  # copies and pickles know of no step that is open
+        return dict(vars(self))
 
     @property
     def _real(self) -> np.ndarray:
@@ -92,15 +101,19 @@ class Columns(Cache):
     def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool:
         """In the first layer of a forward with one new column, do the host's part of a step; True in all layers of it.
 
-        ``layer`` counts compressed ones; ``mask`` is ``[rows, columns]``. False if the column is padding in some row.
-        Raises what `TieredCache.advance` and checks of the mask raise.
+        ``layer`` counts compressed ones; ``mask`` is ``[rows, columns]``. False if the column is padding in some row,
+        and if a layer turned out to be none that can be compressed. Raises what `TieredCache.advance` and checks of the
+        mask raise.
         """
         if layer:
             if self.steps.is_open:
                 self._tokens_among(self._real.shape[1] - 1, mask, positions, rows, 1)
             return self.steps.is_open
         self._undo_step()
-        start = self._strata()[0].columns
+        layers = self._strata()
+        if len(layers) < self.tiered.layers:
+            return False
+        start = layers[0].columns
         try:
             if self._tokens_among(start, mask, positions, rows, 1) is not None:
                 return False
@@ -168,3 +181,65 @@ class Columns(Cache):
         self._undo_step()
         for layer in self._strata():
             layer.flush()
+
+    def _plain(self) -> list[Any]:
+        """Layers that move their rows themselves, or a part of what they hold."""
+        return [layer for layer in self.layers if isinstance(layer, HybridLayer) or not isinstance(layer, StrataLayer)]
+
+    # Interface of transformers' Cache: `StrataCache` has the rest
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` columns; tokens that were demoted in the meantime stay demoted.
+
+        Raises ValueError for a positive number, and BudgetExceeded if the rest does not fit the smaller budget.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}; crop(-n) removes n columns"
+            )
+        for layer in self._plain():
+            layer.crop(tokens_to_remove)
+        if tokens_to_remove == 0 or self._tiered is None:
+            return
+        self._flush()
+        self._real = self._real[:, :tokens_to_remove]
+        for request, length in enumerate(self._real.sum(1).tolist()):
+            self.tiered.crop(request, length)
+        for layer in self._strata():
+            layer.columns = min(layer.columns, self._real.shape[1])
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i a copy of row ``beam_idx[i]``, int64 ``[rows]``, for beam search; pages are shared, not copied.
+
+        Raises ValueError for a row that does not exist, and IndexError where a layer that is not compressed sees it
+        first.
+        """
+        for layer in self._plain():
+            layer.reorder_cache(beam_idx)
+        self._pick(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times; ValueError for more than ``max_batch`` rows. Pages are shared."""
+        rows = self.rows
+        if self._tiered is not None and rows * repeats > self.tiered.max_requests:
+            raise ValueError(
+                f"max_batch: expected at least {rows * repeats} rows, got {self.tiered.max_requests};"
+                f" StrataCache(..., max_batch={rows * repeats})"
+            )
+        for layer in self._plain():
+            layer.batch_repeat_interleave(repeats)
+        self._pick([row for row in range(rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices``, int64 ``[n]`` or a bool mask ``[rows]``; raises IndexError for unknown rows."""
+        for layer in self._plain():
+            layer.batch_select_indices(indices)
+        if self._tiered is not None:
+            self._pick(torch.arange(self.rows)[indices.cpu()].tolist())
+
+    def _pick(self, rows: list[int]) -> None:
+        if self._tiered is None or rows == list(range(self.rows)):
+            return
+        self._flush()
+        self.tiered.select(rows)
+        self._real = self._real[rows]

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -31,7 +31,10 @@ import kvstrata
 PLAIN = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict"}
 TRANSFORMERS_HOOKS = "transformers.utils.output_capturing"  # of outputs that steps do not return
 NEEDED = PLAIN - {"return_dict"}  # parameters of a forward
+# Attributes of modules that count otherwise: from the index of padding on (RoBERTa), and behind images.
+OTHER_POSITIONS = ("create_position_ids_from_input_ids", "rope_deltas")
 Module = torch.nn.Module
+_counting: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
 _plain_call = Module.__call__
 
 
@@ -141,7 +144,7 @@ class Forward:
             return None
         if mask is not None and not owner.matches(mask):
             return None
-        if positions is None and mask is None:
+        if positions is None and mask is None and _counts_columns(model):
             positions = torch.full_like(ids, owner.get_seq_length())
         if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.shape[1] != 1:
             return None
@@ -231,6 +234,13 @@ def _takes_steps(kind: Any) -> bool:
     takes_any = any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters)
     named = {x.name for x in parameters}
     return named >= NEEDED - {"use_cache"} and (takes_any or "return_dict" in named)
+
+
+def _counts_columns(model: Module) -> bool:
+    """True if the position of a new token, where none is given, is the number of columns before it."""
+    if model not in _counting:
+        _counting[model] = not any(hasattr(module, name) for module in model.modules() for name in OTHER_POSITIONS)
+    return _counting[model]
 
 
 def _not_captured(model: Module, device: torch.device) -> str | None:

@@ -66,6 +66,8 @@ class Owner(Protocol):
 
     def _forget(self, start: int) -> None: ...
 
+    def _undo_step(self) -> None: ...
+
     def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool: ...
 
     def end_step(self) -> None: ...
@@ -145,6 +147,8 @@ class StrataLayer(CacheLayerMixin):
         if self.columns and self.owner.guard is not None:
             self._finish_estimate()
         queries = query.shape[2]
+        if queries > 1:
+            self.owner._undo_step()
         alone = queries == 1 and self.columns > 0 and not self.owner.shares
         if alone and self.owner.begin_step(self.index, mask, positions, len(query)):
             out = self.owner.steps.decode(self.index, query, key, value, logits)

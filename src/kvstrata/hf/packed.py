@@ -168,6 +168,8 @@ class PackedCache(Cache):
         self._packed.remove(place)
         for index, packed in enumerate(self._layers()):
             packed.index = index
+        if not any(packed > place for packed in self._packed):
+            self.end_step()  # all others have run
         support.warn_if_useless(self)
         return self.layers[place]
 

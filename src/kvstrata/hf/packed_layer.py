@@ -32,6 +32,9 @@ class Owner(Protocol):
     @property
     def last(self) -> int: ...
 
+    @property
+    def is_compileable(self) -> bool: ...
+
     def build(self, key: torch.Tensor, value: torch.Tensor) -> str | None: ...
 
     def blocks(self) -> int: ...
@@ -167,7 +170,7 @@ class PackedLayer(CacheLayerMixin):
         state = self.owner.state
         if state is None:
             return query_length, 0
-        if torch.compiler.is_compiling() or (query_length == 1 and self.is_compileable):
+        if torch.compiler.is_compiling() or (query_length == 1 and self.owner.is_compileable):
             return state.tokens, 0  # one shape for all steps
         return self.get_seq_length() + query_length, 0
 

@@ -83,7 +83,8 @@ class Steps:
         if self.plan is None or not self._serves(self.plan) or self.plan.heads != heads:
             observe = OBSERVED if tiered.budget.amount is not None else 0
             self.plan = kvstrata.DecodePlan(tiered, heads, observe=observe)
-        if layer == 0:
+            self.plan.update()
+        elif layer == 0:
             self.plan.update()
         tiered.write(layer, stored_rows(key, tiered.dtype), stored_rows(value, tiered.dtype))
         q = query.transpose(1, 2).to(tiered.dtype)

@@ -90,7 +90,8 @@ class WindowLayer(CacheLayerMixin):
         self.dtype, self.device = dtype, key_states.device
         self.format = self._format(dim)
         size = (rows * self.ring_blocks, heads, self.format.page_bytes)
-        self.pages = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # steps in another mode write to it
+            self.pages = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self.tail_k, self.tail_v = torch.zeros(2, rows, heads, 0, dim, dtype=dtype, device=self.device)
         self.lengths, self.packed_to, self.ended = [0] * rows, [0] * rows, [False] * rows
         self.is_initialized = True
@@ -290,7 +291,9 @@ class WindowLayer(CacheLayerMixin):
 
     def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None) -> None:
         """Add the new rows to the tail, padding left out, and pack what is older than the tail keeps."""
-        new = [x.clamp(-LARGEST, LARGEST) if self.dtype == torch.float16 != x.dtype else x for x in (key, value)]
+        new = [key.detach(), value.detach()]  # a tail must not keep the graphs of all forwards
+        if self.dtype == torch.float16 != key.dtype:
+            new = [x.clamp(-LARGEST, LARGEST) for x in new]
         self.columns += key.shape[2]
         if real is None:
             self.lengths = [n + key.shape[2] for n in self.lengths]
@@ -374,7 +377,8 @@ class WindowLayer(CacheLayerMixin):
                 [x[row] for row in rows.tolist()] for x in (self.lengths, self.packed_to, self.ended)
             )
             rows = rows.to(self.device)
-            self.pages = self.pages.unflatten(0, (-1, self.ring_blocks))[rows].flatten(0, 1)
+            with torch.inference_mode(False):
+                self.pages = self.pages.unflatten(0, (-1, self.ring_blocks))[rows].flatten(0, 1)
             self.tail_k, self.tail_v = self.tail_k[rows], self.tail_v[rows]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
