@@ -177,3 +177,25 @@ def test_steps_count_their_tokens(monkeypatch):
     assert not engine.running
     with pytest.raises(RuntimeError, match="3 of 4 requests with 2048 tokens run at once"):
         vllm_child.steps(SimpleNamespace(llm_engine=FakeEngine(3)), 4, 2048)
+
+
+def test_prompts_leave_room_for_their_token(monkeypatch):
+    module = ModuleType("vllm")
+    module.SamplingParams = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    given = []
+    llm = SimpleNamespace(
+        generate=lambda rows, sampling, use_tqdm: given.extend(
+            (len(r["prompt_token_ids"]), sampling.max_tokens) for r in rows
+        )
+    )
+    assert len(vllm_child.prompts(llm, 2, 100)) == 2
+    assert all(length + more <= 100 for length, more in given)
+
+
+def test_cases_of_a_late_engine_are_kept(monkeypatch):
+    def late(command, seconds):
+        raise child.Late("took more than 1 s and was ended", f"noise\n{bench.MARK}{json.dumps({'vllm': 'x'})}\n")
+
+    monkeypatch.setattr(child, "run", late)
+    assert bench.measure(bench.OURS, []) == ({"vllm": "x"}, None)

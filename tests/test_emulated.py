@@ -14,6 +14,7 @@ from kvstrata import DecodePlan, PagedCache, decode_attention
 from kvstrata.attention.decode import cuda as decode_cuda
 from kvstrata.attention.decode import op, stages
 from kvstrata.attention.decode.stages import FEW, Cut, begin_cost, cost, few_begin, few_cost, stage_tokens
+from kvstrata.jit import tuned
 from kvstrata.layout import Format
 from kvstrata.tools.bench import synthetic
 
@@ -85,7 +86,7 @@ def test_one_list_for_all_layers() -> None:
 def test_cut_of_a_tuned_table(combine: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a step is cut, the result is the same."""
     cut = Cut(warps=2, resident=8, width=1, waves=3, combine=combine)  # 12 columns read pages twice
-    monkeypatch.setattr(decode_cuda.tuned, "lookup", lambda op, gpu, shape: asdict(cut))
+    monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: asdict(cut))
     case = case_of([150, 40], dtype=torch.bfloat16, tiers=("K4V4", "K2V2"), page_tokens=64, group=4, q_len=3)
     check(case, "cuda")
     assert [plan.cut for plan in decode_cuda._OWNED[case.cache].values()] == [cut]
@@ -95,7 +96,7 @@ def test_cut_of_a_tuned_table(combine: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_warp_combines_a_column(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More partial results than it takes at a time, requests with none, a sink beside them."""
     cut = Cut(warps=1, resident=8, width=1, waves=4, combine=1)
-    monkeypatch.setattr(decode_cuda.tuned, "lookup", lambda op, gpu, shape: asdict(cut))
+    monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: asdict(cut))
     options = dict(sinks=torch.tensor([0.5, -1.0, -torch.inf, 2.0]))
     check(case_of([200, 0, 33], dim=dim, dtype=torch.bfloat16, tiers=("K4V4",), group=2, options=options), "cuda")
 

@@ -74,7 +74,7 @@ def test_warmup_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         ((), "kvstrata warmup --arch sm_90"),
         (
             ("nope", "--arch", "sm_90"),
-            "nothing to compile for 'nope'; there are: cache, decode, prefill, replay, store",
+            "nothing to compile for 'nope'; there are: cache, decode, packed, prefill, replay, store",
         ),
         (("cache", "--arch", "sm_90", "--heads", 7), "--heads: expected a multiple of 8, got 7"),
         (("cache", "--arch", "sm_90", "--dtype", "int8"), "--dtype: expected float32"),

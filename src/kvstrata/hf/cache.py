@@ -75,8 +75,8 @@ class StrataCache(Columns):
 
     Layers that cannot be compressed (short sliding windows, linear attention, other shapes of K and V) are left to
     transformers; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on.
-    Gradients do not flow through stored tokens. A forward reads sizes on the host, so it is not safe in a capture of
-    yours: the cache captures steps itself, and `kvstrata.hf.step` has one for engines.
+    Gradients do not flow through stored tokens. Not safe under CUDA graph capture by others, since a forward reads
+    sizes on the host: the cache captures steps itself, and `kvstrata.hf.step` has one for engines.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the model cannot be compressed.
@@ -390,7 +390,7 @@ class StrataCache(Columns):
 
     @property
     def decoding(self) -> str:
-        """How decode steps run: eager, compiled or captured, and why not."""
+        """Mode of decode steps: eager, compiled or captured, and the reason where they are eager."""
         if self.eager_only:
             return f"eager: {self.eager_only}"
         return self.forward.describe(torch.device("cpu") if self._tiered is None else self.tiered.device)

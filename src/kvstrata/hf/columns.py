@@ -92,8 +92,8 @@ class Columns(Cache):
     def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool:
         """In the first layer of a forward with one new column, do the host's part of a step; True in all layers of it.
 
-        ``layer`` counts compressed ones. False if the column is padding in some row. Raises what `TieredCache.advance`
-        and checks of the mask raise.
+        ``layer`` counts compressed ones; ``mask`` is ``[rows, columns]``. False if the column is padding in some row.
+        Raises what `TieredCache.advance` and checks of the mask raise.
         """
         if layer:
             if self.steps.is_open:
@@ -146,7 +146,10 @@ class Columns(Cache):
             self.tiered.crop(request, length)
 
     def matches(self, mask: torch.Tensor) -> bool:
-        """True if ``mask [rows, columns]`` is the padding of earlier calls and one token more of every row."""
+        """True if ``mask [rows, columns]`` is the padding of earlier calls and one token more of every row.
+
+        Raises nothing: other masks are an ordinary forward's.
+        """
         self._undo_step()
         rows, columns = self._real.shape
         if mask.dim() != 2 or mask.shape != (rows, columns + 1):

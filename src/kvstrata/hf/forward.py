@@ -102,7 +102,7 @@ class Forward:
         self.kind: type[ModelOutput] | None = None  # of the outputs
 
     def describe(self, device: torch.device) -> str:
-        """How decode steps run, in a few words."""
+        """Mode of decode steps in a few words."""
         if self.refusal is not None:
             return f"eager: {self.refusal}"
         words = ["compiled"] if self.compile else []

@@ -29,7 +29,11 @@ def output(*command: str) -> str | None:
 
 
 class Late(Exception):
-    """A program exceeded its time limit and was killed."""
+    """A program exceeded its time limit and was killed; ``said`` is its output until then."""
+
+    def __init__(self, message: str, said: str = "") -> None:
+        super().__init__(message)
+        self.said = said
 
 
 def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> tuple[str, int]:
@@ -50,6 +54,6 @@ def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] |
         if isinstance(error, subprocess.TimeoutExpired):
             tail = " / ".join(line for line in said.splitlines()[-3:] if line.strip())
             last = f"; it said last: {tail}" if tail else ""
-            raise Late(f"took more than {seconds:.0f} s and was ended{last}") from error
+            raise Late(f"took more than {seconds:.0f} s and was ended{last}", said) from error
         raise
     return said, process.returncode

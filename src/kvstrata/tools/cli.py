@@ -48,7 +48,8 @@ def main(
 
 def bench(
     op: Annotated[
-        str, typer.Argument(help="Op: decode, packed, prefill, quantize, replay, serve, settle, step, store or vllm.")
+        str,
+        typer.Argument(help="Op: decode, hf, packed, prefill, quantize, replay, serve, settle, step, store or vllm."),
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json.")] = False,

@@ -87,8 +87,13 @@ def steps(llm: Any, batch: int, context: int) -> list[float]:
 
 
 def prompts(llm: Any, count: int, length: int, rounds: int = 3) -> list[float]:
-    """Microseconds per token of prompts that are computed; a round has other tokens, and the first is not counted."""
+    """Microseconds per token of prompts that are computed; a round has other tokens, and the first is not counted.
+
+    A prompt is one token shorter than ``length``: with the token that it gives, it may be as long as the model allows.
+    """
     import vllm
+
+    length -= 1
 
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     samples = []
@@ -151,11 +156,12 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
             run = steps if case["what"] == "steps" else prompts
             try:
                 told["cases"][case["name"]] = run(llm, case["batch"], case["tokens"])
-            except (RuntimeError, ValueError) as error:
+            except Exception as error:  # whatever vLLM raises: other cases were measured
                 told["errors"][case["name"]] = f"{type(error).__name__}: {error}"
                 break  # the engine's state is unknown
-        told["seconds"] = time.perf_counter() - begin
-        print(MARK + json.dumps(told), flush=True)
+            finally:  # the last line counts, should the process be ended
+                told["seconds"] = time.perf_counter() - begin
+                print(MARK + json.dumps(told), flush=True)
         vllm_engine.close(llm)
     return told
 

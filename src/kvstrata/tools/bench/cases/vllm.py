@@ -163,12 +163,11 @@ def measure(engine: str, shapes: Sequence[Shape]) -> tuple[dict[str, Any], str |
     command = [sys.executable, "-m", "kvstrata.tools.bench.vllm_child", json.dumps(given)]
     try:
         said, code = child.run(command, SECONDS)
+        failed = f"exit code {code}: " + " / ".join(said.strip().splitlines()[-3:])[-600:]
     except child.Late as late:
-        return {}, str(late)
-    lines = [line for line in said.splitlines() if line.startswith(MARK)]
-    if not lines:
-        return {}, f"exit code {code}: " + " / ".join(said.strip().splitlines()[-3:])[-600:]
-    return json.loads(lines[-1].removeprefix(MARK)), None
+        said, failed = late.said, str(late)
+    lines = [line for line in said.splitlines() if line.startswith(MARK)]  # one after each case
+    return (json.loads(lines[-1].removeprefix(MARK)), None) if lines else ({}, failed)
 
 
 def difference(reference: list[dict[str, Any]], told: list[dict[str, Any]]) -> str | None:
