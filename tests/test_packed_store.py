@@ -202,6 +202,22 @@ def test_long_prompts(
     assert len(prompts) == len(mapping)
 
 
+@pytest.mark.parametrize("backend", [EMULATED])
+def test_windows_of_several_tokens(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may begin behind a window's first token, whose row is then asked for in vain and must not come late."""
+    fmt = Format.parse("K4V4", 64, 16)
+    slots = torch.cat([torch.arange(5, 26), torch.tensor([-1, 40, -1, -1, -1, 47, 50, 32])])
+    k, v = rows(len(slots), 3, 64, torch.bfloat16)
+    wanted = memory(fmt, 4, 3, 1)
+    store_packed(k, v, wanted, slots.to(DEVICE), fmt, backend="reference")
+    for window in (2, 4, 8):
+        monkeypatch.setattr(store_cuda, "window_of", lambda *sizes, window=window: window)
+        monkeypatch.setattr(store_op, "_plans", type(store_op._plans)())
+        pages = memory(fmt, 4, 3, 1)
+        store_packed(k, v, pages, slots.to(DEVICE), fmt, backend=backend)
+        assert_like_reference(fmt, pages, wanted)
+
+
 @given(number=st.integers(2, 4096), x=st.integers(0, 2**31 - 1))
 def test_division_by_block_size(number: int, x: int) -> None:
     shift, inverse = store_cuda.divider(number)

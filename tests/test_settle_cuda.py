@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ from kvstrata.cache.move import moves_cuda, phases, repack_cuda, whole_pages
 from kvstrata.cache.ops import append_prompt
 from kvstrata.cache.policy import centre_cuda, plan_cuda, settle_cuda
 from kvstrata.cache.policy.prompt_cuda import PreparedPrompt
+from kvstrata.cache.policy.room import fits_each
 from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import Fresh
+from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.quant import op as quantize_op
 
 HAS_GPU = torch.cuda.is_available()
@@ -250,6 +253,33 @@ def test_out_of_memory_in_another_layer_changes_nothing(device: str, monkeypatch
     for a, b in zip(caches[0].gather(1, 1), caches[1].gather(1, 1), strict=True):
         assert torch.equal(a, b)
     caches[0].check()
+
+
+def test_several_requests_that_need_not_settle_beside_one_that_must(device: str) -> None:
+    """The new pages of each are entered in the table of the device."""
+    ours, wanted = pair(device)
+    lengths = [20, 300, 30]
+    for layer in range(2):
+        k, v = torch.randn(2, sum(lengths), 2, 32, generator=torch.Generator().manual_seed(layer))
+        for cache in (ours, wanted):
+            assert fits_each(cache, layer, [0, 1, 2], lengths).tolist() == [True, False, True]
+            cache.append(layer, k.to(cache.device), v.to(cache.device), [0, 1, 2], lengths)
+    same(ours, wanted)
+
+
+def test_new_pages_of_one_operation_have_lists_of_their_own() -> None:
+    """As on a CUDA device, where launches that run when the operation completes enter them in the table."""
+    cache = TieredCache(1, 2, 32, page_tokens=16, max_requests=3, dtype=torch.float32)
+    buckets, entered = cache.buckets, []
+    buckets.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    launch = SimpleNamespace(prepare=lambda both: lambda: entered.append(both.view(2, -1).tolist()))
+    vars(buckets).update(by_cuda=True, _pages_to_table=launch)
+    with Transaction(cache.pool) as change:
+        for request in range(3):
+            buckets.make_room(change, 0, np.array([request]), np.array([17]))
+    table = buckets.host_table.reshape(-1)
+    assert [table[entries].tolist() for entries, _ in entered] == [handles for _, handles in entered]
+    assert sorted(x for entries, _ in entered for x in entries) == np.flatnonzero(table >= 0).tolist()
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["planned", "plan of the layer before"])

@@ -157,7 +157,8 @@ inline void ldmatrix(unsigned (&out)[4], unsigned address, bool transposed) {
 inline void ldmatrix_x4(unsigned (&out)[4], unsigned address) { ldmatrix(out, address, false); }
 inline void ldmatrix_x4_trans(unsigned (&out)[4], unsigned address) { ldmatrix(out, address, true); }
 
-// cp.async: the bytes come at the latest moment, when the thread waits for their group; until then there are NaNs.
+// cp.async: the bytes come at the latest moment, when the thread waits for their group; until then there are NaNs. Copies
+// have no order: the last comes first, so that two to the same place do not go unnoticed.
 struct AsyncCopy { unsigned to, group; const void* from; int bytes, there; };
 struct AsyncCopies { std::vector<AsyncCopy> open; unsigned group = 0; };
 inline std::vector<AsyncCopies> copies_of_threads;
@@ -177,12 +178,14 @@ template <int kBytes, bool = false> inline void cp_async_or_zero(unsigned to, co
 inline void commit_group() { my_copies().group++; }
 template <int kPending> inline void wait_group() {
   AsyncCopies& mine = my_copies();
-  std::erase_if(mine.open, [&](const AsyncCopy& x) {
-    if (x.group + kPending >= mine.group) return false;
+  const auto comes = [&](const AsyncCopy& x) { return x.group + kPending < mine.group; };
+  for (size_t i = mine.open.size(); i--;) {
+    const AsyncCopy& x = mine.open[i];
+    if (!comes(x)) continue;
     if (x.there) std::memcpy(dynamic_shared + x.to, x.from, x.bytes);
     else std::memset(dynamic_shared + x.to, 0, x.bytes);
-    return true;
-  });
+  }
+  std::erase_if(mine.open, comes);
 }
 
 // wmma: lane i has the eight values of half a row of a 16x16 tile, i / 2.

@@ -13,7 +13,13 @@ __device__ __forceinline__ void write_window(const S& side, unsigned char* rows,
   Rows::copy(rows, side.row(first), 0, 0, 1);
   const Window window(*side.slot_address(first), side.p, first, side.p.window);
   Rows::clear(zeros);
-  if (window.starts) side.write_runs(window, first, 1, rows, zeros, side.centre(begin));
+  if (!window.starts) return;
+  if (!(window.starts & 2)) {  // asked for in vain; copies have no order, and another row will come to its place
+    commit_group();
+    wait_group<0>();
+    __syncwarp();
+  }
+  side.write_runs(window, first, 1, rows, zeros, side.centre(begin));
 }
 
 // Blocks a multiprocessor, so that the compiler keeps to 80, 128, 168 or 255 registers: as few as hardly spill.

@@ -170,7 +170,7 @@ def _append_settling(
         planned = settle_cuda.plan(cache, places, ends, fresh, rows)
         check_plans(cache, places, ends, planned.needed)
         cache._activate(change, asked)
-        centred, empty = cache._centred[asked, layer], not cache.buckets.host_count[asked, layer].any()
+        centred, empty = cache._centred[asked, layer], not cache._lengths[asked, layer].any()
         centres, moved = settle_cuda.move(cache, change, planned, rows)
         if empty and moved is not None and not plain and min(lengths) > cache.policy.settle_every:
             k_read, v_read = moved.counted.rows

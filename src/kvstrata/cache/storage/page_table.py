@@ -248,8 +248,12 @@ class Buckets(BucketReads):
             self.pool.clear(handles, 0)
             return
         if self.by_cuda:
-            both = self._lease.take("entries", 2 * len(entries), torch.int64)
-            self.pool.fill(both, np.concatenate([entries, handles]))
+            listed = np.concatenate([entries, handles])
+            if change.has_launches:  # one of them may read the lists of pages that came before
+                both = self.pool.to_device(listed)
+            else:
+                both = self._lease.take("entries", len(listed), torch.int64)
+                self.pool.fill(both, listed)
             change.launch(self._pages_to_table.prepare(both))
             return
         both = self.pool.to_device(np.stack([entries, handles]))

@@ -68,6 +68,11 @@ class Transaction:
         """Call ``step`` if the operation fails; steps run in reverse order."""
         self._undo.append(step)
 
+    @property
+    def has_launches(self) -> bool:
+        """True if steps wait for the operation to complete."""
+        return bool(self._launches)
+
     def launch(self, step: Step) -> None:
         """Call ``step`` when nothing can fail any more."""
         self._launches.append(step)
