@@ -38,6 +38,22 @@ def test_a_query_that_sees_nothing_gives_no_mass(compiled: bool, monkeypatch: py
     assert not given[..., :2].any()
 
 
+@pytest.mark.parametrize("padding", [False, True])
+def test_mass_does_not_depend_on_the_queries_at_a_time(padding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_loops(False, monkeypatch)
+    q, k = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
+    column = torch.arange(70).repeat(2, 1)
+    if padding:
+        column[1] = torch.cat([torch.full((25,), -1), torch.arange(45)])
+    given = []
+    for size in (1, 3, 64):
+        monkeypatch.setattr(mass, "CHUNK", size)
+        given.append(prompt_mass(q, k, column[:, 20:], column.unsqueeze(1), column[:, 20:] >= 0, Logits(0.3), 17))
+    assert given[0].any()
+    for other in given[1:]:
+        torch.testing.assert_close(other, given[0])
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_prompt_mass_is_that_of_softmax(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use_loops(compiled, monkeypatch)

@@ -18,7 +18,8 @@ from kvstrata.cache import TieredCache
 from .logits import Logits
 from .mask import visible
 
-CHUNK = 16  # queries at a time: their scores are the memory that this takes
+CHUNK = 16  # queries at a time, at least: their scores are the memory that this takes
+SCORES = 128 << 20  # bytes of scores at a time on a GPU, where a few large operations are faster than many small ones
 
 
 class _Prompt(NamedTuple):
@@ -106,8 +107,11 @@ def _torch_mass(prompt: _Prompt, logits: Logits) -> torch.Tensor:
     group = query.shape[1] // kv_heads
     mass = torch.zeros(rows * kv_heads, 1, columns, dtype=torch.float32, device=query.device)
     keys = key.float().flatten(0, 1).transpose(1, 2)
-    for chunk, (queries, its_weight) in enumerate(zip(sampled.split(CHUNK), weight.split(CHUNK, 1), strict=True)):
-        end = columns - chunk * CHUNK * stride  # behind the column of the chunk's last query, which sees no further
+    size = CHUNK
+    if query.device.type != "cpu":
+        size = max(CHUNK, SCORES // (4 * rows * query.shape[1] * columns))
+    for chunk, (queries, its_weight) in enumerate(zip(sampled.split(size), weight.split(size, 1), strict=True)):
+        end = columns - chunk * size * stride  # behind the column of the chunk's last query, which sees no further
         q = query[:, :, queries].float().mul_(logits.scale)
         scores = torch.bmm(q.reshape(rows * kv_heads, -1, q.shape[-1]), keys[..., :end])
         if logits.softcap is not None:
