@@ -11,7 +11,6 @@ from kvstrata.hf import StrataCache, mass
 from kvstrata.hf.logits import Logits
 from kvstrata.hf.mass import prompt_mass
 
-
 BY = ["torch", "numba", "triton"]
 
 

@@ -62,7 +62,7 @@ def prompt_mass(
     stride = -(-query.shape[2] // limit)
     if _by_triton(query):
         positions = None if in_order else (query_position, column_position, asking)
-        return triton_mass(query, key, stride, logits, positions)
+        return triton_mass(sampled_queries(query, stride), query.shape[2], key, logits, positions)
     sampled = torch.arange(query.shape[2] - 1, -1, -stride, device=query.device)
     weight = asking[:, sampled].float()
     weight *= (asking.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
@@ -79,29 +79,34 @@ def _by_triton(query: torch.Tensor) -> bool:
     return query.device.type == "cuda"
 
 
+def sampled_queries(query: torch.Tensor, stride: int) -> torch.Tensor:
+    """Every ``stride``-th query of ``[rows, heads, queries, D]`` up to the last one, a view."""
+    return query[:, :, (query.shape[2] - 1) % stride :: stride]
+
+
 def triton_mass(
-    query: torch.Tensor,
+    sampled: torch.Tensor,
+    queries: int,
     key: torch.Tensor,
-    stride: int,
     logits: Logits,
-    positions: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    positions: tuple[torch.Tensor, ...] | None = None,
 ) -> torch.Tensor:
-    """`prompt_mass` of every ``stride``-th query, without a wait.
+    """`prompt_mass` by the `sampled_queries` of a prompt of so many ``queries``; nothing is read back.
 
     ``positions``: of queries and of columns, and ``asking``; None if column i is the token at position i in all rows.
     """
     from .mass_triton import sampled_mass
 
-    queries = query.shape[2]
-    chosen = slice((queries - 1) % stride, None, stride)
-    q = query.detach()[:, :, chosen]
+    stride = -(-queries // sampled.shape[2])
+    q, key = sampled.detach(), key.detach()
     if positions is None:
-        return sampled_mass(q, key.detach(), stride, queries / q.shape[2], logits)
+        return sampled_mass(q, key, stride, queries / q.shape[2], logits)
     query_position, column_position, asking = positions
+    chosen = slice((queries - 1) % stride, None, stride)
     weight = asking[:, chosen].float()
     weight *= (asking.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
     places = (x.to(torch.int32).contiguous() for x in (query_position[:, chosen], column_position))
-    return sampled_mass(q, key.detach(), stride, weight, logits, *places)
+    return sampled_mass(q, key, stride, weight, logits, *places)
 
 
 @lru_cache(maxsize=1)
