@@ -14,6 +14,7 @@ from kvstrata.store.packed.job import check_calibration
 from kvstrata.store.packed.plain_rows import RowTensors, check_rows
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
+STAGED = 512 << 20  # bytes of unpacked K and V rows at a time
 
 
 class Tensors(NamedTuple):

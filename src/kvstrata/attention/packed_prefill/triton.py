@@ -22,9 +22,8 @@ from kvstrata.attention.prefill_cached.staging_triton import _rows, _signs, stag
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_triton import whole_pages
 
-from .job import Job, Result
+from .job import STAGED, Job, Result
 
-STAGED = 512 << 20  # bytes of K and V rows at a time
 WHOLE_BLOCKS = 256  # tokens before a sliding window that prefill kernels may read, since they read whole blocks of keys
 
 

@@ -48,7 +48,7 @@ class PrefillJob(NamedTuple):
         return self.q.shape[-1]
 
     def outputs(self) -> Result:
-        """Memory for the results, uninitialised: out in q's shape, contiguous unless given; lse without the last axis."""
+        """Memory of the results: out in q's shape, contiguous unless given; lse without the last axis."""
         q = self.q
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if self.return_lse else None
         return torch.empty(q.shape, dtype=q.dtype, device=q.device) if self.out is None else self.out, lse

@@ -239,9 +239,7 @@ def _operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) 
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
-def _operator_into(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *options: Any
-) -> torch.Tensor:
+def _operator_into(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *options: Any) -> torch.Tensor:
     """Operator ``kvstrata::prefill_attention_into``, which writes to ``out``."""
     _, lse = _attend(q, k, v, Options(*options), out=out)
     return out.new_empty(0, dtype=torch.float32) if lse is None else lse
@@ -306,9 +304,9 @@ def prefill_attention(
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     Returns:
-        out in q's shape and dtype, contiguous unless it was given. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[batch,
-        seq, heads]`` (ragged: ``[tokens, heads]``) and no mass. A query that sees no key gives zeros and an lse of -inf
-        (with a sink: its logit).
+        out in q's shape and dtype, contiguous unless it was given. With ``return_lse`` an `AttentionOutput` with a
+        float32 lse ``[batch, seq, heads]`` (ragged: ``[tokens, heads]``) and no mass. A query that sees no key gives
+        zeros and an lse of -inf (with a sink: its logit).
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, stride, value, device or dtype; the error names it.
