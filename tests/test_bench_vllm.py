@@ -148,10 +148,10 @@ def test_errors_of_nan_are_infinite():
 
 
 def test_graphs_are_off_for_a_while():
-    runner = SimpleNamespace(cudagraph_dispatcher=SimpleNamespace(keys_initialized=True))
+    runner = SimpleNamespace(cudagraph_manager=SimpleNamespace(_graphs_captured=True))
     with vllm_check.without_graphs(runner):
-        assert not runner.cudagraph_dispatcher.keys_initialized
-    assert runner.cudagraph_dispatcher.keys_initialized
+        assert not runner.cudagraph_manager._graphs_captured
+    assert runner.cudagraph_manager._graphs_captured
 
 
 def test_words_of_a_child(monkeypatch):

@@ -59,7 +59,6 @@ def compared() -> Iterator[Worst]:
 
 @contextmanager
 def without_graphs(runner: Any) -> Iterator[None]:
-    """Steps of a vLLM model runner run eagerly."""
-    dispatcher = runner.cudagraph_dispatcher
-    with mock.patch.object(dispatcher, "keys_initialized", False):
+    """Steps of a vLLM model runner run eagerly, until the context ends."""
+    with mock.patch.object(runner.cudagraph_manager, "_graphs_captured", False):
         yield
