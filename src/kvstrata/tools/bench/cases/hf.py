@@ -236,6 +236,7 @@ def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) ->
     firsts: list[float] = []
     if name != PEER and ids.numel() <= WARMED:
         while len(firsts) <= PROMPTS and sum(firsts[1:]) < PROMPT_SECONDS:
+            gc.collect()  # the cache before
             firsts.append(_generate(model, ids, 1, Clock(), cache_of(name, model, tokens)[1])[0])
     cache, options = cache_of(name, model, tokens)
     release(device)
