@@ -41,7 +41,7 @@ def _interleaved(function: Any) -> bool | None:
 
 
 def columns_needed(real: np.ndarray) -> int:
-    """How many of the first columns hold the tokens that `from_prompt` looks at; ``real [rows, n]``, no padding."""
+    """Number of first columns that hold the tokens `from_prompt` looks at; ``real [rows, n]``, False for padding."""
     number = real.cumsum(1)
     used = (real & (number <= SINKS + MOST)).any(0)
     return int(np.flatnonzero(used)[-1:].sum()) + 1

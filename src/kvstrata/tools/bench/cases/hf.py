@@ -290,7 +290,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def jobs_of(shapes: Sequence[Shape], cuda: bool) -> list[tuple[Shape, str]]:
-    """What is measured in which order: model by model, and what compiles after the rest of its model."""
+    """Shapes and contenders in order: model by model, those that compile after the others of a model."""
     quantizes = _quantizer() is not None
     there = [name for name in CONTENDERS if name != QUANTIZED or (quantizes and cuda)]
     jobs = [(shape, name) for shape in shapes for name in there if name not in shape.without]
