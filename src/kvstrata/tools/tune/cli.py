@@ -44,7 +44,7 @@ NOISE = (0.02, 0.05)
 
 
 def tune(
-    op: Annotated[str, typer.Argument(help="Op to tune: decode, prefill, replay or store.")],
+    op: Annotated[str, typer.Argument(help="Op to tune: decode, prefill or store.")],
     trials: Annotated[
         int | None, typer.Option(min=1, help="Trials of each case; all processes and earlier runs count.")
     ] = None,
@@ -224,7 +224,7 @@ def warmup(
         refuse(f"warmup: {reason}")
     import torch
 
-    names = sorted([*problems.names(), "cache", "packed"])
+    names = sorted([*problems.names(), "cache", "packed", "replay"])
     if op is not None and op not in names:
         refuse(f"nothing to compile for {op!r}; there are: {', '.join(names)}")
     if arch is None:
@@ -236,6 +236,8 @@ def warmup(
     start = time.monotonic()
     result = heat.Warmed(arch, heat.tables_for(arch, gpu))
     wanted = heat.kernels([one for one in problems.names() if op in (None, one)], arch, result.tables)
+    if op in (None, "replay"):
+        wanted += heat.replay_kernels()
     if op in (None, "cache", "packed"):
         with refusing():
             if heads % kv_heads:
