@@ -16,8 +16,9 @@ from kvstrata.attention.packed_prefill.job import Options, Tensors, check
 from kvstrata.attention.packed_prefill.reference import prefix_rows
 from kvstrata.layout import Format
 
-from .attention import add_unpacked, assert_close, read
+from .attention import absent, assert_close, read
 from .case import Bench, Case
+from .cases.prefill import _cudnn_with_lse, in_two_parts
 from .clock import Call
 
 BLOCK_SIZE = 64
@@ -58,6 +59,7 @@ def build_chunk(
     missing: dict[str, str] = {}
     if device.type == "cuda":
         exact = packed_triton.bounds_of(job)
+        queries = q[None].transpose(1, 2)
 
         def rows() -> tuple[torch.Tensor, torch.Tensor]:
             cu_k, staged, count = packed_triton.staging(job, exact)
@@ -65,7 +67,20 @@ def build_chunk(
             k, v = packed_triton.unpack(job, exact, cu_k, staged, 0, count)
             return k[None].transpose(1, 2), v[None].transpose(1, 2)
 
-        missing = add_unpacked(contenders, q, rows)
+        def with_flash(i: int) -> torch.Tensor:
+            # aligned to the last key, as scaled_dot_product_attention is not
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(queries, *rows(), 0.0, True, scale=head_dim**-0.5)[0][0].transpose(0, 1)
+
+        def with_cudnn(i: int) -> torch.Tensor:
+            return in_two_parts(_cudnn_with_lse, queries, *rows())[0].transpose(0, 1)
+
+        contenders["unpack then flash"] = with_flash
+        try:
+            with_cudnn(0)
+            contenders["unpack then cudnn"] = with_cudnn
+        except RuntimeError as error:
+            missing["unpack then cudnn"] = str(absent(error))
     else:
         contenders["unpack then flash"] = lambda i: kvstrata.prefill_packed(*tensors[:7], fmt, backend="reference")
 

@@ -23,11 +23,12 @@ from kvstrata.attention.decode import op
 from kvstrata.attention.decode.job import Job, Result
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, sets_for, synthetic
-from kvstrata.tools.bench.attention import PEER_PAGE, assert_close, flashinfer_decode, read, sdpa
+from kvstrata.tools.bench.attention import assert_close, read, sdpa
 from kvstrata.tools.bench.clock import Call
 
 CHECKED = 2  # requests compared with the reference
 WINDOW = 64  # plain tokens in a tiered cache
+PEER_PAGE = 16  # tokens of FlashInfer's pages
 NARROW, WIDE = ("K4V4", "K3V3", "K2V2"), ("K8V8", "K4V4", "K2V2")
 EIGHT = ("K8V8", "K8V4")  # what a TieredCache chooses for a budget of 0.5
 MEAN = 0.211  # of 16 bit: 3.25 bits of codes a value at head_dim 128
@@ -127,13 +128,32 @@ def cudnn(rows: Rows) -> Call:
 
 
 def _flashinfer(rows: Rows, dtype: torch.dtype) -> Call:
+    if rows.q.device.type != "cuda":
+        raise Absent("needs a CUDA device")
     if rows.q.shape[2] != 1:
         raise Absent("its decode takes one query")
+    import flashinfer as library
+
     requests, kv_heads, tokens, head_dim = rows.k.shape
-    size = (requests, kv_heads, tokens // PEER_PAGE, PEER_PAGE, head_dim)
-    k, v = (x.view(size).transpose(1, 2).flatten(0, 1) for x in (rows.k, rows.v))
-    call = flashinfer_decode(rows.q[:, :, 0].contiguous(), k, v, [tokens] * requests, dtype)
-    return lambda i: call(i).unsqueeze(1)
+    per_request = tokens // PEER_PAGE
+    pages = tuple(
+        x.view(requests, kv_heads, per_request, PEER_PAGE, head_dim)
+        .transpose(1, 2)
+        .flatten(0, 1)
+        .to(dtype)
+        .contiguous()
+        for x in (rows.k, rows.v)
+    )
+    ints = partial(torch.arange, dtype=torch.int32, device=rows.q.device)
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(1 << 30, dtype=torch.uint8, device=rows.q.device), "HND", use_tensor_cores=True
+    )
+    wrapper.plan(
+        ints(requests + 1) * per_request, ints(requests * per_request), ints(requests) * 0 + PEER_PAGE,
+        rows.q.shape[1], kv_heads, head_dim, PEER_PAGE, q_data_type=rows.q.dtype, kv_data_type=dtype,
+    )  # fmt: skip
+    q = rows.q[:, :, 0].contiguous()
+    return lambda i: wrapper.run(q, pages).unsqueeze(1)
 
 
 @peer("decode", "flashinfer")
