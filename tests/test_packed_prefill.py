@@ -85,9 +85,40 @@ def test_memory_of_the_caller(backend: str) -> None:
         "out: expected torch.float16": dict(out=out.float()),
         "workspace: expected torch.uint8": dict(workspace=out),
         "exact_lengths: expected False without": dict(exact_lengths=True),
+        r"cu_seqlens_k: expected int32 \[3\], one more": dict(cu_seqlens_k=chunk.cu[:2]),
+        r"cu_seqlens_k: expected int32 \[3\], one": dict(cu_seqlens_k=chunk.cu.long()),
     }.items():
         with pytest.raises((ValueError, TypeError), match=message):
             prefill_packed(*arguments, backend=backend, **wrong)
+
+
+@each_backend
+def test_prefix_sums_of_the_caller(backend: str) -> None:
+    chunk = Chunk(Format.parse("K4V4", 64, 16), [40, 21, 30], [9, 3, 30], dtype=torch.float16)
+    q = chunk.queries([9, 3, 30], 2)
+    arguments = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt)
+    cu_k = torch.tensor([0, 40, 61, 91], dtype=torch.int32, device=DEVICE)
+    want = prefill_packed(*arguments, backend=backend)
+    assert torch.equal(prefill_packed(*arguments, cu_seqlens_k=cu_k, backend=backend), want)
+
+
+@each_backend
+def test_tokens_before_the_window_are_not_unpacked(backend: str) -> None:
+    """Scratch is full of NaN, and so stays what no query sees; a block of keys reaches before the window, though."""
+    lengths, new, window = [700, 330], [20, 30], 40
+    chunk = Chunk(Format.parse("K4V4", 64, 64), lengths, new, dtype=torch.float16)
+    q = chunk.queries(new, 2)
+    workspace = torch.full((2 * 2 * sum(lengths) * 64 * 2,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    result = prefill_packed(
+        q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt, return_lse=True,
+        workspace=workspace, sliding_window=window, backend=backend,
+    )  # fmt: skip
+    chunk.compare(result, q, new, dict(sliding_window=window))
+    if backend == "triton":
+        rows = workspace.view(torch.float16).view(2, sum(lengths), 2, 64)
+        unseen = (700 - 20 - window - packed_triton.WHOLE_BLOCKS) // 64 * 64
+        assert rows[:, :unseen].isnan().all()
+        assert not rows[:, unseen:].isnan().any()
 
 
 def test_arguments_are_named() -> None:
@@ -106,7 +137,7 @@ def test_arguments_are_named() -> None:
 def test_operator() -> None:
     chunk = Chunk(Format.parse("K4V4", 64, 16), [30], [5])
     q = chunk.queries([5], 2)
-    tensors = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, *[None] * 10)
+    tensors = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, *[None] * 11)
     options = (None, None, None, None, None, None, False, True, "reference")
     given = (*tensors, "K4V4", 64, 16, True, *options)
     torch.library.opcheck(torch.ops.kvstrata.prefill_packed.default, given)

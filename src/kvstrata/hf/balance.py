@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 
 from kvstrata.cache.policy.centre import mean_turn
@@ -25,11 +28,22 @@ HORIZON = 2048  # positions that a centre is planned for
 
 def interleaved(module: torch.nn.Module) -> bool | None:
     """True if the model's RoPE pairs channels (2 i, 2 i + 1), False for (i, i + n), None if that is unknown."""
-    function = getattr(sys.modules.get(type(module).__module__), "rotate_half", None)
+    return _interleaved(getattr(sys.modules.get(type(module).__module__), "rotate_half", None))
+
+
+@lru_cache(maxsize=64)
+def _interleaved(function: Any) -> bool | None:
     if function is None:
         return None
     turned = function(torch.arange(1.0, 9.0, device="cpu")).abs().tolist()
     return {5.0: False, 2.0: True}.get(turned[0])
+
+
+def columns_needed(real: np.ndarray) -> int:
+    """How many of the first columns hold the tokens that `from_prompt` looks at; ``real [rows, n]``, no padding."""
+    number = real.cumsum(1)
+    used = (real & (number <= SINKS + MOST)).any(0)
+    return int(np.flatnonzero(used)[-1:].sum()) + 1
 
 
 def from_prompt(

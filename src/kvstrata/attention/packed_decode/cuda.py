@@ -10,6 +10,7 @@ import functools
 import math
 import struct
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -130,29 +131,61 @@ def _pointer(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+class Grid(NamedTuple):
+    """Launch configuration of packed.cu for requests with up to ``columns`` query rows per KV head."""
+
+    cut: Cut
+    y: int  # blocks that share the columns
+    shared: int  # bytes
+    multiprocessors: int
+    per: int  # blocks on a multiprocessor
+
+    @property
+    def chunks(self) -> int:
+        """Partials of a call without fixed splits, but for those of head caches that begin in a chunk."""
+        return self.multiprocessors * self.per * self.cut.warps * self.cut.waves
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.cut.width * self.y
+
+
+def grid_of(format: Format, columns: int, device: int, plain: bool) -> Grid:
+    properties = torch.cuda.get_device_properties(device)
+    cut = packed_cut(format, columns, jit.arch_of(device), plain)
+    shared = shared_of(format, cut, plain)
+    fit = properties.shared_memory_per_multiprocessor // (shared + 1280)
+    per = max(min(cut.resident // cut.warps, fit), 1)
+    return Grid(cut, -(-columns // (8 * cut.width)), shared, properties.multi_processor_count, per)
+
+
+@functools.lru_cache(maxsize=1024)
+def workspace_bytes(
+    format: Format, requests: int, kv_heads: int, group: int, most_queries: int, device: int, plain: bool = False
+) -> int:
+    """Bytes of scratch of a call without fixed splits; ``plain``: with a tail or sink tokens."""
+    grid = grid_of(format, most_queries * group, device, plain)
+    return (grid.chunks + (1 + plain) * requests * kv_heads) * grid.columns * (4 * format.head_dim + 8)
+
+
 class Plan:
     """Launches of calls that look alike; pointers are written before each."""
 
     def __init__(self, job: Job, device: int) -> None:
         f, blocks, self.device = job.format, job.blocks, device
-        properties = torch.cuda.get_device_properties(device)
         columns = job.most_queries * job.group
         self.plain = plain = any(x is not None for x in job.rows)
-        cut = packed_cut(f, columns, jit.arch_of(device), plain)
-        self.cut, self.y = cut, -(-columns // (8 * cut.width))
-        shared = shared_of(f, cut, plain)
-        fit = properties.shared_memory_per_multiprocessor // (shared + 1280)
-        multiprocessors = properties.multi_processor_count
-        per = max(min(cut.resident // cut.warps, fit), 1)
-        grid = multiprocessors * per
+        sizes = grid_of(f, columns, device, plain)
+        self.cut, self.y, shared, multiprocessors, per = sizes
+        cut, grid = self.cut, multiprocessors * per
         self.tokens = stage_tokens(f)
         max_stages = -(-job.max_tokens // self.tokens)
         if plain:
             max_stages += f.page_tokens // PLAIN_TOKENS + -(-job.rows.sink_tokens // PLAIN_TOKENS)
         self.head_caches = job.requests * blocks.kv_heads
         split = 0 if job.fixed_split is None else -(-job.fixed_split // self.tokens)
-        self.chunks = self.head_caches * -(-max_stages // split) if split else grid * cut.warps * cut.waves
-        self.slots, self.columns = self.chunks + (1 + plain) * self.head_caches, 8 * cut.width * self.y
+        self.chunks = self.head_caches * -(-max_stages // split) if split else sizes.chunks
+        self.slots, self.columns = self.chunks + (1 + plain) * self.head_caches, sizes.columns
         costs, worst = [cost(f), begin_cost(f)], self.head_caches * (begin_cost(f) + max_stages * cost(f))
         costs = [max(n // -(-worst // MOST_COST), 1) for n in costs] if worst > MOST_COST else costs
         self.work = (

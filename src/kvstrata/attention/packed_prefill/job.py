@@ -14,6 +14,7 @@ from kvstrata.store.packed.job import check_calibration
 from kvstrata.store.packed.plain_rows import RowTensors, check_rows
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
+STAGED = 512 << 20  # bytes of unpacked K and V rows at a time
 
 
 class Tensors(NamedTuple):
@@ -36,6 +37,7 @@ class Tensors(NamedTuple):
     sink_v: torch.Tensor | None = None
     sink_slots: torch.Tensor | None = None
     workspace: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
 
     @property
     def rows(self) -> RowTensors:
@@ -68,6 +70,16 @@ class Job(NamedTuple):
         return self.blocks.format
 
 
+def check_prefix_sums(name: str, cu: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    if not isinstance(cu, torch.Tensor) or cu.dtype != torch.int32 or tuple(cu.shape) != (seq_lens.shape[0] + 1,):
+        given = f"{cu.dtype} {tuple(cu.shape)}" if isinstance(cu, torch.Tensor) else repr(cu)
+        raise ValueError(f"{name}: expected int32 [{seq_lens.shape[0] + 1}], one more than seq_lens, got {given}")
+    if not cu.is_contiguous():
+        raise ValueError(f"{name}: expected contiguous memory, got stride {cu.stride(0)}")
+    if cu.device != seq_lens.device:
+        raise ValueError(f"{name}: expected a tensor on {seq_lens.device}, where seq_lens is, got {cu.device}")
+
+
 def check(
     tensors: Tensors, format: Format, options: Options, out: torch.Tensor | None = None, *, address: bool = True
 ) -> Job:
@@ -80,6 +92,8 @@ def check(
     if not isinstance(cu_seqlens_q, torch.Tensor):
         raise TypeError(f"cu_seqlens_q: expected a tensor, got {type(cu_seqlens_q).__name__}")
     check_tables(block_table, seq_lens, cu_seqlens_q, pages.device)
+    if tensors.cu_seqlens_k is not None:
+        check_prefix_sums("cu_seqlens_k", tensors.cu_seqlens_k, seq_lens)
     shape = (q.shape[0], blocks.kv_heads, format.head_dim)
     for name, x in (("k_new", k), ("v_new", v)):
         if not isinstance(x, torch.Tensor):

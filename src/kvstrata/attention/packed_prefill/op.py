@@ -58,9 +58,10 @@ _library = torch.library.Library("kvstrata", "FRAGMENT")
 SCHEMA = (
     "(Tensor q, Tensor k_new, Tensor v_new, Tensor pages, Tensor block_table, Tensor seq_lens,"
     " Tensor cu_seqlens_q, Tensor? balance, Tensor? centre, Tensor? sinks, Tensor? tail_k, Tensor? tail_v,"
-    " Tensor? tail_slots, Tensor? sink_k, Tensor? sink_v, Tensor? sink_slots, Tensor(a!)? workspace, str format,"
-    " int head_dim, int page_tokens, bool rotate, float? scale, int? sliding_window, float? softcap, int? max_seqlen_q,"
-    " int? max_seqlen_k, int? total_tokens, bool exact_lengths, bool return_lse, str backend"
+    " Tensor? tail_slots, Tensor? sink_k, Tensor? sink_v, Tensor? sink_slots, Tensor(a!)? workspace,"
+    " Tensor? cu_seqlens_k, str format, int head_dim, int page_tokens, bool rotate, float? scale, int? sliding_window,"
+    " float? softcap, int? max_seqlen_q, int? max_seqlen_k, int? total_tokens, bool exact_lengths, bool return_lse,"
+    " str backend"
 )
 _library.define(f"prefill_packed{SCHEMA}) -> (Tensor out, Tensor lse)")
 _library.define(f"prefill_packed_into{SCHEMA}, Tensor(b!) out) -> Tensor lse")
@@ -125,6 +126,7 @@ def prefill_packed(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     total_tokens: int | None = None,
@@ -148,6 +150,7 @@ def prefill_packed(
         calibration: what the prefix was stored with.
         tail, sink_tokens: 16-bit rows beside the pages, as in `decode_packed`.
         scale, sliding_window, sinks, softcap: as in `decode_packed`.
+        cu_seqlens_k: int32 ``[B + 1]``, 0 and the prefix sums of ``seq_lens``; None computes them, in two launches.
         max_seqlen_q, max_seqlen_k, total_tokens: upper bounds of a request's new tokens, of ``seq_lens`` and of their
             sum. If one is None, it is read from the device, and the host waits.
         exact_lengths: the three bounds are the very numbers, not only bounds. If all requests have as many new tokens
@@ -181,7 +184,7 @@ def prefill_packed(
     balance, centre = calibration_tensors(calibration)
     rows = row_tensors(tail, sink_tokens)
     tensors = Tensors(q, k_new, v_new, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, *rows,
-                      workspace)  # fmt: skip
+                      workspace, cu_seqlens_k)  # fmt: skip
     bounds = (max_seqlen_q, max_seqlen_k, total_tokens, exact_lengths)
     options = Options(scale, sliding_window, softcap, *bounds, return_lse)
     if _is_compiling() or traced() or any(x is not None and type(x) is not torch.Tensor for x in (*tensors, out)):

@@ -22,9 +22,9 @@ from kvstrata.attention.prefill_cached.staging_triton import _rows, _signs, stag
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_triton import whole_pages
 
-from .job import Job, Result
+from .job import STAGED, Job, Result
 
-STAGED = 512 << 20  # bytes of K and V rows at a time
+WHOLE_BLOCKS = 256  # tokens before a sliding window that prefill kernels may read, since they read whole blocks of keys
 
 
 @triton.jit
@@ -33,18 +33,21 @@ def _overlay(rows, ptr, mask):
     return tl.where(mask, tl.load(ptr, mask=mask, other=0.0), rows)
 
 
-@triton.jit(do_not_specialize=["first_head", "longest", "total"])
+@triton.jit(do_not_specialize=["first_head", "longest", "total", "window"])
 def unpack_kernel(
     k_out_ptr, v_out_ptr, pages_ptr, table_ptr, length_ptr, cu_q_ptr, cu_k_ptr, k_new_ptr, v_new_ptr, balance_ptr,
     centre_ptr, hadamard_ptr, tail_k_ptr, tail_v_ptr, tail_slots_ptr, sink_k_ptr, sink_v_ptr, sink_slots_ptr,
     tail_requests, tail_stride, tail_stride_head, sink_requests, sink_stride, sink_stride_head, stride_table,
     stride_block, stride_head, k_stride_token, k_stride_head, v_stride_token, v_stride_head, first_head, longest, total,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+    window, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, V_OFFSET: tl.constexpr,
     SCALE_OFFSET: tl.constexpr, PAGE_BYTES: tl.constexpr, BALANCED: tl.constexpr, CENTRED: tl.constexpr,
     WHOLE: tl.constexpr, TAIL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS positions of one request and KV head, of K or V: from a page, plain rows beside it, or new rows."""
+    """TOKENS positions of one request and KV head, of K or V: from a page, plain rows beside it, or new rows.
+
+    ``window``: positions that a query can make a kernel read, its own included; tokens before them are left out.
+    """
     per_request = tl.cdiv(longest, TOKENS)
     request, number = tl.program_id(0) // per_request, tl.program_id(0) % per_request
     head, is_k = tl.program_id(1).to(tl.int64), tl.program_id(2) == 0
@@ -52,7 +55,7 @@ def unpack_kernel(
     begin_q = tl.load(cu_q_ptr + request)
     prefix = length - (tl.load(cu_q_ptr + request + 1) - begin_q)
     begin_k = tl.load(cu_k_ptr + request)
-    if number * TOKENS < length:
+    if (number * TOKENS < length) & ((number + 1) * TOKENS > prefix - window):
         token, dim = tl.arange(0, TOKENS), tl.arange(0, WIDE)
         position = number * TOKENS + token
         mask_d = (dim < DIM)[None, :]
@@ -174,6 +177,7 @@ def unpack(
         q if t.balance is None else t.balance, q if t.centre is None else t.centre, _signs(dim, q.device),
         *row_arguments(q, t.rows), t.block_table.stride(0), blocks.block_stride, blocks.head_stride,
         *t.k_new.stride()[:2], *t.v_new.stride()[:2], first, max(bounds.max_k, 1), bounds.total,
+        0x7FFFFFFF if job.options.sliding_window is None else job.options.sliding_window + WHOLE_BLOCKS,
     )  # fmt: skip
     with torch.cuda.device_of(q):
         launch(unpack_kernel, grid, arguments, constants, num_warps=stage_warps(dim))
@@ -183,8 +187,10 @@ def unpack(
 def staging(job: Job, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Prefix sums of the lengths, memory for rows, and the KV heads that it is for."""
     q, seq_lens, heads = job.tensors.q, job.tensors.seq_lens, heads_at_once(job, bounds.total)
-    cu_k = torch.zeros(seq_lens.shape[0] + 1, dtype=torch.int32, device=q.device)
-    torch.cumsum(seq_lens, 0, dtype=torch.int32, out=cu_k[1:])
+    cu_k = job.tensors.cu_seqlens_k
+    if cu_k is None:
+        cu_k = torch.zeros(seq_lens.shape[0] + 1, dtype=torch.int32, device=q.device)
+        torch.cumsum(seq_lens, 0, dtype=torch.int32, out=cu_k[1:])
     size = (2, max(bounds.total, 1) * heads * job.format.head_dim)
     if job.tensors.workspace is None:
         return cu_k, torch.empty(size, dtype=q.dtype, device=q.device), heads
@@ -197,6 +203,7 @@ def run(job: Job, backend: str) -> Result:
     t, options, blocks = job.tensors, job.options, job.blocks
     q, group, bounds = t.q, t.q.shape[1] // blocks.kv_heads, bounds_of(job)
     cu_k, rows, heads = staging(job, bounds)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if job.out is None else job.out
     parts = []
     for first in range(0, blocks.kv_heads, heads):
         count = min(heads, blocks.kv_heads - first)
@@ -205,17 +212,16 @@ def run(job: Job, backend: str) -> Result:
         lengths: dict[str, Any] = dict(
             cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=cu_k, max_seqlen_q=bounds.max_q, max_seqlen_k=bounds.max_k
         )
-        queries = q[:, of_heads]
+        queries, result = q[:, of_heads], out[:, of_heads]
         if bounds.dense(job):  # by kernels that ragged rows cannot use
             lengths = {}
-            queries = queries.unflatten(0, (-1, bounds.max_q))
+            queries, result = (x.unflatten(0, (-1, bounds.max_q)) for x in (queries, result))
             k, v = (x.unflatten(0, (-1, bounds.max_k)) for x in (k, v))
-        result = prefill_attention(
+        made = prefill_attention(
             queries, k, v, scale=options.scale, sliding_window=options.sliding_window, softcap=options.softcap,
-            sinks=None if t.sinks is None else t.sinks[of_heads], return_lse=True, backend=backend, **lengths,
+            sinks=None if t.sinks is None else t.sinks[of_heads], return_lse=options.return_lse, out=result,
+            backend=backend, **lengths,
         )  # fmt: skip
-        assert isinstance(result, AttentionOutput)
-        assert result.lse is not None
-        parts.append((result.out.view(-1, *result.out.shape[-2:]), result.lse.view(-1, result.lse.shape[-1])))
-    out = parts[0][0] if len(parts) == 1 and job.out is None else torch.cat([out for out, _ in parts], 1, out=job.out)
-    return out, torch.cat([lse for _, lse in parts], 1) if options.return_lse else None
+        if isinstance(made, AttentionOutput) and made.lse is not None:
+            parts.append(made.lse.view(-1, made.lse.shape[-1]))
+    return out, torch.cat(parts, 1) if options.return_lse else None

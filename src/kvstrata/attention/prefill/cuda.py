@@ -38,7 +38,9 @@ def missing(job: PrefillJob) -> str | None:
         return f"cuda: expected q in float16 or bfloat16, got {job.q.dtype}"
     if job.head_dim not in DIMS:
         return f"cuda: expected a head_dim of {DIMS}, got {job.head_dim}"
-    for name, x in (("q", job.q), ("k", job.k), ("v", job.v)):
+    for name, x in (("q", job.q), ("k", job.k), ("v", job.v), ("out", job.out)):
+        if x is None:
+            continue
         if any(2 * n % 16 for n in x.stride()[:-1]) or x.data_ptr() % 16:
             return f"cuda: expected rows of {name} at multiples of 16 bytes, got strides {x.stride()}"
         token = x.stride(-3)
