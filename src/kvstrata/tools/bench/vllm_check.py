@@ -49,8 +49,9 @@ def compared() -> Iterator[Worst]:
         ops: Any = {op: partial(getattr(packed, op), backend="reference") for op in OPS}
         with mock.patch.multiple(packed, **ops):
             attend(self, q, k, v, cache, batch, expected)
-        rows = sum(part.tokens for part in (batch.decode, batch.prefill) if part is not None)
-        worst.add(out[:rows], expected[:rows])
+        for part in (*batch.decodes, *batch.prefills):
+            rows = slice(part.first, part.first + part.tokens)
+            worst.add(out[rows], expected[rows])
 
     with mock.patch.object(packed.PackedLayer, "attend", both):
         yield worst
@@ -58,7 +59,6 @@ def compared() -> Iterator[Worst]:
 
 @contextmanager
 def without_graphs(runner: Any) -> Iterator[None]:
-    """Steps of a vLLM model runner run eagerly."""
-    dispatcher = runner.cudagraph_dispatcher
-    with mock.patch.object(dispatcher, "keys_initialized", False):
+    """Steps of a vLLM model runner run eagerly, until the context ends."""
+    with mock.patch.object(runner.cudagraph_manager, "_graphs_captured", False):
         yield
