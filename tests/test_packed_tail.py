@@ -268,7 +268,7 @@ def test_arguments_are_named() -> None:
         "tail.v: expected torch.bfloat16": dict(tail=rows(v=tail.v.half())),
         "tail.v: expected shape": dict(tail=rows(v=tail.v[:2])),
         "tail.k: expected contiguous rows": dict(tail=rows(k=tail.k.transpose(1, 2).contiguous().transpose(1, 2))),
-        "tail.slots: expected an int32": dict(tail=rows(slots=tail.slots.long())),
+        "tail.slots: expected torch.int32": dict(tail=rows(slots=tail.slots.long())),
         "sink_tokens.slots: expected contiguous .2.": dict(tail=None, sink_tokens=rows(slots=tail.slots[:1])),
         "seq_lens: expected a tensor": dict(seq_lens=None),
         "seq_lens: expected torch.int32": dict(seq_lens=lens.long()),
