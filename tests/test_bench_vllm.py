@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -17,7 +18,7 @@ from kvstrata.tools.bench.cases import vllm as bench
 from kvstrata.tools.bench.render import table
 from kvstrata.tools.bench.results import dumps, loads
 
-PROBE = [{"first": 4, "second": {"7": -0.5, "8": -1.0, "9": -2.5}}]
+PROBE = [{"first": 4, "second": [-0.5, -1.0, -2.5, -4.0]}, {"first": 9, "second": [-7.5, -6.0, -1.5, -3.0]}]
 
 
 def told(us, probe=PROBE):
@@ -63,7 +64,7 @@ def ran(monkeypatch):
 def test_engines_become_rows(ran, tmp_path):
     answers = dict.fromkeys(bench.ENGINES, (told(100.0), None))
     answers["K4V4"] = (told(50.0), None)
-    wrong = [{"first": 4, "second": {"1": -0.5, "2": -1.0, "3": -2.5}}]
+    wrong = [{"first": one["first"], "second": one["second"][::-1]} for one in PROBE]
     answers["K2V2"] = (told(40.0, wrong), None)
     answers["K4V2"] = ({}, "took more than 150 s")
     late = told(100.0)
@@ -75,7 +76,7 @@ def test_engines_become_rows(ran, tmp_path):
     rows = by_name["B32-8192"]
     assert rows["K4V4"].vs_baseline.ratio == pytest.approx(101 / 51)
     assert rows["K4V4"].vs_peer.name == bench.PEER
-    assert "logprobs are inf from" in rows["K2V2"].error
+    assert "logprobs correlate with those of bfloat16 by -0." in rows["K2V2"].error
     assert rows["K4V2"].error == "took more than 150 s"
     assert by_name["prompt-32768"]["K8V8"].error == "no time was left"
     assert report.machine["versions"]["vllm"] == "0.32.0"
@@ -90,12 +91,32 @@ def test_engines_become_rows(ran, tmp_path):
     assert "largest-32768" in figure.read_text()  # in a comment of each text
 
 
-def test_first_tokens_that_differ_are_not_compared():
-    assert bench.difference(PROBE, PROBE) is None
+def test_agreement_is_of_each_prompt():
+    moved = [{"first": one["first"], "second": [x + 3 for x in one["second"]]} for one in PROBE]  # another sum of all
+    assert bench.agreement(PROBE, moved) == pytest.approx(1.0)
     other = [{"first": 5, "second": PROBE[0]["second"]}]
-    assert bench.difference(PROBE, other) == "no prompt has the first token of bfloat16"
-    near = [{"first": 4, "second": {"7": -0.9, "8": -1.0, "9": -4.0}}]
-    assert bench.difference(PROBE, near) is None
+    assert bench.difference("K4V4", PROBE, {"probe": other}) == "no prompt has the first token of bfloat16"
+    near = [
+        {"first": one["first"], "second": [x + 0.6 * (-1) ** i for i, x in enumerate(one["second"])]} for one in PROBE
+    ]
+    assert 0.92 < bench.agreement(PROBE, near) < 0.98
+    assert bench.difference("K4V4", PROBE, {"probe": near}) is None
+    assert "0.98 is the least" in bench.difference("K8V8", PROBE, {"probe": near})
+    assert "0.98 is the least" in bench.difference(bench.PEER, PROBE, {"probe": near})
+    for error in (0.5, math.nan):
+        assert "decode is wrong" in bench.difference("K8V8", PROBE, {"probe": PROBE, "layer_error": error})
+    assert bench.difference("K8V8", PROBE, {"probe": PROBE, "layer_error": 0.001}) is None
+
+
+def test_layers_are_checked_over_the_blocks_of_the_engine():
+    options = Options("K4V4")
+    layer = PackedLayer(options, 4, 2, 64, 0.125)
+    cache = torch.zeros(90, 2, 64, options.bytes_per_token(64), dtype=torch.uint8)
+    cache[:] = vllm_child.blocks_like(cache, "CUSTOM", "K4V4", 64).repeat(2, 1, 1, 1)[:90]
+    assert vllm_child.layer_error(layer, cache, 4, torch.float32) < 1e-4
+    attend = layer.attend
+    layer.attend = lambda q, k, v, cache, batch, out: attend(q, k, v, cache.roll(1, 0), batch, out)
+    assert vllm_child.layer_error(layer, cache, 4, torch.float32) > 0.1
 
 
 def test_words_of_a_child(monkeypatch):
@@ -189,7 +210,8 @@ def test_prompts_leave_room_for_their_token(monkeypatch):
             (len(r["prompt_token_ids"]), sampling.max_tokens) for r in rows
         )
     )
-    assert len(vllm_child.prompts(llm, 2, 100)) == 2
+    assert len(vllm_child.prompts(llm, 2, 100)) == 3
+    assert len(given) == 8  # a round is not counted
     assert all(length + more <= 100 for length, more in given)
 
 
