@@ -145,7 +145,7 @@ def test_out_of_memory_at_a_page_edge_changes_nothing(monkeypatch: pytest.Monkey
     caches = [filled(3, slab_bytes=1 << 14) for _ in range(2)]
     k, v = (x.to(DEVICE).unsqueeze(1) for x in rows(3))
     for cache in caches:
-        cache.pool.spare = None  # memory that is not needed may be refused without harm
+        cache.buckets.ahead.near = -1  # no pages ahead of need: the edge takes them
         while cache.length(0) % cache.page_tokens:
             for layer in range(3):
                 cache.append(layer, k, v, [0, 1, 2])

@@ -69,6 +69,11 @@ class Job(NamedTuple):
     def format(self) -> Format:
         return self.blocks.format
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that a row of the block table can list."""
+        return self.tensors.block_table.shape[1] * self.blocks.block_size
+
 
 def check_prefix_sums(name: str, cu: torch.Tensor, seq_lens: torch.Tensor) -> None:
     if not isinstance(cu, torch.Tensor) or cu.dtype != torch.int32 or tuple(cu.shape) != (seq_lens.shape[0] + 1,):

@@ -150,7 +150,7 @@ def prefill_packed(
         calibration: what the prefix was stored with.
         tail, sink_tokens: 16-bit rows beside the pages, as in `decode_packed`.
         scale, sliding_window, sinks, softcap: as in `decode_packed`.
-        cu_seqlens_k: int32 ``[B + 1]``, 0 and the prefix sums of ``seq_lens``; None computes them, in two launches.
+        cu_seqlens_k: int32 ``[B + 1]``, 0 and the prefix sums of ``seq_lens``; None computes them, in one launch.
         max_seqlen_q, max_seqlen_k, total_tokens: upper bounds of a request's new tokens, of ``seq_lens`` and of their
             sum. If one is None, it is read from the device, and the host waits.
         exact_lengths: the three bounds are the very numbers, not only bounds. If all requests have as many new tokens

@@ -17,19 +17,15 @@ from typing import Any
 
 import torch
 
-from kvstrata.attention import decode_packed
-from kvstrata.engines.batch import make_batch
 from kvstrata.engines.options import Options
 from kvstrata.engines.packed import PackedLayer
 
-from . import vllm_engine
+from . import vllm_check, vllm_engine
 
 MARK = "RESULT "
 GROWTH = 256  # tokens by which a context is shorter than its name says, for the steps
 GROUP, GROUPS = 8, 9  # steps of a sample, samples of a case
-PROBED = [11 + 241 * i for i in range(120)]  # tokens whose logprobs are compared; vLLM allows 128
-GAIN = 0.5  # of `randomize`; see AGREEMENT in cases/vllm.py
-CHECKED = (1, 5, 700, 3001)  # tokens of the requests whose attention is checked
+TOP = 20  # logprobs that are compared
 FEW_BLOCKS = 64  # distinct blocks of rows, repeated over the cache
 
 
@@ -91,16 +87,17 @@ def steps(llm: Any, batch: int, context: int) -> list[float]:
 
 
 def prompts(llm: Any, count: int, length: int, rounds: int = 3) -> list[float]:
-    """Microseconds per token of prompts that are computed; each round has other tokens, and one more is not counted.
+    """Microseconds per token of prompts that are computed; a round has other tokens, and the first is not counted.
 
     A prompt is one token shorter than ``length``: with the token that it gives, it may be as long as the model allows.
     """
     import vllm
 
     length -= 1
+
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     samples = []
-    for number in range(rounds + 1):
+    for number in range(rounds):
         generator = torch.Generator().manual_seed(number)
         ids = torch.randint(5, 30000, (count, length), generator=generator).tolist()
         begin = time.perf_counter()
@@ -110,58 +107,17 @@ def prompts(llm: Any, count: int, length: int, rounds: int = 3) -> list[float]:
 
 
 def probe(llm: Any) -> list[dict[str, Any]]:
-    """First token of a few prompts, which prefill makes, and logprobs of the second, which decode makes."""
+    """First token of a few prompts, which prefill makes, and the best logprobs of the second, which decode makes."""
     import vllm
 
-    sampling = vllm.SamplingParams(
-        temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False, logprob_token_ids=PROBED
-    )
-    ids = [[(7 * i + 13 * j) % 29000 + 5 for j in range(100 + 111 * i)] for i in range(8)]
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False, logprobs=TOP)
+    ids = [[(7 * i + 13 * j) % 29000 + 5 for j in range(100 + 211 * i)] for i in range(4)]
     outs = llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
     told = []
     for out in outs:
         one = out.outputs[0]
-        second = [round(one.logprobs[1][token].logprob, 4) for token in PROBED]
-        told.append({"first": one.token_ids[0], "second": second})
+        told.append({"first": one.token_ids[0], "second": {str(k): v.logprob for k, v in one.logprobs[1].items()}})
     return told
-
-
-@torch.inference_mode()
-def layer_error(layer: PackedLayer, cache: torch.Tensor, heads: int, dtype: torch.dtype) -> float:
-    """Largest error of a layer's decode over the engine's own blocks, relative to the largest output in float32.
-
-    The reference unpacks the same bytes, so the error is that of the kernels and not of the format.
-    """
-    device, (blocks, _, block_size, _) = cache.device, cache.shape
-    generator = torch.Generator(device).manual_seed(1)
-    width = -(-max(CHECKED) // block_size)
-    table = torch.randint(blocks, (len(CHECKED), width), generator=generator, device=device, dtype=torch.int32)
-    lengths = torch.tensor(CHECKED, dtype=torch.int32, device=device)
-    starts = torch.arange(len(CHECKED) + 1, dtype=torch.int32, device=device)
-    q = torch.randn(len(CHECKED), heads, layer.head_dim, generator=generator, device=device).to(dtype)
-    batch = make_batch(
-        starts, starts.cpu(), lengths, table, tokens=len(CHECKED), max_query_len=1, max_seq_len=max(CHECKED),
-        threshold=1,
-    )  # fmt: skip
-    out = torch.full_like(q, torch.nan)
-    layer.attend(q, q, q, cache, batch, out)
-    pages, fmt = layer.pages(cache)
-    want = decode_packed(
-        q.float(), pages, table, lengths, fmt, calibration=layer.calibration, scale=layer.scale, backend="reference"
-    )
-    assert isinstance(want, torch.Tensor)
-    return float((out.float() - want).abs().max() / want.abs().max())
-
-
-def check_layers(llm: Any) -> float:
-    """Largest error among the first and the last layer of an engine."""
-    runner = vllm_engine.runner_of(llm)
-    found = [x for x in runner.vllm_config.compilation_config.static_forward_context.values() if hasattr(x, "impl")]
-    errors = [
-        layer_error(x.impl.layer, x.kv_cache, x.impl.num_heads, runner.model_config.dtype)
-        for x in (found[0], found[-1])
-    ]
-    return max(errors)
 
 
 def measure(given: dict[str, Any]) -> dict[str, Any]:
@@ -187,14 +143,16 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
             max_num_batched_tokens=8192, enable_prefix_caching=False, gpu_memory_utilization=0.9,
             kv_cache_memory_bytes=given["cache_bytes"], kv_transfer_config=CONFIG,
         )  # fmt: skip
-        vllm_engine.randomize(llm, gain=GAIN)
+        vllm_engine.randomize(llm)
         cache = llm.llm_engine.vllm_config.cache_config
         told |= {"block_size": cache.block_size, "cache_tokens": cache.num_gpu_blocks * cache.block_size}
         told["start_s"] = time.perf_counter() - begin
         told["probe"] = probe(llm)
-        fill(llm, backend, format)
         if backend == "CUSTOM":
-            told["layer_error"] = check_layers(llm)
+            with vllm_check.without_graphs(vllm_engine.runner_of(llm)), vllm_check.compared() as worst:
+                told["eager"] = probe(llm)
+            told |= {"error": worst.error, "compared": worst.calls}
+        fill(llm, backend, format)
         for case in given["cases"]:
             if time.perf_counter() - begin > given["seconds"]:
                 told["errors"][case["name"]] = "no time was left"

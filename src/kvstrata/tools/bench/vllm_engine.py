@@ -126,12 +126,11 @@ def runner_of(llm: Any) -> Any:
 
 
 @torch.inference_mode()
-def randomize(llm: Any, gain: float = 1.0) -> None:
+def randomize(llm: Any) -> None:
     """Overwrite the weights in place; a weight depends on its name and shape alone.
 
-    Activations are about 1, scores and logits have the spreads above, and what a layer adds to the residual stream is
-    not small beside the embedding. ``gain``: factor of what it adds. With many layers, a smaller one keeps the rounding
-    of a cache from growing, so that its effect on logits can be told from that of a wrong cache.
+    Activations are about 1, scores and logits have the spreads above, and the residual stream of a layer is not small
+    beside that of the embedding.
     """
     runner = runner_of(llm)
     config, parallel = runner.model_config, runner.parallel_config
@@ -145,8 +144,6 @@ def randomize(llm: Any, gain: float = 1.0) -> None:
         std = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
         if "lm_head" in name:
             std *= LOGIT_STD
-        if "o_proj" in name or "down_proj" in name:
-            std *= gain
         weight.normal_(0.0, std, generator=generator)
         if "qkv_proj" in name:  # q . k / sqrt(dim) of activations of size 1 has a spread of 1
             weight[:sharp].mul_(SCORE_STD**0.5)
