@@ -193,7 +193,7 @@ class GraphRunner:
                 raise RuntimeError(
                     f"step: size {size} cannot be captured. Under capture a step may not wait for the GPU (.item(), "
                     f".cpu(), printing, a branch on a tensor), copy from memory that is not pinned, or allocate "
-                    f"other than through torch; what was said: {error}"
+                    f"other than through torch; the error was: {error}"
                 ) from error
             one.memory = max(before - torch.cuda.mem_get_info()[0], 0)
         return one

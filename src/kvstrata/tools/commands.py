@@ -74,8 +74,8 @@ def profile(
 
     A gate with a signed number is about the change against --against or --compare: percentage points for shares,
     percent for the rest; without a sign it is about the value. Exit code 1: a gate was missed, or a case could not be
-    profiled; 3: no ncu, or no permission to read the counters: then times, registers and shared memory are what there
-    is.
+    profiled; 3: no ncu, or no permission to read the counters, in which case only times, registers and shared memory
+    are reported.
 
     Example: kvstrata profile store
 

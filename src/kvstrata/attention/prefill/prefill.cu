@@ -79,7 +79,7 @@ __device__ __forceinline__ void multiply_keys(const Query<T>& query, unsigned qu
 
 // O += P V; the weights of 16 keys at a time are computed just before they are used.
 template <class In, class T, class I>
-__device__ __forceinline__ void multiply_values(State<T>& st, const ScoresOf<T>& s, float unit,
+__device__ __forceinline__ void multiply_values(State<T>& st, const ScoresOf<T>& s, float to_log2,
                                                 const float (&base)[T::kRowTiles][2], unsigned v_tile,
                                                 unsigned char* kept, int lane) {
   const unsigned row = RowsFirst::row(lane), chunk = RowsFirst::chunk(lane);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply_values(State<T>& st, const ScoresOf<T>&
       for (int i = 0; i < 4; i++) {
         const int half = i % 2;
         const float* x = &s[r][2 * step + i / 2][half * 2];
-        const float first = exp2_of(x[0] * unit - base[r][half]), second = exp2_of(x[1] * unit - base[r][half]);
+        const float first = exp2_of(x[0] * to_log2 - base[r][half]), second = exp2_of(x[1] * to_log2 - base[r][half]);
         st.l[r][half] += first + second;
         w[r][i] = pair_of(In{}, first, second);
       }
@@ -152,7 +152,7 @@ __device__ __forceinline__ void attend(const Params& p, unsigned char* shared, i
 
   const int place = item.row + row_warp * T::kRows + item.shift;  // position of the warp's first query
   unsigned char* kept = shared + T::kScoresAt + warp * T::kRows * T::kScoreRow;
-  const float unit = unit_of<T, I>(p);
+  const float to_log2 = log2_factor<T, I>(p);
   State<T> st;
   unsigned k_tile = ring;
   for (int key = begin; key < end; key += kStride) {
@@ -173,13 +173,13 @@ __device__ __forceinline__ void attend(const Params& p, unsigned char* shared, i
       const bool past = key + T::kN > (p.causal ? min(first + 1, end) : end);
       if (past || (p.window && key <= last - p.window)) mask<T>(p, first, end, key, s, opaque(lane));
       float base[T::kRowTiles][2];
-      rebase<T>(st, s, unit, base);
+      rebase<T>(st, s, to_log2, base);
       if constexpr (I::kScores == kChecked) {
         const State<T> before = st;
-        multiply_values<In, T, I>(st, s, unit, base, v_tile, kept, lane);
+        multiply_values<In, T, I>(st, s, to_log2, base, v_tile, kept, lane);
         check_out<In, T>(p, kept, shared + (v_tile - all), st, before.out, lane);
       } else {
-        multiply_values<In, T, I>(st, s, unit, base, v_tile, kept, lane);
+        multiply_values<In, T, I>(st, s, to_log2, base, v_tile, kept, lane);
       }
     }
     if constexpr (kAhead > 0) wait_group<(kAhead > 1 ? kAhead - 1 : 0)>();
@@ -187,7 +187,7 @@ __device__ __forceinline__ void attend(const Params& p, unsigned char* shared, i
     k_tile += 2 * T::kHalfStage;
     if (k_tile == ring + T::kRingBytes) k_tile = ring;
   }
-  finish<In, T, I>(p, wave, st, shared, unit);
+  finish<In, T, I>(p, wave, st, shared, to_log2);
 }
 
 template <class In, class T, class I>

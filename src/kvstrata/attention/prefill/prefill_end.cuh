@@ -5,7 +5,7 @@
 
 // Adds the results of groups 1 .. to the state of group 0; returns false in the other groups, which are done.
 template <class T>
-__device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, int row_warp, int group, float unit,
+__device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, int row_warp, int group, float to_log2,
                                            int lane) {
   const int g = lane >> 2, t = lane & 3;
   constexpr int kAll = T::kRowTiles * T::kDimTiles;
@@ -36,9 +36,9 @@ __device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, 
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float2 x = *stats_of(from, r, half);
-        const float m = fmaxf(st.m[r][half], x.x), base = m == -infinity() ? 0.f : m * unit;
-        own[half] = exp2_of(st.m[r][half] * unit - base);
-        other[half] = exp2_of(x.x * unit - base);
+        const float m = fmaxf(st.m[r][half], x.x), base = m == -infinity() ? 0.f : m * to_log2;
+        own[half] = exp2_of(st.m[r][half] * to_log2 - base);
+        other[half] = exp2_of(x.x * to_log2 - base);
         st.m[r][half] = m;
         st.l[r][half] = st.l[r][half] * own[half] + x.y * other[half];
       }
@@ -54,7 +54,7 @@ __device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, 
 }
 
 template <class In, class T, class I>
-__device__ __forceinline__ void finish(const Params& p, int wave, State<T>& st, unsigned char* shared, float unit) {
+__device__ __forceinline__ void finish(const Params& p, int wave, State<T>& st, unsigned char* shared, float to_log2) {
   const int me = opaque(threadIdx.x), lane = me & 31, warp = __shfl_sync(~0u, me >> 5, 0);
   const int group = warp / T::kRowWarps, row_warp = warp % T::kRowWarps;
   const int g = lane >> 2, t = lane & 3;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void finish(const Params& p, int wave, State<T>& st, 
     l += __shfl_xor_sync(~0u, l, 2);
   }
   if constexpr (T::kGroups > 1)
-    if (!add_groups<T>(st, shared, row_warp, group, unit, lane)) return;
+    if (!add_groups<T>(st, shared, row_warp, group, to_log2, lane)) return;
 
   const Item item = item_of<T>(p, index_of(opaque(wave)));  // recomputed, to save registers in the main loop
   unsigned char* rows = shared + row_warp * T::kRows * T::Layout::kBytes;  // memory of the warp's queries
@@ -77,7 +77,7 @@ __device__ __forceinline__ void finish(const Params& p, int wave, State<T>& st, 
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int row = r * 16 + half * 8 + g;
-      float l = st.l[r][half], base = st.m[r][half] * unit, factor = 1.f;
+      float l = st.l[r][half], base = st.m[r][half] * to_log2, factor = 1.f;
       if (p.sinks) {
         const float sink = p.sinks[item.head] * kLog2e, top = fmaxf(fmaxf(sink, base), -1e38f);  // both may be -inf
         factor = exp2_of(base - top);

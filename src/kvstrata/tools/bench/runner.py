@@ -115,7 +115,7 @@ def _measure(case: Case, timer: Timer, rounds: int, peak: float, result: CaseRes
     if timer.device.type == "cuda":  # on a CPU the host cost is the time itself
         right = {name: call for name, call in bench.host.items() if name not in errors}
         before = bench.before if bench.burst == 1 else None
-        taken = timer.host(right, case.sets, burst=bench.burst, before=before)
+        taken = timer.host(right, case.sets, bench.bursts, bench.burst, before, case.seconds)
         result.host = {name: summary(us) for name, us in taken.items()}
 
 
