@@ -6,14 +6,14 @@ Drift of clocks and temperature then falls on all contenders alike, and no input
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import numpy as np
 import torch
+
+from kvstrata.replay.graph import no_collection
 
 from .clock import Call, CpuClock, CudaClock, WallClock
 from .machine import cache_bytes
@@ -67,7 +67,7 @@ class Timer:
         order = random.Random(seed)
         taken: dict[str, list[float]] = {name: [] for name in calls}
         batch = BATCH if self._warm(calls, sets, warmup, before) < LONG else 1  # the limit is seen where we wait
-        with _no_gc():
+        with no_collection():
             limit = time.perf_counter() + seconds
             for first in range(0, rounds, batch):
                 marks = []
@@ -95,7 +95,7 @@ class Timer:
         each burst, outside the time.
         """
         taken: dict[str, list[float]] = {name: [] for name in calls}
-        with _no_gc():
+        with no_collection():
             for _ in range(bursts + 1):
                 for name, call in calls.items():
                     if before:
@@ -147,14 +147,3 @@ class Timer:
             seconds = time.perf_counter() - start
             r += 1
         return seconds
-
-
-@contextmanager
-def _no_gc() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
