@@ -116,7 +116,7 @@ def test_a_prompt_that_cannot_be_stored_is_reported_until_reset(device: str, mon
 
 def test_groups_by_size() -> None:
     assert prompts.group_of(32, 8 << 20) == 32
-    assert prompts.group_of(32, (8 << 20) + 1) == 3
+    assert prompts.group_of(32, (8 << 20) + 1) == 15
     assert prompts.group_of(32, 1 << 30) == 1
 
 

@@ -12,6 +12,7 @@ from kvstrata.attention.prefill import configs as prefill_configs
 from kvstrata.attention.prefill.configs import TABLE, default_of, nearest
 from kvstrata.attention.prefill.job import PrefillJob
 from kvstrata.tools.bench import results, runner
+from kvstrata.tools.bench.attention import in_two_parts
 from kvstrata.tools.bench.cases import prefill as cases
 from kvstrata.tools.bench.stats import summary
 from kvstrata.tools.publish import figures, render_document
@@ -71,7 +72,7 @@ def test_a_chunk_in_two_parts() -> None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
 
     want = prefill_attention(*(x.transpose(1, 2) for x in (q, k, v)))
-    torch.testing.assert_close(cases.in_two_parts(attend, q, k, v).transpose(1, 2), want)
+    torch.testing.assert_close(in_two_parts(attend, q, k, v).transpose(1, 2), want)
 
 
 def test_a_stale_output_is_noticed() -> None:

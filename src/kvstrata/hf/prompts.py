@@ -28,12 +28,12 @@ from .mass import sampled_queries, triton_mass
 from .steps import stored_rows
 
 WHOLE = 256 << 20  # bytes of K and V in all layers up to which a prompt is one group
-TOGETHER = 32 << 20  # bytes of K and V of a group otherwise
+TOGETHER = 128 << 20  # bytes of K and V of a group otherwise
 BALANCED = 4  # rows of all layers whose balance is estimated at a time, in float64
 
 
 class How(NamedTuple):
-    """What is done with a prompt, the same in all layers."""
+    """Settings of a prompt, the same in all layers."""
 
     limit: int | None  # queries that are sampled for mass; None takes no mass
     estimates: bool  # the balance of K comes from the prompt
@@ -90,11 +90,16 @@ class Prompts:
         self._columns: PromptColumns | None = None
         self._setting: tuple[How, Logits] | None = None
         self._lost: Exception | None = None
+        self._next: tuple[TieredCache, int] | None = None  # the layer that may wait, since all after the first may
+        self._all_wait = False
 
-    @staticmethod
-    def supports(cache: TieredCache, layer: int, real: np.ndarray) -> bool:
+    def supports(self, cache: TieredCache, layer: int, real: np.ndarray) -> bool:
         """True if the prompt ``real [rows, columns]``, False for padding, may wait."""
-        return supports(cache, [layer], range(len(real)), real.sum(1).tolist())
+        columns = self._columns
+        if columns is not None and self._next == (cache, layer) and np.array_equal(columns.real, real):
+            return True
+        rows, lengths = range(len(real)), real.sum(1).tolist()
+        return supports(cache, [layer], rows, lengths)
 
     def add(
         self,
@@ -116,8 +121,11 @@ class Prompts:
         follows = not self._waiting or (self._waiting[-1].layer == layer - 1 and self._setting == (how, logits))
         if not follows:
             self._plan()
-        if self._columns is None or not np.array_equal(self._columns.real, real):
+        if self._next != (cache, layer) or self._columns is None:
             self._columns = PromptColumns(cache, real)
+            rest = range(layer, cache.layers)
+            self._all_wait = supports(cache, rest, range(len(real)), self._columns.lengths)
+        self._next = (cache, layer + 1) if self._all_wait else None
         self._cache, self._setting = cache, (how, logits)
         alone = guard is not None or logits.sinks is not None
         group = 1 if alone else group_of(cache.layers, key.nbytes + value.nbytes)
@@ -140,6 +148,7 @@ class Prompts:
             self._plan()
         if self._planned is not None:
             self._guarded(self._store)
+        self._next = self._columns = None
 
     def _guarded(self, part: Any, *arguments: Any) -> None:
         try:

@@ -52,6 +52,7 @@ WORK_POINTERS = struct.Struct("4q")
 PLAIN_TOKENS = 16  # of a stage of plain rows
 NO_ROWS = (0,) * 6
 MOST_COST = 1 << 30
+MOST_TOKENS = 1 << 24  # of a request: the number of 16 of them has 21 bits of a stage's meta (work.cuh)
 
 
 def missing(job: Job) -> str | None:
@@ -65,8 +66,12 @@ def missing(job: Job) -> str | None:
     columns = job.most_queries * job.group
     if job.requests * job.blocks.kv_heads * columns**2 >= 1 << 32:  # divide.cuh
         return f"cuda: expected a smaller batch or max_seqlen_q, got {job.requests} rows of up to {columns} columns"
-    if job.max_tokens >= 1 << 31 or job.q.shape[0] * job.group >= 1 << 31:
-        return f"cuda: expected fewer than 2^31 tokens in a row of block_table, got {job.max_tokens}"
+    if job.max_tokens > MOST_TOKENS:
+        return f"cuda: expected at most {MOST_TOKENS} tokens in a row of block_table, got {job.max_tokens}"
+    if job.blocks.block_size > MOST_TOKENS >> 8:  # divide.cuh: stages of a request times stages of a block
+        return f"cuda: expected at most {MOST_TOKENS >> 8} tokens in a block, got {job.blocks.block_size}"
+    if job.q.shape[0] * job.group >= 1 << 31:
+        return f"cuda: expected fewer than 2^31 rows of q per KV head, got {job.q.shape[0] * job.group}"
     return None
 
 

@@ -20,7 +20,7 @@ from .machine import cache_bytes
 from .stats import Array
 
 BATCH = 16  # rounds between two synchronisations
-FEWEST = 5  # rounds taken even when the time is up
+FEWEST = 5  # rounds and bursts taken even when the time is up
 LONG = 0.05  # seconds of a round from which on every round is waited for
 BURST = 50  # calls in one host burst: launches of one kernel, far below the depth of the launch queue
 
@@ -88,15 +88,19 @@ class Timer:
         bursts: int = 20,
         burst: int = BURST,
         before: Call | None = None,
+        seconds: float = 20.0,
     ) -> dict[str, Array]:
         """Microseconds the host spends per call, one value per burst; the device is idle when a burst begins.
 
         A ``burst`` of calls has to fit the launch queue, else the host waits for the device. ``before`` runs ahead of
-        each burst, outside the time.
+        each burst, outside the time. Fewer bursts (never under 5) are taken once ``seconds`` are over.
         """
         taken: dict[str, list[float]] = {name: [] for name in calls}
         with no_collection():
-            for _ in range(bursts + 1):
+            limit = time.perf_counter() + seconds
+            for number in range(bursts + 1):
+                if number > FEWEST and time.perf_counter() > limit:
+                    break
                 for name, call in calls.items():
                     if before:
                         before(0)

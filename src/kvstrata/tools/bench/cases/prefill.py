@@ -25,7 +25,7 @@ from kvstrata.attention.prefill_cached import op as cached
 from kvstrata.attention.prefill_cached.job import CachedJob
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Bench, Case, attach, peer, sets_for, synthetic
-from kvstrata.tools.bench.attention import absent, assert_close, read, sdpa
+from kvstrata.tools.bench.attention import absent, after_unpacking, assert_close, read, sdpa
 from kvstrata.tools.bench.clock import Call
 
 CHECKED = 2  # heads of the first sequence compared with float32
@@ -190,29 +190,6 @@ def build_ideas(shape: Shape, sets: int, device: torch.device) -> Bench:
     return bench
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
-
-
-def in_two_parts(attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the last keys' queries with what aligns masks to the first key: the earlier keys without a
-    mask, then their own with one, added up by the log-sum-exp of either. ``attend(q, k, v, causal) -> out, lse``."""
-    earlier = k.shape[2] - q.shape[2]
-    (a, top), (b, own) = (
-        attend(q, k[:, :, :earlier], v[:, :, :earlier], False),
-        attend(q, k[:, :, earlier:], v[:, :, earlier:], True),
-    )
-    share = torch.sigmoid(top - own).reshape(*q.shape[:3], 1)
-    return torch.lerp(b.float(), a.float(), share).to(q.dtype)
-
-
-def _cudnn_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    op = torch.ops.aten._scaled_dot_product_cudnn_attention
-    out, lse = op(q, k, v, None, True, 0.0, causal, False, scale=q.shape[-1] ** -0.5)[:2]
-    return out, lse
-
-
 def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_heads: int = 8) -> Bench:
     """A chunk over a cache in K4V4: in parts, or all of it unpacked first and then SDPA with flash or cuDNN."""
     dim = 128 if device.type == "cuda" else 64
@@ -230,26 +207,12 @@ def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_
     if device.type == "cuda":
         from kvstrata.attention.prefill_cached import staging_triton
 
-        queries = q.unsqueeze(0).transpose(1, 2)
-
         def rows() -> tuple[torch.Tensor, torch.Tensor]:
             k, v, _ = staging_triton.unpack(job)
             return k[:, :, : NEW + prefix], v[:, :, : NEW + prefix]
 
-        def with_flash(i: int) -> torch.Tensor:
-            # aligned to the last key, as scaled_dot_product_attention is not
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(queries, *rows(), 0.0, True, scale=dim**-0.5)[0][0].transpose(0, 1)
-
-        def with_cudnn(i: int) -> torch.Tensor:
-            return in_two_parts(_cudnn_with_lse, queries, *rows())[0].transpose(0, 1)
-
-        contenders["unpack then flash"] = with_flash
-        try:
-            with_cudnn(0)
-            contenders["unpack then cudnn"] = with_cudnn
-        except RuntimeError as error:
-            missing["unpack then cudnn"] = str(absent(error))
+        others, missing = after_unpacking(q, rows)
+        contenders |= others
     else:
         contenders["unpack then flash"] = lambda i: cached.run(job, "reference")[0]
 
