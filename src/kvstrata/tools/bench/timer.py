@@ -1,6 +1,6 @@
 """Interleaved sampling: every contender once per round, in a new order each round, on rotating input sets.
 
-Drift of clocks and temperature then falls on all contenders alike, and no input stays in a cache by habit.
+Drift of clocks and temperature then affects all contenders alike, and no input stays in a cache.
 """
 
 from __future__ import annotations
