@@ -164,3 +164,13 @@ def test_mass_kernels_compile_without_spills() -> None:
         used = compile_triton("kvstrata.hf.mass_triton", kernel, 90, types, sizes, num_warps=4, num_stages=2)
         assert used["STACK"] == used["LOCAL"] == 0
         assert used["REG"] <= 168
+
+
+def test_kernels_of_the_mass_are_loaded_by_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    use("triton", monkeypatch)
+    shapes = []
+    monkeypatch.setattr(mass, "triton_mass", lambda q, queries, key, logits: shapes.append((*q.shape, key.shape[1])))
+    model = make("llama")
+    StrataCache(model.config, budget=0.5).warmup(model, progress=False)
+    StrataCache(model.config, budget=1.0).warmup(model, progress=False)
+    assert shapes == [(1, 4, 64, 32, 2)]

@@ -33,7 +33,7 @@ BALANCED = 4  # rows of all layers whose balance is estimated at a time, in floa
 
 
 class How(NamedTuple):
-    """What is done with a prompt, the same in all layers."""
+    """Settings of a prompt, the same in all layers."""
 
     limit: int | None  # queries that are sampled for mass; None takes no mass
     estimates: bool  # the balance of K comes from the prompt

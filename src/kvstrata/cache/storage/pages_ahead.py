@@ -108,7 +108,7 @@ class PagesAhead:
         """Release the empty pages at the end of the lists of requests; allocates nothing on the device."""
         if not self._any:
             return
-        buckets, ids = self._buckets, np.asarray(requests, np.int64)
+        buckets, ids = self._buckets, np.unique(np.asarray(requests, np.int64))
         there = self.there(ids)
         for i in np.flatnonzero(there.any(1)).tolist():
             request, layers, page = int(ids[i]), there[i], int(self._page[ids[i]])

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from kvstrata import jit
-from kvstrata.backends import BACKENDS, missing
+from kvstrata.backends import choose, missing
 from kvstrata.call_cache import PerThread, guard_of, signature, traced
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
 
 from . import reference
-from .job import Calibration, Job, calibration_tensors, check
+from .arguments import Calibration, calibration_tensors
+from .job import Job, check
 from .plain_rows import PlainRows, row_tensors
 from .tail_job import TailTensors
 from .tail_op import store_with_tail
@@ -37,17 +38,6 @@ def _missing(backend: str, job: Job) -> str | None:
     return None
 
 
-def _choose(backend: str, job: Job) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    if backend == "auto":
-        ranked = ("cuda", "triton") if job.pages.device.type == "cuda" else ()
-        return next((name for name in ranked if _missing(name, job) is None), "reference")
-    if reason := _missing(backend, job):
-        raise RuntimeError(f"backend: {reason}")
-    return backend
-
-
 class Plan:
     """Launch of a checked combination, and the guard that recognises another call of the same one."""
 
@@ -58,7 +48,7 @@ class Plan:
         self.address_bits = address_bits
         self.guard = guard_of([x for x in tensors if x is not None])
         self.launch: Callable[..., None] | None = None
-        chosen = _choose(backend, job)
+        chosen = choose(backend, job.pages.device, lambda name: _missing(name, job))
         if job.k.shape[0] == 0 or job.blocks.slots == 0:
             self.run: Callable[[Tensors], None] = lambda tensors: None
         elif chosen == "cuda":
