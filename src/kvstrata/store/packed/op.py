@@ -22,7 +22,7 @@ from .arguments import Calibration, calibration_tensors
 from .job import Job, check
 from .plain_rows import PlainRows, row_tensors
 from .tail_job import TailTensors
-from .tail_op import store_with_tail
+from .tail_op import launch_on, store_with_tail
 
 Tensors = tuple[torch.Tensor | None, ...]  # k, v, pages, slot_mapping, balance, centre
 
@@ -74,15 +74,10 @@ def _cuda(job: Job) -> Callable[..., None]:
         jit.bind_context(device)
         launch = store_cuda.plan(job)
     write, params = store_cuda.POINTERS.pack_into, launch.params
-    stream_of, current_device = jit.current_stream, torch._C._cuda_getDevice
 
     def run(*addresses: int) -> None:
         write(params, 0, *addresses)
-        if current_device() == device:
-            launch(stream_of(device))
-        else:
-            with torch.cuda.device(device):
-                launch(stream_of(device))
+        launch_on(launch, device)
 
     return run
 
