@@ -87,8 +87,8 @@ def test_memory_of_the_caller(backend: str) -> None:
         "out: expected torch.float16": dict(out=out.float()),
         "workspace: expected torch.uint8": dict(workspace=out),
         "exact_lengths: expected False without": dict(exact_lengths=True),
-        r"cu_seqlens_k: expected int32 \[3\], one more": dict(cu_seqlens_k=chunk.cu[:2]),
-        r"cu_seqlens_k: expected int32 \[3\], one": dict(cu_seqlens_k=chunk.cu.long()),
+        r"cu_seqlens_k: expected contiguous \[3\], one more": dict(cu_seqlens_k=chunk.cu[:2]),
+        r"cu_seqlens_k: expected torch.int32": dict(cu_seqlens_k=chunk.cu.long()),
     }.items():
         with pytest.raises((ValueError, TypeError), match=message):
             prefill_packed(*arguments, backend=backend, **wrong)
@@ -126,7 +126,7 @@ def test_tokens_before_the_window_are_not_unpacked(backend: str) -> None:
 def test_arguments_are_named() -> None:
     chunk = Chunk(Format.parse("K4V4", 64, 16), [30], [5])
     q, rest = chunk.queries([5], 2), (chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt)
-    with pytest.raises(ValueError, match=r"k_new: expected \(5, 2, 64\)"):
+    with pytest.raises(ValueError, match=r"k_new: expected 5 tokens as q, got shape \(4, 2, 64\)"):
         prefill_packed(q, chunk.k[:4], chunk.v, *rest)
     with pytest.raises(TypeError, match=r"v_new: expected torch.bfloat16 as q"):
         prefill_packed(q, chunk.k, chunk.v.half(), *rest)

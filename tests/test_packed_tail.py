@@ -218,9 +218,13 @@ def test_any_life(backend: str) -> None:
         steps=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 19), st.integers(0, 3)), min_size=1, max_size=4),
         drafts=st.integers(0, 17),
         window=st.sampled_from([None, 7, 30]),
+        softcap=st.sampled_from([None, 4.0]),
+        learned=st.sampled_from([None, [0.5, -1.0]]),
         seed=st.integers(0, 99),
     )
-    def run(name, pages_per_block, tail, sinks, slots, steps, drafts, window, seed) -> None:
+    def run(name, pages_per_block, tail, sinks, slots, steps, drafts, window, softcap, learned, seed) -> None:
+        logits = None if learned is None else torch.tensor(learned, device=DEVICE)
+        scoring = dict(sliding_window=window, softcap=softcap, sinks=logits)
         fmt = Format.parse(name, 64, 16)
         slots = [*slots, 2]
         engine = Engine(
@@ -240,10 +244,10 @@ def test_any_life(backend: str) -> None:
             if engine.tail is not None and lost:  # rows of its page may be: write through from now on
                 engine.tail_slots[row] = -1
                 engine.tail.slots[row] = -1
-        engine.decode([min(accepted, 16)] * 4, sliding_window=window)
+        engine.decode([min(accepted, 16)] * 4, **scoring)
         engine.step([2, 1, 17, 3])
         engine.check_bytes()
-        engine.decode(sliding_window=window)
+        engine.decode(**scoring)
         for row in range(4):
             check_rows(engine, row)
 
@@ -268,7 +272,7 @@ def test_arguments_are_named() -> None:
         "tail.v: expected torch.bfloat16": dict(tail=rows(v=tail.v.half())),
         "tail.v: expected shape": dict(tail=rows(v=tail.v[:2])),
         "tail.k: expected contiguous rows": dict(tail=rows(k=tail.k.transpose(1, 2).contiguous().transpose(1, 2))),
-        "tail.slots: expected an int32": dict(tail=rows(slots=tail.slots.long())),
+        "tail.slots: expected torch.int32": dict(tail=rows(slots=tail.slots.long())),
         "sink_tokens.slots: expected contiguous .2.": dict(tail=None, sink_tokens=rows(slots=tail.slots[:1])),
         "seq_lens: expected a tensor": dict(seq_lens=None),
         "seq_lens: expected torch.int32": dict(seq_lens=lens.long()),

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ def _interleaved(function: Any) -> bool | None:
 
 
 def columns_needed(real: np.ndarray) -> int:
-    """How many of the first columns hold the tokens that `from_prompt` looks at; ``real [rows, n]``, no padding."""
+    """Number of first columns that hold the tokens `from_prompt` looks at; ``real [rows, n]``, False for padding."""
     number = real.cumsum(1)
     used = (real & (number <= SINKS + MOST)).any(0)
     return int(np.flatnonzero(used)[-1:].sum()) + 1
@@ -127,10 +128,33 @@ def _constants(
         return *_turns(rope, SINKS + MOST, device), _steady(rope, dim, is_interleaved).to(device)
 
 
+_of_weights: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor | None]] = WeakKeyDictionary()
+
+
 def from_weights(
     module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
 ) -> torch.Tensor | None:
-    """Balance ``[kv_heads, D]`` of an attention module from its projections, or None where they do not determine it."""
+    """Balance ``[kv_heads, D]`` of an attention module from its projections, or None where they do not determine it.
+
+    Computed once for a module, until its weights change.
+    """
+    sizes = (kv_heads, dim, tuple(rope), is_interleaved)
+    linears = [getattr(module, name, None) for name in ("q_proj", "k_proj")]
+    weights = [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
+    tensors = [x for x in weights if isinstance(x, torch.Tensor)]
+    if any(x.is_inference() for x in tensors):  # which have no version
+        return _from_weights(module, *sizes)
+    key = (*sizes, *map(type, linears), *((x.data_ptr(), x._version) for x in tensors))
+    known = _of_weights.get(module)
+    if known is None or known[0] != key:
+        with torch.inference_mode(False), torch.no_grad():
+            known = _of_weights[module] = key, _from_weights(module, *sizes)
+    return known[1]
+
+
+def _from_weights(
+    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
+) -> torch.Tensor | None:
     q_proj, k_proj = (getattr(module, name, None) for name in ("q_proj", "k_proj"))
     normed = any(getattr(module, name, None) is not None for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"))
     if normed or (rope and is_interleaved is None):

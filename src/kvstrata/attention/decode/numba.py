@@ -110,7 +110,7 @@ def decode(job: Job) -> Result:
     )
     head_caches = batch * job.kv_heads
     threads = torch.get_num_threads() if head_caches * job.max_length >= THREADED else 1
-    share_out(_decode, arguments, head_caches, threads)
+    share_out(decode_heads, arguments, head_caches, threads)
     result = torch.from_numpy(out).to(job.q.dtype)
     lse_or_none = torch.from_numpy(lse) if job.return_lse else None
     return result, lse_or_none, torch.from_numpy(mass) if job.return_mass else None
@@ -137,7 +137,7 @@ def views(buckets: BucketedCacheLayer, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 @compiled
-def _decode(
+def decode_heads(
     words, halves, wide, requests, length, table, count, centre, balance, tiers, page_tokens, block, q, scale, window,
     softcap, sinks, out, lse, mass, want_mass, first, last,
 ):  # fmt: skip

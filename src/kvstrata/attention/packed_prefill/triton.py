@@ -24,7 +24,7 @@ from kvstrata.attention.prefill_cached.staging_triton import _rows, _signs, stag
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_triton import whole_pages
 
-from .job import STAGED, Job, Result
+from .job import STAGED, Job, Result, padded_dim
 from .split_triton import attend_in_parts, parts_of
 
 WHOLE_BLOCKS = 256  # tokens before a sliding window that prefill kernels may read, since they read whole blocks of keys
@@ -139,11 +139,6 @@ def missing(job: Job) -> str | None:
     if job.format.head_dim > HEAD_DIMS[-1]:
         return f"triton: expected a head_dim of at most {HEAD_DIMS[-1]}, got {job.format.head_dim}"
     return None
-
-
-def padded_dim(head_dim: int) -> int:
-    """The smallest head_dim of `prefill_attention` that is not below ``head_dim``."""
-    return next(dim for dim in HEAD_DIMS if dim >= head_dim)
 
 
 class Bounds(NamedTuple):

@@ -236,6 +236,7 @@ def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) ->
     firsts: list[float] = []
     if name != PEER and ids.numel() <= WARMED:
         while len(firsts) <= PROMPTS and sum(firsts[1:]) < PROMPT_SECONDS:
+            gc.collect()  # the cache before
             firsts.append(_generate(model, ids, 1, Clock(), cache_of(name, model, tokens)[1])[0])
     cache, options = cache_of(name, model, tokens)
     release(device)
@@ -279,7 +280,7 @@ def limited(seconds: float) -> Iterator[None]:
         yield
         return
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(seconds + 60, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds + 60, exit=True, file=2)  # stderr
     try:
         yield
     finally:
@@ -289,7 +290,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def jobs_of(shapes: Sequence[Shape], cuda: bool) -> list[tuple[Shape, str]]:
-    """What is measured in which order: model by model, and what compiles after the rest of its model."""
+    """Shapes and contenders in order: model by model, those that compile after the others of a model."""
     quantizes = _quantizer() is not None
     there = [name for name in CONTENDERS if name != QUANTIZED or (quantizes and cuda)]
     jobs = [(shape, name) for shape in shapes for name in there if name not in shape.without]
