@@ -16,7 +16,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "CONTENDERS", tuple(name for name in bench.CONTENDERS if name != bench.PEER))
     monkeypatch.setattr(bench, "copy_bandwidth", lambda timer: {"tb_s": 4.0})
     monkeypatch.setattr(bench, "floor", lambda timer: {"us": 1.0, "kernel": "none"})
     monkeypatch.setattr(bench, "Timer", lambda device: None)
@@ -28,7 +27,7 @@ def test_a_toy_is_measured(probes: None) -> None:
     [case] = report.cases
     assert saved == [1]
     assert report.failures == []
-    assert {row.name: row.kind for row in case.rows} == {name: bench.KINDS[name] for name in bench.CONTENDERS}
+    assert {row.name: row.kind for row in case.rows} == {name: bench.KINDS[name] for name in bench.contenders(CPU)}
     assert all(len(row.samples) == 20 and min(row.samples) > 0 for row in case.rows)
     assert case.params["cache_bytes"][bench.OURS] < case.params["cache_bytes"][bench.PLAIN]
     assert all(seconds > 0 for seconds in case.params["first_s"].values())
@@ -61,3 +60,7 @@ def test_shapes() -> None:
     assert [shape.name for shape in bench.SHAPES[:2]] == ["B1-8192", "B8-16384"]
     assert len({shape.name for shape in bench.SHAPES}) == len(bench.SHAPES)
     assert bench.SHAPES[1].row_bytes == 2 * 2 * 32 * 8 * 128
+    assert [case.name for case in bench.cases(CPU, False)] == ["B1-2048-smollm2", "B1-4096-smollm2"]
+    assert bench.shape_of(bench.cases(CPU, False)[0]).row_bytes == 2 * 4 * 30 * 3 * 64
+    assert bench.PEER not in bench.contenders(CPU)
+    assert bench.PEER in bench.contenders(torch.device("cuda"))

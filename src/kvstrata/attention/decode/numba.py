@@ -228,7 +228,11 @@ def _keys(words, halves, pages, counts, tiers, page_tokens, centre, q, turned, s
     bits, lanes, scale_bits = page_buffers(page_tokens, dim)
     flat, by = bits.view(np.float32), np.empty((rows, steps, BLOCK), np.float32)
     plain, scale = flat.reshape(page_tokens, dim), np.empty(page_tokens, np.float32)
-    sums, middle, lowest = np.empty((rows, page_tokens), np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
+    sums, middle, lowest = (
+        np.empty((rows, page_tokens), np.float32),
+        np.empty(rows, np.float32),
+        np.empty(rows, np.float32),
+    )
     for r in range(rows):
         middle[r] = _dot(q, r, centre, 0)
     token = 0

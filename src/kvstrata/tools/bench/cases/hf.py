@@ -2,6 +2,7 @@
 
     B8-16384         steps of 8 rows with prompts of 16,384 random tokens, at Llama-3.1-8B shapes with random weights
     B1-8192-qwen3    the same at Qwen3-8B shapes
+    B1-2048-smollm2  on a CPU, in float32: at SmolLM2-135M shapes; nothing is compiled or captured there
 
 A sample is the wall-clock time from one token to the next, as a caller of `generate` sees it: sampling, stopping
 criteria and the host's part of a cache included. The first steps, which compile and capture, are no samples. Contenders
@@ -41,8 +42,10 @@ KINDS = {BASELINE: "baseline", PEER: "peer", OURS: "ours", PLAIN: "variant"}
 TABLE = {"columns": "case,contender,us,mean,slowest,first,cache,speedup,vs_peer"}
 WARM = 4  # steps that compile and capture
 STEPS = 200  # three settlings of every layer
+CPU_STEPS, TOY_STEPS = 64, 20  # one settling, none
 QWEN3 = Model(layers=36, mlp=12288, vocab=151936)
 LLAMA = Model()
+SMOLLM2 = Model(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, mlp=1536, vocab=49152)
 TOY = Model(2, 64, 4, 2, 32, 64, 128)
 
 
@@ -54,6 +57,7 @@ class Shape:
     tokens: int
     family: str = "llama"
     model: Model = LLAMA
+    number_bytes: int = 2  # of weights, and of K and V that are not compressed
 
     @property
     def name(self) -> str:
@@ -61,17 +65,19 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Weights, and K and V of the prompts at 16 bit, which a step reads."""
-        return 2 * self.model.weights + self.rows * self.tokens * self.row_bytes
+        """Weights, and K and V of the prompts, which a step without compression reads."""
+        return self.number_bytes * self.model.weights + self.rows * self.tokens * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token in all layers at 16 bit."""
-        return 4 * self.model.layers * self.model.kv_heads * self.model.head_dim
+        """Bytes of a token in all layers."""
+        return 2 * self.number_bytes * self.model.layers * self.model.kv_heads * self.model.head_dim
 
 
 SHAPES = [Shape(1, 8192), Shape(8, 16384), Shape(1, 2048), Shape(1, 32768), Shape(32, 16384)]
 SHAPES.append(Shape(1, 8192, "qwen3", QWEN3))
+CPU_SHAPES = [Shape(1, tokens, "smollm2", SMOLLM2, 4) for tokens in (2048, 4096)]
+TOY_SHAPE = Shape(2, 100, model=TOY)
 
 
 def _absent(device: torch.device) -> Bench:
@@ -79,9 +85,22 @@ def _absent(device: torch.device) -> Bench:
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    """Cases of the benchmark: a toy on a CPU."""
-    shapes = [Shape(2, 100, model=TOY)] if device.type != "cuda" else SHAPES[:2] if quick else SHAPES
-    return [case_of(shape) for shape in shapes]
+    """Cases of the benchmark: a small model on a CPU, and a toy for the quick one."""
+    if device.type != "cuda":
+        return [case_of(shape) for shape in ([TOY_SHAPE] if quick else CPU_SHAPES)]
+    return [case_of(shape) for shape in (SHAPES[:2] if quick else SHAPES)]
+
+
+def contenders(device: torch.device) -> list[str]:
+    """Caches to compare, in their order; `generate` compiles nothing on a CPU."""
+    return [name for name in CONTENDERS if name != PEER or device.type == "cuda"]
+
+
+def steps_of(shape: Shape, device: torch.device, quick: bool) -> int:
+    """Decode steps of a call."""
+    if device.type != "cuda":
+        return TOY_STEPS if shape == TOY_SHAPE else CPU_STEPS
+    return STEPS // 3 if quick else STEPS
 
 
 def case_of(shape: Shape) -> Case:
@@ -90,13 +109,13 @@ def case_of(shape: Shape) -> Case:
 
 
 def shape_of(case: Case) -> Shape:
-    known = {shape.name: shape for shape in (*SHAPES, Shape(2, 100, model=TOY))}
+    known = {shape.name: shape for shape in (*SHAPES, *CPU_SHAPES, TOY_SHAPE)}
     return known[case.name]
 
 
 def load(shape: Shape, device: torch.device) -> Any:
     """A model with random weights, made on the device."""
-    if shape.family == "llama":
+    if shape.family != "qwen3":
         return model_of(shape.model, device)
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -206,14 +225,14 @@ def run(
     for case in chosen:
         shape = shape_of(case)
         model = load(shape, device)
-        new = (STEPS // 3 if quick else STEPS) if device.type == "cuda" else 20
+        new = steps_of(shape, device, quick)
         generator = torch.Generator(device).manual_seed(1)
         ids = torch.randint(0, shape.model.vocab, (shape.rows, shape.tokens), device=device, generator=generator)
         params = {**case.params, "first_s": {}, "cache_bytes": {}, "how": {}}
         result = CaseResult(case.name, params, case.bytes, 0, 1, True)
         report.cases.append(result)
         first_tokens: list[int] | None = None
-        for name in CONTENDERS:
+        for name in contenders(device):
             row, begin = Row(name, KINDS[name]), time.perf_counter()
             release(device)
             try:
