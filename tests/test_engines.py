@@ -13,6 +13,7 @@ import torch
 
 from conftest import HAS_GPU
 from kvstrata import Format
+from kvstrata.engines import rehearsal
 from kvstrata.engines.batch import make_batch, runs, split
 from kvstrata.engines.options import BLOCK_SIZES, HEAD_DIMS, Options, heads_of_rank, layer_index
 from kvstrata.engines.packed import PackedLayer
@@ -351,6 +352,17 @@ def test_unfinished_pages_are_exact_with_a_tail():
         layer.store(*torch.randn(2, 3, 2, 64, device=DEVICE).to(dtype), requests.cache, torch.arange(3, device=DEVICE))
     with pytest.raises(ValueError, match="batch: expected tail_slots"):
         layer.tail_of(None)
+
+
+def test_rehearsed_steps_run_and_leave_no_trace():
+    layer = PackedLayer(Options("K4V4"), 4, 2, 64, 0.125)
+    layer.tail = tail = tail_of(2, 2, 64, 64, torch.float32)
+    small = [[(20, 20), (40, 40)], [(20, 84), (40, 40)], [(1, 70), (1, 9)], [(3, 70), (16, 64)]]
+    rehearsal.run_steps(layer, 4, 16, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16, DEVICE, small)
+    assert layer.tail is tail
+    assert all(x.isnan().all() for x in tail)
+    if DEVICE.type == "cpu":
+        rehearsal.rehearse(layer, 4, 64, torch.float32, DEVICE)  # nothing to do
 
 
 def test_padded_drafts_give_what_the_requests_alone_give():

@@ -27,6 +27,9 @@ from kvstrata.tools.eval import model as models
         (("--budget", "7"), "budget: expected a fraction"),
         (("--tiers", "K4V4,K9V9"), "tiers: expected formats such as 'K4V2', got 'K9V9'"),
         (("--policy", "best"), "policy: expected one of"),
+        (("--packed", "K16V16"), "--packed: expected a quantised format such as K4V4, got 'K16V16'"),
+        (("--packed", "K9V9"), "--packed: expected a format such as K4V4, got 'K9V9'"),
+        (("--calibration", "a.safetensors"), "--calibration: expected --packed with it, got a.safetensors alone"),
         (("--chunk", "0"), "--chunk"),
         (("--tokens", "0"), "--tokens"),
     ],
@@ -189,6 +192,20 @@ def test_the_command_compares_widths(command, tmp_path: Path) -> None:
     command("eval", "--bits", "2.5", "--tokens", "100", "--chunk", "50", "--out", str(bare), "--no-peers")
     assert [row.name for row in results.load(bare).rows] == names[:3]
     assert command("eval", "--bits", "5", "--out", str(out)).exit_code == 2
+
+
+def test_the_command_compares_packed_pages_with_tiers(command, tmp_path: Path) -> None:
+    """Tiers get as many bytes as packed pages with a tail, and the same calibration."""
+    out, file = tmp_path / "packed.json", tmp_path / "c.safetensors"
+    assert command("calibrate", "--tokens", "64", "--out", str(file)).exit_code == 0
+    given = ("--packed", "K4V4", "--tokens", "512", "--chunk", "64", "--calibration", str(file))
+    made = command("eval", *given, "--out", str(out))
+    assert made.exit_code == 0, made.output
+    _, packed, tiers = results.load(out).rows
+    assert (packed.name, tiers.name) == ("packed K4V4, tail 64, calibrated", "tiers at the bytes of K4V4, calibrated")
+    assert 0.9 * packed.fraction < tiers.fraction <= packed.fraction  # pages are paid whole
+    assert packed.prompt == tiers.prompt == 0
+    assert 0 < packed.mean_kl < 1
 
 
 def test_the_command_takes_stretches_of_a_text(command, tmp_path: Path) -> None:

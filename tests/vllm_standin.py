@@ -72,6 +72,7 @@ def config_of(additional: Any, drafts: int = 0, **changed: Any) -> SimpleNamespa
         ),
         speculative_config=SimpleNamespace(method=sizes.get("method", "ngram")) if drafts else None,
         num_speculative_tokens=drafts,
+        cache_config=SimpleNamespace(block_size=64),
         use_v2_model_runner=sizes.get("use_v2_model_runner", True),
     )
 

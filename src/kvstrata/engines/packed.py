@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvstrata.attention import decode_packed, prefill_attention, prefill_packed
-from kvstrata.attention.packed_prefill.job import STAGED
+from kvstrata.attention.packed_prefill.job import STAGED, padded_dim
 from kvstrata.layout import Format
 from kvstrata.quant.calibration import LayerCalibration
 from kvstrata.store import PlainRows, store_packed
@@ -160,7 +160,7 @@ class PackedLayer:
 
     def staged_bytes(self, tokens: int, itemsize: int = 2) -> int:
         """Bytes of the unpacked rows of ``tokens`` tokens, of as many KV heads at a time as `prefill_packed` takes."""
-        one_head = 2 * max(tokens, 1) * self.head_dim * itemsize
+        one_head = 2 * max(tokens, 1) * padded_dim(self.head_dim) * itemsize
         return one_head * max(1, min(self.kv_heads, STAGED // one_head))
 
     def _decode_workspace(self, q: torch.Tensor, fmt: Format, part: DecodePart) -> torch.Tensor | None:

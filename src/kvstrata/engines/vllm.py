@@ -27,6 +27,7 @@ from .options import (
     tail_tokens,
 )
 from .packed import PackedLayer
+from .rehearsal import rehearse
 from .workspace import workspace
 
 try:
@@ -74,6 +75,9 @@ class _Latest:
     """Options of the model that was made last, for calls that vLLM makes outside its configuration's context."""
 
     options: Options | None = None
+
+
+_rehearsed: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are there
 
 
 def current_options() -> Options:
@@ -309,7 +313,10 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             self.layer.store(key, value, kv_cache, slot_mapping)
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate what the layer needs beside vLLM's blocks, during memory profiling, so that vLLM counts it."""
+        """Allocate what the layer needs beside vLLM's blocks, during memory profiling, so that vLLM counts it.
+
+        Kernels are compiled here, too, or the first requests would wait for them.
+        """
         if self.config is None:
             return
         most = most_prefilled(self.config, self.num_kv_heads, self.head_size)
@@ -320,6 +327,12 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             size = (2, self.config.scheduler_config.max_num_seqs, self.num_kv_heads, rows, self.head_size)
             k, v = torch.zeros(size, dtype=dtype, device=device)
             self.layer.tail = (k, v)
+        block_size = self.config.cache_config.block_size
+        capped, sinks = self.layer.softcap is None, self.layer.sinks is None
+        kind = (self.num_heads, self.num_kv_heads, self.head_size, self.sliding_window, capped, sinks, dtype, device)
+        if kind not in _rehearsed and block_size in BLOCK_SIZES:
+            _rehearsed.add(kind)
+            rehearse(self.layer, self.num_heads, block_size, dtype, device)
 
     def forward(
         self,
@@ -341,7 +354,8 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             return output.fill_(0)
         batch = attn_metadata.batch
         if self.options.tail:
-            self._allocate(query.device, query.dtype)
+            if self.layer.tail is None:
+                self._allocate(query.device, query.dtype)
             self.layer.store(key, value, kv_cache, attn_metadata.slot_mapping, batch.rows)
         self.layer.attend(query, key, value, kv_cache, batch, output.view(query.shape))
         return output

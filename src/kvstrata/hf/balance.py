@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ def _interleaved(function: Any) -> bool | None:
 
 
 def columns_needed(real: np.ndarray) -> int:
-    """How many of the first columns hold the tokens that `from_prompt` looks at; ``real [rows, n]``, no padding."""
+    """Number of first columns that hold the tokens `from_prompt` looks at; ``real [rows, n]``, False for padding."""
     number = real.cumsum(1)
     used = (real & (number <= SINKS + MOST)).any(0)
     return int(np.flatnonzero(used)[-1:].sum()) + 1
@@ -97,10 +98,10 @@ def _centre_square(k: torch.Tensor, weight: torch.Tensor, rope: Sequence[float],
 
     The mean of rows turned back to position 0, times what RoPE leaves of a constant; ``weight [rows, n]`` sums to 1.
     """
-    pairs = len(rope)
-    angle = torch.tensor(rope, dtype=torch.float64, device=k.device)
-    turn = torch.arange(k.shape[1], dtype=torch.float64, device=k.device).unsqueeze(1) * angle
-    cos, sin = turn.cos().unsqueeze(1), turn.sin().unsqueeze(1)  # [n, 1, pairs]
+    pairs, constants = len(rope), _constants(tuple(rope), k.shape[-1], is_interleaved, k.device)
+    cos, sin = (x[: k.shape[1]] for x in constants[:2])
+    if len(cos) < k.shape[1]:
+        cos, sin = _turns(rope, k.shape[1], k.device)
     two = (
         (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if is_interleaved else (slice(pairs), slice(pairs, 2 * pairs))
     )
@@ -108,14 +109,52 @@ def _centre_square(k: torch.Tensor, weight: torch.Tensor, rope: Sequence[float],
     means = k.clone()
     means[..., two[0]], means[..., two[1]] = x * cos + y * sin, y * cos - x * sin
     square = torch.einsum("rnhd,rn->rhd", means, weight).square()
-    share = _steady(rope, k.shape[-1], is_interleaved).to(k.device)
-    return pair_means(square, pairs, is_interleaved) * share
+    return pair_means(square, pairs, is_interleaved) * constants[2]
+
+
+def _turns(rope: Sequence[float], count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cos and sin of each pair's angle at the first positions, float64 ``[count, 1, pairs]``."""
+    angle = torch.tensor(rope, dtype=torch.float64, device=device)
+    turn = torch.arange(count, dtype=torch.float64, device=device).unsqueeze(1) * angle
+    return turn.cos().unsqueeze(1), turn.sin().unsqueeze(1)
+
+
+@lru_cache(maxsize=8)
+def _constants(
+    rope: tuple[float, ...], dim: int, is_interleaved: bool, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_turns` of the positions of a usual prompt, and `_steady`, on the device: their upload waits for it."""
+    with torch.inference_mode(False), torch.no_grad():
+        return *_turns(rope, SINKS + MOST, device), _steady(rope, dim, is_interleaved).to(device)
+
+
+_of_weights: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor | None]] = WeakKeyDictionary()
 
 
 def from_weights(
     module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
 ) -> torch.Tensor | None:
-    """Balance ``[kv_heads, D]`` of an attention module from its projections, or None where they do not determine it."""
+    """Balance ``[kv_heads, D]`` of an attention module from its projections, or None where they do not determine it.
+
+    Computed once for a module, until its weights change.
+    """
+    sizes = (kv_heads, dim, tuple(rope), is_interleaved)
+    linears = [getattr(module, name, None) for name in ("q_proj", "k_proj")]
+    weights = [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
+    tensors = [x for x in weights if isinstance(x, torch.Tensor)]
+    if any(x.is_inference() for x in tensors):  # which have no version
+        return _from_weights(module, *sizes)
+    key = (*sizes, *map(type, linears), *((x.data_ptr(), x._version) for x in tensors))
+    known = _of_weights.get(module)
+    if known is None or known[0] != key:
+        with torch.inference_mode(False), torch.no_grad():
+            known = _of_weights[module] = key, _from_weights(module, *sizes)
+    return known[1]
+
+
+def _from_weights(
+    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
+) -> torch.Tensor | None:
     q_proj, k_proj = (getattr(module, name, None) for name in ("q_proj", "k_proj"))
     normed = any(getattr(module, name, None) is not None for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"))
     if normed or (rope and is_interleaved is None):

@@ -21,7 +21,7 @@ from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.inspect import gather
 from kvstrata.cache.policy.balance import put_balance
 
-from . import attention, balance
+from . import attention, balance, prefill
 from . import mask as masks
 from .forward import Forward
 from .guard import Guard
@@ -321,9 +321,16 @@ class StrataLayer(CacheLayerMixin):
                 columns = column_position[..., : past_k.shape[2] + new.stop]
                 return masks.of_positions(query_position[:, new], columns, query.shape[1], dtype)
 
-            out = self._in_chunks(query, keys, values, mask_of, under)
+            def later(
+                query: torch.Tensor, mask: torch.Tensor | None, under: attention.Under, logits: Logits
+            ) -> torch.Tensor:
+                if in_order and prefill.supports(query):
+                    return prefill.attend(query, keys, values, logits)
+                return self._in_chunks(query, keys, values, mask_of, under)
+
+            out = later(query, mask, under, logits)
             if self.owner.shares:
-                self.again = lambda query, mask, under, logits: self._in_chunks(query, keys, values, mask_of, under)
+                self.again = later
         mass = None
         if self.owner.uses_mass:
             asking = self._all(query) if real is None else real

@@ -109,6 +109,13 @@ def triton_mass(
     return sampled_mass(q, key, stride, weight, logits, *places)
 
 
+def load_kernels(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile and load what `triton_mass` of prompts without padding needs on a CUDA device."""
+    q = torch.zeros(1, 64, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+    if _by_triton(q):
+        triton_mass(q, 64, q[:, :kv_heads], Logits(1.0))
+
+
 @lru_cache(maxsize=1)
 def _numba() -> ModuleType | None:
     if find_spec("numba") is None:

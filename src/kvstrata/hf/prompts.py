@@ -28,12 +28,12 @@ from .mass import sampled_queries, triton_mass
 from .steps import stored_rows
 
 WHOLE = 256 << 20  # bytes of K and V in all layers up to which a prompt is one group
-TOGETHER = 32 << 20  # bytes of K and V of a group otherwise
+TOGETHER = 128 << 20  # bytes of K and V of a group otherwise
 BALANCED = 4  # rows of all layers whose balance is estimated at a time, in float64
 
 
 class How(NamedTuple):
-    """What is done with a prompt, the same in all layers."""
+    """Settings of a prompt, the same in all layers."""
 
     limit: int | None  # queries that are sampled for mass; None takes no mass
     estimates: bool  # the balance of K comes from the prompt
@@ -90,11 +90,16 @@ class Prompts:
         self._columns: PromptColumns | None = None
         self._setting: tuple[How, Logits] | None = None
         self._lost: Exception | None = None
+        self._next: tuple[TieredCache, int] | None = None  # the layer that may wait, since all after the first may
+        self._all_wait = False
 
-    @staticmethod
-    def supports(cache: TieredCache, layer: int, real: np.ndarray) -> bool:
+    def supports(self, cache: TieredCache, layer: int, real: np.ndarray) -> bool:
         """True if the prompt ``real [rows, columns]``, False for padding, may wait."""
-        return supports(cache, [layer], range(len(real)), real.sum(1).tolist())
+        columns = self._columns
+        if columns is not None and self._next == (cache, layer) and np.array_equal(columns.real, real):
+            return True
+        rows, lengths = range(len(real)), real.sum(1).tolist()
+        return supports(cache, [layer], rows, lengths)
 
     def add(
         self,
@@ -116,8 +121,11 @@ class Prompts:
         follows = not self._waiting or (self._waiting[-1].layer == layer - 1 and self._setting == (how, logits))
         if not follows:
             self._plan()
-        if self._columns is None or not np.array_equal(self._columns.real, real):
+        if self._next != (cache, layer) or self._columns is None:
             self._columns = PromptColumns(cache, real)
+            rest = range(layer, cache.layers)
+            self._all_wait = supports(cache, rest, range(len(real)), self._columns.lengths)
+        self._next = (cache, layer + 1) if self._all_wait else None
         self._cache, self._setting = cache, (how, logits)
         alone = guard is not None or logits.sinks is not None
         group = 1 if alone else group_of(cache.layers, key.nbytes + value.nbytes)
@@ -140,6 +148,7 @@ class Prompts:
             self._plan()
         if self._planned is not None:
             self._guarded(self._store)
+        self._next = self._columns = None
 
     def _guarded(self, part: Any, *arguments: Any) -> None:
         try:
@@ -180,12 +189,13 @@ class Prompts:
             sampled, count = _stacked([x.sampled for x in group]).flatten(0, 1), columns.real.shape[1]
             mass = triton_mass(sampled, count, by_head, logits, columns.in_layers(len(group)))
             mass = mass.transpose(1, 2).reshape(len(group), -1, cache.kv_heads)
-        k = stored_rows(by_head, cache.dtype)
+        # From here on the rows are ours: a compiled model may write to its own before they are stored.
+        k = _owned(stored_rows(by_head, cache.dtype), group[0].key)
         if cache.balance is not None:
             power = cache.balance[:rows, layers[0] : layers[-1] + 1].transpose(0, 1).flatten(0, 1)
-            by = factors(-power).to(k.dtype).unsqueeze(1)
-            k = k * by if k.data_ptr() == group[0].key.data_ptr() else k.mul_(by)
-        v = stored_rows(_stacked([x.value.transpose(1, 2) for x in group]).flatten(0, 1).transpose(1, 2), cache.dtype)
+            k.mul_(factors(-power).to(k.dtype).unsqueeze(1))
+        values = _stacked([x.value.transpose(1, 2) for x in group]).flatten(0, 1).transpose(1, 2)
+        v = _owned(stored_rows(values, cache.dtype), group[0].value)
         k, v = (x.reshape(len(group), -1, *x.shape[2:]) for x in (k, v))
         if columns.tokens is not None:
             k, v = (x.index_select(1, columns.tokens) for x in (k, v))
@@ -219,6 +229,13 @@ class Prompts:
 def group_of(layers: int, nbytes: int) -> int:
     """Layers that are planned together, of a model with so many and so many bytes of K and V in each."""
     return layers if layers * nbytes <= WHOLE else max(1, TOGETHER // nbytes)
+
+
+def _owned(rows: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """The rows, copied if they are still in the memory of ``given``."""
+    return (
+        rows.contiguous() if rows.data_ptr() != given.data_ptr() else rows.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:

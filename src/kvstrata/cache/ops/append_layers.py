@@ -72,6 +72,11 @@ class LayersAppend:
         self._counts = counts
         where = np.array([request * cache.layers + layer for layer, [request] in self._places])
         self._where = where  # [places], in tables [requests, layers]
+        if (held := cache._lengths.reshape(-1)[where]).any():
+            layer, [request] = self._places[int(held.argmax())]
+            raise ValueError(
+                f"layers: expected no tokens of the requests, got {held.max()} of request {request} in layer {layer}"
+            )
         cache.pool.note_stream()
         cache._forget(self._requests)
         self._stream = self._current_stream()

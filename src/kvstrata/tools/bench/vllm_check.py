@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from kvstrata.engines import packed
-from kvstrata.engines.batch import Batch
+from kvstrata.engines.batch import Batch, DecodePart, PrefillPart
 
 OPS = ("decode_packed", "prefill_packed", "prefill_attention")
 
@@ -49,7 +49,8 @@ def compared() -> Iterator[Worst]:
         ops: Any = {op: partial(getattr(packed, op), backend="reference") for op in OPS}
         with mock.patch.multiple(packed, **ops):
             attend(self, q, k, v, cache, batch, expected)
-        for part in (*batch.decodes, *batch.prefills):
+        parts: list[DecodePart | PrefillPart] = [*batch.decodes, *batch.prefills]
+        for part in parts:
             rows = slice(part.first, part.first + part.tokens)
             worst.add(out[rows], expected[rows])
 

@@ -61,6 +61,11 @@ def evaluate(
         list[float] | None,
         typer.Option(help="Compare tiers with one format at this mean width of codes instead of bytes; repeatable."),
     ] = None,
+    packed: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare packed pages of this format, with a 16-bit tail, with tiers of as many bytes."),
+    ] = None,
+    calibration: Annotated[Path | None, typer.Option(help="File of kvstrata calibrate, with --packed.")] = None,
     chunk: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens decoded at a time, 32 by default, 64 with --quick; 1 is what a server does."),
@@ -102,14 +107,18 @@ def evaluate(
     Example: kvstrata eval --model model.gguf --text tempfile --budget 0.25 --tokens 1024 --settle-every 16
 
     Example: kvstrata eval --bits 2.5 --bits 3 --tokens 1024 --chunk 64 --stretches 8
+
+    Example: kvstrata eval --packed K4V4 --calibration calibration.safetensors --tokens 1024 --chunk 64
     """
     need(LIBRARIES, "hf", "this")
+    from kvstrata.quant.calibration import Calibration
     from kvstrata.tools.bench.machine import describe
 
     from . import contenders as known
     from . import model as models
     from . import plot, quality, render, texts
     from . import results as kept
+    from .packed import at_bytes, check_packed
 
     say = console(as_json)
     chosen = text or list(texts.DEFAULT[:1] if quick else texts.DEFAULT)
@@ -123,6 +132,11 @@ def evaluate(
         widths = [contender for width in bits or [] for contender in known.at_bits(width, peers)]
         lists = [entry.split(",") for entry in tiers or []]
         _check(budgets, policy or [], lists)
+        for name in packed or []:
+            check_packed(name)
+        if calibration is not None and not packed:
+            raise ValueError(f"--calibration: expected --packed with it, got {calibration} alone")
+        given = None if calibration is None else Calibration.load(calibration)
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
         loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
@@ -136,16 +150,17 @@ def evaluate(
         state = kept.Quality(machine, name, list(words))
     state.machine = machine
     pages = known.fitting(settle_every) | ({} if max_tokens is None else {"max_tokens": max_tokens})
-    if peers and not widths:
+    if peers and not (widths or packed):
         state.note_absent(known.absent())
     with progress_bars(say) as bar:
         for length in lengths:
             with refusing():
                 ids = models.encode(tokenizer, words, length, stretches).to(where)
-            wanted = widths or _wanted(
-                known, loaded.config, budgets, policy or ["importance"], lists, length, peers, pages
+            beside = [one for name in packed or [] for one in at_bytes(name, loaded.config, length, given)]
+            wanted = [*widths, *beside] or known.at_budgets(
+                loaded.config, budgets, policy or ["importance"], lists, length, peers, pages
             )
-            prompt = 0 if widths else length // 2  # a width holds at every length
+            prompt = 0 if widths or beside else length // 2  # a width holds at every length
             task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
             quality.run(
                 loaded,
@@ -158,7 +173,7 @@ def evaluate(
                 tick=_ticker(bar, task, prompt, chunk),
             )
             bar.update(task, completed=(len(wanted) + 1) * (length - prompt))
-        if needles and not widths:
+        if needles and not (widths or packed):
             sizes = [512] if quick else [1024, 2048]
             depths = [0.5] if quick else [0.1, 0.5, 0.9]
             ours = [known.strata(b, **pages) for b in budgets]
@@ -391,31 +406,6 @@ def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) ->
         TieredCache(1, 1, 64, budget=None, policy=policy)
     for names in tiers:
         TieredCache(1, 1, 64, budget=None, tiers=names)
-
-
-def _wanted(
-    known: Any,
-    config: Any,
-    budgets: list[float],
-    policies: list[str],
-    tiers: list[list[str]],
-    length: int,
-    peers: bool,
-    pages: dict[str, Any],
-) -> list[Any]:
-    wanted = []
-    choices: list[list[str] | None] = [*tiers] or [None]
-    for budget in budgets:
-        for policy in policies:
-            for entry in choices:
-                options = pages | {"tiers": entry or known.tiers_at(budget, config, length, **pages)}
-                name = "kvstrata" if policy == "importance" else f"kvstrata {policy}"
-                name += "" if entry is None else f" {','.join(entry)}"
-                kind = "ours" if name == "kvstrata" else "variant"
-                name += f", max_tokens {pages['max_tokens']}" if "max_tokens" in pages else ""
-                wanted.append(known.strata(budget, name, kind, **options, policy=policy))
-        wanted += known.kivi(budget, config, length) if peers else []
-    return wanted + (known.peers() if peers else [])
 
 
 def _ticker(bar: Progress, task: Any, prompt: int, chunk: int) -> Any:

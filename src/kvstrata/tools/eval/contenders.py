@@ -191,6 +191,31 @@ def peers() -> list[Contender]:
     ]
 
 
+def at_budgets(
+    config: Any,
+    budgets: Sequence[float],
+    policies: Sequence[str],
+    tiers: Sequence[list[str]],
+    tokens: int,
+    with_peers: bool,
+    pages: dict[str, Any],
+) -> list[Contender]:
+    """`StrataCache` at every budget, policy and list of tiers, none given: the default one; and peers."""
+    wanted = []
+    choices: list[list[str] | None] = [*tiers] or [None]
+    for budget in budgets:
+        for policy in policies:
+            for entry in choices:
+                options = pages | {"tiers": entry or tiers_at(budget, config, tokens, **pages)}
+                name = "kvstrata" if policy == "importance" else f"kvstrata {policy}"
+                name += "" if entry is None else f" {','.join(entry)}"
+                kind = "ours" if name == "kvstrata" else "variant"
+                name += f", max_tokens {pages['max_tokens']}" if "max_tokens" in pages else ""
+                wanted.append(strata(budget, name, kind, **options, policy=policy))
+        wanted += kivi(budget, config, tokens) if with_peers else []
+    return wanted + (peers() if with_peers else [])
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         names = () if type(value) is torch.Tensor else ("_data", "_scale", "_shift")  # of quanto's subclasses

@@ -6,6 +6,7 @@ at page edges, every token therefore sees what decoding token by token with a ta
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -115,6 +116,39 @@ class PackedCache(Cache):
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
+
+
+def check_packed(name: str) -> None:
+    """ValueError for a name that is no quantised format."""
+    try:
+        plain = Format.parse(name, 64).plain
+    except ValueError as error:
+        raise ValueError(f"--packed: expected a format such as K4V4, got {name!r} ({error})") from None
+    if plain:
+        raise ValueError(f"--packed: expected a quantised format such as K4V4, got {name!r}")
+
+
+def at_bytes(name: str, config: Any, tokens: int, calibration: Calibration | None) -> list[Contender]:
+    """Packed pages of one format, and tiers under a budget of as many bytes, with the same calibration.
+
+    Both keep 64 tokens at 16 bit, 4 of them the first ones; the tail has up to 64 behind those.
+    """
+    ours = packed(name, calibration=calibration)
+    text = config.get_text_config(decoder=True)
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    share = Format.parse(name, dim).bytes_per_token * (tokens // 64 * 64) / (4 * dim * tokens) + (64 + 4) / tokens
+    budget = math.floor(1000 * share) / 1000
+    options = dict(recent_tokens=60, sink_tokens=4, page_tokens=16, settle_every=1)
+
+    def make(config: Any, rows: int, tokens: int) -> Any:
+        from kvstrata.hf import StrataCache
+
+        given = {} if calibration is None else {"calibration": calibration}
+        return StrataCache(config, budget=budget, max_batch=rows, max_tokens=tokens, **options, **given)  # type: ignore[arg-type]
+
+    label = f"tiers at the bytes of {name}" + (", calibrated" if calibration is not None else "")
+    kept = options | {"calibrated": calibration is not None}
+    return [ours, Contender(label, "variant", make, lambda cache: cache.memory().total, budget, kept)]
 
 
 def packed(name: str, page_tokens: int = 64, sink_tokens: int = 4, calibration: Calibration | None = None) -> Contender:

@@ -168,7 +168,7 @@ def measure(engine: str, shapes: Sequence[Shape]) -> tuple[dict[str, Any], str |
         said, code = child.run(command, SECONDS)
         failed = f"exit code {code}: " + " / ".join(said.strip().splitlines()[-3:])[-600:]
     except child.Late as late:
-        said, failed = late.said, str(late)
+        said, failed = late.output, str(late)
     lines = [line for line in said.splitlines() if line.startswith(MARK)]  # one after each case
     return (json.loads(lines[-1].removeprefix(MARK)), None) if lines else ({}, failed)
 
