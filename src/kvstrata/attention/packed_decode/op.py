@@ -13,9 +13,9 @@ import torch
 
 from kvstrata import jit
 from kvstrata.attention.output import AttentionOutput
-from kvstrata.attention.packed_operator import FORMAT, Operators, is_traced
+from kvstrata.attention.packed_operator import FORMAT, Operators
 from kvstrata.backends import choose, missing
-from kvstrata.call_cache import PerThread, guard_of, signature
+from kvstrata.call_cache import PerThread, dispatched, guard_of, signature
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import ALIGNMENT
 from kvstrata.store.packed.arguments import Calibration, calibration_tensors
@@ -212,7 +212,7 @@ def decode_packed(
     options = Options(scale, sliding_window, softcap, max_seqlen_q, fixed_split, return_lse)
     if not _is_compiling() and (again := _again(tensors, fmt, options, backend, out)) is not None:
         return AttentionOutput(*again) if return_lse else again[0]
-    if is_traced((*tensors, out)):
+    if dispatched((*tensors, out)):
         result, lse = OPERATORS.call(tensors, fmt, options, backend, out)
     else:
         result, lse = _decode(tensors, fmt, options, backend, out)
