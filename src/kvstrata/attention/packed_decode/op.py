@@ -181,8 +181,8 @@ def decode_packed(
             batch-invariant, bit for bit. None balances the work over the device.
         return_lse: also return the log-sum-exp of the scores, sink included.
         out: contiguous memory of q's shape and dtype for the output; None allocates it.
-        workspace: contiguous uint8 memory for partials, contents are lost; if it is too small, the error names
-            the bytes needed. None allocates it.
+        workspace: contiguous uint8 memory for partials, contents are lost; if it is too small, ``cuda`` raises an error
+            that names the bytes needed, and ``triton`` allocates its own. None allocates it.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     Query i of n is at position ``seq_len - n + i`` and sees no later one. A query that sees no token yields zeros and
