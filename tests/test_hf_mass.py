@@ -18,6 +18,8 @@ def use(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mass by torch, by numba's loops in chunks of a few queries and on two threads, or by Triton."""
     monkeypatch.setattr(mass, "_by_triton", lambda query: by == "triton")
     if by == "triton":
+        if torch.cuda.is_available():
+            pytest.skip("of the interpreter; on a GPU there is a test of its own")
         from kvstrata.hf import mass_triton
 
         monkeypatch.setattr(mass_triton, "SPAN", 64)
@@ -125,6 +127,7 @@ def test_importance_comes_from_attention() -> None:
 
 
 SHAPES = [(1, 1, 1, 4, 1, 64), (2, 129, 129, 20, 3, 64), (1, 100, 65, 33, 16, 80)]
+SHAPES += [pytest.param(2, 5000, 4100, 512, 4, 128, marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize(("rows", "columns", "queries", "limit", "group", "dim"), SHAPES)
@@ -132,7 +135,9 @@ def test_mass_in_triton_is_that_of_softmax(
     rows: int, columns: int, queries: int, limit: int, group: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Strided rows as models have them, several ranges of columns, queries and columns that fill no tile."""
-    use("triton", monkeypatch)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        use("triton", monkeypatch)
     torch.manual_seed(0)
     q = torch.randn(rows, queries, 2 * group, dim, dtype=torch.float16).transpose(1, 2)
     k = torch.randn(rows, columns, 2, 2 * dim, dtype=torch.float16).transpose(1, 2)[..., :dim]
@@ -141,7 +146,7 @@ def test_mass_in_triton_is_that_of_softmax(
     seen = torch.arange(columns) <= (columns - queries + chosen)[:, None]
     scores = q.float()[:, :, chosen] @ k.float().repeat_interleave(group, 1).mT * 0.2
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).unflatten(1, (2, group)).sum((2, 3))
-    position = torch.arange(columns).expand(rows, -1)
+    position, q, k = torch.arange(columns, device=device).expand(rows, -1), q.to(device), k.to(device)
     given = [
         prompt_mass(
             q, k, position[:, columns - queries :], position.unsqueeze(1), position[:, :queries] >= 0, Logits(0.2),
@@ -149,7 +154,7 @@ def test_mass_in_triton_is_that_of_softmax(
         )
         for in_order in (True, False)
     ]  # fmt: skip
-    torch.testing.assert_close(given[0], weights * (queries / len(chosen)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(given[0].cpu(), weights * (queries / len(chosen)), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(given[1], given[0])
 
 
@@ -167,7 +172,7 @@ def test_mass_kernels_compile_without_spills() -> None:
 
 
 def test_kernels_of_the_mass_are_loaded_by_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
-    use("triton", monkeypatch)
+    monkeypatch.setattr(mass, "_by_triton", lambda query: True)
     shapes = []
     monkeypatch.setattr(mass, "triton_mass", lambda q, queries, key, logits: shapes.append((*q.shape, key.shape[1])))
     model = make("llama")

@@ -189,12 +189,13 @@ class Prompts:
             sampled, count = _stacked([x.sampled for x in group]).flatten(0, 1), columns.real.shape[1]
             mass = triton_mass(sampled, count, by_head, logits, columns.in_layers(len(group)))
             mass = mass.transpose(1, 2).reshape(len(group), -1, cache.kv_heads)
-        k = stored_rows(by_head, cache.dtype)
+        # From here on the rows are ours: a compiled model may write to its own before they are stored.
+        k = _owned(stored_rows(by_head, cache.dtype), group[0].key)
         if cache.balance is not None:
             power = cache.balance[:rows, layers[0] : layers[-1] + 1].transpose(0, 1).flatten(0, 1)
-            by = factors(-power).to(k.dtype).unsqueeze(1)
-            k = k * by if k.data_ptr() == group[0].key.data_ptr() else k.mul_(by)
-        v = stored_rows(_stacked([x.value.transpose(1, 2) for x in group]).flatten(0, 1).transpose(1, 2), cache.dtype)
+            k.mul_(factors(-power).to(k.dtype).unsqueeze(1))
+        values = _stacked([x.value.transpose(1, 2) for x in group]).flatten(0, 1).transpose(1, 2)
+        v = _owned(stored_rows(values, cache.dtype), group[0].value)
         k, v = (x.reshape(len(group), -1, *x.shape[2:]) for x in (k, v))
         if columns.tokens is not None:
             k, v = (x.index_select(1, columns.tokens) for x in (k, v))
@@ -228,6 +229,13 @@ class Prompts:
 def group_of(layers: int, nbytes: int) -> int:
     """Layers that are planned together, of a model with so many and so many bytes of K and V in each."""
     return layers if layers * nbytes <= WHOLE else max(1, TOGETHER // nbytes)
+
+
+def _owned(rows: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """The rows, copied if they are still in the memory of ``given``."""
+    return (
+        rows.contiguous() if rows.data_ptr() != given.data_ptr() else rows.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:

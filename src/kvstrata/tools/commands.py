@@ -316,7 +316,7 @@ def _take(op: str, wanted: list[str], contender: str | None, revision: str | Non
     cases.find(op)
     where = device_of(Device.auto)
     if where.type != "cuda":
-        ncu.find()  # which is the first thing to say
+        ncu.find()  # a missing ncu is reported first
         raise ncu.NcuError("profile needs a CUDA device: torch sees none here")
     names, end = profiles.choose(op, wanted, where), time.monotonic() + seconds
     sizes = {case.name: case.bytes for quick in (True, False) for case in cases.find(op).cases(where, quick)}

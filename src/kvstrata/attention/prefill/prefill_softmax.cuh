@@ -26,9 +26,9 @@ struct State {
 
 template <class T> using ScoresOf = float[T::kRowTiles][T::kKeyTiles][4];
 
-template <class T, class I>
+template <bool kSoftcap>
 __device__ __forceinline__ float log2_factor(const Params& p) {
-  return I::kSoftcap ? 1.f : p.scale_log2;
+  return kSoftcap ? 1.f : p.scale_log2;
 }
 
 // c * tanh(score / c), in log2 units.

@@ -91,8 +91,9 @@ def check(cache: CacheState) -> None:
     kept = np.unique(np.stack([table[table >= 0], place]), axis=1)
     assert kept.shape[1] == len(handles), "a shared page at different places of its owners' lists"
     used, reserve = int((cache.pool.refs > 0).sum()), cache.buckets.ahead.reserve
-    assert (cache.pool.owners(reserve) == 1).all() and not np.isin(reserve, handles).any(), "a page in reserve has an owner"
-    assert used == len(handles) + len(reserve), f"{used} pages in use, {len(handles)} in tables, {len(reserve)} in reserve"
+    assert (cache.pool.owners(reserve) == 1).all(), "a page in reserve has other owners"
+    assert not np.isin(reserve, handles).any(), "a page in reserve is in a table"
+    assert used == len(handles) + len(reserve), f"{used} pages in use, {len(handles)} + {len(reserve)} known"
     pool = cache.pool
     for t in range(len(cache.page_formats)):
         assert pool.pages(t) == int((pool.refs[pool.tier == t] > 0).sum()), "a tier's pages were counted wrong"

@@ -36,12 +36,12 @@ class PagesAhead:
         self.near = buckets.page_tokens // 2  # rows left in open pages when the next are taken
         self.even = np.zeros(requests, bool)  # requests with equally many tokens in all lists, where `left` is known
         self.reserve = np.zeros(0, np.int32)  # handles of pages that no list has
-        self._page = np.zeros(requests, np.int64)  # number of the page in its lists, 0 for none; it may be in use by now
+        self._page = np.zeros(requests, np.int64)  # number of the page in its lists, 0 for none; it may be in use
         self._any = False  # False if no request has one
         self._wait = 0  # times that pages are not asked for, since memory was short
 
     def there(self, requests: np.ndarray | slice = slice(None), layers: int | slice = slice(None)) -> np.ndarray:
-        """True for places whose lists end in an empty page: bool ``[requests, layers]``, or ``[requests]`` of a layer."""
+        """True for places whose lists end in an empty page, ``[requests, layers]``, or ``[requests]`` of a layer."""
         page, count = self._page[requests], self._buckets.host_count[requests, layers, 0, 0]
         page = page.reshape(-1, *[1] * (count.ndim - 1))
         return (page > 0) & (page * self._buckets.page_tokens >= count)
@@ -65,7 +65,7 @@ class PagesAhead:
         chosen = requests if many == len(requests) else requests[left.argsort(kind="stable")[:many]]
         pages = ((buckets.host_count[chosen, 0, 0, 0] + (p - 1)) // p).tolist()
         wanted = [(r, page) for r, page in zip(chosen.tolist(), pages, strict=True) if page < buckets.max_pages]
-        most = self._next_pages.most if buckets.device.type != "cpu" and buckets.by_cuda else 0
+        most = self._next_pages.most if buckets.by_cuda else 0
         for first in range(0, len(wanted), most or 1):
             if not self._take(wanted[first : first + (most or 1)], min(of // 4, RESERVE), launch=most > 0):
                 self._wait = p

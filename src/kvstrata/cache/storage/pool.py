@@ -189,7 +189,7 @@ class Pool:
         return {tier: self._take(tier, n) for tier, n in pages.items()}
 
     def take_some(self, tier: int, least: int, most: int) -> np.ndarray:
-        """Handles of at least ``least`` pages of a tier: free ones, else those of new slabs; about ``most`` if possible.
+        """Handles of at least ``least`` pages of a tier: free ones, else those of new slabs; ``most`` if possible.
 
         New slabs are taken whole and never come to the free lists.
         """
@@ -202,6 +202,8 @@ class Pool:
         try:
             new = self._allocate_slabs({tier: max(fewest, slabs)})[tier]
         except torch.OutOfMemoryError:
+            if slabs <= fewest:
+                raise
             new = self._allocate_slabs({tier: fewest})[tier]
         self.tier[new] = tier
         self._slabs[tier] += len(new)

@@ -76,7 +76,7 @@ class NextPages:
     def __init__(self, buckets: Tables) -> None:
         _, layers, heads, tiers, max_pages = buckets.page_table.shape
         pool, self._buckets, self._device = buckets.pool, layers * heads, buckets.page_table.get_device()
-        self.most = min(REQUESTS, PAGES // self._buckets)  # requests in one launch; none if a request has too many buckets
+        self.most = min(REQUESTS, PAGES // self._buckets)  # requests in one launch, 0 if one has too many buckets
         self._kept = (buckets.page_table, pool.pointers)
         self._params = bytearray(FIRST_HANDLE + 4 * PAGES)
         sizes = (0, self._buckets, tiers * max_pages, pool.units, pool.strides[0] // VECTOR, 0)

@@ -270,13 +270,11 @@ def _case(kind: str, shape: Shape, moved: int, build: Any, seconds: float, round
 
 
 # At a quarter of 16 bit 64 x 32,768 tokens are 69 GB in 32 layers, and so are 256 x 32,768 in 8.
-PROMPTS = [(1, 4096), (1, 16384), (1, 32768), (32, 4096)]
-STEPS = [
-    (1, 4096), (1, 16384), (1, 32768), (32, 4096), (32, 16384), (32, 32768), (64, 4096), (64, 16384), (64, 32768),
-    (256, 4096), (256, 16384, 8), (256, 32768, 8),
-]  # fmt: skip
-EAGER = {(1, 4096), (32, 4096), (32, 16384), (64, 4096), (256, 4096)}
-QUICK = {(1, 16384), (32, 4096)}
+PROMPTS = [Shape(1, 4096), Shape(1, 16384), Shape(1, 32768), Shape(32, 4096)]
+STEPS = [Shape(requests, tokens) for requests in (1, 32, 64) for tokens in (4096, 16384, 32768)]
+STEPS += [Shape(256, 4096), Shape(256, 16384, 8), Shape(256, 32768, 8)]
+EAGER = {Shape(1, 4096), Shape(32, 4096), Shape(32, 16384), Shape(64, 4096), Shape(256, 4096)}
+QUICK = {Shape(1, 16384), Shape(32, 4096)}
 TOY = Shape(3, 300, 2, 2, 64, 4, 0.3, 16, 16, torch.float32)
 
 
@@ -285,9 +283,9 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     if device.type != "cuda":
         prompts, steps, eager = [TOY], [TOY], {TOY}
     else:
-        prompts = [Shape(*sizes) for sizes in PROMPTS if not quick or sizes in QUICK]
-        steps = [Shape(*sizes) for sizes in STEPS if not quick or sizes in QUICK]
-        eager = {shape for shape in steps if (shape.requests, shape.tokens) in EAGER}
+        prompts = [shape for shape in PROMPTS if not quick or shape in QUICK]
+        steps = [shape for shape in STEPS if not quick or shape in QUICK]
+        eager = EAGER.intersection(steps)
     listed = []
     for shape in prompts:
         moved = int(shape.requests * shape.tokens * shape.row_bytes * (1 + shape.budget))

@@ -1,4 +1,4 @@
-"""Is an op correct here: the bench cases' own checks, random sweeps, then some of these under compute-sanitizer.
+"""Checks an op on this machine: the bench cases' own checks, random sweeps, then some of these under compute-sanitizer.
 
 On a GPU the backends' sweeps and the sanitizer's tools run side by side, each in a process of its own, while the cases
 are checked: most of their time is compiling. Under the sanitizer, without the caching allocator, every tensor is its

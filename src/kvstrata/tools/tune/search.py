@@ -260,7 +260,7 @@ class Search:
         try:
             torch.cuda.synchronize(self.timer.device)
         except RuntimeError:
-            raise RuntimeError(f"a trial broke the device ({error}); it is recorded; --resume goes on") from error
+            raise RuntimeError(f"a trial broke the device ({error}); it is recorded, and --resume skips it") from error
 
     def _prepared(self, choice: Choice) -> Call:
         """A contender that was launched on every input set and gave what the benchmark's check wants."""

@@ -280,7 +280,7 @@ def limited(seconds: float) -> Iterator[None]:
         yield
         return
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(seconds + 60, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds + 60, exit=True, file=2)  # stderr
     try:
         yield
     finally:

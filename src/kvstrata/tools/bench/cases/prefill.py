@@ -4,7 +4,7 @@ Operations are the two products, of a causal one the half that is seen. Calls ar
 sample the cache of the device is filled by reading. Tensors are contiguous ``[batch, seq, heads, dim]``; SDPA gets
 transposed views of them. Ours are ``kvstrata`` (auto) and the backends that auto did not take. Cases ``ideas-*`` hold
 prefill.cu against the kernel that the work began with, ``v2``, which has copies with heads first, the only memory it
-takes: with one tile for all, and with one thing at a time done otherwise.
+takes: with one tile for all, without overlapped copies, and with two groups of warps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 from kvstrata.attention.prefill import cuda as prefill_cuda
 from kvstrata.attention.prefill import op as prefill
 from kvstrata.attention.prefill.job import PrefillJob
-from kvstrata.attention.prefill.tiles import FEW, PORTABLE, Ideas, Tile
+from kvstrata.attention.prefill.tiles import FEW, PORTABLE, Tile
 from kvstrata.attention.prefill_cached import op as cached
 from kvstrata.attention.prefill_cached.job import CachedJob
 from kvstrata.layout import Format
@@ -172,26 +172,17 @@ def build(shape: Shape, sets: int, device: torch.device) -> Bench:
     return bench
 
 
-def ideas() -> dict[str, tuple[Tile, Ideas]]:
-    """``v3``, what it is with one thing done otherwise, and with a second group of warps."""
+def ideas() -> dict[str, Tile]:
+    """``v3``, and one thing done otherwise."""
     tile = PORTABLE[64]
-    return {
-        "v3": (tile, Ideas()),
-        "copies not overlapped": (replace(tile, stages=1), Ideas()),
-        "scores in shared memory": (tile, Ideas(scores="shared")),
-        "4 bytes an access": (tile, Ideas(width=4)),
-        "8 bytes an access": (tile, Ideas(width=8)),
-        "padded rows": (replace(tile, padded=True), Ideas()),
-        "persistent blocks": (tile, Ideas(persistent=True)),
-        "two groups of warps": (FEW[64], Ideas()),
-    }
+    return {"v3": tile, "copies not overlapped": replace(tile, stages=1), "two groups of warps": FEW[64]}
 
 
 def build_ideas(shape: Shape, sets: int, device: torch.device) -> Bench:
     jobs = [_job(shape, device, seed) for seed in range(sets)]
     contenders: dict[str, Call] = {
-        name: lambda i, tile=tile, how=how: prefill_cuda.run(jobs[i], tile, how)[0]  # type: ignore[misc]
-        for name, (tile, how) in ideas().items()
+        name: lambda i, tile=tile: prefill_cuda.run(jobs[i], tile)[0]  # type: ignore[misc]
+        for name, tile in ideas().items()
     }
     contenders["v2"] = _v2(jobs)
     bench = _bench(jobs, contenders, "v3", "v2")
