@@ -188,6 +188,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "missing", lambda backend, device: None)
         monkeypatch.setattr(module, "_plans", type(module._plans)())
     monkeypatch.setattr(copy, "missing", lambda backend, device: None)
+    monkeypatch.setattr(copy, "_launches", type(copy._launches)())
     for kernel in (decode_cuda._kernel, copy._kernel):
         kernel.cache_clear()
     monkeypatch.setattr(store_cuda, "_multiprocessors", lambda device: 3)
