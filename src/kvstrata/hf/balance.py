@@ -14,13 +14,15 @@ from collections.abc import Sequence
 import torch
 
 from kvstrata.cache.policy.centre import mean_turn
-from kvstrata.quant.calibration import pair_balance, pair_means
+from kvstrata.quant.calibration import pair_balance
 
 SINKS = 4  # first tokens that are left out
 ENOUGH = 16  # tokens of a prompt that are preferred to weights
 FEWEST = 4  # tokens that are used where there are no weights
 MOST = 512  # tokens that are looked at
-HORIZON = 2048  # positions that a centre is planned for
+HORIZON = 2048  # positions that a balance and a centre are planned for, or twice the tokens of a prompt
+PRIOR = 32  # tokens that weigh as much as the assumption that both channels of a pair are alike
+LEAST = 1 / 32  # of a pair's energy, for each of its channels
 
 
 def interleaved(module: torch.nn.Module) -> bool | None:
@@ -45,57 +47,88 @@ def from_prompt(
         query: ``[rows, heads, n, D]``, as it multiplies K; ``key [rows, kv_heads, n, D]``.
         real: bool ``[rows, n]``, False for padding.
         rope: radians per position of K's rotated channel pairs, empty for none.
-        is_interleaved: how RoPE pairs channels, see `interleaved`; None balances single channels.
+        is_interleaved: how RoPE pairs channels, see `interleaved`; None takes channels as the prompt has them.
     """
     k_square, q_square, count = squares(query, key, real, rope, is_interleaved)
-    pairs = 0 if is_interleaved is None else len(rope)
-    return pair_balance(k_square, q_square, pairs, bool(is_interleaved)), count
+    return pair_balance(k_square, q_square), count
 
 
 def squares(
-    query: torch.Tensor, key: torch.Tensor, real: torch.Tensor, rope: Sequence[float], is_interleaved: bool | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    real: torch.Tensor,
+    rope: Sequence[float],
+    is_interleaved: bool | None,
+    positions: int = HORIZON,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean squares of centred K and of Q, float64 ``[rows, kv_heads, D]``; tokens looked at, ``[rows]``.
+    """Expected squares of centred K and of Q, float64 ``[rows, kv_heads, D]``; tokens looked at, ``[rows]``.
 
-    Arguments are those of `from_prompt`. Where RoPE pairs channels in an unknown way, K counts with its centre.
+    They are means over ``positions``, twice as many as a row has tokens if that is more. Arguments are those of
+    `from_prompt`. Where RoPE pairs channels in an unknown way, they are those of the prompt, K with its centre.
     """
     kv_heads = key.shape[1]
-    number = real.cumsum(1) - 1
-    skipped = (real.sum(1, keepdim=True) - FEWEST).clamp(min=1, max=SINKS)
-    use = real & (number >= skipped) & (number < SINKS + MOST)
+    number, tokens = real.cumsum(1) - 1, real.sum(1)
+    skipped = (tokens - FEWEST).clamp(min=1, max=SINKS)
+    use = real & (number >= skipped.unsqueeze(1)) & (number < SINKS + MOST)
     if use.device.type == "cpu":  # on a CPU, drop columns behind the last used one; on a GPU that would need a sync
         last = int(use.any(0).nonzero().flatten()[-1:].sum()) + 1
-        use, query, key = use[:, :last], query[:, :, :last], key[:, :, :last]
+        use, number, query, key = use[:, :last], number[:, :last], query[:, :, :last], key[:, :, :last]
     weight = use.double() / use.sum(1, keepdim=True).clamp(min=1)
     k, q = (
         torch.where(use[:, None, :, None], x, 0).nan_to_num(0.0, 0.0, 0.0).double().transpose(1, 2)
         for x in (key, query)
     )
-    k_square, q_square = (torch.einsum("rnhd,rn->rhd", x.square(), weight) for x in (k, q))
-    if is_interleaved is not None or not rope:
-        k_square = pair_means(k_square, len(rope), bool(is_interleaved))
-        k_square = (k_square - _centre_square(k, weight, rope, bool(is_interleaved))).clamp(min=0)
+    if rope and is_interleaved is None:
+        k_square, q_square = (torch.einsum("rnhd,rn->rhd", x.square(), weight) for x in (k, q))
+    else:
+        angle = torch.tensor(rope, dtype=torch.float64, device=k.device)
+        turn = number.unsqueeze(-1) * angle  # [rows, n, pairs]
+        horizon, count = (2 * tokens).clamp(min=positions), use.sum(1, keepdim=True)
+        ahead = [torch.complex(*(x.double() for x in mean_turn(by * angle, horizon))) for by in (1, 2)]
+        ahead.append(ahead[1] * (count / (count + PRIOR)))
+        k_square = _ahead(k, weight, turn, ahead, bool(is_interleaved), centred=True)
+        q_square = _ahead(q, weight, turn, ahead, bool(is_interleaved), centred=False)
     return k_square, q_square.unflatten(1, (kv_heads, -1)).mean(2), use.sum(1)
 
 
-def _centre_square(k: torch.Tensor, weight: torch.Tensor, rope: Sequence[float], is_interleaved: bool) -> torch.Tensor:
-    """Mean square, over the channels of a pair, of the centre that a cache subtracts from ``k [rows, n, kv_heads, D]``.
+def _ahead(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    turn: torch.Tensor,
+    ahead: Sequence[torch.Tensor],
+    is_interleaved: bool,
+    centred: bool,
+) -> torch.Tensor:
+    """Expected squares ``[rows, heads, D]`` of rows ``x [rows, n, heads, D]``, less their centre if ``centred``.
 
-    The mean of rows turned back to position 0, times what RoPE leaves of a constant; ``weight [rows, n]`` sums to 1.
+    A pair of channels is a complex number z. Turned back to position 0, rows have the means c of z, e of |z|² and p of
+    z², which says how unlike the two channels are. Over all positions to come these are c·μ1, e and p·μ2, and the
+    squares of the channels (e ± Re p·μ2) / 2; a centre takes |c·μ1|² from e and (c·μ1)² from p·μ2. ``ahead``, complex
+    ``[rows, pairs]``, has μ1, μ2 and the part of μ2 that p - c² counts with. ``turn [rows, n, pairs]`` is the angle of
+    each token, and ``weight [rows, n]`` sums to 1.
     """
-    pairs = len(rope)
-    angle = torch.tensor(rope, dtype=torch.float64, device=k.device)
-    turn = torch.arange(k.shape[1], dtype=torch.float64, device=k.device).unsqueeze(1) * angle
-    cos, sin = turn.cos().unsqueeze(1), turn.sin().unsqueeze(1)  # [n, 1, pairs]
-    two = (
-        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if is_interleaved else (slice(pairs), slice(pairs, 2 * pairs))
-    )
-    x, y = k[..., two[0]], k[..., two[1]]
-    means = k.clone()
-    means[..., two[0]], means[..., two[1]] = x * cos + y * sin, y * cos - x * sin
-    square = torch.einsum("rnhd,rn->rhd", means, weight).square()
-    share = _steady(rope, k.shape[-1], is_interleaved).to(k.device)
-    return pair_means(square, pairs, is_interleaved) * share
+    one, two = _pairs(turn.shape[-1], is_interleaved)
+    by = weight[:, :, None, None]
+    z = torch.complex(x[..., one], x[..., two]) * torch.polar(torch.ones_like(turn), -turn).unsqueeze(2)
+    mean, square = (z * by).sum(1), (z * z * by).sum(1)
+    size = (z.abs().square() * by).sum(1)
+    first, second, trusted = (factor.unsqueeze(1) for factor in ahead)
+    differ = mean.square() * second + (square - mean.square()) * trusted
+    found = (x.square() * by).sum(1)  # of channels that are not turned
+    if centred:
+        centre = mean * first
+        size, differ = size - centre.abs().square(), differ - centre.square()
+        found -= (x * by).sum(1).square()
+    found[..., one] = torch.maximum(size + differ.real, LEAST * size) / 2
+    found[..., two] = torch.maximum(size - differ.real, LEAST * size) / 2
+    return found.clamp(min=0)
+
+
+def _pairs(pairs: int, is_interleaved: bool) -> tuple[slice, slice]:
+    """First and second channels of the pairs that RoPE turns."""
+    if is_interleaved:
+        return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    return slice(pairs), slice(pairs, 2 * pairs)
 
 
 def from_weights(
@@ -136,9 +169,7 @@ def centre_from_bias(
     cos, sin = (
         x[0].to(own.device) for x in mean_turn(torch.tensor(rope, dtype=torch.float64), torch.tensor([HORIZON]))
     )
-    two = (
-        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if is_interleaved else (slice(pairs), slice(pairs, 2 * pairs))
-    )
+    two = _pairs(pairs, is_interleaved)
     x, y = own[:, two[0]], own[:, two[1]]
     centre = own.clone()
     centre[:, two[0]], centre[:, two[1]] = x * cos - y * sin, y * cos + x * sin
