@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kvstrata.cache.policy.centre import mean_turn
+from kvstrata.cache.policy.centre import mean_turn, turns
 from kvstrata.quant.calibration import pair_balance
+from kvstrata.quant.reference import LARGEST
 
 SINKS = 4  # first tokens that are left out
 ENOUGH = 16  # tokens of a prompt that are preferred to weights
@@ -61,70 +62,69 @@ def squares(
     is_interleaved: bool | None,
     positions: int = HORIZON,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Expected squares of centred K and of Q, float64 ``[rows, kv_heads, D]``; tokens looked at, ``[rows]``.
+    """Expected squares of centred K and of Q, float32 ``[rows, kv_heads, D]``; tokens looked at, ``[rows]``.
 
     They are means over ``positions``, twice as many as a row has tokens if that is more. Arguments are those of
     `from_prompt`. Where RoPE pairs channels in an unknown way, they are those of the prompt, K with its centre.
+
+    A pair of channels is a complex number z. Turned back to position 0, rows have the means c of z, e of |z|² and p of
+    z², which says how unlike the two channels are. Over all positions to come these are c·μ1, e and p·μ2, with μ the
+    mean turn by the angle and by twice the angle, and the squares of the channels are (e ± Re p·μ2) / 2. The centre of
+    K takes |c·μ1|² from e and (c·μ1)² from p·μ2.
     """
-    kv_heads = key.shape[1]
     number, tokens = real.cumsum(1) - 1, real.sum(1)
     skipped = (tokens - FEWEST).clamp(min=1, max=SINKS)
     use = real & (number >= skipped.unsqueeze(1)) & (number < SINKS + MOST)
     if use.device.type == "cpu":  # on a CPU, drop columns behind the last used one; on a GPU that would need a sync
         last = int(use.any(0).nonzero().flatten()[-1:].sum()) + 1
         use, number, query, key = use[:, :last], number[:, :last], query[:, :, :last], key[:, :, :last]
-    weight = use.double() / use.sum(1, keepdim=True).clamp(min=1)
+    count = use.sum(1)
+    weight = use.float() / count.clamp(min=1).unsqueeze(1)
     k, q = (
-        torch.where(use[:, None, :, None], x, 0).nan_to_num(0.0, 0.0, 0.0).double().transpose(1, 2)
+        torch.where(use[:, None, :, None], x, 0).float().nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
         for x in (key, query)
     )
+    k, q = k.transpose(1, 2), q.unflatten(1, (key.shape[1], -1)).permute(0, 3, 1, 2, 4)  # [rows, n, kv_heads, .., D]
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("rnhd,rn->rhd", x, weight)
+
+    k_square, q_square = mean(k.square()), mean(q.square().mean(3))
     if rope and is_interleaved is None:
-        k_square, q_square = (torch.einsum("rnhd,rn->rhd", x.square(), weight) for x in (k, q))
-    else:
-        angle = torch.tensor(rope, dtype=torch.float64, device=k.device)
-        turn = number.unsqueeze(-1) * angle  # [rows, n, pairs]
-        horizon, count = (2 * tokens).clamp(min=positions), use.sum(1, keepdim=True)
-        ahead = [torch.complex(*(x.double() for x in mean_turn(by * angle, horizon))) for by in (1, 2)]
-        ahead.append(ahead[1] * (count / (count + PRIOR)))
-        k_square = _ahead(k, weight, turn, ahead, bool(is_interleaved), centred=True)
-        q_square = _ahead(q, weight, turn, ahead, bool(is_interleaved), centred=False)
-    return k_square, q_square.unflatten(1, (kv_heads, -1)).mean(2), use.sum(1)
+        return k_square, q_square, count
+    found_k = (k_square - mean(k).square()).clamp(min=0)  # of channels that are not turned
+    if not rope:
+        return found_k, q_square, count
+    one, two = _pairs(len(rope), is_interleaved=bool(is_interleaved))
+    cos, sin = (x[number.clamp(min=0)].unsqueeze(2) for x in turns(tuple(rope), number.shape[1], number.device))
+    angle = torch.tensor(rope, dtype=torch.float64, device=number.device)
+    horizon = (2 * tokens).clamp(min=positions)
+    first, second = (torch.complex(*mean_turn(by * angle, horizon)).unsqueeze(1) for by in (1, 2))
+    trust, trust_q = ((rows / (rows + PRIOR)).view(-1, 1, 1) for rows in (count, count * q.shape[3]))
+
+    x, y = k[..., one] * cos + k[..., two] * sin, k[..., two] * cos - k[..., one] * sin
+    common, unlike = torch.complex(mean(x), mean(y)), torch.complex(mean(x * x - y * y), mean(2 * x * y))
+    centre = common * first
+    size = k_square[..., one] + k_square[..., two] - centre.abs().square()
+    differ = common.square() * second + (unlike - common.square()) * second * trust - centre.square()
+    _split(found_k, one, two, size, differ.real)
+
+    x, y = q[..., one], q[..., two]
+    cross, apart = 2 * (x * y).mean(3), (x * x - y * y).mean(3)
+    cos, sin = cos * cos - sin * sin, 2 * cos * sin
+    unlike = torch.complex(mean(apart * cos + cross * sin), mean(cross * cos - apart * sin))
+    _split(q_square, one, two, q_square[..., one] + q_square[..., two], (unlike * second * trust_q).real)
+    return found_k, q_square, count
 
 
-def _ahead(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    turn: torch.Tensor,
-    ahead: Sequence[torch.Tensor],
-    is_interleaved: bool,
-    centred: bool,
-) -> torch.Tensor:
-    """Expected squares ``[rows, heads, D]`` of rows ``x [rows, n, heads, D]``, less their centre if ``centred``.
-
-    A pair of channels is a complex number z. Turned back to position 0, rows have the means c of z, e of |z|² and p of
-    z², which says how unlike the two channels are. Over all positions to come these are c·μ1, e and p·μ2, and the
-    squares of the channels (e ± Re p·μ2) / 2; a centre takes |c·μ1|² from e and (c·μ1)² from p·μ2. ``ahead``, complex
-    ``[rows, pairs]``, has μ1, μ2 and the part of μ2 that p - c² counts with. ``turn [rows, n, pairs]`` is the angle of
-    each token, and ``weight [rows, n]`` sums to 1.
-    """
-    one, two = _pairs(turn.shape[-1], is_interleaved)
-    by = weight[:, :, None, None]
-    z = torch.complex(x[..., one], x[..., two]) * torch.polar(torch.ones_like(turn), -turn).unsqueeze(2)
-    mean, square = (z * by).sum(1), (z * z * by).sum(1)
-    size = (z.abs().square() * by).sum(1)
-    first, second, trusted = (factor.unsqueeze(1) for factor in ahead)
-    differ = mean.square() * second + (square - mean.square()) * trusted
-    found = (x.square() * by).sum(1)  # of channels that are not turned
-    if centred:
-        centre = mean * first
-        size, differ = size - centre.abs().square(), differ - centre.square()
-        found -= (x * by).sum(1).square()
-    found[..., one] = torch.maximum(size + differ.real, LEAST * size) / 2
-    found[..., two] = torch.maximum(size - differ.real, LEAST * size) / 2
-    return found.clamp(min=0)
+def _split(into: torch.Tensor, one: slice, two: slice, size: torch.Tensor, differ: torch.Tensor) -> None:
+    """Write the squares of the two channels of pairs, whose sum is ``size`` and whose difference is ``differ``."""
+    size = size.clamp(min=0)
+    for channels, difference in ((one, differ), (two, -differ)):
+        into[..., channels] = torch.maximum(size + difference, LEAST * size) / 2
 
 
-def _pairs(pairs: int, is_interleaved: bool) -> tuple[slice, slice]:
+def _pairs(pairs: int, *, is_interleaved: bool) -> tuple[slice, slice]:
     """First and second channels of the pairs that RoPE turns."""
     if is_interleaved:
         return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
@@ -169,7 +169,7 @@ def centre_from_bias(
     cos, sin = (
         x[0].to(own.device) for x in mean_turn(torch.tensor(rope, dtype=torch.float64), torch.tensor([HORIZON]))
     )
-    two = _pairs(pairs, is_interleaved)
+    two = _pairs(pairs, is_interleaved=is_interleaved)
     x, y = own[:, two[0]], own[:, two[1]]
     centre = own.clone()
     centre[:, two[0]], centre[:, two[1]] = x * cos - y * sin, y * cos + x * sin
