@@ -55,7 +55,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  { rm -rf $(VENV); echo "$(PYTHON) cannot make a virtual environment (on Debian: install python3-venv)"; exit 1; }
 	@echo "installing into $(VENV), once"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-build-isolation \
+	  -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would do it on one core; some packages ship templates
 	@touch $@
 
 $(MODEL_STAMP): $(STAMP)

@@ -1,4 +1,4 @@
-"""One rank of `test_hf.py::test_two_ranks_write_what_one_does`: run by torchrun, writes what it generated."""
+"""One rank of `test_hf.py::test_two_ranks_write_what_one_does`: one of two processes, writes what it generated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 from kvstrata.hf import StrataCache
 
 folder = Path(sys.argv[1])
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", f"file://{folder / 'store'}", rank=int(os.environ["RANK"]), world_size=2)
 model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto")).eval()
 ids = torch.load(folder / "ids.pt")
 tokens, kv_heads = [], []

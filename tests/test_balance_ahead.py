@@ -35,9 +35,9 @@ def squares(k: torch.Tensor, q: torch.Tensor, interleaved: bool | None = False, 
 
 
 def test_they_are_those_of_all_positions():
-    """A prompt of 500 tokens, against 2,048 positions of another text."""
+    """A prompt of 500 tokens, against all positions to come of another text."""
     found_k, found_q = squares(rows(500, 1), rows(500, 2, 0.0))
-    want_k, want_q = rows(2048, 5).var(2, correction=0), rows(2048, 6, 0.0).square().mean(2)
+    want_k, want_q = rows(balance.AHEAD, 5).var(2, correction=0), rows(balance.AHEAD, 6, 0.0).square().mean(2)
     torch.testing.assert_close(found_k, want_k, rtol=0.35, atol=0)
     torch.testing.assert_close(found_q, want_q, rtol=0.35, atol=0)
     unlike = found_k[..., :PAIRS] / found_k[..., PAIRS : 2 * PAIRS]

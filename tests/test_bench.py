@@ -53,6 +53,8 @@ def test_a_report_holds_every_contender(report):
     }
     assert case.absent["unwilling"] == "needs a machine of another kind"
     assert "a_library_that_is_not_installed" in case.absent["elsewhere"]
+    assert case.absent["broken"] == "RuntimeError: a kernel did not compile"
+    assert case.seconds > 0
     assert not report.failures
     ours = case.rows[0]
     assert ours.us == summary(ours.samples)
@@ -129,6 +131,15 @@ def test_a_case_that_cannot_be_built_does_not_end_the_run():
     assert report.failures == ["broken: MemoryError: too large"]
     assert seen == [1, 2, 3]
     assert "broken did not run" in render.table(report, {}).document()
+
+
+def test_cases_past_the_time_of_a_run_are_left_out_and_said():
+    saved = []
+    cases = toy.cases(CPU, False)
+    report = small_run(cases, seconds=-1, after_case=lambda report: saved.append(len(report.cases)))
+    assert saved == [1, 2, 3]
+    assert {case.error for case in report.cases} == {"left out: the -1 s of this run were over"}
+    assert len(report.failures) == 3
 
 
 def test_wrong_names_are_said():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -26,9 +28,10 @@ def test_a_toy_is_measured(probes: None) -> None:
     saved = []
     report = bench.run(bench.cases(CPU, True), CPU, True, after_case=lambda r: saved.append(len(r.cases)))
     [case] = report.cases
-    assert saved == [1]
+    assert saved == [1] * len(case.rows), "saved after each contender"
     assert report.failures == []
-    assert {row.name: row.kind for row in case.rows} == {name: bench.KINDS[name] for name in bench.CONTENDERS}
+    there = [name for name in bench.CONTENDERS if name != bench.QUANTIZED]
+    assert {row.name: row.kind for row in case.rows} == {name: bench.KINDS[name] for name in there}
     assert all(len(row.samples) == 20 and min(row.samples) > 0 for row in case.rows)
     assert case.params["cache_bytes"][bench.OURS] < case.params["cache_bytes"][bench.PLAIN]
     assert all(seconds > 0 for seconds in case.params["first_s"].values())
@@ -36,7 +39,7 @@ def test_a_toy_is_measured(probes: None) -> None:
     again = loads(dumps(report), "hf.json")
     grid = table(again, bench.TABLE)
     assert {"first token s", "cache GB", "slowest"} <= set(grid.header)
-    assert len(grid.rows) == 3
+    assert len(grid.rows) == 4
     assert getattr(bench, "summary", verdict)(again), "a benchmark's summary takes its report"
 
 
@@ -51,8 +54,9 @@ def test_other_tokens_have_no_time(probes: None, monkeypatch: pytest.MonkeyPatch
     errors = {row.name: row.error for row in case.rows}
     assert errors == {
         bench.BASELINE: None,
-        bench.PLAIN: "out of memory",
         bench.OURS: "0 of 2 first tokens are as before",
+        bench.PLAIN: "out of memory",
+        bench.PACKED: None,
     }
     assert case.row("ours") is None
 
@@ -61,3 +65,46 @@ def test_shapes() -> None:
     assert [shape.name for shape in bench.SHAPES[:2]] == ["B1-8192", "B8-16384"]
     assert len({shape.name for shape in bench.SHAPES}) == len(bench.SHAPES)
     assert bench.SHAPES[1].row_bytes == 2 * 2 * 32 * 8 * 128
+
+
+def test_a_contender_that_hangs_is_stopped_and_late_ones_are_left_out(
+    probes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that fails or takes too long costs its own row; none begins after the time is up."""
+
+    def measure(name: str, model: object, shape: object, ids: torch.Tensor, new: int) -> bench.Measured:
+        if name == bench.OURS:
+            time.sleep(60)
+        if name == bench.PLAIN:
+            monkeypatch.setattr(bench, "TOTAL", -1.0)
+        return bench.Measured([1.0, 2.0], 1.0, 10, [[0]] * 2)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "LIMIT", 0.2)
+    [case] = bench.run(bench.cases(CPU, True), CPU).cases
+    assert {row.name: row.error for row in case.rows} == {
+        bench.BASELINE: None,
+        bench.OURS: "took longer than 0 s",
+        bench.PLAIN: None,
+    }
+    assert list(case.params["left_out"]) == [bench.PACKED]
+
+
+def test_jobs_are_in_order_of_models_and_compile_last() -> None:
+    jobs = bench.jobs_of(bench.SHAPES, True)
+    families = [shape.family for shape, _ in jobs]
+    assert families == sorted(families), "each model is made once"
+    llama = [name for shape, name in jobs if shape.family == "llama"]
+    first = llama.index(bench.PEER)
+    assert set(llama[first:]) == {bench.PEER}
+    assert [shape.name for shape, name in jobs if name == bench.PEER] == ["B1-8192", "B8-16384", "B1-2048", "B32-16384"]
+    assert all((shape, name) in jobs for shape in bench.SHAPES for name in (bench.BASELINE, bench.OURS))
+
+
+def test_an_mlp_in_chunks_is_the_same() -> None:
+    model = bench.load(bench.Shape(2, 100, model=bench.TOY), CPU)
+    mlp, x = model.model.layers[0].mlp, torch.randn(3, 50, 64)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
+        whole = mlp(x)
+        patched.setattr(bench, "CHUNK", 64)
+        torch.testing.assert_close(mlp(x), whole)

@@ -9,10 +9,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from kvstrata.engines import packed
+from kvstrata.engines.batch import Batch, DecodePart
 from kvstrata.engines.options import Options
 from kvstrata.engines.packed import PackedLayer
 from kvstrata.tools import child, publish
-from kvstrata.tools.bench import vllm_child, vllm_engine
+from kvstrata.tools.bench import vllm_check, vllm_child, vllm_engine
 from kvstrata.tools.bench.cases import vllm as bench
 from kvstrata.tools.bench.render import table
 from kvstrata.tools.bench.results import dumps, loads
@@ -22,7 +24,8 @@ PROBE = [{"first": 4, "second": {"7": -0.5, "8": -1.0, "9": -2.5}}]
 
 def told(us, probe=PROBE):
     cases = {shape.name: [us, us + 1.0, us + 2.0] for shape in bench.SHAPES}
-    return {"vllm": "0.32.0", "cases": cases, "errors": {}, "cache_tokens": 1000, "start_s": 9.0, "probe": probe}
+    told = {"vllm": "0.32.0", "cases": cases, "errors": {}, "cache_tokens": 1000, "start_s": 9.0, "probe": probe}
+    return told | {"eager": PROBE, "error": 0.004, "compared": 64}
 
 
 def test_largest_batches_fill_the_same_bytes():
@@ -75,7 +78,7 @@ def test_engines_become_rows(ran, tmp_path):
     rows = by_name["B32-8192"]
     assert rows["K4V4"].vs_baseline.ratio == pytest.approx(101 / 51)
     assert rows["K4V4"].vs_peer.name == bench.PEER
-    assert "logprobs are inf from" in rows["K2V2"].error
+    assert "with CUDA graphs: logprobs are inf from" in rows["K2V2"].error
     assert rows["K4V2"].error == "took more than 150 s"
     assert by_name["prompt-32768"]["K8V8"].error == "no time was left"
     assert report.machine["versions"]["vllm"] == "0.32.0"
@@ -93,9 +96,62 @@ def test_engines_become_rows(ran, tmp_path):
 def test_first_tokens_that_differ_are_not_compared():
     assert bench.difference(PROBE, PROBE) is None
     other = [{"first": 5, "second": PROBE[0]["second"]}]
-    assert bench.difference(PROBE, other) == "no prompt has the first token of bfloat16"
+    assert bench.difference(PROBE, other) == "no prompt has the first token of the reference"
     near = [{"first": 4, "second": {"7": -0.9, "8": -1.0, "9": -4.0}}]
     assert bench.difference(PROBE, near) is None
+
+
+def test_low_bit_engines_are_held_to_float32():
+    rounded = [{"first": 4, "second": {"1": -0.5, "2": -1.0, "3": -2.5}}]
+    good = told(1.0, rounded) | {"eager": rounded}
+    assert bench.mistake("K2V2", PROBE, good) is None
+    assert "from those of the reference" in bench.mistake("K8V8", PROBE, good)
+    assert "attention is 3.0e-02 from float32" in bench.mistake("K2V2", PROBE, good | {"error": 0.03})
+    assert "attention is nan" in bench.mistake("K2V2", PROBE, good | {"error": float("nan")})
+    assert "no attention was compared" in bench.mistake("K2V2", PROBE, good | {"compared": 0})
+    assert bench.mistake(bench.PEER, PROBE, {"probe": PROBE}) is None
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_attention_of_an_engine_is_compared(monkeypatch, wrong):
+    options = Options("K4V4")
+    layer = PackedLayer(options, 4, 2, 64, 0.125)
+    cache = torch.zeros(4, 2, 64, options.bytes_per_token(64), dtype=torch.uint8)
+    k, v = torch.randn(2, 70, 2, 64).bfloat16()
+    layer.store(k, v, cache, torch.arange(64, 134))
+    part = DecodePart(
+        2, torch.tensor([[1, 2], [1, 0]], dtype=torch.int32), torch.tensor([70, 33], dtype=torch.int32), None, None
+    )
+    out = torch.full((3, 4, 64), torch.nan, dtype=torch.bfloat16)
+    q = torch.randn(3, 4, 64).bfloat16()
+    true = packed.decode_packed
+
+    def decode(*args, **options):
+        true(*args, **options)
+        if wrong and "backend" not in options:
+            options["out"].mul_(1.1)
+
+    monkeypatch.setattr(packed, "decode_packed", decode)
+    with vllm_check.compared() as worst:
+        layer.attend(q, k[:3], v[:3], cache, Batch((part,)), out)
+    assert worst.calls == 1
+    assert (worst.error > bench.ERROR) == wrong
+    assert out[:2].isfinite().all()
+    assert out[2].isnan().all()
+
+
+def test_errors_of_nan_are_infinite():
+    worst = vllm_check.Worst()
+    worst.add(torch.tensor([torch.nan]), torch.ones(1))
+    worst.add(torch.ones(1), torch.ones(1))
+    assert worst.error == float("inf")
+
+
+def test_graphs_are_off_for_a_while():
+    runner = SimpleNamespace(cudagraph_manager=SimpleNamespace(_graphs_captured=True))
+    with vllm_check.without_graphs(runner):
+        assert not runner.cudagraph_manager._graphs_captured
+    assert runner.cudagraph_manager._graphs_captured
 
 
 def test_words_of_a_child(monkeypatch):

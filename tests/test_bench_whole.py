@@ -74,9 +74,14 @@ def test_wrong_results_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cases_on_a_gpu() -> None:
     listed = {case.name: case for case in whole.cases(torch.device("cuda"), False)}
-    for name in ("prompt-B1-16384", "prompt-B32-4096", "advance-B256-4096", "advance-B32-32768", "eager-B32-16384"):
+    for name in ("prompt-B1-16384", "prompt-B32-4096", "advance-B256-4096", "advance-B64-32768", "eager-B32-16384"):
         assert name in listed
     assert listed["advance-B32-16384"].rounds == 192
+    few = listed["advance-B256-32768-8layers"]  # all 32 do not fit
+    assert few.params["layers"] == 8
+    assert {(case.params["B"], case.params["T"]) for name, case in listed.items() if name.startswith("advance")} == {
+        (requests, tokens) for requests in (1, 32, 64, 256) for tokens in (4096, 16384, 32768)
+    }
     assert listed["prompt-B1-16384"].bytes == int(16384 * 131072 * 1.25)
     names = list(listed)
     assert names.index("eager-B32-4096") == names.index("advance-B32-4096") + 1  # on the same caches
@@ -97,7 +102,7 @@ def test_mean_and_slowest_are_columns_and_aims() -> None:
     assert "| advance | 100.00 | 200.00 | 1100.00 | 50.00 |" in text
     assert (
         settle.summary(report).splitlines()[-1]
-        == "advance-B1-9: median 0.10 ms, mean 0.20 ms, slowest 1.10 ms, host 50 us"
+        == "advance-B1-9: median 0.10 ms, mean 0.20 ms, slowest 1.10 ms, host 50 us, p95 50 us"
     )
     aims = "advance-B1-9: host advance / 1 us <= 60; advance-B1-9: mean advance / gpu advance <= 1.5"
     aims += "; advance-B1-9: slowest advance / 2000 us <= 1"

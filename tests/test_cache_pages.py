@@ -40,15 +40,16 @@ def test_pool_takes_the_lowest_page_and_retypes_empty_slabs() -> None:
     assert (p.pointers == 0).sum() == 6
 
 
-def test_pool_opens_slabs_to_spare_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = pool.Pool([256, 128], 512, 32, CPU, spare=2)
-    taken = [p.allocate(0, 8), p.allocate(0, 1)]
-    assert (p.slabs_of(0), p.pages(0)) == (6, 9)  # two with the fifth that was needed, less one
-    p.trim()
-    assert (p.slabs_of(0), p.slab_count, p.nbytes) == (5, 5, 5 * 512)
-    taken.append(p.allocate(1, 4))
-    assert (p.slabs_of(1), p.slab_count) == (1, 6)
-    new_slab, granted = pool.Pool._new_slab, [True, False]
+def test_pool_gives_some_pages_free_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then whole new slabs; as few as needed where memory is short, and nothing where it does not suffice."""
+    p = pool.Pool([256, 128], 512, 32, CPU)
+    taken = [p.allocate(0, 3)]
+    taken.append(p.take_some(0, 1, 8))
+    assert (len(taken[-1]), p.slabs_of(0)) == (1, 2)  # the free one
+    taken.append(p.take_some(0, 3, 5))
+    assert (len(taken[-1]), p.slabs_of(0), p.pages(0)) == (4, 4, 8)  # two slabs
+    p.release(taken.pop(0)[:1])
+    new_slab, granted = pool.Pool._new_slab, [True, False, True]
 
     def some(self, index: int, size: int) -> torch.Tensor:
         if not granted.pop(0):
@@ -56,18 +57,17 @@ def test_pool_opens_slabs_to_spare_where_there_is_memory(monkeypatch: pytest.Mon
         return new_slab(self, index, size)
 
     monkeypatch.setattr(pool.Pool, "_new_slab", some)
-    taken.append(p.allocate(0, 1))  # fits
+    taken.append(p.take_some(0, 2, 7))  # three slabs are refused, one is not
+    assert (len(taken[-1]), p.pages(0)) == (3, 10)
+    granted += [False, False]
     with pytest.raises(torch.OutOfMemoryError):
-        p.allocate(0, 3)
-    granted += [True, False, True]  # one of two is refused, then one is enough
-    taken += [p.allocate(0, 1), p.allocate(0, 1)]
-    assert (p.slabs_of(0), p.pages(0)) == (6, 12)
-    assert len(np.unique(np.concatenate([taken[i] for i in (0, 1, 3, 4, 5)]))) == 12
-    for handles in taken:
-        p.release(handles)
-    p.trim()
-    assert p.slab_count == p.nbytes == 0
-    assert not p.pointers.any()
+        p.take_some(0, 2, 7)
+    assert p.pages(0) == 10
+    monkeypatch.undo()
+    every = np.concatenate(taken)
+    assert len(np.unique(every)) == len(every) == 8
+    p.release(every)
+    assert (p.pages(0), p.slabs_of(0)) == (2, 2)  # the two that were not given back
 
 
 def test_pool_counts_owners() -> None:
@@ -271,8 +271,8 @@ def test_uploads_behind_a_busy_stream_arrive_as_they_were() -> None:
     assert all(np.array_equal(there.cpu().numpy(), array) for array, there in sent)
 
 
-@pytest.mark.parametrize("sizes", [[64], [4096], [512 << 10], [8, 120, 4096, 70_000]])
-def test_the_ring_of_uploads_waits_before_it_is_reused(sizes: list[int]) -> None:
+@pytest.mark.parametrize(("sizes", "rounds"), [([64], 2), ([4096], 4), ([512 << 10], 4), ([8, 120, 4096, 70_000], 4)])
+def test_the_ring_of_uploads_waits_before_it_is_reused(sizes: list[int], rounds: int) -> None:
     """No byte is given out again before an event that was recorded after its last use was waited for."""
     state = dict(issued=0, done=0)  # uploads so far; the last one that is known to be done
 
@@ -282,7 +282,7 @@ def test_the_ring_of_uploads_waits_before_it_is_reused(sizes: list[int]) -> None
             return SimpleNamespace(synchronize=lambda: state.update(done=max(state["done"], issued)))
 
     ring, used, random = Uploads(torch.device("cpu")), {}, np.random.default_rng(0)
-    for number in range(1, 4 * RING_BYTES * len(sizes) // sum(sizes)):
+    for number in range(1, rounds * RING_BYTES * len(sizes) // sum(sizes)):
         size = int(random.choice(sizes))
         first = ring._reserve(size, [Stream()])
         assert first + size <= RING_BYTES

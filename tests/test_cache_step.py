@@ -45,6 +45,8 @@ def test_a_step_is_an_append(backend: str, dtype: torch.dtype, options: dict, mo
     monkeypatch.setattr(step, "write_rows", lambda written: run(written, backend))
     lengths = {0: 14, 1: 1, 3: 40}
     one, other = (started(lengths, dtype=dtype, budget=None, **options) for _ in range(2))
+    for cache in (one, other):
+        cache.buckets.ahead.near = -1  # pages are taken when they are needed, in the same order
     for number in range(4):
         wide = torch.randn(2, 5, 2, 100, generator=torch.Generator().manual_seed(number)).to(dtype).to(DEVICE)
         k, v = wide[..., :64]

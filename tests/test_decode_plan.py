@@ -57,13 +57,13 @@ def idle(kernels: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     """Every plan that is made from here on."""
     made: list[weakref.ref] = []
-    first = decode_cuda.Plan.__init__
+    first = decode_cuda.WorkPlan.__init__
 
-    def init(self: decode_cuda.Plan, *arguments: Any, **options: Any) -> None:
+    def init(self: decode_cuda.WorkPlan, *arguments: Any, **options: Any) -> None:
         first(self, *arguments, **options)
         made.append(weakref.ref(self))
 
-    monkeypatch.setattr(decode_cuda.Plan, "__init__", init)
+    monkeypatch.setattr(decode_cuda.WorkPlan, "__init__", init)
     return made
 
 
@@ -155,7 +155,7 @@ def test_a_captured_call_leaves_nothing_behind(plans: list[weakref.ref], monkeyp
     assert cache.memory().scratch == 0
 
 
-def sized(requests: int, tokens: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> decode_cuda.Plan:
+def sized(requests: int, tokens: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> decode_cuda.WorkPlan:
     """A plan for 8 KV heads of 128 in five tiers on 132 multiprocessors, that allocates nothing."""
     card = SimpleNamespace(name="x", multi_processor_count=132, shared_memory_per_multiprocessor=233472)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -168,7 +168,7 @@ def sized(requests: int, tokens: int, layers: int, monkeypatch: pytest.MonkeyPat
     tables = (table[:, 0], count[:, 0], None, 1, 64, count, None, None)
     source = Source(formats, *tables, 2, (0, 0, 0, 0), 0)
     strides = (table.stride(1), count.stride(1))
-    return decode_cuda.Plan(source, tuple(range(requests)), 8, 32, 1, layers=layers, layer_strides=strides)
+    return decode_cuda.WorkPlan(source, tuple(range(requests)), 8, 32, 1, layers=layers, layer_strides=strides)
 
 
 @emulated

@@ -112,7 +112,7 @@ def test_work_list(counts: list[int]) -> None:
     rows = list(range(requests))
     q = torch.randn(requests, 1, 8, 128).bfloat16()
     job = op.Job(q, buckets, None, rows, 2, max(counts), 1.0, None, None, None, False, False)
-    step = decode_cuda.Plan(decode_cuda.Source.of(job), tuple(rows), 2, 8, 1)
+    step = decode_cuda.WorkPlan(decode_cuda.Source.of(job), tuple(rows), 2, 8, 1)
     step.parts.fill_(-1)
     step.update()
     groups = step.stages[0, :, 2].tolist()
@@ -159,7 +159,7 @@ def test_costs_past_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("cost", "begin_cost", "few_cost", "few_begin"):
             own = getattr(stages, name)
             monkeypatch.setattr(decode_cuda, name, lambda f, own=own, factor=factor: factor * own(f))
-        step = decode_cuda.Plan(decode_cuda.Source.of(job), rows, 2, 8, 1)
+        step = decode_cuda.WorkPlan(decode_cuda.Source.of(job), rows, 2, 8, 1)
         step.parts.fill_(-1)
         step.update()
         lists.append((step.parts[0, :, 4:7], step.slots))

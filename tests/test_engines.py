@@ -13,7 +13,8 @@ import torch
 
 from conftest import HAS_GPU
 from kvstrata import Format
-from kvstrata.engines.batch import make_batch, split
+from kvstrata.engines import rehearsal
+from kvstrata.engines.batch import make_batch, runs, split
 from kvstrata.engines.options import BLOCK_SIZES, HEAD_DIMS, Options, heads_of_rank, layer_index
 from kvstrata.engines.packed import PackedLayer
 
@@ -46,7 +47,8 @@ def test_block_of_64_is_one_page():
         ({"kvstrata": {}}, "additional_config: expected"),
         ({"kvstrata": {"format": "K16V16"}}, "kvstrata.format: expected a quantised format"),
         ({"kvstrata": {"format": "int4"}}, "name: expected K<bits>V<bits>"),
-        ({"kvstrata": {"format": "K4V4", "tail": 1}}, "got 'tail'"),
+        ({"kvstrata": {"format": "K4V4", "tails": 1}}, "got 'tails'"),
+        ({"kvstrata": {"format": "K4V4", "tail": 64}}, "kvstrata.tail: expected true or false, got 64"),
         ({"kvstrata": {"format": "K4V4", "calibration": 3}}, "kvstrata.calibration: expected the path"),
     ],
 )
@@ -86,7 +88,7 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def batch_of(queries, lengths, *, threshold=1, tokens=None, bounds=True):
+def batch_of(queries, lengths, *, threshold=1, tokens=None, bounds=True, **options):
     """A batch as an engine gives it; the block table says in row r, column c: 100 r + c."""
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     table = 100 * torch.arange(len(queries))[:, None] + torch.arange(4)
@@ -100,6 +102,7 @@ def batch_of(queries, lengths, *, threshold=1, tokens=None, bounds=True):
         max_seq_len=200,
         threshold=threshold,
         seq_lens_cpu=ints(*lengths) if bounds else None,
+        **options,
     )
 
 
@@ -112,8 +115,9 @@ def test_split_counts_the_short_requests_in_front():
 
 def test_decodes_alone():
     batch = batch_of([1, 1, 1], [5, 9, 70])
-    assert batch.prefill is None
-    assert (batch.decode.tokens, batch.decode.cu_seqlens_q, batch.decode.max_seqlen_q) == (3, None, None)
+    assert batch.prefills == ()
+    (decode,) = batch.decodes
+    assert (decode.tokens, decode.cu_seqlens_q, decode.max_seqlen_q) == (3, None, None)
 
 
 def test_padded_decodes_keep_the_captured_shapes():
@@ -121,41 +125,79 @@ def test_padded_decodes_keep_the_captured_shapes():
     starts = ints(0, 1, 2, 3, 3)
     batch = make_batch(starts, starts, ints(5, 9, 70, 0), torch.zeros(4, 2, dtype=torch.int32), tokens=4,
                        max_query_len=1, max_seq_len=70, threshold=1)  # fmt: skip
-    assert (batch.decode.tokens, batch.decode.cu_seqlens_q, batch.decode.seq_lens.tolist()) == (4, None, [5, 9, 70, 0])
+    (decode,) = batch.decodes
+    assert (decode.tokens, decode.cu_seqlens_q, decode.seq_lens.tolist()) == (4, None, [5, 9, 70, 0])
 
 
 def test_drafts_are_decodes_with_ragged_queries():
     batch = batch_of([4, 2, 4], [50, 20, 7], threshold=4)
-    assert batch.prefill is None
-    assert (batch.decode.tokens, batch.decode.cu_seqlens_q.tolist(), batch.decode.max_seqlen_q) == (
-        10,
-        [0, 4, 6, 10],
-        4,
-    )
+    assert batch.prefills == ()
+    (decode,) = batch.decodes
+    assert (decode.tokens, decode.cu_seqlens_q.tolist(), decode.max_seqlen_q) == (10, [0, 4, 6, 10], 4)
 
 
 def test_padding_tokens_without_requests_need_the_ragged_call():
-    decode = batch_of([1, 1, 1], [5, 9, 70], tokens=8).decode
+    (decode,) = batch_of([1, 1, 1], [5, 9, 70], tokens=8).decodes
     assert (decode.tokens, decode.cu_seqlens_q.tolist()) == (8, [0, 1, 2, 3])
 
 
 def test_mixed_batch():
     batch = batch_of([1, 1, 40, 7], [5, 9, 100, 7], tokens=64)
-    assert (batch.decode.tokens, batch.decode.seq_lens.tolist()) == (2, [5, 9])
-    assert batch.decode.block_table[:, 0].tolist() == [0, 100]
-    part = batch.prefill
+    (decode,), (part,) = batch.decodes, batch.prefills
+    assert (decode.tokens, decode.seq_lens.tolist()) == (2, [5, 9])
+    assert decode.block_table[:, 0].tolist() == [0, 100]
     assert (part.first, part.tokens, part.cu_seqlens_q.tolist()) == (2, 47, [0, 40, 47])
     assert part.block_table[:, 0].tolist() == [200, 300]
     assert (part.max_seqlen_q, part.max_seqlen_k, part.total_tokens, part.prefix) == (40, 100, 107, True)
+    assert part.cu_seqlens_k.tolist() == [0, 100, 107]
 
 
 def test_first_chunks_need_no_pages():
-    assert not batch_of([40, 7], [40, 7]).prefill.prefix
-    assert not batch_of([1, 40, 7], [9, 40, 7]).prefill.prefix
-    assert batch_of([40, 7], [40, 8]).prefill.prefix
-    unknown = batch_of([40, 7], [40, 7], bounds=False).prefill
+    assert not batch_of([40, 7], [40, 7]).prefills[0].prefix
+    assert not batch_of([1, 40, 7], [9, 40, 7]).prefills[0].prefix
+    assert batch_of([40, 7], [40, 8]).prefills[0].prefix
+    (unknown,) = batch_of([40, 7], [40, 7], bounds=False).prefills
     assert unknown.prefix
-    assert (unknown.max_seqlen_k, unknown.total_tokens) == (200, 400)
+    assert (unknown.max_seqlen_k, unknown.total_tokens, unknown.exact) == (200, 400, False)
+
+
+@pytest.mark.parametrize(
+    ("queries", "lengths", "options", "calls"),
+    [
+        ([7, 40, 900, 1024, 8000], [7, 50, 900, 1024, 9000], {}, [range(3), range(3, 4), range(4, 5)]),
+        ([1024, 1024, 1024], [2000, 2000, 2001], {}, [range(2), range(2, 3)]),  # equals go together
+        ([1024, 1024], None, {}, [range(1), range(1, 2)]),
+        ([3, 16, 17, 18], [90, 16, 90, 18], dict(short=16), [range(2), range(2, 4)]),
+        ([20, 30, 40], [100, 100, 100], dict(most_tokens=250), [range(2), range(2, 3)]),
+        ([20], [300], dict(most_tokens=250), [range(1)]),
+        ([2, 3], [300, 300], dict(short=4, most_tokens=250), [range(2)]),  # nothing is unpacked for them
+        ([], [], {}, []),
+    ],
+)
+def test_requests_of_one_call(queries, lengths, options, calls):
+    assert list(runs(queries, lengths, **(dict(short=0, most_tokens=None) | options))) == calls
+
+
+def test_short_chunks_are_decoded():
+    batch = batch_of([1, 3, 5, 40], [9, 70, 5, 99], short=16)
+    one, short = batch.decodes
+    assert (one.first, one.tokens) == (0, 1)
+    assert (short.first, short.tokens, short.cu_seqlens_q.tolist(), short.max_seqlen_q) == (1, 8, [0, 3, 8], 8)
+    assert short.block_table[:, 0].tolist() == [100, 200]
+    assert [part.first for part in batch.prefills] == [9]
+
+
+def test_slots_of_tails_follow_their_requests():
+    batch = batch_of([1, 3, 40, 2000], [9, 70, 99, 2000], short=16, tail_slots=ints(5, 2, 7, 0))
+    assert [part.tail_slots.tolist() for part in batch.decodes] == [[5], [2]]
+    assert [part.tail_slots.tolist() for part in batch.prefills] == [[7], [0]]
+    rows = batch.rows
+    assert (rows.tokens, rows.cu_seqlens_q.tolist(), rows.tail_slots.tolist()) == (
+        2044,
+        [0, 1, 4, 44, 2044],
+        [5, 2, 7, 0],
+    )
+    assert batch_of([1, 1], [9, 70], tail_slots=ints(1, 0)).rows.cu_seqlens_q is None
 
 
 def cache_of(options, blocks, kv_heads, block_size, head_dim, layout="LBHNC"):
@@ -207,8 +249,8 @@ def attention(q, k, v, scale, window=None, softcap=None, sinks=None):
 class Requests:
     """An engine's requests over one layer: rows, blocks and steps; rows of K and V are kept to compare."""
 
-    def __init__(self, layer, cache, kv_heads, dim, dtype):
-        self.layer, self.cache, self.size = layer, cache, (kv_heads, dim)
+    def __init__(self, layer, cache, kv_heads, dim, dtype, short=0):
+        self.layer, self.cache, self.size, self.short = layer, cache, (kv_heads, dim), short
         self.dtype, self.heads = dtype, 2 * kv_heads
         self.rows, self.blocks = {}, {}
         self.free = torch.randperm(cache.shape[0] - 1, generator=torch.Generator().manual_seed(3)).add(1).tolist()
@@ -237,12 +279,14 @@ class Requests:
         starts = torch.tensor([0, *new.values()]).cumsum(0).int()
         widest = max(len(self.blocks[request]) for request in new)
         table = ints(*[[*b, *[-1] * (widest - len(b))] for b in (self.blocks[r] for r in new)])
+        tails = None if self.layer.tail is None else ints(*(7 - ord(request) % 7 for request in new)).to(DEVICE)
         batch = make_batch(
             starts.to(DEVICE), starts, lengths.to(DEVICE), table.to(DEVICE), tokens=at, max_query_len=max(new.values()),
-            max_seq_len=int(lengths.max()), threshold=threshold, seq_lens_cpu=lengths,
+            max_seq_len=int(lengths.max()), threshold=threshold, seq_lens_cpu=lengths, short=self.short,
+            most_tokens=80, tail_slots=tails,
         )  # fmt: skip
         slot_mapping = torch.tensor(slots + [-1] * (padding // 2), device=DEVICE)  # fewer slots than rows, as in vLLM
-        self.layer.store(k, v, self.cache, slot_mapping)
+        self.layer.store(k, v, self.cache, slot_mapping, batch.rows)
         out = torch.full_like(q, torch.nan)
         self.layer.attend(q, k, v, self.cache, batch, out)
         x = self.layer
@@ -261,14 +305,18 @@ class Requests:
         (128, {"softcap": 5.0, "sinks": True}),
     ],
 )
-def test_steps_of_a_layer_match_float_attention(block_size, given):
+@pytest.mark.parametrize("tail", [False, True])
+def test_steps_of_a_layer_match_float_attention(block_size, given, tail):
     """First chunks, a prefix, mixed batches, drafts and padding, at 8 bit: the error is that of the codes."""
     options, kv_heads, dim = Options("K8V8"), 2, 64
     if given.get("sinks"):
         given = given | {"sinks": torch.randn(4, generator=torch.Generator().manual_seed(1)).to(DEVICE)}
     layer = PackedLayer(options, 4, kv_heads, dim, dim**-0.5, **given)
     cache = cache_of(options, 40 if block_size == 16 else 12, kv_heads, block_size, dim, "BLHNC")
-    requests = Requests(layer, cache, kv_heads, dim, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+    if tail:
+        layer.tail = tail_of(8, kv_heads, 128, dim, dtype)
+    requests = Requests(layer, cache, kv_heads, dim, dtype, short=16 if tail or block_size == 16 else 0)
     steps = [
         ({"a": 40, "b": 9}, 1, 0),  # first chunks
         ({"a": 1, "b": 1}, 1, 0),
@@ -281,6 +329,40 @@ def test_steps_of_a_layer_match_float_attention(block_size, given):
         out, expected = requests.step(new, threshold, padding)
         assert (out - expected).abs().max() < 0.03, number
         assert (out - expected).abs().mean() < 0.004, number
+
+
+def tail_of(requests, kv_heads, tokens, dim, dtype):
+    return tuple(torch.full((2, requests, kv_heads, tokens, dim), torch.nan, dtype=dtype, device=DEVICE))
+
+
+def test_unfinished_pages_are_exact_with_a_tail():
+    """At 2 bit: as long as a request has less than a page, nothing is rounded; a full page is, at once."""
+    options, dtype = Options("K2V2"), torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+    layer = PackedLayer(options, 4, 2, 64, 0.125)
+    layer.tail = tail_of(8, 2, 64, 64, dtype)
+    requests = Requests(layer, cache_of(options, 12, 2, 64, 64), 2, 64, dtype, short=16)
+    for new in ({"a": 40, "b": 9}, {"a": 1, "b": 1}, {"a": 1, "b": 20}, {"a": 2, "b": 3}):
+        out, expected = requests.step(new)
+        assert (out - expected).abs().max() < (1e-4 if dtype == torch.float32 else 0.02)
+    out, expected = requests.step({"b": 1, "a": 20})
+    assert (out[:1] - expected[:1]).abs().max() < 0.02
+    out, expected = requests.step({"a": 1, "b": 1})
+    assert (out[0] - expected[0]).abs().max() > 0.05
+    with pytest.raises(ValueError, match="rows: expected those of the batch"):
+        layer.store(*torch.randn(2, 3, 2, 64, device=DEVICE).to(dtype), requests.cache, torch.arange(3, device=DEVICE))
+    with pytest.raises(ValueError, match="batch: expected tail_slots"):
+        layer.tail_of(None)
+
+
+def test_rehearsed_steps_run_and_leave_no_trace():
+    layer = PackedLayer(Options("K4V4"), 4, 2, 64, 0.125)
+    layer.tail = tail = tail_of(2, 2, 64, 64, torch.float32)
+    small = [[(20, 20), (40, 40)], [(20, 84), (40, 40)], [(1, 70), (1, 9)], [(3, 70), (16, 64)]]
+    rehearsal.run_steps(layer, 4, 16, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16, DEVICE, small)
+    assert layer.tail is tail
+    assert all(x.isnan().all() for x in tail)
+    if DEVICE.type == "cpu":
+        rehearsal.rehearse(layer, 4, 64, torch.float32, DEVICE)  # nothing to do
 
 
 def test_padded_drafts_give_what_the_requests_alone_give():

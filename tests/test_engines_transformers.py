@@ -83,7 +83,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
     def watched(self: Step, allocator: Any, starts: Any, options: Any) -> None:
         init(self, allocator, starts, options)
         table = options.get("block_table") is not None
-        seen.append((self.batch.decode is not None, self.batch.prefill is not None, table))
+        seen.append((bool(self.batch.decodes), bool(self.batch.prefills), table))
 
     monkeypatch.setattr(Step, "__init__", watched)
     monkeypatch.setattr(engine.continuous_api.gc, "collect", lambda: 0)  # a second for each manager

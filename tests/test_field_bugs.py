@@ -138,7 +138,7 @@ def test_a_length_past_the_table_writes_nothing_outside(backend: str) -> None:
     cache = PagedCache(k, v, table, torch.tensor([160, 20], dtype=torch.int32, device=DEVICE))
     q = torch.zeros(2, 1, 1, 64, dtype=torch.float16, device=DEVICE)
     source = Source.of(op._job(q, cache, 0, None, None, None, None, None, False, False))
-    step = decode_cuda.Plan(source, (0, 1), 1, 1, 1)
+    step = decode_cuda.WorkPlan(source, (0, 1), 1, 1, 1)
     step.stages = torch.full((1, step.capacity + 64, 4), -7, dtype=torch.int32, device=DEVICE)
     step._worklist = step._make_worklist(source)
     step.update()

@@ -38,17 +38,6 @@ def test_sampling_is_dynamic_cache() -> None:
     assert torch.equal(*runs)
 
 
-def test_compiled_model_generates_the_same_tokens() -> None:
-    """Dynamo leaves its graph for the cache and comes back; the backend does not matter to that."""
-    model, ids = make("llama"), prompt(2, 30)
-    mask = torch.ones_like(ids)
-    mask[1, :9] = 0
-    expected = greedy(model, ids, StrataCache(model.config, **SMALL), attention_mask=mask, new=8)
-    model.forward = torch.compile(model.forward, backend="eager")
-    assert torch.equal(greedy(model, ids, StrataCache(model.config, **SMALL), attention_mask=mask, new=8), expected)
-    torch._dynamo.reset()
-
-
 def test_several_turns_on_one_cache_equal_dynamic_cache() -> None:
     model = make("qwen3")
     caches = DynamicCache(config=model.config), StrataCache(model.config, budget=1.0)
@@ -134,7 +123,7 @@ def test_memory_keeps_to_the_budget() -> None:
 
 
 def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
-    """Under torchrun with tp_plan="auto" each rank keeps its own heads.
+    """Of two processes with tp_plan="auto", as torchrun starts them, each keeps its own heads.
 
     By recency: with importance the heads of a rank share its bytes, so that another number of ranks chooses otherwise.
     """
@@ -144,10 +133,13 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
     caches = [dict(budget=1.0), dict(EXACT, policy="recency")]
     alone = [greedy(model, ids, StrataCache(model.config, **options)) for options in caches]
     script = Path(__file__).parent / "hf_ranks.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = os.environ | dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    done = subprocess.run([*torchrun, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, env=env)
-    assert done.returncode == 0, done.stderr
+    env = os.environ | dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", WORLD_SIZE="2")
+    ranks = [
+        subprocess.Popen([sys.executable, script, tmp_path], stderr=subprocess.PIPE, text=True, env=env | names)
+        for names in (dict(RANK=rank, LOCAL_RANK=rank) for rank in "01")
+    ]
+    said = [rank.communicate(timeout=600)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
     for rank in range(2):
         written = torch.load(tmp_path / f"rank{rank}.pt")
         assert written["kv_heads"] == [1, 1], "a rank holds more than its own heads"

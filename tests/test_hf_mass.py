@@ -11,10 +11,20 @@ from kvstrata.hf import StrataCache, mass
 from kvstrata.hf.logits import Logits
 from kvstrata.hf.mass import prompt_mass
 
+BY = ["torch", "numba", "triton"]
 
-def use_loops(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mass by numba's loops, in chunks of a few queries and on two threads, or by torch."""
-    if not compiled:
+
+def use(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mass by torch, by numba's loops in chunks of a few queries and on two threads, or by Triton."""
+    monkeypatch.setattr(mass, "_by_triton", lambda query: by == "triton")
+    if by == "triton":
+        if torch.cuda.is_available():
+            pytest.skip("of the interpreter; on a GPU there is a test of its own")
+        from kvstrata.hf import mass_triton
+
+        monkeypatch.setattr(mass_triton, "SPAN", 64)
+        return
+    if by == "torch":
         monkeypatch.setattr(mass, "_numba", lambda: None)
         return
     pytest.importorskip("numba")
@@ -24,10 +34,10 @@ def use_loops(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_query_that_sees_nothing_gives_no_mass(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", BY)
+def test_a_query_that_sees_nothing_gives_no_mass(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither it nor padding with values that are not finite reaches the mass of others."""
-    use_loops(compiled, monkeypatch)
+    use(by, monkeypatch)
     q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 1, 4, 16)
     q[:, :, 0] = torch.nan
     asking = torch.tensor([[False, True, True, True]])
@@ -40,7 +50,7 @@ def test_a_query_that_sees_nothing_gives_no_mass(compiled: bool, monkeypatch: py
 
 @pytest.mark.parametrize("padding", [False, True])
 def test_mass_does_not_depend_on_the_queries_at_a_time(padding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_loops(False, monkeypatch)
+    use("torch", monkeypatch)
     q, k = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
     column = torch.arange(70).repeat(2, 1)
     if padding:
@@ -54,14 +64,16 @@ def test_mass_does_not_depend_on_the_queries_at_a_time(padding: bool, monkeypatc
         torch.testing.assert_close(other, given[0])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_prompt_mass_is_that_of_softmax(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_loops(compiled, monkeypatch)
+@pytest.mark.parametrize("by", BY)
+def test_prompt_mass_is_that_of_softmax(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(by, monkeypatch)
     torch.manual_seed(0)
     q, k, sinks = torch.randn(2, 6, 9, 16), torch.randn(2, 2, 13, 16), torch.randn(6)
     query_position = torch.arange(9).repeat(2, 1) + 4
     query_position[1] = torch.tensor([-1, -1, 0, 1, 2, 3, 4, 5, 6])
     column_position = torch.stack([torch.randperm(13) for _ in range(4)]).view(2, 2, 13)
+    if by == "triton":  # reads no column behind a query's own
+        column_position = column_position.sort(-1).values
     column_position[torch.rand(2, 2, 13) < 0.3] = -1
     visible = (column_position >= 0).unsqueeze(2) & (column_position.unsqueeze(2) <= query_position[:, None, :, None])
     asking = query_position >= 0
@@ -78,12 +90,12 @@ def test_prompt_mass_is_that_of_softmax(compiled: bool, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("limit", [50, 20])
 @pytest.mark.parametrize("padding", [0, 7])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("by", BY)
 def test_prompt_mass_in_chunks_is_that_of_softmax(
-    limit: int, padding: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    limit: int, padding: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several chunks of queries behind older tokens: each looks only at columns up to its own, all or every third."""
-    use_loops(compiled, monkeypatch)
+    use(by, monkeypatch)
     torch.manual_seed(0)
     q, k = torch.randn(1, 2, 50, 16), torch.randn(1, 1, 60, 16)
     asking = torch.arange(50).unsqueeze(0) >= padding
@@ -112,3 +124,58 @@ def test_importance_comes_from_attention() -> None:
     assert tiered.reports.numbers[0].tolist() == [[70, 70], [70, 70]]
     sums = tiered.buckets.snapshot(1, [0]).importance.view(-1).sum()
     torch.testing.assert_close(sums, torch.tensor(70.0 * 4), rtol=1e-4, atol=0)
+
+
+SHAPES = [(1, 1, 1, 4, 1, 64), (2, 129, 129, 20, 3, 64), (1, 100, 65, 33, 16, 80)]
+SHAPES += [pytest.param(2, 5000, 4100, 512, 4, 128, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize(("rows", "columns", "queries", "limit", "group", "dim"), SHAPES)
+def test_mass_in_triton_is_that_of_softmax(
+    rows: int, columns: int, queries: int, limit: int, group: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strided rows as models have them, several ranges of columns, queries and columns that fill no tile."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        use("triton", monkeypatch)
+    torch.manual_seed(0)
+    q = torch.randn(rows, queries, 2 * group, dim, dtype=torch.float16).transpose(1, 2)
+    k = torch.randn(rows, columns, 2, 2 * dim, dtype=torch.float16).transpose(1, 2)[..., :dim]
+    stride = -(-queries // limit)
+    chosen = torch.arange((queries - 1) % stride, queries, stride)
+    seen = torch.arange(columns) <= (columns - queries + chosen)[:, None]
+    scores = q.float()[:, :, chosen] @ k.float().repeat_interleave(group, 1).mT * 0.2
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).unflatten(1, (2, group)).sum((2, 3))
+    position, q, k = torch.arange(columns, device=device).expand(rows, -1), q.to(device), k.to(device)
+    given = [
+        prompt_mass(
+            q, k, position[:, columns - queries :], position.unsqueeze(1), position[:, :queries] >= 0, Logits(0.2),
+            limit, in_order,
+        )
+        for in_order in (True, False)
+    ]  # fmt: skip
+    torch.testing.assert_close(given[0].cpu(), weights * (queries / len(chosen)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(given[1], given[0])
+
+
+def test_mass_kernels_compile_without_spills() -> None:
+    from ahead import compile_triton
+
+    numbers = dict.fromkeys(("sampled", "first", "every", "columns", "span"), "i32")
+    types = dict(q_ptr="*bf16", k_ptr="*bf16", place_ptr="*i32", column_place_ptr="*i32", lse_ptr="*fp32")
+    types |= dict(weight_ptr="*fp32", out_ptr="*fp32", factor="fp32", softcap="fp32", weight="fp32") | numbers
+    sizes = dict(KV_HEADS=8, GROUP=4, DIM=128, WIDE=128, BLOCK_M=64, BLOCK_N=64, CAPPED=False, PLACED=True)
+    for kernel in ("lse_kernel", "mass_kernel"):
+        used = compile_triton("kvstrata.hf.mass_triton", kernel, 90, types, sizes, num_warps=4, num_stages=2)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert used["REG"] <= 168
+
+
+def test_kernels_of_the_mass_are_loaded_by_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mass, "_by_triton", lambda query: True)
+    shapes = []
+    monkeypatch.setattr(mass, "triton_mass", lambda q, queries, key, logits: shapes.append((*q.shape, key.shape[1])))
+    model = make("llama")
+    StrataCache(model.config, budget=0.5).warmup(model, progress=False)
+    StrataCache(model.config, budget=1.0).warmup(model, progress=False)
+    assert shapes == [(1, 4, 64, 32, 2)]

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from hf_model import greedy, make, prompt
-from kvstrata.hf import StrataCache
+from kvstrata.hf import StrataCache, packed_layer
 from kvstrata.hf.packed import PackedCache
 from kvstrata.hf.packed_op import Layer
 from kvstrata.quant.calibration import Calibration, LayerCalibration
@@ -298,3 +298,30 @@ def test_calibration_from_the_biases_of_a_model(tmp_path, monkeypatch: pytest.Mo
     monkeypatch.setattr("kvstrata.hf.packed_layer.PackedLayer._calibrate", lambda *args: Layer())
     without = forwards(model, packed(model, "K4V8"), ids, sizes)
     assert error(given, expected) < 0.5 * error(without, expected)
+
+
+def test_the_host_reads_columns_once_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are told how many columns there were: a look at the device waits for it."""
+    model = make("llama")
+    cache = StrataCache(model.config, format="K4V4", max_tokens=256, page_tokens=16)
+    starts = []
+    packed = packed_layer.strata_packed
+    monkeypatch.setattr(
+        packed_layer, "strata_packed", lambda *args, **given: (starts.append(given["start"]), packed(*args, **given))[1]
+    )
+    with torch.no_grad():
+        for queries in (40, 30, 3, 1):
+            model(prompt(2, queries), past_key_values=cache)
+    assert starts == [0, 0, 40, 40, 70, 70, 73, 73]
+
+
+def test_a_balance_by_weights_is_computed_once() -> None:
+    from kvstrata.hf import balance
+
+    module = make("llama").model.layers[0].self_attn
+    first = balance.from_weights(module, 2, 32, (), None)
+    assert balance.from_weights(module, 2, 32, (), None) is first
+    with torch.no_grad():
+        module.k_proj.weight[:16] *= 64
+    after = balance.from_weights(module, 2, 32, (), None)
+    assert not torch.equal(after, first)

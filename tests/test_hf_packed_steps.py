@@ -114,7 +114,7 @@ def test_the_operator_is_what_it_declares(queries: int) -> None:
     rows.advance(None, 5)
     rows.advance(None, queries)
     tensors = (rows.block_table, rows.seq_lens, rows.columns, rows.real, rows.first, rows.slot, None, None, None)
-    arguments = (q, k, v, pages, *tensors, "K4V4", 16, 0.125, None, True)
+    arguments = (q, k, v, pages, *tensors, "K4V4", 16, 0.125, None, True, -1)
     torch.library.opcheck(torch.ops.kvstrata.strata_packed.default, arguments)
 
 

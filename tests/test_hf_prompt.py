@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_model import EXACT, SIZES, SMALL, make, prompt
-from kvstrata.hf import StrataCache
+from kvstrata.hf import StrataCache, prefill
 from kvstrata.hf.layer import StrataLayer
 
 
@@ -188,3 +188,26 @@ def test_positions_of_padding_are_anything() -> None:
             out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
             logits.append(out.logits[mask.bool()])
     torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_later_prompt_without_a_mask_is_as_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prefill_attention` of later chunks, as on a GPU; rows of different lengths keep the mask."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | dict(head_dim=64))).eval()
+    calls = []
+    attend = prefill.attend
+    monkeypatch.setattr(prefill, "attend", lambda *given: (calls.append(len(given)), attend(*given))[1])
+    for padding, expected in ((0, 4), (7, 0)):
+        mask = torch.ones(2, 150, dtype=torch.long)
+        mask[1, :padding] = 0
+        logits = []
+        for fast in (False, True):
+            monkeypatch.setattr(prefill, "supports", lambda query, fast=fast: fast)
+            cache = StrataCache(model.config, **EXACT)
+            with torch.no_grad():
+                for start, end in ((0, 60), (60, 130), (130, 150)):
+                    out = model(prompt(2, 150)[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+            logits.append(out.logits)
+        assert len(calls) == expected
+        calls.clear()
+        torch.testing.assert_close(*logits, rtol=2e-4, atol=2e-4)

@@ -243,7 +243,7 @@ def test_structs_of_parameters_have_their_padding() -> None:
         "moves": moves_cuda.PARAMS, "phases": repack_phases.PARAMS, "prefill": prefill_cuda.PARAMS,
         "quantize": quantize_op.PARAMS, "repack": repack_cuda.PARAMS, "store": store_cuda.PARAMS,
         "plan": plan_cuda.PARAMS, "rows": decode_cuda.ROWS, "table": table_cuda.PARAMS,
-        "worklist": decode_cuda.WORKLIST,
+        "next": table_cuda.NEXT, "worklist": decode_cuda.WORKLIST,
     }  # fmt: skip
     assert {name: struct.size % 8 for name, struct in structs.items()} == dict.fromkeys(structs, 0)
     rooms = copy_cuda.CAPACITIES

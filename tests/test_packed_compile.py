@@ -103,7 +103,7 @@ def test_triton_compiles_ahead_of_time() -> None:
             RAGGED=True, WINDOWED=True, CAPPED=True, PRECISION="tf32", TAIL=0, SINK=0,
         ),
         ("kvstrata.attention.packed_prefill.triton", "unpack_kernel"): dict(
-            HEADS=8, BLOCK_SIZE=128, BLOCK=128, WHOLE=True, TAIL=0, SINK=0
+            HEADS=8, BLOCK_SIZE=128, BLOCK=128, WHOLE=True, TAIL=0, SINK=0, PADDED=128
         ),
     }  # fmt: skip
     plain = [(name, dict(constants, TAIL=128, SINK=4)) for name, constants in list(kernels.items())[1:]]
@@ -113,3 +113,9 @@ def test_triton_compiles_ahead_of_time() -> None:
         used = compile_triton(module, kernel, 90, pointers, both | constants, num_warps=8)
         assert 0 < used["REG"] <= 255, (kernel, used)
         assert used["SHARED"] <= 99 * 1024, (kernel, used)
+    prefill = "kvstrata.attention.packed_prefill"
+    assert compile_triton(f"{prefill}.triton", "sums_kernel", 90, pointers, dict(BLOCK=128), num_warps=4)["REG"] <= 64
+    pointers |= {f"{name}_ptr": "*fp32" for name in ("parts_lse", "own_lse", "lse")}
+    pointers |= {f"{name}_ptr": "*bf16" for name in ("parts", "own", "out")}
+    merge = dict(PARTS=4, HEADS=32, DIM=128, WIDE=128, BLOCK=4, LSE=True)
+    assert compile_triton(f"{prefill}.split_triton", "merge_kernel", 90, pointers, merge, num_warps=4)["REG"] <= 64

@@ -71,6 +71,8 @@ def test_arguments_are_named() -> None:
         "dst_blocks: expected torch.int64": (pool, pool, numbers, numbers[:1]),
         "src_blocks: expected int32 or int64": (pool, pool, numbers.float(), numbers),
     }
+    odd = torch.zeros(pool.numel() + 8, dtype=torch.uint8, device=DEVICE)[8:].view(pool.shape)
+    wrong["dst: expected an address that is a multiple of 16"] = (pool, odd, numbers, numbers)
     for message, arguments in wrong.items():
         with pytest.raises((ValueError, TypeError), match=message):
             copy_pages(*arguments)

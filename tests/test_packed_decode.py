@@ -138,7 +138,20 @@ def test_arguments_are_named() -> None:
         "q: expected .tokens, a multiple of 2, 64": (q[:, :5], batch.pages, table, lens, fmt),
         "q: expected as many tokens": (torch.cat([q, q[:1]]), batch.pages, table, lens, fmt),
         "block_table: expected torch.int32": (q, batch.pages, table.long(), lens, fmt),
-        "seq_lens: expected 2, one per row": (q, batch.pages, table, lens[:1], fmt),
+        r"block_table: expected \[1, max_blocks\], one row per length, got shape \(2, \d\)": (
+            q,
+            batch.pages,
+            table,
+            lens[:1],
+            fmt,
+        ),
+        "pages: expected blocks and heads that do not overlap": (
+            q,
+            batch.pages[:1].expand(4, -1, -1),
+            table,
+            lens,
+            fmt,
+        ),
         "fmt: expected a Format": (q, batch.pages, table, lens, "K4V4"),
         "pages: expected .num_blocks": (q, batch.pages, table, lens, Format.parse("K8V8", 64, 16)),
     }
@@ -146,7 +159,9 @@ def test_arguments_are_named() -> None:
         with pytest.raises((ValueError, TypeError), match=message):
             decode_packed(*arguments)
     cu = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="cu_seqlens_q: expected 3, one more than seq_lens, got 2"):
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens_q: expected contiguous \[3\], one more than seq_lens, got shape \(2,\)"
+    ):
         decode_packed(q, batch.pages, table, lens, fmt, cu_seqlens_q=cu)
     with pytest.raises(ValueError, match="sliding_window: expected an int"):
         decode_packed(q, batch.pages, table, lens, fmt, sliding_window=0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from conftest import HAS_GPU
 from kvstrata import Format, prefill_packed
+from kvstrata.attention.packed_prefill import split_triton as split
 from kvstrata.attention.packed_prefill import triton as packed_triton
 from packed_model import DEVICE, Batch, calibration_of
 
@@ -85,15 +87,46 @@ def test_memory_of_the_caller(backend: str) -> None:
         "out: expected torch.float16": dict(out=out.float()),
         "workspace: expected torch.uint8": dict(workspace=out),
         "exact_lengths: expected False without": dict(exact_lengths=True),
+        r"cu_seqlens_k: expected contiguous \[3\], one more": dict(cu_seqlens_k=chunk.cu[:2]),
+        r"cu_seqlens_k: expected torch.int32": dict(cu_seqlens_k=chunk.cu.long()),
     }.items():
         with pytest.raises((ValueError, TypeError), match=message):
             prefill_packed(*arguments, backend=backend, **wrong)
 
 
+@each_backend
+def test_prefix_sums_of_the_caller(backend: str) -> None:
+    chunk = Chunk(Format.parse("K4V4", 64, 16), [40, 21, 30], [9, 3, 30], dtype=torch.float16)
+    q = chunk.queries([9, 3, 30], 2)
+    arguments = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt)
+    cu_k = torch.tensor([0, 40, 61, 91], dtype=torch.int32, device=DEVICE)
+    want = prefill_packed(*arguments, backend=backend)
+    assert torch.equal(prefill_packed(*arguments, cu_seqlens_k=cu_k, backend=backend), want)
+
+
+@each_backend
+def test_tokens_before_the_window_are_not_unpacked(backend: str) -> None:
+    """Scratch is full of NaN, and so stays what no query sees; a block of keys reaches before the window, though."""
+    lengths, new, window = [700, 330], [20, 30], 40
+    chunk = Chunk(Format.parse("K4V4", 64, 64), lengths, new, dtype=torch.float16)
+    q = chunk.queries(new, 2)
+    workspace = torch.full((2 * 2 * sum(lengths) * 64 * 2,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    result = prefill_packed(
+        q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt, return_lse=True,
+        workspace=workspace, sliding_window=window, backend=backend,
+    )  # fmt: skip
+    chunk.compare(result, q, new, dict(sliding_window=window))
+    if backend == "triton":
+        rows = workspace.view(torch.float16).view(2, sum(lengths), 2, 64)
+        unseen = (700 - 20 - window - packed_triton.WHOLE_BLOCKS) // 64 * 64
+        assert rows[:, :unseen].isnan().all()
+        assert not rows[:, unseen:].isnan().any()
+
+
 def test_arguments_are_named() -> None:
     chunk = Chunk(Format.parse("K4V4", 64, 16), [30], [5])
     q, rest = chunk.queries([5], 2), (chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt)
-    with pytest.raises(ValueError, match=r"k_new: expected \(5, 2, 64\)"):
+    with pytest.raises(ValueError, match=r"k_new: expected 5 tokens as q, got shape \(4, 2, 64\)"):
         prefill_packed(q, chunk.k[:4], chunk.v, *rest)
     with pytest.raises(TypeError, match=r"v_new: expected torch.bfloat16 as q"):
         prefill_packed(q, chunk.k, chunk.v.half(), *rest)
@@ -106,7 +139,7 @@ def test_arguments_are_named() -> None:
 def test_operator() -> None:
     chunk = Chunk(Format.parse("K4V4", 64, 16), [30], [5])
     q = chunk.queries([5], 2)
-    tensors = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, *[None] * 10)
+    tensors = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, *[None] * 11)
     options = (None, None, None, None, None, None, False, True, "reference")
     given = (*tensors, "K4V4", 64, 16, True, *options)
     torch.library.opcheck(torch.ops.kvstrata.prefill_packed.default, given)
@@ -126,3 +159,60 @@ def test_replay() -> None:
         out = prefill_packed(*arguments, **bounds)
     graph.replay()
     assert torch.equal(out, want)
+
+
+@each_backend
+def test_lengths_beyond_the_table(backend: str) -> None:
+    """A prefix is what the block table lists, a length below the new tokens is theirs; nothing is read beyond."""
+    fmt = Format.parse("K4V4", 64, 16)
+    chunk = Chunk(fmt, [48, 30, 9], [4, 9, 9], dtype=torch.float16)
+    q = chunk.queries(chunk.new, 2)
+    table = chunk.block_table[:, :3].contiguous()
+    arguments = (q, chunk.k, chunk.v, chunk.pages, table)
+    options = dict(return_lse=True, backend=backend)
+    lengths = torch.tensor([52, 30, 9], dtype=torch.int32, device=DEVICE)
+    want = prefill_packed(*arguments, lengths, chunk.cu, fmt, **options)
+    far = torch.tensor([1000, 30, 2], dtype=torch.int32, device=DEVICE)  # 52 and 9
+    for bounds in ({}, dict(max_seqlen_q=9, max_seqlen_k=60, total_tokens=91)):
+        got = prefill_packed(*arguments, far, chunk.cu, fmt, **options, **bounds)
+        assert torch.equal(got.out, want.out)
+        assert torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.parametrize("dim", [48, 192])
+def test_head_dims_that_are_padded(dim: int) -> None:
+    """`prefill_attention` has no such head_dim: rows get zeros behind them."""
+    chunk = Chunk(
+        Format.parse("K4V4", dim, 16), [40, 21], [9, 3], dtype=torch.float16, calibration=calibration_of(2, dim)
+    )
+    q = chunk.queries([9, 3], 2)
+    arguments = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt)
+    result = prefill_packed(*arguments, calibration=chunk.calibration, return_lse=True, backend="triton")
+    assert result.out.is_contiguous()
+    chunk.compare(result, q, [9, 3], {})
+    out = torch.full_like(q, float("nan"))
+    prefill_packed(*arguments, calibration=chunk.calibration, out=out, backend="triton")
+    assert torch.equal(out, result.out)
+
+
+@pytest.mark.parametrize("options", [{}, dict(softcap=4.0, sinks=torch.tensor([0.5, -1.0, 1.0, 0.0]).to(DEVICE))])
+def test_short_chunks_attend_in_parts(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer tiles than multiprocessors: the prefix is cut, and the parts are merged by their log-sum-exp."""
+    monkeypatch.setattr(split, "SHORTEST", 16)
+    monkeypatch.setattr(split, "ALIGNED", 16)
+    monkeypatch.setattr(packed_triton, "processors_of", lambda device: (13, False))
+    chunk = Chunk(Format.parse("K8V8", 64, 16), [117], [7], dtype=torch.float16)
+    q = chunk.queries([7], 2)
+    job = SimpleNamespace(tensors=chunk, options=SimpleNamespace(sliding_window=None))
+    assert split.parts_of(job, 7, 117, 4, 13) == (3, 32)
+    assert split.parts_of(job, 129, 239, 4, 13) is None, "two tiles of queries"
+    assert split.parts_of(job, 7, 38, 4, 13) is None, "31 keys make one part"
+    job.options.sliding_window = 5
+    assert split.parts_of(job, 7, 117, 4, 13) is None
+    calls, attend = [], split.attend_in_parts
+    monkeypatch.setattr(packed_triton, "attend_in_parts", lambda *given: calls.append(given) or attend(*given))
+    arguments = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt)
+    result = prefill_packed(*arguments, return_lse=True, backend="triton", **options)
+    assert len(calls) == 1
+    chunk.compare(result, q, [7], options)
+    assert torch.equal(prefill_packed(*arguments, backend="triton", **options), result.out)

@@ -236,7 +236,7 @@ def test_arguments_are_named() -> None:
         "pages: expected .num_blocks": (k, v, pages[:, :, :-64], slots, fmt),
         "pages: expected strides": (k, v, wide[..., :-4], slots, fmt),
         "k: expected .tokens, 2, 64": (k[:, :1], v, pages, slots, fmt),
-        "v: expected shape": (k, v[:2], pages, slots, fmt),
+        "v: expected 3 tokens as k": (k, v[:2], pages, slots, fmt),
         "v: expected torch.float32 as k": (k, v.half(), pages, slots, fmt),
         "slot_mapping: expected int32": (k, v, pages, slots.float(), fmt),
         "slot_mapping: expected .3.": (k, v, pages, slots[:2], fmt),

@@ -154,6 +154,40 @@ def test_prefill(backend: str, options: dict) -> None:
 
 
 @each_backend
+def test_a_first_row_without_a_slot(backend: str) -> None:
+    """Nothing says where its page is: the page's older tokens are not packed, the other rows are stored as ever."""
+    fmt = Format.parse("K4V4", 64, 16)
+    engine = Engine(fmt, 1, kv_heads=1, backend=backend)
+    assert engine.tail is not None
+    engine.step([13])
+    k, v = torch.randn(2, 10, 1, 64, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    engine.history[:, 0, 14:23] = torch.stack([k, v])[:, 1:].cpu()
+    slots = engine.slots_of(0, torch.arange(13, 23)).to(DEVICE)
+    slots[0] = -1
+    lens = torch.tensor([23], dtype=torch.int32, device=DEVICE)
+    store_packed(k, v, engine.pages, slots, fmt, tail=engine.tail, seq_lens=lens, backend=backend)
+    wanted = torch.full_like(engine.pages, POISON)
+    store_packed(k[1:3], v[1:3], wanted, slots[1:3], fmt, backend=backend)
+    assert torch.equal(engine.pages, wanted)
+    position = torch.tensor([*range(7, 13), *range(14, 23)])
+    for x, y in zip((engine.tail.k, engine.tail.v), engine.history, strict=True):
+        assert torch.equal(x[0, 0].cpu()[position % 16], y[0, position, 0])
+
+
+@each_backend
+def test_lengths_below_zero_are_none(backend: str) -> None:
+    engine = Engine(Format.parse("K4V4", 64, 16), 2, kv_heads=1, sinks=4)
+    engine.step([20, 20])
+    q, lens = engine.queries([1, 1], 2), torch.tensor([-5, 20], dtype=torch.int32, device=DEVICE)
+    result = decode_packed(
+        q, engine.pages, engine.block_table, lens, engine.fmt, return_lse=True, backend=backend, **engine.given
+    )
+    assert (result.out[0] == 0).all()
+    assert (result.lse[0] == -torch.inf).all()
+    assert result.lse[1].isfinite().all()
+
+
+@each_backend
 def test_shared_prefix(backend: str) -> None:
     """A request that begins with another's blocks has an empty tail and no sink rows, and shares every byte."""
     fmt = Format.parse("K4V4", 64, 16)
@@ -184,9 +218,13 @@ def test_any_life(backend: str) -> None:
         steps=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 19), st.integers(0, 3)), min_size=1, max_size=4),
         drafts=st.integers(0, 17),
         window=st.sampled_from([None, 7, 30]),
+        softcap=st.sampled_from([None, 4.0]),
+        learned=st.sampled_from([None, [0.5, -1.0]]),
         seed=st.integers(0, 99),
     )
-    def run(name, pages_per_block, tail, sinks, slots, steps, drafts, window, seed) -> None:
+    def run(name, pages_per_block, tail, sinks, slots, steps, drafts, window, softcap, learned, seed) -> None:
+        logits = None if learned is None else torch.tensor(learned, device=DEVICE)
+        scoring = dict(sliding_window=window, softcap=softcap, sinks=logits)
         fmt = Format.parse(name, 64, 16)
         slots = [*slots, 2]
         engine = Engine(
@@ -206,10 +244,10 @@ def test_any_life(backend: str) -> None:
             if engine.tail is not None and lost:  # rows of its page may be: write through from now on
                 engine.tail_slots[row] = -1
                 engine.tail.slots[row] = -1
-        engine.decode([min(accepted, 16)] * 4, sliding_window=window)
+        engine.decode([min(accepted, 16)] * 4, **scoring)
         engine.step([2, 1, 17, 3])
         engine.check_bytes()
-        engine.decode(sliding_window=window)
+        engine.decode(**scoring)
         for row in range(4):
             check_rows(engine, row)
 
@@ -234,7 +272,7 @@ def test_arguments_are_named() -> None:
         "tail.v: expected torch.bfloat16": dict(tail=rows(v=tail.v.half())),
         "tail.v: expected shape": dict(tail=rows(v=tail.v[:2])),
         "tail.k: expected contiguous rows": dict(tail=rows(k=tail.k.transpose(1, 2).contiguous().transpose(1, 2))),
-        "tail.slots: expected an int32": dict(tail=rows(slots=tail.slots.long())),
+        "tail.slots: expected torch.int32": dict(tail=rows(slots=tail.slots.long())),
         "sink_tokens.slots: expected contiguous .2.": dict(tail=None, sink_tokens=rows(slots=tail.slots[:1])),
         "seq_lens: expected a tensor": dict(seq_lens=None),
         "seq_lens: expected torch.int32": dict(seq_lens=lens.long()),

@@ -18,7 +18,7 @@ from kvstrata import jit
 from kvstrata.attention.prefill import cuda as prefill_cuda
 from kvstrata.attention.prefill import op as prefill
 from kvstrata.attention.prefill.job import PrefillJob
-from kvstrata.attention.prefill.tiles import FEW, PORTABLE, Ideas, Tile
+from kvstrata.attention.prefill.tiles import FEW, PORTABLE, Tile
 from kvstrata.call_cache import PerThread
 from kvstrata.tools.bench.baselines import prefill_v2
 from prefill_model import Case, case_of, check, compare, model
@@ -26,7 +26,7 @@ from test_jit import ARCHITECTURES
 
 FOLDER = prefill_cuda.SOURCE.parent
 BF16, FP16 = torch.bfloat16, torch.float16
-CHECKED = (Tile(64, 64, 32, 4, 1, 1, 2), Ideas(persistent=True, width=4, scores="checked"))
+CHECKED = Tile(64, 64, 32, 4, 1, 1, 2)
 
 
 @pytest.fixture
@@ -47,9 +47,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill_cuda._kernel.cache_clear()
 
 
-def only(monkeypatch: pytest.MonkeyPatch, tile: Tile, ideas: Ideas) -> None:
+def only(monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
     monkeypatch.setattr(prefill_cuda, "tile_of", lambda *_: tile)
-    monkeypatch.setattr(prefill_cuda, "IDEAS", ideas)
 
 
 # Registers: 96 where a head is 64 wide. The output of a warp's 16 queries takes D / 2 registers and the queries D / 4
@@ -71,21 +70,12 @@ def test_gates(name: str, arch: str) -> None:
     if arch == "sm_89" and name != "D 64":
         pytest.skip("the same code as for sm_80")
     tile, registers = GATES[name]
-    entry = prefill_cuda.entry(BF16, tile, Ideas(), softcap=False)
+    entry = prefill_cuda.entry(BF16, tile, softcap=False)
     usage = jit.usage(prefill_cuda.SOURCE, entry, arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
     assert 0 < usage.registers <= registers, usage
     assert usage.registers * 32 * tile.warps * tile.resident <= 65536
-    assert tile.shared(Ideas()) + usage.shared_bytes <= 48 * 1024
-
-
-@pytest.mark.parametrize(
-    "ideas", [Ideas(persistent=True), Ideas(width=4), Ideas(width=8), Ideas(scores="shared")], ids=str
-)
-def test_ideas_compile(ideas: Ideas) -> None:
-    tile = Tile(64, 64, 32, 4, 1, 2, 4)
-    usage = jit.usage(prefill_cuda.SOURCE, prefill_cuda.entry(FP16, tile, ideas, softcap=True), arch="sm_90")
-    assert usage.spill_bytes == 0, usage
+    assert tile.shared() + usage.shared_bytes <= 48 * 1024
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -95,11 +85,25 @@ def test_baseline_gates(arch: str) -> None:
     assert usage.shared_bytes == 24 * 1024  # as in the note
 
 
-PROBE = """
+# Rows one after the other, as a comparison.
+STRAIGHT = """
+template <int kChunks_>
+struct Straight {
+  static constexpr int kChunks = kChunks_, kBytes = kChunks * 16;
+  static __device__ __forceinline__ constexpr unsigned offset(unsigned row, unsigned chunk) {
+    return row * kBytes + chunk * 16;
+  }
+  static __device__ __forceinline__ unsigned further(unsigned address, unsigned, unsigned, unsigned step) {
+    return address + step * 32;
+  }
+};
+"""
+PROBE = f"""
 #include "swizzle.cuh"
-template <class Layout, int kWays> __global__ void probe() {
+{STRAIGHT}
+template <class Layout, int kWays> __global__ void probe() {{
   static_assert(tile_bank_ways<Layout>() == kWays, "other bank conflicts");
-}
+}}
 """
 
 
@@ -107,7 +111,6 @@ template <class Layout, int kWays> __global__ void probe() {
     "expected",
     [
         *(f"Swizzle<{n}>,1" for n in (2, 6, 8, 10, 12, 16, 32)),
-        *("Padded<8>,1", "Padded<12>,2", "Padded<16>,1", "Padded<32>,1"),
         *("Straight<8>,8", "Straight<12>,4", "Straight<32>,8"),
     ],
 )
@@ -132,11 +135,12 @@ def test_bank_conflicts_of_a_run(
         for file in FOLDER.glob("prefill*.cu*"):
             shutil.copy(file, tmp_path)
         header = tmp_path / "prefill_tile.cuh"
-        text = header.read_text().replace("Either<Swizzle<", "Either<Straight<")
+        text = header.read_text().replace("using Layout = Swizzle<", "using Layout = Straight<")
+        text = text.replace('#include "swizzle.cuh"\n', f'#include "swizzle.cuh"\n{STRAIGHT}')
         header.write_text("\n".join(line for line in text.split("\n") if "tile_bank_ways" not in line))
         monkeypatch.setattr(prefill_cuda, "SOURCE", tmp_path / "prefill.cu")
-    only(monkeypatch, PORTABLE[64], Ideas())
-    kernel = prefill_cuda._kernel(BF16, PORTABLE[64], Ideas(), False, -1)
+    only(monkeypatch, PORTABLE[64])
+    kernel = prefill_cuda._kernel(BF16, PORTABLE[64], False, False, -1)
     kernel.built.bank_ways_seen()  # type: ignore[attr-defined]  # of other tests
     check(case_of([(20, 40)], dtype=BF16), "cuda")
     assert kernel.built.bank_ways_seen() == ways  # type: ignore[attr-defined]
@@ -159,7 +163,7 @@ CASES: dict[str, tuple[list[tuple[int, int]], dict]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_dense(cuda: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     lengths, options = CASES[name]
-    only(monkeypatch, PORTABLE[64], Ideas())
+    only(monkeypatch, PORTABLE[64])
     check(on_device(case_of(lengths, dtype=BF16, **options)), "cuda")
 
 
@@ -167,7 +171,7 @@ def test_dense(cuda: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_scores_of_minus_inf(cuda: None, monkeypatch: pytest.MonkeyPatch, tile: Tile, causal: bool) -> None:
     """A key or a whole tile of keys without weight, a query without any key; NaN stays in its row."""
-    only(monkeypatch, tile, Ideas())
+    only(monkeypatch, tile)
     case = case_of([(70, 97)], heads=4, kv_heads=2, dtype=FP16, causal=causal)
     q, k, v = case.sequences[0]
     q[..., 0], k[..., 0] = q[..., 0].abs() + 0.5, k[..., 0].abs() + 0.5
@@ -194,36 +198,31 @@ def on_device(case: Case) -> Case:
 @pytest.mark.parametrize("causal", [False, True])
 def test_ragged(cuda: None, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     """NaN before and after every sequence but the first and last neighbours; one is empty, one has no keys."""
-    only(monkeypatch, PORTABLE[64], Ideas())
+    only(monkeypatch, PORTABLE[64])
     lengths = [(33, 33), (0, 7), (1, 100), (4, 0), (66, 65)]
     check(case_of(lengths, dtype=BF16, causal=causal), "cuda", ragged=True)
 
 
 TILES = {
-    "two groups": (FEW[64], Ideas(), {}),
-    "four groups, softcap": (Tile(64, 16, 16, 4, 4, 2, 2), Ideas(persistent=True), dict(softcap=2.0)),
-    "D 96, two row tiles, three stages, waves": (
-        Tile(96, 64, 32, 2, 1, 3, 1),
-        Ideas(persistent=True),
-        dict(dim=96, heads=8),
-    ),
-    "padded rows, 8 bytes": (Tile(64, 64, 32, 4, 1, 2, 2, padded=True), Ideas(width=8), {}),
-    "D 128": (PORTABLE[128], Ideas(), dict(dim=128)),
-    "D 256": (PORTABLE[256], Ideas(), dict(dim=256)),
+    "two groups": (FEW[64], {}),
+    "four groups, softcap": (Tile(64, 16, 16, 4, 4, 2, 2), dict(softcap=2.0)),
+    "D 96, two row tiles, three stages": (Tile(96, 64, 32, 2, 1, 3, 1), dict(dim=96, heads=8)),
+    "D 128": (PORTABLE[128], dict(dim=128)),
+    "D 256": (PORTABLE[256], dict(dim=256)),
 }
 
 
 @pytest.mark.parametrize("name", TILES)
 def test_tiles(cuda: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    tile, ideas, options = TILES[name]
-    only(monkeypatch, tile, ideas)
+    tile, options = TILES[name]
+    only(monkeypatch, tile)
     for lengths in ([(65, 113)], [(17, 16)]):
         check(case_of(lengths, dtype=FP16, **options), "cuda")
 
 
 def test_strided_and_poisoned(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens before heads, NaN in the gaps and past the end: nothing of it is read, nothing is written around out."""
-    only(monkeypatch, PORTABLE[64], Ideas())
+    only(monkeypatch, PORTABLE[64])
     case = case_of([(37, 50)], heads=4, kv_heads=2, dtype=BF16)
     (q, k, v), given = case.sequences[0], []
     for x in (q, k, v):
@@ -237,7 +236,7 @@ def test_strided_and_poisoned(cuda: None, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_launch_is_made_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that look alike share one, with addresses of their own; another length has another."""
-    only(monkeypatch, PORTABLE[64], Ideas())
+    only(monkeypatch, PORTABLE[64])
     monkeypatch.setattr(prefill_cuda, "_launches", PerThread())
     for seed in (1, 2):
         check(case_of([(20, 33)], dtype=BF16, seed=seed), "cuda")
@@ -247,13 +246,12 @@ def test_a_launch_is_made_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_checking_build(cuda: None) -> None:
-    """It compares every score and every product with plain sums; copies of 4 bytes, one stage, several waves."""
-    tile, ideas = CHECKED
+    """It compares every score and every product with plain sums; one stage."""
     case = case_of([(33, 50)], dtype=BF16)
     counters = torch.zeros(4, dtype=torch.int32, device=case.sequences[0][0].device)
     q, k, v = case.batch()
     job = PrefillJob(q, k, v, None, None, 33, 50, True, 0.125, None, None, None, True)
-    out, lse = prefill_cuda.run(job, tile, ideas, counters)
+    out, lse = prefill_cuda.run(job, CHECKED, counters)
     assert lse is not None
     compare([(out[0].transpose(0, 1), lse[0].transpose(0, 1))], case.expected(), case.expected(low=True), BF16)
     scores, wrong_scores, products, wrong_products = counters.tolist()
@@ -275,7 +273,7 @@ def test_checking_build_finds_a_wrong_operand(cuda: None, tmp_path: Path, monkey
     q, k, v = case_of([(16, 32)], dtype=BF16).batch()
     counters = torch.zeros(4, dtype=torch.int32)
     job = PrefillJob(q, k, v, None, None, 16, 32, False, 0.125, None, None, None, False)
-    prefill_cuda.run(job, *CHECKED, counters)
+    prefill_cuda.run(job, CHECKED, counters)
     assert counters[1] > 0
 
 
@@ -313,14 +311,12 @@ def test_baseline(cuda: None, queries: int, keys: int, causal: bool) -> None:
 
 
 SMALL = {
-    "D 64": (PORTABLE[64], Ideas(), {}),
-    "D 96, window": (PORTABLE[96], Ideas(), dict(dim=96, sliding_window=20)),
-    "D 128, waves": (PORTABLE[128], Ideas(persistent=True), dict(dim=128, heads=8)),
-    "D 256, softcap": (PORTABLE[256], Ideas(), dict(dim=256, softcap=5.0)),
-    "two groups": (FEW[64], Ideas(persistent=True), dict(heads=8)),
-    "scores in shared memory": (PORTABLE[64], Ideas(scores="shared"), {}),
-    "4 bytes, one stage": (Tile(64, 64, 32, 4, 1, 1, 2), Ideas(width=4), {}),
-    "padded rows, 8 bytes": TILES["padded rows, 8 bytes"],
+    "D 64": (PORTABLE[64], {}),
+    "D 96, window": (PORTABLE[96], dict(dim=96, sliding_window=20)),
+    "D 128": (PORTABLE[128], dict(dim=128, heads=8)),
+    "D 256, softcap": (PORTABLE[256], dict(dim=256, softcap=5.0)),
+    "two groups": (FEW[64], dict(heads=8)),
+    "one stage": (CHECKED, {}),
 }
 
 
@@ -329,8 +325,8 @@ SMALL = {
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("name", SMALL)
 def test_under_sanitizers(monkeypatch: pytest.MonkeyPatch, name: str, ragged: bool) -> None:
-    tile, ideas, options = SMALL[name]
-    only(monkeypatch, tile, ideas)
+    tile, options = SMALL[name]
+    only(monkeypatch, tile)
     lengths = [(65, 97), (3, 40), (0, 5)] if ragged else [(65, 97), (65, 97)]
     check(case_of(lengths, dtype=BF16, **options), "cuda", ragged=ragged)
     torch.cuda.synchronize()

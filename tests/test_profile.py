@@ -224,7 +224,7 @@ def test_a_late_program_is_ended_with_its_children(tmp_path, monkeypatch):
             return super().communicate(timeout=0 if timeout else None)
 
     monkeypatch.setattr(child.subprocess, "Popen", Late)
-    with pytest.raises(child.Late, match="took more than 1 s and was ended; it said last: begun"):
+    with pytest.raises(child.Late, match="took more than 1 s and was ended; its last lines: begun"):
         child.run(["sh", "-c", f"(sleep 60; touch {survived}) & echo begun; touch {begun}; wait"], 1)
     assert not survived.exists()
     monkeypatch.undo()

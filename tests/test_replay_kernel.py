@@ -24,18 +24,10 @@ pytestmark = pytest.mark.skipif(HAS_GPU, reason="the GPU runs it itself")
 CPU = torch.device("cpu")
 
 
-CUTS = [copy_cuda.DEFAULT, copy_cuda.Config(share=64), copy_cuda.Config("warp", 128, 64)]
-
-
 @functools.cache
 def kernels() -> dict[str, emulator.Kernel]:
     """Every instantiation of the kernel that these tests launch, by entry."""
-    plain = [
-        copy_cuda.entry_of(room, casts, False, cut)
-        for room in copy_cuda.CAPACITIES
-        for casts in (False, True)
-        for cut in CUTS[1:]
-    ]
+    plain = [copy_cuda.entry_of(room, casts, False) for room in copy_cuda.CAPACITIES for casts in (False, True)]
     staged = [copy_cuda.entry_of(room, False, True) for room in copy_cuda.CAPACITIES]
     return emulator.build(copy_cuda.SOURCE, [*plain, *staged], sanitize=True)
 
@@ -43,37 +35,27 @@ def kernels() -> dict[str, emulator.Kernel]:
 class EmulatedCopies(copy_cuda.Copies):
     """`Copies` that launches in the emulator."""
 
-    def __init__(
-        self,
-        count: int,
-        casts: bool,
-        device: torch.device,
-        stage: bytes | None = None,
-        config: copy_cuda.Config | None = None,
-    ) -> None:
-        self.count, self.room, self.config = count, copy_cuda.capacity(count), config or copy_cuda.DEFAULT
-        self.kernel = kernels()[copy_cuda.entry_of(count, casts, stage is not None, self.config)]
+    def __init__(self, count: int, casts: bool, device: torch.device, stage: bytes | None = None) -> None:
+        self.count, self.room = count, copy_cuda.capacity(count)
+        self.kernel = kernels()[copy_cuda.entry_of(count, casts, stage is not None)]
         self.params = bytearray(copy_cuda.empty_params(self.room, stage))
         self.write = struct.Struct(f"<{count}Q").pack_into
         self._tail_at, self.grid = 8 * self.room, 0
 
     def go(self) -> None:
         if self.grid:
-            self.kernel.start(bytes(self.params), self.grid, 1, self.config.threads, 0)
+            self.kernel.start(bytes(self.params), self.grid, 1, copy_cuda.THREADS, 0)
 
 
-@pytest.fixture(params=CUTS, ids=lambda cut: f"{cut.worker} of {cut.share} bytes", autouse=True)
-def on_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> copy_cuda.Config:
+@pytest.fixture(params=[copy_cuda.BLOCK_BYTES, 64], ids="blocks of {} bytes".format, autouse=True)
+def on_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := emulator.missing():
         pytest.skip(reason)
     kernels()  # built here: a failure inside a property test would be shrunk
     monkeypatch.setattr(copy_cuda, "Copies", EmulatedCopies)
-    monkeypatch.setattr(copy_cuda, "config_of", lambda dst, casts, device: request.param)
-    if request.param.worker == "block":  # what staged launches have
-        monkeypatch.setattr(copy_cuda, "DEFAULT", request.param)
+    monkeypatch.setattr(copy_cuda, "BLOCK_BYTES", request.param)  # 64: small copies take several blocks
     monkeypatch.setattr(backends, "missing", lambda backend, device: None)
     assert plan.resolve("cuda", CPU) == "cuda"
-    return request.param
 
 
 def test_any_copies_equal_the_loop() -> None:
@@ -97,10 +79,7 @@ def test_the_cases_of_copy_plan() -> None:
             test_replay.test_casts_as_torch_does(source, target, "cuda")
 
 
-def test_the_cases_of_host_stage(on_host: copy_cuda.Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    if on_host.worker == "warp":
-        return  # staged launches have blocks for workers
-
+def test_the_cases_of_host_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(self: staging.Scatter, stage: staging.HostStage, dst: list[torch.Tensor]) -> None:
         self._stage, self._dst = stage, tuple(dst)
         self._copies = self._launch()

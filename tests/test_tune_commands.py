@@ -153,9 +153,9 @@ def test_experiments_end_with_the_time(watch: Watch) -> None:
     [
         (
             ("nope", "--backend", "reference"),
-            "nothing to tune in 'nope'; there are: decode, prefill, replay, store",
+            "nothing to tune in 'nope'; there are: decode, prefill, store",
         ),
-        (("nope",), "nothing to tune in 'nope'; there are: decode, prefill, replay, store"),
+        (("nope",), "nothing to tune in 'nope'; there are: decode, prefill, store"),
         (("store", "--only", "zzz", "--backend", "reference"), "no case matches 'zzz'"),
         (("decode", "--backend", "reference"), "--backend reference: expected store"),
         (("store", "--only", "8*", "--save", "--backend", "reference"), "--save with --only"),

@@ -153,8 +153,8 @@ def test_auto_of_decode_reads_the_table(own_cache: Path) -> None:
         formats=formats, rows=(0, 0, 0, 0), page_tokens=64, slabs=None, units=1,
     )  # fmt: skip
 
-    def plan(**options: int) -> decode_cuda.Plan:
-        return decode_cuda.Plan(source, (0, 1), 4, 16, 1, **options)
+    def plan(**options: int) -> decode_cuda.WorkPlan:
+        return decode_cuda.WorkPlan(source, (0, 1), 4, 16, 1, **options)
 
     assert plan().cut == stages.cut_of(formats, 4, "sm_90")
     choice = {"warps": 2, "resident": 8, "width": 1, "waves": 3, "combine": 8}

@@ -17,6 +17,11 @@ def unwilling(x, out):
     raise Absent("needs a machine of another kind")
 
 
+@peer("toy", "broken")
+def broken(x, out):
+    raise RuntimeError("a kernel\n did not compile")
+
+
 @peer("toy", "stack")
 def stack(x, out):
     return lambda i: torch.add(x[i], x[i], out=out[i])

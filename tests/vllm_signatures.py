@@ -18,6 +18,8 @@ BACKEND, REGISTRY = "vllm/v1/attention/backend.py", "vllm/v1/attention/backends/
 INTERFACE, LAYOUT = "vllm/v1/kv_cache_interface.py", "vllm/v1/kv_cache_layout.py"
 LAYER, PARALLEL = "vllm/model_executor/layers/attention/attention.py", "vllm/distributed/parallel_state.py"
 CONFIG, PLUGINS = "vllm/config/vllm.py", "vllm/plugins/__init__.py"
+MODEL, SCHEDULER, CACHE = "vllm/config/model.py", "vllm/config/scheduler.py", "vllm/config/cache.py"
+DRAFTS, STATE = "vllm/config/speculative.py", "vllm/v1/worker/gpu/model_states/default.py"
 
 # What is described: "parameters" of a function, "fields" of a class with annotations, "members" of an enum, "strings"
 # of a function, its "doc", a "value", and "calls" of a method in a function.
@@ -55,6 +57,16 @@ WANTED = [
     (PARALLEL, "get_tensor_model_parallel_world_size", "parameters"),
     (CONFIG, "get_current_vllm_config_or_none", "parameters"),
     (CONFIG, "VllmConfig.additional_config", "value"),
+    (CONFIG, "VllmConfig.num_speculative_tokens", "parameters"),
+    (CONFIG, "VllmConfig.use_v2_model_runner", "parameters"),
+    (MODEL, "ModelConfig.max_model_len", "value"),
+    (MODEL, "ModelConfig.is_hybrid", "parameters"),
+    (SCHEDULER, "SchedulerConfig.max_num_batched_tokens", "value"),
+    (SCHEDULER, "SchedulerConfig.max_num_seqs", "value"),
+    (CACHE, "CacheConfig.block_size", "value"),
+    (DRAFTS, "SpeculativeConfig.method", "value"),
+    (DRAFTS, "NgramGPUTypes", "value"),
+    (STATE, "DefaultModelState.prepare_attn", "calls build_attn_metadata"),
     (PLUGINS, "DEFAULT_PLUGINS_GROUP", "value"),
 ]  # fmt: skip
 

@@ -46,7 +46,8 @@ class AttentionMetadataBuilder(Generic[M]):
         self.vllm_config = vllm_config
 
     def _init_reorder_batch_threshold(self, threshold: int, supports_spec_as_decode: bool = False) -> None:
-        self.reorder_batch_threshold = threshold + self.vllm_config.drafts * supports_spec_as_decode
+        drafts = self.vllm_config.num_speculative_tokens
+        self.reorder_batch_threshold = threshold + drafts * supports_spec_as_decode
 
 
 class AttentionImpl(Generic[M]):
@@ -56,8 +57,24 @@ class AttentionImpl(Generic[M]):
 class Engine(SimpleNamespace):
     """Our module, and what stands for vLLM's configuration."""
 
-    def configure(self, config: Any) -> None:
-        self.current.config = None if config is None else SimpleNamespace(additional_config=config)
+    def configure(self, config: Any, **changed: Any) -> None:
+        self.current.config = None if config is None else config_of(config, **changed)
+
+
+def config_of(additional: Any, drafts: int = 0, **changed: Any) -> SimpleNamespace:
+    """The fields of vLLM's configuration that are read; ``changed``: those of a model or scheduler."""
+    sizes = dict(max_model_len=4096, max_num_batched_tokens=512, max_num_seqs=8, is_hybrid=False) | changed
+    return SimpleNamespace(
+        additional_config=additional,
+        model_config=SimpleNamespace(max_model_len=sizes["max_model_len"], is_hybrid=sizes["is_hybrid"]),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=sizes["max_num_batched_tokens"], max_num_seqs=sizes["max_num_seqs"]
+        ),
+        speculative_config=SimpleNamespace(method=sizes.get("method", "ngram")) if drafts else None,
+        num_speculative_tokens=drafts,
+        cache_config=SimpleNamespace(block_size=64),
+        use_v2_model_runner=sizes.get("use_v2_model_runner", True),
+    )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,11 +34,18 @@ def missing(backend: str, device: torch.device) -> str | None:
 
 def resolve(backend: str, device: torch.device, known: Sequence[str] = BACKENDS) -> str:
     """Backend to run: on a GPU ``auto`` prefers CUDA C++, then Triton; elsewhere it takes the reference."""
+    return choose(backend, device, lambda name: missing(name, device), known)
+
+
+def choose(
+    backend: str, device: torch.device, missing: Callable[[str], str | None], known: Sequence[str] = BACKENDS
+) -> str:
+    """`resolve` for a call: ``missing(name)`` is the reason why a backend cannot run it, or None."""
     if backend not in known:
         raise ValueError(f"backend: expected one of {known}, got {backend!r}")
     if backend == "auto":
-        ranked = ("cuda", "triton") if device.type == "cuda" else ()
-        return next((name for name in ranked if missing(name, device) is None), "reference")
-    if reason := missing(backend, device):
+        ranked = [name for name in ("cuda", "triton") if name in known and device.type == "cuda"]
+        return next((name for name in ranked if missing(name) is None), "reference")
+    if reason := missing(backend):
         raise RuntimeError(f"backend: {reason}")
     return backend

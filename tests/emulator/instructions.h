@@ -9,24 +9,19 @@ struct bf16 { unsigned short bits; };
 
 inline float to_float(f32 x) { return __uint_as_float(x.bits); }
 inline float to_float(f16 x) {
-  const int sign = x.bits >> 15, exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
-  const float size = exponent == 31  ? (mantissa ? NAN : INFINITY)
-                     : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
-                                     : std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
-  return sign ? -size : size;
+  const unsigned sign = x.bits >> 15 << 31, size = (x.bits & 0x7fffu) << 13;
+  if (size >= 31u << 23) return __uint_as_float(sign | 255u << 23 | size);  // infinity and NaN
+  return __uint_as_float(sign | __float_as_uint(__uint_as_float(size) * 0x1p112f));  // between the two biases
 }
 inline float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 inline unsigned short bits_of(f16, float x) {  // to nearest, ties to even
-  const unsigned short sign = std::signbit(x) ? 0x8000 : 0;
+  const unsigned u = __float_as_uint(x) & 0x7fffffffu, sign = __float_as_uint(x) >> 16 & 0x8000u;
   if (x != x) return 0x7fff;
-  const float size = std::fabs(x);
-  if (size == 0.f) return sign;
-  if (size >= 65520.f) return sign | 0x7c00;
-  int exponent = 0;
-  std::frexp(size, &exponent);
-  const int unit = std::max(exponent - 11, -24);  // of the last place
-  const int places = static_cast<int>(std::nearbyint(std::ldexp(size, -unit)));
-  return static_cast<unsigned short>(sign | (unit == -24 ? places : (unit + 24) * 1024 + places));
+  const float size = __uint_as_float(u);
+  if (size >= 65520.f) return static_cast<unsigned short>(sign | 0x7c00);
+  if (size < 0x1p-14f)  // the last place of a float from 0.5 on is that of a subnormal
+    return static_cast<unsigned short>(sign | (__float_as_uint(size + 0.5f) - __float_as_uint(0.5f)));
+  return static_cast<unsigned short>(sign | (u + 0xfff + (u >> 13 & 1) - (112u << 23)) >> 13);
 }
 inline unsigned short bits_of(bf16, float x) {
   if (x != x) return 0x7fff;
@@ -97,18 +92,24 @@ inline unsigned transpose8x8(unsigned x) {
   return out;
 }
 
-struct Operands { unsigned a[4], b[2]; };
+struct Floats { float x[16]; };  // operands of one lane
+inline float from(const uint64_t (*all)[8], int lane, int i) {
+  float out;
+  std::memcpy(&out, reinterpret_cast<const char*>(all[lane]) + 4 * i, 4);
+  return out;
+}
 template <class In> inline void mma_16x8x16(In, float* c, const unsigned* a, unsigned b0, unsigned b1) {
-  const auto all = exchange(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+  const unsigned pairs[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  Floats mine;
+  for (int i = 0; i < 6; i++) mine.x[2 * i] = low<In>(pairs[i]), mine.x[2 * i + 1] = high<In>(pairs[i]);
+  const auto all = exchange(mine);
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   for (int i = 0; i < 4; i++) {
     const int row = g + i / 2 * 8, column = 2 * t + i % 2;
     double sum = c[i];
-    for (int k = 0; k < 16; k++) {
-      const Operands x = from<Operands>(all, row % 8 * 4 + k % 8 / 2), y = from<Operands>(all, column * 4 + k % 8 / 2);
-      const unsigned p = x.a[row / 8 + k / 8 * 2], q = y.b[k / 8];
-      sum += static_cast<double>(k % 2 ? high<In>(p) : low<In>(p)) * (k % 2 ? high<In>(q) : low<In>(q));
-    }
+    for (int k = 0; k < 16; k++)
+      sum += static_cast<double>(from(all, row % 8 * 4 + k % 8 / 2, (row / 8 + k / 8 * 2) * 2 + k % 2)) *
+             from(all, column * 4 + k % 8 / 2, 8 + k / 8 * 2 + k % 2);
     c[i] = static_cast<float>(sum);
   }
 }
@@ -213,14 +214,14 @@ inline void store_sum(float* to, const Accumulator& f, int stride) {
   __syncwarp();
 }
 template <class In, bool> inline void multiply(Accumulator& c, const Operand& a, const Operand& b) {
-  struct Both { Operand a, b; };
-  const auto all = exchange(Both{a, b});
+  Floats mine;
+  for (int i = 0; i < 8; i++) mine.x[i] = low<In>(a.x[i]), mine.x[8 + i] = low<In>(b.x[i]);
+  const auto all = exchange(mine);
   const int lane = threadIdx.x & 31;
   for (int i = 0; i < 8; i++) {
     double sum = c.x[i];
     for (int k = 0; k < 16; k++)
-      sum += static_cast<double>(low<In>(from<Both>(all, lane / 2 * 2 + k / 8).a.x[k % 8])) *
-             low<In>(from<Both>(all, k * 2 + lane % 2).b.x[i]);
+      sum += static_cast<double>(from(all, lane / 2 * 2 + k / 8, k % 8)) * from(all, k * 2 + lane % 2, 8 + i);
     c.x[i] = static_cast<float>(sum);
   }
 }

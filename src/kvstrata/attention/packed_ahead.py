@@ -10,7 +10,7 @@ from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
 from kvstrata.store import store_packed
 from kvstrata.store.packed import cuda as store_cuda
-from kvstrata.store.packed.job import DTYPES, Calibration
+from kvstrata.store.packed.arguments import DTYPES, Calibration
 
 from .packed_decode import cuda as decode_cuda
 from .packed_decode.op import decode_packed

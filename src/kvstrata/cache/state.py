@@ -124,7 +124,12 @@ class CacheState:
         return self.buckets.snapshot(layer, [request])
 
     def _forget(self, requests: Sequence[int]) -> None:
-        """Drop the plans that were made ahead for requests which an operation is about to change.
+        """Drop plans and give back pages, made ahead, of requests which an operation is about to change."""
+        self._drop_plans(requests)
+        self.buckets.ahead.give_back(requests)
+
+    def _drop_plans(self, requests: Sequence[int]) -> None:
+        """Drop the plans that were made ahead for requests.
 
         Under a budget in bytes a plan is for all requests, so any change drops it.
         """

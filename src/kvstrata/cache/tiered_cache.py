@@ -53,7 +53,6 @@ from .storage.scratch import register
 from .storage.transaction import Transaction
 from .storage.views import BucketedCacheLayer
 
-SPARE_SLABS = 32  # without a budget, one slab with every so many is allocated ahead
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -195,7 +194,7 @@ class TieredCache(RequestOperations):
         with torch.inference_mode(False):  # whoever makes the cache: its tensors are written to later
             strides = [kind.stride for kind in self.page_formats]
             slab, capacity = sizes.slabs(strides[0], len(strides))
-            self.pool = Pool(strides, slab, capacity, self.device, debug, SPARE_SLABS if amount is None else None)
+            self.pool = Pool(strides, slab, capacity, self.device, debug)
             self.buckets = Buckets(self.pool, self.page_formats, max_requests, layers, kv_heads, sizes.max_pages)
             self._calibrated = calibrated(calibration, (layers, kv_heads, head_dim), self.device, balance)
             first, *each = self._calibrated.centre, max_requests, 1, 1, 1

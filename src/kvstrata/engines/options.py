@@ -20,6 +20,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)  # tokens of an engine's block
 PREFERRED_BLOCK_SIZE = 64  # one page, the size that decode kernels stream best
 MOST_QUERIES = 16  # of a request in a decode call: one token and 15 drafts
 MOST_GROUP = 16  # query heads of a KV head
+TAIL_TOKENS = 64  # rows of a tail, or a multiple
 EXAMPLE = '{"kvstrata": {"format": "K4V4"}}'
 
 
@@ -30,12 +31,14 @@ class Options:
     Args:
         format: name of the packed format, such as ``K4V4``.
         calibration: path of a calibration file, or None.
+        tail: whether each request keeps its unfinished page at 16 bit.
 
     Raises ValueError or TypeError, naming the option.
     """
 
     format: str
     calibration: str | None = None
+    tail: bool = False
 
     def __post_init__(self) -> None:
         if Format.parse(self.format, HEAD_DIMS[0]).plain:
@@ -43,6 +46,8 @@ class Options:
         if type(self.calibration) not in (str, type(None)):
             given = type(self.calibration).__name__
             raise TypeError(f"kvstrata.calibration: expected the path of a calibration file, got {given}")
+        if type(self.tail) is not bool:
+            raise TypeError(f"kvstrata.tail: expected true or false, got {self.tail!r}")
 
     @classmethod
     def parse(cls, config: Any) -> Options:
@@ -66,6 +71,11 @@ class Options:
     def bytes_per_token(self, head_dim: int) -> int:
         """Bytes of K, V and scales of one token of one KV head, in blocks of any size."""
         return self.format_of(head_dim, PREFERRED_BLOCK_SIZE).bytes_per_token
+
+
+def tail_tokens(drafts: int) -> int:
+    """Rows of a tail for pages of any size, if up to ``drafts`` tokens of a request may be rejected in a step."""
+    return -(-(TAIL_TOKENS - 1 + max(drafts, 1)) // TAIL_TOKENS) * TAIL_TOKENS
 
 
 def layer_index(name: str) -> int:

@@ -8,15 +8,19 @@ An engine counts bytes per token; inside a block of one KV head the bytes belong
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kvstrata.attention import decode_packed, prefill_attention, prefill_packed
+from kvstrata.attention.packed_prefill.job import STAGED, padded_dim
 from kvstrata.layout import Format
 from kvstrata.quant.calibration import LayerCalibration
-from kvstrata.store import store_packed
+from kvstrata.store import PlainRows, store_packed
 
-from .batch import Batch
+from .batch import Batch, DecodePart, Rows
 from .options import MOST_GROUP, Options
+from .workspace import workspace
 
 
 class PackedLayer:
@@ -46,10 +50,11 @@ class PackedLayer:
     ) -> None:
         if heads % kv_heads or heads // kv_heads > MOST_GROUP:
             raise ValueError(f"heads: expected 1 to {MOST_GROUP} query heads per KV head, got {heads} for {kv_heads}")
-        self.options, self.head_dim = options, head_dim
+        self.options, self.kv_heads, self.head_dim = options, kv_heads, head_dim
         self.bytes_per_token = options.bytes_per_token(head_dim)
         self.scale, self.sliding_window, self.softcap, self.sinks = scale, sliding_window, softcap, sinks
         self.calibration: LayerCalibration | None = None
+        self.tail: tuple[torch.Tensor, torch.Tensor] | None = None  # K and V [requests, kv_heads, tokens, head_dim]
         self._formats: dict[int, Format] = {}
 
     def pages(self, cache: torch.Tensor) -> tuple[torch.Tensor, Format]:
@@ -70,14 +75,41 @@ class PackedLayer:
             fmt = self._formats[block_size] = self.options.format_of(self.head_dim, block_size)
         return cache.flatten(2), fmt
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def tail_of(self, slots: torch.Tensor | None) -> PlainRows | None:
+        """Rows of requests with these slots; None: the layer has no tail.
+
+        Raises ValueError if the layer has one and a batch without slots comes.
+        """
+        if self.tail is None:
+            return None
+        if slots is None:
+            raise ValueError("batch: expected tail_slots, since the layer has a tail, got None")
+        return PlainRows(*self.tail, slots)
+
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        rows: Rows | None = None,
+    ) -> None:
         """Write rows ``[T, kv_heads, head_dim]`` to their slots in ``cache``, which is mutated; -1 is padding.
 
-        Rows behind the last slot are padding too. May be captured in a CUDA graph after one call of the same shapes.
+        Rows behind the last slot are padding too. ``rows``: those of the batch, for a layer with a tail, which is
+        mutated as well. May be captured in a CUDA graph after one call of the same shapes.
         """
         pages, fmt = self.pages(cache)
         count = min(slot_mapping.shape[0], k.shape[0])
-        store_packed(k[:count], v[:count], pages, slot_mapping[:count], fmt, calibration=self.calibration)
+        options: dict[str, Any] = {}
+        if self.tail is not None:
+            if rows is None:
+                raise ValueError("rows: expected those of the batch, since the layer has a tail, got None")
+            count = rows.tokens
+            options = dict(
+                tail=self.tail_of(rows.tail_slots), seq_lens=rows.seq_lens, cu_seqlens_q=rows.cu_seqlens_q
+            )  # fmt: skip
+        store_packed(k[:count], v[:count], pages, slot_mapping[:count], fmt, calibration=self.calibration, **options)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, batch: Batch, out: torch.Tensor
@@ -89,29 +121,56 @@ class PackedLayer:
             k, v: ``[T, kv_heads, head_dim]``, the new rows, which prefills read unquantised.
             cache: the engine's blocks.
             batch: the step.
-            out: mutated, but for rows that are padding.
+            out: contiguous; mutated, but for rows that are padding.
 
-        A batch of decodes alone may be captured in a CUDA graph after one call of the same shapes.
+        A batch of decodes alone is two launches, decode and combine, which write to ``out`` directly. It may be
+        captured in a CUDA graph after one call of the same shapes.
         """
         pages, fmt = self.pages(cache)
-        if (part := batch.decode) is not None:
-            out[: part.tokens] = decode_packed(  # type: ignore[assignment]
-                q[: part.tokens], pages, part.block_table, part.seq_lens, fmt, calibration=self.calibration,
-                scale=self.scale, sliding_window=self.sliding_window, sinks=self.sinks, softcap=self.softcap,
-                cu_seqlens_q=part.cu_seqlens_q, max_seqlen_q=part.max_seqlen_q,
+        scoring: dict[str, Any] = dict(
+            scale=self.scale, sliding_window=self.sliding_window, sinks=self.sinks, softcap=self.softcap
+        )
+        packed: dict[str, Any] = dict(calibration=self.calibration, **scoring)
+        for part in batch.decodes:
+            rows = slice(part.first, part.first + part.tokens)
+            decode_packed(
+                q[rows], pages, part.block_table, part.seq_lens, fmt, tail=self.tail_of(part.tail_slots),
+                cu_seqlens_q=part.cu_seqlens_q, max_seqlen_q=part.max_seqlen_q, out=out[rows],
+                workspace=self._decode_workspace(q, fmt, part), **packed,
             )  # fmt: skip
-        if (chunk := batch.prefill) is not None:
+        for chunk in batch.prefills:
             rows = slice(chunk.first, chunk.first + chunk.tokens)
-            if not chunk.prefix:
-                out[rows] = prefill_attention(  # type: ignore[assignment]
-                    q[rows], k[rows], v[rows], scale=self.scale, cu_seqlens_q=chunk.cu_seqlens_q,
-                    cu_seqlens_k=chunk.cu_seqlens_q, max_seqlen_q=chunk.max_seqlen_q, max_seqlen_k=chunk.max_seqlen_q,
-                    sliding_window=self.sliding_window, sinks=self.sinks, softcap=self.softcap,
+            if chunk.prefix:
+                prefill_packed(
+                    q[rows], k[rows], v[rows], pages, chunk.block_table, chunk.seq_lens, chunk.cu_seqlens_q, fmt,
+                    tail=self.tail_of(chunk.tail_slots), cu_seqlens_k=chunk.cu_seqlens_k,
+                    max_seqlen_q=chunk.max_seqlen_q, max_seqlen_k=chunk.max_seqlen_k, total_tokens=chunk.total_tokens,
+                    exact_lengths=chunk.exact, out=out[rows],
+                    workspace=workspace(q.device, self.staged_bytes(chunk.total_tokens, q.element_size())), **packed,
                 )  # fmt: skip
-                return
-            out[rows] = prefill_packed(  # type: ignore[assignment]
-                q[rows], k[rows], v[rows], pages, chunk.block_table, chunk.seq_lens, chunk.cu_seqlens_q, fmt,
-                calibration=self.calibration, scale=self.scale, sliding_window=self.sliding_window, sinks=self.sinks,
-                softcap=self.softcap, max_seqlen_q=chunk.max_seqlen_q, max_seqlen_k=chunk.max_seqlen_k,
-                total_tokens=chunk.total_tokens,
-            )  # fmt: skip
+            elif chunk.dense:  # by kernels that ragged rows cannot use
+                tensors = (x[rows].unflatten(0, (-1, chunk.max_seqlen_q)) for x in (q, k, v, out))
+                dense_q, dense_k, dense_v, dense_out = tensors
+                prefill_attention(dense_q, dense_k, dense_v, out=dense_out, **scoring)
+            else:
+                prefill_attention(
+                    q[rows], k[rows], v[rows], cu_seqlens_q=chunk.cu_seqlens_q, cu_seqlens_k=chunk.cu_seqlens_q,
+                    max_seqlen_q=chunk.max_seqlen_q, max_seqlen_k=chunk.max_seqlen_q, out=out[rows], **scoring,
+                )  # fmt: skip
+
+    def staged_bytes(self, tokens: int, itemsize: int = 2) -> int:
+        """Bytes of the unpacked rows of ``tokens`` tokens, of as many KV heads at a time as `prefill_packed` takes."""
+        one_head = 2 * max(tokens, 1) * padded_dim(self.head_dim) * itemsize
+        return one_head * max(1, min(self.kv_heads, STAGED // one_head))
+
+    def _decode_workspace(self, q: torch.Tensor, fmt: Format, part: DecodePart) -> torch.Tensor | None:
+        """Scratch of a decode call; None where its kernels allocate their own."""
+        if q.device.type != "cuda" or q.element_size() != 2:
+            return None
+        from kvstrata import jit
+        from kvstrata.attention.packed_decode import cuda
+
+        if jit.missing():
+            return None
+        sizes = (part.seq_lens.shape[0], self.kv_heads, q.shape[1] // self.kv_heads, part.max_seqlen_q or 1)
+        return workspace(q.device, cuda.workspace_bytes(fmt, *sizes, q.get_device(), self.tail is not None))

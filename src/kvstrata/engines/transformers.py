@@ -180,7 +180,7 @@ class Step:
             slots = (block * allocator.tokens_per_page + last % allocator.tokens_per_page).squeeze(1)
             self.slots = slots.masked_fill(seq_lens == 0, -1)
             self.tokens = len(seq_lens)
-            self.batch = Batch(DecodePart(self.tokens, table, seq_lens, None, None), None)
+            self.batch = Batch((DecodePart(self.tokens, table, seq_lens, None, None),))
             return
         starts_cpu, lengths = starts.cpu(), ends.cpu().diff()
         requests = int((starts_cpu.diff() > 0).sum())  # padding requests are behind them
@@ -213,10 +213,10 @@ class Step:
         self, layer: PackedLayer, cache: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Store the new rows and attend; ``[T, heads, head_dim]``, zero for padding."""
-        out = torch.zeros_like(q)
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         early = self.tokens
-        if self.late_store and self.batch.prefill is not None:  # a chunk overwrites what its first queries see
-            early = self.batch.prefill.first
+        if self.late_store and self.batch.prefills:  # a chunk overwrites what its first queries see
+            early = self.batch.prefills[0].first
         if early:
             layer.store(k[:early], v[:early], cache, self.slots[:early])
         layer.attend(q, k, v, cache, self.batch, out)

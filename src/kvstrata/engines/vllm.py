@@ -12,12 +12,23 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvstrata.attention.packed_prefill.triton import STAGED
+from kvstrata.attention.packed_prefill.job import STAGED
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 
 from .batch import Batch, make_batch
-from .options import BLOCK_SIZES, HEAD_DIMS, MOST_QUERIES, PREFERRED_BLOCK_SIZE, Options, heads_of_rank, layer_index
+from .options import (
+    BLOCK_SIZES,
+    HEAD_DIMS,
+    MOST_QUERIES,
+    PREFERRED_BLOCK_SIZE,
+    Options,
+    heads_of_rank,
+    layer_index,
+    tail_tokens,
+)
 from .packed import PackedLayer
+from .rehearsal import rehearse
+from .workspace import workspace
 
 try:
     from vllm.config import get_current_vllm_config_or_none
@@ -57,10 +68,16 @@ REFUSALS = {
 }
 
 
+DRAFTS_WITH_TAIL = ("ngram", "ngram_gpu")  # whose drafts need no layers of their own
+
+
 class _Latest:
     """Options of the model that was made last, for calls that vLLM makes outside its configuration's context."""
 
     options: Options | None = None
+
+
+_rehearsed: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are there
 
 
 def current_options() -> Options:
@@ -71,6 +88,23 @@ def current_options() -> Options:
     if _Latest.options is None:
         raise RuntimeError("kvstrata: vLLM asked for the bytes of a block before it made a layer")
     return _Latest.options
+
+
+def most_prefilled(config: Any, kv_heads: int, head_dim: int) -> int:
+    """Tokens that one prefill call takes, prefixes included, such that their unpacked rows fit STAGED bytes."""
+    longest = config.model_config.max_model_len + config.scheduler_config.max_num_batched_tokens
+    return max(min(STAGED // (4 * kv_heads * head_dim), longest), 1)
+
+
+def check_tail(config: Any) -> None:
+    """Raise ValueError if this configuration cannot have a 16-bit tail per request."""
+    if not config.use_v2_model_runner:
+        raise ValueError("kvstrata: a tail needs model runner V2, since V1 has no fixed index for a request.")
+    if config.model_config.is_hybrid:
+        raise ValueError("kvstrata: a tail needs prefix hits of whole blocks, which hybrid models do not keep to.")
+    drafts = config.speculative_config
+    if drafts is not None and drafts.method not in DRAFTS_WITH_TAIL:
+        raise ValueError(f"kvstrata: a tail works with drafts of {DRAFTS_WITH_TAIL} only, got {drafts.method!r}.")
 
 
 class KvstrataBackend(AttentionBackend):
@@ -147,10 +181,11 @@ class KvstrataMetadata(AttentionMetadata):
     """One step, as `KvstrataImpl` takes it."""
 
     batch: Batch
+    slot_mapping: torch.Tensor
 
 
 class KvstrataBuilder(AttentionMetadataBuilder[KvstrataMetadata]):
-    """Splits vLLM's batch into a decode and a prefill part."""
+    """Splits vLLM's batch into decodes and prefills."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -163,6 +198,25 @@ class KvstrataBuilder(AttentionMetadataBuilder[KvstrataMetadata]):
                 f"kvstrata: speculative decoding with up to {MOST_QUERIES - 1} draft tokens is supported,"
                 f" got batches of {threshold} tokens per request."
             )
+        self.most_tokens = most_prefilled(vllm_config, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
+        self.tail_slots = None
+        if Options.parse(vllm_config.additional_config).tail:
+            check_tail(vllm_config)
+            requests = vllm_config.scheduler_config.max_num_seqs
+            self.tail_slots = torch.full((requests,), -1, dtype=torch.int32, device=device)
+
+    def _slots(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """Tail slots of the batch's requests: their indices in the runner's table, -1 for padding."""
+        if self.tail_slots is None:
+            return None
+        if common.req_idx is None or len(common.req_idx) > common.num_reqs:
+            given = None if common.req_idx is None else len(common.req_idx)
+            raise RuntimeError(f"kvstrata: a tail needs the index of each of {common.num_reqs} requests, got {given}.")
+        pinned = self.tail_slots.device.type == "cuda"
+        host = torch.full((common.num_reqs,), -1, dtype=torch.int32, pin_memory=pinned)
+        host[: len(common.req_idx)] = torch.as_tensor(common.req_idx)
+        # At the same address in every step, for CUDA graphs.
+        return self.tail_slots[: common.num_reqs].copy_(host, non_blocking=True)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -181,8 +235,11 @@ class KvstrataBuilder(AttentionMetadataBuilder[KvstrataMetadata]):
             max_seq_len=common.max_seq_len,
             threshold=self.reorder_batch_threshold,
             seq_lens_cpu=common.seq_lens_cpu_upper_bound,
+            short=MOST_QUERIES,
+            most_tokens=self.most_tokens,
+            tail_slots=self._slots(common),
         )
-        return KvstrataMetadata(batch)
+        return KvstrataMetadata(batch, common.slot_mapping)
 
 
 class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
@@ -217,6 +274,7 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
         self.options = current_options()
+        self.config = get_current_vllm_config_or_none()
         self.layer = PackedLayer(
             self.options, num_heads, self.num_kv_heads, head_size, self.scale, sliding_window or None,
             logits_soft_cap or None, sinks,
@@ -230,11 +288,11 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
 
     def _calibrate(self, layer: Any, device: torch.device) -> None:
         """Read this layer's part of the calibration file, at the first rows that are stored."""
-        self._calibrated = True
         calibration = Calibration.load(self.options.calibration or "")
         number = layer_index(layer.layer_name)
         if number >= len(calibration.layers):
             raise ValueError(f"calibration: expected a file with layer {number}, got {len(calibration.layers)} layers")
+        self._calibrated = True
         whole = calibration.layers[number]
         if whole.shape is None:
             return
@@ -251,7 +309,30 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             return
         if not self._calibrated:
             self._calibrate(layer, kv_cache.device)
-        self.layer.store(key, value, kv_cache, slot_mapping)
+        if not self.options.tail:  # `forward` has what a tail needs
+            self.layer.store(key, value, kv_cache, slot_mapping)
+
+    def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate what the layer needs beside vLLM's blocks, during memory profiling, so that vLLM counts it.
+
+        Kernels are compiled here, too, or the first requests would wait for them.
+        """
+        if self.config is None:
+            return
+        most = most_prefilled(self.config, self.num_kv_heads, self.head_size)
+        workspace(device, self.layer.staged_bytes(most, dtype.itemsize))
+        if self.options.tail and self.layer.tail is None:
+            check_tail(self.config)
+            rows = tail_tokens(self.config.num_speculative_tokens)
+            size = (2, self.config.scheduler_config.max_num_seqs, self.num_kv_heads, rows, self.head_size)
+            k, v = torch.zeros(size, dtype=dtype, device=device)
+            self.layer.tail = (k, v)
+        block_size = self.config.cache_config.block_size
+        capped, sinks = self.layer.softcap is None, self.layer.sinks is None
+        kind = (self.num_heads, self.num_kv_heads, self.head_size, self.sliding_window, capped, sinks, dtype, device)
+        if kind not in _rehearsed and block_size in BLOCK_SIZES:
+            _rehearsed.add(kind)
+            rehearse(self.layer, self.num_heads, block_size, dtype, device)
 
     def forward(
         self,
@@ -269,8 +350,12 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvstrata: quantised attention outputs are not supported.")
         if attn_metadata is None:
-            # Memory profiling: what a prefill will take has to be seen now.
-            torch.empty(STAGED, dtype=torch.uint8, device=query.device)
+            self._allocate(query.device, query.dtype)
             return output.fill_(0)
-        self.layer.attend(query, key, value, kv_cache, attn_metadata.batch, output.view(query.shape))
+        batch = attn_metadata.batch
+        if self.options.tail:
+            if self.layer.tail is None:
+                self._allocate(query.device, query.dtype)
+            self.layer.store(key, value, kv_cache, attn_metadata.slot_mapping, batch.rows)
+        self.layer.attend(query, key, value, kv_cache, batch, output.view(query.shape))
         return output

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from kvstrata.cache.policy.centre import mean_turn, turns
@@ -21,18 +25,30 @@ SINKS = 4  # first tokens that are left out
 ENOUGH = 16  # tokens of a prompt that are preferred to weights
 FEWEST = 4  # tokens that are used where there are no weights
 MOST = 512  # tokens that are looked at
-HORIZON = 2048  # positions that a balance and a centre are planned for, or twice the tokens of a prompt
+HORIZON = 2048  # positions that a centre is planned for
+AHEAD = 2048  # positions that a balance is planned for
 PRIOR = 32  # tokens that weigh as much as the assumption that both channels of a pair are alike
 LEAST = 1 / 32  # of a pair's energy, for each of its channels
 
 
 def interleaved(module: torch.nn.Module) -> bool | None:
     """True if the model's RoPE pairs channels (2 i, 2 i + 1), False for (i, i + n), None if that is unknown."""
-    function = getattr(sys.modules.get(type(module).__module__), "rotate_half", None)
+    return _interleaved(getattr(sys.modules.get(type(module).__module__), "rotate_half", None))
+
+
+@lru_cache(maxsize=64)
+def _interleaved(function: Any) -> bool | None:
     if function is None:
         return None
     turned = function(torch.arange(1.0, 9.0, device="cpu")).abs().tolist()
     return {5.0: False, 2.0: True}.get(turned[0])
+
+
+def columns_needed(real: np.ndarray) -> int:
+    """Number of first columns that hold the tokens `from_prompt` looks at; ``real [rows, n]``, False for padding."""
+    number = real.cumsum(1)
+    used = (real & (number <= SINKS + MOST)).any(0)
+    return int(np.flatnonzero(used)[-1:].sum()) + 1
 
 
 def from_prompt(
@@ -46,7 +62,7 @@ def from_prompt(
 
     Args:
         query: ``[rows, heads, n, D]``, as it multiplies K; ``key [rows, kv_heads, n, D]``.
-        real: bool ``[rows, n]``, False for padding.
+        real: bool ``[rows, columns]`` of the whole prompt, False for padding; the first n columns are looked at.
         rope: radians per position of K's rotated channel pairs, empty for none.
         is_interleaved: how RoPE pairs channels, see `interleaved`; None takes channels as the prompt has them.
     """
@@ -60,11 +76,10 @@ def squares(
     real: torch.Tensor,
     rope: Sequence[float],
     is_interleaved: bool | None,
-    positions: int = HORIZON,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Expected squares of centred K and of Q, float32 ``[rows, kv_heads, D]``; tokens looked at, ``[rows]``.
 
-    They are means over ``positions``, twice as many as a row has tokens if that is more. Arguments are those of
+    They are means over `AHEAD` positions, or twice the tokens of a row if these are more. Arguments are those of
     `from_prompt`. Where RoPE pairs channels in an unknown way, they are those of the prompt, K with its centre.
 
     A pair of channels is a complex number z. Turned back to position 0, rows have the means c of z, e of |z|² and p of
@@ -72,7 +87,8 @@ def squares(
     mean turn by the angle and by twice the angle, and the squares of the channels are (e ± Re p·μ2) / 2. The centre of
     K takes |c·μ1|² from e and (c·μ1)² from p·μ2.
     """
-    number, tokens = real.cumsum(1) - 1, real.sum(1)
+    tokens, real = real.sum(1), real[:, : key.shape[2]]
+    number = real.cumsum(1) - 1
     skipped = (tokens - FEWEST).clamp(min=1, max=SINKS)
     use = real & (number >= skipped.unsqueeze(1)) & (number < SINKS + MOST)
     if use.device.type == "cpu":  # on a CPU, drop columns behind the last used one; on a GPU that would need a sync
@@ -96,10 +112,10 @@ def squares(
     if not rope:
         return found_k, q_square, count
     one, two = _pairs(len(rope), is_interleaved=bool(is_interleaved))
-    cos, sin = (x[number.clamp(min=0)].unsqueeze(2) for x in turns(tuple(rope), number.shape[1], number.device))
-    angle = torch.tensor(rope, dtype=torch.float64, device=number.device)
-    horizon = (2 * tokens).clamp(min=positions)
+    *tables, angle = _constants(tuple(rope), number.device)
+    horizon = (2 * tokens).clamp(min=AHEAD)
     first, second = (torch.complex(*mean_turn(by * angle, horizon)).unsqueeze(1) for by in (1, 2))
+    cos, sin = (table[number.clamp(0, len(table) - 1)].unsqueeze(2) for table in tables)
     trust, trust_q = ((rows / (rows + PRIOR)).view(-1, 1, 1) for rows in (count, count * q.shape[3]))
 
     x, y = k[..., one] * cos + k[..., two] * sin, k[..., two] * cos - k[..., one] * sin
@@ -131,13 +147,49 @@ def _pairs(pairs: int, *, is_interleaved: bool) -> tuple[slice, slice]:
     return slice(pairs), slice(pairs, 2 * pairs)
 
 
+@lru_cache(maxsize=8)
+def _constants(rope: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Cos and sin ``[positions, pairs]`` of the tokens that are looked at, and the angles, float64 ``[pairs]``; kept on
+    the device, since an upload waits for it."""
+    with torch.inference_mode(False), torch.no_grad():
+        return *turns(rope, SINKS + MOST, device), torch.tensor(rope, dtype=torch.float64, device=device)
+
+
+_of_weights: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor | None]] = WeakKeyDictionary()
+
+
 def from_weights(
     module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
 ) -> torch.Tensor | None:
-    """Balance ``[kv_heads, D]`` of an attention module from its projections, or None where they do not determine it."""
+    """Balance ``[kv_heads, D]`` of an attention module from its projections, or None where they do not determine it.
+
+    Computed once for a module, until its weights change.
+    """
+    sizes = (kv_heads, dim, tuple(rope), is_interleaved)
+    linears = [getattr(module, name, None) for name in ("q_proj", "k_proj")]
+    weights = [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
+    tensors = [x for x in weights if isinstance(x, torch.Tensor)]
+    if any(x.is_inference() for x in tensors):  # which have no version
+        return _from_weights(module, *sizes)
+    key = (*sizes, _normed(module), *map(type, linears), *((x.data_ptr(), x._version) for x in tensors))
+    known = _of_weights.get(module)
+    if known is None or known[0] != key:
+        with torch.inference_mode(False), torch.no_grad():
+            known = _of_weights[module] = key, _from_weights(module, *sizes)
+    return known[1]
+
+
+def _normed(module: torch.nn.Module) -> bool:
+    """True if Q or K is normalised after its projection."""
+    names = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+    return any(getattr(module, name, None) is not None for name in names)
+
+
+def _from_weights(
+    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
+) -> torch.Tensor | None:
     q_proj, k_proj = (getattr(module, name, None) for name in ("q_proj", "k_proj"))
-    normed = any(getattr(module, name, None) is not None for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"))
-    if normed or (rope and is_interleaved is None):
+    if _normed(module) or (rope and is_interleaved is None):
         return None
     squares = []
     for linear, heads in ((k_proj, kv_heads), (q_proj, None)):

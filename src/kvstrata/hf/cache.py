@@ -29,7 +29,7 @@ from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget
 from kvstrata.checks import check_int
 from kvstrata.quant.calibration import Calibration
 
-from . import attention, files, support
+from . import attention, files, mass, support
 from .columns import Columns
 from .forward import Forward
 from .guard import Guard
@@ -37,6 +37,7 @@ from .hybrid import HybridLayer
 from .layer import StrataLayer
 from .mask import LastMask
 from .packed import PackedCache
+from .prompts import Prompts
 from .rope import frequencies
 from .steps import Steps
 from .window import LEAST, WindowLayer
@@ -147,7 +148,7 @@ class StrataCache(Columns):
         self._text = text
         self.plain_layers: dict[int, str] = {}
         self.context = getattr(text, "max_position_embeddings", None) or TOKENS
-        self._tiered: TieredCache | None = None
+        self.prompts, self._unfinished = Prompts(), None
         self._shape: tuple[int, int] | None = None
         self.steps, self.forward = Steps(), Forward(capture, compile)
         self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of what has room for more
@@ -218,19 +219,18 @@ class StrataCache(Columns):
     @property
     def tiered(self) -> TieredCache:
         """TieredCache of the compressed layers; raises RuntimeError before the first token."""
-        if self._tiered is None:
-            raise RuntimeError("tiered: expected a cache with tokens, got one that has seen none")
-        return self._tiered
+        self.prompts.finish()
+        return self.unfinished
 
     @property
     def uses_mass(self) -> bool:
         """True if attention mass decides which tokens are demoted."""
-        return self.tiered.policy.name == "importance" and self.tiered.budget.amount is not None
+        return self.unfinished.policy.name == "importance" and self.unfinished.budget.amount is not None
 
     @property
     def balances(self) -> bool:
         """True if the balance of K is estimated from each row's prompt."""
-        return self.calibration is None and self.tiered.balance is not None
+        return self.calibration is None and self.unfinished.balance is not None
 
     def _misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
         """Reason why K and V of a layer, ``[rows, kv_heads, n, D]``, cannot be compressed, or None."""
@@ -266,7 +266,7 @@ class StrataCache(Columns):
         fit the model's sizes.
         """
         rows, heads, new, dim = key.shape
-        if self._tiered is not None:
+        if self._unfinished is not None:
             return
         self._shape = heads, dim
         self._tiered = self._make(rows, heads, new, dim, key.dtype, key.device)
@@ -313,8 +313,10 @@ class StrataCache(Columns):
         """
         heads, dim = self._config_heads()
         if self._compressed and heads and dim:
-            tiered = self._make(rows, heads, 1, dim, model.dtype, model.device)
-            kvstrata.warmup(tiered, self._query_heads(heads), progress=progress)
+            tiered, query_heads = self._make(rows, heads, 1, dim, model.dtype, model.device), self._query_heads(heads)
+            kvstrata.warmup(tiered, query_heads, progress=progress)
+            if query_heads and self._compresses:
+                mass.load_kernels(query_heads, heads, dim, model.dtype, model.device)
 
     def _config_heads(self) -> tuple[int | None, int | None]:
         """KV heads and head_dim as the config has them, None where `_misfit` would refuse them."""
@@ -394,7 +396,7 @@ class StrataCache(Columns):
         """Mode of decode steps: eager, compiled or captured, and the reason where they are eager."""
         if self.eager_only:
             return f"eager: {self.eager_only}"
-        return self.forward.describe(torch.device("cpu") if self._tiered is None else self.tiered.device)
+        return self.forward.describe(torch.device("cpu") if self._unfinished is None else self._unfinished.device)
 
     def reset(self) -> None:
         """Drop all tokens; the next forward may have another batch size."""
@@ -403,6 +405,7 @@ class StrataCache(Columns):
             layer.is_initialized = False
         for layer in self.layers:
             layer.reset()
+        self.prompts.drop()
         self._tiered, self._shape, self._real, self.guard = None, None, np.ones((0, 0), bool), None
         self.steps.forget()
         self.forward.drop()

@@ -15,7 +15,7 @@ from .layer import StrataLayer
 from .logits import Logits
 from .rope import frequencies
 
-HORIZON = 4096  # positions that balance and centres are planned for
+HORIZON = 4096  # positions that centres are planned for
 
 
 class _Recorder(StrataLayer):
@@ -38,7 +38,7 @@ class _Recorder(StrataLayer):
     ) -> torch.Tensor:
         real = torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
         turned = balance.interleaved(module)
-        k, q, _ = balance.squares(query, key, real, self.rope, turned, HORIZON)
+        k, q, _ = balance.squares(query, key, real, self.rope, turned)
         own = pair_balance(k.mean(0), q.mean(0))
         rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
         there = torch.ones_like(rows[..., :1], dtype=torch.bool)

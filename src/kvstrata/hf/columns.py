@@ -18,6 +18,7 @@ from kvstrata.cache import TieredCache
 from . import mask as masks
 from .hybrid import HybridLayer
 from .layer import StrataLayer
+from .prompts import Prompts
 from .steps import Steps
 
 
@@ -28,18 +29,38 @@ class Columns(Cache):
     _tokens: np.ndarray  # `_real`, a view of _room
     _room: np.ndarray
     _checked: masks.LastMask
-    _tiered: TieredCache | None
+    _unfinished: TieredCache | None
+    prompts: Prompts
+    _uploaded: tuple[np.ndarray, torch.Tensor] | None = None  # padding of the last prompt, and on the device
 
     @property
     def tiered(self) -> TieredCache:
         raise NotImplementedError
+
+    @property
+    def _tiered(self) -> TieredCache | None:
+        """The TieredCache with all tokens stored, None before the first one."""
+        self.prompts.finish()
+        return self._unfinished
+
+    @_tiered.setter
+    def _tiered(self, tiered: TieredCache | None) -> None:
+        self._unfinished = tiered
+
+    @property
+    def unfinished(self) -> TieredCache:
+        """`tiered`, whose last prompt may not be stored yet: for what does not read tokens."""
+        if self._unfinished is None:
+            raise RuntimeError("tiered: expected a cache with tokens, got one that has seen none")
+        return self._unfinished
 
     def _reserve(self, tokens: int) -> None:
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         self._undo_step()  # copies and pickles know of no step that is open
-        return dict(vars(self))
+        self.prompts.finish()
+        return {name: x for name, x in vars(self).items() if name != "_uploaded"}
 
     @property
     def _real(self) -> np.ndarray:
@@ -76,11 +97,18 @@ class Columns(Cache):
         if mask is not None and (first or not self._checked.holds(mask)):
             masks.check_causal(mask, torch.from_numpy(self._real[:, :end]).to(mask.device), queries)
             self._checked.set(mask)
-        real = self._real[:, start:end]
-        tokens = None if real.all() else torch.from_numpy(real).to(self.tiered.device)
+        tokens = self._on_device(self._real[:, start:end])
         if first and queries > 1 and positions is not None and positions.dim() == 2:
-            masks.check_positions(positions.to(self.tiered.device), tokens)
+            masks.check_positions(positions.to(self.unfinished.device), tokens)
         return tokens
+
+    def _on_device(self, real: np.ndarray) -> torch.Tensor | None:
+        """A copy of ``real [rows, n]``, the same for all layers of a forward; None without padding."""
+        if real.all():
+            return None
+        if self._uploaded is None or not np.array_equal(self._uploaded[0], real):
+            self._uploaded = real.copy(), torch.from_numpy(real).to(self.unfinished.device)
+        return self._uploaded[1]
 
     def _add_columns(self, start: int, new: np.ndarray | bool) -> None:
         """Put columns behind the first ``start``: bool ``[rows, n]``, or a value for one of all rows."""

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from kvstrata.cache import TieredCache
@@ -121,17 +122,19 @@ class Guard:
         self.advice: float | None = 0.0  # smallest sufficient budget so far, None for none
 
     @classmethod
-    def begin(cls, cache: TieredCache, module: torch.nn.Module, real: torch.Tensor) -> Guard | None:
+    def begin(cls, cache: TieredCache, module: torch.nn.Module, real: np.ndarray) -> Guard | None:
         """Guard for a first prompt, ``real [rows, n]`` without padding; None if too short or checked before."""
-        if not isinstance(cache.budget.amount, float) or real.shape[1] < FEWEST:
+        if not isinstance(cache.budget.amount, float):
             return None
-        count, request = real.sum(1).max(0)
+        counts = real.sum(1)
+        if counts.max() < FEWEST:
+            return None
         setting = (cache.budget.amount, cache.formats, cache.balance is None)
         seen = _seen.setdefault(module, set())
-        if setting in seen or int(count) < FEWEST:
+        if setting in seen:
             return None
         seen.add(setting)
-        return cls(cache, int(request))
+        return cls(cache, int(counts.argmax()))
 
     @torch.no_grad()
     def add(

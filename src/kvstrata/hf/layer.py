@@ -3,7 +3,7 @@
 `update` keeps nothing: it hands the new rows on to `attend`, which knows queries and padding too. A prompt attends by
 the model's own function at the model's precision, with the earlier tokens dequantised for the time of one layer, and
 is stored after; a few new tokens are stored first and read where they lie, by `decode_attention`. One new token of
-every row is a step (steps.py).
+every row is a step (steps.py). First prompts on a GPU are stored a little later (prompts.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from operator import add
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
@@ -20,12 +21,13 @@ from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.inspect import gather
 from kvstrata.cache.policy.balance import put_balance
 
-from . import attention, balance
+from . import attention, balance, prefill
 from . import mask as masks
 from .forward import Forward
 from .guard import Guard
 from .logits import Logits
 from .mass import MassLedger, prompt_mass
+from .prompts import How, Prompts
 from .steps import Steps, stored_rows, strata_decode
 
 DECODE_QUERIES = 16  # more new tokens than these are a prompt
@@ -38,10 +40,17 @@ class Owner(Protocol):
     guard: Guard | None
     steps: Steps
     forward: Forward
+    prompts: Prompts
     shares: bool
 
     @property
     def tiered(self) -> TieredCache: ...
+
+    @property
+    def unfinished(self) -> TieredCache: ...
+
+    @property
+    def _real(self) -> np.ndarray: ...
 
     @property
     def rows(self) -> int: ...
@@ -110,10 +119,10 @@ class StrataLayer(CacheLayerMixin):
             if reason:
                 return self.owner._keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
             self.lazy_initialization(key_states, value_states)
-            if self.device != self.owner.tiered.device:
+            if self.device != self.owner.unfinished.device:
                 raise NotImplementedError(
                     "device_map: expected all layers that a StrataCache compresses on one device, got layer"
-                    f" {self.place} on {self.device} and others on {self.owner.tiered.device}"
+                    f" {self.place} on {self.device} and others on {self.owner.unfinished.device}"
                 )
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
@@ -155,34 +164,73 @@ class StrataLayer(CacheLayerMixin):
             if self.index == self.owner.tiered.layers - 1:
                 self.owner.end_step()
             return out
-        few = queries <= min(DECODE_QUERIES, self.owner.tiered.recent_tokens)
+        tiered = self.owner.unfinished
+        few = queries <= min(DECODE_QUERIES, tiered.recent_tokens)
         try:
             real = self.owner._tokens_among(self.columns, mask, positions, len(query), queries)
-            if self.columns + queries > self.owner.tiered.max_tokens:
+            if self.columns + queries > tiered.max_tokens:
                 new = [queries] * len(query) if real is None else real.sum(1).tolist()
                 self.owner._reserve(max(map(add, self.lengths(), new)))
             if self.columns and few and real is None:
                 out = self._decode(query, key, value, logits)
             else:
                 self.owner.forward.drop()
-                if real is None:
-                    real = torch.ones(len(query), queries, dtype=torch.bool, device=query.device)
-                if not self.columns:
-                    if self.owner.balances:
-                        self._balance(query, key, real, module)
-                    self._estimate(query, key, value, real, logits, module)
-                out = self._prompt(query, key, value, mask, real, under, logits)
+                if not self.columns and self._may_wait(queries):
+                    out = self._first_prompt(query, key, value, mask, under, logits, module)
+                else:
+                    if not self.columns:
+                        if self.owner.balances:
+                            self._balance(query, key, real, module)
+                        self._estimate(query, key, value, real, logits, module)
+                    out = self._prompt(query, key, value, mask, real, under, logits)
         except Exception:
             self.owner._forget(self.columns)
             raise
         self.columns += queries
         return out
 
-    def _balance(self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor, module: torch.nn.Module) -> None:
+    def _may_wait(self, queries: int) -> bool:
+        """True if the first prompt may be stored later."""
+        return self.owner.prompts.supports(self.owner.unfinished, self.index, self._new_columns(queries))
+
+    def _new_columns(self, queries: int) -> np.ndarray:
+        """Tokens and padding of the new columns on the host, bool ``[rows, queries]``."""
+        return self.owner._real[:, self.columns : self.columns + queries]
+
+    def _first_prompt(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        under: attention.Under,
+        logits: Logits,
+        module: torch.nn.Module,
+    ) -> torch.Tensor:
+        """Attend, and leave the rest to `Prompts`."""
+        tiered, owner, real = self.owner.unfinished, self.owner, self._new_columns(query.shape[2])
+        if self.index == 0:
+            owner.guard = Guard.begin(tiered, module, real)
+        out = self._alone(query, key, value, mask, under)
+        if owner.shares:
+            self.again = lambda query, mask, under, logits: self._alone(query, key, value, mask, under)
+        how = How(owner.importance_queries if owner.uses_mass else None, owner.balances, balance.interleaved(module))
+        owner.prompts.add(tiered, self.index, query, key, value, real, logits, how, owner.guard)
+        if self.index == tiered.layers - 1:
+            self._finish_estimate()
+        return out
+
+    def _balance(
+        self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None, module: torch.nn.Module
+    ) -> None:
         """Fix the balance of rows that have no tokens yet."""
         cache, rows = self.owner.tiered, range(len(query))
         turned = balance.interleaved(module)
-        own, counts = balance.from_prompt(query.detach(), key.detach(), real, cache.rope, turned)
+        first = slice(balance.columns_needed(self._new_columns(query.shape[2])))
+        there = self._all(query) if real is None else real
+        own, counts = balance.from_prompt(
+            query.detach()[:, :, first], key.detach()[:, :, first], there, cache.rope, turned
+        )
         if query.shape[2] <= balance.SINKS + balance.ENOUGH:
             by_weights = balance.from_weights(module, cache.kv_heads, cache.head_dim, cache.rope, turned)
             instead = torch.ones_like(own) if by_weights is None else by_weights.to(own.device).expand_as(own)
@@ -195,17 +243,22 @@ class StrataLayer(CacheLayerMixin):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        real: torch.Tensor,
+        real: torch.Tensor | None,
         logits: Logits,
         module: torch.nn.Module,
     ) -> None:
         """Estimate the error of the budget in this layer; the last one warns if it is large."""
         if self.index == 0:
-            self.owner.guard = Guard.begin(self.owner.tiered, module, real)
+            self.owner.guard = Guard.begin(self.owner.tiered, module, self._new_columns(query.shape[2]))
         if self.owner.guard is not None:
-            self.owner.guard.add(self.index, query, key, value, real, logits)
+            self.owner.guard.add(self.index, query, key, value, self._all(query) if real is None else real, logits)
             if self.index == self.owner.tiered.layers - 1:
                 self._finish_estimate()
+
+    @staticmethod
+    def _all(query: torch.Tensor) -> torch.Tensor:
+        """All columns are tokens."""
+        return torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
 
     def _finish_estimate(self) -> None:
         guard, self.owner.guard = self.owner.guard, None
@@ -239,14 +292,18 @@ class StrataLayer(CacheLayerMixin):
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        real: torch.Tensor,
+        real: torch.Tensor | None,
         under: attention.Under,
         logits: Logits,
     ) -> torch.Tensor:
+        """Attend to earlier tokens and the new rows, and store these; ``real`` is None without padding."""
         self.flush()
-        before = torch.tensor(self.lengths(), device=query.device).unsqueeze(1)
-        query_position = before + real.cumsum(1) - 1  # padding has that of the token before it
-        column_position = query_position.masked_fill(~real, -1).unsqueeze(1)
+        lengths, host = np.array(self.lengths())[:, None], self._new_columns(query.shape[2])
+        position = lengths + host.cumsum(1) - 1  # padding has that of the token before it
+        upload = self.owner.tiered.pool.to_device
+        query_position = upload(position)
+        column_position = upload(np.where(host, position, -1)).unsqueeze(1)
+        in_order = real is None and bool((lengths == lengths[0]).all()) and not self.owner.tiered.policy.evict
         if not self.columns:
             keys, out = key, self._alone(query, key, value, mask, under)
             if self.owner.shares:
@@ -264,12 +321,21 @@ class StrataLayer(CacheLayerMixin):
                 columns = column_position[..., : past_k.shape[2] + new.stop]
                 return masks.of_positions(query_position[:, new], columns, query.shape[1], dtype)
 
-            out = self._in_chunks(query, keys, values, mask_of, under)
+            def later(
+                query: torch.Tensor, mask: torch.Tensor | None, under: attention.Under, logits: Logits
+            ) -> torch.Tensor:
+                if in_order and prefill.supports(query):
+                    return prefill.attend(query, keys, values, logits)
+                return self._in_chunks(query, keys, values, mask_of, under)
+
+            out = later(query, mask, under, logits)
             if self.owner.shares:
-                self.again = lambda query, mask, under, logits: self._in_chunks(query, keys, values, mask_of, under)
+                self.again = later
         mass = None
         if self.owner.uses_mass:
-            mass = self._mass(query, keys, query_position, column_position, real, logits)
+            asking = self._all(query) if real is None else real
+            positions = query_position, column_position, asking
+            mass = self._mass(query, keys, positions, logits, int(position.max()) + 1, in_order)
         self._store(key, value, real, mass)
         return out
 
@@ -311,26 +377,32 @@ class StrataLayer(CacheLayerMixin):
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
-        query_position: torch.Tensor,
-        column_position: torch.Tensor,
-        real: torch.Tensor,
+        positions: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         logits: Logits,
+        longest: int,
+        in_order: bool,
     ) -> torch.Tensor:
-        """Mass that the prompt gave to each position: ``[rows, kv_heads, longest after it]``."""
-        limit = self.owner.importance_queries
-        by_column = prompt_mass(query, keys, query_position, column_position, real, logits, limit)
-        longest = int(column_position.max()) + 1
+        """Mass that the prompt gave to each position: ``[rows, kv_heads, longest]``, the longest row after it.
+
+        ``positions`` of queries, of columns and which queries are tokens; ``in_order``: as in `prompt_mass`.
+        """
+        by_column = prompt_mass(query, keys, *positions, logits, self.owner.importance_queries, in_order)
+        if in_order:
+            return by_column
+        column_position = positions[1]
         mass = by_column.new_zeros(*by_column.shape[:2], longest + 1)  # the last for columns without a token
         mass.scatter_add_(2, column_position.expand_as(by_column) % (longest + 1), by_column)
         return mass[..., :longest]
 
-    def _store(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, mass: torch.Tensor | None) -> None:
+    def _store(
+        self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None, mass: torch.Tensor | None
+    ) -> None:
         """Append the new rows; mass is the first importance of their tokens."""
         cache, k, v = self.owner.tiered, self._rows(key), self._rows(value)
-        if bool(real.all()):
+        if real is None:
             cache.append(self.index, k, v, mass=mass, queries=None if mass is None else k.shape[1])
             return
-        for request, count in enumerate(real.sum(1).tolist()):
+        for request, count in enumerate(self._new_columns(key.shape[2]).sum(1).tolist()):
             own = None if mass is None or not count else mass[request : request + 1]
             chosen = real[request]
             cache.append(

@@ -18,8 +18,7 @@ from kvstrata.cache import TieredCache
 from .logits import Logits
 from .mask import visible
 
-CHUNK = 16  # queries at a time, at least: their scores are the memory that this takes
-SCORES = 128 << 20  # bytes of scores at a time on a GPU, where a few large operations are faster than many small ones
+CHUNK = 16  # queries at a time: their scores are the memory that this takes
 
 
 class _Prompt(NamedTuple):
@@ -43,6 +42,7 @@ def prompt_mass(
     asking: torch.Tensor,
     logits: Logits,
     limit: int,
+    in_order: bool | None = None,
 ) -> torch.Tensor:
     """Mass of every column of ``key``, summed over queries and the query heads of a KV head.
 
@@ -54,20 +54,66 @@ def prompt_mass(
         asking: bool ``[rows, queries]``, False for padding.
         logits: how scores become logits.
         limit: how many queries are looked at.
+        in_order: True if column i is the token at position i in all rows, False if not; None looks, where that needs
+            no wait for a GPU.
 
     Returns float32 ``[rows, kv_heads, columns]`` whose sum over a KV head is about (queries asking) * (its heads).
     """
     stride = -(-query.shape[2] // limit)
+    if _by_triton(query):
+        positions = None if in_order else (query_position, column_position, asking)
+        return triton_mass(sampled_queries(query, stride), query.shape[2], key, logits, positions)
     sampled = torch.arange(query.shape[2] - 1, -1, -stride, device=query.device)
     weight = asking[:, sampled].float()
     weight *= (asking.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
-    # Without padding only columns of the chunk's own queries can be hidden. Not asked on a GPU: the host would wait.
+    # Without padding only columns of the chunk's own queries can be hidden.
     on_cpu = query.device.type == "cpu"
-    no_padding = on_cpu and bool(asking.all()) and bool((column_position >= 0).all())
+    no_padding = in_order or (on_cpu and bool(asking.all()) and bool((column_position >= 0).all()))
     prompt = _Prompt(query, key, query_position, column_position, stride, sampled, weight, no_padding)
     if on_cpu and (loops := _numba()) is not None:
         return _compiled_mass(loops, prompt, logits)
     return _torch_mass(prompt, logits)
+
+
+def _by_triton(query: torch.Tensor) -> bool:
+    return query.device.type == "cuda"
+
+
+def sampled_queries(query: torch.Tensor, stride: int) -> torch.Tensor:
+    """Every ``stride``-th query of ``[rows, heads, queries, D]`` up to the last one, a view."""
+    return query[:, :, (query.shape[2] - 1) % stride :: stride]
+
+
+def triton_mass(
+    sampled: torch.Tensor,
+    queries: int,
+    key: torch.Tensor,
+    logits: Logits,
+    positions: tuple[torch.Tensor, ...] | None = None,
+) -> torch.Tensor:
+    """`prompt_mass` by the `sampled_queries` of a prompt of so many ``queries``; nothing is read back.
+
+    ``positions``: of queries and of columns, and ``asking``; None if column i is the token at position i in all rows.
+    """
+    from .mass_triton import sampled_mass
+
+    stride = -(-queries // sampled.shape[2])
+    q, key = sampled.detach(), key.detach()
+    if positions is None:
+        return sampled_mass(q, key, stride, queries / q.shape[2], logits)
+    query_position, column_position, asking = positions
+    chosen = slice((queries - 1) % stride, None, stride)
+    weight = asking[:, chosen].float()
+    weight *= (asking.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
+    places = (x.to(torch.int32).contiguous() for x in (query_position[:, chosen], column_position))
+    return sampled_mass(q, key, stride, weight, logits, *places)
+
+
+def load_kernels(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile and load what `triton_mass` of prompts without padding needs on a CUDA device."""
+    q = torch.zeros(1, 64, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+    if _by_triton(q):
+        triton_mass(q, 64, q[:, :kv_heads], Logits(1.0))
 
 
 @lru_cache(maxsize=1)
@@ -108,8 +154,6 @@ def _torch_mass(prompt: _Prompt, logits: Logits) -> torch.Tensor:
     mass = torch.zeros(rows * kv_heads, 1, columns, dtype=torch.float32, device=query.device)
     keys = key.float().flatten(0, 1).transpose(1, 2)
     size = CHUNK
-    if query.device.type != "cpu":
-        size = max(CHUNK, SCORES // (4 * rows * query.shape[1] * columns))
     for chunk, (queries, its_weight) in enumerate(zip(sampled.split(size), weight.split(size, 1), strict=True)):
         end = columns - chunk * size * stride  # behind the column of the chunk's last query, which sees no further
         q = query[:, :, queries].float().mul_(logits.scale)

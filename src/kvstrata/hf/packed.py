@@ -118,6 +118,7 @@ class PackedCache(Cache):
         self._shape: tuple[int, int] | None = None
         self._dtype = torch.float16
         self._most = 0  # rows that there are pages for
+        self.start = -1  # columns before those of an eager forward, -1 if the host does not know
         self._before: tuple[torch.Tensor, torch.Tensor] | None = None  # columns and lengths, while a forward runs
         self.steps, self.forward = PackedSteps(), Forward(capture, compile)
 
@@ -258,8 +259,9 @@ class PackedCache(Cache):
         """Before the first layer of an eager forward: checks, and what it takes to undo it; raises what they raise."""
         self._undo()
         assert self.state is not None
+        self.start = -1
         if not (self.state.columns.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.state.check(mask, positions, rows, queries)
+            self.start = self.state.check(mask, positions, rows, queries)
             self._before = self.state.columns.clone(), self.state.seq_lens.clone()
         if queries > 1:
             self.forward.drop()

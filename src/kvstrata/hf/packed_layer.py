@@ -25,6 +25,7 @@ class Owner(Protocol):
     calibration: Calibration | None
     forward: Forward
     rope: list[float] | None
+    start: int
 
     @property
     def ahead(self) -> bool: ...
@@ -59,6 +60,7 @@ class PackedLayer(CacheLayerMixin):
         self.owner, self.place, self.index = owner, place, index  # place in the model, index among packed layers
         self.pages: torch.Tensor | None = None
         self.calibration: Layer | None = None
+        self.begun = False  # in `attend`, so the host knows how many columns there were
         self.again: attention.Again | None = None  # no layer shares its K and V: such models keep theirs plain
 
     @property
@@ -111,7 +113,10 @@ class PackedLayer(CacheLayerMixin):
         if self.index == 0:
             state.advance(mask, query.shape[2])
         calibration = self.calibration or Layer()
-        return strata_packed(query, key, value, self.pages, state, calibration, fmt, logits, padded=mask is not None)
+        known = self.owner.start if self.begun else -1
+        return strata_packed(
+            query, key, value, self.pages, state, calibration, fmt, logits, padded=mask is not None, start=known
+        )
 
     def attend(
         self,
@@ -129,7 +134,11 @@ class PackedLayer(CacheLayerMixin):
             self.calibration = self._calibrate(module, key.shape[1], key.shape[3])
         if self.index == 0:
             self.owner.begin(mask, positions, len(query), query.shape[2])
-        out = self.step(query, key, value, mask, logits)
+        self.begun = True
+        try:
+            out = self.step(query, key, value, mask, logits)
+        finally:
+            self.begun = False
         if self.index == self.owner.last:
             self.owner.end_step()
         return out

@@ -50,8 +50,8 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 def _operator(query: Any, key: Any, value: Any, pages: Any, block_table: Any, seq_lens: Any, columns: Any, real: Any,
               first: Any, slot: Any, balance: Any, centre: Any, sinks: Any, format: str, page_tokens: int, scale: float,
-              softcap: float | None, padded: bool) -> torch.Tensor:  # fmt: skip
-    """Operator ``kvstrata::strata_packed``; ``padded``: new columns may be padding."""
+              softcap: float | None, padded: bool, start: int) -> torch.Tensor:  # fmt: skip
+    """Operator ``kvstrata::strata_packed``; ``padded``: new columns may be padding; ``start``: -1 if not known."""
     rows, heads, queries, dim = query.shape
     fmt = Format.parse(format, dim, page_tokens)
     given: dict[str, Any] = dict(calibration=Layer(balance, centre))
@@ -64,7 +64,10 @@ def _operator(query: Any, key: Any, value: Any, pages: Any, block_table: Any, se
     new = _new_columns((real, seq_lens, columns, first), queries)
     kvstrata.store_packed(k, v, pages, new.slots, fmt, **given)
     captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
-    start = 1 if captured else int(columns) - queries
+    if captured:
+        start = 1
+    elif start < 0:
+        start = int(columns) - queries
     if queries <= DECODE_QUERIES and start:
         order = None
         if padded:  # the newest position is that of the last query
@@ -121,7 +124,7 @@ _library = torch.library.Library("kvstrata", "FRAGMENT")
 _library.define(
     "strata_packed(Tensor query, Tensor key, Tensor value, Tensor(a!) pages, Tensor block_table, Tensor seq_lens,"
     " Tensor columns, Tensor real, Tensor first, Tensor slot, Tensor? balance, Tensor? centre, Tensor? sinks,"
-    " str format, int page_tokens, float scale, float? softcap, bool padded) -> Tensor"
+    " str format, int page_tokens, float scale, float? softcap, bool padded, int start) -> Tensor"
 )
 _library.impl("strata_packed", _operator, "CompositeExplicitAutograd")
 
@@ -143,6 +146,7 @@ def strata_packed(
     logits: Logits,
     *,
     padded: bool,
+    start: int = -1,
 ) -> torch.Tensor:
     """Attention output ``[rows, n, heads, D]`` of the newest n columns, whose K and V are stored first.
 
@@ -154,6 +158,7 @@ def strata_packed(
         fmt: format of the pages.
         logits: how scores become logits.
         padded: some of the new columns may be padding.
+        start: columns before the new ones; -1 reads them from the device where it has to know.
 
     One new column, and up to 16 behind others, are read from the pages. More attend as they are, to earlier ones from
     the pages. Safe under ``torch.compile(fullgraph=True)``, and under CUDA-graph capture after an eager call of the
@@ -162,4 +167,5 @@ def strata_packed(
     return torch.ops.kvstrata.strata_packed(
         query, key, value, pages, rows.block_table, rows.seq_lens, rows.columns, rows.real, rows.first, rows.slot,
         *calibration, logits.sinks, fmt.name, fmt.page_tokens, logits.scale, logits.softcap, padded,
+        start,
     )  # fmt: skip

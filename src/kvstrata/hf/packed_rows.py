@@ -58,11 +58,11 @@ class PackedRows:
         own = mask[:, 0, query, self.columns + query]
         return (own if own.dtype == torch.bool else own == 0).expand(len(self), -1)
 
-    def check(self, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int) -> None:
+    def check(self, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int) -> int:
         """Check the arguments of a forward before its columns are counted; the host reads them.
 
-        Raises ValueError for other rows than before and for columns without room, and NotImplementedError for a mask
-        that is not causal order and the padding of before.
+        Returns the number of columns so far. Raises ValueError for other rows than before and for columns without room,
+        and NotImplementedError for a mask that is not causal order and the padding of before.
         """
         if rows != len(self):
             raise ValueError(f"past_key_values: expected {len(self)} rows as before, got {rows}")
@@ -81,6 +81,7 @@ class PackedRows:
             masks.check_causal(mask[..., :end], torch.cat([self.real[:, :start], new], 1), queries)
         if queries > 1 and positions is not None and positions.dim() == 2:
             masks.check_positions(positions.to(self.real.device), new)
+        return start
 
     def matches(self, mask: torch.Tensor) -> bool:
         """True if a mask of two or four dimensions is the padding of before and one token more of every row."""

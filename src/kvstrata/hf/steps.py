@@ -14,6 +14,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +32,16 @@ LARGEST = torch.finfo(torch.float16).max
 _running = threading.local()  # .steps of the forward that this thread is in
 
 
+@lru_cache(maxsize=8)
+def _cpu_loops(device: str) -> ModuleType | None:
+    """The module of compiled steps; None on a GPU and without numba."""
+    if device != "cpu" or find_spec("numba") is None:
+        return None
+    from kvstrata.attention.decode import step_numba
+
+    return step_numba
+
+
 class Steps:
     """The decode steps of one cache. Copies and pickles begin anew."""
 
@@ -42,6 +55,7 @@ class Steps:
         """Forget the cache; the next step makes a plan for the one that it is given."""
         self.tiered: TieredCache | None = None
         self.plan: kvstrata.DecodePlan | None = None
+        self.layers: dict[int, Any] = {}  # on the CPU: compiled steps of the plan's layers
         self.state: torch.Tensor | None = None
         self.mask: torch.Tensor | None = None  # bool [rows, columns or more]: padding so far, True beyond
         self.is_open = False  # room was made, and not all layers are written
@@ -82,10 +96,14 @@ class Steps:
             raise RuntimeError("past_key_values: expected a cache with room for a token, got one without")
         if self.plan is None or not self._serves(self.plan) or self.plan.heads != heads:
             observe = OBSERVED if tiered.budget.amount is not None else 0
-            self.plan = kvstrata.DecodePlan(tiered, heads, observe=observe)
+            self.plan, self.layers = kvstrata.DecodePlan(tiered, heads, observe=observe), {}
             self.plan.update()
         elif layer == 0:
             self.plan.update()
+        if (loops := _cpu_loops(tiered.device.type)) is not None:
+            if layer not in self.layers:
+                self.layers[layer] = loops.LayerStep(tiered, layer, self.plan)
+            return self.layers[layer](query, key, value, *logits)
         tiered.write(layer, stored_rows(key, tiered.dtype), stored_rows(value, tiered.dtype))
         q = query.transpose(1, 2).to(tiered.dtype)
         out = kvstrata.decode_attention(

@@ -11,6 +11,7 @@ model's own function, under the model's own mask.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -48,6 +49,14 @@ def choose_format(fraction: float, head_dim: int, page_tokens: int) -> Format | 
     """The widest format that takes at most a fraction of 16 bit; None if there is none."""
     formats = (Format.parse(name, head_dim, page_tokens) for name in LADDER)
     return next((f for f in formats if f.bytes_per_token <= fraction * 4 * head_dim), None)
+
+
+@lru_cache(maxsize=16)
+def _ring_table(rows: int, blocks: int, device: torch.device) -> torch.Tensor:
+    """Block table ``[rows, 2 * blocks]`` of rings of so many blocks, the same for all layers and steps."""
+    with torch.inference_mode(False):
+        block = torch.arange(2 * blocks, device=device) % blocks
+        return (torch.arange(rows, device=device).unsqueeze(1) * blocks + block).int()
 
 
 class WindowLayer(CacheLayerMixin):
@@ -197,7 +206,7 @@ class WindowLayer(CacheLayerMixin):
         """Raise NotImplementedError unless a mask is causal order, the window and padding."""
         queries, (width, offset) = new.shape[1], self.get_mask_sizes(new.shape[1])
         column = torch.arange(offset, offset + width, device=mask.device)
-        first = torch.tensor([self.columns - n for n in self.lengths], device=mask.device).unsqueeze(1)
+        first = self._numbers([self.columns - n for n in self.lengths]).unsqueeze(1)
         known = torch.cat([(column[:-queries] >= first) & (column[:-queries] < self.columns), new], 1)
         masks.check_causal(mask, known, queries, self.sliding_window)
 
@@ -232,7 +241,7 @@ class WindowLayer(CacheLayerMixin):
         if logits.softcap is not None:
             scores = (scores / logits.softcap).tanh() * logits.softcap
         if min(self.lengths) < width:
-            first = torch.tensor([width - n for n in self.lengths], device=q.device).view(-1, 1, 1, 1)
+            first = self._numbers([width - n for n in self.lengths]).view(-1, 1, 1, 1)
             scores = scores.masked_fill(torch.arange(width, device=q.device) < first, -torch.inf)
         lse = scores.logsumexp(-1, keepdim=True)
         out = (scores - lse).exp() @ self.tail_v.float()
@@ -242,12 +251,15 @@ class WindowLayer(CacheLayerMixin):
         """Packed tokens of each row, int32, less a multiple of the ring, so that two turns of it are table enough."""
         ring, width = self.ring_blocks * self.page_tokens, self.tail_k.shape[2]
         counts = [max(n - width, 0) for n in self.lengths]
-        return torch.tensor([n if n < ring else ring + n % ring for n in counts], dtype=torch.int32).to(self.device)
+        return self._numbers([n if n < ring else ring + n % ring for n in counts], torch.int32)
+
+    def _numbers(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """A few numbers on the device; the host does not wait for it."""
+        return torch.tensor(values, dtype=dtype, device="cpu").to(self.device, non_blocking=True)
 
     def _table(self, rows: int) -> torch.Tensor:
         """Block table of the rings, int32 ``[rows, 2 * ring_blocks]``."""
-        block = torch.arange(2 * self.ring_blocks, device=self.device) % self.ring_blocks
-        return (torch.arange(rows, device=self.device).unsqueeze(1) * self.ring_blocks + block).int()
+        return _ring_table(rows, self.ring_blocks, self.device)
 
     def _past(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V ``[rows, kv_heads, count, D]`` of each row's last tokens, aligned at the right; zero before them."""
@@ -258,7 +270,7 @@ class WindowLayer(CacheLayerMixin):
         k, v = quant.restore(*quant.dequantize_page(self.pages.unsqueeze(2), self.format), self.format)
         if self.balance is not None:
             k = k * self.balance[:, None, None]
-        ends = torch.tensor(self.lengths, device=self.device).unsqueeze(1)
+        ends = self._numbers(self.lengths).unsqueeze(1)
         position = ends - count + torch.arange(count - width, device=self.device)
         slot = position % (self.ring_blocks * self.page_tokens)
         out = []
@@ -313,7 +325,7 @@ class WindowLayer(CacheLayerMixin):
         """Move all but the last ``recent_tokens`` of the tail to the ring."""
         rows, kv_heads, width, dim = self.tail_k.shape
         count, ring = width - self.recent_tokens, self.ring_blocks * self.page_tokens
-        ends = torch.tensor([n - self.recent_tokens for n in self.lengths], device=self.device).unsqueeze(1)
+        ends = self._numbers([n - self.recent_tokens for n in self.lengths]).unsqueeze(1)
         position = ends - count + torch.arange(count, device=self.device)
         slot = torch.arange(rows, device=self.device).unsqueeze(1) * ring + position % ring
         slot = slot.masked_fill((position < 0) | (position < ends - ring), -1).flatten()

@@ -7,7 +7,7 @@ import importlib.util
 
 from .ahead import Named, compile_ahead, load_ahead
 from .compiler import CompileError, Cubin, Usage, cache_folder, compile, known_usage, usage
-from .kernel import Kernel, Launch, arch_of, bind_context, capture_id, current_stream, load
+from .kernel import Kernel, Launch, arch_of, bind_context, capture_id, current_stream, launch_on, load
 
 __all__ = [
     "CompileError",
@@ -24,6 +24,7 @@ __all__ = [
     "compile_ahead",
     "current_stream",
     "known_usage",
+    "launch_on",
     "load",
     "load_ahead",
     "missing",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,21 @@ def bind_context(device: int) -> None:
     from cuda.core import Device
 
     Device(device).set_current()
+
+
+_BOUND = threading.local()
+
+
+def launch_on(device: int, launch: Launch) -> None:
+    """Launch on a device's current stream; cheap if the device is torch's current one and was used in this thread."""
+    if getattr(_BOUND, "device", None) == device == torch.cuda.current_device():
+        launch(current_stream(device))
+        return
+    with torch.cuda.device(device):
+        bind_context(device)
+        launch(current_stream(device))
+    if device == torch.cuda.current_device():
+        _BOUND.device = device
 
 
 def load(source: Path, entry: str, arch: str | None = None) -> Kernel:

@@ -57,10 +57,9 @@ def blocks_of(pages: torch.Tensor, format: Format, name: str = "pages") -> Block
     strides = pages.stride()
     if strides[2] != 1 or any(n % ALIGNMENT for n in strides[:2]):
         raise ValueError(f"{name}: expected strides of multiples of {ALIGNMENT} bytes and 1, got {strides}")
+    end = pages.shape[2]
+    for stride, count in sorted(zip(strides[:2], pages.shape[:2], strict=True)):
+        if count > 1 and stride < end:
+            raise ValueError(f"{name}: expected blocks and heads that do not overlap, got strides {strides}")
+        end += (count - 1) * stride
     return Blocks(pages.shape[0], pages.shape[1], pages.shape[2] // size, strides[0], strides[1], format)
-
-
-def check_alignment(pages: torch.Tensor, name: str = "pages") -> None:
-    """Raise ValueError unless the memory begins at a multiple of 16 bytes."""
-    if pages.data_ptr() % ALIGNMENT:
-        raise ValueError(f"{name}: expected an address that is a multiple of {ALIGNMENT}, got {pages.data_ptr():#x}")

@@ -1,16 +1,7 @@
-"""Tokens of pages as float32 in compiled loops: rows, and codes one fragment at a time, for decode on the CPU.
+"""Pages as compiled loops read them, for decode on the CPU: plain rows and scales as float32, codes as words by lane.
 
-A fragment is one tile of 16 tokens and one step of 16 dims: a word, half a word or two words of each of 32 lanes (see
-``layout/fragments.py``). Its eight fields become rows of 32, so that every inner loop is one shift over neighbours,
-which the compiler turns into vector instructions; two of them follow each other as one row of 64. With register r and
-half, lane 4 g + t:
-
-    row 2 (r // 2) + half                   token in tile            dim in step
-    column 32 (r % 2) + lane         K      g + 8 (r % 2)            2 t + 8 (r // 2) + half
-                                     V      2 t + 8 (r // 2) + half  g + 8 (r % 2)
-
-What a column is multiplied with (K: the query, V: weights) depends on its row and t alone, what it is added to on
-r % 2 and g: sums are kept by column, and the four of a token or dim are added at the end.
+The words of a page's side lie in chunks of four, two or one a lane (see ``layout/fragments.py``); sorted by lane, word
+w of all lanes is one row of 32 neighbours. ``layout/products_numba.py`` multiplies their codes.
 """
 
 from __future__ import annotations
@@ -18,7 +9,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-LANES, ROWS, COLUMNS = 32, 4, 64
+LANES = 32
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # kinds of plain rows
 TO_FLOAT = np.float32(2.0**112)  # between the exponents of fp16 and of float32
 ENDLESS = np.float32(2.0**16)  # what infinities of fp16 then are
@@ -53,34 +44,50 @@ def lanes_of(words, count, lanes):
 
 
 @compiled
-def levels(lanes, bits, j, fragments, out):
-    """Levels (codes less their middle) of fragment ``j`` from the words of `lanes_of`, into ``out [8, 32]``."""
-    middle, mask = np.float32(0.5) * np.float32((1 << bits) - 1), np.uint32((1 << bits) - 1)
-    for field in range(8):
-        odd, half, far = field % 2, field // 2 % 2, field // 4
-        if bits == 8:
-            word, shift = 2 * j + far, 16 * odd + 8 * half
-        elif bits == 4:
-            word, shift = j, 8 * far + 4 * odd + 16 * half
-        else:
-            word, shift = j // 2, 8 * (j % 2) + 4 * far + 2 * odd + 16 * half
-        low = np.uint32(shift) & np.uint32(31)
-        if bits != 3:
-            for lane in range(out.shape[1]):
-                out[field, lane] = np.float32(np.int32((lanes[word, lane] >> low) & mask)) - middle
-            continue
-        above, shift = (fragments + 1) // 2 + j // 4, 4 * far + 2 * odd + 2 + j % 2 + 8 * (j % 4 // 2) + 16 * half
-        high = np.uint32(shift) & np.uint32(31)
-        for lane in range(out.shape[1]):
-            code = np.int32((lanes[word, lane] >> low) & np.uint32(3))
-            top = np.int32((lanes[above, lane] >> high) & np.uint32(1))
-            out[field, lane] = np.float32(code) + np.float32(4) * np.float32(top) - middle
+def page_buffers(page_tokens, dim):
+    """Scratch of one page: bits of plain rows, words by lane, bits of scales."""
+    lanes = np.empty((page_tokens // 8 * (dim // 16), LANES), np.uint32)
+    return np.empty(page_tokens * dim, np.uint32), lanes, np.empty(2 * page_tokens, np.uint32)
 
 
 @compiled
-def scale_index(token, side):
-    """Index of the fp16 scale of K (``side`` 0) or V (1) of a token among those of its page; see layout/scales.py."""
-    return token // 16 * 32 + token % 8 * 4 + token % 16 // 8 + 2 * side
+def scales_of(words, halves, start, side, bits, out):
+    """Scales of K (``side`` 0) or V (1) of a page's tokens from byte ``start`` on; ``bits`` is scratch.
+
+    See ``layout/scales.py``.
+    """
+    both = bits.view(np.float32)
+    floats(words, halves, start, len(both), FLOAT16, bits, both)
+    for tile in range(len(out) // 16):
+        rows, own = both[32 * tile + 2 * side : 32 * tile + 32], out[16 * tile : 16 * tile + 16]
+        for g in range(8):
+            own[g], own[g + 8] = rows[4 * g], rows[4 * g + 1]
+
+
+@compiled
+def powers_of_two(exponents, out):
+    """``2 ** exponents``, of int8 in the range of a balance."""
+    bits = out.view(np.uint32)
+    for i in range(len(out)):
+        bits[i] = np.uint32(np.int32(exponents[i]) + np.int32(127)) << np.uint32(23)
+
+
+@compiled
+def rotate(x, block):
+    """`layout.rotation.rotate` of float32 rows ``[n, D]``, in place."""
+    rows, dim = x.shape
+    shrink, distance = np.float32(1) / np.sqrt(np.float32(block)), 1
+    while distance < block:
+        for r in range(rows):
+            for begin in range(0, dim, 2 * distance):
+                low, high = x[r, begin : begin + distance], x[r, begin + distance : begin + 2 * distance]
+                for i in range(len(low)):
+                    a, b = low[i], high[i]
+                    low[i], high[i] = a + b, a - b
+        distance *= 2
+    for r in range(rows):
+        for d in range(dim):
+            x[r, d] *= shrink
 
 
 @compiled

@@ -86,10 +86,13 @@ struct Tailed {
     __syncwarp();
   }
 
-  // Positions of the page that the request's first row belongs to which come from the tail; 0 if it is not finished.
+  // Positions of the page that the request's first row belongs to which come from the tail; 0 if it is not finished, or if
+  // that row has no slot, which would say where the page is.
   __device__ __forceinline__ int older(const Request& r) const {
     const int in_page = r.begin % kPage;
-    return r.tail >= 0 && r.begin - in_page + kPage <= r.length ? in_page : 0;
+    if (r.tail < 0 || !in_page || r.begin - in_page + kPage > r.length) return 0;
+    const i64 slot = static_cast<const Slot*>(p.slot_mapping)[r.first * p.slot_stride];
+    return slot >= 0 && slot < p.slots ? in_page : 0;
   }
 
   // Newer tokens to the rows of tokens `from` to `end` of the page of the request's first row, which were read.

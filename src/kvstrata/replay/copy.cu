@@ -1,8 +1,7 @@
-// Many small copies in one launch. A worker, a block or one warp of it, belongs to one copy; which one, it reads from the
-// first worker of each.
+// Many small copies in one launch. A block belongs to one copy; which one, it reads from the first block of each.
 //
 //   copy i   source  [size0, size1, size2]          any strides; 16 bytes at a time where rows are unbroken and addresses
-//            target  [extent0, extent1, extent2]    and strides allow, narrower otherwise: each worker works that out
+//            target  [extent0, extent1, extent2]    and strides allow, narrower otherwise: each block works that out
 //
 // Extents are the source's sizes, or the target's where what the source does not cover is filled. An element is covered
 // when its row is below the live rows and its column below the row's length: counts that may live on the device.
@@ -17,6 +16,7 @@
 
 using i64 = long long;
 using u64 = unsigned long long;
+constexpr int kThreads = 256;
 constexpr int kPer = 2;            // units of a thread under way at once
 constexpr unsigned char kBits = 255;  // the kind of a copy without a cast
 enum Flags { kFill = 1, kWideLengths = 2, kWideRows = 4, kFillLast = 8, kSkips = 16 };
@@ -50,7 +50,7 @@ struct Params {
   const char* source[kCopies];
   Stage stage;
   Copy copies[kCopies];
-  unsigned first[kCopies];  // worker
+  unsigned first[kCopies];  // block
 };
 
 __device__ __forceinline__ i64 count_at(const char* at, bool wide) {
@@ -138,7 +138,7 @@ __device__ void cast_element(char* to, int target, const char* from, int source)
   }
 }
 
-// A worker's view of its copy.
+// A block's view of its copy.
 struct Work {
   const Copy& c;
   const char* source;
@@ -186,18 +186,18 @@ __device__ __forceinline__ u64 last_of(const Work& w, int covered_from_start) {
   }
 }
 
-template <int kBytes, int kLanes>
-__device__ __forceinline__ void move_units(const Work& w, unsigned begin, unsigned end, unsigned lane) {
+template <int kBytes>
+__device__ __forceinline__ void move_units(const Work& w, unsigned begin, unsigned end) {
   const int per_unit = static_cast<int>(w.per_unit), bytes = w.c.bytes;
   const bool fills = w.c.flags & kFill;
-  for (unsigned n = begin + lane; n < end; n += kLanes * kPer) {
+  for (unsigned n = begin + threadIdx.x; n < end; n += kThreads * kPer) {
     Work::Place place[kPer];
     Vec<kBytes> data[kPer];
 #pragma unroll
     for (int i = 0; i < kPer; i++) {
       place[i].covered = place[i].room = 0;
-      if (n + i * kLanes < end) {
-        place[i] = w.at(n + i * kLanes);
+      if (n + i * kThreads < end) {
+        place[i] = w.at(n + i * kThreads);
         if (place[i].covered >= per_unit) data[i] = load_once<kBytes>(place[i].from);
       }
     }
@@ -209,7 +209,7 @@ __device__ __forceinline__ void move_units(const Work& w, unsigned begin, unsign
       } else if (at.room > 0) {
         u64 value = w.c.fill;
         if (w.c.flags & kFillLast) {
-          const unsigned unit = n + i * kLanes;  // one row, so the number of the unit is its place in the row
+          const unsigned unit = n + i * kThreads;  // one row, so the number of the unit is its place in the row
           value = last_of(w, at.covered + static_cast<int>(unit) * per_unit);
           for (int k = bytes; k < 8; k *= 2) value |= value << (8 * k);
         }
@@ -230,9 +230,8 @@ __device__ __forceinline__ void move_units(const Work& w, unsigned begin, unsign
   }
 }
 
-template <int kLanes>
-__device__ __forceinline__ void cast_units(const Work& w, unsigned begin, unsigned end, unsigned lane) {
-  for (unsigned n = begin + lane; n < end; n += kLanes) {
+__device__ __forceinline__ void cast_units(const Work& w, unsigned begin, unsigned end) {
+  for (unsigned n = begin + threadIdx.x; n < end; n += kThreads) {
     const Work::Place at = w.at(n);
     if (at.covered > 0) {
       cast_element(at.to, w.c.target_kind, at.from, w.c.source_kind);
@@ -246,8 +245,7 @@ __device__ __forceinline__ void cast_units(const Work& w, unsigned begin, unsign
   }
 }
 
-// kLanes: threads of a worker, all of a block or 32. Staged launches have blocks for workers.
-template <int kCopies, bool kCasts, bool kStaged, int kThreads, int kLanes>
+template <int kCopies, bool kCasts, bool kStaged>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads) copy_all(const __grid_constant__ Params<kCopies> p) {
   wait_for_previous();
   unsigned turn = 0;
@@ -275,13 +273,9 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) copy_all(const __gr
     }
     __threadfence();
   }
-  static_assert(kLanes == kThreads || (kLanes == 32 && !kStaged), "a worker is a block or a warp");
-  constexpr unsigned kWorkers = kThreads / kLanes;  // of a block
-  unsigned worker = blockIdx.x, lane = threadIdx.x;  // a block's number is uniform, and so is what is found by it
-  if constexpr (kWorkers > 1) worker = worker * kWorkers + lane / kLanes, lane %= kLanes;
   int index = -1;
 #pragma unroll
-  for (int i = 0; i < kCopies; i++) index += p.first[i] <= worker;
+  for (int i = 0; i < kCopies; i++) index += p.first[i] <= blockIdx.x;  // uniform, and so is what is found by it
   bool here = index >= 0;
   const Copy& c = p.copies[here ? index : 0];
   i64 counts[2] = {c.size[0], c.size[2]};  // rows and columns that are live
@@ -299,9 +293,8 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) copy_all(const __gr
     if (c.lengths && !c.lengths_step) counts[1] = count_at(c.lengths, c.flags & kWideLengths);
   }
   if (here) {
-    // Warps that the last block has beyond those asked for help with the last copy.
-    const unsigned all = gridDim.x * kWorkers, behind = index + 1 < kCopies ? p.first[index + 1] : all;
-    const unsigned workers = (behind < all ? behind : all) - p.first[index];
+    const unsigned all = gridDim.x, next = index + 1 < kCopies ? p.first[index + 1] : all;
+    const unsigned blocks = (next < all ? next : all) - p.first[index];
     Work w{c, p.source[index] + slot, slot, c.size[0], c.size[2], 1, c.extent[2], c.source_stride[2], c.target_stride[2]};
     if (c.rows) w.rows = within(live(counts[0], c.rows_per, c.rows_extra), c.size[0]);
     if (c.lengths && !c.lengths_step) w.columns = within(live(counts[1], c.lengths_per, c.lengths_extra), c.size[2]);
@@ -323,14 +316,14 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) copy_all(const __gr
       w.source_step = w.target_step = width;
     }
     const unsigned units = high * c.extent[1] * w.per_row;
-    const unsigned share = (units + workers - 1) / workers, begin = (worker - p.first[index]) * share;
+    const unsigned share = (units + blocks - 1) / blocks, begin = (blockIdx.x - p.first[index]) * share;
     const unsigned end = begin + share < units ? begin + share : units;
-    if (casts) cast_units<kLanes>(w, begin, end, lane);
-    else if (width == 16) move_units<16, kLanes>(w, begin, end, lane);
-    else if (width == 8) move_units<8, kLanes>(w, begin, end, lane);
-    else if (width == 4) move_units<4, kLanes>(w, begin, end, lane);
-    else if (width == 2) move_units<2, kLanes>(w, begin, end, lane);
-    else move_units<1, kLanes>(w, begin, end, lane);
+    if (casts) cast_units(w, begin, end);
+    else if (width == 16) move_units<16>(w, begin, end);
+    else if (width == 8) move_units<8>(w, begin, end);
+    else if (width == 4) move_units<4>(w, begin, end);
+    else if (width == 2) move_units<2>(w, begin, end);
+    else move_units<1>(w, begin, end);
   }
   if constexpr (kStaged) {
     __syncthreads();  // whatever this block reads of the slot has been read

@@ -1,21 +1,16 @@
-"""The copies of a plan in CUDA C++: descriptors packed for ``copy.cu``, launched with the grid that the shapes need.
-
-How the work is cut is data (``Config``): ``kvstrata tune replay`` searches it, and a plan takes what the table has for
-buffers like its own.
-"""
+"""The copies of a plan in CUDA C++: descriptors packed for ``copy.cu``, launched with the grid that the shapes need."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvstrata import jit
-from kvstrata.jit import tuned
 
 from .copies import BITS, Bound, Move
 
@@ -28,47 +23,8 @@ COPY = struct.Struct("<3Q 6q Q 6I 5i 4B")
 STAGE = struct.Struct("<3Q q")  # turn, done, number, bytes of a slot
 NOTHING = COPY.pack(*(0,) * 3, *(0,) * 6, 0, *(0,) * 3, *(0,) * 3, 0, 1, 0, 1, 0, 1, BITS, BITS, 0)
 NO_BLOCK = 0xFFFFFFFF
+THREADS, BLOCK_BYTES = 256, 8192  # of a block; docs/replay.md has what other sizes took
 FILL, WIDE_LENGTHS, WIDE_ROWS, FILL_LAST, SKIPS = 1, 2, 4, 8, 16
-
-
-@dataclass(frozen=True)
-class Config:
-    """Cut of the work: threads and bytes of a block, and the workers that belong to one copy, blocks or warps."""
-
-    worker: str = "block"
-    threads: int = 256
-    share: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.worker not in ("block", "warp"):
-            raise ValueError(f"worker: expected block or warp, got {self.worker!r}")
-
-    @property
-    def lanes(self) -> int:
-        """Threads of a worker."""
-        return self.threads if self.worker == "block" else 32
-
-    @property
-    def workers(self) -> int:
-        """Workers of a block."""
-        return self.threads // self.lanes
-
-
-DEFAULT = Config()
-
-
-def features(copies: int, nbytes: int, casts: bool) -> dict[str, int | str]:
-    """Key of a launch in a tuned table: its copies, and the bytes of their buffers together."""
-    return {"copies": copies, "bytes": nbytes, "kind": "casts" if casts else "bits"}
-
-
-def config_of(dst: Sequence[torch.Tensor], casts: bool, device: torch.device) -> Config:
-    """Tuned launch configuration for similar buffers on this GPU, or the default."""
-    if device.type != "cuda":
-        return DEFAULT
-    nbytes = sum(buffer.numel() * buffer.itemsize for buffer in dst)
-    choice = tuned.lookup("replay", torch.cuda.get_device_name(device), features(len(dst), nbytes, casts))
-    return Config(**choice) if choice else DEFAULT
 
 
 def capacity(copies: int) -> int:
@@ -76,14 +32,13 @@ def capacity(copies: int) -> int:
     return next(most for most in CAPACITIES if copies <= most)
 
 
-def entry_of(copies: int, casts: bool, staged: bool, config: Config = DEFAULT) -> str:
-    flags = f"{str(casts).lower()}, {str(staged).lower()}"
-    return f"copy_all<{capacity(copies)}, {flags}, {config.threads}, {config.lanes}>"
+def entry_of(copies: int, casts: bool, staged: bool) -> str:
+    return f"copy_all<{capacity(copies)}, {str(casts).lower()}, {str(staged).lower()}>"
 
 
-def workers_of(move: Move, config: Config) -> int:
-    """Workers that share the bytes of a copy."""
-    return -(-move.elements * move.itemsize * config.workers // config.share)
+def blocks_of(move: Move) -> int:
+    """Blocks that share the bytes of a copy."""
+    return -(-move.elements * move.itemsize // BLOCK_BYTES)
 
 
 def pack(
@@ -103,14 +58,6 @@ def pack(
     )  # fmt: skip
 
 
-def first_workers(workers: Sequence[int]) -> list[int]:
-    """First worker of each copy, then the total."""
-    first = [0]
-    for count in workers:
-        first.append(first[-1] + count)
-    return first
-
-
 def empty_params(room: int, stage: bytes | None) -> bytes:
     """struct Params without a copy."""
     firsts = struct.pack(f"<{room}I", *(NO_BLOCK,) * room)
@@ -123,22 +70,14 @@ class Copies:
     Not for use by two threads at once.
     """
 
-    def __init__(
-        self,
-        count: int,
-        casts: bool,
-        device: torch.device,
-        stage: bytes | None = None,
-        config: Config = DEFAULT,
-    ) -> None:
-        self.count, self.room, self.config = count, capacity(count), config
+    def __init__(self, count: int, casts: bool, device: torch.device, stage: bytes | None = None) -> None:
+        self.count, self.room = count, capacity(count)
         self.device = device.index if device.index is not None else torch.cuda.current_device()
         with torch.cuda.device(self.device):
             jit.bind_context(self.device)
-            kernel = jit.load(SOURCE, entry_of(count, casts, stage is not None, config), jit.arch_of(device))
+            kernel = jit.load(SOURCE, entry_of(count, casts, stage is not None), jit.arch_of(device))
         self._tail_at = 8 * self.room
-        self._threads = config.threads
-        self.launch = jit.Launch(kernel, 1, config.threads, empty_params(self.room, stage))
+        self.launch = jit.Launch(kernel, 1, THREADS, empty_params(self.room, stage))
         self.params, self.args = self.launch.params, self.launch.args
         # jit.Launch has a fixed grid; here it depends on the shapes.
         self._call: Any = self.launch.call.func
@@ -146,10 +85,9 @@ class Copies:
         self.write = struct.Struct(f"<{count}Q").pack_into
         self.grid = 0
 
-    def tail(self, descriptors: Sequence[bytes], workers: Sequence[int]) -> tuple[bytes, int]:
-        """Bytes of the parameters after pointers and stage (descriptors, first workers), and the grid."""
-        *first, total = first_workers(workers)
-        grid = -(-total // self.config.workers)
+    def tail(self, descriptors: Sequence[bytes], blocks: Sequence[int]) -> tuple[bytes, int]:
+        """Bytes of the parameters after pointers and stage (descriptors, first blocks), and the grid."""
+        *first, grid = accumulate(blocks, initial=0)
         empty = self.room - len(descriptors)
         firsts = struct.pack(f"<{self.room}I", *first, *(NO_BLOCK,) * empty)
         return b"".join(descriptors) + NOTHING * empty + firsts, grid
@@ -165,7 +103,7 @@ class Copies:
             return
         if torch._C._cuda_getDevice() == self.device:
             stream = torch._C._cuda_getCurrentRawStream(self.device)
-            (error,) = self._call(self._function, self.grid, 1, 1, self._threads, 1, 1, 0, stream, self.args, 0)
+            (error,) = self._call(self._function, self.grid, 1, 1, THREADS, 1, 1, 0, stream, self.args, 0)
             if int(error):
                 self.launch.fail(error)
         else:

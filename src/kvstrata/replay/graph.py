@@ -186,14 +186,14 @@ class GraphRunner:
             before = torch.cuda.mem_get_info()[0]
             one.graph = torch.cuda.CUDAGraph()
             try:
-                with _no_collection(), torch.cuda.graph(one.graph, pool=self.pool, capture_error_mode="thread_local"):
+                with no_collection(), torch.cuda.graph(one.graph, pool=self.pool, capture_error_mode="thread_local"):
                     one.outputs = self._body(one)
             except Exception as error:
                 _leave_capture(self.device)
                 raise RuntimeError(
                     f"step: size {size} cannot be captured. Under capture a step may not wait for the GPU (.item(), "
                     f".cpu(), printing, a branch on a tensor), copy from memory that is not pinned, or allocate "
-                    f"other than through torch; what was said: {error}"
+                    f"other than through torch; the error was: {error}"
                 ) from error
             one.memory = max(before - torch.cuda.mem_get_info()[0], 0)
         return one
@@ -356,8 +356,8 @@ def _cut(outputs: Any, size: int, batch: int) -> Any:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without garbage collection, whose finalizers may free device memory: that would end the capture."""
+def no_collection() -> Iterator[None]:
+    """Without garbage collection: finalizers may free device memory, which ends a capture, and take time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,9 +33,6 @@ from .copies import (
     shape,
 )
 from .memory import folds, overlap, span
-
-if TYPE_CHECKING:
-    from .cuda import Config
 
 REMEMBERED = 4096
 Source = torch.Tensor | None
@@ -177,7 +174,7 @@ class CopyPlan:
             if bound is not None and (other := self._written(bound.tensor)) is not None:
                 raise ValueError(f"{name}[{i}]: expected memory that no copy writes, got some of dst[{other}]")
 
-    def _kernels(self, config: Config | None = None) -> list[Any]:
+    def _kernels(self) -> list[Any]:
         """The launches of the CUDA backend, compiled and loaded here so that any run may be captured."""
         if self.backend != "cuda":
             return []
@@ -186,19 +183,8 @@ class CopyPlan:
         launches = []
         for i in range(0, len(self.dst), copy_cuda.MOST):
             dst, casts = self.dst[i : i + copy_cuda.MOST], any(self.cast[i : i + copy_cuda.MOST])
-            cut = config or copy_cuda.config_of(dst, casts, self.device)
-            launches.append(copy_cuda.Copies(len(dst), casts, self.device, config=cut))
+            launches.append(copy_cuda.Copies(len(dst), casts, self.device))
         return launches
-
-    def configure(self, config: Config) -> CopyPlan:
-        """Replace the launch configuration from the tuned table; returns the plan. Call it before the first run.
-
-        Compiles kernels, so it cannot be captured. Has no effect on other backends than CUDA C++. Raises CompileError
-        if no kernel can be compiled for ``config``.
-        """
-        self._groups = self._kernels(config)
-        self._single = self._groups[0] if len(self._groups) == 1 else None
-        return self
 
     def run(self, src: Sequence[Source] | None = None) -> None:
         """Copy ``src``, or the sources that the plan was made with, into the buffers, in place.
@@ -246,14 +232,14 @@ class CopyPlan:
 
     def _load(self, looks: Looks, addresses: Addresses) -> None:
         """Write the descriptors of these looks, and the addresses, into the launches."""
-        from .cuda import NOTHING, workers_of
+        from .cuda import NOTHING, blocks_of
 
         if looks.prepared is None:
             tails, first = [], 0
             for group in self._groups:
                 copies = looks.copies[first : first + group.count]
-                workers = [workers_of(c.move, group.config) if c else 0 for c in copies]
-                tails.append(group.tail([c.packed if c else NOTHING for c in copies], workers))
+                blocks = [blocks_of(c.move) if c else 0 for c in copies]
+                tails.append(group.tail([c.packed if c else NOTHING for c in copies], blocks))
                 first += group.count
             looks.prepared = tails
         first = 0

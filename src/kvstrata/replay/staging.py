@@ -259,7 +259,7 @@ class Scatter:
             else:
                 bounds = (columns if target.dim() == 2 else None, 0, rows)
             descriptors.append(copy_cuda.pack(move, target.data_ptr(), *bounds, skips=True))
-            blocks.append(min(copy_cuda.workers_of(move, copies.config), STAGED_BLOCKS))
+            blocks.append(min(copy_cuda.blocks_of(move), STAGED_BLOCKS))
         blocks[0] = max(blocks[0], 1)  # at least one block, which counts the step
         copies.load(*copies.tail(descriptors, blocks))
         copies.write(copies.params, 0, *(base + offset for offset in stage._offsets))

@@ -27,7 +27,7 @@ Run = Callable[[Tensors], None]
 Launch = Callable[..., None]  # takes addresses in the order of the kernel's parameters
 
 
-class Plan:
+class StorePlan:
     """Launch of a checked combination, and the guard that recognises another call of the same one."""
 
     def __init__(self, tensors: Tensors, layout: str, backend: str, overlap: bool, address_bits: int) -> None:
@@ -88,16 +88,16 @@ def _cuda(task: Task, slot_mapping: torch.Tensor, backend: str, overlap: bool, a
     return run
 
 
-class _Plans(PerThread[Plan]):
+class _Plans(PerThread[StorePlan]):
     """Plans of a thread: parameters are written in place, so threads do not share them."""
 
-    latest: Plan | None = None
+    latest: StorePlan | None = None
 
-    def find(self, tensors: Tensors, layout: str, backend: str, overlap: bool, address_bits: int) -> Plan:
+    def find(self, tensors: Tensors, layout: str, backend: str, overlap: bool, address_bits: int) -> StorePlan:
         key = (*signature(tensors), layout, backend, overlap, address_bits)
         plan = self.known.get(key)
         if plan is None:
-            plan = self.known[key] = Plan(tensors, layout, backend, overlap, address_bits)
+            plan = self.known[key] = StorePlan(tensors, layout, backend, overlap, address_bits)
         else:  # looks the same to a kernel, but not to the guard: grad or inference mode changed
             plan.guard = guard_of([t for t in tensors if t is not None])
         self.latest = plan

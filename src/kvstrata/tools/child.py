@@ -29,11 +29,11 @@ def output(*command: str) -> str | None:
 
 
 class Late(Exception):
-    """A program exceeded its time limit and was killed; ``said`` is its output until then."""
+    """A program exceeded its time limit and was killed; ``output`` is what it had printed."""
 
-    def __init__(self, message: str, said: str = "") -> None:
+    def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
-        self.said = said
+        self.output = output
 
 
 def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> tuple[str, int]:
@@ -46,14 +46,14 @@ def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] |
         errors="replace", env={**os.environ, **(environment or {})}, start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=max(seconds, 0.0))
+        printed, _ = process.communicate(timeout=max(seconds, 0.0))
     except BaseException as error:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
+        printed, _ = process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
-            tail = " / ".join(line for line in said.splitlines()[-3:] if line.strip())
-            last = f"; it said last: {tail}" if tail else ""
-            raise Late(f"took more than {seconds:.0f} s and was ended{last}", said) from error
+            tail = " / ".join(line for line in printed.splitlines()[-3:] if line.strip())
+            last = f"; its last lines: {tail}" if tail else ""
+            raise Late(f"took more than {seconds:.0f} s and was ended{last}", printed) from error
         raise
-    return said, process.returncode
+    return printed, process.returncode

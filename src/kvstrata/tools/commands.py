@@ -74,8 +74,8 @@ def profile(
 
     A gate with a signed number is about the change against --against or --compare: percentage points for shares,
     percent for the rest; without a sign it is about the value. Exit code 1: a gate was missed, or a case could not be
-    profiled; 3: no ncu, or no permission to read the counters: then times, registers and shared memory are what there
-    is.
+    profiled; 3: no ncu, or no permission to read the counters, in which case only times, registers and shared memory
+    are reported.
 
     Example: kvstrata profile store
 
@@ -316,7 +316,7 @@ def _take(op: str, wanted: list[str], contender: str | None, revision: str | Non
     cases.find(op)
     where = device_of(Device.auto)
     if where.type != "cuda":
-        ncu.find()  # which is the first thing to say
+        ncu.find()  # a missing ncu is reported first
         raise ncu.NcuError("profile needs a CUDA device: torch sees none here")
     names, end = profiles.choose(op, wanted, where), time.monotonic() + seconds
     sizes = {case.name: case.bytes for quick in (True, False) for case in cases.find(op).cases(where, quick)}

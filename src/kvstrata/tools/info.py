@@ -29,7 +29,7 @@ LIMITS = {
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Everything as plain data. In `backends`, `packages` and `tools` None means that it is there."""
+    """Everything as plain data. In `backends`, `packages` and `tools` None means available."""
     machine = describe(device)
     return {
         **machine,

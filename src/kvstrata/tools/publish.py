@@ -52,7 +52,7 @@ class View(NamedTuple):
     about: str = ""
 
 
-SAME = ("pre-sliced", "adaptor", "bare launch", "copy")  # on the GPU as fast as another line of the figure, or no way
+SAME = ("pre-sliced", "adaptor", "bare launch", "copy")  # not drawn: on the GPU as fast as another line, or a probe
 ENGINES = "vllm"  # its contenders are engines, with batches of their own
 VIEWS = {
     "decode": [

@@ -39,7 +39,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def device_of(wanted: Device) -> torch.device:
-    """The device that a command runs on; ValueError where the one asked for is not there."""
+    """The device that a command runs on; ValueError if the requested one is not available."""
     import torch
 
     if wanted is Device.cuda and not torch.cuda.is_available():
@@ -83,7 +83,7 @@ def progress_bars(console: Console, *more: str, transient: bool = False) -> Prog
 
 @contextmanager
 def spinner(title: str) -> Iterator[Callable[[str], None]]:
-    """A line that says what is being done; silent when nobody watches."""
+    """Status line on stderr; disabled when stderr is not a terminal."""
     from rich.console import Console
 
     if not sys.stderr.isatty():

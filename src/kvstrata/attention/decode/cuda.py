@@ -6,7 +6,7 @@
     rows.cu       table row of each request, where row i is not request i
     observe.cu    at the beginning of a step: the layers whose mass becomes importance (observe.py)
 
-`Plan` holds the list and the scratch of one shape of call. The device makes the list before every use or, with a
+`WorkPlan` holds the list and the scratch of one shape of call. The device makes the list before every use or, with a
 `DecodePlan`, once per step for all layers; the host never waits. Calls without a plan share one per shape and stream
 (`decode`), for any layer.
 """
@@ -137,7 +137,7 @@ def list_parts(head_caches: int, tiers: int) -> tuple[int, int]:
     return parts, -(-head_caches // parts) * tiers * BASE_BYTES
 
 
-class Plan:
+class WorkPlan:
     """Work list and scratch of calls with these sizes, for one layer or several consecutive ones.
 
     ``fixed_split``: tokens of a KV head per partial (4-bit tokens; others in proportion to their cost), independent of
@@ -373,12 +373,12 @@ class Plan:
         return 16 if columns < 2 * self.grid else fewest
 
 
-Plans = OrderedDict[Hashable, Plan]  # least recently used first
+Plans = OrderedDict[Hashable, WorkPlan]  # least recently used first
 _PLANS: Plans = OrderedDict()  # for all PagedCaches
 _OWNED: WeakKeyDictionary[object, Plans] = WeakKeyDictionary()  # for each TieredCache, as long as it lives
 
 
-def _plan_of(job: Job, source: Source, device: int) -> Plan:
+def _plan_of(job: Job, source: Source, device: int) -> WorkPlan:
     """Plan for calls of this shape on this stream and thread, shared by all layers."""
     requests, sizes = tuple(job.requests), (job.kv_heads, job.q.shape[2], job.q.shape[1])
     key: tuple[Hashable, ...] = (len(requests), *sizes, jit.current_stream(device), threading.get_ident())
@@ -389,7 +389,7 @@ def _plan_of(job: Job, source: Source, device: int) -> Plan:
         key += (source.page_tokens, source.units, source.rows[1:])
     plan = plans.get(key)
     if plan is None:
-        plan = plans[key] = Plan(source, requests, *sizes)
+        plan = plans[key] = WorkPlan(source, requests, *sizes)
         if job.owner is not None:
             register(job.owner, plan)
         if len(plans) > KEPT:
@@ -419,6 +419,6 @@ def decode(job: Job) -> Result:
         # intermediate: the pool reuses it for later calls of the capture and is freed with the graph. Overlapping
         # launches allow that: worklist.cu, the first to write to it again, starts when all kernels before it are done,
         # and decode.cu and combine.cu wait for the kernel before them (pdl.cuh) before they write.
-        plan = Plan(source, tuple(job.requests), job.kv_heads, q.shape[2], q.shape[1])
+        plan = WorkPlan(source, tuple(job.requests), job.kv_heads, q.shape[2], q.shape[1])
         plan.update()
         return plan.run(job)

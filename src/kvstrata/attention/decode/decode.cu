@@ -23,13 +23,13 @@ template <class In, bool kMass, bool kOrdered, int kDim, int kPageTokens, int kN
 __device__ __forceinline__ void attend(Tiers<>, const Params&, State<kDim, kN>&, unsigned char*, unsigned, int) {}
 template <class In, bool kMass, bool kOrdered, int kDim, int kPageTokens, int kN, int kNumber, class T, class... Ts>
 __device__ __forceinline__ void attend(Tiers<T, Ts...>, const Params& p, State<kDim, kN>& st, unsigned char* stage,
-                                       unsigned meta, int group) {
+                                       unsigned meta, int bucket) {
   using P = Part<T, kDim, kPageTokens, kOrdered>;
   if (tier_of(meta) == kNumber) {
-    if constexpr (T::kPlain) attend_rows<In, P, kMass>(p, st, stage, tokens_of(meta), group, part_of(meta) * P::kTokens);
-    else attend_codes<T, P, kMass>(p, st, stage, tokens_of(meta), group);
+    if constexpr (T::kPlain) attend_rows<In, P, kMass>(p, st, stage, tokens_of(meta), bucket, part_of(meta) * P::kTokens);
+    else attend_codes<T, P, kMass>(p, st, stage, tokens_of(meta), bucket);
   } else {
-    attend<In, kMass, kOrdered, kDim, kPageTokens, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, meta, group);
+    attend<In, kMass, kOrdered, kDim, kPageTokens, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, meta, bucket);
   }
 }
 
@@ -62,20 +62,20 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
     ring.commit();
     Stage next = p.stages[min(first + 1, end - 1)], after = p.stages[min(first + 2, end - 1)];
     State<kDim, kN> st;
-    int group = -1;
+    int bucket = -1;
     for (int i = first;; i++) {
       const int at = (i - first) & 1;
-      const bool another = i == end || now.group != group;
+      const bool another = i == end || now.bucket != bucket;
       if (another) {
-        if (group >= 0 && !kMass) end_group(p, st, group, partial, block);
+        if (bucket >= 0 && !kMass) end_bucket(p, st, bucket, partial, block);
         if (i == end) break;
-        group = now.group;
+        bucket = now.bucket;
         load_query(p, st, now, block);
       }
       if (i + 1 < end) produce(at ^ 1, next);
       ring.commit();
-      if (next.group != now.group) expect_query<kDim, kN>(p, next, block);
-      if (another) begin_group<In, kMass, kOrdered>(p, st, now, block);  // overlaps the copy of the page
+      if (next.bucket != now.bucket) expect_query<kDim, kN>(p, next, block);
+      if (another) begin_bucket<In, kMass, kOrdered>(p, st, now, block);  // overlaps the copy of the page
       ring.wait(at, 2);
       bool skip = false;
       if constexpr (kMass && !kRows) {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
         st.importance = reinterpret_cast<float*>(now.page + p.importance_offset[tier]) + part_of(now.meta) * tokens;
       }
       if (!skip)
-        attend<In, kMass, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, group);
+        attend<In, kMass, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, bucket);
       __syncwarp();
       now = next;
       next = after;

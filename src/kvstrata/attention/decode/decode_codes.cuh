@@ -23,7 +23,7 @@ __device__ __forceinline__ void change_unit(State<kDim, kN>& st, int unit) {
 // where positions are consecutive.
 template <class T, class P, bool kMass, int kDim, int kN>
 __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& st, const unsigned char* stage, int tokens,
-                                             int group, int position = 0) {
+                                             int bucket, int position = 0) {
   constexpr int kSteps = kDim / 16, kMost = kDim <= 64 || (T::kK <= 3 && T::kV <= 3) ? 4 : 2, kUnit = P::kMine < kMost ? P::kMine : kMost;
   using KWords = Words<T::kK, kSteps, P::kMine, kUnit>;
   using VWords = Words<T::kV, kSteps, P::kMine, kUnit>;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
     }
     unsigned w[kUnit][kN][2];
     if constexpr (kMass) {
-      share_mass<kUnit>(p, st, sc, view, group, before, tokens - before, positions, first, old);
+      share_mass<kUnit>(p, st, sc, view, bucket, before, tokens - before, positions, first, old);
       return;
     }
     soften<f16, kUnit, P::kOrdered>(p, st, sc, view, tokens - before, positions, first, w, skip);

@@ -17,7 +17,7 @@ __device__ __forceinline__ int plain_dim(int s, int part) {
 struct Owner {
   int row, head;
   __device__ __forceinline__ Owner(const Params& p, const Stage& stage) {
-    const int head_cache = stage.group - tier_of(stage.meta) * p.head_caches;
+    const int head_cache = stage.bucket - tier_of(stage.meta) * p.head_caches;
     row = divide(head_cache, p.by_kv_heads);
     head = head_cache - row * p.kv_heads;
   }
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_columns(const P& p, State<kDim, kN>& st, co
   }
 }
 
-// Loads the queries of a group unchanged, early enough for begin_group.
+// Loads the queries of a bucket unchanged, early enough for begin_bucket.
 template <int kDim, int kN, class P>
 __device__ __forceinline__ void load_query(const P& p, State<kDim, kN>& st, const Stage& stage, int block) {
   const Owner owner(p, stage);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void balance_query(State<kDim, kN>& st, const float* 
 
 // Converts the queries that load_query read to operands.
 template <class In, bool kMass, bool kOrdered, int kDim, int kN, class P>
-__device__ __forceinline__ void begin_group(const P& p, State<kDim, kN>& st, const Stage& stage, int block) {
+__device__ __forceinline__ void begin_bucket(const P& p, State<kDim, kN>& st, const Stage& stage, int block) {
   constexpr int kSteps = kDim / 16;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const Owner owner(p, stage);

@@ -51,7 +51,7 @@ __device__ __forceinline__ void attend_values(State<kDim, kN>& st, const unsigne
 
 // A stage of plain rows.
 template <class In, class P, bool kMass, int kDim, int kN>
-__device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st, unsigned char* stage, int tokens, int group,
+__device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st, unsigned char* stage, int tokens, int bucket,
                                             int first) {
   constexpr int kSteps = kDim / 16, kTiles = P::kMine;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st
     sc.v[i][0] = sc.v[i][1] = 1.f;
   }
   if constexpr (kMass) {
-    share_mass<kTiles>(p, st, sc, view, group, 0, tokens, stage + P::kBytes, first, old);
+    share_mass<kTiles>(p, st, sc, view, bucket, 0, tokens, stage + P::kBytes, first, old);
     return;
   }
   unsigned w[kTiles][kN][2];

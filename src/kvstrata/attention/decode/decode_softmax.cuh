@@ -199,11 +199,11 @@ __device__ __forceinline__ float observed(const Params& p, const State<kDim, kN>
 // Adds the weight of every token, summed over columns, at its position or to its importance.
 template <int kTiles, int kDim, int kN>
 __device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, View view,
-                                           int group, int before, int tokens, const unsigned char* positions, int first,
+                                           int bucket, int before, int tokens, const unsigned char* positions, int first,
                                            const float (&old)[kTiles][2]) {
   const int lane = threadIdx.x & 31, g = lane >> 2;
   if (view != kWhole || p.softcap_log2 > 0.f) mask<kTiles, true>(p, st, sc, tokens, positions, first);
-  float* mass = p.partial_out + static_cast<i64>(group % p.head_caches) * p.mass_length;
+  float* mass = p.partial_out + static_cast<i64>(bucket % p.head_caches) * p.mass_length;
 #pragma unroll
   for (int i = 0; i < kTiles; i++)
 #pragma unroll

@@ -11,37 +11,37 @@ query by query:
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kvstrata.attention.softmax_numba import hide, soften, softmax
 from kvstrata.attention.threads import share_out
+from kvstrata.cache.storage.views import BucketedCacheLayer
 from kvstrata.layout.format import UNIT, Format
-from kvstrata.layout.fragments import words_per_lane
-from kvstrata.layout.rotation import hadamard
+from kvstrata.layout.fragments import STEP_DIMS, TILE_TOKENS, words_per_lane
+from kvstrata.layout.products_numba import BLOCK, add_products, arrange
+from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_numba import (
     BFLOAT16,
-    COLUMNS,
     FLOAT16,
     FLOAT32,
-    LANES,
-    ROWS,
     compiled,
     floats,
     lanes_of,
-    levels,
-    scale_index,
+    page_buffers,
+    powers_of_two,
+    rotate,
+    scales_of,
 )
-from kvstrata.quant.calibration import factors
 
 from .job import Job, Result
-from .parts import stored_centre
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 CODES = -1  # instead of a kind
 THREADED = 2048  # tokens of all KV heads; fewer are done before another thread would start
+NO_SINKS = np.empty(0, np.float32)
 
 
 class _Tier(NamedTuple):
@@ -77,66 +77,77 @@ def _tiers(formats: tuple[Format, ...], offsets: tuple[int, ...], dtype: torch.d
     return np.array(rows, np.int64)
 
 
-@functools.lru_cache(maxsize=64)
-def _turn(head_dim: int) -> torch.Tensor:
-    return hadamard(head_dim, "cpu")
-
-
 def decode(job: Job) -> Result:
     """Compute out, lse or None, and mass or None."""
     buckets, (batch, q_len, heads, dim) = job.buckets, job.q.shape
     assert buckets is not None
-    assert buckets.space is not None
-    space = buckets.space.numpy()
-    turn = _turn(dim)
-    q = torch.empty(2, batch, q_len, heads, dim, dtype=torch.float32, device="cpu")
-    torch.mul(job.q, job.scale, out=q[0])
-    if buckets.balance is not None:
-        q[0] *= factors(buckets.balance[job.requests]).repeat_interleave(job.group, 1).unsqueeze(1)
-    torch.matmul(q[0], turn, out=q[1])
-    out = torch.empty_like(q)
-    lse = np.empty((batch, q_len, heads), np.float32)
+    q = job.q.float().contiguous()
+    out, lse = np.empty(q.shape, np.float32), np.empty((batch, q_len, heads), np.float32)
     mass = np.zeros((batch, job.kv_heads, job.max_length if job.return_mass else 0), np.float32)
+    words, halves, wide, length, table, count, centre, balance, tiers = views(buckets, job.q.dtype)
     arguments = (
-        space.view(np.uint32),
-        space.view(np.uint16),
-        buckets.position_dtype == torch.int32,
+        words,
+        halves,
+        wide,
         np.array(job.requests, np.int64),
-        buckets.seq_lens.numpy(),
-        buckets.page_table.numpy(),
-        buckets.count.numpy(),
-        stored_centre(buckets).numpy(),
-        _tiers(buckets.formats, buckets.position_offsets, job.q.dtype),
+        length,
+        table,
+        count,
+        centre,
+        balance,
+        tiers,
         buckets.formats[0].page_tokens,
+        block_of(dim),
         q.numpy(),
+        np.float32(job.scale),
         job.sliding_window or 0,
-        job.softcap or 0.0,
-        np.empty(0, np.float32) if job.sinks is None else job.sinks.numpy(),
-        out.numpy(),
+        np.float32(job.softcap or 0.0),
+        NO_SINKS if job.sinks is None else job.sinks.numpy(),
+        out,
         lse,
         mass,
         job.return_mass,
     )
     head_caches = batch * job.kv_heads
     threads = torch.get_num_threads() if head_caches * job.max_length >= THREADED else 1
-    share_out(_decode, arguments, head_caches, threads)
-    result = out[0].add_(out[1] @ turn).to(job.q.dtype)
+    share_out(decode_heads, arguments, head_caches, threads)
+    result = torch.from_numpy(out).to(job.q.dtype)
     lse_or_none = torch.from_numpy(lse) if job.return_lse else None
     return result, lse_or_none, torch.from_numpy(mass) if job.return_mass else None
 
 
+def views(buckets: BucketedCacheLayer, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Numpy views of a layer and the table of its tiers, made once."""
+    kept = buckets.kept
+    if "numba" not in kept:
+        assert buckets.space is not None
+        space, balance = buckets.space.numpy(), buckets.balance
+        kept["numba"] = (
+            space.view(np.uint32),
+            space.view(np.uint16),
+            buckets.position_dtype == torch.int32,
+            buckets.seq_lens.numpy(),
+            buckets.page_table.numpy(),
+            buckets.count.numpy(),
+            buckets.centre.numpy(),
+            np.empty((0, 0, 0), np.int8) if balance is None else balance.numpy(),
+            _tiers(buckets.formats, buckets.position_offsets, dtype),
+        )
+    return kept["numba"]
+
+
 @compiled
-def _decode(
-    words, halves, wide, requests, length, table, count, centre, tiers, page_tokens, q, window, softcap, sinks, out,
-    lse, mass, want_mass, first, last,
+def decode_heads(
+    words, halves, wide, requests, length, table, count, centre, balance, tiers, page_tokens, block, q, scale, window,
+    softcap, sinks, out, lse, mass, want_mass, first, last,
 ):  # fmt: skip
-    """Decode head caches ``first`` to ``last``. q and out are ``[2, B, q_len, Hq, D]``: in the model's space and in the
-    space of codes."""
-    q_len, heads, dim = q.shape[2:]
+    """Decode head caches ``first`` to ``last``; q and out are float32 ``[B, q_len, Hq, D]``."""
+    q_len, heads, dim = q.shape[1:]
     kv_heads = table.shape[1]
     group, rows = heads // kv_heads, q_len * (heads // kv_heads)
-    head_q = np.empty((2, rows, dim), np.float32)
-    sums = np.empty((2, rows, dim), np.float32)
+    head_q, turned = np.empty((rows, dim), np.float32), np.empty((rows, dim), np.float32)
+    sums, coded = np.empty((rows, dim), np.float32), np.empty((rows, dim), np.float32)
+    middle, factor = np.empty((1, dim), np.float32), np.ones(dim, np.float32)
     ordered = window > 0 or q_len > 1
     for head_cache in range(first, last):
         b, head = head_cache // kv_heads, head_cache % kv_heads
@@ -145,34 +156,47 @@ def _decode(
         for tier in range(len(counts)):
             n += counts[tier]
         scores, positions = np.empty((rows, n), np.float32), np.empty(n, np.int64)
-        for space in range(2):
-            for r in range(rows):
-                for d in range(dim):
-                    head_q[space, r, d] = q[space, b, r // group, head * group + r % group, d]
+        if len(balance):
+            powers_of_two(balance[request, head], factor)
+        for d in range(dim):
+            middle[0, d] = centre[request, head, d] / factor[d]
+        for r in range(rows):
+            given = q[b, r // group, head * group + r % group]
+            for d in range(dim):
+                head_q[r, d] = given[d] * scale * factor[d]
+                turned[r, d] = head_q[r, d]
+        rotate(turned, block)
         if ordered or want_mass:
             _positions(words, halves, wide, pages, counts, tiers, page_tokens, positions)
-        _keys(words, halves, pages, counts, tiers, page_tokens, centre[request], head, head_q, scores)
+        _keys(words, halves, pages, counts, tiers, page_tokens, middle, head_q, turned, scores)
         for r in range(rows):
             own = length[request] - q_len + r // group
             q_head = head * group + r % group
             if softcap > 0:
-                soften(scores[r], np.float32(softcap))
+                soften(scores[r], softcap)
             if ordered:
                 hide(scores[r], positions, own, own - window if window > 0 else -1)
             sink = sinks[q_head] if len(sinks) else np.float32(-np.inf)
             lse[b, r // group, q_head] = softmax(scores[r], sink)
-            if want_mass:
-                head_mass, weights = mass[b, head], scores[r]
-                for i in range(n):
-                    head_mass[positions[i]] += weights[i]
+        if want_mass:
+            _add_mass(scores, positions, mass[b, head])
+        _values(words, halves, pages, counts, tiers, page_tokens, scores, sums, coded)
+        rotate(coded, block)
         for r in range(rows):
             for d in range(dim):
-                sums[0, r, d] = 0
-        _values(words, halves, pages, counts, tiers, page_tokens, scores, sums)
-        for space in range(2):
-            for r in range(rows):
-                for d in range(dim):
-                    out[space, b, r // group, head * group + r % group, d] = sums[space, r, d]
+                out[b, r // group, head * group + r % group, d] = sums[r, d] + coded[r, d]
+
+
+@compiled
+def _add_mass(weights, positions, mass):
+    """Weights of all rows to the mass of their positions."""
+    total = np.zeros(len(positions), np.float32)
+    for r in range(len(weights)):
+        row = weights[r]
+        for i in range(len(total)):
+            total[i] += row[i]
+    for i in range(len(total)):
+        mass[positions[i]] += total[i]
 
 
 @compiled
@@ -191,62 +215,33 @@ def _positions(words, halves, wide, pages, counts, tiers, page_tokens, positions
 def _dot(q, r, rows, index):
     total = np.float32(0)
     for i in range(rows.shape[1]):
-        total += q[0, r, i] * rows[index, i]
+        total += q[r, i] * rows[index, i]
     return total
 
 
 @compiled
-def _add(fragment, by, index, sums, to):
-    """Add the columns of a fragment ``[4, 64]`` times ``by[r, index]`` to ``sums[r, to]``, for every row r."""
-    a, b, c, d = fragment[0], fragment[1], fragment[2], fragment[3]
-    for r in range(len(sums)):
-        e, f, g, h, row_sums = by[r, index, 0], by[r, index, 1], by[r, index, 2], by[r, index, 3], sums[r, to]
-        for i in range(len(row_sums)):
-            row_sums[i] += (a[i] * e[i] + b[i] * f[i]) + (c[i] * g[i] + d[i] * h[i])
-
-
-@compiled
-def _spread(values, first, by, r, index):
-    """Spread 16 numbers, by token (V) or dim (K) of a fragment, to the columns ``by[r, index]`` that multiply it."""
-    for row in range(ROWS):
-        i = first + 8 * (row // 2) + row % 2
-        a, b, c, d = values[r, i], values[r, i + 2], values[r, i + 4], values[r, i + 6]
-        for lane in range(by.shape[3] // 4):
-            by[r, index, row, 4 * lane], by[r, index, row, 4 * lane + 1] = a, b
-            by[r, index, row, 4 * lane + 2], by[r, index, row, 4 * lane + 3] = c, d
-
-
-@compiled
-def _four(sums, r, index, i):
-    """Sum of the columns of a token (K) or dim (V)."""
-    return (sums[r, index, 4 * i] + sums[r, index, 4 * i + 1]) + (sums[r, index, 4 * i + 2] + sums[r, index, 4 * i + 3])
-
-
-@compiled
-def _page_buffers(page_tokens, dim):
-    """Scratch of one page: bits of plain rows, bits of scales, words by lane, levels of a fragment."""
-    lanes = np.empty((page_tokens // 8 * (dim // 16), LANES), np.uint32)
-    bits, scale_bits = np.empty(page_tokens * dim, np.uint32), np.empty(2 * page_tokens, np.uint32)
-    return bits, scale_bits, lanes, np.empty((8, LANES), np.float32)
-
-
-@compiled
-def _keys(words, halves, pages, counts, tiers, page_tokens, centre, head, q, scores):
-    _, rows, dim = q.shape
-    steps, fragments = dim // 16, page_tokens // 16 * (dim // 16)
-    bits, scale_bits, lanes, fields = _page_buffers(page_tokens, dim)
-    flat, scale, fragment = bits.view(np.float32), scale_bits.view(np.float32), fields.reshape(ROWS, COLUMNS)
-    plain = flat.reshape(page_tokens, dim)
-    sums, by = np.empty((rows, 1, COLUMNS), np.float32), np.empty((rows, steps, ROWS, COLUMNS), np.float32)
-    middle, turned = np.empty(rows, np.float32), q[1]
+def _keys(words, halves, pages, counts, tiers, page_tokens, centre, q, turned, scores):
+    """Scores of all tokens for ``q [rows, D]``, and ``turned``, the same rotated."""
+    rows, dim = q.shape
+    steps = dim // STEP_DIMS
+    above = (page_tokens // TILE_TOKENS * steps + 1) // 2
+    bits, lanes, scale_bits = page_buffers(page_tokens, dim)
+    flat, by = bits.view(np.float32), np.empty((rows, steps, BLOCK), np.float32)
+    plain, scale = flat.reshape(page_tokens, dim), np.empty(page_tokens, np.float32)
+    sums, middle, lowest = np.empty((rows, page_tokens), np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
     for r in range(rows):
-        middle[r] = _dot(q, r, centre, head)
-        for step in range(steps):
-            _spread(turned, 16 * step, by, r, step)
+        middle[r] = _dot(q, r, centre, 0)
     token = 0
     for tier in range(len(tiers)):
         kind, k_bits, k_words, scale_offset = tiers[tier, 0], tiers[tier, 1], tiers[tier, 3], tiers[tier, 6]
         left = counts[tier]
+        if left > 0 and kind == CODES:
+            arrange(turned, k_bits, by)
+            for r in range(rows):
+                total = np.float32(0)
+                for d in range(dim):
+                    total += turned[r, d]
+                lowest[r] = total * np.float32(0.5) * np.float32((1 << k_bits) - 1)
         for page in range((left + page_tokens - 1) // page_tokens):
             base, page_count = np.int64(pages[tier, page]) * UNIT, min(left - page * page_tokens, page_tokens)
             if kind != CODES:
@@ -257,35 +252,34 @@ def _keys(words, halves, pages, counts, tiers, page_tokens, centre, head, q, sco
                 token += page_count
                 continue
             lanes_of(words[base // 4 :], k_words, lanes)
-            floats(words, halves, base + scale_offset, 2 * page_tokens, FLOAT16, scale_bits, scale)
-            for tile in range((page_count + 15) // 16):
-                for r in range(rows):
-                    for c in range(COLUMNS):
-                        sums[r, 0, c] = 0
-                for step in range(steps):
-                    levels(lanes, k_bits, tile * steps + step, fragments, fields)
-                    _add(fragment, by, step, sums, 0)
-                tile_count = min(page_count - 16 * tile, 16)
-                for i in range(tile_count):
-                    token_scale = scale[scale_index(16 * tile + i, 0)]
-                    for r in range(rows):
-                        scores[r, token + i] = _four(sums, r, 0, i) * token_scale + middle[r]
-                token += tile_count
+            scales_of(words, halves, base + scale_offset, 0, scale_bits, scale)
+            sums[:] = 0
+            for tile in range((page_count + TILE_TOKENS - 1) // TILE_TOKENS):
+                add_products(lanes, k_bits, above, tile * steps, 1, steps, by, 0, sums, tile * TILE_TOKENS)
+            for r in range(rows):
+                row, own, less, more = scores[r, token : token + page_count], sums[r], lowest[r], middle[r]
+                for i in range(len(row)):
+                    row[i] = (own[i] - less) * scale[i] + more
+            token += page_count
 
 
 @compiled
-def _values(words, halves, pages, counts, tiers, page_tokens, weights, out):
-    _, rows, dim = out.shape
-    steps, fragments = dim // 16, page_tokens // 16 * (dim // 16)
-    bits, scale_bits, lanes, fields = _page_buffers(page_tokens, dim)
-    flat, scale, fragment = bits.view(np.float32), scale_bits.view(np.float32), fields.reshape(ROWS, COLUMNS)
-    plain = flat.reshape(page_tokens, dim)
-    sums, by = np.zeros((rows, steps, COLUMNS), np.float32), np.empty((rows, 1, ROWS, COLUMNS), np.float32)
-    tile_weights = np.empty((rows, 16), np.float32)
+def _values(words, halves, pages, counts, tiers, page_tokens, weights, out, coded):
+    """Sums of rows weighted by ``weights [rows, n]``: of plain ones to ``out [rows, D]``, of codes to ``coded``."""
+    rows, dim = out.shape
+    steps, tiles = dim // STEP_DIMS, page_tokens // TILE_TOKENS
+    above = (tiles * steps + 1) // 2
+    bits, lanes, scale_bits = page_buffers(page_tokens, dim)
+    flat, by = bits.view(np.float32), np.empty((rows, tiles, BLOCK), np.float32)
+    plain, scale = flat.reshape(page_tokens, dim), np.empty(page_tokens, np.float32)
+    scaled, lowest = np.empty((rows, page_tokens), np.float32), np.empty(rows, np.float32)
+    sums = np.empty((rows, dim), np.float32)
+    out[:] = 0
+    coded[:] = 0
     token = 0
     for tier in range(len(tiers)):
         kind, v_bits, v_words, v_offset = tiers[tier, 0], tiers[tier, 2], tiers[tier, 4], tiers[tier, 5]
-        scale_offset = tiers[tier, 6]
+        scale_offset, half = tiers[tier, 6], np.float32(0.5) * np.float32((1 << v_bits) - 1)
         left = counts[tier]
         for page in range((left + page_tokens - 1) // page_tokens):
             base, page_count = np.int64(pages[tier, page]) * UNIT, min(left - page * page_tokens, page_tokens)
@@ -295,23 +289,25 @@ def _values(words, halves, pages, counts, tiers, page_tokens, weights, out):
                     for r in range(rows):
                         weight = weights[r, token + i]
                         for d in range(plain.shape[1]):
-                            out[0, r, d] += weight * plain[i, d]
+                            out[r, d] += weight * plain[i, d]
                 token += page_count
                 continue
             lanes_of(words[(base + v_offset) // 4 :], v_words, lanes)
-            floats(words, halves, base + scale_offset, 2 * page_tokens, FLOAT16, scale_bits, scale)
-            for tile in range((page_count + 15) // 16):
-                tile_count = min(page_count - 16 * tile, 16)
-                for i in range(16):
-                    token_scale = scale[scale_index(16 * tile + i, 1)]
-                    for r in range(rows):  # the scales of slots without a token may be NaN
-                        tile_weights[r, i] = weights[r, token + i] * token_scale if i < tile_count else np.float32(0)
-                for r in range(rows):
-                    _spread(tile_weights, 0, by, r, 0)
-                for step in range(steps):
-                    levels(lanes, v_bits, tile * steps + step, fragments, fields)
-                    _add(fragment, by, 0, sums, step)
-                token += tile_count
-    for r in range(rows):
-        for d in range(dim):
-            out[1, r, d] = _four(sums, r, d // 16, d % 16)
+            scales_of(words, halves, base + scale_offset, 1, scale_bits, scale)
+            for r in range(rows):
+                row, own, total = weights[r, token : token + page_count], scaled[r], np.float32(0)
+                for i in range(len(row)):
+                    own[i] = row[i] * scale[i]
+                    total += own[i]
+                own[page_count:] = 0  # the scales of slots without a token may be NaN
+                lowest[r] = half * total
+            arrange(scaled, v_bits, by)
+            used = (page_count + TILE_TOKENS - 1) // TILE_TOKENS
+            sums[:] = 0
+            for step in range(steps):
+                add_products(lanes, v_bits, above, step, steps, used, by, 0, sums, step * STEP_DIMS)
+            for r in range(rows):  # page by page: codes are not negative, so their sums would grow and lose digits
+                own, page_sums, less = coded[r], sums[r], lowest[r]
+                for d in range(len(own)):
+                    own[d] += page_sums[d] - less
+            token += page_count

@@ -41,6 +41,7 @@ class Observation:
             self.requests = torch.tensor(list(requests), dtype=torch.int32, device=cache.device)
             self.weights = torch.zeros(cache.layers, self.rows + 1, dtype=torch.int32, device=cache.device)
             self.lse = torch.zeros(self.rows, q_len, heads, dtype=torch.float32, device=cache.device)
+        self._host = self.weights.numpy() if self.weights.device.type == "cpu" else None
         self.live: torch.Tensor | None = None  # the rows of the step, kept for a graph that reads them
 
     @property
@@ -78,6 +79,8 @@ class Observation:
 
     def due(self, layer: int) -> bool:
         """True if a row of the layer gives mass in this step; waits for the device."""
+        if self._host is not None:
+            return bool(self._host[layer, -1])
         return bool(self.weights[layer, -1])
 
     def add(self, layer: int, requests: Sequence[int], mass: torch.Tensor) -> None:

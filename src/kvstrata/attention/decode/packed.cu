@@ -32,14 +32,14 @@ struct PackedPart : Part<T, kDim, kPageTokens, kByPosition> {
 
 constexpr unsigned kOfSinks = kSpokenFor;  // of a stage of plain rows: sink rows, else of the tail
 
-// A stage of sink or tail rows, number `i` of the group's.
+// A stage of sink or tail rows, number `i` of the bucket's.
 template <int kDim, class Params, class Walk>
 __device__ __forceinline__ Stage plain_stage_of(const Params& p, const Walk& walk, int i) {
   constexpr int kRow = 2 * kDim;
   const auto& row = walk.g.row;
   const int sink_stages = row.sink_stages(), position = i < sink_stages ? 16 * i : row.packed + 16 * (i - sink_stages);
   Stage stage;
-  stage.group = walk.g.number * p.kv_heads + walk.g.head;
+  stage.bucket = walk.g.number * p.kv_heads + walk.g.head;
   if (i < sink_stages) {
     stage.page = reinterpret_cast<unsigned long long>(p.sink_k) + p.work.sink_slot(walk.g.number) * p.sink_request +
                  walk.g.head * p.sink_head + position * kRow;
@@ -63,7 +63,7 @@ __device__ __forceinline__ Stage stage_of(const PackedParams<kPlain>& p, const W
   const i64 handle = p.table[walk.g.number * p.table_row + block];
   stage.page = reinterpret_cast<unsigned long long>(p.pages) + handle * p.block_bytes + walk.g.head * p.head_bytes +
                in_block / P::kParts * P::kPageBytes;
-  stage.group = p.head_caches + walk.g.number * p.kv_heads + walk.g.head;
+  stage.bucket = p.head_caches + walk.g.number * p.kv_heads + walk.g.head;
   const int end = kPlain ? walk.g.row.packed : walk.g.row.length;
   stage.meta = meta_of(min(end - number * P::kTokens, P::kTokens), 1, number);
   return stage;
@@ -114,10 +114,10 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
       in_page.meta = meta_of(0, 1, part_of(stage.meta) % P::kParts);
       fill<false>(ring, at, slots + at * kSlot, in_page, size, 0);
     };
-    // Stages of the chunk; one whose group is -1 is past the end.
+    // Stages of the chunk; one whose bucket is -1 is past the end.
     const auto take = [&]() {
       Stage stage;
-      stage.page = 0, stage.group = -1, stage.meta = 0;
+      stage.page = 0, stage.bucket = -1, stage.meta = 0;
       if (walk.live) {
         stage = stage_of<P, kDim>(p, walk);
         walk.next(p.work, cut);
@@ -129,31 +129,31 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
     ring.commit();
     Stage next = take(), after = take();
     State<kDim, kN> st;
-    int group = -1;
+    int bucket = -1;
     for (int at = 0;; at ^= 1) {
-      const bool another = now.group != group;
+      const bool another = now.bucket != bucket;
       if (another) {
-        if (group >= 0) {
-          int before = chunk - p.head_caches;  // of the group's number, in the number of the partial
-          if constexpr (kPlain) before = group < p.head_caches ? chunk + group + 1 : before + group - p.head_caches;
-          end_group(p, st, group, before, block);
+        if (bucket >= 0) {
+          int before = chunk - p.head_caches;  // of the bucket's number, in the number of the partial
+          if constexpr (kPlain) before = bucket < p.head_caches ? chunk + bucket + 1 : before + bucket - p.head_caches;
+          end_bucket(p, st, bucket, before, block);
         }
-        if (now.group < 0) break;
-        group = now.group;
+        if (now.bucket < 0) break;
+        bucket = now.bucket;
         load_query(p, st, now, block);
       }
-      if (next.group >= 0) produce(at ^ 1, next);
+      if (next.bucket >= 0) produce(at ^ 1, next);
       ring.commit();
-      if (next.group >= 0 && next.group != now.group) expect_query<kDim, kN>(p, next, block);
+      if (next.bucket >= 0 && next.bucket != now.bucket) expect_query<kDim, kN>(p, next, block);
       if (another) {
-        begin_group<In, false, kOrdered>(p, st, now, block);  // overlaps the copy of the page
+        begin_bucket<In, false, kOrdered>(p, st, now, block);  // overlaps the copy of the page
         if constexpr (kPlain) st.skip = p.work.row(Owner(p, now).row, 0).sinks;
       }
       ring.wait(at, 2);
       bool plain = false;
       if constexpr (kPlain) plain = !tier_of(now.meta);
-      if (plain) attend_rows<In, Rows, false>(p, st, slots + at * kSlot, tokens_of(now.meta), group, part_of(now.meta) * 16);
-      else attend_codes<T, P, false>(p, st, slots + at * kSlot, tokens_of(now.meta), group, part_of(now.meta) * P::kTokens);
+      if (plain) attend_rows<In, Rows, false>(p, st, slots + at * kSlot, tokens_of(now.meta), bucket, part_of(now.meta) * 16);
+      else attend_codes<T, P, false>(p, st, slots + at * kSlot, tokens_of(now.meta), bucket, part_of(now.meta) * P::kTokens);
       __syncwarp();
       now = next;
       next = after;

@@ -1,15 +1,16 @@
 // Work of a decode step over packed blocks, cut into chunks by every warp for itself from the lengths of the requests: no
 // list, nothing that the host or another kernel prepares.
 //
-// A stage is stage_tokens consecutive tokens of one page; the stages of a request and KV head are a group, and groups are
-// ordered by (request, KV head). All KV heads of a request cost the same, so sums over requests give the place of a group.
-// Chunk k is the stages in which cost k * size .. (k + 1) * size ends: it may begin and end amid a group. Chunks and groups
-// only increase along the work, so chunk + group identifies one partial. With `split` a chunk is `split` stages of one
-// group, whatever else is in the batch.
+// A stage is stage_tokens consecutive tokens of one page; the stages of a request and KV head are those of a head cache, and
+// head caches are ordered by (request, KV head). All KV heads of a request cost the same, so sums over requests give the
+// place of a head cache.
+// Chunk k is the stages in which cost k * size .. (k + 1) * size ends: it may begin and end amid a head cache. Chunks and
+// head caches only increase along the work, so chunk + head cache identifies one partial. With `split` a chunk is `split`
+// stages of one head cache, whatever else is in the batch.
 //
 // With kPlain a request may have unquantised rows beside its pages (store/packed/plain_rows.py): its first tokens, and those
-// behind its last full page. They are stages of 16 tokens behind those of codes in the same group, count as much as those,
-// and make a partial of their own: 2 * group + 1 then takes the place of the group's number, and 2 * group for codes.
+// behind its last full page. They are stages of 16 tokens behind those of codes in the same head cache, cost as much as
+// those, and make a partial of their own: 2 * n + 1 then takes the place of the head cache's number n, and 2 * n for codes.
 #pragma once
 #include "divide.cuh"
 #include "work.cuh"
@@ -24,7 +25,7 @@ struct PackedWork {
   const int *tail_slots, *sink_slots;        // [rows], or null: none
   int rows, kv_heads, group, most_queries, window;  // window 0: none
   int stage_tokens, max_tokens;              // max_tokens: what a row of the block table can list
-  int cost, begin, few_cost, few_begin;      // of a stage and of starting a group; the second pair up to `few` stages
+  int cost, begin, few_cost, few_begin;      // of a stage and of starting a head cache; the second pair up to `few` stages
   int few, chunks, split;
   int multiprocessors, workers;              // workers: resident warps of a multiprocessor
   int tail_requests, sink_requests;          // slots of tail and sink rows that there are
@@ -82,20 +83,20 @@ __device__ __forceinline__ int sum_of_warp(int x) {
 // The cut of a step for one block of columns, the same for all its warps.
 struct PackedCut {
   int column;       // the block's first
-  int cost, begin;  // of a stage and of starting a group; with `split` 1 and 0
+  int cost, begin;  // of a stage and of starting a head cache; with `split` 1 and 0
   int size, used;   // cost of a chunk; number of chunks
   int split;
 
   // Called by whole warps.
   template <class W>
   __device__ __forceinline__ PackedCut(const W& w, int first_column) : column(first_column) {
-    int groups = 0, stages = 0;
+    int head_caches = 0, stages = 0;
     for (int r = threadIdx.x & 31; r < w.rows; r += 32) {
       const int n = w.row(r, column).stages;
-      groups += n > 0;
+      head_caches += n > 0;
       stages += w.split ? (n + w.split - 1) / w.split : n;
     }
-    groups = sum_of_warp(groups) * w.kv_heads, stages = sum_of_warp(stages) * w.kv_heads;
+    head_caches = sum_of_warp(head_caches) * w.kv_heads, stages = sum_of_warp(stages) * w.kv_heads;
     split = w.split;
     if (split) {
       cost = size = 1, begin = 0, used = stages;
@@ -103,29 +104,29 @@ struct PackedCut {
     }
     const bool few = stages <= w.few;
     cost = few ? w.few_cost : w.cost, begin = few ? w.few_begin : w.begin;
-    const int all = groups * begin + stages * cost, share = (all + w.chunks - 1) / w.chunks;
+    const int all = head_caches * begin + stages * cost, share = (all + w.chunks - 1) / w.chunks;
     // One stage per chunk if there are that few; else at least two, since some chunks would get two anyway.
     size = share <= cost ? cost : max(2 * cost, share);
     used = (all + size - 1) / size;
   }
 
-  // Cost of a group.
+  // Cost of a head cache.
   __device__ __forceinline__ int of(int stages) const {
     if (split) return (stages + split - 1) / split;
     return stages ? begin + stages * cost : 0;
   }
 };
 
-// A group of the work: its row and KV head, and where its cost begins.
+// A head cache of the work: its row and KV head, and where its cost begins.
 template <class W>
-struct PackedGroup {
+struct PackedHeadCache {
   typename W::Row row;
   int number, head, base, cost;  // number: of the row
 };
 
-// The group in which the cost `x` falls; called by whole warps.
+// The head cache in which the cost `x` falls; called by whole warps.
 template <class W>
-__device__ __forceinline__ PackedGroup<W> group_at(const W& w, const PackedCut& cut, int x) {
+__device__ __forceinline__ PackedHeadCache<W> head_cache_at(const W& w, const PackedCut& cut, int x) {
   const int lane = threadIdx.x & 31;
   int base = 0;
   for (int first = 0;; first += 32) {
@@ -140,7 +141,7 @@ __device__ __forceinline__ PackedGroup<W> group_at(const W& w, const PackedCut& 
     const unsigned past = __ballot_sync(~0u, base + end > x);
     if (past || first + 32 >= w.rows) {
       const int from = past ? __ffs(past) - 1 : 31;
-      PackedGroup<W> g;
+      PackedHeadCache<W> g;
       g.number = first + from;
       if constexpr (W::kHasPlain) g.row = w.row(g.number, cut.column);
       else g.row = {__shfl_sync(~0u, row.length, from), __shfl_sync(~0u, row.first, from), __shfl_sync(~0u, row.stages, from)};
@@ -154,10 +155,10 @@ __device__ __forceinline__ PackedGroup<W> group_at(const W& w, const PackedCut& 
   }
 }
 
-// Partials of one group, (request, KV head), in a block of columns; called by whole warps. kPlain: those of plain rows to
+// Partials of one head cache in a block of columns; called by whole warps. kPlain: those of plain rows to
 // lane 0, those of codes to the others.
 template <class W>
-__device__ __forceinline__ Slots partials_of(const W& w, int group, int row_number, int head, int column) {
+__device__ __forceinline__ Slots partials_of(const W& w, int head_cache, int row_number, int head, int column) {
   const PackedCut cut(w, column);
   int before = 0;
   for (int r = threadIdx.x & 31; r < row_number; r += 32) before += cut.of(w.row(r, column).stages);
@@ -166,26 +167,26 @@ __device__ __forceinline__ Slots partials_of(const W& w, int group, int row_numb
   int from = 0, end = row.stages;  // stages of the partials
   if constexpr (W::kHasPlain) {
     const bool plain = !(threadIdx.x & 31);
-    from = plain ? row.codes : 0, end = plain ? row.stages : row.codes, group = 2 * group + plain;
+    from = plain ? row.codes : 0, end = plain ? row.stages : row.codes, head_cache = 2 * head_cache + plain;
   }
   if (from >= end) return {0, 0};
-  if (cut.split) return {base + from / cut.split + group, (end - 1) / cut.split - from / cut.split + 1};
+  if (cut.split) return {base + from / cut.split + head_cache, (end - 1) / cut.split - from / cut.split + 1};
   const int first = (base + cut.begin + (from + 1) * cut.cost - 1) / cut.size;
-  return {first + group, (base + cut.begin + end * cut.cost - 1) / cut.size - first + 1};
+  return {first + head_cache, (base + cut.begin + end * cut.cost - 1) / cut.size - first + 1};
 }
 
 // Stages of a chunk, one after the other.
 template <class W>
 struct PackedWalk {
-  PackedGroup<W> g;
-  int at, end;     // stages of the group, from row.first on
+  PackedHeadCache<W> g;
+  int at, end;     // stages of the head cache, from row.first on
   int limit;       // cost at which the chunk ends
   bool live;
 
   __device__ __forceinline__ PackedWalk(const W& w, const PackedCut& cut, int chunk) {
     const int begin = chunk * cut.size;
     limit = begin + cut.size;
-    g = group_at(w, cut, begin);
+    g = head_cache_at(w, cut, begin);
     if (cut.split) {
       at = (chunk - g.base) * cut.split;
       end = min(at + cut.split, g.row.stages);
@@ -194,15 +195,15 @@ struct PackedWalk {
       end = end_of(cut);
     }
     live = at < end;
-    if (!live) next_group(w, cut);
+    if (!live) next_head_cache(w, cut);
   }
 
   __device__ __forceinline__ int end_of(const PackedCut& cut) const {
     return min(max(limit - g.base - cut.begin, 0) / cut.cost, g.row.stages);
   }
 
-  // Moves to the next group with a stage of this chunk; live is false if there is none.
-  __device__ __forceinline__ void next_group(const W& w, const PackedCut& cut) {
+  // Moves to the next head cache with a stage of this chunk; live is false if there is none.
+  __device__ __forceinline__ void next_head_cache(const W& w, const PackedCut& cut) {
     live = false;
     if (cut.split) return;
     for (;;) {
@@ -224,6 +225,6 @@ struct PackedWalk {
   }
 
   __device__ __forceinline__ void next(const W& w, const PackedCut& cut) {
-    if (++at == end) next_group(w, cut);
+    if (++at == end) next_head_cache(w, cut);
   }
 };

@@ -82,7 +82,7 @@ class DecodePlan:
         self.observation = observation_of(cache, rows, heads, q_len, observe)
         if self.observation is not None:
             register(cache, self.observation)
-        self._cuda: decode_cuda.Plan | None = None
+        self._cuda: decode_cuda.WorkPlan | None = None
 
     @property
     def nbytes(self) -> int:
@@ -107,14 +107,14 @@ class DecodePlan:
     def _has_kernels(self) -> bool:
         return self.cache.device.type == "cuda"
 
-    def cuda(self) -> decode_cuda.Plan:
+    def cuda(self) -> decode_cuda.WorkPlan:
         """Work lists and scratch of the CUDA kernels, created at first use."""
         if self._cuda is None:
             from . import cuda as decode_cuda
             from .source import Source
 
             table, count = self.cache.buckets.page_table, self.cache.buckets.count
-            self._cuda = decode_cuda.Plan(
+            self._cuda = decode_cuda.WorkPlan(
                 Source.of_buckets(self.cache.bucket_views(0)),
                 self.requests,
                 self.cache.kv_heads,

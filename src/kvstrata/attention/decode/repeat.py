@@ -29,7 +29,7 @@ DECODE_QUERY, COMBINE_OUT, COMBINE_QUERY = 0, 3 * 8, 6 * 8  # offsets in cuda.DE
 class Repeat:
     """Calls of one shape over the layers of a cache, on one stream of one thread."""
 
-    plan: cuda.Plan
+    plan: cuda.WorkPlan
     requests: list[int] | None  # as they were given
     known: frozenset[int]  # the requests of the rows
     rows: tuple[int, ...]

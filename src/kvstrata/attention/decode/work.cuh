@@ -2,14 +2,14 @@
 //
 // A stage is up to 64 tokens of one page. Stages are ordered by (tier, request, KV head), so that warps which share a
 // multiprocessor work on one tier and its code stays in the instruction cache. The stages of one tier and KV head are a
-// group. A chunk is stages at .. end - 1; chunks are numbered in list order and stored where the warp that takes them looks,
-// so some entries are empty. Numbers of chunks and groups only increase along the list, so number + group identifies one
+// bucket. A chunk is stages at .. end - 1; chunks are numbered in list order and stored where the warp that takes them looks,
+// so some entries are empty. Numbers of chunks and buckets only increase along the list, so number + bucket identifies one
 // partial.
 #pragma once
 
 struct alignas(16) Stage {
   unsigned long long page;  // address of the page
-  int group;                // tier * head_caches + head_cache: (request row, KV head)
+  int bucket;               // tier * head_caches + head_cache: (request row, KV head)
   unsigned meta;            // tokens, tier, which part of its page it is (rows: which stage of its request), and whether
                             // another row of the step gives the page's mass
 };
@@ -24,6 +24,6 @@ struct alignas(16) Chunk {
   int at, end, number, unused;
 };
 
-struct Slots {  // partials of a group
+struct Slots {  // partials of a bucket
   int first, count;
 };

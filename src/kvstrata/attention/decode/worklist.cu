@@ -1,7 +1,7 @@
 // From counts and page tables to the work list of decode.cu, for every layer, on the device. Plain pages of rows, as
 // store_kv writes them, are a cache of one tier.
 //
-// A block works on one layer. Its threads sum the stages and costs of all groups (a scan over the block), which gives the
+// A block works on one layer. Its threads sum the stages and costs of all buckets (a scan over the block), which gives the
 // share of each worker; then its warps write the stages of the block's part of the heads. Blocks of one layer repeat the
 // same scan and write different parts.
 #include "page.cuh"
@@ -25,8 +25,8 @@ struct Params {
   i64 page_bytes, head_bytes, row_bytes;
   int layer, rows, kv_heads, tiers, max_pages, units, capacity;
   int most;                      // capacity in chunks; without fixed_cost, the number to make
-  int fixed_cost;                // 0, or the cost of a chunk of one group, independent of the other groups
-  int begin_cost;                // cost of starting a group; 0 with fixed_cost
+  int fixed_cost;                // 0, or the cost of a chunk of one bucket, independent of the other buckets
+  int begin_cost;                // cost of starting a bucket; 0 with fixed_cost
   int few, few_begin;            // up to this many stages in all, few_cost and few_begin apply
   int multiprocessors, workers;  // resident warps per multiprocessor
   int page_tokens, stage_tokens[kMaxTiers], cost[kMaxTiers], few_cost[kMaxTiers];
@@ -35,7 +35,7 @@ struct Params {
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ __forceinline__ i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
-// Sums over groups of stages. Costs of a large layer do not fit 32 bits.
+// Sums over buckets of stages. Costs of a large layer do not fit 32 bits.
 struct Sums {
   int stages;
   i64 cost;
@@ -98,7 +98,7 @@ __device__ __forceinline__ bool spoken_for(const Params& p, int layer, int row, 
   return false;
 }
 
-// Prefix of a group in the list: cost (with fixed_cost: chunks) and stages.
+// Prefix of a bucket in the list: cost (with fixed_cost: chunks) and stages.
 struct Base {
   i64 cost;
   int stages;
@@ -116,21 +116,21 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   Slots* slots = p.slots + static_cast<i64>(blockIdx.x) * p.tiers * head_caches;
   extern __shared__ Base bases[];  // [tiers, the part's head caches]
 
-  // Groups in list order; each thread takes consecutive ones.
+  // Buckets in list order; each thread takes consecutive ones.
   Sums mine = {0, 0, 0}, total;
   const int first = threadIdx.x * per_thread, end = min(first + per_thread, head_caches * p.tiers);
-  const auto group_of = [&](int group) {
-    return measure(p, counts_of(p, layer, group % head_caches), group / head_caches);
+  const auto sums_of = [&](int bucket) {
+    return measure(p, counts_of(p, layer, bucket % head_caches), bucket / head_caches);
   };
-  for (int group = first; group < end; group++) mine.add(group_of(group));
+  for (int bucket = first; bucket < end; bucket++) mine.add(sums_of(bucket));
   Sums base = scan(mine, total);
   const bool few = !p.fixed_cost && total.stages <= p.few, by_other = few || p.fixed_cost;
-  for (int group = first; group < end; group++) {
-    const int head_cache = group % head_caches;
+  for (int bucket = first; bucket < end; bucket++) {
+    const int head_cache = bucket % head_caches;
     if (head_cache >= part_first && head_cache < part_end)
-      bases[group / head_caches * per_part + head_cache - part_first] = {by_other ? base.other : base.cost,
+      bases[bucket / head_caches * per_part + head_cache - part_first] = {by_other ? base.other : base.cost,
                                                                          base.stages};
-    base.add(group_of(group));
+    base.add(sums_of(bucket));
   }
   __syncthreads();
 
@@ -175,14 +175,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         Stage stage;
         if (p.page_bytes) stage.page = p.plain + handle * p.page_bytes + head * p.head_bytes + part * step * p.row_bytes;
         else stage.page = p.slabs[handle / p.units] + static_cast<unsigned long long>(handle % p.units) * kUnitBytes;
-        stage.group = t * head_caches + u;
+        stage.bucket = t * head_caches + u;
         stage.meta = meta_of(min(tokens - i * step, step), t, p.page_bytes ? i : part);
         if (share && spoken_for(p, layer, row, lists + place, handle)) stage.meta |= kSpokenFor;
         return stage;
       };
       for (int i = lane; i < n; i += 32) stages[at + i] = stage_of(i);
       // A chunk begins with the stage in which its share of the cost begins. No stage alone costs more than a share; the
-      // first of a group, with the cost of starting it, may, and then the chunks before it are empty.
+      // first of a bucket, with the cost of starting it, may, and then the chunks before it are empty.
       const i64 after = n ? begin + begin_cost : begin, whole = after + static_cast<i64>(n) * price;
       for (i64 c = ceil_div(begin, size) + lane; c * size < whole; c += 32) {
         const int i = max(c * size - after, 0ll) / price, number = chunk + c;

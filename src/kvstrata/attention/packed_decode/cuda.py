@@ -10,6 +10,7 @@ import functools
 import math
 import struct
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -39,18 +40,14 @@ BASE = f"10q5q6i2f3i5q qf3i{MAX_TIERS}i"  # struct Params of decode_state.cuh
 # struct PackedParams: its base, then pages, table, balance; plain rows and their strides; strides; stages of a block.
 DECODE = struct.Struct(BASE + "3q4q4q3qq2i" + WORK)
 COMBINE = struct.Struct("8q2q3q7if" + WORK)
-# Addresses in both, which change from call to call: (offset, struct).
-QUERY, LENGTHS, PAGES = (
-    (0, struct.Struct("q")),
-    (4 * 8, struct.Struct("5q")),
-    (struct.calcsize(BASE), struct.Struct("7q")),
-)
-RESULTS = (0, struct.Struct("8q"))
-DECODE_WORK, COMBINE_WORK = (x.size - struct.calcsize(WORK) for x in (DECODE, COMBINE))
-WORK_POINTERS = struct.Struct("4q")
+# Words of 8 bytes that hold addresses, which change from call to call. Of DECODE: q; lengths, centre, list, partials
+# and sums; pages, table, balance, tail and sink rows. The first of COMBINE: partials, sums, out, lse, sinks, q, centre,
+# balance.
+QUERY, LENGTHS, PAGES = 0, 4, struct.calcsize(BASE) // 8
+DECODE_WORK, COMBINE_WORK = ((x.size - struct.calcsize(WORK)) // 8 for x in (DECODE, COMBINE))
 PLAIN_TOKENS = 16  # of a stage of plain rows
-NO_ROWS = (0,) * 6
 MOST_COST = 1 << 30
+MOST_TOKENS = 1 << 24  # of a request: the number of 16 of them has 21 bits of a stage's meta (work.cuh)
 
 
 def missing(job: Job) -> str | None:
@@ -64,8 +61,12 @@ def missing(job: Job) -> str | None:
     columns = job.most_queries * job.group
     if job.requests * job.blocks.kv_heads * columns**2 >= 1 << 32:  # divide.cuh
         return f"cuda: expected a smaller batch or max_seqlen_q, got {job.requests} rows of up to {columns} columns"
-    if job.max_tokens >= 1 << 31 or job.q.shape[0] * job.group >= 1 << 31:
-        return f"cuda: expected fewer than 2^31 tokens in a row of block_table, got {job.max_tokens}"
+    if job.max_tokens > MOST_TOKENS:
+        return f"cuda: expected at most {MOST_TOKENS} tokens in a row of block_table, got {job.max_tokens}"
+    if job.blocks.block_size > MOST_TOKENS >> 8:  # divide.cuh: stages of a request times stages of a block
+        return f"cuda: expected at most {MOST_TOKENS >> 8} tokens in a block, got {job.blocks.block_size}"
+    if job.q.shape[0] * job.group >= 1 << 31:
+        return f"cuda: expected fewer than 2^31 rows of q per KV head, got {job.q.shape[0] * job.group}"
     return None
 
 
@@ -130,29 +131,61 @@ def _pointer(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+class Grid(NamedTuple):
+    """Launch configuration of packed.cu for requests with up to ``columns`` query rows per KV head."""
+
+    cut: Cut
+    y: int  # blocks that share the columns
+    shared: int  # bytes
+    multiprocessors: int
+    per: int  # blocks on a multiprocessor
+
+    @property
+    def chunks(self) -> int:
+        """Partials of a call without fixed splits, but for those of head caches that begin in a chunk."""
+        return self.multiprocessors * self.per * self.cut.warps * self.cut.waves
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.cut.width * self.y
+
+
+def grid_of(format: Format, columns: int, device: int, plain: bool) -> Grid:
+    properties = torch.cuda.get_device_properties(device)
+    cut = packed_cut(format, columns, jit.arch_of(device), plain)
+    shared = shared_of(format, cut, plain)
+    fit = properties.shared_memory_per_multiprocessor // (shared + 1280)
+    per = max(min(cut.resident // cut.warps, fit), 1)
+    return Grid(cut, -(-columns // (8 * cut.width)), shared, properties.multi_processor_count, per)
+
+
+@functools.lru_cache(maxsize=1024)
+def workspace_bytes(
+    format: Format, requests: int, kv_heads: int, group: int, most_queries: int, device: int, plain: bool = False
+) -> int:
+    """Bytes of scratch of a call without fixed splits; ``plain``: with a tail or sink tokens."""
+    grid = grid_of(format, most_queries * group, device, plain)
+    return (grid.chunks + (1 + plain) * requests * kv_heads) * grid.columns * (4 * format.head_dim + 8)
+
+
 class Plan:
     """Launches of calls that look alike; pointers are written before each."""
 
     def __init__(self, job: Job, device: int) -> None:
         f, blocks, self.device = job.format, job.blocks, device
-        properties = torch.cuda.get_device_properties(device)
         columns = job.most_queries * job.group
         self.plain = plain = any(x is not None for x in job.rows)
-        cut = packed_cut(f, columns, jit.arch_of(device), plain)
-        self.cut, self.y = cut, -(-columns // (8 * cut.width))
-        shared = shared_of(f, cut, plain)
-        fit = properties.shared_memory_per_multiprocessor // (shared + 1280)
-        multiprocessors = properties.multi_processor_count
-        per = max(min(cut.resident // cut.warps, fit), 1)
-        grid = multiprocessors * per
+        sizes = grid_of(f, columns, device, plain)
+        self.cut, self.y, shared, multiprocessors, per = sizes
+        cut, grid = self.cut, multiprocessors * per
         self.tokens = stage_tokens(f)
         max_stages = -(-job.max_tokens // self.tokens)
         if plain:
             max_stages += f.page_tokens // PLAIN_TOKENS + -(-job.rows.sink_tokens // PLAIN_TOKENS)
         self.head_caches = job.requests * blocks.kv_heads
         split = 0 if job.fixed_split is None else -(-job.fixed_split // self.tokens)
-        self.chunks = self.head_caches * -(-max_stages // split) if split else grid * cut.warps * cut.waves
-        self.slots, self.columns = self.chunks + (1 + plain) * self.head_caches, 8 * cut.width * self.y
+        self.chunks = self.head_caches * -(-max_stages // split) if split else sizes.chunks
+        self.slots, self.columns = self.chunks + (1 + plain) * self.head_caches, sizes.columns
         costs, worst = [cost(f), begin_cost(f)], self.head_caches * (begin_cost(f) + max_stages * cost(f))
         costs = [max(n // -(-worst // MOST_COST), 1) for n in costs] if worst > MOST_COST else costs
         self.work = (
@@ -173,6 +206,8 @@ class Plan:
         shape = (all_columns, 32 * warps) if warps > 1 else (-(-all_columns // 4), 128)
         self.combine = jit.Launch(combine, *shape, combine_params, overlap=True)
         self.capped = bool(job.softcap)
+        self.words = tuple(memoryview(x.params).cast("q") for x in (self.decode, self.combine))
+        self.optional = plain or any(x is not None for x in (job.cu_seqlens_q, job.balance, job.centre, job.sinks))
         self.sums_offset = self.slots * self.columns * f.head_dim * 4
         self.nbytes = self.sums_offset + self.slots * self.columns * 8  # of scratch
 
@@ -210,6 +245,24 @@ class Plan:
         )  # fmt: skip
         return decode, combine
 
+    def _point_optional(
+        self, cu_seqlens_q: torch.Tensor | None, balance: torch.Tensor | None, centre: torch.Tensor | None,
+        sinks: torch.Tensor | None, rows: list[torch.Tensor | None],
+    ) -> None:  # fmt: skip
+        """Write the addresses of what a call may leave out; calls of a plan all leave out the same."""
+        decode, combine = self.words
+        decode[DECODE_WORK + 1] = combine[COMBINE_WORK + 1] = _pointer(cu_seqlens_q)
+        decode[PAGES + 2] = combine[7] = _pointer(balance)
+        decode[LENGTHS + 1] = _pointer(centre)
+        # A softcap applies to whole scores, so packed.cu then adds the centre's part itself.
+        combine[4], combine[6] = _pointer(sinks), 0 if self.capped else _pointer(centre)
+        if self.plain:
+            tail_k, tail_v, tail_slots, sink_k, sink_v, sink_slots = map(_pointer, rows)
+            for i, address in enumerate((tail_k, tail_v, sink_k, sink_v)):
+                decode[PAGES + 3 + i] = address
+            decode[DECODE_WORK + 2] = combine[COMBINE_WORK + 2] = tail_slots
+            decode[DECODE_WORK + 3] = combine[COMBINE_WORK + 3] = sink_slots
+
     def run(self, tensors: Tensors, return_lse: bool, out: torch.Tensor | None = None) -> Result:
         """Run a call that looks like the plan's; ``out`` is written to, or a new tensor."""
         q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch, *rows = tensors
@@ -223,21 +276,18 @@ class Plan:
                 f"workspace: expected {self.nbytes} bytes at a multiple of 16, got {scratch.numel()} at "
                 f"{scratch.data_ptr():#x}"
             )
-        queries, lengths, by, cu = q.data_ptr(), seq_lens.data_ptr(), _pointer(balance), _pointer(cu_seqlens_q)
-        partial_out, middle, params = scratch.data_ptr(), _pointer(centre), self.decode.params
-        partial_sum = partial_out + self.sums_offset
-        QUERY[1].pack_into(params, QUERY[0], queries)
-        LENGTHS[1].pack_into(params, LENGTHS[0], lengths, middle, 0, partial_out, partial_sum)
-        tail_k, tail_v, tail_slots, sink_k, sink_v, sink_slots = map(_pointer, rows) if self.plain else NO_ROWS
-        work = (lengths, cu, tail_slots, sink_slots)
-        PAGES[1].pack_into(params, PAGES[0], pages.data_ptr(), table.data_ptr(), by, tail_k, tail_v, sink_k, sink_v)
-        WORK_POINTERS.pack_into(params, DECODE_WORK, *work)
+        decode, combine = self.words
+        lengths, partial_out = seq_lens.data_ptr(), scratch.data_ptr()
+        decode[QUERY] = combine[5] = q.data_ptr()
+        decode[LENGTHS] = decode[DECODE_WORK] = combine[COMBINE_WORK] = lengths
+        decode[LENGTHS + 3] = combine[0] = partial_out
+        decode[LENGTHS + 4] = combine[1] = partial_out + self.sums_offset
+        decode[PAGES], decode[PAGES + 1], combine[2] = pages.data_ptr(), table.data_ptr(), out.data_ptr()
+        if lse is not None:
+            combine[3] = lse.data_ptr()
+        if self.optional:
+            self._point_optional(cu_seqlens_q, balance, centre, sinks, rows)
         stream = jit.current_stream(self.device)
         self.decode(stream)
-        # A softcap applies to whole scores, so packed.cu then adds the centre's part itself.
-        middle, params = 0 if self.capped else middle, self.combine.params
-        results = (out.data_ptr(), _pointer(lse), _pointer(sinks))
-        RESULTS[1].pack_into(params, RESULTS[0], partial_out, partial_sum, *results, queries, middle, by)
-        WORK_POINTERS.pack_into(params, COMBINE_WORK, *work)
         self.combine(stream)
         return out, lse

@@ -6,11 +6,22 @@ from typing import NamedTuple
 
 import torch
 
-from kvstrata.attention.arguments import DTYPES, check_positive, check_sinks, check_sliding_window, kernel_sinks
+from kvstrata.attention.arguments import check_positive, check_sinks, check_sliding_window, kernel_sinks
+from kvstrata.checks import check_int
 from kvstrata.layout import Format
-from kvstrata.layout.blocks import ALIGNMENT, Blocks, blocks_of, check_alignment
-from kvstrata.store.packed.job import check_calibration
-from kvstrata.store.packed.plain_rows import RowTensors, check_rows
+from kvstrata.layout.blocks import Blocks
+from kvstrata.store.packed.arguments import (
+    check_address,
+    check_block_table,
+    check_calibration,
+    check_lengths,
+    check_memory,
+    check_pages,
+    check_plain_rows,
+    check_query,
+    fail,
+)
+from kvstrata.store.packed.plain_rows import RowTensors
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 MOST_QUERIES = 16  # of a request, unless max_seqlen_q says otherwise
@@ -92,81 +103,18 @@ class Job(NamedTuple):
         return self.block_table.shape[1] * self.blocks.block_size
 
 
-def _fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> None:
-    raise error(f"{argument}: expected {expected}, got {given}")
-
-
-def check_tables(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None, device: torch.device
-) -> None:
-    """Check dtypes, shapes and devices of the tensors that say where tokens are."""
-    for name, x, dims in (
-        ("block_table", block_table, 2),
-        ("seq_lens", seq_lens, 1),
-        ("cu_seqlens_q", cu_seqlens_q, 1),
-    ):
-        if x is None and name == "cu_seqlens_q":
-            continue
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if x.dtype != torch.int32:
-            _fail(name, "torch.int32", x.dtype, TypeError)
-        if x.dim() != dims:
-            _fail(name, f"{dims} dimensions", f"shape {tuple(x.shape)}")
-        if x.shape[-1] > 1 and x.stride(-1) != 1:
-            _fail(name, "an inner stride of 1", x.stride(-1))
-        if x.device != device:
-            _fail(name, f"a tensor on {device}, where pages is", x.device)
-    if seq_lens.shape[0] != block_table.shape[0]:
-        _fail("seq_lens", f"{block_table.shape[0]}, one per row of block_table", seq_lens.shape[0])
-    if cu_seqlens_q is not None and cu_seqlens_q.shape[0] != seq_lens.shape[0] + 1:
-        _fail("cu_seqlens_q", f"{seq_lens.shape[0] + 1}, one more than seq_lens", cu_seqlens_q.shape[0])
-
-
-def check_query(q: torch.Tensor, blocks: Blocks, device: torch.device) -> None:
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
-    heads, dim = blocks.kv_heads, blocks.format.head_dim
-    if q.dim() != 3 or q.shape[2] != dim or q.shape[1] == 0 or q.shape[1] % heads:
-        _fail("q", f"[tokens, a multiple of {heads}, {dim}]", f"shape {tuple(q.shape)}")
-    if q.dtype not in DTYPES:
-        _fail("q", "float32, float16 or bfloat16", q.dtype, TypeError)
-    if q.stride(2) != 1:
-        _fail("q", "an inner stride of 1", q.stride(2))
-    if q.device != device:
-        _fail("q", f"a tensor on {device}, where pages is", q.device)
-
-
-def check_memory(out: torch.Tensor | None, workspace: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Check the memory that a caller gave for the output and for scratch."""
-    for name, x in (("out", out), ("workspace", workspace)):
-        if x is None:
-            continue
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        dtype = q.dtype if name == "out" else torch.uint8
-        if x.dtype != dtype:
-            _fail(name, f"{dtype}", x.dtype, TypeError)
-        if not x.is_contiguous():
-            _fail(name, "a contiguous tensor", f"strides {x.stride()}")
-        if x.device != q.device:
-            _fail(name, f"a tensor on {q.device}, where q is", x.device)
-    if out is not None and out.shape != q.shape:
-        _fail("out", f"shape {tuple(q.shape)} as q", tuple(out.shape))
-
-
 def _most_queries(tensors: Tensors, given: int | None) -> int:
     tokens, requests = tensors.q.shape[0], tensors.seq_lens.shape[0]
-    if given is not None and (type(given) is not int or given < 1):
-        _fail("max_seqlen_q", "an int of at least 1", repr(given))
+    if given is not None:
+        check_int("max_seqlen_q", given, 1)
     if tensors.cu_seqlens_q is not None:
         return MOST_QUERIES if given is None else given
     if given is not None:
-        _fail("max_seqlen_q", "None without cu_seqlens_q", given)
+        fail("max_seqlen_q", "None without cu_seqlens_q", given)
+    if tokens == requests == 0:
+        return 1
     if requests == 0 or tokens % requests or tokens == 0:
-        if tokens == 0 and requests == 0:
-            return 1
-        _fail("q", f"as many tokens for each of {requests} requests, or cu_seqlens_q", f"{tokens} tokens")
+        fail("q", f"as many tokens for each of {requests} requests, or cu_seqlens_q", f"{tokens} tokens")
     return tokens // requests
 
 
@@ -175,27 +123,26 @@ def check(
 ) -> Job:
     """Check everything but the contents of tensors; ``address``: they are memory, not fake tensors."""
     q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace, *_ = tensors
-    blocks = blocks_of(pages, format)
-    if address:
-        check_alignment(pages)
-    check_query(q, blocks, pages.device)
-    check_tables(block_table, seq_lens, cu_seqlens_q, pages.device)
+    blocks = check_pages(pages, format, address)
+    device = pages.device
+    check_query(q, blocks, device)
+    requests = check_lengths(seq_lens, cu_seqlens_q, device)
+    check_block_table(block_table, requests, device)
     check_positive("scale", options.scale)
     check_positive("softcap", options.softcap)
     check_sliding_window(options.sliding_window)
-    check_sinks(sinks, q.shape[1], q.device)
-    check_calibration(balance, centre, blocks, pages.device)
-    check_rows(tensors.rows, blocks, q.dtype, seq_lens.shape[0], pages.device, address)
+    check_sinks(sinks, q.shape[1], device)
+    check_calibration(balance, centre, blocks, device)
+    check_plain_rows(tensors.rows, blocks, q.dtype, requests, device, address)
     check_memory(out, workspace, q)
-    if address and out is not None and out.data_ptr() % ALIGNMENT:
-        _fail("out", f"an address that is a multiple of {ALIGNMENT}", f"{out.data_ptr():#x}")
-    split = options.fixed_split
-    if split is not None and (type(split) is not int or split < 1):
-        _fail("fixed_split", "an int of at least 1", repr(split))
+    if address and out is not None:
+        check_address("out", out)
+    if options.fixed_split is not None:
+        check_int("fixed_split", options.fixed_split, 1)
     most = _most_queries(tensors, options.max_seqlen_q)
     scale = format.head_dim**-0.5 if options.scale is None else float(options.scale)
     return Job(
         q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, None if sinks is None else kernel_sinks(sinks),
-        workspace, blocks, most, scale, options.sliding_window, options.softcap, split, options.return_lse,
-        tensors.rows, out,
+        workspace, blocks, most, scale, options.sliding_window, options.softcap, options.fixed_split,
+        options.return_lse, tensors.rows, out,
     )  # fmt: skip

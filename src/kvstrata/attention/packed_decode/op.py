@@ -13,11 +13,12 @@ import torch
 
 from kvstrata import jit
 from kvstrata.attention.output import AttentionOutput
-from kvstrata.backends import BACKENDS, missing
-from kvstrata.call_cache import PerThread, guard_of, signature, traced
+from kvstrata.attention.packed_operator import FORMAT, Operators, is_traced
+from kvstrata.backends import choose, missing
+from kvstrata.call_cache import PerThread, guard_of, signature
 from kvstrata.layout import Format
-from kvstrata.layout.blocks import ALIGNMENT, check_format
-from kvstrata.store.packed.job import Calibration, calibration_tensors
+from kvstrata.layout.blocks import ALIGNMENT
+from kvstrata.store.packed.arguments import Calibration, calibration_tensors
 from kvstrata.store.packed.plain_rows import PlainRows, row_tensors
 
 from . import reference
@@ -33,17 +34,6 @@ def _missing(backend: str, job: Job) -> str | None:
 
         return packed_cuda.missing(job)
     return None
-
-
-def _choose(backend: str, job: Job) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    if backend == "auto":
-        ranked = ("cuda", "triton") if job.pages.device.type == "cuda" else ()
-        return next((name for name in ranked if _missing(name, job) is None), "reference")
-    if reason := _missing(backend, job):
-        raise RuntimeError(f"backend: {reason}")
-    return backend
 
 
 class Latest:
@@ -117,7 +107,7 @@ def _decode(
 ) -> Result:
     """Check a call and run it."""
     job = check(tensors, format, options, out)
-    chosen = _choose(backend, job)
+    chosen = choose(backend, job.pages.device, lambda name: _missing(name, job))
     if job.q.shape[0] == 0 or job.requests == 0:
         out = torch.zeros(job.q.shape, dtype=job.q.dtype, device=job.q.device) if out is None else out.zero_()
         lse = torch.full(job.q.shape[:2], -torch.inf, dtype=torch.float32, device=job.q.device)
@@ -135,54 +125,12 @@ _library = torch.library.Library("kvstrata", "FRAGMENT")
 SCHEMA = (
     "(Tensor q, Tensor pages, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? balance,"
     " Tensor? centre, Tensor? sinks, Tensor(a!)? workspace, Tensor? tail_k, Tensor? tail_v, Tensor? tail_slots,"
-    " Tensor? sink_k, Tensor? sink_v, Tensor? sink_slots, str format, int head_dim, int page_tokens, bool rotate,"
-    " float? scale, int? sliding_window, float? softcap, int? max_seqlen_q, int? fixed_split, bool return_lse,"
-    " str backend"
+    " Tensor? sink_k, Tensor? sink_v, Tensor? sink_slots,"
+    f" {FORMAT}, float? scale, int? sliding_window, float? softcap, int? max_seqlen_q, int? fixed_split,"
+    " bool return_lse, str backend"
 )
-_library.define(f"decode_packed{SCHEMA}) -> (Tensor out, Tensor lse)")
-_library.define(f"decode_packed_into{SCHEMA}, Tensor(b!) out) -> Tensor lse")
-
-
-def _parse(arguments: tuple[Any, ...]) -> tuple[Tensors, Format, Options, str]:
-    """Arguments of the operator: tensors, four fields of the format, options, backend."""
-    end = len(Tensors._fields)
-    format, head_dim, page_tokens, rotate = arguments[end : end + 4]
-    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
-    return Tensors(*arguments[:end]), fmt, Options(*arguments[end + 4 : -1]), arguments[-1]
-
-
-def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Operator ``kvstrata::decode_packed``; lse is empty where not asked for."""
-    out, lse = _decode(*_parse(arguments))
-    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
-
-
-def _operator_into(*arguments: Any) -> torch.Tensor:
-    """Operator ``kvstrata::decode_packed_into``, which writes to its last argument."""
-    out, lse = _decode(*_parse(arguments[:-1]), out=arguments[-1])
-    return out.new_empty(0, dtype=torch.float32) if lse is None else lse
-
-
-_library.impl("decode_packed", _operator, "CompositeExplicitAutograd")
-_library.impl("decode_packed_into", _operator_into, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("kvstrata::decode_packed", lib=_library)
-def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors, fmt, options, _ = _parse(arguments)
-    check(tensors, fmt, options, address=False)
-    q = tensors.q
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
-
-
-@torch.library.register_fake("kvstrata::decode_packed_into", lib=_library)
-def _fake_into(*arguments: Any) -> torch.Tensor:
-    tensors, fmt, options, _ = _parse(arguments[:-1])
-    check(tensors, fmt, options, arguments[-1], address=False)
-    return tensors.q.new_empty(tensors.q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
-
-
 _is_compiling = torch.compiler.is_compiling
+OPERATORS = Operators(_library, "decode_packed", Tensors, Options, required=4).register(SCHEMA, _decode, check)
 
 
 def decode_packed(
@@ -264,16 +212,8 @@ def decode_packed(
     options = Options(scale, sliding_window, softcap, max_seqlen_q, fixed_split, return_lse)
     if not _is_compiling() and (again := _again(tensors, fmt, options, backend, out)) is not None:
         return AttentionOutput(*again) if return_lse else again[0]
-    if _is_compiling() or traced() or any(x is not None and type(x) is not torch.Tensor for x in (*tensors, out)):
-        check_format(fmt)
-        for name, x in zip(Tensors._fields[:4], tensors, strict=False):
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        given = (fmt.name, fmt.head_dim, fmt.page_tokens, fmt.rotate, *options, backend)
-        if out is None:
-            result, lse = torch.ops.kvstrata.decode_packed(*tensors, *given)
-        else:
-            result, lse = out, torch.ops.kvstrata.decode_packed_into(*tensors, *given, out)
+    if is_traced((*tensors, out)):
+        result, lse = OPERATORS.call(tensors, fmt, options, backend, out)
     else:
         result, lse = _decode(tensors, fmt, options, backend, out)
     return AttentionOutput(result, lse) if return_lse else result

@@ -96,7 +96,7 @@ def decode_kernel(
     bucket, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
     batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
     begin, queries = _queries(cu_ptr, batch, RAGGED, Q_LEN)
-    length = tl.minimum(tl.load(length_ptr + batch), max_tokens)
+    length = tl.minimum(tl.maximum(tl.load(length_ptr + batch), 0), max_tokens)
     row = tl.program_id(0) % ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
     row_live = row < queries * GROUP
     query, head = row // GROUP, kv_head * GROUP + row % GROUP

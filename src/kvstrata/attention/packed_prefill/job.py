@@ -7,13 +7,26 @@ from typing import NamedTuple
 import torch
 
 from kvstrata.attention.arguments import check_positive, check_sinks, check_sliding_window
-from kvstrata.attention.packed_decode.job import check_memory, check_query, check_tables
+from kvstrata.attention.prefill.op import HEAD_DIMS
+from kvstrata.checks import check_int, check_tensor
 from kvstrata.layout import Format
-from kvstrata.layout.blocks import Blocks, blocks_of, check_alignment
-from kvstrata.store.packed.job import check_calibration
-from kvstrata.store.packed.plain_rows import RowTensors, check_rows
+from kvstrata.layout.blocks import Blocks
+from kvstrata.store.packed.arguments import (
+    check_block_table,
+    check_calibration,
+    check_ints,
+    check_lengths,
+    check_memory,
+    check_new_rows,
+    check_pages,
+    check_plain_rows,
+    check_query,
+    fail,
+)
+from kvstrata.store.packed.plain_rows import RowTensors
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
+STAGED = 512 << 20  # bytes of unpacked K and V rows at a time
 
 
 class Tensors(NamedTuple):
@@ -36,6 +49,7 @@ class Tensors(NamedTuple):
     sink_v: torch.Tensor | None = None
     sink_slots: torch.Tensor | None = None
     workspace: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
 
     @property
     def rows(self) -> RowTensors:
@@ -67,42 +81,42 @@ class Job(NamedTuple):
     def format(self) -> Format:
         return self.blocks.format
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that a row of the block table can list."""
+        return self.tensors.block_table.shape[1] * self.blocks.block_size
+
+
+def padded_dim(head_dim: int) -> int:
+    """Elements of an unpacked row: the smallest head_dim of `prefill_attention` that is not below ``head_dim``."""
+    return next((dim for dim in HEAD_DIMS if dim >= head_dim), head_dim)
+
 
 def check(
     tensors: Tensors, format: Format, options: Options, out: torch.Tensor | None = None, *, address: bool = True
 ) -> Job:
     """Check everything but the contents of tensors; ``address``: they are memory, not fake tensors."""
     q, k, v, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, *_ = tensors
-    blocks = blocks_of(pages, format)
-    if address:
-        check_alignment(pages)
-    check_query(q, blocks, pages.device)
-    if not isinstance(cu_seqlens_q, torch.Tensor):
-        raise TypeError(f"cu_seqlens_q: expected a tensor, got {type(cu_seqlens_q).__name__}")
-    check_tables(block_table, seq_lens, cu_seqlens_q, pages.device)
-    shape = (q.shape[0], blocks.kv_heads, format.head_dim)
-    for name, x in (("k_new", k), ("v_new", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name}: expected {shape}, one row per query, got shape {tuple(x.shape)}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: expected {q.dtype} as q, got {x.dtype}")
-        if x.stride(2) != 1:
-            raise ValueError(f"{name}: expected an inner stride of 1, got {x.stride(2)}")
-        if x.device != q.device:
-            raise ValueError(f"{name}: expected a tensor on {q.device}, where q is, got {x.device}")
+    blocks = check_pages(pages, format, address)
+    device = pages.device
+    check_query(q, blocks, device)
+    check_tensor("cu_seqlens_q", cu_seqlens_q)
+    requests = check_lengths(seq_lens, cu_seqlens_q, device)
+    check_block_table(block_table, requests, device)
+    if tensors.cu_seqlens_k is not None:
+        sizes = f"[{requests + 1}], one more than seq_lens"
+        check_ints("cu_seqlens_k", tensors.cu_seqlens_k, sizes, requests + 1, device)
+    check_new_rows(("k_new", "v_new"), k, v, blocks, device, q)
     check_positive("scale", options.scale)
     check_positive("softcap", options.softcap)
     check_sliding_window(options.sliding_window)
-    check_sinks(sinks, q.shape[1], q.device)
-    check_calibration(balance, centre, blocks, pages.device)
-    check_rows(tensors.rows, blocks, q.dtype, seq_lens.shape[0], pages.device, address)
+    check_sinks(sinks, q.shape[1], device)
+    check_calibration(balance, centre, blocks, device)
+    check_plain_rows(tensors.rows, blocks, q.dtype, requests, device, address)
     check_memory(out, tensors.workspace, q)
     for name in ("max_seqlen_q", "max_seqlen_k", "total_tokens"):
-        given = getattr(options, name)
-        if given is not None and (type(given) is not int or given < 0):
-            raise ValueError(f"{name}: expected an int of at least 0, got {given!r}")
+        if (given := getattr(options, name)) is not None:
+            check_int(name, given, 0)
     if options.exact_lengths and None in (options.max_seqlen_q, options.max_seqlen_k, options.total_tokens):
-        raise ValueError("exact_lengths: expected False without max_seqlen_q, max_seqlen_k and total_tokens, got True")
+        fail("exact_lengths", "False without max_seqlen_q, max_seqlen_k and total_tokens", True)
     return Job(tensors, options, blocks, out)

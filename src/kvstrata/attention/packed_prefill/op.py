@@ -6,16 +6,13 @@ Chunked prefill, prefix hits and ragged batches. Under tracing the call becomes 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvstrata.attention.output import AttentionOutput
-from kvstrata.backends import missing
-from kvstrata.call_cache import traced
+from kvstrata.attention.packed_operator import FORMAT, Operators, is_traced
+from kvstrata.backends import choose, missing
 from kvstrata.layout import Format
-from kvstrata.layout.blocks import check_format
-from kvstrata.store.packed.job import Calibration, calibration_tensors
+from kvstrata.store.packed.arguments import Calibration, calibration_tensors
 from kvstrata.store.packed.plain_rows import PlainRows, row_tensors
 
 from . import reference
@@ -39,14 +36,9 @@ def _prefill(
     tensors: Tensors, format: Format, options: Options, backend: str, out: torch.Tensor | None = None
 ) -> Result:
     """Check a call and run it."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     job = check(tensors, format, options, out)
     device = tensors.q.device
-    if backend == "auto":
-        backend = "triton" if device.type == "cuda" and _missing("triton", job) is None else "reference"
-    elif reason := _missing(backend, job):
-        raise RuntimeError(f"backend: {reason}")
+    backend = choose(backend, device, lambda name: _missing(name, job), BACKENDS)
     if tensors.q.shape[0] == 0 or tensors.seq_lens.shape[0] == 0 or backend == "reference":
         return reference.run(job)
     from . import triton as packed_triton
@@ -58,54 +50,12 @@ _library = torch.library.Library("kvstrata", "FRAGMENT")
 SCHEMA = (
     "(Tensor q, Tensor k_new, Tensor v_new, Tensor pages, Tensor block_table, Tensor seq_lens,"
     " Tensor cu_seqlens_q, Tensor? balance, Tensor? centre, Tensor? sinks, Tensor? tail_k, Tensor? tail_v,"
-    " Tensor? tail_slots, Tensor? sink_k, Tensor? sink_v, Tensor? sink_slots, Tensor(a!)? workspace, str format,"
-    " int head_dim, int page_tokens, bool rotate, float? scale, int? sliding_window, float? softcap, int? max_seqlen_q,"
-    " int? max_seqlen_k, int? total_tokens, bool exact_lengths, bool return_lse, str backend"
+    " Tensor? tail_slots, Tensor? sink_k, Tensor? sink_v, Tensor? sink_slots, Tensor(a!)? workspace,"
+    " Tensor? cu_seqlens_k,"
+    f" {FORMAT}, float? scale, int? sliding_window, float? softcap, int? max_seqlen_q, int? max_seqlen_k,"
+    " int? total_tokens, bool exact_lengths, bool return_lse, str backend"
 )
-_library.define(f"prefill_packed{SCHEMA}) -> (Tensor out, Tensor lse)")
-_library.define(f"prefill_packed_into{SCHEMA}, Tensor(b!) out) -> Tensor lse")
-
-
-def _parse(arguments: tuple[Any, ...]) -> tuple[Tensors, Format, Options, str]:
-    """Arguments of the operator: tensors, four fields of the format, options, backend."""
-    end = len(Tensors._fields)
-    format, head_dim, page_tokens, rotate = arguments[end : end + 4]
-    fmt = Format.parse(format, head_dim, page_tokens, rotate=rotate)
-    return Tensors(*arguments[:end]), fmt, Options(*arguments[end + 4 : -1]), arguments[-1]
-
-
-def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Operator ``kvstrata::prefill_packed``; lse is empty where not asked for."""
-    out, lse = _prefill(*_parse(arguments))
-    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
-
-
-def _operator_into(*arguments: Any) -> torch.Tensor:
-    """Operator ``kvstrata::prefill_packed_into``, which writes to its last argument."""
-    out, lse = _prefill(*_parse(arguments[:-1]), out=arguments[-1])
-    return out.new_empty(0, dtype=torch.float32) if lse is None else lse
-
-
-_library.impl("prefill_packed", _operator, "CompositeExplicitAutograd")
-_library.impl("prefill_packed_into", _operator_into, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("kvstrata::prefill_packed", lib=_library)
-def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors, fmt, options, _ = _parse(arguments)
-    check(tensors, fmt, options, address=False)
-    q = tensors.q
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
-
-
-@torch.library.register_fake("kvstrata::prefill_packed_into", lib=_library)
-def _fake_into(*arguments: Any) -> torch.Tensor:
-    tensors, fmt, options, _ = _parse(arguments[:-1])
-    check(tensors, fmt, options, arguments[-1], address=False)
-    return tensors.q.new_empty(tensors.q.shape[:2] if options.return_lse else (0,), dtype=torch.float32)
-
-
-_is_compiling = torch.compiler.is_compiling
+OPERATORS = Operators(_library, "prefill_packed", Tensors, Options, required=7).register(SCHEMA, _prefill, check)
 
 
 def prefill_packed(
@@ -125,6 +75,7 @@ def prefill_packed(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     total_tokens: int | None = None,
@@ -148,6 +99,7 @@ def prefill_packed(
         calibration: what the prefix was stored with.
         tail, sink_tokens: 16-bit rows beside the pages, as in `decode_packed`.
         scale, sliding_window, sinks, softcap: as in `decode_packed`.
+        cu_seqlens_k: int32 ``[B + 1]``, 0 and the prefix sums of ``seq_lens``; None computes them, in one launch.
         max_seqlen_q, max_seqlen_k, total_tokens: upper bounds of a request's new tokens, of ``seq_lens`` and of their
             sum. If one is None, it is read from the device, and the host waits.
         exact_lengths: the three bounds are the very numbers, not only bounds. If all requests have as many new tokens
@@ -181,19 +133,11 @@ def prefill_packed(
     balance, centre = calibration_tensors(calibration)
     rows = row_tensors(tail, sink_tokens)
     tensors = Tensors(q, k_new, v_new, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, *rows,
-                      workspace)  # fmt: skip
+                      workspace, cu_seqlens_k)  # fmt: skip
     bounds = (max_seqlen_q, max_seqlen_k, total_tokens, exact_lengths)
     options = Options(scale, sliding_window, softcap, *bounds, return_lse)
-    if _is_compiling() or traced() or any(x is not None and type(x) is not torch.Tensor for x in (*tensors, out)):
-        check_format(fmt)
-        for name, x in zip(Tensors._fields[:7], tensors, strict=False):
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        given = (fmt.name, fmt.head_dim, fmt.page_tokens, fmt.rotate, *options, backend)
-        if out is None:
-            result, lse = torch.ops.kvstrata.prefill_packed(*tensors, *given)
-        else:
-            result, lse = out, torch.ops.kvstrata.prefill_packed_into(*tensors, *given, out)
+    if is_traced((*tensors, out)):
+        result, lse = OPERATORS.call(tensors, fmt, options, backend, out)
     else:
         result, lse = _prefill(tensors, fmt, options, backend, out)
     return AttentionOutput(result, lse) if return_lse else result

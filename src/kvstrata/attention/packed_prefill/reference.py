@@ -52,9 +52,10 @@ def run(job: Job) -> Result:
         for request, length in enumerate(seq_lens.tolist()):
             rows = slice(ends[request], ends[request + 1])
             new = rows.stop - rows.start
-            if new == 0:
+            if new <= 0:
                 continue
-            k, v = prefix_rows(job, request, max(length - new, 0), length)
+            prefix = min(max(length - new, 0), job.max_tokens)
+            k, v = prefix_rows(job, request, prefix, prefix + new)
             k, v = (torch.cat([x, y[rows].float()]) for x, y in ((k, k_new), (v, v_new)))
             one = PrefillJob(
                 q[rows].float().unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, None, new, len(k), True, scale,

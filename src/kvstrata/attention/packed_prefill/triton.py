@@ -3,7 +3,8 @@
     pages, k_new, v_new --unpack_kernel--> k, v [tokens of all requests, KV heads, D] --prefill_attention--> out
 
 A chunk of new tokens reads every row of the prefix many times, so unpacking costs little beside the attention. KV heads
-are done a few at a time where the rows of all would take more than STAGED bytes.
+are done a few at a time where the rows of all would take more than STAGED bytes. Rows of a head_dim that no kernel of
+prefill_attention has are padded to one that it has.
 """
 
 from __future__ import annotations
@@ -16,15 +17,38 @@ import triton.language as tl
 
 from kvstrata.attention.output import AttentionOutput
 from kvstrata.attention.packed_decode.triton import row_arguments, split_at
+from kvstrata.attention.prefill.configs import processors_of
 from kvstrata.attention.prefill.launch import launch
 from kvstrata.attention.prefill.op import HEAD_DIMS, prefill_attention
 from kvstrata.attention.prefill_cached.staging_triton import _rows, _signs, stage_warps
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_triton import whole_pages
 
-from .job import Job, Result
+from .job import STAGED, Job, Result, padded_dim
+from .split_triton import attend_in_parts, parts_of
 
-STAGED = 512 << 20  # bytes of K and V rows at a time
+WHOLE_BLOCKS = 256  # tokens before a sliding window that prefill kernels may read, since they read whole blocks of keys
+
+
+@triton.jit
+def _lengths(length_ptr, cu_q_ptr, request, mask, max_tokens):
+    """Tokens before a request's new ones, as many as its row of the block table lists, and its new ones."""
+    new = tl.load(cu_q_ptr + request + 1, mask=mask, other=0) - tl.load(cu_q_ptr + request, mask=mask, other=0)
+    prefix = tl.load(length_ptr + request, mask=mask, other=0) - new
+    return tl.minimum(tl.maximum(prefix, 0), max_tokens).to(tl.int32), new
+
+
+@triton.jit(do_not_specialize=["requests", "total"])
+def sums_kernel(length_ptr, cu_q_ptr, cu_k_ptr, requests, max_tokens, total, BLOCK: tl.constexpr):
+    """Prefix sums of the rows of each request, ``total`` at most."""
+    tl.store(cu_k_ptr, 0)
+    before = 0
+    for first in range(0, requests, BLOCK):
+        request = first + tl.arange(0, BLOCK)
+        prefix, new = _lengths(length_ptr, cu_q_ptr, request, request < requests, max_tokens)
+        ends = before + tl.cumsum(prefix + new, 0)
+        tl.store(cu_k_ptr + 1 + request, tl.minimum(ends, total), mask=request < requests)
+        before += tl.sum(prefix + new)
 
 
 @triton.jit
@@ -33,26 +57,30 @@ def _overlay(rows, ptr, mask):
     return tl.where(mask, tl.load(ptr, mask=mask, other=0.0), rows)
 
 
-@triton.jit(do_not_specialize=["first_head", "longest", "total"])
+@triton.jit(do_not_specialize=["first_head", "longest", "total", "max_tokens", "window"])
 def unpack_kernel(
     k_out_ptr, v_out_ptr, pages_ptr, table_ptr, length_ptr, cu_q_ptr, cu_k_ptr, k_new_ptr, v_new_ptr, balance_ptr,
     centre_ptr, hadamard_ptr, tail_k_ptr, tail_v_ptr, tail_slots_ptr, sink_k_ptr, sink_v_ptr, sink_slots_ptr,
     tail_requests, tail_stride, tail_stride_head, sink_requests, sink_stride, sink_stride_head, stride_table,
     stride_block, stride_head, k_stride_token, k_stride_head, v_stride_token, v_stride_head, first_head, longest, total,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, V_OFFSET: tl.constexpr,
+    max_tokens, window,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr, K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, V_OFFSET: tl.constexpr,
     SCALE_OFFSET: tl.constexpr, PAGE_BYTES: tl.constexpr, BALANCED: tl.constexpr, CENTRED: tl.constexpr,
     WHOLE: tl.constexpr, TAIL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS positions of one request and KV head, of K or V: from a page, plain rows beside it, or new rows."""
+    """TOKENS positions of one request and KV head, of K or V: from a page, plain rows beside it, or new rows.
+
+    ``window``: positions that a query can make a kernel read, its own included; tokens before them are left out.
+    PADDED: elements of a row that is written, DIM or more; those behind DIM are zeros.
+    """
     per_request = tl.cdiv(longest, TOKENS)
     request, number = tl.program_id(0) // per_request, tl.program_id(0) % per_request
     head, is_k = tl.program_id(1).to(tl.int64), tl.program_id(2) == 0
-    length = tl.load(length_ptr + request)
-    begin_q = tl.load(cu_q_ptr + request)
-    prefix = length - (tl.load(cu_q_ptr + request + 1) - begin_q)
-    begin_k = tl.load(cu_k_ptr + request)
-    if number * TOKENS < length:
+    prefix, new_tokens = _lengths(length_ptr, cu_q_ptr, request, request >= 0, max_tokens)
+    length = prefix + new_tokens
+    begin_q, begin_k = tl.load(cu_q_ptr + request), tl.load(cu_k_ptr + request)
+    if (number * TOKENS < length) & ((number + 1) * TOKENS > prefix - window):
         token, dim = tl.arange(0, TOKENS), tl.arange(0, WIDE)
         position = number * TOKENS + token
         mask_d = (dim < DIM)[None, :]
@@ -70,8 +98,8 @@ def unpack_kernel(
         page += number * TOKENS % BLOCK_SIZE // TOKENS * PAGE_BYTES
         scale_ptr = (page + SCALE_OFFSET).to(tl.pointer_type(tl.float16))
         row = begin_k + position
-        out = (row.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
-        live = ((position < length) & (row < total))[:, None] & mask_d
+        out = (row.to(tl.int64) * HEADS + head)[:, None] * PADDED + dim[None, :]
+        live = ((position < length) & (row < total))[:, None] & (dim < PADDED)[None, :]
         new_row = (begin_q + position - prefix).to(tl.int64)[:, None]
         mask_new = fresh[:, None] & mask_d
         DTYPE: tl.constexpr = k_out_ptr.dtype.element_ty
@@ -91,7 +119,7 @@ def unpack_kernel(
                 new = _overlay(new, tail_k_ptr + tail_row + dim[None, :], in_tail[:, None] & mask_d)
             if SINK > 0:
                 new = _overlay(new, sink_k_ptr + sink_row + dim[None, :], in_sinks[:, None] & mask_d)
-            tl.store(k_out_ptr + out, new, mask=live)
+            tl.store(k_out_ptr + out, new if PADDED == DIM else tl.where(mask_d, new, 0.0), mask=live)
         else:
             new = tl.load(v_new_ptr + new_row * v_stride_token + in_head * v_stride_head + dim[None, :], mask=mask_new,
                           other=0.0).to(DTYPE)  # fmt: skip
@@ -103,13 +131,13 @@ def unpack_kernel(
                 new = _overlay(new, tail_v_ptr + tail_row + dim[None, :], in_tail[:, None] & mask_d)
             if SINK > 0:
                 new = _overlay(new, sink_v_ptr + sink_row + dim[None, :], in_sinks[:, None] & mask_d)
-            tl.store(v_out_ptr + out, new, mask=live)
+            tl.store(v_out_ptr + out, new if PADDED == DIM else tl.where(mask_d, new, 0.0), mask=live)
 
 
 def missing(job: Job) -> str | None:
     """Reason why these kernels cannot run the job, or None."""
-    if job.format.head_dim not in HEAD_DIMS:
-        return f"triton: expected a head_dim of {HEAD_DIMS}, got {job.format.head_dim}"
+    if job.format.head_dim > HEAD_DIMS[-1]:
+        return f"triton: expected a head_dim of at most {HEAD_DIMS[-1]}, got {job.format.head_dim}"
     return None
 
 
@@ -134,7 +162,9 @@ def bounds_of(job: Job) -> Bounds:
     max_q, max_k, total = given
     if max_q is not None and max_k is not None and total is not None:
         return Bounds(max_q, max_k, total, options.exact_lengths)
-    read = torch.stack([cu.diff().max(), seq_lens.max(), seq_lens.sum()]).tolist()
+    new = cu.diff()
+    lengths = (seq_lens - new).clamp(0, job.max_tokens) + new  # as `_lengths`
+    read = torch.stack([new.max(), lengths.max(), lengths.sum()]).tolist()
     bounds = [old if old is not None else new for old, new in zip(given, read, strict=True)]
     return Bounds(bounds[0], bounds[1], bounds[2], bounds == read)
 
@@ -142,7 +172,7 @@ def bounds_of(job: Job) -> Bounds:
 def heads_at_once(job: Job, total: int) -> int:
     """KV heads whose unpacked rows fit the workspace, or STAGED bytes."""
     workspace, q = job.tensors.workspace, job.tensors.q
-    needed = 2 * max(total, 1) * job.format.head_dim * q.element_size()  # of one head
+    needed = 2 * max(total, 1) * padded_dim(job.format.head_dim) * q.element_size()  # of one head
     room = STAGED if workspace is None else workspace.numel()
     if workspace is not None and (room < needed or workspace.data_ptr() % 16):
         raise ValueError(
@@ -156,15 +186,15 @@ def unpack(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of ``count`` KV heads from ``first`` on, ``[total, count, D]``: prefixes, each with its new rows behind.
 
-    ``rows`` ``[2, at least total * count * D]`` is written to.
+    D is that of `padded_dim`; ``rows`` ``[2, at least total * count * D]`` is written to.
     """
     t, f, blocks, q = job.tensors, job.format, job.blocks, job.tensors.q
-    dim = f.head_dim
-    k, v = (x[: max(bounds.total, 1) * count * dim].view(-1, count, dim) for x in rows)
+    dim, padded = f.head_dim, padded_dim(f.head_dim)
+    k, v = (x[: max(bounds.total, 1) * count * padded].view(-1, count, padded) for x in rows)
     grid = (t.seq_lens.shape[0] * -(-max(bounds.max_k, 1) // f.page_tokens), count, 2)
     constants = dict(
-        HEADS=count, DIM=dim, WIDE=triton.next_power_of_2(dim), K_BITS=f.k_bits, V_BITS=f.v_bits, TOKENS=f.page_tokens,
-        BLOCK_SIZE=blocks.block_size, BLOCK=block_of(dim) if f.rotate else 1, V_OFFSET=f.v_offset,
+        HEADS=count, DIM=dim, WIDE=triton.next_power_of_2(dim), PADDED=padded, K_BITS=f.k_bits, V_BITS=f.v_bits,
+        TOKENS=f.page_tokens, BLOCK_SIZE=blocks.block_size, BLOCK=block_of(dim) if f.rotate else 1, V_OFFSET=f.v_offset,
         SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes, BALANCED=t.balance is not None,
         CENTRED=t.centre is not None, WHOLE=whole_pages(dim, f.page_tokens, {f.k_bits, f.v_bits}),
         TAIL=t.rows.tail_tokens, SINK=t.rows.sink_tokens,
@@ -174,6 +204,8 @@ def unpack(
         q if t.balance is None else t.balance, q if t.centre is None else t.centre, _signs(dim, q.device),
         *row_arguments(q, t.rows), t.block_table.stride(0), blocks.block_stride, blocks.head_stride,
         *t.k_new.stride()[:2], *t.v_new.stride()[:2], first, max(bounds.max_k, 1), bounds.total,
+        job.max_tokens,
+        0x7FFFFFFF if job.options.sliding_window is None else job.options.sliding_window + WHOLE_BLOCKS,
     )  # fmt: skip
     with torch.cuda.device_of(q):
         launch(unpack_kernel, grid, arguments, constants, num_warps=stage_warps(dim))
@@ -183,39 +215,60 @@ def unpack(
 def staging(job: Job, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Prefix sums of the lengths, memory for rows, and the KV heads that it is for."""
     q, seq_lens, heads = job.tensors.q, job.tensors.seq_lens, heads_at_once(job, bounds.total)
-    cu_k = torch.zeros(seq_lens.shape[0] + 1, dtype=torch.int32, device=q.device)
-    torch.cumsum(seq_lens, 0, dtype=torch.int32, out=cu_k[1:])
-    size = (2, max(bounds.total, 1) * heads * job.format.head_dim)
+    cu_k = job.tensors.cu_seqlens_k
+    if cu_k is None:
+        requests = seq_lens.shape[0]
+        cu_k = torch.empty(requests + 1, dtype=torch.int32, device=q.device)
+        arguments = (seq_lens, job.tensors.cu_seqlens_q, cu_k, requests, job.max_tokens, bounds.total)
+        with torch.cuda.device_of(q):
+            launch(sums_kernel, (1, 1, 1), arguments, dict(BLOCK=128), num_warps=4)
+    size = (2, max(bounds.total, 1) * heads * padded_dim(job.format.head_dim))
     if job.tensors.workspace is None:
         return cu_k, torch.empty(size, dtype=q.dtype, device=q.device), heads
     used = job.tensors.workspace[: 2 * size[1] * q.element_size()]
     return cu_k, used.view(q.dtype).view(size), heads
 
 
+def _attend(
+    job: Job, bounds: Bounds, cu_k: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    **scoring: Any,
+) -> torch.Tensor | None:  # fmt: skip
+    """Attention of ``q [T, heads, D]`` over unpacked rows ``[total, KV heads, D]``, written to ``out``; returns lse."""
+    window, return_lse = job.options.sliding_window, job.options.return_lse
+    if not bounds.dense(job):
+        result = prefill_attention(
+            q, k, v, cu_seqlens_q=job.tensors.cu_seqlens_q, cu_seqlens_k=cu_k, max_seqlen_q=bounds.max_q,
+            max_seqlen_k=bounds.max_k, sliding_window=window, return_lse=return_lse, out=out, **scoring,
+        )  # fmt: skip
+    elif parts := parts_of(job, bounds.max_q, bounds.max_k, q.shape[1], processors_of(q.device)[0]):
+        return attend_in_parts(q, k, v, parts, out, return_lse, scoring)
+    else:  # by kernels that ragged rows cannot use
+        q, out = (x.unflatten(0, (-1, bounds.max_q)) for x in (q, out))
+        k, v = (x.unflatten(0, (-1, bounds.max_k)) for x in (k, v))
+        result = prefill_attention(q, k, v, sliding_window=window, return_lse=return_lse, out=out, **scoring)
+    lse = result.lse if isinstance(result, AttentionOutput) else None
+    return None if lse is None else lse.view(-1, q.shape[-2])
+
+
 def run(job: Job, backend: str) -> Result:
     """Unpack and attend; ``backend`` is that of `prefill_attention`."""
-    t, options, blocks = job.tensors, job.options, job.blocks
-    q, group, bounds = t.q, t.q.shape[1] // blocks.kv_heads, bounds_of(job)
+    t, dim, kv_heads = job.tensors, job.format.head_dim, job.blocks.kv_heads
+    group, bounds, padding = t.q.shape[1] // kv_heads, bounds_of(job), padded_dim(dim) - dim
     cu_k, rows, heads = staging(job, bounds)
+    q = torch.nn.functional.pad(t.q, (0, padding)) if padding else t.q
+    given = None if padding else job.out
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if given is None else given
+    scale = dim**-0.5 if job.options.scale is None else job.options.scale
     parts = []
-    for first in range(0, blocks.kv_heads, heads):
-        count = min(heads, blocks.kv_heads - first)
+    for first in range(0, kv_heads, heads):
+        count = min(heads, kv_heads - first)
         k, v = unpack(job, bounds, cu_k, rows, first, count)
-        of_heads = slice(first * group, (first + count) * group)
-        lengths: dict[str, Any] = dict(
-            cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=cu_k, max_seqlen_q=bounds.max_q, max_seqlen_k=bounds.max_k
-        )
-        queries = q[:, of_heads]
-        if bounds.dense(job):  # by kernels that ragged rows cannot use
-            lengths = {}
-            queries = queries.unflatten(0, (-1, bounds.max_q))
-            k, v = (x.unflatten(0, (-1, bounds.max_k)) for x in (k, v))
-        result = prefill_attention(
-            queries, k, v, scale=options.scale, sliding_window=options.sliding_window, softcap=options.softcap,
-            sinks=None if t.sinks is None else t.sinks[of_heads], return_lse=True, backend=backend, **lengths,
+        some = slice(first * group, (first + count) * group)
+        lse = _attend(
+            job, bounds, cu_k, q[:, some], k, v, out[:, some], scale=scale, softcap=job.options.softcap,
+            sinks=None if t.sinks is None else t.sinks[some], backend=backend,
         )  # fmt: skip
-        assert isinstance(result, AttentionOutput)
-        assert result.lse is not None
-        parts.append((result.out.view(-1, *result.out.shape[-2:]), result.lse.view(-1, result.lse.shape[-1])))
-    out = parts[0][0] if len(parts) == 1 and job.out is None else torch.cat([out for out, _ in parts], 1, out=job.out)
-    return out, torch.cat([lse for _, lse in parts], 1) if options.return_lse else None
+        parts += [] if lse is None else [lse]
+    if padding:
+        out = out[..., :dim].contiguous() if job.out is None else job.out.copy_(out[..., :dim])
+    return out, torch.cat(parts, 1) if job.options.return_lse else None

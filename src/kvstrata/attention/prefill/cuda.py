@@ -16,18 +16,18 @@ from kvstrata.call_cache import PerThread
 from .configs import tuned_tile
 from .job import PrefillJob, Result, lse_strides, strides_of
 from .launch import look
-from .tiles import IDEAS, Ideas, Tile, tile_of
+from .tiles import Tile, tile_of
 
 SOURCE = Path(__file__).parent / "prefill.cu"
 DIMS = (64, 96, 128, 256)
 SECTION_BYTES = 16 << 20  # K and V of the heads that are processed together: less than L2
 POINTERS = struct.Struct("9q")  # q, k, v, out, lse, sinks, cu_seqlens of q and k, counters: what PARAMS begins with
-PARAMS = struct.Struct("9q" + "2qI4x" * 5 + "12I6i2f")
+PARAMS = struct.Struct("9q" + "2qI4x" * 5 + "12I4x5i2f")
 
 
-def entry(dtype: torch.dtype, tile: Tile, ideas: Ideas, softcap: bool) -> str:
-    """Template instantiation of prefill.cu."""
-    return f"prefill<{NAMES[dtype]},{tile.name},{ideas.name(softcap)}>"
+def entry(dtype: torch.dtype, tile: Tile, softcap: bool, checked: bool = False) -> str:
+    """Template instantiation of prefill.cu; ``checked``: the checking build."""
+    return f"prefill<{NAMES[dtype]},{tile.name},{str(softcap).lower()},{str(checked).lower()}>"
 
 
 def missing(job: PrefillJob) -> str | None:
@@ -38,7 +38,9 @@ def missing(job: PrefillJob) -> str | None:
         return f"cuda: expected q in float16 or bfloat16, got {job.q.dtype}"
     if job.head_dim not in DIMS:
         return f"cuda: expected a head_dim of {DIMS}, got {job.head_dim}"
-    for name, x in (("q", job.q), ("k", job.k), ("v", job.v)):
+    for name, x in (("q", job.q), ("k", job.k), ("v", job.v), ("out", job.out)):
+        if x is None:
+            continue
         if any(2 * n % 16 for n in x.stride()[:-1]) or x.data_ptr() % 16:
             return f"cuda: expected rows of {name} at multiples of 16 bytes, got strides {x.stride()}"
         token = x.stride(-3)
@@ -62,17 +64,15 @@ def section_of(units: int, bytes_each: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(dtype: torch.dtype, tile: Tile, ideas: Ideas, softcap: bool, device: int) -> jit.Kernel:
-    return jit.load(SOURCE, entry(dtype, tile, ideas, softcap), jit.arch_of(device))
+def _kernel(dtype: torch.dtype, tile: Tile, softcap: bool, checked: bool, device: int) -> jit.Kernel:
+    return jit.load(SOURCE, entry(dtype, tile, softcap, checked), jit.arch_of(device))
 
 
 _launches: PerThread[jit.Launch] = PerThread()  # parameters are written in place, so threads do not share a launch
 
 
-def run(
-    job: PrefillJob, tile: Tile | None = None, ideas: Ideas | None = None, check: torch.Tensor | None = None
-) -> Result:
-    """Launch a checked job; ``check``: int32 [4], counters of the checking build, incremented."""
+def run(job: PrefillJob, tile: Tile | None = None, check: torch.Tensor | None = None) -> Result:
+    """Launch a checked job; ``check`` selects the checking build: int32 [4], its counters, incremented."""
     out, lse = job.outputs()
     if not job.sequences or not job.heads or not job.max_seqlen_q or not job.q.numel():
         return out, lse
@@ -80,11 +80,11 @@ def run(
     with torch.cuda.device(device):
         if tile is None:
             tile = _tile(job, device)
-        ideas = ideas or IDEAS
-        key = (tile, ideas, *look(job))
+        checked = check is not None
+        key = (tile, checked, *look(job))
         launch = _launches.known.get(key)
         if launch is None:
-            launch = _launches.known[key] = _plan(job, tile, ideas, out, lse, device)
+            launch = _launches.known[key] = _plan(job, tile, checked, out, lse, device)
         tensors = (job.q, job.k, job.v, out, lse, job.sinks, job.cu_seqlens_q, job.cu_seqlens_k, check)
         POINTERS.pack_into(launch.params, 0, *(0 if x is None else x.data_ptr() for x in tensors))
         jit.bind_context(device)
@@ -99,10 +99,9 @@ def _tile(job: PrefillJob, device: int) -> Tile:
 
 
 def _plan(
-    job: PrefillJob, tile: Tile, ideas: Ideas, out: torch.Tensor, lse: torch.Tensor | None, device: int
+    job: PrefillJob, tile: Tile, checked: bool, out: torch.Tensor, lse: torch.Tensor | None, device: int
 ) -> jit.Launch:
     """Launch for every job of this `look`; the addresses are filled in per call."""
-    properties = torch.cuda.get_device_properties(device)
     units, blocks = job.sequences * job.heads, -(-job.max_seqlen_q // tile.block_m)
     section = section_of(units, 4 * job.max_seqlen_k * job.head_dim // (job.heads // job.kv_heads))
     log2e, softcap = math.log2(math.e), job.softcap or 0.0
@@ -111,14 +110,9 @@ def _plan(
     divisors = (section * blocks, section, job.heads, job.heads // job.kv_heads)
     params = PARAMS.pack(
         *[0] * 9, *byte_strides, *(n for by in divisors for n in divisor(by)),
-        units * blocks, blocks, job.max_seqlen_q, job.max_seqlen_k, job.causal, job.sliding_window or 0,
+        blocks, job.max_seqlen_q, job.max_seqlen_k, job.causal, job.sliding_window or 0,
         job.scale * log2e, softcap * log2e,
     )  # fmt: skip
-    shared = tile.shared(ideas)
-    grid = units * blocks
-    if ideas.persistent:
-        fit = properties.shared_memory_per_multiprocessor // (shared + 1024)
-        grid = min(grid, properties.multi_processor_count * max(min(tile.resident, fit), 1))
-    kernel = _kernel(job.q.dtype, tile, ideas, softcap > 0, device)
+    kernel = _kernel(job.q.dtype, tile, softcap > 0, checked, device)
     jit.bind_context(device)
-    return jit.Launch(kernel, grid, 32 * tile.warps, params, shared=shared, overlap=True)
+    return jit.Launch(kernel, units * blocks, 32 * tile.warps, params, shared=tile.shared(checked), overlap=True)

@@ -273,7 +273,7 @@ def missing(job: PrefillJob) -> str | None:
         return "the kernel has no sliding window and no softcap"
     if job.max_seqlen_k == 0 or (job.causal and job.max_seqlen_q > job.max_seqlen_k):
         return "the kernel needs a key for every query"
-    for x in (job.q, job.k, job.v):
+    for x in (job.q, job.k, job.v, *(() if job.out is None else (job.out,))):
         if x.data_ptr() % 16 or any(s <= 0 or s * size % 16 for s in x.stride()[:3]):
             return "the kernel needs 16-byte strides and addresses"
     return None

@@ -25,6 +25,7 @@ class PrefillJob(NamedTuple):
     softcap: float | None
     sinks: torch.Tensor | None  # float32 [Hq]
     return_lse: bool
+    out: torch.Tensor | None = None  # memory of the output, q's shape and inner stride 1; None: allocated
 
     @property
     def ragged(self) -> bool:
@@ -47,10 +48,10 @@ class PrefillJob(NamedTuple):
         return self.q.shape[-1]
 
     def outputs(self) -> Result:
-        """Uninitialised, contiguous memory for the results: out in q's shape, lse without the last axis."""
+        """Memory of the results: out in q's shape, contiguous unless given; lse without the last axis."""
         q = self.q
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if self.return_lse else None
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device) if self.out is None else self.out, lse
 
 
 def strides_of(x: torch.Tensor) -> tuple[int, int, int]:

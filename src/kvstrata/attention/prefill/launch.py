@@ -23,12 +23,12 @@ ALIGNMENT = 16  # bytes: Triton compiles another kernel for addresses that are n
 
 def look(job: PrefillJob) -> tuple[Hashable, ...]:
     """Cache key of a job: everything but values and addresses, of which only the alignment counts."""
-    q, k, v, cu_q, cu_k, *sizes, sinks, return_lse = job
-    addresses = [x.data_ptr() % ALIGNMENT for x in (q, k, v, sinks, cu_q, cu_k) if x is not None]
+    q, k, v, cu_q, cu_k, *sizes, sinks, return_lse, out = job
+    addresses = [x.data_ptr() % ALIGNMENT for x in (q, k, v, sinks, cu_q, cu_k, out) if x is not None]
     lengths = None if cu_q is None else cu_q.shape
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, lengths, sinks is None, return_lse,
-        *sizes, *addresses,
+        None if out is None else out.stride(), *sizes, *addresses,
     )  # fmt: skip
 
 

@@ -179,7 +179,24 @@ def run(job: PrefillJob, backend: str) -> Result:
     return _module(backend).run(job)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...], known: bool = False) -> Result:
+def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+    """Check the memory that a caller gave for the output."""
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out: expected a tensor, got {type(out).__name__}")
+    if out.dtype != q.dtype:
+        raise TypeError(f"out: expected {q.dtype} as q, got {out.dtype}")
+    if out.shape != q.shape:
+        raise ValueError(f"out: expected shape {tuple(q.shape)} as q, got {tuple(out.shape)}")
+    if out.device != q.device:
+        raise ValueError(f"out: expected a tensor on {q.device}, where q is, got {out.device}")
+    if out.stride(-1) != 1:
+        raise ValueError(f"out: expected an inner stride of 1, got {out.stride(-1)}")
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...], known: bool = False,
+    out: torch.Tensor | None = None,
+) -> Result:  # fmt: skip
     """Check a call, unless it is ``known`` to look like a checked one, and run it.
 
     ``options``: the fields of `Options`, as a plain tuple, which a repeated call makes faster.
@@ -189,6 +206,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[An
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     if not known:
         _check_once(q, k, v, Options(*options))
+    if out is not None:
+        _check_out(out, q)
     if cu_q is not None and cu_k is not None:
         longest = _longest(max_q, cu_q), _longest(max_k, cu_k)
     else:
@@ -199,18 +218,19 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[An
     if sinks is not None:
         sinks = kernel_sinks(sinks)
     job = PrefillJob(
-        q, k, v, cu_q, cu_k, *longest, bool(causal), scale, sliding_window, softcap, sinks, return_lse
+        q, k, v, cu_q, cu_k, *longest, bool(causal), scale, sliding_window, softcap, sinks, return_lse, out
     )  # fmt: skip
     return run(job, _choose(backend, job))
 
 
 _library = torch.library.Library("kvstrata", "FRAGMENT")
-_library.define(
-    "prefill_attention(Tensor q, Tensor k, Tensor v, bool causal=True, float? scale=None,"
-    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None,"
-    " int? sliding_window=None, float? softcap=None, Tensor? sinks=None, bool return_lse=False, str backend='auto')"
-    " -> (Tensor out, Tensor lse)"
+SCHEMA = (
+    " bool causal=True, float? scale=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
+    " SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, int? sliding_window=None, float? softcap=None,"
+    " Tensor? sinks=None, bool return_lse=False, str backend='auto')"
 )
+_library.define(f"prefill_attention(Tensor q, Tensor k, Tensor v,{SCHEMA} -> (Tensor out, Tensor lse)")
+_library.define(f"prefill_attention_into(Tensor q, Tensor k, Tensor v, Tensor(a!) out,{SCHEMA} -> Tensor lse")
 
 
 def _operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,7 +239,14 @@ def _operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) 
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
+def _operator_into(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *options: Any) -> torch.Tensor:
+    """Operator ``kvstrata::prefill_attention_into``, which writes to ``out``."""
+    _, lse = _attend(q, k, v, Options(*options), out=out)
+    return out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
 _library.impl("prefill_attention", _operator, "CompositeExplicitAutograd")
+_library.impl("prefill_attention_into", _operator_into, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("kvstrata::prefill_attention", lib=_library)
@@ -228,6 +255,12 @@ def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> tup
     _check(q, k, v, options)
     shape = q.shape[:-1] if options.return_lse else (0,)
     return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("kvstrata::prefill_attention_into", lib=_library)
+def _fake_into(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *given: Any) -> torch.Tensor:
+    _check_out(out, q)
+    return _fake(q, k, v, *given)[1]
 
 
 _is_compiling = torch.compiler.is_compiling
@@ -248,6 +281,7 @@ def prefill_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | AttentionOutput:
     """Attention of many queries over K and V in memory; forward only.
@@ -265,18 +299,20 @@ def prefill_attention(
         softcap: c replaces a score by ``c * tanh(score / c)``.
         sinks: ``[heads]``, attention-sink logit per head, added to the softmax denominator.
         return_lse: also return the natural log-sum-exp of the scores, sinks included.
+        out: memory for the output in q's shape and dtype, apart from q, k and v; any strides, the last one 1. None
+            allocates it.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     Returns:
-        out in q's shape and dtype, contiguous. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[batch,
-        seq, heads]`` (ragged: ``[tokens, heads]``) and no mass. A query that sees no key gives zeros and an lse of -inf
-        (with a sink: its logit).
+        out in q's shape and dtype, contiguous unless it was given. With ``return_lse`` an `AttentionOutput` with a
+        float32 lse ``[batch, seq, heads]`` (ragged: ``[tokens, heads]``) and no mass. A query that sees no key gives
+        zeros and an lse of -inf (with a sink: its logit).
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, stride, value, device or dtype; the error names it.
         RuntimeError: the backend is not available for this call.
 
-    No argument is mutated. Safe under ``torch.compile(fullgraph=True)``. Safe under CUDA-graph capture once a call of
+    Only ``out`` is mutated. Safe under ``torch.compile(fullgraph=True)``. Safe under CUDA-graph capture once a call of
     the same shapes has run, which compiles the kernel; ragged calls also need both max_seqlen.
 
     Example:
@@ -299,5 +335,10 @@ def prefill_attention(
         causal, scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sliding_window, softcap, sinks,
         return_lse, backend,
     )  # fmt: skip
-    out, lse = torch.ops.kvstrata.prefill_attention(q, k, v, *options) if dispatch else _attend(q, k, v, options, known)
-    return AttentionOutput(out, lse) if return_lse else out
+    if not dispatch:
+        result, lse = _attend(q, k, v, options, known, out)
+    elif out is None:
+        result, lse = torch.ops.kvstrata.prefill_attention(q, k, v, *options)
+    else:
+        result, lse = out, torch.ops.kvstrata.prefill_attention_into(q, k, v, out, *options)
+    return AttentionOutput(result, lse) if return_lse else result

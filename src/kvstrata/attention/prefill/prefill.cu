@@ -7,7 +7,7 @@
 // A warp has 16 queries (or a multiple): S = Q K^T leaves them as rows, so the weights are already the A operand of P V.
 //
 //   prefill_tile.cuh     parameters, sizes, order of the work     prefill_softmax.cuh  scores to weights
-//   prefill_check.cuh    scores through shared memory, checks     prefill_end.cuh      groups added up, output and lse
+//   prefill_check.cuh    the checking build                       prefill_end.cuh      groups added up, output and lse
 #include "barrier.cuh"
 #include "cp_async.cuh"
 #include "ldmatrix.cuh"
@@ -19,19 +19,19 @@
 #include "prefill_tile.cuh"
 
 // Copies rows `first` .. of `from` into a tile in shared memory; rows from `end` on are zeros.
-template <class T, int kRows, int kThreads, int kWidth>
+template <class T, int kRows, int kThreads>
 __device__ __forceinline__ void copy_rows(unsigned to, const char* from, unsigned stride, int first, int end,
                                           unsigned thread) {
-  constexpr unsigned kPieces = T::Layout::kChunks * 16 / kWidth, kAll = kRows * kPieces;
-  constexpr bool kWholeRows = kThreads % kPieces == 0;  // a thread stays in its column
+  constexpr unsigned kChunks = T::Layout::kChunks, kAll = kRows * kChunks;
+  constexpr bool kWholeRows = kThreads % kChunks == 0;  // a thread stays in its column
 #pragma unroll
   for (unsigned turn = 0; turn < kAll; turn += kThreads) {
-    const unsigned row = kWholeRows ? thread / kPieces + turn / kPieces : (thread + turn) / kPieces;
-    const unsigned byte = (kWholeRows ? thread : thread + turn) % kPieces * kWidth;
+    const unsigned row = kWholeRows ? thread / kChunks + turn / kChunks : (thread + turn) / kChunks;
+    const unsigned chunk = (kWholeRows ? thread : thread + turn) % kChunks;
     if (kAll % kThreads && row >= kRows) break;
-    const unsigned at = to + T::Layout::offset(row, byte / 16) + byte % 16, there = first + row;
-    cp_async_or_zero<kWidth>(at, from + byte + static_cast<unsigned long long>(there) * stride,
-                             static_cast<int>(there) < end);
+    const unsigned at = to + T::Layout::offset(row, chunk), there = first + row;
+    cp_async_or_zero<16>(at, from + chunk * 16 + static_cast<unsigned long long>(there) * stride,
+                         static_cast<int>(there) < end);
   }
 }
 
@@ -78,8 +78,8 @@ __device__ __forceinline__ void multiply_keys(const Query<T>& query, unsigned qu
 }
 
 // O += P V; the weights of 16 keys at a time are computed just before they are used.
-template <class In, class T, class I>
-__device__ __forceinline__ void multiply_values(State<T>& st, const ScoresOf<T>& s, float unit,
+template <class In, class T, bool kChecked>
+__device__ __forceinline__ void multiply_values(State<T>& st, const ScoresOf<T>& s, float to_log2,
                                                 const float (&base)[T::kRowTiles][2], unsigned v_tile,
                                                 unsigned char* kept, int lane) {
   const unsigned row = RowsFirst::row(lane), chunk = RowsFirst::chunk(lane);
@@ -93,11 +93,11 @@ __device__ __forceinline__ void multiply_values(State<T>& st, const ScoresOf<T>&
       for (int i = 0; i < 4; i++) {
         const int half = i % 2;
         const float* x = &s[r][2 * step + i / 2][half * 2];
-        const float first = exp2_of(x[0] * unit - base[r][half]), second = exp2_of(x[1] * unit - base[r][half]);
+        const float first = exp2_of(x[0] * to_log2 - base[r][half]), second = exp2_of(x[1] * to_log2 - base[r][half]);
         st.l[r][half] += first + second;
         w[r][i] = pair_of(In{}, first, second);
       }
-    if constexpr (I::kScores != kInRegisters) keep_weights<T>(kept, step, w, lane);
+    if constexpr (kChecked) keep_weights<T>(kept, step, w, lane);
 #pragma unroll
     for (int d = 0; d < T::kDimTiles; d += 2) {
       unsigned b[4];
@@ -111,9 +111,9 @@ __device__ __forceinline__ void multiply_values(State<T>& st, const ScoresOf<T>&
   }
 }
 
-template <class In, class T, class I>
-__device__ __forceinline__ void attend(const Params& p, unsigned char* shared, int wave) {
-  const Item item = item_of<T>(p, index_of(wave));
+template <class In, class T, bool kSoftcap, bool kChecked>
+__device__ __forceinline__ void attend(const Params& p, unsigned char* shared) {
+  const Item item = item_of<T>(p, blockIdx.x);
   if (item.rows <= 0) return;
   const int me = opaque(threadIdx.x), lane = me & 31, warp = __shfl_sync(~0u, me >> 5, 0);
   const int group = warp / T::kRowWarps, row_warp = warp % T::kRowWarps;
@@ -127,8 +127,8 @@ __device__ __forceinline__ void attend(const Params& p, unsigned char* shared, i
     if (key < end) {
       const unsigned thread = opaque(me) % T::kGroupThreads;
       const int first = opaque(key);
-      copy_rows<T, T::kN, T::kGroupThreads, I::kWidth>(to, k, p.k_by.token, first, end, thread);
-      copy_rows<T, T::kN, T::kGroupThreads, I::kWidth>(to + T::kHalfStage, v, p.v_by.token, first, end, thread);
+      copy_rows<T, T::kN, T::kGroupThreads>(to, k, p.k_by.token, first, end, thread);
+      copy_rows<T, T::kN, T::kGroupThreads>(to + T::kHalfStage, v, p.v_by.token, first, end, thread);
     }
     commit_group();
   };
@@ -138,7 +138,7 @@ __device__ __forceinline__ void attend(const Params& p, unsigned char* shared, i
   };
 
   const char* const q = at(p.q, p.q_by, item.batch, item.head, item.q_start + item.row);
-  copy_rows<T, T::kM, T::kThreads, I::kWidth>(all, q, p.q_by.token, 0, item.rows, me);
+  copy_rows<T, T::kM, T::kThreads>(all, q, p.q_by.token, 0, item.rows, me);
   if constexpr (kAhead == 0) commit_group();
 #pragma unroll
   for (int i = 0; i < kAhead; i++) fill(begin + i * kStride, ring + i * 2 * T::kHalfStage);
@@ -152,7 +152,7 @@ __device__ __forceinline__ void attend(const Params& p, unsigned char* shared, i
 
   const int place = item.row + row_warp * T::kRows + item.shift;  // position of the warp's first query
   unsigned char* kept = shared + T::kScoresAt + warp * T::kRows * T::kScoreRow;
-  const float unit = unit_of<T, I>(p);
+  const float to_log2 = log2_factor<kSoftcap>(p);
   State<T> st;
   unsigned k_tile = ring;
   for (int key = begin; key < end; key += kStride) {
@@ -166,20 +166,19 @@ __device__ __forceinline__ void attend(const Params& p, unsigned char* shared, i
     if (!p.causal || key <= last) {
       ScoresOf<T> s;
       multiply_keys<In, T>(query, query_rows, k_tile, s, lane);
-      if constexpr (I::kScores != kInRegisters)
-        keep_scores<In, T, I::kScores == kChecked>(p, kept, shared + (query_rows - all), shared + (k_tile - all), s,
-                                                   lane);
-      if constexpr (I::kSoftcap) cap<T>(p, s);
+      if constexpr (kChecked)
+        keep_scores<In, T>(p, kept, shared + (query_rows - all), shared + (k_tile - all), s, lane);
+      if constexpr (kSoftcap) cap<T>(p, s);
       const bool past = key + T::kN > (p.causal ? min(first + 1, end) : end);
       if (past || (p.window && key <= last - p.window)) mask<T>(p, first, end, key, s, opaque(lane));
       float base[T::kRowTiles][2];
-      rebase<T>(st, s, unit, base);
-      if constexpr (I::kScores == kChecked) {
+      rebase<T>(st, s, to_log2, base);
+      if constexpr (kChecked) {
         const State<T> before = st;
-        multiply_values<In, T, I>(st, s, unit, base, v_tile, kept, lane);
+        multiply_values<In, T, kChecked>(st, s, to_log2, base, v_tile, kept, lane);
         check_out<In, T>(p, kept, shared + (v_tile - all), st, before.out, lane);
       } else {
-        multiply_values<In, T, I>(st, s, unit, base, v_tile, kept, lane);
+        multiply_values<In, T, kChecked>(st, s, to_log2, base, v_tile, kept, lane);
       }
     }
     if constexpr (kAhead > 0) wait_group<(kAhead > 1 ? kAhead - 1 : 0)>();
@@ -187,20 +186,14 @@ __device__ __forceinline__ void attend(const Params& p, unsigned char* shared, i
     k_tile += 2 * T::kHalfStage;
     if (k_tile == ring + T::kRingBytes) k_tile = ring;
   }
-  finish<In, T, I>(p, wave, st, shared, unit);
+  finish<In, T>(p, st, shared, to_log2);
 }
 
-template <class In, class T, class I>
+// kChecked: scores and weights also go through shared memory, where they are compared with plain sums.
+template <class In, class T, bool kSoftcap, bool kChecked>
 __global__ void __launch_bounds__(T::kThreads, T::kResident) prefill(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   wait_for_previous();
   release_next();
-  if constexpr (I::kPersistent) {
-    for (int wave = 0; wave * gridDim.x < p.items; wave++) {
-      if (wave) __syncthreads();
-      if (index_of(wave) < p.items) attend<In, T, I>(p, shared, wave);
-    }
-  } else {
-    attend<In, T, I>(p, shared, 0);
-  }
+  attend<In, T, kSoftcap, kChecked>(p, shared);
 }

@@ -1,5 +1,4 @@
-// Scores and weights through shared memory: to measure what keeping them in registers saves, and, in the checking build,
-// to compare them with plain sums over the rows of Q, K and V.
+// The checking build: scores and weights through shared memory, compared with plain sums over the rows of Q, K and V.
 //
 // A warp's rows are kScoreRow bytes apart: scores in float32, then weights in In at the same place.
 #pragma once
@@ -16,8 +15,8 @@ __device__ __forceinline__ void count(unsigned* counters, float got, float wante
   if (!(fabsf(got - wanted) <= 1e-4f * size + 1e-6f)) atomicAdd(counters + 1, 1u);
 }
 
-// Writes the product's scores to shared memory and reads them back.
-template <class In, class T, bool kCheck>
+// Writes the product's scores to shared memory, checks them and reads them back.
+template <class In, class T>
 __device__ __forceinline__ void keep_scores(const Params& p, unsigned char* mine, const unsigned char* query_rows,
                                             const unsigned char* k_tile, ScoresOf<T>& s, int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -31,17 +30,16 @@ __device__ __forceinline__ void keep_scores(const Params& p, unsigned char* mine
     for (int i = 0; i < T::kKeyTiles * 2; i++)
       *at(r, i % 2, i / 2) = make_float2(s[r][i / 2][i % 2 * 2], s[r][i / 2][i % 2 * 2 + 1]);
   __syncwarp();
-  if constexpr (kCheck)
-    for (int i = lane; i < T::kRows * T::kN; i += 32) {
-      const int row = i / T::kN, key = i % T::kN;
-      float wanted = 0.f, size = 0.f;
-      for (int d = 0; d < T::kDim; d++) {
-        const float x = element_of<In, T>(query_rows, row, d) * element_of<In, T>(k_tile, key, d);
-        wanted += x;
-        size += fabsf(x);
-      }
-      count(p.check, reinterpret_cast<const float*>(mine + row * T::kScoreRow)[key], wanted, size);
+  for (int i = lane; i < T::kRows * T::kN; i += 32) {
+    const int row = i / T::kN, key = i % T::kN;
+    float wanted = 0.f, size = 0.f;
+    for (int d = 0; d < T::kDim; d++) {
+      const float x = element_of<In, T>(query_rows, row, d) * element_of<In, T>(k_tile, key, d);
+      wanted += x;
+      size += fabsf(x);
     }
+    count(p.check, reinterpret_cast<const float*>(mine + row * T::kScoreRow)[key], wanted, size);
+  }
 #pragma unroll
   for (int r = 0; r < T::kRowTiles; r++)
 #pragma unroll

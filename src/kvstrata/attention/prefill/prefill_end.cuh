@@ -5,7 +5,7 @@
 
 // Adds the results of groups 1 .. to the state of group 0; returns false in the other groups, which are done.
 template <class T>
-__device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, int row_warp, int group, float unit,
+__device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, int row_warp, int group, float to_log2,
                                            int lane) {
   const int g = lane >> 2, t = lane & 3;
   constexpr int kAll = T::kRowTiles * T::kDimTiles;
@@ -36,9 +36,9 @@ __device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, 
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float2 x = *stats_of(from, r, half);
-        const float m = fmaxf(st.m[r][half], x.x), base = m == -infinity() ? 0.f : m * unit;
-        own[half] = exp2_of(st.m[r][half] * unit - base);
-        other[half] = exp2_of(x.x * unit - base);
+        const float m = fmaxf(st.m[r][half], x.x), base = m == -infinity() ? 0.f : m * to_log2;
+        own[half] = exp2_of(st.m[r][half] * to_log2 - base);
+        other[half] = exp2_of(x.x * to_log2 - base);
         st.m[r][half] = m;
         st.l[r][half] = st.l[r][half] * own[half] + x.y * other[half];
       }
@@ -53,8 +53,8 @@ __device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, 
   return true;
 }
 
-template <class In, class T, class I>
-__device__ __forceinline__ void finish(const Params& p, int wave, State<T>& st, unsigned char* shared, float unit) {
+template <class In, class T>
+__device__ __forceinline__ void finish(const Params& p, State<T>& st, unsigned char* shared, float to_log2) {
   const int me = opaque(threadIdx.x), lane = me & 31, warp = __shfl_sync(~0u, me >> 5, 0);
   const int group = warp / T::kRowWarps, row_warp = warp % T::kRowWarps;
   const int g = lane >> 2, t = lane & 3;
@@ -65,9 +65,9 @@ __device__ __forceinline__ void finish(const Params& p, int wave, State<T>& st, 
     l += __shfl_xor_sync(~0u, l, 2);
   }
   if constexpr (T::kGroups > 1)
-    if (!add_groups<T>(st, shared, row_warp, group, unit, lane)) return;
+    if (!add_groups<T>(st, shared, row_warp, group, to_log2, lane)) return;
 
-  const Item item = item_of<T>(p, index_of(opaque(wave)));  // recomputed, to save registers in the main loop
+  const Item item = item_of<T>(p, opaque(blockIdx.x));  // recomputed, to save registers in the main loop
   unsigned char* rows = shared + row_warp * T::kRows * T::Layout::kBytes;  // memory of the warp's queries
   const int first_row = row_warp * T::kRows, token = item.q_start + item.row + first_row;
   char* const out = const_cast<char*>(at(p.out, p.out_by, item.batch, item.head, token));
@@ -77,7 +77,7 @@ __device__ __forceinline__ void finish(const Params& p, int wave, State<T>& st, 
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int row = r * 16 + half * 8 + g;
-      float l = st.l[r][half], base = st.m[r][half] * unit, factor = 1.f;
+      float l = st.l[r][half], base = st.m[r][half] * to_log2, factor = 1.f;
       if (p.sinks) {
         const float sink = p.sinks[item.head] * kLog2e, top = fmaxf(fmaxf(sink, base), -1e38f);  // both may be -inf
         factor = exp2_of(base - top);
@@ -91,22 +91,16 @@ __device__ __forceinline__ void finish(const Params& p, int wave, State<T>& st, 
 #pragma unroll
       for (int d = 0; d < T::kDimTiles; d++) {
         const unsigned pair = pair_of(In{}, st.out[r][d][half * 2] * factor, st.out[r][d][half * 2 + 1] * factor);
-        if constexpr (I::kWidth > 4)
-          *reinterpret_cast<unsigned*>(rows + T::Layout::offset(row, d) + t * 4) = pair;
-        else if (first_row + row < item.rows)
-          *reinterpret_cast<unsigned*>(out + row * static_cast<i64>(p.out_by.token) + d * 16 + t * 4) = pair;
+        *reinterpret_cast<unsigned*>(rows + T::Layout::offset(row, d) + t * 4) = pair;
       }
     }
-  if constexpr (I::kWidth > 4) {
-    __syncwarp();
-    using Piece = typename Either<uint4, uint2, I::kWidth == 8>::type;
-    constexpr int kPieces = T::Layout::kChunks * 16 / I::kWidth;
+  __syncwarp();
+  constexpr int kChunks = T::Layout::kChunks;
 #pragma unroll
-    for (int i = lane; i < T::kRows * kPieces; i += 32) {
-      const int row = i / kPieces, byte = i % kPieces * I::kWidth;
-      if (first_row + row < item.rows)
-        *reinterpret_cast<Piece*>(out + row * static_cast<i64>(p.out_by.token) + byte) =
-            *reinterpret_cast<const Piece*>(rows + T::Layout::offset(row, byte / 16) + byte % 16);
-    }
+  for (int i = lane; i < T::kRows * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    if (first_row + row < item.rows)
+      *reinterpret_cast<uint4*>(out + row * static_cast<i64>(p.out_by.token) + chunk * 16) =
+          *reinterpret_cast<const uint4*>(rows + T::Layout::offset(row, chunk));
   }
 }

@@ -1,7 +1,7 @@
 // Online softmax of a warp's queries, in registers: converts the scores of a tile to weights and rescales the sums.
 //
 // A lane has rows g and g + 8 of a row tile, and keys 2t, 2t + 1 of every eight. The reference m is a score as the
-// product leaves it; times `unit` it is in log2 units.
+// product leaves it; times `to_log2` it is in log2 units.
 #pragma once
 #include "prefill_tile.cuh"
 #include "warp.cuh"
@@ -26,9 +26,9 @@ struct State {
 
 template <class T> using ScoresOf = float[T::kRowTiles][T::kKeyTiles][4];
 
-template <class T, class I>
-__device__ __forceinline__ float unit_of(const Params& p) {
-  return I::kSoftcap ? 1.f : p.scale_log2;
+template <bool kSoftcap>
+__device__ __forceinline__ float log2_factor(const Params& p) {
+  return kSoftcap ? 1.f : p.scale_log2;
 }
 
 // c * tanh(score / c), in log2 units.
@@ -69,7 +69,7 @@ __device__ __forceinline__ void mask(const Params& p, int place, int end, int ke
 constexpr float kSlack = 8.f;
 
 template <class T>
-__device__ __forceinline__ void rebase(State<T>& st, const ScoresOf<T>& s, float unit, float (&base)[T::kRowTiles][2]) {
+__device__ __forceinline__ void rebase(State<T>& st, const ScoresOf<T>& s, float to_log2, float (&base)[T::kRowTiles][2]) {
   float most[T::kRowTiles][2];
   bool grows = false;
 #pragma unroll
@@ -81,7 +81,7 @@ __device__ __forceinline__ void rebase(State<T>& st, const ScoresOf<T>& s, float
       for (int n = 0; n < T::kKeyTiles; n++) m = fmaxf(m, fmaxf(s[r][n][half * 2], s[r][n][half * 2 + 1]));
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      grows = grows || (m - st.m[r][half]) * unit > kSlack;
+      grows = grows || (m - st.m[r][half]) * to_log2 > kSlack;
       most[r][half] = m;
     }
   if (__any_sync(~0u, grows))
@@ -90,7 +90,7 @@ __device__ __forceinline__ void rebase(State<T>& st, const ScoresOf<T>& s, float
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float m = fmaxf(st.m[r][half], most[r][half]);
-        const float shrink = m == -infinity() ? 0.f : exp2_of((st.m[r][half] - m) * unit);
+        const float shrink = m == -infinity() ? 0.f : exp2_of((st.m[r][half] - m) * to_log2);
         st.m[r][half] = m;
         st.l[r][half] *= shrink;
 #pragma unroll
@@ -102,5 +102,5 @@ __device__ __forceinline__ void rebase(State<T>& st, const ScoresOf<T>& s, float
 #pragma unroll
   for (int r = 0; r < T::kRowTiles; r++)
 #pragma unroll
-    for (int half = 0; half < 2; half++) base[r][half] = st.m[r][half] == -infinity() ? 0.f : st.m[r][half] * unit;
+    for (int half = 0; half < 2; half++) base[r][half] = st.m[r][half] == -infinity() ? 0.f : st.m[r][half] * to_log2;
 }

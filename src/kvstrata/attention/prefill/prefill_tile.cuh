@@ -26,7 +26,8 @@ struct Params {
   unsigned* check;         // 4 counters of the checking build
   Strides q_by, k_by, v_by, out_by, lse_by;
   Divisor per_section, section, heads, group;  // items of a section, its units; a unit is a query head of a sequence
-  int items, m_blocks, q_len, k_len, causal, window;  // window 0: none
+  int unused;  // pairs of the numbers below are aligned with it, and loaded together
+  int m_blocks, q_len, k_len, causal, window;  // window 0: none
   float scale_log2, softcap_log2;                     // in log2 units; softcap_log2 0: none
 };
 
@@ -35,11 +36,7 @@ struct Params {
 // queries, 16 or a multiple, and all keys of the tile.
 //
 //   shared memory:  Q (later: out) | group 0: stages of K, V | group 1 .. | stats of groups 1 .. | scores
-template <class First, class Second, bool kSecond> struct Either { using type = First; };
-template <class First, class Second> struct Either<First, Second, true> { using type = Second; };
-
-template <int kDim_, int kBlockM_, int kBlockN_, int kWarps_, int kGroups_, int kStages_, int kResident_,
-          bool kPadded = false>
+template <int kDim_, int kBlockM_, int kBlockN_, int kWarps_, int kGroups_, int kStages_, int kResident_>
 struct Tile {
   static constexpr int kDim = kDim_, kM = kBlockM_, kN = kBlockN_, kWarps = kWarps_, kGroups = kGroups_;
   static constexpr int kStages = kStages_, kResident = kResident_;  // kResident: blocks per multiprocessor
@@ -47,7 +44,7 @@ struct Tile {
   static constexpr int kRows = kM / kRowWarps, kRowTiles = kRows / 16;  // of a warp
   static constexpr int kSteps = kDim / 16, kDimTiles = kDim / 8, kKeyTiles = kN / 8;
   static constexpr bool kKeepQuery = kDim * kRowTiles <= 128;  // in registers
-  using Layout = typename Either<Swizzle<kDim / 8>, Padded<kDim / 8>, kPadded>::type;
+  using Layout = Swizzle<kDim / 8>;
   static constexpr int kQueryBytes = kM * Layout::kBytes, kHalfStage = kN * Layout::kBytes;
   static constexpr int kRingBytes = kStages * 2 * kHalfStage;
   static constexpr int kStatsAt = kQueryBytes + kGroups * kRingBytes;
@@ -55,16 +52,6 @@ struct Tile {
   static_assert(kWarps % kGroups == 0 && kM % (16 * kRowWarps) == 0 && kN % 16 == 0 && kDim % 16 == 0, "odd tile");
   static_assert(kGroups == 1 || kM <= kStages * kN, "a group's result has to fit its ring");
   static_assert(tile_bank_ways<Layout>() == 1, "bank conflicts");
-};
-
-enum Scores { kInRegisters, kInShared, kChecked };  // kChecked: in shared memory, and compared with plain sums
-
-// Compile-time switches.
-template <bool kSoftcap_, bool kPersistent_ = true, int kWidth_ = 16, Scores kScores_ = kInRegisters>
-struct Ideas {
-  static constexpr bool kSoftcap = kSoftcap_, kPersistent = kPersistent_;
-  static constexpr int kWidth = kWidth_;  // bytes of a load and of a store: 4, 8 or 16
-  static constexpr Scores kScores = kScores_;
 };
 
 // Queries row .. row + rows - 1 of a head, and the keys begin .. end - 1 that at least one of them sees.
@@ -78,15 +65,10 @@ __device__ __forceinline__ const char* at(const char* base, const Strides& by, i
   return base + batch * by.batch + head * by.head + static_cast<i64>(token) * by.token;
 }
 
-// The item of this block in a wave. Waves alternate direction: the block with the longest item gets the shortest next.
-__device__ __forceinline__ int index_of(int wave) {
-  return wave * gridDim.x + (wave & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-}
-
-// Sections of units whose keys fit L2 together; within a section the last queries come first, as they see most keys.
+// Item of a block. Sections of units whose keys fit L2 together; within a section the last queries come first, as they see most keys.
 template <class T>
-__device__ __forceinline__ Item item_of(const Params& p, int index) {
-  const int section = p.per_section.of(index), in_section = p.per_section.rest(index, section);
+__device__ __forceinline__ Item item_of(const Params& p, int block) {
+  const int section = p.per_section.of(block), in_section = p.per_section.rest(block, section);
   const int turn = p.section.of(in_section), unit = section * p.section.by + p.section.rest(in_section, turn);
   const int sequence = p.heads.of(unit);
   int q_len = p.q_len;

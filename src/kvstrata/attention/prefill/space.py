@@ -25,7 +25,7 @@ from kvstrata.jit.tuned import Choice, Value
 from . import cuda as prefill_cuda
 from . import launch as prefill_launch
 from .job import PrefillJob
-from .tiles import IDEAS, Config, Tile, of_choice
+from .tiles import Config, Tile, of_choice
 
 SOURCE = Path(__file__).with_name("triton.py")
 WHEN = {
@@ -59,8 +59,8 @@ def kernels(size: tuple[int, ...], causal: bool, choice: Choice) -> list[tuple[P
     """
     tile = of_choice(choice, size[-1])
     if isinstance(tile, Tile):
-        entry = prefill_cuda.entry(torch.float16, tile, IDEAS, softcap=False)
-        return [(prefill_cuda.SOURCE, entry, 32 * tile.warps, tile.shared(IDEAS))]
+        entry = prefill_cuda.entry(torch.float16, tile, softcap=False)
+        return [(prefill_cuda.SOURCE, entry, 32 * tile.warps, tile.shared())]
     threads = 128 * (tile.block_m // 64 + 1) if tile.specialize else 32 * tile.warps
     _, heads, kv_heads, length, dim = size
     alike = (1, heads, kv_heads, length if length % 128 else 1024, dim)  # the kernel is the same for whole blocks

@@ -1,6 +1,6 @@
 """Tile sizes of the three prefill kernels, and how a tuned table writes them.
 
-`Config` is for triton.py and gluon.py, `Tile` and `Ideas` are template arguments of prefill.cu. A tuned table holds
+`Config` is for triton.py and gluon.py, `Tile` is a template argument of prefill.cu. A tuned table holds
 plain values instead (a `Choice`, whose names space.py lists): `of_choice` and `choice_of` translate, `invalid` checks.
 """
 
@@ -36,38 +36,19 @@ class Tile:
     groups: int = 1  # of warps, which take turns at the tiles of keys
     stages: int = 2
     resident: int = 3  # blocks per multiprocessor that the register limit allows for
-    padded: bool = False  # rows in shared memory 16 bytes longer, instead of swizzled
 
     @property
     def name(self) -> str:
         sizes = (self.head_dim, self.block_m, self.block_n, self.warps, self.groups, self.stages, self.resident)
-        return f"Tile<{','.join(map(str, sizes))}{',true' if self.padded else ''}>"
+        return f"Tile<{','.join(map(str, sizes))}>"
 
-    def shared(self, ideas: Ideas) -> int:
-        """Bytes of shared memory per block, as prefill_tile.cuh lays them out."""
-        row = 2 * self.head_dim + (16 if self.padded else 0)
+    def shared(self, checked: bool = False) -> int:
+        """Bytes of shared memory per block, as prefill_tile.cuh lays them out; ``checked``: of the checking build."""
+        row = 2 * self.head_dim
         query, stage = self.block_m * row, 2 * self.block_n * row
-        scores = 0 if ideas.scores == "registers" else self.block_m * self.groups * (self.block_n + 8) * 4
+        scores = self.block_m * self.groups * (self.block_n + 8) * 4 if checked else 0
         return query + self.groups * self.stages * stage + (self.groups - 1) * self.block_m * 8 + scores
 
-
-SCORES = {"registers": "kInRegisters", "shared": "kInShared", "checked": "kChecked"}
-
-
-@dataclass(frozen=True)
-class Ideas:
-    """Optimizations of prefill.cu that can be left out, to measure each; overlapped copies are ``Tile.stages`` > 1."""
-
-    persistent: bool = False  # a block loops over tiles; otherwise one block per tile
-    width: int = 16  # bytes of an access: 4, 8 or 16
-    scores: str = "registers"  # or "shared": through shared memory; "checked": and compared there
-
-    def name(self, softcap: bool) -> str:
-        flags = ",".join(str(flag).lower() for flag in (softcap, self.persistent, self.width))
-        return f"Ideas<{flags},{SCORES[self.scores]}>"
-
-
-IDEAS = Ideas()
 
 # Within 48 KB and 96 registers a thread at D 64; wider heads need more registers: the output of 16 queries alone takes
 # D / 2 of them, the queries D / 4.
@@ -130,7 +111,7 @@ def invalid(choice: Choice, dim: int) -> str | None:
     if isinstance(tile, Tile):
         if tile.groups > 1 and block_m > tile.stages * block_n:
             return "a group's output does not fit its stages"
-        fits = tile.resident * (tile.shared(IDEAS) + 1024) <= SHARED_BYTES and tile.resident * tile.warps <= WARPS
+        fits = tile.resident * (tile.shared() + 1024) <= SHARED_BYTES and tile.resident * tile.warps <= WARPS
         return None if fits else "so many blocks do not fit"
     needed = 2 * dim * (block_m + 2 * choice["stages"] * block_n)
     return None if needed <= SHARED_BYTES else f"{needed} bytes of shared memory, there are {SHARED_BYTES}"

@@ -11,11 +11,23 @@ no count, and reads on the device which requests the rows belong to.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from types import ModuleType
 
 from kvstrata.backends import resolve
 
 from . import append_cuda, append_reference
 from .append_job import Job, Written
+
+
+@lru_cache(maxsize=1)
+def _numba() -> ModuleType | None:
+    if find_spec("numba") is None:
+        return None
+    from . import append_numba
+
+    return append_numba
 
 
 def write_rows(written: Written, backend: str = "auto") -> None:
@@ -24,7 +36,8 @@ def write_rows(written: Written, backend: str = "auto") -> None:
     if written.k.shape[0] == 0:
         return
     if backend == "reference":
-        append_reference.write_rows(written)
+        loops = _numba()
+        (append_reference if loops is None else loops).write_rows(written)
     elif backend == "triton":
         from . import append_triton
 

@@ -107,9 +107,7 @@ class AppendOne:
         """Launch for rows with the shape and strides of the first, which `fits`."""
         ROWS.pack_into(self._launch.params, 0, k.data_ptr(), v.data_ptr())
         LAYER.pack_into(self._launch.params, LAYER_OFFSET, layer)
-        with torch.cuda.device(self._device):
-            jit.bind_context(self._device)
-            self._launch(jit.current_stream(self._device))
+        jit.launch_on(self._device, self._launch)
 
 
 def _prepare(

@@ -71,12 +71,14 @@ def append_one(
     if cache.pool.shares and (not fits or buckets.room(layer, ids, np.ones_like(ids)) is None):
         return False
     full = ids[:0] if fits else ids[~open_rows.all(1)]
+    if len(full) and buckets.ahead.there(full, layer).all():
+        full = ids[:0]
     if len(full) and (cache.budget.shared or not fits_plain(cache, layer, full.tolist(), [1] * len(full))):
         return False
     cache.pool.note_stream()
     cache._due = None
     if cache._ahead:
-        cache._forget(cache.requests if cache.budget.shared else ids.tolist())
+        cache._drop_plans(cache.requests if cache.budget.shared else ids.tolist())
 
     def count_up() -> None:
         listed.add_one(buckets.host_count[:, layer, :, 0])
@@ -86,12 +88,28 @@ def append_one(
     if not len(full):
         _prepare(cache, last, layer, k, v, count, lengths)()
         count_up()
+        if layer == cache.layers - 1 and cache.budget.amount is None:
+            _pages_ahead(cache, ids)
         return True
+    buckets.ahead.give_back(full)
     with cache._operation() as change:
         buckets.make_room(change, layer, full, np.ones_like(full))
         change.launch(_prepare(cache, last, layer, k, v, count, lengths))
         change.launch(count_up)
     return True
+
+
+def _pages_ahead(cache: CacheState, ids: np.ndarray) -> None:
+    """Take pages that the next steps need in all layers, of some requests; see storage/pages_ahead.py."""
+    ahead = cache.buckets.ahead
+    left = -cache._lengths[ids, -1] & (cache.page_tokens - 1)
+    near = left <= ahead.near
+    if near.any() and not (there := ahead.there(ids[near], -1)).all():
+        some, left = ids[near][~there], left[near][~there]
+        ahead.look(some)
+        even = ahead.even[some]
+        if even.any():
+            ahead.take(some[even], left[even], len(ids))
 
 
 def _looks(

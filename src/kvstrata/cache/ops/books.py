@@ -32,8 +32,9 @@ def fixed(cache: CacheState) -> dict[str, int]:
 def memory(cache: CacheState) -> Memory:
     """Memory of a cache, computed from host tables without synchronising."""
     counts = cache.buckets.host_count[list(cache.requests)].astype(np.int64).sum((0, 1, 2))
-    used = [cache.pool.pages(tier) * stride for tier, stride in enumerate(cache.pool.strides)]
     pages = [cache.pool.pages(tier) for tier in range(len(cache.page_formats))]
+    pages[0] -= len(cache.buckets.ahead.reserve)
+    used = [n * stride for n, stride in zip(pages, cache.pool.strides, strict=True)]
     taken = _slots_taken(cache) if cache.pool.shares else counts.tolist()
     slack = sum(
         (n * cache.page_tokens - count) * stride // cache.page_tokens
@@ -89,14 +90,17 @@ def check(cache: CacheState) -> None:
     place = np.broadcast_to(np.arange(table[0].size).reshape(table.shape[1:]), table.shape)[table >= 0]
     kept = np.unique(np.stack([table[table >= 0], place]), axis=1)
     assert kept.shape[1] == len(handles), "a shared page at different places of its owners' lists"
-    used = int((cache.pool.refs > 0).sum())
-    assert used == len(handles), f"{used} pages in use, {len(handles)} in tables"
+    used, reserve = int((cache.pool.refs > 0).sum()), cache.buckets.ahead.reserve
+    assert (cache.pool.owners(reserve) == 1).all(), "a page in reserve has other owners"
+    assert not np.isin(reserve, handles).any(), "a page in reserve is in a table"
+    assert used == len(handles) + len(reserve), f"{used} pages in use, {len(handles)} + {len(reserve)} known"
     pool = cache.pool
     for t in range(len(cache.page_formats)):
         assert pool.pages(t) == int((pool.refs[pool.tier == t] > 0).sum()), "a tier's pages were counted wrong"
         assert pool.slabs_of(t) == int((pool.tier == t).sum()), "a tier's slabs were counted wrong"
     _check_free_lists(cache)
     pages = -(-count.astype(np.int64) // cache.page_tokens)
+    pages[..., 0] += cache.buckets.ahead.there()[..., None]
     listed = np.arange(table.shape[-1]) < pages[..., None]
     assert ((table >= 0) == listed).all(), "page lists and counts differ"
     tier = np.broadcast_to(np.arange(len(cache.page_formats))[:, None], table.shape)

@@ -66,8 +66,20 @@ def advance(cache: CacheState, given: list[int]) -> None:
                 count()
 
             change.launch(run)
-    cache._forget(given)
+    if cache.budget.amount is None:
+        if buckets.least <= buckets.ahead.near + 1:
+            _pages_ahead(cache, listed.ids)
+        return
+    cache._drop_plans(given)
     plan_ahead(cache, listed.ids)
+
+
+def _pages_ahead(cache: CacheState, ids: np.ndarray) -> None:
+    """Take pages that the next steps need, of some requests; see storage/pages_ahead.py."""
+    buckets, left = cache.buckets, cache.buckets.left[ids]
+    near = (left <= buckets.ahead.near) & buckets.ahead.even[ids]
+    if near.any():
+        buckets.left[buckets.ahead.take(ids[near], left[near], len(ids))] += buckets.page_tokens
 
 
 def _prepare_count(cache: CacheState, listed: RequestList) -> Callable[[], None]:

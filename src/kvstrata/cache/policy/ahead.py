@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
+from kvstrata.cache.storage.transaction import is_out_of_memory
 
 from . import settle_cuda
 from .importance import initial
@@ -143,8 +144,6 @@ def plan_ahead(cache: CacheState, ids: np.ndarray) -> None:
         return
     try:
         cache._ahead.append(Ahead(cache, places_of(cache, able, wanted), able.tolist()))
-    except MemoryError:
-        pass  # the next step plans for itself
-    except RuntimeError as error:  # torch's own, of the device, the host and pinned memory
-        if "memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):  # else the next step plans for itself
             raise

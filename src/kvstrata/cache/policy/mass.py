@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +18,15 @@ from .importance import initial, updated
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
     from kvstrata.cache.storage.transaction import Transaction
+
+
+@lru_cache(maxsize=1)
+def _numba() -> ModuleType | None:
+    if find_spec("numba") is None:
+        return None
+    from . import mass_numba
+
+    return mass_numba
 
 
 def add_mass(
@@ -66,6 +77,10 @@ def observe_mass(
     Each token gets its mass per query times the number of those queries that could see it. A page that several requests
     share gets that of the first with a weight. Reports are not changed.
     """
+    loops = _numba() if cache.device.type == "cpu" else None
+    if loops is not None and cache.policy.mode == "mean" and not cache.pool.shares:
+        loops.observe_mass(cache, layer, requests, mass, weight, q_len)
+        return
     tokens, handle = cache.buckets.look(layer, requests)
     row = tokens.head_cache // cache.kv_heads
     length = cache.pool.to_device(cache._lengths[list(requests), layer].astype(np.int64))

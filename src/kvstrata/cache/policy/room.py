@@ -97,6 +97,7 @@ def tidy(cache: CacheState, workspace: torch.Tensor) -> None:
 def compact(cache: CacheState, workspace: torch.Tensor) -> None:
     """Close the holes of slabs: pages move, and the tables with them. Allocates nothing on the device."""
     changed = np.zeros(cache.max_requests, bool)
+    cache.buckets.ahead.empty_reserve()
     for tier in range(len(cache.page_formats)):
         old, new = cache.pool.compact(tier, workspace)
         if len(old):

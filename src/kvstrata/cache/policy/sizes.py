@@ -19,6 +19,7 @@ from kvstrata.layout.format import UNIT, Format
 from .budget import Budget
 
 MANY_SLABS = 1 << 15
+LARGE_SLAB = 16 << 20  # bytes; torch's allocator gives as many without waste, in one call of the driver
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Sizes:
         # A budget pays for slabs that are not full. Without one, larger slabs save allocations when requests grow.
         share, most = (4, 64) if self.amount is None else (16, 8)
         size = stride * max(min(max(self.layers * self.kv_heads // share, 1), most), pages // MANY_SLABS)
+        if self.amount is None and pages * stride >= 64 * LARGE_SLAB:
+            size = max(size, LARGE_SLAB)
         size = size if self.slab_bytes is None else self.slab_bytes
         check_int("slab_bytes", size, stride)
         size = size // UNIT * UNIT

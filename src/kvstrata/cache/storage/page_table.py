@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvstrata.layout.format import MAX_TIERS
 from . import table_cuda
 from .bucket_reads import BucketReads, spans
 from .page import PageFormat
+from .pages_ahead import PagesAhead
 from .pool import Pool
 from .request_list import RequestList
 from .scratch import Arena
@@ -74,10 +75,11 @@ class Buckets(BucketReads):
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
         self.lists: dict[tuple[int, ...], RequestList] = {}  # of requests that advanced
         self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: not known
+        self.least = 0  # of `left` of the requests that `short` was last asked for
         self._pages = np.zeros((requests, layers, len(page_formats)), np.int64)  # per place and tier
         self._counted = np.zeros(requests, bool)  # requests whose pages are known
         plain = np.arange(requests * layers * kv_heads).reshape(requests, layers, kv_heads)
-        self._plain_lists = plain * (len(page_formats) * max_pages)  # begin of each in the flat table
+        self.plain_lists = plain * (len(page_formats) * max_pages)  # begin of each in the flat table
         offsets = [[kind.position_offset, kind.importance_offset] for kind in page_formats]
         padding = [0] * (2 * (MAX_TIERS - len(page_formats)))
         self.offsets = (*itertools.chain(*offsets), *padding)  # as kernels take them
@@ -89,6 +91,7 @@ class Buckets(BucketReads):
         if self.device.type != "cpu":  # plain counts, which change at every step, are one block
             self.host_count = np.zeros((shape[3], *shape[:3]), np.int32).transpose(1, 2, 3, 0)
         self.page_table, self.count = table.to(self.device), count.to(self.device)
+        self.ahead = PagesAhead(self, requests, layers)
 
     def push(self, requests: Sequence[int] | np.ndarray) -> None:
         """Upload the host's tables, without allocating on the device; runs of requests in one copy each."""
@@ -138,9 +141,12 @@ class Buckets(BucketReads):
     def short(self, requests: np.ndarray) -> Short | None:
         """Requests that need a page for one more plain token, in some layer; None if there is none."""
         left = self.left[requests]
-        if left.min() > 0:
+        self.least = int(left.min())
+        if self.least > 0:
             return None
         some = requests[left <= 0]
+        self.ahead.give_back(some)  # of requests that were appended to in another way
+        self.ahead.look(some)
         filled = self.host_count[some, :, :, 0] & (self.page_tokens - 1)  # rows of the open page
         if not filled.any():
             pages = np.full(filled.shape[:2], self.kv_heads)
@@ -196,7 +202,7 @@ class Buckets(BucketReads):
         """
         p, of_layer = self.page_tokens, slice(None) if layer is None else layer
         count = self.host_count[requests, of_layer, :, 0].astype(np.int64)
-        lists = self._plain_lists[requests, of_layer]
+        lists = self.plain_lists[requests, of_layer]
         new = lengths.reshape(-1, *[1] * (count.ndim - 1))
         if self.pool.shares:
             self._own_open_pages(change, count, lists, new)
@@ -218,7 +224,7 @@ class Buckets(BucketReads):
             self.make_room(change, None, short.requests, np.ones_like(short.requests))
             return
         pages = self.host_count[short.requests, :, :, 0] // self.page_tokens
-        entries = (self._plain_lists[short.requests] + pages).reshape(-1)
+        entries = (self.plain_lists[short.requests] + pages).reshape(-1)
         self._pages[short.requests, :, 0] += self.kv_heads
         change.undo(self.forget)
         self._new_pages(change, entries, change.allocate(0, len(entries)))
@@ -244,22 +250,30 @@ class Buckets(BucketReads):
         table = self.host_table.reshape(-1)
         change.undo(lambda: table.__setitem__(entries, -1))
         table[entries] = handles
+        run = self.prepare_new_pages(entries, handles, own=change.has_launches)
+        if run is not None:
+            change.launch(run)
+
+    def prepare_new_pages(self, entries: np.ndarray, handles: np.ndarray, own: bool) -> Callable[[], None] | None:
+        """A function that zeroes pages and enters them in the device's table, where that is not the host's.
+
+        ``own``: launches wait that may read the list of pages that came before, so this one needs a buffer of its own.
+        """
         if self.device.type == "cpu":
             self.pool.clear(handles, 0)
-            return
+            return None
         if self.by_cuda:
             listed = np.concatenate([entries, handles])
-            if change.has_launches:  # one of them may read the lists of pages that came before
+            if own:
                 both = self.pool.to_device(listed)
             else:
                 both = self._lease.take("entries", len(listed), torch.int64)
                 self.pool.fill(both, listed)
-            change.launch(self._pages_to_table.prepare(both))
-            return
+            return self._pages_to_table.prepare(both)
         both = self.pool.to_device(np.stack([entries, handles]))
         self.pool.clear_at(both[1], 0)
         values, on_device = both[1].int(), self.page_table.view(-1)
-        change.launch(lambda: on_device.__setitem__(both[0], values))
+        return lambda: on_device.__setitem__(both[0], values)
 
     @functools.cached_property
     def _pages_to_table(self) -> table_cuda.NewPages:

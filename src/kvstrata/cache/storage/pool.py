@@ -17,7 +17,6 @@ the host; a page may have several owners (forks), and only a sole owner may writ
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 
@@ -46,9 +45,7 @@ class Pool:
         capacity: int,
         device: torch.device,
         debug: bool = False,
-        spare: int | None = None,
     ) -> None:
-        """``spare``: a tier gets one more slab for every so many that it has when it needs any; None: as needed."""
         for tier, stride in enumerate(strides):
             if stride % UNIT or not 0 < stride <= slab_bytes:
                 raise ValueError(f"strides[{tier}]: expected a multiple of {UNIT} up to {slab_bytes}, got {stride}")
@@ -62,7 +59,7 @@ class Pool:
         self.per_slab = tuple(slab_bytes // stride for stride in strides)
         self.slab_sizes = tuple(n * stride for n, stride in zip(self.per_slab, strides, strict=True))  # bytes, per tier
         self.device = device
-        self.debug, self.spare = debug, spare
+        self.debug = debug
         self.space = Space(capacity * slab_bytes) if device.type == "cpu" else None
         self.slabs: list[torch.Tensor | None] = [None] * capacity
         self.pointers = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -139,16 +136,6 @@ class Pool:
             self._slabs[tier] += n
             self.free.open(tier, slabs)
 
-    def _open_ahead(self, needed: dict[int, int]) -> None:
-        """`_open` with slabs to spare, where there is memory for them."""
-        most = self.capacity // 2 - self.slabs_in_use
-        more = {t: max(n, self._slabs[t] // self.spare) if self.spare else n for t, n in needed.items()}
-        if more != needed and sum(more.values()) <= most:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                self._open(more)
-                return
-        self._open(needed)
-
     def _allocate_slabs(self, needed: dict[int, int]) -> dict[int, np.ndarray]:
         """Memory for so many slabs of each tier; returns which, ascending."""
         n, left = sum(needed.values()), self.capacity - self._fresh
@@ -198,8 +185,33 @@ class Pool:
             if missing > 0:
                 needed[tier] = -(-missing // self.per_slab[tier])
         if needed:
-            self._open_ahead(needed)
+            self._open(needed)
         return {tier: self._take(tier, n) for tier, n in pages.items()}
+
+    def take_some(self, tier: int, least: int, most: int) -> np.ndarray:
+        """Handles of at least ``least`` pages of a tier: free ones, else those of new slabs; ``most`` if possible.
+
+        New slabs are taken whole and never come to the free lists.
+        """
+        per_slab = self.per_slab[tier]
+        free = self._slabs[tier] * per_slab - self._pages[tier]
+        if free >= least:
+            return self._take(tier, min(free, most))
+        fewest, slabs = -(-(least - free) // per_slab), max(most - free, least - free) // per_slab
+        self._drop(self._empty)
+        try:
+            new = self._allocate_slabs({tier: max(fewest, slabs)})[tier]
+        except torch.OutOfMemoryError:
+            if slabs <= fewest:
+                raise
+            new = self._allocate_slabs({tier: fewest})[tier]
+        self.tier[new] = tier
+        self._slabs[tier] += len(new)
+        self._pages[tier] += len(new) * per_slab
+        self.free.used[new] = per_slab
+        self.refs[new, :per_slab] = 1
+        pages = new[:, None] * self.units + np.arange(per_slab) * (self.strides[tier] // UNIT)
+        return np.concatenate([self._take(tier, free), pages.reshape(-1)])
 
     def _take(self, tier: int, n: int) -> np.ndarray:
         """Pages that are free."""
@@ -358,23 +370,11 @@ class Pool:
 
     def trim(self, spare: int = 0, nbytes: int | None = None) -> None:
         """Free empty slabs, all but ``spare``; with ``nbytes`` only until the pool takes no more than that."""
-        if self.spare is not None:
-            self._close_unused()
         slabs = self._empty[spare:]
         if nbytes is not None:
             left = self.nbytes - np.cumsum(self.sizes[slabs[::-1]])  # the highest go first
             slabs = slabs[::-1][: int(np.count_nonzero(left > nbytes)) + (self.nbytes > nbytes)][::-1]
         self._drop(slabs)
-
-    def _close_unused(self) -> None:
-        """Slabs that a tier got to spare and that never held a page belong to no tier."""
-        unused = np.flatnonzero((self.tier[: self._fresh] != EMPTY) & (self.free.used[: self._fresh] == 0))
-        for tier in set(self.tier[unused].tolist()):
-            slabs = unused[self.tier[unused] == tier]
-            self._slabs[tier] -= len(slabs)
-            self.free.close(tier, slabs)
-        self.tier[unused] = EMPTY
-        self._empty = merged(self._empty, unused)
 
     def workspace(self) -> torch.Tensor:
         """Device memory for the handles that `compact` works on: always the same."""

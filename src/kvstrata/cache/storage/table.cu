@@ -1,4 +1,5 @@
-// Changes of the tables at a decode step, each one launch: counts and lengths go up, buckets get new pages.
+// Changes of the tables at a decode step, each one launch: counts and lengths go up, buckets get new pages. Pages that
+// requests get ahead of need come as parameters, so nothing is uploaded.
 #include "page.cuh"
 
 struct Params {
@@ -28,5 +29,26 @@ extern "C" __global__ void __launch_bounds__(256) new_pages(const __grid_constan
     int4* page = reinterpret_cast<int4*>(page_address(p.pointers, p.units, handle));
     for (int i = threadIdx.x; i < p.vectors; i += blockDim.x) page[i] = int4{0, 0, 0, 0};
     if (threadIdx.x == 0) p.table[p.entries[number]] = handle;
+  }
+}
+
+constexpr int kRequests = 8, kPages = 896;  // REQUESTS, PAGES of table_cuda.py; a struct of parameters may have 4 KB
+
+struct Next {
+  int* table;           // flat page table
+  const i64* pointers;  // [slabs]
+  int requests, buckets, list, units, vectors, unused;  // buckets of a request, handles from one plain list to the next
+  int request[kRequests], page[kRequests];
+  int handle[kPages];  // [requests, buckets]
+};
+
+// A plain page, zeroed, for each bucket of a few requests, at the same place of all lists of a request.
+extern "C" __global__ void __launch_bounds__(256) next_pages(const __grid_constant__ Next p) {
+  for (int number = blockIdx.x; number < p.requests * p.buckets; number += gridDim.x) {
+    const int row = number / p.buckets, handle = p.handle[number];
+    int4* page = reinterpret_cast<int4*>(page_address(p.pointers, p.units, handle));
+    for (int i = threadIdx.x; i < p.vectors; i += blockDim.x) page[i] = int4{0, 0, 0, 0};
+    const i64 bucket = static_cast<i64>(p.request[row]) * p.buckets + number % p.buckets;
+    if (threadIdx.x == 0) p.table[bucket * p.list + p.page[row]] = handle;
   }
 }

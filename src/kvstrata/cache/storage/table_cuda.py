@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kvstrata import jit
@@ -15,13 +16,18 @@ from kvstrata import jit
 from .pool import Pool
 
 SOURCE = Path(__file__).with_name("table.cu")
-KERNELS = ("count_up", "new_pages")
+KERNELS = ("count_up", "new_pages", "next_pages")
 THREADS, BLOCKS = 256, 1024
 VECTOR = 16  # bytes that a thread clears at once
 # struct Params: count, length, table, pointers, requests, entries; int32 sizes.
 PARAMS = struct.Struct("6Q 6i")
 ADDRESS, SIZE = struct.Struct("Q"), struct.Struct("i")
 ENTRIES_OFFSET, PAGES_OFFSET = 5 * 8, 6 * 8 + 4 * 4
+REQUESTS, PAGES = 8, 896  # that `next_pages` takes at once
+# struct Next: table, pointers; requests, buckets, list, units, vectors; requests, page numbers and handles follow.
+NEXT = struct.Struct("2Q 6i")
+NUMBERS = struct.Struct(f"{2 * REQUESTS}i")
+FIRST_HANDLE = NEXT.size + NUMBERS.size
 
 
 def kernels_needed() -> list[jit.Named]:
@@ -64,6 +70,30 @@ class NewPages:
         return run
 
 
+class NextPages:
+    """A launch that clears a plain page for each bucket of a few requests and enters it, prepared once for a cache."""
+
+    def __init__(self, buckets: Tables) -> None:
+        _, layers, heads, tiers, max_pages = buckets.page_table.shape
+        pool, self._buckets, self._device = buckets.pool, layers * heads, buckets.page_table.get_device()
+        self.most = min(REQUESTS, PAGES // self._buckets)  # requests in one launch, 0 if one has too many buckets
+        self._kept = (buckets.page_table, pool.pointers)
+        self._params = bytearray(FIRST_HANDLE + 4 * PAGES)
+        sizes = (0, self._buckets, tiers * max_pages, pool.units, pool.strides[0] // VECTOR, 0)
+        NEXT.pack_into(self._params, 0, *(x.data_ptr() for x in self._kept), *sizes)
+        with torch.cuda.device(self._device):
+            jit.bind_context(self._device)
+            self._launch = jit.Launch(_kernel("next_pages", self._device), PAGES // 2, THREADS, self._params)
+
+    def __call__(self, wanted: list[tuple[int, int]], handles: np.ndarray) -> None:
+        """Enter int32 ``handles [requests * buckets]`` in lists of requests, given with the number of the page."""
+        params, padding = self._params, [0] * (REQUESTS - len(wanted))
+        SIZE.pack_into(params, 16, len(wanted))
+        NUMBERS.pack_into(params, NEXT.size, *(r for r, _ in wanted), *padding, *(page for _, page in wanted), *padding)
+        params[FIRST_HANDLE : FIRST_HANDLE + handles.nbytes] = handles.data
+        jit.launch_on(self._device, self._launch)
+
+
 def _launch(
     entry: str,
     buckets: Tables,
@@ -83,8 +113,6 @@ def _launch(
         launch = jit.Launch(_kernel(entry, device), grid, THREADS, params)
 
     def run(_kept: object = tensors) -> None:
-        with torch.cuda.device(device):
-            jit.bind_context(device)
-            launch(jit.current_stream(device))
+        jit.launch_on(device, launch)
 
     return launch, run

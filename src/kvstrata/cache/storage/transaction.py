@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 Step = Callable[[], None]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for the errors of Python and torch when memory of the device, the host or pinned memory runs out."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error))
+
+
 class Transaction:
     """Changes of one operation: undone if the block raises, completed if it does not.
 

@@ -21,30 +21,6 @@ struct Swizzle {
   }
 };
 
-// A chunk left free after every row instead: eight rows start in different banks, for 16 bytes more a row.
-template <int kChunks_>
-struct Padded {
-  static constexpr int kChunks = kChunks_, kBytes = kChunks * 16 + (kChunks % 2 == 0 ? 16 : 0);
-  static __device__ __forceinline__ constexpr unsigned offset(unsigned row, unsigned chunk) {
-    return row * kBytes + chunk * 16;
-  }
-  static __device__ __forceinline__ unsigned further(unsigned address, unsigned, unsigned, unsigned step) {
-    return address + step * 32;
-  }
-};
-
-// One row after the other, as a comparison.
-template <int kChunks_>
-struct Straight {
-  static constexpr int kChunks = kChunks_, kBytes = kChunks * 16;
-  static __device__ __forceinline__ constexpr unsigned offset(unsigned row, unsigned chunk) {
-    return row * kBytes + chunk * 16;
-  }
-  static __device__ __forceinline__ unsigned further(unsigned address, unsigned, unsigned, unsigned step) {
-    return address + step * 32;
-  }
-};
-
 // What the lanes of a warp access together. ldmatrix takes a row of 16 bytes from every lane, eight lanes a matrix.
 struct RowsFirst {  // four 8x8 matrices: both halves of the rows, then the next chunk (Q as A; V, transposed, as B)
   static __device__ __forceinline__ constexpr unsigned row(unsigned lane) { return lane & 15; }

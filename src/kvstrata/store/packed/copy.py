@@ -9,47 +9,45 @@ from pathlib import Path
 import torch
 
 from kvstrata import jit
-from kvstrata.backends import BACKENDS, missing
+from kvstrata.backends import choose, missing
+from kvstrata.checks import check_tensor
 from kvstrata.layout.blocks import ALIGNMENT
+
+from .arguments import check_address, fail
 
 SOURCE = Path(__file__).with_name("copy_pages.cu")
 PARAMS = struct.Struct("4Q6q2i")
 THREADS, PER = 256, 4  # units of 16 bytes in flight per thread
 
 
-def _fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> None:
-    raise error(f"{argument}: expected {expected}, got {given}")
-
-
 def _check(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_blocks: torch.Tensor) -> None:
     named = {"src": src, "dst": dst, "src_blocks": src_blocks, "dst_blocks": dst_blocks}
     for name, x in named.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        check_tensor(name, x)
     for name, x in (("src", src), ("dst", dst)):
         if x.dtype != torch.uint8:
-            _fail(name, "torch.uint8", x.dtype, TypeError)
+            fail(name, "torch.uint8", x.dtype, TypeError)
         if x.dim() != 3 or x.shape[2] % ALIGNMENT:
-            _fail(name, f"[num_blocks, kv_heads, a multiple of {ALIGNMENT}]", f"shape {tuple(x.shape)}")
+            fail(name, f"[num_blocks, kv_heads, a multiple of {ALIGNMENT}]", f"shape {tuple(x.shape)}")
         if x.stride(2) != 1 or any(n % ALIGNMENT for n in x.stride()[:2]):
-            _fail(name, f"strides of multiples of {ALIGNMENT} bytes and 1", x.stride())
+            fail(name, f"strides of multiples of {ALIGNMENT} bytes and 1", x.stride())
     if dst.shape[1:] != src.shape[1:]:
-        _fail("dst", f"blocks of {tuple(src.shape[1:])} as src", tuple(dst.shape[1:]))
+        fail("dst", f"blocks of {tuple(src.shape[1:])} as src", tuple(dst.shape[1:]))
     for name, x in (("src_blocks", src_blocks), ("dst_blocks", dst_blocks)):
         if x.dtype not in (torch.int32, torch.int64):
-            _fail(name, "int32 or int64", x.dtype, TypeError)
+            fail(name, "int32 or int64", x.dtype, TypeError)
         if x.dim() != 1 or not x.is_contiguous():
-            _fail(name, "one contiguous dimension", f"shape {tuple(x.shape)}")
+            fail(name, "one contiguous dimension", f"shape {tuple(x.shape)}")
     if dst_blocks.shape != src_blocks.shape or dst_blocks.dtype != src_blocks.dtype:
-        _fail("dst_blocks", f"{src_blocks.dtype} {tuple(src_blocks.shape)} as src_blocks",
+        fail("dst_blocks", f"{src_blocks.dtype} {tuple(src_blocks.shape)} as src_blocks",
               f"{dst_blocks.dtype} {tuple(dst_blocks.shape)}")  # fmt: skip
     gpus = {x.device for x in (src, dst) if x.device.type == "cuda"}
     where = next(iter(gpus), torch.device("cpu"))
     if len(gpus) > 1:
-        _fail("dst", f"a tensor on {src.device} or in host memory", dst.device)
+        fail("dst", f"a tensor on {src.device} or in host memory", dst.device)
     for name, x in (("src_blocks", src_blocks), ("dst_blocks", dst_blocks)):
         if x.device != where:
-            _fail(name, f"a tensor on {where}", x.device)
+            fail(name, f"a tensor on {where}", x.device)
 
 
 def _missing(backend: str, src: torch.Tensor, dst: torch.Tensor, device: torch.device) -> str | None:
@@ -96,15 +94,11 @@ def _copy(
     src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_blocks: torch.Tensor, backend: str
 ) -> None:
     """Operator ``kvstrata::copy_pages``."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     _check(src, dst, src_blocks, dst_blocks)
+    check_address("src", src)
+    check_address("dst", dst)
     device = src_blocks.device
-    if backend == "auto":
-        ranked = ("cuda", "triton") if device.type == "cuda" else ()
-        backend = next((name for name in ranked if _missing(name, src, dst, device) is None), "reference")
-    elif reason := _missing(backend, src, dst, device):
-        raise RuntimeError(f"backend: {reason}")
+    backend = choose(backend, device, lambda name: _missing(name, src, dst, device))
     if len(src_blocks) == 0 or src.shape[1] * src.shape[2] == 0:
         return
     if backend == "reference":

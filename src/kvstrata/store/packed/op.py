@@ -12,16 +12,17 @@ from typing import Any
 import torch
 
 from kvstrata import jit
-from kvstrata.backends import BACKENDS, missing
+from kvstrata.backends import choose, missing
 from kvstrata.call_cache import PerThread, guard_of, signature, traced
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
 
 from . import reference
-from .job import Calibration, Job, calibration_tensors, check
+from .arguments import Calibration, calibration_tensors
+from .job import Job, check
 from .plain_rows import PlainRows, row_tensors
 from .tail_job import TailTensors
-from .tail_op import store_with_tail
+from .tail_op import launch_on, store_with_tail
 
 Tensors = tuple[torch.Tensor | None, ...]  # k, v, pages, slot_mapping, balance, centre
 
@@ -37,17 +38,6 @@ def _missing(backend: str, job: Job) -> str | None:
     return None
 
 
-def _choose(backend: str, job: Job) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    if backend == "auto":
-        ranked = ("cuda", "triton") if job.pages.device.type == "cuda" else ()
-        return next((name for name in ranked if _missing(name, job) is None), "reference")
-    if reason := _missing(backend, job):
-        raise RuntimeError(f"backend: {reason}")
-    return backend
-
-
 class Plan:
     """Launch of a checked combination, and the guard that recognises another call of the same one."""
 
@@ -58,7 +48,7 @@ class Plan:
         self.address_bits = address_bits
         self.guard = guard_of([x for x in tensors if x is not None])
         self.launch: Callable[..., None] | None = None
-        chosen = _choose(backend, job)
+        chosen = choose(backend, job.pages.device, lambda name: _missing(name, job))
         if job.k.shape[0] == 0 or job.blocks.slots == 0:
             self.run: Callable[[Tensors], None] = lambda tensors: None
         elif chosen == "cuda":
@@ -84,15 +74,10 @@ def _cuda(job: Job) -> Callable[..., None]:
         jit.bind_context(device)
         launch = store_cuda.plan(job)
     write, params = store_cuda.POINTERS.pack_into, launch.params
-    stream_of, current_device = jit.current_stream, torch._C._cuda_getDevice
 
     def run(*addresses: int) -> None:
         write(params, 0, *addresses)
-        if current_device() == device:
-            launch(stream_of(device))
-        else:
-            with torch.cuda.device(device):
-                launch(stream_of(device))
+        launch_on(launch, device)
 
     return run
 

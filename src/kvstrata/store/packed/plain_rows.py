@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from kvstrata.layout.blocks import ALIGNMENT, Blocks
-
 
 class PlainRows(NamedTuple):
     """Unquantised K and V rows that an engine keeps beside packed pages, as a tail or for sink tokens.
@@ -63,50 +61,6 @@ def row_tensors(tail: PlainRows | None, sink_tokens: PlainRows | None) -> RowTen
             raise TypeError(f"{name}: expected PlainRows(k, v, slots), got {type(rows).__name__}")
     nothing = (None, None, None)
     return RowTensors(*(nothing if tail is None else tail), *(nothing if sink_tokens is None else sink_tokens))
-
-
-def _check_side(name: str, x: torch.Tensor, blocks: Blocks, dtype: torch.dtype, address: bool) -> None:
-    heads, dim = blocks.kv_heads, blocks.format.head_dim
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    if x.dim() != 4 or x.shape[1] != heads or x.shape[3] != dim or 0 in x.shape:
-        raise ValueError(f"{name}: expected [max_requests, {heads}, tokens, {dim}], got shape {tuple(x.shape)}")
-    if x.dtype != dtype:
-        raise TypeError(f"{name}: expected {dtype} as the call's rows, got {x.dtype}")
-    strides = x.stride()
-    if strides[3] != 1 or strides[2] != dim or any(n * x.element_size() % ALIGNMENT for n in strides[:2]):
-        raise ValueError(f"{name}: expected contiguous rows, others strides multiples of 16 bytes, got {strides}")
-    if address and x.data_ptr() % ALIGNMENT:
-        raise ValueError(f"{name}: expected an address that is a multiple of {ALIGNMENT}, got {x.data_ptr():#x}")
-
-
-def check_rows(
-    rows: RowTensors, blocks: Blocks, dtype: torch.dtype, requests: int, device: torch.device, address: bool
-) -> None:
-    """Check shapes, strides, dtypes and devices; ``address``: they are memory, not fake tensors."""
-    page = blocks.format.page_tokens
-    for name, (k, v, slots) in (("tail", rows[:3]), ("sink_tokens", rows[3:])):
-        if k is v is slots is None:
-            continue
-        for side, x in (("k", k), ("v", v)):
-            _check_side(f"{name}.{side}", x, blocks, dtype, address)  # type: ignore[arg-type]
-            if x.device != device:  # type: ignore[union-attr]
-                raise ValueError(f"{name}.{side}: expected a tensor on {device}, where pages is, got {x.device}")  # type: ignore[union-attr]
-        assert k is not None
-        assert v is not None
-        if v.shape != k.shape or v.stride() != k.stride():
-            given = f"{tuple(v.shape)} and {v.stride()}"
-            raise ValueError(f"{name}.v: expected shape {tuple(k.shape)} and strides {k.stride()} as k, got {given}")
-        if name == "tail" and k.shape[2] % page:
-            raise ValueError(f"tail.k: expected a multiple of {page} tokens, which a page has, got {k.shape[2]}")
-        if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int32:
-            kind = slots.dtype if isinstance(slots, torch.Tensor) else type(slots).__name__
-            raise TypeError(f"{name}.slots: expected an int32 tensor, got {kind}")
-        if tuple(slots.shape) != (requests,) or (requests > 1 and slots.stride(0) != 1):
-            given = f"shape {tuple(slots.shape)} and strides {slots.stride()}"
-            raise ValueError(f"{name}.slots: expected contiguous [{requests}], one per request, got {given}")
-        if slots.device != device:
-            raise ValueError(f"{name}.slots: expected a tensor on {device}, where pages is, got {slots.device}")
 
 
 class Split(NamedTuple):

@@ -8,8 +8,9 @@ import torch
 
 from kvstrata.layout import Format
 
+from .arguments import check_lengths, check_plain_rows, fail
 from .job import Job, check
-from .plain_rows import RowTensors, check_rows
+from .plain_rows import RowTensors
 
 
 class TailTensors(NamedTuple):
@@ -48,28 +49,13 @@ class TailJob(NamedTuple):
         return self.seq_lens.shape[0]
 
 
-def _check_lengths(name: str, x: torch.Tensor, count: int | None, device: torch.device) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor with a tail or sink_tokens, got {type(x).__name__}")
-    if x.dtype != torch.int32:
-        raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
-    if x.dim() != 1 or (count is not None and x.shape[0] != count) or (x.shape[0] > 1 and x.stride(0) != 1):
-        expected = "contiguous [B]" if count is None else f"contiguous [{count}], one more than seq_lens"
-        raise ValueError(f"{name}: expected {expected}, got shape {tuple(x.shape)} and strides {x.stride()}")
-    if x.device != device:
-        raise ValueError(f"{name}: expected a tensor on {device}, where pages is, got {x.device}")
-
-
 def check_tail(tensors: TailTensors, format: Format, *, address: bool = True) -> TailJob:
     """Check everything but the contents of tensors; ``address``: they are memory, not fake tensors."""
     t = tensors
     job = check(t.k, t.v, t.pages, t.slot_mapping, format, t.balance, t.centre, address=address)
     device = t.pages.device
-    _check_lengths("seq_lens", t.seq_lens, None, device)
-    requests, tokens = t.seq_lens.shape[0], t.k.shape[0]
-    if t.cu_seqlens_q is not None:
-        _check_lengths("cu_seqlens_q", t.cu_seqlens_q, requests + 1, device)
-    elif tokens and (requests == 0 or tokens % requests):
-        raise ValueError(f"k: expected as many tokens for each of {requests} requests, or cu_seqlens_q, got {tokens}")
-    check_rows(t.rows, job.blocks, t.k.dtype, requests, device, address)
+    requests, tokens = check_lengths(t.seq_lens, t.cu_seqlens_q, device), t.k.shape[0]
+    if t.cu_seqlens_q is None and tokens and (requests == 0 or tokens % requests):
+        fail("k", f"as many tokens for each of {requests} requests, or cu_seqlens_q", tokens)
+    check_plain_rows(t.rows, job.blocks, t.k.dtype, requests, device, address)
     return TailJob(job, t.rows, t.seq_lens, t.cu_seqlens_q)

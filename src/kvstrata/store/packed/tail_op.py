@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvstrata import jit
-from kvstrata.backends import BACKENDS, missing
+from kvstrata.backends import choose, missing
 from kvstrata.call_cache import PerThread, guard_of, signature, traced
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
@@ -29,17 +29,6 @@ def _missing(backend: str, job: TailJob) -> str | None:
 
         return tail_cuda.missing(job)
     return None
-
-
-def _choose(backend: str, job: TailJob) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    if backend == "auto":
-        ranked = ("cuda", "triton") if job.store.pages.device.type == "cuda" else ()
-        return next((name for name in ranked if _missing(name, job) is None), "reference")
-    if reason := _missing(backend, job):
-        raise RuntimeError(f"backend: {reason}")
-    return backend
 
 
 class _Plans(PerThread[Callable[[TailTensors], None]]):
@@ -60,6 +49,15 @@ def _look(tensors: TailTensors, format: Format, backend: str) -> tuple[Any, ...]
     return (format, backend, addresses & 15, *(x is None for x in tensors[5:]))
 
 
+def launch_on(launch: jit.Launch, device: int) -> None:
+    """Launch on a device's current stream; making it the current device takes as long as a launch."""
+    if torch._C._cuda_getDevice() == device:
+        launch(jit.current_stream(device))
+    else:
+        with torch.cuda.device(device):
+            launch(jit.current_stream(device))
+
+
 def _cuda(job: TailJob) -> Callable[[TailTensors], None]:
     from . import tail_cuda
 
@@ -70,8 +68,7 @@ def _cuda(job: TailJob) -> Callable[[TailTensors], None]:
 
     def run(tensors: TailTensors) -> None:
         tail_cuda.point(launch, tensors)
-        with torch.cuda.device(device):
-            launch(jit.current_stream(device))
+        launch_on(launch, device)
 
     return run
 
@@ -79,7 +76,7 @@ def _cuda(job: TailJob) -> Callable[[TailTensors], None]:
 def _run(tensors: TailTensors, format: Format, backend: str) -> None:
     """Check a call and run it."""
     job = check_tail(tensors, format)
-    chosen = _choose(backend, job)
+    chosen = choose(backend, job.store.pages.device, lambda name: _missing(name, job))
     if tensors.k.shape[0] == 0 or job.store.blocks.slots == 0:
         return
     if chosen == "reference":

@@ -83,6 +83,9 @@ def tail_kernel(
     in_page = begin % TOKENS
     page_start = begin - in_page  # of the page of the request's first row
     finishes = (tail >= 0) & (in_page > 0) & (page_start + TOKENS <= length)
+    # The slot of the request's first row says where that page is; without it the page's tokens stay in the tail.
+    first_slot = tl.load(slot_mapping_ptr + begin_row.to(tl.int64) * stride_slot, mask=finishes, other=-1)
+    finishes &= (first_slot >= 0) & (first_slot < slots)
     # Rows of the call, or tokens of that page in the tail.
     older = behind % PER * TOK + offs
     if of_rows:

@@ -47,3 +47,53 @@ def read(device: torch.device) -> Call:
     """Fill the device's cache with clean lines."""
     weights = torch.ones(max(4 * cache_bytes(device), 1 << 20) // 4, device=device)
     return lambda i: weights.sum()
+
+
+def in_two_parts(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    """Causal attention of the last keys' queries with what aligns masks to the first key: the earlier keys without a
+    mask, then their own with one, added up by the log-sum-exp of either. ``attend(q, k, v, causal) -> out, lse``."""
+    earlier = k.shape[2] - q.shape[2]
+    (a, top), (b, own) = (
+        attend(q, k[:, :, :earlier], v[:, :, :earlier], False),
+        attend(q, k[:, :, earlier:], v[:, :, earlier:], True),
+    )
+    share = torch.sigmoid(top - own).reshape(*q.shape[:3], 1)
+    return torch.lerp(b.float(), a.float(), share).to(q.dtype)
+
+
+def _cudnn_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = op(q, k, v, None, True, 0.0, causal, False, scale=q.shape[-1] ** -0.5)[:2]
+    return out, lse
+
+
+def after_unpacking(
+    q: torch.Tensor, rows: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """Contenders that unpack all of K and V and then attend with SDPA, and the reason of each that is absent.
+
+    ``q [new, heads, dim]`` are the queries of the last keys; ``rows()`` gives k and v ``[1, kv heads, tokens, dim]``.
+    """
+    queries = q.unsqueeze(0).transpose(1, 2)
+
+    def flash(i: int) -> torch.Tensor:
+        # aligned to the last key, as scaled_dot_product_attention is not
+        op = torch.ops.aten._scaled_dot_product_flash_attention
+        return op(queries, *rows(), 0.0, True, scale=q.shape[2] ** -0.5)[0][0].transpose(0, 1)
+
+    def cudnn(i: int) -> torch.Tensor:
+        return in_two_parts(_cudnn_with_lse, queries, *rows())[0].transpose(0, 1)
+
+    contenders: dict[str, Call] = {"unpack then flash": flash}
+    try:
+        cudnn(0)
+    except RuntimeError as error:
+        return contenders, {"unpack then cudnn": str(absent(error))}
+    return contenders | {"unpack then cudnn": cudnn}, {}

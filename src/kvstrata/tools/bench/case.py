@@ -41,6 +41,7 @@ class Bench:
     absent: dict[str, str] = field(default_factory=dict)
     host: dict[str, Call] = field(default_factory=dict)
     burst: int = BURST  # calls of `host` that fit the launch queue
+    bursts: int = 20
     before: Call | None = None
 
 
@@ -50,7 +51,7 @@ class Case:
 
     With `graph=True` contenders are captured first, and replays are checked and timed. With `wall=True` a sample is
     wall-clock time until the device has done the call, host included. Sampling ends after `seconds`, or after `rounds`
-    samples of each contender; None is the run's number.
+    samples of each contender; None is the run's number. Host cost takes as long again at most.
     """
 
     op: str

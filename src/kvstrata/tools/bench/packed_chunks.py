@@ -16,14 +16,13 @@ from kvstrata.attention.packed_prefill.job import Options, Tensors, check
 from kvstrata.attention.packed_prefill.reference import prefix_rows
 from kvstrata.layout import Format
 
-from .attention import absent, assert_close, read
+from .attention import after_unpacking, assert_close, read
 from .case import Bench, Case
-from .cases.prefill import _cudnn_with_lse, in_two_parts
 from .clock import Call
 
 BLOCK_SIZE = 64
 CHECKED = 16  # of the last queries, in one KV head, compared with float32
-SECONDS = 4.0  # of sampling, at most
+SECONDS = 2.0  # of sampling, at most
 
 
 def build_chunk(
@@ -59,7 +58,6 @@ def build_chunk(
     missing: dict[str, str] = {}
     if device.type == "cuda":
         exact = packed_triton.bounds_of(job)
-        queries = q[None].transpose(1, 2)
 
         def rows() -> tuple[torch.Tensor, torch.Tensor]:
             cu_k, staged, count = packed_triton.staging(job, exact)
@@ -67,20 +65,8 @@ def build_chunk(
             k, v = packed_triton.unpack(job, exact, cu_k, staged, 0, count)
             return k[None].transpose(1, 2), v[None].transpose(1, 2)
 
-        def with_flash(i: int) -> torch.Tensor:
-            # aligned to the last key, as scaled_dot_product_attention is not
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(queries, *rows(), 0.0, True, scale=head_dim**-0.5)[0][0].transpose(0, 1)
-
-        def with_cudnn(i: int) -> torch.Tensor:
-            return in_two_parts(_cudnn_with_lse, queries, *rows())[0].transpose(0, 1)
-
-        contenders["unpack then flash"] = with_flash
-        try:
-            with_cudnn(0)
-            contenders["unpack then cudnn"] = with_cudnn
-        except RuntimeError as error:
-            missing["unpack then cudnn"] = str(absent(error))
+        others, missing = after_unpacking(q, rows)
+        contenders |= others
     else:
         contenders["unpack then flash"] = lambda i: kvstrata.prefill_packed(*tensors[:7], fmt, backend="reference")
 

@@ -23,7 +23,7 @@ from .clock import Call
 BLOCK_SIZE = 64
 POISON = 0xFF
 CHECKED_BLOCKS = 32  # compared with the reference
-SECONDS = 4.0  # of sampling, at most
+SECONDS = 2.0  # of sampling, at most
 
 
 class Stores:

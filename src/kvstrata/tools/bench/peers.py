@@ -30,9 +30,11 @@ def peer(op: str, name: str) -> Callable[[F], F]:
 
 
 def attach(bench: Bench, op: str, *inputs: Any) -> None:
-    """Add every peer of `op` to the bench, or its reason to `absent` (ImportError or Absent; others are errors)."""
+    """Add every peer of `op` to the bench, or to `absent` with what it raised: a broken one costs no other figures."""
     for name, factory in PEERS.get(op, {}).items():
         try:
             bench.contenders[name] = factory(*inputs)
         except (ImportError, Absent) as reason:
             bench.absent[name] = str(reason)
+        except Exception as error:
+            bench.absent[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"

@@ -104,6 +104,7 @@ COLUMNS: dict[str, tuple[str, Cell]] = {
     "capacity": ("tokens in the cache", lambda case, row: _thousands(_of_engine(case, row, "cache_tokens"))),
     "first": ("first token s", lambda case, row: _number(_of_engine(case, row, "first_s") or None)),
     "cache": ("cache GB", lambda case, row: _number(_of_engine(case, row, "cache_bytes") / 1e9 or None)),
+    "peak": ("peak GB", lambda case, row: _number(_of_engine(case, row, "peak_bytes") / 1e9 or None)),
     "significance": ("g / p", _significance),
     "host": ("host us", lambda case, row: _number(case.host[row.name].median) if row.name in case.host else ""),
 }

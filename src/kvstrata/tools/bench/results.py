@@ -62,6 +62,7 @@ class CaseResult:
     absent: dict[str, str] = field(default_factory=dict)
     host: dict[str, Summary] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0  # that the case took, inputs and checks included
 
     def row(self, kind: str) -> Row | None:
         """The correct row of that kind, if there is one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
 
@@ -34,8 +35,13 @@ def run(
     timer: Timer | None = None,
     revision: str | None = None,
     after_case: Callable[[Report], object] = lambda report: None,
+    seconds: float = math.inf,
 ) -> Report:
-    """Measure the cases whose name matches `only`; `after_case` sees the report as it grows."""
+    """Measure the cases whose name matches `only`; `after_case` sees the report as it grows.
+
+    No case begins after `seconds`: those left out have an error that says so.
+    """
+    end = time.monotonic() + seconds
     chosen = select(cases, only)
     timer = timer or Timer(device)
     rounds = ROUNDS[timer.device.type][quick]
@@ -49,7 +55,12 @@ def run(
         floor=ground,
     )
     for case in _progress(chosen):
-        report.cases.append(measure(case, timer, rounds, peak["tb_s"]))
+        if time.monotonic() > end:
+            late = CaseResult(case.name, case.params, case.bytes, case.flops, case.sets, case.graph)
+            late.error = f"left out: the {seconds:g} s of this run were over"
+            report.cases.append(late)
+        else:
+            report.cases.append(measure(case, timer, rounds, peak["tb_s"]))
         after_case(report)
         _free(timer.device)
     return report
@@ -67,10 +78,12 @@ def select(cases: Iterable[Case], only: str) -> list[Case]:
 def measure(case: Case, timer: Timer, rounds: int, peak: float) -> CaseResult:
     """One case; an error that is not a contender's own ends up in `error`, and the run goes on."""
     result = CaseResult(case.name, case.params, case.bytes, case.flops, case.sets, case.graph)
+    begin = time.monotonic()
     try:
         _measure(case, timer, rounds, peak, result)
     except Exception as error:
         result.error, result.rows = _short(error), []
+    result.seconds = time.monotonic() - begin
     return result
 
 
@@ -102,7 +115,7 @@ def _measure(case: Case, timer: Timer, rounds: int, peak: float, result: CaseRes
     if timer.device.type == "cuda":  # on a CPU the host cost is the time itself
         right = {name: call for name, call in bench.host.items() if name not in errors}
         before = bench.before if bench.burst == 1 else None
-        taken = timer.host(right, case.sets, burst=bench.burst, before=before)
+        taken = timer.host(right, case.sets, bench.bursts, bench.burst, before, case.seconds)
         result.host = {name: summary(us) for name, us in taken.items()}
 
 

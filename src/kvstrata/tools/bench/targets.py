@@ -1,4 +1,4 @@
-"""Aims, and whether a report meets them: a table from lines such as
+"""Targets, and whether a report meets them: a table from lines such as
 
     fa-64x4096: host kvstrata / host bare launch <= 1.3
 

@@ -1,26 +1,26 @@
 """Interleaved sampling: every contender once per round, in a new order each round, on rotating input sets.
 
-Drift of clocks and temperature then falls on all contenders alike, and no input stays in a cache by habit.
+Drift of clocks and temperature then affects all contenders alike, and no input stays in a cache.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import numpy as np
 import torch
+
+from kvstrata.replay.graph import no_collection
 
 from .clock import Call, CpuClock, CudaClock, WallClock
 from .machine import cache_bytes
 from .stats import Array
 
 BATCH = 16  # rounds between two synchronisations
-FEWEST = 5  # rounds taken even when the time is up
+FEWEST = 5  # rounds and bursts taken even when the time is up
 LONG = 0.05  # seconds of a round from which on every round is waited for
 BURST = 50  # calls in one host burst: launches of one kernel, far below the depth of the launch queue
 
@@ -67,7 +67,7 @@ class Timer:
         order = random.Random(seed)
         taken: dict[str, list[float]] = {name: [] for name in calls}
         batch = BATCH if self._warm(calls, sets, warmup, before) < LONG else 1  # the limit is seen where we wait
-        with _no_gc():
+        with no_collection():
             limit = time.perf_counter() + seconds
             for first in range(0, rounds, batch):
                 marks = []
@@ -88,15 +88,19 @@ class Timer:
         bursts: int = 20,
         burst: int = BURST,
         before: Call | None = None,
+        seconds: float = 20.0,
     ) -> dict[str, Array]:
         """Microseconds the host spends per call, one value per burst; the device is idle when a burst begins.
 
         A ``burst`` of calls has to fit the launch queue, else the host waits for the device. ``before`` runs ahead of
-        each burst, outside the time.
+        each burst, outside the time. Fewer bursts (never under 5) are taken once ``seconds`` are over.
         """
         taken: dict[str, list[float]] = {name: [] for name in calls}
-        with _no_gc():
-            for _ in range(bursts + 1):
+        with no_collection():
+            limit = time.perf_counter() + seconds
+            for number in range(bursts + 1):
+                if number > FEWEST and time.perf_counter() > limit:
+                    break
                 for name, call in calls.items():
                     if before:
                         before(0)
@@ -147,14 +151,3 @@ class Timer:
             seconds = time.perf_counter() - start
             r += 1
         return seconds
-
-
-@contextmanager
-def _no_gc() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

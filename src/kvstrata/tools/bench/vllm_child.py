@@ -20,7 +20,7 @@ import torch
 from kvstrata.engines.options import Options
 from kvstrata.engines.packed import PackedLayer
 
-from . import vllm_engine
+from . import vllm_check, vllm_engine
 
 MARK = "RESULT "
 GROWTH = 256  # tokens by which a context is shorter than its name says, for the steps
@@ -99,7 +99,7 @@ def prompts(llm: Any, count: int, length: int, rounds: int = 3) -> list[float]:
     samples = []
     for number in range(rounds):
         generator = torch.Generator().manual_seed(number)
-        ids = torch.randint(5, 30000, (count if number else 1, length), generator=generator).tolist()
+        ids = torch.randint(5, 30000, (count, length), generator=generator).tolist()
         begin = time.perf_counter()
         llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
         samples.append((time.perf_counter() - begin) * 1e6 / (len(ids) * length))
@@ -148,6 +148,10 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
         told |= {"block_size": cache.block_size, "cache_tokens": cache.num_gpu_blocks * cache.block_size}
         told["start_s"] = time.perf_counter() - begin
         told["probe"] = probe(llm)
+        if backend == "CUSTOM":
+            with vllm_check.without_graphs(vllm_engine.runner_of(llm)), vllm_check.compared() as worst:
+                told["eager"] = probe(llm)
+            told |= {"error": worst.error, "compared": worst.calls}
         fill(llm, backend, format)
         for case in given["cases"]:
             if time.perf_counter() - begin > given["seconds"]:

@@ -1,4 +1,4 @@
-"""Is an op correct here: the bench cases' own checks, random sweeps, then some of these under compute-sanitizer.
+"""Checks an op on this machine: the bench cases' own checks, random sweeps, then some of these under compute-sanitizer.
 
 On a GPU the backends' sweeps and the sanitizer's tools run side by side, each in a process of its own, while the cases
 are checked: most of their time is compiling. Under the sanitizer, without the caching allocator, every tensor is its
@@ -73,17 +73,17 @@ def watch_sweep(op: str, backend: str, trials: int, first: int, seconds: float, 
     began, name = time.perf_counter(), f"sweep, {backend}"
     command = _sweep_command(op, [backend], trials, "--first", str(first), "--seconds", str(seconds))
     try:
-        said, code = child.run(command, limit)
+        output, code = child.run(command, limit)
     except child.Late as error:
         return Step(name, 0, time.perf_counter() - began, [str(error)])
-    trials_run, errors, refused = read_sweep(said, code)
+    trials_run, errors, refused = read_sweep(output, code)
     if refused and not trials_run and not errors:
         return Step(name, skipped=refused)
     return Step(name, trials_run, time.perf_counter() - began, errors)
 
 
 def read_sweep(text: str, code: int) -> tuple[int, list[str], str | None]:
-    """Trials that were made, what failed, and why one was refused, from what the child said."""
+    """Trials that were made, what failed, and why one was refused, from the child's output."""
     trials = re.search(r"^(\d+) trials, (\d+) failed", text, re.MULTILINE)
     refused = re.search(r"^\w+ refused: (.*)", text, re.MULTILINE)
     failed = re.findall(r"^\w+, (seed \d+: .*)", text, re.MULTILINE)
@@ -110,15 +110,15 @@ def check_sanitizer(
     began, name = time.perf_counter(), SANITIZER + tool
     command = sanitizer_command(tool, op, backends, trials, sanitizer)
     try:
-        said, code = child.run(command, limit, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+        output, code = child.run(command, limit, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     except child.Late as error:
         return Step(name, 0, time.perf_counter() - began, [str(error)])
-    trials_run, errors = read_sanitizer(said, code)
+    trials_run, errors = read_sanitizer(output, code)
     return Step(name, trials_run, time.perf_counter() - began, errors)
 
 
 def read_sanitizer(text: str, code: int) -> tuple[int, list[str]]:
-    """Trials that were made and what was found, from what the tool and the child said."""
+    """Trials that were made and what was found, from the output of the tool and the child."""
     if "Device not supported" in text:
         return 0, ["compute-sanitizer does not support this device or virtual machine"]
     summaries = re.findall(r"(?:ERROR SUMMARY: (?=\d+ error)|RACECHECK SUMMARY: (?=\d+ hazard))(\d+)", text)
@@ -127,15 +127,15 @@ def read_sanitizer(text: str, code: int) -> tuple[int, list[str]]:
     trials_run = int(trials.group(1)) if trials else 0
     if code == 0 and summaries and hazards == 0 and trials_run:
         return trials_run, []
-    told = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
-    told = [line for line in told if line and "SUMMARY" not in line and "COMPUTE-SANITIZER" not in line]
+    lines = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
+    lines = [line for line in lines if line and "SUMMARY" not in line and "COMPUTE-SANITIZER" not in line]
     failed = re.findall(r"^\w+, seed \d+: .*", text, re.MULTILINE)
     if not summaries:
         tail = [line for line in text.splitlines() if line.strip()][-4:]
         return trials_run, [f"the tool gave no summary, exit code {code}: " + " / ".join(tail)]
     if not trials:
         failed.append(f"the child ended early, exit code {code}")
-    return trials_run, [f"{hazards} error(s)", *told[:6], *failed[:6]] if hazards else failed or [f"exit code {code}"]
+    return trials_run, [f"{hazards} error(s)", *lines[:6], *failed[:6]] if hazards else failed or [f"exit code {code}"]
 
 
 def run(

@@ -211,7 +211,7 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
     assert ours.cache is not None
     memory = ours.cache.memory()
 
-    def told(run: Run) -> dict[str, Any]:
+    def facts_of(run: Run) -> dict[str, Any]:
         text = tokenizer.decode(run.tokens, skip_special_tokens=True)
         seconds = {"first_token_s": run.first, "tokens_per_s": run.speed}
         return {"text": text, "prompt_tokens": run.prompt, "new_tokens": len(run.tokens), **seconds}
@@ -219,7 +219,7 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
     result = {
         "budget": ours.cache.options.get("budget"),
         "budget_bytes": ours.cache.options.get("budget_bytes"),
-        **told(ours),
+        **facts_of(ours),
         "cache_bytes": memory.total,
         "full_bytes": memory.full,
         "fraction": memory.fraction,
@@ -231,7 +231,7 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
     }
     if plain:
         index = first_difference(ours.tokens, plain.tokens)
-        result["compare"] = told(plain) | {"first_difference": None if index is None else index + 1}
+        result["compare"] = facts_of(plain) | {"first_difference": None if index is None else index + 1}
     return result
 
 

@@ -81,8 +81,8 @@ def main(op: str, name: str, contender: str | None = None) -> None:
 
 
 TRACED = "traced: "  # before the JSON that `trace` prints
-# What torch's trace tells of a launch, as quantities of ncu.py, and what a unit of it is worth there.
-TOLD = {"registers": ("registers per thread", 1.0), "shared": ("shared memory", 1e-3),
+# Fields of a launch in torch's trace by quantity of ncu.py, with the factor to its unit.
+DETAILS = {"registers": ("registers per thread", 1.0), "shared": ("shared memory", 1e-3),
         "occupancy": ("est. achieved occupancy %", 1.0)}  # fmt: skip
 
 
@@ -108,11 +108,11 @@ def launches(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Kernels of a trace in their order, as the fields of `ncu.Kernel`."""
     records = []
     for event in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: float(e["ts"])):
-        told = event.get("args", {})
+        details = event.get("args", {})
         values = {"us": float(event["dur"])}
-        values |= {key: scale * float(told[field]) for key, (field, scale) in TOLD.items() if field in told}
+        values |= {key: scale * float(details[field]) for key, (field, scale) in DETAILS.items() if field in details}
         base = re.search(r"(\w+)\s*(?:<|\(|$)", str(event["name"]).removeprefix("void "))
-        sizes = (str(tuple(told.get(name, ()))) for name in ("grid", "block"))
+        sizes = (str(tuple(details.get(name, ()))) for name in ("grid", "block"))
         records.append(dict(zip(("name", "grid", "block"), (base.group(1) if base else "?", *sizes), strict=True)))
         records[-1]["values"] = values
     return records

@@ -170,7 +170,7 @@ def explain(text: str) -> str:
     if "InterprocessLockFailed" in text:
         return "ncu cannot take its lock, which another user holds: name a folder of your own in TMPDIR"
     lines = [line for line in text.splitlines() if line.strip() and "==PROF==" not in line]
-    return "ncu failed: " + " / ".join(lines[-6:]) if lines else "ncu failed and said nothing"
+    return "ncu failed: " + " / ".join(lines[-6:]) if lines else "ncu failed without a message"
 
 
 def parse(text: str) -> list[Kernel]:

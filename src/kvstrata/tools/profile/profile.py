@@ -100,7 +100,7 @@ class Change:
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """A case, and whom of it to watch if it is said: CASE or CASE:CONTENDER."""
+    """The case and the contender of CASE or CASE:CONTENDER; None for the latter if it is not named."""
     case, _, contender = name.partition(":")
     return case, contender or None
 
@@ -160,11 +160,11 @@ def _counted(arguments: Sequence[str], own: Sequence[str], end: float) -> list[K
 
 
 def _traced(arguments: Sequence[str], own: Sequence[str], end: float) -> list[Kernel]:
-    said = _run([*LAUNCH, "--trace", *arguments], min(end - time.monotonic(), SECONDS))
-    told = re.search(rf"^{launch.TRACED}(.*)", said, re.MULTILINE)
-    if told is None:
-        raise NcuError(ncu.explain(said).replace("ncu failed", "the child failed"))
-    traced = [Kernel(**kernel) for kernel in json.loads(told.group(1))]
+    output = _run([*LAUNCH, "--trace", *arguments], min(end - time.monotonic(), SECONDS))
+    match = re.search(rf"^{launch.TRACED}(.*)", output, re.MULTILINE)
+    if match is None:
+        raise NcuError(ncu.explain(output).replace("ncu failed", "the child failed"))
+    traced = [Kernel(**kernel) for kernel in json.loads(match.group(1))]
     if chosen := first_of_each([kernel for kernel in traced if not own or kernel.name in own]):
         return chosen
     raise NcuError("no kernel of ours was launched")
@@ -185,16 +185,16 @@ def watch(
         while True:
             if (left := min(end - time.monotonic(), SECONDS)) <= 0:
                 raise NcuError("the time was up")
-            said = _run(ncu.command(tool, watched, log, kernels, launches, without, sections), left)
+            output = _run(ncu.command(tool, watched, log, kernels, launches, without, sections), left)
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-            if '"ID",' in text or not (unknown := _unknown(f"{text}\n{said}", without)):
+            if '"ID",' in text or not (unknown := _unknown(f"{text}\n{output}", without)):
                 break
             without += unknown
             log.unlink(missing_ok=True)
-    if told := re.search(r"^kvstrata: (.*)", said, re.MULTILINE):
-        raise NcuError(told.group(1))
+    if match := re.search(r"^kvstrata: (.*)", output, re.MULTILINE):
+        raise NcuError(match.group(1))
     if '"ID",' not in text:
-        raise NcuError(ncu.explain(f"{text}\n{said}"))
+        raise NcuError(ncu.explain(f"{text}\n{output}"))
     return ncu.parse(text)
 
 

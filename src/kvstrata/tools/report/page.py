@@ -205,7 +205,7 @@ def _environment(machines: Sequence[dict[str, object]]) -> list[Grid]:
 
 
 def html(content: Content) -> str:
-    """One file that asks for nothing else."""
+    """One self-contained file: no scripts, no network."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

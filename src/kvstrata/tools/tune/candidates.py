@@ -17,7 +17,7 @@ STATIC = ("divisibility", "shared memory", "registers", "spills", "occupancy", "
 
 
 class Candidates:
-    """Enumerates the space once; what the compiled code says is asked for when a choice is compiled."""
+    """Enumerates the space once; reads the resource usage of a choice when it is compiled."""
 
     def __init__(self, problem: Problem, compiler: Compiler, limits: Limits) -> None:
         self.problem, self.compiler, self.limits = problem, compiler, limits
@@ -32,7 +32,7 @@ class Candidates:
         return len(self.valid.keys() - self._rejected.keys())
 
     def left(self, seen: Collection[str]) -> list[Choice]:
-        """Choices that nobody had yet and that are not known to be outside the limits."""
+        """Choices that are new to the study and not known to be outside the limits."""
         return [c for name, c in self.valid.items() if name not in seen and name not in self._rejected]
 
     def compiled(self, choice: Choice) -> bool:

@@ -44,7 +44,7 @@ NOISE = (0.02, 0.05)
 
 
 def tune(
-    op: Annotated[str, typer.Argument(help="Op to tune: decode, prefill, replay or store.")],
+    op: Annotated[str, typer.Argument(help="Op to tune: decode, prefill or store.")],
     trials: Annotated[
         int | None, typer.Option(min=1, help="Trials of each case; all processes and earlier runs count.")
     ] = None,
@@ -84,7 +84,7 @@ def tune(
         ),
     ] = None,
     aa: Annotated[
-        int | None, typer.Option("--aa", metavar="N", min=1, help="No search; run N experiments with the gate itself.")
+        int | None, typer.Option("--aa", metavar="N", min=1, help="Test the gate itself with N experiments; no search.")
     ] = None,
     save: Annotated[
         bool,
@@ -182,20 +182,20 @@ def tune(
 
 def warmup(
     op: Annotated[
-        str | None, typer.Argument(help="cache, decode, packed, prefill, replay or store; all but packed.")
+        str | None, typer.Argument(help="cache, decode, packed, prefill, replay or store; by default all but packed.")
     ] = None,
-    arch: Annotated[str | None, typer.Option(help="Compile for this, such as sm_90; no GPU needed.")] = None,
+    arch: Annotated[str | None, typer.Option(help="Architecture to compile for, such as sm_90; no GPU needed.")] = None,
     gpu: Annotated[
         str | None, typer.Option(help="GPU of the table, such as nvidia-h200; all of the architecture by default.")
     ] = None,
-    head_dim: Annotated[list[int], typer.Option(help="Of caches; repeat for several.")] = [64, 128],  # noqa: B006
+    head_dim: Annotated[list[int], typer.Option(help="Head size of caches; repeat for several.")] = [64, 128],  # noqa: B006
     heads: Annotated[int, typer.Option(min=1, help="Query heads that read a cache.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of a cache.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Of the model: bfloat16, float16 or float32.")] = "bfloat16",
-    budget: Annotated[float, typer.Option(help="Of a cache: a fraction of 16 bit.")] = 0.25,
-    tiers: Annotated[str | None, typer.Option(help="Of a cache, as in K8V4,K4V3; by budget by default.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest request of a cache.")] = 32768,
-    page_format: Annotated[str, typer.Option("--format", help="Of packed pages.")] = "K4V4",
+    dtype: Annotated[str, typer.Option(help="Dtype of the model: bfloat16, float16 or float32.")] = "bfloat16",
+    budget: Annotated[float, typer.Option(help="Budget of a cache, as a fraction of 16 bit.")] = 0.25,
+    tiers: Annotated[str | None, typer.Option(help="Tiers of a cache, such as K8V4,K4V3; None: by budget.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a request in a cache.")] = 32768,
+    page_format: Annotated[str, typer.Option("--format", help="Format of packed pages.")] = "K4V4",
     page_tokens: Annotated[int, typer.Option(help="Tokens of a packed page: 16, 32 or 64.")] = 16,
     jobs: Annotated[int | None, typer.Option(min=0, help="Processes; 0 compiles in this one.")] = None,
     as_json: AsJson = False,
@@ -224,7 +224,7 @@ def warmup(
         refuse(f"warmup: {reason}")
     import torch
 
-    names = sorted([*problems.names(), "cache", "packed"])
+    names = sorted([*problems.names(), "cache", "packed", "replay"])
     if op is not None and op not in names:
         refuse(f"nothing to compile for {op!r}; there are: {', '.join(names)}")
     if arch is None:
@@ -236,6 +236,8 @@ def warmup(
     start = time.monotonic()
     result = heat.Warmed(arch, heat.tables_for(arch, gpu))
     wanted = heat.kernels([one for one in problems.names() if op in (None, one)], arch, result.tables)
+    if op in (None, "replay"):
+        wanted += heat.replay_kernels()
     if op in (None, "cache", "packed"):
         with refusing():
             if heads % kv_heads:

@@ -51,7 +51,7 @@ def better_profile(candidate: Profile, incumbent: Profile) -> bool:
 
 
 def better_metrics(candidate: Mapping[str, float], incumbent: Mapping[str, float]) -> bool:
-    """Measured by Nsight Compute: one of METRICS better by its margin, none worse by it; quantities of `lab.ncu`."""
+    """Measured by Nsight Compute: one of METRICS better by its margin, none worse by it; names as in `profile.ncu`."""
     gains = [
         sign * (candidate[name] - incumbent[name]) / margin
         for name, (sign, margin) in METRICS.items()

@@ -1,7 +1,7 @@
-"""The gate put to the test: how often it lets through what is no faster (A/A), and what is (A/B).
+"""Pass rates of the gate: for candidates that are no faster than the incumbent (A/A), and for faster ones (A/B).
 
 On a device both contenders are the same configuration, built twice; for A/B the incumbent is followed by a real delay.
-In a simulation samples are drawn: log-normal noise, and now and then one that takes half as long again.
+In a simulation samples are drawn: log-normal noise, and a few outliers that take half as long again.
 """
 
 from __future__ import annotations

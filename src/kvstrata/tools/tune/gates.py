@@ -18,7 +18,7 @@ KIB = 1024
 
 
 class Rejected(Exception):
-    """A configuration that goes no further: `kind` is one of a few words, the message says why."""
+    """A rejected configuration: `kind` names the gate, the message the reason."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

@@ -72,7 +72,7 @@ class Rate:
 
 @dataclass
 class Gate:
-    """The gate put to the test."""
+    """Pass rates of the gate, measured and simulated."""
 
     op: str
     machine: dict[str, Any]

@@ -114,11 +114,11 @@ class Search:
             (trial,) = (t for t in self._trials(TrialState.COMPLETE) if key(t.params) == key(choice))
             calls, holder = self._contenders(choice)
             if self._confirmed(calls, holder or "default").faster:  # a finished trial cannot be changed
-                told = {**trial.user_attrs, PROMOTED: True}
-                told.pop(REJECTED, None)
+                attributes = {**trial.user_attrs, PROMOTED: True}
+                attributes.pop(REJECTED, None)
                 self.study.add_trial(
                     optuna.trial.create_trial(
-                        params=trial.params, distributions=trial.distributions, value=self._last, user_attrs=told
+                        params=trial.params, distributions=trial.distributions, value=self._last, user_attrs=attributes
                     )
                 )
         return self._finish()
@@ -260,7 +260,7 @@ class Search:
         try:
             torch.cuda.synchronize(self.timer.device)
         except RuntimeError:
-            raise RuntimeError(f"a trial broke the device ({error}); it is noted, --resume goes on after it") from error
+            raise RuntimeError(f"a trial broke the device ({error}); it is recorded, and --resume skips it") from error
 
     def _prepared(self, choice: Choice) -> Call:
         """A contender that was launched on every input set and gave what the benchmark's check wants."""

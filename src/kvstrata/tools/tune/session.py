@@ -182,8 +182,8 @@ class Session:
             row.metrics["default"] = measured[row.case, key(row.default_choice)]
             if row.choice is not None:
                 row.metrics["tuned"] = measured[row.case, key(row.choice)]
-            told = f"{len(near[row.case])} no slower were profiled, {len(better)} with better metrics"
-            row.note = "; ".join(part for part in (row.note, told) if part)
+            profiled = f"{len(near[row.case])} no slower were profiled, {len(better)} with better metrics"
+            row.note = "; ".join(part for part in (row.note, profiled) if part)
 
 
 def _share(settings: Settings, left: float, cases: int) -> Settings:

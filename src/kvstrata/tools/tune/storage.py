@@ -1,7 +1,7 @@
-"""Studies that outlive a kill and that several processes share: a journal file, or any SQL database by URL.
+"""Studies that survive a killed process and that several processes share: a journal file, or an SQL database by URL.
 
-A trial says who works on it. One whose process is gone (or, of another host, that nobody finished in ten minutes) is
-put back into the queue by whoever asks next. The journal is guarded by a lock that the kernel takes back from the dead,
+A trial records its owner. The next process to ask requeues a trial whose process is gone or, on another host, that was
+not finished in ten minutes. The journal is guarded by a lock that the operating system releases when its process dies,
 and a line that was cut off by a kill is removed before the next one is written.
 """
 

@@ -12,7 +12,7 @@ from .results import Tuning
 
 
 def entries(tuning: Tuning) -> list[tuned.Entry]:
-    """One for each case; where the default stays that is said, so that no far winner takes its place."""
+    """One entry per case; null where the default stays, so that no winner of a distant shape is used there."""
     return [{"case": row.case, "shape": row.shape, "choice": row.choice, "top": row.top} for row in tuning.rows]
 
 

@@ -50,6 +50,14 @@ def kernels(ops: Iterable[str], arch: str, gpus: Iterable[str]) -> list[Needs]:
     return list(unique.values())
 
 
+def replay_kernels() -> list[Needs]:
+    """Kernels of `CopyPlan` without casts, and of `HostStage`."""
+    from kvstrata.replay import cuda as copy_cuda
+
+    entries = [copy_cuda.entry_of(n, False, staged) for n in copy_cuda.CAPACITIES for staged in (False, True)]
+    return [Needs(copy_cuda.SOURCE, entry, copy_cuda.THREADS) for entry in entries]
+
+
 @dataclass(frozen=True)
 class CacheSizes:
     """Arguments of a `TieredCache`, and the query heads that read it, as far as kernels depend on them."""

@@ -175,16 +175,16 @@ def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device
     jobs = [_job(shape, tiers, budget, device, seed) for seed in range(sets)]
     # Each list of formats is one more kernel to compile, and made-up pages have positions of two bytes.
     mass = mixed(tiers, budget) and shape.usual and shape.q_len == 1 and shape.tokens <= 1 << 15
-    heard = [job._replace(return_mass=mass) for job in jobs]
-    checked = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in heard]
+    with_mass = [job._replace(return_mass=mass) for job in jobs]
+    checked = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in with_mass]
     wanted = [op.run(job, "reference") for job in checked]
     contenders: dict[str, Call] = {}
     if device.type == "cuda":
-        from kvstrata.attention.decode.cuda import Plan
+        from kvstrata.attention.decode.cuda import WorkPlan
         from kvstrata.attention.decode.source import Source
 
         sizes = (shape.kv_heads, shape.heads, shape.q_len)
-        plans = [Plan(Source.of(job), tuple(job.requests), *sizes) for job in jobs]
+        plans = [WorkPlan(Source.of(job), tuple(job.requests), *sizes) for job in jobs]
         for plan in plans:
             plan.update()
         contenders = {
@@ -192,8 +192,8 @@ def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device
             "with its list": lambda i: op.run(jobs[i], "cuda"),
         }
         if mass:
-            contenders["with mass"] = lambda i: plans[i].run(heard[i])
-            contenders["with list and mass"] = lambda i: op.run(heard[i], "cuda")
+            contenders["with mass"] = lambda i: plans[i].run(with_mass[i])
+            contenders["with list and mass"] = lambda i: op.run(with_mass[i], "cuda")
     else:
         contenders = {"kvstrata": lambda i: op.run(jobs[i], "reference")}
     ours = contenders.keys() & set(OURS)

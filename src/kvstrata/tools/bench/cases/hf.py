@@ -6,21 +6,32 @@
 A sample is the wall-clock time from one token to the next, as a caller of `generate` sees it: sampling, stopping
 criteria and the host's part of a cache included. The first steps, which compile and capture, are no samples. Contenders
 run one after the other, each in one call of `generate`. `first` is the time to the first token, for which nothing is
-compiled; `cache` is what the cache holds at the end: for transformers' own, what is allocated beyond the weights.
+compiled: of short prompts the median of a few calls after a first one. `cache` is what the cache holds at the end, for
+transformers' own what is allocated beyond the weights; `peak` the most that is allocated beyond them.
 
     DynamicCache       the default of `generate`
     static, compiled   `cache_implementation="static"`, for which `generate` compiles the forward with CUDA graphs
+    quantized, 4 bit   `QuantizedCache` with quanto or HQQ, where one of them is installed
     StrataCache 1.0    16 bit, captured
     StrataCache 0.25   a quarter of the bytes, captured
+    StrataCache K4V4   packed pages of one format, captured
+
+A full run takes about five minutes on an H200. Whatever compiles comes after the rest, a contender that takes too long
+is stopped, and the report is saved after each.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import signal
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +46,19 @@ from kvstrata.tools.bench.timer import Timer
 
 from .step import Model, model_of
 
-BASELINE, PEER, OURS, PLAIN = "DynamicCache", "static, compiled", "StrataCache 0.25", "StrataCache 1.0"
-CONTENDERS = (BASELINE, PLAIN, OURS, PEER)  # compiling last: a run that is stopped has the others
-KINDS = {BASELINE: "baseline", PEER: "peer", OURS: "ours", PLAIN: "variant"}
-TABLE = {"columns": "case,contender,us,mean,slowest,first,cache,speedup,vs_peer"}
+BASELINE, PEER, QUANTIZED = "DynamicCache", "static, compiled", "quantized, 4 bit"
+OURS, PLAIN, PACKED = "StrataCache 0.25", "StrataCache 1.0", "StrataCache K4V4"
+CONTENDERS = (BASELINE, OURS, PLAIN, PACKED, QUANTIZED, PEER)
+KINDS = {BASELINE: "baseline", PEER: "peer", QUANTIZED: "peer", OURS: "ours", PLAIN: "variant", PACKED: "variant"}
+TABLE = {"columns": "case,contender,us,mean,slowest,first,cache,peak,speedup,vs_peer"}
 WARM = 4  # steps that compile and capture
 STEPS = 200  # three settlings of every layer
+EAGER_SECONDS = 2.0  # of steps that are all alike, and slow
+PROMPTS, PROMPT_SECONDS = 3, 2.0  # calls for the time to the first token, and time after which no other one begins
+WARMED = 1 << 16  # tokens up to which a prompt is repeated
+CHUNK = 1 << 16  # tokens that an MLP takes at a time, so that activations leave room for the largest cache
+LIMIT = 120.0  # seconds after which a contender is stopped
+TOTAL, COMPILING = 300.0, 90.0  # seconds after which none begins, and before which one that compiles has to begin
 QWEN3 = Model(layers=36, mlp=12288, vocab=151936)
 LLAMA = Model()
 TOY = Model(2, 64, 4, 2, 32, 64, 128)
@@ -54,6 +72,7 @@ class Shape:
     tokens: int
     family: str = "llama"
     model: Model = LLAMA
+    without: tuple[str, ...] = ()  # contenders that are left out
 
     @property
     def name(self) -> str:
@@ -70,8 +89,10 @@ class Shape:
         return 4 * self.model.layers * self.model.kv_heads * self.model.head_dim
 
 
-SHAPES = [Shape(1, 8192), Shape(8, 16384), Shape(1, 2048), Shape(1, 32768), Shape(32, 16384)]
-SHAPES.append(Shape(1, 8192, "qwen3", QWEN3))
+VARIANTS = (PLAIN, PACKED, QUANTIZED)
+SHAPES = [Shape(1, 8192), Shape(8, 16384, without=(QUANTIZED,)), Shape(1, 2048, without=(PACKED, QUANTIZED))]
+SHAPES += [Shape(1, 32768, without=(*VARIANTS, PEER)), Shape(32, 16384, without=VARIANTS)]
+SHAPES.append(Shape(1, 8192, "qwen3", QWEN3, (*VARIANTS, PEER)))
 
 
 def _absent(device: torch.device) -> Bench:
@@ -97,7 +118,7 @@ def shape_of(case: Case) -> Shape:
 def load(shape: Shape, device: torch.device) -> Any:
     """A model with random weights, made on the device."""
     if shape.family == "llama":
-        return model_of(shape.model, device)
+        return _with_small_activations(model_of(shape.model, device))
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     model_of.cache_clear()
@@ -118,6 +139,23 @@ def load(shape: Shape, device: torch.device) -> Any:
         torch.set_default_dtype(usual)
 
 
+def _with_small_activations(model: Any) -> Any:
+    """The model, whose MLPs take a part of a long prompt at a time; steps are as before."""
+
+    def in_chunks(whole: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] * x.shape[1] <= CHUNK:
+            return whole(x)
+        out = torch.empty_like(x)
+        for part, into in zip(x.flatten(0, 1).split(CHUNK), out.flatten(0, 1).split(CHUNK), strict=True):
+            into.copy_(whole(part.unsqueeze(0))[0])
+        return out
+
+    for layer in model.model.layers:
+        if not isinstance(layer.mlp.forward, partial):
+            layer.mlp.forward = partial(in_chunks, layer.mlp.forward)
+    return model
+
+
 def release(device: torch.device) -> None:
     """Give back what is no longer used."""
     gc.collect()
@@ -135,52 +173,129 @@ class Measured:
     cache: int
     tokens: list[list[int]]
     how: str = ""
+    peak: int = 0
+
+
+def _quantizer() -> str | None:
+    """Library that quantises transformers' own cache, None if there is none."""
+    from transformers.utils import is_hqq_available, is_optimum_quanto_available
+
+    return "quanto" if is_optimum_quanto_available() else "hqq" if is_hqq_available() else None
+
+
+def cache_of(name: str, model: Any, tokens: int) -> tuple[Any, dict[str, Any]]:
+    """A contender's cache for so many tokens, None where `generate` makes it, and arguments of `generate`."""
+    from transformers.cache_utils import QuantizedCache
+
+    from kvstrata.hf import StrataCache
+
+    if name == BASELINE:
+        return None, {}
+    if name == PEER:
+        return None, {"cache_implementation": "static"}
+    if name == QUANTIZED:
+        return None, {"past_key_values": QuantizedCache(_quantizer() or "quanto", model.config, nbits=4)}
+    last = name.split()[-1]
+    if name == PACKED:
+        cache = StrataCache(model.config, format=last, max_tokens=tokens, capture=True)
+    else:
+        cache = StrataCache(model.config, budget=float(last), max_tokens=tokens)
+    return cache, {"past_key_values": cache}
+
+
+@dataclass
+class Clock:
+    """Stopping criterion that notes the time of every token, and ends after some seconds of steps."""
+
+    seconds: float | None = None
+    times: list[float] = field(default_factory=list)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        input_ids[:, -1].tolist()  # a token is there when the host reads it
+        self.times.append(time.perf_counter())
+        enough = self.seconds is not None and len(self.times) > 3 * WARM
+        over = enough and self.times[-1] - self.times[0] > (self.seconds or 0)
+        return torch.full((len(input_ids),), over, dtype=torch.bool, device=input_ids.device)
+
+
+def _generate(model: Any, ids: torch.Tensor, new: int, clock: Clock, options: dict[str, Any]) -> tuple[float, Any]:
+    """Seconds to the first token, and what `generate` returns."""
+    from transformers import StoppingCriteriaList
+
+    begin = time.perf_counter()
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0,
+        eos_token_id=None, stopping_criteria=StoppingCriteriaList([clock]), return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return clock.times[0] - begin, out
 
 
 def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) -> Measured:
     """Run one contender."""
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
-    from kvstrata.hf import StrataCache
-
-    device = ids.device
-    times: list[float] = []
-
-    class Clock(StoppingCriteria):
-        """Time of every token; it is there when the host reads it."""
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            input_ids[:, -1].tolist()
-            times.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=device)
-
-    cache: Any = None
-    options: dict[str, Any] = {}
-    if name == PEER:
-        options["cache_implementation"] = "static"
-    elif name != BASELINE:
-        cache = StrataCache(model.config, budget=float(name.split()[-1]), max_tokens=shape.tokens + new + 64)
-        options["past_key_values"] = cache
-    begin = time.perf_counter()
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new + WARM + 1, do_sample=False, pad_token_id=0,
-        eos_token_id=None, stopping_criteria=StoppingCriteriaList([Clock()]), return_dict_in_generate=True, **options,
-    )  # fmt: skip
+    device, tokens = ids.device, shape.tokens + new + 64
+    firsts: list[float] = []
+    if name != PEER and ids.numel() <= WARMED:
+        while len(firsts) <= PROMPTS and sum(firsts[1:]) < PROMPT_SECONDS:
+            gc.collect()  # the cache before
+            firsts.append(_generate(model, ids, 1, Clock(), cache_of(name, model, tokens)[1])[0])
+    cache, options = cache_of(name, model, tokens)
     release(device)
-    held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
+    before = 0
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    clock = Clock(EAGER_SECONDS if name in (BASELINE, QUANTIZED) else None)
+    try:
+        first, out = _generate(model, ids, new + WARM + 1, clock, options)
+        release(device)
+        held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
+        peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
+    finally:
+        if name == PEER:
+            model._cache = None  # generate keeps it, and its graphs, for the next call
+            torch._dynamo.reset()
+    times = clock.times
     steps = [1e6 * (b - a) for a, b in zip(times[WARM:], times[WARM + 1 :], strict=False)]
     how = ""
     if cache is not None:
-        how = cache.decoding
-        memory = cache.memory()
+        how, memory = cache.decoding, cache.memory()
         held = memory.total + memory.scratch
         assert memory.allowed is None or memory.total <= memory.allowed, "the budget does not hold"
-        assert cache.tiered.length(0) == ids.shape[1] + len(times) - 1, "tokens are missing"
-    if name == PEER:
-        model._cache = None  # generate keeps it, and its graphs, for the next call
-        torch._dynamo.reset()
-    return Measured(steps, times[0] - begin, held, out.sequences[:, ids.shape[1] :].tolist(), how)
+        if name != PACKED:
+            assert cache.tiered.length(0) == ids.shape[1] + len(times) - 1, "tokens are missing"
+    first = statistics.median(firsts[1:]) if len(firsts) > 1 else first
+    return Measured(steps, first, held, out.sequences[:, ids.shape[1] :].tolist(), how, peak)
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after so many seconds, and end the process a minute later if that does not help."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:.0f} s")
+
+    try:
+        before = signal.signal(signal.SIGALRM, stop)
+    except (AttributeError, ValueError):  # another system than POSIX, another thread than the main one
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + 60, exit=True, file=2)  # stderr
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGALRM, before)
+
+
+def jobs_of(shapes: Sequence[Shape], cuda: bool) -> list[tuple[Shape, str]]:
+    """Shapes and contenders in order: model by model, those that compile after the others of a model."""
+    quantizes = _quantizer() is not None
+    there = [name for name in CONTENDERS if name != QUANTIZED or (quantizes and cuda)]
+    jobs = [(shape, name) for shape in shapes for name in there if name not in shape.without]
+    families = list(dict.fromkeys(shape.family for shape in shapes))
+    return sorted(jobs, key=lambda job: (families.index(job[0].family), job[1] == PEER))
 
 
 def run(
@@ -192,7 +307,7 @@ def run(
     revision: str | None = None,
     after_case: Callable[[Report], object] = lambda report: None,
 ) -> Report:
-    """Measure one contender after the other; ``after_case`` sees the report after each case."""
+    """Measure one contender after the other; ``after_case`` sees the report after each."""
     timer = Timer(device)
     report = Report(
         op="hf",
@@ -203,44 +318,67 @@ def run(
     )
     del timer
     release(device)
+    start, model, loaded = time.perf_counter(), None, ""
+    first_tokens: dict[str, list[int]] = {}
+    results: dict[str, CaseResult] = {}
     for case in chosen:
-        shape = shape_of(case)
-        model = load(shape, device)
-        new = (STEPS // 3 if quick else STEPS) if device.type == "cuda" else 20
-        generator = torch.Generator(device).manual_seed(1)
-        ids = torch.randint(0, shape.model.vocab, (shape.rows, shape.tokens), device=device, generator=generator)
-        params = {**case.params, "first_s": {}, "cache_bytes": {}, "how": {}}
-        result = CaseResult(case.name, params, case.bytes, 0, 1, True)
-        report.cases.append(result)
-        first_tokens: list[int] | None = None
-        for name in CONTENDERS:
-            row, begin = Row(name, KINDS[name]), time.perf_counter()
-            release(device)
-            try:
-                told = measure(name, model, shape, ids, new)
-                if first_tokens is None:
-                    first_tokens = [tokens[0] for tokens in told.tokens]
-                same = sum(a == tokens[0] for a, tokens in zip(first_tokens, told.tokens, strict=True))
-                # The prompt is computed at 16 bit by all; what is off by rounding is a token in some row at most.
-                assert 2 * same >= len(first_tokens), f"{same} of {len(first_tokens)} first tokens are as before"
-            except (AssertionError, RuntimeError) as error:
-                row.correct, row.error = False, " ".join(str(error).split())[:300]
-            else:
-                row.us, row.samples = stats.summary(told.samples), told.samples
-                params["first_s"][name], params["cache_bytes"][name] = told.first, told.cache
-                params["how"][name] = told.how
-            result.rows.append(row)
-            took = time.perf_counter() - begin
-            print(f"{case.name} {name}: {row.error or params['how'][name]} {took:.0f} s", file=sys.stderr, flush=True)
+        measured: dict[str, Any] = {name: {} for name in ("first_s", "cache_bytes", "peak_bytes", "how", "left_out")}
+        results[case.name] = CaseResult(case.name, case.params | measured, case.bytes, 0, 1, True)
+        report.cases.append(results[case.name])
+    for shape, name in jobs_of([shape_of(case) for case in chosen], device.type == "cuda"):
+        result, begin = results[shape.name], time.perf_counter()
+        if begin - start > TOTAL - COMPILING * (name == PEER):
+            result.params["left_out"][name] = f"{begin - start:.0f} s had passed"
+            continue
+        if loaded != shape.family:
+            model, loaded = None, shape.family
+            model = load(shape, device)
+        row = contend(name, model, shape, device, quick, result, first_tokens)
+        result.rows.append(row)
+        how = row.error or result.params["how"][name]
+        took, now = (time.perf_counter() - x for x in (begin, start))
+        print(f"{shape.name} {name}: {how} {took:.0f} s, {now:.0f} s in all", file=sys.stderr, flush=True)
         judge(result)
         after_case(report)
-        del model
     return report
+
+
+def contend(
+    name: str,
+    model: Any,
+    shape: Shape,
+    device: torch.device,
+    quick: bool,
+    result: CaseResult,
+    first_tokens: dict[str, list[int]],
+) -> Row:
+    """Row of one contender, with an error where it failed; ``first_tokens`` of each case are those of the first one."""
+    new = (STEPS // 3 if quick else STEPS) if device.type == "cuda" else 20
+    generator = torch.Generator(device).manual_seed(1)
+    ids = torch.randint(0, shape.model.vocab, (shape.rows, shape.tokens), device=device, generator=generator)
+    row = Row(name, KINDS[name])
+    release(device)
+    try:
+        with limited(LIMIT):
+            told = measure(name, model, shape, ids, new)
+        known = first_tokens.setdefault(shape.name, [tokens[0] for tokens in told.tokens])
+        same = sum(a == tokens[0] for a, tokens in zip(known, told.tokens, strict=True))
+        # The prompt is computed at 16 bit by all; what is off by rounding is a token in some row at most.
+        assert 2 * same >= len(known), f"{same} of {len(known)} first tokens are as before"
+    except (AssertionError, ImportError, RuntimeError, TimeoutError) as error:
+        row.correct, row.error = False, " ".join(str(error).split())[:300]
+    else:
+        row.us, row.samples = stats.summary(told.samples), told.samples
+        kept = {"first_s": told.first, "cache_bytes": told.cache, "peak_bytes": told.peak, "how": told.how}
+        for key, value in kept.items():
+            result.params[key][name] = value
+    return row
 
 
 def judge(case: CaseResult) -> None:
     """Fill in the comparisons of rows that have times."""
-    baseline, peer = case.row("baseline"), case.row("peer")
+    peers = [row for row in case.rows if row.kind == "peer" and row.us is not None]
+    baseline, peer = case.row("baseline"), min(peers, key=lambda row: row.us.median if row.us else 0, default=None)
     for row in case.rows:
         if row.us is not None:
             row.vs_baseline = against(baseline, row) if baseline and baseline is not row else None

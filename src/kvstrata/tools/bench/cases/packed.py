@@ -20,7 +20,7 @@ import kvstrata
 from kvstrata import jit
 from kvstrata.attention.packed_ahead import kernels_needed
 from kvstrata.layout import Format
-from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, sets_for
+from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, runner, sets_for
 from kvstrata.tools.bench.attention import read
 from kvstrata.tools.bench.cases.decode import CHECKED, PEER_PAGE, Rows, _close, _sdpa
 from kvstrata.tools.bench.cases.decode import Shape as DecodeShape
@@ -30,7 +30,8 @@ from kvstrata.tools.bench.packed_stores import BLOCK_SIZE, store_case
 
 FORMATS = ("K8V8", "K4V4", "K4V2", "K3V3", "K2V2")
 FEW = ("K8V8", "K4V4", "K2V2")
-SECONDS = 4.0  # of sampling, at most
+SECONDS = 2.0  # of sampling, at most
+LIMIT = 140.0  # seconds of a run, after which no case begins
 SHORTEST, LONGEST = 256, 32768  # tokens of ragged requests
 
 
@@ -186,6 +187,9 @@ def _decode_case(name: str, shape: DecodeShape, ragged: bool, device: torch.devi
     case = f"{name}-ragged-B{shape.requests}" if ragged else f"{name}-{shape.name}"
     cuda = device.type == "cuda"
     return Case("packed", case, params, moved, make, sets=sets, graph=cuda, seconds=SECONDS)
+
+
+run = partial(runner.run, seconds=LIMIT)
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:

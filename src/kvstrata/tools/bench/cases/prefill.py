@@ -4,7 +4,7 @@ Operations are the two products, of a causal one the half that is seen. Calls ar
 sample the cache of the device is filled by reading. Tensors are contiguous ``[batch, seq, heads, dim]``; SDPA gets
 transposed views of them. Ours are ``kvstrata`` (auto) and the backends that auto did not take. Cases ``ideas-*`` hold
 prefill.cu against the kernel that the work began with, ``v2``, which has copies with heads first, the only memory it
-takes: with one tile for all, and with one thing at a time done otherwise.
+takes: with one tile for all, without overlapped copies, and with two groups of warps.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.nn.attention import SDPBackend
 from kvstrata.attention.prefill import cuda as prefill_cuda
 from kvstrata.attention.prefill import op as prefill
 from kvstrata.attention.prefill.job import PrefillJob
-from kvstrata.attention.prefill.tiles import FEW, PORTABLE, Ideas, Tile
+from kvstrata.attention.prefill.tiles import FEW, PORTABLE, Tile
 from kvstrata.attention.prefill_cached import op as cached
 from kvstrata.attention.prefill_cached.job import CachedJob
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Bench, Case, attach, peer, sets_for, synthetic
-from kvstrata.tools.bench.attention import absent, assert_close, read, sdpa
+from kvstrata.tools.bench.attention import absent, after_unpacking, assert_close, read, sdpa
 from kvstrata.tools.bench.clock import Call
 
 CHECKED = 2  # heads of the first sequence compared with float32
@@ -172,54 +172,22 @@ def build(shape: Shape, sets: int, device: torch.device) -> Bench:
     return bench
 
 
-def ideas() -> dict[str, tuple[Tile, Ideas]]:
-    """``v3``, what it is with one thing done otherwise, and with a second group of warps."""
+def ideas() -> dict[str, Tile]:
+    """``v3``, and one thing done otherwise."""
     tile = PORTABLE[64]
-    return {
-        "v3": (tile, Ideas()),
-        "copies not overlapped": (replace(tile, stages=1), Ideas()),
-        "scores in shared memory": (tile, Ideas(scores="shared")),
-        "4 bytes an access": (tile, Ideas(width=4)),
-        "8 bytes an access": (tile, Ideas(width=8)),
-        "padded rows": (replace(tile, padded=True), Ideas()),
-        "persistent blocks": (tile, Ideas(persistent=True)),
-        "two groups of warps": (FEW[64], Ideas()),
-    }
+    return {"v3": tile, "copies not overlapped": replace(tile, stages=1), "two groups of warps": FEW[64]}
 
 
 def build_ideas(shape: Shape, sets: int, device: torch.device) -> Bench:
     jobs = [_job(shape, device, seed) for seed in range(sets)]
     contenders: dict[str, Call] = {
-        name: lambda i, tile=tile, how=how: prefill_cuda.run(jobs[i], tile, how)[0]  # type: ignore[misc]
-        for name, (tile, how) in ideas().items()
+        name: lambda i, tile=tile: prefill_cuda.run(jobs[i], tile)[0]  # type: ignore[misc]
+        for name, tile in ideas().items()
     }
     contenders["v2"] = _v2(jobs)
     bench = _bench(jobs, contenders, "v3", "v2")
     bench.variants = contenders.keys() - {"v3", "v2"}
     return bench
-
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
-
-
-def in_two_parts(attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the last keys' queries with what aligns masks to the first key: the earlier keys without a
-    mask, then their own with one, added up by the log-sum-exp of either. ``attend(q, k, v, causal) -> out, lse``."""
-    earlier = k.shape[2] - q.shape[2]
-    (a, top), (b, own) = (
-        attend(q, k[:, :, :earlier], v[:, :, :earlier], False),
-        attend(q, k[:, :, earlier:], v[:, :, earlier:], True),
-    )
-    share = torch.sigmoid(top - own).reshape(*q.shape[:3], 1)
-    return torch.lerp(b.float(), a.float(), share).to(q.dtype)
-
-
-def _cudnn_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    op = torch.ops.aten._scaled_dot_product_cudnn_attention
-    out, lse = op(q, k, v, None, True, 0.0, causal, False, scale=q.shape[-1] ** -0.5)[:2]
-    return out, lse
 
 
 def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_heads: int = 8) -> Bench:
@@ -239,26 +207,12 @@ def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_
     if device.type == "cuda":
         from kvstrata.attention.prefill_cached import staging_triton
 
-        queries = q.unsqueeze(0).transpose(1, 2)
-
         def rows() -> tuple[torch.Tensor, torch.Tensor]:
             k, v, _ = staging_triton.unpack(job)
             return k[:, :, : NEW + prefix], v[:, :, : NEW + prefix]
 
-        def with_flash(i: int) -> torch.Tensor:
-            # aligned to the last key, as scaled_dot_product_attention is not
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(queries, *rows(), 0.0, True, scale=dim**-0.5)[0][0].transpose(0, 1)
-
-        def with_cudnn(i: int) -> torch.Tensor:
-            return in_two_parts(_cudnn_with_lse, queries, *rows())[0].transpose(0, 1)
-
-        contenders["unpack then flash"] = with_flash
-        try:
-            with_cudnn(0)
-            contenders["unpack then cudnn"] = with_cudnn
-        except RuntimeError as error:
-            missing["unpack then cudnn"] = str(absent(error))
+        others, missing = after_unpacking(q, rows)
+        contenders |= others
     else:
         contenders["unpack then flash"] = lambda i: cached.run(job, "reference")[0]
 

@@ -3,8 +3,7 @@
 ``fa`` are the six copies of FA-style metadata, ``nsa`` the eight of NSA-style, both into buffers of 256 rows and 8,192
 columns. ``vectors`` are copies of one size into buffers of that size: one, two, and the note's seven of 32 elements.
 Cases named ``-graph`` capture each contender first: the device alone. In the others every contender is called
-from Python, and what a call costs the host is measured beside it. ``cuts`` are the same copies with the work cut in
-other ways: blocks of other sizes, and a warp for a copy.
+from Python, and what a call costs the host is measured beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 
 from kvstrata import backends, jit
 from kvstrata.replay import CopyPlan, HostStage, PrecomputedMetadata, fused_copy_replay_data
-from kvstrata.replay import cuda as copy_cuda
 from kvstrata.tools.bench import Bench, Case, sets_for
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.bench.probes import EMPTY
@@ -281,36 +279,7 @@ def build(style: Style, sets: int, graph: bool, device: torch.device) -> Bench:
     return bench
 
 
-CUTS = {
-    **{f"{n} threads": copy_cuda.Config(threads=n) for n in (64, 128, 256, 512, 1024)},
-    "256 threads, 2 KB": copy_cuda.Config(share=2048),
-    "256 threads, 32 KB": copy_cuda.Config(share=32768),
-    "warps": copy_cuda.Config("warp", 256),
-    "warps, 2 KB": copy_cuda.Config("warp", 256, 2048),
-}
-
-
-def build_cuts(style: Style, sets: int, device: torch.device) -> Bench:
-    """The plan's kernel with its work cut in other ways; the default is 256 threads and 8 KB a block."""
-    inputs = [Inputs(style, device, seed) for seed in range(sets)]
-
-    def cut(config: copy_cuda.Config) -> Call:
-        plans = [CopyPlan(one.dst, one.src, backend="cuda").configure(config) for one in inputs]
-        return lambda i: plans[i].run()
-
-    contenders: dict[str, Call] = {"kvstrata": _plan(inputs, "cuda"), **{name: cut(c) for name, c in CUTS.items()}}
-    return Bench(
-        contenders=contenders,
-        poison=lambda name, i: inputs[i].poison(),
-        check=lambda name, i, out: inputs[i].assert_copied(),
-        ours="kvstrata",
-        baseline="256 threads",
-        variants=CUTS.keys() - {"256 threads"},
-    )
-
-
 VECTORS = [Style("vectors", copies, 32) for copies in (1, 2, 7)]
-CUT_CASES = [VECTORS[2], Style("fa", 1, 16), Style("fa", 64, 4096), Style("fa", 256, 8192)]
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
@@ -328,10 +297,4 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             name = f"{style.case}{'-graph' if graph else ''}"
             make = partial(build, style, sets, graph)
             all_cases.append(Case("replay", name, style.params, moved, make, sets=sets, graph=graph))
-    if cuda and not quick and jit.missing() is None:
-        for style in CUT_CASES:
-            moved = bytes_of(style)
-            sets, name = sets_for(moved, device, memory=1 << 30), f"cuts-{style.case}-graph"
-            params, make = {**style.params, "style": f"cuts-{style.kind}"}, partial(build_cuts, style, sets)
-            all_cases.append(Case("replay", name, params, moved, make, sets=sets, graph=True))
     return all_cases

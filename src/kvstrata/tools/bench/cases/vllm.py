@@ -7,7 +7,7 @@
 Times are microseconds per token, generated or of prompts, so their inverse is the throughput: with batches of different
 sizes too. Every contender is an engine in a process of its own, one after the other, with the same random weights and a
 cache of the same bytes, filled with random rows (`vllm_child`). Before the timing its tokens are compared with those of
-bfloat16.
+bfloat16 where the format has 8 bits, and with its own attention in float32 otherwise (`vllm_check`).
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ PROMPTS = [(8, 8192), (2, 32768)]
 SECONDS = 150  # of one engine; starting takes most of it
 # Nats by which the best logprobs may differ from those of bfloat16; tokens of a wrong cache are 10 and more away.
 TOLERANCE = 4.0
+EAGER_TOLERANCE = 1.0  # nats between steps with and without CUDA graphs
+ERROR = 0.02  # relative error of a layer's attention against float32 on the same bytes; bfloat16 outputs are 0.003 away
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,13 @@ def run(
         if engine == BASELINE:
             reference = told.get("probe", [])
             report.machine["versions"]["vllm"] = told.get("vllm")
-        wrong = error or difference(reference, told["probe"])
+        wrong = error or mistake(engine, reference, told)
         for shape, case_result in zip(shapes, report.cases, strict=True):
             add(case_result, engine, shape, told, wrong)
         judge(report)
         after_case(report)
         said = wrong or f"{told['cache_tokens']:,} tokens, started in {told['start_s']:.0f} s"
+        said += f", error {told['error']:.1e}" if "error" in told else ""
         print(f"{engine}: {said}; {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     return report
 
@@ -165,13 +168,13 @@ def measure(engine: str, shapes: Sequence[Shape]) -> tuple[dict[str, Any], str |
         said, code = child.run(command, SECONDS)
         failed = f"exit code {code}: " + " / ".join(said.strip().splitlines()[-3:])[-600:]
     except child.Late as late:
-        said, failed = late.said, str(late)
+        said, failed = late.output, str(late)
     lines = [line for line in said.splitlines() if line.startswith(MARK)]  # one after each case
     return (json.loads(lines[-1].removeprefix(MARK)), None) if lines else ({}, failed)
 
 
-def difference(reference: list[dict[str, Any]], told: list[dict[str, Any]]) -> str | None:
-    """Sentence if tokens that were decoded over the cache are not those of bfloat16, within TOLERANCE; else None."""
+def difference(reference: list[dict[str, Any]], told: list[dict[str, Any]], tolerance: float = TOLERANCE) -> str | None:
+    """Sentence if the tokens that were decoded are not those of the reference, within ``tolerance``; else None."""
     worst, compared = 0.0, 0
     for want, got in zip(reference, told, strict=False):
         if want["first"] != got["first"]:
@@ -180,8 +183,21 @@ def difference(reference: list[dict[str, Any]], told: list[dict[str, Any]]) -> s
         best = sorted(want["second"], key=want["second"].get, reverse=True)[:3]
         worst = max(worst, *(abs(want["second"][t] - got["second"].get(t, -math.inf)) for t in best))
     if not compared:
-        return "no prompt has the first token of bfloat16"
-    return f"logprobs are {worst:.1f} from those of bfloat16" if worst > TOLERANCE else None
+        return "no prompt has the first token of the reference"
+    return f"logprobs are {worst:.1f} from those of the reference" if worst > tolerance else None
+
+
+def mistake(engine: str, reference: list[dict[str, Any]], told: dict[str, Any]) -> str | None:
+    """Sentence if an engine's tokens or attention are wrong; else None."""
+    if ENGINES[engine][0] == "CUSTOM":
+        if not told["compared"]:
+            return "no attention was compared with the reference"
+        if not told["error"] <= ERROR:
+            return f"attention is {told['error']:.1e} from float32 on the same bytes"
+        if graphs := difference(told["eager"], told["probe"], EAGER_TOLERANCE):
+            return f"with CUDA graphs: {graphs}"
+    wide = ENGINES[engine][1] in (None, "fp8", "K8V8")  # narrower ones differ from bfloat16 by their rounding
+    return difference(reference, told["probe"]) if wide else None
 
 
 def add(result: CaseResult, engine: str, shape: Shape, told: dict[str, Any], wrong: str | None) -> None:

@@ -7,6 +7,7 @@ import torch
 import kvstrata
 
 from .draw import CLOSE, DIMS, FLOATS, Draw, Refused
+from .oracle import attention
 
 BACKENDS = ("reference", "numba", "triton", "cuda")
 SANITIZED = ("cuda",)
@@ -45,7 +46,7 @@ def trial(draw: Draw, backend: str) -> str:
     assert not bool(out.isnan().any()), f"an output is NaN: {what}"
     for request, length in enumerate(lengths):
         keys, values, position = (x.cpu() for x in cache.gather(0, request))
-        want, want_lse, want_mass = dense(q[request].cpu().float(), keys, values, position, length, window, softcap)
+        want, want_lse, want_mass = dense(q[request].cpu(), keys, values, position, length, window, softcap)
         pairs = (("out", out[request], want), ("lse", lse[request], want_lse))
         for name, a, b in (*pairs, ("mass", mass[request, :, :length], want_mass)):
             off = float((a.cpu().float() - b).norm() / b.norm().clamp(min=1e-6))
@@ -54,21 +55,11 @@ def trial(draw: Draw, backend: str) -> str:
 
 
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, length: int, window: int | None,
-    softcap: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, length: int, window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """out, lse and mass of one request: q [q_len, Hq, D], k and v [H, n, D], positions [H, n]."""
-    q_len, heads, dim = q.shape
-    group = heads // len(k)
-    wide = [x.float().repeat_interleave(group, 0) for x in (k, v)]
-    score = torch.einsum("qhd,hnd->qhn", q, wide[0]) * dim**-0.5
-    if softcap:
-        score = softcap * torch.tanh(score / softcap)
-    own = (length - q_len + torch.arange(q_len)).view(-1, 1, 1)
-    key_position = position.repeat_interleave(group, 0)
-    seen = (key_position <= own) & (key_position >= 0) & (key_position > own - (window or length + 1))
-    score = score.masked_fill(~seen, -torch.inf)
-    weight = score.softmax(-1)
+    own = length - len(q) + torch.arange(len(q))
+    out, lse, weight = attention(q, k, v, own, position, window=window, softcap=softcap)
     mass = torch.zeros(len(k), length)
-    mass.scatter_add_(1, position, weight.sum(0).view(len(k), group, -1).sum(1))
-    return torch.einsum("qhn,hnd->qhd", weight, wide[1]), score.logsumexp(-1), mass
+    return out, lse, mass.scatter_add_(1, position, weight.sum(0).view(len(k), -1, k.shape[1]).sum(1))

@@ -18,6 +18,7 @@ from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
 
 from .draw import CLOSE, FLOATS, POISON, WORST, Draw, Refused
+from .oracle import attention
 
 BACKENDS = ("reference", "triton", "cuda")
 SANITIZED = ("cuda",)
@@ -144,23 +145,10 @@ def _attention(
     q: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], lengths: list[int], q_lens: list[int],
     sinks: torch.Tensor | None, sliding_window: int | None, softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """One query and head at a time, float32."""
-    heads, dim = q.shape[1:]
-    out, at, first = torch.zeros(q.shape), 0, 0
-    for length, n in zip(lengths, q_lens, strict=True):
-        k, v = (x[first : first + length] for x in rows)
-        first += length
-        for i in range(n):
-            own = length - n + i
-            low = 0 if sliding_window is None else max(own - sliding_window + 1, 0)
-            seen = slice(low, max(own + 1, 0))
-            for h in range(heads):
-                kv = h * k.shape[1] // heads
-                score = k[seen, kv] @ q[at, h].float() * dim**-0.5
-                if softcap is not None:
-                    score = softcap * torch.tanh(score / softcap)
-                logits = score if sinks is None else torch.cat([score, sinks[h : h + 1]])
-                if len(logits):
-                    out[at, h] = logits.softmax(0)[: len(score)] @ v[seen, kv]
-            at += 1
-    return out
+    """Outputs of all requests, one after the other."""
+    k, v = ([part.transpose(0, 1) for part in x.split(lengths)] for x in rows)
+    outs = [q.new_zeros(0, *q.shape[1:], dtype=torch.float32)]
+    for i, queries in enumerate(q.split(q_lens)):
+        own = lengths[i] - len(queries) + torch.arange(len(queries))
+        outs.append(attention(queries, k[i], v[i], own, window=sliding_window, softcap=softcap, sinks=sinks)[0])
+    return torch.cat(outs)

@@ -9,6 +9,7 @@ import torch
 import kvstrata
 
 from .draw import CLOSE, FLOATS, Draw, Refused
+from .oracle import attention
 
 BACKENDS = ("reference", "triton", "cuda")
 SANITIZED = ("cuda",)
@@ -16,8 +17,8 @@ DIMS = (64, 96, 128, 256)
 SPARE = 3  # rows of NaN before and after ragged sequences
 LEAST = {"out": 1e-2, "lse": 1.0}  # root mean square that errors are relative to at least: a sink may take all weight
 
-Sequence = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [Hq, Sq, D], k and v [Hkv, Sk, D]
-Result = tuple[torch.Tensor, torch.Tensor]  # out [Hq, Sq, D], lse [Hq, Sq]
+Sequence = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [Sq, Hq, D], k and v [Sk, Hkv, D]
+Result = tuple[torch.Tensor, torch.Tensor]  # out [Sq, Hq, D], lse [Sq, Hq]
 
 
 def trial(draw: Draw, backend: str) -> str:
@@ -36,7 +37,7 @@ def trial(draw: Draw, backend: str) -> str:
     )
 
     def rows(count: int, n: int, scale: float = 1.0) -> torch.Tensor:
-        return (scale * draw.normal(count, n, dim)).to(dtype)
+        return (scale * draw.normal(n, count, dim)).to(dtype)
 
     given = [(rows(heads, a, loud), rows(kv_heads, b), rows(kv_heads, b)) for a, b in lengths]
     options: dict[str, object] = dict(
@@ -51,10 +52,10 @@ def trial(draw: Draw, backend: str) -> str:
         if str(error).startswith("backend: "):
             raise Refused(str(error).removeprefix("backend: ")) from error
         raise
-    for i, (result, sequence) in enumerate(zip(results, given, strict=True)):
-        for name, a, b in zip(
-            ("out", "lse"), result, _attention(*sequence, causal, window, softcap, sinks), strict=True
-        ):
+    for i, (result, (q, k, v)) in enumerate(zip(results, given, strict=True)):
+        own, (keys, values) = len(k) - len(q) + torch.arange(len(q)), (x.transpose(0, 1) for x in (k, v))
+        want = attention(q, keys, values, own, causal=causal, window=window, softcap=softcap, sinks=sinks)
+        for name, a, b in zip(("out", "lse"), result, want[:2], strict=True):
             live = b.isfinite()
             assert a.shape == b.shape, f"{name} of sequence {i} is {tuple(a.shape)}: {what}"
             assert torch.equal(a[~live], b[~live]), f"{name} of sequence {i} where nothing is seen: {what}"
@@ -86,19 +87,18 @@ def _inside(x: torch.Tensor, gap: int) -> torch.Tensor:
 
 def _dense(given: list[Sequence], device: torch.device, gap: int, options: dict[str, object]) -> list[Result]:
     """All sequences as one batch."""
-    rows = (torch.stack(x).transpose(1, 2).to(device) for x in zip(*given, strict=True))
+    rows = (torch.stack(x).to(device) for x in zip(*given, strict=True))
     q, k, v = (_inside(x, gap) for x in rows)
     out, lse, _ = kvstrata.prefill_attention(q, k, v, **options)  # type: ignore[arg-type]
     assert lse is not None
     assert out.dtype == q.dtype, f"out is {out.dtype}"
-    return [(o.transpose(0, 1).cpu(), s.transpose(0, 1).cpu()) for o, s in zip(out, lse, strict=True)]
+    return [(o.cpu(), s.cpu()) for o, s in zip(out, lse, strict=True)]
 
 
 def _ragged(given: list[Sequence], device: torch.device, gap: int, options: dict[str, object]) -> list[Result]:
     """All sequences end to end, between rows of NaN."""
 
-    def pack(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [part.transpose(0, 1) for part in parts]
+    def pack(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         spare = rows[0].new_full((SPARE, *rows[0].shape[1:]), torch.nan)
         ends = torch.tensor(list(accumulate(map(len, rows), initial=SPARE)), dtype=torch.int32)
         return _inside(torch.cat([spare, *rows, spare]).to(device), gap), ends.to(device)
@@ -109,23 +109,4 @@ def _ragged(given: list[Sequence], device: torch.device, gap: int, options: dict
     assert lse is not None
     assert out.dtype == q.dtype, f"out is {out.dtype}"
     parts = [slice(begin, end) for begin, end in pairwise(ends_q.tolist())]
-    return [(out[part].transpose(0, 1).cpu(), lse[part].transpose(0, 1).cpu()) for part in parts]
-
-
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> Result:  # fmt: skip
-    """out and lse of one sequence in float32, every query over every key; zeros and -inf for one that sees none."""
-    (heads, queries, dim), keys = q.shape, k.shape[1]
-    wide_k, wide_v = (x.float().repeat_interleave(heads // len(k), 0) for x in (k, v))
-    score = torch.einsum("hqd,hnd->hqn", q.float(), wide_k) * dim**-0.5
-    if softcap:
-        score = softcap * torch.tanh(score / softcap)
-    own, key_position = keys - queries + torch.arange(queries).unsqueeze(1), torch.arange(keys)
-    if causal:
-        score = score.masked_fill((key_position > own) | (key_position <= own - (window or queries + keys)), -torch.inf)
-    sink = torch.full((heads,), -torch.inf) if sinks is None else sinks
-    lse = torch.cat([score, sink.view(-1, 1, 1).expand(heads, queries, 1)], 2).logsumexp(2)
-    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(2))
-    return torch.einsum("hqn,hnd->hqd", weight, wide_v), lse
+    return [(out[part].cpu(), lse[part].cpu()) for part in parts]

@@ -57,7 +57,7 @@ def trial(draw: Draw, backend: str) -> str:
             out: Any = kvstrata.decode_attention(q.to(draw.device), cache, layer, requests=rows, plan=plan)
     for request in rows:
         keys, values, position = (x.cpu() for x in cache.gather(LAYERS - 1, request))
-        want, _, _ = dense(q[request].float(), keys, values, position, cache.length(request), None, None)
+        want, _, _ = dense(q[request], keys, values, position, cache.length(request))
         off = float((out[request].cpu().float() - want).norm() / want.norm().clamp(min=1e-6))
         assert off <= CLOSE[dtype], f"the output of request {request} is off by {off:.1e}: {what}"
     _check_bytes(cache, what)

@@ -72,7 +72,7 @@ def _features(formats: Any, shape: Shape, tokens: int, columns: int) -> dict[str
 
 
 def _build_cuda(shape: Shape, tiers: Tiers, sets: int, device: torch.device) -> Ready:
-    from kvstrata.attention.decode.cuda import Plan
+    from kvstrata.attention.decode.cuda import WorkPlan
     from kvstrata.attention.decode.source import Source
 
     jobs = [_job(shape, tiers, MEAN, device, seed) for seed in range(sets)]
@@ -81,7 +81,7 @@ def _build_cuda(shape: Shape, tiers: Tiers, sets: int, device: torch.device) -> 
     sizes = (shape.kv_heads, shape.heads, shape.q_len)
 
     def call(choice: Choice) -> Call:
-        plans = [Plan(Source.of(job), tuple(job.requests), *sizes, cut=stages.Cut(**choice)) for job in jobs]
+        plans = [WorkPlan(Source.of(job), tuple(job.requests), *sizes, cut=stages.Cut(**choice)) for job in jobs]
         for plan in plans:
             plan.update()
         return lambda i: plans[i].run(jobs[i])[0]

@@ -1,0 +1,144 @@
+"""`write_rows` on the CPU in a compiled loop: a decode step writes few bytes, and torch would take ten operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstrata.cache.storage.page_table import Buckets
+from kvstrata.layout.format import UNIT
+from kvstrata.layout.unpack_numba import BFLOAT16, FLOAT16, FLOAT32, TO_FLOAT, compiled
+
+from .append_job import Written
+
+KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+NO_REQUESTS, NO_BALANCE = np.empty(0, np.int32), np.empty((0, 0, 0), np.int8)
+
+
+def write_rows(written: Written) -> None:
+    """`append.write_rows` of a cache on the CPU."""
+    buckets, layer, balance = written.buckets, written.layer, written.balance
+    k, v = (as_bits(x.detach().contiguous()) for x in (written.k, written.v))
+    _write(
+        *places(buckets, k.dtype), k, v, NO_REQUESTS if written.requests is None else written.requests.numpy(),
+        buckets.host_table[:, layer], buckets.host_count[:, layer], written.device_length.numpy()[:, layer],
+        NO_BALANCE if balance is None else balance.numpy()[:, layer], KINDS[written.k.dtype], *offsets(buckets),
+        written.reciprocal,
+    )  # fmt: skip
+
+
+def as_bits(x: torch.Tensor) -> np.ndarray:
+    """Numbers of a contiguous tensor as uint32 (float32) or uint16."""
+    if x.dtype == torch.float32:
+        return x.numpy().view(np.uint32)
+    return x.view(torch.int16).numpy().view(np.uint16)
+
+
+def places(buckets: Buckets, words: Any) -> tuple[np.ndarray, ...]:
+    """The pool as rows of ``words``, short and long positions, and importance."""
+    space = buckets.pool.space
+    assert space is not None, "the loops need a pool on the CPU"
+    return space.typed(words.type), space.typed(np.int16), space.typed(np.int32), space.typed(np.float32)
+
+
+def offsets(buckets: Buckets) -> tuple[int, int, int, bool, int]:
+    """Tokens of a page, and where V, positions and importance of plain pages begin, -1 for none."""
+    page = buckets.page_formats[0]
+    wide = page.position_dtype == torch.int32
+    return buckets.page_tokens, page.v_offset, page.position_offset, wide, page.importance_offset
+
+
+@compiled
+def _write(
+    rows, short_positions, positions, importance, k, v, requests, table, count, length, balance, kind, page_tokens,
+    v_offset, position_offset, wide, importance_offset, reciprocal,
+):  # fmt: skip
+    for i in range(len(k)):
+        request = np.int64(requests[i]) if len(requests) else i
+        if request < 0 or request >= len(count) or count[request, :, 0].min() <= 0:
+            continue
+        for head in range(k.shape[1]):
+            write_row(
+                rows, short_positions, positions, importance, k[i, head], v[i, head], request, head, table, count,
+                length, balance, kind, page_tokens, v_offset, position_offset, wide, importance_offset, reciprocal,
+            )  # fmt: skip
+
+
+@compiled
+def write_row(
+    rows, short_positions, positions, importance, k, v, request, head, table, count, length, balance, kind, page_tokens,
+    v_offset, position_offset, wide, importance_offset, reciprocal,
+):  # fmt: skip
+    """K and V ``[D]``, as bits, to the last slot of a head cache; tables are those of a layer."""
+    size, dim, tokens = k.itemsize, len(k), length[request]
+    slot = np.int64(count[request, head, 0]) - 1
+    page, row = np.int64(table[request, head, 0, slot // page_tokens]) * UNIT, slot % page_tokens
+    first = page // size + row * dim
+    own_k, own_v = rows[first : first + dim], rows[first + v_offset // size : first + v_offset // size + dim]
+    for d in range(dim):
+        own_k[d], own_v[d] = k[d], v[d]
+    if len(balance):
+        _scale(own_k, balance[request, head], kind)
+    if wide:
+        positions[(page + position_offset) // 4 + row] = tokens - 1
+    else:
+        short_positions[(page + position_offset) // 2 + row] = tokens - 1
+    if importance_offset >= 0:
+        start = np.float32(1) / np.float32(tokens) if reciprocal else np.float32(0)
+        importance[(page + importance_offset) // 4 + row] = start
+
+
+@compiled
+def round_row(values, kind, clamp, out):
+    """float32 numbers as bits of a kind, rounded to nearest even; ``clamp``: fp16 stays finite."""
+    bits = values.view(np.uint32)
+    for d in range(len(values)):
+        if kind == FLOAT32:
+            out[d] = bits[d]
+        elif kind == BFLOAT16:
+            odd = (bits[d] >> np.uint32(16)) & np.uint32(1)
+            whole = (bits[d] + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+            out[d] = whole if values[d] == values[d] else np.uint32(0x7FC0)
+        else:
+            out[d] = _half(values[d], bits[d])
+            if clamp and out[d] & 0x7FFF == 0x7C00:
+                out[d] -= 1
+
+
+@compiled
+def _half(value, bits):
+    """Bits of a float32 as fp16."""
+    size, sign = bits & np.uint32(0x7FFFFFFF), (bits >> np.uint32(16)) & np.uint32(0x8000)
+    if size > np.uint32(0x7F800000):
+        return sign | np.uint32(0x7E00)
+    if size < np.uint32(113 << 23):  # subnormal
+        return sign | np.uint32(np.rint(abs(value) * np.float32(2.0**24)))
+    odd = (size >> np.uint32(13)) & np.uint32(1)
+    size = min(size, np.uint32(143 << 23))
+    return sign | ((size - np.uint32(112 << 23) + np.uint32(0xFFF) + odd) >> np.uint32(13))
+
+
+@compiled
+def _scale(row, exponents, kind):
+    """Divide numbers, given as bits, by ``2 ** exponents``; rounds as torch does, and leaves infinities and NaN."""
+    number, factor = np.empty(1, np.uint32), np.empty(1, np.uint32)
+    value, times = number.view(np.float32), factor.view(np.float32)
+    for d in range(len(row)):
+        factor[0] = np.uint32(127 - np.int32(exponents[d])) << np.uint32(23)
+        bits = np.uint32(row[d])
+        if kind == FLOAT32:
+            number[0] = bits
+            value[0] *= times[0]
+            row[d] = number[0]
+        elif kind == BFLOAT16:
+            number[0] = bits << np.uint32(16)
+            value[0] *= times[0]
+            odd = (number[0] >> np.uint32(16)) & np.uint32(1)
+            if bits & np.uint32(0x7F80) != np.uint32(0x7F80):
+                row[d] = (number[0] + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+        elif bits & np.uint32(0x7C00) != np.uint32(0x7C00):
+            number[0] = (bits & np.uint32(0x7FFF)) << np.uint32(13)
+            value[0] *= TO_FLOAT * times[0]
+            row[d] = (bits & np.uint32(0x8000)) | _half(value[0], number[0])

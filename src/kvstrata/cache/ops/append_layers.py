@@ -1,0 +1,131 @@
+"""Append of prompts to several empty layers in one go, in two halves, on a CUDA device.
+
+    plan     importance, targets and counts of all layers are queued; the host goes on
+    finish   waits for the counts, then pages, tables and tokens
+
+The layers of a model bring the K and V of a prompt one after the other. The host's part is about the same for one layer
+as for many, and it waits for nothing if the device has work queued behind the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstrata import jit
+from kvstrata.cache.policy import settle_cuda
+from kvstrata.cache.policy.importance import initial, updated
+from kvstrata.cache.policy.reports import MOST
+from kvstrata.cache.policy.room import fits_each
+from kvstrata.cache.policy.scopes import Place, check_plans
+from kvstrata.cache.storage.page import NewRows
+from kvstrata.cache.storage.tokens import Fresh
+
+if TYPE_CHECKING:
+    from kvstrata.cache.state import CacheState
+
+
+def supports(cache: CacheState, layers: Sequence[int], requests: Sequence[int], lengths: Sequence[int]) -> bool:
+    """True if prompts of these lengths can be planned together: into empty layers, where none fits as plain rows."""
+    if not settle_cuda.supports(cache) or cache.budget.amount is None or cache.budget.shared:
+        return False
+    if min(lengths, default=0) <= cache.policy.settle_every or max(lengths) > cache.max_tokens:
+        return False
+    where = np.ix_(np.array(requests), np.array(layers))
+    if cache._lengths[where].any() or cache.buckets.host_count[where].any():
+        return False
+    return not fits_each(cache, layers, requests, lengths).any()
+
+
+class LayersAppend:
+    """Prompts that are planned and not stored yet; until `finish`, no other operation may change their requests.
+
+    Args:
+        cache: of which `supports` is true.
+        layers: the layers, ascending.
+        k, v: ``[layers, tokens, kv_heads, head_dim]`` in the cache's dtype, packed request after request; K divided by
+            the balance. They are read by `finish` and must not change before.
+        requests, lengths: the requests and how many tokens each has.
+        mass: float32 ``[layers, tokens, kv_heads]``, attention mass of each token; None if nothing is known.
+    """
+
+    def __init__(
+        self,
+        cache: CacheState,
+        layers: Sequence[int],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        requests: Sequence[int],
+        lengths: Sequence[int],
+        mass: torch.Tensor | None,
+    ) -> None:
+        self._cache, self._requests = cache, list(requests)
+        count, tokens = np.array(lengths, np.int64), sum(lengths)
+        self._places: list[Place] = [(layer, [request]) for layer in layers for request in requests]
+        self._lengths = [[n] for _ in layers for n in lengths]
+        self._rows = NewRows(k.detach().reshape(-1, cache.head_dim), v.detach().reshape(-1, cache.head_dim))
+        first = (np.arange(len(layers))[:, None] * tokens + (np.cumsum(count) - count)).reshape(-1)
+        counts = np.tile(count, len(layers))
+        self._counts = counts
+        where = np.array([request * cache.layers + layer for layer, [request] in self._places])
+        self._where = where  # [places], in tables [requests, layers]
+        if (held := cache._lengths.reshape(-1)[where]).any():
+            layer, [request] = self._places[int(held.argmax())]
+            raise ValueError(
+                f"layers: expected no tokens of the requests, got {held.max()} of request {request} in layer {layer}"
+            )
+        cache.pool.note_stream()
+        cache._forget(self._requests)
+        self._stream = self._current_stream()
+        numbers = np.stack([where, np.minimum(counts, MOST), counts]).astype(np.int64)
+        self._index, queries, ends = cache.pool.to_device(numbers)
+        importance = None
+        reports = cache.reports.numbers.view(-1, 2)
+        self._reports = reports[self._index]  # as they were
+        if mass is not None and cache.policy.name == "importance":
+            reports[self._index] = torch.stack([queries, ends], 1).to(reports.dtype)
+            importance = self._importance(mass.detach().reshape(-1, cache.kv_heads), counts)
+        unseen = initial(cache.policy.mode, torch.from_numpy(counts)).numpy()
+        fresh = Fresh(counts, first, np.zeros_like(counts), unseen, importance)
+        self._planned = settle_cuda.plan(cache, self._places, self._lengths, fresh, self._rows)
+
+    def _current_stream(self) -> int:
+        return 0 if self._cache.device.type == "cpu" else jit.current_stream(self._cache.device.index or 0)
+
+    def _importance(self, mass: torch.Tensor, counts: np.ndarray) -> torch.Tensor:
+        """Importance of new tokens, float32 ``[tokens, kv_heads]``; all queries of a request gave the mass."""
+        cache, queries = self._cache, torch.ones((), device="cpu")
+        first = torch.zeros((), device="cpu")
+        if cache.policy.mode != "mean":
+            queries = cache.pool.to_device(np.repeat(counts, counts)).unsqueeze(1)
+            first = initial(cache.policy.mode, queries)
+        one = torch.ones((), device="cpu")
+        return updated(cache.policy.mode, first, mass, queries, one, cache.decay).contiguous()
+
+    def finish(self) -> None:
+        """Wait for the plan and store the tokens; BudgetExceeded leaves the cache as it was."""
+        cache, planned, rows = self._cache, self._planned, self._rows
+        try:
+            check_plans(cache, self._places, self._lengths, planned.needed)
+            self._record_streams()
+            with cache._operation() as change:
+                cache._activate(change, self._requests)
+                settle_cuda.move(cache, change, planned, rows)
+                requests, layers = np.divmod(self._where, cache.layers)
+                change.set(cache._lengths, (requests, layers), self._counts)
+                if cache.device.type != "cpu":
+                    lengths = cache._device_lengths.view(-1)
+                    values = cache.pool.to_device(self._counts).to(lengths.dtype)
+                    change.launch(lambda: lengths.__setitem__(self._index, values))
+        except BaseException:
+            cache.reports.numbers.view(-1, 2)[self._index] = self._reports
+            raise
+
+    def _record_streams(self) -> None:
+        """Tell torch's allocator where the rows are read, if that is another stream than the one they came on."""
+        if self._current_stream() != self._stream:
+            for x in (self._rows.k, self._rows.v, self._index, self._reports):
+                x.record_stream(torch.cuda.current_stream(self._cache.device))

@@ -1,0 +1,131 @@
+"""Pages ahead of need: without a budget the next plain pages of a request are taken before its open ones are full.
+
+    rows left in open pages   63 .. 33   32            31 .. 1    0
+    next pages                none       taken         there      in use, with 64 rows left
+
+A step that fills the last row of a page finds the next one in the tables and does nothing about it. Requests that are
+at the same place of their pages take theirs in turns, so that no step pays for all. They come from a few pages that are
+kept in reserve, so that few steps ask the pool. Under a budget a page is paid when it is taken: there none is ahead.
+
+A page ahead is beyond the tokens counted, and counts are how kernels find the end of a list. Whatever changes a request
+in another way than token by token gives its pages ahead back first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .table_cuda import NextPages
+from .transaction import is_out_of_memory
+
+if TYPE_CHECKING:
+    from .page_table import Buckets
+
+RESERVE = 16  # the reserve is filled for so many requests, at most, and for a quarter of all
+
+
+class PagesAhead:
+    """Requests whose lists of plain pages end in an empty one, and how they get it."""
+
+    def __init__(self, buckets: Buckets, requests: int, layers: int) -> None:
+        self._buckets, self._shape = buckets, (layers, buckets.kv_heads)
+        self.near = buckets.page_tokens // 2  # rows left in open pages when the next are taken
+        self.even = np.zeros(requests, bool)  # requests with equally many tokens in all lists, where `left` is known
+        self.reserve = np.zeros(0, np.int32)  # handles of pages that no list has
+        self._page = np.zeros(requests, np.int64)  # number of the page in its lists, 0 for none; it may be in use
+        self._any = False  # False if no request has one
+        self._wait = 0  # times that pages are not asked for, since memory was short
+
+    def there(self, requests: np.ndarray | slice = slice(None), layers: int | slice = slice(None)) -> np.ndarray:
+        """True for places whose lists end in an empty page, ``[requests, layers]``, or ``[requests]`` of a layer."""
+        page, count = self._page[requests], self._buckets.host_count[requests, layers, 0, 0]
+        page = page.reshape(-1, *[1] * (count.ndim - 1))
+        return (page > 0) & (page * self._buckets.page_tokens >= count)
+
+    def look(self, requests: np.ndarray) -> None:
+        """Find out which requests have equally many tokens in all lists."""
+        count = self._buckets.host_count[requests, :, :, 0]
+        self.even[requests] = (count == count[:, :1, :1]).all((1, 2))
+
+    def take(self, requests: np.ndarray, left: np.ndarray, of: int) -> list[int]:
+        """Take the next pages of some even requests with so many rows ``left`` in their open ones; returns of which.
+
+        So many are chosen that all have their pages when the first needs them; none if memory is short. They are part
+        of ``of`` requests that grow.
+        """
+        buckets, p = self._buckets, self._buckets.page_tokens
+        if self._wait:
+            self._wait -= 1
+            return []
+        many = -(-len(requests) // max(int(left.min()), 1))
+        chosen = requests if many == len(requests) else requests[left.argsort(kind="stable")[:many]]
+        pages = ((buckets.host_count[chosen, 0, 0, 0] + (p - 1)) // p).tolist()
+        wanted = [(r, page) for r, page in zip(chosen.tolist(), pages, strict=True) if page < buckets.max_pages]
+        most = self._next_pages.most if buckets.by_cuda else 0
+        for first in range(0, len(wanted), most or 1):
+            if not self._take(wanted[first : first + (most or 1)], min(of // 4, RESERVE), launch=most > 0):
+                self._wait = p
+                return [r for r, _ in wanted[:first]]
+        return [r for r, _ in wanted]
+
+    def _take(self, wanted: list[tuple[int, int]], reserve: int, launch: bool) -> bool:
+        """Pages to lists of requests, at these numbers; False if memory is short."""
+        buckets, (layers, heads) = self._buckets, self._shape
+        n = len(wanted) * layers * heads
+        try:
+            if len(self.reserve) < n:
+                more = buckets.pool.take_some(0, n - len(self.reserve), reserve * layers * heads)
+                self.reserve = np.concatenate([self.reserve, more.astype(np.int32)])
+            handles = self.reserve[:n]
+            if not launch:
+                requests, numbers = np.array(wanted).T
+                entries = (buckets.plain_lists[requests] + numbers[:, None, None]).reshape(-1)
+                run = buckets.prepare_new_pages(entries, handles.astype(np.int64), own=False)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        self.reserve = self.reserve[n:]
+        for i, (request, page) in enumerate(wanted):
+            buckets.host_table[request, :, :, 0, page] = handles.reshape(-1, layers, heads)[i]
+            self._page[request] = page
+        self._any = True
+        if launch:
+            self._next_pages(wanted, handles)
+        elif run is not None:
+            run()
+        return True
+
+    @functools.cached_property
+    def _next_pages(self) -> NextPages:
+        return NextPages(self._buckets)
+
+    def give_back(self, requests: Sequence[int] | np.ndarray) -> None:
+        """Release the empty pages at the end of the lists of requests; allocates nothing on the device."""
+        if not self._any:
+            return
+        buckets, ids = self._buckets, np.unique(np.asarray(requests, np.int64))
+        there = self.there(ids)
+        for i in np.flatnonzero(there.any(1)).tolist():
+            request, layers, page = int(ids[i]), there[i], int(self._page[ids[i]])
+            handles = buckets.host_table[request, layers, :, 0, page].astype(np.int64)
+            buckets.host_table[request, layers, :, 0, page] = -1
+            if buckets.device.type != "cpu":
+                of_request = buckets.page_table[request, :, :, 0, page]
+                for part in [slice(None)] if layers.all() else np.flatnonzero(layers).tolist():
+                    of_request[part].fill_(-1)
+            buckets.pool.release(handles.reshape(-1))
+            buckets.left[request] = -1
+        self._page[ids] = 0
+        self._any = bool(self._page.any())
+        if not self._any:
+            self.empty_reserve()
+
+    def empty_reserve(self) -> None:
+        """Give the reserve back to the pool."""
+        self._buckets.pool.release(self.reserve)
+        self.reserve = self.reserve[:0]

@@ -1,0 +1,88 @@
+"""Prompts of several layers appended in one go, against one layer after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cache_model import fingerprint
+from cache_model import same as alike
+from kvstrata.cache import BudgetExceeded, TieredCache
+from kvstrata.cache.ops.append_layers import LayersAppend, supports
+from kvstrata.cache.policy.balance import divided
+from test_settle_cuda import device, pair, same
+
+__all__ = ["device"]  # a fixture
+
+
+def by_layer(cache: TieredCache, layer: int, k, v, mass, requests: list[int], lengths: list[int]) -> None:
+    """Append with mass ``[tokens, kv_heads]``, request by request."""
+    parts = [x.to(cache.device).split(lengths) for x in (k, v, mass)]
+    for request, count, k, v, own in zip(requests, lengths, *parts, strict=True):
+        cache.append(layer, k, v, [request], mass=own.T.unsqueeze(0), queries=count)
+
+
+def prompts(lengths: list[int], layers: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator, tokens = torch.Generator().manual_seed(seed), sum(lengths)
+    k, v = torch.randn(2, layers, tokens, 2, 32, generator=generator)
+    return k, v, torch.rand(layers, tokens, 2, generator=generator) ** 4
+
+
+OPTIONS = [dict(), *(pytest.param(x, marks=pytest.mark.slow) for x in (dict(importance="ema"), dict(balance=True)))]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_layers_together_are_as_one_after_the_other(device: str, options: dict) -> None:
+    """One prompt, then two of different lengths; decode steps and settling go on from there."""
+    ours, wanted = pair(device, **options)
+    generator = torch.Generator().manual_seed(1)
+    if options.get("balance"):
+        by = torch.randint(-2, 3, (2, 2, 32), generator=generator).float().exp2()
+        for cache in (ours, wanted):
+            for layer in range(2):
+                cache.set_balance(layer, by[layer].to(cache.device), [0, 1, 2])
+    for requests, lengths in (([1], [300]), ([0, 2], [150, 200])):
+        k, v, mass = prompts(lengths)
+        assert supports(ours, [0, 1], requests, lengths)
+        stored = torch.stack([divided(ours, i, k[i].to(device), requests, lengths) for i in range(2)])
+        planned = LayersAppend(ours, [0, 1], stored, v.to(device), requests, lengths, mass.to(device))
+        assert not ours.length(requests[0], 1)
+        planned.finish()
+        for layer in range(2):
+            by_layer(wanted, layer, k[layer], v[layer], mass[layer], requests, lengths)
+        assert not supports(ours, [0, 1], requests, lengths)
+        same(ours, wanted)
+        assert torch.equal(ours.reports.numbers.cpu(), wanted.reports.numbers)
+        assert torch.equal(ours._device_lengths.cpu(), torch.from_numpy(wanted._lengths))
+    for _ in range(3):
+        k, v = torch.randn(2, 3, 2, 32, generator=generator)
+        for cache in (ours, wanted):
+            cache.advance()
+            for layer in range(2):
+                cache.write(layer, k.to(cache.device), v.to(cache.device))
+    same(ours, wanted)
+
+
+def test_a_budget_that_does_not_suffice_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _ = pair(device)
+    k, v, mass = (x.to(device) for x in prompts([300]))
+    before = fingerprint(ours, spare=False)
+    planned = LayersAppend(ours, [0, 1], k, v, [0], [300], mass)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "kvstrata.cache.policy.settle_cuda.Outcome.values", property(lambda self: ([None, 10**9], [0, 0], None))
+        )
+        with pytest.raises(BudgetExceeded, match="layer 1"):
+            planned.finish()
+    assert alike(before, fingerprint(ours, spare=False))
+    ours.check()
+
+
+def test_only_prompts_that_settle_in_empty_layers_are_taken(device: str) -> None:
+    ours, wanted = pair(device)
+    assert supports(ours, [0, 1], [0, 2], [300, 200])
+    assert not supports(ours, [0, 1], [0, 2], [300, 8]), "short ones are plain rows"
+    assert not supports(wanted, [0], [0], [300]), "without kernels"
+    ours.append(1, *torch.randn(2, 4, 2, 32, device=device), [0])
+    assert not supports(ours, [0, 1], [0], [300]), "tokens are there"
+    assert supports(ours, [0], [0], [300])

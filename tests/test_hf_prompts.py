@@ -1,0 +1,134 @@
+"""First prompts that are planned in groups of layers and stored later, against layers stored one by one.
+
+Kernels of the cache are emulated on a CPU, those of the mass run under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hf_model import make, prompt
+from kvstrata.hf import StrataCache, balance, guard, prompts
+from test_settle_cuda import device
+
+__all__ = ["device"]  # a fixture
+
+OPTIONS = dict(budget=0.3, recent_tokens=20, sink_tokens=4, page_tokens=16, settle_every=8, tiers=("K4V4", "K2V2"))
+
+
+class Waiting(StrataCache):
+    """A cache whose buckets settle by kernels, wherever they are."""
+
+    def build(self, key: torch.Tensor) -> None:
+        super().build(key)
+        self.unfinished.buckets.backend = "cuda"
+
+
+def fill(kind: type, ids: torch.Tensor, mask: torch.Tensor | None = None, **options) -> StrataCache:
+    model = make("llama").to(ids.device)
+    guard._seen.clear()
+    cache = kind(model.config, **OPTIONS | options)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    return cache
+
+
+def same(ours: StrataCache, wanted: StrataCache) -> None:
+    for layer in range(2):
+        for row in range(ours.rows):
+            assert ours.tiered.length(row, layer) == wanted.tiered.length(row, layer)
+            tiers = ours.tiered.tier_map(layer, row).cpu(), wanted.tiered.tier_map(layer, row).cpu()
+            assert float((tiers[0] != tiers[1]).float().mean()) < 0.02
+            importance = (cache.tiered.importance(layer, row).cpu() for cache in (ours, wanted))
+            torch.testing.assert_close(*importance, atol=5e-3, rtol=5e-3)
+    assert float((ours.tiered.balance.cpu() != wanted.tiered.balance.cpu()).float().mean()) < 0.02  # rounded alike
+    assert torch.equal(ours.tiered.reports.numbers.cpu(), wanted.tiered.reports.numbers.cpu())
+    ours.tiered.check()
+
+
+@pytest.mark.parametrize("padding", [0, 30])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_prompt_that_waits_is_stored_as_one_that_does_not(
+    device: str, padding: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers together and each for itself; the guard of a first prompt has every layer alone."""
+    ids = prompt(2, 100).to(device)
+    mask = None
+    if padding:
+        mask = torch.ones_like(ids)
+        mask[1, :padding] = 0
+    if not together:
+        monkeypatch.setattr(prompts, "WHOLE", 0)
+        monkeypatch.setattr(prompts, "TOGETHER", 0)
+    monkeypatch.setattr(guard.Guard, "begin", lambda *given: None)
+    sizes: list[int] = []
+    plan = prompts.LayersAppend.__init__
+
+    def counted(self, cache, layers, *given):
+        sizes.append(len(layers))
+        plan(self, cache, layers, *given)
+
+    monkeypatch.setattr(prompts.LayersAppend, "__init__", counted)
+    models: list[torch.Tensor] = []
+    add = prompts.Prompts.add
+    monkeypatch.setattr(prompts.Prompts, "add", lambda self, *given: (models.extend(given[3:5]), add(self, *given))[1])
+    ours = fill(Waiting, ids, mask)
+    for rows in models:
+        rows.fill_(torch.nan)  # a model that is compiled with CUDA graphs writes to its memory again
+    assert sizes == ([2] if together else [1, 1])
+    assert not ours.unfinished.length(0, 1), "stored before it is needed"
+    wanted = fill(StrataCache, ids.cpu(), None if mask is None else mask.cpu())
+    same(ours, wanted)
+    same(copy.deepcopy(ours), wanted)
+
+
+def test_copies_rows_and_columns_see_a_prompt_that_waits(device: str) -> None:
+    """Whatever is done with a cache after its prompt, all tokens are there."""
+    ids = prompt(2, 100).to(device)
+    uses = (
+        lambda cache: copy.deepcopy(cache),
+        lambda cache: cache.crop(-3) or cache,
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])) or cache,
+        lambda cache: cache.memory() and cache,
+    )
+    for use, columns in zip(uses, (100, 97, 100, 100), strict=True):
+        cache = use(fill(Waiting, ids))
+        assert cache.unfinished.length(0, 1) == columns
+        cache.tiered.check()
+
+
+def test_a_prompt_that_cannot_be_stored_is_reported_until_reset(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = fill(Waiting, prompt(1, 100).to(device))
+
+    def fails(self) -> None:
+        raise torch.OutOfMemoryError("as asked for")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prompts.LayersAppend, "finish", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.memory()
+    with pytest.raises(RuntimeError, match=r"whose prompt could not be stored \(as asked for\)"):
+        _ = cache.tiered
+    cache.reset()
+    assert cache.rows == 0
+
+
+def test_groups_by_size() -> None:
+    assert prompts.group_of(32, 8 << 20) == 32
+    assert prompts.group_of(32, (8 << 20) + 1) == 15
+    assert prompts.group_of(32, 1 << 30) == 1
+
+
+def test_columns_that_the_balance_looks_at() -> None:
+    most = balance.SINKS + balance.MOST
+    real = np.ones((2, 2 * most), bool)
+    assert balance.columns_needed(real) == most
+    assert balance.columns_needed(real[:, :3]) == 3
+    real[1, :30] = False
+    assert balance.columns_needed(real) == most + 30
