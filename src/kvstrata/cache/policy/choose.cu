@@ -96,17 +96,17 @@ struct Decider {
     }
     undecided = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(undecided)));
     if (fit && lane < kTiers) s.free[lane] = free, s.able[lane] = able;
+    const bool done = static_cast<i64>(high) - low <= kGap;
+    const int middle = done ? high : static_cast<int>((static_cast<i64>(low) + high) / 2);
     if (lane == 0) {
       s.low = low;
       s.high = high;
-      s.middle = static_cast<int>((static_cast<i64>(low) + high) / 2);
+      s.middle = middle;
       s.undecided = undecided;
       s.fitted |= fit;
     }
     __syncwarp();
-    const bool done = static_cast<i64>(high) - low <= kGap;
-    set_limits(done ? high : s.middle);
-    if (done && lane == 0) s.middle = high;
+    set_limits(middle);
   }
 };
 
