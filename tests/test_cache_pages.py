@@ -68,6 +68,8 @@ def test_pool_gives_some_pages_free_ones_first(monkeypatch: pytest.MonkeyPatch) 
     assert len(np.unique(every)) == len(every) == 8
     p.release(every)
     assert (p.pages(0), p.slabs_of(0)) == (2, 2)  # the two that were not given back
+    assert len(p.take_some(0, 2, 0)) == 2  # as many as are needed, whatever is asked for beside
+    assert len(p.take_some(0, 1, 0)) == 2  # an empty slab
 
 
 def test_pool_counts_owners() -> None:

@@ -68,6 +68,20 @@ def test_an_edge_takes_nothing_and_rows_are_the_same(eager: bool, stagger: int) 
     assert (ours.pool.pages(0), sum(ours.memory().tiers.values())) == (0, 0)
 
 
+def test_one_request_takes_pages_that_others_left() -> None:
+    ours, wanted = filled(4, tokens=60), without(filled(4, tokens=60))
+    for cache in (ours, wanted):
+        for request in (1, 2, 3):
+            cache.crop(request, 20)
+    slabs = ours.pool.slab_count
+    for number in range(40):
+        for cache in (ours, wanted):
+            step(cache, number, requests=[2])
+    assert ours.pool.slab_count == slabs
+    ours.check()
+    assert same_rows(ours, wanted)
+
+
 def test_a_step_at_an_edge_allocates_nothing() -> None:
     cache = filled(3, tokens=29)
     for number in range(3):

@@ -191,14 +191,16 @@ class Pool:
     def take_some(self, tier: int, least: int, most: int) -> np.ndarray:
         """Handles of at least ``least`` pages of a tier: free ones, else those of new slabs; ``most`` if possible.
 
-        New slabs are taken whole and never come to the free lists.
+        Slabs are taken whole; new ones never come to the free lists.
         """
-        per_slab = self.per_slab[tier]
+        per_slab, most = self.per_slab[tier], max(least, most)
         free = self._slabs[tier] * per_slab - self._pages[tier]
         if free >= least:
             return self._take(tier, min(free, most))
-        fewest, slabs = -(-(least - free) // per_slab), max(most - free, least - free) // per_slab
-        self._drop(self._empty)
+        fewest, slabs = -(-(least - free) // per_slab), (most - free) // per_slab
+        if len(self._empty):
+            self._open({tier: fewest})
+            return self._take(tier, free + fewest * per_slab)
         try:
             new = self._allocate_slabs({tier: max(fewest, slabs)})[tier]
         except torch.OutOfMemoryError:

@@ -35,13 +35,14 @@ from kvstrata.cache.storage.tokens import Tokens
 from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.layout import Format
 from kvstrata.quant.reference import quantize_page
-from kvstrata.tools.bench import Bench, Case, sets_for, whole
+from kvstrata.tools.bench import Bench, Case, runner, sets_for, whole
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.bench.render import verdict
 from kvstrata.tools.bench.results import Report
 
 POISON = 0xFF
 LONGEST = 1 << 15  # tokens of a request, more than an append is repeated
+LIMIT = 130.0  # seconds of a run, after which no case begins
 CHECKED = 1024  # moves of a layer compared with the reference
 TIERS = ("K16V16", "K4V4", "K2V2")
 SHARES = (0.1, 0.5, 0.4)  # of the tokens, before
@@ -337,6 +338,9 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             case = f"settle-{name}-{many}x{tokens}x{layers}"
             listed.append(Case("settle", case, params, moved, partial(build_settle, state, moved), seconds=3.0))
     return [*whole.cases(device, quick), *listed]  # a run that is cut short has the whole operations
+
+
+run = partial(runner.run, seconds=LIMIT)
 
 
 def bytes_of(tokens: int, dim: int, lossy: float) -> int:
