@@ -109,6 +109,7 @@ class State:
             self.phases = self.plan()
         self.saved = [None if s is None else s.clone() for s in self.pool.slabs]
         self.expected: list[tuple[torch.Tensor, repack_reference.Taken]] = []
+        self.ran = False  # True if the tables on the device are those after the moves
 
     def _fill(self) -> None:
         """Fill the slabs with pages of random rows; one slab of them, repeated."""
@@ -163,13 +164,18 @@ class State:
         for slab, saved in zip(self.pool.slabs, self.saved, strict=True):
             if slab is not None and saved is not None:
                 slab.copy_(saved)
-        for table, saved in zip((self.buckets.page_table, self.buckets.count), self.tables, strict=True):
-            table.copy_(saved)
+        self.rewind()
         self.expected = []
         for job in self.chains:
             n = len(job.packed)
             checked = torch.linspace(0, n - 1, min(n, CHECKED), device=self.device).long().unique()
             self.expected.append((checked, repack_reference.take(job._replace(packed=job.packed[checked]))))
+
+    def rewind(self) -> None:
+        """Restore the tables: the launches change them, and move tokens from where the tables say that they are."""
+        for table, saved in zip((self.buckets.page_table, self.buckets.count), self.tables, strict=True):
+            table.copy_(saved)
+        self.ran = False
 
     def assert_moved(self) -> None:
         for job, (checked, taken) in zip(self.chains, self.expected, strict=True):
@@ -191,12 +197,15 @@ class State:
                 for x, y in ((got.k_scale, want.k_scale), (got.v_scale, want.v_scale)):
                     assert x is None or y is None or torch.allclose(x.float(), y.float(), rtol=3e-2), "a scale is wrong"
 
-    def run(self) -> None:
-        """The moves, given their plan."""
-        if self.phases is not None:
-            self.phases.run()
-        else:
+    def run(self, plan: bool = False) -> None:
+        """The moves, given their plan, or with one made now."""
+        if self.phases is None:
             self.run_chains("reference")
+            return
+        if self.ran:  # the call before was not rewound
+            self.rewind()
+        (self.plan() if plan else self.phases).run()
+        self.ran = True
 
     def run_chains(self, backend: str) -> None:
         for job in self.chains:
@@ -217,10 +226,11 @@ def build_settle(make: partial[State], expected: int, device: torch.device) -> B
         ours="kvstrata",
         baseline=baseline,
         host={"kvstrata": contenders["kvstrata"]},
-        burst=4,
+        burst=1,
+        before=lambda i: state.rewind(),
     )
     if state.phases is not None:
-        contenders["with plan"] = lambda i: state.plan().run()
+        contenders["with plan"] = lambda i: state.run(plan=True)
         bench.variants.add("with plan")
     return bench
 
