@@ -16,6 +16,7 @@ from decode_model import (
     Case,
     case_of,
     check,
+    check_of,
     each_backend,
     few,
     filled,
@@ -32,21 +33,21 @@ from kvstrata.jit import tuned
 def test_every_width_and_head_dim_equals_the_model(backend: str, dim: int, bits: str) -> None:
     interpreted = {32: ("K2V2", "K3V3"), 64: ("K8V2", "K4V3", "K2V4"), 80: ("K3V2",), 128: ("K8V8",)}
     few(backend, bits in interpreted.get(dim, ()))
-    check(case_of([70, 21], dim=dim, tiers=(bits,), page_tokens=32, dtype=HALF), backend)
+    check_of(backend, [70, 21], dim=dim, tiers=(bits,), page_tokens=32, dtype=HALF)
 
 
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_dtype_equals_the_model(backend: str, dtype: torch.dtype) -> None:
-    check(case_of([90, 33], dim=128, dtype=dtype), backend)
+    check_of(backend, [90, 33], dim=128, dtype=dtype)
 
 
 @each_backend
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
 def test_every_group_of_query_heads_equals_the_model(backend: str, group: int) -> None:
     few(backend, group in (1, 7, 16))
-    check(case_of([60, 40], group=group, dtype=HALF), backend)
-    check(case_of([45], group=group, kv_heads=1, dtype=HALF), backend)
+    check_of(backend, [60, 40], group=group, dtype=HALF)
+    check_of(backend, [45], group=group, kv_heads=1, dtype=HALF)
 
 
 @each_backend
@@ -54,20 +55,20 @@ def test_every_group_of_query_heads_equals_the_model(backend: str, group: int) -
 def test_new_tokens_see_only_earlier_ones(backend: str, q_len: int) -> None:
     """Also where the request is no longer than the queries are."""
     few(backend, q_len in (1, 2, 5, 8))
-    check(case_of([q_len, 50, 3, 0], q_len=q_len, recent=2, dtype=HALF), backend)
+    check_of(backend, [q_len, 50, 3, 0], q_len=q_len, recent=2, dtype=HALF)
 
 
 @each_backend
 @pytest.mark.parametrize("recent", [0, 3])
 def test_lengths_at_page_edges(backend: str, recent: int) -> None:
-    check(case_of([15, 16, 17, 31, 32, 33, 48, 1], tiers=("K4V4",), recent=recent, dtype=HALF), backend)
+    check_of(backend, [15, 16, 17, 31, 32, 33, 48, 1], tiers=("K4V4",), recent=recent, dtype=HALF)
 
 
 @pytest.mark.skipif(not (HAS_GPU or HAS_NUMBA), reason="the compiled loops, numba, are not there")
 @pytest.mark.parametrize("backend", ["triton", "cuda"] if HAS_GPU else ["numba"])
 def test_a_context_of_128k(backend: str) -> None:
     tiers = ("K4V4", "K3V3", "K2V2")
-    check(case_of([1 << 17, 1000], kv_heads=1, tiers=tiers, page_tokens=64, group=4, dtype=HALF), backend)
+    check_of(backend, [1 << 17, 1000], kv_heads=1, tiers=tiers, page_tokens=64, group=4, dtype=HALF)
 
 
 @each_backend
@@ -89,7 +90,7 @@ def test_empty_requests_give_zeros(backend: str) -> None:
 @pytest.mark.parametrize("window", [1, 7, 33, 1000])
 def test_sliding_window_hides_older_tokens(backend: str, window: int, q_len: int) -> None:
     few(backend, window != 33)
-    check(case_of([60, 5, 20], q_len=q_len, options=dict(sliding_window=window), dtype=HALF), backend)
+    check_of(backend, [60, 5, 20], q_len=q_len, options=dict(sliding_window=window), dtype=HALF)
 
 
 @each_backend
@@ -99,7 +100,7 @@ def test_hidden_in_full_pages(backend: str, tiers: tuple[str, ...], q_len: int, 
     """Nothing but a position says so: every slot is taken, and all but a few tokens are seen."""
     few(backend, tiers == ("K4V4",) and q_len != 8)
     full = dict(page_tokens=64, recent=0, plain=False, tiers=tiers, dtype=HALF)
-    check(case_of([128, 64], q_len=q_len, group=4, options=dict(sliding_window=window), **full), backend)
+    check_of(backend, [128, 64], q_len=q_len, group=4, options=dict(sliding_window=window), **full)
 
 
 @each_backend
@@ -180,7 +181,7 @@ def test_long_context_in_several_splits_equals_the_model(backend: str) -> None:
     """Many pages, several splits; the interpreter gets a shorter one."""
     interpreted = backend == "triton" and INTERPRETED
     lengths = [200, 20] if interpreted else [3000, 40]
-    check(case_of(lengths, page_tokens=64, dtype=HALF, group=2), backend)
+    check_of(backend, lengths, page_tokens=64, dtype=HALF, group=2)
 
 
 @each_backend
@@ -209,9 +210,12 @@ def test_settled_under_a_budget(backend: str) -> None:
         cache.settle()
 
 
-@each_backend
-def test_any_case_equals_the_model(backend: str) -> None:
-    interpreted = backend == "triton" and INTERPRETED
+LOOPS = ("reference",) if HAS_GPU or not HAS_NUMBA else ("reference", "numba")
+
+
+@pytest.mark.parametrize("backends", [LOOPS, ("triton",), pytest.param(("cuda",), marks=pytest.mark.gpu)], ids=" ".join)
+def test_any_case_equals_the_model(backends: tuple[str, ...]) -> None:
+    interpreted = backends == ("triton",) and INTERPRETED
     widths = st.sampled_from([2, 3, 4, 8])
 
     @settings(max_examples=8 if interpreted else 40)
@@ -242,7 +246,8 @@ def test_any_case_equals_the_model(backend: str) -> None:
             lengths, kv_heads=kv_heads, group=group, dim=dim, tiers=names, page_tokens=page_tokens, q_len=q_len,
             options=options, recent=recent, drop=drop, seed=seed, dtype=HALF,
         )  # fmt: skip
-        check(case, backend)
+        for backend in backends:
+            check(case, backend)
 
     run()
 

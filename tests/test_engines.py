@@ -13,10 +13,11 @@ import torch
 
 from conftest import HAS_GPU
 from kvstrata import Format
-from kvstrata.engines import rehearsal
+from kvstrata.engines import packed, rehearsal
 from kvstrata.engines.batch import make_batch, runs, split
 from kvstrata.engines.options import BLOCK_SIZES, HEAD_DIMS, Options, heads_of_rank, layer_index
 from kvstrata.engines.packed import PackedLayer
+from kvstrata.engines.workspace import workspace
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 FORMATS = ("K8V8", "K8V4", "K4V4", "K4V2", "K3V3", "K2V2")
@@ -354,15 +355,57 @@ def test_unfinished_pages_are_exact_with_a_tail():
         layer.tail_of(None)
 
 
-def test_rehearsed_steps_run_and_leave_no_trace():
+@pytest.mark.parametrize("tail", [None, tail_of(5, 2, 64, 64, torch.float32)], ids=["plain", "tail"])
+def test_rehearsed_steps_run_and_leave_no_trace(tail):
     layer = PackedLayer(Options("K4V4"), 4, 2, 64, 0.125)
-    layer.tail = tail = tail_of(2, 2, 64, 64, torch.float32)
+    layer.tail = tail
     small = [[(20, 20), (40, 40)], [(20, 84), (40, 40)], [(1, 70), (1, 9)], [(3, 70), (16, 64)]]
     rehearsal.run_steps(layer, 4, 16, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16, DEVICE, small)
     assert layer.tail is tail
-    assert all(x.isnan().all() for x in tail)
+    assert all(x.isnan().all() for x in tail or ())
     if DEVICE.type == "cpu":
         rehearsal.rehearse(layer, 4, 64, torch.float32, DEVICE)  # nothing to do
+
+
+def test_a_decode_step_is_one_call_into_the_engines_output(monkeypatch):
+    """No copy behind it, no second call, and nothing of the lengths is read on the host."""
+    calls = []
+    original = packed.decode_packed
+
+    def recorded(q, *tensors, **options):
+        calls.append((q.data_ptr(), options["out"].data_ptr(), tuple(options["out"].shape)))
+        return original(q, *tensors, **options)
+
+    monkeypatch.setattr(packed, "decode_packed", recorded)
+    layer = PackedLayer(Options("K4V4"), 4, 2, 64, 0.125)
+    cache = cache_of(layer.options, 4, 2, 64, 64)
+    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+    rows = torch.randn(3, 8, 64, device=DEVICE).to(dtype)
+    q, k, v = rows.split([4, 2, 2], 1)  # strided, as a fused projection gives them
+    layer.store(k, v, cache, torch.tensor([64, 128, 192], device=DEVICE))
+    starts, lengths = ints(0, 1, 2, 3), ints(1, 1, 1)
+    batch = make_batch(
+        starts.to(DEVICE), starts, lengths.to(DEVICE), ints(1, 2, 3)[:, None].to(DEVICE), tokens=3, max_query_len=1,
+        max_seq_len=1, threshold=1,
+    )  # fmt: skip
+    out = torch.full((3, 4, 64), torch.nan, dtype=dtype, device=DEVICE)
+    layer.attend(q, k, v, cache, batch, out)
+    assert calls == [(q.data_ptr(), out.data_ptr(), (3, 4, 64))]
+    assert not out.isnan().any()
+
+
+def test_scratch_is_shared_and_kept():
+    if DEVICE.type == "cpu":
+        assert workspace(DEVICE, 1000) is None
+        return
+    first = workspace(DEVICE, 1000)
+    assert workspace(DEVICE, first.numel()) is first
+    larger = workspace(DEVICE, first.numel() + 1)
+    assert larger.numel() >= 2 * first.numel()
+    assert workspace(DEVICE, 10) is larger
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert workspace(DEVICE, 10) is not larger
+    assert workspace(DEVICE, 0) is None
 
 
 def test_padded_drafts_give_what_the_requests_alone_give():

@@ -29,7 +29,7 @@ from kvstrata.tools.eval import model as models
         (("--policy", "best"), "policy: expected one of"),
         (("--packed", "K16V16"), "--packed: expected a quantised format such as K4V4, got 'K16V16'"),
         (("--packed", "K9V9"), "--packed: expected a format such as K4V4, got 'K9V9'"),
-        (("--calibration", "a.safetensors"), "--calibration: expected --packed with it, got a.safetensors alone"),
+        (("--calibration", "a.safetensors"), "path: expected a calibration file, got 'a.safetensors'"),
         (("--chunk", "0"), "--chunk"),
         (("--tokens", "0"), "--tokens"),
     ],
@@ -192,6 +192,24 @@ def test_the_command_compares_widths(command, tmp_path: Path) -> None:
     command("eval", "--bits", "2.5", "--tokens", "100", "--chunk", "50", "--out", str(bare), "--no-peers")
     assert [row.name for row in results.load(bare).rows] == names[:3]
     assert command("eval", "--bits", "5", "--out", str(out)).exit_code == 2
+
+
+def test_the_command_measures_a_calibration(command, tmp_path: Path) -> None:
+    """With a calibration tiers stand beside themselves with it, at the same width, as budgets do."""
+    out, file = tmp_path / "bits.json", tmp_path / "c.safetensors"
+    assert command("calibrate", "--tokens", "64", "--sensitivity", "--out", str(file)).exit_code == 0
+    given = ("--tokens", "300", "--chunk", "50", "--calibration", str(file), "--no-peers", "--no-needles")
+    assert command("eval", "--bits", "2.5", *given, "--out", str(out)).exit_code == 0
+    made = command("eval", "--budget", "0.4", *given, "--out", str(out))
+    assert made.exit_code == 0, made.output
+    _, plain, other, _, _, budget, calibrated = results.load(out).rows
+    assert (plain.name, other.name) == ("tiers, 2.5 bits", "tiers, calibrated, 2.5 bits")
+    assert (budget.name, calibrated.name) == ("kvstrata", "kvstrata, calibrated")
+    for one, two in ((plain, other), (budget, calibrated)):
+        assert "calibration" not in one.options
+        assert two.options["calibration"] == "sensitivity"
+        assert two.bytes == pytest.approx(one.bytes, rel=0.02)
+        assert two.kl != one.kl
 
 
 def test_the_command_compares_packed_pages_with_tiers(command, tmp_path: Path) -> None:

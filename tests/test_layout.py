@@ -180,27 +180,28 @@ def read_page(page_ptr, k_ptr, v_ptr, DIM: tl.constexpr, TOKENS: tl.constexpr, K
 
 
 def read_with_numba(page: torch.Tensor, format: Format) -> list[torch.Tensor]:
-    """Rows of a page from lanes and fragments, as the CPU's decode reads them."""
+    """Rows of a page as the CPU's decode reads them: products of codes with one number that is 1, for each in turn."""
     unpack_numba = pytest.importorskip("kvstrata.layout.unpack_numba", reason="numba is not installed")
-    tokens, dim = format.page_tokens, format.head_dim
-    steps, fragment_count = dim // 16, dim // 16 * (tokens // 16)
-    scale = page[format.scale_offset :].view(torch.float16).float()
+    from kvstrata.layout import products_numba
+
+    tokens, dim, page_bytes = format.page_tokens, format.head_dim, page.numpy()
+    steps, tiles = dim // 16, tokens // 16
     sides = []
     for side, bits, offset in ((0, format.k_bits, format.k_offset), (1, format.v_bits, format.v_offset)):
         count = fragments.words_per_lane(bits, dim, tokens)
-        lanes, fields = np.empty((count, 32), np.uint32), np.empty((8, 32), np.float32)
-        unpack_numba.lanes_of(page[offset:].numpy()[: count * 128].view(np.uint32), count, lanes)
-        rows_ = torch.empty(tokens, dim)
-        for j in range(fragment_count):
-            unpack_numba.levels(lanes, bits, j, fragment_count, fields)
-            for field in range(8):
-                odd, half, far = field % 2, field // 2 % 2, field // 4
-                for lane in range(32):
-                    long, short = lane // 4 + 8 * odd, 2 * (lane % 4) + 8 * far + half
-                    token, d = (short, long) if side else (long, short)
-                    rows_[j // steps * 16 + token, j % steps * 16 + d] = float(fields[field, lane])
-        index = [unpack_numba.scale_index(token, side) for token in range(tokens)]
-        sides.append(rows_ * scale[index].unsqueeze(1))
+        lanes, above = np.empty((count, 32), np.uint32), (tiles * steps + 1) // 2
+        unpack_numba.lanes_of(page_bytes[offset : offset + count * 128].view(np.uint32), count, lanes)
+        size = tokens if side else dim
+        by, sums = np.empty((size, size // 16, 16), np.float32), np.zeros((size, tokens * dim // size), np.float32)
+        products_numba.arrange(np.eye(size, dtype=np.float32), bits, by)
+        for i in range(steps if side else tiles):
+            walk = (i, steps, tiles) if side else (i * steps, 1, steps)
+            products_numba.add_products(lanes, bits, above, *walk, by, 0, sums, 16 * i)
+        levels = torch.from_numpy(sums if side else sums.T) - (2**bits - 1) / 2
+        scratch, scale = np.empty(2 * tokens, np.uint32), np.empty(tokens, np.float32)
+        words, halves = page_bytes.view(np.uint32), page_bytes.view(np.uint16)
+        unpack_numba.scales_of(words, halves, format.scale_offset, side, scratch, scale)
+        sides.append(levels * torch.from_numpy(scale).unsqueeze(1))
     return sides
 
 

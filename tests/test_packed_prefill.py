@@ -200,6 +200,7 @@ def test_short_chunks_attend_in_parts(options: dict, monkeypatch: pytest.MonkeyP
     """Fewer tiles than multiprocessors: the prefix is cut, and the parts are merged by their log-sum-exp."""
     monkeypatch.setattr(split, "SHORTEST", 16)
     monkeypatch.setattr(split, "ALIGNED", 16)
+    monkeypatch.setattr(split, "EAGER", 0)
     monkeypatch.setattr(packed_triton, "processors_of", lambda device: (13, False))
     chunk = Chunk(Format.parse("K8V8", 64, 16), [117], [7], dtype=torch.float16)
     q = chunk.queries([7], 2)

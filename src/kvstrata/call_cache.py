@@ -46,6 +46,13 @@ def traced() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
 
 
+def dispatched(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """True if a call must be an operator: under ``torch.compile`` and dispatch modes, for fake tensors, subclasses."""
+    if torch.compiler.is_compiling() or traced():
+        return True
+    return any(x is not None and type(x) is not torch.Tensor for x in tensors)
+
+
 def python_guard(tensors: Sequence[torch.Tensor]) -> Guard:
     """Guard in plain Python."""
 

@@ -29,6 +29,16 @@ def check_sinks(sinks: torch.Tensor | None, heads: int, device: torch.device) ->
         raise ValueError(f"sinks: expected a tensor on {device}, where q is, got {sinks.device}")
 
 
+def check_scoring(
+    scale: float | None, softcap: float | None, sliding_window: int | None, sinks: torch.Tensor | None, q: torch.Tensor
+) -> None:
+    """Check what decides about scores; ``q [tokens, heads, dim]``."""
+    check_positive("scale", scale)
+    check_positive("softcap", softcap)
+    check_sliding_window(sliding_window)
+    check_sinks(sinks, q.shape[1], q.device)
+
+
 def kernel_sinks(sinks: torch.Tensor) -> torch.Tensor:
     """Sinks as kernels take them: float32, contiguous, detached."""
     return sinks.detach().float().contiguous()

@@ -11,19 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvstrata.call_cache import traced
 from kvstrata.checks import check_tensor
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 FORMAT = "str format, int head_dim, int page_tokens, bool rotate"
-_is_compiling = torch.compiler.is_compiling
-
-
-def is_traced(tensors: tuple[torch.Tensor | None, ...]) -> bool:
-    """True under ``torch.compile``, dispatch modes and for fake tensors and subclasses."""
-    return _is_compiling() or traced() or any(x is not None and type(x) is not torch.Tensor for x in tensors)
 
 
 class Operators(NamedTuple):

@@ -52,8 +52,8 @@ def rehearse(layer: PackedLayer, heads: int, block_size: int, dtype: torch.dtype
 def run_steps(
     layer: PackedLayer, heads: int, block_size: int, dtype: torch.dtype, device: torch.device, steps: Sequence[Step]
 ) -> None:
-    """Store and attend random rows, strided as those of a fused projection, in a cache of this call."""
-    tail, layer.tail = layer.tail, None
+    """Store and attend random rows, strided as those of a fused projection, in a cache and a tail of this call."""
+    tail = layer.tail
     try:
         for step in steps:
             new, lengths = ([pair[i] for pair in step] for i in (0, 1))
@@ -67,11 +67,16 @@ def run_steps(
             q, k, v = rows.split([heads, layer.kv_heads, layer.kv_heads], 1)
             slots = torch.arange(shape[0] * block_size, device=device).view(len(step), -1)
             slots = torch.cat([slots[i, total - count : total] for i, (count, total) in enumerate(step)])
+            tail_slots = None
+            if tail is not None:
+                k_tail, v_tail = (torch.zeros(len(step), *x.shape[1:], dtype=dtype, device=device) for x in tail)
+                layer.tail = k_tail, v_tail
+                tail_slots = torch.arange(len(step), dtype=torch.int32, device=device)
             batch = make_batch(
                 starts.to(device), starts, seq_lens.to(device), table, tokens=sum(new), max_query_len=max(new),
-                max_seq_len=max(lengths), threshold=1, seq_lens_cpu=seq_lens, short=MOST_QUERIES,
+                max_seq_len=max(lengths), threshold=1, seq_lens_cpu=seq_lens, short=MOST_QUERIES, tail_slots=tail_slots,
             )  # fmt: skip
-            layer.store(k, v, cache, slots)
+            layer.store(k, v, cache, slots, batch.rows)
             out = torch.empty(q.shape, dtype=dtype, device=device)
             layer.attend(q, k, v, cache, batch, out)
     finally:

@@ -17,14 +17,18 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from kvstrata.cache.policy.centre import mean_turn
-from kvstrata.quant.calibration import pair_balance, pair_means
+from kvstrata.cache.policy.centre import mean_turn, turns
+from kvstrata.quant.calibration import pair_balance
+from kvstrata.quant.reference import LARGEST
 
 SINKS = 4  # first tokens that are left out
 ENOUGH = 16  # tokens of a prompt that are preferred to weights
 FEWEST = 4  # tokens that are used where there are no weights
 MOST = 512  # tokens that are looked at
 HORIZON = 2048  # positions that a centre is planned for
+AHEAD = 2048  # positions that a balance is planned for
+PRIOR = 32  # tokens that weigh as much as the assumption that both channels of a pair are alike
+LEAST = 1 / 32  # of a pair's energy, for each of its channels
 
 
 def interleaved(module: torch.nn.Module) -> bool | None:
@@ -58,74 +62,97 @@ def from_prompt(
 
     Args:
         query: ``[rows, heads, n, D]``, as it multiplies K; ``key [rows, kv_heads, n, D]``.
-        real: bool ``[rows, n]``, False for padding.
+        real: bool ``[rows, columns]`` of the whole prompt, False for padding; the first n columns are looked at.
         rope: radians per position of K's rotated channel pairs, empty for none.
-        is_interleaved: how RoPE pairs channels, see `interleaved`; None balances single channels.
+        is_interleaved: how RoPE pairs channels, see `interleaved`; None takes channels as the prompt has them.
     """
     k_square, q_square, count = squares(query, key, real, rope, is_interleaved)
-    pairs = 0 if is_interleaved is None else len(rope)
-    return pair_balance(k_square, q_square, pairs, bool(is_interleaved)), count
+    return pair_balance(k_square, q_square), count
 
 
 def squares(
-    query: torch.Tensor, key: torch.Tensor, real: torch.Tensor, rope: Sequence[float], is_interleaved: bool | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    real: torch.Tensor,
+    rope: Sequence[float],
+    is_interleaved: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean squares of centred K and of Q, float64 ``[rows, kv_heads, D]``; tokens looked at, ``[rows]``.
+    """Expected squares of centred K and of Q, float32 ``[rows, kv_heads, D]``; tokens looked at, ``[rows]``.
 
-    Arguments are those of `from_prompt`. Where RoPE pairs channels in an unknown way, K counts with its centre.
+    They are means over `AHEAD` positions, or twice the tokens of a row if these are more. Arguments are those of
+    `from_prompt`. Where RoPE pairs channels in an unknown way, they are those of the prompt, K with its centre.
+
+    A pair of channels is a complex number z. Turned back to position 0, rows have the means c of z, e of |z|² and p of
+    z², which says how unlike the two channels are. Over all positions to come these are c·μ1, e and p·μ2, with μ the
+    mean turn by the angle and by twice the angle, and the squares of the channels are (e ± Re p·μ2) / 2. The centre of
+    K takes |c·μ1|² from e and (c·μ1)² from p·μ2.
     """
-    kv_heads = key.shape[1]
+    tokens, real = real.sum(1), real[:, : key.shape[2]]
     number = real.cumsum(1) - 1
-    skipped = (real.sum(1, keepdim=True) - FEWEST).clamp(min=1, max=SINKS)
-    use = real & (number >= skipped) & (number < SINKS + MOST)
+    skipped = (tokens - FEWEST).clamp(min=1, max=SINKS)
+    use = real & (number >= skipped.unsqueeze(1)) & (number < SINKS + MOST)
     if use.device.type == "cpu":  # on a CPU, drop columns behind the last used one; on a GPU that would need a sync
         last = int(use.any(0).nonzero().flatten()[-1:].sum()) + 1
-        use, query, key = use[:, :last], query[:, :, :last], key[:, :, :last]
-    weight = use.double() / use.sum(1, keepdim=True).clamp(min=1)
+        use, number, query, key = use[:, :last], number[:, :last], query[:, :, :last], key[:, :, :last]
+    count = use.sum(1)
+    weight = use.float() / count.clamp(min=1).unsqueeze(1)
     k, q = (
-        torch.where(use[:, None, :, None], x, 0).nan_to_num(0.0, 0.0, 0.0).double().transpose(1, 2)
+        torch.where(use[:, None, :, None], x, 0).float().nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
         for x in (key, query)
     )
-    k_square, q_square = (torch.einsum("rnhd,rn->rhd", x.square(), weight) for x in (k, q))
-    if is_interleaved is not None or not rope:
-        k_square = pair_means(k_square, len(rope), bool(is_interleaved))
-        k_square = (k_square - _centre_square(k, weight, rope, bool(is_interleaved))).clamp(min=0)
-    return k_square, q_square.unflatten(1, (kv_heads, -1)).mean(2), use.sum(1)
+    k, q = k.transpose(1, 2), q.unflatten(1, (key.shape[1], -1)).permute(0, 3, 1, 2, 4)  # [rows, n, kv_heads, .., D]
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("rnhd,rn->rhd", x, weight)
+
+    k_square, q_square = mean(k.square()), mean(q.square().mean(3))
+    if rope and is_interleaved is None:
+        return k_square, q_square, count
+    found_k = (k_square - mean(k).square()).clamp(min=0)  # of channels that are not turned
+    if not rope:
+        return found_k, q_square, count
+    one, two = _pairs(len(rope), is_interleaved=bool(is_interleaved))
+    *tables, angle = _constants(tuple(rope), number.device)
+    horizon = (2 * tokens).clamp(min=AHEAD)
+    first, second = (torch.complex(*mean_turn(by * angle, horizon)).unsqueeze(1) for by in (1, 2))
+    cos, sin = (table[number.clamp(0, len(table) - 1)].unsqueeze(2) for table in tables)
+    trust, trust_q = ((rows / (rows + PRIOR)).view(-1, 1, 1) for rows in (count, count * q.shape[3]))
+
+    x, y = k[..., one] * cos + k[..., two] * sin, k[..., two] * cos - k[..., one] * sin
+    common, unlike = torch.complex(mean(x), mean(y)), torch.complex(mean(x * x - y * y), mean(2 * x * y))
+    centre = common * first
+    size = k_square[..., one] + k_square[..., two] - centre.abs().square()
+    differ = common.square() * second + (unlike - common.square()) * second * trust - centre.square()
+    _split(found_k, one, two, size, differ.real)
+
+    x, y = q[..., one], q[..., two]
+    cross, apart = 2 * (x * y).mean(3), (x * x - y * y).mean(3)
+    cos, sin = cos * cos - sin * sin, 2 * cos * sin
+    unlike = torch.complex(mean(apart * cos + cross * sin), mean(cross * cos - apart * sin))
+    _split(q_square, one, two, q_square[..., one] + q_square[..., two], (unlike * second * trust_q).real)
+    return found_k, q_square, count
 
 
-def _centre_square(k: torch.Tensor, weight: torch.Tensor, rope: Sequence[float], is_interleaved: bool) -> torch.Tensor:
-    """Mean square, over the channels of a pair, of the centre that a cache subtracts from ``k [rows, n, kv_heads, D]``.
-
-    The mean of rows turned back to position 0, times what RoPE leaves of a constant; ``weight [rows, n]`` sums to 1.
-    """
-    pairs, constants = len(rope), _constants(tuple(rope), k.shape[-1], is_interleaved, k.device)
-    cos, sin = (x[: k.shape[1]] for x in constants[:2])
-    if len(cos) < k.shape[1]:
-        cos, sin = _turns(rope, k.shape[1], k.device)
-    two = (
-        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if is_interleaved else (slice(pairs), slice(pairs, 2 * pairs))
-    )
-    x, y = k[..., two[0]], k[..., two[1]]
-    means = k.clone()
-    means[..., two[0]], means[..., two[1]] = x * cos + y * sin, y * cos - x * sin
-    square = torch.einsum("rnhd,rn->rhd", means, weight).square()
-    return pair_means(square, pairs, is_interleaved) * constants[2]
+def _split(into: torch.Tensor, one: slice, two: slice, size: torch.Tensor, differ: torch.Tensor) -> None:
+    """Write the squares of the two channels of pairs, whose sum is ``size`` and whose difference is ``differ``."""
+    size = size.clamp(min=0)
+    for channels, difference in ((one, differ), (two, -differ)):
+        into[..., channels] = torch.maximum(size + difference, LEAST * size) / 2
 
 
-def _turns(rope: Sequence[float], count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cos and sin of each pair's angle at the first positions, float64 ``[count, 1, pairs]``."""
-    angle = torch.tensor(rope, dtype=torch.float64, device=device)
-    turn = torch.arange(count, dtype=torch.float64, device=device).unsqueeze(1) * angle
-    return turn.cos().unsqueeze(1), turn.sin().unsqueeze(1)
+def _pairs(pairs: int, *, is_interleaved: bool) -> tuple[slice, slice]:
+    """First and second channels of the pairs that RoPE turns."""
+    if is_interleaved:
+        return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    return slice(pairs), slice(pairs, 2 * pairs)
 
 
 @lru_cache(maxsize=8)
-def _constants(
-    rope: tuple[float, ...], dim: int, is_interleaved: bool, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`_turns` of the positions of a usual prompt, and `_steady`, on the device: their upload waits for it."""
+def _constants(rope: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Cos and sin ``[positions, pairs]`` of the tokens that are looked at, and the angles, float64 ``[pairs]``; kept on
+    the device, since an upload waits for it."""
     with torch.inference_mode(False), torch.no_grad():
-        return *_turns(rope, SINKS + MOST, device), _steady(rope, dim, is_interleaved).to(device)
+        return *turns(rope, SINKS + MOST, device), torch.tensor(rope, dtype=torch.float64, device=device)
 
 
 _of_weights: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor | None]] = WeakKeyDictionary()
@@ -144,7 +171,7 @@ def from_weights(
     tensors = [x for x in weights if isinstance(x, torch.Tensor)]
     if any(x.is_inference() for x in tensors):  # which have no version
         return _from_weights(module, *sizes)
-    key = (*sizes, *map(type, linears), *((x.data_ptr(), x._version) for x in tensors))
+    key = (*sizes, _normed(module), *map(type, linears), *((x.data_ptr(), x._version) for x in tensors))
     known = _of_weights.get(module)
     if known is None or known[0] != key:
         with torch.inference_mode(False), torch.no_grad():
@@ -152,12 +179,17 @@ def from_weights(
     return known[1]
 
 
+def _normed(module: torch.nn.Module) -> bool:
+    """True if Q or K is normalised after its projection."""
+    names = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+    return any(getattr(module, name, None) is not None for name in names)
+
+
 def _from_weights(
     module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
 ) -> torch.Tensor | None:
     q_proj, k_proj = (getattr(module, name, None) for name in ("q_proj", "k_proj"))
-    normed = any(getattr(module, name, None) is not None for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"))
-    if normed or (rope and is_interleaved is None):
+    if _normed(module) or (rope and is_interleaved is None):
         return None
     squares = []
     for linear, heads in ((k_proj, kv_heads), (q_proj, None)):
@@ -189,9 +221,7 @@ def centre_from_bias(
     cos, sin = (
         x[0].to(own.device) for x in mean_turn(torch.tensor(rope, dtype=torch.float64), torch.tensor([HORIZON]))
     )
-    two = (
-        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if is_interleaved else (slice(pairs), slice(pairs, 2 * pairs))
-    )
+    two = _pairs(pairs, is_interleaved=is_interleaved)
     x, y = own[:, two[0]], own[:, two[1]]
     centre = own.clone()
     centre[:, two[0]], centre[:, two[1]] = x * cos - y * sin, y * cos + x * sin

@@ -213,9 +213,9 @@ class Prompts:
     ) -> None:
         """Fix the balance of all rows in these layers; ``first [layers, rows, heads, n, D]``."""
         rows, count = first.shape[1], columns.looked_at
-        real = torch.ones(1, count, dtype=torch.bool, device=first.device).expand(rows, -1)
+        real = torch.ones(1, columns.real.shape[1], dtype=torch.bool, device=first.device).expand(rows, -1)
         if columns.positions is not None:
-            real = columns.positions[2][:, :count]
+            real = columns.positions[2]
         assert cache.balance is not None
         for begin in range(0, len(layers), step := max(1, BALANCED // rows)):
             query = first[begin : begin + step].flatten(0, 1)

@@ -170,7 +170,7 @@ def add_products(lanes, bits, above, first, apart, count, by, block, sums, to):
         by_first, sums_first = row * by_stride + block * BLOCK, row * sums_stride + to
         rows = min(len(by) - row, ROWS)
         for column in range(0, LANES, WIDTH):
-            _add_eight(
+            _add_eight(  # type: ignore[call-arg]  # numba gives the first argument
                 bits, rows, lanes, above, column, first, apart, count, by, by_stride, by_first, sums, sums_stride,
                 sums_first + column // 4,
             )  # fmt: skip

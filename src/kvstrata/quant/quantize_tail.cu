@@ -30,6 +30,7 @@ struct Request {
   int first = 0, count = 0;  // its rows in the call
   int length = 0, begin = 0;  // begin: position of its first row
   int tail = -1, sinks = -1;  // slots
+  int older = 0;              // positions of the page of its first row that come from the tail: 0 if it is not finished
 
   // Called by whole warps.
   __device__ __forceinline__ Request(const TailParams& p, int row) {
@@ -86,13 +87,14 @@ struct Tailed {
     __syncwarp();
   }
 
-  // Positions of the page that the request's first row belongs to which come from the tail; 0 if it is not finished, or if
-  // that row has no slot, which would say where the page is.
-  __device__ __forceinline__ int older(const Request& r) const {
+  // The request of a row. Where its first row has no slot, nothing says where that row's page is, and none is finished.
+  __device__ __forceinline__ Request request_of(int row) const {
+    Request r(p, row);
     const int in_page = r.begin % kPage;
-    if (r.tail < 0 || !in_page || r.begin - in_page + kPage > r.length) return 0;
-    const i64 slot = static_cast<const Slot*>(p.slot_mapping)[r.first * p.slot_stride];
-    return slot >= 0 && slot < p.slots ? in_page : 0;
+    if (r.tail < 0 || !in_page || r.begin - in_page + kPage > r.length) return r;
+    const Slot slot = static_cast<const Slot*>(p.slot_mapping)[r.first * p.slot_stride];
+    if (slot >= 0 && slot < p.slots) r.older = in_page;
+    return r;
   }
 
   // Newer tokens to the rows of tokens `from` to `end` of the page of the request's first row, which were read.
@@ -124,9 +126,9 @@ struct Tailed {
     }
     __syncwarp();
     if (r.tail >= 0) {
-      const int from_tail = older(r), of_first = r.begin - r.begin % kPage;
+      const int of_first = r.begin - r.begin % kPage;
       for (int i = max(0, r.length - p.tail.tokens - position); i < count; i++)
-        if ((position + i - of_first) % p.tail.tokens >= from_tail)  // else replace() does
+        if ((position + i - of_first) % p.tail.tokens >= r.older)  // else replace() does
           keep(place(p.tail, r.tail, (position + i) % p.tail.tokens), before + i);
     }
     if (r.sinks >= 0)
@@ -149,9 +151,9 @@ struct Tailed {
       const int start = __ffs(starts) - 1;
       int slot = window.slot_of(start), row = first - 1 + start;
       for (int left = window.count(start); left;) {  // a run of two requests, where neither has a tail
-        const Request r(p, row);
+        const Request r = request_of(row);
         const int count = min(left, r.first + r.count - row), tile = slot % kPage / 16;
-        const bool finishes = row == r.first && older(r);  // its page: the tiles before come from the tail
+        const bool finishes = row == r.first && r.older;  // its page: the tiles before come from the tail
         if (finishes && copied) {
           arrive();
           copied = false;

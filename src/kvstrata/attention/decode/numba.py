@@ -119,10 +119,10 @@ def decode(job: Job) -> Result:
 def views(buckets: BucketedCacheLayer, dtype: torch.dtype) -> tuple[Any, ...]:
     """Numpy views of a layer and the table of its tiers, made once."""
     kept = buckets.kept
-    if "numba" not in kept:
+    if dtype not in kept:
         assert buckets.space is not None
         space, balance = buckets.space.numpy(), buckets.balance
-        kept["numba"] = (
+        kept[dtype] = (
             space.view(np.uint32),
             space.view(np.uint16),
             buckets.position_dtype == torch.int32,
@@ -133,7 +133,7 @@ def views(buckets: BucketedCacheLayer, dtype: torch.dtype) -> tuple[Any, ...]:
             np.empty((0, 0, 0), np.int8) if balance is None else balance.numpy(),
             _tiers(buckets.formats, buckets.position_offsets, dtype),
         )
-    return kept["numba"]
+    return kept[dtype]
 
 
 @compiled
@@ -228,7 +228,11 @@ def _keys(words, halves, pages, counts, tiers, page_tokens, centre, q, turned, s
     bits, lanes, scale_bits = page_buffers(page_tokens, dim)
     flat, by = bits.view(np.float32), np.empty((rows, steps, BLOCK), np.float32)
     plain, scale = flat.reshape(page_tokens, dim), np.empty(page_tokens, np.float32)
-    sums, middle, lowest = np.empty((rows, page_tokens), np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
+    sums, middle, lowest = (
+        np.empty((rows, page_tokens), np.float32),
+        np.empty(rows, np.float32),
+        np.empty(rows, np.float32),
+    )
     for r in range(rows):
         middle[r] = _dot(q, r, centre, 0)
     token = 0

@@ -6,8 +6,6 @@ Here it is looked up once a layer, so that what remains of a small model's step 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvstrata.attention.arguments import check_positive, check_sinks, check_sliding_window, kernel_sinks
+from kvstrata.attention.arguments import check_scoring, kernel_sinks
 from kvstrata.checks import check_int
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import Blocks
@@ -128,10 +128,7 @@ def check(
     check_query(q, blocks, device)
     requests = check_lengths(seq_lens, cu_seqlens_q, device)
     check_block_table(block_table, requests, device)
-    check_positive("scale", options.scale)
-    check_positive("softcap", options.softcap)
-    check_sliding_window(options.sliding_window)
-    check_sinks(sinks, q.shape[1], device)
+    check_scoring(options.scale, options.softcap, options.sliding_window, sinks, q)
     check_calibration(balance, centre, blocks, device)
     check_plain_rows(tensors.rows, blocks, q.dtype, requests, device, address)
     check_memory(out, workspace, q)

@@ -13,9 +13,9 @@ import torch
 
 from kvstrata import jit
 from kvstrata.attention.output import AttentionOutput
-from kvstrata.attention.packed_operator import FORMAT, Operators, is_traced
+from kvstrata.attention.packed_operator import FORMAT, Operators
 from kvstrata.backends import choose, missing
-from kvstrata.call_cache import PerThread, guard_of, signature
+from kvstrata.call_cache import PerThread, dispatched, guard_of, signature
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import ALIGNMENT
 from kvstrata.store.packed.arguments import Calibration, calibration_tensors
@@ -181,8 +181,8 @@ def decode_packed(
             batch-invariant, bit for bit. None balances the work over the device.
         return_lse: also return the log-sum-exp of the scores, sink included.
         out: contiguous memory of q's shape and dtype for the output; None allocates it.
-        workspace: contiguous uint8 memory for partials, contents are lost; if it is too small, the error names
-            the bytes needed. None allocates it.
+        workspace: contiguous uint8 memory for partials, contents are lost; if it is too small, ``cuda`` raises an error
+            that names the bytes needed, and ``triton`` allocates its own. None allocates it.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     Query i of n is at position ``seq_len - n + i`` and sees no later one. A query that sees no token yields zeros and
@@ -212,7 +212,7 @@ def decode_packed(
     options = Options(scale, sliding_window, softcap, max_seqlen_q, fixed_split, return_lse)
     if not _is_compiling() and (again := _again(tensors, fmt, options, backend, out)) is not None:
         return AttentionOutput(*again) if return_lse else again[0]
-    if is_traced((*tensors, out)):
+    if dispatched((*tensors, out)):
         result, lse = OPERATORS.call(tensors, fmt, options, backend, out)
     else:
         result, lse = _decode(tensors, fmt, options, backend, out)

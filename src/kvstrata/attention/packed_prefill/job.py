@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvstrata.attention.arguments import check_positive, check_sinks, check_sliding_window
+from kvstrata.attention.arguments import check_scoring
 from kvstrata.attention.prefill.op import HEAD_DIMS
 from kvstrata.checks import check_int, check_tensor
 from kvstrata.layout import Format
@@ -107,10 +107,7 @@ def check(
         sizes = f"[{requests + 1}], one more than seq_lens"
         check_ints("cu_seqlens_k", tensors.cu_seqlens_k, sizes, requests + 1, device)
     check_new_rows(("k_new", "v_new"), k, v, blocks, device, q)
-    check_positive("scale", options.scale)
-    check_positive("softcap", options.softcap)
-    check_sliding_window(options.sliding_window)
-    check_sinks(sinks, q.shape[1], device)
+    check_scoring(options.scale, options.softcap, options.sliding_window, sinks, q)
     check_calibration(balance, centre, blocks, device)
     check_plain_rows(tensors.rows, blocks, q.dtype, requests, device, address)
     check_memory(out, tensors.workspace, q)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from kvstrata.attention.output import AttentionOutput
-from kvstrata.attention.packed_operator import FORMAT, Operators, is_traced
+from kvstrata.attention.packed_operator import FORMAT, Operators
 from kvstrata.backends import choose, missing
+from kvstrata.call_cache import dispatched
 from kvstrata.layout import Format
 from kvstrata.store.packed.arguments import Calibration, calibration_tensors
 from kvstrata.store.packed.plain_rows import PlainRows, row_tensors
@@ -136,7 +137,7 @@ def prefill_packed(
                       workspace, cu_seqlens_k)  # fmt: skip
     bounds = (max_seqlen_q, max_seqlen_k, total_tokens, exact_lengths)
     options = Options(scale, sliding_window, softcap, *bounds, return_lse)
-    if is_traced((*tensors, out)):
+    if dispatched((*tensors, out)):
         result, lse = OPERATORS.call(tensors, fmt, options, backend, out)
     else:
         result, lse = _prefill(tensors, fmt, options, backend, out)

@@ -23,6 +23,7 @@ from .job import Job
 TILE = 128  # queries of a tile
 SHORTEST = 512  # keys of a part
 ALIGNED = 128  # keys: parts begin at multiples of it
+EAGER = 32768  # keys from which on parts are worth their launches outside a graph, where the host is the slower one
 
 
 class Parts(NamedTuple):
@@ -38,6 +39,8 @@ def parts_of(job: Job, new: int, total: int, heads: int, processors: int) -> Par
     All queries see all keys before the chunk, unless there is a window.
     """
     if job.tensors.seq_lens.shape[0] != 1 or job.options.sliding_window is not None or new == 0:
+        return None
+    if total < EAGER and not torch.cuda.is_current_stream_capturing():
         return None
     count = processors // (heads * -(-new // TILE))
     count = min(count, (total - new) // SHORTEST)

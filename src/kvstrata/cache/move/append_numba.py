@@ -21,12 +21,13 @@ def write_rows(written: Written) -> None:
     """`append.write_rows` of a cache on the CPU."""
     buckets, layer, balance = written.buckets, written.layer, written.balance
     k, v = (as_bits(x.detach().contiguous()) for x in (written.k, written.v))
-    _write(
+    arguments = (
         *places(buckets, k.dtype), k, v, NO_REQUESTS if written.requests is None else written.requests.numpy(),
         buckets.host_table[:, layer], buckets.host_count[:, layer], written.device_length.numpy()[:, layer],
         NO_BALANCE if balance is None else balance.numpy()[:, layer], KINDS[written.k.dtype], *offsets(buckets),
         written.reciprocal,
     )  # fmt: skip
+    _write(*arguments)
 
 
 def as_bits(x: torch.Tensor) -> np.ndarray:

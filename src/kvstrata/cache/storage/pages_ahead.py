@@ -14,24 +14,40 @@ in another way than token by token gives its pages ahead back first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
+import torch
 
-from .table_cuda import NextPages
+from .table_cuda import NextPages, Tables
 from .transaction import is_out_of_memory
 
-if TYPE_CHECKING:
-    from .page_table import Buckets
-
 RESERVE = 16  # the reserve is filled for so many requests, at most, and for a quarter of all
+
+
+class Lists(Tables, Protocol):
+    """The part of a cache's buckets that pages ahead need: sizes, tables on the host, and a way to enter pages."""
+
+    device: torch.device
+    kv_heads: int
+    page_tokens: int
+    max_pages: int
+    left: np.ndarray
+    host_count: np.ndarray
+    host_table: np.ndarray
+    plain_lists: np.ndarray
+
+    @property
+    def by_cuda(self) -> bool: ...
+
+    def prepare_new_pages(self, entries: np.ndarray, handles: np.ndarray, own: bool) -> Callable[[], None] | None: ...
 
 
 class PagesAhead:
     """Requests whose lists of plain pages end in an empty one, and how they get it."""
 
-    def __init__(self, buckets: Buckets, requests: int, layers: int) -> None:
+    def __init__(self, buckets: Lists, requests: int, layers: int) -> None:
         self._buckets, self._shape = buckets, (layers, buckets.kv_heads)
         self.near = buckets.page_tokens // 2  # rows left in open pages when the next are taken
         self.even = np.zeros(requests, bool)  # requests with equally many tokens in all lists, where `left` is known

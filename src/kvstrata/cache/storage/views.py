@@ -35,4 +35,4 @@ class BucketedCacheLayer:
     position_dtype: torch.dtype
     balance: torch.Tensor | None = None  # int8 [requests, kv_heads, head_dim]: queries are multiplied by 2 to the power
     space: torch.Tensor | None = None  # on the CPU: uint8, all slabs end to end, so a page begins at handle * UNIT
-    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what backends derive from it, once
+    kept: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)  # what backends derive

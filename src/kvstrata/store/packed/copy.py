@@ -10,13 +10,16 @@ import torch
 
 from kvstrata import jit
 from kvstrata.backends import choose, missing
+from kvstrata.call_cache import PerThread, dispatched, signature
 from kvstrata.checks import check_tensor
 from kvstrata.layout.blocks import ALIGNMENT
 
 from .arguments import check_address, fail
+from .cuda import launch_on
 
 SOURCE = Path(__file__).with_name("copy_pages.cu")
 PARAMS = struct.Struct("4Q6q2i")
+POINTERS = struct.Struct("4Q")
 THREADS, PER = 256, 4  # units of 16 bytes in flight per thread
 
 
@@ -72,18 +75,28 @@ def _kernel(entry: str, device: int) -> jit.Kernel:
     return jit.load(SOURCE, entry, jit.arch_of(device))
 
 
-def _cuda(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_blocks: torch.Tensor) -> None:
+_launches: PerThread[jit.Launch] = PerThread()
+
+
+def _prepare(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor) -> jit.Launch:
+    """Launch of copies that look alike, complete but for the addresses."""
     device, (heads, size) = src_blocks.get_device(), src.shape[1:]
-    params = PARAMS.pack(
-        *(x.data_ptr() for x in (src, dst, src_blocks, dst_blocks)), *src.stride()[:2], *dst.stride()[:2],
-        src.shape[0], dst.shape[0], heads, size // ALIGNMENT,
-    )  # fmt: skip
+    sizes = (*src.stride()[:2], *dst.stride()[:2], src.shape[0], dst.shape[0], heads, size // ALIGNMENT)
     index = "int" if src_blocks.dtype == torch.int32 else "long long"
     grid = (len(src_blocks), -(-heads * (size // ALIGNMENT) // (THREADS * PER)))
     with torch.cuda.device(device):
         jit.bind_context(device)
-        launch = jit.Launch(_kernel(f"copy_pages<{index}, {PER}>", device), grid, THREADS, params)
-        launch(jit.current_stream(device))
+        kernel = _kernel(f"copy_pages<{index}, {PER}>", device)
+        return jit.Launch(kernel, grid, THREADS, PARAMS.pack(0, 0, 0, 0, *sizes))
+
+
+def _cuda(*tensors: torch.Tensor) -> None:
+    key = signature(tensors)
+    launch = _launches.known.get(key)
+    if launch is None:
+        launch = _launches.known[key] = _prepare(*tensors[:3])
+    POINTERS.pack_into(launch.params, 0, *(x.data_ptr() for x in tensors))
+    launch_on(launch, tensors[2].get_device())
 
 
 _library = torch.library.Library("kvstrata", "FRAGMENT")
@@ -155,4 +168,10 @@ def copy_pages(
         >>> bool((pool[2:] == pool[:2]).all())
         True
     """
-    torch.ops.kvstrata.copy_pages(src, dst, src_blocks, dst_blocks, backend)
+    tensors = (src, dst, src_blocks, dst_blocks)
+    if not dispatched(tensors):
+        _copy(*tensors, backend)
+        return
+    for name, x in zip(("src", "dst", "src_blocks", "dst_blocks"), tensors, strict=True):
+        check_tensor(name, x)
+    torch.ops.kvstrata.copy_pages(*tensors, backend)

@@ -118,3 +118,12 @@ def _prompt(kernel: jit.Kernel, job: Job, params: bytes) -> jit.Launch:
     warps = max(1, min(windows, int(kernel.resident(32, shared) * share) // heads))
     rounds = (-(-windows // warps)).bit_length()
     return jit.Launch(kernel, (warps * heads, 1 + rounds), 32, params, shared=shared)
+
+
+def launch_on(launch: jit.Launch, device: int) -> None:
+    """Launch on a device's current stream; making it the current device takes as long as a launch."""
+    if torch._C._cuda_getDevice() == device:
+        launch(jit.current_stream(device))
+    else:
+        with torch.cuda.device(device):
+            launch(jit.current_stream(device))

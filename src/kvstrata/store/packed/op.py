@@ -22,7 +22,7 @@ from .arguments import Calibration, calibration_tensors
 from .job import Job, check
 from .plain_rows import PlainRows, row_tensors
 from .tail_job import TailTensors
-from .tail_op import launch_on, store_with_tail
+from .tail_op import store_with_tail
 
 Tensors = tuple[torch.Tensor | None, ...]  # k, v, pages, slot_mapping, balance, centre
 
@@ -77,7 +77,7 @@ def _cuda(job: Job) -> Callable[..., None]:
 
     def run(*addresses: int) -> None:
         write(params, 0, *addresses)
-        launch_on(launch, device)
+        store_cuda.launch_on(launch, device)
 
     return run
 

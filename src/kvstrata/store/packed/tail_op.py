@@ -49,16 +49,8 @@ def _look(tensors: TailTensors, format: Format, backend: str) -> tuple[Any, ...]
     return (format, backend, addresses & 15, *(x is None for x in tensors[5:]))
 
 
-def launch_on(launch: jit.Launch, device: int) -> None:
-    """Launch on a device's current stream; making it the current device takes as long as a launch."""
-    if torch._C._cuda_getDevice() == device:
-        launch(jit.current_stream(device))
-    else:
-        with torch.cuda.device(device):
-            launch(jit.current_stream(device))
-
-
 def _cuda(job: TailJob) -> Callable[[TailTensors], None]:
+    from . import cuda as store_cuda
     from . import tail_cuda
 
     device = job.store.pages.get_device()
@@ -68,7 +60,7 @@ def _cuda(job: TailJob) -> Callable[[TailTensors], None]:
 
     def run(tensors: TailTensors) -> None:
         tail_cuda.point(launch, tensors)
-        launch_on(launch, device)
+        store_cuda.launch_on(launch, device)
 
     return run
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from kvstrata.cache import TieredCache
 from kvstrata.cache.policy.budget import Budget, tiers_for
+from kvstrata.cache.policy.shares import by_slack
 from kvstrata.hf import StrataCache
 
 
@@ -37,14 +39,17 @@ class CodeBudget(Budget):
         return np.array([self.granted(tokens) for tokens in range(self.max_tokens + self.look_ahead + 1)], np.int64)
 
 
-def code_budget(cache: TieredCache, bits: float) -> CodeBudget:
-    """The budget with which older tokens have ``bits`` per value, K and V averaged."""
+def code_budget(cache: TieredCache, bits: float, sensitivity: Sequence[float] | None = None) -> CodeBudget:
+    """The budget with which older tokens have ``bits`` per value, K and V averaged, over layers too."""
     given = {f.name: getattr(cache.budget, f.name) for f in dataclasses.fields(Budget)}
     widths = [(f.k_bits + f.v_bits) / 2 for f in cache.formats[1:]]
     if not min(widths) <= bits <= max(widths):
         raise ValueError(f"bits: expected {min(widths):g} to {max(widths):g} with these tiers, got {bits!r}")
     pairs = sorted(zip(widths, cache.budget.page_price[1:], strict=True))
     price = float(np.interp(bits, [width for width, _ in pairs], [price for _, price in pairs]))
+    low, high = (cache.budget.page_price[tier] for tier in (-1, 1))
+    slack, most = (price - low) / cache.page_tokens, (high - low) / cache.page_tokens
+    given["shares"] = () if sensitivity is None else by_slack(sensitivity, slack, most, cache.head_dim)
     return CodeBudget(**given | {"amount": 0.5}, old_price=price / cache.page_tokens)
 
 
@@ -77,4 +82,5 @@ class BitsCache(StrataCache):
         fresh = self._tiered is None
         super().build(key)
         if fresh:
-            self.tiered.budget = code_budget(self.tiered, self.bits)
+            sensitivity = None if self.calibration is None else self.calibration.sensitivity
+            self.tiered.budget = code_budget(self.tiered, self.bits, sensitivity)

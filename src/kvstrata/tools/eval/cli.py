@@ -65,7 +65,7 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Compare packed pages of this format, with a 16-bit tail, with tiers of as many bytes."),
     ] = None,
-    calibration: Annotated[Path | None, typer.Option(help="File of kvstrata calibrate, with --packed.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="File of kvstrata calibrate: also run with it.")] = None,
     chunk: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens decoded at a time, 32 by default, 64 with --quick; 1 is what a server does."),
@@ -129,14 +129,12 @@ def evaluate(
         where = device_of(device)
         machine = describe(where, revision)
         path = results / machine["slug"] / "quality.json" if save else out
-        widths = [contender for width in bits or [] for contender in known.at_bits(width, peers)]
         lists = [entry.split(",") for entry in tiers or []]
         _check(budgets, policy or [], lists)
         for name in packed or []:
             check_packed(name)
-        if calibration is not None and not packed:
-            raise ValueError(f"--calibration: expected --packed with it, got {calibration} alone")
         given = None if calibration is None else Calibration.load(calibration)
+        widths = [contender for width in bits or [] for contender in known.at_bits(width, peers, given)]
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
         loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
@@ -158,7 +156,7 @@ def evaluate(
                 ids = models.encode(tokenizer, words, length, stretches).to(where)
             beside = [one for name in packed or [] for one in at_bytes(name, loaded.config, length, given)]
             wanted = [*widths, *beside] or known.at_budgets(
-                loaded.config, budgets, policy or ["importance"], lists, length, peers, pages
+                loaded.config, budgets, policy or ["importance"], lists, length, peers, pages, given
             )
             prompt = 0 if widths or beside else length // 2  # a width holds at every length
             task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))

@@ -15,6 +15,7 @@ import torch
 
 from kvstrata.cache import TieredCache
 from kvstrata.cache.policy.budget import tiers_for
+from kvstrata.quant.calibration import Calibration
 
 from .kivi import KiviCache
 from .rounding import RoundedCache
@@ -66,38 +67,54 @@ def _head_dim(config: Any) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def strata(budget: float, name: str | None = None, kind: str = "ours", **options: Any) -> Contender:
-    """`StrataCache` at a fraction of 16 bit."""
+def strata(
+    budget: float, name: str | None = None, kind: str = "ours", calibration: Calibration | None = None, **options: Any
+) -> Contender:
+    """`StrataCache` at a fraction of 16 bit, with a calibration or without."""
 
     def make(config: Any, rows: int, tokens: int) -> Any:
         from kvstrata.hf import StrataCache
 
-        return StrataCache(config, budget=budget, max_batch=rows, **{"max_tokens": tokens} | options)
+        given = {"max_tokens": tokens} | options
+        return StrataCache(config, budget=budget, max_batch=rows, calibration=calibration, **given)
 
-    return Contender(name or "kvstrata", kind, make, lambda cache: cache.memory().total, budget, options)
+    size, kept = (lambda cache: cache.memory().total), _said(options, calibration)
+    return Contender(name or "kvstrata", kind, make, size, budget, kept)
+
+
+def _said(options: dict[str, Any], calibration: Calibration | None) -> dict[str, Any]:
+    """Options as they are kept in results: of a calibration, whether it has sensitivities of layers."""
+    if calibration is None:
+        return options
+    return options | {"calibration": "sensitivity" if calibration.sensitivity else "balance and centres"}
 
 
 UNIFORM = ("K4V4", "K4V3", "K4V2", "K3V3", "K3V2", "K2V2")
 
 
-def bits(width: float, name: str, kind: str = "ours", **options: Any) -> Contender:
+def bits(
+    width: float, name: str, kind: str = "ours", calibration: Calibration | None = None, **options: Any
+) -> Contender:
     """`BitsCache`: older tokens at ``width`` bits of codes, whatever the rest costs."""
     options = {"bits": width, **options}
 
     def make(config: Any, rows: int, tokens: int) -> Any:
         from .bits import BitsCache
 
-        return BitsCache(config, max_batch=rows, max_tokens=tokens, **options)
+        return BitsCache(config, max_batch=rows, max_tokens=tokens, calibration=calibration, **options)
 
-    return Contender(f"{name}, {width:g} bits", kind, make, lambda cache: cache.memory().total, None, options)
+    size, kept = (lambda cache: cache.memory().total), _said(options, calibration)
+    return Contender(f"{name}, {width:g} bits", kind, make, size, None, kept)
 
 
-def at_bits(width: float, simulated: bool = False) -> list[Contender]:
-    """Older tokens at this mean width of codes: tiers by importance, and every single format that has it; if asked for
-    also as `rounding` has it, without a packed byte."""
+def at_bits(width: float, simulated: bool = False, calibration: Calibration | None = None) -> list[Contender]:
+    """Older tokens at this mean width of codes: tiers by importance, also with the calibration if there is one, and
+    every single format that has it; if asked for also as `rounding` has it, without a packed byte."""
 
     whole_pages = {name: value for name, value in fitting().items() if name != "settle_every"}
-    contenders = [bits(width, "tiers", tiers=list(tiers_for(width)), **whole_pages)]
+    lists = {"tiers": list(tiers_for(width)), **whole_pages}
+    contenders = [] if calibration is None else [bits(width, "tiers, calibrated", "variant", calibration, **lists)]
+    contenders.insert(0, bits(width, "tiers", **lists))
     if not 2 <= width <= 4:
         raise ValueError(f"--bits: expected 2 to 4, got {width:g}")
     own = (whole_pages["recent_tokens"], whole_pages["sink_tokens"])
@@ -106,7 +123,8 @@ def at_bits(width: float, simulated: bool = False) -> list[Contender]:
             contenders.append(bits(width, f"uniform {name}", "variant", policy="uniform", tiers=[name], **whole_pages))
             if simulated:
                 contenders.append(_rounded(width, name, *own))
-    return contenders if width not in (2, 4) else contenders[1:]  # at the ends tiers are one format
+    ends = width in (2, 4)  # where tiers are one format
+    return [one for one in contenders if not (ends and one.name.startswith("tiers"))]
 
 
 def _width(name: str) -> float:
@@ -199,8 +217,12 @@ def at_budgets(
     tokens: int,
     with_peers: bool,
     pages: dict[str, Any],
+    calibration: Calibration | None = None,
 ) -> list[Contender]:
-    """`StrataCache` at every budget, policy and list of tiers, none given: the default one; and peers."""
+    """`StrataCache` at every budget, policy and list of tiers, none given: the default one; and peers.
+
+    With a calibration, every one of them stands beside itself with it.
+    """
     wanted = []
     choices: list[list[str] | None] = [*tiers] or [None]
     for budget in budgets:
@@ -212,6 +234,10 @@ def at_budgets(
                 kind = "ours" if name == "kvstrata" else "variant"
                 name += f", max_tokens {pages['max_tokens']}" if "max_tokens" in pages else ""
                 wanted.append(strata(budget, name, kind, **options, policy=policy))
+                if calibration is not None:
+                    wanted.append(
+                        strata(budget, f"{name}, calibrated", "variant", calibration, **options, policy=policy)
+                    )
         wanted += kivi(budget, config, tokens) if with_peers else []
     return wanted + (peers() if with_peers else [])
 

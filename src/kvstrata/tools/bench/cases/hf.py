@@ -2,6 +2,7 @@
 
     B8-16384         steps of 8 rows with prompts of 16,384 random tokens, at Llama-3.1-8B shapes with random weights
     B1-8192-qwen3    the same at Qwen3-8B shapes
+    B1-2048-smollm2  on a CPU, in float32: at SmolLM2-135M shapes; nothing is compiled or captured there
 
 A sample is the wall-clock time from one token to the next, as a caller of `generate` sees it: sampling, stopping
 criteria and the host's part of a cache included. The first steps, which compile and capture, are no samples. Contenders
@@ -58,9 +59,11 @@ PROMPTS, PROMPT_SECONDS = 3, 2.0  # calls for the time to the first token, and t
 WARMED = 1 << 16  # tokens up to which a prompt is repeated
 CHUNK = 1 << 16  # tokens that an MLP takes at a time, so that activations leave room for the largest cache
 LIMIT = 120.0  # seconds after which a contender is stopped
-TOTAL, COMPILING = 300.0, 90.0  # seconds after which none begins, and before which one that compiles has to begin
+TOTAL, COMPILING = 300.0, 90.0  # seconds after which none begins; one that compiles has to begin so much earlier
+PATIENCE = {"cuda": 1.0, "cpu": 10.0}  # factor of these limits
 QWEN3 = Model(layers=36, mlp=12288, vocab=151936)
 LLAMA = Model()
+SMOLLM2 = Model(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, mlp=1536, vocab=49152)
 TOY = Model(2, 64, 4, 2, 32, 64, 128)
 
 
@@ -73,6 +76,8 @@ class Shape:
     family: str = "llama"
     model: Model = LLAMA
     without: tuple[str, ...] = ()  # contenders that are left out
+    number_bytes: int = 2  # of weights, and of K and V that are not compressed
+    cpu_steps: int = 20  # on a CPU
 
     @property
     def name(self) -> str:
@@ -80,19 +85,21 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Weights, and K and V of the prompts at 16 bit, which a step reads."""
-        return 2 * self.model.weights + self.rows * self.tokens * self.row_bytes
+        """Weights, and K and V of the prompts, which a step without compression reads."""
+        return self.number_bytes * self.model.weights + self.rows * self.tokens * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token in all layers at 16 bit."""
-        return 4 * self.model.layers * self.model.kv_heads * self.model.head_dim
+        """Bytes of a token in all layers."""
+        return 2 * self.number_bytes * self.model.layers * self.model.kv_heads * self.model.head_dim
 
 
 VARIANTS = (PLAIN, PACKED, QUANTIZED)
 SHAPES = [Shape(1, 8192), Shape(8, 16384, without=(QUANTIZED,)), Shape(1, 2048, without=(PACKED, QUANTIZED))]
 SHAPES += [Shape(1, 32768, without=(*VARIANTS, PEER)), Shape(32, 16384, without=VARIANTS)]
 SHAPES.append(Shape(1, 8192, "qwen3", QWEN3, (*VARIANTS, PEER)))
+CPU_SHAPES = [Shape(1, n, "smollm2", SMOLLM2, (PACKED, QUANTIZED, PEER), 4, 64) for n in (2048, 4096)]  # one settling
+TOY_SHAPE = Shape(2, 100, model=TOY)
 
 
 def _absent(device: torch.device) -> Bench:
@@ -100,9 +107,10 @@ def _absent(device: torch.device) -> Bench:
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    """Cases of the benchmark: a toy on a CPU."""
-    shapes = [Shape(2, 100, model=TOY)] if device.type != "cuda" else SHAPES[:2] if quick else SHAPES
-    return [case_of(shape) for shape in shapes]
+    """Cases of the benchmark: a small model on a CPU, and a toy for the quick one."""
+    if device.type != "cuda":
+        return [case_of(shape) for shape in ([TOY_SHAPE] if quick else CPU_SHAPES)]
+    return [case_of(shape) for shape in (SHAPES[:2] if quick else SHAPES)]
 
 
 def case_of(shape: Shape) -> Case:
@@ -111,13 +119,13 @@ def case_of(shape: Shape) -> Case:
 
 
 def shape_of(case: Case) -> Shape:
-    known = {shape.name: shape for shape in (*SHAPES, Shape(2, 100, model=TOY))}
+    known = {shape.name: shape for shape in (*SHAPES, *CPU_SHAPES, TOY_SHAPE)}
     return known[case.name]
 
 
 def load(shape: Shape, device: torch.device) -> Any:
     """A model with random weights, made on the device."""
-    if shape.family == "llama":
+    if shape.family != "qwen3":
         return _with_small_activations(model_of(shape.model, device))
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -327,7 +335,7 @@ def run(
         report.cases.append(results[case.name])
     for shape, name in jobs_of([shape_of(case) for case in chosen], device.type == "cuda"):
         result, begin = results[shape.name], time.perf_counter()
-        if begin - start > TOTAL - COMPILING * (name == PEER):
+        if begin - start > PATIENCE[device.type] * (TOTAL - COMPILING * (name == PEER)):
             result.params["left_out"][name] = f"{begin - start:.0f} s had passed"
             continue
         if loaded != shape.family:
@@ -353,13 +361,13 @@ def contend(
     first_tokens: dict[str, list[int]],
 ) -> Row:
     """Row of one contender, with an error where it failed; ``first_tokens`` of each case are those of the first one."""
-    new = (STEPS // 3 if quick else STEPS) if device.type == "cuda" else 20
+    new = (STEPS // 3 if quick else STEPS) if device.type == "cuda" else shape.cpu_steps
     generator = torch.Generator(device).manual_seed(1)
     ids = torch.randint(0, shape.model.vocab, (shape.rows, shape.tokens), device=device, generator=generator)
     row = Row(name, KINDS[name])
     release(device)
     try:
-        with limited(LIMIT):
+        with limited(PATIENCE[device.type] * LIMIT):
             told = measure(name, model, shape, ids, new)
         known = first_tokens.setdefault(shape.name, [tokens[0] for tokens in told.tokens])
         same = sum(a == tokens[0] for a, tokens in zip(known, told.tokens, strict=True))

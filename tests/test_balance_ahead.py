@@ -1,0 +1,84 @@
+"""Expected squares of K and Q: what a prompt says about the channels at all positions to come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvstrata.hf import balance
+
+PAIRS, REST, HEADS = 12, 8, 2  # turned pairs, channels that RoPE leaves alone, KV heads
+DIM = 2 * PAIRS + REST
+ROPE = [1e5 ** (-i / PAIRS) / 2 for i in range(PAIRS)]  # from half a radian a token to hardly any
+ORDER = [i // 2 + PAIRS * (i % 2) for i in range(2 * PAIRS)] + list(range(2 * PAIRS, DIM))  # half-split to interleaved
+
+
+def rows(tokens: int, seed: int, part: float = 5.0) -> torch.Tensor:
+    """K of a model, ``[1, HEADS, tokens, DIM]``: pairs with unlike channels and a common ``part``, turned by RoPE."""
+    shape = torch.Generator().manual_seed(3)
+    spread = torch.rand(HEADS, 1, DIM, generator=shape, dtype=torch.float64).mul(2).exp()
+    common = part * torch.randn(HEADS, 1, DIM, generator=shape, dtype=torch.float64)
+    noise = torch.randn(HEADS, tokens, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = common + spread * noise
+    turn = torch.arange(tokens, dtype=torch.float64).unsqueeze(1) * torch.tensor(ROPE)
+    one, two = x[..., :PAIRS].clone(), x[..., PAIRS : 2 * PAIRS].clone()
+    x[..., :PAIRS] = one * turn.cos() - two * turn.sin()
+    x[..., PAIRS : 2 * PAIRS] = two * turn.cos() + one * turn.sin()
+    return x.unsqueeze(0)
+
+
+def squares(k: torch.Tensor, q: torch.Tensor, interleaved: bool | None = False, padding: int = 0):
+    real = torch.ones(1, k.shape[2] + padding, dtype=torch.bool)
+    real[:, :padding] = False
+    k, q = (torch.nn.functional.pad(x, (0, 0, padding, 0), value=1e3) for x in (k, q))
+    return [x.double() for x in balance.squares(q, k, real, ROPE, interleaved)[:2]]
+
+
+def test_they_are_those_of_all_positions():
+    """A prompt of 500 tokens, against all positions to come of another text."""
+    found_k, found_q = squares(rows(500, 1), rows(500, 2, 0.0))
+    want_k, want_q = rows(balance.AHEAD, 5).var(2, correction=0), rows(balance.AHEAD, 6, 0.0).square().mean(2)
+    torch.testing.assert_close(found_k, want_k, rtol=0.35, atol=0)
+    torch.testing.assert_close(found_q, want_q, rtol=0.35, atol=0)
+    unlike = found_k[..., :PAIRS] / found_k[..., PAIRS : 2 * PAIRS]
+    assert (unlike[..., :4].log2().abs() < 0.2).all(), "pairs that turn fast are alike"
+    assert unlike[..., -2:].log2().abs().max() > 1.5, "the case is too easy to tell"
+
+
+def test_pairs_of_either_kind_and_padding_give_the_same():
+    k, q = rows(200, 1), rows(200, 2)
+    want = squares(k, q)
+    interleaved = squares(k[..., ORDER], q[..., ORDER], True)
+    for found, expected in zip(interleaved, want, strict=True):
+        torch.testing.assert_close(found, expected[..., ORDER], rtol=1e-4, atol=0)
+    for found, expected in zip(squares(k, q, padding=37), want, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+
+
+def test_few_tokens_leave_the_channels_of_a_pair_alike():
+    """The channel of a slow pair that K does not use counts the less, the more tokens say so, and never nothing."""
+
+    def unused(tokens: int) -> float:
+        k = torch.zeros(1, 1, tokens, DIM)
+        k[..., PAIRS - 1] = torch.randn(tokens, generator=torch.Generator().manual_seed(1))
+        found, _ = squares(k, rows(tokens, 2)[:, :1])
+        return float(found[0, 0, 2 * PAIRS - 1] / found[0, 0, PAIRS - 1])
+
+    assert unused(16) > 0.3
+    assert 0.3 > unused(80) > unused(400) > 0.01
+
+
+def test_channels_that_no_rule_pairs_are_those_of_the_prompt():
+    k, q = rows(200, 1), rows(200, 2)
+    found_k, found_q = squares(k, q, None)
+    torch.testing.assert_close(found_k, k[:, :, balance.SINKS :].square().mean(2), rtol=1e-4, atol=0)
+    torch.testing.assert_close(found_q, q[:, :, balance.SINKS :].square().mean(2), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_empty_and_broken_rows_stay_finite(value: float):
+    k = torch.full((1, HEADS, 40, DIM), value)
+    own, count = balance.from_prompt(k, k, torch.ones(1, 40, dtype=torch.bool), ROPE, False)
+    assert own.isfinite().all()
+    assert count.tolist() == [36]
+    assert (own == 1).all()
