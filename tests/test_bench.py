@@ -4,6 +4,7 @@ import json
 import platform
 import time
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -140,6 +141,48 @@ def test_cases_past_the_time_of_a_run_are_left_out_and_said():
     assert saved == [1, 2, 3]
     assert {case.error for case in report.cases} == {"left out: the -1 s of this run were over"}
     assert len(report.failures) == 3
+
+
+def test_a_case_that_breaks_the_device_is_named_and_the_last():
+    """Kernels fail later than the call that launched them, and then everything that waits for the device fails."""
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    launched, saved, timer = [], [], Timer("cpu", flush_bytes=1 << 12)
+
+    def synchronize():
+        if launched:
+            raise error
+
+    timer.clock.synchronize = synchronize
+    build = toy.cases(CPU, True)[0].build
+
+    def bad(device):
+        bench = build(device)
+        name, good = next(iter(bench.contenders.items()))
+
+        def call(i):
+            launched.append(i)
+            return good(i)
+
+        return replace(bench, contenders=bench.contenders | {name: call})
+
+    cases = [Case("toy", name, {}, 8, bad if name == "b" else build) for name in "abcd"]
+    report = runner.run(cases, CPU, True, timer=timer, after_case=lambda report: saved.append(len(report.cases)))
+    assert saved == [1, 2, 3, 4]
+    assert report.cases[0].error is None
+    assert report.cases[1].error == f"RuntimeError: {report.cases[0].rows[0].name}: RuntimeError: {error}"
+    assert [case.error for case in report.cases[2:]] == ["left out: the device failed in b"] * 2
+
+
+def test_an_error_of_a_kernel_is_the_contenders_own():
+    waits = iter([None, RuntimeError("unspecified launch failure"), None])
+
+    def wait():
+        if (error := next(waits)) is not None:
+            raise error
+
+    bench = Bench({}, lambda name, i: None, lambda name, i, out: None, "a", "a")
+    errors = runner.verify(bench, dict.fromkeys("abc", lambda i: None), 1, wait)
+    assert errors == {"b": "RuntimeError: unspecified launch failure"}
 
 
 def test_wrong_names_are_said():

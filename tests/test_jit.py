@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,3 +249,21 @@ def test_structs_of_parameters_have_their_padding() -> None:
     assert {name: struct.size % 8 for name, struct in structs.items()} == dict.fromkeys(structs, 0)
     rooms = copy_cuda.CAPACITIES
     assert {len(copy_cuda.empty_params(room, None)) % 8 for room in rooms} == {0}
+
+
+def test_a_launch_takes_no_shared_memory_from_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel may ask for is a property of the kernel: a later launch with less must not lower it."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    allowed = []
+
+    def set_attribute(attribute, value, kernel, device):
+        allowed.append(value)
+        return (0,)
+
+    monkeypatch.setattr(driver, "cuKernelSetAttribute", set_attribute)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel = SimpleNamespace(entry="x", core=SimpleNamespace(handle=0), static_shared=4 << 10, opted={})
+    for shared in (60 << 10, 50 << 10, 60 << 10, 70 << 10, 1 << 10):
+        jit.Launch(kernel, 1, 32, bytes(8), shared=shared)
+        assert shared <= (allowed[-1] if allowed else 0)
+    assert allowed == [60 << 10, 70 << 10]

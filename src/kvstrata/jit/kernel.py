@@ -51,6 +51,7 @@ class Kernel:
         self.entry = entry
         self._code = ObjectCode.from_cubin(cubin.code, name=source.name)
         self.core = self._code.get_kernel(cubin.symbol)
+        self.opted: dict[int, int] = {}  # bytes of dynamic shared memory that launches may ask for, by device
 
     @functools.cached_property
     def static_shared(self) -> int:
@@ -106,14 +107,22 @@ class Launch:
         self._function = driver.CUfunction(int(kernel.core.handle))
         x, y = (grid, 1) if isinstance(grid, int) else grid
         if shared + kernel.static_shared > PORTABLE_SHARED:
-            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            device = driver.CUdevice(torch.cuda.current_device())
-            (error,) = driver.cuKernelSetAttribute(most, shared, driver.CUkernel(int(kernel.core.handle)), device)
-            if int(error):
-                self.fail(error)
+            self._opt_in(driver, shared)
         self.call: Any = functools.partial(driver.cuLaunchKernel, self._function, x, y, 1, block, 1, 1, shared)
         if overlap:
             self.call = self._with_overlap(driver, x, y, block, shared)
+
+    def _opt_in(self, driver: Any, shared: int) -> None:
+        """Let launches of the kernel ask for so much shared memory, or for as much as another one already does."""
+        kernel, number = self._kernel, torch.cuda.current_device()
+        if shared <= kernel.opted.get(number, 0):
+            return
+        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        of_kernel, device = driver.CUkernel(int(kernel.core.handle)), driver.CUdevice(number)
+        (error,) = driver.cuKernelSetAttribute(most, shared, of_kernel, device)
+        if int(error):
+            self.fail(error)
+        kernel.opted[number] = shared
 
     def _with_overlap(self, driver: Any, x: int, y: int, block: int, shared: int) -> Any:
         """Driver call of a launch with programmatic stream serialization."""

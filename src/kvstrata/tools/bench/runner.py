@@ -1,6 +1,7 @@
 """Runs cases: build, check every contender on every input set, time them interleaved, check again, compare.
 
-A contender whose output is wrong, before or after the timing, leaves a row without any speed.
+A contender whose output is wrong, before or after the timing, leaves a row without any speed. A failed kernel says so
+only when the host waits for the device, so each case and each check ends with a wait: the error belongs to that case.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def run(
 ) -> Report:
     """Measure the cases whose name matches `only`; `after_case` sees the report as it grows.
 
-    No case begins after `seconds`: those left out have an error that says so.
+    No case begins after `seconds`, or after one that broke the device: those left out have an error that says so.
     """
     end = time.monotonic() + seconds
     chosen = select(cases, only)
@@ -54,15 +55,20 @@ def run(
         peak=peak,
         floor=ground,
     )
+    broken = ""  # the case after which the device answers nothing but its error
     for case in _progress(chosen):
-        if time.monotonic() > end:
-            late = CaseResult(case.name, case.params, case.bytes, case.flops, case.sets, case.graph)
-            late.error = f"left out: the {seconds:g} s of this run were over"
-            report.cases.append(late)
+        result = CaseResult(case.name, case.params, case.bytes, case.flops, case.sets, case.graph)
+        if broken:
+            result.error = f"left out: the device failed in {broken}"
+        elif time.monotonic() > end:
+            result.error = f"left out: the {seconds:g} s of this run were over"
         else:
-            report.cases.append(measure(case, timer, rounds, peak["tb_s"]))
+            result = measure(case, timer, rounds, peak["tb_s"])
+            broken = case.name if _is_broken(timer) else ""
+        report.cases.append(result)
         after_case(report)
-        _free(timer.device)
+        if not broken:
+            _free(timer.device)
     return report
 
 
@@ -81,6 +87,7 @@ def measure(case: Case, timer: Timer, rounds: int, peak: float) -> CaseResult:
     begin = time.monotonic()
     try:
         _measure(case, timer, rounds, peak, result)
+        timer.clock.synchronize()
     except Exception as error:
         result.error, result.rows = _short(error), []
     result.seconds = time.monotonic() - begin
@@ -100,12 +107,13 @@ def _measure(case: Case, timer: Timer, rounds: int, peak: float, result: CaseRes
     errors: dict[str, str] = {}
     if case.graph and timer.device.type == "cuda":
         calls, errors = _captured(calls, timer, case.sets)
-    errors |= verify(bench, calls, case.sets)
+    errors |= _verify_on(timer, bench, calls, case.sets)
     timed = {name: call for name, call in calls.items() if name not in errors}
     timed["copy"] = copy_call(case.bytes, case.sets, timer.device)
     timed["empty"] = empty_call(timer.device)[0]
     samples = timer.sample(timed, case.rounds or rounds, case.sets, seconds=case.seconds, before=bench.before)
-    errors |= verify(bench, {name: call for name, call in calls.items() if name not in errors}, case.sets)
+    right = {name: call for name, call in calls.items() if name not in errors}
+    errors |= _verify_on(timer, bench, right, case.sets)
     for name in [*bench.contenders, *PROBES]:
         row = Row(name, _kind(name, bench), name not in errors, errors.get(name), name in timer.host_bound)
         if row.correct:
@@ -129,16 +137,29 @@ def _captured(calls: dict[str, Call], timer: Timer, sets: int) -> tuple[dict[str
     return captured, errors
 
 
-def verify(bench: Bench, calls: dict[str, Call], sets: int) -> dict[str, str]:
-    """Poison, run and check every contender on every input set; the messages of those that fail."""
+def verify(bench: Bench, calls: dict[str, Call], sets: int, wait: Callable[[], None] = lambda: None) -> dict[str, str]:
+    """Poison, run and check every contender on every input set; the messages of those that fail.
+
+    `wait` is called after each contender and raises the errors of its kernels.
+    """
     errors = {}
     for name, call in calls.items():
         try:
             for i in range(sets):
                 bench.poison(name, i)
                 bench.check(name, i, call(i))
+            wait()
         except Exception as error:
             errors[name] = _short(error)
+    return errors
+
+
+def _verify_on(timer: Timer, bench: Bench, calls: dict[str, Call], sets: int) -> dict[str, str]:
+    """`verify`; RuntimeError if one of the contenders broke the device, which names it."""
+    errors = verify(bench, calls, sets, timer.clock.synchronize)
+    if errors and _is_broken(timer):
+        name, message = next(iter(errors.items()))
+        raise RuntimeError(f"{name}: {message}")
     return errors
 
 
@@ -196,6 +217,15 @@ def _progress(cases: Sequence[Case]) -> Iterable[Case]:
 
     console = Console(stderr=True)
     return track(cases, f"bench {cases[0].op}", console=console, transient=True, disable=not sys.stderr.isatty())
+
+
+def _is_broken(timer: Timer) -> bool:
+    """True if a kernel failed in a way after which the device does nothing more for this process."""
+    try:
+        timer.clock.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _free(device: torch.device) -> None:
