@@ -20,6 +20,22 @@ CPU = torch.device("cpu")
 # The pool
 
 
+def test_pages_at_a_budget_of_half_the_memory_are_not_compacted_at_every_step() -> None:
+    """32 layers of 64 x 32,768 tokens: about 7,900 slabs of the 15,525 that handles can name."""
+    slab = 8_852_480  # bytes
+    p = pool.Pool([slab], slab, 2**31 // (slab // 64), CPU)
+    assert p.capacity == 15_525
+    p._slabs = [7_900]
+    assert not p.is_crowded
+    p._slabs = [11_700]
+    assert p.is_crowded
+    p = pool.Pool([slab], slab, 100, CPU)  # twice the slabs of all pages: an operation may need half of them at once
+    p._slabs = [50]
+    assert not p.is_crowded
+    p._slabs = [51]
+    assert p.is_crowded
+
+
 def small_pool(**options) -> pool.Pool:
     return pool.Pool([256, 128, 64], 512, 8, CPU, debug=True, **options)
 

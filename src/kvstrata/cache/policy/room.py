@@ -86,7 +86,7 @@ def tidy(cache: CacheState, workspace: torch.Tensor) -> None:
     limit = None if allowed is None else allowed - cache.budget.fixed
 
     def over() -> bool:
-        return pool.slabs_in_use > pool.capacity // 2 or (limit is not None and pool.nbytes > limit)
+        return pool.is_crowded or (limit is not None and pool.nbytes > limit)
 
     if over():
         pool.trim(nbytes=limit)

@@ -98,6 +98,15 @@ class Pool:
         """Slabs that hold a page."""
         return sum(self._slabs)
 
+    @property
+    def is_crowded(self) -> bool:
+        """True if holes in slabs should be closed, so that an operation does not run out of slab numbers.
+
+        Tables hold twice the slabs of all pages, unless handles cannot name as many; then memory ends about as soon.
+        """
+        few = (self.capacity + 1) * self.units > 2**31
+        return self.slabs_in_use > self.capacity * (3 if few else 2) // 4
+
     def pages(self, tier: int) -> int:
         """Pages of a tier in use, each counted once."""
         return self._pages[tier]
