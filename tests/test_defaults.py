@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from cache_model import make, rows
-from decode_model import DEVICE, HAS_NUMBA
+from decode_model import DEVICE
 from kvstrata import PagedCache, TieredCache, decode_attention, prefill_attention, prefill_attention_cached
-from kvstrata.attention.decode import op, parts
+from kvstrata.attention.decode import parts
 from kvstrata.hf.logits import Logits
 from kvstrata.hf.mass import prompt_mass
 from kvstrata.layout import fragments, hadamard, unpack
@@ -26,7 +26,7 @@ Call = Callable[[], tuple[torch.Tensor, ...]]
 def forget_tables() -> None:
     """Clear the plans of earlier calls, so that the next call makes new ones."""
     tables = [parts._turn, parts._slots, unpack._plan, unpack.dims, fragments.places, fragments.sources]
-    for table in tables + ([op._module("numba")._turn] if HAS_NUMBA else []):
+    for table in tables:
         table.cache_clear()
 
 

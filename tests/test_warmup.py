@@ -100,6 +100,7 @@ def test_what_runs_first_was_compiled_ahead(loaded: set[jit.Named], options: dic
         append_cuda._prepare(kernel, cache.buckets, 0, k, v, cache._device_lengths, ids, None, None, 1, False)
     table_cuda.count_up(cache.buckets, ids, cache._device_lengths)
     table_cuda.NewPages(cache.buckets)
+    table_cuda.NextPages(cache.buckets)
     needed = set(kernels_needed(cache, 8, 1, **GPU))
     missing = loaded - needed
     assert not missing, sorted(entry for _, entry in missing)

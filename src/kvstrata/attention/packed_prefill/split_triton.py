@@ -40,7 +40,8 @@ def parts_of(job: Job, new: int, total: int, heads: int, processors: int) -> Par
     """
     if job.tensors.seq_lens.shape[0] != 1 or job.options.sliding_window is not None or new == 0:
         return None
-    if total < EAGER and not torch.cuda.is_current_stream_capturing():
+    captured = job.tensors.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
+    if total < EAGER and not captured:
         return None
     count = processors // (heads * -(-new // TILE))
     count = min(count, (total - new) // SHORTEST)
