@@ -68,9 +68,15 @@ def _head_dim(config: Any) -> int:
 
 
 def strata(
-    budget: float, name: str | None = None, kind: str = "ours", calibration: Calibration | None = None, **options: Any
+    budget: float,
+    name: str | None = None,
+    kind: str = "ours",
+    calibration: Calibration | str | None = None,
+    **options: Any,
 ) -> Contender:
-    """`StrataCache` at a fraction of 16 bit, with a calibration or without."""
+    """`StrataCache` at a fraction of 16 bit, with a calibration, or the file of one, or without."""
+    if isinstance(calibration, str):
+        calibration = Calibration.load(calibration)
 
     def make(config: Any, rows: int, tokens: int) -> Any:
         from kvstrata.hf import StrataCache
