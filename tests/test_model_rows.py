@@ -54,7 +54,7 @@ def errors(layer: int, name: str, balanced: bool) -> tuple[float, float]:
     stored_k, stored_v, _ = cache.gather(0)
     _, stored = attend(q, stored_k, stored_v)
     queries = q.transpose(0, 1).unsqueeze(0)  # [1, queries, heads, D]
-    out = kvstrata.decode_attention(queries[:, -1:], cache, 0).float()[0, 0]
+    out = kvstrata.decode_attention(queries[:, -1:], cache, 0, backend="reference").float()[0, 0]
     off = stored - scores
     deviation = (off - off.mean(-1, keepdim=True)).std()
     return float((out - truth[:, -1]).norm() / truth[:, -1].norm()), float(deviation)
