@@ -354,7 +354,7 @@ class Machine(RuleBasedStateMachine):
             assert got[there][lossy].isfinite().all(), "poison or NaN came out of a quantised tier"
 
 
-Machine.TestCase.settings = settings(max_examples=28, stateful_step_count=20)
+Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
 TestMachine = Machine.TestCase
 
 

@@ -28,7 +28,7 @@ class Worst:
         self.error, self.calls = 0.0, 0
 
     def add(self, out: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare two outputs; NaN counts as an infinite error."""
+        """Compare two outputs; NaN is an infinite error."""
         size = expected.float().norm()
         error = float((out.float() - expected.float()).norm() / size.clamp_min(1e-20))
         self.error = max(self.error, error if error == error else float("inf"))
