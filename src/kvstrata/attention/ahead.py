@@ -35,7 +35,8 @@ def kernels_needed(
         return needed
     steps = space.kernels_needed(
         cache.formats, cache.dtype, heads, cache.kv_heads, cache.buckets.max_pages * cache.page_tokens,
-        cache.max_requests, q_len=q_len, mass=uses_mass(cache), arch=arch, gpu=gpu, shared=shared,
+        cache.max_requests, q_len=q_len, mass=uses_mass(cache), balanced=cache.balance is not None, arch=arch, gpu=gpu,
+        shared=shared,
     )  # fmt: skip
     return [*needed, *steps]
 

@@ -104,10 +104,22 @@ def _missing_rows(cache: PagedCache) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _decode_kernel(
-    formats: tuple[Format, ...], dtype: torch.dtype, cut: Cut, mass: bool, rows: bool, ordered: bool, device: int
+    formats: tuple[Format, ...],
+    dtype: torch.dtype,
+    cut: Cut,
+    device: int,
+    *,
+    mass: bool,
+    observe: bool,
+    balanced: bool,
+    rows: bool,
+    ordered: bool,
 ) -> jit.Kernel:
     arch = jit.arch_of(device)
-    entry = decode_entry(formats, dtype, cut.width, arch, mass=mass, rows=rows, ordered=ordered, cut=cut)
+    entry = decode_entry(
+        formats, dtype, cut.width, arch, mass=mass, observe=observe, balanced=balanced, rows=rows, ordered=ordered,
+        cut=cut,
+    )  # fmt: skip
     return jit.load(FOLDER / "decode.cu", entry, arch)
 
 
@@ -329,9 +341,12 @@ class WorkPlan:
             x.position_bytes if ordered else 0, job.max_length, x.rows[3], x.v_offset,
             *map(_inverse, (job.group, self.kv_heads, self.multiprocessors)),
         ) + (place or observe_cuda.NOWHERE)  # fmt: skip
-        key = (q.dtype, second, ordered, bool(place))
+        key = (q.dtype, second, ordered, bool(place), x.balance is not None)
         if key not in self._launches:
-            kernel = _decode_kernel(self.formats, q.dtype, self.cut, key[1], x.rows[1] > 0, ordered, self.device)
+            kernel = _decode_kernel(
+                self.formats, q.dtype, self.cut, self.device, mass=second, observe=bool(place),
+                balanced=x.balance is not None, rows=x.rows[1] > 0, ordered=ordered,
+            )  # fmt: skip
             self._launches[key] = jit.Launch(
                 kernel, (self.grid, 1 if place else self.blocks), 32 * self.warps, params, shared=self.shared,
                 overlap=mass is None,

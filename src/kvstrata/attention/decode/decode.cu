@@ -6,7 +6,9 @@
 //   V: dims are the rows; the weights are transposed between the two products by movmatrix
 //
 // With kMass the kernel makes a second pass over K alone, after combine.cu: m is then the log-sum-exp of all scores, and the
-// output is the weight of every token, summed over the columns; or its importance in the page changes by it (observe.py).
+// output is the weight of every token, summed over the columns. With kObserve, too, the importance of tokens in their pages
+// changes by it instead (observe.py). What a pass or a cache does not need is no part of its kernel: mixed tiers wait for
+// instructions, and 330 more of 5,500, never executed, took 4 % on an H200 (docs/perf-log.md).
 //
 //   decode_stage.cuh   loading of pages     decode_codes.cuh  a stage of codes    decode_softmax.cuh  scores to weights
 //   decode_query.cuh   queries as operands  decode_rows.cuh   a stage of rows     decode_state.cuh    shared state
@@ -19,32 +21,40 @@
 #include "pdl.cuh"
 
 // Dispatches a stage to the code of its tier.
-template <class In, bool kMass, bool kOrdered, int kDim, int kPageTokens, int kN, int kNumber>
+template <class In, bool kMass, bool kObserve, bool kOrdered, int kDim, int kPageTokens, int kN, int kNumber>
 __device__ __forceinline__ void attend(Tiers<>, const Params&, State<kDim, kN>&, unsigned char*, unsigned, int) {}
-template <class In, bool kMass, bool kOrdered, int kDim, int kPageTokens, int kN, int kNumber, class T, class... Ts>
+template <class In, bool kMass, bool kObserve, bool kOrdered, int kDim, int kPageTokens, int kN, int kNumber, class T, class... Ts>
 __device__ __forceinline__ void attend(Tiers<T, Ts...>, const Params& p, State<kDim, kN>& st, unsigned char* stage,
                                        unsigned meta, int bucket) {
   using P = Part<T, kDim, kPageTokens, kOrdered>;
   if (tier_of(meta) == kNumber) {
-    if constexpr (T::kPlain) attend_rows<In, P, kMass>(p, st, stage, tokens_of(meta), bucket, part_of(meta) * P::kTokens);
-    else attend_codes<T, P, kMass>(p, st, stage, tokens_of(meta), bucket);
+    const int tokens = tokens_of(meta);
+    if constexpr (T::kPlain) attend_rows<In, P, kMass, kObserve>(p, st, stage, tokens, bucket, part_of(meta) * P::kTokens);
+    else attend_codes<T, P, kMass, kObserve>(p, st, stage, tokens, bucket);
   } else {
-    attend<In, kMass, kOrdered, kDim, kPageTokens, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, meta, bucket);
+    attend<In, kMass, kObserve, kOrdered, kDim, kPageTokens, kN, kNumber + 1>(Tiers<Ts...>{}, p, st, stage, meta, bucket);
   }
 }
 
+template <bool kBalanced>
+struct TieredParams : Params {
+  static constexpr Balance kBalance = kBalanced ? kPowers : kUnbalanced;
+};
+
 // kResident: warps per multiprocessor. kOrdered: visibility depends on positions, as with several queries or a window.
-template <class In, bool kMass, bool kRows, bool kOrdered, int kDim, int kPageTokens, int kN, int kWarps, int kResident, class TierList>
-__global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const __grid_constant__ Params p) {
+template <class In, bool kMass, bool kObserve, bool kBalanced, bool kRows, bool kOrdered, int kDim, int kPageTokens, int kN,
+          int kWarps, int kResident, class TierList>
+__global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
+    decode(const __grid_constant__ TieredParams<kBalanced> p) {
   constexpr int kSlot = slot_bytes<kDim, kPageTokens>(TierList{});
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ unsigned long long bars[kWarps * 2];
-  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), block = p.first_block + blockIdx.y;
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), block = blockIdx.y + (kObserve ? p.first_block : 0);
   unsigned char* slots = shared + warp * 2 * kSlot;
   Ring<2> ring(bars + warp * 2);
   wait_for_previous();
   release_next();
-  if (kMass && p.weights && !p.weights[p.rows]) return;  // another layer's turn
+  if (kObserve && !p.weights[p.rows]) return;  // another layer's turn
 
   // Blocks i, i + multiprocessors, .. share a multiprocessor; they take neighbouring chunks.
   const int wave = divide(blockIdx.x, p.by_multiprocessors), resident = divide(gridDim.x, p.by_multiprocessors);
@@ -75,16 +85,16 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps) decode(const 
       if (i + 1 < end) produce(at ^ 1, next);
       ring.commit();
       if (next.bucket != now.bucket) expect_query<kDim, kN>(p, next, block);
-      if (another) begin_bucket<In, kMass, kOrdered>(p, st, now, block);  // overlaps the copy of the page
+      if (another) begin_bucket<In, kMass, kObserve, kOrdered>(p, st, now, block);  // overlaps the copy of the page
       ring.wait(at, 2);
       bool skip = false;
-      if constexpr (kMass && !kRows) {
-        skip = p.weights && (!st.weight || now.meta & kSpokenFor);
+      if constexpr (kObserve) {
+        skip = !st.weight || now.meta & kSpokenFor;
         const int tier = tier_of(now.meta), tokens = sizes_of<kDim, kPageTokens>(TierList{}, tier).tokens;
         st.importance = reinterpret_cast<float*>(now.page + p.importance_offset[tier]) + part_of(now.meta) * tokens;
       }
       if (!skip)
-        attend<In, kMass, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, bucket);
+        attend<In, kMass, kObserve, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, bucket);
       __syncwarp();
       now = next;
       next = after;

@@ -21,7 +21,7 @@ __device__ __forceinline__ void change_unit(State<kDim, kN>& st, int unit) {
 
 // A stage of codes, kUnit tiles at a time: enough work for the tensor cores, and small code. `position`: of its first token,
 // where positions are consecutive.
-template <class T, class P, bool kMass, int kDim, int kN>
+template <class T, class P, bool kMass, bool kObserve, int kDim, int kN>
 __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& st, const unsigned char* stage, int tokens,
                                              int bucket, int position = 0) {
   constexpr int kSteps = kDim / 16, kMost = kDim <= 64 || (T::kK <= 3 && T::kV <= 3) ? 4 : 2, kUnit = P::kMine < kMost ? P::kMine : kMost;
@@ -41,9 +41,9 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
     const unsigned char* positions = stage + P::kBytes + before * p.position_bytes;
     const int skip = P::kSkips ? st.skip - first : 0;
     const View view = view_of<kUnit, P::kOrdered>(p, st, tokens - before, positions, first, skip);
-    if (view == kNothing && !(kMass && p.ema)) return;
+    if (view == kNothing && !(kObserve && p.ema)) return;
     float old[kUnit][2];
-    if constexpr (kMass) load_importance<kUnit>(p, st, before, tokens - before, old);
+    if constexpr (kObserve) load_importance<kUnit>(p, st, before, tokens - before, old);
     Scores<kUnit, kN> sc;
     KWords words;
     words.load_unit(stage, unit);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& s
     }
     unsigned w[kUnit][kN][2];
     if constexpr (kMass) {
-      share_mass<kUnit>(p, st, sc, view, bucket, before, tokens - before, positions, first, old);
+      share_mass<kUnit, kObserve>(p, st, sc, view, bucket, before, tokens - before, positions, first, old);
       return;
     }
     soften<f16, kUnit, P::kOrdered>(p, st, sc, view, tokens - before, positions, first, w, skip);

@@ -3,11 +3,11 @@
 #include "decode_rows.cuh"
 
 // Writes the partial of a warp over its stages of a bucket.
-template <int kDim, int kN>
-__device__ __forceinline__ void end_bucket(const Params& p, State<kDim, kN>& st, int bucket, int chunk, int block) {
+template <int kDim, int kN, class P>
+__device__ __forceinline__ void end_bucket(const P& p, State<kDim, kN>& st, int bucket, int chunk, int block) {
   constexpr int kSteps = kDim / 16;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int columns = st.queries * p.group - block * 8 * kN;
+  const int columns = (P::kRagged ? st.queries : p.queries) * p.group - block * 8 * kN;
   const i64 first = (static_cast<i64>(chunk + bucket) * gridDim.y + block) * (8 * kN);
   const bool lossy = bucket >= p.head_caches;
   if (lossy) {

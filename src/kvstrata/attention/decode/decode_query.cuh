@@ -84,21 +84,26 @@ __device__ __forceinline__ void score_centre(const Params& p, State<kDim, kN>& s
   }
 }
 
-// Two powers of two from their exponents, from -8 to 8.
-__device__ __forceinline__ unsigned powers_of(f16, int first, int second) { return (first + 15) << 10 | (second + 15) << 26; }
-__device__ __forceinline__ unsigned powers_of(bf16, int first, int second) { return (first + 127) << 7 | (second + 127) << 23; }
+// Two powers of two from their exponents, from -8 to 8 in the low bytes of both halves.
+__device__ __forceinline__ unsigned powers_of(f16, unsigned x) { return ((x & 0x001f001fu) * 1024 + 0x3c003c00u) & 0x7c007c00u; }
+__device__ __forceinline__ unsigned powers_of(bf16, unsigned x) { return (x * 128 + 0x3f803f80u) & 0x7f807f80u; }
 
-// Multiplies the queries that load_query read by powers of two [D], which is exact.
-template <class In, bool kLossy, int kDim, int kN>
-__device__ __forceinline__ void balance_exactly(State<kDim, kN>& st, const signed char* powers) {
+// Multiplies the queries that load_query read by powers of two [D], which is exact. One loop for both orders of dims: code
+// that mixed tiers do not share costs them more than what it computes.
+template <class In, int kDim, int kN>
+__device__ __forceinline__ void balance_exactly(State<kDim, kN>& st, const signed char* powers, bool lossy) {
   const int t = threadIdx.x & 3;
+  const signed char* at[2][2];  // in the first two steps; later ones are as far from them in both orders
+#pragma unroll
+  for (int i = 0; i < 4; i++) at[i / 2][i % 2] = powers + (lossy ? 16 * (i / 2) + 2 * t + 8 * (i % 2) : 2 * i + 8 * t);
 #pragma unroll
   for (int s = 0; s < kDim / 16; s++)
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-      const int dim = kLossy ? 16 * s + 2 * t + 8 * part : plain_dim<kDim>(s, part);
-      const unsigned short both = __ldg(reinterpret_cast<const unsigned short*>(powers + dim));
-      const unsigned by = powers_of(In{}, static_cast<signed char>(both & 255), static_cast<signed char>(both >> 8));
+      const signed char* from = at[s % 2][part] + 16 * (s & ~1);
+      if (kDim % 32 && s == kDim / 16 - 1 && !lossy) from = powers + plain_dim<kDim>(s, part);
+      const unsigned both = __ldg(reinterpret_cast<const unsigned short*>(from));
+      const unsigned by = powers_of(In{}, (both & 0xff) | (both & 0xff00) << 8);
 #pragma unroll
       for (int n = 0; n < kN; n++) st.q[n][s][part] = multiply_pair(In{}, st.q[n][s][part], by);
     }
@@ -121,14 +126,14 @@ __device__ __forceinline__ void balance_query(State<kDim, kN>& st, const float* 
     }
 }
 
-// Converts the queries that load_query read to operands.
-template <class In, bool kMass, bool kOrdered, int kDim, int kN, class P>
+// Converts the queries that load_query read to operands. kObserve: kMass, and importance changes in the pages.
+template <class In, bool kMass, bool kObserve, bool kOrdered, int kDim, int kN, class P>
 __device__ __forceinline__ void begin_bucket(const P& p, State<kDim, kN>& st, const Stage& stage, int block) {
   constexpr int kSteps = kDim / 16;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const Owner owner(p, stage);
-  st.queries = p.queries_of(owner.row);
-  const int columns = st.queries * p.group;
+  const int queries = p.queries_of(owner.row), columns = queries * p.group;
+  if (P::kRagged || kOrdered) st.queries = queries;
   st.shift = 0;
   st.unit = 24;
 #pragma unroll
@@ -151,27 +156,25 @@ __device__ __forceinline__ void begin_bucket(const P& p, State<kDim, kN>& st, co
         st.m[n][c] = lse > kNone ? lse * 1.4426950408889634f : -kNone;
       }
   }
-  if constexpr (kMass) {
-    st.weight = p.weights ? p.weights[owner.row] : 0;
+  if constexpr (kObserve) {
+    st.weight = p.weights[owner.row];
     st.gain = 1.f - exp2f(st.weight * p.log2_decay);
   }
   if (kOrdered)
-    st.first = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride) - st.queries;
+    st.first = __ldg(p.lengths + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.length_stride) - queries;
   st.score = p.scale_log2;
-  if constexpr (P::kBalances) {
-    if (tier_of(stage.meta) == 0) return;
+  const bool lossy = tier_of(stage.meta) != 0;
+  if constexpr (P::kBalance == kFactors) {
+    if (!lossy) return;
     if (p.balance) balance_query<In>(st, p.balance + owner.head * kDim);
     if (p.softcap_log2 > 0.f && p.centre) score_centre<In>(p, st, owner);
   } else {
-    const signed char* powers = nullptr;
-    if (p.balance)
-      powers = p.balance + (p.requests ? __ldg(p.requests + owner.row) : owner.row) * p.centre_request + owner.head * kDim;
-    if (tier_of(stage.meta) == 0) {
-      if (powers) balance_exactly<In, false>(st, powers);
-      return;
+    if (lossy && (kMass || p.softcap_log2 > 0.f)) score_centre<In>(p, st, owner);  // the centre of K itself
+    if constexpr (P::kBalance == kPowers) {
+      const int request = p.requests ? __ldg(p.requests + owner.row) : owner.row;
+      balance_exactly<In>(st, p.balance + request * p.centre_request + owner.head * kDim, lossy);
     }
-    if (kMass || p.softcap_log2 > 0.f) score_centre<In>(p, st, owner);
-    if (powers) balance_exactly<In, true>(st, powers);
+    if (!lossy) return;
   }
 
   // Rotate 16 dims by a product with a matrix of +-1, the rest by butterflies over steps.

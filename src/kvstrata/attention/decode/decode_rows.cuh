@@ -50,15 +50,15 @@ __device__ __forceinline__ void attend_values(State<kDim, kN>& st, const unsigne
 }
 
 // A stage of plain rows.
-template <class In, class P, bool kMass, int kDim, int kN>
+template <class In, class P, bool kMass, bool kObserve, int kDim, int kN>
 __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st, unsigned char* stage, int tokens, int bucket,
                                             int first) {
   constexpr int kSteps = kDim / 16, kTiles = P::kMine;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const View view = view_of<kTiles, P::kOrdered>(p, st, tokens, stage + P::kBytes, first);
-  if (view == kNothing && !(kMass && p.ema)) return;
+  if (view == kNothing && !(kObserve && p.ema)) return;
   float old[kTiles][2];
-  if constexpr (kMass) load_importance<kTiles>(p, st, 0, tokens, old);
+  if constexpr (kObserve) load_importance<kTiles>(p, st, 0, tokens, old);
   unsigned char* v_rows = stage + P::kKBytes;
   if (!kMass && tokens < P::kTokens) {  // empty slots may hold NaN, which weight 0 would not cancel
     for (int i = tokens * kDim * 2 + lane * 16; i < P::kVBytes; i += 512)
@@ -103,7 +103,7 @@ __device__ __forceinline__ void attend_rows(const Params& p, State<kDim, kN>& st
     sc.v[i][0] = sc.v[i][1] = 1.f;
   }
   if constexpr (kMass) {
-    share_mass<kTiles>(p, st, sc, view, bucket, 0, tokens, stage + P::kBytes, first, old);
+    share_mass<kTiles, kObserve>(p, st, sc, view, bucket, 0, tokens, stage + P::kBytes, first, old);
     return;
   }
   unsigned w[kTiles][kN][2];

@@ -184,7 +184,7 @@ __device__ __forceinline__ void load_importance(const Params& p, const State<kDi
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int token = i * 16 + g + 8 * r;
-      old[i][r] = p.weights && !(lane & 3) && token < tokens ? st.importance[before + token] : 0.f;
+      old[i][r] = !(lane & 3) && token < tokens ? st.importance[before + token] : 0.f;
     }
 }
 
@@ -196,8 +196,8 @@ __device__ __forceinline__ float observed(const Params& p, const State<kDim, kN>
   return old + (__fdividef(mass, st.weight) - (p.first_block ? 0.f : old)) * st.gain;
 }
 
-// Adds the weight of every token, summed over columns, at its position or to its importance.
-template <int kTiles, int kDim, int kN>
+// Adds the weight of every token, summed over columns, at its position or (kObserve) to its importance.
+template <int kTiles, bool kObserve, int kDim, int kN>
 __device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN>& st, Scores<kTiles, kN>& sc, View view,
                                            int bucket, int before, int tokens, const unsigned char* positions, int first,
                                            const float (&old)[kTiles][2]) {
@@ -215,7 +215,9 @@ __device__ __forceinline__ void share_mass(const Params& p, const State<kDim, kN
       const int token = i * 16 + g + 8 * r;
       if ((lane & 3) || token >= tokens) continue;
       const int position = position_of(p, positions, first, token);
-      if (p.weights) st.importance[before + token] = observed(p, st, old[i][r], sum, st.first + p.queries - position);
-      else if (position < p.mass_length) atomicAdd(mass + position, sum);
+      if constexpr (kObserve)
+        st.importance[before + token] = observed(p, st, old[i][r], sum, st.first + p.queries - position);
+      else if (position < p.mass_length)
+        atomicAdd(mass + position, sum);
     }
 }

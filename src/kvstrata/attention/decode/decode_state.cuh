@@ -25,17 +25,20 @@ struct Params {
   int mass_length;
   i64 row_bytes, v_offset;         // rows in pages: from one token to the next, from K to V; 0: pages of a tiered cache
   unsigned long long by_group, by_kv_heads, by_multiprocessors;  // for divide()
-  const int* weights;              // kMass: [rows + 1] of observe.cu, for importance in place; null: mass to partial_out
+  const int* weights;              // kObserve: [rows + 1] of observe.cu
   float log2_decay;                // of the moving average
   int rows, ema;
   int first_block;                 // of the column blocks; importance takes one launch each, since they write the same
   int importance_offset[kMaxTiers];  // in a page
 
   // Queries of a row, and where the first of them is.
-  static constexpr bool kBalances = false;
+  static constexpr bool kRagged = false;  // whether rows have different numbers of queries
   __device__ __forceinline__ int queries_of(int) const { return queries; }
   __device__ __forceinline__ const char* query_row(int row) const { return q + row * q_row; }
 };
+
+// Balance of K, undone by the queries: none; powers of two, Params::balance; or factors in the model's dtype (packed.cu).
+enum Balance { kUnbalanced, kPowers, kFactors };
 
 constexpr float kNone = -1e30f;
 
@@ -61,10 +64,10 @@ struct State {
   float score;           // factor from a product with q to a score in log2 units
   int shift;             // exponent by which the second half of q is scaled down
   int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24
-  int queries;           // of the request
+  int queries;           // of the request; unused without positions if all rows have as many
   int first;             // position of the first query; unused without positions
   int skip;              // packed.cu: positions before it are read elsewhere
-  int weight;            // kMass, in place: queries that those of the row stand for
+  int weight;            // kObserve: queries that those of the row stand for
   float gain;            // and of the moving average
   float* importance;     // of the stage's tokens
 };

@@ -20,7 +20,8 @@ struct PackedParams : Params {
   int tail_tokens;                         // rows of a tail: position p is row p % tail_tokens
   PackedWork<kPlain> work;
 
-  static constexpr bool kBalances = true;
+  static constexpr Balance kBalance = kFactors;
+  static constexpr bool kRagged = true;
   __device__ __forceinline__ int queries_of(int row) const { return work.queries_of(row); }
   __device__ __forceinline__ const char* query_row(int row) const { return q + work.first_query(row) * q_query; }
 };
@@ -146,14 +147,16 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
       ring.commit();
       if (next.bucket >= 0 && next.bucket != now.bucket) expect_query<kDim, kN>(p, next, block);
       if (another) {
-        begin_bucket<In, false, kOrdered>(p, st, now, block);  // overlaps the copy of the page
+        begin_bucket<In, false, false, kOrdered>(p, st, now, block);  // overlaps the copy of the page
         if constexpr (kPlain) st.skip = p.work.row(Owner(p, now).row, 0).sinks;
       }
       ring.wait(at, 2);
       bool plain = false;
       if constexpr (kPlain) plain = !tier_of(now.meta);
-      if (plain) attend_rows<In, Rows, false>(p, st, slots + at * kSlot, tokens_of(now.meta), bucket, part_of(now.meta) * 16);
-      else attend_codes<T, P, false>(p, st, slots + at * kSlot, tokens_of(now.meta), bucket, part_of(now.meta) * P::kTokens);
+      unsigned char* stage = slots + at * kSlot;
+      const int tokens = tokens_of(now.meta), number = part_of(now.meta);
+      if (plain) attend_rows<In, Rows, false, false>(p, st, stage, tokens, bucket, number * 16);
+      else attend_codes<T, P, false, false>(p, st, stage, tokens, bucket, number * P::kTokens);
       __syncwarp();
       now = next;
       next = after;

@@ -60,7 +60,8 @@ class Repeat:
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         plan, stream = self.plan, self.stream
         out, query = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.data_ptr()
-        launches = (plan._worklist, plan._launches[q.dtype, False, plan.q_len > 1, False], plan._launches[q.dtype])
+        key = (q.dtype, False, plan.q_len > 1, False, self.balance is not None)
+        launches = (plan._worklist, plan._launches[key], plan._launches[q.dtype])
         for launch, params in zip(launches, self.layers[layer], strict=True):
             launch.params[:] = params
         ADDRESS.pack_into(launches[1].params, DECODE_QUERY, query)
@@ -102,7 +103,7 @@ def remember(
     if not plans or cuda._aligned(q) is not q or not (requests is None or type(requests) is list):
         return
     plan = next(reversed(plans.values()))
-    key = (q.dtype, False, plan.q_len > 1, False)
+    key = (q.dtype, False, plan.q_len > 1, False, cache.balance is not None)
     if not plan.head_caches or plan.requests != tuple(rows) or key not in plan._launches:
         return
     last = _LAST.get(cache)

@@ -36,13 +36,19 @@ def invalid(cut: Cut) -> str | None:
 
 
 def kernels(
-    formats: tuple[Format, ...], dtype: torch.dtype, cut: Cut, arch: str, *, ordered: bool = False
+    formats: tuple[Format, ...],
+    dtype: torch.dtype,
+    cut: Cut,
+    arch: str,
+    *,
+    ordered: bool = False,
+    balanced: bool = False,
 ) -> list[tuple[str, str, int, int]]:
     """(source, entry, threads, dynamic shared memory in bytes) of each kernel of a step."""
     head_dim = formats[0].head_dim
     fewest = max(4, -(-head_dim // 32))
     widths = {1, fewest, 16} if not cut.combine else {1} if cut.combine == 1 else {max(fewest, cut.combine)}
-    decode = decode_entry(formats, dtype, cut.width, arch, ordered=ordered, cut=cut)
+    decode = decode_entry(formats, dtype, cut.width, arch, balanced=balanced, ordered=ordered, cut=cut)
     return [
         (str(FOLDER / "decode.cu"), decode, 32 * cut.warps, shared_of(formats, cut)),
         (str(FOLDER / "worklist.cu"), "worklist", 1024, 0),
@@ -60,23 +66,26 @@ def kernels_needed(
     *,
     q_len: int = 1,
     mass: bool = False,
+    balanced: bool = False,
     arch: str,
     gpu: str,
     shared: int,
 ) -> list[jit.Named]:
     """Kernels of decode steps with up to so many requests; ``tokens`` is what the page table lists for each.
 
-    ``mass``: calls that return it, too. ``gpu`` names a tuned table, and ``shared`` is the shared memory of a
-    multiprocessor in bytes.
+    ``mass``: calls that return it and steps that observe it, too. ``balanced``: of a cache with a balance. ``gpu``
+    names a tuned table, and ``shared`` is the shared memory of a multiprocessor in bytes.
     """
     columns, needed = q_len * heads // kv_heads, [(FOLDER / "rows.cu", "rows")]
     for batch in {*(2**i for i in range(requests.bit_length())), requests}:
         shape = features(formats, False, batch * kv_heads, tokens, columns)
         cut = tuned_cut(formats, columns, shape, gpu, arch, shared)
-        for source, entry, _, _ in kernels(formats, dtype, cut, arch, ordered=q_len > 1):
+        for source, entry, _, _ in kernels(formats, dtype, cut, arch, ordered=q_len > 1, balanced=balanced):
             needed.append((Path(source), entry))
-        if mass:
-            entry = decode_entry(formats, dtype, cut.width, arch, mass=True, ordered=True, cut=cut)
+        for observe in (False, True) if mass else ():
+            entry = decode_entry(
+                formats, dtype, cut.width, arch, mass=True, observe=observe, balanced=balanced, cut=cut
+            )
             needed.append((FOLDER / "decode.cu", entry))
     if mass:
         needed.append((FOLDER / "observe.cu", "observe"))

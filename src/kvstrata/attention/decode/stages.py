@@ -111,16 +111,20 @@ def decode_entry(
     arch: str,
     *,
     mass: bool = False,
+    observe: bool = False,
+    balanced: bool = False,
     rows: bool = False,
     ordered: bool = False,
     cut: Cut | None = None,
 ) -> str:
-    """Template instance of decode.cu. ``mass``: the pass that computes weights; ``rows``: blocks as store_kv writes
-    them; ``ordered``: visibility depends on positions."""
+    """Template instance of decode.cu. ``mass``: the pass that computes weights; ``observe``: the one that adds them to
+    importance; ``balanced``: of a cache with a balance; ``rows``: blocks as store_kv writes them; ``ordered``:
+    visibility depends on positions."""
     tiers = ",".join(f"Tier<{f.k_bits},{f.v_bits}>" for f in formats)
     head_dim = formats[0].head_dim
     cut = cut or Cut(block_warps(formats, arch), resident_warps(head_dim, width), width)
-    flags = ",".join(str(flag).lower() for flag in (mass, rows, ordered or mass))
+    second = mass or observe
+    flags = ",".join(str(flag).lower() for flag in (second, observe, balanced, rows, ordered or second))
     sizes = f"{head_dim},{formats[0].page_tokens},{cut.width},{cut.warps},{cut.resident}"
     return f"decode<{NAMES[dtype]},{flags},{sizes},Tiers<{tiers}>>"
 

@@ -8,7 +8,7 @@
 #include "pdl.cuh"
 #include "work.cuh"
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 1024, kAhead = 4;  // kAhead: stages of a lane whose pages are looked up together
 
 struct Params {
   const int* requests;           // [rows] row of table and count, or null: row i is request i
@@ -162,32 +162,50 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
     const int head = u % p.kv_heads;
     const i64 lists = p.page_bytes ? 0 : static_cast<i64>(head) * p.tiers * p.max_pages;
     const int* table = p.table + request * p.table_request + layer * p.table_layer + lists;
-    const bool share = p.weights && p.state[1] && p.weights[layer * (p.rows + 1) + row];
+    const bool shares = p.weights && p.state[1] && p.weights[layer * (p.rows + 1) + row];
     for (int t = 0; t < p.tiers; t++) {
       const Base before = bases[t * per_part + u - part_first];
       const int at = before.stages, chunk = p.fixed_cost ? before.cost : 0;
       const i64 begin = p.fixed_cost ? 0 : before.cost;
       const int tokens = held(p, count, t), step = p.stage_tokens[t], n = ceil_div(tokens, step), price = costs[t];
       const int per_page = p.page_tokens / step;
-      const auto stage_of = [&](int i) {
-        const i64 place = static_cast<i64>(t) * p.max_pages + i / per_page;
-        const int handle = table[place], part = i % per_page;
+      const auto place_of_page = [&](int i) { return static_cast<i64>(t) * p.max_pages + i / per_page; };
+      const auto slab_of = [&](int handle) { return p.page_bytes ? p.plain : p.slabs[handle / p.units]; };
+      const auto stage_of = [&](int i, int handle, unsigned long long slab) {
+        const int part = i % per_page;
         Stage stage;
-        if (p.page_bytes) stage.page = p.plain + handle * p.page_bytes + head * p.head_bytes + part * step * p.row_bytes;
-        else stage.page = p.slabs[handle / p.units] + static_cast<unsigned long long>(handle % p.units) * kUnitBytes;
+        if (p.page_bytes) stage.page = slab + handle * p.page_bytes + head * p.head_bytes + part * step * p.row_bytes;
+        else stage.page = slab + static_cast<unsigned long long>(handle % p.units) * kUnitBytes;
         stage.bucket = t * head_caches + u;
         stage.meta = meta_of(min(tokens - i * step, step), t, p.page_bytes ? i : part);
-        if (share && spoken_for(p, layer, row, lists + place, handle)) stage.meta |= kSpokenFor;
         return stage;
       };
-      for (int i = lane; i < n; i += 32) stages[at + i] = stage_of(i);
+      for (int i = lane; i < n; i += 32 * kAhead) {
+        int handle[kAhead];
+        unsigned long long slab[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; j++) handle[j] = table[place_of_page(min(i + 32 * j, n - 1))];
+#pragma unroll
+        for (int j = 0; j < kAhead; j++) slab[j] = slab_of(handle[j]);
+#pragma unroll
+        for (int j = 0; j < kAhead; j++)
+          if (i + 32 * j < n) stages[at + i + 32 * j] = stage_of(i + 32 * j, handle[j], slab[j]);
+      }
+      const auto has_owner = [&](int i, int handle) {
+        return spoken_for(p, layer, row, lists + place_of_page(i), handle);
+      };
+      if (shares)
+        for (int i = lane; i < n; i += 32)
+          if (has_owner(i, table[place_of_page(i)])) stages[at + i].meta |= kSpokenFor;
       // A chunk begins with the stage in which its share of the cost begins. No stage alone costs more than a share; the
       // first of a bucket, with the cost of starting it, may, and then the chunks before it are empty.
       const i64 after = n ? begin + begin_cost : begin, whole = after + static_cast<i64>(n) * price;
       for (i64 c = ceil_div(begin, size) + lane; c * size < whole; c += 32) {
         const int i = max(c * size - after, 0ll) / price, number = chunk + c;
         Chunk& part = parts[place_of(number)];
-        part.first = stage_of(i);
+        const int handle = table[place_of_page(i)];
+        part.first = stage_of(i, handle, slab_of(handle));
+        if (shares && has_owner(i, handle)) part.first.meta |= kSpokenFor;
         part.at = at + i;
         part.number = number;
         if (number) parts[place_of(number - 1)].end = at + i;
