@@ -243,10 +243,10 @@ def test_the_benchmark_moves_what_it_says(emulated: None, monkeypatch: pytest.Mo
     """All layers in a few launches, with the plan made before and made anew."""
     monkeypatch.setattr(settle_case, "missing", lambda backend, device: None)
     state = settle_case.State(2, 2400, 2, 2, 64, lossy, test_repack.DEVICE)
-    assert state.phases is not None
+    assert state.settling is not None
     # Pages enter, lists are made, pages leave.
     # K4V4: whole pages, other arrivals; sides; plain fillers. And fillers of K4V4, pages and arrivals of K2V2.
-    assert len(state.phases.launches) == 3 + (7 if lossy else 4)
+    assert [len(part.launches) for part in state.settling] == [2, 7 if lossy else 4, 1]
     for run in (state.run, lambda: state.plan().run()):
         state.restore()
         with pytest.raises(AssertionError):

@@ -1,9 +1,10 @@
 """The settle benchmark: whole operations of a cache (`bench.whole`), and their kernels alone.
 
 ``settle`` cases have 16,384 tokens a request and 8 KV heads of 128; a twentieth of all tokens goes down a tier, chosen
-at random. Timed are the moves of all layers together, given their plan, phase by phase.
+at random. Timed are the moves of all layers together, given their lists, phase by phase.
 Bytes are those of the tokens that move, read and written once, fillers among them; lists of moves are not counted.
-``with plan`` also makes the plan from tokens and targets, which waits for the device once; the pages are allocated.
+``with lists`` also fills the lists and updates the tables: all launches of a settling. ``with plan`` also counts, which
+the host waits for, and prepares the launches; the pages are allocated.
 The baseline goes layer by layer through chains of moves (moves.py). ``append`` cases write one token for each request
 and all heads, beside ``store_kv`` of the same rows: ``kvstrata`` is the kernel with its arguments worked out,
 ``append`` all of `TieredCache.append` to a cache that grows.
@@ -11,7 +12,6 @@ and all heads, beside ``store_kv`` of the same rows: ``kvstrata`` is the kernel 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -58,6 +58,18 @@ class Planned(NamedTuple):
     numbers: np.ndarray  # [3, buckets]: tokens that leave and come, holes
 
 
+class Settling(NamedTuple):
+    """Launches that fill the lists of moves, those of the moves, and those that update the tables."""
+
+    lists: Launches
+    moves: Launches
+    tables: Launches
+
+    def run(self) -> None:
+        for launches in self:
+            launches.run()
+
+
 class State:
     """Buckets with pages of random tokens, and the plan of one settling of every layer."""
 
@@ -90,7 +102,6 @@ class State:
         tables = self.buckets.page_table.clone(), self.buckets.count.clone()
         planned = [self._chains(layer) for layer in range(layers)]
         self.chains = [layer.job for layer in planned]
-        self.tokens = Tokens.cat([layer.tokens for layer in planned], [requests * heads] * layers)
         self.target = torch.cat([layer.target for layer in planned])
         numbers = np.concatenate([layer.numbers for layer in planned], 1)
         with Transaction(self.pool) as change:
@@ -104,9 +115,16 @@ class State:
             self.moved += int((size[packed[:, 2].long()] + size[packed[:, 5].long()]).sum())
         self.tables = tables  # before the moves
         self.buckets.page_table, self.buckets.count = (x.clone() for x in tables)
-        self.phases: Launches | None = None
+        self.settling: Settling | None = None
         if missing("cuda", device) is None:
-            self.phases = self.plan()
+            tokens = Tokens.cat([layer.tokens for layer in planned], [requests * heads] * layers)
+            first = (tokens.slot == 0).nonzero().flatten()
+            self.starts = torch.zeros(groups * len(formats), dtype=torch.int64, device=device)
+            self.starts[tokens.head_cache[first] * len(formats) + tokens.tier[first]] = first
+            self.settling = self.plan()
+            self.listed = self.plan()  # positions in its lists are those of the pages as they are now
+            self.listed.lists.run()
+            self.rewind()
         self.saved = [None if s is None else s.clone() for s in self.pool.slabs]
         self.expected: list[tuple[torch.Tensor, repack_reference.Taken]] = []
         self.ran = False  # True if the tables on the device are those after the moves
@@ -144,20 +162,20 @@ class State:
         job = Job(self.pool, self.page_formats, packed, None, None, self.centre)
         return Planned(job, tokens, target.to(torch.int8), plan, numbers)
 
-    def plan(self) -> Launches:
-        """Prepare launches from targets as `apply.prepare` does, into pages that are already allocated."""
+    def plan(self) -> Settling:
+        """Prepare launches from targets as `apply.prepare_counted` does, into pages that are already allocated."""
         requests, layers = self.places
-        places = requests * self.layers + layers
-        counted = moves_cuda.Moves(self.buckets, places, self.target, self.buckets.arena.lease(), self.tokens)
-        numbers = counted.to_host()
+        places, lease = requests * self.layers + layers, self.buckets.arena.lease()
+        counted = moves_cuda.Moves(self.buckets, places, self.target, lease, starts=self.starts)
+        numbers, parts = counted.to_host(), list[list[jit.Launch]]()
 
-        def build() -> Iterator[jit.Launch]:
+        def build() -> list[jit.Launch]:
             lists, before, after = counted.place(numbers, self.exchanged)
-            yield from before
-            yield from repack_phases.phases(self.buckets, lists, (None, None), self.centres)
-            yield from after
+            parts.extend([before, list(repack_phases.phases(self.buckets, lists, (None, None), self.centres)), after])
+            return []
 
-        return prepare(self.target.get_device(), build, counted)
+        kept = prepare(self.target.get_device(), build, counted)
+        return Settling(*(Launches(kept.device, tuple(part), kept) for part in parts))
 
     def restore(self) -> None:
         """Restore slabs and tables, and compute the expected result of a sample of moves."""
@@ -197,14 +215,20 @@ class State:
                 for x, y in ((got.k_scale, want.k_scale), (got.v_scale, want.v_scale)):
                     assert x is None or y is None or torch.allclose(x.float(), y.float(), rtol=3e-2), "a scale is wrong"
 
-    def run(self, plan: bool = False) -> None:
-        """The moves, given their plan, or with one made now."""
-        if self.phases is None:
+    def run(self) -> None:
+        """The moves, given their lists."""
+        if self.settling is None:
             self.run_chains("reference")
-            return
+        else:
+            self.listed.moves.run()
+
+    def run_whole(self, plan: bool) -> None:
+        """All launches of a settling; ``plan`` prepares them, too."""
         if self.ran:  # the call before was not rewound
             self.rewind()
-        (self.plan() if plan else self.phases).run()
+        settling = self.plan() if plan else self.settling
+        assert settling is not None
+        settling.run()
         self.ran = True
 
     def run_chains(self, backend: str) -> None:
@@ -229,9 +253,10 @@ def build_settle(make: partial[State], expected: int, device: torch.device) -> B
         burst=1,
         before=lambda i: state.rewind(),
     )
-    if state.phases is not None:
-        contenders["with plan"] = lambda i: state.run(plan=True)
-        bench.variants.add("with plan")
+    if state.settling is not None:
+        contenders["with lists"] = lambda i: state.run_whole(plan=False)
+        contenders["with plan"] = lambda i: state.run_whole(plan=True)
+        bench.variants |= {"with lists", "with plan"}
     return bench
 
 
