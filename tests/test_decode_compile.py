@@ -69,8 +69,11 @@ KERNELS = {
     "D 256": (formats(256, 64, "K4V2"), 1, {}),
     "four tiers, mass": (formats(128, 64, "K8V8", "K4V4", "K3V3", "K2V2"), 1, {"mass": True}),
     "D 80, small pages, mass": (formats(80, 16, "K8V4", "K3V2"), 1, {"mass": True}),
+    "four tiers, importance, balance": (
+        formats(128, 64, "K8V8", "K4V4", "K3V3", "K2V2"), 1, {"observe": True, "balanced": True},
+    ),
     "rows of store_kv": (formats(128, 16), 1, {"rows": True}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
@@ -84,6 +87,15 @@ def test_cuda_gates(name: str, arch: str) -> None:
     assert 0 < usage.registers <= (255 if stages.resident_warps(tiers[0].head_dim, width) == 8 else 168), usage
     dynamic = stages.block_warps(tiers, arch) * stages.SLOTS * stages.slot_bytes(tiers)
     assert dynamic + usage.shared_bytes <= (227 if arch == "sm_90" else 48) * 1024
+
+
+def test_calls_without_balance_and_observation_have_no_code_for_them() -> None:
+    """Tiers that share a multiprocessor wait for instructions, also for those around which they branch."""
+    flags = ({}, {"balanced": True}, {"mass": True}, {"observe": True})
+    entries = [stages.decode_entry(formats(128, 64), torch.bfloat16, 1, "sm_90", **given) for given in flags]
+    sizes = [len(jit.compile(decode_cuda.FOLDER / "decode.cu", entry, arch="sm_90").code) for entry in entries]
+    assert sizes[0] + 1000 < sizes[1]
+    assert sizes[2] + 1000 < sizes[3]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
