@@ -117,10 +117,10 @@ class State:
         self.buckets.page_table, self.buckets.count = (x.clone() for x in tables)
         self.settling: Settling | None = None
         if missing("cuda", device) is None:
-            tokens = Tokens.cat([layer.tokens for layer in planned], [requests * heads] * layers)
-            first = (tokens.slot == 0).nonzero().flatten()
+            every = Tokens.cat([layer.tokens for layer in planned], [requests * heads] * layers)
+            first = (every.slot == 0).nonzero().flatten()
             self.starts = torch.zeros(groups * len(formats), dtype=torch.int64, device=device)
-            self.starts[tokens.head_cache[first] * len(formats) + tokens.tier[first]] = first
+            self.starts[every.head_cache[first] * len(formats) + every.tier[first]] = first
             self.settling = self.plan()
             self.listed = self.plan()  # positions in its lists are those of the pages as they are now
             self.listed.lists.run()
