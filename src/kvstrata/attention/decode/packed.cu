@@ -35,48 +35,46 @@ struct PackedStage : Stage {
   int handle;
 };
 
-// What a warp of an even batch reads first, asked for before the lengths are known: the block of its first stage.
-struct Guess {
-  int number = -1, handle = 0;
-};
-
 constexpr unsigned kOfSinks = kSpokenFor;  // of a stage of plain rows: sink rows, else of the tail
 
 // A stage of sink or tail rows, number `i` of the bucket's.
-template <int kDim, class Params, class Walk>
-__device__ __forceinline__ PackedStage plain_stage_of(const Params& p, const Walk& walk, int i) {
+template <int kDim, class Params, class Row>
+__device__ __forceinline__ PackedStage plain_stage_of(const Params& p, const Row& row, int number, int head, int i) {
   constexpr int kRow = 2 * kDim;
-  const auto& row = walk.g.row;
   const int sink_stages = row.sink_stages(), position = i < sink_stages ? 16 * i : row.packed + 16 * (i - sink_stages);
   PackedStage stage;
   stage.handle = 0;
-  stage.bucket = walk.g.number * p.kv_heads + walk.g.head;
+  stage.bucket = number * p.kv_heads + head;
   if (i < sink_stages) {
-    stage.page = reinterpret_cast<unsigned long long>(p.sink_k) + p.work.sink_slot(walk.g.number) * p.sink_request +
-                 walk.g.head * p.sink_head + position * kRow;
+    stage.page = reinterpret_cast<unsigned long long>(p.sink_k) + p.work.sink_slot(number) * p.sink_request +
+                 head * p.sink_head + position * kRow;
     stage.meta = meta_of(min(row.sinks - position, 16), 0, position / 16) | kOfSinks;
   } else {
-    stage.page = reinterpret_cast<unsigned long long>(p.tail_k) + p.work.tail_slot(walk.g.number) * p.tail_request +
-                 walk.g.head * p.tail_head + position % p.tail_tokens * kRow;
+    stage.page = reinterpret_cast<unsigned long long>(p.tail_k) + p.work.tail_slot(number) * p.tail_request +
+                 head * p.tail_head + position % p.tail_tokens * kRow;
     stage.meta = meta_of(min(row.length - position, 16), 0, position / 16);
   }
   return stage;
 }
 
-// A stage of the walk: `number` is that of the request, from its first token on. Its block comes from the table.
-template <class P, int kDim, bool kPlain, class Walk>
-__device__ __forceinline__ PackedStage stage_of(const PackedParams<kPlain>& p, const Walk& walk, const Guess& guess) {
-  if constexpr (kPlain)
-    if (walk.at >= walk.g.row.codes) return plain_stage_of<kDim>(p, walk, walk.at - walk.g.row.codes);
-  const int number = walk.g.row.first + walk.at, block = divide(number, p.by_block_stages);
-  const int in_block = number - block * p.block_stages;
+// A stage of the walk: `number` is that of the request, from its first token on. Its block comes from the table, unless
+// `handle` is known.
+template <class P, int kDim, bool kPlain, class Walk, class Place>
+__device__ __forceinline__ PackedStage stage_of(const PackedParams<kPlain>& p, const Walk& walk, const Place& place,
+                                                bool known, int handle) {
+  const int row_number = divide(walk.head_cache, p.by_kv_heads), head = walk.head_cache - row_number * p.kv_heads;
+  const int number = walk.at;
+  int end = walk.length;
+  if constexpr (kPlain) {
+    const int plain = number - place.row.first - place.row.codes;
+    if (plain >= 0) return plain_stage_of<kDim>(p, place.row, row_number, head, plain);
+    end = place.row.packed;
+  }
+  const int block = divide(number, p.by_block_stages), in_block = number - block * p.block_stages;
   PackedStage stage;
-  stage.handle = guess.handle;
-  if (number != guess.number) stage.handle = p.table[walk.g.number * p.table_row + block];
-  stage.page = reinterpret_cast<unsigned long long>(p.pages) + walk.g.head * p.head_bytes +
-               in_block / P::kParts * P::kPageBytes;
-  stage.bucket = p.head_caches + walk.g.number * p.kv_heads + walk.g.head;
-  const int end = kPlain ? walk.g.row.packed : walk.g.row.length;
+  stage.handle = known ? handle : p.table[row_number * p.table_row + block];
+  stage.page = reinterpret_cast<unsigned long long>(p.pages) + head * p.head_bytes + in_block / P::kParts * P::kPageBytes;
+  stage.bucket = p.head_caches + walk.head_cache;
   stage.meta = meta_of(min(end - number * P::kTokens, P::kTokens), 1, number);
   return stage;
 }
@@ -126,6 +124,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ unsigned long long bars[kWarps * 2];
   __shared__ float2 sums[kPlain ? 1 : kWarps][kColumns];
+  __shared__ PackedPlace<PackedWork<kPlain>> places[kWarps];
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), block = blockIdx.y;
   unsigned char* slots = shared + warp * kOfWarp;
   Ring<2> ring(bars + warp * 2);
@@ -134,27 +133,32 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
 
   // Where this warp is if the batch is even.
   const int turn = divide(blockIdx.x, p.by_head_caches), head_cache = blockIdx.x - turn * p.head_caches;
-  const int row_number = divide(head_cache, p.by_kv_heads), place = turn * kWarps + warp;
-  Guess guess;
+  const int row_number = divide(head_cache, p.by_kv_heads), first = turn * kWarps + warp;
+  PackedStage now, next, after;
+  after.handle = 0;
   if constexpr (!kPlain)
     if (turn < p.work.splits) {
-      Stage first;
-      first.bucket = p.head_caches + head_cache, first.meta = meta_of(0, 1, 0);
-      if (!p.work.cu_queries) expect_query<kDim, kN>(p, first, block);
-      if (!p.work.window && place * P::kTokens < p.work.max_tokens) {
-        guess.number = place;
-        guess.handle = p.table[row_number * p.table_row + divide(place, p.by_block_stages)];
-      }
+      Stage stage;
+      stage.bucket = p.head_caches + head_cache, stage.meta = meta_of(0, 1, 0);
+      if (!p.work.cu_queries) expect_query<kDim, kN>(p, stage, block);
+      if (!p.work.window && first * P::kTokens < p.work.max_tokens)
+        after.handle = p.table[row_number * p.table_row + divide(first, p.by_block_stages)];
     }
 
-  const PackedCut cut(p.work, block * kColumns);
+  auto& place = places[warp];
+  const PackedCut& cut = place.cut;
+  {
+    const PackedCut own(p.work, block * kColumns);
+    if (!(threadIdx.x & 31)) place.cut = own;
+    __syncwarp();
+  }
   PackedWalk<PackedWork<kPlain>> walk;
   int chunk = 0, end = 1;
   if (!kPlain && cut.deep) {
     const auto row = p.work.row(row_number, cut.column);
     const int blocks = cut.blocks_of(p.work, row.stages);
     if (turn >= blocks) return;
-    walk.of_head_cache(row, row_number, head_cache - row_number * p.kv_heads, place, blocks * kWarps);
+    walk.of_head_cache(place, row, head_cache, first, blocks * kWarps);
     if ((threadIdx.x & 31) < kColumns) sums[warp][threadIdx.x & 31] = make_float2(0.f, 0.f);
     __syncwarp();
   } else {
@@ -166,10 +170,9 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
     if (spread && in_turn >= each) return;
     chunk = spread ? worker / p.work.workers * each + in_turn : worker;
     end = spread ? min(chunk + 1, cut.used) : cut.used;
-    guess.number = -1;
   }
   for (; chunk < end; chunk += gridDim.x * kWarps) {
-    if (kPlain || !cut.deep) walk.of_chunk(p.work, cut, chunk);
+    if (kPlain || !cut.deep) walk.of_chunk(p.work, place, chunk);
     const auto produce = [&](int at, const PackedStage& stage) {
       if constexpr (kPlain)
         if (!tier_of(stage.meta)) {
@@ -190,18 +193,16 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
     };
     // Stages of the warp; one whose bucket is -1 is past the end. The first two rounds only fill the queue, so that there is
     // one copy of the code that does.
-    PackedStage now, next, after;
     next.bucket = after.bucket = -1;
     State<kDim, kN> st;
     int bucket = -1;
     for (int round = 0;; round++) {
       const int at = round & 1;
       now = next, next = after;
-      after.page = 0, after.bucket = -1, after.meta = 0, after.handle = 0;
-      if (walk.live) {
-        after = stage_of<P, kDim>(p, walk, guess);
-        walk.next(p.work, cut);
-      }
+      after.bucket = -1;
+      walk.next(p.work, place, !round);
+      if (walk.live())
+        after = stage_of<P, kDim>(p, walk, place, !kPlain && !round && cut.deep && !p.work.window, after.handle);
       const bool another = now.bucket != bucket;
       if (another && bucket >= 0) {
         int number = chunk + bucket - p.head_caches;  // of the partial

@@ -96,6 +96,7 @@ struct PackedCut {
   int split;
   int deep;         // of an even batch: stages of a warp, at most; else 0
 
+  PackedCut() = default;
   // Called by whole warps.
   template <class W>
   __device__ __forceinline__ PackedCut(const W& w, int first_column) : column(first_column) {
@@ -141,44 +142,113 @@ struct PackedCut {
   }
 };
 
-// A head cache of the work: its row and KV head, and where its cost begins.
+// Where a warp is, in shared memory: what is only needed from one head cache to the next would take registers.
 template <class W>
-struct PackedHeadCache {
-  typename W::Row row;
-  int number, head, base, cost;  // number: of the row
+struct PackedPlace {
+  PackedCut cut;
+  typename W::Row row;  // of the head cache
+  int base, cost;       // where its cost begins, and its cost
+  int limit;            // cost at which the chunk ends
+  int step;             // from one stage to the next: 1 but in an even batch
 };
 
-// The head cache in which the cost `x` falls; called by whole warps.
+// Stages of a warp, one after the other; called by whole warps.
 template <class W>
-__device__ __forceinline__ PackedHeadCache<W> head_cache_at(const W& w, const PackedCut& cut, int x) {
-  const int lane = threadIdx.x & 31;
-  int base = 0;
-#pragma unroll 1
-  for (int first = 0;; first += 32) {
-    const typename W::Row row = w.row(first + lane, cut.column);
-    const int cost = cut.of(row.stages);
-    int end = cost * w.kv_heads;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int before = __shfl_up_sync(~0u, end, d);
-      if (lane >= d) end += before;
-    }
-    const unsigned past = __ballot_sync(~0u, base + end > x);
-    if (past || first + 32 >= w.rows) {
-      const int from = past ? __ffs(past) - 1 : 31;
-      PackedHeadCache<W> g;
-      g.number = first + from;
-      if constexpr (W::kHasPlain) g.row = w.row(g.number, cut.column);
-      else g.row = {__shfl_sync(~0u, row.length, from), __shfl_sync(~0u, row.first, from), __shfl_sync(~0u, row.stages, from)};
-      g.cost = __shfl_sync(~0u, cost, from);
-      const int row_base = base + __shfl_sync(~0u, end, from) - g.cost * w.kv_heads;
-      g.head = g.cost ? quotient(x - row_base, g.cost) : 0;
-      g.base = row_base + g.head * g.cost;
-      return g;
-    }
-    base += __shfl_sync(~0u, end, 31);
+struct PackedWalk {
+  int head_cache;
+  int at, end;  // stages of the head cache; those of its row begin at row.first
+  int length;   // of the row
+
+  __device__ __forceinline__ bool live() const { return at < end; }
+
+  // Stages `first`, `first + step`, .. of a head cache.
+  __device__ __forceinline__ void of_head_cache(PackedPlace<W>& place, const typename W::Row& row, int number, int first,
+                                                int step) {
+    head_cache = number, at = row.first + first, end = row.first + row.stages, length = row.length;
+    if (!(threadIdx.x & 31)) place.row = row, place.step = step;
+    __syncwarp();
   }
-}
+
+  // Stages of a chunk.
+  __device__ __forceinline__ void of_chunk(const W& w, PackedPlace<W>& place, int chunk) {
+    const PackedCut& cut = place.cut;
+    const int begin = chunk * cut.size, lane = threadIdx.x & 31;
+    typename W::Row row;
+    int number, base = 0, cost;  // of the row in which `begin` falls
+#pragma unroll 1
+    for (int first = 0;; first += 32) {
+      row = w.row(first + lane, cut.column);
+      cost = cut.of(row.stages);
+      int to = cost * w.kv_heads;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int before = __shfl_up_sync(~0u, to, d);
+        if (lane >= d) to += before;
+      }
+      const unsigned past = __ballot_sync(~0u, base + to > begin);
+      if (past || first + 32 >= w.rows) {
+        const int from = past ? __ffs(past) - 1 : 31;
+        number = first + from;
+        row = w.row(number, cut.column);
+        cost = __shfl_sync(~0u, cost, from);
+        base += __shfl_sync(~0u, to, from) - cost * w.kv_heads;
+        break;
+      }
+      base += __shfl_sync(~0u, to, 31);
+    }
+    const int head = cost ? quotient(begin - base, cost) : 0;
+    base += head * cost;
+    head_cache = number * w.kv_heads + head, length = row.length;
+    int limit = begin + cut.size;
+    if (cut.split) {
+      at = (chunk - base) * cut.split;
+      end = min(at + cut.split, row.stages);
+    } else {
+      at = quotient(max(begin - base - cut.begin, 0), cut.cost);
+      end = end_of(cut, row, base, limit);
+    }
+    at += row.first, end += row.first;
+    __syncwarp();
+    if (!lane) place.row = row, place.base = base, place.cost = cost, place.limit = limit, place.step = 1;
+    __syncwarp();
+  }
+
+  static __device__ __forceinline__ int end_of(const PackedCut& cut, const typename W::Row& row, int base, int limit) {
+    return min(quotient(max(limit - base - cut.begin, 0), cut.cost), row.stages);
+  }
+
+  // Moves to the next head cache with a stage of this chunk; not live if there is none.
+  __device__ __forceinline__ void next_head_cache(const W& w, PackedPlace<W>& place) {
+    const PackedCut& cut = place.cut;
+    at = end;
+    if (cut.split || cut.deep) return;
+    const int base = place.base + place.cost, limit = place.limit;
+    if (base >= limit) return;
+    typename W::Row row = place.row;
+    int number = quotient(++head_cache, w.kv_heads);
+    const bool same_row = number * w.kv_heads != head_cache;
+    if (!same_row) {
+      do {
+        if (number >= w.rows) return;
+        row = w.row(number++, cut.column);
+      } while (!row.stages);
+      head_cache = (number - 1) * w.kv_heads;
+    }
+    at = row.first, end = row.first + end_of(cut, row, base, limit), length = row.length;
+    __syncwarp();
+    if (!(threadIdx.x & 31)) {
+      place.base = base;
+      if (!same_row) place.row = row, place.cost = cut.of(row.stages);
+    }
+    __syncwarp();
+  }
+
+  // Moves to the next stage, or with `begins` to the first; not live if there is none.
+  __device__ __forceinline__ void next(const W& w, PackedPlace<W>& place, bool begins) {
+    at += begins ? 0 : place.step;
+    if (at >= end) next_head_cache(w, place);
+  }
+};
 
 // Partials of one head cache in a block of columns; called by whole warps. kPlain: those of plain rows to
 // lane 0, those of codes to the others.
@@ -201,65 +271,3 @@ __device__ __forceinline__ Slots partials_of(const W& w, int head_cache, int row
   const int first = (base + cut.begin + (from + 1) * cut.cost - 1) / cut.size;
   return {first + head_cache, (base + cut.begin + end * cut.cost - 1) / cut.size - first + 1};
 }
-
-// Stages of a warp, one after the other.
-template <class W>
-struct PackedWalk {
-  PackedHeadCache<W> g;
-  int at, end;     // stages of the head cache, from row.first on
-  int step;        // from one to the next: 1 but in an even batch
-  int limit;       // cost at which the chunk ends
-  bool live;
-
-  // Stages `first`, `first + step`, .. of a head cache.
-  __device__ __forceinline__ void of_head_cache(const typename W::Row& row, int number, int head, int first, int every) {
-    g.row = row, g.number = number, g.head = head, g.base = g.cost = limit = 0;
-    at = first, end = row.stages, step = every, live = at < end;
-  }
-
-  __device__ __forceinline__ void of_chunk(const W& w, const PackedCut& cut, int chunk) {
-    const int begin = chunk * cut.size;
-    step = 1;
-    limit = begin + cut.size;
-    g = head_cache_at(w, cut, begin);
-    if (cut.split) {
-      at = (chunk - g.base) * cut.split;
-      end = min(at + cut.split, g.row.stages);
-    } else {
-      at = quotient(max(begin - g.base - cut.begin, 0), cut.cost);
-      end = end_of(cut);
-    }
-    live = at < end;
-    if (!live) next_head_cache(w, cut);
-  }
-
-  __device__ __forceinline__ int end_of(const PackedCut& cut) const {
-    return min(quotient(max(limit - g.base - cut.begin, 0), cut.cost), g.row.stages);
-  }
-
-  // Moves to the next head cache with a stage of this chunk; live is false if there is none.
-  __device__ __forceinline__ void next_head_cache(const W& w, const PackedCut& cut) {
-    live = false;
-    if (cut.split || cut.deep) return;
-    for (;;) {
-      g.base += g.cost;
-      if (g.base >= limit) return;
-      if (++g.head == w.kv_heads) {
-        g.head = 0;
-        do {
-          if (++g.number >= w.rows) return;
-          g.row = w.row(g.number, cut.column);
-        } while (!g.row.stages);
-        g.cost = cut.of(g.row.stages);
-      }
-      at = 0;
-      end = end_of(cut);
-      live = end > 0;
-      return;
-    }
-  }
-
-  __device__ __forceinline__ void next(const W& w, const PackedCut& cut) {
-    if ((at += step) >= end) next_head_cache(w, cut);
-  }
-};

@@ -10,7 +10,7 @@ import functools
 import math
 import struct
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -197,8 +197,9 @@ class Plan:
         self.work = (
             job.requests, blocks.kv_heads, job.group, job.most_queries, job.sliding_window or 0,
             self.tokens.bit_length() - 1, job.max_tokens,
-            *costs, few_cost(f), few_begin(f), FEW * self.chunks, self.chunks, split, splits, cut.warps, multiprocessors,
-            per * cut.warps, *(0 if x is None else x.shape[0] for x in (job.rows.tail_k, job.rows.sink_k)),
+            *costs, few_cost(f), few_begin(f), FEW * self.chunks, self.chunks, split, splits, cut.warps,
+            multiprocessors, per * cut.warps,
+            *(0 if x is None else x.shape[0] for x in (job.rows.tail_k, job.rows.sink_k)),
             job.rows.sink_tokens, f.page_tokens.bit_length() - 1, _inverse(splits * cut.warps) if splits else 0,
         )  # fmt: skip
         ordered = job.sliding_window is not None or job.most_queries > 1
@@ -242,7 +243,8 @@ class Plan:
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0, 0, 0,
             0, 0, by_group, by_heads, _inverse(multiprocessors), 0, 0.0, 0, 0, 0, *(0,) * MAX_TIERS,
             *(0,) * 7, *strides_of, job.block_table.stride(0), blocks.block_stride, blocks.head_stride,
-            _inverse(block_stages), _inverse(self.head_caches), block_stages, job.rows.tail_tokens, *(0,) * 4, *self.work,
+            _inverse(block_stages), _inverse(self.head_caches), block_stages, job.rows.tail_tokens, *(0,) * 4,
+            *self.work,
         )  # fmt: skip
         combine = COMBINE.pack(
             *(0,) * 8, *strides, _inverse(job.most_queries * job.group), by_group, by_heads,
@@ -269,10 +271,9 @@ class Plan:
             decode[DECODE_WORK + 2] = combine[COMBINE_WORK + 2] = tail_slots
             decode[DECODE_WORK + 3] = combine[COMBINE_WORK + 3] = sink_slots
 
-    def run(self, memory: tuple[torch.Tensor | None, ...]) -> Result:
+    def run(self, memory: tuple[Any, ...]) -> Result:
         """Run a call that looks like the plan's: its `Tensors`, and the output or None."""
         q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch, *rows, out = memory
-        assert q is not None
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if self.return_lse else None

@@ -38,7 +38,9 @@ def keeps(job: Job) -> bool:
     bounds = bounds_of(job)
     if not bounds.max_q or not bounds.total or padded_dim(dim) != dim:
         return False
-    if heads_at_once(job, bounds.total) < job.blocks.kv_heads or (t.sinks is not None and t.sinks.dtype != torch.float32):
+    if t.sinks is not None and t.sinks.dtype != torch.float32:
+        return False
+    if heads_at_once(job, bounds.total) < job.blocks.kv_heads:
         return False
     multiprocessors = processors_of(t.q.device)[0]
     return not (bounds.dense(job) and parts_of(job, bounds.max_q, bounds.max_k, t.q.shape[1], multiprocessors))

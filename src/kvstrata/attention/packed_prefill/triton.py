@@ -64,9 +64,10 @@ def unpack_kernel(
     tail_requests, tail_stride, tail_stride_head, sink_requests, sink_stride, sink_stride_head, stride_table,
     stride_block, stride_head, k_stride_token, k_stride_head, v_stride_token, v_stride_head, first_head, longest, total,
     max_tokens, window,
-    DENSE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr, K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, V_OFFSET: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr, PAGE_BYTES: tl.constexpr, BALANCED: tl.constexpr, CENTRED: tl.constexpr,
+    DENSE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    V_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr, PAGE_BYTES: tl.constexpr, BALANCED: tl.constexpr,
+    CENTRED: tl.constexpr,
     WHOLE: tl.constexpr, TAIL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """TOKENS positions of one request and KV head, of K or V: from a page, plain rows beside it, or new rows.
@@ -196,8 +197,9 @@ class Unpack(NamedTuple):
 
 
 def unpack_of(
-    job: Job, bounds: Bounds, cu_seqlens_k: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, first: int, count: int
-) -> Unpack:
+    job: Job, bounds: Bounds, cu_seqlens_k: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, first: int,
+    count: int,
+) -> Unpack:  # fmt: skip
     """Launch that writes ``count`` KV heads from ``first`` on to k and v."""
     t, f, blocks, q = job.tensors, job.format, job.blocks, job.tensors.q
     dim = f.head_dim
@@ -260,8 +262,8 @@ def staging(job: Job, bounds: Bounds) -> tuple[torch.Tensor | None, torch.Tensor
 
 
 def _attend(
-    job: Job, bounds: Bounds, cu_k: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    **scoring: Any,
+    job: Job, bounds: Bounds, cu_k: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, **scoring: Any,
 ) -> torch.Tensor | None:  # fmt: skip
     """Attention of ``q [T, heads, D]`` over unpacked rows ``[total, KV heads, D]``, written to ``out``; returns lse."""
     window, return_lse = job.options.sliding_window, job.options.return_lse

@@ -90,9 +90,7 @@ def prepare(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None) -> Run
     return lambda job, out, lse: _start(launch, device, job, out, lse, None)
 
 
-def _find(
-    job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None, tile: Tile | None, checked: bool
-) -> jit.Launch:
+def _find(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None, tile: Tile | None, checked: bool) -> jit.Launch:
     device = job.q.get_device()
     tile = tile or _tile(job, device)
     key = (tile, checked, *look(job))
