@@ -45,12 +45,12 @@ def test_decode_gates(name: str, arch: str, plain: bool) -> None:
     assert decode_cuda.shared_of(fmt, cut, plain) + usage.shared_bytes <= (227 if arch == "sm_90" else 48) * 1024
 
 
-@pytest.mark.parametrize(("dim", "warps"), [(128, 4), (128, 16), (128, 1)])
+@pytest.mark.parametrize(("dim", "warps"), [(128, 4), (128, 8), (128, 1)])
 def test_combine_gates(dim: int, warps: int) -> None:
     entry = decode_cuda.combine_entry_of(torch.float16, dim, warps)
     usage = jit.usage(decode_cuda.FOLDER / "packed_combine.cu", entry, arch="sm_90")
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
-    assert warps > 1 or usage.registers <= 128, usage
+    assert usage.registers * max(warps, 4) * 32 <= 22 * 1024, usage  # room beside eight warps of packed.cu
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,12 @@ inline unsigned __reduce_add_sync(unsigned, unsigned x) {
   for (int i = 0; i < 32; i++) sum += from<unsigned>(all, i);
   return sum;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+  const auto all = exchange(x);
+  unsigned most = 0;
+  for (int i = 0; i < 32; i++) most = std::max(most, from<unsigned>(all, i));
+  return most;
+}
 
 template <class Kernel, class Params>
 void run(Kernel kernel, const Params& params, int grid_x, int grid_y, int threads, int shared_bytes) {

@@ -19,7 +19,7 @@ struct Params {
   int queries, group, kv_heads, blocks, block_columns, tiers, head_caches;
   float scale_log2;
 
-  static constexpr bool kBalances = false;
+  static constexpr bool kBalances = false, kRows = true;
   __device__ __forceinline__ int queries_of(int) const { return queries; }
   __device__ __forceinline__ i64 first_query(int row) const { return static_cast<i64>(row) * queries; }
   __device__ __forceinline__ i64 query_offset(int row) const { return row * q_row; }
@@ -40,10 +40,10 @@ struct Params {
 
 template <class In, int kDim>
 __global__ void __launch_bounds__(128) combine_alone(const __grid_constant__ Params p) {
-  combine_column_alone<In, kDim>(p);
+  combine_column_alone<In, kDim, 16>(p);
 }
 
 template <class In, int kDim, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 8 : 1) combine(const __grid_constant__ Params p) {
-  combine_column<In, kDim, kWarps>(p);
+  combine_column<In, kDim, kWarps, (kWarps > 8 ? 16 / ((kDim + 127) / 128) : 4)>(p);
 }

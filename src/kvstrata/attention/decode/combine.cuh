@@ -57,6 +57,7 @@ struct Found {
 
   __device__ __forceinline__ int slot(int number, int tiers) const {
     int slot = -1;
+#pragma unroll 1
     for (int t = 0; t < tiers; t++) {
       const int count = __shfl_sync(~0u, mine.count, t), begin = __shfl_sync(~0u, mine.first, t);
       if (slot < 0 && number < count) slot = begin + number;
@@ -92,10 +93,10 @@ __device__ __forceinline__ float centre_score(const P& p, const Column& column) 
   return fabsf(score) < kInfinity ? score : 0.f;  // a query that is not finite; neither are its partials
 }
 
-// Running sums of a warp over one column: lane l holds dims 4l + 128j, [0] from plain rows and [1] from codes.
-template <int kDim>
+// Running sums of a warp over one column: lane l holds dims 4l + 128j, [0] from plain rows (kRows) and [1] from codes.
+template <int kDim, bool kRows>
 struct Sums {
-  static constexpr int kPer = (kDim + 127) / 128;
+  static constexpr int kPer = (kDim + 127) / 128, kFirst = kRows ? 0 : 1;
   float m = -kInfinity, sum = 0.f;
   float4 out[2][kPer];
 
@@ -110,7 +111,8 @@ struct Sums {
                                           int slot) {
     constexpr int kHalf = kAhead > 8 ? kAhead / 2 : kAhead;  // the second half is skipped if the first is enough
     const int lane = threadIdx.x & 31;
-    const i64 stride = static_cast<i64>(p.blocks) * p.block_columns;
+    const int stride = p.blocks * p.block_columns;
+    const float* outs = p.partial_out + column * kDim + 4 * lane;
     for (; first < found.all; first += step * kAhead) {
       float4 value[kAhead][kPer];
 #pragma unroll
@@ -118,18 +120,17 @@ struct Sums {
         if (!half || first + half * step < found.all) {
 #pragma unroll
           for (int a = half; a < half + kHalf; a++) {
-            const int from = __shfl_sync(~0u, slot, a);
+            // The first slot in place of none, so that nothing branches: what is read there does not count.
+            const i64 from = static_cast<i64>(max(__shfl_sync(~0u, slot, a), 0)) * (stride * kDim);
 #pragma unroll
             for (int j = 0; j < kPer; j++) {
-              const int d = 4 * lane + 128 * j;
               value[a][j] = make_float4(0.f, 0.f, 0.f, 0.f);
-              if (from >= 0 && d < kDim)
-                value[a][j] = *reinterpret_cast<const float4*>(p.partial_out + (from * stride + column) * kDim + d);
+              if (4 * lane + 128 * j < kDim) value[a][j] = *reinterpret_cast<const float4*>(outs + from + 128 * j);
             }
           }
         }
-      const bool mine = slot >= 0 && lane < kAhead, plain = first + lane * step < found.plain;
-      const float2 part = mine ? p.partial_sum[slot * stride + column] : make_float2(0.f, 0.f);
+      const bool mine = slot >= 0 && lane < kAhead, plain = kRows && first + lane * step < found.plain;
+      const float2 part = mine ? p.partial_sum[static_cast<i64>(slot) * stride + column] : make_float2(0.f, 0.f);
       slot = found.slot(first + (kAhead + lane) * step, p.tiers);
       const float reference = part.y != 0.f ? part.x + (plain ? 0.f : centre) : -kInfinity;  // 0: the partial saw no token
       float top = fmaxf(m, reference);
@@ -143,7 +144,7 @@ struct Sums {
       m = top;
       sum = sum * before + __shfl_sync(~0u, more, 0);
 #pragma unroll
-      for (int kind = 0; kind < 2; kind++)
+      for (int kind = kFirst; kind < 2; kind++)
 #pragma unroll
         for (int j = 0; j < kPer; j++) scale(out[kind][j], before);
 #pragma unroll
@@ -151,12 +152,13 @@ struct Sums {
         if (!half || first + half * step < found.all) {
 #pragma unroll
           for (int a = half; a < half + kHalf; a++) {
-            const float of_rows = __shfl_sync(~0u, plain ? weight : 0.f, a), of_codes = __shfl_sync(~0u, plain ? 0.f : weight, a);
+            const float of_rows = kRows ? __shfl_sync(~0u, plain ? weight : 0.f, a) : 0.f;
+            const float of_codes = __shfl_sync(~0u, plain ? 0.f : weight, a);
             const bool counts = of_rows + of_codes != 0.f;  // otherwise its memory may hold anything
 #pragma unroll
             for (int j = 0; j < kPer; j++) {
               const float4 x = counts ? value[a][j] : make_float4(0.f, 0.f, 0.f, 0.f);
-              add(out[0][j], of_rows, x);
+              if constexpr (kRows) add(out[0][j], of_rows, x);
               add(out[1][j], of_codes, x);
             }
           }
@@ -166,9 +168,9 @@ struct Sums {
 };
 
 // Writes a column's output: adds sinks, rotates the part from codes back, normalises.
-template <class In, int kDim, class P>
-__device__ __forceinline__ void finish(const P& p, const Column& column, Sums<kDim>& s) {
-  constexpr int kBlock = kDim & -kDim, kPer = Sums<kDim>::kPer;
+template <class In, int kDim, bool kRows, class P>
+__device__ __forceinline__ void finish(const P& p, const Column& column, Sums<kDim, kRows>& s) {
+  constexpr int kBlock = kDim & -kDim, kPer = Sums<kDim, kRows>::kPer;
   const int lane = threadIdx.x & 31;
   if (p.sinks) {
     const float sink = p.sinks[column.head] * kLog2e, top = fmaxf(sink, s.m);
@@ -213,8 +215,8 @@ __device__ __forceinline__ void finish(const P& p, const Column& column, Sums<kD
   if (p.lse && lane == 0) p.lse[to] = s.sum != 0.f ? (s.m + log2f(s.sum)) * kLn2 : -kInfinity;
 }
 
-// One warp per column.
-template <class In, int kDim, class P>
+// One warp per column; kAhead partials at a time.
+template <class In, int kDim, int kAhead, class P>
 __device__ __forceinline__ void combine_column_alone(const P& p) {
   const Column column(p, blockIdx.x * 4 + (threadIdx.x >> 5));
   if (column.head_cache >= p.head_caches || column.query >= p.queries_of(column.row)) return;
@@ -223,17 +225,17 @@ __device__ __forceinline__ void combine_column_alone(const P& p) {
   const float centre = centre_score<In, kDim>(p, column);
   wait_for_previous();
   release_next();
-  Sums<kDim> s;
-  s.template add_all<16 / Sums<kDim>::kPer>(p, found, centre, column.number, 0, 1, slot);
+  Sums<kDim, P::kRows> s;
+  s.template add_all<kAhead / Sums<kDim, P::kRows>::kPer>(p, found, centre, column.number, 0, 1, slot);
   finish<In>(p, column, s);
 }
 
-// One block per column.
-template <class In, int kDim, int kWarps, class P>
+// One block per column; kAhead partials of a warp at a time.
+template <class In, int kDim, int kWarps, int kAhead, class P>
 __device__ __forceinline__ void combine_column(const P& p) {
-  constexpr int kPer = Sums<kDim>::kPer, kAhead = kWarps > 8 ? 16 / kPer : 4;
+  constexpr int kPer = Sums<kDim, P::kRows>::kPer, kFirst = Sums<kDim, P::kRows>::kFirst;
   __shared__ float tops[kWarps], sums[kWarps];
-  __shared__ float4 outs[2][kPer][kWarps][32];
+  __shared__ float4 outs[2 - kFirst][kPer][kWarps][32];
   const Column column(p, blockIdx.x);
   if (column.query >= p.queries_of(column.row)) return;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -242,7 +244,7 @@ __device__ __forceinline__ void combine_column(const P& p) {
   const float centre = centre_score<In, kDim>(p, column);
   wait_for_previous();
   release_next();
-  Sums<kDim> s;
+  Sums<kDim, P::kRows> s;
   s.template add_all<kAhead>(p, found, centre, column.number, warp, kWarps, slot);
   if (lane == 0) tops[warp] = s.m;
   __syncthreads();
@@ -251,11 +253,11 @@ __device__ __forceinline__ void combine_column(const P& p) {
   for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
   const float part = s.m > -kInfinity ? exp2f(s.m - top) : 0.f;
 #pragma unroll
-  for (int kind = 0; kind < 2; kind++)
+  for (int kind = kFirst; kind < 2; kind++)
 #pragma unroll
     for (int j = 0; j < kPer; j++) {
       scale(s.out[kind][j], part);
-      outs[kind][j][warp][lane] = s.out[kind][j];
+      outs[kind - kFirst][j][warp][lane] = s.out[kind][j];
     }
   if (lane == 0) sums[warp] = s.sum * part;
   __syncthreads();
@@ -267,9 +269,9 @@ __device__ __forceinline__ void combine_column(const P& p) {
     s.sum += sums[w];
     if (w == 0) continue;
 #pragma unroll
-    for (int kind = 0; kind < 2; kind++)
+    for (int kind = kFirst; kind < 2; kind++)
 #pragma unroll
-      for (int j = 0; j < kPer; j++) add(s.out[kind][j], 1.f, outs[kind][j][w][lane]);
+      for (int j = 0; j < kPer; j++) add(s.out[kind][j], 1.f, outs[kind - kFirst][j][w][lane]);
   }
   finish<In>(p, column, s);
 }

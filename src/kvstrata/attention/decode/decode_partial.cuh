@@ -2,14 +2,11 @@
 #pragma once
 #include "decode_rows.cuh"
 
-// Writes the partial of a warp over its stages of a bucket.
-template <int kDim, int kN, class P>
-__device__ __forceinline__ void end_bucket(const P& p, State<kDim, kN>& st, int bucket, int chunk, int block) {
+// Writes the partial of a warp over its stages of a bucket: `sums` [columns] and `outs` [columns, D].
+template <int kDim, int kN>
+__device__ __forceinline__ void write_partial(State<kDim, kN>& st, int columns, bool lossy, float2* sums, float* outs) {
   constexpr int kSteps = kDim / 16;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int columns = (P::kRagged ? st.queries : p.queries) * p.group - block * 8 * kN;
-  const i64 first = (static_cast<i64>(chunk + bucket) * gridDim.y + block) * (8 * kN);
-  const bool lossy = bucket >= p.head_caches;
   if (lossy) {
     const float high = __uint_as_float(static_cast<unsigned>(st.unit + 127) << 23);
 #pragma unroll
@@ -31,8 +28,8 @@ __device__ __forceinline__ void end_bucket(const P& p, State<kDim, kN>& st, int 
       for (int d = 4; d < 32; d *= 2) l += __shfl_xor_sync(~0u, l, d);
       const int column = n * 8 + 2 * t + c;
       if (column >= columns) continue;
-      if (g == 0) p.partial_sum[first + column] = make_float2(st.m[n][c], l);
-      float* to = p.partial_out + (first + column) * kDim;
+      if (g == 0) sums[column] = make_float2(st.m[n][c], l);
+      float* to = outs + column * kDim;
       if (lossy) {
         to += g;
 #pragma unroll
@@ -48,4 +45,12 @@ __device__ __forceinline__ void end_bucket(const P& p, State<kDim, kN>& st, int 
         }
       }
     }
+}
+
+template <int kDim, int kN, class P>
+__device__ __forceinline__ void end_bucket(const P& p, State<kDim, kN>& st, int bucket, int chunk, int block) {
+  const i64 first = (static_cast<i64>(chunk + bucket) * gridDim.y + block) * (8 * kN);
+  const int queries = P::kRagged ? st.queries : p.queries;
+  write_partial(st, queries * p.group - block * 8 * kN, bucket >= p.head_caches, p.partial_sum + first,
+                p.partial_out + first * kDim);
 }

@@ -18,7 +18,7 @@ struct Params {
   float scale_log2;
   PackedWork<kPlain> work;
 
-  static constexpr bool kBalances = true;
+  static constexpr bool kBalances = true, kRows = kPlain;
   __device__ __forceinline__ int queries_of(int row) const { return work.queries_of(row); }
   __device__ __forceinline__ i64 first_query(int row) const { return work.first_query(row); }
   __device__ __forceinline__ i64 query_offset(int row) const { return work.first_query(row) * q_query; }
@@ -32,13 +32,16 @@ struct Params {
   }
 };
 
+// Few partials at a time, so that blocks have room beside those of packed.cu: what comes before their wait is then hidden.
+constexpr int kAhead = 8;
+
 template <class In, int kDim, bool kPlain>
-__global__ void __launch_bounds__(128) combine_packed_alone(const __grid_constant__ Params<kPlain> p) {
-  combine_column_alone<In, kDim>(p);
+__global__ void __launch_bounds__(128, 6) combine_packed_alone(const __grid_constant__ Params<kPlain> p) {
+  combine_column_alone<In, kDim, kAhead>(p);
 }
 
 template <class In, int kDim, int kWarps, bool kPlain>
-__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 8 : 1)
+__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 8 : kWarps == 8 ? 3 : 1)
     combine_packed(const __grid_constant__ Params<kPlain> p) {
-  combine_column<In, kDim, kWarps>(p);
+  combine_column<In, kDim, kWarps, (kWarps > 4 ? kAhead / ((kDim + 127) / 128) : 4)>(p);
 }

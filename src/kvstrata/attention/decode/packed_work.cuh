@@ -8,6 +8,10 @@
 // head caches only increase along the work, so chunk + head cache identifies one partial. With `split` a chunk is `split`
 // stages of one head cache, whatever else is in the batch.
 //
+// An even batch is one where equal shares of every head cache are about as good: blocks then belong to head caches by their
+// number, block b to head cache b % head_caches, so that a warp knows what it reads before it knows the lengths. Its warps take
+// stages of the head cache in turn and merge their partials; a partial is one of a block.
+//
 // With kPlain a request may have unquantised rows beside its pages (store/packed/plain_rows.py): its first tokens, and those
 // behind its last full page. They are stages of 16 tokens behind those of codes in the same head cache, cost as much as
 // those, and make a partial of their own: 2 * n + 1 then takes the place of the head cache's number n, and 2 * n for codes.
@@ -24,12 +28,14 @@ struct PackedWork {
   const int* cu_queries;   // [rows + 1], or null: every row has `most_queries`
   const int *tail_slots, *sink_slots;        // [rows], or null: none
   int rows, kv_heads, group, most_queries, window;  // window 0: none
-  int stage_tokens, max_tokens;              // max_tokens: what a row of the block table can list
+  int stage_bits, max_tokens;                // a stage has 2^stage_bits tokens; what a row of the block table can list
   int cost, begin, few_cost, few_begin;      // of a stage and of starting a head cache; the second pair up to `few` stages
   int few, chunks, split;
+  int splits, block_warps;                   // of an even batch: blocks of a head cache, 0: never even; warps of a block
   int multiprocessors, workers;              // workers: resident warps of a multiprocessor
   int tail_requests, sink_requests;          // slots of tail and sink rows that there are
-  int sink_tokens, page_tokens;
+  int sink_tokens, page_bits;                // a page has 2^page_bits tokens
+  unsigned long long by_splits;              // for divide(): warps of a head cache in an even batch
 
   // Plain loads: those through the read-only path may be moved before the wait for the kernel that wrote the lengths.
   __device__ __forceinline__ int first_query(int row) const { return cu_queries ? cu_queries[row] : row * most_queries; }
@@ -45,6 +51,9 @@ struct PackedWork {
   __device__ __forceinline__ int tail_slot(int row) const { return slot_of(tail_slots, tail_requests, row); }
   __device__ __forceinline__ int sink_slot(int row) const { return slot_of(sink_slots, sink_requests, row); }
   static __device__ __forceinline__ int plain_stages(int tokens) { return (tokens + kPlainTokens - 1) / kPlainTokens; }
+  // Shifts, not quotients: every warp waits for them.
+  __device__ __forceinline__ int stages_before(int position) const { return position >> stage_bits; }
+  __device__ __forceinline__ int stages_to(int position) const { return (position + (1 << stage_bits) - 1) >> stage_bits; }
 
   // Stages of a row for the columns from `column` on: none if its queries have no such column. Those before `first` are
   // outside every query's window. kPlain: of `stages` the first `codes` are of pages, then come those of sink rows, which
@@ -61,24 +70,23 @@ struct PackedWork {
     if (queries * group <= column) return x;
     if constexpr (kPlain) {
       const int low = window ? max(x.length - queries - window + 1, 0) : 0;  // first position that a query sees
-      x.packed = tail_slot(number) < 0 ? x.length : x.length / page_tokens * page_tokens;
+      x.packed = tail_slot(number) < 0 ? x.length : x.length >> page_bits << page_bits;
       x.sinks = sink_slot(number) < 0 ? 0 : min(sink_tokens, x.packed);
-      x.first = max(low, x.sinks) / stage_tokens;
-      x.codes = x.sinks < x.packed ? max((x.packed + stage_tokens - 1) / stage_tokens - x.first, 0) : 0;
+      x.first = stages_before(max(low, x.sinks));
+      x.codes = x.sinks < x.packed ? max(stages_to(x.packed) - x.first, 0) : 0;
       x.stages = x.codes + (low < x.sinks ? plain_stages(x.sinks) : 0) + plain_stages(x.length - x.packed);
     } else {
-      if (window) x.first = max(x.length - queries - window + 1, 0) / stage_tokens;
-      x.stages = (x.length + stage_tokens - 1) / stage_tokens - x.first;
+      if (window) x.first = stages_before(max(x.length - queries - window + 1, 0));
+      x.stages = stages_to(x.length) - x.first;
     }
     return x;
   }
 };
 
-__device__ __forceinline__ int sum_of_warp(int x) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) x += __shfl_xor_sync(~0u, x, d);
-  return x;
-}
+// Of numbers that are not negative.
+__device__ __forceinline__ int quotient(int x, int by) { return static_cast<unsigned>(x) / static_cast<unsigned>(by); }
+__device__ __forceinline__ int quotient_up(int x, int by) { return quotient(x + by - 1, by); }
+__device__ __forceinline__ int sum_of_warp(int x) { return __reduce_add_sync(~0u, static_cast<unsigned>(x)); }
 
 // The cut of a step for one block of columns, the same for all its warps.
 struct PackedCut {
@@ -86,83 +94,172 @@ struct PackedCut {
   int cost, begin;  // of a stage and of starting a head cache; with `split` 1 and 0
   int size, used;   // cost of a chunk; number of chunks
   int split;
+  int deep;         // of an even batch: stages of a warp, at most; else 0
 
+  PackedCut() = default;
   // Called by whole warps.
   template <class W>
   __device__ __forceinline__ PackedCut(const W& w, int first_column) : column(first_column) {
     int head_caches = 0, stages = 0;
+    unsigned longest = 0;
+#pragma unroll 1
     for (int r = threadIdx.x & 31; r < w.rows; r += 32) {
       const int n = w.row(r, column).stages;
       head_caches += n > 0;
-      stages += w.split ? (n + w.split - 1) / w.split : n;
+      longest = max(longest, static_cast<unsigned>(n));
+      stages += w.split ? quotient_up(n, w.split) : n;
     }
     head_caches = sum_of_warp(head_caches) * w.kv_heads, stages = sum_of_warp(stages) * w.kv_heads;
-    split = w.split;
+    split = w.split, deep = 0;
     if (split) {
       cost = size = 1, begin = 0, used = stages;
       return;
     }
     const bool few = stages <= w.few;
     cost = few ? w.few_cost : w.cost, begin = few ? w.few_begin : w.begin;
-    const int all = head_caches * begin + stages * cost, share = (all + w.chunks - 1) / w.chunks;
+    const int all = head_caches * begin + stages * cost, share = quotient_up(all, w.chunks);
     // One stage per chunk if there are that few; else at least two, since some chunks would get two anyway.
     size = share <= cost ? cost : max(2 * cost, share);
-    used = (all + size - 1) / size;
+    if (w.splits) {
+      const int warps = w.splits * w.block_warps;
+      const int equal = divide(static_cast<int>(__reduce_max_sync(~0u, longest)) + warps - 1, w.by_splits);
+      // What equal shares save: a second head cache in most chunks, and the way to the first.
+      if (equal && equal * cost <= size + begin + begin / 4) deep = equal;
+    }
+    used = deep ? 0 : quotient_up(all, size);
+  }
+
+  // Blocks of a head cache in an even batch.
+  template <class W>
+  __device__ __forceinline__ int blocks_of(const W& w, int stages) const {
+    return quotient_up(stages, deep * w.block_warps);
   }
 
   // Cost of a head cache.
   __device__ __forceinline__ int of(int stages) const {
-    if (split) return (stages + split - 1) / split;
+    if (split) return quotient_up(stages, split);
     return stages ? begin + stages * cost : 0;
   }
 };
 
-// A head cache of the work: its row and KV head, and where its cost begins.
+// Where a warp is, in shared memory: what is only needed from one head cache to the next would take registers.
 template <class W>
-struct PackedHeadCache {
-  typename W::Row row;
-  int number, head, base, cost;  // number: of the row
+struct PackedPlace {
+  PackedCut cut;
+  typename W::Row row;  // of the head cache
+  int base, cost;       // where its cost begins, and its cost
+  int limit;            // cost at which the chunk ends
+  int step;             // from one stage to the next: 1 but in an even batch
 };
 
-// The head cache in which the cost `x` falls; called by whole warps.
+// Stages of a warp, one after the other; called by whole warps.
 template <class W>
-__device__ __forceinline__ PackedHeadCache<W> head_cache_at(const W& w, const PackedCut& cut, int x) {
-  const int lane = threadIdx.x & 31;
-  int base = 0;
-  for (int first = 0;; first += 32) {
-    const typename W::Row row = w.row(first + lane, cut.column);
-    const int cost = cut.of(row.stages);
-    int end = cost * w.kv_heads;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int before = __shfl_up_sync(~0u, end, d);
-      if (lane >= d) end += before;
-    }
-    const unsigned past = __ballot_sync(~0u, base + end > x);
-    if (past || first + 32 >= w.rows) {
-      const int from = past ? __ffs(past) - 1 : 31;
-      PackedHeadCache<W> g;
-      g.number = first + from;
-      if constexpr (W::kHasPlain) g.row = w.row(g.number, cut.column);
-      else g.row = {__shfl_sync(~0u, row.length, from), __shfl_sync(~0u, row.first, from), __shfl_sync(~0u, row.stages, from)};
-      g.cost = __shfl_sync(~0u, cost, from);
-      const int row_base = base + __shfl_sync(~0u, end, from) - g.cost * w.kv_heads;
-      g.head = g.cost ? (x - row_base) / g.cost : 0;
-      g.base = row_base + g.head * g.cost;
-      return g;
-    }
-    base += __shfl_sync(~0u, end, 31);
+struct PackedWalk {
+  int head_cache;
+  int at, end;  // stages of the head cache; those of its row begin at row.first
+  int length;   // of the row
+
+  __device__ __forceinline__ bool live() const { return at < end; }
+
+  // Stages `first`, `first + step`, .. of a head cache.
+  __device__ __forceinline__ void of_head_cache(PackedPlace<W>& place, const typename W::Row& row, int number, int first,
+                                                int step) {
+    head_cache = number, at = row.first + first, end = row.first + row.stages, length = row.length;
+    if (!(threadIdx.x & 31)) place.row = row, place.step = step;
+    __syncwarp();
   }
-}
+
+  // Stages of a chunk.
+  __device__ __forceinline__ void of_chunk(const W& w, PackedPlace<W>& place, int chunk) {
+    const PackedCut& cut = place.cut;
+    const int begin = chunk * cut.size, lane = threadIdx.x & 31;
+    typename W::Row row;
+    int number, base = 0, cost;  // of the row in which `begin` falls
+#pragma unroll 1
+    for (int first = 0;; first += 32) {
+      row = w.row(first + lane, cut.column);
+      cost = cut.of(row.stages);
+      int to = cost * w.kv_heads;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int before = __shfl_up_sync(~0u, to, d);
+        if (lane >= d) to += before;
+      }
+      const unsigned past = __ballot_sync(~0u, base + to > begin);
+      if (past || first + 32 >= w.rows) {
+        const int from = past ? __ffs(past) - 1 : 31;
+        number = first + from;
+        row = w.row(number, cut.column);
+        cost = __shfl_sync(~0u, cost, from);
+        base += __shfl_sync(~0u, to, from) - cost * w.kv_heads;
+        break;
+      }
+      base += __shfl_sync(~0u, to, 31);
+    }
+    const int head = cost ? quotient(begin - base, cost) : 0;
+    base += head * cost;
+    head_cache = number * w.kv_heads + head, length = row.length;
+    int limit = begin + cut.size;
+    if (cut.split) {
+      at = (chunk - base) * cut.split;
+      end = min(at + cut.split, row.stages);
+    } else {
+      at = quotient(max(begin - base - cut.begin, 0), cut.cost);
+      end = end_of(cut, row, base, limit);
+    }
+    at += row.first, end += row.first;
+    __syncwarp();
+    if (!lane) place.row = row, place.base = base, place.cost = cost, place.limit = limit, place.step = 1;
+    __syncwarp();
+  }
+
+  static __device__ __forceinline__ int end_of(const PackedCut& cut, const typename W::Row& row, int base, int limit) {
+    return min(quotient(max(limit - base - cut.begin, 0), cut.cost), row.stages);
+  }
+
+  // Moves to the next head cache with a stage of this chunk; not live if there is none.
+  __device__ __forceinline__ void next_head_cache(const W& w, PackedPlace<W>& place) {
+    const PackedCut& cut = place.cut;
+    at = end;
+    if (cut.split || cut.deep) return;
+    const int base = place.base + place.cost, limit = place.limit;
+    if (base >= limit) return;
+    typename W::Row row = place.row;
+    int number = quotient(++head_cache, w.kv_heads);
+    const bool same_row = number * w.kv_heads != head_cache;
+    if (!same_row) {
+      do {
+        if (number >= w.rows) return;
+        row = w.row(number++, cut.column);
+      } while (!row.stages);
+      head_cache = (number - 1) * w.kv_heads;
+    }
+    at = row.first, end = row.first + end_of(cut, row, base, limit), length = row.length;
+    __syncwarp();
+    if (!(threadIdx.x & 31)) {
+      place.base = base;
+      if (!same_row) place.row = row, place.cost = cut.of(row.stages);
+    }
+    __syncwarp();
+  }
+
+  // Moves to the next stage, or with `begins` to the first; not live if there is none.
+  __device__ __forceinline__ void next(const W& w, PackedPlace<W>& place, bool begins) {
+    at += begins ? 0 : place.step;
+    if (at >= end) next_head_cache(w, place);
+  }
+};
 
 // Partials of one head cache in a block of columns; called by whole warps. kPlain: those of plain rows to
 // lane 0, those of codes to the others.
 template <class W>
 __device__ __forceinline__ Slots partials_of(const W& w, int head_cache, int row_number, int head, int column) {
   const PackedCut cut(w, column);
-  int before = 0;
-  for (int r = threadIdx.x & 31; r < row_number; r += 32) before += cut.of(w.row(r, column).stages);
   const typename W::Row row = w.row(row_number, column);
+  if (cut.deep) return {head_cache * w.splits, cut.blocks_of(w, row.stages)};
+  int before = 0;
+#pragma unroll 1
+  for (int r = threadIdx.x & 31; r < row_number; r += 32) before += cut.of(w.row(r, column).stages);
   const int base = sum_of_warp(before) * w.kv_heads + head * cut.of(row.stages);
   int from = 0, end = row.stages;  // stages of the partials
   if constexpr (W::kHasPlain) {
@@ -174,57 +271,3 @@ __device__ __forceinline__ Slots partials_of(const W& w, int head_cache, int row
   const int first = (base + cut.begin + (from + 1) * cut.cost - 1) / cut.size;
   return {first + head_cache, (base + cut.begin + end * cut.cost - 1) / cut.size - first + 1};
 }
-
-// Stages of a chunk, one after the other.
-template <class W>
-struct PackedWalk {
-  PackedHeadCache<W> g;
-  int at, end;     // stages of the head cache, from row.first on
-  int limit;       // cost at which the chunk ends
-  bool live;
-
-  __device__ __forceinline__ PackedWalk(const W& w, const PackedCut& cut, int chunk) {
-    const int begin = chunk * cut.size;
-    limit = begin + cut.size;
-    g = head_cache_at(w, cut, begin);
-    if (cut.split) {
-      at = (chunk - g.base) * cut.split;
-      end = min(at + cut.split, g.row.stages);
-    } else {
-      at = max(begin - g.base - cut.begin, 0) / cut.cost;
-      end = end_of(cut);
-    }
-    live = at < end;
-    if (!live) next_head_cache(w, cut);
-  }
-
-  __device__ __forceinline__ int end_of(const PackedCut& cut) const {
-    return min(max(limit - g.base - cut.begin, 0) / cut.cost, g.row.stages);
-  }
-
-  // Moves to the next head cache with a stage of this chunk; live is false if there is none.
-  __device__ __forceinline__ void next_head_cache(const W& w, const PackedCut& cut) {
-    live = false;
-    if (cut.split) return;
-    for (;;) {
-      g.base += g.cost;
-      if (g.base >= limit) return;
-      if (++g.head == w.kv_heads) {
-        g.head = 0;
-        do {
-          if (++g.number >= w.rows) return;
-          g.row = w.row(g.number, cut.column);
-        } while (!g.row.stages);
-        g.cost = cut.of(g.row.stages);
-      }
-      at = 0;
-      end = end_of(cut);
-      live = end > 0;
-      return;
-    }
-  }
-
-  __device__ __forceinline__ void next(const W& w, const PackedCut& cut) {
-    if (++at == end) next_head_cache(w, cut);
-  }
-};

@@ -10,7 +10,7 @@ import functools
 import math
 import struct
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,19 +33,21 @@ from kvstrata.attention.decode.stages import (
 )
 from kvstrata.layout.format import MAX_TIERS, Format
 
-from .job import Job, Result, Tensors
+from .job import Job, Result
 
-WORK = "4q20i"  # struct PackedWork
+WORK = "4q22iq"  # struct PackedWork
 BASE = f"10q5q6i2f3i5q qf3i{MAX_TIERS}i"  # struct Params of decode_state.cuh
 # struct PackedParams: its base, then pages, table, balance; plain rows and their strides; strides; stages of a block.
-DECODE = struct.Struct(BASE + "3q4q4q3qq2i" + WORK)
+DECODE = struct.Struct(BASE + "3q4q4q3q2q2i" + WORK)
 COMBINE = struct.Struct("8q2q3q7if" + WORK)
 # Words of 8 bytes that hold addresses, which change from call to call. Of DECODE: q; lengths, centre, list, partials
 # and sums; pages, table, balance, tail and sink rows. The first of COMBINE: partials, sums, out, lse, sinks, q, centre,
 # balance.
 QUERY, LENGTHS, PAGES = 0, 4, struct.calcsize(BASE) // 8
 DECODE_WORK, COMBINE_WORK = ((x.size - struct.calcsize(WORK)) // 8 for x in (DECODE, COMBINE))
+SPLITS, MULTIPROCESSORS = 14, 16  # places in the numbers of WORK
 PLAIN_TOKENS = 16  # of a stage of plain rows
+MOST_WARPS = 8  # of a column in packed_combine.cu
 MOST_COST = 1 << 30
 MOST_TOKENS = 1 << 24  # of a request: the number of 16 of them has 21 bits of a stage's meta (work.cuh)
 
@@ -98,14 +100,16 @@ def kernels_needed(
         for ordered in {queries > 1, windowed or queries > 1}:
             needed.append((FOLDER / "packed.cu", entry_of(format, dtype, ordered, cut)))
     fewest = max(4, -(-format.head_dim // 32))
-    combine = [combine_entry_of(dtype, format.head_dim, warps) for warps in sorted({1, fewest, 16})]
+    combine = [combine_entry_of(dtype, format.head_dim, warps) for warps in sorted({1, fewest, MOST_WARPS})]
     return list(dict.fromkeys([*needed, *((FOLDER / "packed_combine.cu", entry) for entry in combine)]))
 
 
 def shared_of(format: Format, cut: Cut, plain: bool = False) -> int:
     """Dynamic shared memory of a block, in bytes; positions are not stored."""
     codes, rows = slot_bytes((format,)) - 4 * format.page_tokens, PLAIN_TOKENS * format.head_dim * 4
-    return cut.warps * SLOTS * max(codes, rows if plain else 0)
+    if plain:
+        return cut.warps * SLOTS * max(codes, rows)
+    return cut.warps * max(SLOTS * codes, 8 * cut.width * format.head_dim * 4)  # or a warp's partial
 
 
 def packed_cut(format: Format, columns: int, arch: str, plain: bool = False) -> Cut:
@@ -178,6 +182,7 @@ class Plan:
         sizes = grid_of(f, columns, device, plain)
         self.cut, self.y, shared, multiprocessors, per = sizes
         cut, grid = self.cut, multiprocessors * per
+        self.decode_blocks = grid
         self.tokens = stage_tokens(f)
         max_stages = -(-job.max_tokens // self.tokens)
         if plain:
@@ -186,14 +191,16 @@ class Plan:
         split = 0 if job.fixed_split is None else -(-job.fixed_split // self.tokens)
         self.chunks = self.head_caches * -(-max_stages // split) if split else sizes.chunks
         self.slots, self.columns = self.chunks + (1 + plain) * self.head_caches, sizes.columns
+        splits = 0 if plain or split else grid // self.head_caches  # blocks of a head cache in an even batch
         costs, worst = [cost(f), begin_cost(f)], self.head_caches * (begin_cost(f) + max_stages * cost(f))
         costs = [max(n // -(-worst // MOST_COST), 1) for n in costs] if worst > MOST_COST else costs
         self.work = (
-            job.requests, blocks.kv_heads, job.group, job.most_queries, job.sliding_window or 0, self.tokens,
-            job.max_tokens,
-            *costs, few_cost(f), few_begin(f), FEW * self.chunks, self.chunks, split, multiprocessors,
-            per * cut.warps, *(0 if x is None else x.shape[0] for x in (job.rows.tail_k, job.rows.sink_k)),
-            job.rows.sink_tokens, f.page_tokens,
+            job.requests, blocks.kv_heads, job.group, job.most_queries, job.sliding_window or 0,
+            self.tokens.bit_length() - 1, job.max_tokens,
+            *costs, few_cost(f), few_begin(f), FEW * self.chunks, self.chunks, split, splits, cut.warps,
+            multiprocessors, per * cut.warps,
+            *(0 if x is None else x.shape[0] for x in (job.rows.tail_k, job.rows.sink_k)),
+            job.rows.sink_tokens, f.page_tokens.bit_length() - 1, _inverse(splits * cut.warps) if splits else 0,
         )  # fmt: skip
         ordered = job.sliding_window is not None or job.most_queries > 1
         decode = _kernel("packed.cu", entry_of(f, job.q.dtype, ordered, cut, plain), device)
@@ -205,7 +212,7 @@ class Plan:
         combine = _kernel("packed_combine.cu", combine_entry_of(job.q.dtype, f.head_dim, warps, plain), device)
         shape = (all_columns, 32 * warps) if warps > 1 else (-(-all_columns // 4), 128)
         self.combine = jit.Launch(combine, *shape, combine_params, overlap=True)
-        self.capped = bool(job.softcap)
+        self.capped, self.return_lse = bool(job.softcap), job.return_lse
         self.words = tuple(memoryview(x.params).cast("q") for x in (self.decode, self.combine))
         self.optional = plain or any(x is not None for x in (job.cu_seqlens_q, job.balance, job.centre, job.sinks))
         self.sums_offset = self.slots * self.columns * f.head_dim * 4
@@ -218,7 +225,7 @@ class Plan:
             return fewest
         if self.chunks <= ALONE * self.head_caches and columns >= multiprocessors:
             return 1
-        return 16 if columns < 2 * grid else fewest
+        return MOST_WARPS if columns < 2 * grid else fewest
 
     def _params(self, job: Job) -> tuple[bytes, bytes]:
         """Parameters of both launches but for the addresses, which `run` writes."""
@@ -226,7 +233,7 @@ class Plan:
         size, log2e = q.element_size(), math.log2(math.e)
         by_group, by_heads = _inverse(job.group), _inverse(blocks.kv_heads)
         block_stages, strides = blocks.block_size // self.tokens, (q.stride(0) * size, q.stride(1) * size)
-        multiprocessors = self.work[14]
+        multiprocessors = self.work[MULTIPROCESSORS]
         strides_of = (
             n * size for x in (job.rows.tail_k, job.rows.sink_k) for n in (x.stride()[:2] if x is not None else (0, 0))
         )
@@ -236,7 +243,8 @@ class Plan:
             job.scale * log2e, (job.softcap or 0.0) * log2e, job.sliding_window or 0, 0, 0,
             0, 0, by_group, by_heads, _inverse(multiprocessors), 0, 0.0, 0, 0, 0, *(0,) * MAX_TIERS,
             *(0,) * 7, *strides_of, job.block_table.stride(0), blocks.block_stride, blocks.head_stride,
-            _inverse(block_stages), block_stages, job.rows.tail_tokens, *(0,) * 4, *self.work,
+            _inverse(block_stages), _inverse(self.head_caches), block_stages, job.rows.tail_tokens, *(0,) * 4,
+            *self.work,
         )  # fmt: skip
         combine = COMBINE.pack(
             *(0,) * 8, *strides, _inverse(job.most_queries * job.group), by_group, by_heads,
@@ -263,12 +271,12 @@ class Plan:
             decode[DECODE_WORK + 2] = combine[COMBINE_WORK + 2] = tail_slots
             decode[DECODE_WORK + 3] = combine[COMBINE_WORK + 3] = sink_slots
 
-    def run(self, tensors: Tensors, return_lse: bool, out: torch.Tensor | None = None) -> Result:
-        """Run a call that looks like the plan's; ``out`` is written to, or a new tensor."""
-        q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch, *rows = tensors
+    def run(self, memory: tuple[Any, ...]) -> Result:
+        """Run a call that looks like the plan's: its `Tensors`, and the output or None."""
+        q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch, *rows, out = memory
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if self.return_lse else None
         if scratch is None:
             scratch = torch.empty(self.nbytes, dtype=torch.uint8, device=q.device)
         elif scratch.numel() < self.nbytes or scratch.data_ptr() % 16:

@@ -6,20 +6,17 @@ call becomes the operator ``kvstrata::decode_packed``.
 
 from __future__ import annotations
 
-from operator import itemgetter
-from typing import Any
-
 import torch
 
 from kvstrata import jit
 from kvstrata.attention.output import AttentionOutput
+from kvstrata.attention.packed_again import Recent, Seen
 from kvstrata.attention.packed_operator import FORMAT, Operators
 from kvstrata.backends import choose, missing
-from kvstrata.call_cache import PerThread, dispatched, guard_of, signature
+from kvstrata.call_cache import dispatched, signature
 from kvstrata.layout import Format
-from kvstrata.layout.blocks import ALIGNMENT
 from kvstrata.store.packed.arguments import Calibration, calibration_tensors
-from kvstrata.store.packed.plain_rows import PlainRows, row_tensors
+from kvstrata.store.packed.plain_rows import PlainRows, RowTensors, row_tensors
 
 from . import reference
 from .job import Job, Options, Result, Tensors, check
@@ -36,45 +33,10 @@ def _missing(backend: str, job: Job) -> str | None:
     return None
 
 
-class Latest:
-    """The latest call on CUDA: what another one must look like to go without checks, and its launches.
-
-    Memory is the tensors of a call and its output. A guard sees those that are there; the others must be None again.
-    """
-
-    def __init__(self, look: tuple[Any, ...], memory: tuple[torch.Tensor | None, ...], plan: Any, device: int) -> None:
-        self.look, self.plan, self.device = look, plan, device
-        present = [i for i, x in enumerate(memory) if x is not None]
-        absent = [i for i, x in enumerate(memory) if x is None]
-        self.given = itemgetter(*present)
-        self.left_out = itemgetter(*absent, absent[0]) if absent else lambda memory: ()  # of one index: no tuple
-        self.nothing = (None,) * (len(absent) + 1 if absent else 0)
-        self.guard = guard_of(self.given(memory))
-        self.wide = [i for i in present if i in ALIGNED]
-
-    def fits(self, look: tuple[Any, ...], memory: tuple[torch.Tensor | None, ...]) -> bool:
-        if look != self.look or self.left_out(memory) != self.nothing or not self.guard(*self.given(memory)):
-            return False
-        if memory[0].data_ptr() % 4 or torch._C._cuda_getDevice() != self.device:  # type: ignore[union-attr]
-            return False
-        bits = 0
-        for i in self.wide:
-            bits |= memory[i].data_ptr()  # type: ignore[union-attr]
-        return not bits % ALIGNMENT
-
-
 # Of a call's memory, what kernels access in 16 bytes: pages, workspace, tail, sink rows and the output, which is last.
 WIDE = {"pages", "workspace", "tail_k", "tail_v", "sink_k", "sink_v"}
 ALIGNED = {i for i, name in enumerate(Tensors._fields) if name in WIDE} | {len(Tensors._fields)}
-
-
-class _Plans(PerThread[Any]):
-    """Launches of a thread: parameters are written in place, so threads do not share them."""
-
-    latest: Latest | None = None
-
-
-_plans = _Plans()
+_plans = Recent()
 
 
 def _run_cuda(job: Job, tensors: Tensors, format: Format, options: Options, backend: str) -> Result:
@@ -90,16 +52,8 @@ def _run_cuda(job: Job, tensors: Tensors, format: Format, options: Options, back
             jit.bind_context(device)
             plan = _plans.known[key] = packed_cuda.Plan(job, device)
         if q is job.q and (tensors.sinks is None or tensors.sinks.data_ptr() == job.sinks.data_ptr()):  # type: ignore[union-attr]
-            _plans.latest = Latest((format, options, backend), (*tensors, job.out), plan, device)
-        return plan.run(tensors._replace(q=q, sinks=job.sinks), options.return_lse, job.out)
-
-
-def _again(tensors: Tensors, format: Format, options: Options, backend: str, out: torch.Tensor | None) -> Result | None:
-    """Run a call that looks like the latest one on CUDA, without checks; None if it does not."""
-    latest = _plans.latest
-    if latest is None or not latest.fits((format, options, backend), (*tensors, out)):
-        return None
-    return latest.plan.run(tensors, options.return_lse, out)
+            _plans.remember(Seen((format, backend, *options), (*tensors, job.out), ALIGNED, plan.run, device))
+        return plan.run((*tensors._replace(q=q, sinks=job.sinks), job.out))
 
 
 def _decode(
@@ -130,6 +84,7 @@ SCHEMA = (
     " bool return_lse, str backend"
 )
 _is_compiling = torch.compiler.is_compiling
+NO_ROWS = RowTensors()
 OPERATORS = Operators(_library, "decode_packed", Tensors, Options, required=4).register(SCHEMA, _decode, check)
 
 
@@ -206,14 +161,13 @@ def decode_packed(
         >>> kvstrata.decode_packed(torch.randn(1, 8, 64), pages, block_table, seq_lens, fmt).shape
         torch.Size([1, 8, 64])
     """
-    balance, centre = calibration_tensors(calibration)
-    rows = () if tail is sink_tokens is None else row_tensors(tail, sink_tokens)
-    tensors = Tensors(q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace, *rows)
-    options = Options(scale, sliding_window, softcap, max_seqlen_q, fixed_split, return_lse)
-    if not _is_compiling() and (again := _again(tensors, fmt, options, backend, out)) is not None:
-        return AttentionOutput(*again) if return_lse else again[0]
-    if dispatched((*tensors, out)):
-        result, lse = OPERATORS.call(tensors, fmt, options, backend, out)
-    else:
-        result, lse = _decode(tensors, fmt, options, backend, out)
-    return AttentionOutput(result, lse) if return_lse else result
+    balance, centre = (None, None) if calibration is None else calibration_tensors(calibration)
+    rows = NO_ROWS if tail is sink_tokens is None else row_tensors(tail, sink_tokens)
+    memory = (q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace, *rows, out)
+    look = (fmt, backend, scale, sliding_window, softcap, max_seqlen_q, fixed_split, return_lse)
+    again = None if _is_compiling() else _plans.again(look, memory)
+    if again is None:
+        tensors, options = Tensors(*memory[:-1]), Options(*look[2:])
+        run = OPERATORS.call if dispatched(memory) else _decode
+        again = run(tensors, fmt, options, backend, out)
+    return AttentionOutput(*again) if return_lse else again[0]

@@ -64,22 +64,28 @@ def unpack_kernel(
     tail_requests, tail_stride, tail_stride_head, sink_requests, sink_stride, sink_stride_head, stride_table,
     stride_block, stride_head, k_stride_token, k_stride_head, v_stride_token, v_stride_head, first_head, longest, total,
     max_tokens, window,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr, K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, V_OFFSET: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr, PAGE_BYTES: tl.constexpr, BALANCED: tl.constexpr, CENTRED: tl.constexpr,
+    DENSE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    V_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr, PAGE_BYTES: tl.constexpr, BALANCED: tl.constexpr,
+    CENTRED: tl.constexpr,
     WHOLE: tl.constexpr, TAIL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """TOKENS positions of one request and KV head, of K or V: from a page, plain rows beside it, or new rows.
 
     ``window``: positions that a query can make a kernel read, its own included; tokens before them are left out.
-    PADDED: elements of a row that is written, DIM or more; those behind DIM are zeros.
+    PADDED: elements of a row that is written, DIM or more; those behind DIM are zeros. DENSE: all requests have
+    ``longest`` tokens, and there is no cu_k.
     """
     per_request = tl.cdiv(longest, TOKENS)
     request, number = tl.program_id(0) // per_request, tl.program_id(0) % per_request
     head, is_k = tl.program_id(1).to(tl.int64), tl.program_id(2) == 0
     prefix, new_tokens = _lengths(length_ptr, cu_q_ptr, request, request >= 0, max_tokens)
     length = prefix + new_tokens
-    begin_q, begin_k = tl.load(cu_q_ptr + request), tl.load(cu_k_ptr + request)
+    begin_q = tl.load(cu_q_ptr + request)
+    if DENSE:
+        begin_k = request * longest
+    else:
+        begin_k = tl.load(cu_k_ptr + request)
     if (number * TOKENS < length) & ((number + 1) * TOKENS > prefix - window):
         token, dim = tl.arange(0, TOKENS), tl.arange(0, WIDE)
         position = number * TOKENS + token
@@ -181,42 +187,68 @@ def heads_at_once(job: Job, total: int) -> int:
     return max(1, min(job.blocks.kv_heads, room // needed))
 
 
+class Unpack(NamedTuple):
+    """A launch of `unpack_kernel`: its grid, tensors, numbers and constants."""
+
+    grid: tuple[int, int, int]
+    tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+def unpack_of(
+    job: Job, bounds: Bounds, cu_seqlens_k: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, first: int,
+    count: int,
+) -> Unpack:  # fmt: skip
+    """Launch that writes ``count`` KV heads from ``first`` on to k and v."""
+    t, f, blocks, q = job.tensors, job.format, job.blocks, job.tensors.q
+    dim = f.head_dim
+    grid = (t.seq_lens.shape[0] * -(-max(bounds.max_k, 1) // f.page_tokens), count, 2)
+    constants = dict(
+        DENSE=cu_seqlens_k is None, HEADS=count, DIM=dim, WIDE=triton.next_power_of_2(dim), PADDED=padded_dim(dim),
+        K_BITS=f.k_bits, V_BITS=f.v_bits, TOKENS=f.page_tokens, BLOCK_SIZE=blocks.block_size,
+        BLOCK=block_of(dim) if f.rotate else 1, V_OFFSET=f.v_offset,
+        SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes, BALANCED=t.balance is not None,
+        CENTRED=t.centre is not None, WHOLE=whole_pages(dim, f.page_tokens, {f.k_bits, f.v_bits}),
+        TAIL=t.rows.tail_tokens, SINK=t.rows.sink_tokens,
+    )  # fmt: skip
+    rows = row_arguments(q, t.rows)
+    tensors = (
+        k, v, t.pages, t.block_table, t.seq_lens, t.cu_seqlens_q, t.seq_lens if cu_seqlens_k is None else cu_seqlens_k,
+        t.k_new, t.v_new, q if t.balance is None else t.balance, q if t.centre is None else t.centre,
+        _signs(dim, q.device), *rows[:6],
+    )  # fmt: skip
+    numbers = (
+        *rows[6:], t.block_table.stride(0), blocks.block_stride, blocks.head_stride,
+        *t.k_new.stride()[:2], *t.v_new.stride()[:2], first, max(bounds.max_k, 1), bounds.total, job.max_tokens,
+        0x7FFFFFFF if job.options.sliding_window is None else job.options.sliding_window + WHOLE_BLOCKS,
+    )  # fmt: skip
+    return Unpack(grid, tensors, numbers, constants)  # type: ignore[arg-type]
+
+
 def unpack(
-    job: Job, bounds: Bounds, cu_seqlens_k: torch.Tensor, rows: torch.Tensor, first: int, count: int
+    job: Job, bounds: Bounds, cu_seqlens_k: torch.Tensor | None, rows: torch.Tensor, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of ``count`` KV heads from ``first`` on, ``[total, count, D]``: prefixes, each with its new rows behind.
 
     D is that of `padded_dim`; ``rows`` ``[2, at least total * count * D]`` is written to.
     """
-    t, f, blocks, q = job.tensors, job.format, job.blocks, job.tensors.q
-    dim, padded = f.head_dim, padded_dim(f.head_dim)
+    padded = padded_dim(job.format.head_dim)
     k, v = (x[: max(bounds.total, 1) * count * padded].view(-1, count, padded) for x in rows)
-    grid = (t.seq_lens.shape[0] * -(-max(bounds.max_k, 1) // f.page_tokens), count, 2)
-    constants = dict(
-        HEADS=count, DIM=dim, WIDE=triton.next_power_of_2(dim), PADDED=padded, K_BITS=f.k_bits, V_BITS=f.v_bits,
-        TOKENS=f.page_tokens, BLOCK_SIZE=blocks.block_size, BLOCK=block_of(dim) if f.rotate else 1, V_OFFSET=f.v_offset,
-        SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes, BALANCED=t.balance is not None,
-        CENTRED=t.centre is not None, WHOLE=whole_pages(dim, f.page_tokens, {f.k_bits, f.v_bits}),
-        TAIL=t.rows.tail_tokens, SINK=t.rows.sink_tokens,
-    )  # fmt: skip
-    arguments = (
-        k, v, t.pages, t.block_table, t.seq_lens, t.cu_seqlens_q, cu_seqlens_k, t.k_new, t.v_new,
-        q if t.balance is None else t.balance, q if t.centre is None else t.centre, _signs(dim, q.device),
-        *row_arguments(q, t.rows), t.block_table.stride(0), blocks.block_stride, blocks.head_stride,
-        *t.k_new.stride()[:2], *t.v_new.stride()[:2], first, max(bounds.max_k, 1), bounds.total,
-        job.max_tokens,
-        0x7FFFFFFF if job.options.sliding_window is None else job.options.sliding_window + WHOLE_BLOCKS,
-    )  # fmt: skip
-    with torch.cuda.device_of(q):
-        launch(unpack_kernel, grid, arguments, constants, num_warps=stage_warps(dim))
+    given = unpack_of(job, bounds, cu_seqlens_k, k, v, first, count)
+    with torch.cuda.device_of(k):
+        args = (*given.tensors, *given.numbers)
+        launch(unpack_kernel, given.grid, args, given.constants, num_warps=stage_warps(job.format.head_dim))
     return k, v
 
 
-def staging(job: Job, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Prefix sums of the lengths, memory for rows, and the KV heads that it is for."""
+def staging(job: Job, bounds: Bounds) -> tuple[torch.Tensor | None, torch.Tensor, int]:
+    """Prefix sums of the lengths unless all are the same, memory for rows, and the KV heads that it is for."""
     q, seq_lens, heads = job.tensors.q, job.tensors.seq_lens, heads_at_once(job, bounds.total)
     cu_k = job.tensors.cu_seqlens_k
-    if cu_k is None:
+    if bounds.dense(job):
+        cu_k = None
+    elif cu_k is None:
         requests = seq_lens.shape[0]
         cu_k = torch.empty(requests + 1, dtype=torch.int32, device=q.device)
         arguments = (seq_lens, job.tensors.cu_seqlens_q, cu_k, requests, job.max_tokens, bounds.total)
@@ -230,8 +262,8 @@ def staging(job: Job, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def _attend(
-    job: Job, bounds: Bounds, cu_k: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    **scoring: Any,
+    job: Job, bounds: Bounds, cu_k: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, **scoring: Any,
 ) -> torch.Tensor | None:  # fmt: skip
     """Attention of ``q [T, heads, D]`` over unpacked rows ``[total, KV heads, D]``, written to ``out``; returns lse."""
     window, return_lse = job.options.sliding_window, job.options.return_lse

@@ -14,7 +14,7 @@ from kvstrata.attention.decode.stages import NAMES
 from kvstrata.call_cache import PerThread
 
 from .configs import tuned_tile
-from .job import PrefillJob, Result, lse_strides, strides_of
+from .job import PrefillJob, Result, Run, lse_strides, strides_of
 from .launch import look
 from .tiles import Tile, tile_of
 
@@ -78,18 +78,35 @@ def run(job: PrefillJob, tile: Tile | None = None, check: torch.Tensor | None = 
         return out, lse
     device = job.q.get_device()
     with torch.cuda.device(device):
-        if tile is None:
-            tile = _tile(job, device)
-        checked = check is not None
-        key = (tile, checked, *look(job))
-        launch = _launches.known.get(key)
-        if launch is None:
-            launch = _launches.known[key] = _plan(job, tile, checked, out, lse, device)
-        tensors = (job.q, job.k, job.v, out, lse, job.sinks, job.cu_seqlens_q, job.cu_seqlens_k, check)
-        POINTERS.pack_into(launch.params, 0, *(0 if x is None else x.data_ptr() for x in tensors))
+        launch = _find(job, out, lse, tile, check is not None)
         jit.bind_context(device)
-        launch(jit.current_stream(device))
+        _start(launch, device, job, out, lse, check)
     return out, lse
+
+
+def prepare(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None) -> Run:
+    """Launch for jobs of this `look` on the current device, by this thread; the job is not empty."""
+    device, launch = job.q.get_device(), _find(job, out, lse, None, False)
+    return lambda job, out, lse: _start(launch, device, job, out, lse, None)
+
+
+def _find(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None, tile: Tile | None, checked: bool) -> jit.Launch:
+    device = job.q.get_device()
+    tile = tile or _tile(job, device)
+    key = (tile, checked, *look(job))
+    launch = _launches.known.get(key)
+    if launch is None:
+        launch = _launches.known[key] = _plan(job, tile, checked, out, lse, device)
+    return launch
+
+
+def _start(
+    launch: jit.Launch, device: int, job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None,
+    check: torch.Tensor | None,
+) -> None:  # fmt: skip
+    tensors = (job.q, job.k, job.v, out, lse, job.sinks, job.cu_seqlens_q, job.cu_seqlens_k, check)
+    POINTERS.pack_into(launch.params, 0, *(0 if x is None else x.data_ptr() for x in tensors))
+    launch(jit.current_stream(device))
 
 
 def _tile(job: PrefillJob, device: int) -> Tile:

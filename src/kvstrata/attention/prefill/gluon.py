@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .job import PrefillJob, lse_strides
-from .launch import Launch, Run, empty, heads_first, moved
+from .job import PrefillJob, Run, lse_strides
+from .launch import Launch, empty, heads_first, moved
 from .tiles import Config
 
 ROWS = 64  # queries of a warpgroup

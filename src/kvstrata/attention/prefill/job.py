@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,9 @@ class PrefillJob(NamedTuple):
         q = self.q
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if self.return_lse else None
         return torch.empty(q.shape, dtype=q.dtype, device=q.device) if self.out is None else self.out, lse
+
+
+Run = Callable[[PrefillJob, torch.Tensor, torch.Tensor | None], None]  # job, out, lse
 
 
 def strides_of(x: torch.Tensor) -> tuple[int, int, int]:

@@ -90,19 +90,15 @@ def compiling() -> Iterator[list[Any]]:
         _compiled = None
 
 
-Run = Callable[[PrefillJob, torch.Tensor, torch.Tensor | None], None]
 _launched: Bounded[tuple[Any, tuple[Any, ...]]] = Bounded()  # the compiled kernel, its constants in order
 # By id of a kernel, which lives as long as its module: which arguments Triton does not specialize on.
 _free: dict[int, tuple[bool, ...]] = {}
 
 
-def launch(
-    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: dict[str, Any], **options: Any
-) -> None:
-    """``kernel[grid](*args, **constants, **options)``; ``args``: all arguments that are not constants, in order."""
-    if not hasattr(kernel, "params"):  # interpreted
-        kernel[grid](*args, **constants, **options)
-        return
+def _key(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]
+) -> tuple[Hashable, ...]:
+    """Key of a launch in `_launched`: what Triton's choice of a compiled kernel depends on."""
     name = id(kernel)
     free = _free.get(name)
     if free is None:
@@ -117,10 +113,34 @@ def launch(
         elif kind is not float:
             looks.append(arg.data_ptr() % ALIGNMENT)
             looks.append(arg.dtype)
-    key = tuple(looks)
+    return tuple(looks)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: dict[str, Any], **options: Any
+) -> None:
+    """``kernel[grid](*args, **constants, **options)``; ``args``: all arguments that are not constants, in order."""
+    if not hasattr(kernel, "params"):  # interpreted
+        kernel[grid](*args, **constants, **options)
+        return
+    key = _key(kernel, args, constants, options)
     known = _launched.get(key)
     if known is None:
         in_order = tuple(constants[name] for name in kernel.arg_names if name in constants)
         _launched[key] = kernel[grid](*args, **constants, **options), in_order
     else:
         known[0][grid](*args, *known[1])
+
+
+def launched(
+    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: dict[str, Any], **options: Any
+) -> Callable[..., None] | None:
+    """Function that launches again what `launch` launched with arguments of this look; None if it did not.
+
+    It takes the arguments that are not constants, with addresses in place of tensors, which costs less.
+    """
+    known = None if not hasattr(kernel, "params") else _launched.get(_key(kernel, args, constants, options))
+    if known is None:
+        return None
+    again, in_order = known[0][grid], known[1]
+    return lambda *args: again(*args, *in_order)

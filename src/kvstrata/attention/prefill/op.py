@@ -19,7 +19,7 @@ from kvstrata.attention.output import AttentionOutput
 from kvstrata.call_cache import Bounded, Guard, guard_of, signature, traced
 
 from .configs import cuda_first
-from .job import PrefillJob, Result
+from .job import PrefillJob, Result, Run
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
 HEAD_DIMS = (64, 96, 128, 256)
@@ -177,6 +177,15 @@ def _check_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Opti
 def run(job: PrefillJob, backend: str) -> Result:
     """Run a checked job on an available backend."""
     return _module(backend).run(job)
+
+
+def prepare(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None) -> Run | None:
+    """Launch for checked jobs that look like this one, on the current device and by this thread; None for others.
+
+    It takes a job, its output and the memory of its lse, or None.
+    """
+    backend = _choose("auto", job)
+    return None if backend == "reference" else _module(backend).prepare(job, out, lse)
 
 
 def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:

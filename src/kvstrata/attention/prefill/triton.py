@@ -22,8 +22,8 @@ import triton.language as tl
 from kvstrata.call_cache import Bounded
 
 from .configs import config_of, default_of, processors_of
-from .job import PrefillJob, Result, lse_strides, strides_of
-from .launch import Launch, Run, look
+from .job import PrefillJob, Result, Run, lse_strides, strides_of
+from .launch import Launch, look
 from .tiles import Config
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -189,15 +189,21 @@ def run(job: PrefillJob, config: Config | None = None) -> Result:
     out, lse = job.outputs()
     if out.numel() == 0 or job.sequences == 0 or job.max_seqlen_q == 0:
         return out, lse
+    launch = prepare(job, out, lse, config)
+    with torch.cuda.device_of(job.q):
+        launch(job, out, lse)
+    return out, lse
+
+
+def prepare(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None, config: Config | None = None) -> Run:
+    """Launch for jobs of this `look` on the current device; the job is not empty."""
     processors, hopper = processors_of(job.q.device)
     config = config or config_of(job, processors, hopper)
     key = (config, *look(job))
     launch = _plans.get(key)
     if launch is None:
         launch = _plans[key] = _plan(job, config, out, lse, processors, hopper)
-    with torch.cuda.device_of(job.q):
-        launch(job, out, lse)
-    return out, lse
+    return launch
 
 
 def has_gluon() -> bool:

@@ -65,11 +65,10 @@ class Inputs:
         self.q_len = shape.q_len
 
     def decode(self, backend: str = "auto", requests: int | None = None) -> torch.Tensor:
-        rows = slice(requests)
-        q = self.q if requests is None else self.q[: requests * self.q_len]
-        return kvstrata.decode_packed(  # type: ignore[return-value]
-            q, self.pages, self.block_table[rows], self.seq_lens[rows], self.fmt, backend=backend
-        )
+        q, table, lengths = self.q, self.block_table, self.seq_lens
+        if requests is not None:
+            q, table, lengths = q[: requests * self.q_len], table[:requests], lengths[:requests]
+        return kvstrata.decode_packed(q, self.pages, table, lengths, self.fmt, backend=backend)  # type: ignore[return-value]
 
 
 class RaggedRows:
