@@ -19,6 +19,9 @@ if not HAS_GPU:
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+import compile_once  # noqa: E402
+
+compile_once.share()
 settings.register_profile("kvstrata", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 settings.load_profile("kvstrata")
 
