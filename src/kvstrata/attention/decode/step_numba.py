@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from kvstrata.attention.threads import share_out
-from kvstrata.cache.move.append_numba import offsets, places, write
+from kvstrata.cache.move.append_numba import KINDS, offsets, places, write
 from kvstrata.cache.tiered_cache import TieredCache
 
-from .numba import KINDS, NO_SINKS, THREADED, decode_heads, views
+from .numba import NO_SINKS, THREADED, decode_heads, views
 from .plan import DecodePlan
 
 
@@ -58,7 +58,8 @@ class LayerStep:
         mass = np.zeros((rows, cache.kv_heads, longest if observes else 0), np.float32)
         sink_logits = NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy()
         clamp = cache.dtype == torch.float16 and key.dtype != cache.dtype
-        write(*self.places, k, v, clamp, self.written)
+        rows_written = (*self.places, k, v, clamp, self.written)
+        write(*rows_written)
         arguments = (
             *self.views, self.requests, q, np.float32(scale), 0, np.float32(softcap or 0.0), sink_logits, out, lse,
             mass, observes,

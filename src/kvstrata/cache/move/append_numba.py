@@ -21,8 +21,11 @@ def write_rows(written: Written) -> None:
     """`append.write_rows` of a cache on the CPU."""
     k, v = (x.detach().float().contiguous().numpy() for x in (written.k, written.v))
     requests = NO_REQUESTS if written.requests is None else written.requests.numpy()
-    write(*places(written.buckets, written.layer, written.device_length, written.balance), *offsets(written.buckets),
-          KINDS[written.k.dtype], written.reciprocal, k, v, False, requests)  # fmt: skip
+    arguments = (
+        *places(written.buckets, written.layer, written.device_length, written.balance), *offsets(written.buckets),
+        KINDS[written.k.dtype], written.reciprocal, k, v, False, requests,
+    )  # fmt: skip
+    write(*arguments)
 
 
 def places(buckets: Buckets, layer: int, lengths: torch.Tensor, balance: torch.Tensor | None) -> tuple[Any, ...]:
