@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ if not HAS_GPU:
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+import compile_once  # noqa: E402
+
+compile_once.share()
 settings.register_profile("kvstrata", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 settings.load_profile("kvstrata")
 
@@ -29,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") or item.get_closest_marker("sanitizer"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests, a million objects, are looked at by no later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,9 @@ def test_bulk_copies_are_for_hopper_and_newer() -> None:
 
 
 def test_processes_compile_at_once(small: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(4) as pool:
+    forks = multiprocessing.get_context("forkserver")  # which imports torch once, where spawned processes do so each
+    forks.set_forkserver_preload([__name__])
+    with forks.Pool(4) as pool:
         symbols = pool.map(_compile_in_child, [(str(small), add) for add in (1, 2, 1, 2, 1, 2, 1, 2)])
     assert len(set(symbols)) == 2
 

@@ -41,7 +41,9 @@ def softmax(scores, sink):
 @compiled
 def greatest(scores):
     """The greatest number, -inf of none; NaN does not count."""
-    lanes = np.full(min(LANES, len(scores)), -np.inf, np.float32)  # side by side: one maximum would wait for the last
+    lanes = np.empty(min(LANES, len(scores)), np.float32)  # side by side: one maximum would wait for the last
+    for i in range(len(lanes)):
+        lanes[i] = -np.inf
     for first in range(0, len(scores) - len(lanes) + 1, max(len(lanes), 1)):
         some = scores[first : first + len(lanes)]
         for i in range(len(lanes)):

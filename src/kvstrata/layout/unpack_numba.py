@@ -57,7 +57,8 @@ def scales_of(words, halves, start, side, bits, out):
     See ``layout/scales.py``.
     """
     both = bits.view(np.float32)
-    floats(words, halves, start, len(both), FLOAT16, bits, both)
+    kind = np.int64(FLOAT16)  # a literal would be a type, and `floats` compiled once more
+    floats(words, halves, start, len(both), kind, bits, both)
     for tile in range(len(out) // 16):
         rows, own = both[32 * tile + 2 * side : 32 * tile + 32], out[16 * tile : 16 * tile + 16]
         for g in range(8):

@@ -18,15 +18,13 @@ import torch
 
 from kvstrata.attention.softmax_numba import hide, soften, softmax
 from kvstrata.attention.threads import share_out
+from kvstrata.cache.move.append_numba import KINDS, NO_BALANCE
 from kvstrata.cache.storage.views import BucketedCacheLayer
 from kvstrata.layout.format import UNIT, Format
 from kvstrata.layout.fragments import STEP_DIMS, TILE_TOKENS, words_per_lane
 from kvstrata.layout.products_numba import BLOCK, add_products, arrange
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_numba import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
     compiled,
     floats,
     lanes_of,
@@ -38,7 +36,6 @@ from kvstrata.layout.unpack_numba import (
 
 from .job import Job, Result
 
-KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 CODES = -1  # instead of a kind
 THREADED = 2048  # tokens of all KV heads; fewer are done before another thread would start
 NO_SINKS = np.empty(0, np.float32)
@@ -79,30 +76,19 @@ def _tiers(formats: tuple[Format, ...], offsets: tuple[int, ...], dtype: torch.d
 
 def decode(job: Job) -> Result:
     """Compute out, lse or None, and mass or None."""
-    buckets, (batch, q_len, heads, dim) = job.buckets, job.q.shape
+    buckets, (batch, q_len, heads, _) = job.buckets, job.q.shape
     assert buckets is not None
     q = job.q.float().contiguous()
     out, lse = np.empty(q.shape, np.float32), np.empty((batch, q_len, heads), np.float32)
     mass = np.zeros((batch, job.kv_heads, job.max_length if job.return_mass else 0), np.float32)
-    words, halves, wide, length, table, count, centre, balance, tiers = views(buckets, job.q.dtype)
     arguments = (
-        words,
-        halves,
-        wide,
+        *views(buckets, job.q.dtype),
         np.array(job.requests, np.int64),
-        length,
-        table,
-        count,
-        centre,
-        balance,
-        tiers,
-        buckets.formats[0].page_tokens,
-        block_of(dim),
         q.numpy(),
         np.float32(job.scale),
         job.sliding_window or 0,
         np.float32(job.softcap or 0.0),
-        NO_SINKS if job.sinks is None else job.sinks.numpy(),
+        NO_SINKS if job.sinks is None else job.sinks.float().contiguous().numpy(),
         out,
         lse,
         mass,
@@ -117,49 +103,67 @@ def decode(job: Job) -> Result:
 
 
 def views(buckets: BucketedCacheLayer, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Numpy views of a layer and the table of its tiers, made once."""
+    """First arguments of `decode_heads`: numpy views of a layer and the table of its tiers, made once."""
     kept = buckets.kept
     if dtype not in kept:
         assert buckets.space is not None
-        space, balance = buckets.space.numpy(), buckets.balance
+        space, balance, page = buckets.space.numpy(), buckets.balance, buckets.formats[0]
+        tensors = (buckets.seq_lens, buckets.page_table, buckets.count, buckets.centre)
+        arrays, layers = zip(*map(_all_layers, tensors if balance is None else (*tensors, balance)), strict=True)
+        assert len(set(layers)) == 1, "tables of different layers"
         kept[dtype] = (
             space.view(np.uint32),
             space.view(np.uint16),
             buckets.position_dtype == torch.int32,
-            buckets.seq_lens.numpy(),
-            buckets.page_table.numpy(),
-            buckets.count.numpy(),
-            buckets.centre.numpy(),
-            np.empty((0, 0, 0), np.int8) if balance is None else balance.numpy(),
+            layers[0],
+            *arrays,
+            *([NO_BALANCE] if balance is None else []),
             _tiers(buckets.formats, buckets.position_offsets, dtype),
+            page.page_tokens,
+            block_of(page.head_dim),
         )
     return kept[dtype]
 
 
+def _all_layers(x: torch.Tensor) -> tuple[np.ndarray, int]:
+    """The ``[requests, layers, ...]`` that ``x [requests, ...]`` is a layer of, and the layer.
+
+    A layer is in C order in a cache of one layer only; all layers always are, so the loops are compiled once.
+    """
+    inner = max(x[:1].numel(), 1)
+    layers, layer = max(x.stride(0) // inner, 1), x.storage_offset() % max(x.stride(0), inner) // inner
+    whole = x.as_strided(
+        (x.shape[0], layers, *x.shape[1:]), (layers * inner, inner, *x.stride()[1:]), x.storage_offset() - layer * inner
+    )
+    return whole.numpy(), layer
+
+
 @compiled
 def decode_heads(
-    words, halves, wide, requests, length, table, count, centre, balance, tiers, page_tokens, block, q, scale, window,
-    softcap, sinks, out, lse, mass, want_mass, first, last,
+    words, halves, wide, layer, length, table, count, centre, balance, tiers, page_tokens, block, requests, q, scale,
+    window, softcap, sinks, out, lse, mass, want_mass, first, last,
 ):  # fmt: skip
     """Decode head caches ``first`` to ``last``; q and out are float32 ``[B, q_len, Hq, D]``."""
     q_len, heads, dim = q.shape[1:]
-    kv_heads = table.shape[1]
+    kv_heads = table.shape[2]
     group, rows = heads // kv_heads, q_len * (heads // kv_heads)
     head_q, turned = np.empty((rows, dim), np.float32), np.empty((rows, dim), np.float32)
     sums, coded = np.empty((rows, dim), np.float32), np.empty((rows, dim), np.float32)
-    middle, factor = np.empty((1, dim), np.float32), np.ones(dim, np.float32)
+    middle, factor = np.empty((1, dim), np.float32), np.empty(dim, np.float32)
+    for d in range(dim):
+        factor[d] = 1
     ordered = window > 0 or q_len > 1
     for head_cache in range(first, last):
         b, head = head_cache // kv_heads, head_cache % kv_heads
         request = requests[b]
-        pages, counts, n = table[request, head], count[request, head], 0
+        pages, counts, n = table[request, layer, head], count[request, layer, head], 0
         for tier in range(len(counts)):
             n += counts[tier]
         scores, positions = np.empty((rows, n), np.float32), np.empty(n, np.int64)
         if len(balance):
-            powers_of_two(balance[request, head], factor)
+            powers_of_two(balance[request, layer, head], factor)
         for d in range(dim):
-            middle[0, d] = centre[request, head, d] / factor[d]
+            middle[0, d] = centre[request, layer, head, d] / factor[d]
         for r in range(rows):
             given = q[b, r // group, head * group + r % group]
             for d in range(dim):
@@ -170,7 +174,7 @@ def decode_heads(
             _positions(words, halves, wide, pages, counts, tiers, page_tokens, positions)
         _keys(words, halves, pages, counts, tiers, page_tokens, middle, head_q, turned, scores)
         for r in range(rows):
-            own = length[request] - q_len + r // group
+            own = length[request, layer] - q_len + r // group
             q_head = head * group + r % group
             if softcap > 0:
                 soften(scores[r], softcap)
@@ -190,7 +194,9 @@ def decode_heads(
 @compiled
 def _add_mass(weights, positions, mass):
     """Weights of all rows to the mass of their positions."""
-    total = np.zeros(len(positions), np.float32)
+    total = np.empty(len(positions), np.float32)
+    for i in range(len(total)):
+        total[i] = 0
     for r in range(len(weights)):
         row = weights[r]
         for i in range(len(total)):
@@ -212,6 +218,13 @@ def _positions(words, halves, wide, pages, counts, tiers, page_tokens, positions
 
 
 @compiled
+def _clear(rows):
+    for r in range(rows.shape[0]):
+        for d in range(rows.shape[1]):
+            rows[r, d] = 0
+
+
+@compiled
 def _dot(q, r, rows, index):
     total = np.float32(0)
     for i in range(rows.shape[1]):
@@ -223,6 +236,7 @@ def _dot(q, r, rows, index):
 def _keys(words, halves, pages, counts, tiers, page_tokens, centre, q, turned, scores):
     """Scores of all tokens for ``q [rows, D]``, and ``turned``, the same rotated."""
     rows, dim = q.shape
+    zero, one = np.int64(0), np.int64(1)  # as literals they would be types, and functions compiled for each
     steps = dim // STEP_DIMS
     above = (page_tokens // TILE_TOKENS * steps + 1) // 2
     bits, lanes, scale_bits = page_buffers(page_tokens, dim)
@@ -234,7 +248,7 @@ def _keys(words, halves, pages, counts, tiers, page_tokens, centre, q, turned, s
         np.empty(rows, np.float32),
     )
     for r in range(rows):
-        middle[r] = _dot(q, r, centre, 0)
+        middle[r] = _dot(q, r, centre, zero)
     token = 0
     for tier in range(len(tiers)):
         kind, k_bits, k_words, scale_offset = tiers[tier, 0], tiers[tier, 1], tiers[tier, 3], tiers[tier, 6]
@@ -256,10 +270,10 @@ def _keys(words, halves, pages, counts, tiers, page_tokens, centre, q, turned, s
                 token += page_count
                 continue
             lanes_of(words[base // 4 :], k_words, lanes)
-            scales_of(words, halves, base + scale_offset, 0, scale_bits, scale)
-            sums[:] = 0
+            scales_of(words, halves, base + scale_offset, zero, scale_bits, scale)
+            _clear(sums)
             for tile in range((page_count + TILE_TOKENS - 1) // TILE_TOKENS):
-                add_products(lanes, k_bits, above, tile * steps, 1, steps, by, 0, sums, tile * TILE_TOKENS)
+                add_products(lanes, k_bits, above, tile * steps, one, steps, by, zero, sums, tile * TILE_TOKENS)
             for r in range(rows):
                 row, own, less, more = scores[r, token : token + page_count], sums[r], lowest[r], middle[r]
                 for i in range(len(row)):
@@ -278,8 +292,9 @@ def _values(words, halves, pages, counts, tiers, page_tokens, weights, out, code
     plain, scale = flat.reshape(page_tokens, dim), np.empty(page_tokens, np.float32)
     scaled, lowest = np.empty((rows, page_tokens), np.float32), np.empty(rows, np.float32)
     sums = np.empty((rows, dim), np.float32)
-    out[:] = 0
-    coded[:] = 0
+    _clear(out)
+    _clear(coded)
+    zero, one = np.int64(0), np.int64(1)
     token = 0
     for tier in range(len(tiers)):
         kind, v_bits, v_words, v_offset = tiers[tier, 0], tiers[tier, 2], tiers[tier, 4], tiers[tier, 5]
@@ -297,19 +312,20 @@ def _values(words, halves, pages, counts, tiers, page_tokens, weights, out, code
                 token += page_count
                 continue
             lanes_of(words[(base + v_offset) // 4 :], v_words, lanes)
-            scales_of(words, halves, base + scale_offset, 1, scale_bits, scale)
+            scales_of(words, halves, base + scale_offset, one, scale_bits, scale)
             for r in range(rows):
                 row, own, total = weights[r, token : token + page_count], scaled[r], np.float32(0)
                 for i in range(len(row)):
                     own[i] = row[i] * scale[i]
                     total += own[i]
-                own[page_count:] = 0  # the scales of slots without a token may be NaN
+                for i in range(page_count, page_tokens):
+                    own[i] = 0  # the scales of slots without a token may be NaN
                 lowest[r] = half * total
             arrange(scaled, v_bits, by)
             used = (page_count + TILE_TOKENS - 1) // TILE_TOKENS
-            sums[:] = 0
+            _clear(sums)
             for step in range(steps):
-                add_products(lanes, v_bits, above, step, steps, used, by, 0, sums, step * STEP_DIMS)
+                add_products(lanes, v_bits, above, step, steps, used, by, zero, sums, step * STEP_DIMS)
             for r in range(rows):  # page by page: codes are not negative, so their sums would grow and lose digits
                 own, page_sums, less = coded[r], sums[r], lowest[r]
                 for d in range(len(own)):

@@ -14,34 +14,28 @@ from kvstrata.layout.unpack_numba import BFLOAT16, FLOAT16, FLOAT32, TO_FLOAT, c
 from .append_job import Written
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-NO_REQUESTS, NO_BALANCE = np.empty(0, np.int32), np.empty((0, 0, 0), np.int8)
+NO_REQUESTS, NO_BALANCE = np.empty(0, np.int32), np.empty((0, 0, 0, 0), np.int8)
 
 
 def write_rows(written: Written) -> None:
     """`append.write_rows` of a cache on the CPU."""
-    buckets, layer, balance = written.buckets, written.layer, written.balance
-    k, v = (as_bits(x.detach().contiguous()) for x in (written.k, written.v))
+    k, v = (x.detach().float().contiguous().numpy() for x in (written.k, written.v))
+    requests = NO_REQUESTS if written.requests is None else written.requests.numpy()
     arguments = (
-        *places(buckets, k.dtype), k, v, NO_REQUESTS if written.requests is None else written.requests.numpy(),
-        buckets.host_table[:, layer], buckets.host_count[:, layer], written.device_length.numpy()[:, layer],
-        NO_BALANCE if balance is None else balance.numpy()[:, layer], KINDS[written.k.dtype], *offsets(buckets),
-        written.reciprocal,
+        *places(written.buckets, written.layer, written.device_length, written.balance), *offsets(written.buckets),
+        KINDS[written.k.dtype], written.reciprocal, k, v, False, requests,
     )  # fmt: skip
-    _write(*arguments)
+    write(*arguments)
 
 
-def as_bits(x: torch.Tensor) -> np.ndarray:
-    """Numbers of a contiguous tensor as uint32 (float32) or uint16."""
-    if x.dtype == torch.float32:
-        return x.numpy().view(np.uint32)
-    return x.view(torch.int16).numpy().view(np.uint16)
-
-
-def places(buckets: Buckets, words: Any) -> tuple[np.ndarray, ...]:
-    """The pool as rows of ``words``, short and long positions, and importance."""
+def places(buckets: Buckets, layer: int, lengths: torch.Tensor, balance: torch.Tensor | None) -> tuple[Any, ...]:
+    """The pool as 4 bytes, 2 bytes and importance; and tables of all layers, which are in C order for any layer."""
     space = buckets.pool.space
     assert space is not None, "the loops need a pool on the CPU"
-    return space.typed(words.type), space.typed(np.int16), space.typed(np.int32), space.typed(np.float32)
+    return (
+        space.typed(np.uint32), space.typed(np.uint16), space.typed(np.float32), layer, buckets.host_table,
+        buckets.host_count, lengths.numpy(), NO_BALANCE if balance is None else balance.numpy(),
+    )  # fmt: skip
 
 
 def offsets(buckets: Buckets) -> tuple[int, int, int, bool, int]:
@@ -52,48 +46,49 @@ def offsets(buckets: Buckets) -> tuple[int, int, int, bool, int]:
 
 
 @compiled
-def _write(
-    rows, short_positions, positions, importance, k, v, requests, table, count, length, balance, kind, page_tokens,
-    v_offset, position_offset, wide, importance_offset, reciprocal,
+def write(
+    words, halves, importance, layer, table, count, length, balance, page_tokens, v_offset, position_offset, wide,
+    importance_offset, kind, reciprocal, k, v, clamp, requests,
 ):  # fmt: skip
+    """Float32 rows ``[n, heads, D]`` to the last slots of their requests; one compilation serves every dtype."""
+    heads, dim = k.shape[1:]
+    bits_k, bits_v = np.empty(dim, np.uint32), np.empty(dim, np.uint32)
     for i in range(len(k)):
         request = np.int64(requests[i]) if len(requests) else i
-        if request < 0 or request >= len(count) or count[request, :, 0].min() <= 0:
+        if request < 0 or request >= len(count):
             continue
-        for head in range(k.shape[1]):
-            write_row(
-                rows, short_positions, positions, importance, k[i, head], v[i, head], request, head, table, count,
-                length, balance, kind, page_tokens, v_offset, position_offset, wide, importance_offset, reciprocal,
-            )  # fmt: skip
-
-
-@compiled
-def write_row(
-    rows, short_positions, positions, importance, k, v, request, head, table, count, length, balance, kind, page_tokens,
-    v_offset, position_offset, wide, importance_offset, reciprocal,
-):  # fmt: skip
-    """K and V ``[D]``, as bits, to the last slot of a head cache; tables are those of a layer."""
-    size, dim, tokens = k.itemsize, len(k), length[request]
-    slot = np.int64(count[request, head, 0]) - 1
-    page, row = np.int64(table[request, head, 0, slot // page_tokens]) * UNIT, slot % page_tokens
-    first = page // size + row * dim
-    own_k, own_v = rows[first : first + dim], rows[first + v_offset // size : first + v_offset // size + dim]
-    for d in range(dim):
-        own_k[d], own_v[d] = k[d], v[d]
-    if len(balance):
-        _scale(own_k, balance[request, head], kind)
-    if wide:
-        positions[(page + position_offset) // 4 + row] = tokens - 1
-    else:
-        short_positions[(page + position_offset) // 2 + row] = tokens - 1
-    if importance_offset >= 0:
-        start = np.float32(1) / np.float32(tokens) if reciprocal else np.float32(0)
-        importance[(page + importance_offset) // 4 + row] = start
+        tokens, least = length[request, layer], count[request, layer, 0, 0]
+        for head in range(heads):
+            least = min(least, count[request, layer, head, 0])
+        if least <= 0:
+            continue
+        for head in range(heads):
+            round_row(k[i, head], kind, clamp, bits_k)
+            round_row(v[i, head], kind, clamp, bits_v)
+            if len(balance):
+                _scale(bits_k, balance[request, layer, head], kind)
+            slot = np.int64(count[request, layer, head, 0]) - 1
+            page, row = np.int64(table[request, layer, head, 0, slot // page_tokens]) * UNIT, slot % page_tokens
+            if kind == FLOAT32:
+                first, second = page // 4 + row * dim, (page + v_offset) // 4 + row * dim
+                for d in range(dim):
+                    words[first + d], words[second + d] = bits_k[d], bits_v[d]
+            else:
+                first, second = page // 2 + row * dim, (page + v_offset) // 2 + row * dim
+                for d in range(dim):
+                    halves[first + d], halves[second + d] = bits_k[d], bits_v[d]
+            if wide:
+                words[(page + position_offset) // 4 + row] = tokens - 1
+            else:
+                halves[(page + position_offset) // 2 + row] = tokens - 1
+            if importance_offset >= 0:
+                start = np.float32(1) / np.float32(tokens) if reciprocal else np.float32(0)
+                importance[(page + importance_offset) // 4 + row] = start
 
 
 @compiled
 def round_row(values, kind, clamp, out):
-    """float32 numbers as bits of a kind, rounded to nearest even; ``clamp``: fp16 stays finite."""
+    """float32 numbers as bits of a kind in uint32, rounded to nearest even; ``clamp``: fp16 stays finite."""
     bits = values.view(np.uint32)
     for d in range(len(values)):
         if kind == FLOAT32:
@@ -123,12 +118,12 @@ def _half(value, bits):
 
 @compiled
 def _scale(row, exponents, kind):
-    """Divide numbers, given as bits, by ``2 ** exponents``; rounds as torch does, and leaves infinities and NaN."""
+    """Divide numbers, given as bits, by ``2 ** exponents``, rounded as torch does; infinities and NaN stay."""
     number, factor = np.empty(1, np.uint32), np.empty(1, np.uint32)
     value, times = number.view(np.float32), factor.view(np.float32)
     for d in range(len(row)):
         factor[0] = np.uint32(127 - np.int32(exponents[d])) << np.uint32(23)
-        bits = np.uint32(row[d])
+        bits = row[d]
         if kind == FLOAT32:
             number[0] = bits
             value[0] *= times[0]

@@ -54,7 +54,9 @@ def _sorted(head_cache, tier, n, tiers):
         first[head_cache[i] * tiers + max(tier[i], 0) + 1] += 1
     for bucket in range(n * tiers):
         first[bucket + 1] += first[bucket]
-    ahead = first[:-1].copy()
+    ahead = np.empty(n * tiers, np.int64)
+    for bucket in range(n * tiers):
+        ahead[bucket] = first[bucket]
     order = np.empty(len(tier), np.int64)
     for i in range(len(tier)):
         bucket = head_cache[i] * tiers + max(tier[i], 0)
@@ -87,7 +89,10 @@ def _keys(
     n = len(kind)
     tiers = (len(first) - 1) // n
     weight = np.empty(len(order), np.float32)
-    table = np.zeros(1 if per_head else numbers[0].max(), np.float32)
+    longest = np.int64(1)
+    for head_cache in range(n):
+        longest = max(longest, numbers[0, head_cache])
+    table = np.empty(1 if per_head else longest, np.float32)  # `_together` clears what it reads
     for head_cache in range(n):
         begin, end = first[head_cache * tiers], first[(head_cache + 1) * tiers]
         length, queries, reported = numbers[0, head_cache], numbers[1, head_cache], numbers[2, head_cache]
@@ -171,14 +176,17 @@ def _limits(price, slopes, uniform, limit):
 def _bytes(moved, fixed, spare, page, page_tokens, fills):
     """Bytes of whole pages, empty slots filled as by `plan_reference._counts_filled`; overwrites ``moved``."""
     tiers = len(page)
-    counts = fixed.copy()
+    counts = np.empty(tiers, np.int64)
+    for tier in range(tiers):
+        counts[tier] = fixed[tier]
     counts[0] += spare
     for tier in range(tiers):
         for target in range(tiers):
             counts[target] += moved[tier, target]
     if fills:
         for tier in range(1, tiers):
-            moved[tier] += moved[tier - 1]
+            for target in range(tiers):
+                moved[tier, target] += moved[tier - 1, target]
         for tier in range(tiers - 1):
             free = -counts[tier] % page_tokens
             for other in range(tier + 1, tiers):
@@ -226,7 +234,9 @@ def _choose(
             high = np.int64(out.view(np.int32)[0])
         middle = low
         while True:
-            moved[:] = 0
+            for tier in range(tiers):
+                for other in range(tiers):
+                    moved[tier, other] = 0
             if evict:
                 _count_left(key, first, head_cache, tiers, middle, max(ladder[-1], widest), moved)
             else:

@@ -190,10 +190,12 @@ def _write_fields(pages, stride, offset, page, slot, byte, bit, begin, source, w
         base = page[i] * stride + offset
         if len(packed) and _whole_page(page, slot, i, tokens):
             _shift(flat[i * dim : (i + tokens) * dim], low, mask, fields)
-            packed[:] = 0
+            for j in range(len(packed)):
+                packed[j] = 0
             for field in range(len(source)):
                 _put(fields, source[field], np.uint8(field * width), packed)
-            pages[base + begin : base + begin + len(packed)] = packed
+            for j in range(len(packed)):
+                pages[base + begin + j] = packed[j]
             i += tokens
             continue
         for j in range(dim):
