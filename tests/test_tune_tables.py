@@ -194,7 +194,7 @@ def test_auto_of_prefill_reads_the_table(own_cache: Path, monkeypatch: pytest.Mo
     assert configs.config_of(job(16384), 132, True) == configs.nearest(64, 16384, True, False), "too far"
     table(kernel="triton", block_m=128, block_n=64, stages=2, order=2, registers=0)
     assert configs.config_of(job(512), 132, True) == configs.Config(128, 64, 8, 2, order=2)
-    table(kernel="cuda", block_m=64, block_n=64, stages=2, groups=2, resident=2)
+    table(kernel="cuda", block_m=64, block_n=64, stages=2, kv_warps=2, resident=2)
     assert configs.cuda_first(job(512))
     assert configs.tuned_tile(job(512)) == Tile(64, 64, 64, 8, 2, 2, 2)
     table(kernel="gluon", block_m=128, block_n=128, stages=40, registers=0, pingpong=1)
