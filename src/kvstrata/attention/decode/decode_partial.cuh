@@ -11,7 +11,7 @@ __device__ __forceinline__ void end_bucket(const Params& p, State<kDim, kN>& st,
   const i64 first = (static_cast<i64>(chunk + bucket) * gridDim.y + block) * (8 * kN);
   const bool lossy = bucket >= p.head_caches;
   if (lossy) {
-    const float high = __uint_as_float(static_cast<unsigned>(st.unit + 127) << 23);
+    const float high = __uint_as_float(static_cast<unsigned>(st.exponent + 127) << 23);
 #pragma unroll
     for (int n = 0; n < kN; n++)
 #pragma unroll

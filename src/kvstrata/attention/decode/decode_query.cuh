@@ -130,7 +130,7 @@ __device__ __forceinline__ void begin_bucket(const P& p, State<kDim, kN>& st, co
   st.queries = p.queries_of(owner.row);
   const int columns = st.queries * p.group;
   st.shift = 0;
-  st.unit = 24;
+  st.exponent = 24;
 #pragma unroll
   for (int n = 0; n < kN; n++) {
 #pragma unroll
