@@ -1,7 +1,7 @@
 """Search space of ``store.cu`` for `kvstrata tune`: which kernel moves the vectors, and its launch shape.
 
-``threads`` per block, vectors per thread (``per``) and bytes per ``vector`` for direct and staged copies; rows per block
-(``rows``) for bulk copies.
+``threads`` per block, vectors per thread (``per``) and bytes per ``vector`` for direct and staged copies; rows per
+block (``rows``) for bulk copies.
 """
 
 from __future__ import annotations
