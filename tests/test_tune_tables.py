@@ -59,7 +59,9 @@ def test_ones_own_table_comes_first_and_reading_costs_nothing(
     assert tuned.lookup("store", "G", shape) == {"x": 5}
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": 9}', '{"schema": 1, "ops": {"store": [{"case": "a"}]}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"schema": 9}', '{"schema": 1, "ops": {}}', '{"schema": 2, "ops": {"store": [{"case": "a"}]}}']
+)
 def test_a_damaged_table_is_left_out(own_cache: Path, text: str) -> None:
     put(own_cache / "tables", "g")
     (own_cache / "tables" / "g.json").write_text(text)
