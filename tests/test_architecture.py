@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ ROOT = Path(kvstrata.__file__).parent
 # A package may import those before it; the modules that serve all are below.
 ORDER = ("layout", "quant", "store", "cache", "attention", "hf", "engines", "tools")
 SHARED = {"jit", "backends", "call_cache", "checks"}
+REPLAYS = {"hf", "tools"}  # may also use replay, which imports no stage
 
 
 def modules() -> dict[str, Path]:
@@ -28,12 +29,17 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(name: str, path: Path) -> Iterator[str]:
-    """Modules of the package that a module imports, wherever in its text."""
-    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(name: str, text: str, is_package: bool, known: Container[str] = MODULES) -> Iterator[str]:
+    """Modules of the package that a module imports, wherever in its text.
+
+    ``import kvstrata`` imports what the module then uses of it: ``kvstrata.store_kv`` is in store.
+    """
+    package = name.split(".") if is_package else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             targets = [alias.name.removeprefix("kvstrata.") for alias in node.names if "kvstrata" in alias.name]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvstrata":
+            targets = [kvstrata._STAGE_OF.get(node.attr, node.attr)]
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
@@ -42,61 +48,66 @@ def imports(name: str, path: Path) -> Iterator[str]:
             else:
                 continue
             full = [f"{base}.{alias.name}".removeprefix(".") for alias in node.names]
-            targets = [one if one in MODULES else base for one in full]
+            targets = [kvstrata._STAGE_OF.get(one, one) for one in full] if not base else full
+            targets = [one if one in known else base for one in targets]
         else:
             continue
-        yield from (target for target in targets if target in MODULES and target not in ("", name))
+        yield from (target for target in targets if target in known and target not in ("", name))
 
 
-GRAPH = {name: set(imports(name, path)) for name, path in MODULES.items()}
+GRAPH = {name: set(imports(name, path.read_text(), path.name == "__init__.py")) for name, path in MODULES.items()}
 
 
-def circles() -> list[list[str]]:
-    """Strongly connected groups of more than one module (Tarjan)."""
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one module (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    groups = []
+    components = []
 
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
         stack.append(name)
-        for other in sorted(GRAPH[name]):
+        for other in sorted(graph[name]):
             if other not in index:
                 visit(other)
                 low[name] = min(low[name], low[other])
             elif other in stack:
                 low[name] = min(low[name], index[other])
         if low[name] == index[name]:
-            group = [stack.pop()]
-            while group[-1] != name:
-                group.append(stack.pop())
-            if len(group) > 1:
-                groups.append(sorted(group))
+            component = [stack.pop()]
+            while component[-1] != name:
+                component.append(stack.pop())
+            if len(component) > 1:
+                components.append(sorted(component))
 
-    for name in sorted(GRAPH):
+    for name in sorted(graph):
         if name not in index:
             visit(name)
-    return groups
+    return components
 
 
 def test_no_import_circles() -> None:
-    assert not circles()
+    assert not circles(GRAPH)
 
 
-@pytest.mark.parametrize("package", ORDER)
-def test_packages_import_one_way(package: str) -> None:
+def not_allowed(package: str, graph: Mapping[str, set[str]]) -> set[str]:
+    """Imports of a package that its place in `ORDER` does not allow."""
     may = {*ORDER[: ORDER.index(package) + 1], *SHARED, ""}
-    if package == "tools":
+    if package in REPLAYS:
         may.add("replay")
-    wrong = {
+    return {
         f"{name} imports {other}"
-        for name, others in GRAPH.items()
+        for name, others in graph.items()
         if name.split(".")[0] == package
         for other in others
         if other.split(".")[0] not in may
     }
-    assert not wrong
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_packages_import_one_way(package: str) -> None:
+    assert not not_allowed(package, GRAPH)
 
 
 def test_replay_and_jit_import_no_stage() -> None:
@@ -105,3 +116,33 @@ def test_replay_and_jit_import_no_stage() -> None:
             other.split(".")[0] for name, others in GRAPH.items() if name.split(".")[0] == package for other in others
         }
         assert used <= {package, *SHARED}
+
+
+def test_every_package_has_its_place() -> None:
+    """A new package is checked only once it is listed."""
+    assert {name.split(".")[0] for name in MODULES} == {*ORDER, *SHARED, "replay", "", "__main__"}
+
+
+# The checks above have to be able to fail.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from ..attention import decode",
+        "from kvstrata.attention.decode import op",
+        "import kvstrata.attention.decode.op",
+        "def f():\n    from kvstrata.attention import decode",
+        "if TYPE_CHECKING:\n    from ..attention.decode import op",
+        "import kvstrata\nkvstrata.decode_attention",
+        "from kvstrata import decode_attention",
+    ],
+)
+def test_an_import_is_seen_wherever_it_is(text: str) -> None:
+    graph = GRAPH | {"cache.state": set(imports("cache.state", text, is_package=False))}
+    assert not_allowed("cache", graph)
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert sorted(circles(graph)) == [["a", "b", "c"], ["d", "e"]]

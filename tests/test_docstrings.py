@@ -12,7 +12,7 @@ import doctest
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,24 +85,53 @@ def undocumented(function: Any, doc: str) -> list[str]:
     return [p.name for p in parameters(function) if p.name not in named and "..." not in named]
 
 
-@pytest.mark.parametrize("name", public_names())
-def test_public_docstring_is_complete(name: str) -> None:
-    target, exempt = resolve(name), EXEMPT.get(name, set())
-    doc = inspect.getdoc(target) or ""
+def lacks(target: Any, doc: str, exempt: Container[str] = ()) -> list[str]:
+    """Parts of a public docstring that are missing or misplaced."""
     starts = section_starts(doc)
-    required = {"Example", "Raises", *({"Args"} if parameters(target) else ())} - exempt
+    required = ["Example", "Raises", *(["Args"] if parameters(target) else ())]
     if inspect.isfunction(target) and inspect.signature(target).return_annotation not in (None, "None"):
-        required.add("Returns")
-    missing = sorted(required - starts.keys())
+        required.append("Returns")
+    missing = [section for section in required if section not in starts and section not in exempt]
     missing += [
         statement for statement, pattern in STATEMENTS.items() if statement not in exempt and not pattern.search(doc)
     ]
     if touches_tensors(target) and not SHAPE.search(doc[: starts.get("Example")]):
         missing.append("shapes")
-    assert not missing, f"{name}: its docstring lacks {', '.join(missing)}"
     if "Args" not in exempt:
-        assert not undocumented(target, doc)
-    assert list(starts) == sorted(starts, key=starts.__getitem__), f"{name}: expected sections in the order {SECTIONS}"
+        missing += [f"argument {name}" for name in undocumented(target, doc)]
+    if list(starts) != sorted(starts, key=starts.__getitem__):
+        missing.append(f"sections in the order {SECTIONS}")
+    return missing
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_public_docstring_is_complete(name: str) -> None:
+    target = resolve(name)
+    missing = lacks(target, inspect.getdoc(target) or "", EXEMPT.get(name, ()))
+    assert not missing, f"{name}: its docstring lacks {', '.join(missing)}"
+
+
+@pytest.mark.parametrize(
+    ("cut", "part"),
+    [
+        (r"^Raises:(\n    .*)*", "Raises"),
+        (r"^Returns:(\n    .*)*", "Returns"),
+        (r"^Example:(\n    .*)*", "Example"),
+        (r"\[[^\]\n]*\]", "shapes"),
+        (r"^    q: ", "argument q"),
+        (r"[Mm]utate\w*", "mutation"),
+        (r"graph capture|read at replay", "capture"),
+        (r"^Example:", f"sections in the order {SECTIONS}"),
+    ],
+)
+def test_a_part_that_is_missing_is_seen(cut: str, part: str) -> None:
+    doc = inspect.getdoc(kvstrata.decode_packed) or ""
+    doc = doc.replace("CUDA-graph capture", "graph capture")
+    assert not lacks(kvstrata.decode_packed, doc)
+    changed = re.sub(cut, "", doc, flags=re.MULTILINE)
+    if part.startswith("sections"):
+        changed = "Example:\n    >>> 1\n\n" + changed
+    assert part in lacks(kvstrata.decode_packed, changed)
 
 
 def public_methods(owner: type) -> Iterator[tuple[str, Any]]:

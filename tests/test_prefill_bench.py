@@ -60,7 +60,7 @@ def test_ideas_differ_in_one_thing() -> None:
     changed = {
         name: {field for field, value in asdict(other).items() if value != tile[field]} for name, other in tiles.items()
     }
-    assert changed == {"copies not overlapped": {"stages"}, "two groups of warps": {"warps", "groups", "resident"}}
+    assert changed == {"copies not overlapped": {"stages"}, "two KV warps": {"warps", "kv_warps", "resident"}}
 
 
 def test_a_chunk_in_two_parts() -> None:

@@ -52,11 +52,11 @@ def only(monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
 
 
 # Registers: 96 where a head is 64 wide. The output of a warp's 16 queries takes D / 2 registers and the queries D / 4
-# (D 256: they stay in shared memory), so wider heads cannot do with 96. Two groups are at most one block of a
+# (D 256: they stay in shared memory), so wider heads cannot do with 96. Two KV warps are at most one block of a
 # multiprocessor, whose registers nobody else wants.
 GATES = {
     "D 64": (PORTABLE[64], 96),
-    "D 64, two groups": (FEW[64], 128),
+    "D 64, two KV warps": (FEW[64], 128),
     "D 96": (PORTABLE[96], 168),
     "D 128": (PORTABLE[128], 200),
     "D 256": (PORTABLE[256], 255),
@@ -167,7 +167,7 @@ def test_dense(cuda: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check(on_device(case_of(lengths, dtype=BF16, **options)), "cuda")
 
 
-@pytest.mark.parametrize("tile", [PORTABLE[64], FEW[64]], ids=["one group", "two groups"])
+@pytest.mark.parametrize("tile", [PORTABLE[64], FEW[64]], ids=["one KV warp", "two KV warps"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_scores_of_minus_inf(cuda: None, monkeypatch: pytest.MonkeyPatch, tile: Tile, causal: bool) -> None:
     """A key or a whole tile of keys without weight, a query without any key; NaN stays in its row."""
@@ -204,8 +204,8 @@ def test_ragged(cuda: None, monkeypatch: pytest.MonkeyPatch, causal: bool) -> No
 
 
 TILES = {
-    "two groups": (FEW[64], {}),
-    "four groups, softcap": (Tile(64, 16, 16, 4, 4, 2, 2), dict(softcap=2.0)),
+    "two KV warps": (FEW[64], {}),
+    "four KV warps, softcap": (Tile(64, 16, 16, 4, 4, 2, 2), dict(softcap=2.0)),
     "D 96, two row tiles, three stages": (Tile(96, 64, 32, 2, 1, 3, 1), dict(dim=96, heads=8)),
     "D 128": (PORTABLE[128], dict(dim=128)),
     "D 256": (PORTABLE[256], dict(dim=256)),
@@ -315,7 +315,7 @@ SMALL = {
     "D 96, window": (PORTABLE[96], dict(dim=96, sliding_window=20)),
     "D 128": (PORTABLE[128], dict(dim=128, heads=8)),
     "D 256, softcap": (PORTABLE[256], dict(dim=256, softcap=5.0)),
-    "two groups": (FEW[64], dict(heads=8)),
+    "two KV warps": (FEW[64], dict(heads=8)),
     "one stage": (CHECKED, {}),
 }
 

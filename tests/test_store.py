@@ -31,7 +31,7 @@ gpu = pytest.mark.gpu
 
 
 def refuses(call: Call, backend: str) -> bool:
-    """True if these rows do not fit a kernel that needs wide units (4 bytes when staged, 16 in bulk)."""
+    """True if these rows do not fit a kernel that needs wide vectors (4 bytes when staged, 16 in bulk)."""
     if backend not in ("cuda_staged", "cuda_bulk") or call.k.shape[0] == 0:
         return False
     tensors = rows.Tensors(*(getattr(call, name) for name in rows.Tensors._fields))
@@ -110,7 +110,7 @@ def test_any_call_equals_the_model(backend: str) -> None:
 def test_shapes_of_models(backend, kind, heads, k_dim, v_dim, source, cache, scales) -> None:
     call = make(7, heads, k_dim, v_dim, device=DEVICE, source=source, cache=cache, kind=kind, scales=scales)
     if source == cache != torch.float32:
-        assert not refuses(call, backend), "rows of whole 16-byte units are for every kernel"
+        assert not refuses(call, backend), "rows of whole 16-byte vectors are for every kernel"
     check(call, backend)
 
 
@@ -199,7 +199,7 @@ def test_plans_are_not_mixed_up(device: torch.device) -> None:
 @gpu
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_more_than_2_31_elements(backend: str) -> None:
-    """Source and cache both hold more than 2^31 one-byte units of odd rows."""
+    """Source and cache both hold more than 2^31 one-byte vectors of odd rows."""
     tokens, dim = (1 << 24) + 3, 129
     k = torch.randint(0, 256, (tokens, 1, dim), dtype=torch.uint8, device=DEVICE)
     cache = torch.zeros_like(k)
@@ -207,7 +207,7 @@ def test_more_than_2_31_elements(backend: str) -> None:
     k8, cache8 = k.view(torch.float8_e4m3fn), cache.view(torch.float8_e4m3fn)
     kvstrata.store_kv(k8, None, cache8, None, slot_mapping, backend=backend)
     assert torch.equal(cache.flip(0), k)
-    # And V of one element a row: its units run out long before those of K.
+    # And V of one element a row: its vectors run out long before those of K.
     narrow, narrow_cache = k8[..., :1].contiguous(), cache8[..., :1].contiguous()
     kvstrata.store_kv(k8, narrow, cache8, narrow_cache, slot_mapping, backend=backend)
     assert torch.equal(narrow_cache.view(torch.uint8).flip(0), k[..., :1])

@@ -145,7 +145,7 @@ def test_profiles_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.skipif(child.find("ncu") is None, reason="ncu is not on the PATH")
 def test_configurations_under_ncu() -> None:
     """Two configurations of a case, each with the metrics that the rule looks at."""
-    choices = [{"kernel": "direct", "threads": 128, "per": n, "unit": 16} for n in (1, 2)]
+    choices = [{"kernel": "direct", "threads": 128, "per": n, "vector": 16} for n in (1, 2)]
     found = profiles.take("store", [("8x128-fp16-256", choices)])
     assert list(found) == [("8x128-fp16-256", key(choice)) for choice in choices]
     assert all(decide.METRICS.keys() <= values.keys() for values in found.values())

@@ -25,20 +25,20 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_nearest_shape(own_cache: Path) -> None:
-    few, many = entry("few", {"a": 1}, tokens=16, unit="x"), entry("many", None, tokens=4096, unit="x")
-    put(own_cache / "tables", "nvidia-test", op=[few, many, entry("other", {"a": 3}, tokens=20, unit="y")])
+    few, many = entry("few", {"a": 1}, tokens=16, vector="x"), entry("many", None, tokens=4096, vector="x")
+    put(own_cache / "tables", "nvidia-test", op=[few, many, entry("other", {"a": 3}, tokens=20, vector="y")])
 
-    def found(tokens: int, unit: str = "x", gpu: str = "NVIDIA Test") -> dict | None:
-        return tuned.lookup("op", gpu, {"tokens": tokens, "unit": unit})
+    def found(tokens: int, vector: str = "x", gpu: str = "NVIDIA Test") -> dict | None:
+        return tuned.lookup("op", gpu, {"tokens": tokens, "vector": vector})
 
     assert found(16) == found(20) == found(60) == {"a": 1}
     assert found(20, "y") == {"a": 3}
-    assert tuned.nearest("op", "nvidia-test", {"tokens": 3000, "unit": "x"})["case"] == "many"
+    assert tuned.nearest("op", "nvidia-test", {"tokens": 3000, "vector": "x"})["case"] == "many"
     assert found(3000) is None, "there the default was best"
     assert found(65) is None, "further than a factor of four from 16"
     assert found(16, "z") is None
     assert found(16, gpu="NVIDIA Other") is None
-    assert tuned.lookup("another", "NVIDIA Test", {"tokens": 16, "unit": "x"}) is None
+    assert tuned.lookup("another", "NVIDIA Test", {"tokens": 16, "vector": "x"}) is None
     assert tuned.distance({"a": 8, "b": 3}, {"a": 2, "b": 6}) == 3
     assert tuned.distance({"a": 8}, {"b": 8}) == float("inf")
 
@@ -59,7 +59,9 @@ def test_ones_own_table_comes_first_and_reading_costs_nothing(
     assert tuned.lookup("store", "G", shape) == {"x": 5}
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": 9}', '{"schema": 1, "ops": {"store": [{"case": "a"}]}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"schema": 9}', '{"schema": 1, "ops": {}}', '{"schema": 2, "ops": {"store": [{"case": "a"}]}}']
+)
 def test_a_damaged_table_is_left_out(own_cache: Path, text: str) -> None:
     put(own_cache / "tables", "g")
     (own_cache / "tables" / "g.json").write_text(text)
@@ -138,7 +140,7 @@ def test_auto_of_store_reads_the_table(own_cache: Path) -> None:
     assert entry_for("cuda") == default.replace("store_direct", "store_staged").replace("512, 1>", "64, 2>")
     assert entry_for("cuda_direct") == default, "a named kernel is that kernel"
     assert entry_for("cuda", bits=2) != entry_for("cuda")
-    assert "store_direct" in entry_for("cuda", bits=2), "units of two bytes are another shape"
+    assert "store_direct" in entry_for("cuda", bits=2), "vectors of two bytes are another shape"
     put(own_cache / "tables", "nvidia-test", store=[entry("a", {"kernel": "bulk", "rows": 4}, **shape)])
     assert entry_for("cuda").startswith("store_bulk<1, 2048, 2048, 1, int, 4>")
     put(own_cache / "tables", "nvidia-test", store=[entry("a", {"kernel": "bulk", "rows": 32}, **shape)])
@@ -194,7 +196,7 @@ def test_auto_of_prefill_reads_the_table(own_cache: Path, monkeypatch: pytest.Mo
     assert configs.config_of(job(16384), 132, True) == configs.nearest(64, 16384, True, False), "too far"
     table(kernel="triton", block_m=128, block_n=64, stages=2, order=2, registers=0)
     assert configs.config_of(job(512), 132, True) == configs.Config(128, 64, 8, 2, order=2)
-    table(kernel="cuda", block_m=64, block_n=64, stages=2, groups=2, resident=2)
+    table(kernel="cuda", block_m=64, block_n=64, stages=2, kv_warps=2, resident=2)
     assert configs.cuda_first(job(512))
     assert configs.tuned_tile(job(512)) == Tile(64, 64, 64, 8, 2, 2, 2)
     table(kernel="gluon", block_m=128, block_n=128, stages=40, registers=0, pingpong=1)

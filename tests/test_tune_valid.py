@@ -132,15 +132,15 @@ def test_hundred_trials_have_enough_valid_choices(op: str) -> None:
     assert len({tuple(problem.kernels(choice)) for choice in valid}) == len(valid) or op == "decode"
 
 
-@pytest.mark.parametrize(("unit", "op", "units"), [(16, "Copy<16>", 128), (8, "Copy<8>", 256), (4, "Copy<4>", 512)])
-def test_units_of_the_store_may_be_narrower(unit: int, op: str, units: int) -> None:
+@pytest.mark.parametrize(("vector", "op", "vectors"), [(16, "Copy<16>", 128), (8, "Copy<8>", 256), (4, "Copy<4>", 512)])
+def test_vectors_of_the_store_may_be_narrower(vector: int, op: str, vectors: int) -> None:
     problem = next(p for p in problems.find("store", "sm_90", CPU, "cuda") if p.case == "8x128-fp16-256")
-    choice = {"kernel": "direct", "threads": 128, "per": 1, "unit": unit}
+    choice = {"kernel": "direct", "threads": 128, "per": 1, "vector": vector}
     assert problem.invalid(choice) is None
     (kernel,) = problem.kernels(choice)
-    assert kernel.entry.startswith(f"store_direct<{op}, 1, {units}, {units}, ")
-    assert problem.default["unit"] == 16
-    assert "at most, got 32" in problem.invalid({**choice, "unit": 32})
+    assert kernel.entry.startswith(f"store_direct<{op}, 1, {vectors}, {vectors}, ")
+    assert problem.default["vector"] == 16
+    assert "at most, got 32" in problem.invalid({**choice, "vector": 32})
 
 
 def test_limits_values_and_metrics_are_rendered(tmp_path: Path) -> None:

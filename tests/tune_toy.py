@@ -117,7 +117,7 @@ def entry(case: str, choice: dict | None, **shape: int | str) -> dict:
 
 def put(folder: Path, gpu: str, **ops: list[dict]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{gpu}.json").write_text(json.dumps({"schema": 1, "gpu": gpu, "arch": "sm_90", "ops": ops}))
+    (folder / f"{gpu}.json").write_text(json.dumps({"schema": tuned.SCHEMA, "gpu": gpu, "arch": "sm_90", "ops": ops}))
     tuned.forget()
 
 

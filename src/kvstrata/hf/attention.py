@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -35,6 +35,27 @@ Under = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 Again = Callable[[torch.Tensor, torch.Tensor | None, Under, Logits], torch.Tensor]
 
 
+class AttentionCall(NamedTuple):
+    """Arguments of one attention call of a model, with K and V of the new tokens.
+
+    query: ``[rows, heads, queries, D]``.
+    key, value: ``[rows, kv_heads, queries, D]``.
+    mask: ``[rows, 1, queries, columns]`` or None.
+    positions: the model's ``position_ids``, None if it does not pass them on.
+    under: the model's own attention.
+    module: the model's attention layer.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    positions: torch.Tensor | None
+    under: Under
+    logits: Logits
+    module: torch.nn.Module
+
+
 class CompressedLayer(Protocol):
     """A layer that stores K and V and attends to all that it holds; ``again`` serves layers that share its K and V."""
 
@@ -49,17 +70,7 @@ class CompressedLayer(Protocol):
         logits: Logits,
     ) -> torch.Tensor: ...
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        under: Under,
-        logits: Logits,
-        module: torch.nn.Module,
-    ) -> torch.Tensor: ...
+    def attend(self, call: AttentionCall) -> torch.Tensor: ...
 
 
 class Pending:
@@ -171,7 +182,7 @@ def _attend(
     if key.is_stored:
         key._refuse("in a second layer")
     layer, positions = key.layer, options.get("position_ids")
-    out = layer.attend(query, key.rows, value.rows, attention_mask, positions, under, logits, module)
+    out = layer.attend(AttentionCall(query, key.rows, value.rows, attention_mask, positions, under, logits, module))
     key.is_stored, key.again, layer.again = True, layer.again, None
     return out, None
 

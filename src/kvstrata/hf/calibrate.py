@@ -12,7 +12,6 @@ from kvstrata.quant.calibration import Calibration, LayerCalibration, pair_balan
 from . import attention, balance
 from .cache import StrataCache
 from .layer import StrataLayer
-from .logits import Logits
 from .rope import frequencies
 
 HORIZON = 4096  # positions that centres are planned for
@@ -23,21 +22,12 @@ class _Recorder(StrataLayer):
 
     def __init__(self, owner: StrataCache, place: int, index: int, rope: list[float]) -> None:
         super().__init__(owner, place, index)
-        self.rope, self.found = rope, LayerCalibration()
+        self.rope, self.calibration = rope, LayerCalibration()
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        under: attention.Under,
-        logits: Logits,
-        module: torch.nn.Module,
-    ) -> torch.Tensor:
+    def attend(self, call: attention.AttentionCall) -> torch.Tensor:
+        query, key = call.query, call.key
         real = torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
-        turned = balance.interleaved(module)
+        turned = balance.interleaved(call.module)
         k, q, _ = balance.squares(query, key, real, self.rope, turned)
         own = pair_balance(k.mean(0), q.mean(0))
         rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
@@ -45,9 +35,9 @@ class _Recorder(StrataLayer):
         there[:, :, : balance.SINKS] = False  # attention sinks
         horizon = torch.full((len(rows),), HORIZON, device=rows.device)
         centre = centre_of(rows * there, there, self.rope, horizon).mean(0)
-        self.found = LayerCalibration(own.cpu(), (centre / own).float().cpu())
+        self.calibration = LayerCalibration(own.cpu(), (centre / own).float().cpu())
         self.columns += query.shape[2]
-        return under(query, key, value, mask)
+        return call.under(query, key, call.value, call.mask)
 
 
 @torch.no_grad()
@@ -80,7 +70,7 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
         if isinstance(layer, StrataLayer):
             cache.layers[place] = _Recorder(cache, place, layer.index, rope)
     model(ids, past_key_values=cache, use_cache=True)
-    layers = [layer.found for layer in cache.layers if isinstance(layer, _Recorder)]
+    layers = [layer.calibration for layer in cache.layers if isinstance(layer, _Recorder)]
     if not layers:
         raise ValueError(f"model: expected one with layers to compress, got {cache.plain_layers}")
     return Calibration(layers, model=name)

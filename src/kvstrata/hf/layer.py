@@ -137,24 +137,11 @@ class StrataLayer(CacheLayerMixin):
         """`attend` in a forward of operators only, whose mask says nothing."""
         return strata_decode(self.owner.steps, self.index, query, key, value, logits)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        under: attention.Under,
-        logits: Logits,
-        module: torch.nn.Module,
-    ) -> torch.Tensor:
-        """Attention output ``[rows, queries, heads, D]`` for ``query [rows, heads, queries, D]``; stores K and V.
-
-        ``positions`` are the model's ``position_ids``, None where it does not hand them on; ``module`` is its attention
-        layer.
-        """
+    def attend(self, call: attention.AttentionCall) -> torch.Tensor:
+        """Attention output ``[rows, queries, heads, D]``; stores K and V."""
         if self.columns and self.owner.guard is not None:
             self._finish_estimate()
+        query, key, value, mask, positions, _, logits, module = call
         queries = query.shape[2]
         if queries > 1:
             self.owner._undo_step()
@@ -176,13 +163,13 @@ class StrataLayer(CacheLayerMixin):
             else:
                 self.owner.forward.drop()
                 if not self.columns and self._may_wait(queries):
-                    out = self._first_prompt(query, key, value, mask, under, logits, module)
+                    out = self._first_prompt(call)
                 else:
                     if not self.columns:
                         if self.owner.balances:
                             self._balance(query, key, real, module)
-                        self._estimate(query, key, value, real, logits, module)
-                    out = self._prompt(query, key, value, mask, real, under, logits)
+                        self._estimate(call, real)
+                    out = self._prompt(call, real)
         except Exception:
             self.owner._forget(self.columns)
             raise
@@ -197,17 +184,9 @@ class StrataLayer(CacheLayerMixin):
         """Tokens and padding of the new columns on the host, bool ``[rows, queries]``."""
         return self.owner._real[:, self.columns : self.columns + queries]
 
-    def _first_prompt(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        under: attention.Under,
-        logits: Logits,
-        module: torch.nn.Module,
-    ) -> torch.Tensor:
+    def _first_prompt(self, call: attention.AttentionCall) -> torch.Tensor:
         """Attend, and leave the rest to `Prompts`."""
+        query, key, value, mask, _, under, logits, module = call
         tiered, owner, real = self.owner.unfinished, self.owner, self._new_columns(query.shape[2])
         if self.index == 0:
             owner.guard = Guard.begin(tiered, module, real)
@@ -238,20 +217,14 @@ class StrataLayer(CacheLayerMixin):
             own = torch.where(enough.view(-1, 1, 1), own, instead)
         put_balance(cache, self.index, own, rows)
 
-    def _estimate(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        real: torch.Tensor | None,
-        logits: Logits,
-        module: torch.nn.Module,
-    ) -> None:
+    def _estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
         """Estimate the error of the budget in this layer; the last one warns if it is large."""
+        query = call.query
         if self.index == 0:
-            self.owner.guard = Guard.begin(self.owner.tiered, module, self._new_columns(query.shape[2]))
+            self.owner.guard = Guard.begin(self.owner.tiered, call.module, self._new_columns(query.shape[2]))
         if self.owner.guard is not None:
-            self.owner.guard.add(self.index, query, key, value, self._all(query) if real is None else real, logits)
+            real = self._all(query) if real is None else real
+            self.owner.guard.add(self.index, query, call.key, call.value, real, call.logits)
             if self.index == self.owner.tiered.layers - 1:
                 self._finish_estimate()
 
@@ -286,17 +259,9 @@ class StrataLayer(CacheLayerMixin):
         self.ledger.add(result.mass, query.shape[2])
         return result.out.to(query.dtype)
 
-    def _prompt(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        real: torch.Tensor | None,
-        under: attention.Under,
-        logits: Logits,
-    ) -> torch.Tensor:
+    def _prompt(self, call: attention.AttentionCall, real: torch.Tensor | None) -> torch.Tensor:
         """Attend to earlier tokens and the new rows, and store these; ``real`` is None without padding."""
+        query, key, value, mask, _, under, logits, _ = call
         self.flush()
         lengths, host = np.array(self.lengths())[:, None], self._new_columns(query.shape[2])
         position = lengths + host.cumsum(1) - 1  # padding has that of the token before it

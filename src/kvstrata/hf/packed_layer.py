@@ -118,18 +118,9 @@ class PackedLayer(CacheLayerMixin):
             query, key, value, self.pages, state, calibration, fmt, logits, padded=mask is not None, start=known
         )
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        under: attention.Under,
-        logits: Logits,
-        module: torch.nn.Module,
-    ) -> torch.Tensor:
-        """`step` after the host's checks, and before the first one the calibration of K."""
+    def attend(self, call: attention.AttentionCall) -> torch.Tensor:
+        """Run `step` after the host's checks; the first call also calibrates K."""
+        query, key, value, mask, positions, _, logits, module = call
         if self.calibration is None:
             self.calibration = self._calibrate(module, key.shape[1], key.shape[3])
         if self.index == 0:

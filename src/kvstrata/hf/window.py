@@ -134,18 +134,9 @@ class WindowLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        under: attention.Under,
-        logits: Logits,
-        module: torch.nn.Module,
-    ) -> torch.Tensor:
-        """Attention output ``[rows, queries, heads, D]`` for ``query [rows, heads, queries, D]``; stores K and V."""
+    def attend(self, call: attention.AttentionCall) -> torch.Tensor:
+        """Attention output ``[rows, queries, heads, D]``; stores K and V."""
+        query, key, value, mask, positions, under, logits, module = call
         rows, queries = len(query), query.shape[2]
         if rows != len(self.lengths):
             raise ValueError(f"past_key_values: expected {len(self.lengths)} rows as before, got {rows}")

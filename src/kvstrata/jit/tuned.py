@@ -1,11 +1,10 @@
 """Tuned configurations, read at run time: that of the nearest measured shape on this GPU.
 
-    kvstrata/tune/tables/<gpu>.json        shipped; a GPU without one gets what the kernels choose by themselves
-    $KVSTRATA_CACHE/tables/<gpu>.json      one's own; an op that it names takes the place of the shipped one
+    kvstrata/jit/tables/<gpu>.json         shipped; without one, kernels use their built-in defaults
+    $KVSTRATA_CACHE/tables/<gpu>.json      the user's own; its ops replace those of the shipped table
 
-A shape is a few numbers and words. Its distance to another is the sum of |log2(a / b)| over the numbers (1 is a factor
-of two in one of them), infinite where a word differs. Further than `FARTHEST` from all that was measured, nothing is
-known.
+A shape is a few numbers and words. The distance of two shapes is the sum of |log2(a / b)| over the numbers (1 is a
+factor of two in one of them), and infinite if a word differs. Entries farther away than `FARTHEST` are not used.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 from .compiler import cache_folder
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had groups, unit and units for kv_warps, vector and head_caches
 FARTHEST = 2.0
 SHIPPED = Path(__file__).parent / "tables"
 
@@ -31,7 +30,7 @@ Entry = dict[str, Any]  # "case", "shape", "choice" (None: the kernel's own), "t
 
 
 def slug(name: str) -> str:
-    """A name fit for a file: 'NVIDIA H200' is nvidia-h200."""
+    """Turn a name into a file name: 'NVIDIA H200' becomes nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -41,7 +40,7 @@ def user_folder() -> Path:
 
 
 def distance(a: Mapping[str, Value], b: Mapping[str, Value]) -> float:
-    """Between two shapes; infinite where they differ in kind."""
+    """Distance of two shapes; infinite if their words or keys differ."""
     if a.keys() != b.keys():
         return math.inf
     total = 0.0
@@ -55,7 +54,7 @@ def distance(a: Mapping[str, Value], b: Mapping[str, Value]) -> float:
 
 
 def read(path: Path) -> dict[str, list[Entry]]:
-    """The entries of a table by op; ValueError for a file that is none."""
+    """Entries of a table by op; ValueError if the file is not a table."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
@@ -71,20 +70,20 @@ def read(path: Path) -> dict[str, list[Entry]]:
 
 @functools.lru_cache(maxsize=16)
 def table(gpu: str) -> dict[str, list[Entry]]:
-    """The entries of a GPU (its slug) by op; empty for one that is not known."""
-    found: dict[str, list[Entry]] = {}
+    """Entries for a GPU (its slug) by op; empty for an unknown GPU."""
+    entries: dict[str, list[Entry]] = {}
     for folder in (SHIPPED, user_folder()):
         try:
-            found |= read(folder / f"{gpu}.json")
+            entries |= read(folder / f"{gpu}.json")
         except OSError:
             continue
         except ValueError as error:
-            warnings.warn(f"{error}; it is left out", stacklevel=2)
-    return found
+            warnings.warn(f"{error}; it is ignored", stacklevel=2)
+    return entries
 
 
 def nearest(op: str, gpu: str, shape: Mapping[str, Value]) -> Entry | None:
-    """The entry nearest to a shape, if one is near enough."""
+    """Entry nearest to a shape, or None if all are too far away."""
     entries = table(gpu).get(op, [])
     best = min(entries, key=lambda entry: distance(shape, entry["shape"]), default=None)
     return best if best is not None and distance(shape, best["shape"]) <= FARTHEST else None
@@ -102,6 +101,6 @@ def _lookup(op: str, gpu_name: str, shape: tuple[tuple[str, Value], ...]) -> Cho
 
 
 def forget() -> None:
-    """Read the tables anew: one was written."""
+    """Clear the caches, so that tables are read again."""
     table.cache_clear()
     _lookup.cache_clear()

@@ -6,11 +6,11 @@
 #pragma once
 #include "page.cuh"
 
-// Words of one lane: those of kUnit tiles that are read together, of a part of a page with kTiles tiles. Both planes of
+// Words of one lane: those of kSpan tiles that are read together, of a part of a page with kTiles tiles. Both planes of
 // 3-bit codes.
-template <int kBits, int kSteps, int kTiles, int kUnit>
+template <int kBits, int kSteps, int kTiles, int kSpan>
 struct Words {
-  static constexpr int kLowBits = kBits == 3 ? 2 : kBits, kFragments = kUnit * kSteps;
+  static constexpr int kLowBits = kBits == 3 ? 2 : kBits, kFragments = kSpan * kSteps;
   static constexpr int kLowWords = plane_words(kLowBits, kTiles * kSteps), kAll = words_per_lane(kBits, kTiles * kSteps);
   // Units are whole chunks, or the halves of one: one code serves them all.
   static constexpr int kLowUnit = kFragments * kLowBits / 4, kHighUnit = kFragments / 4;
@@ -44,14 +44,14 @@ struct Words {
     }
   }
 
-  __device__ __forceinline__ void load_unit(const unsigned char* from, int unit) {
-    load<kLowCount>(from, unit * kFragments * kLowBits / 4, low);
-    if constexpr (kBits == 3) load<kHighCount>(from, kLowWords + unit * kFragments / 4, high);
+  __device__ __forceinline__ void load_span(const unsigned char* from, int span) {
+    load<kLowCount>(from, span * kFragments * kLowBits / 4, low);
+    if constexpr (kBits == 3) load<kHighCount>(from, kLowWords + span * kFragments / 4, high);
   }
 
-  // The masked codes of step `s` of a tile of the unit. If units are not regular, `unit` is known at compile time.
-  __device__ __forceinline__ void codes(int unit, int tile, int s, unsigned (&a)[4]) const {
-    const int before = kRegular ? 0 : unit * kFragments, j = before + tile * kSteps + s, base = before * kLowBits / 4;
+  // The masked codes of step `s` of a tile of the span. If spans are not regular, `span` is known at compile time.
+  __device__ __forceinline__ void codes(int span, int tile, int s, unsigned (&a)[4]) const {
+    const int before = kRegular ? 0 : span * kFragments, j = before + tile * kSteps + s, base = before * kLowBits / 4;
     if constexpr (kBits == 8) {
       const unsigned x = low[2 * j - base], y = low[2 * j + 1 - base];
       a[0] = __byte_perm(x, 0u, 0x4140);

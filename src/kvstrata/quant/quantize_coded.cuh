@@ -11,7 +11,7 @@ struct Tier {
 // The tokens of a lane that come as codes.
 template <int kDim, int kTokens, bool kIsV>
 struct Coded {
-  static constexpr int kSteps = kDim / 16, kRows = Group<kIsV>::kRows;
+  static constexpr int kSteps = kDim / 16, kRows = TileTokens<kIsV>::kRows;
   const char* codes[kRows];
   int slot[kRows], bits[kRows], scale[kRows];  // 0 bits: none
 
@@ -86,7 +86,7 @@ struct Coded {
           for (int r = 0; r < 4; r++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-              if (Group<kIsV>::row(r, half) != which) continue;
+              if (TileTokens<kIsV>::row(r, half) != which) continue;
               const int e = kIsV ? r & 1 : (r >> 1) * 2 + half;
               unsigned code = x[i][s][P::kPairs == 2 ? e >> 1 : 0] >> P::shift(tile + s, token, e) & ((1u << kWidth) - 1);
               if constexpr (kBits == 3) code |= (top[i][s][0] >> Top::shift(tile + s, token, e) & 1) << 2;

@@ -35,7 +35,7 @@ __device__ __forceinline__ unsigned clamp_halves(unsigned x, int largest) {
 // Tokens in a tile's fragments. A lane has values of several: K: tokens g + 8 (r % 2), shared by the 4 lanes of equal g;
 // V: tokens 2t + half + 8 (r / 2), shared by the 8 lanes of equal t. Reductions leave each lane with one token of its
 // own; `spread` sends its result back to all lanes.
-template <bool kIsV> struct Group {
+template <bool kIsV> struct TileTokens {
   static constexpr int kRows = kIsV ? 4 : 2;
   static __device__ __forceinline__ constexpr int row(int r, int half) { return kIsV ? (r >> 1) * 2 + half : r & 1; }
   // The lane's own token in the tile, and whether of the lanes that have it this one writes.
@@ -99,7 +99,7 @@ __device__ __forceinline__ float step_of(float measure) {
 // fp16, times 2^-9.
 template <int kBits, int kSteps, bool kIsV>
 struct Fit {
-  using G = Group<kIsV>;
+  using G = TileTokens<kIsV>;
   // Squares are added up as fp16, exactly: as multiples of 2^-20 that stay below 2048 of them.
   static constexpr bool kHalves = kBits < 8;
   static constexpr int kLargestSquare = ((1 << kBits) - 1) * ((1 << kBits) - 1);
@@ -183,7 +183,7 @@ struct FitEither {
 // Rotated rows to codes, and what scales are fitted with. `step`: of the lane's own token.
 template <int kBits, int kSteps, bool kIsV, class F>
 __device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<kBits, kSteps>& codes, F& fit) {
-  using G = Group<kIsV>;
+  using G = TileTokens<kIsV>;
   constexpr int kLevels = 1 << kBits;
   constexpr unsigned kMiddle = middle_level<kBits>();
   float inverse[G::kRows];
@@ -207,7 +207,7 @@ __device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<
 // What the step of the lane's own token is made of: the sum of squares, or for 8 bit the largest magnitude.
 template <int kBits, int kSteps, bool kIsV>
 __device__ __forceinline__ float measure_rows(const Tile<kSteps>& f) {
-  using G = Group<kIsV>;
+  using G = TileTokens<kIsV>;
   float part[G::kRows] = {};
 #pragma unroll
   for (int s = 0; s < kSteps; s++)
@@ -275,7 +275,7 @@ __device__ __forceinline__ void write_codes(const Codes<kBits, kSteps>& codes, u
 template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kFine, class Tokens = AllTokens>
 __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure, int kept, unsigned char* to, int tile,
                                            unsigned char* scales, const Tokens& tokens = Tokens{}) {
-  using G = Group<kIsV>;
+  using G = TileTokens<kIsV>;
   constexpr float kFactor = rotation_factor<kSteps, kRotate>(), kGain = kFactor * gain_of<kBits, kIsV>() / 512.f;
   Codes<kBits, kSteps> codes;
   float step = fmaxf(step_of<kBits, 16 * kSteps>(measure), kSmallestStep / kFactor);

@@ -17,7 +17,7 @@
 using i64 = long long;
 using u64 = unsigned long long;
 constexpr int kThreads = 256;
-constexpr int kPer = 2;            // units of a thread under way at once
+constexpr int kPer = 2;            // vectors of a thread under way at once
 constexpr unsigned char kBits = 255;  // the kind of a copy without a cast
 enum Flags { kFill = 1, kWideLengths = 2, kWideRows = 4, kFillLast = 8, kSkips = 16 };
 
@@ -145,9 +145,9 @@ struct Work {
   i64 slot;            // bytes to the slot in use; 0 when not staged
   unsigned rows;       // live
   unsigned columns;    // live, but for rows that have a length of their own
-  unsigned per_unit;   // elements
-  unsigned per_row;    // units
-  i64 source_step, target_step;  // bytes from unit to unit of a row
+  unsigned per_vector;   // elements
+  unsigned per_row;    // vectors
+  i64 source_step, target_step;  // bytes from vector to vector of a row
 
   struct Place {
     const char* from;
@@ -156,7 +156,7 @@ struct Work {
   };
 
   __device__ __forceinline__ Place at(unsigned n) const {
-    const unsigned row = n / per_row, unit = n - row * per_row;
+    const unsigned row = n / per_row, vector = n - row * per_row;
     const unsigned i0 = row / c.extent[1], i1 = row - i0 * c.extent[1];
     i64 end = i0 < rows && i1 < c.size[1] ? columns : 0;
     if (c.lengths_step && end) {
@@ -165,11 +165,11 @@ struct Work {
       end = length < 0 ? 0 : length < end ? length : end;
     }
     Place place;
-    const int first = static_cast<int>(unit * per_unit);
+    const int first = static_cast<int>(vector * per_vector);
     place.covered = static_cast<int>(end) - first;
     place.room = static_cast<int>(c.extent[2]) - first;
-    place.from = source + i0 * c.source_stride[0] + i1 * c.source_stride[1] + unit * source_step;
-    place.to = c.target + i0 * c.target_stride[0] + i1 * c.target_stride[1] + unit * target_step;
+    place.from = source + i0 * c.source_stride[0] + i1 * c.source_stride[1] + vector * source_step;
+    place.to = c.target + i0 * c.target_stride[0] + i1 * c.target_stride[1] + vector * target_step;
     return place;
   }
 };
@@ -188,7 +188,7 @@ __device__ __forceinline__ u64 last_of(const Work& w, int covered_from_start) {
 
 template <int kBytes>
 __device__ __forceinline__ void move_units(const Work& w, unsigned begin, unsigned end) {
-  const int per_unit = static_cast<int>(w.per_unit), bytes = w.c.bytes;
+  const int per_vector = static_cast<int>(w.per_vector), bytes = w.c.bytes;
   const bool fills = w.c.flags & kFill;
   for (unsigned n = begin + threadIdx.x; n < end; n += kThreads * kPer) {
     Work::Place place[kPer];
@@ -198,28 +198,28 @@ __device__ __forceinline__ void move_units(const Work& w, unsigned begin, unsign
       place[i].covered = place[i].room = 0;
       if (n + i * kThreads < end) {
         place[i] = w.at(n + i * kThreads);
-        if (place[i].covered >= per_unit) data[i] = load_once<kBytes>(place[i].from);
+        if (place[i].covered >= per_vector) data[i] = load_once<kBytes>(place[i].from);
       }
     }
 #pragma unroll
     for (int i = 0; i < kPer; i++) {
       const auto& at = place[i];
-      if (at.covered >= per_unit) {
+      if (at.covered >= per_vector) {
         store<kBytes>(at.to, data[i]);
       } else if (at.room > 0) {
         u64 value = w.c.fill;
         if (w.c.flags & kFillLast) {
-          const unsigned unit = n + i * kThreads;  // one row, so the number of the unit is its place in the row
-          value = last_of(w, at.covered + static_cast<int>(unit) * per_unit);
+          const unsigned vector = n + i * kThreads;  // one row, so the number of the vector is its place in the row
+          value = last_of(w, at.covered + static_cast<int>(vector) * per_vector);
           for (int k = bytes; k < 8; k *= 2) value |= value << (8 * k);
         }
         if (kBytes <= 8 || bytes <= 8) {
-          if (fills && at.covered <= 0 && at.room >= per_unit) {
+          if (fills && at.covered <= 0 && at.room >= per_vector) {
             fill_unit<kBytes>(at.to, value);
             continue;
           }
         }
-        const int room = at.room < per_unit ? at.room : per_unit;
+        const int room = at.room < per_vector ? at.room : per_vector;
 #pragma unroll 1  // the edge of a row: rare, and unrolled it is half of the code
         for (int e = 0; e < room; e++) {
           if (e < at.covered) copy_element(at.to + e * bytes, at.from + e * bytes, bytes);
@@ -311,13 +311,13 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) copy_all(const __gr
                        c.source_stride[1] | c.target_stride[0] | c.target_stride[1] | 16;
       const int aligned = static_cast<int>(bits & (~bits + 1));
       width = aligned > width ? aligned : width;
-      w.per_unit = width / c.bytes;
-      w.per_row = (wide + w.per_unit - 1) / w.per_unit;
+      w.per_vector = width / c.bytes;
+      w.per_row = (wide + w.per_vector - 1) / w.per_vector;
       w.source_step = w.target_step = width;
     }
-    const unsigned units = high * c.extent[1] * w.per_row;
-    const unsigned share = (units + blocks - 1) / blocks, begin = (blockIdx.x - p.first[index]) * share;
-    const unsigned end = begin + share < units ? begin + share : units;
+    const unsigned vectors = high * c.extent[1] * w.per_row;
+    const unsigned share = (vectors + blocks - 1) / blocks, begin = (blockIdx.x - p.first[index]) * share;
+    const unsigned end = begin + share < vectors ? begin + share : vectors;
     if (casts) cast_units(w, begin, end);
     else if (width == 16) move_units<16>(w, begin, end);
     else if (width == 8) move_units<8>(w, begin, end);

@@ -37,14 +37,14 @@ POINTERS = struct.Struct("7Q")
 class Config:
     """Launch shape of a kernel of ``store.cu``.
 
-    ``direct`` and ``staged``: threads per block, units per thread, maximum bytes of a unit in the cache. ``bulk``: rows
-    per block, one thread each.
+    ``direct`` and ``staged``: threads per block, vectors per thread, maximum bytes of a vector in the cache. ``bulk``:
+    rows per block, one thread each.
     """
 
     kernel: str = "direct"
     threads: int = 256
     per: int = 1
-    unit: int = 16
+    vector: int = 16
 
     def __post_init__(self) -> None:
         if self.kernel not in ("direct", "staged", "bulk"):
@@ -58,12 +58,12 @@ class Config:
 
 @dataclass(frozen=True)
 class Shape:
-    """A task as the kernels see it: units per head row, unit width, index width."""
+    """A task as the kernels see it: vectors per head row, vector width, index width."""
 
     task: Task
     elements: int
-    k_units: int
-    v_units: int
+    k_vectors: int
+    v_vectors: int
     wide_index: bool
 
 
@@ -76,7 +76,7 @@ def alignment(*values: int) -> int:
 
 
 def shape_of(task: Task, address_bits: int) -> Shape:
-    """Split the merged task into units as wide as addresses, strides and row lengths allow."""
+    """Split the merged task into vectors as wide as addresses, strides and row lengths allow."""
     task = task.merged()
     source, cache = task.source_dtype.itemsize, task.cache_dtype.itemsize
     elements = min(16 // cache, 32 // source)  # two loads at most, one store
@@ -84,29 +84,29 @@ def shape_of(task: Task, address_bits: int) -> Shape:
         source_bytes = alignment(*(n * source for n in (rows.source_token, rows.source_head, rows.dim)), address_bits)
         cache_strides = (rows.cache_block, rows.cache_row, rows.cache_head, rows.dim)
         cache_bytes = alignment(*(n * cache for n in cache_strides), address_bits)
-        # A wide source unit is several 16-byte loads, so its start needs 16 bytes of alignment and no more.
+        # A wide source vector is several 16-byte loads, so its start needs 16 bytes of alignment and no more.
         fits_source = elements if source_bytes == 16 else max(1, source_bytes // source)
         elements = min(elements, fits_source, max(1, cache_bytes // cache))
     return _shape(task, elements)
 
 
 def _shape(task: Task, elements: int) -> Shape:
-    k_units = task.k.dim // elements
-    v_units = task.v.dim // elements if task.v else 0
-    units = task.tokens * task.k.heads * max(k_units, v_units)
-    return Shape(task, elements, k_units, v_units, units >= 1 << 30)
+    k_vectors = task.k.dim // elements
+    v_vectors = task.v.dim // elements if task.v else 0
+    vectors = task.tokens * task.k.heads * max(k_vectors, v_vectors)
+    return Shape(task, elements, k_vectors, v_vectors, vectors >= 1 << 30)
 
 
 def cut(shape: Shape, config: Config) -> Shape:
-    """Shape in the units of a config: pieces of rows for ``bulk``, otherwise units of at most ``config.unit`` bytes."""
+    """Shape in vectors of at most ``config.vector`` bytes; for ``bulk``, in pieces of rows."""
     if config.kernel == "bulk":
         return replace(shape, task=in_chunks(shape.task))
-    elements = min(shape.elements, config.unit // shape.task.cache_dtype.itemsize)
+    elements = min(shape.elements, config.vector // shape.task.cache_dtype.itemsize)
     return shape if elements == shape.elements else _shape(shape.task, elements)
 
 
 def op_of(shape: Shape) -> str:
-    """Template argument for moving one unit: a copy, or a rounding to fp8."""
+    """Template argument for moving one vector: a copy, or a rounding to fp8."""
     task = shape.task
     if task.rounds:
         return f"Round<{CXX[task.source_dtype]}, {CXX[task.cache_dtype]}, {shape.elements}>"
@@ -114,10 +114,10 @@ def op_of(shape: Shape) -> str:
 
 
 def features(shape: Shape) -> dict[str, int | str]:
-    """Key of a task in a tuned table: tokens, separate heads, bytes of a contiguous row; sides and units."""
+    """Key of a task in a tuned table: tokens, separate heads, bytes of a contiguous row; sides and vectors."""
     task = shape.task
     sizes = {"tokens": task.tokens, "heads": task.k.heads, "row": _longest(task)}
-    return {**sizes, "sides": "kv" if task.v else "k", "unit": op_of(shape)}
+    return {**sizes, "sides": "kv" if task.v else "k", "vector": op_of(shape)}
 
 
 def tuned_config(shape: Shape, device: torch.device) -> Config | None:
@@ -136,8 +136,8 @@ def entry_of(shape: Shape, slot_dtype: torch.dtype, config: Config) -> str:
         return f"store_bulk<{task.k.heads}, {row_bytes[0]}, {row_bytes[1]}, {task.k.block_size}, {slot}, {config.per}>"
     index = "unsigned long long" if shape.wide_index else "unsigned"
     return (
-        f"store_{config.kernel}<{op_of(shape)}, {task.k.heads}, {shape.k_units}, {shape.v_units}, {task.k.block_size}, "
-        f"{slot}, {index}, {per_head}, {config.threads}, {config.per}>"
+        f"store_{config.kernel}<{op_of(shape)}, {task.k.heads}, {shape.k_vectors}, {shape.v_vectors}, "
+        f"{task.k.block_size}, {slot}, {index}, {per_head}, {config.threads}, {config.per}>"
     )
 
 
@@ -195,14 +195,14 @@ def in_chunks(task: Task) -> Task:
 
 
 def takes(shape: Shape, config: Config) -> bool:
-    """True if a kernel can move these rows: staged needs units of 4 bytes, bulk needs 16 and equal dtypes."""
-    task, unit = shape.task, shape.elements * shape.task.source_dtype.itemsize
-    if config.unit < task.cache_dtype.itemsize:
+    """True if a kernel can move these rows: staged needs vectors of 4 bytes, bulk needs 16 and equal dtypes."""
+    task, vector = shape.task, shape.elements * shape.task.source_dtype.itemsize
+    if config.vector < task.cache_dtype.itemsize:
         return False
     if config.kernel == "staged":
         return cut(shape, config).elements * task.source_dtype.itemsize >= 4
     if config.kernel == "bulk":
-        return unit == 16 and not task.rounds and _longest(in_chunks(task)) * config.per <= 40 << 10
+        return vector == 16 and not task.rounds and _longest(in_chunks(task)) * config.per <= 40 << 10
     return True
 
 
@@ -215,8 +215,8 @@ def grid_of(shape: Shape, config: Config, device: int) -> int:
     task = shape.task
     if config.kernel == "bulk":
         return -(-task.tokens * task.k.heads // config.per) * (2 if task.v else 1)
-    units = task.tokens * task.k.heads * max(shape.k_units, shape.v_units)
-    blocks = -(-units // (config.threads * config.per))
+    vectors = task.tokens * task.k.heads * max(shape.k_vectors, shape.v_vectors)
+    blocks = -(-vectors // (config.threads * config.per))
     if config.kernel == "staged":
         return min(blocks, _multiprocessors(device) * (2048 // config.threads))
     return blocks
@@ -237,10 +237,10 @@ def plan(
         config = tuned_config(shape, slot_mapping.device) if backend == "cuda" else None
         config = config or config_of(backend, shape, arch)
     if not takes(shape, config):
-        unit = shape.elements * task.source_dtype.itemsize
+        vector = shape.elements * task.source_dtype.itemsize
         raise ValueError(
-            f"backend: {config.kernel} copies need rows of aligned 16-byte units of one dtype (staged: 4 bytes), "
-            f"got {unit}-byte units of {task.source_dtype} into {task.cache_dtype}; use backend='cuda'"
+            f"backend: {config.kernel} copies need rows of aligned 16-byte vectors of one dtype (staged: 4 bytes), "
+            f"got {vector}-byte vectors of {task.source_dtype} into {task.cache_dtype}; use backend='cuda'"
         )
     shape = cut(shape, config)
     task = shape.task

@@ -1,6 +1,6 @@
-"""Search space of ``store.cu`` for `kvstrata tune`: which kernel moves the units, and its launch shape.
+"""Search space of ``store.cu`` for `kvstrata tune`: which kernel moves the vectors, and its launch shape.
 
-``threads`` per block, units per thread (``per``) and bytes of a unit (``unit``) for direct and staged copies; rows per
+``threads`` per block, vectors per thread (``per``) and bytes per ``vector`` for direct and staged copies; rows per
 block (``rows``) for bulk copies.
 """
 
@@ -16,13 +16,13 @@ CHOICES: dict[str, tuple[int | str, ...]] = {
     "kernel": ("direct", "staged", "bulk"),
     "threads": (64, 128, 256, 512, 1024),
     "per": (1, 2, 4, 8),
-    "unit": (16, 8, 4),
+    "vector": (16, 8, 4),
     "rows": (1, 2, 3, 4, 6, 8, 16, 32),
 }
 WHEN: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "threads": ("kernel", ("direct", "staged")),
     "per": ("kernel", ("direct", "staged")),
-    "unit": ("kernel", ("direct", "staged")),
+    "vector": ("kernel", ("direct", "staged")),
     "rows": ("kernel", ("bulk",)),
 }
 
@@ -31,7 +31,7 @@ def choice_of(config: Config) -> Choice:
     """Inverse of `Config.of`."""
     if config.kernel == "bulk":
         return {"kernel": "bulk", "rows": config.per}
-    return {"kernel": config.kernel, "threads": config.threads, "per": config.per, "unit": config.unit}
+    return {"kernel": config.kernel, "threads": config.threads, "per": config.per, "vector": config.vector}
 
 
 def invalid(shape: Shape, config: Config, arch: str) -> str | None:
@@ -39,10 +39,12 @@ def invalid(shape: Shape, config: Config, arch: str) -> str | None:
     if config.kernel == "bulk" and int(arch.removeprefix("sm_")) < 90:
         return f"bulk copies need sm_90, got {arch}"
     widest = shape.elements * shape.task.cache_dtype.itemsize
-    if config.kernel != "bulk" and config.unit > widest:
-        return f"units are {widest} bytes wide at most, got {config.unit}"
+    if config.kernel != "bulk" and config.vector > widest:
+        return f"vectors are {widest} bytes wide at most, got {config.vector}"
     if not takes(shape, config):
-        return f"{config.kernel} copies do not take units of {shape.elements * shape.task.source_dtype.itemsize} bytes"
+        return (
+            f"{config.kernel} copies do not take vectors of {shape.elements * shape.task.source_dtype.itemsize} bytes"
+        )
     return None
 
 

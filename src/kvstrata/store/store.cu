@@ -3,12 +3,12 @@
 //   source   K [tokens, heads, dim]          V [tokens, heads, dim]          any token and head stride
 //   cache    page = slot / kPageSize, row = slot % kPageSize, strides as given: NHD, HND and flat are one case
 //
-// A row of one head is cut into units: as many elements as one thread moves at a time (16 bytes where alignment
-// allows). All units of a side are numbered (token, head, unit); a block takes kThreads * kPer consecutive ones of K
+// A row of one head is cut into vectors: as many elements as one thread moves at a time (16 bytes where alignment
+// allows). All vectors of a side are numbered (token, head, vector); a block takes kThreads * kPer consecutive ones of K
 // and the same range of V, so rows of any width keep every thread busy, and heads run in parallel within a block.
 // Slots outside the cache, negative ones included, are skipped.
 //
-// Three ways to move a unit, one arithmetic for where it goes:
+// Three ways to move a vector, one arithmetic for where it goes:
 //   store_direct   registers; slot, K and V loads are all issued before the first store
 //   store_staged   cp.async into shared memory, double buffered over a persistent loop
 //   store_bulk     sm_90 bulk copies of whole rows through shared memory, no registers (same dtype only)
@@ -45,10 +45,10 @@ struct Side : Pointers, Strides {
       : Pointers(pointers), Strides(strides) {}
 };
 
-// What happens to a unit on its way: nothing, or rounding to fp8.
-template <int kUnitBytes>
+// What happens to a vector on its way: nothing, or rounding to fp8.
+template <int kVectorBytes>
 struct Copy {
-  static constexpr int kIn = kUnitBytes, kOut = kUnitBytes;
+  static constexpr int kIn = kVectorBytes, kOut = kVectorBytes;
   static __device__ __forceinline__ Vec<kOut> apply(const Vec<kIn>& x, float) { return x; }
 };
 
@@ -72,21 +72,21 @@ struct Round {
   }
 };
 
-template <int kHeads, int kUnits, class Index>
+template <int kHeads, int kVectors, class Index>
 struct Place {
-  int token, head, unit;
+  int token, head, vector;
   __device__ __forceinline__ explicit Place(Index n) {
-    token = static_cast<int>(n / (kHeads * kUnits));
-    const int in_row = static_cast<int>(n - static_cast<Index>(token) * (kHeads * kUnits));
-    head = in_row / kUnits;
-    unit = in_row % kUnits;
+    token = static_cast<int>(n / (kHeads * kVectors));
+    const int in_row = static_cast<int>(n - static_cast<Index>(token) * (kHeads * kVectors));
+    head = in_row / kVectors;
+    vector = in_row % kVectors;
   }
 };
 
 // Units of one side in the whole call.
-template <int kHeads, int kUnits, class Index>
-__device__ __forceinline__ Index units_of(const Params& p) {
-  return static_cast<Index>(p.tokens) * (kHeads * kUnits);
+template <int kHeads, int kVectors, class Index>
+__device__ __forceinline__ Index vectors_of(const Params& p) {
+  return static_cast<Index>(p.tokens) * (kHeads * kVectors);
 }
 
 // A plain load: it stays behind wait_for_previous(), which is all that a read-only one could not promise.
@@ -106,8 +106,8 @@ __device__ __forceinline__ float inverse_scale(const Side& side, int head) {
   return side.scale ? __fdiv_rn(1.f, __ldg(side.scale + (kScalePerHead ? head : 0))) : 1.f;
 }
 
-// One side's share of a thread: kPer units, kept in registers between load() and flush().
-template <class Op, int kHeads, int kUnits, int kPageSize, class Slot, class Index, bool kScalePerHead, int kThreads,
+// One side's share of a thread: kPer vectors, kept in registers between load() and flush().
+template <class Op, int kHeads, int kVectors, int kPageSize, class Slot, class Index, bool kScalePerHead, int kThreads,
           int kPer>
 struct Lane {
   Vec<Op::kIn> data[kPer];
@@ -118,11 +118,11 @@ struct Lane {
     for (int i = 0; i < kPer; i++) {
       const Index n = first + i * kThreads;
       slot[i] = -1;
-      if (n < units_of<kHeads, kUnits, Index>(p)) {
-        const Place<kHeads, kUnits, Index> at(n);
+      if (n < vectors_of<kHeads, kVectors, Index>(p)) {
+        const Place<kHeads, kVectors, Index> at(n);
         slot[i] = slot_of<Slot>(p, at.token);
         data[i] = load_once<Op::kIn>(side.source + at.token * side.source_token + at.head * side.source_head +
-                                     at.unit * Op::kIn);
+                                     at.vector * Op::kIn);
       }
     }
   }
@@ -130,24 +130,24 @@ struct Lane {
   __device__ __forceinline__ void flush(const Params& p, const Side& side, Index first) const {
 #pragma unroll
     for (int i = 0; i < kPer; i++) {
-      const Place<kHeads, kUnits, Index> at(first + i * kThreads);
+      const Place<kHeads, kVectors, Index> at(first + i * kThreads);
       if (static_cast<u64>(slot[i]) < static_cast<u64>(p.slots_in_cache))
-        store(row_in_cache<kPageSize>(side, slot[i], at.head) + at.unit * Op::kOut,
+        store(row_in_cache<kPageSize>(side, slot[i], at.head) + at.vector * Op::kOut,
               Op::apply(data[i], inverse_scale<kScalePerHead>(side, at.head)));
     }
   }
 };
 
-template <class Op, int kHeads, int kKUnits, int kVUnits, int kPageSize, class Slot, class Index, bool kScalePerHead,
+template <class Op, int kHeads, int kKVectors, int kVVectors, int kPageSize, class Slot, class Index, bool kScalePerHead,
           int kThreads, int kPer>
 __global__ void __launch_bounds__(kThreads) store_direct(const __grid_constant__ Params p) {
   wait_for_previous();
   const Index first = static_cast<Index>(blockIdx.x) * (kThreads * kPer) + threadIdx.x;
-  Lane<Op, kHeads, kKUnits, kPageSize, Slot, Index, kScalePerHead, kThreads, kPer> k;
+  Lane<Op, kHeads, kKVectors, kPageSize, Slot, Index, kScalePerHead, kThreads, kPer> k;
   const Side k_side(p.k, p.k_strides), v_side(p.v, p.v_strides);
   k.load(p, k_side, first);
-  if constexpr (kVUnits > 0) {
-    Lane<Op, kHeads, kVUnits, kPageSize, Slot, Index, kScalePerHead, kThreads, kPer> v;
+  if constexpr (kVVectors > 0) {
+    Lane<Op, kHeads, kVVectors, kPageSize, Slot, Index, kScalePerHead, kThreads, kPer> v;
     v.load(p, v_side, first);
     k.flush(p, k_side, first);
     v.flush(p, v_side, first);
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads) store_direct(const __grid_constant__
 
 // One side's share of a thread in shared memory. A thread reads back only what it copied itself, so waiting for its
 // own groups is enough and there is no barrier.
-template <class Op, int kHeads, int kUnits, int kPageSize, class Slot, class Index, bool kScalePerHead, int kThreads,
+template <class Op, int kHeads, int kVectors, int kPageSize, class Slot, class Index, bool kScalePerHead, int kThreads,
           int kPer>
 struct StagedLane {
   Vec<Op::kIn>* stage;  // [2][kPer][kThreads]
@@ -174,11 +174,11 @@ struct StagedLane {
     for (int i = 0; i < kPer; i++) {
       const Index n = first + i * kThreads;
       slot[buffer][i] = -1;
-      if (n < units_of<kHeads, kUnits, Index>(p)) {
-        const Place<kHeads, kUnits, Index> at(n);
+      if (n < vectors_of<kHeads, kVectors, Index>(p)) {
+        const Place<kHeads, kVectors, Index> at(n);
         slot[buffer][i] = slot_of<Slot>(p, at.token);
         cp_async<Op::kIn>(cell(buffer, i), side.source + at.token * side.source_token + at.head * side.source_head +
-                                               at.unit * Op::kIn);
+                                               at.vector * Op::kIn);
       }
     }
   }
@@ -186,24 +186,24 @@ struct StagedLane {
   __device__ __forceinline__ void flush(const Params& p, const Side& side, Index first, int buffer) const {
 #pragma unroll
     for (int i = 0; i < kPer; i++) {
-      const Place<kHeads, kUnits, Index> at(first + i * kThreads);
+      const Place<kHeads, kVectors, Index> at(first + i * kThreads);
       if (static_cast<u64>(slot[buffer][i]) < static_cast<u64>(p.slots_in_cache))
-        store(row_in_cache<kPageSize>(side, slot[buffer][i], at.head) + at.unit * Op::kOut,
+        store(row_in_cache<kPageSize>(side, slot[buffer][i], at.head) + at.vector * Op::kOut,
               Op::apply(*cell(buffer, i), inverse_scale<kScalePerHead>(side, at.head)));
     }
   }
 };
 
-template <class Op, int kHeads, int kKUnits, int kVUnits, int kPageSize, class Slot, class Index, bool kScalePerHead,
+template <class Op, int kHeads, int kKVectors, int kVVectors, int kPageSize, class Slot, class Index, bool kScalePerHead,
           int kThreads, int kPer>
 __global__ void __launch_bounds__(kThreads) store_staged(const __grid_constant__ Params p) {
-  constexpr int kSides = kVUnits > 0 ? 2 : 1, kCells = 2 * kPer * kThreads;
+  constexpr int kSides = kVVectors > 0 ? 2 : 1, kCells = 2 * kPer * kThreads;
   __shared__ Vec<Op::kIn> stage[kSides * kCells];
   wait_for_previous();
   const Index tile = kThreads * kPer, step = tile * gridDim.x;
-  const Index units = units_of<kHeads, (kKUnits > kVUnits ? kKUnits : kVUnits), Index>(p);
-  StagedLane<Op, kHeads, kKUnits, kPageSize, Slot, Index, kScalePerHead, kThreads, kPer> k{stage};
-  StagedLane<Op, kHeads, kSides == 2 ? kVUnits : 1, kPageSize, Slot, Index, kScalePerHead, kThreads, kPer> v{
+  const Index vectors = vectors_of<kHeads, (kKVectors > kVVectors ? kKVectors : kVVectors), Index>(p);
+  StagedLane<Op, kHeads, kKVectors, kPageSize, Slot, Index, kScalePerHead, kThreads, kPer> k{stage};
+  StagedLane<Op, kHeads, kSides == 2 ? kVVectors : 1, kPageSize, Slot, Index, kScalePerHead, kThreads, kPer> v{
       stage + (kSides - 1) * kCells};
 
   const Side k_side(p.k, p.k_strides), v_side(p.v, p.v_strides);
@@ -220,12 +220,12 @@ __global__ void __launch_bounds__(kThreads) store_staged(const __grid_constant__
   // `buffer` is a constant in each half of the loop, so that slots stay in registers.
   Index first = static_cast<Index>(blockIdx.x) * tile + threadIdx.x;
   load(first, 0);
-  while (first - threadIdx.x < units) {
+  while (first - threadIdx.x < vectors) {
     load(first + step, 1);
     wait_group<1>();
     flush(first, 0);
     first += step;
-    if (first - threadIdx.x >= units) break;
+    if (first - threadIdx.x >= vectors) break;
     load(first + step, 0);
     wait_group<1>();
     flush(first, 1);

@@ -8,7 +8,7 @@ __device__ __forceinline__ void write_partial(State<kDim, kN>& st, int columns, 
   constexpr int kSteps = kDim / 16;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if (lossy) {
-    const float high = __uint_as_float(static_cast<unsigned>(st.unit + 127) << 23);
+    const float high = __uint_as_float(static_cast<unsigned>(st.exponent + 127) << 23);
 #pragma unroll
     for (int n = 0; n < kN; n++)
 #pragma unroll

@@ -135,7 +135,7 @@ __device__ __forceinline__ void begin_bucket(const P& p, State<kDim, kN>& st, co
   const int queries = p.queries_of(owner.row), columns = queries * p.group;
   if (P::kRagged || kOrdered) st.queries = queries;
   st.shift = 0;
-  st.unit = 24;
+  st.exponent = 24;
 #pragma unroll
   for (int n = 0; n < kN; n++) {
 #pragma unroll

@@ -63,7 +63,7 @@ struct State {
   float centre[kN][2];   // score of the centre in log2 units, or 0 where combine.cu adds it
   float score;           // factor from a product with q to a score in log2 units
   int shift;             // exponent by which the second half of q is scaled down
-  int unit;              // rows g + 8 of `out` are times 2^-unit; rows g times 2^-24
+  int exponent;          // rows g + 8 of `out` are times 2^-exponent; rows g times 2^-24
   int queries;           // of the request; unused without positions if all rows have as many
   int first;             // position of the first query; unused without positions
   int skip;              // packed.cu: positions before it are read elsewhere

@@ -141,7 +141,7 @@ def features(
     """Key of a step in a tuned table: head caches, tokens that the page table can list for each, columns of the
     product, and bits of K plus V averaged over the tiers."""
     bits = sum(f.k_bits + f.v_bits for f in formats) // len(formats)
-    sizes = {"units": head_caches, "tokens": tokens, "columns": columns, "bits": bits}  # names in saved tables
+    sizes = {"head_caches": head_caches, "tokens": tokens, "columns": columns, "bits": bits}
     return {"pages": "rows" if rows else "tiers", "head_dim": str(formats[0].head_dim), **sizes}
 
 

@@ -1,7 +1,7 @@
-"""``decode_packed`` in CUDA C++: packed.cu, where every warp cuts its own work, and packed_combine.cu.
+"""``decode_packed`` in CUDA C++: packed.cu, where every warp computes its own work items, and packed_combine.cu.
 
-Nothing is prepared outside the two launches: the work follows from the lengths, on the device. A `Plan` holds their
-parameters for calls of one shape; scratch is the caller's workspace or allocated by the call.
+Nothing is prepared outside the two launches: the device derives the work from ``seq_lens``. A `PackedDecodePlan` holds
+their parameters for calls of one shape; scratch is the caller's workspace or allocated by the call.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def workspace_bytes(
     return (grid.chunks + (1 + plain) * requests * kv_heads) * grid.columns * (4 * format.head_dim + 8)
 
 
-class Plan:
+class PackedDecodePlan:
     """Launches of calls that look alike; pointers are written before each."""
 
     def __init__(self, job: Job, device: int) -> None:

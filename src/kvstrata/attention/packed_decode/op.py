@@ -50,7 +50,7 @@ def _run_cuda(job: Job, tensors: Tensors, format: Format, options: Options, back
         plan = _plans.known.get(key)
         if plan is None:
             jit.bind_context(device)
-            plan = _plans.known[key] = packed_cuda.Plan(job, device)
+            plan = _plans.known[key] = packed_cuda.PackedDecodePlan(job, device)
         if q is job.q and (tensors.sinks is None or tensors.sinks.data_ptr() == job.sinks.data_ptr()):  # type: ignore[union-attr]
             _plans.remember(Seen((format, backend, *options), (*tensors, job.out), ALIGNED, plan.run, device))
         return plan.run((*tensors._replace(q=q, sinks=job.sinks), job.out))

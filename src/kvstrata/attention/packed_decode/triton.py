@@ -93,8 +93,8 @@ def decode_kernel(
 
     TAIL, SINK: tokens of plain rows beside the pages, 0 for none. The first split takes them.
     """
-    bucket, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
-    batch, kv_head = bucket // KV_HEADS, bucket % KV_HEADS
+    head_cache, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
+    batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
     begin, queries = _queries(cu_ptr, batch, RAGGED, Q_LEN)
     length = tl.minimum(tl.maximum(tl.load(length_ptr + batch), 0), max_tokens)
     row = tl.program_id(0) % ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
@@ -163,7 +163,7 @@ def decode_kernel(
             plain_q, tail_k_ptr + base, tail_v_ptr + base, packed, tl.where(plain, length, 0), own, window, softcap,
             top, total, acc, TAIL, DIM, WIDE, WINDOWED, CAPPED, PRECISION,
         )  # fmt: skip
-    offs_row = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
+    offs_row = (head_cache.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
     tl.store(partial_ptr + offs_row[:, None] * DIM + dim[None, :], acc, mask=row_live[:, None] & mask_d[None, :])
     tl.store(stats_ptr + offs_row * 2, top, mask=row_live)
     tl.store(stats_ptr + offs_row * 2 + 1, total, mask=row_live)
@@ -176,17 +176,17 @@ def combine_kernel(
     SPLITS: tl.constexpr, RAGGED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Combine the partials of one query row, split after split, with the sink in the denominator."""
-    bucket, row = tl.program_id(0), tl.program_id(1)
-    begin, queries = _queries(cu_ptr, bucket // KV_HEADS, RAGGED, Q_LEN)
+    head_cache, row = tl.program_id(0), tl.program_id(1)
+    begin, queries = _queries(cu_ptr, head_cache // KV_HEADS, RAGGED, Q_LEN)
     if row < queries * GROUP:
-        head = bucket % KV_HEADS * GROUP + row % GROUP
+        head = head_cache % KV_HEADS * GROUP + row % GROUP
         out_row = (begin + row // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head
         dim = tl.arange(0, WIDE)
         top = tl.full((), float("-inf"), tl.float32)
         if SINKS:
             top = tl.load(sinks_ptr + head)
         for split in range(SPLITS):
-            offs_split = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
+            offs_split = (head_cache.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
             top = tl.maximum(top, tl.load(stats_ptr + offs_split * 2))
         safe = tl.where(top == float("-inf"), 0.0, top)
         total = tl.zeros((), tl.float32)
@@ -194,7 +194,7 @@ def combine_kernel(
             total = tl.exp(tl.load(sinks_ptr + head) - safe)
         acc = tl.zeros((WIDE,), tl.float32)
         for split in range(SPLITS):
-            offs_split = (bucket.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
+            offs_split = (head_cache.to(tl.int64) * SPLITS + split) * (Q_LEN * GROUP) + row
             weight = tl.exp(tl.load(stats_ptr + offs_split * 2) - safe)
             total += weight * tl.load(stats_ptr + offs_split * 2 + 1)
             acc += weight * tl.load(partial_ptr + offs_split * DIM + dim, mask=dim < DIM, other=0.0)
@@ -214,7 +214,7 @@ def row_arguments(q: torch.Tensor, rows: RowTensors) -> list[torch.Tensor | int]
 def decode(job: Job) -> Result:
     """Launch the kernels of a checked job."""
     q, f, blocks, device = job.q, job.format, job.blocks, job.q.device
-    dim, group, buckets = f.head_dim, job.group, job.requests * blocks.kv_heads
+    dim, group, head_caches = f.head_dim, job.group, job.requests * blocks.kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=device) if job.out is None else job.out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if job.return_lse else None
     rows, wide = job.most_queries * group, max(16, triton.next_power_of_2(dim))
@@ -223,8 +223,8 @@ def decode(job: Job) -> Result:
     tok = min(f.page_tokens, max(16, 4096 // wide))
     most = triton.cdiv(max(job.max_tokens, 1), tok)
     fixed = 0 if job.fixed_split is None else triton.cdiv(job.fixed_split, tok)
-    splits = triton.cdiv(most, fixed) if fixed else _splits(buckets * row_blocks, most, device)
-    sizes = (buckets * splits * rows * dim, buckets * splits * rows * 2)
+    splits = triton.cdiv(most, fixed) if fixed else _splits(head_caches * row_blocks, most, device)
+    sizes = (head_caches * splits * rows * dim, head_caches * splits * rows * 2)
     needed = 4 * sum(sizes)
     scratch = job.workspace
     if scratch is None or scratch.numel() < needed:
@@ -235,7 +235,7 @@ def decode(job: Job) -> Result:
                  RAGGED=job.cu_seqlens_q is not None)  # fmt: skip
     or_q = functools.partial(lambda x: q if x is None else x)
     with torch.cuda.device_of(q):
-        decode_kernel[(buckets * row_blocks, splits)](
+        decode_kernel[(head_caches * row_blocks, splits)](
             q, job.pages, job.block_table, job.seq_lens, or_q(job.cu_seqlens_q), or_q(job.balance), or_q(job.centre),
             partial, stats, *row_arguments(q, job.rows), *q.stride()[:2], job.block_table.stride(0),
             blocks.block_stride, blocks.head_stride, job.max_tokens, fixed, job.scale, job.softcap or 0.0,
@@ -247,7 +247,7 @@ def decode(job: Job) -> Result:
             PRECISION="ieee" if exact else "tf32", TAIL=job.rows.tail_tokens, SINK=job.rows.sink_tokens,
             num_warps=8, num_stages=1,
         )  # fmt: skip
-        combine_kernel[(buckets, rows)](
+        combine_kernel[(head_caches, rows)](
             partial, stats, or_q(job.sinks), or_q(job.cu_seqlens_q), out, or_q(lse), **shape,
             SINKS=job.sinks is not None, LSE=lse is not None, num_warps=1 if dim <= 64 else 4,
         )  # fmt: skip

@@ -57,10 +57,10 @@ def divisor(by: int) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def section_of(units: int, bytes_each: int) -> int:
-    """Number of (sequence, head) units processed together: a divisor of ``units`` whose K and V fit `SECTION_BYTES`."""
+def section_of(heads: int, bytes_each: int) -> int:
+    """Number of query heads processed together: a divisor of ``heads``, of all sequences, whose K and V fit L2."""
     limit = max(SECTION_BYTES // max(bytes_each, 1), 1)
-    return max(n for n in range(1, min(units, limit) + 1) if units % n == 0)
+    return max(n for n in range(1, min(heads, limit) + 1) if heads % n == 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -119,8 +119,8 @@ def _plan(
     job: PrefillJob, tile: Tile, checked: bool, out: torch.Tensor, lse: torch.Tensor | None, device: int
 ) -> jit.Launch:
     """Launch for every job of this `look`; the addresses are filled in per call."""
-    units, blocks = job.sequences * job.heads, -(-job.max_seqlen_q // tile.block_m)
-    section = section_of(units, 4 * job.max_seqlen_k * job.head_dim // (job.heads // job.kv_heads))
+    all_heads, blocks = job.sequences * job.heads, -(-job.max_seqlen_q // tile.block_m)
+    section = section_of(all_heads, 4 * job.max_seqlen_k * job.head_dim // (job.heads // job.kv_heads))
     log2e, softcap = math.log2(math.e), job.softcap or 0.0
     byte_strides = [n * x.element_size() for x in (job.q, job.k, job.v, out) for n in strides_of(x)]
     byte_strides += [4 * n for n in lse_strides(lse)]
@@ -132,4 +132,4 @@ def _plan(
     )  # fmt: skip
     kernel = _kernel(job.q.dtype, tile, softcap > 0, checked, device)
     jit.bind_context(device)
-    return jit.Launch(kernel, units * blocks, 32 * tile.warps, params, shared=tile.shared(checked), overlap=True)
+    return jit.Launch(kernel, all_heads * blocks, 32 * tile.warps, params, shared=tile.shared(checked), overlap=True)

@@ -7,7 +7,7 @@
 // A warp has 16 queries (or a multiple): S = Q K^T leaves them as rows, so the weights are already the A operand of P V.
 //
 //   prefill_tile.cuh     parameters, sizes, order of the work     prefill_softmax.cuh  scores to weights
-//   prefill_check.cuh    the checking build                       prefill_end.cuh      groups added up, output and lse
+//   prefill_check.cuh    the checking build                       prefill_end.cuh      sum over KV warps, output and lse
 #include "barrier.cuh"
 #include "cp_async.cuh"
 #include "ldmatrix.cuh"
@@ -116,25 +116,25 @@ __device__ __forceinline__ void attend(const Params& p, unsigned char* shared) {
   const Item item = item_of<T>(p, blockIdx.x);
   if (item.rows <= 0) return;
   const int me = opaque(threadIdx.x), lane = me & 31, warp = __shfl_sync(~0u, me >> 5, 0);
-  const int group = warp / T::kRowWarps, row_warp = warp % T::kRowWarps;
-  const unsigned all = shared_address(shared), ring = all + T::kQueryBytes + group * T::kRingBytes;
+  const int kv_warp = warp / T::kRowWarps, row_warp = warp % T::kRowWarps;
+  const unsigned all = shared_address(shared), ring = all + T::kQueryBytes + kv_warp * T::kRingBytes;
   const unsigned query_rows = all + row_warp * T::kRows * T::Layout::kBytes;
   const char* const k = at(p.k, p.k_by, item.batch, item.kv_head, item.k_start);
   const char* const v = at(p.v, p.v_by, item.batch, item.kv_head, item.k_start);
-  const int end = item.end, begin = item.begin + group * T::kN;  // keys; the group's own from `begin` on
-  constexpr int kStride = T::kGroups * T::kN, kAhead = T::kStages - 1;
+  const int end = item.end, begin = item.begin + kv_warp * T::kN;  // keys; this KV warp starts at `begin`
+  constexpr int kStride = T::kKvWarps * T::kN, kAhead = T::kStages - 1;
   const auto fill = [&](int key, unsigned to) {  // K, then V
     if (key < end) {
-      const unsigned thread = opaque(me) % T::kGroupThreads;
+      const unsigned thread = opaque(me) % T::kRingThreads;
       const int first = opaque(key);
-      copy_rows<T, T::kN, T::kGroupThreads>(to, k, p.k_by.token, first, end, thread);
-      copy_rows<T, T::kN, T::kGroupThreads>(to + T::kHalfStage, v, p.v_by.token, first, end, thread);
+      copy_rows<T, T::kN, T::kRingThreads>(to, k, p.k_by.token, first, end, thread);
+      copy_rows<T, T::kN, T::kRingThreads>(to + T::kHalfStage, v, p.v_by.token, first, end, thread);
     }
     commit_group();
   };
-  const auto sync_group = [&] {
-    if constexpr (T::kGroups == 1) __syncthreads();
-    else sync_some(1 + group, T::kGroupThreads);
+  const auto sync_ring = [&] {
+    if constexpr (T::kKvWarps == 1) __syncthreads();
+    else sync_some(1 + kv_warp, T::kRingThreads);
   };
 
   const char* const q = at(p.q, p.q_by, item.batch, item.head, item.q_start + item.row);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void attend(const Params& p, unsigned char* shared) {
     fill(key + kAhead * kStride, (k_tile == ring ? ring + T::kRingBytes : k_tile) - 2 * T::kHalfStage);
     if constexpr (kAhead == 0) {
       wait_group<0>();
-      sync_group();
+      sync_ring();
     }
     const unsigned v_tile = k_tile + T::kHalfStage;
     const int first = opaque(place), last = first + T::kRows - 1;
@@ -182,7 +182,7 @@ __device__ __forceinline__ void attend(const Params& p, unsigned char* shared) {
       }
     }
     if constexpr (kAhead > 0) wait_group<(kAhead > 1 ? kAhead - 1 : 0)>();
-    sync_group();
+    sync_ring();
     k_tile += 2 * T::kHalfStage;
     if (k_tile == ring + T::kRingBytes) k_tile = ring;
   }

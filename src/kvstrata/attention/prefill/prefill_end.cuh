@@ -1,11 +1,11 @@
-// End of an item: the results of the groups are combined and written in 16-byte pieces.
+// End of an item: the partials of the KV warps are combined, and the output is written in 16-byte pieces.
 #pragma once
 #include "mma.cuh"
 #include "prefill_softmax.cuh"
 
-// Adds the results of groups 1 .. to the state of group 0; returns false in the other groups, which are done.
+// Adds the partials of KV warps 1 .. to the state of KV warp 0; returns false in the others, which are done.
 template <class T>
-__device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, int row_warp, int group, float to_log2,
+__device__ __forceinline__ bool add_kv_warps(State<T>& st, unsigned char* shared, int row_warp, int kv_warp, float to_log2,
                                            int lane) {
   const int g = lane >> 2, t = lane & 3;
   constexpr int kAll = T::kRowTiles * T::kDimTiles;
@@ -16,20 +16,20 @@ __device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, 
     const int row = row_warp * T::kRows + r * 16 + half * 8 + g;
     return reinterpret_cast<float2*>(shared + T::kStatsAt) + (from - 1) * T::kM + row;
   };
-  if (group) {
+  if (kv_warp) {
 #pragma unroll
     for (int i = 0; i < kAll; i++) {
       const float* x = st.out[i / T::kDimTiles][i % T::kDimTiles];
-      out_of(group)[i * 32] = make_float4(x[0], x[1], x[2], x[3]);
+      out_of(kv_warp)[i * 32] = make_float4(x[0], x[1], x[2], x[3]);
     }
 #pragma unroll
     for (int i = 0; i < T::kRowTiles * 2; i++)
-      if (t == 0) *stats_of(group, i / 2, i % 2) = make_float2(st.m[i / 2][i % 2], st.l[i / 2][i % 2]);
+      if (t == 0) *stats_of(kv_warp, i / 2, i % 2) = make_float2(st.m[i / 2][i % 2], st.l[i / 2][i % 2]);
   }
   __syncthreads();
-  if (group) return false;
+  if (kv_warp) return false;
 #pragma unroll
-  for (int from = 1; from < T::kGroups; from++)
+  for (int from = 1; from < T::kKvWarps; from++)
 #pragma unroll
     for (int r = 0; r < T::kRowTiles; r++) {
       float own[2], other[2];
@@ -56,7 +56,7 @@ __device__ __forceinline__ bool add_groups(State<T>& st, unsigned char* shared, 
 template <class In, class T>
 __device__ __forceinline__ void finish(const Params& p, State<T>& st, unsigned char* shared, float to_log2) {
   const int me = opaque(threadIdx.x), lane = me & 31, warp = __shfl_sync(~0u, me >> 5, 0);
-  const int group = warp / T::kRowWarps, row_warp = warp % T::kRowWarps;
+  const int kv_warp = warp / T::kRowWarps, row_warp = warp % T::kRowWarps;
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int i = 0; i < T::kRowTiles * 2; i++) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ void finish(const Params& p, State<T>& st, unsigned c
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
   }
-  if constexpr (T::kGroups > 1)
-    if (!add_groups<T>(st, shared, row_warp, group, to_log2, lane)) return;
+  if constexpr (T::kKvWarps > 1)
+    if (!add_kv_warps<T>(st, shared, row_warp, kv_warp, to_log2, lane)) return;
 
   const Item item = item_of<T>(p, opaque(blockIdx.x));  // recomputed, to save registers in the main loop
   unsigned char* rows = shared + row_warp * T::kRows * T::Layout::kBytes;  // memory of the warp's queries

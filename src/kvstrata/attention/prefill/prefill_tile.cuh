@@ -25,32 +25,32 @@ struct Params {
   const int *cu_q, *cu_k;  // [sequences + 1]; null: every sequence has q_len and k_len
   unsigned* check;         // 4 counters of the checking build
   Strides q_by, k_by, v_by, out_by, lse_by;
-  Divisor per_section, section, heads, group;  // items of a section, its units; a unit is a query head of a sequence
+  Divisor per_section, section, heads, group;  // items and heads of a section; `head` counts over all sequences
   int unused;  // pairs of the numbers below are aligned with it, and loaded together
   int m_blocks, q_len, k_len, causal, window;  // window 0: none
   float scale_log2, softcap_log2;                     // in log2 units; softcap_log2 0: none
 };
 
-// A block takes kBlockM queries of a unit. Its warps are kGroups groups: group g takes every kGroups-th tile of kBlockN
-// keys, in a ring of kStages of its own, and the results of the groups are combined at the end. In a group a warp has its own
-// queries, 16 or a multiple, and all keys of the tile.
+// A block takes kBlockM queries of one query head. Its warps form a grid of kRowWarps by kKvWarps. A row warp owns 16
+// queries or a multiple, and all keys of its tile. KV warp w takes every kKvWarps-th tile of kBlockN keys, in a ring of
+// kStages of its own; the partials of the KV warps are combined at the end.
 //
-//   shared memory:  Q (later: out) | group 0: stages of K, V | group 1 .. | stats of groups 1 .. | scores
-template <int kDim_, int kBlockM_, int kBlockN_, int kWarps_, int kGroups_, int kStages_, int kResident_>
+//   shared memory:  Q (later: out) | KV warp 0: stages of K, V | KV warp 1 .. | stats of KV warps 1 .. | scores
+template <int kDim_, int kBlockM_, int kBlockN_, int kWarps_, int kKvWarps_, int kStages_, int kResident_>
 struct Tile {
-  static constexpr int kDim = kDim_, kM = kBlockM_, kN = kBlockN_, kWarps = kWarps_, kGroups = kGroups_;
+  static constexpr int kDim = kDim_, kM = kBlockM_, kN = kBlockN_, kWarps = kWarps_, kKvWarps = kKvWarps_;
   static constexpr int kStages = kStages_, kResident = kResident_;  // kResident: blocks per multiprocessor
-  static constexpr int kThreads = kWarps * 32, kRowWarps = kWarps / kGroups, kGroupThreads = kRowWarps * 32;
+  static constexpr int kThreads = kWarps * 32, kRowWarps = kWarps / kKvWarps, kRingThreads = kRowWarps * 32;
   static constexpr int kRows = kM / kRowWarps, kRowTiles = kRows / 16;  // of a warp
   static constexpr int kSteps = kDim / 16, kDimTiles = kDim / 8, kKeyTiles = kN / 8;
   static constexpr bool kKeepQuery = kDim * kRowTiles <= 128;  // in registers
   using Layout = Swizzle<kDim / 8>;
   static constexpr int kQueryBytes = kM * Layout::kBytes, kHalfStage = kN * Layout::kBytes;
   static constexpr int kRingBytes = kStages * 2 * kHalfStage;
-  static constexpr int kStatsAt = kQueryBytes + kGroups * kRingBytes;
-  static constexpr int kScoresAt = kStatsAt + (kGroups - 1) * kM * 8, kScoreRow = (kN + 8) * 4;
-  static_assert(kWarps % kGroups == 0 && kM % (16 * kRowWarps) == 0 && kN % 16 == 0 && kDim % 16 == 0, "odd tile");
-  static_assert(kGroups == 1 || kM <= kStages * kN, "a group's result has to fit its ring");
+  static constexpr int kStatsAt = kQueryBytes + kKvWarps * kRingBytes;
+  static constexpr int kScoresAt = kStatsAt + (kKvWarps - 1) * kM * 8, kScoreRow = (kN + 8) * 4;
+  static_assert(kWarps % kKvWarps == 0 && kM % (16 * kRowWarps) == 0 && kN % 16 == 0 && kDim % 16 == 0, "odd tile");
+  static_assert(kKvWarps == 1 || kM <= kStages * kN, "the output of a KV warp has to fit its ring");
   static_assert(tile_bank_ways<Layout>() == 1, "bank conflicts");
 };
 
@@ -65,16 +65,16 @@ __device__ __forceinline__ const char* at(const char* base, const Strides& by, i
   return base + batch * by.batch + head * by.head + static_cast<i64>(token) * by.token;
 }
 
-// Item of a block. Sections of units whose keys fit L2 together; within a section the last queries come first, as they see most keys.
+// Item of a block. Sections of query heads whose keys fit L2 together; within a section the last queries come first, as they see most keys.
 template <class T>
 __device__ __forceinline__ Item item_of(const Params& p, int block) {
   const int section = p.per_section.of(block), in_section = p.per_section.rest(block, section);
-  const int turn = p.section.of(in_section), unit = section * p.section.by + p.section.rest(in_section, turn);
-  const int sequence = p.heads.of(unit);
+  const int turn = p.section.of(in_section), head = section * p.section.by + p.section.rest(in_section, turn);
+  const int sequence = p.heads.of(head);
   int q_len = p.q_len;
   Item x;
   x.batch = sequence;
-  x.head = p.heads.rest(unit, sequence);
+  x.head = p.heads.rest(head, sequence);
   x.kv_head = p.group.of(x.head);
   x.q_start = x.k_start = 0;
   x.k_len = p.k_len;

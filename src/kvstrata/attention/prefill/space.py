@@ -2,7 +2,7 @@
 
     triton   triton.py    block_m, block_n, stages, order, registers
     gluon    gluon.py     block_m, block_n, stages, registers, pingpong      (sm_90)
-    cuda     prefill.cu   block_m, block_n, stages, groups, resident
+    cuda     prefill.cu   block_m, block_n, stages, kv_warps, resident
 
 Triton and Gluon kernels are compiled ahead into Triton's own cache, with the arguments of a launch: no GPU is needed,
 and the first call finds them there. Their registers and shared memory are read from the machine code.
@@ -32,7 +32,7 @@ WHEN = {
     "order": ("kernel", ("triton",)),
     "registers": ("kernel", ("triton", "gluon")),
     "pingpong": ("kernel", ("gluon",)),
-    "groups": ("kernel", ("cuda",)),
+    "kv_warps": ("kernel", ("cuda",)),
     "resident": ("kernel", ("cuda",)),
 }
 
@@ -47,7 +47,7 @@ def choices(causal: bool, arch: str) -> dict[str, tuple[Value, ...]]:
         "order": (0, 2) if causal else (0,),
         "registers": (0, 128, 168),
         "pingpong": (0, 1),
-        "groups": (1, 2),
+        "kv_warps": (1, 2),
         "resident": (2, 3, 5),
     }
 

@@ -33,21 +33,21 @@ class Tile:
     block_m: int = 64
     block_n: int = 64
     warps: int = 4
-    groups: int = 1  # of warps, which take turns at the tiles of keys
+    kv_warps: int = 1  # warps along the keys: they take turns at the tiles
     stages: int = 2
     resident: int = 3  # blocks per multiprocessor that the register limit allows for
 
     @property
     def name(self) -> str:
-        sizes = (self.head_dim, self.block_m, self.block_n, self.warps, self.groups, self.stages, self.resident)
+        sizes = (self.head_dim, self.block_m, self.block_n, self.warps, self.kv_warps, self.stages, self.resident)
         return f"Tile<{','.join(map(str, sizes))}>"
 
     def shared(self, checked: bool = False) -> int:
         """Bytes of shared memory per block, as prefill_tile.cuh lays them out; ``checked``: of the checking build."""
         row = 2 * self.head_dim
         query, stage = self.block_m * row, 2 * self.block_n * row
-        scores = self.block_m * self.groups * (self.block_n + 8) * 4 if checked else 0
-        return query + self.groups * self.stages * stage + (self.groups - 1) * self.block_m * 8 + scores
+        scores = self.block_m * self.kv_warps * (self.block_n + 8) * 4 if checked else 0
+        return query + self.kv_warps * self.stages * stage + (self.kv_warps - 1) * self.block_m * 8 + scores
 
 
 # Within 48 KB and 96 registers a thread at D 64; wider heads need more registers: the output of 16 queries alone takes
@@ -58,7 +58,9 @@ PORTABLE = {
     128: Tile(128, 64, 32, 4, 1, 2, 2),
     256: Tile(256, 32, 16, 2, 1, 2, 4),
 }
-FEW = {64: Tile(64, 64, 32, 8, 2, 2, 2)}  # for no more blocks than multiprocessors: two groups hide each other's waits
+FEW = {
+    64: Tile(64, 64, 32, 8, 2, 2, 2)
+}  # for no more blocks than multiprocessors: two KV warps hide each other's waits
 
 
 def tile_of(head_dim: int, blocks: int, multiprocessors: int, tuned: Tile | None = None) -> Tile:
@@ -77,7 +79,7 @@ def of_choice(choice: Choice, dim: int) -> Config | Tile:
     """Tile that a choice of a tuned table stands for, at this head size."""
     kernel, m, n, stages = (choice[name] for name in ("kernel", "block_m", "block_n", "stages"))
     if kernel == "cuda":
-        return Tile(dim, m, n, m // 16 * choice["groups"], choice["groups"], stages, choice["resident"])
+        return Tile(dim, m, n, m // 16 * choice["kv_warps"], choice["kv_warps"], stages, choice["resident"])
     registers = choice["registers"] or None
     if kernel == "gluon":
         return Config(m, n, 4, stages, specialize=True, pingpong=bool(choice["pingpong"]), registers=registers)
@@ -88,7 +90,7 @@ def choice_of(tile: Config | Tile) -> Choice:
     """Inverse of `of_choice`."""
     sizes = dict(block_m=tile.block_m, block_n=tile.block_n, stages=tile.stages)
     if isinstance(tile, Tile):
-        return {"kernel": "cuda", **sizes, "groups": tile.groups, "resident": tile.resident}
+        return {"kernel": "cuda", **sizes, "kv_warps": tile.kv_warps, "resident": tile.resident}
     registers = tile.registers or 0
     if tile.specialize:
         return {"kernel": "gluon", **sizes, "registers": registers, "pingpong": int(tile.pingpong)}
@@ -109,8 +111,8 @@ def invalid(choice: Choice, dim: int) -> str | None:
         return "one warpgroup takes no turns"
     tile = of_choice(choice, dim)
     if isinstance(tile, Tile):
-        if tile.groups > 1 and block_m > tile.stages * block_n:
-            return "a group's output does not fit its stages"
+        if tile.kv_warps > 1 and block_m > tile.stages * block_n:
+            return "the output of a KV warp does not fit its stages"
         fits = tile.resident * (tile.shared() + 1024) <= SHARED_BYTES and tile.resident * tile.warps <= WARPS
         return None if fits else "so many blocks do not fit"
     needed = 2 * dim * (block_m + 2 * choice["stages"] * block_n)

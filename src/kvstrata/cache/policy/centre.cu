@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ Params p
   }
   __syncthreads();
 
-  const int column = threadIdx.x % columns, group = threadIdx.x / columns, groups = kThreads / columns;
+  const int column = threadIdx.x % columns, stripe = threadIdx.x / columns, stripes = kThreads / columns;
   float* const first = partial;
   float* const second = partial + kChunks * columns;
   int* const many = reinterpret_cast<int*>(partial + 2 * kChunks * columns);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ Params p
     const int2 channel = channels(pairing, column, p.pairs);
     const i64 own = bucket / p.tiers * p.dim;
     const float by_x = factor(p.balance, own + channel.x), by_y = factor(p.balance, own + channel.y);
-    for (int chunk = group; group < groups && chunk < kChunks; chunk += groups) {
+    for (int chunk = stripe; stripe < stripes && chunk < kChunks; chunk += stripes) {
       float x_sum = 0.f, y_sum = 0.f;
       int count = 0;
       for (int at = chunk * kStride; takes_part && at < (chunk + 1) * kStride; at += kAhead) {

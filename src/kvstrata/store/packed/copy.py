@@ -20,7 +20,7 @@ from .cuda import launch_on
 SOURCE = Path(__file__).with_name("copy_pages.cu")
 PARAMS = struct.Struct("4Q6q2i")
 POINTERS = struct.Struct("4Q")
-THREADS, PER = 256, 4  # units of 16 bytes in flight per thread
+THREADS, PER = 256, 4  # vectors of 16 bytes in flight per thread
 
 
 def _check(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_blocks: torch.Tensor) -> None:

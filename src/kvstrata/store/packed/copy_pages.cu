@@ -12,7 +12,7 @@ struct Params {
   const void* target_blocks;
   i64 source_block, source_head, target_block, target_head;  // strides in bytes
   i64 source_count, target_count;                            // blocks of the pools
-  int heads, units;                                          // units of 16 bytes of one head
+  int heads, vectors;                                          // vectors of 16 bytes of one head
 };
 
 template <class Index, int kPer>
@@ -22,16 +22,16 @@ __global__ void __launch_bounds__(256) copy_pages(const __grid_constant__ Params
   if (from < 0 || to < 0 || from >= p.source_count || to >= p.target_count) return;
   const char* source = p.source + from * p.source_block;
   char* target = p.target + to * p.target_block;
-  const int first = blockIdx.y * 256 * kPer + threadIdx.x, all = p.heads * p.units;
+  const int first = blockIdx.y * 256 * kPer + threadIdx.x, all = p.heads * p.vectors;
   Vec<16> x[kPer];
 #pragma unroll
   for (int i = 0; i < kPer; i++) {
-    const int unit = first + i * 256, head = unit / p.units;
-    if (unit < all) x[i] = load_once<16>(source + head * p.source_head + (unit - head * p.units) * 16);
+    const int vector = first + i * 256, head = vector / p.vectors;
+    if (vector < all) x[i] = load_once<16>(source + head * p.source_head + (vector - head * p.vectors) * 16);
   }
 #pragma unroll
   for (int i = 0; i < kPer; i++) {
-    const int unit = first + i * 256, head = unit / p.units;
-    if (unit < all) store(target + head * p.target_head + (unit - head * p.units) * 16, x[i]);
+    const int vector = first + i * 256, head = vector / p.vectors;
+    if (vector < all) store(target + head * p.target_head + (vector - head * p.vectors) * 16, x[i]);
   }
 }

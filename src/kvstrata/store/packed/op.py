@@ -38,7 +38,7 @@ def _missing(backend: str, job: Job) -> str | None:
     return None
 
 
-class Plan:
+class PackedStorePlan:
     """Launch of a checked combination, and the guard that recognises another call of the same one."""
 
     def __init__(self, tensors: Tensors, format: Format, backend: str, address_bits: int) -> None:
@@ -82,16 +82,16 @@ def _cuda(job: Job) -> Callable[..., None]:
     return run
 
 
-class _Plans(PerThread[Plan]):
+class _Plans(PerThread[PackedStorePlan]):
     """Plans of a thread: parameters are written in place, so threads do not share them."""
 
-    latest: Plan | None = None
+    latest: PackedStorePlan | None = None
 
-    def find(self, tensors: Tensors, format: Format, backend: str, address_bits: int) -> Plan:
+    def find(self, tensors: Tensors, format: Format, backend: str, address_bits: int) -> PackedStorePlan:
         key = (*signature(tensors), format, backend, address_bits)
         plan = self.known.get(key)
         if plan is None:
-            plan = self.known[key] = Plan(tensors, format, backend, address_bits)
+            plan = self.known[key] = PackedStorePlan(tensors, format, backend, address_bits)
         else:  # looks the same to a kernel, but not to the guard: grad or inference mode changed
             plan.guard = guard_of([x for x in tensors if x is not None])
         self.latest = plan

@@ -4,7 +4,7 @@ Operations are the two products, of a causal one the half that is seen. Calls ar
 sample the cache of the device is filled by reading. Tensors are contiguous ``[batch, seq, heads, dim]``; SDPA gets
 transposed views of them. Ours are ``kvstrata`` (auto) and the backends that auto did not take. Cases ``ideas-*`` hold
 prefill.cu against the kernel that the work began with, ``v2``, which has copies with heads first, the only memory it
-takes: with one tile for all, without overlapped copies, and with two groups of warps.
+takes: with one tile for all, without overlapped copies, and with two KV warps.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def build(shape: Shape, sets: int, device: torch.device) -> Bench:
 def ideas() -> dict[str, Tile]:
     """``v3``, and one thing done otherwise."""
     tile = PORTABLE[64]
-    return {"v3": tile, "copies not overlapped": replace(tile, stages=1), "two groups of warps": FEW[64]}
+    return {"v3": tile, "copies not overlapped": replace(tile, stages=1), "two KV warps": FEW[64]}
 
 
 def build_ideas(shape: Shape, sets: int, device: torch.device) -> Bench:
