@@ -74,8 +74,10 @@ class Buckets(BucketReads):
         self._lease = self.arena.lease()  # what changes of the tables read
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
         self.lists: dict[tuple[int, ...], RequestList] = {}  # of requests that advanced
+        self._last: tuple[Sequence[int], RequestList | None] = ((), None)  # the list that was asked for last
         self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: not known
         self.least = 0  # of `left` of the requests that `short` was last asked for
+        self.version = 0  # goes up when counts or owners change, but for a token that `append_one` adds
         self._pages = np.zeros((requests, layers, len(page_formats)), np.int64)  # per place and tier
         self._counted = np.zeros(requests, bool)  # requests whose pages are known
         plain = np.arange(requests * layers * kv_heads).reshape(requests, layers, kv_heads)
@@ -107,6 +109,7 @@ class Buckets(BucketReads):
         """Call when counts or owners of requests change: what is derived from them is computed anew when needed."""
         if change is not None:
             change.undo(self.forget)
+        self.version += 1
         self.left[requests] = -1
         self._counted[requests] = False
 
@@ -120,13 +123,19 @@ class Buckets(BucketReads):
         return self._pages[requests]
 
     def listed(self, requests: Sequence[int]) -> RequestList:
-        """A list of requests with what is derived from it, cached: it rarely changes from step to step."""
+        """A list of requests with what is derived from it, cached: it rarely changes from step to step.
+
+        ``requests`` are not modified later.
+        """
+        if self._last[1] is not None and self._last[0] is requests:
+            return self._last[1]
         key = tuple(requests)
         known = self.lists.get(key)
         if known is None:
             if len(self.lists) >= 64:
                 self.lists.clear()
             self.lists[key] = known = RequestList(key, len(self.left))
+        self._last = (requests, known)
         return known
 
     def device_ids(self, requests: np.ndarray) -> torch.Tensor:
@@ -138,9 +147,12 @@ class Buckets(BucketReads):
             self.ids[key] = self.pool.to_device(requests.astype(np.int32))
         return self.ids[key]
 
-    def short(self, requests: np.ndarray) -> Short | None:
-        """Requests that need a page for one more plain token, in some layer; None if there is none."""
-        left = self.left[requests]
+    def short(self, requests: np.ndarray, where: np.ndarray | slice | None = None) -> Short | None:
+        """Requests that need a page for one more plain token, in some layer; None if there is none.
+
+        ``where``: the same requests as a slice, if they are one.
+        """
+        left = self.left[requests if where is None else where]
         self.least = int(left.min())
         if self.least > 0:
             return None
