@@ -66,7 +66,7 @@ class CacheState:
     _calibrated: Calibrated  # initial state of a request
     _active: set[int]
     _checked: tuple[list[int], frozenset[int]] = ([], frozenset())  # the last list of requests that was given
-    _everyone: tuple[list[int], frozenset[int]] = ([], frozenset())  # all requests in use, when they were last asked for
+    _everyone: tuple[list[int], frozenset[int]] = ([], frozenset())  # all in use, when last asked for
     _repeated: Repeated | None = None  # the last append of one token of each request
     _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
     _ahead: list[Ahead]  # plans for the next `advance`

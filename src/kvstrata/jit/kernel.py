@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,23 @@ def bind_context(device: int) -> None:
 
 
 _BOUND = threading.local()
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def use_device(device: int) -> AbstractContextManager[None]:
+    """Make a device torch's current one, with its context; nothing to do if it is and was used in this thread."""
+    if getattr(_BOUND, "device", None) == device == torch.cuda.current_device():
+        return _NOTHING
+    return _switch(device)
+
+
+@contextmanager
+def _switch(device: int) -> Iterator[None]:
+    with torch.cuda.device(device):
+        bind_context(device)
+        yield
+    if device == torch.cuda.current_device():
+        _BOUND.device = device
 
 
 def launch_on(device: int, launch: Launch) -> None:
@@ -180,11 +199,8 @@ def launch_on(device: int, launch: Launch) -> None:
     if getattr(_BOUND, "device", None) == device == torch.cuda.current_device():
         launch(current_stream(device))
         return
-    with torch.cuda.device(device):
-        bind_context(device)
+    with _switch(device):
         launch(current_stream(device))
-    if device == torch.cuda.current_device():
-        _BOUND.device = device
 
 
 def load(source: Path, entry: str, arch: str | None = None) -> Kernel:

@@ -17,7 +17,7 @@ import torch
 from kvstrata.cache.move import append as rows
 from kvstrata.cache.move import append_cuda
 from kvstrata.cache.move.append_job import Job
-from kvstrata.cache.policy.importance import initial
+from kvstrata.cache.policy.importance import initial_of
 from kvstrata.cache.policy.room import fits_plain
 from kvstrata.cache.storage.request_list import Repeated, RequestList, Room
 from kvstrata.call_cache import guard_of
@@ -167,8 +167,8 @@ def _prepare(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: 
         return partial(last.launch, layer, k, v)
     ids, where = last.listed.ids, last.listed.where
     k, v = (x.flatten(0, 1) if x.dim() == 4 else x for x in (k, v))
-    starts, mode = cache._lengths[where, layer].astype(np.int64), cache.policy.mode
-    first = np.zeros(len(ids), np.float32) if mode == "mean" else initial(mode, torch.from_numpy(starts + 1)).numpy()
+    starts = cache._lengths[where, layer].astype(np.int64)
+    first = initial_of(cache.policy.mode, starts + 1)
     counts = cache.buckets.host_count[where, layer, :, 0].astype(np.int64)
     written = (starts, counts, k, v, first, None, cache._device_lengths, cache.balance)
     return rows.prepare_append(Job(cache.buckets, layer, ids, np.ones_like(ids), *written))

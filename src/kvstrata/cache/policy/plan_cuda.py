@@ -104,8 +104,8 @@ def plan_places(
     places: np.ndarray,
     lengths: np.ndarray,
     reports: Reports,
-    scopes: Sequence[int],
-    allowed: Sequence[int],
+    scopes: Sequence[int] | np.ndarray,
+    allowed: Sequence[int] | np.ndarray,
     headroom: int,
     fresh: Fresh | None = None,
     unwritten: np.ndarray | None = None,
@@ -131,9 +131,10 @@ def plan_places(
     if fresh is not None:
         counts = counts + np.repeat(fresh.counts, heads)
     begin = np.cumsum(counts) - counts
-    n = int(counts.sum())
-    chunks = _chunks(np.add.reduceat(counts.reshape(-1, heads).sum(1), np.cumsum([0, *scopes[:-1]])))
-    ends = np.cumsum([0, *scopes])
+    n, ends = int(counts.sum()), np.concatenate([[0], np.cumsum(scopes)])
+    chunks = [(0, len(scopes))]
+    if n > TOGETHER:
+        chunks = _chunks(np.add.reduceat(counts.reshape(-1, heads).sum(1), ends[:-1]))
     unwritten = np.zeros_like(places) if unwritten is None else unwritten
     arrays: dict[str, np.ndarray] = {
         "places": np.stack([places, lengths, unwritten]).astype(np.int32),
@@ -161,8 +162,7 @@ def plan_places(
     longest = 4 * int(counts.max(initial=0))
     nearby = longest if longest <= NEARBY else 0
     index, launched = device.index or 0, []
-    with torch.cuda.device(index):
-        jit.bind_context(index)
+    with jit.use_device(index):
         stream = jit.current_stream(index)
         for i, ((scope, scope_end), (place, place_end)) in enumerate(zip(chunks, bounds, strict=True)):
             head_cache, many = place * heads, (place_end - place) * heads

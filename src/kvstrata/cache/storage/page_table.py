@@ -22,7 +22,7 @@ from kvstrata.backends import resolve
 from kvstrata.layout.format import MAX_TIERS
 
 from . import table_cuda
-from .bucket_reads import BucketReads, spans
+from .bucket_reads import BucketReads, runs, spans
 from .page import PageFormat
 from .pages_ahead import PagesAhead
 from .pool import Pool
@@ -337,77 +337,51 @@ class Buckets(BucketReads):
 
         ``left``, ``came``, ``holes``: int64 per bucket. The caller zeroes new plain pages.
         """
-        tiers, p = len(self.page_formats), self.page_tokens
-        before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
-        if not before.any():
-            return self._exchange_empty(change, requests, layers, came)
+        tiers, p, table = len(self.page_formats), self.page_tokens, self.host_table.reshape(-1)
+        counts = self.host_count[requests, layers]
+        before = counts.reshape(-1).astype(np.int64)
         after = before - left + came
-        pages, pages_after = -(-before // p), -(-after // p)
-        gone = spans(pages_after, pages)
-        added = spans(pages, pages_after)
-        written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # from this page on
-        shared = self._shared(requests, layers, written, np.minimum(pages, pages_after))
-        at_gone, at_added, at_shared = (self._table_index(requests, layers, *x) for x in (gone, added, shared))
-        old = self.host_table[at_shared].astype(np.int64)
-        change.release(np.concatenate([self.host_table[at_gone].astype(np.int64), old]))
-        new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
-        of_tier = change.allocate_all(dict(enumerate(np.bincount(at_added[3], minlength=tiers).tolist())))
-        for t in range(tiers):
-            new[at_added[3] == t] = of_tier[t]
-            of_shared = at_shared[3] == t
-            if of_shared.any():
-                own[of_shared] = change.allocate(t, int(of_shared.sum()))
-                self.pool.copy(old[of_shared], own[of_shared], t)
-        at_entered = tuple(np.concatenate(x) for x in zip(at_added, at_shared, strict=True))
-        entered = np.concatenate([new, own])
-        shape, none = self.host_table.shape, np.full(len(gone[0]), -1)
-        change.set(self.host_table, at_gone, none)
-        change.set(self.host_table, at_entered, entered)
-        change.set(self.host_count, (requests, layers), after.reshape(-1, self.kv_heads, tiers).astype(np.int32))
-        self.forget(requests, change)
-        return Exchanged(
-            before,
-            np.stack([np.ravel_multi_index(at_entered, shape), entered], 1),
-            np.stack([np.ravel_multi_index(at_gone, shape), none], 1),
-            list(of_tier.values()),
-        )
+        pages, pages_after = (before + (p - 1)) // p, (after + (p - 1)) // p
+        first, grown = self._lists(requests, layers), pages_after - pages
+        gone, more = runs(first + pages_after, np.maximum(-grown, 0)), np.maximum(grown, 0)
+        entries, released = runs(first + pages, more), table[gone].astype(np.int64)
+        of_tier = change.allocate_all(dict(enumerate(more.reshape(-1, tiers).sum(0).tolist())))
+        handles, tier = np.empty(len(entries), np.int64), np.repeat(np.arange(len(more)) % tiers, more)
+        handles[tier.argsort(kind="stable")] = np.concatenate(list(of_tier.values()))
+        old = np.full(len(entries), -1)
+        if self.pool.shares:
+            written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # from this page on
+            shared, of_shared = self._shared(first, written, np.minimum(pages, pages_after))
+            if len(shared):
+                theirs, own = table[shared].astype(np.int64), np.zeros(len(shared), np.int64)
+                for t in np.unique(of_shared).tolist():
+                    here = of_shared == t
+                    own[here] = change.allocate(t, int(here.sum()))
+                    self.pool.copy(theirs[here], own[here], t)
+                released, old = np.concatenate([released, theirs]), np.concatenate([old, theirs])
+                entries, handles = np.concatenate([entries, shared]), np.concatenate([handles, own])
+        change.release(released)
+        back = released[: len(gone)]
 
-    def _exchange_empty(
-        self, change: Transaction, requests: np.ndarray, layers: np.ndarray, came: np.ndarray
-    ) -> Exchanged:
-        """`exchange` of places without a token."""
-        tiers, p, buckets = len(self.page_formats), self.page_tokens, self.kv_heads * len(self.page_formats)
-        pages = -(-came // p)
-        of_tier = change.allocate_all(dict(enumerate(pages.reshape(-1, tiers).sum(0).tolist())))
+        def restore() -> None:
+            table[entries], table[gone], self.host_count[requests, layers] = old, back, counts
+
+        change.undo(restore)
+        table[entries], table[gone] = handles, -1
+        self.host_count[requests, layers] = after.reshape(counts.shape)
+        self.forget(requests, change)
+        none = np.full(len(gone), -1)
+        return Exchanged(before, np.stack([entries, handles], 1), np.stack([gone, none], 1), list(of_tier.values()))
+
+    def _lists(self, requests: np.ndarray, layers: np.ndarray) -> np.ndarray:
+        """Begin of each bucket's list of pages in the flat table, ``[places * kv_heads * tiers]``."""
+        buckets = self.kv_heads * len(self.page_formats)
         places = requests * self.host_table.shape[1] + layers
-        first = (places[:, None] * buckets + np.arange(buckets)).reshape(-1) * self.max_pages
-        entries = np.repeat(first - (np.cumsum(pages) - pages), pages) + np.arange(pages.sum())
-        tier, handles = np.repeat(np.arange(len(pages)) % tiers, pages), np.empty(len(entries), np.int64)
-        for t, taken in of_tier.items():
-            handles[tier == t] = taken
-        table = self.host_table.reshape(-1)
-        change.undo(lambda: table.__setitem__(entries, -1))
-        table[entries] = handles
-        count = came.reshape(-1, self.kv_heads, tiers).astype(np.int32)
-        change.set(self.host_count, (requests, layers), count)
-        self.forget(requests, change)
-        entered, none = np.stack([entries, handles], 1), np.zeros((0, 2), np.int64)
-        return Exchanged(np.zeros_like(came), entered, none, list(of_tier.values()))
+        return (places[:, None] * (buckets * self.max_pages) + np.arange(buckets) * self.max_pages).reshape(-1)
 
-    def _table_index(
-        self, requests: np.ndarray, layers: np.ndarray, bucket: np.ndarray, page: np.ndarray
-    ) -> tuple[np.ndarray, ...]:
-        """Index into the table of pages, given by bucket and number."""
-        tiers = len(self.page_formats)
-        place, head = bucket // (tiers * self.kv_heads), bucket // tiers % self.kv_heads
-        return requests[place], layers[place], head, bucket % tiers, page
-
-    def _shared(
-        self, requests: np.ndarray, layers: np.ndarray, first: np.ndarray, end: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Bucket and page number of the shared ones among pages ``first .. end - 1`` of every bucket."""
-        if not self.pool.shares:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    def _shared(self, lists: np.ndarray, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Index in the flat table and tier of the shared ones among pages ``first .. end - 1`` of every bucket."""
         bucket, page = spans(first, end)
-        many = self.pool.owners(self.host_table[self._table_index(requests, layers, bucket, page)]) > 1
-        return bucket[many], page[many]
+        entries = lists[bucket] + page
+        many = self.pool.owners(self.host_table.reshape(-1)[entries]) > 1
+        return entries[many], bucket[many] % len(self.page_formats)
