@@ -158,7 +158,9 @@ class Moves:
         begun = -(-kept // p)
         pages = np.where(coded, np.maximum(-(-(kept + came) // p) - begun, 0), 0)
         rest = np.where(coded, np.minimum(came, -kept % p), came)
-        by_tier = np.stack([holes, rest, pages]).reshape(3, -1, tiers).swapaxes(1, 2).reshape(3, -1)
+        sizes = np.empty((3, self.n_buckets), np.int64)
+        sizes[0], sizes[1], sizes[2] = holes, rest, pages
+        by_tier = sizes.reshape(3, -1, tiers).swapaxes(1, 2).reshape(3, -1)
         ends, ranges = by_tier.cumsum(1), np.zeros((3, tiers, 2), np.int64)
         first = (ends - by_tier).reshape(3, tiers, -1).swapaxes(1, 2).reshape(3, -1)
         ranges[:, :, 1] = ends.reshape(3, tiers, -1)[:, :, -1]

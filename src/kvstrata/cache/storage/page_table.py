@@ -78,6 +78,7 @@ class Buckets(BucketReads):
         self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: not known
         self.least = 0  # of `left` of the requests that `short` was last asked for
         self.version = 0  # goes up when counts or owners change, but for a token that `append_one` adds
+        self.plan_params: tuple[object, bytes] | None = None  # parameters of the planner, by policy
         self._pages = np.zeros((requests, layers, len(page_formats)), np.int64)  # per place and tier
         self._counted = np.zeros(requests, bool)  # requests whose pages are known
         plain = np.arange(requests * layers * kv_heads).reshape(requests, layers, kv_heads)
@@ -370,8 +371,9 @@ class Buckets(BucketReads):
         table[entries], table[gone] = handles, -1
         self.host_count[requests, layers] = after.reshape(counts.shape)
         self.forget(requests, change)
-        none = np.full(len(gone), -1)
-        return Exchanged(before, np.stack([entries, handles], 1), np.stack([gone, none], 1), list(of_tier.values()))
+        entered, left_table = np.empty((len(entries), 2), np.int64), np.full((len(gone), 2), -1)
+        entered[:, 0], entered[:, 1], left_table[:, 0] = entries, handles, gone
+        return Exchanged(before, entered, left_table, list(of_tier.values()))
 
     def _lists(self, requests: np.ndarray, layers: np.ndarray) -> np.ndarray:
         """Begin of each bucket's list of pages in the flat table, ``[places * kv_heads * tiers]``."""
