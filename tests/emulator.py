@@ -147,6 +147,7 @@ def launcher() -> SimpleNamespace:
         arch_of=lambda device=None: "sm_90",
         current_stream=lambda device: 0,
         bind_context=lambda device: None,
+        use_device=lambda device: contextlib.nullcontext(),
         launch_on=lambda device, launch: launch(0),
         capture_id=lambda stream: 1,
         load=lambda source, entry, arch=None: build(source, [entry])[entry],

@@ -59,7 +59,8 @@ def test_an_edge_takes_nothing_and_rows_are_the_same(eager: bool, stagger: int) 
             edges += len(at_edge)
             most = max(most, (ours.pool.pages(0) - len(ours.buckets.ahead.reserve) - before) // (LAYERS * 2))
     assert edges >= 4
-    assert most == 1  # requests take turns
+    assert most <= 1 or ours.buckets.by_cuda  # requests take turns, but for those of one launch
+    assert most
     ours.check()
     assert same_rows(*caches)
     for request in range(4):
@@ -149,8 +150,8 @@ def test_memory_that_is_short_does_no_harm(eager: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(append_one, "guard_of", lambda given: lambda *rows: True)  # which see the mode that counts
 
     def before() -> TieredCache:
-        cache = filled(2, tokens=22, slab_bytes=1 << 14)
-        step(cache, 0, eager, [0, 1])  # at the next one half a page is left
+        cache = filled(2, tokens=26, slab_bytes=1 << 14)
+        step(cache, 0, eager, [0, 1])  # at the next one a quarter of a page is left
         cache.buckets.ahead.empty_reserve()
         return cache
 
@@ -202,7 +203,7 @@ def test_pages_by_a_kernel_are_zero_and_in_the_table(emulated: None) -> None:
     pool.write(handles, 0, torch.full((4 * each, pool.strides[0]), 7, dtype=torch.uint8))
     chosen, wanted = handles[: 3 * each].reshape(3, LAYERS, 2), [(3, 2), (0, 5), (1, 4)]
     enter = table_cuda.NextPages(cache.buckets)
-    assert enter.most == 8
+    assert enter.most == 16
     enter(wanted, chosen.reshape(-1).astype(np.int32))
     for (request, page), of in zip(wanted, chosen, strict=True):
         table[request, :, :, 0, page] = torch.from_numpy(of).int()
@@ -212,8 +213,16 @@ def test_pages_by_a_kernel_are_zero_and_in_the_table(emulated: None) -> None:
     assert (data[3 * each :] == 7).all()
 
 
-def test_steps_by_the_kernel(emulated: None) -> None:
-    """Where host and device share the tables, the kernel writes what the host has written."""
+def test_steps_by_the_kernel(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where host and device share the tables, the kernel writes what the host has written; most steps take nothing."""
+    taken: list[int] = []
+    enter = table_cuda.NextPages.__call__
+
+    def counted(self: table_cuda.NextPages, wanted: list[tuple[int, int]], handles: np.ndarray) -> None:
+        taken.append(len(wanted))
+        enter(self, wanted, handles)
+
+    monkeypatch.setattr(table_cuda.NextPages, "__call__", counted)
     ours, wanted = filled(4, tokens=20), without(filled(4, tokens=20))
     ours.buckets.__dict__["by_cuda"] = True
     for number in range(40):
@@ -221,16 +230,16 @@ def test_steps_by_the_kernel(emulated: None) -> None:
             step(cache, number)
         if number % 6 == 0:
             ours.check()
-    assert "_next_pages" in ours.buckets.ahead.__dict__
+    assert taken == [4, 4, 4]  # all of them at once, three times
     assert same_rows(ours, wanted)
 
 
 def test_a_launch_has_room_for_its_requests() -> None:
-    """A struct of parameters has at most 4 KB; a request with more buckets than that goes by an upload."""
+    """A struct of parameters has at most 32,764 bytes; a request with more buckets than that goes by an upload."""
     size = table_cuda.FIRST_HANDLE + 4 * table_cuda.PAGES
-    assert size <= 4096
+    assert size <= 32764
     assert size % 8 == 0
-    assert table_cuda.PAGES // (32 * 8) == 3
+    assert table_cuda.PAGES // (32 * 8) == table_cuda.REQUESTS
 
 
 @pytest.mark.gpu

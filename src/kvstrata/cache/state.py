@@ -66,6 +66,7 @@ class CacheState:
     _calibrated: Calibrated  # initial state of a request
     _active: set[int]
     _checked: tuple[list[int], frozenset[int]] = ([], frozenset())  # the last list of requests that was given
+    _everyone: tuple[list[int], frozenset[int]] = ([], frozenset())  # all in use, when last asked for
     _repeated: Repeated | None = None  # the last append of one token of each request
     _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
     _ahead: list[Ahead]  # plans for the next `advance`
@@ -96,8 +97,13 @@ class CacheState:
             raise ValueError(f"{name}: expected one of {self.requests}, got {request!r}")
 
     def _given(self, requests: Sequence[int] | None) -> list[int]:
+        """Requests that are asked for, checked; None: all in use. The same list as long as it holds the same."""
         if requests is None:
-            return list(self.requests)
+            everyone, distinct = self._everyone
+            if distinct != self._active:
+                everyone = list(self.requests)
+                self._everyone = (everyone, frozenset(everyone))
+            return everyone
         checked, distinct = self._checked
         if type(requests) is list and requests == checked and distinct <= self._active:  # as at the last step
             return checked

@@ -7,7 +7,7 @@ import importlib.util
 
 from .ahead import Named, compile_ahead, load_ahead
 from .compiler import CompileError, Cubin, Usage, cache_folder, compile, known_usage, usage
-from .kernel import Kernel, Launch, arch_of, bind_context, capture_id, current_stream, launch_on, load
+from .kernel import Kernel, Launch, arch_of, bind_context, capture_id, current_stream, launch_on, load, use_device
 
 __all__ = [
     "CompileError",
@@ -29,6 +29,7 @@ __all__ = [
     "load_ahead",
     "missing",
     "usage",
+    "use_device",
 ]
 
 

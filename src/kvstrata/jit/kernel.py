@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 
 from .compiler import compile
 
+ONE_POINTER = ctypes.c_void_p * 1
 PORTABLE_SHARED = 48 * 1024  # bytes of shared memory, static and dynamic, that a launch gets without opting in
 
 
@@ -52,6 +55,17 @@ class Kernel:
         self._code = ObjectCode.from_cubin(cubin.code, name=source.name)
         self.core = self._code.get_kernel(cubin.symbol)
         self.opted: dict[int, int] = {}  # bytes of dynamic shared memory that launches may ask for, by device
+
+    @functools.cached_property
+    def driver(self) -> Any:
+        from cuda.bindings import driver
+
+        return driver
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """The kernel as the driver's launches take it."""
+        return self.driver.CUfunction(int(self.core.handle))
 
     @functools.cached_property
     def static_shared(self) -> int:
@@ -94,17 +108,15 @@ class Launch:
         shared: int = 0,
         overlap: bool = False,
     ) -> None:
-        from cuda.bindings import driver
-
         if len(params) % 8:  # the driver reads as many bytes as the kernel's struct has, and those begin with pointers
             raise ValueError(f"params: expected a multiple of 8 bytes, padding included, got {len(params)}")
         self.params = params if isinstance(params, bytearray) else bytearray(params)
         self.entry = kernel.entry
         self._kernel = kernel
         self._view = (ctypes.c_char * len(params)).from_buffer(self.params)
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
+        self._pointers = ONE_POINTER(ctypes.addressof(self._view))
         self.args = ctypes.addressof(self._pointers)
-        self._function = driver.CUfunction(int(kernel.core.handle))
+        driver, self._function = kernel.driver, kernel.function
         x, y = (grid, 1) if isinstance(grid, int) else grid
         if shared + kernel.static_shared > PORTABLE_SHARED:
             self._opt_in(driver, shared)
@@ -173,6 +185,23 @@ def bind_context(device: int) -> None:
 
 
 _BOUND = threading.local()
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def use_device(device: int) -> AbstractContextManager[None]:
+    """Make a device torch's current one, with its context; nothing to do if it is and was used in this thread."""
+    if getattr(_BOUND, "device", None) == device == torch.cuda.current_device():
+        return _NOTHING
+    return _switch(device)
+
+
+@contextmanager
+def _switch(device: int) -> Iterator[None]:
+    with torch.cuda.device(device):
+        bind_context(device)
+        yield
+    if device == torch.cuda.current_device():
+        _BOUND.device = device
 
 
 def launch_on(device: int, launch: Launch) -> None:
@@ -180,11 +209,8 @@ def launch_on(device: int, launch: Launch) -> None:
     if getattr(_BOUND, "device", None) == device == torch.cuda.current_device():
         launch(current_stream(device))
         return
-    with torch.cuda.device(device):
-        bind_context(device)
+    with _switch(device):
         launch(current_stream(device))
-    if device == torch.cuda.current_device():
-        _BOUND.device = device
 
 
 def load(source: Path, entry: str, arch: str | None = None) -> Kernel:

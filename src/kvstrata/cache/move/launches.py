@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from kvstrata import jit
 
 
@@ -30,8 +28,7 @@ class Launches:
         """Launch all on the device's current stream."""
         if not self.launches:
             return
-        with torch.cuda.device(self.device):
-            jit.bind_context(self.device)
+        with jit.use_device(self.device):
             stream = jit.current_stream(self.device)
             for launch in self.launches:
                 launch(stream)
@@ -39,6 +36,5 @@ class Launches:
 
 def prepare(device: int, build: Callable[[], Iterable[jit.Launch]], kept: object) -> Launches:
     """Call ``build`` with the device's context current."""
-    with torch.cuda.device(device):
-        jit.bind_context(device)
+    with jit.use_device(device):
         return Launches(device, tuple(build()), kept)

@@ -153,18 +153,18 @@ class Moves:
         buckets, lease, tensors = self.buckets, self.lease, self._tensors
         tiers, p = len(buckets.page_formats), buckets.page_tokens
         left, came, holes = numbers
-        kept, coded = exchanged.before - left, np.arange(self.n_buckets) % tiers > 0
+        kept, coded = exchanged.before - left, np.tile(np.arange(tiers) > 0, self.n_buckets // tiers)
         # Pages of codes past the kept tokens are whole; tokens that come into the page where these end are not.
         begun = -(-kept // p)
         pages = np.where(coded, np.maximum(-(-(kept + came) // p) - begun, 0), 0)
         rest = np.where(coded, np.minimum(came, -kept % p), came)
-        first, ranges = np.zeros((3, self.n_buckets), np.int64), np.zeros((3, tiers, 2), np.int64)
-        for which, sizes in enumerate((holes, rest, pages)):
-            by_tier = sizes.reshape(-1, tiers).T.reshape(-1)
-            ends = np.cumsum(by_tier)
-            first[which] = (ends - by_tier).reshape(tiers, -1).T.reshape(-1)
-            ranges[which, :, 1] = ends.reshape(tiers, -1)[:, -1]
-            ranges[which, 1:, 0] = ranges[which, :-1, 1]
+        sizes = np.empty((3, self.n_buckets), np.int64)
+        sizes[0], sizes[1], sizes[2] = holes, rest, pages
+        by_tier = sizes.reshape(3, -1, tiers).swapaxes(1, 2).reshape(3, -1)
+        ends, ranges = by_tier.cumsum(1), np.zeros((3, tiers, 2), np.int64)
+        first = (ends - by_tier).reshape(3, tiers, -1).swapaxes(1, 2).reshape(3, -1)
+        ranges[:, :, 1] = ends.reshape(3, tiers, -1)[:, :, -1]
+        ranges[:, 1:, 0] = ranges[:, :-1, 1]
         first[2] -= begun  # pages are asked for by their index in the bucket
         n_holes, n_rest, n_pages = (int(n) for n in ranges[:, -1, 1])
         entries, plain = np.concatenate([exchanged.entered, exchanged.left]), exchanged.added[0]

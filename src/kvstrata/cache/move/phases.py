@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ THREADS = 256
 PARAMS = struct.Struct(f"4Q q 5i {2 * MAX_TIERS}i 4x")
 
 
+@lru_cache(maxsize=64)
 def entry_of(kind: PageFormat, sides: bool = False) -> str:
     """The kernel that copies tokens of a tier from slot to slot, or writes positions and importance (``sides``)."""
     side = f"{'short' if kind.position_dtype == torch.int16 else 'int'}, {str(kind.keeps_importance).lower()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -21,10 +22,12 @@ SOURCE = Path(__file__).with_name("repack.cu")
 WARPS = 8  # per block; two per move
 # struct Params: packed, pointers, k, v, centre; two strides in bytes; n, units; step and gains; six numbers a tier.
 PARAMS = struct.Struct(f"5Q 2q 2i 27f {6 * MAX_TIERS}i 4x")
+HEAD = struct.Struct("5Q 2q 2i")  # what changes from launch to launch
 ROWS_OFFSET = 2 * 8  # of the addresses of k and v
 CONSTANTS = [table.get(bits, 0.0) for table in (GAUSSIAN_STEP, K_GAIN, V_GAIN) for bits in range(9)]
 
 
+@lru_cache(maxsize=64)
 def entry_of(plain: PageFormat, lossy: PageFormat) -> str:
     """The template instantiation for the pages of a cache."""
     f = lossy.format
@@ -38,23 +41,29 @@ def kernels_needed(page_formats: Sequence[PageFormat]) -> list[jit.Named]:
     return [(SOURCE, entry_of(page_formats[0], page_formats[-1]))]
 
 
+@lru_cache(maxsize=16)
+def _params(page_formats: tuple[PageFormat, ...]) -> bytes:
+    """Parameters for tiers, without addresses."""
+    numbers = []
+    for kind in page_formats:
+        f = kind.format
+        widths = (0, 0) if f.plain else (f.k_bits, f.v_bits)
+        numbers += [*widths, f.v_offset, f.scale_offset, kind.position_offset, kind.importance_offset]
+    return PARAMS.pack(*[0] * 9, *CONSTANTS, *numbers, *[0] * (6 * (MAX_TIERS - len(page_formats))))
+
+
 def launch(job: Job, first: int, n: int) -> jit.Launch:
     """Launch of moves ``first .. first + n - 1``, none of which reads where another writes; a warp per side of a move.
 
     The caller keeps the job's tensors alive, and their device's context current.
     """
     page_formats, device = job.page_formats, job.packed.get_device()
-    numbers = []
-    for kind in page_formats:
-        f = kind.format
-        widths = (0, 0) if f.plain else (f.k_bits, f.v_bits)
-        numbers += [*widths, f.v_offset, f.scale_offset, kind.position_offset, kind.importance_offset]
-    numbers += [0] * (6 * (MAX_TIERS - len(page_formats)))
     rows = [(0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.element_size()) for x in (job.k, job.v)]
     packed = job.packed.data_ptr() + first * job.packed.stride(0) * job.packed.element_size()
-    params = PARAMS.pack(
-        packed, job.pool.pointers.data_ptr(), rows[0][0], rows[1][0], job.centre.data_ptr(), rows[0][1], rows[1][1],
-        n, job.pool.units, *CONSTANTS, *numbers,
+    params = bytearray(_params(page_formats))
+    HEAD.pack_into(
+        params, 0, packed, job.pool.pointers.data_ptr(), rows[0][0], rows[1][0], job.centre.data_ptr(), rows[0][1],
+        rows[1][1], n, job.pool.units,
     )  # fmt: skip
     entry = entry_of(page_formats[0], page_formats[-1])
     return jit.Launch(kernel(SOURCE, entry, device), -(-2 * n // WARPS), 32 * WARPS, params)

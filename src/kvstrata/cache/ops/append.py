@@ -20,7 +20,7 @@ import torch
 from kvstrata.cache.move import apply
 from kvstrata.cache.move.append_job import Job
 from kvstrata.cache.policy import prompt_mass_cuda, settle_cuda
-from kvstrata.cache.policy.importance import initial
+from kvstrata.cache.policy.importance import initial, initial_of
 from kvstrata.cache.policy.mass import add_mass, new_importance
 from kvstrata.cache.policy.prompt_cuda import PreparedPrompt
 from kvstrata.cache.policy.prompt_mass_cuda import PreparedPlan
@@ -126,10 +126,7 @@ def append_plain(
         return False
     starts = cache._lengths[ids, layer].astype(np.int64)
     ends = starts + counts
-    if cache.policy.mode == "mean":  # begins at 0, whatever the length
-        first = np.zeros(len(ids), np.float32)
-    else:
-        first = initial(cache.policy.mode, torch.from_numpy(ends)).numpy()
+    first = initial_of(cache.policy.mode, ends)
     job = Job(
         buckets, layer, ids, counts, starts, before, k, v, first, importance, cache._device_lengths, cache.balance
     )
@@ -209,7 +206,7 @@ def _fresh(
     requests = pairs(places)[1]
     counts, first = (np.array([x.get(r, 0) for r in requests], np.int64) for x in (coming, first_row))
     positions = cache._lengths[requests, layer].astype(np.int64)
-    unseen = initial(cache.policy.mode, torch.from_numpy(positions + counts)).numpy()
+    unseen = initial_of(cache.policy.mode, positions + counts)
     return Fresh(counts, first, positions, unseen, importance)
 
 

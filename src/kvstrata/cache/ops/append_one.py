@@ -1,8 +1,8 @@
 """Append of one token of each request, layer after layer and step after step with the same list of requests.
 
 What an append checks and derives is kept from one call to the next: as long as requests and tensors look the same, what
-remains is whether the open pages have room, pages for those that have none, one launch, and counts. Any other
-append takes the normal path.
+remains is one launch and counts, and whether the open pages have room only where nobody knows it since they were last
+looked at. Any other append takes the normal path.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from kvstrata.cache.move import append as rows
 from kvstrata.cache.move import append_cuda
 from kvstrata.cache.move.append_job import Job
-from kvstrata.cache.policy.importance import initial
+from kvstrata.cache.policy.importance import initial_of
 from kvstrata.cache.policy.room import fits_plain
-from kvstrata.cache.storage.request_list import Repeated
+from kvstrata.cache.storage.request_list import Repeated, RequestList, Room
 from kvstrata.call_cache import guard_of
 
 if TYPE_CHECKING:
@@ -61,10 +61,16 @@ def append_one(
     last = cache._repeated
     if last is None or not _looks(last, k, v, requests, seq_lens) or not last.distinct <= cache._active:
         return False
-    buckets, listed = cache.buckets, last.listed
+    if last.launch is not None and not last.launch.fits(k, v):
+        return False
+    buckets, listed, room = cache.buckets, last.listed, last.rooms.get(layer)
+    if room is not None and room.version == buckets.version and room.tokens > 0:
+        room.tokens -= 1
+        _write(cache, last, layer, k, v)
+        return True
     where, ids = listed.where, listed.ids
     count, lengths = buckets.host_count[where, layer, :, 0], cache._lengths[where, layer]
-    if int(lengths.max()) >= cache.max_tokens or (last.launch is not None and not last.launch.fits(k, v)):
+    if int(lengths.max()) >= cache.max_tokens:
         return False
     open_rows = count & (cache.page_tokens - 1)
     fits = bool(open_rows.all())
@@ -75,37 +81,68 @@ def append_one(
         full = ids[:0]
     if len(full) and (cache.budget.shared or not fits_plain(cache, layer, full.tolist(), [1] * len(full))):
         return False
+    if not len(full):
+        _write(cache, last, layer, k, v)
+        last.rooms[layer] = Room(buckets.version, _tokens_left(cache, listed, layer))
+        return True
     cache.pool.note_stream()
+    _drop_plans(cache, ids)
+    buckets.ahead.give_back(full)
+    with cache._operation() as change:
+        buckets.make_room(change, layer, full, np.ones_like(full))
+        change.launch(_prepare(cache, last, layer, k, v))
+        change.launch(lambda: _count(cache, listed, layer))
+    last.rooms.pop(layer, None)
+    return True
+
+
+def _write(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Append to pages that are there."""
+    cache.pool.note_stream()
+    _drop_plans(cache, last.listed.ids)
+    if last.launch is not None:
+        last.launch(layer, k, v)
+    else:
+        _prepare(cache, last, layer, k, v)()
+    _count(cache, last.listed, layer)
+    if layer == cache.layers - 1 and cache.budget.amount is None:
+        _pages_ahead(cache, last.listed.ids)
+
+
+def _drop_plans(cache: CacheState, ids: np.ndarray) -> None:
     cache._due = None
     if cache._ahead:
         cache._drop_plans(cache.requests if cache.budget.shared else ids.tolist())
 
-    def count_up() -> None:
-        listed.add_one(buckets.host_count[:, layer, :, 0])
-        listed.add_one(cache._lengths[:, layer])
-        buckets.left[ids] = -1
 
-    if not len(full):
-        _prepare(cache, last, layer, k, v, count, lengths)()
-        count_up()
-        if layer == cache.layers - 1 and cache.budget.amount is None:
-            _pages_ahead(cache, ids)
-        return True
-    buckets.ahead.give_back(full)
-    with cache._operation() as change:
-        buckets.make_room(change, layer, full, np.ones_like(full))
-        change.launch(_prepare(cache, last, layer, k, v, count, lengths))
-        change.launch(count_up)
-    return True
+def _count(cache: CacheState, listed: RequestList, layer: int) -> None:
+    """Count one more token of these requests in a layer."""
+    buckets = cache.buckets
+    listed.add_one(buckets.host_count[:, layer, :, 0])
+    listed.add_one(cache._lengths[:, layer])
+    buckets.left[listed.where] = -1
+
+
+def _tokens_left(cache: CacheState, listed: RequestList, layer: int) -> int:
+    """Tokens of each request that fit pages which are there, unshared, and the tables."""
+    p, where = cache.page_tokens, listed.where
+    left = (-cache.buckets.host_count[where, layer, :, 0] & (p - 1)).min(1)
+    if cache.budget.amount is None:
+        left = left + p * cache.buckets.ahead.there(where, layer)
+    return min(int(left.min()), cache.max_tokens - int(cache._lengths[where, layer].max()))
 
 
 def _pages_ahead(cache: CacheState, ids: np.ndarray) -> None:
     """Take pages that the next steps need in all layers, of some requests; see storage/pages_ahead.py."""
     ahead = cache.buckets.ahead
     left = -cache._lengths[ids, -1] & (cache.page_tokens - 1)
+    if left.min() > ahead.soon:
+        return
     near = left <= ahead.near
-    if near.any() and not (there := ahead.there(ids[near], -1)).all():
+    if not (there := ahead.there(ids[near], -1)).all():
         some, left = ids[near][~there], left[near][~there]
+        if left.min() > ahead.soon:
+            return
         ahead.look(some)
         even = ahead.even[some]
         if even.any():
@@ -124,22 +161,14 @@ def same_list(given: Sequence[int] | None, last: list[int] | None) -> bool:
     return given is None if last is None else type(given) is list and given == last
 
 
-def _prepare(
-    cache: CacheState,
-    last: Repeated,
-    layer: int,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    count: np.ndarray,
-    lengths: np.ndarray,
-) -> Callable[[], None]:
+def _prepare(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> Callable[[], None]:
     """A function that writes the rows into pages that are there, and allocates nothing."""
     if last.launch is not None:
         return partial(last.launch, layer, k, v)
-    ids = last.listed.ids
+    ids, where = last.listed.ids, last.listed.where
     k, v = (x.flatten(0, 1) if x.dim() == 4 else x for x in (k, v))
-    starts, mode = lengths.astype(np.int64), cache.policy.mode
-    first = np.zeros(len(ids), np.float32) if mode == "mean" else initial(mode, torch.from_numpy(starts + 1)).numpy()
-    counts = count.astype(np.int64)
+    starts = cache._lengths[where, layer].astype(np.int64)
+    first = initial_of(cache.policy.mode, starts + 1)
+    counts = cache.buckets.host_count[where, layer, :, 0].astype(np.int64)
     written = (starts, counts, k, v, first, None, cache._device_lengths, cache.balance)
     return rows.prepare_append(Job(cache.buckets, layer, ids, np.ones_like(ids), *written))

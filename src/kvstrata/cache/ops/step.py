@@ -47,7 +47,7 @@ def advance(cache: CacheState, given: list[int]) -> None:
             raise ValueError(f"max_tokens: expected at least {longest + 1}, for one token more, got {cache.max_tokens}")
     known = cache._due
     wanted = known[1] if known is not None and known[0] is listed.ids else due(cache, listed.ids)
-    short = buckets.short(listed.ids)
+    short = buckets.short(listed.ids, listed.where)
     if short is None and wanted is None:
         _prepare_count(cache, listed)()
     else:
@@ -67,7 +67,7 @@ def advance(cache: CacheState, given: list[int]) -> None:
 
             change.launch(run)
     if cache.budget.amount is None:
-        if buckets.least <= buckets.ahead.near + 1:
+        if buckets.least <= buckets.ahead.soon + 1:
             _pages_ahead(cache, listed.ids)
         return
     cache._drop_plans(given)
@@ -77,6 +77,8 @@ def advance(cache: CacheState, given: list[int]) -> None:
 def _pages_ahead(cache: CacheState, ids: np.ndarray) -> None:
     """Take pages that the next steps need, of some requests; see storage/pages_ahead.py."""
     buckets, left = cache.buckets, cache.buckets.left[ids]
+    if left.min() > buckets.ahead.soon:
+        return
     near = (left <= buckets.ahead.near) & buckets.ahead.even[ids]
     if near.any():
         buckets.left[buckets.ahead.take(ids[near], left[near], len(ids))] += buckets.page_tokens
@@ -91,7 +93,8 @@ def _prepare_count(cache: CacheState, listed: RequestList) -> Callable[[], None]
     def count() -> None:
         listed.add_one(buckets.host_count[..., 0])
         listed.add_one(cache._lengths)
-        buckets.left[listed.ids] -= 1
+        buckets.left[listed.where] -= 1
+        buckets.version += 1
         if listed.launch is not None:
             listed.launch()
 

@@ -20,8 +20,8 @@ import torch
 from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
 from kvstrata.cache.storage.transaction import is_out_of_memory
 
-from . import settle_cuda
-from .importance import initial
+from . import ahead_cuda, settle_cuda
+from .importance import initial, initial_of
 from .plan_op import plan_all
 from .scopes import Place, make_scopes, move_tokens, pairs, scopes_of
 from .turns import due
@@ -49,8 +49,7 @@ def coming(cache: CacheState, places: Sequence[Place], given: set[int]) -> Fresh
     layers, requests = (np.array(x) for x in pairs(places))
     comes = np.isin(requests, list(given)).astype(np.int64)
     now = cache._lengths[requests, layers].astype(np.int64)
-    first = initial(cache.policy.mode, torch.from_numpy(now + 1)).numpy()
-    return Fresh(comes, np.zeros_like(comes), now, first)
+    return Fresh(comes, np.zeros_like(comes), now, initial_of(cache.policy.mode, now + 1))
 
 
 def coming_tokens(cache: CacheState, places: Sequence[Place], given: set[int]) -> Tokens:
@@ -143,7 +142,10 @@ def plan_ahead(cache: CacheState, ids: np.ndarray) -> None:
     if wanted is None:
         return
     try:
-        cache._ahead.append(Ahead(cache, places_of(cache, able, wanted), able.tolist()))
+        if ahead_cuda.supports(cache):
+            cache._ahead.append(ahead_cuda.DeviceAhead(cache, able, wanted))
+        else:
+            cache._ahead.append(Ahead(cache, places_of(cache, able, wanted), able.tolist()))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):  # else the next step plans for itself
             raise

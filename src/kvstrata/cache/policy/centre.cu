@@ -18,7 +18,7 @@ struct Params {
   const int* count;      // [requests, layers, heads, tiers]
   const i64* pointers;   // [slabs]
   const int* begun;      // [5, n]: request * layers + layer, index of the place, new tokens, their first row and position
-  const int* places;     // [2, places]: request * layers + layer, number in `begun` or -1
+  const int* places;     // [2, places]: request * layers + layer, number in `begun` or -1; [1, places] if n is 0
   const float2* turns;   // [kTokens, pairs] cos and sin at each position
   const float2* ahead;   // [n, pairs] their means over the positions to plan for
   const char* k;         // new rows
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ Params p
 
 template <class = void>
 __global__ void __launch_bounds__(256) finish(const __grid_constant__ Params p) {
-  const int place = blockIdx.x, size = p.heads * p.dim, number = p.places[p.places_ + place];
+  const int place = blockIdx.x, size = p.heads * p.dim, number = p.n ? p.places[p.places_ + place] : -1;
   float* centre = p.centres + static_cast<i64>(place) * size;
   const i64 own = static_cast<i64>(p.places[place]) * size;
   if (number < 0) {

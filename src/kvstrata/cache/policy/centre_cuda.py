@@ -15,6 +15,7 @@ import torch
 from kvstrata import jit
 from kvstrata.cache.move.launches import Launches, kernel, prepare
 from kvstrata.cache.storage.page import NewRows, PageFormat
+from kvstrata.cache.storage.scratch import Lease
 from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.quant.op import CXX
 
@@ -125,6 +126,24 @@ def centres_of_places(
         change.set(cache._centred, (requests[begun], layers[begun]), True)
         change.launch(stored.run)
     return Centres(tensors["centres"].flatten(0, 1), params, computed, stored)
+
+
+def stored_centres(cache: CacheState, places: int, n: int, lease: Lease) -> Centres:
+    """`centres_of_places` where all have one: int32 ``places [n]`` are on the device at this address."""
+    buckets, heads, dim, index = cache.buckets, cache.kv_heads, cache.head_dim, cache.device.index or 0
+    rows = lease.take("centres", n * heads * dim, torch.float32).view(-1, dim)
+    addresses = {"places": places, "centres": rows.data_ptr(), "stored": cache.centre.data_ptr()}
+    if cache.balance is not None:
+        addresses["balance"] = cache.balance.data_ptr()
+    sizes = (len(buckets.page_formats), buckets.max_pages, buckets.pool.units, 0, 0, dim, 0)
+    params = bytearray(PARAMS.pack(*map(addresses.get, POINTERS, repeat(0)), 0, 0, 0, n, heads, *sizes))
+
+    def compute() -> list[jit.Launch]:
+        return [jit.Launch(kernel(SOURCE, "finish<>", index), n, FINISH_THREADS, params)]
+
+    computed = prepare(index, compute, (lease, cache.centre, cache.balance))
+    computed.run()
+    return Centres(rows, params, computed, None)
 
 
 def _by_head(k: torch.Tensor, heads: int) -> torch.Tensor:

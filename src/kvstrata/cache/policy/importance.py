@@ -10,6 +10,7 @@ that is known of a token that no query has seen.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 MODES = ("mean", "ema")
@@ -18,6 +19,13 @@ MODES = ("mean", "ema")
 def initial(mode: str, length: torch.Tensor) -> torch.Tensor:
     """Importance that a new token starts with."""
     return torch.zeros_like(length, dtype=torch.float32) if mode == "mean" else 1.0 / length.float().clamp(min=1)
+
+
+def initial_of(mode: str, lengths: np.ndarray) -> np.ndarray:
+    """`initial` on the host, float32."""
+    if mode == "mean":
+        return np.zeros(len(lengths), np.float32)
+    return initial(mode, torch.from_numpy(lengths)).numpy()
 
 
 def updated(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, repeat
 from pathlib import Path
 
@@ -32,6 +33,9 @@ POINTERS = (
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f 18i 4x")
 OFFSETS = {name: 8 * i for i, name in enumerate(POINTERS)}  # of the pointers in the struct
+ADDRESSES, SIZES, WIDTH = struct.Struct(f"{len(POINTERS)}Q"), struct.Struct("2i"), struct.Struct("i")
+SIZES_OFFSET = struct.calcsize(f"{len(POINTERS)}Q {MAX_TIERS}q {MAX_TIERS}f {3 * MAX_TIERS}i 3f")  # places, scopes
+WIDTH_OFFSET, HEADROOM_OFFSET = SIZES_OFFSET + 8 * 4, SIZES_OFFSET + 17 * 4
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class DevicePlan:
         )
 
 
+@lru_cache(maxsize=64)
 def entry_of(name: str, plain: PageFormat, near: bool = False) -> str:
     """Template instance of a kernel; ``near``: keys are bisected in shared memory."""
     if name == "split":
@@ -104,8 +109,8 @@ def plan_places(
     places: np.ndarray,
     lengths: np.ndarray,
     reports: Reports,
-    scopes: Sequence[int],
-    allowed: Sequence[int],
+    scopes: Sequence[int] | np.ndarray,
+    allowed: Sequence[int] | np.ndarray,
     headroom: int,
     fresh: Fresh | None = None,
     unwritten: np.ndarray | None = None,
@@ -131,12 +136,16 @@ def plan_places(
     if fresh is not None:
         counts = counts + np.repeat(fresh.counts, heads)
     begin = np.cumsum(counts) - counts
-    n = int(counts.sum())
-    chunks = _chunks(np.add.reduceat(counts.reshape(-1, heads).sum(1), np.cumsum([0, *scopes[:-1]])))
-    ends = np.cumsum([0, *scopes])
-    unwritten = np.zeros_like(places) if unwritten is None else unwritten
+    n, ends = int(counts.sum()), np.concatenate([[0], np.cumsum(scopes)])
+    chunks = [(0, len(scopes))]
+    if n > TOGETHER:
+        chunks = _chunks(np.add.reduceat(counts.reshape(-1, heads).sum(1), ends[:-1]))
+    listed = np.zeros((3, len(places)), np.int32)
+    listed[0], listed[1] = places, lengths
+    if unwritten is not None:
+        listed[2] = unwritten
     arrays: dict[str, np.ndarray] = {
-        "places": np.stack([places, lengths, unwritten]).astype(np.int32),
+        "places": listed,
         "begin": begin,
         "allowed": np.array(allowed, np.int64),
     }
@@ -161,8 +170,7 @@ def plan_places(
     longest = 4 * int(counts.max(initial=0))
     nearby = longest if longest <= NEARBY else 0
     index, launched = device.index or 0, []
-    with torch.cuda.device(index):
-        jit.bind_context(index)
+    with jit.use_device(index):
         stream = jit.current_stream(index)
         for i, ((scope, scope_end), (place, place_end)) in enumerate(zip(chunks, bounds, strict=True)):
             head_cache, many = place * heads, (place_end - place) * heads
@@ -180,7 +188,7 @@ def plan_places(
                 where["fresh"] = addresses["fresh"] + 4 * place
                 if fresh.importance is not None:
                     where["mass"] = fresh.importance.data_ptr()
-            params = bytearray(_params(buckets, policy, where, len(places), scope_end - scope, width, headroom))
+            params = _params(buckets, policy, where, len(places), scope_end - scope, width, headroom)
             launches = [("survey", many, THREADS, 0), ("split", scope_end - scope, 32, 0)]
             if together:
                 launches.insert(1, ("merge", place_end - place, THREADS, 0))
@@ -225,7 +233,20 @@ def _params(
     scopes: int,
     width: int,
     headroom: int,
-) -> bytes:
+) -> bytearray:
+    kept = buckets.plan_params
+    if kept is None or kept[0] is not policy:
+        kept = buckets.plan_params = (policy, _template(buckets, policy))
+    params = bytearray(kept[1])
+    ADDRESSES.pack_into(params, 0, *map(addresses.get, POINTERS, repeat(0)))
+    SIZES.pack_into(params, SIZES_OFFSET, places, scopes)
+    WIDTH.pack_into(params, WIDTH_OFFSET, width)
+    WIDTH.pack_into(params, HEADROOM_OFFSET, headroom)
+    return params
+
+
+def _template(buckets: Buckets, policy: Policy) -> bytes:
+    """Parameters of a cache, without addresses and sizes of a plan."""
     page_formats, (ladder, slopes) = buckets.page_formats, policy.ladder
     tiers, max_pages = len(page_formats), buckets.max_pages
 
@@ -233,11 +254,10 @@ def _params(
         return [*values, *[0] * (MAX_TIERS - len(values))]
 
     return PARAMS.pack(
-        *map(addresses.get, POINTERS, repeat(0)), *padded(policy.prices.page), *padded(slopes), *padded(ladder),
+        *[0] * len(POINTERS), *padded(policy.prices.page), *padded(slopes), *padded(ladder),
         *padded([kind.position_offset for kind in page_formats]),
         *padded([kind.importance_offset for kind in page_formats]), policy.steepest, 1.0 + policy.hysteresis,
-        policy.floor, places, scopes, buckets.kv_heads, tiers, len(slopes), max_pages, buckets.pool.units,
-        buckets.page_tokens.bit_length() - 1, width, POLICIES.index(policy.name), policy.mode == "ema",
-        policy.leave_plain, policy.per_head, policy.fills, policy.evict, policy.sink_tokens, policy.recent_tokens,
-        headroom,
+        policy.floor, 0, 0, buckets.kv_heads, tiers, len(slopes), max_pages, buckets.pool.units,
+        buckets.page_tokens.bit_length() - 1, 0, POLICIES.index(policy.name), policy.mode == "ema",
+        policy.leave_plain, policy.per_head, policy.fills, policy.evict, policy.sink_tokens, policy.recent_tokens, 0,
     )  # fmt: skip

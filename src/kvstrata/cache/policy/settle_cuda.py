@@ -22,7 +22,7 @@ from kvstrata.cache.move.moves_cuda import Moves
 from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import Fresh
 
-from .centre_cuda import Centres, centres_of_places
+from .centre_cuda import Centres, centres_of_places, stored_centres
 from .plan_cuda import DevicePlan, plan_places
 
 if TYPE_CHECKING:
@@ -92,22 +92,55 @@ def plan(
     """
     layers = np.array([layer for layer, scope in places for _ in scope])
     requests = np.array([request for _, scope in places for request in scope])
-    where, key = requests * cache.layers + layers, None
+    key = None
     if rows is not None and fresh is not None and fresh.importance is None:
         key = _prompt(cache, layers, requests, lengths, fresh)
         if key is not None and cache._prompt is not None and cache._prompt[0] == key:
             return again(cache, cache._prompt[1], layers, requests, fresh, rows)
-    device = plan_places(
-        cache.buckets,
-        cache.policy,
-        where,
+    planned = _queue(
+        cache,
+        layers,
+        requests,
         np.array([n for scope in lengths for n in scope], np.int64),
-        cache.reports,
-        [len(scope) for _, scope in places],
-        cache.budget.pages_at([layer for layer, _ in places], [scope[0] for scope in lengths]),
-        cache.policy.settle_every,
+        np.array([len(scope) for _, scope in places]),
+        np.array(cache.budget.pages_at([layer for layer, _ in places], [scope[0] for scope in lengths]), np.int64),
         fresh,
+        rows,
         unwritten,
+    )
+    if key is not None:  # without the rows
+        cache._prompt = (key, planned.outcome)
+    return planned
+
+
+def plan_each(
+    cache: CacheState,
+    layers: np.ndarray,
+    requests: np.ndarray,
+    lengths: np.ndarray,
+    fresh: Fresh,
+    unwritten: np.ndarray | None = None,
+) -> Planned:
+    """`plan` of places that share their bytes with none, all arrays ``[places]``; rows of ``fresh`` come later."""
+    allowed = cache.budget.granted_at(layers, lengths) - cache.budget.overhead
+    return _queue(cache, layers, requests, lengths, np.ones_like(layers), allowed, fresh, None, unwritten)
+
+
+def _queue(
+    cache: CacheState,
+    layers: np.ndarray,
+    requests: np.ndarray,
+    lengths: np.ndarray,
+    scopes: np.ndarray,
+    allowed: np.ndarray,
+    fresh: Fresh | None,
+    rows: NewRows | None,
+    unwritten: np.ndarray | None,
+) -> Planned:
+    """Queue the kernels that plan and count, and the copy of their results; arrays as `plan_places` takes them."""
+    where, headroom = requests * cache.layers + layers, cache.policy.settle_every
+    device = plan_places(
+        cache.buckets, cache.policy, where, lengths, cache.reports, scopes, allowed, headroom, fresh, unwritten
     )
     addresses = {"places": device.places, "numbers": device.numbers}
     if rows is not None and fresh is not None:
@@ -123,10 +156,7 @@ def plan(
         addresses=addresses,
         memory=device.uploaded,
     )
-    outcome = Outcome(device)
-    if key is not None:  # without the rows
-        cache._prompt = (key, outcome)
-    return Planned(layers, requests, fresh, outcome, counted)
+    return Planned(layers, requests, fresh, Outcome(device), counted)
 
 
 def _prompt(
@@ -184,12 +214,16 @@ def move(
     ``without``: True for each place that stays as it is. Returns what will run; None for moves if there are none.
     """
     layers, requests, numbers = planned.layers, planned.requests, planned.outcome.values[2]
-    if without is not None:
+    if without is not None and without.any():
         numbers = numbers.copy()
         numbers.reshape(3, len(layers), -1)[:, without] = 0
         planned.counted.leave_out(without)
-    get_codes = coded(cache, planned, numbers)
-    centres = centres_of_places(cache, change, layers, requests, get_codes, planned.fresh, rows)
+    device = planned.outcome.device
+    if planned.counted.counts and cache._centred[requests, layers].all():
+        centres = stored_centres(cache, device.places, len(layers), device.lease)
+    else:
+        get_codes = coded(cache, planned, numbers)
+        centres = centres_of_places(cache, change, layers, requests, get_codes, planned.fresh, rows)
     moved = apply.prepare_counted(cache.buckets, change, layers, requests, planned.counted, numbers, centres.rows)
     if moved is not None:
         change.launch(moved.run)

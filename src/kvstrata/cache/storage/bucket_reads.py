@@ -21,6 +21,12 @@ def spans(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return which, first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
+def runs(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """``counts[i]`` integers from ``first[i]`` on, flat."""
+    ends = counts.cumsum()
+    return (first + counts - ends).repeat(counts) + np.arange(ends[-1] if len(ends) else 0)
+
+
 class BucketReads:
     """The part of `Buckets` that changes nothing but importance."""
 

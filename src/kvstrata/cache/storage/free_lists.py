@@ -79,10 +79,10 @@ class FreeLists:
         self._stack[slab * self.width + np.repeat(top, counts) - np.arange(len(pages))] = pages - slab * self.width
         self.used[slabs] = used - counts
         were_full = used == self.per_slab[tiers]
-        for number in range(len(self.available)):
-            joining = slabs[were_full & (tiers == number)]
-            if len(joining):
-                self.available[number] = merged(self.available[number], joining)
+        if were_full.any():
+            joining, tiers = slabs[were_full], tiers[were_full]
+            for number in np.unique(tiers).tolist():
+                self.available[number] = merged(self.available[number], joining[tiers == number])
         return slabs, counts
 
     def pages(self, tier: int, slab: int) -> list[int]:

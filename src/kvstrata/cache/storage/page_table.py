@@ -22,7 +22,7 @@ from kvstrata.backends import resolve
 from kvstrata.layout.format import MAX_TIERS
 
 from . import table_cuda
-from .bucket_reads import BucketReads, spans
+from .bucket_reads import BucketReads, runs, spans
 from .page import PageFormat
 from .pages_ahead import PagesAhead
 from .pool import Pool
@@ -74,8 +74,11 @@ class Buckets(BucketReads):
         self._lease = self.arena.lease()  # what changes of the tables read
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
         self.lists: dict[tuple[int, ...], RequestList] = {}  # of requests that advanced
+        self._last: tuple[Sequence[int], RequestList | None] = ((), None)  # the list that was asked for last
         self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: not known
         self.least = 0  # of `left` of the requests that `short` was last asked for
+        self.version = 0  # goes up when counts or owners change, but for a token that `append_one` adds
+        self.plan_params: tuple[object, bytes] | None = None  # parameters of the planner, by policy
         self._pages = np.zeros((requests, layers, len(page_formats)), np.int64)  # per place and tier
         self._counted = np.zeros(requests, bool)  # requests whose pages are known
         plain = np.arange(requests * layers * kv_heads).reshape(requests, layers, kv_heads)
@@ -107,6 +110,7 @@ class Buckets(BucketReads):
         """Call when counts or owners of requests change: what is derived from them is computed anew when needed."""
         if change is not None:
             change.undo(self.forget)
+        self.version += 1
         self.left[requests] = -1
         self._counted[requests] = False
 
@@ -120,13 +124,19 @@ class Buckets(BucketReads):
         return self._pages[requests]
 
     def listed(self, requests: Sequence[int]) -> RequestList:
-        """A list of requests with what is derived from it, cached: it rarely changes from step to step."""
+        """A list of requests with what is derived from it, cached: it rarely changes from step to step.
+
+        ``requests`` are not modified later.
+        """
+        if self._last[1] is not None and self._last[0] is requests:
+            return self._last[1]
         key = tuple(requests)
         known = self.lists.get(key)
         if known is None:
             if len(self.lists) >= 64:
                 self.lists.clear()
             self.lists[key] = known = RequestList(key, len(self.left))
+        self._last = (requests, known)
         return known
 
     def device_ids(self, requests: np.ndarray) -> torch.Tensor:
@@ -138,9 +148,12 @@ class Buckets(BucketReads):
             self.ids[key] = self.pool.to_device(requests.astype(np.int32))
         return self.ids[key]
 
-    def short(self, requests: np.ndarray) -> Short | None:
-        """Requests that need a page for one more plain token, in some layer; None if there is none."""
-        left = self.left[requests]
+    def short(self, requests: np.ndarray, where: np.ndarray | slice | None = None) -> Short | None:
+        """Requests that need a page for one more plain token, in some layer; None if there is none.
+
+        ``where``: the same requests as a slice, if they are one.
+        """
+        left = self.left[requests if where is None else where]
         self.least = int(left.min())
         if self.least > 0:
             return None
@@ -325,77 +338,52 @@ class Buckets(BucketReads):
 
         ``left``, ``came``, ``holes``: int64 per bucket. The caller zeroes new plain pages.
         """
-        tiers, p = len(self.page_formats), self.page_tokens
-        before = self.host_count[requests, layers].reshape(-1).astype(np.int64)
-        if not before.any():
-            return self._exchange_empty(change, requests, layers, came)
+        tiers, p, table = len(self.page_formats), self.page_tokens, self.host_table.reshape(-1)
+        counts = self.host_count[requests, layers]
+        before = counts.reshape(-1).astype(np.int64)
         after = before - left + came
-        pages, pages_after = -(-before // p), -(-after // p)
-        gone = spans(pages_after, pages)
-        added = spans(pages, pages_after)
-        written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # from this page on
-        shared = self._shared(requests, layers, written, np.minimum(pages, pages_after))
-        at_gone, at_added, at_shared = (self._table_index(requests, layers, *x) for x in (gone, added, shared))
-        old = self.host_table[at_shared].astype(np.int64)
-        change.release(np.concatenate([self.host_table[at_gone].astype(np.int64), old]))
-        new, own = np.zeros(len(added[0]), np.int64), np.zeros(len(old), np.int64)
-        of_tier = change.allocate_all(dict(enumerate(np.bincount(at_added[3], minlength=tiers).tolist())))
-        for t in range(tiers):
-            new[at_added[3] == t] = of_tier[t]
-            of_shared = at_shared[3] == t
-            if of_shared.any():
-                own[of_shared] = change.allocate(t, int(of_shared.sum()))
-                self.pool.copy(old[of_shared], own[of_shared], t)
-        at_entered = tuple(np.concatenate(x) for x in zip(at_added, at_shared, strict=True))
-        entered = np.concatenate([new, own])
-        shape, none = self.host_table.shape, np.full(len(gone[0]), -1)
-        change.set(self.host_table, at_gone, none)
-        change.set(self.host_table, at_entered, entered)
-        change.set(self.host_count, (requests, layers), after.reshape(-1, self.kv_heads, tiers).astype(np.int32))
-        self.forget(requests, change)
-        return Exchanged(
-            before,
-            np.stack([np.ravel_multi_index(at_entered, shape), entered], 1),
-            np.stack([np.ravel_multi_index(at_gone, shape), none], 1),
-            list(of_tier.values()),
-        )
+        pages, pages_after = (before + (p - 1)) // p, (after + (p - 1)) // p
+        first, grown = self._lists(requests, layers), pages_after - pages
+        gone, more = runs(first + pages_after, np.maximum(-grown, 0)), np.maximum(grown, 0)
+        entries, released = runs(first + pages, more), table[gone].astype(np.int64)
+        of_tier = change.allocate_all(dict(enumerate(more.reshape(-1, tiers).sum(0).tolist())))
+        handles, tier = np.empty(len(entries), np.int64), np.repeat(np.arange(len(more)) % tiers, more)
+        handles[tier.argsort(kind="stable")] = np.concatenate(list(of_tier.values()))
+        old = np.full(len(entries), -1)
+        if self.pool.shares:
+            written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # from this page on
+            shared, of_shared = self._shared(first, written, np.minimum(pages, pages_after))
+            if len(shared):
+                theirs, own = table[shared].astype(np.int64), np.zeros(len(shared), np.int64)
+                for t in np.unique(of_shared).tolist():
+                    here = of_shared == t
+                    own[here] = change.allocate(t, int(here.sum()))
+                    self.pool.copy(theirs[here], own[here], t)
+                released, old = np.concatenate([released, theirs]), np.concatenate([old, theirs])
+                entries, handles = np.concatenate([entries, shared]), np.concatenate([handles, own])
+        change.release(released)
+        back = released[: len(gone)]
 
-    def _exchange_empty(
-        self, change: Transaction, requests: np.ndarray, layers: np.ndarray, came: np.ndarray
-    ) -> Exchanged:
-        """`exchange` of places without a token."""
-        tiers, p, buckets = len(self.page_formats), self.page_tokens, self.kv_heads * len(self.page_formats)
-        pages = -(-came // p)
-        of_tier = change.allocate_all(dict(enumerate(pages.reshape(-1, tiers).sum(0).tolist())))
+        def restore() -> None:
+            table[entries], table[gone], self.host_count[requests, layers] = old, back, counts
+
+        change.undo(restore)
+        table[entries], table[gone] = handles, -1
+        self.host_count[requests, layers] = after.reshape(counts.shape)
+        self.forget(requests, change)
+        entered, left_table = np.empty((len(entries), 2), np.int64), np.full((len(gone), 2), -1)
+        entered[:, 0], entered[:, 1], left_table[:, 0] = entries, handles, gone
+        return Exchanged(before, entered, left_table, list(of_tier.values()))
+
+    def _lists(self, requests: np.ndarray, layers: np.ndarray) -> np.ndarray:
+        """Begin of each bucket's list of pages in the flat table, ``[places * kv_heads * tiers]``."""
+        buckets = self.kv_heads * len(self.page_formats)
         places = requests * self.host_table.shape[1] + layers
-        first = (places[:, None] * buckets + np.arange(buckets)).reshape(-1) * self.max_pages
-        entries = np.repeat(first - (np.cumsum(pages) - pages), pages) + np.arange(pages.sum())
-        tier, handles = np.repeat(np.arange(len(pages)) % tiers, pages), np.empty(len(entries), np.int64)
-        for t, taken in of_tier.items():
-            handles[tier == t] = taken
-        table = self.host_table.reshape(-1)
-        change.undo(lambda: table.__setitem__(entries, -1))
-        table[entries] = handles
-        count = came.reshape(-1, self.kv_heads, tiers).astype(np.int32)
-        change.set(self.host_count, (requests, layers), count)
-        self.forget(requests, change)
-        entered, none = np.stack([entries, handles], 1), np.zeros((0, 2), np.int64)
-        return Exchanged(np.zeros_like(came), entered, none, list(of_tier.values()))
+        return (places[:, None] * (buckets * self.max_pages) + np.arange(buckets) * self.max_pages).reshape(-1)
 
-    def _table_index(
-        self, requests: np.ndarray, layers: np.ndarray, bucket: np.ndarray, page: np.ndarray
-    ) -> tuple[np.ndarray, ...]:
-        """Index into the table of pages, given by bucket and number."""
-        tiers = len(self.page_formats)
-        place, head = bucket // (tiers * self.kv_heads), bucket // tiers % self.kv_heads
-        return requests[place], layers[place], head, bucket % tiers, page
-
-    def _shared(
-        self, requests: np.ndarray, layers: np.ndarray, first: np.ndarray, end: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Bucket and page number of the shared ones among pages ``first .. end - 1`` of every bucket."""
-        if not self.pool.shares:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    def _shared(self, lists: np.ndarray, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Index in the flat table and tier of the shared ones among pages ``first .. end - 1`` of every bucket."""
         bucket, page = spans(first, end)
-        many = self.pool.owners(self.host_table[self._table_index(requests, layers, bucket, page)]) > 1
-        return bucket[many], page[many]
+        entries = lists[bucket] + page
+        many = self.pool.owners(self.host_table.reshape(-1)[entries]) > 1
+        return entries[many], bucket[many] % len(self.page_formats)

@@ -1,11 +1,12 @@
 """Pages ahead of need: without a budget the next plain pages of a request are taken before its open ones are full.
 
-    rows left in open pages   63 .. 33   32            31 .. 1    0
-    next pages                none       taken         there      in use, with 64 rows left
+    rows left in open pages   63 .. 33   32 .. 17            16 .. 1        0
+    next pages                none       taken with others   taken, there   in use, with 64 rows left
 
-A step that fills the last row of a page finds the next one in the tables and does nothing about it. Requests that are
-at the same place of their pages take theirs in turns, so that no step pays for all. They come from a few pages that are
-kept in reserve, so that few steps ask the pool. Under a budget a page is paid when it is taken: there none is ahead.
+A step that fills the last row of a page finds the next one in the tables and does nothing about it. When the first
+request has 16 rows left, as many take their pages as one launch serves, so most steps take none; requests that are at
+the same place of their pages take theirs in turns, so no step pays for all. Pages come from a few that are kept in
+reserve, so that few steps ask the pool. Under a budget a page is paid when it is taken: there none is ahead.
 
 A page ahead is beyond the tokens counted, and counts are how kernels find the end of a list. Whatever changes a request
 in another way than token by token gives its pages ahead back first.
@@ -33,6 +34,7 @@ class Lists(Tables, Protocol):
     kv_heads: int
     page_tokens: int
     max_pages: int
+    version: int
     left: np.ndarray
     host_count: np.ndarray
     host_table: np.ndarray
@@ -49,7 +51,8 @@ class PagesAhead:
 
     def __init__(self, buckets: Lists, requests: int, layers: int) -> None:
         self._buckets, self._shape = buckets, (layers, buckets.kv_heads)
-        self.near = buckets.page_tokens // 2  # rows left in open pages when the next are taken
+        self.near = buckets.page_tokens // 2  # rows left in open pages from which the next may be taken
+        self.soon = buckets.page_tokens // 4  # rows left at which some are
         self.even = np.zeros(requests, bool)  # requests with equally many tokens in all lists, where `left` is known
         self.reserve = np.zeros(0, np.int32)  # handles of pages that no list has
         self._page = np.zeros(requests, np.int64)  # number of the page in its lists, 0 for none; it may be in use
@@ -70,18 +73,18 @@ class PagesAhead:
     def take(self, requests: np.ndarray, left: np.ndarray, of: int) -> list[int]:
         """Take the next pages of some even requests with so many rows ``left`` in their open ones; returns of which.
 
-        So many are chosen that all have their pages when the first needs them; none if memory is short. They are part
-        of ``of`` requests that grow.
+        So many are chosen that all have their pages when the first needs them, and as many as one launch serves; none
+        if memory is short. They are part of ``of`` requests that grow.
         """
         buckets, p = self._buckets, self._buckets.page_tokens
         if self._wait:
             self._wait -= 1
             return []
-        many = -(-len(requests) // max(int(left.min()), 1))
-        chosen = requests if many == len(requests) else requests[left.argsort(kind="stable")[:many]]
+        most = self._next_pages.most if buckets.by_cuda else 0
+        many = max(-(-len(requests) // max(int(left.min()), 1)), most)
+        chosen = requests if many >= len(requests) else requests[left.argsort(kind="stable")[:many]]
         pages = ((buckets.host_count[chosen, 0, 0, 0] + (p - 1)) // p).tolist()
         wanted = [(r, page) for r, page in zip(chosen.tolist(), pages, strict=True) if page < buckets.max_pages]
-        most = self._next_pages.most if buckets.by_cuda else 0
         for first in range(0, len(wanted), most or 1):
             if not self._take(wanted[first : first + (most or 1)], min(of // 4, RESERVE), launch=most > 0):
                 self._wait = p
@@ -96,9 +99,8 @@ class PagesAhead:
             if len(self.reserve) < n:
                 more = buckets.pool.take_some(0, n - len(self.reserve), reserve * layers * heads)
                 self.reserve = np.concatenate([self.reserve, more.astype(np.int32)])
-            handles = self.reserve[:n]
+            handles, (requests, numbers) = self.reserve[:n], np.array(wanted).T
             if not launch:
-                requests, numbers = np.array(wanted).T
                 entries = (buckets.plain_lists[requests] + numbers[:, None, None]).reshape(-1)
                 run = buckets.prepare_new_pages(entries, handles.astype(np.int64), own=False)
         except (MemoryError, RuntimeError) as error:
@@ -106,9 +108,8 @@ class PagesAhead:
                 raise
             return False
         self.reserve = self.reserve[n:]
-        for i, (request, page) in enumerate(wanted):
-            buckets.host_table[request, :, :, 0, page] = handles.reshape(-1, layers, heads)[i]
-            self._page[request] = page
+        buckets.host_table[requests, :, :, 0, numbers] = handles.reshape(-1, layers, heads)
+        self._page[requests] = numbers
         self._any = True
         if launch:
             self._next_pages(wanted, handles)
@@ -136,6 +137,7 @@ class PagesAhead:
                     of_request[part].fill_(-1)
             buckets.pool.release(handles.reshape(-1))
             buckets.left[request] = -1
+            buckets.version += 1
         self._page[ids] = 0
         self._any = bool(self._page.any())
         if not self._any:

@@ -268,16 +268,16 @@ class Pool:
         slabs, counts = self.free.give(page, self.tier)
         tiers = self.tier[slabs]
         empty = self.free.used[slabs] == 0
-        for tier in range(len(self.strides)):
-            of_tier = tiers == tier
-            self._pages[tier] -= int(counts[of_tier].sum())
-            emptied = slabs[of_tier & empty]
-            if len(emptied):
-                self._slabs[tier] -= len(emptied)
-                self.free.close(tier, emptied)
+        for tier, n in enumerate(np.bincount(tiers, counts, len(self.strides)).tolist()):
+            self._pages[tier] -= int(n)
         if empty.any():
-            self.tier[slabs[empty]] = EMPTY
-            self._empty = merged(self._empty, slabs[empty])
+            emptied, tiers = slabs[empty], tiers[empty]
+            for tier in np.unique(tiers).tolist():
+                of_tier = emptied[tiers == tier]
+                self._slabs[tier] -= len(of_tier)
+                self.free.close(tier, of_tier)
+            self.tier[emptied] = EMPTY
+            self._empty = merged(self._empty, emptied)
 
     def _bytes(self, handle: int, start: int, size: int) -> torch.Tensor:
         slab = self.slabs[handle // self.units]

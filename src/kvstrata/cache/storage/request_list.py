@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -29,7 +29,8 @@ class RequestList:
     def add_one(self, x: np.ndarray) -> None:
         """Add one to all elements of these rows."""
         if self._run is not None:
-            x[self._run] += 1
+            rows = x[self._run]
+            rows += 1
         elif self._few:
             x[self.ids] += 1
         else:
@@ -44,6 +45,14 @@ class AppendLaunch(Protocol):
     def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None: ...
 
 
+@dataclass
+class Room:
+    """Tokens that a layer takes before its pages, or lengths, have to be looked at again; void at another version."""
+
+    version: int  # of the buckets
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Repeated:
     """Arguments of an append of one token of each request, and what is derived from them."""
@@ -54,3 +63,4 @@ class Repeated:
     listed: RequestList
     looks: Callable[..., bool]  # True for k and v of the same type, shape and strides
     launch: AppendLaunch | None  # None: not in CUDA C++
+    rooms: dict[int, Room] = field(default_factory=dict)  # by layer

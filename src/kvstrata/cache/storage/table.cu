@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(256) new_pages(const __grid_constan
   }
 }
 
-constexpr int kRequests = 8, kPages = 896;  // REQUESTS, PAGES of table_cuda.py; a struct of parameters may have 4 KB
+constexpr int kRequests = 16, kPages = 4096;  // REQUESTS, PAGES of table_cuda.py; parameters may have 32 KB since CUDA 12.1
 
 struct Next {
   int* table;           // flat page table

@@ -23,7 +23,7 @@ VECTOR = 16  # bytes that a thread clears at once
 PARAMS = struct.Struct("6Q 6i")
 ADDRESS, SIZE = struct.Struct("Q"), struct.Struct("i")
 ENTRIES_OFFSET, PAGES_OFFSET = 5 * 8, 6 * 8 + 4 * 4
-REQUESTS, PAGES = 8, 896  # that `next_pages` takes at once
+REQUESTS, PAGES, PAGE_BLOCKS = 16, 4096, 512  # that `next_pages` takes at once, and its blocks
 # struct Next: table, pointers; requests, buckets, list, units, vectors; requests, page numbers and handles follow.
 NEXT = struct.Struct("2Q 6i")
 NUMBERS = struct.Struct(f"{2 * REQUESTS}i")
@@ -83,7 +83,7 @@ class NextPages:
         NEXT.pack_into(self._params, 0, *(x.data_ptr() for x in self._kept), *sizes)
         with torch.cuda.device(self._device):
             jit.bind_context(self._device)
-            self._launch = jit.Launch(_kernel("next_pages", self._device), PAGES // 2, THREADS, self._params)
+            self._launch = jit.Launch(_kernel("next_pages", self._device), PAGE_BLOCKS, THREADS, self._params)
 
     def __call__(self, wanted: list[tuple[int, int]], handles: np.ndarray) -> None:
         """Enter int32 ``handles [requests * buckets]`` in lists of requests, given with the number of the page."""

@@ -26,8 +26,10 @@ class Fresh:
 
     def packed(self) -> np.ndarray:
         """Pack the fields for kernels: int32 ``[4, places]``."""
-        initial = self.initial.astype(np.float32).view(np.int32)
-        return np.stack([self.counts, self.rows, self.positions, initial]).astype(np.int32)
+        packed = np.empty((4, len(self.counts)), np.int32)
+        packed[0], packed[1], packed[2] = self.counts, self.rows, self.positions
+        packed[3] = self.initial.astype(np.float32).view(np.int32)
+        return packed
 
 
 @dataclass(frozen=True)
