@@ -103,10 +103,11 @@ def test_triton_compiles_ahead_of_time() -> None:
             RAGGED=True, WINDOWED=True, CAPPED=True, PRECISION="tf32", TAIL=0, SINK=0,
         ),
         ("kvstrata.attention.packed_prefill.triton", "unpack_kernel"): dict(
-            HEADS=8, BLOCK_SIZE=128, BLOCK=128, WHOLE=True, TAIL=0, SINK=0, PADDED=128
+            DENSE=False, HEADS=8, BLOCK_SIZE=128, BLOCK=128, WHOLE=True, TAIL=0, SINK=0, PADDED=128
         ),
     }  # fmt: skip
     plain = [(name, dict(constants, TAIL=128, SINK=4)) for name, constants in list(kernels.items())[1:]]
+    plain[-1][1]["DENSE"] = True
     store = kernels["kvstrata.store.packed.triton", "store_kernel"]
     plain.append((("kvstrata.store.packed.tail_triton", "tail_kernel"), dict(store, RAGGED=True, TAIL=128, SINKS=4)))
     for (module, kernel), constants in [*kernels.items(), *plain]:
