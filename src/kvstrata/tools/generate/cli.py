@@ -101,7 +101,7 @@ def generate(
         caches = [cache, None] if compare else [cache]
         if where.type == "cuda":
             cache.warmup(loaded)  # with a line for every kernel that has to be compiled
-        with status.status("warming up; the first run on a machine compiles loops for some seconds"):
+        with status.status("warming up; the first run on a machine compiles loops and keeps them"):
             compiled = warm_up(loaded, tokenizer, ids, caches)
         if compiled:
             status.print("Compiled the CPU loops; they are kept in files, later runs load them.", highlight=False)
