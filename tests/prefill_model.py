@@ -77,10 +77,10 @@ class Case:
     def dense(self, backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Run as one batch; results have heads first, like the model's."""
         q, k, v = self.batch()
-        made = prefill_attention(q, k, v, return_lse=True, backend=backend, **self.options)
-        assert type(made) is AttentionOutput
-        assert made.mass is None
-        out, lse, _ = made
+        result = prefill_attention(q, k, v, return_lse=True, backend=backend, **self.options)
+        assert type(result) is AttentionOutput
+        assert result.mass is None
+        out, lse, _ = result
         assert (out.shape, out.dtype) == (q.shape, q.dtype)
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
         assert out.is_contiguous()

@@ -49,10 +49,10 @@ def test_pairs_of_either_kind_and_padding_give_the_same():
     k, q = rows(200, 1), rows(200, 2)
     want = squares(k, q)
     interleaved = squares(k[..., ORDER], q[..., ORDER], True)
-    for found, expected in zip(interleaved, want, strict=True):
-        torch.testing.assert_close(found, expected[..., ORDER], rtol=1e-4, atol=0)
-    for found, expected in zip(squares(k, q, padding=37), want, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    for got, expected in zip(interleaved, want, strict=True):
+        torch.testing.assert_close(got, expected[..., ORDER], rtol=1e-4, atol=0)
+    for got, expected in zip(squares(k, q, padding=37), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
 
 
 def test_few_tokens_leave_the_channels_of_a_pair_alike():
@@ -61,8 +61,8 @@ def test_few_tokens_leave_the_channels_of_a_pair_alike():
     def unused(tokens: int) -> float:
         k = torch.zeros(1, 1, tokens, DIM)
         k[..., PAIRS - 1] = torch.randn(tokens, generator=torch.Generator().manual_seed(1))
-        found, _ = squares(k, rows(tokens, 2)[:, :1])
-        return float(found[0, 0, 2 * PAIRS - 1] / found[0, 0, PAIRS - 1])
+        got, _ = squares(k, rows(tokens, 2)[:, :1])
+        return float(got[0, 0, 2 * PAIRS - 1] / got[0, 0, PAIRS - 1])
 
     assert unused(16) > 0.3
     assert 0.3 > unused(80) > unused(400) > 0.01

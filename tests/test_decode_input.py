@@ -38,13 +38,13 @@ def test_what_is_returned() -> None:
     with_lse = decode_attention(q, cache, return_lse=True)
     with_mass = decode_attention(q, cache, return_mass=True)
     both = decode_attention(q, cache, return_lse=True, return_mass=True)
-    assert all(type(made) is AttentionOutput for made in (with_lse, with_mass, both))
+    assert all(type(result) is AttentionOutput for result in (with_lse, with_mass, both))
     assert with_lse.mass is None
     assert with_mass.lse is None
     assert (both.lse.dtype, both.lse.shape) == (torch.float32, (1, 1, 6))
     assert (both.mass.dtype, both.mass.shape) == (torch.float32, (1, 2, 20))
-    for made in (with_lse, with_mass, both):
-        assert torch.equal(made.out, out)
+    for result in (with_lse, with_mass, both):
+        assert torch.equal(result.out, out)
     assert torch.equal(both.lse, with_lse.lse)
     assert torch.equal(both.mass, with_mass.mass)
 

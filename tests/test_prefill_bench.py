@@ -106,10 +106,10 @@ def report(monkeypatch: pytest.MonkeyPatch) -> results.Report:
 
 
 def test_every_length_is_there(report: results.Report) -> None:
-    found = {(c.params["kind"], c.params["D"], c.params["T"]) for c in report.cases if "T" in c.params}
+    shapes = {(c.params["kind"], c.params["D"], c.params["T"]) for c in report.cases if "T" in c.params}
     for dim in (64, 128):
         for length in (128, 256, 512, 1024, 2048, 8192):
-            assert {("full", dim, length), ("causal", dim, length)} <= found
+            assert {("full", dim, length), ("causal", dim, length)} <= shapes
     assert len({case.name for case in report.cases}) == len(report.cases)
 
 
@@ -136,10 +136,10 @@ def test_tables(report: results.Report) -> None:
 
 def test_figures_show_operations(report: results.Report, tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    made = figures([report], tmp_path)
+    written = figures([report], tmp_path)
     wanted = {f"prefill-nvidia-h200-{kind}-{dim}.svg" for kind in ("full", "causal") for dim in (64, 128)}
-    assert {path.name for path in made} == wanted
-    for path in made:
+    assert {path.name for path in written} == wanted
+    for path in written:
         text, (kind, dim) = path.read_text(), path.stem.rsplit("-", 2)[1:]
         assert f"prefill on NVIDIA H200: {kind}, D {dim}" in text
         assert "TFLOP/s" in text

@@ -77,8 +77,8 @@ def test_compiles_as_one_graph() -> None:
 
     @torch.compile(fullgraph=True, backend=count, dynamic=True)
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        made = kvstrata.prefill_attention(q * 2, k, v, return_lse=True, backend=BACKEND)
-        return made.out + 1, made.lse
+        result = kvstrata.prefill_attention(q * 2, k, v, return_lse=True, backend=BACKEND)
+        return result.out + 1, result.lse
 
     for queries, keys in ((5, 9), (6, 12), (7, 30)):
         q, k, v = inputs(queries, keys)
@@ -98,20 +98,20 @@ def test_compiles_ragged_through_autograd() -> None:
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> kvstrata.AttentionOutput:
         return kvstrata.prefill_attention(q, k, v, **options)
 
-    made = step(q.requires_grad_(), k, v)
-    assert type(made) is kvstrata.AttentionOutput
-    assert torch.equal(made.out, want.out)
-    assert not made.out.requires_grad
-    assert made.mass is None
+    result = step(q.requires_grad_(), k, v)
+    assert type(result) is kvstrata.AttentionOutput
+    assert torch.equal(result.out, want.out)
+    assert not result.out.requires_grad
+    assert result.mass is None
 
 
 def test_fake_tensors_are_checked() -> None:
     q, k, v = inputs()
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(x) for x in (q, k, v))
-        made = kvstrata.prefill_attention(q, k, v, return_lse=True)
-        assert (made.out.shape, made.out.dtype) == (q.shape, q.dtype)
-        assert (made.lse.shape, made.lse.dtype) == (q.shape[:3], torch.float32)
+        result = kvstrata.prefill_attention(q, k, v, return_lse=True)
+        assert (result.out.shape, result.out.dtype) == (q.shape, q.dtype)
+        assert (result.lse.shape, result.lse.dtype) == (q.shape[:3], torch.float32)
         assert isinstance(kvstrata.prefill_attention(q, k, v), torch.Tensor)
         with pytest.raises(ValueError, match=r"k: expected \[batch, seq, heads, dim\] with heads that divide q's 4"):
             kvstrata.prefill_attention(q, k.transpose(1, 2), v.transpose(1, 2))

@@ -43,16 +43,16 @@ def test_one_sample_has_no_spread():
     ids=["lognormal", "exponential"],
 )
 def test_interval_covers_the_median(draw, true):
-    found = [summary(draw(np.random.default_rng(seed)), seed=seed) for seed in range(200)]
-    assert 0.90 <= np.mean([s.lo <= true <= s.hi for s in found]) <= 0.995
+    summaries = [summary(draw(np.random.default_rng(seed)), seed=seed) for seed in range(200)]
+    assert 0.90 <= np.mean([s.lo <= true <= s.hi for s in summaries]) <= 0.995
 
 
 def test_interval_of_a_ratio_covers_it():
     hits = 0
     for seed in range(200):
         r = np.random.default_rng(seed)
-        found = ratio(r.lognormal(0.2, 0.2, 50), r.lognormal(0, 0.2, 40), seed=seed)
-        hits += found.lo <= math.exp(0.2) <= found.hi
+        summaries = ratio(r.lognormal(0.2, 0.2, 50), r.lognormal(0, 0.2, 40), seed=seed)
+        hits += summaries.lo <= math.exp(0.2) <= summaries.hi
     assert 0.90 <= hits / 200 <= 0.995
 
 
@@ -115,17 +115,17 @@ def test_too_few_or_impossible():
 @pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
 def test_the_gate_lets_no_equal_through(noise):
     """A/A: at most 5 %, with confidence: the upper end of the exact interval. The stages of the gate, and both."""
-    found = experiment.simulated(noise, 1.0, 200)
-    assert scipy.stats.binomtest(found.confirm, found.n).proportion_ci().high <= 0.05
-    assert found.promoted <= found.confirm
+    summaries = experiment.simulated(noise, 1.0, 200)
+    assert scipy.stats.binomtest(summaries.confirm, summaries.n).proportion_ci().high <= 0.05
+    assert summaries.promoted <= summaries.confirm
 
 
 @pytest.mark.parametrize(("noise", "factor", "least"), [(0.02, 1.05, 0.95), (0.05, 1.1, 0.95)])
 def test_the_gate_has_power(noise, factor, least):
     """A truly faster candidate is confirmed; past the quick gate it must win by more than the required 5 %."""
-    found = experiment.simulated(noise, factor, 60)
-    assert found.confirm / found.n >= least
-    assert found.measured == pytest.approx(factor, rel=0.01)
+    summaries = experiment.simulated(noise, factor, 60)
+    assert summaries.confirm / summaries.n >= least
+    assert summaries.measured == pytest.approx(factor, rel=0.01)
 
 
 def test_a_small_difference_in_large_noise_is_not_enough():

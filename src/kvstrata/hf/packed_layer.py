@@ -139,7 +139,7 @@ class PackedLayer(CacheLayerMixin):
         given = self.owner.calibration
         if given is not None:
             layer = given.layers[self.index].to(self.device)
-            found = Layer(layer.balance, layer.centre)
+            calibration = Layer(layer.balance, layer.centre)
         else:
             rope = self.owner.rope or ()
             turned = balance.interleaved(module)
@@ -149,11 +149,11 @@ class PackedLayer(CacheLayerMixin):
                 own = own.to(self.device).contiguous()
             if centre is not None and own is not None:
                 centre = (centre.to(self.device) / own).float().contiguous()
-            found = Layer(own, centre)
-        for x in found:
+            calibration = Layer(own, centre)
+        for x in calibration:
             if x is not None:
                 torch._dynamo.mark_static_address(x, guard=False)
-        return found
+        return calibration
 
     # Interface of transformers' cache layers; the PackedCache handles rows and columns.
 

@@ -165,9 +165,9 @@ __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& sourc
   }
 }
 
-// Rows rotated in float32 after prepare(value, row, dim) and cleaning, as the reference does it.
-template <class In, int kSteps, bool kIsV, bool kRotate, class Source, class Prepare>
-__device__ __forceinline__ void rotate_prepared(Tile<kSteps>& f, const Source& source, const Prepare& prepare) {
+// The same with every value centred and cleaned before the rotation, as the reference does it.
+template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
+__device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source& source, const Centre& centre) {
   unsigned h[2][2];
   rotation_operand<bf16, kRotate>(h);
   const int t = threadIdx.x & 3;
@@ -179,17 +179,13 @@ __device__ __forceinline__ void rotate_prepared(Tile<kSteps>& f, const Source& s
     for (int i = 0; i < 2; i++) {
       const auto raw = source.load(s, i);
 #pragma unroll
-      for (int e = 0; e < 4; e++) x[i][e] = clean(prepare(quad_value<In>(raw, e), i, 16 * s + 4 * t + e));
+      for (int e = 0; e < 4; e++) {
+        float value = quad_value<In>(raw, e);
+        if (!kIsV && centre.there && source.there[i]) value -= __ldg(centre.plain + 16 * s + 4 * t + e);
+        x[i][e] = clean(value);
+      }
     }
     rotate_step_exactly<kIsV>(f[s], x, h);
   }
   rotate_steps<kSteps, kRotate>(f);
-}
-
-// K rows less their centre, or V rows.
-template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
-__device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source& source, const Centre& centre) {
-  rotate_prepared<In, kSteps, kIsV, kRotate>(f, source, [&](float value, int row, int dim) {
-    return !kIsV && centre.there && source.there[row] ? value - __ldg(centre.plain + dim) : value;
-  });
 }

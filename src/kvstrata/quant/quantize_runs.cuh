@@ -121,10 +121,27 @@ struct InRun {
 template <class In, int kSteps, bool kRotate, class Source>
 __device__ __forceinline__ void rotate_balanced(Tile<kSteps>& f, const Source& source, const Centre& centre,
                                                 const float* balance) {
-  rotate_prepared<In, kSteps, false, kRotate>(f, source, [&](float value, int row, int dim) {
-    value = __fmul_rn(value, __frcp_rn(__ldg(balance + dim)));
-    return centre.there && source.there[row] ? __fsub_rn(value, __ldg(centre.plain + dim)) : value;
-  });
+  unsigned h[2][2];
+  rotation_operand<bf16, kRotate>(h);
+  const int t = threadIdx.x & 3;
+  clear<kSteps>(f);
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    float x[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const auto raw = source.load(s, i);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int dim = 16 * s + 4 * t + e;
+        float value = __fmul_rn(quad_value<In>(raw, e), __frcp_rn(__ldg(balance + dim)));
+        if (centre.there && source.there[i]) value = __fsub_rn(value, __ldg(centre.plain + dim));
+        x[i][e] = clean(value);
+      }
+    }
+    rotate_step_exactly<false>(f[s], x, h);
+  }
+  rotate_steps<kSteps, kRotate>(f);
 }
 
 // A tile with a row that is not fine: rows that are keep what rotate_rows made of them.
