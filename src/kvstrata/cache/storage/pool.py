@@ -149,7 +149,7 @@ class Pool:
         """Memory for so many slabs of each tier; returns which, ascending."""
         n, left = sum(needed.values()), self.capacity - self._fresh
         if not n:
-            return {tier: self._gone[:0] for tier in needed}
+            return dict.fromkeys(needed, self._gone[:0])
         if len(self._gone) + left < n:
             raise RuntimeError(f"pool: expected {n} free slabs, got {len(self._gone) + left} of {self.capacity}")
         new = max(n - len(self._gone), 0)
