@@ -215,3 +215,78 @@ def test_gates(arch: str) -> None:
         usage = jit.usage(table_cuda.SOURCE, kernel, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
         assert 0 < usage.registers <= 64, usage  # of the three kernels together
+
+
+@pytest.mark.parametrize("budget", [None, 0.5])
+def test_what_is_known_of_pages_does_not_outlive_other_operations(budget: float | None) -> None:
+    """Tokens appended between steps, forks, crops, other lists and settling: as in a cache that looks every time."""
+    caches = [filled(4, tokens=40, budget=budget) for _ in range(2)]
+    ours, wanted = caches
+    kept: list[int] = []
+
+    def append(number: int, requests: list[int]) -> None:
+        for cache in caches:
+            for layer in range(3):
+                if cache is wanted:
+                    cache.buckets.forget()
+                elif cache._repeated is not None and (room := cache._repeated.rooms.get(layer)) is not None:
+                    kept.append(room.tokens * (room.version == cache.buckets.version))
+                k, v = (x.to(DEVICE).unsqueeze(1) for x in rows(len(requests), seed=10 * number + layer))
+                cache.append(layer, k, v, requests)
+
+    def advance(number: int, requests: list[int] | None = None) -> None:
+        for cache in caches:
+            if cache is wanted:
+                cache.buckets.forget()
+            cache.advance(requests)
+            given = list(cache.requests) if requests is None else requests
+            for layer in range(3):
+                k, v = (x.to(DEVICE) for x in rows(len(given), seed=10 * number + layer))
+                cache.write(layer, k, v, torch.tensor(given, dtype=torch.int32, device=DEVICE))
+
+    for cache in caches:
+        cache.free_request(3)
+    for number in range(5):
+        append(number, [0, 1, 2])
+    advance(5)
+    for number in range(7, 19):  # steps end at a page edge, and appends cross it
+        append(number, [0, 1, 2])
+        advance(100 + number)
+    for cache in caches:
+        cache.fork(1)
+    append(19, [0, 1, 2])  # the open pages of one are shared
+    append(20, [3, 0])
+    for cache in caches:
+        cache.crop(0, 33)
+    for number in range(21, 45):
+        append(number, [0, 1, 2] if number % 5 else [3, 1])
+        if number % 7 == 0:
+            advance(200 + number, [2, 0])
+        ours.check()
+    assert sum(n > 0 for n in kept) > 30
+    assert np.array_equal(ours.buckets.host_count, wanted.buckets.host_count)
+    assert np.array_equal(ours._lengths, wanted._lengths)
+    assert same_rows(*caches)
+
+
+def test_pages_that_an_append_took_are_not_missing_any_more() -> None:
+    """`short` keeps its answer while nothing changes; an append that repeats crosses the edge it spoke of."""
+    cache = filled(2, tokens=14, budget=0.5)
+    k, v = (x.to(DEVICE).unsqueeze(1) for x in rows(2))
+
+    def append() -> None:
+        for layer in range(3):
+            cache.append(layer, k, v, [0, 1])
+
+    append()
+    append()
+    ids = np.array([0, 1])
+    short = cache.buckets.short(ids)
+    assert short is not None
+    assert short.requests.tolist() == [0, 1]
+    assert cache.buckets.short(ids) is short
+    version = cache.buckets.version
+    append()
+    assert cache.buckets.version == version  # so nothing else drops the answer
+    assert cache.buckets.short(ids) is None
+    cache.check()

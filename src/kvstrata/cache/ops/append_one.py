@@ -120,7 +120,7 @@ def _count(cache: CacheState, listed: RequestList, layer: int) -> None:
     buckets = cache.buckets
     listed.add_one(buckets.host_count[:, layer, :, 0])
     listed.add_one(cache._lengths[:, layer])
-    buckets.left[listed.where] = -1
+    buckets.left[listed.where], buckets.last_short = -1, None
 
 
 def _tokens_left(cache: CacheState, listed: RequestList, layer: int) -> int:

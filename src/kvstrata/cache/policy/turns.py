@@ -45,7 +45,7 @@ def due(cache: CacheState, ids: np.ndarray) -> np.ndarray | None:
         return None
     edge = np.zeros_like(turn)
     if short is not None:
-        edge[np.isin(ids, short.requests)] = short.layers
+        edge[short.rows] = short.layers
     if cache.budget.shared:
         return _due_together(cache, ids, turn, edge)
     row, layer = np.nonzero(turn | edge)

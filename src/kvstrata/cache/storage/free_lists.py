@@ -72,8 +72,11 @@ class FreeLists:
         """Push pages, each given once as ``slab * width + index``; ``tier`` of all slabs. Returns slabs and counts."""
         pages = np.sort(pages)
         slab = pages // self.width
-        firsts = np.flatnonzero(np.diff(slab, prepend=-1))
-        slabs, counts = slab[firsts], np.diff(firsts, append=len(pages))
+        begins = np.ones(len(pages) + 1, bool)  # of a slab's run, and the end
+        np.not_equal(slab[1:], slab[:-1], out=begins[1:-1])
+        bounds = begins.nonzero()[0]
+        firsts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
+        slabs = slab[firsts]
         tiers, used = tier[slabs], self.used[slabs]
         top = self.per_slab[tiers] - used + counts - 1 + firsts  # the lowest page of a slab ends on top
         self._stack[slab * self.width + np.repeat(top, counts) - np.arange(len(pages))] = pages - slab * self.width
@@ -81,7 +84,7 @@ class FreeLists:
         were_full = used == self.per_slab[tiers]
         if were_full.any():
             joining, tiers = slabs[were_full], tiers[were_full]
-            for number in np.unique(tiers).tolist():
+            for number in sorted(set(tiers.tolist())):
                 self.available[number] = merged(self.available[number], joining[tiers == number])
         return slabs, counts
 

@@ -52,6 +52,7 @@ class Short:
     """Requests that need a page for one more plain token."""
 
     requests: np.ndarray
+    rows: np.ndarray  # their index in the list that was asked for
     pages: np.ndarray  # int [requests, layers]: new ones; copies of shared ones are not among them
     layers: np.ndarray  # bool [requests, layers]: where a page is needed
     after: np.ndarray  # tokens that fit the open pages in all layers, once there are such pages
@@ -78,6 +79,7 @@ class Buckets(BucketReads):
         self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: not known
         self.least = 0  # of `left` of the requests that `short` was last asked for
         self.version = 0  # goes up when counts or owners change, but for a token that `append_one` adds
+        self.last_short: tuple[int, np.ndarray, Short | None] | None = None  # the last answer of `short`, by version
         self.plan_params: tuple[object, bytes] | None = None  # parameters of the planner, by policy
         self._pages = np.zeros((requests, layers, len(page_formats)), np.int64)  # per place and tier
         self._counted = np.zeros(requests, bool)  # requests whose pages are known
@@ -157,14 +159,21 @@ class Buckets(BucketReads):
         self.least = int(left.min())
         if self.least > 0:
             return None
-        some = requests[left <= 0]
+        if self.last_short is None or self.last_short[0] != self.version or self.last_short[1] is not requests:
+            found = self._find_short(requests, np.flatnonzero(left <= 0))
+            self.last_short = (self.version, requests, found)
+        return self.last_short[2]
+
+    def _find_short(self, requests: np.ndarray, rows: np.ndarray) -> Short | None:
+        """`short` of the requests in these rows, whose open pages may be full."""
+        some = requests[rows]
         self.ahead.give_back(some)  # of requests that were appended to in another way
         self.ahead.look(some)
         filled = self.host_count[some, :, :, 0] & (self.page_tokens - 1)  # rows of the open page
         if not filled.any():
             pages = np.full(filled.shape[:2], self.kv_heads)
             self.left[some] = 0
-            return Short(some, pages, pages > 0, np.full(len(some), self.page_tokens), whole=True)
+            return Short(some, rows, pages, pages > 0, np.full(len(some), self.page_tokens), whole=True)
         pages = (filled == 0).sum(2)
         layers = pages > 0
         if self.pool.shares:
@@ -175,7 +184,9 @@ class Buckets(BucketReads):
         after = self.page_tokens - filled.max((1, 2)).astype(np.int64)
         lacking = layers.any(1)
         self.left[some] = np.where(lacking, 0, after)
-        return Short(some[lacking], pages[lacking], layers[lacking], after[lacking]) if lacking.any() else None
+        if not lacking.any():
+            return None
+        return Short(some[lacking], rows[lacking], pages[lacking], layers[lacking], after[lacking])
 
     def _set_pages(
         self, change: Transaction, index: tuple[np.ndarray, ...], handles: np.ndarray

@@ -148,6 +148,8 @@ class Pool:
     def _allocate_slabs(self, needed: dict[int, int]) -> dict[int, np.ndarray]:
         """Memory for so many slabs of each tier; returns which, ascending."""
         n, left = sum(needed.values()), self.capacity - self._fresh
+        if not n:
+            return dict.fromkeys(needed, self._gone[:0])
         if len(self._gone) + left < n:
             raise RuntimeError(f"pool: expected {n} free slabs, got {len(self._gone) + left} of {self.capacity}")
         new = max(n - len(self._gone), 0)
@@ -159,8 +161,7 @@ class Pool:
                 slabs = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
             else:
                 slabs = [self._new_slab(index, size) for index, size in zip(numbers, sizes, strict=True)]
-        if n:
-            self._point(unused, np.array([slab.data_ptr() for slab in slabs], np.int64))
+        self._point(unused, np.array([slab.data_ptr() for slab in slabs], np.int64))
         for index, slab in zip(numbers, slabs, strict=True):
             self.slabs[index] = slab.fill_(POISON) if self.debug else slab
         self._gone, self._fresh = self._gone[n:], self._fresh + new
@@ -173,6 +174,8 @@ class Pool:
         """Tell kernels where slabs are."""
         if self.space is not None:
             self.pointers.numpy()[slabs] = addresses
+        elif len(slabs) == 1:
+            self.pointers[int(slabs[0])].fill_(int(addresses[0]))
         elif int(slabs[-1]) - int(slabs[0]) + 1 == len(slabs):
             self.fill(self.pointers[int(slabs[0]) : int(slabs[-1]) + 1], addresses)
         else:
@@ -272,7 +275,7 @@ class Pool:
             self._pages[tier] -= int(n)
         if empty.any():
             emptied, tiers = slabs[empty], tiers[empty]
-            for tier in np.unique(tiers).tolist():
+            for tier in sorted(set(tiers.tolist())):
                 of_tier = emptied[tiers == tier]
                 self._slabs[tier] -= len(of_tier)
                 self.free.close(tier, of_tier)
@@ -373,7 +376,7 @@ class Pool:
             self.slabs[index] = None
             if self.space is not None:
                 self.space.forget(index * self.slab_bytes, self.slab_bytes)
-        for run in np.split(slabs, np.flatnonzero(np.diff(slabs) > 1) + 1):
+        for run in [slabs] if len(slabs) == 1 else np.split(slabs, np.flatnonzero(np.diff(slabs) > 1) + 1):
             self.pointers[int(run[0]) : int(run[-1]) + 1].fill_(0)
         self.nbytes -= int(self.sizes[slabs].sum())
         self.sizes[slabs] = 0
