@@ -30,8 +30,8 @@ from kvstrata.tools.bench import vllm_engine
 from kvstrata.tools.bench.vllm_engine import SMALL
 
 MODEL = SMALL | {"vocab_size": 512}  # few tokens, so that n-grams repeat and drafts are made
-# Nats between the reference's two best tokens up to which another may be taken. The mean gap is 0.85; over 160 tokens of
-# this model on a CPU, 8-bit rows moved it by 0.04 (4-bit ones by 0.6) and changed one token in 40.
+# Nats between the reference's two best tokens up to which another may be taken. The mean gap is 0.85; over 160 tokens
+# of this model on a CPU, 8-bit rows moved it by 0.04 (4-bit ones by 0.6) and changed one token in 40.
 LIMITS = {"FlashAttention": 0.2, "K8V8": 0.4, "K4V4": 3.0}
 LEAST = {"FlashAttention": 0.2, "K8V8": 0.1, "K4V4": 0.0}  # share of the tokens that has to be compared
 BACKENDS = {"FlashAttention": ("FLASH_ATTN", ""), "K8V8": ("CUSTOM", "K8V8"), "K4V4": ("CUSTOM", "K4V4")}
