@@ -328,6 +328,21 @@ TEXTS = (
 )
 
 
+def write_checkpoint(net: Any, folder: str) -> None:
+    """Write a model of transformers for vLLM; `save_pretrained` refuses one that was read from a .gguf file."""
+    from safetensors.torch import save_file
+
+    state = {name: x.bfloat16().contiguous() for name, x in net.state_dict().items()}
+    config = json.loads(net.config.to_json_string())
+    config.pop("quantization_config", None)
+    config["tie_word_embeddings"] = bool(net.config.tie_word_embeddings)
+    if config["tie_word_embeddings"]:
+        state.pop("lm_head.weight", None)
+    save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    config |= {"architectures": [type(net).__name__], "dtype": "bfloat16"}
+    Path(folder, "config.json").write_text(json.dumps(config))
+
+
 def texts(folder: str, backend: str, format: str, drafts: str) -> None:
     """Child: greedy continuations of TEXTS by a checkpoint."""
     ids = json.loads(Path(folder, "prompts.json").read_text())
@@ -347,7 +362,7 @@ def smol(model: str | None = None, seconds: str = "150") -> None:
 
     net, tokenizer = models.load(model)
     with tempfile.TemporaryDirectory() as folder:
-        net.bfloat16().save_pretrained(folder)
+        write_checkpoint(net, folder)
         page = models.encode(tokenizer, long_texts.load(["prose"]), 1200)[0].tolist()
         ids = [*(tokenizer(text).input_ids for text in TEXTS), page]
         Path(folder, "prompts.json").write_text(json.dumps(ids))
