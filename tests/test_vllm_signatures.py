@@ -22,7 +22,7 @@ BASES = {
     "KvstrataBuilder": ("AttentionMetadataBuilder",),
     "KvstrataImpl": ("AttentionImpl", "AttentionImplBase"),
 }
-OWN = ("_calibrate", "_allocate", "_slots", "do_kv_cache_update")  # not of a base class
+OWN = ("_calibrate", "_calibrate_by_weights", "_allocate", "_slots", "do_kv_cache_update")  # not of a base class
 OURS = [
     (cls, method)
     for cls in BASES
@@ -86,7 +86,7 @@ def test_fields_that_are_read_are_recorded():
     config = {
         x.attr for x in ast.walk(TREE) if isinstance(x, ast.Attribute) and ast.unparse(x.value).endswith("config")
     }
-    config -= {"model_config", "scheduler_config", "speculative_config", "cache_config"}
+    config -= {f"{name}_config" for name in ("model", "scheduler", "speculative", "cache", "device")}
     assert {"additional_config", "max_model_len", "max_num_seqs", "num_speculative_tokens"} <= config
     assert not [name for name in config if f".{name}, " not in names]
     (given,) = signatures.recorded(signatures.STATE, "DefaultModelState.prepare_attn", "calls build_attn_metadata")

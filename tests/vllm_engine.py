@@ -30,22 +30,24 @@ from kvstrata.tools.bench import vllm_engine
 from kvstrata.tools.bench.vllm_engine import SMALL
 
 MODEL = SMALL | {"vocab_size": 512}  # few tokens, so that n-grams repeat and drafts are made
-# Nats between the reference's two best tokens up to which another may be taken. The mean gap is about 1.
+# Nats between the reference's two best tokens up to which another may be taken. The mean gap is 0.85; over 160 tokens
+# of this model on a CPU, 8-bit rows moved it by 0.04 (4-bit ones by 0.6) and changed one token in 40.
 LIMITS = {"FlashAttention": 0.2, "K8V8": 0.4, "K4V4": 3.0}
-LEAST = {"FlashAttention": 0.5, "K8V8": 0.3, "K4V4": 0.0}  # share of the tokens that has to be compared
+LEAST = {"FlashAttention": 0.2, "K8V8": 0.1, "K4V4": 0.0}  # share of the tokens that has to be compared
 BACKENDS = {"FlashAttention": ("FLASH_ATTN", ""), "K8V8": ("CUSTOM", "K8V8"), "K4V4": ("CUSTOM", "K4V4")}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 ROOM = dict(max_model_len=2048, max_num_seqs=16, gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 30)
 # Steps of 256 tokens, so that prompts come in chunks beside decodes; a cache that phase `preempt` does not fit.
 BASE = dict(max_num_batched_tokens=256, enable_prefix_caching=True, cache_tokens=5632, sizes=(1, 2, 4, 8, 16))
+VERIFY = dict(speculative_config=DRAFTS, sizes=(4, 8, 16, 32, 64))  # graphs are sized in tokens, 4 of each request
 EAGER = dict(max_num_batched_tokens=256, enable_prefix_caching=False, sizes=())
 FEW = {"num_hidden_layers": 2}
 MISTRAL = dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=256)
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {  # model, options, phases
     "base": ({}, BASE, ("mixed", "prefix", "preempt")),
-    "drafts": ({}, BASE | dict(speculative_config=DRAFTS), ("mixed", "prefix", "preempt")),
+    "drafts": ({}, BASE | VERIFY, ("mixed", "prefix", "preempt")),
     "tail": ({}, BASE | dict(tail=True), ("mixed", "prefix", "preempt")),
-    "tail-drafts": ({}, BASE | dict(tail=True, speculative_config=DRAFTS), ("mixed", "preempt")),
+    "tail-drafts": ({}, BASE | VERIFY | dict(tail=True), ("mixed", "preempt")),
     "window": (FEW | MISTRAL, EAGER, ("mixed",)),
     "dim64": (FEW | dict(head_dim=64, num_attention_heads=32, num_key_value_heads=2), EAGER, ("mixed",)),
     "dim256": (FEW | dict(head_dim=256, num_attention_heads=8, num_key_value_heads=4), EAGER, ("mixed",)),
@@ -170,9 +172,8 @@ def engines(backend: str, format: str, *wanted: str) -> None:
         except Exception as error:
             traceback.print_exc()
             tell(engine=name, phase="failed", error=f"{type(error).__name__}: {error}"[:500])
-        if llm is not None:
-            vllm_engine.close(llm)
-            del llm
+        vllm_engine.close(llm)  # also what a failed start left
+        del llm
 
 
 def child(*arguments: str, seconds: float) -> list[dict[str, Any]]:
@@ -216,7 +217,7 @@ def compare(name: str, want: list[dict[str, Any]], got: list[dict[str, Any]], ki
     return f"{compared:>7}/{total:<7} {same:>9} {row['widest_gap']:>7.3f} {'WRONG' if wrong else ''}"
 
 
-def tokens(seconds: str = "135") -> None:
+def tokens(seconds: str = "125") -> None:
     with ThreadPoolExecutor() as threads:  # engines are small; they share the GPU
         jobs = [
             threads.submit(child, "engines", *BACKENDS[backend], *names, seconds=float(seconds))
@@ -265,7 +266,8 @@ def soaked(backend: str, format: str, count: str, alone: str, tail: str = "") ->
 
     tight = dict(max_num_seqs=64, sizes=(1, 2, 4, 8, 16, 32, 64), max_num_batched_tokens=1024)
     if backend == "CUSTOM":
-        tight |= dict(cache_tokens=12288, enable_prefix_caching=True, speculative_config=DRAFTS, tail=bool(tail))
+        tight |= dict(cache_tokens=12288, enable_prefix_caching=True, tail=bool(tail))
+        tight |= dict(speculative_config=DRAFTS, sizes=(4, 8, 16, 32, 64, 128, 256))
     with tempfile.TemporaryDirectory() as folder:
         vllm_engine.write_model(folder, MODEL)
         llm = start(folder, MODEL, backend, format, **tight)
@@ -287,7 +289,7 @@ def soaked(backend: str, format: str, count: str, alone: str, tail: str = "") ->
         vllm_engine.close(llm)
 
 
-def soak(count: str = "2000", alone: str = "60", seconds: str = "115") -> None:
+def soak(count: str = "2000", alone: str = "60", seconds: str = "105") -> None:
     listed = {"K8V8": (*BACKENDS["K8V8"], count, alone), "K8V8 tail": (*BACKENDS["K8V8"], count, "0", "tail"),
               "FlashAttention": (*BACKENDS["FlashAttention"], count, "0")}  # fmt: skip
     with ThreadPoolExecutor() as threads:
@@ -326,6 +328,21 @@ TEXTS = (
 )
 
 
+def write_checkpoint(net: Any, folder: str) -> None:
+    """Write a model of transformers for vLLM; `save_pretrained` refuses one that was read from a .gguf file."""
+    from safetensors.torch import save_file
+
+    state = {name: x.bfloat16().contiguous() for name, x in net.state_dict().items()}
+    config = json.loads(net.config.to_json_string())
+    config.pop("quantization_config", None)
+    config["tie_word_embeddings"] = bool(net.config.tie_word_embeddings)
+    if config["tie_word_embeddings"]:
+        state.pop("lm_head.weight", None)
+    save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    config |= {"architectures": [type(net).__name__], "dtype": "bfloat16"}
+    Path(folder, "config.json").write_text(json.dumps(config))
+
+
 def texts(folder: str, backend: str, format: str, drafts: str) -> None:
     """Child: greedy continuations of TEXTS by a checkpoint."""
     ids = json.loads(Path(folder, "prompts.json").read_text())
@@ -345,7 +362,7 @@ def smol(model: str | None = None, seconds: str = "150") -> None:
 
     net, tokenizer = models.load(model)
     with tempfile.TemporaryDirectory() as folder:
-        net.bfloat16().save_pretrained(folder)
+        write_checkpoint(net, folder)
         page = models.encode(tokenizer, long_texts.load(["prose"]), 1200)[0].tolist()
         ids = [*(tokenizer(text).input_ids for text in TEXTS), page]
         Path(folder, "prompts.json").write_text(json.dumps(ids))

@@ -20,9 +20,11 @@ LAYER, PARALLEL = "vllm/model_executor/layers/attention/attention.py", "vllm/dis
 CONFIG, PLUGINS = "vllm/config/vllm.py", "vllm/plugins/__init__.py"
 MODEL, SCHEDULER, CACHE = "vllm/config/model.py", "vllm/config/scheduler.py", "vllm/config/cache.py"
 DRAFTS, STATE = "vllm/config/speculative.py", "vllm/v1/worker/gpu/model_states/default.py"
+DEVICE, LINEAR = "vllm/config/device.py", "vllm/model_executor/layers/linear.py"
+LOADER, ROPE = "vllm/model_executor/model_loader/utils.py", "vllm/model_executor/layers/rotary_embedding/base.py"
 
 # What is described: "parameters" of a function, "fields" of a class with annotations, "members" of an enum, "strings"
-# of a function, its "doc", a "value", and "calls" of a method in a function.
+# of a function, its "doc", a "value", "calls" of a method in a function, and "attributes" that a method gives to self.
 WANTED = [
     *((BACKEND, f"AttentionBackend.{name}", "parameters") for name in (
         "get_name", "get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "get_preferred_block_size",
@@ -68,6 +70,16 @@ WANTED = [
     (DRAFTS, "NgramGPUTypes", "value"),
     (STATE, "DefaultModelState.prepare_attn", "calls build_attn_metadata"),
     (PLUGINS, "DEFAULT_PLUGINS_GROUP", "value"),
+    (LAYER, "Attention.__init__", "attributes impl"),
+    (LAYER, "Attention.process_weights_after_loading", "calls process_weights_after_loading"),
+    (LOADER, "process_weights_after_loading", "calls process_weights_after_loading"),
+    (LINEAR, "QKVParallelLinear.__init__", "attributes num_heads num_kv_heads head_size v_head_size"),
+    (LINEAR, "QKVParallelLinear._get_shard_offset_mapping", "strings"),
+    (LINEAR, "UnquantizedLinearMethod.create_weights", "calls register_parameter"),
+    (ROPE, "RotaryEmbeddingBase.__init__", "attributes cos_sin_cache is_neox_style"),
+    (ROPE, "RotaryEmbeddingBase._compute_cos_sin_cache", "calls cat"),
+    (MODEL, "ModelConfig.hf_text_config", "value"),
+    (DEVICE, "DeviceConfig.device", "value"),
 ]  # fmt: skip
 
 
@@ -126,6 +138,9 @@ def _describe(node: Any, kind: str) -> Any:
         return ast.get_docstring(node)
     if kind == "value":
         return ast.unparse(node.value)
+    if kind.startswith("attributes "):
+        assigned = {ast.unparse(x) for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store)}
+        return [name for name in kind.split()[1:] if f"self.{name}" in assigned]
     return _calls(node, kind.removeprefix("calls "))
 
 

@@ -16,9 +16,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import pytest
+import torch
 
 import kvstrata.engines
 import vllm_signatures as signatures
+from conftest import HAS_GPU
 
 M = TypeVar("M")
 
@@ -66,7 +68,12 @@ def config_of(additional: Any, drafts: int = 0, **changed: Any) -> SimpleNamespa
     sizes = dict(max_model_len=4096, max_num_batched_tokens=512, max_num_seqs=8, is_hybrid=False) | changed
     return SimpleNamespace(
         additional_config=additional,
-        model_config=SimpleNamespace(max_model_len=sizes["max_model_len"], is_hybrid=sizes["is_hybrid"]),
+        model_config=SimpleNamespace(
+            max_model_len=sizes["max_model_len"],
+            is_hybrid=sizes["is_hybrid"],
+            hf_text_config=SimpleNamespace(rope_parameters=sizes.get("rope_parameters")),
+        ),
+        device_config=SimpleNamespace(device=torch.device("cuda" if HAS_GPU else "cpu")),
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=sizes["max_num_batched_tokens"], max_num_seqs=sizes["max_num_seqs"]
         ),

@@ -3,6 +3,7 @@
     options.py        what a user configures, and the bytes of a token
     batch.py          an engine's batch as one decode call and one prefill call
     packed.py         store and attention of one layer over an engine's blocks
+    weights.py        calibration of a layer from the model's weights
     workspace.py      scratch memory that all layers share
     rehearsal.py      a few steps before the first request, to compile kernels
     vllm.py           vLLM's attention interface; the only file that imports vLLM

@@ -32,6 +32,7 @@ class Options:
         format: name of the packed format, such as ``K4V4``.
         calibration: path of a calibration file, or None.
         tail: whether each request keeps its unfinished page at 16 bit.
+        weights: whether balance and centre of K come from the model's weights if there is no calibration file.
 
     Raises ValueError or TypeError, naming the option.
     """
@@ -39,6 +40,7 @@ class Options:
     format: str
     calibration: str | None = None
     tail: bool = False
+    weights: bool = True
 
     def __post_init__(self) -> None:
         if Format.parse(self.format, HEAD_DIMS[0]).plain:
@@ -46,8 +48,9 @@ class Options:
         if type(self.calibration) not in (str, type(None)):
             given = type(self.calibration).__name__
             raise TypeError(f"kvstrata.calibration: expected the path of a calibration file, got {given}")
-        if type(self.tail) is not bool:
-            raise TypeError(f"kvstrata.tail: expected true or false, got {self.tail!r}")
+        for name in ("tail", "weights"):
+            if type(getattr(self, name)) is not bool:
+                raise TypeError(f"kvstrata.{name}: expected true or false, got {getattr(self, name)!r}")
 
     @classmethod
     def parse(cls, config: Any) -> Options:

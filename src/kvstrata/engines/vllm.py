@@ -7,6 +7,7 @@ and signature that this file relies on. `register_vllm` of the package names `Kv
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from .options import (
 )
 from .packed import PackedLayer
 from .rehearsal import rehearse
+from .weights import Owner, calibration_of, update
 from .workspace import workspace
 
 try:
@@ -47,6 +49,8 @@ except ImportError as error:
     raise ImportError(
         f"kvstrata.engines.vllm needs vLLM 0.32 and its attention interface: pip install 'kvstrata[vllm]' ({error})"
     ) from error
+
+logger = logging.getLogger("vllm.kvstrata")  # below vLLM's own, which has the handlers
 
 # What vLLM says of a configuration that a backend does not support, and what we say.
 REFUSALS = {
@@ -78,6 +82,7 @@ class _Latest:
 
 
 _rehearsed: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are there
+_said: set[str] = set()
 
 
 def current_options() -> Options:
@@ -280,11 +285,32 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             logits_soft_cap or None, sinks,
         )  # fmt: skip
         self._calibrated = self.options.calibration is None
+        self.owner = Owner() if self._calibrated and self.options.weights else None
+        self._weighed = False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Convert the sinks once, now that their weights are there."""
+        """Convert the sinks and calibrate K, now that the weights of the model are there."""
         if self.layer.sinks is not None:
             self.layer.sinks = self.layer.sinks.detach().float().contiguous()
+        if self.owner is not None:
+            self._calibrate_by_weights(self.owner.get())
+
+    def _calibrate_by_weights(self, module: torch.nn.Module | None) -> None:
+        """Balance and centre of K from the module that owns the layer; new weights of a layer change them in place."""
+        if module is None or self.config is None:
+            return
+        turned = bool(getattr(self.config.model_config.hf_text_config, "rope_parameters", None))
+        with torch.inference_mode(False):
+            own, what = calibration_of(module, self.num_heads, self.num_kv_heads, self.head_size, turned)
+            if self._weighed:  # graphs hold the addresses
+                update(self.layer.calibration, own)
+            elif own is not None:
+                self.layer.calibration = own.to(torch.device(self.config.device_config.device))
+        self._weighed = True
+        if get_tensor_model_parallel_rank() == 0 and what not in _said:  # one line for most models
+            _said.add(what)
+            text = "the model's weights give K a %s (%s)" if own else "the model's weights calibrate nothing: %s (%s)"
+            logger.info("kvstrata: " + text, what, type(module).__name__)
 
     def _calibrate(self, layer: Any, device: torch.device) -> None:
         """Read this layer's part of the calibration file, at the first rows that are stored."""
@@ -329,7 +355,11 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             self.layer.tail = (k, v)
         block_size = self.config.cache_config.block_size
         capped, sinks = self.layer.softcap is None, self.layer.sinks is None
-        kind = (self.num_heads, self.num_kv_heads, self.head_size, self.sliding_window, capped, sinks, dtype, device)
+        own = self.layer.calibration
+        kind = (
+            self.num_heads, self.num_kv_heads, self.head_size, self.sliding_window, capped, sinks, dtype, device,
+            own is not None and own.balance is not None, own is not None and own.centre is not None,
+        )  # fmt: skip
         if kind not in _rehearsed and block_size in BLOCK_SIZES:
             _rehearsed.add(kind)
             rehearse(self.layer, self.num_heads, block_size, dtype, device)

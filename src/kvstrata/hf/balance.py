@@ -17,9 +17,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from kvstrata.cache.policy.centre import mean_turn, turns
+from kvstrata.cache.policy.centre import turns
+from kvstrata.quant import weights
 from kvstrata.quant.calibration import pair_balance
 from kvstrata.quant.reference import LARGEST
+from kvstrata.quant.rope import mean_turn
 
 from .moments import Moments, channels, moments
 
@@ -27,7 +29,6 @@ SINKS = 4  # first tokens that are left out
 ENOUGH = 16  # tokens of a prompt that are preferred to weights
 FEWEST = 4  # tokens that are used where there are no weights
 MOST = 512  # tokens that are looked at
-HORIZON = 2048  # positions that a centre is planned for
 AHEAD = 2048  # positions that a balance is planned for
 PRIOR = 32  # tokens that weigh as much as the assumption that both channels of a pair are alike
 LEAST = 1 / 32  # of a pair's energy, for each of its channels
@@ -160,8 +161,8 @@ def from_weights(
     """
     sizes = (kv_heads, dim, tuple(rope), is_interleaved)
     linears = [getattr(module, name, None) for name in ("q_proj", "k_proj")]
-    weights = [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
-    tensors = [x for x in weights if isinstance(x, torch.Tensor)]
+    given = [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
     if any(x.is_inference() for x in tensors):  # which have no version
         return _from_weights(module, *sizes)
     key = (*sizes, _normed(module), *map(type, linears), *((x.data_ptr(), x._version) for x in tensors))
@@ -181,24 +182,13 @@ def _normed(module: torch.nn.Module) -> bool:
 def _from_weights(
     module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
 ) -> torch.Tensor | None:
-    q_proj, k_proj = (getattr(module, name, None) for name in ("q_proj", "k_proj"))
+    linears: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj")]
     if _normed(module) or (rope and is_interleaved is None):
         return None
-    squares = []
-    for linear, heads in ((k_proj, kv_heads), (q_proj, None)):
-        weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
-        if not isinstance(linear, torch.nn.Linear) or weight is None or not weight.is_floating_point():
-            return None
-        if weight.shape[0] % (kv_heads * dim) or (heads and weight.shape[0] != heads * dim):
-            return None
-        by_row = weight.detach().float().square().sum(1).view(kv_heads, -1, dim).mean(1)
-        if bias is not None:
-            offset = bias.detach().float().square().view(kv_heads, -1, dim)
-            if heads:  # the centre removes what RoPE leaves of it
-                offset = offset * (1 - _steady(rope, dim, bool(is_interleaved)).to(offset.device))
-            by_row = by_row + offset.mean(1)
-        squares.append(by_row)
-    return pair_balance(squares[0], squares[1], len(rope), bool(is_interleaved))
+    if not all(isinstance(x, torch.nn.Linear) and weights.is_plain(x.weight) for x in linears):
+        return None
+    q, k = ((x.weight, x.bias) for x in linears)
+    return weights.balance_from_weights(q, k, kv_heads, dim, rope, bool(is_interleaved))
 
 
 def centre_from_bias(
@@ -206,26 +196,6 @@ def centre_from_bias(
 ) -> torch.Tensor | None:
     """Centre ``[kv_heads, D]`` of K: the mean of ``k_proj``'s bias over positions of the horizon; None without one."""
     bias = getattr(getattr(module, "k_proj", None), "bias", None)
-    if not isinstance(bias, torch.Tensor) or bias.numel() != kv_heads * dim:
+    if not isinstance(bias, torch.Tensor):
         return None
-    own, pairs = bias.detach().float().view(kv_heads, dim), len(rope)
-    if not pairs:
-        return own
-    cos, sin = (
-        x[0].to(own.device) for x in mean_turn(torch.tensor(rope, dtype=torch.float64), torch.tensor([HORIZON]))
-    )
-    (one, two), _ = channels(pairs, dim, is_interleaved=is_interleaved)
-    x, y = own[:, one], own[:, two]
-    centre = own.clone()
-    centre[:, one], centre[:, two] = x * cos - y * sin, y * cos + x * sin
-    return centre
-
-
-def _steady(rope: Sequence[float], dim: int, is_interleaved: bool) -> torch.Tensor:
-    """Share of a constant's energy that is left in its mean over the horizon, per channel; 1 without RoPE."""
-    share = torch.ones(dim)
-    if rope:
-        cos, sin = mean_turn(torch.tensor(rope, dtype=torch.float64), torch.tensor([HORIZON]))
-        by_pair = cos[0].square() + sin[0].square()
-        share[: 2 * len(rope)] = by_pair.repeat_interleave(2) if is_interleaved else by_pair.repeat(2)
-    return share
+    return weights.centre_from_bias(bias, kv_heads, dim, rope, is_interleaved)

@@ -26,6 +26,7 @@ from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import NEW, Tokens
 from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import factors
+from kvstrata.quant.rope import mean_turn
 
 from .balance import factors_of
 
@@ -200,16 +201,6 @@ def _length(mean: torch.Tensor) -> torch.Tensor:
     for head in mean.square().sum(-1).unbind(1):
         total = total + head
     return total
-
-
-def mean_turn(angle: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean of cos and sin of ``angle [n]`` times 0, 1, ..: float32 ``[requests, n]``, over so many ``[requests]``."""
-    n = positions.double().unsqueeze(1)
-    half = angle / 2
-    whole_turns = half.sin().abs() < 1e-9  # or none
-    size = torch.where(whole_turns, 1.0, (n * half).sin() / (n * half.sin()))
-    phase = torch.where(whole_turns, 0.0, (n - 1) * half)
-    return (size * phase.cos()).float(), (size * phase.sin()).float()
 
 
 def _means(tables: list[torch.Tensor], parts: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,8 +18,9 @@ from kvstrata.cache.storage.page import NewRows, PageFormat
 from kvstrata.cache.storage.scratch import Lease
 from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.quant.op import CXX
+from kvstrata.quant.rope import mean_turn
 
-from .centre import CENTRE_TOKENS, HORIZON, mean_turn, turns
+from .centre import CENTRE_TOKENS, HORIZON, turns
 from .plan_cuda import upload
 
 if TYPE_CHECKING:

@@ -1,0 +1,150 @@
+"""Calibration of a layer from the model's weights, without a file.
+
+An engine gives an attention layer its rows, not the projection that made them. But the module that owns the layer
+owns the projection, too: `Owner` catches it when the layer becomes its child. After weights are loaded,
+`calibration_of` finds the projections of Q and K and the RoPE among the module's children. Modules are known by
+their attributes, so nothing of an engine is imported. On a tensor-parallel rank weights are the rank's rows, and so is
+what is computed from them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from kvstrata.quant.calibration import LayerCalibration
+from kvstrata.quant.weights import balance_from_weights, centre_from_bias, is_plain
+
+FAR = 1024  # position whose angle gives those of slow pairs, which a row of 16-bit numbers near it does not
+
+
+class Owner:
+    """The module that owns an attention layer, if an attribute ``owner`` of the layer's ``impl`` is this object.
+
+    The first one adds a hook that sees every module of the process that becomes a child of another, and changes none.
+    """
+
+    _watched = False
+
+    def __init__(self) -> None:
+        self._module: weakref.ref[torch.nn.Module] | None = None
+        if not Owner._watched:
+            Owner._watched = True
+            register_module_module_registration_hook(_see)
+
+    def get(self) -> torch.nn.Module | None:
+        """The module; None if the layer is no module's child."""
+        return None if self._module is None else self._module()
+
+
+def _see(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+    owner = getattr(getattr(child, "impl", None), "owner", None)
+    if isinstance(owner, Owner):
+        owner._module = weakref.ref(module)
+
+
+@torch.no_grad()
+def calibration_of(
+    module: torch.nn.Module, heads: int, kv_heads: int, dim: int, turned: bool
+) -> tuple[LayerCalibration | None, str]:
+    """Calibration of a layer from the projections of its owner, on their device, and what it is made of or why not.
+
+    Args:
+        module: owner of the layer: children with ``num_heads``, ``num_kv_heads`` and ``head_size`` (a fused
+            projection), or ``q_proj`` and ``k_proj``; a RoPE with ``cos_sin_cache`` and ``is_neox_style``.
+        heads, kv_heads, dim: sizes of the layer on this rank.
+        turned: whether the model has RoPE, for a module without one.
+
+    A balance of ones is left out. Weights that are quantised themselves give a centre alone, from the bias of K.
+    """
+    children: dict[str, Any] = dict(module.named_children())
+    if norm := next((name for name in children if "norm" in name), None):
+        return None, f"Q or K may be normalised behind its projection ({norm})"
+    rope = _rope(module, children, dim, turned)
+    if rope is None:
+        return None, "its RoPE is of an unknown kind"
+    projections = _projections(children, heads, kv_heads, dim)
+    if projections is None:
+        return None, "no projection with as many heads was found"
+    (q, _), (k, bias) = projections
+    balance = centre = None
+    if not all(bool(x.isfinite().all()) for pair in projections for x in pair if x is not None):
+        return None, "its weights are not finite"
+    if q is not None and k is not None:
+        balance = balance_from_weights(*projections, kv_heads, dim, *rope)
+        balance = None if balance is None or bool((balance == 1).all()) else balance
+    if bias is not None:
+        centre = centre_from_bias(bias, kv_heads, dim, *rope)
+        centre = None if centre is None or not bool(centre.any()) else centre
+    if centre is not None and balance is not None:
+        centre = centre / balance
+    parts = [name for name, x in (("balance", balance), ("centre", centre)) if x is not None]
+    if not parts:
+        return None, "its weights ask for none" if k is not None else "its weights are quantised, and K has no bias"
+    return LayerCalibration(balance, centre), " and ".join(parts)
+
+
+def update(calibration: LayerCalibration | None, own: LayerCalibration | None) -> None:
+    """Write ``own``, of new weights, into ``calibration``, whose tensors stay where they are; it gets no new ones."""
+    if calibration is None:
+        return
+    balance, centre = (None, None) if own is None else (own.balance, own.centre)
+    if calibration.balance is None and balance is not None and centre is not None:
+        centre = centre * balance
+    if calibration.balance is not None:
+        calibration.balance.copy_(torch.ones_like(calibration.balance) if balance is None else balance)
+    if calibration.centre is not None:
+        calibration.centre.copy_(torch.zeros_like(calibration.centre) if centre is None else centre)
+
+
+def _projections(
+    children: dict[str, Any], heads: int, kv_heads: int, dim: int
+) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
+    """Weight and bias of Q and of K, None each unless they are rows of plain numbers."""
+    sizes = [heads * dim, kv_heads * dim]
+    for child in children.values():
+        if all(hasattr(child, name) for name in ("num_heads", "num_kv_heads", "head_size")):
+            if (child.num_heads, child.num_kv_heads, child.head_size) != (heads, kv_heads, dim):
+                return None
+            weight, bias = (getattr(child, name, None) for name in ("weight", "bias"))
+            rows = sum(sizes) + kv_heads * int(getattr(child, "v_head_size", dim))
+            (q, k), (q_bias, k_bias) = (_rows(x, rows, sizes) for x in (weight, bias))
+            return (q, q_bias), (k, k_bias)
+    linears = [children.get(name) for name in ("q_proj", "k_proj")]
+    if None in linears:
+        return None
+    (q, q_bias), (k, k_bias) = (
+        [_rows(getattr(linear, name, None), size, [size])[0] for name in ("weight", "bias")]
+        for linear, size in zip(linears, sizes, strict=True)
+    )
+    return (q, q_bias), (k, k_bias)
+
+
+def _rows(x: Any, rows: int, sizes: list[int]) -> list[torch.Tensor | None]:
+    """The first ``sizes`` of ``rows`` rows; None each if ``x`` is something else."""
+    if not is_plain(x) or x.shape[0] != rows:
+        return [None] * len(sizes)
+    return list(x.detach()[: sum(sizes)].split(sizes))
+
+
+def _rope(
+    module: torch.nn.Module, children: dict[str, Any], dim: int, turned: bool
+) -> tuple[tuple[float, ...], bool] | None:
+    """Radians per position of the pairs of channels, and whether pairs are (2 i, 2 i + 1); None if that is unknown."""
+    rotation = next((child for child in children.values() if hasattr(child, "cos_sin_cache")), None)
+    if rotation is None:
+        without = not turned or getattr(module, "rotary_emb", module) is None  # layers without RoPE in a model with it
+        return ((), False) if without else None
+    table, is_neox = rotation.cos_sin_cache, getattr(rotation, "is_neox_style", None)
+    if not isinstance(table, torch.Tensor) or table.dim() != 2 or len(table) < 2 or type(is_neox) is not bool:
+        return None
+    pairs, far = table.shape[1] // 2, min(FAR, len(table) - 1)
+    if 2 * pairs > dim:
+        return None
+    near_row, far_row = table[[1, far]].cpu().double()
+    first, last = (torch.atan2(row[pairs : 2 * pairs], row[:pairs]) for row in (near_row, far_row))
+    angles = torch.where(first * far < 1, last / far, first)
+    return tuple(angles.tolist()), not is_neox
