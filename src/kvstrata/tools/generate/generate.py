@@ -155,6 +155,7 @@ def warm_up(model: Any, tokenizer: Any, ids: torch.Tensor, caches: Sequence[Stra
     run(model, tokenizer, ids[:, :WARM_TOKENS], 2, caches)
     for cache in caches:
         if cache is not None:
+            cache.tiered.gather(0)  # reads codes, as settling does later on
             cache.reset()
     return _compilations() > before
 
