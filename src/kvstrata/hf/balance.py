@@ -21,6 +21,8 @@ from kvstrata.cache.policy.centre import mean_turn, turns
 from kvstrata.quant.calibration import pair_balance
 from kvstrata.quant.reference import LARGEST
 
+from .moments import Moments, channels, moments
+
 SINKS = 4  # first tokens that are left out
 ENOUGH = 16  # tokens of a prompt that are preferred to weights
 FEWEST = 4  # tokens that are used where there are no weights
@@ -71,6 +73,16 @@ def from_prompt(
     return pair_balance(k_square, q_square, pairs, bool(is_interleaved)), count
 
 
+def load_kernels(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device, rope: Sequence[float],
+    is_interleaved: bool | None,
+) -> None:  # fmt: skip
+    """Compile and load what `from_prompt` needs on a CUDA device."""
+    if device.type == "cuda":
+        q = torch.zeros(1, 64, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+        from_prompt(q, q[:, :kv_heads], q.new_ones(1, 64, dtype=torch.bool), rope, is_interleaved)
+
+
 def squares(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -97,55 +109,36 @@ def squares(
         use, number, query, key = use[:, :last], number[:, :last], query[:, :, :last], key[:, :, :last]
     count = use.sum(1)
     weight = use.float() / count.clamp(min=1).unsqueeze(1)
-    k, q = (
-        torch.where(use[:, None, :, None], x, 0).float().nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
-        for x in (key, query)
-    )
-    k, q = k.transpose(1, 2), q.unflatten(1, (key.shape[1], -1)).permute(0, 3, 1, 2, 4)  # [rows, n, kv_heads, .., D]
-
-    def mean(x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("rnhd,rn->rhd", x, weight)
-
-    k_square, q_square = mean(k.square()), mean(q.square().mean(3))
-    if rope and is_interleaved is None:
+    is_known = is_interleaved is not None
+    cos, sin, angle = _constants(tuple(rope) if is_known else (), number.device)
+    means = moments(query, key, weight, number, (cos, sin), LARGEST, is_interleaved=bool(is_interleaved))
+    turned, rest = (slice(cos.shape[1]), slice(cos.shape[1], None))
+    (one, two), others = channels(cos.shape[1], key.shape[-1], is_interleaved=bool(is_interleaved))
+    k_square, q_square = torch.empty(2, *key.shape[:2], key.shape[-1], device=key.device).unbind(0)
+    centres = (means.x, means.y) if is_known or not rope else (torch.zeros_like(means.x),) * 2
+    for channel, k, centre, q in zip(others, means[:2], centres, means[6:8], strict=True):
+        k_square[..., channel] = (k[..., rest] - centre[..., rest].square()).clamp(min=0)
+        q_square[..., channel] = q[..., rest]
+    if not len(angle):
         return k_square, q_square, count
-    found_k = (k_square - mean(k).square()).clamp(min=0)  # of channels that are not turned
-    if not rope:
-        return found_k, q_square, count
-    one, two = _pairs(len(rope), is_interleaved=bool(is_interleaved))
-    *tables, angle = _constants(tuple(rope), number.device)
+    m = Moments(*(x[..., turned] for x in means))
     horizon = (2 * tokens).clamp(min=AHEAD)
     first, second = (torch.complex(*mean_turn(by * angle, horizon)).unsqueeze(1) for by in (1, 2))
-    cos, sin = (table[number.clamp(0, len(table) - 1)].unsqueeze(2) for table in tables)
-    trust, trust_q = ((rows / (rows + PRIOR)).view(-1, 1, 1) for rows in (count, count * q.shape[3]))
-
-    x, y = k[..., one] * cos + k[..., two] * sin, k[..., two] * cos - k[..., one] * sin
-    common, unlike = torch.complex(mean(x), mean(y)), torch.complex(mean(x * x - y * y), mean(2 * x * y))
+    trust, trust_q = ((n / (n + PRIOR)).view(-1, 1, 1) for n in (count, count * (query.shape[1] // key.shape[1])))
+    common, unlike = torch.complex(m.x, m.y), torch.complex(m.k_unlike, m.k_cross)
     centre = common * first
-    size = k_square[..., one] + k_square[..., two] - centre.abs().square()
     differ = common.square() * second + (unlike - common.square()) * second * trust - centre.square()
-    _split(found_k, one, two, size, differ.real)
-
-    x, y = q[..., one], q[..., two]
-    cross, apart = 2 * (x * y).mean(3), (x * x - y * y).mean(3)
-    cos, sin = cos * cos - sin * sin, 2 * cos * sin
-    unlike = torch.complex(mean(apart * cos + cross * sin), mean(cross * cos - apart * sin))
-    _split(q_square, one, two, q_square[..., one] + q_square[..., two], (unlike * second * trust_q).real)
-    return found_k, q_square, count
+    _split(k_square, one, two, m.k_first + m.k_second - centre.abs().square(), differ.real)
+    unlike = torch.complex(m.q_unlike, m.q_cross)
+    _split(q_square, one, two, m.q_first + m.q_second, (unlike * second * trust_q).real)
+    return k_square, q_square, count
 
 
 def _split(into: torch.Tensor, one: slice, two: slice, size: torch.Tensor, differ: torch.Tensor) -> None:
     """Write the squares of the two channels of pairs, whose sum is ``size`` and whose difference is ``differ``."""
     size = size.clamp(min=0)
-    for channels, difference in ((one, differ), (two, -differ)):
-        into[..., channels] = torch.maximum(size + difference, LEAST * size) / 2
-
-
-def _pairs(pairs: int, *, is_interleaved: bool) -> tuple[slice, slice]:
-    """First and second channels of the pairs that RoPE turns."""
-    if is_interleaved:
-        return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
-    return slice(pairs), slice(pairs, 2 * pairs)
+    for part, difference in ((one, differ), (two, -differ)):
+        into[..., part] = torch.maximum(size + difference, LEAST * size) / 2
 
 
 @lru_cache(maxsize=8)
@@ -222,10 +215,10 @@ def centre_from_bias(
     cos, sin = (
         x[0].to(own.device) for x in mean_turn(torch.tensor(rope, dtype=torch.float64), torch.tensor([HORIZON]))
     )
-    two = _pairs(pairs, is_interleaved=is_interleaved)
-    x, y = own[:, two[0]], own[:, two[1]]
+    (one, two), _ = channels(pairs, dim, is_interleaved=is_interleaved)
+    x, y = own[:, one], own[:, two]
     centre = own.clone()
-    centre[:, two[0]], centre[:, two[1]] = x * cos - y * sin, y * cos + x * sin
+    centre[:, one], centre[:, two] = x * cos - y * sin, y * cos + x * sin
     return centre
 
 

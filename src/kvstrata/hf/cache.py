@@ -29,7 +29,7 @@ from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget
 from kvstrata.checks import check_int
 from kvstrata.quant.calibration import Calibration
 
-from . import attention, files, mass, support
+from . import attention, balance, files, mass, support
 from .columns import Columns
 from .forward import Forward
 from .guard import Guard
@@ -316,7 +316,10 @@ class StrataCache(Columns):
             tiered, query_heads = self._make(rows, heads, 1, dim, model.dtype, model.device), self._query_heads(heads)
             kvstrata.warmup(tiered, query_heads, progress=progress)
             if query_heads and self._compresses:
-                mass.load_kernels(query_heads, heads, dim, model.dtype, model.device)
+                sizes = (query_heads, heads, dim, model.dtype, model.device)
+                mass.load_kernels(*sizes)
+                if self.calibration is None and tiered.balance is not None:
+                    balance.load_kernels(*sizes, tiered.rope, balance.interleaved(model))
 
     def _config_heads(self) -> tuple[int | None, int | None]:
         """KV heads and head_dim as the config has them, None where `_misfit` would refuse them."""

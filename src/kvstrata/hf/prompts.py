@@ -29,7 +29,7 @@ from .steps import stored_rows
 
 WHOLE = 256 << 20  # bytes of K and V in all layers up to which a prompt is one group
 TOGETHER = 128 << 20  # bytes of K and V of a group otherwise
-BALANCED = 4  # rows of all layers whose balance is estimated at a time, in float64
+BALANCED = 4  # rows of all layers whose balance is estimated at a time by torch, which copies their queries
 
 
 class How(NamedTuple):
@@ -217,7 +217,8 @@ class Prompts:
         if columns.positions is not None:
             real = columns.positions[2]
         assert cache.balance is not None
-        for begin in range(0, len(layers), step := max(1, BALANCED // rows)):
+        step = len(layers) if first.device.type == "cuda" else max(1, BALANCED // rows)
+        for begin in range(0, len(layers), step):
             query = first[begin : begin + step].flatten(0, 1)
             key = by_head[begin * rows : (begin + step) * rows, :, :count]
             many = len(query) // rows

@@ -1,0 +1,95 @@
+"""Means over the tokens of a prompt that the balance of K is estimated from, on any device.
+
+Channels come in pairs: those that RoPE turns into each other, then the rest in order. A pair of K is turned back to
+position 0, so that means over tokens are those of one position; a pair of Q as if it were its own square.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Moments(NamedTuple):
+    """Means, float32 ``[rows, kv_heads, pairs]``; ``x`` and ``y`` are the channels of a pair that is turned back."""
+
+    k_first: torch.Tensor  # squares of the first channel
+    k_second: torch.Tensor
+    x: torch.Tensor
+    y: torch.Tensor
+    k_unlike: torch.Tensor  # x² - y²
+    k_cross: torch.Tensor  # 2 x y
+    q_first: torch.Tensor  # of Q likewise, over the query heads of a KV head too
+    q_second: torch.Tensor
+    q_unlike: torch.Tensor
+    q_cross: torch.Tensor
+
+
+def channels(pairs: int, dim: int, *, is_interleaved: bool) -> list[tuple[slice, slice]]:
+    """First and second channels of the pairs that RoPE turns, and of the others."""
+    turned = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+    if not is_interleaved:
+        turned = (slice(pairs), slice(pairs, 2 * pairs))
+    return [turned, (slice(2 * pairs, dim, 2), slice(2 * pairs + 1, dim, 2))]
+
+
+def moments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weight: torch.Tensor,
+    number: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    largest: float,
+    *,
+    is_interleaved: bool,
+) -> Moments:
+    """Means by ``weight`` over columns.
+
+    Args:
+        query: ``[rows, heads, n, D]``; ``key [rows, kv_heads, n, D]``. What is not finite counts as 0, and what is
+            beyond ``largest`` as that.
+        weight: float32 ``[rows, n]``, 0 for columns that are not looked at; their rows may hold anything.
+        number: integers ``[rows, n]``, the positions of columns that are looked at.
+        tables: cos and sin of each turned pair's angle, float32 ``[positions, pairs]``; pairs may be 0.
+        is_interleaved: RoPE turns channels (2 i, 2 i + 1), not (i, i + pairs).
+    """
+    given = (query, key, weight, number, tables, largest)
+    if key.device.type == "cuda":
+        from . import moments_triton
+
+        return Moments(*moments_triton.sums(*given, is_interleaved=is_interleaved).unbind(2))
+    return Moments(*sums(*given, is_interleaved=is_interleaved).unbind(2))
+
+
+def sums(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weight: torch.Tensor,
+    number: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    largest: float,
+    *,
+    is_interleaved: bool,
+) -> torch.Tensor:
+    """`Moments` in torch, stacked: ``[rows, kv_heads, 10, pairs]``."""
+    dim, turned = key.shape[-1], tables[0].shape[1]
+    pairs = channels(turned, dim, is_interleaved=is_interleaved)
+    cos, sin = (
+        torch.nn.functional.pad(table[number.clamp(0, len(table) - 1)], (0, dim // 2 - turned), value=rest).unsqueeze(2)
+        for table, rest in zip(tables, (1.0, 0.0), strict=True)
+    )
+
+    def in_pairs(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.cat([x[..., pair[i]] for pair in pairs], -1) for i in (0, 1)]
+
+    used = (weight > 0)[:, None, :, None]
+    k, q = (torch.where(used, x, 0).float().nan_to_num(0.0, 0.0, 0.0).clamp(-largest, largest) for x in (key, query))
+    a, b = in_pairs(k.transpose(1, 2))  # [rows, n, kv_heads, pairs]
+    x, y = a * cos + b * sin, b * cos - a * sin
+    of_k = [a * a, b * b, x, y, x * x - y * y, 2 * x * y]
+    a, b = in_pairs(q.unflatten(1, (key.shape[1], -1)).permute(0, 3, 1, 2, 4))
+    unlike, cross = (a * a - b * b).mean(3), 2 * (a * b).mean(3)
+    cos, sin = cos * cos - sin * sin, 2 * cos * sin
+    of_q = [(a * a).mean(3), (b * b).mean(3), unlike * cos + cross * sin, cross * cos - unlike * sin]
+    return torch.stack([torch.einsum("rnhp,rn->rhp", x, weight) for x in (*of_k, *of_q)], 2)
