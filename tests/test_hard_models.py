@@ -73,8 +73,7 @@ def test_pairs_of_other_sizes_cost_nothing():
     torch.testing.assert_close(exact(hard, ids).chunks[0].float(), truth.chunks[0].float(), rtol=0, atol=0.05)
     easy, balanced, without = kl(model, ids, truth), kl(hard, ids, truth), kl(hard, ids, truth, balance=False)
     assert without > 3 * easy, "the model is not hard"
-    # Powers of two cost up to a sixth of K's noise, and here the two channels of a pair are alike but not taken to be.
-    assert balanced < 1.5 * easy
+    assert balanced < 1.4 * easy  # powers of two cost up to a sixth of K's noise
 
 
 def test_biases_that_rope_turns():

@@ -67,10 +67,11 @@ def from_prompt(
         query: ``[rows, heads, n, D]``, as it multiplies K; ``key [rows, kv_heads, n, D]``.
         real: bool ``[rows, columns]`` of the whole prompt, False for padding; the first n columns are looked at.
         rope: radians per position of K's rotated channel pairs, empty for none.
-        is_interleaved: how RoPE pairs channels, see `interleaved`; None takes channels as the prompt has them.
+        is_interleaved: how RoPE pairs channels, see `interleaved`; None balances single channels.
     """
     k_square, q_square, count = squares(query, key, real, rope, is_interleaved)
-    return pair_balance(k_square, q_square), count
+    pairs = 0 if is_interleaved is None else len(rope)
+    return pair_balance(k_square, q_square, pairs, bool(is_interleaved)), count
 
 
 def load_kernels(

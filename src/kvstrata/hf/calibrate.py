@@ -29,7 +29,8 @@ class _Recorder(StrataLayer):
         real = torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
         turned = balance.interleaved(call.module)
         k, q, _ = balance.squares(query, key, real, self.rope, turned)
-        own = pair_balance(k.mean(0), q.mean(0))
+        pairs = 0 if turned is None else len(self.rope)
+        own = pair_balance(k.mean(0), q.mean(0), pairs, bool(turned))
         rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
         there = torch.ones_like(rows[..., :1], dtype=torch.bool)
         there[:, :, : balance.SINKS] = False  # attention sinks

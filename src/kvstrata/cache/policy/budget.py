@@ -6,15 +6,18 @@ pages of a slab (one slab per tier is held in reserve for them), tables, centres
 An absolute budget is split evenly over the layers; in a layer all requests share it. A fraction is granted to every
 request and layer on its own, so what happens to a request does not depend on its neighbours:
 
-    allowed(n) = max(fraction * 16-bit bytes of n tokens, need(min(n, floor_tokens)))
+    allowed(n) = max(fraction * 16-bit bytes of n tokens, floor(min(n, floor_tokens)))
+    floor(n)   = need(n) + extra * older tokens
     need(n)    = sink and recent tokens and room in whole 16-bit pages, the rest and one page in the lowest tier,
                  tables, reserve
 
 The second term is the floor: short contexts, of which 16-bit tokens are a large part, may always take what they
 need with everything older in the lowest tier. The room is for the tokens between two settlings, half a page unless
-``settle_every`` is less: recent tokens that fill their pages would settle at every step without it. ``floor_tokens``
-is where the fraction overtakes that need; for a fraction that never does, it is one page more than sink and recent
-tokens.
+``settle_every`` is less: recent tokens that fill their pages would settle at every step without it. Tokens are never
+promoted, so an older token of a short context also has the bytes above the lowest tier (``floor_extra``) that the
+fraction affords at `early` tokens, unless the widest tier is K8V8 and little is lost anyway. ``floor_tokens`` is where
+the fraction overtakes the floor: `early`, or where it overtakes the need without an extra; for a fraction that never
+does, it is one page more than sink and recent tokens.
 
 Where the widest tier is K8V8, a fraction allows no more than that tier takes, however much it could pay for: old tokens
 at 16 bit would take twice the bytes of a decode step, for an error of a ten-thousandth.
@@ -178,8 +181,24 @@ class Budget:
         constant = self.overhead + self.kv_heads * (plain - self.kept * low / self.page_tokens)
         return max(int(constant / gain) + 1, self.kept) if gain > 0 else math.inf
 
+    @property
+    def early(self) -> int:
+        """Tokens by which a fraction should overtake its floor: 64 times those kept, at least 1,024, at most 2,048."""
+        return min(max(64 * self.kept, 1024), 2048, self.max_tokens)
+
+    @cached_property
+    def floor_extra(self) -> float:
+        """Bytes above the lowest tier that the floor has for an older token of a KV head."""
+        if not isinstance(self.amount, float) or self.ceiling_room is not None or self.overtakes >= self.early:
+            return 0.0
+        slack = self.amount * self.token_bytes * self.early - float(self._need_rising(self.early)) / self.kv_heads
+        low, wide = (self.page_price[tier] / self.page_tokens for tier in (-1, 1))
+        return min(max(slack / (self.early - self.kept), 0.0), wide - low)
+
     @cached_property
     def floor_tokens(self) -> int:
+        if self.floor_extra:
+            return self.early
         tokens = self.overtakes
         return self.kept + self.page_tokens if tokens == math.inf else int(tokens)
 
@@ -190,6 +209,22 @@ class Budget:
         plain = -(-min(tokens, self.kept + self.room) // self.page_tokens)
         lossy = -(-max(tokens - self.kept, 0) // self.page_tokens) + 1
         return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[-1])
+
+    def floor(self, tokens: int) -> int:
+        """Bytes that one request and layer may take however small the fraction is."""
+        tokens = min(tokens, self.floor_tokens)
+        return self.need(tokens) + int(self._extra(tokens))
+
+    def _extra(self, tokens: int | np.ndarray) -> np.ndarray:
+        """Bytes of the floor above the need, int64."""
+        older = np.maximum(np.minimum(tokens, self.floor_tokens) - self.kept, 0)
+        return (self.kv_heads * self.floor_extra * older).astype(np.int64)
+
+    def _need_rising(self, tokens: int | np.ndarray) -> np.ndarray:
+        """`need` with its pages taken as fractions, so that it grows with every token; never below it."""
+        plain = -(-(self.kept + self.room) // self.page_tokens) * self.page_price[0]
+        old = 2 + np.maximum(tokens - self.kept, 0) / self.page_tokens
+        return self.overhead + self.kv_heads * (plain + old * self.page_price[-1])
 
     def ceiling(self, tokens: int, room: int) -> int:
         """Bytes of one request and layer with old tokens in the widest tier and ``room`` for new ones."""
@@ -202,7 +237,7 @@ class Budget:
         fraction = int(float(self.amount or 0) * self.kv_heads * self.token_bytes * tokens)
         if self.ceiling_room is not None:
             fraction = min(fraction, self.ceiling(tokens, self.ceiling_room))
-        return max(fraction, self.need(min(tokens, self.floor_tokens)))
+        return max(fraction, self.floor(tokens))
 
     def granted_at(
         self, layers: int | Sequence[int] | np.ndarray, tokens: int | Sequence[int] | np.ndarray
@@ -251,16 +286,13 @@ class Budget:
             granted = np.minimum(granted, pages(plain, old + len(price) - 1, price[1]))
         need = pages(np.minimum(tokens, self.kept + self.room), old + 1, price[-1])
         need[0] = self.overhead
-        return np.maximum(granted, need[np.minimum(tokens, self.floor_tokens)])
+        return np.maximum(granted, need[np.minimum(tokens, self.floor_tokens)] + self._extra(tokens))
 
     @cached_property
     def slack_by_length(self) -> np.ndarray:
-        """Bytes of `granted` above the need, with its pages taken as fractions so that it grows with every token."""
-        tokens, low = np.arange(self.max_tokens + self.look_ahead + 1), self.page_price[-1]
-        plain = -(-(self.kept + self.room) // self.page_tokens) * self.page_price[0]
-        old = 2 + np.maximum(tokens - self.kept, 0) / self.page_tokens
-        need = self.overhead + self.kv_heads * (plain + old * low)
-        return np.maximum(self.granted_by_length - need, 0.0)
+        """Bytes of `granted` above the need, such that they never shrink with a token."""
+        tokens = np.arange(self.max_tokens + self.look_ahead + 1)
+        return np.maximum(self.granted_by_length - self._need_rising(tokens), self._extra(tokens))
 
     def allowed(self, lengths: np.ndarray, requests: int) -> int | None:
         """Bytes allowed for the whole cache with these lengths, int ``[max_requests, layers]``; so many are in use.
@@ -280,15 +312,15 @@ class Budget:
 def default_tiers(amount: int | float | None, expected: Callable[[Sequence[str]], Budget]) -> tuple[str, ...]:
     """The tiers of a cache whose user names none; ``expected`` gives the budget with a list of tiers.
 
-    For a fraction, the best list with which it overtakes its floor (see above) early: by 64 times sink and recent
-    tokens, at least 1,024 and at most 2,048. Tokens are never promoted, so what a prompt has to give up at a length
-    where recent tokens take most of the fraction is gone; the floor of a higher lowest tier keeps it. An absolute
-    budget says nothing about the bytes of a token: one list for all.
+    For a fraction, the best list with which it overtakes its need (see above) by `Budget.early` tokens. Tokens are
+    never promoted, so what a prompt has to give up at a length where recent tokens take most of the fraction is gone;
+    the floor of a higher lowest tier keeps it. An absolute budget says nothing about the bytes of a token: one list for
+    all.
     """
     if not isinstance(amount, float):
         return NO_FRACTION
     for names in TIERS:
         budget = expected(names)
-        if budget.overtakes <= min(max(64 * budget.kept, 1024), 2048, budget.max_tokens):
+        if budget.overtakes <= budget.early:
             return names
     return TIERS[-1]
