@@ -102,7 +102,7 @@ def test_info_tells_tables_and_caches(tmp_path, monkeypatch):
     (tmp_path / "cubin").mkdir()
     (tmp_path / "cubin" / "x").write_bytes(bytes(100))
     (tmp_path / "tables").mkdir()
-    (tmp_path / "tables" / f"{slug}.json").write_text('{"schema": 1, "ops": {"store": []}}')
+    (tmp_path / "tables" / f"{slug}.json").write_text('{"schema": 2, "ops": {"store": []}}')
     (tmp_path / "tables" / "broken.json").write_text("{}")
     facts = json.loads(invoke("info", "--json").stdout)
     assert facts["caches"]["cubin"]["bytes"] == 100
