@@ -208,7 +208,7 @@ def test_the_command_measures_a_calibration(command, tmp_path: Path) -> None:
     for one, two in ((plain, other), (budget, calibrated)):
         assert "calibration" not in one.options
         assert two.options["calibration"] == "sensitivity"
-        assert two.bytes == pytest.approx(one.bytes, rel=0.05)  # the bytes allowed are the same; pages of so few tokens are not all full
+        assert two.bytes == pytest.approx(one.bytes, rel=0.05)  # as many are allowed, but pages are not all full
         assert two.kl != one.kl
 
 
