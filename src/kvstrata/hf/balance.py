@@ -23,7 +23,7 @@ from kvstrata.quant.calibration import pair_balance
 from kvstrata.quant.reference import LARGEST
 from kvstrata.quant.rope import mean_turn
 
-from .moments import Moments, channels, moments
+from .moments import Looked, Moments, channels, sums
 
 SINKS = 4  # first tokens that are left out
 ENOUGH = 16  # tokens of a prompt that are preferred to weights
@@ -112,7 +112,7 @@ def squares(
     weight = use.float() / count.clamp(min=1).unsqueeze(1)
     is_known = is_interleaved is not None
     cos, sin, angle = _constants(tuple(rope) if is_known else (), number.device)
-    means = moments(query, key, weight, number, (cos, sin), LARGEST, is_interleaved=bool(is_interleaved))
+    means = _moments(Looked(query, key, weight, number, (cos, sin), LARGEST, bool(is_interleaved)))
     turned, rest = (slice(cos.shape[1]), slice(cos.shape[1], None))
     (one, two), others = channels(cos.shape[1], key.shape[-1], is_interleaved=bool(is_interleaved))
     k_square, q_square = torch.empty(2, *key.shape[:2], key.shape[-1], device=key.device).unbind(0)
@@ -133,6 +133,14 @@ def squares(
     unlike = torch.complex(m.q_unlike, m.q_cross)
     _split(q_square, one, two, m.q_first + m.q_second, (unlike * second * trust_q).real)
     return k_square, q_square, count
+
+
+def _moments(looked: Looked) -> Moments:
+    if looked.key.device.type == "cuda":
+        from . import moments_triton
+
+        return Moments(*moments_triton.sums(looked).unbind(2))
+    return Moments(*sums(looked).unbind(2))
 
 
 def _split(into: torch.Tensor, one: slice, two: slice, size: torch.Tensor, differ: torch.Tensor) -> None:

@@ -34,45 +34,21 @@ def channels(pairs: int, dim: int, *, is_interleaved: bool) -> list[tuple[slice,
     return [turned, (slice(2 * pairs, dim, 2), slice(2 * pairs + 1, dim, 2))]
 
 
-def moments(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    weight: torch.Tensor,
-    number: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    largest: float,
-    *,
-    is_interleaved: bool,
-) -> Moments:
-    """Means by ``weight`` over columns.
+class Looked(NamedTuple):
+    """Columns of a prompt that are looked at."""
 
-    Args:
-        query: ``[rows, heads, n, D]``; ``key [rows, kv_heads, n, D]``. What is not finite counts as 0, and what is
-            beyond ``largest`` as that.
-        weight: float32 ``[rows, n]``, 0 for columns that are not looked at; their rows may hold anything.
-        number: integers ``[rows, n]``, the positions of columns that are looked at.
-        tables: cos and sin of each turned pair's angle, float32 ``[positions, pairs]``; pairs may be 0.
-        is_interleaved: RoPE turns channels (2 i, 2 i + 1), not (i, i + pairs).
-    """
-    given = (query, key, weight, number, tables, largest)
-    if key.device.type == "cuda":
-        from . import moments_triton
-
-        return Moments(*moments_triton.sums(*given, is_interleaved=is_interleaved).unbind(2))
-    return Moments(*sums(*given, is_interleaved=is_interleaved).unbind(2))
+    query: torch.Tensor  # [rows, heads, n, D]; what is not finite counts as 0
+    key: torch.Tensor  # [rows, kv_heads, n, D], likewise
+    weight: torch.Tensor  # float32 [rows, n], 0 for columns that are not looked at; their rows may hold anything
+    number: torch.Tensor  # integers [rows, n], positions of those that are
+    tables: tuple[torch.Tensor, torch.Tensor]  # cos and sin of each turned pair's angle, float32 [positions, pairs]
+    largest: float  # what is beyond it counts as this
+    is_interleaved: bool  # RoPE turns channels (2 i, 2 i + 1), not (i, i + pairs)
 
 
-def sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    weight: torch.Tensor,
-    number: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    largest: float,
-    *,
-    is_interleaved: bool,
-) -> torch.Tensor:
-    """`Moments` in torch, stacked: ``[rows, kv_heads, 10, pairs]``."""
+def sums(looked: Looked) -> torch.Tensor:
+    """`Moments` by ``weight`` over columns, in torch, stacked: ``[rows, kv_heads, 10, pairs]``."""
+    query, key, weight, number, tables, largest, is_interleaved = looked
     dim, turned = key.shape[-1], tables[0].shape[1]
     pairs = channels(turned, dim, is_interleaved=is_interleaved)
     cos, sin = (

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .moments import Looked
+
 SPAN = 128  # columns of a program
 SUMS = 10  # of each pair
 
@@ -85,17 +87,9 @@ def moments_kernel(
     tl.store(out_ptr + 9 * PAIRS, tl.sum(q_cross, 0) / GROUP, mask=real)
 
 
-def sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    weight: torch.Tensor,
-    number: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    largest: float,
-    *,
-    is_interleaved: bool,
-) -> torch.Tensor:
-    """`moments.sums`, whose arguments these are. Nothing is read back, and no launch depends on values."""
+def sums(looked: Looked) -> torch.Tensor:
+    """`moments.sums`. Nothing is read back, and no launch depends on values."""
+    query, key, weight, number, tables, largest, is_interleaved = looked
     (rows, heads, columns, dim), kv_heads = query.shape, key.shape[1]
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     (positions, turned), pairs, splits = tables[0].shape, dim // 2, -(-columns // SPAN)
