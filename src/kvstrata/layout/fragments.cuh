@@ -65,7 +65,19 @@ struct Codes {
     }
   }
 
-  // kCount words from w on, kAligned: both w and kCount are multiples of it.
+  // Where words i .. i + kAligned - 1 of those from w on stand; w and i are multiples of kAligned.
+  template <int kWords, int kAligned>
+  static __device__ __forceinline__ unsigned char* place_of(unsigned char* to, int w, int i) {
+    const int lane = threadIdx.x & 31;
+    return to + (kAligned == 4 ? word_address<kWords>(w, lane) + i * 128 : word_address<kWords>(w + i, lane));
+  }
+
+  // How many words of planes of kCount words, `first` words into the page, stand together at least. Beyond the last whole chunk
+  // of the page words stand in narrower chunks: 1 there.
+  static __device__ __forceinline__ constexpr int aligned(int words, int count, int first = 0) {
+    return words % 4 || first % 4 ? 1 : count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
+  }
+
   template <int kWords, int kCount, int kAligned>
   static __device__ __forceinline__ void write(unsigned char* to, int w, const unsigned* words) {
 #pragma unroll
@@ -73,8 +85,30 @@ struct Codes {
       Vec<kAligned * 4> out;
 #pragma unroll
       for (int e = 0; e < kAligned; e++) out.words[e] = words[i + e];
-      store(to + word_address<kWords>(w + i, threadIdx.x & 31), out);
+      store(place_of<kWords, kAligned>(to, w, i), out);
     }
+  }
+
+  // Replaces the bits of `fields`, and no other: a word may have fields of tokens that another warp writes at the same time.
+  template <class T>
+  static __device__ __forceinline__ void replace(unsigned char* word, T fields, T bits) {
+    atomicAnd(reinterpret_cast<T*>(word), ~fields);
+    atomicOr(reinterpret_cast<T*>(word), bits & fields);
+  }
+
+  // The same for kCount words from w on, two at a time where they stand together.
+  template <int kWords, int kCount, int kAligned>
+  static __device__ __forceinline__ void replace_all(unsigned char* to, int w, const unsigned* fields, const unsigned* bits) {
+    constexpr int kPer = kAligned > 1 ? 2 : 1;
+#pragma unroll
+    for (int i = 0; i < kCount; i += kPer) {
+      unsigned char* word = place_of<kWords, kAligned>(to, w, i / kAligned * kAligned) + i % kAligned * 4;
+      if constexpr (kPer == 2) replace(word, both(fields + i), both(bits + i));
+      else replace(word, fields[i], bits[i]);
+    }
+  }
+  static __device__ __forceinline__ unsigned long long both(const unsigned* words) {
+    return words[0] | static_cast<unsigned long long>(words[1]) << 32;
   }
 
   // Word w of the tile's low plane, where no word is shared by two tiles.
@@ -92,13 +126,10 @@ struct Codes {
       unsigned words[kCount];
 #pragma unroll
       for (int w = 0; w < kCount; w++) words[w] = low_word(w);
-      // Beyond the last whole chunk of the page words stand in narrower chunks; keep to 4 bytes there.
-      constexpr int kAligned = kWords % 4 ? 1 : kCount % 4 == 0 ? 4 : kCount % 2 == 0 ? 2 : 1;
-      write<kWords, kCount, kAligned>(to, tile * kCount, words);
+      write<kWords, kCount, aligned(kWords, kCount)>(to, tile * kCount, words);
       if constexpr (kBits == 3) {
         constexpr int kTop = kHigh / 4;
-        constexpr int kTopAligned = kWords % 4 || kLowWords % 4 ? 1 : kTop % 4 == 0 ? 4 : kTop % 2 == 0 ? 2 : 1;
-        write<kWords, kTop, kTopAligned>(to, kLowWords + tile * kTop, high);
+        write<kWords, kTop, aligned(kWords, kTop, kLowWords)>(to, kLowWords + tile * kTop, high);
       }
     } else {  // `to` is shared memory, zeroed; two tiles may have bits in one word
 #pragma unroll
@@ -128,31 +159,25 @@ struct Codes {
     }
   }
 
-  // Replaces the fields that `mask` has all bits of, and no other: a word may have fields of tokens that another warp
-  // writes at the same time.
+  // Replaces the fields that `mask` has all bits of.
   template <int kTiles>
   __device__ __forceinline__ void merge(unsigned char* to, int tile, const Codes& mask) const {
     constexpr int kLowWords = plane_words(kLowBits, kTiles * kSteps), kWords = words_per_lane(kBits, kTiles * kSteps);
-    const auto replace = [&](int w, unsigned fields, unsigned bits) {
-      if (!fields) return;
-      unsigned* word = reinterpret_cast<unsigned*>(to + word_address<kWords>(w, threadIdx.x & 31));
-      if (fields == ~0u) {
-        *word = bits;
-      } else {
-        atomicAnd(word, ~fields);
-        atomicOr(word, bits & fields);
-      }
-    };
     if constexpr (kWhole) {
+      constexpr int kCount = kLow / 4, kTop = kHigh / 4;
+      unsigned words[kCount], fields[kCount], any = 0;
 #pragma unroll
-      for (int w = 0; w < kLow / 4; w++) replace(tile * (kLow / 4) + w, mask.low_word(w), low_word(w));
+      for (int w = 0; w < kCount; w++) words[w] = low_word(w), any |= fields[w] = mask.low_word(w);
+      if (!any) return;
+      replace_all<kWords, kCount, aligned(kWords, kCount)>(to, tile * kCount, fields, words);
       if constexpr (kBits == 3)
-#pragma unroll
-        for (int w = 0; w < kHigh / 4; w++) replace(kLowWords + tile * (kHigh / 4) + w, mask.high[w], high[w]);
+        replace_all<kWords, kTop, aligned(kWords, kTop, kLowWords)>(to, kLowWords + tile * kTop, mask.high, high);
     } else {
 #pragma unroll
       for (int s = 0; s < kSteps; s++)
-        each_field<kTiles>(tile, s, mask, [&](int w, unsigned bits, unsigned fields) { replace(w, fields, bits); });
+        each_field<kTiles>(tile, s, mask, [&](int w, unsigned bits, unsigned fields) {
+          if (fields) replace(to + word_address<kWords>(w, threadIdx.x & 31), fields, bits);
+        });
     }
   }
 };

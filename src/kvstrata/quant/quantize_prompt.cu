@@ -38,13 +38,13 @@ struct Prompt {
     cp_async_or_zero<sizeof(Slot)>(shared_address(slots + (threadIdx.x & 31)), side.slot_address(n * kWindow), true);
   }
 
-  // Four lanes copy a row.
+  // Rows of a tile from `token` on; four lanes copy a row.
   __device__ __forceinline__ void copy(unsigned to, int token) const {
     constexpr int kRow = Stage::Rows::kBytes;
     const int first = Stage::row_to_copy(), chunk = threadIdx.x % 4;
+    const char* from = side.row(token) + first * side.stride() + chunk * 16;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const char* from = side.row(token + first + 8 * i) + chunk * 16;
+    for (int i = 0; i < 2; i++, from += 8 * side.stride()) {
       unsigned place[2];  // of chunks 0 to 3 and 4 to 7; eight chunks further is 128 bytes further
 #pragma unroll
       for (int half = 0; half < 2; half++) place[half] = to + Stage::Rows::offset(first + 8 * i, chunk + 4 * half);
@@ -63,14 +63,21 @@ struct Prompt {
     S::Rows::clear(zeros);
     const Centre centre = side.centre(reinterpret_cast<float*>(slots + 2 * 32));
     ask(slots, n);
-    commit_group();
-    wait_group<0>();
-    __syncwarp();
     if (n + step < end) ask(slots + 32, n + step);
     commit_group();
-    Whole current = whole(slots, n);
-    if (current.slot >= 0) copy(shared_address(shared), current.first);
+    // The rows of the first tile do not wait for its slots: most likely it begins with its window.
+    const bool early = (n + 1) * kWindow <= side.p.tokens;
+    if (early) copy(shared_address(shared), n * kWindow);
     commit_group();
+    wait_group<1>();
+    __syncwarp();
+    Whole current = whole(slots, n);
+    if (current.slot >= 0 && !(early && current.first == n * kWindow)) {
+      wait_group<0>();  // copies have no order
+      __syncwarp();
+      copy(shared_address(shared), current.first);
+      commit_group();
+    }
 #pragma unroll 1
     for (int i = 0; n < end; n += step, i++) {
       wait_group<1>();  // the next slots, before the last rows
@@ -84,7 +91,8 @@ struct Prompt {
       wait_group<2>();  // the rows of this tile
       __syncwarp();
       unsigned char* rows = shared + i % 2 * Stage::kBytes;
-      if (current.slot >= 0) side.write(Stage{rows, {true, true}}, centre, current.slot, AllTokens{});
+      if (current.slot >= 0)
+        side.write(Stage{rows, {true, true}}, centre, typename S::Page(side.p, current.slot, side.head), AllTokens{});
       else write_other<S>(side.p, side.head, n * kWindow, rows, zeros, centre);
       current = next;
     }
@@ -95,8 +103,8 @@ struct Prompt {
 template <int kDim, int kKBits, int kVBits, bool kBalance>
 constexpr int kBlocksOfPrompt = kDim > 128 ? 8 : kBalance ? 12 : kDim <= 64 ? 24 : kKBits + kVBits > 8 ? 12 : 16;
 
-// Block x is head x % heads of windows from x / heads on. K comes first, then V in rounds of which each takes half of what is
-// left, so that all warps end at about the same time.
+// Block x is head x % heads of windows from x / heads on. K comes first, then V in rounds of which each but the last takes half
+// of what is left.
 template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, bool kBalance, class Slot>
 __global__ void __launch_bounds__(32, kBlocksOfPrompt<kDim, kKBits, kVBits, kBalance>)
     quantize_prompt(const __grid_constant__ Params p) {
@@ -112,7 +120,8 @@ __global__ void __launch_bounds__(32, kBlocksOfPrompt<kDim, kKBits, kVBits, kBal
     Prompt<K, In, Slot>{k}.all(shared, n, windows, step);
   } else {
     const V v{p, head};
-    const int done = left - (left >> round), next = left - (left >> (round + 1));
+    const bool last = round + 2 == gridDim.y;
+    const int done = left - (left >> round), next = last ? left : left - (left >> (round + 1));
     Prompt<V, In, Slot>{v}.all(shared, n + step * done, min(windows, step * next), step);
   }
 }

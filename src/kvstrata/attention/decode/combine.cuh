@@ -6,6 +6,7 @@
 #include "divide.cuh"
 #include "mma.cuh"
 #include "pdl.cuh"
+#include "warp.cuh"
 #include "work.cuh"
 
 using i64 = long long;
@@ -234,7 +235,8 @@ __device__ __forceinline__ void combine_column_alone(const P& p) {
 template <class In, int kDim, int kWarps, int kAhead, class P>
 __device__ __forceinline__ void combine_column(const P& p) {
   constexpr int kPer = Sums<kDim, P::kRows>::kPer, kFirst = Sums<kDim, P::kRows>::kFirst;
-  __shared__ float tops[kWarps], sums[kWarps];
+  constexpr int kGroup = kWarps <= 4 ? 4 : kWarps <= 8 ? 8 : kWarps <= 16 ? 16 : 32;  // of lanes that sum up the warps
+  __shared__ float2 sums[kWarps];  // m and sum of each warp
   __shared__ float4 outs[2 - kFirst][kPer][kWarps][32];
   const Column column(p, blockIdx.x);
   if (column.query >= p.queries_of(column.row)) return;
@@ -242,36 +244,37 @@ __device__ __forceinline__ void combine_column(const P& p) {
   const Found found(p, column);
   const int slot = found.slot(warp + lane * kWarps, p.tiers);
   const float centre = centre_score<In, kDim>(p, column);
+  if (warp == 0) fetch_ahead(p.out + column.place(p) * kDim);
   wait_for_previous();
   release_next();
   Sums<kDim, P::kRows> s;
   s.template add_all<kAhead>(p, found, centre, column.number, warp, kWarps, slot);
-  if (lane == 0) tops[warp] = s.m;
-  __syncthreads();
-  float top = lane < kWarps ? tops[lane] : -kInfinity;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-  const float part = s.m > -kInfinity ? exp2f(s.m - top) : 0.f;
+  if (lane == 0) sums[warp] = make_float2(s.m, s.sum);
 #pragma unroll
   for (int kind = kFirst; kind < 2; kind++)
 #pragma unroll
-    for (int j = 0; j < kPer; j++) {
-      scale(s.out[kind][j], part);
-      outs[kind - kFirst][j][warp][lane] = s.out[kind][j];
-    }
-  if (lane == 0) sums[warp] = s.sum * part;
+    for (int j = 0; j < kPer; j++) outs[kind - kFirst][j][warp][lane] = s.out[kind][j];
   __syncthreads();
   if (warp) return;
-  s.m = top;
-  s.sum = 0.f;
+  const int of = lane % kGroup;
+  const float2 part = of < kWarps ? sums[of] : make_float2(-kInfinity, 0.f);
+  s.m = part.x;
+#pragma unroll
+  for (int d = 1; d < kGroup; d *= 2) s.m = fmaxf(s.m, __shfl_xor_sync(~0u, s.m, d));
+  const float weight = part.x > -kInfinity ? exp2f(part.x - s.m) : 0.f;
+  s.sum = weight * part.y;
+#pragma unroll
+  for (int d = 1; d < kGroup; d *= 2) s.sum += __shfl_xor_sync(~0u, s.sum, d);
 #pragma unroll
   for (int w = 0; w < kWarps; w++) {
-    s.sum += sums[w];
-    if (w == 0) continue;
+    const float by = __shfl_sync(~0u, weight, w);
 #pragma unroll
     for (int kind = kFirst; kind < 2; kind++)
 #pragma unroll
-      for (int j = 0; j < kPer; j++) add(s.out[kind][j], 1.f, outs[kind - kFirst][j][w][lane]);
+      for (int j = 0; j < kPer; j++) {
+        if (w == 0) scale(s.out[kind][j], by);
+        else add(s.out[kind][j], by, outs[kind - kFirst][j][w][lane]);
+      }
   }
   finish<In>(p, column, s);
 }
