@@ -4,8 +4,8 @@
     mass   a program owns columns of a KV head and walks over all queries that see them: sums of exp(logit - lse)
 
 Where attention has given the lse, and keys come in chunks, only the second one runs (`put_mass`). Queries are sampled
-evenly: query s is at column ``first + s * every``, and sees none behind it. Query s of head g of a
-group is row ``s * group + g``, so that a program skips the queries before its columns.
+evenly: query s is at column ``first + s * every``, and sees none behind it. Query s of head g of a group is row
+``s * group + g``, so that a program skips the queries before its columns.
 """
 
 from __future__ import annotations

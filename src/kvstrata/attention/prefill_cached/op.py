@@ -49,9 +49,7 @@ def _new_tokens(q: torch.Tensor, lengths: Sequence[int] | None, rows: int, heads
     return new
 
 
-def _check_new_rows(
-    q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None, kv_heads: int
-) -> None:
+def _check_new_rows(q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None, kv_heads: int) -> None:
     """Check rows of new tokens, which are given both or not at all; q is checked."""
     if (k_new is None) != (v_new is None):
         raise ValueError("v_new: expected to be given exactly when k_new is")
@@ -112,8 +110,7 @@ def prefill_attention_cached(
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, stride, value, device or dtype; the error names it.
-        RuntimeError: the backend is not available; k_new is given on ``triton`` with a head_dim that `prefill_attention`
-            does not have.
+        RuntimeError: the backend is not available; with k_new ``triton`` needs a head_dim of `prefill_attention`.
 
     No argument is mutated. Safe under CUDA-graph capture over a PagedCache on the ``triton`` backend, once
     the same call has run outside it; a replay reads the lengths and blocks of that time. Do not capture it over a

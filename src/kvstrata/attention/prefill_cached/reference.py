@@ -33,9 +33,7 @@ def run(job: CachedJob) -> Result:
     return out, lse if job.return_lse else None
 
 
-def _over_cache(
-    job: CachedJob, request: int, before: int, rows: slice, out: torch.Tensor, lse: torch.Tensor
-) -> None:
+def _over_cache(job: CachedJob, request: int, before: int, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Attention of a request's queries, the first at position ``before``, each block as if the request ended with it.
 
     Sinks are left to `_among_new` if there are new rows beside the cache.
@@ -44,9 +42,7 @@ def _over_cache(
     for begin in range(rows.start, rows.stop, QUERIES):
         part = slice(begin, min(begin + QUERIES, rows.stop))
         options = (job.scale, job.sliding_window, job.softcap, sinks, True, False)
-        block = Job(
-            job.q[part].unsqueeze(0), job.buckets, job.paged, [request], job.kv_heads, job.max_length, *options
-        )
+        block = Job(job.q[part].unsqueeze(0), job.buckets, job.paged, [request], job.kv_heads, job.max_length, *options)
         part_out, part_lse, _ = decode.decode_at(block, [before + part.stop - rows.start])
         assert part_lse is not None
         out[part], lse[part] = part_out[0], part_lse[0]

@@ -243,8 +243,8 @@ def stage(job: CachedJob, block_n: int, max_bytes: int, keys_only: bool = False)
     bounds = torch.empty(head_caches, slots // page_tokens, 2, dtype=torch.int32, device=device)
     requests = on_device(tuple(job.requests), device)
 
-    pointers_and_rows = (rows[0], rows[-1], positions, bounds, requests, length, table, count, centre, balance, pointers,
-               offsets, _signs(dim, device), k, v, k_scale, v_scale)  # fmt: skip
+    pointers_and_rows = (rows[0], rows[-1], positions, bounds, requests, length, table, count, centre, balance,
+                         pointers, offsets, _signs(dim, device), k, v, k_scale, v_scale)  # fmt: skip
     constants |= dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=wide, BLOCK_N=ALL if keys_only else block_n, WHOLE=whole)
 
     def fill(chunk: int) -> None:
