@@ -71,7 +71,7 @@ def compile_prefill(dim, causal, ragged, tail, arch, given):
     return compile_source(source(kernel, types, constants, aligned), arch, options, "-sass")
 
 
-def compile_chunk(kernel, arch, dim, first, last):
+def compile_chunk(kernel, arch, dim, first, last, beside=False):
     """One of `prefill_attention_cached`."""
     wide, hopper = triton.next_power_of_2(dim), kernel == "specialized_chunk_kernel"
     all = dict(
@@ -99,6 +99,7 @@ def compile_chunk(kernel, arch, dim, first, last):
         PAGE=64,
         WINDOWED=False,
         CAPPED=False,
+        BESIDE=beside,
         PRECISION="tf32",
         MAX_BLOCKS=64,
         REGISTERS=prefill_gluon.registers_of(2, None),

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_model import EXACT, SIZES, SMALL, make, prompt
-from kvstrata.hf import StrataCache, prefill
+from kvstrata.hf import StrataCache, prefill, turns
 from kvstrata.hf.layer import StrataLayer
 
 
@@ -191,11 +191,12 @@ def test_positions_of_padding_are_anything() -> None:
 
 
 def test_a_later_prompt_without_a_mask_is_as_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`prefill_attention` of later chunks, as on a GPU; rows of different lengths keep the mask."""
+    """`prefill_attention` of later chunks, as on a GPU without `turns`; rows of different lengths keep the mask."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES | dict(head_dim=64))).eval()
     calls = []
     attend = prefill.attend
+    monkeypatch.setattr(turns, "supports", lambda query, cache: False)
     monkeypatch.setattr(prefill, "attend", lambda *given: (calls.append(len(given)), attend(*given))[1])
     for padding, expected in ((0, 4), (7, 0)):
         mask = torch.ones(2, 150, dtype=torch.long)

@@ -166,8 +166,8 @@ def test_levels_of_a_whole_page(bits: int, dim: int, tokens: int, is_k: bool) ->
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("new", [0, 1, 40])
-def test_blocks_with_a_mask_come_first(new: int) -> None:
+@pytest.mark.parametrize(("new", "beside"), [(0, False), (1, False), (40, False), (40, True)])
+def test_blocks_with_a_mask_come_first(new: int, beside: bool) -> None:
     """Those with a position after the first new token's, or with an empty slot."""
     gluon = pytest.importorskip("kvstrata.attention.prefill_cached.gluon")
     generator, slots, tokens = torch.Generator().manual_seed(new), 640, 64
@@ -180,10 +180,11 @@ def test_blocks_with_a_mask_come_first(new: int) -> None:
     starts = torch.tensor([0, new, 2 * new], dtype=torch.int32)
     order, some = torch.full((2, 5), -1, dtype=torch.int32), torch.empty(2, 2, dtype=torch.int32)
     on = [x.to(DEVICE) for x in (order, some, bounds, torch.tensor([0, 1]).int(), starts, length, count)]
-    gluon.order_kernel[(2,)](*on, 1, 1, 1, 0, slots, KV_HEADS=1, TIERS=1, TOKENS=tokens, BLOCK_N=128, MAX_BLOCKS=8)
+    gluon.order_kernel[(2,)](*on, 1, 1, 1, 0, slots, KV_HEADS=1, TIERS=1, TOKENS=tokens, BLOCK_N=128, MAX_BLOCKS=8,
+                            BESIDE=beside)  # fmt: skip
     order, some = on[0].tolist(), on[1].tolist()
     for request, blocks in enumerate((4, 1)):
-        first = int(length[request]) - new
+        first = int(length[request]) - (0 if beside else new)
         hidden = [int(latest[request, 2 * b : 2 * b + 2].max()) > first for b in range(blocks)]
         assert some[request] == [sum(hidden), blocks]
         wanted = [b for b in range(blocks) if hidden[b]] + [b for b in range(blocks) if not hidden[b]]

@@ -1,9 +1,10 @@
 """One compressed layer of a `StrataCache`.
 
 `update` keeps nothing: it hands the new rows on to `attend`, which knows queries and padding too. A prompt attends by
-the model's own function at the model's precision, with the earlier tokens dequantised for the time of one layer, and
-is stored after; a few new tokens are stored first and read where they lie, by `decode_attention`. One new token of
-every row is a step (steps.py). First prompts on a GPU are stored a little later (prompts.py).
+the model's own function at the model's precision, with the earlier tokens dequantised for the time of one layer, or on
+a GPU where they lie (turns.py), and is stored after; a few new tokens are stored first and read where they lie, by
+`decode_attention`. One new token of every row is a step (steps.py). First prompts on a GPU are stored a little later
+(prompts.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.inspect import gather
 from kvstrata.cache.policy.balance import put_balance
 
-from . import attention, balance, prefill
+from . import attention, balance, prefill, turns
 from . import mask as masks
 from .forward import Forward
 from .guard import Guard
@@ -265,6 +266,12 @@ class StrataLayer(CacheLayerMixin):
         self.flush()
         lengths, host = np.array(self.lengths())[:, None], self._new_columns(query.shape[2])
         position = lengths + host.cumsum(1) - 1  # padding has that of the token before it
+        if self.columns and not self.owner.shares and turns.supports(query, self.owner.tiered):
+            limit = self.owner.importance_queries if self.owner.uses_mass else None
+            columns = turns.Columns(host, position)
+            out, mass = turns.attend(call, self.owner.tiered, self.index, columns, limit)
+            self._store(key, value, real, mass)
+            return out
         upload = self.owner.tiered.pool.to_device
         query_position = upload(position)
         column_position = upload(np.where(host, position, -1)).unsqueeze(1)

@@ -3,8 +3,9 @@
     lse    a program owns queries of a KV head's group and a range of columns; log-sum-exp of what they see there
     mass   a program owns columns of a KV head and walks over all queries that see them: sums of exp(logit - lse)
 
-Queries are sampled evenly: query s is at column ``first + s * every``, and sees none behind it. Query s of head g of a
-group is row ``s * group + g``, so that a program skips the queries before its columns.
+Where attention has given the lse, and keys come in chunks, only the second one runs (`put_mass`). Queries are sampled
+evenly: query s is at column ``first + s * every``, and sees none behind it. Query s of head g of a group is row
+``s * group + g``, so that a program skips the queries before its columns.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from kvstrata.attention.prefill.launch import launch
 
 from .logits import Logits
 
@@ -85,14 +88,17 @@ def lse_kernel(
     tl.store(lse_ptr + at, (top + tl.log2(total)) * LN2, mask=offs < count)
 
 
-@triton.jit(do_not_specialize=["stride_cr", "stride_ch", "sampled", "first", "every", "columns"])
+@triton.jit(do_not_specialize=["stride_cr", "stride_ch", "sampled", "first", "every", "columns", "positions"])
 def mass_kernel(
     q_ptr, k_ptr, place_ptr, column_place_ptr, weight_ptr, lse_ptr, out_ptr, stride_qr, stride_qh, stride_qs, stride_kr,
-    stride_kh, stride_kn, stride_cr, stride_ch, sampled, first, every, columns, factor, softcap, weight,
+    stride_kh, stride_kn, stride_cr, stride_ch, sampled, first, every, columns, positions, factor, softcap, weight,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, CAPPED: tl.constexpr, PLACED: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAPPED: tl.constexpr, PLACED: tl.constexpr, BY_POSITION: tl.constexpr,
 ):  # fmt: skip
-    """Mass ``[rows, columns, kv_heads]`` of BLOCK_N columns; each query counts ``weight`` times, or its own."""
+    """Mass ``[rows, columns, kv_heads]`` of BLOCK_N columns; each query counts ``weight`` times, or its own.
+
+    BY_POSITION: written at the positions of the columns, ``[rows, positions, kv_heads]``; others are left as they are.
+    """
     head_cache, block = tl.program_id(0), tl.program_id(1)
     row, head = (head_cache // KV_HEADS).to(tl.int64), (head_cache % KV_HEADS).to(tl.int64)
     count, start = sampled * GROUP, block * BLOCK_N
@@ -124,13 +130,29 @@ def mass_kernel(
     mass = tl.sum(acc, 1)
     if not PLACED:
         mass *= weight
-    at = (row * columns + column) * KV_HEADS + head
-    tl.store(out_ptr + at, mass, mask=column < columns)
+    if BY_POSITION:
+        at = (row * positions + column_place) * KV_HEADS + head
+        tl.store(out_ptr + at, mass, mask=(column_place >= 0) & (column_place < positions))
+    else:
+        at = (row * columns + column) * KV_HEADS + head
+        tl.store(out_ptr + at, mass, mask=column < columns)
 
 
 def blocks(dim: int) -> dict[str, int]:
     """Tile sizes and warps by head_dim."""
     return dict(BLOCK_M=64, BLOCK_N=64 if dim <= 128 else 32, num_warps=4, num_stages=2)
+
+
+def factor_of(logits: Logits) -> float:
+    """Factor of `_in_base_2`."""
+    return logits.scale * LOG2E.value if logits.softcap is None else 2 * logits.scale / logits.softcap
+
+
+def constants_of(query: torch.Tensor, kv_heads: int, logits: Logits) -> dict[str, Any]:
+    """Constants and options that both kernels have, for queries ``[rows, heads, sampled, D]``."""
+    heads, dim = query.shape[1], query.shape[3]
+    sizes = dict(KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, WIDE=triton.next_power_of_2(dim))
+    return sizes | dict(CAPPED=logits.softcap is not None) | blocks(dim)
 
 
 def sampled_mass(
@@ -155,7 +177,7 @@ def sampled_mass(
 
     Reads nothing back from the device, and launches nothing that depends on values.
     """
-    (rows, heads, sampled, dim), (kv_heads, columns) = query.shape, key.shape[1:3]
+    (rows, heads, sampled, _), (kv_heads, columns) = query.shape, key.shape[1:3]
     group, device = heads // kv_heads, key.device
     first = columns - 1 - (sampled - 1) * every
     out = torch.empty(rows, columns, kv_heads, dtype=torch.float32, device=device)
@@ -169,13 +191,10 @@ def sampled_mass(
         assert isinstance(weight, torch.Tensor)
         place, column_place, weights = query_position.contiguous(), column_position, weight.contiguous()
         stride_c = (column_place.stride(0), column_place.stride(1) if column_place.shape[1] > 1 else 0)
-    factor = logits.scale * LOG2E.value if logits.softcap is None else 2 * logits.scale / logits.softcap
+    factor = factor_of(logits)
     strides = (*query.stride()[:3], *key.stride()[:3], *stride_c)
     placed = query_position is not None
-    constants: dict[str, Any] = dict(
-        KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDE=triton.next_power_of_2(dim), CAPPED=logits.softcap is not None,
-        PLACED=placed, **blocks(dim),
-    )  # fmt: skip
+    constants = constants_of(query, kv_heads, logits) | dict(PLACED=placed)
     cap = float(logits.softcap or 0.0)
     with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
         tiles = (rows * kv_heads, triton.cdiv(sampled * group, constants["BLOCK_M"]), splits)
@@ -188,7 +207,45 @@ def sampled_mass(
             sinks = logits.sinks.float().view(1, kv_heads, 1, group).expand(rows, -1, sampled, -1)
             whole = torch.logaddexp(whole.view(rows, kv_heads, sampled, group), sinks).contiguous()
         mass_kernel[(rows * kv_heads, triton.cdiv(columns, constants["BLOCK_N"]))](
-            query, key, place, column_place, weights, whole, out, *strides, sampled, first, every, columns, factor,
-            cap, 0.0 if placed else float(weight), **constants,
+            query, key, place, column_place, weights, whole, out, *strides, sampled, first, every, columns, 0, factor,
+            cap, 0.0 if placed else float(weight), BY_POSITION=False, **constants,
         )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def put_mass(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    lse: torch.Tensor,
+    key: torch.Tensor,
+    every: int | None,
+    weight: torch.Tensor,
+    logits: Logits,
+    query_position: torch.Tensor,
+    column_position: torch.Tensor,
+) -> None:
+    """Write the mass of some of the columns that queries see to ``out``, at the positions of these columns.
+
+    Args:
+        out: float32 ``[rows, positions, kv_heads]``, contiguous.
+        query: ``[rows, heads, sampled, D]``.
+        lse: float32 ``[rows, kv_heads, sampled, group]``, contiguous: of all that a query sees, sinks included.
+        key: ``[rows, kv_heads, columns, D]``; both with contiguous channels, else of any strides.
+        every: columns from one query to the next, of which the last is that of the last column; None if the columns are
+            in no order.
+        weight, logits, query_position: as in `sampled_mass`.
+        column_position: int32 ``[rows, kv_heads or 1, columns]``; none of a token if negative or behind ``out``.
+    """
+    (rows, _, sampled, _), (kv_heads, columns) = query.shape, key.shape[1:3]
+    first = columns if every is None else columns - 1 - (sampled - 1) * every
+    stride_c = (column_position.stride(0), column_position.stride(1) if column_position.shape[1] > 1 else 0)
+    constants = constants_of(query, kv_heads, logits)
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    args = (
+        query, key, query_position, column_position, weight, lse, out, *query.stride()[:3], *key.stride()[:3],
+        *stride_c, sampled, first, every or 1, columns, out.shape[1], factor_of(logits), float(logits.softcap or 0.0),
+        0.0,
+    )  # fmt: skip
+    with torch.cuda.device_of(out):
+        grid = (rows * kv_heads, triton.cdiv(columns, constants["BLOCK_N"]), 1)
+        launch(mass_kernel, grid, args, constants | dict(PLACED=True, BY_POSITION=True), **options)

@@ -35,6 +35,7 @@ def order_kernel(
     order_ptr, block_counts_ptr, bounds_ptr, requests_ptr, starts_ptr, length_ptr, count_ptr, stride_length,
     stride_count_r, stride_count_h, first, slots,
     KV_HEADS: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Order the blocks of a (request, KV head), masked ones first.
 
@@ -55,7 +56,8 @@ def order_kernel(
     latest = tl.zeros((MAX_BLOCKS,), tl.int32)
     for page in tl.static_range(EACH):
         latest = tl.maximum(latest, tl.load(bounds_ptr + (block * EACH + page) * 2 + 1, mask=live, other=0))
-    hidden = live & (latest > length - new)  # from the request's first new token
+    before = length if BESIDE else length - new
+    hidden = live & (latest > before)  # from the request's first new token
     masked = tl.sum(hidden.to(tl.int32), 0)
     place = tl.cumsum(hidden.to(tl.int32), 0) - 1
     place = tl.where(hidden, place, masked + block - place - 1)
@@ -77,11 +79,11 @@ def _produce(k_desc, v_desc, ring, order_ptr, head_cache, blocks, BLOCK_N: gl.co
 def _consume(
     work, WHO: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
-    SINKS: gl.constexpr, LSE: gl.constexpr,
+    SINKS: gl.constexpr, LSE: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: its 64 query rows over the blocks of the chunk."""
     q_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr, stride_qt, stride_qh, rows_of_all, factor = work[:10]
-    q_smem, ring, order_ptr, position_ptr, kv_head, start_row, begin, new, length, masked, blocks = work[10:]
+    q_smem, ring, order_ptr, position_ptr, kv_head, start_row, begin, new, before, masked, blocks = work[10:]
     k_smem, v_smem, k_full, k_empty, v_full, _ = ring
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
@@ -99,14 +101,22 @@ def _consume(
     fence_async_shared()
 
     s_row = start_row + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    own = length - new + s_row // GROUP
+    own = before + s_row // GROUP
     acc_row = start_row + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_LAYOUT))
     dim = gl.arange(0, WIDE, layout=gl.SliceLayout(0, ACC_LAYOUT))
     mask_acc = (acc_row < new * GROUP)[:, None] & (dim < DIM)[None, :]
     first_state = kv_head * rows_of_all + begin.to(gl.int64) * GROUP
     stats = stats_ptr + (first_state + s_row) * 2
     accs = acc_ptr + (first_state + acc_row)[:, None] * DIM + dim[None, :]
-    if FIRST:
+    out_row = (begin + acc_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + acc_row % GROUP
+    outs = out_ptr + out_row[:, None] * DIM + dim[None, :]
+    lse_row = (begin + s_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + s_row % GROUP
+    if FIRST and BESIDE:
+        lse = gl.load(lse_ptr + lse_row, mask=s_row < new * GROUP, other=0.0)
+        total = gl.where(lse == float("-inf"), 0.0, 1.0)
+        top = gl.maximum(lse * 1.4426950408889634, LOWEST)
+        acc = gl.load(outs, mask=mask_acc, other=0.0).to(gl.float32)
+    elif FIRST:
         top = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
         acc = gl.zeros([64, WIDE], gl.float32, ACC_LAYOUT)
@@ -142,15 +152,13 @@ def _consume(
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
 
     if LAST:
-        head = kv_head * GROUP + s_row % GROUP
         if SINKS:
-            top, total, acc = add_sink(gl.load(sinks_ptr + head), top, total, acc, ACC_LAYOUT)
+            sink = gl.load(sinks_ptr + kv_head * GROUP + s_row % GROUP)
+            top, total, acc = add_sink(sink, top, total, acc, ACC_LAYOUT)
         share = 1.0 / gl.where(total == 0.0, 1.0, total)  # all scores are -inf: sums of 0, lse of -inf
         acc = acc * gl.convert_layout(share, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
-        out_row = (begin + acc_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + acc_row % GROUP
-        gl.store(out_ptr + out_row[:, None] * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask_acc)
+        gl.store(outs, acc.to(out_ptr.dtype.element_ty), mask=mask_acc)
         if LSE:
-            lse_row = (begin + s_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + head
             gl.store(lse_ptr + lse_row, (top + gl.log2(total)) * 0.6931471805599453, mask=s_row < new * GROUP)
     else:
         gl.store(stats, top, mask=s_row < new * GROUP)
@@ -164,15 +172,16 @@ def specialized_chunk_kernel(
     requests_ptr, starts_ptr, length_ptr, stride_qt, stride_qh, stride_length, slots, rows_of_all, factor,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SINKS: gl.constexpr,
-    LSE: gl.constexpr, REGISTERS: gl.constexpr,
+    LSE: gl.constexpr, BESIDE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """CONSUMERS * 64 query rows of a (request, KV head) over the chunk; FIRST and LAST as in triton.py."""
+    """CONSUMERS * 64 query rows of a (request, KV head) over the chunk; FIRST, LAST and BESIDE as in triton.py."""
     head_cache = gl.program_id(1)
     batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
     begin = gl.load(starts_ptr + batch)
     new = gl.load(starts_ptr + batch + 1) - begin
     start_row = gl.program_id(0) * (CONSUMERS * 64)
     length = gl.load(length_ptr + gl.load(requests_ptr + batch).to(gl.int64) * stride_length)
+    before = length if BESIDE else length - new
     masked, blocks = gl.load(block_counts_ptr + head_cache * 2), gl.load(block_counts_ptr + head_cache * 2 + 1)
     if start_row >= new * GROUP:  # no such rows: read one block, write nothing
         blocks = 1
@@ -196,10 +205,10 @@ def specialized_chunk_kernel(
     fence_async_shared()
     ring = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
     work = (q_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr, stride_qt, stride_qh, rows_of_all, factor, q_smem,
-            ring, order_ptr, position_ptr, kv_head, start_row, begin, new, length, masked, blocks)  # fmt: skip
+            ring, order_ptr, position_ptr, kv_head, start_row, begin, new, before, masked, blocks)  # fmt: skip
     gl.warp_specialize([
-        (_consume, (work, 0, KV_HEADS, GROUP, DIM, WIDE, BLOCK_N, STAGES, CONSUMERS, FIRST, LAST, SINKS, LSE)),
-        (_consume, (work, 1, KV_HEADS, GROUP, DIM, WIDE, BLOCK_N, STAGES, CONSUMERS, FIRST, LAST, SINKS, LSE)),
+        (_consume, (work, 0, KV_HEADS, GROUP, DIM, WIDE, BLOCK_N, STAGES, CONSUMERS, FIRST, LAST, SINKS, LSE, BESIDE)),
+        (_consume, (work, 1, KV_HEADS, GROUP, DIM, WIDE, BLOCK_N, STAGES, CONSUMERS, FIRST, LAST, SINKS, LSE, BESIDE)),
         (_produce, (k_desc, v_desc, ring, order_ptr, head_cache, blocks, BLOCK_N, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
@@ -241,7 +250,10 @@ class Attend:
         places = (requests, self.sums.starts, length)
         args = (self.order, self.block_counts, staged.bounds, *places, count, *staged.count_strides,
                 chunk * slots // staged.page_tokens, slots)  # fmt: skip
-        sizes = dict(TIERS=staged.tiers, TOKENS=staged.page_tokens, BLOCK_N=BLOCK_N, MAX_BLOCKS=self.max_blocks)
+        sizes = dict(
+            TIERS=staged.tiers, TOKENS=staged.page_tokens, BLOCK_N=BLOCK_N, MAX_BLOCKS=self.max_blocks,
+            BESIDE=job.k_new is not None,
+        )  # fmt: skip
         launch(order_kernel, (head_caches, 1, 1), args, dict(KV_HEADS=job.kv_heads, **sizes), num_warps=1)
         attend_args = (
             self.k, self.v, job.q, staged.positions, self.order, self.block_counts, self.sums.acc, self.sums.stats, out,
@@ -251,7 +263,7 @@ class Attend:
         constants = dict(
             KV_HEADS=job.kv_heads, GROUP=group, DIM=dim, WIDE=staged.wide, BLOCK_N=BLOCK_N, STAGES=STAGES,
             CONSUMERS=CONSUMERS, FIRST=chunk == 0, LAST=chunk == staged.chunks - 1, SINKS=job.sinks is not None,
-            LSE=lse is not None, REGISTERS=registers_of(CONSUMERS, None),
+            LSE=job.return_lse, BESIDE=job.k_new is not None, REGISTERS=registers_of(CONSUMERS, None),
         )  # fmt: skip
         grid = (-(-max(job.new) * group // BLOCK_M), head_caches, 1)
         launch(specialized_chunk_kernel, grid, attend_args, constants, num_warps=4)

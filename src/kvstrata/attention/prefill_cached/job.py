@@ -25,3 +25,5 @@ class CachedJob(NamedTuple):
     softcap: float | None
     sinks: torch.Tensor | None  # float32 [Hq]
     return_lse: bool
+    k_new: torch.Tensor | None = None  # [T, Hkv, D], inner stride 1: the cache does not hold the new tokens
+    v_new: torch.Tensor | None = None

@@ -1,7 +1,7 @@
 """``prefill_attention_cached``: a chunk of new tokens of each request over everything its cache holds.
 
-Like `decode_attention`, for hundreds of queries at once: K and V of the new tokens are in the cache, in any tier. Pages
-of all tiers are unpacked to rows a chunk of tokens at a time, never the cache as a whole.
+Like `decode_attention`, for hundreds of queries at once: K and V of the new tokens are in the cache, in any tier, or
+beside it, as rows. Pages of all tiers are unpacked to rows a chunk of tokens at a time, never the cache as a whole.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Sequence
 import torch
 
 from kvstrata.attention.arguments import check_positive, check_sinks, check_sliding_window, kernel_sinks
-from kvstrata.attention.decode import op, reference
-from kvstrata.attention.decode.job import Job
+from kvstrata.attention.decode import op
 from kvstrata.attention.output import AttentionOutput
 from kvstrata.attention.prefill.job import Result
+from kvstrata.attention.prefill.op import HEAD_DIMS
 from kvstrata.backends import missing
 from kvstrata.cache.tiered_cache import TieredCache
 from kvstrata.checks import whole_numbers
 from kvstrata.store.paged_cache import PagedCache
 
+from . import reference
 from .job import CachedJob
 
 BACKENDS = ("auto", "reference", "triton")
@@ -48,6 +49,26 @@ def _new_tokens(q: torch.Tensor, lengths: Sequence[int] | None, rows: int, heads
     return new
 
 
+def _check_new_rows(q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None, kv_heads: int) -> None:
+    """Check rows of new tokens, which are given both or not at all; q is checked."""
+    if (k_new is None) != (v_new is None):
+        raise ValueError("v_new: expected to be given exactly when k_new is")
+    shape = (*q.shape[:-2], kv_heads, q.shape[-1])
+    for name, x in (("k_new", k_new), ("v_new", v_new)):
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, with the tokens of q, got {tuple(x.shape)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected {q.dtype} as q, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected a tensor on {q.device}, where q is, got {x.device}")
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name}: expected an inner stride of 1, got {x.stride(-1)}")
+
+
 def prefill_attention_cached(
     q: torch.Tensor,
     cache: TieredCache | PagedCache,
@@ -55,6 +76,8 @@ def prefill_attention_cached(
     *,
     lengths: Sequence[int] | None = None,
     requests: Sequence[int] | None = None,
+    k_new: torch.Tensor | None = None,
+    v_new: torch.Tensor | None = None,
     scale: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -67,16 +90,19 @@ def prefill_attention_cached(
     Args:
         q: ``[B, new, Hq, D]``, or ``[T, Hq, D]`` with ``lengths`` if requests have different numbers of new tokens; the
             cache's dtype (any of float32, float16, bfloat16 over fp8 pages); any strides, the last one 1.
-        cache: a `TieredCache` or a `PagedCache`, which already holds K and V of the new tokens.
+        cache: a `TieredCache` or a `PagedCache`, which already holds K and V of the new tokens unless k_new and v_new
+            are given.
         layer: layer of the cache; 0 for a PagedCache.
         lengths: number of new tokens of each request, zeros allowed; they are concatenated in q.
         requests: request of each row of q (or of each length); None is all in use, ascending.
+        k_new, v_new: ``[B, new, Hkv, D]``, or ``[T, Hkv, D]`` with ``lengths``: rows of the new tokens, which the cache
+            does not hold; q's dtype, any strides, the last one 1. They are read as they are, not quantised.
         scale, sliding_window, softcap, sinks: as in `decode_attention`.
         return_lse: also return the natural log-sum-exp of the scores, sinks included.
         backend: ``auto``, ``reference`` or ``triton``.
 
-    Query i of n new ones is at position ``length - n + i`` and sees no later token. Besides the result, scratch for a
-    chunk of unpacked tokens is allocated, never for the cache as a whole.
+    Query i of n new ones is at position ``length - n + i`` (with k_new and v_new at ``length + i``) and sees no later
+    token. Besides the result, scratch for a chunk of unpacked tokens is allocated, never for the cache as a whole.
 
     Returns:
         out in q's shape and dtype. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[B, new, Hq]`` (with
@@ -84,9 +110,9 @@ def prefill_attention_cached(
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, stride, value, device or dtype; the error names it.
-        RuntimeError: the backend is not available.
+        RuntimeError: the backend is not available; with k_new ``triton`` needs a head_dim of `prefill_attention`.
 
-    Neither q nor the cache is mutated. Safe under CUDA-graph capture over a PagedCache on the ``triton`` backend, once
+    No argument is mutated. Safe under CUDA-graph capture over a PagedCache on the ``triton`` backend, once
     the same call has run outside it; a replay reads the lengths and blocks of that time. Do not capture it over a
     TieredCache: a captured call is sized for a full cache and may need kernels that no earlier call has compiled.
 
@@ -101,6 +127,7 @@ def prefill_attention_cached(
     rows = op.requests_of(cache, requests)
     new = _new_tokens(q, lengths, len(rows), cache.kv_heads, cache.head_dim)
     op.check_query(q, cache)
+    _check_new_rows(q, k_new, v_new, cache.kv_heads)
     check_positive("scale", scale)
     check_positive("softcap", softcap)
     check_sliding_window(sliding_window)
@@ -119,6 +146,7 @@ def prefill_attention_cached(
         None if softcap is None else float(softcap),
         None if sinks is None else kernel_sinks(sinks),
         return_lse,
+        *(None if x is None else x.detach().flatten(0, -3) for x in (k_new, v_new)),
     )
     out, lse = run(job, _choose(backend, job))
     out = out.view(q.shape)
@@ -127,43 +155,24 @@ def prefill_attention_cached(
 
 def _choose(backend: str, job: CachedJob) -> str:
     if backend == "auto":
-        return "triton" if job.q.device.type == "cuda" and missing("triton", job.q.device) is None else "reference"
-    if reason := missing(backend, job.q.device):
+        return "triton" if job.q.device.type == "cuda" and _missing("triton", job) is None else "reference"
+    if reason := _missing(backend, job):
         raise RuntimeError(f"backend: {reason}")
     return backend
+
+
+def _missing(backend: str, job: CachedJob) -> str | None:
+    """Reason why ``backend`` cannot run this job, or None."""
+    dim = job.q.shape[2]
+    if backend == "triton" and job.k_new is not None and dim not in HEAD_DIMS:
+        return f"triton takes new rows beside a cache with a head_dim of {HEAD_DIMS}, got {dim}"
+    return missing(backend, job.q.device)
 
 
 def run(job: CachedJob, backend: str) -> Result:
     """Run a checked job on an available backend."""
     if backend == "reference":
-        return _reference(job)
+        return reference.run(job)
     from . import triton as cached_triton
 
     return cached_triton.run(job)
-
-
-QUERIES = 128  # per call of decode's reference
-
-
-def _reference(job: CachedJob) -> Result:
-    """Decode's reference over blocks of queries, each as if the request ended with the block."""
-    out = torch.empty(job.q.shape, dtype=job.q.dtype, device=job.q.device)
-    lse = torch.empty(job.q.shape[:2], dtype=torch.float32, device=job.q.device) if job.return_lse else None
-    source = job.paged.seq_lens if job.buckets is None else job.buckets.seq_lens  # type: ignore[union-attr]
-    lengths = source.cpu()[job.requests].tolist()
-    first = 0
-    with torch.no_grad():
-        for request, length, new in zip(job.requests, lengths, job.new, strict=True):
-            for begin in range(0, new, QUERIES):
-                end = min(begin + QUERIES, new)
-                part = slice(first + begin, first + end)
-                options = (job.scale, job.sliding_window, job.softcap, job.sinks, job.return_lse, False)
-                block = Job(
-                    job.q[part].unsqueeze(0), job.buckets, job.paged, [request], job.kv_heads, job.max_length, *options
-                )
-                block_out, block_lse, _ = reference.decode_at(block, [length - new + end])
-                out[part] = block_out[0]
-                if lse is not None and block_lse is not None:
-                    lse[part] = block_lse[0]
-            first += new
-    return out, lse

@@ -10,7 +10,7 @@ which all queries see run without a mask.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from kvstrata.layout.unpack_triton import (
 from .job import CachedJob
 
 AFTER_ALL = tl.constexpr(0x7FFFFFFF)
+ALL = 1 << 30  # more slots than a chunk has
 
 
 @triton.jit
@@ -216,8 +217,12 @@ class Staging(NamedTuple):
     fill: Callable[[int], None]  # unpacks chunk i
 
 
-def stage(job: CachedJob, block_n: int, max_bytes: int) -> Staging:
-    """Allocate rows for chunks of up to ``max_bytes``, in blocks of ``block_n`` tokens; at least one block."""
+def stage(job: CachedJob, block_n: int, max_bytes: int, keys_only: bool = False) -> Staging:
+    """Allocate rows for chunks of up to ``max_bytes``, in blocks of ``block_n`` tokens; at least one block.
+
+    ``keys_only``: without V, and with zeros at AFTER_ALL in all slots of a chunk that have no token.
+    """
+    sides = 1 if keys_only else 2
     q, device, head_caches = job.q, job.q.device, len(job.requests) * job.kv_heads
     dim, size = q.shape[2], q.element_size()
     tensors, numbers, constants = _source(job)
@@ -230,25 +235,25 @@ def stage(job: CachedJob, block_n: int, max_bytes: int) -> Staging:
     whole = whole_pages(dim, page_tokens, {bits for f in formats for bits in (f.k_bits, f.v_bits)})
     # Blocks for all tokens, with a partial page in every tier; a chunk is a whole number of blocks and pages.
     needed = -(-(job.max_length + max(tiers, 1) * page_tokens) // block_n)
-    chunks = -(-needed // max(max_bytes // (head_caches * dim * size * 2 * block_n), 1))
+    chunks = -(-needed // max(max_bytes // (head_caches * dim * size * sides * block_n), 1))
     slots = -(-needed // chunks) * block_n
     wide = 1 << (dim - 1).bit_length()
-    rows = torch.empty(2, head_caches, slots, dim, dtype=q.dtype, device=device)
+    rows = torch.empty(sides, head_caches, slots, dim, dtype=q.dtype, device=device)
     positions = torch.empty(head_caches, slots, dtype=torch.int32, device=device)
     bounds = torch.empty(head_caches, slots // page_tokens, 2, dtype=torch.int32, device=device)
     requests = on_device(tuple(job.requests), device)
 
-    pointers_and_rows = (rows[0], rows[1], positions, bounds, requests, length, table, count, centre, balance, pointers,
-               offsets, _signs(dim, device), k, v, k_scale, v_scale)  # fmt: skip
-    constants |= dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=wide, BLOCK_N=block_n, WHOLE=whole)
+    pointers_and_rows = (rows[0], rows[-1], positions, bounds, requests, length, table, count, centre, balance,
+                         pointers, offsets, _signs(dim, device), k, v, k_scale, v_scale)  # fmt: skip
+    constants |= dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=wide, BLOCK_N=ALL if keys_only else block_n, WHOLE=whole)
 
     def fill(chunk: int) -> None:
-        grid = (head_caches, slots // page_tokens, 2)
+        grid = (head_caches, slots // page_tokens, sides)
         args = (*pointers_and_rows, *numbers, chunk * slots // page_tokens, slots)
         launch(stage_kernel, grid, args, constants, num_warps=stage_warps(dim))
 
     return Staging(
-        rows[0], rows[1], positions, bounds, wide, -(-needed * block_n // slots), page_tokens, tiers,
+        rows[0], rows[-1], positions, bounds, wide, -(-needed * block_n // slots), page_tokens, tiers,
         (requests, length, count), (numbers[0], numbers[4], numbers[5]), fill,
     )  # fmt: skip
 
@@ -260,6 +265,19 @@ def unpack(job: CachedJob) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         staged.fill(0)
     shape = (len(job.requests), job.kv_heads)
     return staged.k.unflatten(0, shape), staged.v.unflatten(0, shape), staged.positions.unflatten(0, shape)
+
+
+def key_chunks(job: CachedJob, max_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Unpack K in chunks of up to ``max_bytes``: rows ``[B, Hkv, n, D]`` and positions ``[B, Hkv, n]``.
+
+    Slots without a token are at AFTER_ALL. A chunk overwrites the one before it.
+    """
+    staged = stage(job, 128, max_bytes, keys_only=True)
+    shape = (len(job.requests), job.kv_heads)
+    for chunk in range(staged.chunks):
+        with torch.cuda.device_of(job.q):
+            staged.fill(chunk)
+        yield staged.k.unflatten(0, shape), staged.positions.unflatten(0, shape)
 
 
 class Sums(NamedTuple):

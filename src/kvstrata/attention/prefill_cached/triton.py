@@ -3,22 +3,26 @@
     pages of all tiers ──stage_kernel──▶ rows of a chunk ──chunk_kernel──▶ sums ──▶ next chunk .. ──▶ out
 
 A program of chunk_kernel owns query rows of one KV head: its query heads, query by query. Its sums stay in memory
-between chunks. staging_triton.py fills the rows; on Hopper gluon.py takes the place of chunk_kernel.
+between chunks. staging_triton.py fills the rows; on Hopper gluon.py takes the place of chunk_kernel. New rows that are
+beside the cache are attended to first, by prefill_attention: sums start with its output and log-sum-exp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from kvstrata.attention.decode.source_triton import on_device
+from kvstrata.attention.output import AttentionOutput
 from kvstrata.attention.prefill.configs import processors_of
 from kvstrata.attention.prefill.job import Result
 from kvstrata.attention.prefill.launch import launch
+from kvstrata.attention.prefill.op import prefill_attention
 from kvstrata.attention.prefill.triton import LN2, LOG2E, has_gluon
 
 from .job import CachedJob
@@ -34,9 +38,13 @@ def chunk_kernel(
     slots, rows_of_all, factor, softcap, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TIERS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, BESIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M query rows of a (request, KV head) over a chunk; FIRST starts the sums, LAST writes the output."""
+    """BLOCK_M query rows of a (request, KV head) over a chunk; FIRST starts the sums, LAST writes the output.
+
+    BESIDE: the cache does not hold the new tokens; sums start with their attention to each other, from out and lse.
+    """
     head_cache = tl.program_id(1).to(tl.int64)
     batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
     begin = tl.load(starts_ptr + batch)
@@ -49,13 +57,20 @@ def chunk_kernel(
         row, dim = start_row + tl.arange(0, BLOCK_M), tl.arange(0, WIDE)
         mask_row = row < new * GROUP
         query, head = row // GROUP, kv_head * GROUP + row % GROUP
-        own = length - new + query
-        first_own = length - new + start_row // GROUP
+        before = length if BESIDE else length - new
+        own = before + query
+        first_own = before + start_row // GROUP
         mask_q = mask_row[:, None] & (dim < DIM)[None, :]
         token = (begin + query).to(tl.int64)
         q = tl.load(q_ptr + (token * stride_qt + head * stride_qh)[:, None] + dim[None, :], mask=mask_q, other=0.0)
         state = kv_head * rows_of_all + begin.to(tl.int64) * GROUP + row
-        if FIRST:
+        out_row = token * (KV_HEADS * GROUP) + head
+        out_ptrs = out_ptr + out_row[:, None] * DIM + dim[None, :]
+        if FIRST and BESIDE:
+            top = tl.load(lse_ptr + out_row, mask=mask_row, other=float("-inf")) * LOG2E
+            total = tl.where(top == float("-inf"), 0.0, 1.0)
+            acc = tl.load(out_ptrs, mask=mask_q, other=0.0).to(tl.float32)
+        elif FIRST:
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, WIDE), tl.float32)
@@ -109,9 +124,7 @@ def chunk_kernel(
                 acc = acc * old[:, None]
                 top = new_top
             divisor = tl.where(total == 0.0, 1.0, total)
-            out_row = token * (KV_HEADS * GROUP) + head
-            value = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_row[:, None] * DIM + dim[None, :], value, mask=mask_q)
+            tl.store(out_ptrs, (acc / divisor[:, None]).to(out_ptr.dtype.element_ty), mask=mask_q)
             if LSE:
                 lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(divisor)) * LN2)
                 tl.store(lse_ptr + out_row, lse, mask=mask_row)
@@ -143,7 +156,8 @@ class Attend:
             KV_HEADS=job.kv_heads, GROUP=group, DIM=dim, WIDE=staged.wide, TIERS=staged.tiers,
             TOKENS=staged.page_tokens, BLOCK_M=self.block_m, BLOCK_N=self.block_n, FIRST=chunk == 0,
             LAST=chunk == staged.chunks - 1, WINDOWED=job.sliding_window is not None, CAPPED=job.softcap is not None,
-            SINKS=job.sinks is not None, LSE=lse is not None, PRECISION="ieee" if job.q.element_size() == 4 else "tf32",
+            SINKS=job.sinks is not None, LSE=job.return_lse, BESIDE=job.k_new is not None,
+            PRECISION="ieee" if job.q.element_size() == 4 else "tf32",
         )  # fmt: skip
         grid = (-(-max(job.new) * group // self.block_m), head_caches, 1)
         stages, warps = (1, 4) if self.narrow else (2, 8)
@@ -169,14 +183,37 @@ def _specialized(job: CachedJob) -> bool:
     return cached_gluon.missing(job) is None
 
 
+def _among_new(job: CachedJob, out: torch.Tensor) -> torch.Tensor:
+    """Write the attention of the new tokens to each other to ``out``, without sinks; returns its lse."""
+    assert job.k_new is not None
+    assert job.v_new is not None
+    rows: tuple[torch.Tensor, ...] = (job.q, job.k_new, job.v_new, out)
+    options: dict[str, Any] = {}
+    if len(set(job.new)) == 1:  # by kernels that ragged rows cannot use
+        rows = tuple(x.unflatten(0, (len(job.new), job.new[0])) for x in rows)
+    else:
+        starts = on_device(tuple(accumulate(job.new, initial=0)), out.device)
+        longest = max(job.new)
+        options = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
+    result = prefill_attention(
+        *rows[:3], scale=job.scale, sliding_window=job.sliding_window, softcap=job.softcap, return_lse=True,
+        out=rows[3], backend="auto" if out.is_cuda else "triton", **options,
+    )  # fmt: skip
+    assert isinstance(result, AttentionOutput)
+    assert result.lse is not None
+    return result.lse
+
+
 def run(job: CachedJob) -> Result:
-    """Launch a checked job: two kernels per chunk, three on Hopper."""
+    """Launch a checked job: two kernels per chunk, three on Hopper; one more for new rows beside the cache."""
     q, device = job.q, job.q.device
     tokens, heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=device) if job.return_lse else None
     if tokens == 0:
         return out, lse
+    if job.k_new is not None:
+        lse = _among_new(job, out)
     staged = stage(job, _blocks(job)[1], STAGED)
     rows = tokens * heads if staged.chunks > 1 else 1
     sums = torch.empty(rows * (dim + 2), dtype=torch.float32, device=device)
@@ -193,4 +230,4 @@ def run(job: CachedJob) -> Result:
         for chunk in range(staged.chunks):
             staged.fill(chunk)
             attend(chunk)
-    return out, lse
+    return out, lse if job.return_lse else None

@@ -1,0 +1,97 @@
+"""A later prompt on a GPU: attention to earlier tokens where they lie packed and to the new rows, and its mass.
+
+    new rows ──prefill_attention──▶ out, lse ─┬▶ out, lse ──▶ mass of sampled queries: new rows, then
+    pages    ──unpack a chunk─────────────────┘               K of the pages, a chunk at a time
+
+No more than a chunk of earlier tokens is unpacked at a time (`prefill_attention_cached`), and rows may have any length
+and any padding. Mass takes the log-sum-exp of that attention, so K is unpacked once more, but read only once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvstrata.attention.decode.op import source_of
+from kvstrata.attention.output import AttentionOutput
+from kvstrata.attention.prefill_cached.job import CachedJob
+from kvstrata.attention.prefill_cached.op import prefill_attention_cached
+from kvstrata.cache import TieredCache
+
+from . import prefill
+from .attention import AttentionCall
+from .mass import sampled_queries
+
+
+class Columns(NamedTuple):
+    """New columns of a prompt, on the host."""
+
+    tokens: np.ndarray  # bool [rows, n], False for padding
+    position: np.ndarray  # [rows, n]; of padding that of the token before it
+
+
+def supports(query: torch.Tensor, cache: TieredCache) -> bool:
+    """True if `attend` serves ``query [rows, heads, n, D]`` over this cache."""
+    return prefill.supports(query) and query.dtype == cache.dtype
+
+
+def attend(
+    call: AttentionCall, cache: TieredCache, layer: int, columns: Columns, limit: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention output ``[rows, n, heads, D]``, and mass ``[rows, kv_heads, the longest row after it]``.
+
+    The cache holds what is before the new columns, and is not changed. Mass is that of up to ``limit`` sampled queries,
+    as in `prompt_mass`; None without a limit.
+    """
+    rows, heads, new, dim = call.query.shape
+    q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+    lengths = index = None
+    if not columns.tokens.all():
+        lengths, index = columns.tokens.sum(1).tolist(), cache.pool.to_device(np.flatnonzero(columns.tokens))
+        q, k, v = (x.flatten(0, 1)[index] for x in (q, k, v))
+    scale, softcap, sinks = call.logits
+    result = prefill_attention_cached(
+        q, cache, layer, lengths=lengths, requests=range(rows), k_new=k, v_new=v, scale=scale, softcap=softcap,
+        sinks=sinks, return_lse=True,
+    )  # fmt: skip
+    assert isinstance(result, AttentionOutput)
+    out, lse, _ = result
+    assert lse is not None
+    if index is not None:
+        out = out.new_zeros(rows * new, heads, dim).index_copy_(0, index, out).view(rows, new, heads, dim)
+        lse = lse.new_zeros(rows * new, heads).index_copy_(0, index, lse).view(rows, new, heads)
+    return out, None if limit is None else _mass(call, cache, layer, columns, lse, limit)
+
+
+def _mass(
+    call: AttentionCall, cache: TieredCache, layer: int, columns: Columns, lse: torch.Tensor, limit: int
+) -> torch.Tensor:
+    """Mass of sampled queries, whose log-sum-exp is known."""
+    from kvstrata.attention.prefill_cached.staging_triton import key_chunks
+    from kvstrata.attention.prefill_cached.triton import STAGED
+
+    from .mass_triton import put_mass
+
+    (rows, _, new, _), kv_heads, logits = call.query.shape, cache.kv_heads, call.logits
+    stride = -(-new // limit)
+    chosen = slice((new - 1) % stride, None, stride)
+    asking = columns.tokens[:, chosen]
+    weight = asking * (columns.tokens.sum(1, keepdims=True) / asking.sum(1, keepdims=True).clip(1))
+    upload = cache.pool.to_device
+    weights, own = upload(weight.astype(np.float32)), upload(columns.position[:, chosen].astype(np.int32))
+    new_position = upload(np.where(columns.tokens, columns.position, -1).astype(np.int32)).unsqueeze(1)
+
+    query = sampled_queries(call.query.detach(), stride)
+    tops = lse[:, chosen].unflatten(2, (kv_heads, -1)).transpose(1, 2).contiguous()
+    longest = int(columns.position.max()) + 1
+    mass = torch.zeros(rows, longest, kv_heads, dtype=torch.float32, device=query.device)
+    put_mass(mass, query, tops, call.key.detach(), stride, weights, logits, own, new_position)
+    requests = list(range(rows))
+    buckets, _, past = source_of(cache, layer, requests)
+    sizes = (kv_heads, past, logits.scale, None, None, None, False)
+    job = CachedJob(query[0].transpose(0, 1), [], buckets, None, requests, *sizes)
+    for key, position in key_chunks(job, STAGED):
+        put_mass(mass, query, tops, key, None, weights, logits, own, position)
+    return mass.transpose(1, 2)
