@@ -148,7 +148,9 @@ def launcher() -> SimpleNamespace:
         current_stream=lambda device: 0,
         bind_context=lambda device: None,
         use_device=lambda device: contextlib.nullcontext(),
-        launch_on=lambda device, launch: launch(0),
+        current_device=lambda: 0,
+        is_capturing=lambda: False,
+        launch_on=lambda device, launch, stream=None: launch(0),
         capture_id=lambda stream: 1,
         load=lambda source, entry, arch=None: build(source, [entry])[entry],
         Launch=Launch,
@@ -179,7 +181,6 @@ def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="emulated", multi_processor_count=3, shared_memory_per_multiprocessor=233472)
     monkeypatch.setattr(decode_cuda, "jit", launcher())
     monkeypatch.setattr(repeat, "jit", decode_cuda.jit)
-    monkeypatch.setattr(repeat, "_LAST", type(repeat._LAST)())
     for plans in ("_PLANS", "_OWNED"):
         monkeypatch.setattr(decode_cuda, plans, type(getattr(decode_cuda, plans))())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

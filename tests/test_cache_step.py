@@ -105,7 +105,7 @@ def test_a_step_fits_where_an_append_does() -> None:
         k, v = rows(2)
         for _ in range(200):
             before = fingerprint(one)
-            one._active.update((0, 1))
+            one._use((0, 1))
             done = fits(one.advance)
             appended = [fits(partial(other.append, layer, k, v, [0, 1], [1, 1])) for layer in range(2)]
             assert all(appended) == done

@@ -8,7 +8,7 @@ import torch
 import emulator
 from conftest import HAS_GPU
 from kvstrata import decode_attention
-from kvstrata.attention.decode import op, repeat
+from kvstrata.attention.decode import op
 from kvstrata.cache import TieredCache
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -37,6 +37,10 @@ def filled(lengths: list[int], **options) -> TieredCache:
 
 def queries(rows: int, q_len: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, q_len, 6, 64, generator=torch.Generator().manual_seed(seed)).half().to(DEVICE)
+
+
+def again(q: torch.Tensor, cache: TieredCache, *given) -> torch.Tensor | None:
+    return None if cache._decoded is None else cache._decoded.again(q, cache, *given)
 
 
 def fails(*given, **named):
@@ -69,18 +73,18 @@ def test_anything_else_goes_the_long_way() -> None:
     cache = filled([90, 30])
     q = queries(2)
     decode_attention(q, cache, 0, backend="cuda")
-    assert repeat.again(q, cache, 0, None, None) is not None
+    assert again(q, cache, 0, None, None) is not None
     wide = torch.zeros(2, 1, 6, 128, dtype=torch.float16, device=DEVICE)[..., :64]
-    assert repeat.again(q, cache, 1, None, None) is None, "a layer that was not read yet"
-    assert repeat.again(wide, cache, 0, None, None) is None, "other strides"
-    assert repeat.again(q.float(), cache, 0, None, None) is None, "another dtype"
-    assert repeat.again(q, cache, 0, None, 0.5) is None, "another scale"
-    assert repeat.again(q, cache, 0, [0, 1], None) is None, "requests by name"
-    assert repeat.again(q, filled([90, 30]), 0, None, None) is None, "another cache"
+    assert again(q, cache, 1, None, None) is None, "a layer that was not read yet"
+    assert again(wide, cache, 0, None, None) is None, "other strides"
+    assert again(q.float(), cache, 0, None, None) is None, "another dtype"
+    assert again(q, cache, 0, None, 0.5) is None, "another scale"
+    assert again(q, cache, 0, [0, 1], None) is None, "requests by name"
+    assert again(q, filled([90, 30]), 0, None, None) is None, "another cache"
     with pytest.raises(ValueError, match="layer"):
         decode_attention(q, cache, 7, backend="cuda")
     cache.add_request()
-    assert repeat.again(q, cache, 0, None, None) is None, "one request more"
+    assert again(q, cache, 0, None, None) is None, "one request more"
     with pytest.raises(ValueError, match="q: expected 3 rows"):
         decode_attention(q, cache, 0, backend="cuda")
 

@@ -204,7 +204,7 @@ def test_pages_by_a_kernel_are_zero_and_in_the_table(emulated: None) -> None:
     chosen, wanted = handles[: 3 * each].reshape(3, LAYERS, 2), [(3, 2), (0, 5), (1, 4)]
     enter = table_cuda.NextPages(cache.buckets)
     assert enter.most == 16
-    enter(wanted, chosen.reshape(-1).astype(np.int32))
+    enter(*np.array(wanted).T, chosen.reshape(-1).astype(np.int32))
     for (request, page), of in zip(wanted, chosen, strict=True):
         table[request, :, :, 0, page] = torch.from_numpy(of).int()
     assert torch.equal(cache.buckets.page_table, table)
@@ -218,9 +218,9 @@ def test_steps_by_the_kernel(emulated: None, monkeypatch: pytest.MonkeyPatch) ->
     taken: list[int] = []
     enter = table_cuda.NextPages.__call__
 
-    def counted(self: table_cuda.NextPages, wanted: list[tuple[int, int]], handles: np.ndarray) -> None:
-        taken.append(len(wanted))
-        enter(self, wanted, handles)
+    def counted(self: table_cuda.NextPages, requests: np.ndarray, numbers: np.ndarray, handles: np.ndarray) -> None:
+        taken.append(len(requests))
+        enter(self, requests, numbers, handles)
 
     monkeypatch.setattr(table_cuda.NextPages, "__call__", counted)
     ours, wanted = filled(4, tokens=20), without(filled(4, tokens=20))
@@ -236,7 +236,7 @@ def test_steps_by_the_kernel(emulated: None, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_launch_has_room_for_its_requests() -> None:
     """A struct of parameters has at most 32,764 bytes; a request with more buckets than that goes by an upload."""
-    size = table_cuda.FIRST_HANDLE + 4 * table_cuda.PAGES
+    size = 4 * (table_cuda.FIRST_HANDLE + table_cuda.PAGES)
     assert size <= 32764
     assert size % 8 == 0
     assert table_cuda.PAGES // (32 * 8) == table_cuda.REQUESTS

@@ -19,7 +19,7 @@ class RequestOperations(CacheState):
     def add_request(self) -> int:
         """Put an unused request into use, empty, and return it; RuntimeError if all ``max_requests`` are in use."""
         request = self._unused_request()
-        self._active.add(request)
+        self._use([request])
         return request
 
     def fork(self, request: int) -> int:

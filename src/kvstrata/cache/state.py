@@ -64,7 +64,7 @@ class CacheState:
     reports: Reports
     _centred: np.ndarray  # bool [requests, layers]
     _calibrated: Calibrated  # initial state of a request
-    _active: set[int]
+    _active: frozenset[int]  # requests in use; the same object as long as they are the same
     _checked: tuple[list[int], frozenset[int]] = ([], frozenset())  # the last list of requests that was given
     _everyone: tuple[list[int], frozenset[int]] = ([], frozenset())  # all in use, when last asked for
     _repeated: Repeated | None = None  # the last append of one token of each request
@@ -73,6 +73,7 @@ class CacheState:
     _due: tuple[np.ndarray, np.ndarray | None] | None  # requests of the last step, what settles before the next
     _prompt: tuple[Any, Any] | None  # key and plan of the last prompt
     _last_prompt: Any = None  # the last append of prompts without mass: ops/append_prompt.py
+    _decoded: Any = None  # the last eager call: attention/decode/repeat.py
 
     def _operation(self) -> Transaction:
         """A transaction after which the budget holds."""
@@ -100,9 +101,9 @@ class CacheState:
         """Requests that are asked for, checked; None: all in use. The same list as long as it holds the same."""
         if requests is None:
             everyone, distinct = self._everyone
-            if distinct != self._active:
-                everyone = list(self.requests)
-                self._everyone = (everyone, frozenset(everyone))
+            if distinct is not self._active:
+                everyone = list(self.requests) if distinct != self._active else everyone
+                self._everyone = (everyone, self._active)
             return everyone
         checked, distinct = self._checked
         if type(requests) is list and requests == checked and distinct <= self._active:  # as at the last step
@@ -147,10 +148,15 @@ class CacheState:
                 ahead.forget(requests)
             self._ahead = [ahead for ahead in self._ahead if ahead.valid]
 
+    def _use(self, requests: Sequence[int]) -> None:
+        """Put requests into use."""
+        if not self._active.issuperset(requests):
+            self._active = self._active.union(requests)
+
     def _activate(self, change: Transaction, requests: Sequence[int]) -> None:
         before = self._active
         change.undo(lambda: setattr(self, "_active", before))
-        self._active = before | set(requests)
+        self._use(requests)
 
     def _set_length(self, change: Transaction, on_device: torch.Tensor, length: int) -> None:
         def run() -> None:

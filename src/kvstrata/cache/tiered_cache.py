@@ -206,7 +206,7 @@ class TieredCache(RequestOperations):
             self.reports = Reports(max_requests, layers, self.device)
         register(self, self.buckets.arena)
         self._centred = np.tile(self._calibrated.centred, (max_requests, 1))
-        self._active: set[int] = set()
+        self._active = frozenset()
         self._views: dict[int, BucketedCacheLayer] = {}  # by layer
         self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
         self._ahead, self._due, self._prompt = [], None, None

@@ -7,7 +7,19 @@ import importlib.util
 
 from .ahead import Named, compile_ahead, load_ahead
 from .compiler import CompileError, Cubin, Usage, cache_folder, compile, known_usage, usage
-from .kernel import Kernel, Launch, arch_of, bind_context, capture_id, current_stream, launch_on, load, use_device
+from .kernel import (
+    Kernel,
+    Launch,
+    arch_of,
+    bind_context,
+    capture_id,
+    current_device,
+    current_stream,
+    is_capturing,
+    launch_on,
+    load,
+    use_device,
+)
 
 __all__ = [
     "CompileError",
@@ -22,7 +34,9 @@ __all__ = [
     "capture_id",
     "compile",
     "compile_ahead",
+    "current_device",
     "current_stream",
+    "is_capturing",
     "known_usage",
     "launch_on",
     "load",

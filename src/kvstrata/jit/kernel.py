@@ -34,6 +34,16 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+def current_device() -> int:
+    """Number of torch's current device, where CUDA has been initialised."""
+    return torch._C._cuda_getDevice()
+
+
+def is_capturing() -> bool:
+    """True if torch's current stream is part of a graph capture."""
+    return torch._C._cuda_isCurrentStreamCapturing()
+
+
 def capture_id(stream: int) -> int:
     """Number of the graph capture that a capturing stream is part of; no two captures have the same."""
     from cuda.bindings import driver
@@ -91,11 +101,23 @@ class Kernel:
         launch(stream, LaunchConfig(grid=grid, block=block, shmem_size=shared), self.core, *args)
 
 
+@functools.cache
+def _launch_kernel() -> Any:
+    """``cuLaunchKernelEx``. Its arguments are given as ctypes objects, so that none is converted."""
+    from cuda.bindings import driver
+
+    legacy = driver.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM  # torch's stream 0
+    error, address, *_ = driver.cuGetProcAddress(b"cuLaunchKernelEx", 12000, int(legacy))
+    if int(error) or not address:
+        raise RuntimeError(f"cuLaunchKernelEx: the driver answered {error.name} when asked for it")
+    return ctypes.CFUNCTYPE(ctypes.c_int)(int(address))
+
+
 class Launch:
     """A kernel with its parameter struct and launch shape, ready to go. Not for use by two threads at once.
 
     ``params`` are copied, unless they are a bytearray: launches with the same struct may share one that is rewritten.
-    ``call(stream, args, 0)`` is the bare driver call, for those who count tenths of a microsecond.
+    ``overlap``: programmatic stream serialization, the kernel may start before the one before it has ended.
     """
 
     def __init__(
@@ -116,13 +138,12 @@ class Launch:
         self._view = (ctypes.c_char * len(params)).from_buffer(self.params)
         self._pointers = ONE_POINTER(ctypes.addressof(self._view))
         self.args = ctypes.addressof(self._pointers)
-        driver, self._function = kernel.driver, kernel.function
         x, y = (grid, 1) if isinstance(grid, int) else grid
         if shared + kernel.static_shared > PORTABLE_SHARED:
-            self._opt_in(driver, shared)
-        self.call: Any = functools.partial(driver.cuLaunchKernel, self._function, x, y, 1, block, 1, 1, shared)
-        if overlap:
-            self.call = self._with_overlap(driver, x, y, block, shared)
+            self._opt_in(kernel.driver, shared)
+        self._config = _config(kernel.driver, x, y, block, shared, overlap)
+        self._stream: int | None = None
+        self._start: Any = None  # the driver call, on that stream
 
     def _opt_in(self, driver: Any, shared: int) -> None:
         """Let launches of the kernel ask for so much shared memory, or for as much as another one already does."""
@@ -136,34 +157,36 @@ class Launch:
             self.fail(error)
         kernel.opted[number] = shared
 
-    def _with_overlap(self, driver: Any, x: int, y: int, block: int, shared: int) -> Any:
-        """Driver call of a launch with programmatic stream serialization."""
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = x, y, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes = shared
-        config.attrs, config.numAttrs = [attribute], 1
-
-        last = None  # assigning it takes longer than the rest (docs/perf-log.md)
-
-        def launch(stream: int, args: int, extra: int) -> Any:
-            nonlocal last
-            if stream != last:
-                config.hStream = last = stream
-            return driver.cuLaunchKernelEx(config, self._function, args, extra)
-
-        return launch
+    def _use_stream(self, stream: int) -> None:
+        """Prepare the driver call for a stream; assigning it takes longer than a launch (docs/perf-log.md)."""
+        self._config.hStream = stream
+        if self._start is None:
+            given = (self._config.getPtr(), int(self._kernel.function), self.args, None)
+            self._start = functools.partial(_launch_kernel(), *map(ctypes.c_void_p, given))
+        self._stream = stream
 
     def __call__(self, stream: int) -> None:
-        (error,) = self.call(stream, self.args, 0)
-        if int(error):
+        if stream != self._stream:
+            self._use_stream(stream)
+        if error := self._start():
             self.fail(error)
 
     def fail(self, error: Any) -> None:
-        raise RuntimeError(f"{self.entry}: the launch failed with {error.name}")
+        raise RuntimeError(f"{self.entry}: the launch failed with {self._kernel.driver.CUresult(int(error)).name}")
+
+
+def _config(driver: Any, x: int, y: int, block: int, shared: int, overlap: bool) -> Any:
+    """Launch configuration as the driver takes it."""
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = x, y, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 @functools.lru_cache(maxsize=1024)
@@ -204,13 +227,17 @@ def _switch(device: int) -> Iterator[None]:
         _BOUND.device = device
 
 
-def launch_on(device: int, launch: Launch) -> None:
-    """Launch on a device's current stream; cheap if the device is torch's current one and was used in this thread."""
-    if getattr(_BOUND, "device", None) == device == torch.cuda.current_device():
-        launch(current_stream(device))
+def launch_on(device: int, launch: Launch, stream: int | None = None) -> None:
+    """Launch on a stream of a device, None for its current one.
+
+    Cheap if the device is torch's current one and was used in this thread.
+    """
+    stream = current_stream(device) if stream is None else stream
+    if getattr(_BOUND, "device", None) == device == current_device():
+        launch(stream)
         return
     with _switch(device):
-        launch(current_stream(device))
+        launch(stream)
 
 
 def load(source: Path, entry: str, arch: str | None = None) -> Kernel:

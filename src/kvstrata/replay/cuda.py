@@ -6,7 +6,6 @@ import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -80,8 +79,7 @@ class Copies:
         self.launch = jit.Launch(kernel, 1, THREADS, empty_params(self.room, stage))
         self.params, self.args = self.launch.params, self.launch.args
         # jit.Launch has a fixed grid; here it depends on the shapes.
-        self._call: Any = self.launch.call.func
-        self._function: Any = self.launch.call.args[0]
+        self._call, self._function = kernel.driver.cuLaunchKernel, kernel.function
         self.write = struct.Struct(f"<{count}Q").pack_into
         self.grid = 0
 

@@ -71,16 +71,14 @@ def _cuda(task: Task, slot_mapping: torch.Tensor, backend: str, overlap: bool, a
     with torch.cuda.device(device):
         jit.bind_context(device)
         launch = store_cuda.plan(task, slot_mapping, address_bits, backend, overlap)
-    write, params, call, args = store_cuda.POINTERS.pack_into, launch.params, launch.call, launch.args
+    write, params = store_cuda.POINTERS.pack_into, launch.params
     stream_of = torch._C._cuda_getCurrentRawStream
     current_device = torch._C._cuda_getDevice
 
     def run(*addresses: int) -> None:
         write(params, 0, *addresses)
         if current_device() == device:
-            (error,) = call(stream_of(device), args, 0)
-            if int(error):
-                launch.fail(error)
+            launch(stream_of(device))
         else:
             with torch.cuda.device(device):
                 launch(stream_of(device))

@@ -225,8 +225,10 @@ def decode_attention(
     plain = sliding_window is None and softcap is None and sinks is None and not (return_lse or return_mass)
     if plain and plan is None and type(cache) is TieredCache:
         repeat = _repeat(backend, cache.device.type)
-    if repeat is not None and (again := repeat.again(q, cache, layer, requests, scale)) is not None:
-        return again
+        if repeat is not None and (last := cache._decoded) is not None:
+            again = last.again(q, cache, layer, requests, scale)
+            if again is not None:
+                return again
     job = _job(q, cache, layer, requests, scale, sliding_window, softcap, sinks, return_lse, return_mass)
     if plan is not None:
         if not isinstance(plan, DecodePlan):

@@ -1,17 +1,14 @@
 """Eager decode calls that look like the last one: layer after layer, step after step, without a `DecodePlan`.
 
 The parameters of a layer's three launches (list, decode, combine) are kept from its first call. As long as queries,
-requests and cache look the same, what remains of a call is the output, two addresses and the launches. Any other call
-takes the normal path.
+requests and cache look the same, what remains of a call is the output, three addresses and the launches. Any other call
+takes the normal path. A cache keeps its last call.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
 
 import torch
 
@@ -21,73 +18,69 @@ from kvstrata.call_cache import guard_of
 
 from . import cuda
 
-ADDRESS = struct.Struct("q")
-DECODE_QUERY, COMBINE_OUT, COMBINE_QUERY = 0, 3 * 8, 6 * 8  # offsets in cuda.DECODE and cuda.COMBINE
+DECODE_QUERY, COMBINE_OUT, COMBINE_QUERY = 0, 3, 6  # words of cuda.DECODE and cuda.COMBINE
 
 
-@dataclass
 class Repeat:
     """Calls of one shape over the layers of a cache, on one stream of one thread."""
 
-    plan: cuda.WorkPlan
-    requests: list[int] | None  # as they were given
-    known: frozenset[int]  # the requests of the rows
-    rows: tuple[int, ...]
-    scale: float | None
-    balance: torch.Tensor | None  # of the cache
-    looks: Callable[..., bool]
-    stream: int
-    thread: int
-    layers: dict[int, tuple[bytes, bytes, bytes]] = field(default_factory=dict)  # parameters of the launches
+    def __init__(
+        self,
+        q: torch.Tensor,
+        cache: TieredCache,
+        requests: list[int] | None,
+        rows: Sequence[int],
+        scale: float | None,
+        plan: cuda.WorkPlan,
+        launches: tuple[jit.Launch, jit.Launch, jit.Launch],
+    ) -> None:
+        self.requests, self.known, self.scale, self.plan = requests, frozenset(rows), scale, plan
+        self.rows, self.balance, self.looks = plan.requests, cache.balance, guard_of((q,))
+        self.active = cache._active  # of which the call is known to be possible
+        self.stream, self.thread = jit.current_stream(plan.device), threading.get_ident()
+        self.launches = launches
+        self.layers: dict[int, tuple[bytes, bytes, bytes]] = {}  # parameters of the launches
+        self._decode, self._combine = (memoryview(launch.params).cast("q") for launch in launches[1:])
 
     def fits(self, q: torch.Tensor, cache: TieredCache, requests: Sequence[int] | None, scale: float | None) -> bool:
-        """True if a call looks like the one that was remembered."""
-        if requests is None:
-            if self.requests is not None or cache._active != self.known:
+        """True if a call looks like this one."""
+        if requests is not self.requests and (type(requests) is not list or requests != self.requests):
+            return False
+        if cache._active is not self.active:
+            if cache._active != self.known and (requests is None or not self.known <= cache._active):
                 return False
-        elif type(requests) is not list or requests != self.requests or not self.known <= cache._active:
-            return False
-        if (
-            scale != self.scale
-            or cache.balance is not self.balance
-            or not self.looks(q)
-            or q.data_ptr() % 4
-            or self.plan.requests != self.rows
-        ):
-            return False
-        return self.stream == jit.current_stream(self.plan.device) and self.thread == threading.get_ident()
+            self.active = cache._active
+        plan = self.plan
+        return (
+            scale == self.scale
+            and cache.balance is self.balance
+            and plan.requests is self.rows
+            and type(q) is torch.Tensor
+            and self.looks(q)
+            and jit.current_device() == plan.device
+            and jit.current_stream(plan.device) == self.stream
+            and threading.get_ident() == self.thread
+            and not jit.is_capturing()
+        )
 
-    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        plan, stream = self.plan, self.stream
-        out, query = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.data_ptr()
-        key = (q.dtype, False, plan.q_len > 1, False, self.balance is not None)
-        launches = (plan._worklist, plan._launches[key], plan._launches[q.dtype])
-        for launch, params in zip(launches, self.layers[layer], strict=True):
-            launch.params[:] = params
-        ADDRESS.pack_into(launches[1].params, DECODE_QUERY, query)
-        ADDRESS.pack_into(launches[2].params, COMBINE_QUERY, query)
-        ADDRESS.pack_into(launches[2].params, COMBINE_OUT, out.data_ptr())
-        for launch in launches:
-            launch(stream)
+    def again(
+        self, q: torch.Tensor, cache: TieredCache, layer: int, requests: Sequence[int] | None, scale: float | None
+    ) -> torch.Tensor | None:
+        """The output of a call that looks like this one; None if it does not."""
+        kept = self.layers.get(layer) if type(layer) is int else None
+        if kept is None or not self.fits(q, cache, requests, scale) or (query := q.data_ptr()) % 4:
+            return None
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        worklist, decode, combine = self.launches
+        worklist.params[:], decode.params[:], combine.params[:] = kept
+        words = self._combine
+        self._decode[DECODE_QUERY] = words[COMBINE_QUERY] = query
+        words[COMBINE_OUT] = out.data_ptr()
+        stream = self.stream
+        worklist(stream)
+        decode(stream)
+        combine(stream)
         return out
-
-
-_LAST: WeakKeyDictionary[TieredCache, Repeat] = WeakKeyDictionary()
-
-
-def again(
-    q: torch.Tensor, cache: TieredCache, layer: int, requests: Sequence[int] | None, scale: float | None
-) -> torch.Tensor | None:
-    """The output of a call that looks like the last one; None if it does not."""
-    last = _LAST.get(cache)
-    if last is None or layer not in last.layers or not isinstance(q, torch.Tensor):
-        return None
-    if q.is_cuda and (torch.cuda.is_current_stream_capturing() or torch.cuda.current_device() != last.plan.device):
-        return None
-    if not last.fits(q, cache, requests, scale):
-        return None
-    cache.pool.note_stream()
-    return last.run(q, layer)
 
 
 def remember(
@@ -106,12 +99,10 @@ def remember(
     key = (q.dtype, False, plan.q_len > 1, False, cache.balance is not None)
     if not plan.head_caches or plan.requests != tuple(rows) or key not in plan._launches:
         return
-    last = _LAST.get(cache)
+    launches = (plan._worklist, plan._launches[key], plan._launches[q.dtype])
+    last: Repeat | None = cache._decoded
     if last is None or last.plan is not plan or not last.fits(q, cache, requests, scale):
         given = None if requests is None else list(requests)
-        stream, thread = jit.current_stream(plan.device), threading.get_ident()
-        last = Repeat(plan, given, frozenset(rows), tuple(rows), scale, cache.balance, guard_of((q,)), stream, thread)
-        _LAST[cache] = last
-    launches = (plan._worklist, plan._launches[key], plan._launches[q.dtype])
+        cache._decoded = last = Repeat(q, cache, given, rows, scale, plan, launches)
     parameters = [bytes(launch.params) for launch in launches]
     last.layers[layer] = (parameters[0], parameters[1], parameters[2])

@@ -27,8 +27,7 @@ KERNELS = ("append_rows", "append_one", "write_last")
 WARPS = 8  # per block; a warp copies K and V of one token and head
 # struct Params: k, v, pointers, table, count, length, meta, importance, balance; strides in bytes; int32 sizes.
 PARAMS = struct.Struct("9Q 4q 13i4x")
-ROWS, LAYER = struct.Struct("2Q"), struct.Struct("i")  # the parts that change from call to call: k and v; layer
-LAYER_OFFSET = struct.calcsize("9Q 4q 3i")
+LAYER = struct.calcsize("9Q 4q 3i") // 4  # as one of the struct's int32
 
 
 def width_of(k: torch.Tensor, v: torch.Tensor) -> int:
@@ -97,17 +96,22 @@ class AppendOne:
         self._kept = (ids, device_length, balance)
         self._device = k.get_device()
         [self._launch] = launches.launches
+        self._words, self._numbers = (memoryview(self._launch.params).cast(kind) for kind in "Qi")
         self._mask = width_of(k, v) - 1
 
     def fits(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         """False for rows whose addresses need narrower accesses than those of the first."""
         return not (k.data_ptr() | v.data_ptr()) & self._mask
 
-    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Launch for rows with the shape and strides of the first, which `fits`."""
-        ROWS.pack_into(self._launch.params, 0, k.data_ptr(), v.data_ptr())
-        LAYER.pack_into(self._launch.params, LAYER_OFFSET, layer)
-        jit.launch_on(self._device, self._launch)
+    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor, stream: int | None = None) -> bool:
+        """Launch for rows with the shape and strides of the first, if they fit; on the current stream, if None."""
+        key, value = k.data_ptr(), v.data_ptr()
+        if (key | value) & self._mask:
+            return False
+        words = self._words
+        words[0], words[1], self._numbers[LAYER] = key, value, layer
+        jit.launch_on(self._device, self._launch, stream)
+        return True
 
 
 def _prepare(

@@ -49,10 +49,11 @@ def append_tokens(
     queries: int | None,
 ) -> None:
     """`TieredCache.append`."""
-    cache._check_layer(layer)
-    arguments = (k, v, requests, lengths)
-    if mass is None and queries is None and append_one(cache, layer, *arguments):
+    if type(layer) is not int or not 0 <= layer < cache.layers:
+        cache._check_layer(layer)
+    if mass is None and queries is None and append_one(cache, layer, k, v, requests, lengths):
         return
+    arguments = (k, v, requests, lengths)
     if append_prompt(cache, layer, *arguments, mass, queries):
         return
     k, v, requests, lengths = ragged(cache, layer, k, v, requests, lengths)
@@ -60,18 +61,17 @@ def append_tokens(
     if mass is None and queries is not None:
         raise ValueError(f"queries: expected None without mass, got {queries!r}")
     if not sum(lengths):
-        cache._active.update(asked)
+        cache._use(asked)
         return
     cache.pool.note_stream()
     cache._forget(cache.requests if cache.budget.shared else asked)
-    if mass is None and append_plain(cache, None, layer, k, v, asked, lengths):
-        if min(lengths) == max(lengths) == 1:
-            remember(cache, *arguments, asked)
-        return
-    with cache._operation() as change:
-        prepared = _append(cache, change, layer, k, v, asked, lengths, mass, queries)
-    if prepared is not None:
-        cache._last_prompt = LastPrompt.of(arguments, asked, lengths, prepared)
+    if mass is not None or not append_plain(cache, None, layer, k, v, asked, lengths):
+        with cache._operation() as change:
+            prepared = _append(cache, change, layer, k, v, asked, lengths, mass, queries)
+        if prepared is not None:
+            cache._last_prompt = LastPrompt.of(arguments, asked, lengths, prepared)
+    if mass is None and min(lengths) == max(lengths) == 1:
+        remember(cache, *arguments, asked)
 
 
 def _append(
@@ -133,7 +133,7 @@ def append_plain(
     apply.append(job, change)
     if change is None:
         cache._lengths[ids, layer] = ends
-        cache._active.update(requests)
+        cache._use(requests)
     else:
         change.set(cache._lengths, (ids, layer), ends)
         cache._activate(change, requests)

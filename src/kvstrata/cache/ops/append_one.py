@@ -25,6 +25,7 @@ from kvstrata.call_cache import guard_of
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
 
+ONE = np.ones((), np.int32)
 
 def remember(
     cache: CacheState,
@@ -59,15 +60,29 @@ def append_one(
 ) -> bool:
     """Append if the arguments look like those of the last time and nothing has to settle; else False."""
     last = cache._repeated
-    if last is None or not _looks(last, k, v, requests, seq_lens) or not last.distinct <= cache._active:
+    if last is None or not _looks(last, k, v, requests, seq_lens):
         return False
-    if last.launch is not None and not last.launch.fits(k, v):
+    room = last.rooms.get(layer)
+    if room is None or room.version != cache.buckets.version or room.active is not cache._active or not room.tokens:
+        return _look_and_append(cache, last, layer, k, v)
+    if not _launch(cache, last, layer, k, v):
         return False
-    buckets, listed, room = cache.buckets, last.listed, last.rooms.get(layer)
-    if room is not None and room.version == buckets.version and room.tokens > 0:
-        room.tokens -= 1
-        _write(cache, last, layer, k, v)
-        return True
+    room.tokens -= 1
+    if room.counts is None or room.lengths is None:
+        _count(cache, last.listed, layer)
+    else:  # `left` is not known since the room is, and whoever finds it out makes another version
+        np.add(room.counts, ONE, room.counts)
+        np.add(room.lengths, ONE, room.lengths)
+    if layer == cache.layers - 1:
+        _pages_ahead(cache, last.listed.ids)
+    return True
+
+
+def _look_and_append(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """`append_one` where it is not known whether open pages have room."""
+    if not last.distinct <= cache._active or (last.launch is not None and not last.launch.fits(k, v)):
+        return False
+    buckets, listed = cache.buckets, last.listed
     where, ids = listed.where, listed.ids
     count, lengths = buckets.host_count[where, layer, :, 0], cache._lengths[where, layer]
     if int(lengths.max()) >= cache.max_tokens:
@@ -82,31 +97,32 @@ def append_one(
     if len(full) and (cache.budget.shared or not fits_plain(cache, layer, full.tolist(), [1] * len(full))):
         return False
     if not len(full):
-        _write(cache, last, layer, k, v)
-        last.rooms[layer] = Room(buckets.version, _tokens_left(cache, listed, layer))
-        return True
-    cache.pool.note_stream()
-    _drop_plans(cache, ids)
-    buckets.ahead.give_back(full)
-    with cache._operation() as change:
-        buckets.make_room(change, layer, full, np.ones_like(full))
-        change.launch(_prepare(cache, last, layer, k, v))
-        change.launch(lambda: _count(cache, listed, layer))
-    last.rooms.pop(layer, None)
+        _launch(cache, last, layer, k, v)
+        _count(cache, listed, layer)
+        views = (listed.rows(x) for x in (buckets.host_count[:, layer, :, 0], cache._lengths[:, layer]))
+        last.rooms[layer] = Room(buckets.version, cache._active, _tokens_left(cache, listed, layer), *views)
+    else:
+        cache.pool.note_stream()
+        _drop_plans(cache, ids)
+        buckets.ahead.give_back(full)
+        with cache._operation() as change:
+            buckets.make_room(change, layer, full, np.ones_like(full))
+            change.launch(_prepare(cache, last, layer, k, v))
+            change.launch(lambda: _count(cache, listed, layer))
+        last.rooms.pop(layer, None)
+    if layer == cache.layers - 1:
+        _pages_ahead(cache, ids)
     return True
 
 
-def _write(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Append to pages that are there."""
-    cache.pool.note_stream()
+def _launch(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Write the rows into pages that are there; False, and nothing is done, if their addresses do not allow it."""
+    stream = cache.pool.note_stream()
     _drop_plans(cache, last.listed.ids)
     if last.launch is not None:
-        last.launch(layer, k, v)
-    else:
-        _prepare(cache, last, layer, k, v)()
-    _count(cache, last.listed, layer)
-    if layer == cache.layers - 1 and cache.budget.amount is None:
-        _pages_ahead(cache, last.listed.ids)
+        return last.launch(layer, k, v, stream)
+    _prepare(cache, last, layer, k, v)()
+    return True
 
 
 def _drop_plans(cache: CacheState, ids: np.ndarray) -> None:
@@ -133,27 +149,34 @@ def _tokens_left(cache: CacheState, listed: RequestList, layer: int) -> int:
 
 
 def _pages_ahead(cache: CacheState, ids: np.ndarray) -> None:
-    """Take pages that the next steps need in all layers, of some requests; see storage/pages_ahead.py."""
+    """Behind the last layer of a step: take pages that the next steps need in all layers, of some requests.
+
+    See storage/pages_ahead.py.
+    """
+    if cache.budget.amount is not None:
+        return
     ahead = cache.buckets.ahead
     left = -cache._lengths[ids, -1] & (cache.page_tokens - 1)
-    if left.min() > ahead.soon:
-        return
-    near = left <= ahead.near
-    if not (there := ahead.there(ids[near], -1)).all():
-        some, left = ids[near][~there], left[near][~there]
-        if left.min() > ahead.soon:
-            return
-        ahead.look(some)
-        even = ahead.even[some]
-        if even.any():
-            ahead.take(some[even], left[even], len(ids))
+    if left.min() <= ahead.soon:
+        near = left <= ahead.near
+        near[near] = ~ahead.there(ids[near], -1)
+        if near.any() and left[near].min() <= ahead.soon:
+            some, left = ids[near], left[near]
+            ahead.look(some)
+            even = ahead.even[some]
+            if even.any() and len(ahead.take(some[even], left[even], len(ids))):
+                return
+    if ahead.missing:
+        ahead.fill_reserve()
 
 
 def _looks(
     last: Repeated, k: torch.Tensor, v: torch.Tensor, requests: Sequence[int] | None, seq_lens: Sequence[int] | None
 ) -> bool:
     """True if arguments look like those that were remembered."""
-    return same_list(requests, last.requests) and same_list(seq_lens, last.seq_lens) and last.looks(k, v)
+    if requests is not last.requests and not same_list(requests, last.requests):
+        return False
+    return (seq_lens is last.seq_lens or same_list(seq_lens, last.seq_lens)) and last.looks(k, v)
 
 
 def same_list(given: Sequence[int] | None, last: list[int] | None) -> bool:

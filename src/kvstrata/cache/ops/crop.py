@@ -22,7 +22,7 @@ def crop_request(cache: CacheState, request: int, length: int) -> None:
     """`TieredCache.crop`: plans every layer before it changes one."""
     if length == 0:
         assign(cache, {}, [request])
-        cache._active.add(request)
+        cache._use([request])
         return
     cache._forget(cache.requests if cache.budget.shared else [request])
     with cache._operation() as change:

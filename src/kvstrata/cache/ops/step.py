@@ -67,21 +67,26 @@ def advance(cache: CacheState, given: list[int]) -> None:
 
             change.launch(run)
     if cache.budget.amount is None:
-        if buckets.least <= buckets.ahead.soon + 1:
-            _pages_ahead(cache, listed.ids)
+        if buckets.least <= buckets.ahead.soon + 1 and _pages_ahead(cache, listed.ids):
+            return
+        if buckets.ahead.missing:
+            buckets.ahead.fill_reserve()
         return
     cache._drop_plans(given)
     plan_ahead(cache, listed.ids)
 
 
-def _pages_ahead(cache: CacheState, ids: np.ndarray) -> None:
-    """Take pages that the next steps need, of some requests; see storage/pages_ahead.py."""
+def _pages_ahead(cache: CacheState, ids: np.ndarray) -> bool:
+    """Take pages that the next steps need, of some requests; False if there are none. See storage/pages_ahead.py."""
     buckets, left = cache.buckets, cache.buckets.left[ids]
     if left.min() > buckets.ahead.soon:
-        return
+        return False
     near = (left <= buckets.ahead.near) & buckets.ahead.even[ids]
-    if near.any():
-        buckets.left[buckets.ahead.take(ids[near], left[near], len(ids))] += buckets.page_tokens
+    if not near.any():
+        return False
+    taken = buckets.ahead.take(ids[near], left[near], len(ids))
+    buckets.left[taken] += buckets.page_tokens
+    return len(taken) > 0
 
 
 def _prepare_count(cache: CacheState, listed: RequestList) -> Callable[[], None]:

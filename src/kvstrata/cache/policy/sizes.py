@@ -20,6 +20,7 @@ from .budget import Budget
 
 MANY_SLABS = 1 << 15
 LARGE_SLAB = 16 << 20  # bytes; torch's allocator gives as many without waste, in one call of the driver
+PAGES_IN_SLAB = 4096  # as many as requests that grow take in one launch: see storage/pages_ahead.py
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class Sizes:
         share, most = (4, 64) if self.amount is None else (16, 8)
         size = stride * max(min(max(self.layers * self.kv_heads // share, 1), most), pages // MANY_SLABS)
         if self.amount is None and pages * stride >= 64 * LARGE_SLAB:
-            size = max(size, LARGE_SLAB)
+            each = self.layers * self.kv_heads  # pages that a request takes at once
+            requests = min(pages // 64, PAGES_IN_SLAB) // each
+            size = max(size, LARGE_SLAB, requests * each * stride)
         size = size if self.slab_bytes is None else self.slab_bytes
         check_int("slab_bytes", size, stride)
         size = size // UNIT * UNIT

@@ -93,8 +93,8 @@ class Buckets(BucketReads):
         table = torch.full((*shape, max_pages), -1, dtype=torch.int32, device="cpu")
         count = torch.zeros(shape, dtype=torch.int32, device="cpu")
         self.host_table, self.host_count = table.numpy(), count.numpy()
-        if self.device.type != "cpu":  # plain counts, which change at every step, are one block
-            self.host_count = np.zeros((shape[3], *shape[:3]), np.int32).transpose(1, 2, 3, 0)
+        if self.device.type != "cpu":  # plain counts, which change at every step, are one block, layer by layer
+            self.host_count = np.zeros((shape[3], layers, requests, kv_heads), np.int32).transpose(2, 1, 3, 0)
         self.page_table, self.count = table.to(self.device), count.to(self.device)
         self.ahead = PagesAhead(self, requests, layers)
 
@@ -167,6 +167,7 @@ class Buckets(BucketReads):
     def _find_short(self, requests: np.ndarray, rows: np.ndarray) -> Short | None:
         """`short` of the requests in these rows, whose open pages may be full."""
         some = requests[rows]
+        self.version += 1  # whatever relies on `left` not being known
         self.ahead.give_back(some)  # of requests that were appended to in another way
         self.ahead.look(some)
         filled = self.host_count[some, :, :, 0] & (self.page_tokens - 1)  # rows of the open page

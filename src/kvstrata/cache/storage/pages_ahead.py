@@ -6,7 +6,8 @@
 A step that fills the last row of a page finds the next one in the tables and does nothing about it. When the first
 request has 16 rows left, as many take their pages as one launch serves, so most steps take none; requests that are at
 the same place of their pages take theirs in turns, so no step pays for all. Pages come from a few that are kept in
-reserve, so that few steps ask the pool. Under a budget a page is paid when it is taken: there none is ahead.
+reserve, which is filled in the steps after, a slab at a time: few steps ask the pool, and those do nothing else. Under a
+budget a page is paid when it is taken: there none is ahead.
 
 A page ahead is beyond the tokens counted, and counts are how kernels find the end of a list. Whatever changes a request
 in another way than token by token gives its pages ahead back first.
@@ -58,6 +59,7 @@ class PagesAhead:
         self._page = np.zeros(requests, np.int64)  # number of the page in its lists, 0 for none; it may be in use
         self._any = False  # False if no request has one
         self._wait = 0  # times that pages are not asked for, since memory was short
+        self.missing = 0  # pages that the reserve lacks
 
     def there(self, requests: np.ndarray | slice = slice(None), layers: int | slice = slice(None)) -> np.ndarray:
         """True for places whose lists end in an empty page, ``[requests, layers]``, or ``[requests]`` of a layer."""
@@ -70,7 +72,7 @@ class PagesAhead:
         count = self._buckets.host_count[requests, :, :, 0]
         self.even[requests] = (count == count[:, :1, :1]).all((1, 2))
 
-    def take(self, requests: np.ndarray, left: np.ndarray, of: int) -> list[int]:
+    def take(self, requests: np.ndarray, left: np.ndarray, of: int) -> np.ndarray:
         """Take the next pages of some even requests with so many rows ``left`` in their open ones; returns of which.
 
         So many are chosen that all have their pages when the first needs them, and as many as one launch serves; none
@@ -79,27 +81,45 @@ class PagesAhead:
         buckets, p = self._buckets, self._buckets.page_tokens
         if self._wait:
             self._wait -= 1
-            return []
+            return requests[:0]
         most = self._next_pages.most if buckets.by_cuda else 0
         many = max(-(-len(requests) // max(int(left.min()), 1)), most)
         chosen = requests if many >= len(requests) else requests[left.argsort(kind="stable")[:many]]
-        pages = ((buckets.host_count[chosen, 0, 0, 0] + (p - 1)) // p).tolist()
-        wanted = [(r, page) for r, page in zip(chosen.tolist(), pages, strict=True) if page < buckets.max_pages]
-        for first in range(0, len(wanted), most or 1):
-            if not self._take(wanted[first : first + (most or 1)], min(of // 4, RESERVE), launch=most > 0):
+        pages = (buckets.host_count[chosen, 0, 0, 0] + (p - 1)) // p
+        if int(pages.max(initial=0)) >= buckets.max_pages:
+            chosen, pages = chosen[pages < buckets.max_pages], pages[pages < buckets.max_pages]
+        step = most or max(len(chosen), 1)
+        for first in range(0, len(chosen), step):
+            part = slice(first, first + step)
+            if not self._take(chosen[part], pages[part], launch=most > 0):
                 self._wait = p
-                return [r for r, _ in wanted[:first]]
-        return [r for r, _ in wanted]
+                return chosen[:first]
+        self.missing = max(min(of // 4, RESERVE) * self._shape[0] * self._shape[1] - len(self.reserve), 0)
+        return chosen
 
-    def _take(self, wanted: list[tuple[int, int]], reserve: int, launch: bool) -> bool:
+    def fill_reserve(self) -> None:
+        """Add pages that are missing to the reserve, those of one slab at most; none if memory is short."""
+        pool = self._buckets.pool
+        try:
+            self._add(1, min(self.missing, pool.per_slab[0]))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.missing = 0
+
+    def _add(self, least: int, most: int) -> None:
+        more = self._buckets.pool.take_some(0, least, most)
+        self.reserve = np.concatenate([self.reserve, more]) if len(self.reserve) else more
+        self.missing = max(self.missing - len(more), 0)
+
+    def _take(self, requests: np.ndarray, numbers: np.ndarray, launch: bool) -> bool:
         """Pages to lists of requests, at these numbers; False if memory is short."""
         buckets, (layers, heads) = self._buckets, self._shape
-        n = len(wanted) * layers * heads
+        n = len(requests) * layers * heads
         try:
             if len(self.reserve) < n:
-                more = buckets.pool.take_some(0, n - len(self.reserve), reserve * layers * heads)
-                self.reserve = np.concatenate([self.reserve, more.astype(np.int32)])
-            handles, (requests, numbers) = self.reserve[:n], np.array(wanted).T
+                self._add(n - len(self.reserve), 0)
+            handles = self.reserve[:n]
             if not launch:
                 entries = (buckets.plain_lists[requests] + numbers[:, None, None]).reshape(-1)
                 run = buckets.prepare_new_pages(entries, handles.astype(np.int64), own=False)
@@ -112,7 +132,7 @@ class PagesAhead:
         self._page[requests] = numbers
         self._any = True
         if launch:
-            self._next_pages(wanted, handles)
+            self._next_pages(requests, numbers, handles)
         elif run is not None:
             run()
         return True
@@ -146,4 +166,4 @@ class PagesAhead:
     def empty_reserve(self) -> None:
         """Give the reserve back to the pool."""
         self._buckets.pool.release(self.reserve)
-        self.reserve = self.reserve[:0]
+        self.reserve, self.missing = self.reserve[:0], 0

@@ -63,6 +63,7 @@ class Pool:
         self.space = Space(capacity * slab_bytes) if device.type == "cpu" else None
         self.slabs: list[torch.Tensor | None] = [None] * capacity
         self.pointers = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._device_number = self.pointers.get_device()
         self.sizes = np.zeros(capacity, np.int64)  # bytes of each slab, 0 for none
         self._uploads = Uploads(device)
         self.streams: dict[int, torch.cuda.Stream] = {}  # on which the slabs were used, by handle
@@ -72,6 +73,7 @@ class Pool:
         self.nbytes = 0  # of all slabs, empty ones included
         self.free = FreeLists(self.per_slab, capacity)
         self._steps = np.asarray(self.strides) // UNIT
+        self._offsets = [np.arange(n, dtype=np.int32) * step for n, step in zip(self.per_slab, self._steps, strict=True)]
         self._pages = [0] * len(self.strides)  # with an owner, per tier
         self._slabs = [0] * len(self.strides)  # per tier
         self._empty = np.zeros(0, np.int64)  # slabs without a page, ascending
@@ -201,18 +203,18 @@ class Pool:
         return {tier: self._take(tier, n) for tier, n in pages.items()}
 
     def take_some(self, tier: int, least: int, most: int) -> np.ndarray:
-        """Handles of at least ``least`` pages of a tier: free ones, else those of new slabs; ``most`` if possible.
+        """Handles, int32, of at least ``least`` pages of a tier: free ones, else of new slabs; ``most`` if possible.
 
         Slabs are taken whole; new ones never come to the free lists.
         """
         per_slab, most = self.per_slab[tier], max(least, most)
         free = self._slabs[tier] * per_slab - self._pages[tier]
         if free >= least:
-            return self._take(tier, min(free, most))
+            return self._take(tier, min(free, most)).astype(np.int32)
         fewest, slabs = -(-(least - free) // per_slab), (most - free) // per_slab
         if len(self._empty):
             self._open({tier: fewest})
-            return self._take(tier, free + fewest * per_slab)
+            return self._take(tier, free + fewest * per_slab).astype(np.int32)
         try:
             new = self._allocate_slabs({tier: max(fewest, slabs)})[tier]
         except torch.OutOfMemoryError:
@@ -223,9 +225,10 @@ class Pool:
         self._slabs[tier] += len(new)
         self._pages[tier] += len(new) * per_slab
         self.free.used[new] = per_slab
-        self.refs[new, :per_slab] = 1
-        pages = new[:, None] * self.units + np.arange(per_slab) * (self.strides[tier] // UNIT)
-        return np.concatenate([self._take(tier, free), pages.reshape(-1)])
+        for slab in new.tolist():  # each is a run of memory
+            self.refs[slab, :per_slab] = 1
+        pages = np.add.outer((new * self.units).astype(np.int32), self._offsets[tier]).reshape(-1)
+        return np.concatenate([self._take(tier, free).astype(np.int32), pages]) if free else pages
 
     def _take(self, tier: int, n: int) -> np.ndarray:
         """Pages that are free."""
@@ -353,13 +356,17 @@ class Pool:
             self.note_stream()
             self._uploads.fill(target, array, self.streams.values())
 
-    def note_stream(self) -> None:
-        """Remember torch's current stream: slabs are not given to others before its work so far is done."""
+    def note_stream(self) -> int:
+        """Remember torch's current stream: slabs are not given to others before its work so far is done.
+
+        Returns its handle, 0 on a CPU.
+        """
         if self.space is not None:
-            return
-        handle = jit.current_stream(self.pointers.get_device())
+            return 0
+        handle = jit.current_stream(self._device_number)
         if handle not in self.streams:
             self.record_stream(torch.cuda.current_stream(self.device))
+        return handle
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         self.streams[stream.cuda_stream] = stream

@@ -26,6 +26,10 @@ class RequestList:
         self._ones[self.ids] = 1
         self._few = n * FEW < max_requests
 
+    def rows(self, x: np.ndarray) -> np.ndarray | None:
+        """View of these rows, in any order, if they are neighbours; else None."""
+        return None if self._run is None else x[self._run]
+
     def add_one(self, x: np.ndarray) -> None:
         """Add one to all elements of these rows."""
         if self._run is not None:
@@ -38,19 +42,25 @@ class RequestList:
 
 
 class AppendLaunch(Protocol):
-    """A launch that appends a token of each request to a layer."""
+    """A launch that appends a token of each request to a layer; False if the addresses do not allow it."""
 
     def fits(self, k: torch.Tensor, v: torch.Tensor) -> bool: ...
 
-    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None: ...
+    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor, stream: int | None = None) -> bool: ...
 
 
 @dataclass
 class Room:
-    """Tokens that a layer takes before its pages, or lengths, have to be looked at again; void at another version."""
+    """Tokens that a layer takes before its pages, or lengths, have to be looked at again.
 
-    version: int  # of the buckets
+    Void at another version of the buckets, or when requests have joined or left.
+    """
+
+    version: int
+    active: frozenset[int]
     tokens: int
+    counts: np.ndarray | None  # views of what the layer counts, plain tokens and lengths, where requests are neighbours
+    lengths: np.ndarray | None
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ ENTRIES_OFFSET, PAGES_OFFSET = 5 * 8, 6 * 8 + 4 * 4
 REQUESTS, PAGES, PAGE_BLOCKS = 16, 4096, 512  # that `next_pages` takes at once, and its blocks
 # struct Next: table, pointers; requests, buckets, list, units, vectors; requests, page numbers and handles follow.
 NEXT = struct.Struct("2Q 6i")
-NUMBERS = struct.Struct(f"{2 * REQUESTS}i")
-FIRST_HANDLE = NEXT.size + NUMBERS.size
+COUNT, FIRST_REQUEST, FIRST_HANDLE = 4, NEXT.size // 4, NEXT.size // 4 + 2 * REQUESTS  # as int32 of the struct
 
 
 def kernels_needed() -> list[jit.Named]:
@@ -78,19 +77,21 @@ class NextPages:
         pool, self._buckets, self._device = buckets.pool, layers * heads, buckets.page_table.get_device()
         self.most = min(REQUESTS, PAGES // self._buckets)  # requests in one launch, 0 if one has too many buckets
         self._kept = (buckets.page_table, pool.pointers)
-        self._params = bytearray(FIRST_HANDLE + 4 * PAGES)
+        self._params = bytearray(4 * (FIRST_HANDLE + PAGES))
+        self._values = np.frombuffer(self._params, np.int32)
         sizes = (0, self._buckets, tiers * max_pages, pool.units, pool.strides[0] // VECTOR, 0)
         NEXT.pack_into(self._params, 0, *(x.data_ptr() for x in self._kept), *sizes)
         with torch.cuda.device(self._device):
             jit.bind_context(self._device)
             self._launch = jit.Launch(_kernel("next_pages", self._device), PAGE_BLOCKS, THREADS, self._params)
 
-    def __call__(self, wanted: list[tuple[int, int]], handles: np.ndarray) -> None:
-        """Enter int32 ``handles [requests * buckets]`` in lists of requests, given with the number of the page."""
-        params, padding = self._params, [0] * (REQUESTS - len(wanted))
-        SIZE.pack_into(params, 16, len(wanted))
-        NUMBERS.pack_into(params, NEXT.size, *(r for r, _ in wanted), *padding, *(page for _, page in wanted), *padding)
-        params[FIRST_HANDLE : FIRST_HANDLE + handles.nbytes] = handles.data
+    def __call__(self, requests: np.ndarray, numbers: np.ndarray, handles: np.ndarray) -> None:
+        """Enter int32 ``handles [requests * buckets]`` in lists of requests, at these numbers of a page."""
+        n, values = len(requests), self._values
+        values[COUNT] = n
+        values[FIRST_REQUEST : FIRST_REQUEST + n] = requests
+        values[FIRST_REQUEST + REQUESTS : FIRST_REQUEST + REQUESTS + n] = numbers
+        values[FIRST_HANDLE : FIRST_HANDLE + len(handles)] = handles
         jit.launch_on(self._device, self._launch)
 
 
