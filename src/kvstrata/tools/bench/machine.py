@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib.metadata
 import os
 import platform
@@ -59,6 +60,13 @@ def cache_bytes(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(s[:-1]) << {"K": 10, "M": 20}[s[-1]] for s in sizes if s[-1:] in ("K", "M")), default=32 << 20)
+
+
+def release(device: torch.device) -> None:
+    """Return unused device memory to the driver."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:

@@ -12,7 +12,6 @@ since its time hardly depends on contexts and the memory may not suffice for mor
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from kvstrata.cache import TieredCache
 
 from .case import Bench, Case
 from .clock import Call
+from .machine import release
 
 LAYERS = 32  # of the model; a shape of which these do not fit the memory has fewer, and says so in its name
 GROWTH = 1024  # tokens that requests may grow by
@@ -205,9 +205,7 @@ def steps_of(shape: Shape, device: torch.device) -> tuple[Steps, Steps]:
 def forget(device: torch.device) -> None:
     """Free the caches, which may be most of the memory."""
     _built.clear()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release(device)
 
 
 def build_advance(shape: Shape, device: torch.device) -> Bench:
@@ -263,10 +261,8 @@ def build_eager(shape: Shape, device: torch.device) -> Bench:
 
 def _case(kind: str, shape: Shape, moved: int, build: Any, seconds: float, rounds: int | None) -> Case:
     params = {"what": kind, "B": shape.requests, "T": shape.tokens, "layers": shape.layers, "budget": shape.budget}
-    name = f"{kind}-{shape.name}"
-    return Case(
-        "settle", name, params, moved, partial(build, shape), wall=True, seconds=seconds, rounds=rounds
-    )  # fmt: skip
+    case = partial(Case, "settle", f"{kind}-{shape.name}", params, moved, partial(build, shape))
+    return case(wall=True, seconds=seconds, rounds=rounds)
 
 
 # At a quarter of 16 bit 64 x 32,768 tokens are 69 GB in 32 layers, and so are 256 x 32,768 in 8.
