@@ -38,7 +38,7 @@ def sdpa(backend: SDPBackend, tensors: Callable[[int], Tensors], causal: bool = 
 
 
 def assert_close(out: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
-    """Relative error of the whole output."""
+    """Assert that the relative error of the whole output is below ``limit``."""
     error = float((out.float() - expected).norm() / expected.norm())
     assert error < limit, f"the relative error is {error:.1e}"
 

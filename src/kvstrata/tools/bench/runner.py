@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from .timer import Timer
 
 ROUNDS = {"cuda": (200, 40), "cpu": (30, 7)}  # full, quick
 PROBES = ("copy", "empty")
+T = TypeVar("T")
 
 
 def run(
@@ -72,12 +73,13 @@ def new_report(op: str, timer: Timer, method: dict[str, Any], revision: str | No
     return Report(op, describe(timer.device, revision), method, peak, ground)  # the clocks of a busy device
 
 
-def select(cases: Iterable[Case], only: str) -> list[Case]:
-    """The cases that match a glob; ValueError lists the names if none does."""
+def select(cases: Iterable[T], only: str, name: str = "name") -> list[T]:
+    """The cases whose attribute ``name`` matches a glob; ValueError lists the names if none does."""
     cases = list(cases)
-    chosen = [case for case in cases if fnmatch(case.name, only)]
+    names = [getattr(case, name) for case in cases]
+    chosen = [case for case, own in zip(cases, names, strict=True) if fnmatch(own, only)]
     if not chosen:
-        raise ValueError(f"no case matches {only!r}; there are: {', '.join(case.name for case in cases) or 'none'}")
+        raise ValueError(f"no case matches {only!r}; there are: {', '.join(names) or 'none'}")
     return chosen
 
 

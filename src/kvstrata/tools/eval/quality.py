@@ -25,7 +25,7 @@ def run(
     after: Callable[[], None] = lambda: None,
     tick: Callable[[str, int], None] = lambda name, tokens: None,
 ) -> measure.Exact | None:
-    """Measure what is not there yet; ``after`` each new row, ``tick`` while one runs. Returns the exact predictions."""
+    """Measure the missing rows; ``after`` is called after each, ``tick`` during it. Returns the exact predictions."""
     rows, tokens = ids.shape
     if rows % len(into.texts):
         raise ValueError(f"ids: expected as many rows of each of {len(into.texts)} texts, got {rows}")
@@ -99,7 +99,7 @@ def run_needles(
     after: Callable[[], None] = lambda: None,
     tick: Callable[[str, int], None] = lambda name, tokens: None,
 ) -> None:
-    """Needles for every contender, length and depth that is not there yet."""
+    """Measure the missing needles of every contender, length and depth."""
     for contender in [known.exact(), *wanted]:
         for tokens in lengths:
             for depth in depths:

@@ -87,7 +87,7 @@ class _Writer:
         self.done = False
 
     def write(self, new: int) -> None:
-        """Up to ``new`` more tokens."""
+        """Generate up to ``new`` more tokens."""
         written = len(self.clock.times)
         start = time.perf_counter()
         self.ids = self.model.generate(
@@ -172,7 +172,7 @@ def _compilations() -> int:
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
-    """Index of the first token that differs, None if there is none."""
+    """Index of the first token that differs, or None."""
     both = min(len(ours), len(theirs))
     differ = (i for i in range(both) if ours[i] != theirs[i])
     return next(differ, None if len(ours) == len(theirs) else both)

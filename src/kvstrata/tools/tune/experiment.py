@@ -45,7 +45,7 @@ def rate(name: str, factor: float, draw: Draw, n: int, step: Step = lambda: None
 
 
 def simulated(noise: float, factor: float, n: int, seed: int = 0) -> Rate:
-    """Samples with log-normal noise of that size (0.02: 2 %) and outliers."""
+    """Pass rates on simulated samples with log-normal noise (0.02: 2 %) and outliers."""
     rng = np.random.default_rng(seed)
 
     def some(count: int, scale: float) -> Array:
@@ -58,7 +58,7 @@ def simulated(noise: float, factor: float, n: int, seed: int = 0) -> Rate:
 def on_device(
     problem: Problem, timer: Timer, factor: float, n: int, step: Step = lambda: None, end: float = math.inf
 ) -> Rate:
-    """The default configuration against itself, or against itself with a delay."""
+    """Pass rates of the default configuration against itself, or against itself with a delay."""
     ready = problem.build(timer.device)
 
     def contender() -> Call:

@@ -68,7 +68,7 @@ TOY = Model(2, 64, 4, 2, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Shape:
-    """Prompts of one call of `generate`."""
+    """Sizes of one call of `generate`."""
 
     rows: int
     tokens: int
@@ -204,7 +204,6 @@ def _generate(model: Any, ids: torch.Tensor, new: int, clock: Clock, options: di
 
 
 def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) -> Measured:
-    """Run one contender."""
     device, tokens = ids.device, shape.tokens + new + 64
     firsts: list[float] = []
     if name != PEER and ids.numel() <= WARMED:

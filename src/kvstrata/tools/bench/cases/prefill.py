@@ -173,7 +173,7 @@ def build(shape: Shape, sets: int, device: torch.device) -> Bench:
 
 
 def ideas() -> dict[str, Tile]:
-    """``v3``, and one thing done otherwise."""
+    """Tiles of ``v3`` and of two variants that each change one thing."""
     tile = PORTABLE[64]
     return {"v3": tile, "copies not overlapped": replace(tile, stages=1), "two KV warps": FEW[64]}
 

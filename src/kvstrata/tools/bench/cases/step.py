@@ -148,7 +148,7 @@ class Decoder:
             self.cache.append(layer, k, v, self.requests, shape.lengths)
 
     def advance(self) -> None:
-        """Room for one more token of each request, and its position."""
+        """Make room for one more token of each request, and update its position."""
         self.cache.advance(self.requests)
         self.host[1] += 1
 
@@ -183,7 +183,7 @@ class Decoder:
         return read
 
     def spoil(self) -> None:
-        """Zeros and no requests wherever metadata was: what is not brought anew is seen in the tokens."""
+        """Overwrite all metadata with zeros and no requests, so that missing metadata changes the tokens."""
         on_device = [self.device_rows, *(held for r in self.runners.values() for held in (r.buffers, r.staged))]
         for held in on_device:
             for name, tensor in held.items():

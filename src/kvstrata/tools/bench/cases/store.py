@@ -44,7 +44,7 @@ class Kind:
 
     @property
     def bytes_per_token(self) -> int:
-        """Read plus written, K plus V, and the slot."""
+        """Bytes read and written per token: K, V and the slot."""
         return (1 + self.has_v) * self.heads * self.dim * (self.source.itemsize + self.cache.itemsize) + 4
 
     def cache_shape(self, tokens: int) -> tuple[int, ...]:
@@ -96,8 +96,9 @@ class Inputs:
         return Tensors(k, self.rows[1], k_cache, self.caches[1], self.slot_mapping, k_scale, self.scales[1])
 
     def store(self, backend: str) -> None:
-        *tensors, k_scale, v_scale = self.tensors
-        kvstrata.store_kv(*tensors, k_scale=k_scale, v_scale=v_scale, layout=self.kind.layout, backend=backend)
+        t, layout = self.tensors, self.kind.layout
+        scales = dict(k_scale=t.k_scale, v_scale=t.v_scale)
+        kvstrata.store_kv(t.k, t.v, t.k_cache, t.v_cache, t.slot_mapping, **scales, layout=layout, backend=backend)
 
     def by_token(self, cache: torch.Tensor) -> torch.Tensor:
         return cache.transpose(1, 2) if self.kind.layout == "HND" else cache

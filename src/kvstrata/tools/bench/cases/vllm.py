@@ -58,8 +58,6 @@ ERROR = 0.02  # relative error of a layer's attention against float32 on the sam
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one case."""
-
     what: str  # steps or prompts
     batch: int | None
     tokens: int
@@ -83,7 +81,6 @@ def token_bytes(engine: str) -> int:
 
 
 def batch_of(shape: Shape, engine: str) -> int:
-    """Requests of a case in an engine."""
     if shape.batch is not None:
         return shape.batch
     return LARGEST // (token_bytes(engine) * (shape.tokens - GROWTH // 2))
@@ -190,7 +187,6 @@ def mistake(engine: str, reference: list[dict[str, Any]], told: dict[str, Any]) 
 
 
 def add(result: CaseResult, engine: str, shape: Shape, told: dict[str, Any], wrong: str | None) -> None:
-    """Add an engine's row to a case."""
     kinds = {BASELINE: "baseline", PEER: "peer", OURS: "ours"}
     samples = told.get("cases", {}).get(shape.name)
     error = wrong or (None if samples else told["errors"].get(shape.name, "not measured"))
