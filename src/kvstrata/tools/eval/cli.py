@@ -287,7 +287,7 @@ def calibrate(
     ui.need(LIBRARIES, "hf", "this")
     from dataclasses import replace
 
-    from kvstrata.hf.calibrate import calibrate as found
+    from kvstrata.hf.calibrate import calibrate as calibrate_model
 
     from . import model as models
     from . import sensitivity as sides
@@ -302,7 +302,7 @@ def calibrate(
     name = models.name_of(model)
     with ui.progress_bars(say) as bar, ui.refusing():
         task = bar.add_task("balance and centres", total=1)
-        calibration = found(loaded, ids, Path(name).name)
+        calibration = calibrate_model(loaded, ids, Path(name).name)
         bar.update(task, completed=1)
         if sensitivity:
             task = bar.add_task("sensitivity", total=2 * len(calibration.layers))

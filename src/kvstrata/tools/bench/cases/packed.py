@@ -143,7 +143,7 @@ def compile_ahead(device: torch.device) -> None:
         arch = jit.arch_of(device)
         kinds = [(Format.parse(name, 128), 4 if name == "K4V4" else 1) for name in FORMATS]
         wanted = [kernels_needed(fmt, 32, 8, torch.bfloat16, q_len=q_len, arch=arch) for fmt, q_len in kinds]
-        jit.load_ahead([one for some in wanted for one in some], device)
+        jit.load_ahead([kernel for kernels in wanted for kernel in kernels], device)
 
 
 def _decode_case(name: str, shape: DecodeShape, ragged: bool, device: torch.device) -> Case:

@@ -97,7 +97,7 @@ class Inputs:
 
     def store(self, backend: str) -> None:
         t, layout = self.tensors, self.kind.layout
-        scales = dict(k_scale=t.k_scale, v_scale=t.v_scale)
+        scales: dict[str, Any] = dict(k_scale=t.k_scale, v_scale=t.v_scale)
         kvstrata.store_kv(t.k, t.v, t.k_cache, t.v_cache, t.slot_mapping, **scales, layout=layout, backend=backend)
 
     def by_token(self, cache: torch.Tensor) -> torch.Tensor:

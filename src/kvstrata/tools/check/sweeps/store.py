@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ def trial(draw: Draw, backend: str) -> str:
     assert k_cache is not None
     index = slots.to(draw.device, torch.int32 if draw.one(0, 1) else torch.int64)
     limited = backend in ("cuda_bulk", "cuda_staged")  # kernels that refuse some calls; auto would not take them
-    scales = dict(k_scale=k_scale, v_scale=v_scale)
+    scales: dict[str, Any] = dict(k_scale=k_scale, v_scale=v_scale)
     with refusing(ValueError, *([""] if limited else [])):
         kvstrata.store_kv(k, v, k_cache, v_cache, index, **scales, layout=layout, backend=backend)
     for side, (_, stored, _), expected in zip("kv", given, want, strict=False):
