@@ -12,7 +12,7 @@ since its time hardly depends on contexts and the memory may not suffice for mor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -209,7 +209,7 @@ def forget(device: torch.device) -> None:
     release(device)
 
 
-def build_steps(calls: dict[str, Callable[[Steps], Any]], whole: bool, shape: Shape, device: torch.device) -> Bench:
+def build_steps(calls: Mapping[str, Callable[[Steps], Any]], whole: bool, shape: Shape, device: torch.device) -> Bench:
     """Calls that grow contexts in all layers (``whole``) or in the next; the first is ours, ``16 bit`` the baseline."""
     ours, plain = steps_of(shape, device)
     of = {name: plain if name == "16 bit" else ours for name in calls}
