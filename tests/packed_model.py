@@ -17,6 +17,17 @@ from kvstrata.quant import reference as quant
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 POISON = 0xFF
+needs_emulator = pytest.mark.skipif(not HAS_GPU and bool(emulator.missing()), reason=str(emulator.missing()))
+EMULATED = pytest.param("cuda", marks=needs_emulator)
+BACKENDS = ["reference", "triton", EMULATED]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated CUDA kernels in every test of a module that imports this."""
+    if not HAS_GPU:
+        without_cuda(monkeypatch)
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from kvstrata.tools.bench import runner
 from kvstrata.tools.bench.cases import hf as bench
 from kvstrata.tools.bench.render import table, verdict
 from kvstrata.tools.bench.results import dumps, loads
@@ -19,9 +20,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "CONTENDERS", tuple(name for name in bench.CONTENDERS if name != bench.PEER))
-    monkeypatch.setattr(bench, "copy_bandwidth", lambda timer: {"tb_s": 4.0})
-    monkeypatch.setattr(bench, "floor", lambda timer: {"us": 1.0, "kernel": "none"})
-    monkeypatch.setattr(bench, "Timer", lambda device: None)
+    monkeypatch.setattr(runner, "copy_bandwidth", lambda timer: {"tb_s": 4.0})
+    monkeypatch.setattr(runner, "floor", lambda timer: {"us": 1.0, "kernel": "none"})
 
 
 def test_a_toy_is_measured(probes: None) -> None:

@@ -8,7 +8,7 @@ import torch
 import toy
 from kvstrata.tools.bench import Timer, probes, render, results, runner
 from kvstrata.tools.bench.cases import decode
-from kvstrata.tools.bench.plot import MEMORY, groups, plot
+from kvstrata.tools.bench.plot import MEMORY, View, groups, plot
 from kvstrata.tools.bench.results import CaseResult, Report, Row
 from kvstrata.tools.bench.stats import summary
 from kvstrata.tools.render import inject
@@ -87,12 +87,12 @@ def test_inject_fills_every_block_and_keeps_the_rest():
 
 @pytest.mark.parametrize(("y", "suffix"), [("tb_s", ".svg"), ("us", ".png"), ("tflop_s", ".svg")])
 def test_plot_writes_a_figure(report, tmp_path, y, suffix):
-    ((name, cases),) = groups(report).items()
+    ((name, cases),) = groups(report, View()).items()
     assert name == "fp32"
-    path = plot(report, cases, tmp_path / "deep" / f"f{suffix}", y=y)
+    path = plot(report, cases, tmp_path / "deep" / f"f{suffix}", View(y=y))
     first = path.read_bytes()
     assert len(first) > 5000
-    assert plot(report, cases, path, y=y).read_bytes() == first
+    assert plot(report, cases, path, View(y=y)).read_bytes() == first
 
 
 def test_times_over_memory(tmp_path):
@@ -105,10 +105,10 @@ def test_times_over_memory(tmp_path):
 
     cases = [case("16bit", 1024, 1.0, 9.0), case("mixed", 1024, 0.25, 3.0), case("mixed", 2048, 0.25, 5.0)]
     report = Report("decode", {"name": "GPU", "slug": "gpu"}, {}, {"tb_s": 4.0}, {}, cases)
-    ((name, drawn),) = groups(report, MEMORY, by="T").items()
+    ((name, drawn),) = groups(report, View(MEMORY, by="T")).items()
     assert name == "memory-2-8-4-64"
     assert [case.name for case in drawn] == ["mixed", "mixed", "16bit"]
-    text = plot(report, drawn, tmp_path / "f.svg", MEMORY, "us", by="T").read_text()
+    text = plot(report, drawn, tmp_path / "f.svg", View(MEMORY, "us", by="T")).read_text()
     assert "share of 16 bit" in text
     assert "T 2048" in text
 

@@ -14,7 +14,7 @@ from kvstrata.engines.batch import Batch, DecodePart
 from kvstrata.engines.options import Options
 from kvstrata.engines.packed import PackedLayer
 from kvstrata.tools import child, publish
-from kvstrata.tools.bench import vllm_check, vllm_child, vllm_engine
+from kvstrata.tools.bench import runner, vllm_check, vllm_child, vllm_engine
 from kvstrata.tools.bench.cases import vllm as bench
 from kvstrata.tools.bench.render import table
 from kvstrata.tools.bench.results import dumps, loads
@@ -52,8 +52,8 @@ def ran(monkeypatch):
 
     def run(by_engine, quick=False):
         monkeypatch.setattr(bench, "measure", lambda engine, shapes: by_engine[engine])
-        monkeypatch.setattr(bench, "copy_bandwidth", lambda timer: {"tb_s": 4.0})
-        monkeypatch.setattr(bench, "floor", lambda timer: {"us": 1.0, "kernel": "none"})
+        monkeypatch.setattr(runner, "copy_bandwidth", lambda timer: {"tb_s": 4.0})
+        monkeypatch.setattr(runner, "floor", lambda timer: {"us": 1.0, "kernel": "none"})
         chosen = [bench.case_of(shape) for shape in bench.SHAPES]
         saved = []
         report = bench.run(chosen, torch.device("cpu"), quick, after_case=lambda r: saved.append(len(r.cases[0].rows)))

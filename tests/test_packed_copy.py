@@ -5,21 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import emulator
-from conftest import HAS_GPU
 from kvstrata import Format, copy_pages
-from packed_model import DEVICE, without_cuda
-
-EMULATED = pytest.param(
-    "cuda", marks=pytest.mark.skipif(not HAS_GPU and bool(emulator.missing()), reason=str(emulator.missing()))
-)
-each_backend = pytest.mark.parametrize("backend", ["reference", "triton", EMULATED])
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not HAS_GPU:
-        without_cuda(monkeypatch)
+from packed_model import DEVICE, each_backend, kernels  # noqa: F401
 
 
 def pools(blocks: int, strided: bool) -> torch.Tensor:

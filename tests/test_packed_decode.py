@@ -10,19 +10,7 @@ from hypothesis import strategies as st
 import emulator
 from conftest import HAS_GPU
 from kvstrata import Format, decode_packed
-from packed_model import DEVICE, Batch, calibration_of, without_cuda
-
-EMULATED = pytest.param(
-    "cuda", marks=pytest.mark.skipif(not HAS_GPU and bool(emulator.missing()), reason=str(emulator.missing()))
-)
-BACKENDS = ["reference", "triton", EMULATED]
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not HAS_GPU:
-        without_cuda(monkeypatch)
+from packed_model import DEVICE, Batch, calibration_of, each_backend, kernels  # noqa: F401
 
 
 def sinks(heads: int) -> torch.Tensor:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-import emulator
 from conftest import HAS_GPU
 from kvstrata import Format, decode_packed
 from kvstrata.attention.packed_decode import cuda as decode_cuda
 from kvstrata.attention.packed_decode import op as decode_op
-from packed_model import DEVICE, Batch, calibration_of, without_cuda
+from packed_model import DEVICE, Batch, calibration_of, kernels, needs_emulator  # noqa: F401
 
-pytestmark = pytest.mark.skipif(not HAS_GPU and bool(emulator.missing()), reason=str(emulator.missing()))
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not HAS_GPU:
-        without_cuda(monkeypatch)
+pytestmark = needs_emulator
 
 
 def written(batch: Batch) -> tuple[set[int], decode_cuda.Plan]:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-import emulator
 from conftest import HAS_GPU
 from kvstrata import Format, copy_pages, decode_packed, prefill_packed, store_packed
-from packed_model import DEVICE, memory, without_cuda
+from packed_model import DEVICE, each_backend, memory, without_cuda
 from test_far_offsets import apart, room_of
 
-EMULATED = pytest.param(
-    "cuda", marks=pytest.mark.skipif(not HAS_GPU and bool(emulator.missing()), reason=str(emulator.missing()))
-)
 
-
-@pytest.mark.parametrize("backend", ["reference", "triton", EMULATED])
+@each_backend
 @pytest.mark.parametrize("axis", [0, 1])
 def test_pools_far_apart(backend: str, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ops give the bytes and outputs of a small pool; offsets that wrap would reach other bytes of the room."""

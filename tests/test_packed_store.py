@@ -7,26 +7,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import emulator
 from conftest import HAS_GPU
 from kvstrata import Format, store_packed
 from kvstrata.layout import fragments, scales
 from kvstrata.quant import reference as quant
 from kvstrata.store.packed import cuda as store_cuda
 from kvstrata.store.packed import op as store_op
-from packed_model import DEVICE, POISON, Calibration, calibration_of, memory, stored_rows, without_cuda
-
-EMULATED = pytest.param(
-    "cuda", marks=pytest.mark.skipif(not HAS_GPU and bool(emulator.missing()), reason=str(emulator.missing()))
+from packed_model import (  # noqa: F401
+    DEVICE,
+    EMULATED,
+    POISON,
+    Calibration,
+    calibration_of,
+    each_backend,
+    kernels,
+    memory,
+    stored_rows,
 )
-BACKENDS = ["reference", "triton", EMULATED]
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not HAS_GPU:
-        without_cuda(monkeypatch)
 
 
 def rows(tokens: int, heads: int, dim: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

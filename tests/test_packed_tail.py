@@ -11,19 +11,7 @@ import emulator
 from conftest import HAS_GPU
 from kvstrata import Format, PlainRows, decode_packed, store_packed
 from packed_engine import Engine
-from packed_model import DEVICE, POISON, calibration_of, without_cuda
-
-EMULATED = pytest.param(
-    "cuda", marks=pytest.mark.skipif(not HAS_GPU and bool(emulator.missing()), reason=str(emulator.missing()))
-)
-BACKENDS = ["reference", "triton", EMULATED]
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not HAS_GPU:
-        without_cuda(monkeypatch)
+from packed_model import DEVICE, POISON, calibration_of, each_backend, kernels  # noqa: F401
 
 
 def test_a_life_in_words() -> None:

@@ -196,7 +196,7 @@ def test_without_counters_there_are_times_and_registers(fake_ncu, tmp_path, monk
 
     monkeypatch.setattr(profile, "_run", run)
     monkeypatch.setattr(profile, "choose", lambda *arguments: ["one", "two"])
-    monkeypatch.setattr("kvstrata.tools.commands.device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("kvstrata.tools.terminal.device_of", lambda device: torch.device("cuda"))
     monkeypatch.setattr("kvstrata.tools.bench.machine.describe", lambda *arguments: MACHINE)
     few = [cases.find("store").cases(CPU, True)[0]]
     few = [type(few[0])(**{**few[0].__dict__, "name": name, "bytes": 300_000_000}) for name in ("one", "two")]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kvstrata.tools import publish
 from kvstrata.tools.bench import render
-from kvstrata.tools.bench.plot import groups
+from kvstrata.tools.bench.plot import View, groups
 from kvstrata.tools.bench.results import Against, CaseResult, Report, Row, load
 from kvstrata.tools.bench.stats import summary
 from kvstrata.tools.cli import app
@@ -318,7 +318,7 @@ def test_a_marker_may_span_lines(replay):
 
 
 def test_figures_of_two_panels_show_every_way(replay, tmp_path):
-    sizes = [case.params["bs"] for case in groups(replay, "bs", "fa-*x16")["fa-16"]]
+    sizes = [case.params["bs"] for case in groups(replay, View("bs", rows="fa-*x16"))["fa-16"]]
     assert sizes == [1, 16, 64, 256]  # and none of the captured ones
     made = publish.figures([replay], tmp_path)
     assert [path.name for path in made] == [

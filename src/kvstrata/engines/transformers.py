@@ -162,7 +162,7 @@ class PackedSlidingAllocator(PackedAllocator):
         table, page = self.block_table[request_id], self.tokens_per_page
         end = past_length + query_length
         first = max(past_length, end - self.ring_blocks * page)
-        slots = [table[at // page % self.ring_blocks] * page + at % page for at in range(first, end)]
+        slots = [table[position // page % self.ring_blocks] * page + position % page for position in range(first, end)]
         return [-1] * (first - past_length) + slots
 
 

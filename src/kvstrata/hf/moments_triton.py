@@ -52,9 +52,9 @@ def moments_kernel(
         number = tl.load(number_ptr + column, mask=column < columns, other=0)
         number = tl.minimum(tl.maximum(number, 0), POSITIONS - 1).to(tl.int32)
         used = (weight > 0)[:, None] & real[None, :]
-        at = number[:, None] * TURNED + pair[None, :]
-        cos = tl.load(cos_ptr + at, mask=used & turned[None, :], other=1.0)
-        sin = tl.load(sin_ptr + at, mask=used & turned[None, :], other=0.0)
+        offs_turn = number[:, None] * TURNED + pair[None, :]
+        cos = tl.load(cos_ptr + offs_turn, mask=used & turned[None, :], other=1.0)
+        sin = tl.load(sin_ptr + offs_turn, mask=used & turned[None, :], other=0.0)
         w = weight[:, None]
         rows_k = k_ptr + column.to(tl.int64)[:, None] * stride_kn
         a, b = _clean(rows_k + one[None, :], used, largest), _clean(rows_k + two[None, :], used, largest)

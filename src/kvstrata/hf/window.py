@@ -23,7 +23,7 @@ from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import LayerCalibration
 from kvstrata.store import store_packed
 
-from . import attention, balance
+from . import attention, balance, support
 from . import mask as masks
 from .logits import Logits
 from .rope import frequencies
@@ -114,13 +114,10 @@ class WindowLayer(CacheLayerMixin):
 
     def misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
         """Reason why K and V ``[rows, kv_heads, n, D]`` cannot be packed, or None."""
-        dim = key.shape[-1]
-        if key.shape != value.shape:
-            return f"K and V of different shapes, {tuple(key.shape[1::2])} and {tuple(value.shape[1::2])}"
-        if dim % 16 or not 32 <= dim <= 256:
-            return f"head_dim {dim}, not a multiple of 16 from 32 to 256"
-        if choose_format(self.fraction, dim, self.page_tokens) is None:
-            return f"a budget of {self.fraction}, less than {LADDER[-1]} of {dim} values takes"
+        if reason := support.misfit(key, value, None):
+            return reason
+        if choose_format(self.fraction, key.shape[-1], self.page_tokens) is None:
+            return f"a budget of {self.fraction}, less than {LADDER[-1]} of {key.shape[-1]} values takes"
         return None
 
     @torch.compiler.disable  # a compiled model steps out of its graph for the cache

@@ -126,9 +126,9 @@ def bench(
     if as_json:
         sys.stdout.write(dumps(taken))
     say.print(table(taken, getattr(module, "TABLE", {})).terminal())
-    say.print(getattr(module, "summary", verdict)(taken), markup=False, highlight=False)
+    say.print(getattr(module, "summary", verdict)(taken), markup=False)
     if save:
-        say.print(f"Saved: {results / taken.machine['slug'] / op}.json", highlight=False)
+        say.print(f"Saved: {results / taken.machine['slug'] / op}.json")
     slower = _judge(before, taken, say) if before else False
     if taken.failures or slower:
         raise typer.Exit(1)
@@ -143,7 +143,7 @@ def _judge(before: Report, after: Report, say: Console) -> bool:
     say.print(regress.table(compared, before, after).terminal())
     slower = [o for o in compared if o.verdict == "slower"]
     lines = [f"{o.case}: {o.name}" for o in slower]
-    say.print("\n".join(["Slower than before:", *lines] if slower else ["No case got slower."]), highlight=False)
+    say.print("\n".join(["Slower than before:", *lines] if slower else ["No case got slower."]))
     return bool(slower)
 
 

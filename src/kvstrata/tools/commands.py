@@ -10,20 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .terminal import (
-    AsJson,
-    Device,
-    Results,
-    Revision,
-    Where,
-    console,
-    device_of,
-    need,
-    refuse,
-    refusing,
-    spinner,
-    text_of,
-)  # fmt: skip
+from . import terminal as ui
 
 if TYPE_CHECKING:
     from .profile.profile import Profile
@@ -38,9 +25,6 @@ def profile(
     op: Op,
     case: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Bench cases, or CASE:CONTENDER; repeatable.")
-    ] = None,
-    contender: Annotated[
-        str | None, typer.Option(help="Contender of the case, such as cuda_direct; ours by default.")
     ] = None,
     against: Annotated[
         str | None,
@@ -59,13 +43,12 @@ def profile(
     out: Annotated[Path, typer.Option(help="Summary to write, with its JSON beside it; --save overrides it.")] = Path(
         "profile_summary.md"
     ),
-    docs: Annotated[Path, typer.Option(help="Folder of saved summaries.")] = Path("docs/profiles"),
     minutes: Annotated[
         float, typer.Option(min=0.01, help="Time limit for all cases; cases not done by then are listed.")
     ] = 15.0,
-    as_json: AsJson = False,
-    results: Results = Path("results"),
-    revision: Revision = None,
+    as_json: ui.AsJson = False,
+    results: ui.Results = Path("results"),
+    revision: ui.Revision = None,
 ) -> None:
     """Find what bounds a kernel: Nsight Compute on bench cases.
 
@@ -91,7 +74,7 @@ def profile(
     from .profile.ncu import NcuError
     from .results import write
 
-    say = console(stderr=as_json)
+    say = ui.console(stderr=as_json)
     poor = False  # no counters could be read
     try:
         gates = [profiles.gate_of(text) for text in gate or []]
@@ -106,7 +89,7 @@ def profile(
             before = _take(op, case or [], compare[0], revision, 30 * minutes)
             after = _take(op, case or [], compare[1], revision, 30 * minutes)
         else:
-            after = _take(op, case or [], contender, revision, 60 * minutes)
+            after = _take(op, case or [], None, revision, 60 * minutes)
             poor = not after.tool.startswith("ncu")
         if against:
             before = git.earlier(against, results / after.machine["slug"] / f"profile_{op}.json", profiles.loads)
@@ -116,7 +99,7 @@ def profile(
         typer.echo(f"kvstrata: {error}", err=True)
         raise typer.Exit(NO_TOOL) from error
     except (LookupError, ValueError, OSError) as error:
-        refuse(text_of(error))
+        ui.refuse(ui.text_of(error))
     title = f"{' against '.join(reversed(compare)) if compare else f'against {against}'}"
     compared = tables.comparison(changes, title) if before else None
     if as_json:
@@ -127,12 +110,12 @@ def profile(
     if compared:
         say.print(compared.terminal())
     for line in missed:
-        say.print(f"Missed: {line}", markup=False, highlight=False)
+        say.print(f"Missed: {line}", markup=False)
     data, text = out.with_suffix(".json"), out
     if save:
-        data, text = results / after.machine["slug"] / f"profile_{op}.json", docs / f"{op}.md"
+        data, text = results / after.machine["slug"] / f"profile_{op}.json", Path("docs/profiles") / f"{op}.md"
     for path in (profiles.save(after, data), write(text, tables.summary(after, compared, missed))):
-        say.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+        say.print(f"Written: {path}", markup=False, soft_wrap=True)
     if poor:
         raise typer.Exit(NO_TOOL)
     if missed or after.failed:
@@ -145,7 +128,7 @@ def check(
         str, typer.Option(help="Tools of compute-sanitizer, comma-separated; none skips them.")
     ] = "memcheck,racecheck,initcheck,synccheck",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: a look, not evidence.")] = False,
-    device: Where = Device.auto,
+    device: ui.Where = ui.Device.auto,
     seed: Annotated[int, typer.Option(help="Seed of the first trial; a failure reports its seed.")] = 0,
     minutes: Annotated[
         float, typer.Option(min=0.01, help="Limit of a sweep or a tool; exceeding it is a failure.")
@@ -153,9 +136,9 @@ def check(
     save: Annotated[
         bool, typer.Option("--save", help="Save the outcome in RESULTS/<machine>/check.json, failures included.")
     ] = False,
-    results: Results = Path("results"),
-    revision: Revision = None,
-    as_json: AsJson = False,
+    results: ui.Results = Path("results"),
+    revision: ui.Revision = None,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Check that the op is correct on this machine. Exit code 1 if any check fails.
 
@@ -180,14 +163,14 @@ def check(
     from .check import results as check_results
     from .render import Grid
 
-    say = console(stderr=as_json)
+    say = ui.console(stderr=as_json)
     wanted = [tool for tool in tools.split(",") if tool and tool != "none"]
     if unknown := [tool for tool in wanted if tool not in check_results.TOOLS]:
-        refuse(f"--tools: expected some of {', '.join(check_results.TOOLS)}, or none, got {unknown[0]!r}")
-    with refusing():
+        ui.refuse(f"--tools: expected some of {', '.join(check_results.TOOLS)}, or none, got {unknown[0]!r}")
+    with ui.refusing():
         cases.find(op)
-        where = device_of(device)
-    with spinner(f"check {op}") as tick:
+        where = ui.device_of(device)
+    with ui.spinner(f"check {op}") as tick:
         steps = checks.run(op, where, wanted, quick, seed, tick, 60 * minutes)
     failed = any(step.errors for step in steps)
     if as_json:
@@ -198,12 +181,12 @@ def check(
     notes = [f"{step.name}: {error}" for step in steps for error in step.errors]
     notes += [f"{step.name} skipped: {step.skipped}" for step in steps if step.skipped]
     say.print(Grid(f"check {op} on {where}", ["", "verdict", "checked", "seconds"], rows, notes, names=2).terminal())
-    say.print(f"Correctness: {'FAILED' if failed else 'PASSED'}", highlight=False)
+    say.print(f"Correctness: {'FAILED' if failed else 'PASSED'}")
     if save:
         checked = check_results.Checked(op, describe(where, revision), quick, seed, wanted, steps)
-        with refusing():
+        with ui.refusing():
             path = check_results.save(checked, results)
-        say.print(f"Saved: {path}", markup=False, highlight=False, soft_wrap=True)
+        say.print(f"Saved: {path}", markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 
@@ -218,10 +201,10 @@ def report(
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE.md", help="Write the tables of the page as Markdown.")
     ] = None,
-    results: Results = Path("results"),
+    results: ui.Results = Path("results"),
     figures: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("docs/figures"),
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 if a table is out of date.")] = False,
-    as_json: AsJson = False,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Render saved results: as one self-contained page, or as the tables and figures of the documents.
 
@@ -240,7 +223,7 @@ def report(
     """
     if out or markdown:
         if documents or check:
-            refuse("--out and --markdown write a page of their own: leave out documents and --check")
+            ui.refuse("--out and --markdown write a page of their own: leave out documents and --check")
         written = _page(results, out, markdown)
         stale: list[Path] = []
     else:
@@ -258,7 +241,7 @@ def report(
         raise typer.Exit(1)
 
 
-def info(as_json: AsJson = False) -> None:
+def info(as_json: ui.AsJson = False) -> None:
     """Show versions, the device and its limits, the backends of each op and why some cannot run, tools,
     cache folders and tuned tables.
 
@@ -268,7 +251,7 @@ def info(as_json: AsJson = False) -> None:
     """
     from . import info as known
 
-    facts = known.facts(device_of(Device.auto))
+    facts = known.facts(ui.device_of(ui.Device.auto))
     typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(known.lines(facts)))
 
 
@@ -279,14 +262,14 @@ def _documents(
     from . import publish
 
     changed = []
-    with refusing():
+    with ui.refusing():
         reports = publish.load_all(results)
         for path in documents or [p for p in (Path("README.md"), *sorted(Path("docs").glob("**/*.md"))) if p.exists()]:
             text = path.read_text(encoding="utf-8")
             try:
                 fresh = publish.render_document(text, reports)
             except (LookupError, ValueError) as error:
-                raise ValueError(f"{path}: {text_of(error)}") from error
+                raise ValueError(f"{path}: {ui.text_of(error)}") from error
             if fresh != text:
                 changed.append(path)
                 if not check:
@@ -297,31 +280,30 @@ def _documents(
 
 
 def _page(results: Path, out: Path | None, markdown: Path | None) -> list[Path]:
-    need(("matplotlib", "jinja2", "scipy"), "bench", "the page")
+    ui.need(("matplotlib", "jinja2", "scipy"), "bench", "the page")
     from .report import page
     from .results import write
 
-    with refusing():
+    with ui.refusing():
         content = page.collect(results)
         return [write(path, text(content)) for path, text in ((out, page.html), (markdown, page.markdown)) if path]
 
 
 def _take(op: str, wanted: list[str], contender: str | None, revision: str | None, seconds: float) -> Profile:
-    """Profile on the GPU here."""
     from .bench import cases
     from .bench.machine import describe
     from .profile import ncu
     from .profile import profile as profiles
 
     cases.find(op)
-    where = device_of(Device.auto)
+    where = ui.device_of(ui.Device.auto)
     if where.type != "cuda":
         ncu.find()  # a missing ncu is reported first
         raise ncu.NcuError("profile needs a CUDA device: torch sees none here")
     names, end = profiles.choose(op, wanted, where), time.monotonic() + seconds
-    sizes = {case.name: case.bytes for quick in (True, False) for case in cases.find(op).cases(where, quick)}
+    sizes = {name: case.bytes for name, case in cases.by_name(op, where).items()}
     machine = describe(where, revision)
-    with spinner(f"profile {op}") as tick:
+    with ui.spinner(f"profile {op}") as tick:
         try:
             taken = profiles.take(op, names, machine, sizes, contender, tick, seconds)
             reason = "" if taken.cases else "; ".join(dict.fromkeys(taken.failed.values()))

@@ -77,7 +77,6 @@ def tables(slug: str) -> list[dict[str, Any]]:
 
 
 def lines(known: dict[str, Any]) -> list[str]:
-    """Report as lines of text."""
     shown = []
     for key, value in known.items():
         if key in ("backends", "packages", "tools"):

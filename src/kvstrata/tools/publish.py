@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from kvstrata.tools.bench import plot_engines
 from kvstrata.tools.bench import render as bench
-from kvstrata.tools.bench.plot import MEMORY, groups, plot
+from kvstrata.tools.bench.plot import MEMORY, View, groups, plot
 from kvstrata.tools.bench.results import Report
 from kvstrata.tools.check import results as check
 from kvstrata.tools.check.results import Checks
@@ -38,18 +38,6 @@ class Kind(Protocol):
 
 
 KINDS: tuple[Kind, ...] = (tune, check, drift, quality, bench)  # the first that knows a name
-
-
-class View(NamedTuple):
-    """Figure of an op: `y` over `x`, as in plot.py, for each group of the cases `rows`; lines are contenders
-    or, with `by`, values of a parameter. `about`: parameters that all cases of a figure share, for its title."""
-
-    x: str = "T"
-    y: str = "tb_s"
-    rows: str = "*"
-    leave_out: tuple[str, ...] = ()
-    by: str | None = None
-    about: str = ""
 
 
 SAME = ("pre-sliced", "adaptor", "bare launch", "copy")  # not drawn: on the GPU as fast as another line, or a probe
@@ -111,8 +99,7 @@ def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> li
         if report.op == ENGINES:
             paths.append(plot_engines.plot(report, folder / f"{stem}{suffix}"))
             continue
-        for x, y, rows, leave_out, by, about in VIEWS.get(report.op, [View()]):
-            for name, cases in groups(report, x, rows, by).items():
-                path = folder / f"{stem}-{name}{suffix}"
-                paths.append(plot(report, cases, path, x, y, leave_out, by, about.format(**cases[0].params)))
+        for view in VIEWS.get(report.op, [View()]):
+            for name, cases in groups(report, view).items():
+                paths.append(plot(report, cases, folder / f"{stem}-{name}{suffix}", view))
     return paths

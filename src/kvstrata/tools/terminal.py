@@ -65,11 +65,11 @@ def numba_hint(device: torch.device) -> str | None:
 
 
 def console(stderr: bool) -> Console:
-    """A terminal of its width, or wide lines for a file."""
+    """A console as wide as the terminal, or 240 columns if the output is no terminal."""
     from rich.console import Console
 
-    result = Console(stderr=stderr)
-    return result if result.is_terminal else Console(stderr=stderr, width=240)
+    result = Console(stderr=stderr, highlight=False)
+    return result if result.is_terminal else Console(stderr=stderr, highlight=False, width=240)
 
 
 def progress_bars(console: Console, *more: str, transient: bool = False) -> Progress:
@@ -94,7 +94,7 @@ def spinner(title: str) -> Iterator[Callable[[str], None]]:
 
 
 def text_of(error: Exception) -> str:
-    """Without the quotes that a KeyError puts around its message."""
+    """Message of an error, without the quotes of a KeyError."""
     return str(error.args[0]) if isinstance(error, LookupError) and error.args else str(error)
 
 

@@ -29,12 +29,12 @@ struct Params {
   // Partials of a column's head cache in the tier that has the lane's number.
   __device__ __forceinline__ Slots slots_of(const Column& column) const {
     const int lane = threadIdx.x & 31;
-    Slots found = {0, 0};
+    Slots partials = {0, 0};
     if (lane < tiers) {
       const int2 pair = __ldcg(reinterpret_cast<const int2*>(slots) + lane * head_caches + column.head_cache);
-      found.first = pair.x, found.count = pair.y;
+      partials.first = pair.x, partials.count = pair.y;
     }
-    return found;
+    return partials;
   }
 };
 

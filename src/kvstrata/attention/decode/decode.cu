@@ -60,13 +60,13 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
   const int wave = divide(blockIdx.x, p.by_multiprocessors), resident = divide(gridDim.x, p.by_multiprocessors);
   const int number = (blockIdx.x - wave * p.multiprocessors) * resident + wave;
   for (int chunk = number * kWarps + warp; chunk < p.chunks; chunk += gridDim.x * kWarps) {
-    const int first = p.parts[chunk].at, end = p.parts[chunk].end, partial = p.parts[chunk].number;
+    const int first = p.parts[chunk].begin, end = p.parts[chunk].end, partial = p.parts[chunk].number;
     Stage now = p.parts[chunk].first;
     if (first >= end) continue;
-    const auto produce = [&](int at, const Stage& stage) {
+    const auto produce = [&](int buffer, const Stage& stage) {
       const Sizes size = sizes_of<kDim, kPageTokens>(TierList{}, tier_of(stage.meta));
-      if constexpr (kRows) fill_rows<kMass, kDim>(p, ring, at, slots + at * kSlot, stage, size);
-      else fill<kMass>(ring, at, slots + at * kSlot, stage, size, p.position_bytes);
+      if constexpr (kRows) fill_rows<kMass, kDim>(p, ring, buffer, slots + buffer * kSlot, stage, size);
+      else fill<kMass>(ring, buffer, slots + buffer * kSlot, stage, size, p.position_bytes);
     };
     produce(0, now);
     ring.commit();
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
     State<kDim, kN> st;
     int bucket = -1;
     for (int i = first;; i++) {
-      const int at = (i - first) & 1;
+      const int buffer = (i - first) & 1;
       const bool another = i == end || now.bucket != bucket;
       if (another) {
         if (bucket >= 0 && !kMass) end_bucket(p, st, bucket, partial, block);
@@ -82,11 +82,11 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
         bucket = now.bucket;
         load_query(p, st, now, block);
       }
-      if (i + 1 < end) produce(at ^ 1, next);
+      if (i + 1 < end) produce(buffer ^ 1, next);
       ring.commit();
       if (next.bucket != now.bucket) expect_query<kDim, kN>(p, next, block);
       if (another) begin_bucket<In, kMass, kObserve, kOrdered>(p, st, now, block);  // overlaps the copy of the page
-      ring.wait(at, 2);
+      ring.wait(buffer, 2);
       bool skip = false;
       if constexpr (kObserve) {
         skip = !st.weight || now.meta & kSpokenFor;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
         st.importance = reinterpret_cast<float*>(now.page + p.importance_offset[tier]) + part_of(now.meta) * tokens;
       }
       if (!skip)
-        attend<In, kMass, kObserve, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + at * kSlot, now.meta, bucket);
+        attend<In, kMass, kObserve, kOrdered, kDim, kPageTokens, kN, 0>(TierList{}, p, st, slots + buffer * kSlot, now.meta, bucket);
       __syncwarp();
       now = next;
       next = after;

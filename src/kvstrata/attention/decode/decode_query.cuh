@@ -93,14 +93,14 @@ __device__ __forceinline__ unsigned powers_of(bf16, unsigned x) { return (x * 12
 template <class In, int kDim, int kN>
 __device__ __forceinline__ void balance_exactly(State<kDim, kN>& st, const signed char* powers, bool lossy) {
   const int t = threadIdx.x & 3;
-  const signed char* at[2][2];  // in the first two steps; later ones are as far from them in both orders
+  const signed char* first_steps[2][2];  // in the first two steps; later ones are as far from them in both orders
 #pragma unroll
-  for (int i = 0; i < 4; i++) at[i / 2][i % 2] = powers + (lossy ? 16 * (i / 2) + 2 * t + 8 * (i % 2) : 2 * i + 8 * t);
+  for (int i = 0; i < 4; i++) first_steps[i / 2][i % 2] = powers + (lossy ? 16 * (i / 2) + 2 * t + 8 * (i % 2) : 2 * i + 8 * t);
 #pragma unroll
   for (int s = 0; s < kDim / 16; s++)
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-      const signed char* from = at[s % 2][part] + 16 * (s & ~1);
+      const signed char* from = first_steps[s % 2][part] + 16 * (s & ~1);
       if (kDim % 32 && s == kDim / 16 - 1 && !lossy) from = powers + plain_dim<kDim>(s, part);
       const unsigned both = __ldg(reinterpret_cast<const unsigned short*>(from));
       const unsigned by = powers_of(In{}, (both & 0xff) | (both & 0xff00) << 8);
@@ -148,11 +148,11 @@ __device__ __forceinline__ void begin_bucket(const P& p, State<kDim, kN>& st, co
     if constexpr (kMass)  // columns past the last, and those that see nothing, have weight 0
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        const int mine = (block * kN + n) * 8 + 2 * t + c, query = divide(mine, p.by_group);
+        const int column = (block * kN + n) * 8 + 2 * t + c, query = divide(column, p.by_group);
         float lse = -kNone;
-        if (mine < columns)
+        if (column < columns)
           lse = __ldg(p.lse + (static_cast<i64>(owner.row) * p.queries + query) * (p.kv_heads * p.group) +
-                      owner.head * p.group + mine - query * p.group);
+                      owner.head * p.group + column - query * p.group);
         st.m[n][c] = lse > kNone ? lse * 1.4426950408889634f : -kNone;
       }
   }

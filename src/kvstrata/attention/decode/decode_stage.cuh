@@ -52,52 +52,52 @@ struct Sizes {
 };
 template <int kDim, int kPageTokens, class... Ts>
 __device__ __forceinline__ Sizes sizes_of(Tiers<Ts...>, int tier) {
-  Sizes found = {};
+  Sizes sizes = {};
   int number = 0;
   (
       [&] {
         using P = Part<Ts, kDim, kPageTokens>;
-        if (tier == number++) found = {P::kKBytes, P::kVBytes, P::kScaleBytes, P::kParts, P::kTokens};
+        if (tier == number++) sizes = {P::kKBytes, P::kVBytes, P::kScaleBytes, P::kParts, P::kTokens};
       }(),
       ...);
-  return found;
+  return sizes;
 }
 
 template <bool kMass>
-__device__ __forceinline__ void fill(Ring<2>& ring, int at, unsigned char* to, const Stage& stage, const Sizes& size,
+__device__ __forceinline__ void fill(Ring<2>& ring, int buffer, unsigned char* to, const Stage& stage, const Sizes& size,
                                      int position_bytes) {
   if (!ring.mine()) return;
   const char* page = reinterpret_cast<const char*>(stage.page);
   const int positions = size.tokens * position_bytes, codes = size.k + size.v + size.scales;
-  ring.begin(at, codes + positions - (kMass ? size.v : 0));
+  ring.begin(buffer, codes + positions - (kMass ? size.v : 0));
   if (size.parts == 1 && !kMass) {
-    ring.copy(at, to, page, codes + positions);
+    ring.copy(buffer, to, page, codes + positions);
   } else {
     const int part = part_of(stage.meta);
-    ring.copy(at, to, page + part * size.k, size.k);
-    if (!kMass) ring.copy(at, to + size.k, page + size.parts * size.k + part * size.v, size.v);
-    if (size.scales) ring.copy(at, to + size.k + size.v, page + size.parts * (size.k + size.v) + part * size.scales, size.scales);
-    if (positions) ring.copy(at, to + codes, page + size.parts * codes + part * positions, positions);
+    ring.copy(buffer, to, page + part * size.k, size.k);
+    if (!kMass) ring.copy(buffer, to + size.k, page + size.parts * size.k + part * size.v, size.v);
+    if (size.scales) ring.copy(buffer, to + size.k + size.v, page + size.parts * (size.k + size.v) + part * size.scales, size.scales);
+    if (positions) ring.copy(buffer, to + codes, page + size.parts * codes + part * positions, positions);
   }
 }
 
 // Rows of a page of store_kv: one copy where they are contiguous, else one row of K and of V per lane.
 template <bool kMass, int kDim>
-__device__ __forceinline__ void fill_rows(const Params& p, Ring<2>& ring, int at, unsigned char* to, const Stage& stage,
+__device__ __forceinline__ void fill_rows(const Params& p, Ring<2>& ring, int buffer, unsigned char* to, const Stage& stage,
                                           const Sizes& size) {
   constexpr int kRow = kDim * 2;
   const int lane = threadIdx.x & 31, tokens = tokens_of(stage.meta), sides = kMass ? 1 : 2;
   const char* rows = reinterpret_cast<const char*>(stage.page);
-  if (ring.mine()) ring.begin(at, sides * tokens * kRow);
+  if (ring.mine()) ring.begin(buffer, sides * tokens * kRow);
   if (p.row_bytes == kRow) {
     if (!ring.mine()) return;
-    ring.copy(at, to, rows, tokens * kRow);
-    if (!kMass) ring.copy(at, to + size.k, rows + p.v_offset, tokens * kRow);
+    ring.copy(buffer, to, rows, tokens * kRow);
+    if (!kMass) ring.copy(buffer, to + size.k, rows + p.v_offset, tokens * kRow);
     return;
   }
   __syncwarp();
   for (int i = lane; i < sides * tokens; i += 32) {
     const int side = i >= tokens, token = i - side * tokens;
-    ring.copy_of_lane(at, to + side * size.k + token * kRow, rows + side * p.v_offset + token * p.row_bytes, kRow);
+    ring.copy_of_lane(buffer, to + side * size.k + token * kRow, rows + side * p.v_offset + token * p.row_bytes, kRow);
   }
 }

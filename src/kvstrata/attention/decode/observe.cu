@@ -25,10 +25,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) observe(const __grid_cons
     const int layer = i / (p.rows + 1), row = i % (p.rows + 1);
     int weight = 0;
     if (row < p.rows && layer / p.each == turn && (!p.live || p.live[row] == p.requests[row])) {
-      const int at = p.requests[row] * p.layers + layer, length = p.lengths[at];
-      const int2 before = p.reports[at];
+      const int index = p.requests[row] * p.layers + layer, length = p.lengths[index];
+      const int2 before = p.reports[index];
       weight = min(max(length - before.y, 0), p.most);
-      if (weight) p.reports[at] = make_int2(min(before.x + weight, kMost), length);
+      if (weight) p.reports[index] = make_int2(min(before.x + weight, kMost), length);
     }
     p.weights[i] = weight;
   }

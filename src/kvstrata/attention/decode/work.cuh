@@ -21,7 +21,7 @@ __device__ __forceinline__ int part_of(unsigned meta) { return (meta & ~kSpokenF
 
 struct alignas(16) Chunk {
   Stage first;  // so that its copy can start at once
-  int at, end, number, unused;
+  int begin, end, number, unused;
 };
 
 struct Slots {  // partials of a bucket

@@ -55,16 +55,16 @@ __device__ __forceinline__ Sums scan_warp(Sums x) {
 }
 
 // Exclusive sums over the block; `total` is that of all threads.
-__device__ __forceinline__ Sums scan(const Sums& mine, Sums& total) {
+__device__ __forceinline__ Sums scan(const Sums& own, Sums& total) {
   __shared__ Sums of_warps[kThreads / 32];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const Sums x = scan_warp(mine);
+  const Sums x = scan_warp(own);
   if (lane == 31) of_warps[warp] = x;
   __syncthreads();
   if (warp == 0) of_warps[lane] = scan_warp(of_warps[lane]);
   __syncthreads();
   total = of_warps[kThreads / 32 - 1];
-  Sums base = {x.stages - mine.stages, x.cost - mine.cost, x.other - mine.other};
+  Sums base = {x.stages - own.stages, x.cost - own.cost, x.other - own.other};
   if (warp) base.add(of_warps[warp - 1]);
   return base;
 }
@@ -117,13 +117,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   extern __shared__ Base bases[];  // [tiers, the part's head caches]
 
   // Buckets in list order; each thread takes consecutive ones.
-  Sums mine = {0, 0, 0}, total;
+  Sums own = {0, 0, 0}, total;
   const int first = threadIdx.x * per_thread, end = min(first + per_thread, head_caches * p.tiers);
   const auto sums_of = [&](int bucket) {
     return measure(p, counts_of(p, layer, bucket % head_caches), bucket / head_caches);
   };
-  for (int bucket = first; bucket < end; bucket++) mine.add(sums_of(bucket));
-  Sums base = scan(mine, total);
+  for (int bucket = first; bucket < end; bucket++) own.add(sums_of(bucket));
+  Sums base = scan(own, total);
   const bool few = !p.fixed_cost && total.stages <= p.few, by_other = few || p.fixed_cost;
   for (int bucket = first; bucket < end; bucket++) {
     const int head_cache = bucket % head_caches;
@@ -148,9 +148,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   const bool spread = !p.fixed_cost && each < p.workers;
   const auto place_of = [&](int chunk) { return spread ? chunk / each * p.workers + chunk % each : chunk; };
   if (blockIdx.y == 0) {
-    for (int at = threadIdx.x; at < p.most; at += kThreads) {
-      const int in_turn = at % p.workers, chunk = spread ? at / p.workers * each + in_turn : at;
-      if (chunk >= used || (spread && in_turn >= each)) parts[at].at = parts[at].end = 0;
+    for (int index = threadIdx.x; index < p.most; index += kThreads) {
+      const int in_turn = index % p.workers, chunk = spread ? index / p.workers * each + in_turn : index;
+      if (chunk >= used || (spread && in_turn >= each)) parts[index].begin = parts[index].end = 0;
     }
     if (used && threadIdx.x == 0) parts[place_of(used - 1)].end = total.stages;
   }
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
     const bool shares = p.weights && p.state[1] && p.weights[layer * (p.rows + 1) + row];
     for (int t = 0; t < p.tiers; t++) {
       const Base before = bases[t * per_part + u - part_first];
-      const int at = before.stages, chunk = p.fixed_cost ? before.cost : 0;
+      const int first_stage = before.stages, chunk = p.fixed_cost ? before.cost : 0;
       const i64 begin = p.fixed_cost ? 0 : before.cost;
       const int tokens = held(p, count, t), step = p.stage_tokens[t], n = ceil_div(tokens, step), price = costs[t];
       const int per_page = p.page_tokens / step;
@@ -189,14 +189,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         for (int j = 0; j < kAhead; j++) slab[j] = slab_of(handle[j]);
 #pragma unroll
         for (int j = 0; j < kAhead; j++)
-          if (i + 32 * j < n) stages[at + i + 32 * j] = stage_of(i + 32 * j, handle[j], slab[j]);
+          if (i + 32 * j < n) stages[first_stage + i + 32 * j] = stage_of(i + 32 * j, handle[j], slab[j]);
       }
       const auto has_owner = [&](int i, int handle) {
         return spoken_for(p, layer, row, lists + place_of_page(i), handle);
       };
       if (shares)
         for (int i = lane; i < n; i += 32)
-          if (has_owner(i, table[place_of_page(i)])) stages[at + i].meta |= kSpokenFor;
+          if (has_owner(i, table[place_of_page(i)])) stages[first_stage + i].meta |= kSpokenFor;
       // A chunk begins with the stage in which its share of the cost begins. No stage alone costs more than a share; the
       // first of a bucket, with the cost of starting it, may, and then the chunks before it are empty.
       const i64 after = n ? begin + begin_cost : begin, whole = after + static_cast<i64>(n) * price;
@@ -206,9 +206,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         const int handle = table[place_of_page(i)];
         part.first = stage_of(i, handle, slab_of(handle));
         if (shares && has_owner(i, handle)) part.first.meta |= kSpokenFor;
-        part.at = at + i;
+        part.begin = first_stage + i;
         part.number = number;
-        if (number) parts[place_of(number - 1)].end = at + i;
+        if (number) parts[place_of(number - 1)].end = first_stage + i;
       }
       if (lane == 0) {
         Slots found = {0, 0};

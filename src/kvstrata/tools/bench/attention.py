@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .case import Absent
+from kvstrata.layout import Format
+
+from .case import Absent, Bench
 from .clock import Call
 from .machine import cache_bytes
 
@@ -38,7 +40,7 @@ def sdpa(backend: SDPBackend, tensors: Callable[[int], Tensors], causal: bool = 
 
 
 def assert_close(out: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
-    """Relative error of the whole output."""
+    """Assert that the relative error of the whole output is below ``limit``."""
     error = float((out.float() - expected).norm() / expected.norm())
     assert error < limit, f"the relative error is {error:.1e}"
 
@@ -74,12 +76,17 @@ def _cudnn_with_lse(
     return out, lse
 
 
-def after_unpacking(
-    q: torch.Tensor, rows: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[dict[str, Call], dict[str, str]]:
-    """Contenders that unpack all of K and V and then attend with SDPA, and the reason of each that is absent.
+def chunk_bench(
+    q: torch.Tensor,
+    ours: Call,
+    rows: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    reference: Call,
+    check: Callable[[torch.Tensor], None],
+) -> Bench:
+    """Attention of a chunk over packed K and V: ``ours``, or all of it unpacked first and then SDPA.
 
     ``q [new, heads, dim]`` are the queries of the last keys; ``rows()`` gives k and v ``[1, kv heads, tokens, dim]``.
+    On a CPU ``reference`` is the baseline.
     """
     queries = q.unsqueeze(0).transpose(1, 2)
 
@@ -91,9 +98,26 @@ def after_unpacking(
     def cudnn(i: int) -> torch.Tensor:
         return in_two_parts(_cudnn_with_lse, queries, *rows())[0].transpose(0, 1)
 
-    contenders: dict[str, Call] = {"unpack then flash": flash}
-    try:
-        cudnn(0)
-    except RuntimeError as error:
-        return contenders, {"unpack then cudnn": str(absent(error))}
-    return contenders | {"unpack then cudnn": cudnn}, {}
+    baseline, other = "unpack then flash", "unpack then cudnn"
+    bench = Bench(
+        contenders={"kvstrata": ours, baseline: flash if q.is_cuda else reference},
+        poison=lambda name, i: None,
+        check=lambda name, i, out: check(out),
+        ours="kvstrata",
+        baseline=baseline,
+        before=read(q.device),
+    )
+    if q.is_cuda:
+        try:
+            cudnn(0)
+            bench.contenders[other] = cudnn
+        except RuntimeError as error:
+            bench.absent[other] = str(absent(error))
+    return bench
+
+
+def chunk_cost(fmt: Format, prefix: int, new: int, heads: int, kv_heads: int) -> tuple[int, int]:
+    """Bytes and operations of a chunk over its prefix, new rows, queries and outputs included."""
+    pairs, dim = new * prefix + new * (new + 1) // 2, fmt.head_dim
+    moved = kv_heads * (prefix * fmt.bytes_per_token + new * 4 * dim) + 4 * new * heads * dim
+    return moved, 4 * heads * pairs * dim

@@ -45,6 +45,11 @@ class Bench:
     before: Call | None = None
 
 
+def not_built(device: torch.device) -> Bench:
+    """`build` of cases whose module has a `run` of its own."""
+    raise RuntimeError("the contenders of this benchmark are no calls in this process")
+
+
 @dataclass(frozen=True)
 class Case:
     """One line of a benchmark: `bytes` read plus written, `flops`, rotating input `sets`, and how it is built.
@@ -58,7 +63,7 @@ class Case:
     name: str
     params: dict[str, Any]
     bytes: int
-    build: Callable[[torch.device], Bench]
+    build: Callable[[torch.device], Bench] = not_built
     flops: int = 0
     sets: int = 1
     graph: bool = False

@@ -75,8 +75,10 @@ class CpuClock:
         self.buffer.zero_()
         if before:
             before(i)
+        self.synchronize()
         start = time.perf_counter()
         call(i)
+        self.synchronize()
         return start, time.perf_counter()
 
     def us(self, mark: Mark) -> float:
@@ -94,16 +96,6 @@ class WallClock(CpuClock):
     def __init__(self, device: torch.device, buffer: torch.Tensor) -> None:
         super().__init__(buffer)
         self.device = device
-
-    def time(self, name: str, call: Call, i: int, before: Call | None = None) -> Mark:
-        self.buffer.zero_()
-        if before:
-            before(i)
-        self.synchronize()
-        start = time.perf_counter()
-        call(i)
-        self.synchronize()
-        return start, time.perf_counter()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

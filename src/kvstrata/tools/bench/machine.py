@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib.metadata
 import os
 import platform
@@ -54,11 +55,18 @@ def versions() -> dict[str, str | None]:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the last-level cache: the L2 of a GPU, the largest cache of a CPU (32 MB where it is not told)."""
+    """Size of the last-level cache: the L2 of a GPU, the largest cache of a CPU (32 MB if unknown)."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(s[:-1]) << {"K": 10, "M": 20}[s[-1]] for s in sizes if s[-1:] in ("K", "M")), default=32 << 20)
+
+
+def release(device: torch.device) -> None:
+    """Return unused device memory to the driver."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:
@@ -88,19 +96,14 @@ def _nvidia_smi(uuid: str) -> dict[str, Any]:
 
 
 def _cpu() -> dict[str, Any]:
-    arch = platform.machine()
+    arch, model = platform.machine(), re.search(r"^Model name:\s*(.+)$", child.output("lscpu") or "", re.MULTILINE)
     return {
-        "name": _cpu_model() or arch,
+        "name": (model.group(1).strip() if model else platform.processor()) or arch,
         "slug": f"cpu-{slug(arch)}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cache_bytes": cache_bytes(torch.device("cpu")),
     }
-
-
-def _cpu_model() -> str:
-    match = re.search(r"^Model name:\s*(.+)$", child.output("lscpu") or "", re.MULTILINE)
-    return match.group(1).strip() if match else platform.processor()
 
 
 def _revision(given: str | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ captured; the operations are the two products, of the chunk's own part the half 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,9 +17,8 @@ from kvstrata.attention.packed_prefill.job import Options, Tensors, check
 from kvstrata.attention.packed_prefill.reference import prefix_rows
 from kvstrata.layout import Format
 
-from .attention import after_unpacking, assert_close, read
+from .attention import assert_close, chunk_bench, chunk_cost
 from .case import Bench, Case
-from .clock import Call
 
 BLOCK_SIZE = 64
 CHECKED = 16  # of the last queries, in one KV head, compared with float32
@@ -54,46 +54,30 @@ def build_chunk(
     scores.masked_fill_(torch.arange(total, device=device) > own[:, None, None], -torch.inf)
     expected = scores.softmax(-1) @ values
 
-    contenders: dict[str, Call] = {"kvstrata": lambda i: kvstrata.prefill_packed(*tensors[:7], fmt, **bounds)}  # type: ignore[arg-type]
-    missing: dict[str, str] = {}
-    if device.type == "cuda":
-        exact = packed_triton.bounds_of(job)
+    exact = packed_triton.bounds_of(job)
 
-        def rows() -> tuple[torch.Tensor, torch.Tensor]:
-            cu_k, staged, count = packed_triton.staging(job, exact)
-            assert count == kv_heads
-            k, v = packed_triton.unpack(job, exact, cu_k, staged, 0, count)
-            return k[None].transpose(1, 2), v[None].transpose(1, 2)
+    def rows() -> tuple[torch.Tensor, torch.Tensor]:
+        cu_k, staged, count = packed_triton.staging(job, exact)
+        assert count == kv_heads
+        k, v = packed_triton.unpack(job, exact, cu_k, staged, 0, count)
+        return k[None].transpose(1, 2), v[None].transpose(1, 2)
 
-        others, missing = after_unpacking(q, rows)
-        contenders |= others
-    else:
-        contenders["unpack then flash"] = lambda i: kvstrata.prefill_packed(*tensors[:7], fmt, backend="reference")
-
-    def checked(contender: str, i: int, out: torch.Tensor) -> None:
+    def checked(out: torch.Tensor) -> None:
         assert_close(out[-few:, :group], expected, 1e-2)
         assert not bool(out.isnan().any()), "an output is NaN"
 
-    return Bench(
-        contenders=contenders,
-        poison=lambda contender, i: None,
-        check=checked,
-        ours="kvstrata",
-        baseline="unpack then flash",
-        host={"kvstrata": contenders["kvstrata"]},
-        before=read(device),
-        absent=missing,
-    )
+    def prefill(i: int, **options: Any) -> torch.Tensor:
+        return kvstrata.prefill_packed(*tensors[:7], fmt, **options)  # type: ignore[return-value]
+
+    bench = chunk_bench(q, partial(prefill, **bounds), rows, partial(prefill, backend="reference"), checked)
+    bench.host = {"kvstrata": bench.contenders["kvstrata"]}
+    return bench
 
 
 def chunk_case(name: str, prefix: int, new: int, device: torch.device) -> Case:
     heads, kv_heads, head_dim = (32, 8, 128) if device.type == "cuda" else (2, 1, 64)
-    fmt = Format.parse(name, head_dim)
-    moved = kv_heads * (prefix * fmt.bytes_per_token + new * 4 * head_dim) + 4 * new * heads * head_dim
-    pairs = new * prefix + new * (new + 1) // 2
+    moved, flops = chunk_cost(Format.parse(name, head_dim), prefix, new, heads, kv_heads)
     make = partial(build_chunk, name, prefix, new, heads, kv_heads, head_dim)
     params = {"kind": f"chunk {name}", "new": new, "T": prefix + new}
-    return Case(
-        "packed", f"chunk-{name}-{prefix}+{new}", params, moved, make, flops=4 * heads * pairs * head_dim,
-        graph=device.type == "cuda", seconds=SECONDS,
-    )  # fmt: skip
+    graph, case = device.type == "cuda", f"chunk-{name}-{prefix}+{new}"
+    return Case("packed", case, params, moved, make, flops=flops, graph=graph, seconds=SECONDS)

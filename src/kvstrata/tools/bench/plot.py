@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstrata.tools.plot import panels
 
@@ -27,8 +26,22 @@ LABELS = {
 }
 
 
-def groups(report: Report, x: str = "T", rows: str = "*", by: str | None = None) -> dict[str, list[CaseResult]]:
+class View(NamedTuple):
+    """Figure of an op: `y` (a name of LABELS; several with commas, a panel each) over the parameter `x`, for each group
+    of the cases `rows`, with 95 % intervals. Lines are contenders but those left out or, with `by`, ours for each value
+    of that parameter. `about`: parameters that all cases of a figure share, for the end of its title."""
+
+    x: str = "T"
+    y: str = "tb_s"
+    rows: str = "*"
+    leave_out: tuple[str, ...] = ()
+    by: str | None = None
+    about: str = ""
+
+
+def groups(report: Report, view: View) -> dict[str, list[CaseResult]]:
     """Cases that differ in `x` alone (and in `by`), at least two each, by the values of their other parameters."""
+    x, _, rows, _, by, _ = view
     by_group: dict[str, list[CaseResult]] = defaultdict(list)
     needed, free = (set(CACHE), {"kind", by}) if x == MEMORY else ({x}, {x, by})
     for case in report.cases:
@@ -44,29 +57,18 @@ def _x(case: CaseResult, x: str) -> float:
     return case.bytes / (4 * math.prod(case.params[name] for name in CACHE))
 
 
-def plot(
-    report: Report,
-    cases: list[CaseResult],
-    path: Path,
-    x: str = "T",
-    y: str = "tb_s",
-    leave_out: Collection[str] = (),
-    by: str | None = None,
-    about: str = "",
-) -> Path:
-    """Draw `y` (a name of LABELS; several with commas, a panel each) of every contender that is not left out over `x`,
-    with 95 % intervals; with `by` ours alone, a line for each value of that parameter. `path` ends with the format,
-    the title with `about`."""
-    ys = y.split(",")
+def plot(report: Report, cases: list[CaseResult], path: Path, view: View) -> Path:
+    """Draw one group of cases; `path` ends with the format."""
+    ys, by = view.y.split(","), view.by
     lines: dict[str, list[tuple[CaseResult, Row]]] = defaultdict(list)
     for case in cases:
         for row in case.rows:
-            if row.name not in leave_out and (by is None or row.kind == "ours"):
+            if row.name not in view.leave_out and (by is None or row.kind == "ours"):
                 lines[row.name if by is None else _label(by, case.params[by])].append((case, row))
-    title = f"{report.op} on {report.machine['name']}{about}"
+    title = f"{report.op} on {report.machine['name']}{view.about.format(**cases[0].params)}"
     with panels(path, len(ys), 7 if len(ys) == 1 else 5) as (figure, every):
         for axes, one in zip(every, ys, strict=True):
-            _panel(report, lines, axes, x, one)
+            _panel(report, lines, axes, view.x, one)
         if len(ys) == 1:
             every[0].set(title=title)
             if every[0].get_legend_handles_labels()[0]:  # none where no case ran

@@ -51,12 +51,9 @@ def empty_call(device: torch.device) -> tuple[Call, str]:
         kernel = jit.load(EMPTY, "empty")
         kernel.launch(grid=1, block=32)
     except Exception as error:  # the run is worth more than this yardstick; the report says which one was used
-        return (lambda i: torch.cuda._sleep(0)), f"torch.cuda._sleep(0), since {_reason(error)}"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return (lambda i: torch.cuda._sleep(0)), f"torch.cuda._sleep(0), since {reason}"
     return (lambda i: kernel.launch(grid=1, block=32)), EMPTY.name
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def copy_bandwidth(timer: Timer, nbytes: int | None = None, rounds: int = 20) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def _rate(case: CaseResult, row: Row, each: int = 1) -> str:
 
 
 def _share(case: CaseResult, row: Row) -> str:
-    """Percent of the row's time beyond the baseline's, with its interval."""
+    """Time beyond the baseline as a percentage of the row, with its interval."""
     a = row.vs_baseline
     return "" if a is None else f"{100 * (1 - a.ratio):.2f} % [{100 * (1 - a.hi):.2f}, {100 * (1 - a.lo):.2f}]"
 
@@ -67,10 +67,6 @@ def _of_engine(case: CaseResult, row: Row, name: str) -> Any:
     """Value of a parameter that engines differ in, 0 where a row has none."""
     by_row = case.params.get(name)
     return by_row.get(row.name, 0) if isinstance(by_row, dict) else 0
-
-
-def _thousands(count: int) -> str:
-    return f"{count:,}" if count else ""
 
 
 def _batch_time(case: CaseResult, row: Row) -> str:
@@ -101,7 +97,10 @@ COLUMNS: dict[str, tuple[str, Cell]] = {
     "batch": ("requests", lambda case, row: str(_of_engine(case, row, "batch") or "")),
     "step": ("step ms", _batch_time),
     "tokens": ("tokens/s", _rate),
-    "capacity": ("tokens in the cache", lambda case, row: _thousands(_of_engine(case, row, "cache_tokens"))),
+    "capacity": (
+        "tokens in the cache",
+        lambda case, row: f"{count:,}" if (count := _of_engine(case, row, "cache_tokens")) else "",
+    ),
     "first": ("first token s", lambda case, row: _number(_of_engine(case, row, "first_s") or None)),
     "cache": ("cache GB", lambda case, row: _number(_of_engine(case, row, "cache_bytes") / 1e9 or None)),
     "peak": ("peak GB", lambda case, row: _number(_of_engine(case, row, "peak_bytes") / 1e9 or None)),
@@ -118,7 +117,10 @@ def table(report: Report, options: dict[str, str]) -> Grid:
     if "targets" in options:
         header, lines = targets.grid(report, options["targets"])
     else:
-        header, lines = _pivot(report, options) if "pivot" in options else _grid(report, options)
+        columns = options.get("columns", DEFAULT).split(",")
+        always = len(columns) if "columns" in options else 2
+        pivoted = "pivot" in options
+        header, lines = _pivot(report, options) if pivoted else grid(_pairs(report, options), columns, always)
     names = 1 if "pivot" in options else min(2, len(header))
     if options.keys() & {"pivot", "columns", "targets"}:
         return Grid(caption(report), header, lines, names=names)
@@ -189,11 +191,6 @@ def _pairs(report: Report, options: dict[str, str]) -> list[tuple[CaseResult, Ro
 
     cases = [case for case in report.cases if wanted(case.name, "rows")]
     return [(case, row) for case in cases for row in case.rows if wanted(row.name, "contenders")]
-
-
-def _grid(report: Report, options: dict[str, str]) -> Cells:
-    columns = options.get("columns", DEFAULT).split(",")
-    return grid(_pairs(report, options), columns, len(columns) if "columns" in options else 2)
 
 
 def grid(pairs: Sequence[tuple[CaseResult, Row]], names: Sequence[str], always: int) -> Cells:

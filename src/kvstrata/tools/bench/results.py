@@ -120,7 +120,7 @@ def merge(before: Report, after: Report) -> Report:
 
 
 def _setting(value: Any) -> Any:
-    """What has to be equal: of a machine its name and versions, of a method all but the choice of cases."""
+    """The part that must be equal: name and versions of a machine, all of a method but the choice of cases."""
     if not isinstance(value, dict):
         return value
     if "slug" in value:

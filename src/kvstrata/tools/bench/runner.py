@@ -6,18 +6,18 @@ only when the host waits for the device, so each case and each check ends with a
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
+from typing import Any, TypeVar
 
 import torch
 
 from .case import Bench, Case
 from .clock import Call
-from .machine import describe
+from .machine import describe, release
 from .probes import copy_bandwidth, copy_call, empty_call, floor
 from .results import Against, CaseResult, Report, Row
 from .stats import hedges_g, rank_test, ratio, summary
@@ -25,6 +25,7 @@ from .timer import Timer
 
 ROUNDS = {"cuda": (200, 40), "cpu": (30, 7)}  # full, quick
 PROBES = ("copy", "empty")
+T = TypeVar("T")
 
 
 def run(
@@ -46,15 +47,8 @@ def run(
     chosen = select(cases, only)
     timer = timer or Timer(device)
     rounds = ROUNDS[timer.device.type][quick]
-    peak, ground = copy_bandwidth(timer), floor(timer)
-    _free(timer.device)
-    report = Report(
-        op=chosen[0].op,
-        machine=describe(timer.device, revision),  # here, since the clocks are those of a busy device
-        method={"rounds": rounds, "quick": quick, "flush_bytes": timer.flush_bytes, "only": only},
-        peak=peak,
-        floor=ground,
-    )
+    method = {"rounds": rounds, "quick": quick, "flush_bytes": timer.flush_bytes, "only": only}
+    report = new_report(chosen[0].op, timer, method, revision)
     broken = ""  # the case after which the device answers nothing but its error
     for case in _progress(chosen):
         result = CaseResult(case.name, case.params, case.bytes, case.flops, case.sets, case.graph)
@@ -63,21 +57,29 @@ def run(
         elif time.monotonic() > end:
             result.error = f"left out: the {seconds:g} s of this run were over"
         else:
-            result = measure(case, timer, rounds, peak["tb_s"])
+            result = measure(case, timer, rounds, report.peak["tb_s"])
             broken = case.name if _is_broken(timer) else ""
         report.cases.append(result)
         after_case(report)
         if not broken:
-            _free(timer.device)
+            release(timer.device)
     return report
 
 
-def select(cases: Iterable[Case], only: str) -> list[Case]:
-    """The cases that match a glob; ValueError lists the names if none does."""
+def new_report(op: str, timer: Timer, method: dict[str, Any], revision: str | None) -> Report:
+    """A report without cases: machine, method, copy bandwidth and launch floor."""
+    peak, ground = copy_bandwidth(timer), floor(timer)
+    release(timer.device)
+    return Report(op, describe(timer.device, revision), method, peak, ground)  # the clocks of a busy device
+
+
+def select(cases: Iterable[T], only: str, name: str = "name") -> list[T]:
+    """The cases whose attribute ``name`` matches a glob; ValueError lists the names if none does."""
     cases = list(cases)
-    chosen = [case for case in cases if fnmatch(case.name, only)]
+    names = [getattr(case, name) for case in cases]
+    chosen = [case for case, own in zip(cases, names, strict=True) if fnmatch(own, only)]
     if not chosen:
-        raise ValueError(f"no case matches {only!r}; there are: {', '.join(case.name for case in cases) or 'none'}")
+        raise ValueError(f"no case matches {only!r}; there are: {', '.join(names) or 'none'}")
     return chosen
 
 
@@ -165,9 +167,8 @@ def _verify_on(timer: Timer, bench: Bench, calls: dict[str, Call], sets: int) ->
 
 def _judge(result: CaseResult, case: Case, peak: float) -> None:
     """Fill in bandwidth, shares and comparisons of the rows that have times."""
+    compare(result)
     timed = {row.name: row for row in result.rows if row.us}
-    baseline = result.row("baseline")
-    fastest = min((row for row in timed.values() if row.kind == "peer"), key=_median, default=None)
     ground = _median(timed["empty"])
     for row in timed.values():
         t = _median(row)
@@ -181,6 +182,13 @@ def _judge(result: CaseResult, case: Case, peak: float) -> None:
             continue
         row.tflop_s = 1e-6 * case.flops / t if case.flops else None
         row.vs_copy = against(timed["copy"], row)
+
+
+def compare(result: CaseResult) -> None:
+    """Compare the rows that have times with the baseline, and ours with the fastest peer."""
+    baseline, timed = result.row("baseline"), [row for row in result.rows if row.us and row.kind != "probe"]
+    fastest = min((row for row in timed if row.kind == "peer"), key=_median, default=None)
+    for row in timed:
         row.vs_baseline = against(baseline, row) if baseline and baseline is not row else None
         row.vs_peer = against(fastest, row) if fastest and row.kind in ("ours", "variant") else None
 
@@ -226,9 +234,3 @@ def _is_broken(timer: Timer) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

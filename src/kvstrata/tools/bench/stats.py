@@ -66,7 +66,9 @@ def hedges_g(a: ArrayLike, b: ArrayLike, tails: float = 0.0) -> float:
     decides about the spread; the deviation is scaled to mean the same for normal samples. Without any variance the
     result is 0 for equal means and infinite otherwise.
     """
-    x, y = (_winsorized(_checked(s, name, least=2), tails) for s, name in ((a, "a"), (b, "b")))
+    x, y = (_checked(s, name, least=2) for s, name in ((a, "a"), (b, "b")))
+    if tails:
+        x, y = (np.clip(s, *np.quantile(s, [tails, 1 - tails])) for s in (x, y))
     n = x.size + y.size
     difference = float(x.mean() - y.mean())
     pooled = math.sqrt(float((x.size - 1) * x.var(ddof=1) + (y.size - 1) * y.var(ddof=1)) / (n - 2))
@@ -93,10 +95,6 @@ def _checked(samples: ArrayLike, name: str, least: int = 1) -> Array:
     if not np.isfinite(x).all():
         raise ValueError(f"{name}: {int((~np.isfinite(x)).sum())} of {x.size} samples are not finite")
     return x
-
-
-def _winsorized(x: Array, tails: float) -> Array:
-    return np.clip(x, *np.quantile(x, [tails, 1 - tails])) if tails else x
 
 
 def _narrowing(tails: float) -> float:

@@ -18,7 +18,7 @@ UNIT = 64
 def layer(
     formats: Sequence[Format], counts: torch.Tensor, dtype: torch.dtype, device: torch.device, seed: int
 ) -> BucketedCacheLayer:
-    """``counts [requests, kv_heads, tiers]`` tokens; positions are those of the order of tiers."""
+    """A layer with ``counts [requests, kv_heads, tiers]`` tokens, at positions in the order of tiers."""
     generator = torch.Generator(device).manual_seed(seed)
     order = torch.Generator().manual_seed(seed)
     requests, heads, tiers = counts.shape

@@ -135,7 +135,7 @@ class Timer:
         return replay
 
     def _warm(self, calls: Mapping[str, Call], sets: int, rounds: int, before: Call | None) -> float:
-        """Seconds of the last round."""
+        """Run every call a few times; returns the seconds of the last round."""
         for call in calls.values():
             for i in range(sets):
                 call(i)

@@ -109,7 +109,6 @@ def start(model: str, backend: str, format: str | None, sizes: Sequence[int] = (
 
 
 def close(llm: Any) -> None:
-    """End an engine and free its memory."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     with suppress(Exception):

@@ -12,7 +12,7 @@ since its time hardly depends on contexts and the memory may not suffice for mor
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from kvstrata.cache import TieredCache
 
 from .case import Bench, Case
 from .clock import Call
+from .machine import release
 
 LAYERS = 32  # of the model; a shape of which these do not fit the memory has fewer, and says so in its name
 GROWTH = 1024  # tokens that requests may grow by
@@ -142,10 +143,10 @@ class Steps:
         self.cache = shape.cache(device, budget, max(lengths) + GROWTH)
         kvstrata.warmup(self.cache, shape.heads, progress=False)
         for first in range(0, len(lengths), FILLED):
-            some = range(first, min(first + FILLED, len(lengths)))
-            k, v = shape.rows(sum(lengths[r] for r in some), device)
+            requests = range(first, min(first + FILLED, len(lengths)))
+            k, v = shape.rows(sum(lengths[r] for r in requests), device)
             for layer in range(shape.layers):
-                self.cache.append(layer, k, v, some, [lengths[r] for r in some])
+                self.cache.append(layer, k, v, requests, [lengths[r] for r in requests])
         self.k, self.v = shape.rows(shape.requests, device, seed=1)
         size = (shape.requests, 1, shape.heads, shape.head_dim)
         self.q = torch.randn(size, dtype=shape.dtype, device=device)
@@ -205,68 +206,46 @@ def steps_of(shape: Shape, device: torch.device) -> tuple[Steps, Steps]:
 def forget(device: torch.device) -> None:
     """Free the caches, which may be most of the memory."""
     _built.clear()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release(device)
 
 
-def build_advance(shape: Shape, device: torch.device) -> Bench:
+def build_steps(calls: Mapping[str, Callable[[Steps], Any]], whole: bool, shape: Shape, device: torch.device) -> Bench:
+    """Calls that grow contexts in all layers (``whole``) or in the next; the first is ours, ``16 bit`` the baseline."""
     ours, plain = steps_of(shape, device)
-    of, lengths = {"advance": ours, "16 bit": plain}, {}
-    contenders: dict[str, Call] = {"advance": lambda i: ours.advance(), "16 bit": lambda i: plain.advance()}
+    of = {name: plain if name == "16 bit" else ours for name in calls}
+    lengths: dict[str, int] = {}
+    contenders: dict[str, Call] = {name: lambda i, name=name: calls[name](of[name]) for name in calls}  # type: ignore[misc]
 
     def poison(name: str, i: int) -> None:
         of[name].write()
-        lengths[name] = of[name].cache.length(0)
+        lengths[name] = of[name].cache.length(0, 0 if whole else (of[name].layer + 1) % shape.layers)
+
+    def check(name: str, i: int, out: torch.Tensor | None) -> None:
+        layer = of[name].layer
+        of[name].assert_grown(lengths[name], range(shape.layers) if whole else range(layer, layer + 1))
+        if out is not None:
+            of[name].assert_read(out)
 
     def write(i: int) -> None:
         ours.write()
         plain.write()
 
-    return Bench(
-        contenders=contenders,
-        poison=poison,
-        check=lambda name, i, out: of[name].assert_grown(lengths[name], range(shape.layers)),
-        ours="advance",
-        baseline="16 bit",
-        host=dict(contenders),
-        burst=1,
-        bursts=shape.settle_every,
-        before=write,
-    )
+    bench = Bench(contenders, poison, check, next(iter(calls)), "16 bit", host=dict(contenders), burst=1)
+    bench.variants = calls.keys() - {bench.ours, bench.baseline}
+    if whole:
+        bench.before, bench.bursts = write, shape.settle_every
+    return bench
 
 
-def build_eager(shape: Shape, device: torch.device) -> Bench:
-    ours, plain = steps_of(shape, device)
-    of, lengths = {"append + decode": ours, "append": ours, "16 bit": plain}, {}
-    contenders: dict[str, Call] = {
-        "append + decode": lambda i: ours.eager(),
-        "append": lambda i: ours.append(),
-        "16 bit": lambda i: plain.eager(),
-    }
-
-    def poison(name: str, i: int) -> None:
-        of[name].write()
-        lengths[name] = of[name].cache.length(0, (of[name].layer + 1) % shape.layers)
-
-    def check(name: str, i: int, out: torch.Tensor | None) -> None:
-        layer = of[name].layer
-        of[name].assert_grown(lengths[name], range(layer, layer + 1))
-        if out is not None:
-            of[name].assert_read(out)
-
-    return Bench(
-        contenders=contenders, poison=poison, check=check, ours="append + decode", baseline="16 bit",
-        variants={"append"}, host=dict(contenders), burst=1,
-    )  # fmt: skip
+ADVANCE = dict.fromkeys(("advance", "16 bit"), Steps.advance)
+EAGER_CALLS = {"append + decode": Steps.eager, "append": Steps.append, "16 bit": Steps.eager}
+build_advance, build_eager = partial(build_steps, ADVANCE, True), partial(build_steps, EAGER_CALLS, False)
 
 
 def _case(kind: str, shape: Shape, moved: int, build: Any, seconds: float, rounds: int | None) -> Case:
     params = {"what": kind, "B": shape.requests, "T": shape.tokens, "layers": shape.layers, "budget": shape.budget}
-    name = f"{kind}-{shape.name}"
-    return Case(
-        "settle", name, params, moved, partial(build, shape), wall=True, seconds=seconds, rounds=rounds
-    )  # fmt: skip
+    case = partial(Case, "settle", f"{kind}-{shape.name}", params, moved, partial(build, shape))
+    return case(wall=True, seconds=seconds, rounds=rounds)
 
 
 # At a quarter of 16 bit 64 x 32,768 tokens are 69 GB in 32 layers, and so are 256 x 32,768 in 8.

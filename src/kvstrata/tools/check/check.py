@@ -7,7 +7,6 @@ own allocation, so that memcheck sees one element past its end.
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 import time
@@ -18,6 +17,7 @@ import torch
 
 from kvstrata.tools import child
 from kvstrata.tools.bench import Case, cases
+from kvstrata.tools.bench.machine import release
 from kvstrata.tools.bench.runner import verify
 from kvstrata.tools.profile.launch import build
 
@@ -34,15 +34,13 @@ TOOL_FLAGS = {"racecheck": ("--kernel-regex-exclude", "kns=specialized")}
 
 
 def check_cases(op: str, device: torch.device) -> Step:
-    """Every contender of ours in the quick cases of bench, checked on the inputs that bench would time."""
+    """Check our contenders in the quick cases of bench, on the inputs that bench would time."""
     began, done, errors = time.perf_counter(), 0, []
     for case in cases.find(op).cases(device, True):
         count, failed = _check_case(case, device)
         done += count
         errors += [f"{case.name}: {name}: {why}" for name, why in failed.items()]
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(device)
     return Step("bench cases", done, time.perf_counter() - began, errors)
 
 
@@ -58,7 +56,7 @@ def _check_case(case: Case, device: torch.device) -> tuple[int, dict[str, str]]:
 def check_sweep(
     op: str, device: torch.device, backend: str, trials: int, first: int = 0, seconds: float = 60.0
 ) -> Step:
-    """Random trials of one backend, as many as there is time for."""
+    """Run random trials of one backend, as many as there is time for."""
     began = time.perf_counter()
     outcomes = list(sweeps.run(op, device, backend, range(first, first + trials), seconds))
     errors = [f"seed {o.seed}: {o.error}" for o in outcomes if o.error]
@@ -98,17 +96,13 @@ def _sweep_command(op: str, backends: Sequence[str], trials: int, *more: str) ->
     return [sys.executable, "-m", "kvstrata.tools.check.sweeps", op, "cuda", *asked, "--trials", str(trials), *more]
 
 
-def sanitizer_command(tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str) -> list[str]:
-    flags = (*TOOL_FLAGS.get(tool, ()), *FLAGS)
-    return [sanitizer, "--tool", tool, *flags, *_sweep_command(op, backends, trials, "--fill")]
-
-
 def check_sanitizer(
     tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str, limit: float = SECONDS
 ) -> Step:
-    """Small trials under one tool of compute-sanitizer."""
+    """Run small trials under one tool of compute-sanitizer."""
     began, name = time.perf_counter(), SANITIZER + tool
-    command = sanitizer_command(tool, op, backends, trials, sanitizer)
+    flags = (*TOOL_FLAGS.get(tool, ()), *FLAGS)
+    command = [sanitizer, "--tool", tool, *flags, *_sweep_command(op, backends, trials, "--fill")]
     try:
         output, code = child.run(command, limit, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     except child.Late as error:
@@ -147,7 +141,7 @@ def run(
     tick: Callable[[str], object] = lambda name: None,
     limit: float = SECONDS,
 ) -> list[Step]:
-    """All steps of an op, in order; `limit` ends a process that takes longer."""
+    """Run all steps of an op, in order; `limit` ends a process that takes longer."""
     trials, seconds, watched = TRIALS[quick], SWEEP_SECONDS[quick], WATCHED[quick]
     there = sweeps.backends(op, device) if op in sweeps.names() else {}
     beside = device.type == "cuda"
@@ -176,7 +170,7 @@ def run(
 def sanitize(
     op: str, device: torch.device, tools: Sequence[str], trials: int, limit: float, pool: ThreadPoolExecutor
 ) -> list[Step | Future[Step]]:
-    """Begin with the tools, side by side; skipped, with the reason, where they cannot run."""
+    """Start the tools side by side; a tool that cannot run is skipped with the reason."""
     there = sweeps.backends(op, device)
     backends = [name for name in sweeps.find(op).SANITIZED if there.get(name) is None]
     sanitizer = child.find("compute-sanitizer")

@@ -115,7 +115,7 @@ def advise(
 
 
 def write(advice: Advice, path: Path) -> None:
-    """The arguments as `StrataCache.from_file` reads them."""
+    """Write the arguments as `StrataCache.from_file` reads them."""
     if advice.arguments is None:
         raise ValueError("advice: expected one that keeps the bound, got none")
     path.write_text(json.dumps(advice.arguments, indent=1) + "\n", encoding="utf-8")

@@ -7,27 +7,13 @@ import json
 import math
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.tools.terminal import (
-    AsJson,
-    Device,
-    Precision,
-    Results,
-    Revision,
-    Where,
-    console,
-    device_of,
-    dtype_of,
-    need,
-    numba_hint,
-    progress_bars,
-    refuse,
-    refusing,
-)  # fmt: skip
+from kvstrata.tools import terminal as ui
 
 if TYPE_CHECKING:
     import torch
@@ -79,8 +65,8 @@ def evaluate(
     stretches: Annotated[
         int, typer.Option(min=1, help="Stretches of --tokens from each text, decoded as one batch: narrower intervals.")
     ] = 1,
-    device: Where = Device.auto,
-    dtype: Precision = None,
+    device: ui.Where = ui.Device.auto,
+    dtype: ui.Precision = None,
     needles: Annotated[bool, typer.Option(help="Also run needles in a haystack.")] = True,
     peers: Annotated[
         bool,
@@ -91,9 +77,9 @@ def evaluate(
         "quality.json"
     ),
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/quality.json instead.")] = False,
-    results: Results = Path("results"),
-    revision: Revision = None,
-    as_json: AsJson = False,
+    results: ui.Results = Path("results"),
+    revision: ui.Revision = None,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Measure the quality of a compressed cache, beside its peers at the same bytes.
 
@@ -110,7 +96,7 @@ def evaluate(
 
     Example: kvstrata eval --packed K4V4 --calibration calibration.safetensors --tokens 1024 --chunk 64
     """
-    need(LIBRARIES, "hf", "this")
+    ui.need(LIBRARIES, "hf", "this")
     from kvstrata.quant.calibration import Calibration
     from kvstrata.tools.bench.machine import describe
 
@@ -120,13 +106,13 @@ def evaluate(
     from . import results as kept
     from .packed import at_bytes, check_packed
 
-    say = console(as_json)
+    say = ui.console(as_json)
     chosen = text or list(texts.DEFAULT[:1] if quick else texts.DEFAULT)
     budgets = budget or ([0.5, 0.25, 0.2] if quick else [0.5, 0.35, 0.25, 0.2])
     lengths = tokens or ([1024] if quick else [1024, 4096])
     chunk = chunk or (64 if quick else 32)
-    with refusing():
-        where = device_of(device)
+    with ui.refusing():
+        where = ui.device_of(device)
         machine = describe(where, revision)
         path = results / machine["slug"] / "quality.json" if save else out
         lists = [entry.split(",") for entry in tiers or []]
@@ -137,11 +123,11 @@ def evaluate(
         widths = [contender for width in bits or [] for contender in known.at_bits(width, peers, given)]
         words = texts.load(chosen)
         state = kept.load(path) if path.exists() else None
-        loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
+        loaded, tokenizer = _loaded(model, where, ui.dtype_of(dtype), say)
     name = models.name_of(model) + (f" in {dtype}" if dtype else "")
     if state is None or (state.model, state.texts) != (name, list(words)):
         if state is not None:
-            refuse(
+            ui.refuse(
                 f"--out: expected a new file, or results of {name} on {', '.join(words)},"
                 f" {path} has those of {state.model} on {', '.join(state.texts)}"
             )
@@ -150,9 +136,9 @@ def evaluate(
     pages = known.fitting(settle_every) | ({} if max_tokens is None else {"max_tokens": max_tokens})
     if peers and not (widths or packed):
         state.note_absent(known.absent())
-    with progress_bars(say) as bar:
+    with ui.progress_bars(say) as bar:
         for length in lengths:
-            with refusing():
+            with ui.refusing():
                 ids = models.encode(tokenizer, words, length, stretches).to(where)
             beside = [one for name in packed or [] for one in at_bytes(name, loaded.config, length, given)]
             wanted = [*widths, *beside] or known.at_budgets(
@@ -168,7 +154,7 @@ def evaluate(
                 prompt=prompt,
                 chunk=chunk,
                 after=lambda: kept.save(state, path),
-                tick=_ticker(bar, task, prompt, chunk),
+                tick=partial(_tick, bar, task, prompt, chunk),
             )
             bar.update(task, completed=(len(wanted) + 1) * (length - prompt))
         if needles and not (widths or packed):
@@ -195,11 +181,11 @@ def evaluate(
     say.print(render.table(state, {}).terminal())
     if state.needles:
         say.print(render.table(state, {"table": "needles"}).terminal())
-    say.print(f"Saved: {path}", highlight=False)
+    say.print(f"Saved: {path}")
     if importlib.util.find_spec("matplotlib") is None:
         say.print("No plot: it needs matplotlib, pip install 'kvstrata[bench]'")
     else:
-        say.print(f"Plot: {plot.plot(state, path.with_suffix('.png'))}", highlight=False)
+        say.print(f"Plot: {plot.plot(state, path.with_suffix('.png'))}")
 
 
 def advise(
@@ -211,10 +197,10 @@ def advise(
     calibration: Annotated[
         Path | None, typer.Option(help="File of kvstrata calibrate; the configuration then names it.")
     ] = None,
-    device: Where = Device.auto,
-    dtype: Precision = None,
+    device: ui.Where = ui.Device.auto,
+    dtype: ui.Precision = None,
     out: Annotated[Path, typer.Option(help="The configuration to write.")] = Path("kvstrata.json"),
-    as_json: AsJson = False,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Find the formats and the smallest budget that preserve the predictions of your model on your text.
 
@@ -225,7 +211,7 @@ def advise(
 
     Example: kvstrata advise --model ./my-model --text notes.txt --calibration calibration.safetensors --json
     """
-    need(LIBRARIES, "hf", "this")
+    ui.need(LIBRARIES, "hf", "this")
     from kvstrata.quant.calibration import Calibration
 
     from . import advise as advice
@@ -234,16 +220,16 @@ def advise(
     from . import sensitivity, texts
 
     if not kl > 0:
-        refuse(f"--kl: expected a positive number of nats, got {kl:g}")
-    say = console(as_json)
-    with refusing():
-        where, precision = device_of(device), dtype_of(dtype)
+        ui.refuse(f"--kl: expected a positive number of nats, got {kl:g}")
+    say = ui.console(as_json)
+    with ui.refusing():
+        where, precision = ui.device_of(device), ui.dtype_of(dtype)
         words = texts.load(text or list(texts.DEFAULT[:1]))
         by_file = {} if calibration is None else {"calibration": str(calibration)}
         given = None if calibration is None else Calibration.load(calibration)
         loaded, tokenizer = _loaded(model, where, precision, say)
         ids = models.encode(tokenizer, words, tokens).to(where)
-    with progress_bars(say) as bar:
+    with ui.progress_bars(say) as bar:
         layers = loaded.config.get_text_config(decoder=True).num_hidden_layers
         task = bar.add_task("sensitivity", total=2 * layers)
         measured = sensitivity.measure_sensitivity(
@@ -263,20 +249,18 @@ def advise(
     if as_json:
         typer.echo(json.dumps(_advised(advised, measured, kl), indent=1))
     worst = sorted(range(len(measured.k)), key=lambda i: -measured.k[i] - measured.v[i])[:5]
-    say.print(
-        f"K costs {measured.ratio:.1f} times as much as V at {measured.bits} bits: {advised.family}.", highlight=False
-    )
+    say.print(f"K costs {measured.ratio:.1f} times as much as V at {measured.bits} bits: {advised.family}.")
     for place in worst:
-        say.print(f"  layer {place}: KL {measured.k[place]:.4f} by K, {measured.v[place]:.4f} by V", highlight=False)
+        say.print(f"  layer {place}: KL {measured.k[place]:.4f} by K, {measured.v[place]:.4f} by V")
     for step in advised.steps:
         mark = "kept" if step.fits else "not kept"
-        say.print(f"  budget {step.budget:g}: {step.fraction:.3f} of 16 bit, KL {step.kl:.4f}, {mark}", highlight=False)
+        say.print(f"  budget {step.budget:g}: {step.fraction:.3f} of 16 bit, KL {step.kl:.4f}, {mark}")
     if advised.arguments is None:
-        refuse(
+        ui.refuse(
             f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {advised.steps[0].budget}"
         )
     advice.write(advised, out)
-    say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))", highlight=False)
+    say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))")
 
 
 def calibrate(
@@ -286,10 +270,10 @@ def calibrate(
     sensitivity: Annotated[
         bool, typer.Option(help="Also measure what rounding K or V of each layer costs: two forwards a layer.")
     ] = False,
-    device: Where = Device.auto,
-    dtype: Precision = None,
+    device: ui.Where = ui.Device.auto,
+    dtype: ui.Precision = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.safetensors"),
-    as_json: AsJson = False,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Find the balance and the centres of a model's K, for StrataCache(..., calibration=FILE).
 
@@ -300,25 +284,25 @@ def calibrate(
 
     Example: kvstrata calibrate --model ./model.gguf --text notes.txt --sensitivity
     """
-    need(LIBRARIES, "hf", "this")
+    ui.need(LIBRARIES, "hf", "this")
     from dataclasses import replace
 
-    from kvstrata.hf.calibrate import calibrate as found
+    from kvstrata.hf.calibrate import calibrate as calibrate_model
 
     from . import model as models
     from . import sensitivity as sides
     from . import texts
 
-    say = console(as_json)
-    with refusing():
-        where = device_of(device)
+    say = ui.console(as_json)
+    with ui.refusing():
+        where = ui.device_of(device)
         words = texts.load(text or list(texts.DEFAULT[:1]))
-        loaded, tokenizer = _loaded(model, where, dtype_of(dtype), say)
+        loaded, tokenizer = _loaded(model, where, ui.dtype_of(dtype), say)
         ids = models.encode(tokenizer, words, tokens).to(where)
     name = models.name_of(model)
-    with progress_bars(say) as bar, refusing():
+    with ui.progress_bars(say) as bar, ui.refusing():
         task = bar.add_task("balance and centres", total=1)
-        calibration = found(loaded, ids, Path(name).name)
+        calibration = calibrate_model(loaded, ids, Path(name).name)
         bar.update(task, completed=1)
         if sensitivity:
             task = bar.add_task("sensitivity", total=2 * len(calibration.layers))
@@ -336,8 +320,8 @@ def calibrate(
         layers = [{"layer": i, "balance": x} for i, x in enumerate(spread)]
         typer.echo(json.dumps({"out": str(out), "model": name, "layers": layers}, indent=1))
     for place in sorted(range(len(spread)), key=lambda i: -spread[i])[:4]:
-        say.print(f"  layer {place}: the balance spans a factor of {spread[place]:g}", highlight=False)
-    say.print(f"Written: {out} (StrataCache(model.config, calibration={str(out)!r}))", highlight=False)
+        say.print(f"  layer {place}: the balance spans a factor of {spread[place]:g}")
+    say.print(f"Written: {out} (StrataCache(model.config, calibration={str(out)!r}))")
 
 
 def drift(
@@ -349,9 +333,9 @@ def drift(
     ] = None,
     out: Annotated[Path, typer.Option(help="JSON to write.")] = Path("drift.json"),
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/drift.json instead.")] = False,
-    results: Results = Path("results"),
-    revision: Revision = None,
-    as_json: AsJson = False,
+    results: ui.Results = Path("results"),
+    revision: ui.Revision = None,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Decode a long synthetic text whose attention moves, and compare the error of its quarters.
 
@@ -366,14 +350,14 @@ def drift(
 
     from . import drift as runs
 
-    say = console(as_json)
+    say = ui.console(as_json)
     state = runs.Drift(describe("cpu", revision))
     path = results / state.machine["slug"] / "drift.json" if save else out
-    with refusing():
+    with ui.refusing():
         wanted = [runs.Setting(steps=steps, budget=budget, **runs.choice(name)) for name in policy or runs.DEFAULT]
         for setting in wanted:
             runs.make_cache(setting)
-    with progress_bars(say) as bar:
+    with ui.progress_bars(say) as bar:
         for setting in wanted:
             task = bar.add_task(f"{setting.policy}, {setting.importance}", total=steps)
             state.rows.append(runs.run(setting, lambda step, task=task: bar.update(task, completed=step + 1)))  # type: ignore[misc]
@@ -381,9 +365,9 @@ def drift(
     if as_json:
         sys.stdout.write(runs.dumps(state))
     say.print(runs.table(state).terminal())
-    say.print(f"Saved: {path}", highlight=False)
+    say.print(f"Saved: {path}")
     if not all(row.within for row in state.rows):
-        refuse("the budget did not hold at every step")
+        ui.refuse("the budget did not hold at every step")
 
 
 def _advised(advised: Advice, measured: Sensitivity, bound: float) -> dict[str, Any]:
@@ -406,20 +390,17 @@ def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) ->
         TieredCache(1, 1, 64, budget=None, tiers=names)
 
 
-def _ticker(bar: Progress, task: Any, prompt: int, chunk: int) -> Any:
-    def tick(name: str, done: int) -> None:
-        bar.update(task, description=name, advance=min(chunk, done - prompt))
-
-    return tick
+def _tick(bar: Progress, task: Any, prompt: int, chunk: int, name: str, done: int) -> None:
+    bar.update(task, description=name, advance=min(chunk, done - prompt))
 
 
 def _loaded(model: str | None, where: torch.device, dtype: torch.dtype | None, say: Console) -> tuple[Any, Any]:
     """Model and tokenizer, checked to run over a `StrataCache`."""
     from . import model as models
 
-    say.print(f"Loading {model or 'SmolLM2-135M'} ..", highlight=False)
+    say.print(f"Loading {model or 'SmolLM2-135M'} ..")
     loaded, tokenizer = models.load(model, where, dtype)
     models.check_compressible(loaded)
-    if hint := numba_hint(where):
-        say.print(hint, markup=False, highlight=False, soft_wrap=True)
+    if hint := ui.numba_hint(where):
+        say.print(hint, markup=False, soft_wrap=True)
     return loaded, tokenizer

@@ -7,16 +7,20 @@ so tensors that hold rows in its precision count as 16 bit, for every contender 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import DynamicCache, QuantizedCache
 
 from kvstrata.cache import TieredCache
 from kvstrata.cache.policy.budget import tiers_for
+from kvstrata.hf import StrataCache
 from kvstrata.quant.calibration import Calibration
 
+from .bits import BitsCache
 from .kivi import KiviCache
 from .rounding import RoundedCache
 
@@ -36,12 +40,7 @@ class Contender:
 
 
 def exact() -> Contender:
-    def make(config: Any, rows: int, tokens: int) -> Any:
-        from transformers import DynamicCache
-
-        return DynamicCache(config=config)
-
-    return Contender("16 bit", "exact", make, held)
+    return Contender("16 bit", "exact", lambda config, rows, tokens: DynamicCache(config=config), held)
 
 
 def fitting(room: int = 1) -> dict[str, Any]:
@@ -54,17 +53,20 @@ def fitting(room: int = 1) -> dict[str, Any]:
 
 def tiers_at(budget: float, config: Any, tokens: int, **options: Any) -> list[str]:
     """The tiers that `StrataCache` takes for this fraction of 16 bit when none are named."""
-    text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    sizes = (text.num_hidden_layers, heads, _head_dim(config))
     given = {"max_tokens": tokens} | fitting() | options
-    cache = TieredCache(*sizes, budget=budget, dtype=torch.float16, **given)
+    cache = TieredCache(*sizes_of(config), budget=budget, dtype=torch.float16, **given)
     return [f.name for f in cache.formats[1:]]
 
 
-def _head_dim(config: Any) -> int:
+def sizes_of(config: Any) -> tuple[int, int, int]:
+    """Layers, KV heads and head_dim of a model."""
     text = config.get_text_config(decoder=True)
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return (
+        text.num_hidden_layers,
+        heads,
+        getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+    )
 
 
 def strata(
@@ -79,13 +81,20 @@ def strata(
         calibration = Calibration.load(calibration)
 
     def make(config: Any, rows: int, tokens: int) -> Any:
-        from kvstrata.hf import StrataCache
-
         given = {"max_tokens": tokens} | options
         return StrataCache(config, budget=budget, max_batch=rows, calibration=calibration, **given)
 
-    size, kept = (lambda cache: cache.memory().total), _said(options, calibration)
-    return Contender(name or "kvstrata", kind, make, size, budget, kept)
+    return Contender(name or "kvstrata", kind, make, total, budget, _said(options, calibration))
+
+
+def counted(cache: Any) -> int:
+    """Bytes that the layers of a cache count themselves."""
+    return sum(layer.nbytes for layer in cache.layers)
+
+
+def total(cache: Any) -> int:
+    """Bytes that a `StrataCache` says it holds."""
+    return cache.memory().total
 
 
 def _said(options: dict[str, Any], calibration: Calibration | None) -> dict[str, Any]:
@@ -105,18 +114,14 @@ def bits(
     options = {"bits": width, **options}
 
     def make(config: Any, rows: int, tokens: int) -> Any:
-        from .bits import BitsCache
-
         return BitsCache(config, max_batch=rows, max_tokens=tokens, calibration=calibration, **options)
 
-    size, kept = (lambda cache: cache.memory().total), _said(options, calibration)
-    return Contender(f"{name}, {width:g} bits", kind, make, size, None, kept)
+    return Contender(f"{name}, {width:g} bits", kind, make, total, None, _said(options, calibration))
 
 
 def at_bits(width: float, simulated: bool = False, calibration: Calibration | None = None) -> list[Contender]:
     """Older tokens at this mean width of codes: tiers by importance, also with the calibration if there is one, and
-    every single format that has it; if asked for also as `rounding` has it, without a packed byte."""
-
+    every single format that has it; with ``simulated`` also as `rounding` has it, without a packed byte."""
     whole_pages = {name: value for name, value in fitting().items() if name != "settle_every"}
     lists = {"tiers": list(tiers_for(width)), **whole_pages}
     contenders = [] if calibration is None else [bits(width, "tiers, calibrated", "variant", calibration, **lists)]
@@ -140,11 +145,8 @@ def _width(name: str) -> float:
 def _rounded(bits: float, name: str, recent_tokens: int, sink_tokens: int) -> Contender:
     widths = dict(k_bits=int(name[1]), v_bits=int(name[3]))
     options: dict[str, Any] = dict(**widths, recent_tokens=recent_tokens, sink_tokens=sink_tokens)
-
-    def make(config: Any, rows: int, tokens: int) -> Any:
-        return RoundedCache(config, **options)
-
-    return Contender(f"simulated {name}, {bits:g} bits", "peer", make, lambda c: c.nbytes, None, options)
+    name = f"simulated {name}, {bits:g} bits"
+    return Contender(name, "peer", lambda config, rows, tokens: RoundedCache(config, **options), counted, None, options)
 
 
 KIVI = ((8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2))  # bits of K and V
@@ -155,7 +157,7 @@ def kivi(budget: float, config: Any, tokens: int) -> list[Contender]:
 
     Groups of 32, and of 64 where these afford wider codes: neither is always the better one.
     """
-    dim = _head_dim(config)
+    dim = sizes_of(config)[2]
     contenders: list[Contender] = []
     widest = 0
     for group in (32, 64):
@@ -172,19 +174,17 @@ def kivi(budget: float, config: Any, tokens: int) -> list[Contender]:
 
 
 def _kivi(budget: float, k_bits: int, v_bits: int, group: int) -> Contender:
-    def make(config: Any, rows: int, tokens: int) -> Any:
-        return KiviCache(config, k_bits, v_bits, group)
-
     options = dict(k_bits=k_bits, v_bits=v_bits, group=group)
-    return Contender(f"KIVI-style K{k_bits}V{v_bits} g{group}", "baseline", make, lambda c: c.nbytes, budget, options)
+    name = f"KIVI-style K{k_bits}V{v_bits} g{group}"
+    return Contender(
+        name, "baseline", lambda config, rows, tokens: KiviCache(config, **options), counted, budget, options
+    )
 
 
 def quantized(backend: str, bits: int) -> Contender:
     """transformers' `QuantizedCache`, as it comes but for a residual as short as our recent tokens."""
 
     def make(config: Any, rows: int, tokens: int) -> Any:
-        from transformers import QuantizedCache
-
         axis = dict(axis_key=0, axis_value=0) if backend == "quanto" else dict(axis_key=1, axis_value=1)
         return QuantizedCache(backend, config, nbits=bits, q_group_size=64, residual_length=128, **axis)
 
@@ -275,7 +275,5 @@ def held(cache: Any) -> int:
 
 
 def full(config: Any, rows: int, tokens: int) -> int:
-    """K and V of these tokens at 16 bit."""
-    text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 4 * rows * tokens * heads * _head_dim(config) * text.num_hidden_layers
+    """Bytes of K and V of these tokens at 16 bit."""
+    return 4 * rows * tokens * math.prod(sizes_of(config))

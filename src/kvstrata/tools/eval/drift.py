@@ -115,17 +115,17 @@ class Text:
         return int(torch.randint(below, (), generator=self.random))
 
     def _asked(self, step: int) -> int:
-        """A subject that is asked for at this step."""
+        """A random subject among those asked for at this step."""
         s = self.setting
         return (step * s.turns * s.subjects // s.steps + self._pick(s.asked)) % s.subjects
 
     def _subject(self, token: int) -> int:
-        """Every second token is about what is asked for."""
+        """Subject of a token; every second token is about one that is asked for."""
         step = token - self.setting.prompt
         return self._asked(step) if step >= 0 and token % 2 else self._pick(self.setting.subjects)
 
     def query(self, step: int) -> torch.Tensor:
-        """``[1, 1, query heads, D]``."""
+        """Query ``[1, 1, query heads, D]`` of a step."""
         s = self.setting
         wanted = self.direction[:, self._asked(step)].unsqueeze(1)
         q = 1.5 * math.sqrt(s.head_dim) * wanted + 0.5 * self._normal(s.kv_heads, s.group, s.head_dim)
@@ -178,7 +178,7 @@ def steps(setting: Setting) -> Iterator[tuple[TieredCache, int, float | None]]:
 
 
 def run(setting: Setting, tick: Callable[[int], None] = lambda step: None) -> Row:
-    """All steps; ``tick`` after each."""
+    """Run all steps; ``tick`` is called after each."""
     errors: list[list[float]] = [[] for _ in range(QUARTERS)]
     row = Row(asdict(setting), [], [], [], [], True)
     for step, (cache, tokens, error) in enumerate(steps(setting)):

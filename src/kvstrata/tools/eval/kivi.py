@@ -44,7 +44,7 @@ def quantize_groups(x: torch.Tensor, bits: int, group: int) -> Block:
 
 
 def dequantize_groups(block: Block, group: int) -> torch.Tensor:
-    """float32, of the shape that was quantised."""
+    """Dequantise to float32, in the shape that was quantised."""
     codes = unpack_rows(block.codes, block.bits, group).float()
     return (codes * block.scale.float() + block.zero.float()).reshape(block.shape)
 
@@ -106,7 +106,3 @@ class KiviCache(Cache):
     def __init__(self, config: PreTrainedConfig, k_bits: int, v_bits: int, group: int = 32, residual: int = 32) -> None:
         layers = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[KiviLayer(k_bits, v_bits, group, residual) for _ in range(layers)])
-
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)

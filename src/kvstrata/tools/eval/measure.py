@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 
-
-@dataclass
-class Exact:
-    """Log-probabilities of the exact run, chunk by chunk: fp16 ``[rows, chunk, vocabulary]``."""
-
-    chunks: list[torch.Tensor]
+Exact = list[torch.Tensor]  # log-probabilities of the exact run, chunk by chunk: fp16 [rows, chunk, vocabulary]
 
 
 @dataclass
@@ -65,7 +60,7 @@ def decode(
     if not 0 <= prompt < tokens:
         raise ValueError(f"prompt: expected 0 to {tokens - 1}, fewer than the text's tokens, got {prompt}")
     scores = Scores([[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)], [])
-    kept: list[torch.Tensor] = []
+    kept: Exact = []
     edge: torch.Tensor | None = None
     index = 0
     for start, end in spans(tokens, prompt, chunk):
@@ -88,10 +83,10 @@ def decode(
         for row in range(rows):
             scores.nll[row].append(float(nll[row]))
             if exact is not None:
-                truth = exact.chunks[index][row].float()
+                truth = exact[index][row].float()
                 scores.kl[row].append(float((truth.exp() * (truth - predictions[row])).sum()))
                 scores.agree[row].append(int((truth.argmax(-1) == predictions[row].argmax(-1)).sum()))
         index += 1
         if after:
             after(end)
-    return scores, Exact(kept) if keep else None
+    return scores, kept if keep else None

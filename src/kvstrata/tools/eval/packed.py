@@ -7,10 +7,10 @@ at page edges, every token therefore sees what decoding token by token with a ta
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvstrata.layout import Format
@@ -18,7 +18,7 @@ from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 from kvstrata.store import PlainRows, store_packed
 
-from .contenders import Contender
+from .contenders import Contender, counted, sizes_of, strata
 
 
 class PackedLayer(DynamicLayer):
@@ -98,26 +98,6 @@ class PackedLayer(DynamicLayer):
         return rows * heads * (self.length // self.page_tokens * size + 4 * plain * self.format.head_dim)
 
 
-class PackedCache(Cache):
-    """One `PackedLayer` per layer of a model with full attention."""
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        name: str,
-        page_tokens: int = 64,
-        sink_tokens: int = 4,
-        calibration: Calibration | None = None,
-    ) -> None:
-        layers = range(config.get_text_config(decoder=True).num_hidden_layers)
-        of_layer = [None if calibration is None else calibration.layers[i] for i in layers]
-        super().__init__(layers=[PackedLayer(name, page_tokens, sink_tokens, of_layer[i]) for i in layers])
-
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
-
-
 def check_packed(name: str) -> None:
     """ValueError for a name that is no quantised format."""
     try:
@@ -134,21 +114,13 @@ def at_bytes(name: str, config: Any, tokens: int, calibration: Calibration | Non
     Both keep 64 tokens at 16 bit, 4 of them the first ones; the tail has up to 64 behind those.
     """
     ours = packed(name, calibration=calibration)
-    text = config.get_text_config(decoder=True)
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dim = sizes_of(config)[2]
     share = Format.parse(name, dim).bytes_per_token * (tokens // 64 * 64) / (4 * dim * tokens) + (64 + 4) / tokens
     budget = math.floor(1000 * share) / 1000
-    options = dict(recent_tokens=60, sink_tokens=4, page_tokens=16, settle_every=1)
-
-    def make(config: Any, rows: int, tokens: int) -> Any:
-        from kvstrata.hf import StrataCache
-
-        given = {} if calibration is None else {"calibration": calibration}
-        return StrataCache(config, budget=budget, max_batch=rows, max_tokens=tokens, **options, **given)  # type: ignore[arg-type]
-
+    options: dict[str, Any] = dict(recent_tokens=60, sink_tokens=4, page_tokens=16, settle_every=1)
     label = f"tiers at the bytes of {name}" + (", calibrated" if calibration is not None else "")
-    kept = options | {"calibrated": calibration is not None}
-    return [ours, Contender(label, "variant", make, lambda cache: cache.memory().total, budget, kept)]
+    tiers = strata(budget, label, "variant", calibration, **options)
+    return [ours, replace(tiers, options=options | {"calibrated": calibration is not None})]
 
 
 def packed(name: str, page_tokens: int = 64, sink_tokens: int = 4, calibration: Calibration | None = None) -> Contender:
@@ -156,7 +128,9 @@ def packed(name: str, page_tokens: int = 64, sink_tokens: int = 4, calibration: 
     options = dict(format=name, page_tokens=page_tokens, sink_tokens=sink_tokens, calibrated=calibration is not None)
 
     def make(config: Any, rows: int, tokens: int) -> Any:
-        return PackedCache(config, name, page_tokens, sink_tokens, calibration)
+        layers = range(sizes_of(config)[0])
+        of_layer = [None if calibration is None else calibration.layers[i] for i in layers]
+        return Cache(layers=[PackedLayer(name, page_tokens, sink_tokens, of_layer[i]) for i in layers])
 
     label = f"packed {name}, tail {page_tokens}" + (", calibrated" if calibration is not None else "")
-    return Contender(label, "ours", make, lambda cache: cache.nbytes, None, options)
+    return Contender(label, "ours", make, counted, None, options)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from pathlib import Path
+from typing import TypeVar
 
 from kvstrata.tools.plot import panels
 
@@ -23,8 +25,11 @@ def family(row: Row) -> str:
     return FAMILIES.get(row.kind, row.name)
 
 
-def plot(quality: Quality, path: Path) -> Path:
-    """Loss in perplexity over the share of 16-bit bytes; the suffix of ``path`` is the format."""
+Target = TypeVar("Target", Path, io.StringIO)
+
+
+def plot(quality: Quality, path: Target) -> Target:
+    """Loss in perplexity over the share of 16-bit bytes; the suffix of ``path`` is the format, text is SVG."""
     sizes = sorted({(row.tokens, row.prompt, row.stretches, row.length) for row in quality.rows})
     ours_first = sorted(
         {family(row) for row in quality.rows if row.kind != "exact"}, key=lambda name: (name != "kvstrata", name)

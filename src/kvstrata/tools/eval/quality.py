@@ -25,12 +25,19 @@ def run(
     after: Callable[[], None] = lambda: None,
     tick: Callable[[str, int], None] = lambda name, tokens: None,
 ) -> measure.Exact | None:
-    """Measure what is not there yet; ``after`` each new row, ``tick`` while one runs. Returns the exact predictions."""
+    """Measure the missing rows; ``after`` is called after each, ``tick`` during it. Returns the exact predictions."""
     rows, tokens = ids.shape
     if rows % len(into.texts):
         raise ValueError(f"ids: expected as many rows of each of {len(into.texts)} texts, got {rows}")
     setting = (tokens, prompt, chunk, rows // len(into.texts))
-    first = known.exact()
+    first, whole = known.exact(), known.full(model.config, rows, tokens)
+
+    def add(contender: Contender, scores: measure.Scores, size: int, tiers: dict[str, int]) -> None:
+        name, kind, budget, options = contender.name, contender.kind, contender.budget, plain(contender.options)
+        sums = (scores.nll, scores.kl, scores.agree, scores.count)
+        into.rows.append(Row(name, kind, tokens, prompt, chunk, budget, options, size, whole, *sums, tiers, setting[3]))
+        after()
+
     missing = [c for c in wanted if into.row(c, setting) is None]
     if exact is None and (missing or into.row(first, setting) is None):
         scores, exact = measure.decode(
@@ -43,9 +50,7 @@ def run(
             after=lambda n: tick(first.name, n),
         )
         if into.row(first, setting) is None:
-            whole = known.full(model.config, rows, tokens)
-            into.rows.append(_row(first, setting, scores, whole, whole, {}))
-            after()
+            add(first, scores, whole, {})
     for contender in missing:
         try:
             cache = contender.make(model.config, rows, tokens)
@@ -64,26 +69,9 @@ def run(
             into.absent[contender.name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         tiers = cache.memory().tokens if hasattr(cache, "memory") else {}
-        whole = known.full(model.config, rows, tokens)
         into.absent.pop(contender.name, None)
-        into.rows.append(_row(contender, setting, scores, contender.size(cache), whole, tiers))
-        after()
+        add(contender, scores, contender.size(cache), tiers)
     return exact
-
-
-def _row(
-    contender: Contender,
-    setting: tuple[int, int, int, int],
-    scores: measure.Scores,
-    size: int,
-    full: int,
-    tiers: dict[str, int],
-) -> Row:
-    tokens, prompt, chunk, stretches = setting
-    options = plain(contender.options)
-    sums = (scores.nll, scores.kl, scores.agree, scores.count)
-    name, kind, budget = contender.name, contender.kind, contender.budget
-    return Row(name, kind, tokens, prompt, chunk, budget, options, size, full, *sums, tiers, stretches)
 
 
 def run_needles(
@@ -99,7 +87,7 @@ def run_needles(
     after: Callable[[], None] = lambda: None,
     tick: Callable[[str, int], None] = lambda name, tokens: None,
 ) -> None:
-    """Needles for every contender, length and depth that is not there yet."""
+    """Measure the missing needles of every contender, length and depth."""
     for contender in [known.exact(), *wanted]:
         for tokens in lengths:
             for depth in depths:

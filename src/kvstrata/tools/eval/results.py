@@ -49,7 +49,7 @@ class Row:
 
     @property
     def length(self) -> str:
-        """The setting in words, without the chunk."""
+        """Tokens, prompt and stretches of a row in words."""
         one = f"{self.tokens - self.prompt} after {self.prompt}" if self.prompt else f"{self.tokens}"
         return one if self.stretches == 1 else f"{self.stretches} x {one}"
 
@@ -113,10 +113,8 @@ class Quality:
 
     def note_absent(self, why: dict[str, str]) -> None:
         """Peers that cannot run now, unless they have rows from another time."""
-        self.absent |= {name: reason for name, reason in why.items() if not self._has(name)}
-
-    def _has(self, name: str) -> bool:
-        return any(row.name == name or row.name.startswith(f"{name} ") for row in self.rows)
+        there = [f"{row.name} " for row in self.rows]
+        self.absent |= {n: reason for n, reason in why.items() if not any(row.startswith(f"{n} ") for row in there)}
 
     def exact(self, like: Row) -> Row:
         """The 16-bit row that a row is compared with."""

@@ -77,7 +77,3 @@ class RoundedCache(Cache):
         if other := sorted(set(kinds) - {"full_attention"}):
             raise ValueError(f"config: expected layers of full attention only, got {', '.join(other)}")
         super().__init__(layers=[RoundedLayer(k_bits, v_bits, recent_tokens, sink_tokens) for _ in kinds])
-
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)

@@ -21,7 +21,7 @@ from kvstrata.layout import rotate
 from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 
-from .measure import Exact, decode
+from .measure import decode
 
 SINKS = 4
 
@@ -97,27 +97,18 @@ def measure_sensitivity(
     places = [place for place, layer in enumerate(layers) if type(layer) is DynamicLayer]
     fits = calibration is not None and len(calibration.layers) == len(places)
     own = dict(zip(places, calibration.layers, strict=True)) if calibration is not None and fits else {}
+
+    def rounded(place: int, side: str) -> float:
+        kinds = DynamicCache(config=model.config).layers
+        cache = Cache(layers=[type(x)() if type(x) is DynamicLayer else x for x in kinds])
+        cache.layers[place] = RoundedLayer(side, bits, own.get(place))
+        scores, _ = decode(model, ids, cache, chunk=tokens, exact=exact)
+        return sum(map(sum, scores.kl)) / (len(scores.kl) * sum(scores.count))
+
     by_side: dict[str, list[float]] = {"k": [], "v": []}
     for side, values in by_side.items():
         for place in range(len(layers)):
             compressed = place in places  # else a layer that a StrataCache does not compress
-            values.append(_one(model, ids, place, side, bits, exact, own.get(place)) if compressed else 0.0)
+            values.append(rounded(place, side) if compressed else 0.0)
             tick(f"{side.upper()} of layer {place}", len(by_side["k"]) + len(by_side["v"]))
     return Sensitivity(bits, by_side["k"], by_side["v"])
-
-
-def _one(
-    model: Any,
-    ids: torch.Tensor,
-    place: int,
-    side: str,
-    bits: int,
-    exact: Exact,
-    calibration: LayerCalibration | None,
-) -> float:
-    cache = Cache(
-        layers=[type(x)() if type(x) is DynamicLayer else x for x in DynamicCache(config=model.config).layers]
-    )
-    cache.layers[place] = RoundedLayer(side, bits, calibration)
-    scores, _ = decode(model, ids, cache, chunk=ids.shape[1], exact=exact)
-    return sum(map(sum, scores.kl)) / (len(scores.kl) * sum(scores.count))

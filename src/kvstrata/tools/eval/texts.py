@@ -6,16 +6,17 @@ The first three are the ones that rules were chosen on; the others were held out
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import os
 from pathlib import Path
 
 DEFAULT = ("topics", "inspect", "prose")
 HELD_OUT = ("topics-later", "argparse", "typing", "tempfile")
+SOURCES = {"inspect": 0, "argparse": 12_000, "typing": 20_000, "tempfile": 3_000}  # modules, from this character on
 
 
 def text(name: str) -> str:
-    """One of the texts by name."""
     if name in ("topics", "topics-later"):
         from pydoc_data import topics
 
@@ -23,38 +24,18 @@ def text(name: str) -> str:
         return whole if name == "topics" else whole[60_000:]
     if name == "prose":
         return _prose()
-    if name == "inspect":
-        return inspect.getsource(inspect)
-    if name == "argparse":
-        import argparse
-
-        return inspect.getsource(argparse)[12_000:]
-    if name == "typing":
-        import typing
-
-        return inspect.getsource(typing)[20_000:]
-    if name == "tempfile":
-        import tempfile
-
-        return inspect.getsource(tempfile)[3_000:]
+    if name in SOURCES:
+        return inspect.getsource(importlib.import_module(name))[SOURCES[name] :]
     raise ValueError(f"text: expected one of {DEFAULT + HELD_OUT}, got {name!r}")
 
 
 def _prose() -> str:
     """Docstrings: English with little code. First those of modules, then the longer ones inside of others."""
-    import argparse
-    import difflib
-    import doctest
-    import optparse
-    import random
-    import statistics
-    import unittest
-
-    modules = (statistics, unittest, argparse, random, doctest, difflib, optparse)
+    modules = "statistics unittest argparse random doctest difflib optparse"
     inside = "threading subprocess shutil smtplib os statistics logging/__init__ textwrap unittest/case unittest/mock"
     inside += " optparse tarfile codecs contextlib tempfile"
-    docs = [module.__doc__ for module in modules if module.__doc__]
-    return "\n\n".join(docs + [doc for name in inside.split() for doc in _docstrings(name)])
+    docs = [importlib.import_module(name).__doc__ or "" for name in modules.split()]
+    return "\n\n".join([*filter(None, docs)] + [doc for name in inside.split() for doc in _docstrings(name)])
 
 
 def _docstrings(name: str) -> list[str]:

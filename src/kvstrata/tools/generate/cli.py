@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -12,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvstrata.tools.terminal import AsJson, Device, Precision, Where, device_of, dtype_of, numba_hint, refuse
+from kvstrata.tools.terminal import AsJson, Device, Precision, Where, device_of, dtype_of, need, numba_hint, refuse
 
 
 def generate(
@@ -58,9 +57,7 @@ def generate(
 
     Example: kvstrata generate - --compare --json < question.txt
     """
-    for package in ("transformers",) if model else ("transformers", "accelerate", "gguf"):
-        if importlib.util.find_spec(package) is None:
-            refuse(f"generate needs {package}: pip install 'kvstrata[hf]'")
+    need(("transformers",) if model else ("transformers", "accelerate", "gguf"), "hf", "generate")
     os.environ.setdefault("TQDM_DISABLE", "1")  # the reader of .gguf files has a progress bar of its own
     from rich.console import Console
     from transformers.utils import logging
@@ -71,7 +68,7 @@ def generate(
     from .generate import encode, facts, floor_note, run, table, warm_up
 
     logging.set_verbosity_error()
-    console = Console(stderr=as_json)
+    console = Console(stderr=as_json, highlight=False)
     name = model or "SmolLM2-135M"
     text = sys.stdin.read() if prompt == "-" else prompt
     if context is not None:
@@ -79,7 +76,7 @@ def generate(
             text = f"{context.read_text(encoding='utf-8')}\n\n{text}"
         except UnicodeDecodeError as error:
             refuse(f"--context: expected a text file in UTF-8, got {context} ({error.reason} at byte {error.start})")
-    status = Console(stderr=True)
+    status = Console(stderr=True, highlight=False)
     try:
         where, precision = device_of(device), dtype_of(dtype)
         with status.status(f"loading {name}, half a minute"):
@@ -95,7 +92,7 @@ def generate(
             refuse(f"prompt: expected at most {room - max_new_tokens} tokens for this model, got {ids.shape[1]}")
 
         def say(words: str) -> None:
-            console.print(words, end="", markup=False, highlight=False, soft_wrap=True)
+            console.print(words, end="", markup=False, soft_wrap=True)
             console.file.flush()
 
         caches = [cache, None] if compare else [cache]
@@ -104,9 +101,9 @@ def generate(
         with status.status("warming up; the first run on a machine compiles loops and keeps them"):
             compiled = warm_up(loaded, tokenizer, ids, caches)
         if compiled:
-            status.print("Compiled the CPU loops; they are kept in files, later runs load them.", highlight=False)
+            status.print("Compiled the CPU loops; they are kept in files, later runs load them.")
         if hint := numba_hint(where):
-            status.print(hint, markup=False, highlight=False, soft_wrap=True)
+            status.print(hint, markup=False, soft_wrap=True)
         waiting = status.status(f"reading the prompt, {ids.shape[1]:,} tokens")
 
         def tick(times: Sequence[float]) -> None:
@@ -126,4 +123,4 @@ def generate(
     console.print()
     console.print(table(ours, plain, tokenizer), markup=False)
     if note := floor_note(ours):
-        console.print(note, markup=False, highlight=False)
+        console.print(note, markup=False)

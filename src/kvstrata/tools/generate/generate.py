@@ -16,6 +16,8 @@ from kvstrata.cache.policy.budget import Memory
 from kvstrata.hf.cache import StrataCache
 
 SEGMENT = 8  # tokens that a text is continued by while others wait
+Say = Callable[[str], None]  # gets the text, part by part
+Tick = Callable[[Sequence[float]], None]  # gets the times of all tokens so far, at every token
 WARM_TOKENS = 256  # of the prompt: enough to settle with the default recent_tokens
 
 
@@ -39,9 +41,7 @@ class Run:
 class _Clock(TextStreamer):
     """Streamer that forwards text and records the time of each token, across all segments of a text."""
 
-    def __init__(
-        self, tokenizer: Any, say: Callable[[str], None] | None, tick: Callable[[Sequence[float]], None] | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Any, say: Say | None = None, tick: Tick | None = None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.say, self.tick = say, tick
         self.times: list[float] = []
@@ -68,26 +68,17 @@ class _Clock(TextStreamer):
 class _Writer:
     """Greedy text over one cache, a segment at a time; the clock runs only while it writes."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        ids: torch.Tensor,
-        cache: StrataCache | None,
-        say: Callable[[str], None] | None,
-        tick: Callable[[Sequence[float]], None] | None,
-    ) -> None:
-        self.model, self.cache = model, cache
+    def __init__(self, model: Any, ids: torch.Tensor, cache: StrataCache | None, clock: _Clock) -> None:
+        self.model, self.cache, self.clock = model, cache, clock
         self.held = DynamicCache(config=model.config) if cache is None else cache
         self.ids, self.prompt = ids.to(model.device), ids.shape[1]
-        self.clock = _Clock(tokenizer, say, tick)
         self.first = self.rest = 0.0
         ends = model.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends])
         self.done = False
 
     def write(self, new: int) -> None:
-        """Up to ``new`` more tokens."""
+        """Generate up to ``new`` more tokens."""
         written = len(self.clock.times)
         start = time.perf_counter()
         self.ids = self.model.generate(
@@ -129,8 +120,8 @@ def run(
     ids: torch.Tensor,
     new: int,
     caches: Sequence[StrataCache | None],
-    say: Callable[[str], None] | None = None,
-    tick: Callable[[Sequence[float]], None] | None = None,
+    say: Say | None = None,
+    tick: Tick | None = None,
 ) -> list[Run]:
     """Greedy texts after ``ids``, one over each cache (None: 16 bit), the first streamed to ``say``.
 
@@ -138,8 +129,8 @@ def run(
 
     Several are written in turn, some tokens at a time, so that whatever else the machine does slows all of them.
     """
-    shown = [(say, tick), *[(None, None)] * (len(caches) - 1)]
-    writers = [_Writer(model, tokenizer, ids, cache, *to) for cache, to in zip(caches, shown, strict=True)]
+    clocks = [_Clock(tokenizer, say, tick), *(_Clock(tokenizer) for _ in caches[1:])]
+    writers = [_Writer(model, ids, cache, clock) for cache, clock in zip(caches, clocks, strict=True)]
     segment = SEGMENT if len(writers) > 1 else new
     for begin in range(0, new, segment):
         for writer in writers:
@@ -172,7 +163,7 @@ def _compilations() -> int:
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
-    """Index of the first token that differs, None if there is none."""
+    """Index of the first token that differs, or None."""
     both = min(len(ours), len(theirs))
     differ = (i for i in range(both) if ours[i] != theirs[i])
     return next(differ, None if len(ours) == len(theirs) else both)

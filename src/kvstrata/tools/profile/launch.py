@@ -28,8 +28,7 @@ WARM = 2  # calls before the one that is watched: compilation, lazy loading, pla
 
 def case_of(op: str, name: str, device: torch.device) -> Case:
     """The case of that name, whether or not it is among the quick ones; LookupError lists what there is."""
-    module = cases.find(op)
-    known = {case.name: case for quick in (True, False) for case in module.cases(device, quick)}
+    known = cases.by_name(op, device)
     if name not in known:
         raise LookupError(f"no case named {name!r} of {op}; there are: {', '.join(known)}")
     return known[name]
@@ -46,7 +45,7 @@ def contender_of(bench: Bench, name: str | None) -> tuple[str, Call]:
 
 @contextmanager
 def without_peers(op: str) -> Iterator[None]:
-    """Other libraries stay out of what is built here: they take seconds to load."""
+    """Build without other libraries, which take seconds to load."""
     importlib.import_module(f"{cases.__name__}.{op}")  # which registers them
     kept = peers.PEERS.pop(op, {})
     try:
@@ -63,11 +62,15 @@ def build(case: Case, contender: str | None, device: torch.device) -> Bench:
         return case.build(device)
 
 
-def main(op: str, name: str, contender: str | None = None) -> None:
+def ready(op: str, name: str, contender: str | None) -> tuple[Bench, str, Call]:
+    """The bench of a case on the current GPU, with the name and the call of a contender."""
     device = torch.device("cuda", torch.cuda.current_device())
-    case = case_of(op, name, device)
-    bench = build(case, contender, device)
-    chosen, call = contender_of(bench, contender)
+    bench = build(case_of(op, name, device), contender, device)
+    return bench, *contender_of(bench, contender)
+
+
+def main(op: str, name: str, contender: str | None = None) -> None:
+    bench, chosen, call = ready(op, name, contender)
     runtime: Any = torch.cuda.cudart()
     for turn in range(WARM + 1):
         bench.poison(chosen, 0)
@@ -87,10 +90,9 @@ DETAILS = {"registers": ("registers per thread", 1.0), "shared": ("shared memory
 
 
 def trace(op: str, name: str, contender: str | None = None) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    bench = build(case_of(op, name, device), contender, device)
-    chosen, call = contender_of(bench, contender)
-    flush = torch.zeros(max(2 * cache_bytes(device), 256 << 20) // 4, dtype=torch.int32, device=device)
+    bench, chosen, call = ready(op, name, contender)
+    flush_bytes = max(2 * cache_bytes(torch.device("cuda")), 256 << 20)
+    flush = torch.zeros(flush_bytes // 4, dtype=torch.int32, device="cuda")
     for _ in range(WARM):
         bench.poison(chosen, 0)
         call(0)

@@ -38,37 +38,19 @@ class Quantity:
     digits: int = 1
 
 
+ACTIVE, ELAPSED = (f".avg.pct_of_peak_sustained_{when}" for when in ("active", "elapsed"))  # of metrics in percent
 QUANTITIES = {
     "us": Quantity("time", "us", ("gpu__time_duration.sum", "gpu__time_duration.avg"), 2),
     "l2_hit": Quantity("L2 hits", "%", ("lts__t_sector_hit_rate.pct",)),
     "l1_hit": Quantity("L1 hits", "%", ("l1tex__t_sector_hit_rate.pct",)),
-    "dram": Quantity(
-        "DRAM",
-        "%",
-        (
-            "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
-            "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-        ),
-    ),
+    "dram": Quantity("DRAM", "%", (f"gpu__dram_throughput{ELAPSED}", f"dram__throughput{ELAPSED}")),
     "dram_read": Quantity("DRAM read", "MB", ("dram__bytes_read.sum",)),
     "dram_write": Quantity("DRAM written", "MB", ("dram__bytes_write.sum",)),
     "tensor": Quantity(
-        "tensor cores",
-        "%",
-        (
-            "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-            "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
-        ),
+        "tensor cores", "%", (f"sm__pipe_tensor_cycles_active{ACTIVE}", f"sm__inst_executed_pipe_tensor{ACTIVE}")
     ),
-    "issue": Quantity(
-        "issue slots",
-        "%",
-        (
-            "smsp__issue_active.avg.pct_of_peak_sustained_active",
-            "sm__inst_issued.avg.pct_of_peak_sustained_active",
-        ),
-    ),
-    "occupancy": Quantity("occupancy", "%", ("sm__warps_active.avg.pct_of_peak_sustained_active",)),
+    "issue": Quantity("issue slots", "%", (f"smsp__issue_active{ACTIVE}", f"sm__inst_issued{ACTIVE}")),
+    "occupancy": Quantity("occupancy", "%", (f"sm__warps_active{ACTIVE}",)),
     "registers": Quantity("registers", "", ("launch__registers_per_thread",), 0),
     "shared": Quantity("shared", "KB", ("launch__shared_mem_per_block",)),
     "conflicts": Quantity("bank conflicts", "", ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",), 0),

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from kvstrata.tools import child, results
+from kvstrata.tools.bench import cases
 
 from . import launch, ncu
 from .ncu import QUANTITIES, Kernel, NcuError
@@ -54,7 +55,7 @@ class CaseProfile:
 
     @property
     def main(self) -> Kernel:
-        """The kernel that takes longest."""
+        """The longest kernel."""
         return max(self.kernels, key=lambda kernel: kernel.values.get("us", 0.0))
 
 
@@ -107,9 +108,7 @@ def split(name: str) -> tuple[str, str | None]:
 
 def choose(op: str, wanted: Sequence[str], device: torch.device) -> list[str]:
     """Names of cases: those that match the globs, or the few that say most; ValueError where a glob matches none."""
-    from kvstrata.tools.bench import cases
-
-    known = list(dict.fromkeys(case.name for quick in (True, False) for case in cases.find(op).cases(device, quick)))
+    known = list(cases.by_name(op, device))
     if not wanted:
         return [name for name in CHOSEN.get(op, ()) if split(name)[0] in known] or known[:MOST]
     names = []

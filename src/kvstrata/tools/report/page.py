@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -165,8 +165,7 @@ def _quality(quality: Quality) -> Section:
     if quality.needles:
         header, rows = quality_render.needles(quality, {})
         section.folded = [Grid("Needles in a haystack", header, rows, names=2)]
-    with tempfile.TemporaryDirectory() as folder:
-        drawn = quality_plot.plot(quality, Path(folder) / "quality.svg").read_text(encoding="utf-8")
+    drawn = quality_plot.plot(quality, io.StringIO()).getvalue()
     section.figures = [Figure("Quality against bytes", figures.inline(drawn, f"{section.anchor}-plot"))]
     return section
 

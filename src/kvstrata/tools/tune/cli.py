@@ -8,27 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstrata.tools.terminal import (
-    AsJson,
-    Device,
-    Results,
-    Revision,
-    Where,
-    console,
-    device_of,
-    dtype_of,
-    need,
-    progress_bars,
-    refuse,
-    refusing,
-)  # fmt: skip
+from kvstrata.tools import terminal as ui
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +45,7 @@ def tune(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the newest study, or join a process that works on it.")
     ] = False,
-    device: Where = Device.auto,
+    device: ui.Where = ui.Device.auto,
     backend: Annotated[
         str, typer.Option(help="cuda, or reference: a toy problem of store, to see how it works.")
     ] = "cuda",
@@ -90,14 +76,14 @@ def tune(
         bool,
         typer.Option("--save", help="Write RESULTS/<machine>/tune_<op>[_<gates>].json (or gate.json), and the table."),
     ] = False,
-    results: Results = Path("results"),
+    results: ui.Results = Path("results"),
     tables: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder of the table; by default --save writes it to the cache folder."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampler.")] = None,
-    revision: Revision = None,
-    as_json: AsJson = False,
+    revision: ui.Revision = None,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Search for the fastest configuration of a kernel, and keep it only if it is significantly faster.
 
@@ -118,29 +104,30 @@ def tune(
     Example: kvstrata tune store --aa 200 --save
     """
     begun = time.monotonic()
-    need(("optuna", "scipy"), "tune", "tune")
+    ui.need(("optuna", "scipy"), "tune", "tune")
     from kvstrata.jit import cache_folder
     from kvstrata.jit.tuned import user_folder
     from kvstrata.tools.bench.machine import describe
+    from kvstrata.tools.bench.runner import select
 
     from . import problems, render
     from .gates import HARDWARE, PRESETS
     from .results import dumps
     from .search import Settings
 
-    say = console(stderr=as_json)
+    say = ui.console(stderr=as_json)
     if save and only != "*" and aa is None:
-        refuse("--save with --only would replace the whole result by a part of it; --tables DIR writes the table alone")
+        ui.refuse("--save with --only would replace the whole result; --tables DIR writes the table alone")
 
     def keep(result: Tuning | Gate) -> list[Path]:
         own = save and limits == PRESETS[HARDWARE]  # what `auto` takes is bound by the hardware alone
         folder = tables or (user_folder() if own else None)
         return list(_save(op, result, arch, results if save else None, folder if backend == "cuda" else None))
 
-    with refusing((RuntimeError,)):
+    with ui.refusing((RuntimeError,)):
         problems.check(op)
         where, arch = _where(device, backend)
-        chosen = _chosen(op, arch, where, backend, only)
+        chosen = select(problems.find(op, arch, where, backend), only, "case")
         limits = _limits(gates, shared_cap, max_registers, min_occupancy)
         if trials is None and minutes is None and aa is None:
             minutes = 5.0
@@ -175,9 +162,9 @@ def tune(
         table = render.table(result, {"table": name})
         say.print((replace(table, title=name) if number else table).terminal())
     for note in render.notes(result):
-        say.print(note, markup=False, highlight=False)
+        say.print(note, markup=False)
     for path in keep(result):
-        say.print(f"Saved: {path}", markup=False, highlight=False, soft_wrap=True)
+        say.print(f"Saved: {path}", markup=False, soft_wrap=True)
 
 
 def warmup(
@@ -198,7 +185,7 @@ def warmup(
     page_format: Annotated[str, typer.Option("--format", help="Format of packed pages.")] = "K4V4",
     page_tokens: Annotated[int, typer.Option(help="Tokens of a packed page: 16, 32 or 64.")] = 16,
     jobs: Annotated[int | None, typer.Option(min=0, help="Processes; 0 compiles in this one.")] = None,
-    as_json: AsJson = False,
+    as_json: ui.AsJson = False,
 ) -> None:
     """Compile kernels ahead of time: the top five of each entry of the tuned table, the defaults, those of a cache.
 
@@ -221,28 +208,28 @@ def warmup(
     from . import warmup as heat
 
     if reason := jit.missing():
-        refuse(f"warmup: {reason}")
+        ui.refuse(f"warmup: {reason}")
     import torch
 
     names = sorted([*problems.names(), "cache", "packed", "replay"])
     if op is not None and op not in names:
-        refuse(f"nothing to compile for {op!r}; there are: {', '.join(names)}")
+        ui.refuse(f"nothing to compile for {op!r}; there are: {', '.join(names)}")
     if arch is None:
         if not torch.cuda.is_available():
-            refuse("no GPU here: name the architecture, as in kvstrata warmup --arch sm_90")
+            ui.refuse("no GPU here: name the architecture, as in kvstrata warmup --arch sm_90")
         arch, gpu = jit.arch_of(), gpu or slug(torch.cuda.get_device_name())
     if not arch.startswith("sm_") or not arch[3:].isdigit():
-        refuse(f"--arch: expected a name such as sm_90, got {arch!r}")
+        ui.refuse(f"--arch: expected a name such as sm_90, got {arch!r}")
     start = time.monotonic()
     result = heat.Warmed(arch, heat.tables_for(arch, gpu))
     wanted = heat.kernels([one for one in problems.names() if op in (None, one)], arch, result.tables)
     if op in (None, "replay"):
         wanted += heat.replay_kernels()
     if op in (None, "cache", "packed"):
-        with refusing():
+        with ui.refusing():
             if heads % kv_heads:
                 raise ValueError(f"--heads: expected a multiple of {kv_heads}, got {heads}")
-            precision, formats = dtype_of(dtype), None if tiers is None else tuple(tiers.split(","))
+            precision, formats = ui.dtype_of(dtype), None if tiers is None else tuple(tiers.split(","))
             assert precision is not None
             for dim in head_dim:
                 if op == "packed":
@@ -269,13 +256,13 @@ def warmup(
         raise typer.Exit(1)
 
 
-def _where(device: Device, backend: str) -> tuple[torch.device, str]:
+def _where(device: ui.Device, backend: str) -> tuple[torch.device, str]:
     """Device, and the architecture to compile for, if any."""
     from kvstrata import jit
 
     if backend not in ("cuda", "reference"):
         raise ValueError(f"--backend: expected cuda or reference, got {backend!r}")
-    where = device_of(device)
+    where = ui.device_of(device)
     if backend == "reference":
         return where, "none"
     if where.type != "cuda":
@@ -283,16 +270,6 @@ def _where(device: Device, backend: str) -> tuple[torch.device, str]:
     if reason := jit.missing():
         raise ValueError(f"--backend cuda: {reason}")
     return where, jit.arch_of(where)
-
-
-def _chosen(op: str, arch: str, where: torch.device, backend: str, only: str) -> list[Problem]:
-    from . import problems
-
-    there = problems.find(op, arch, where, backend)
-    chosen = [problem for problem in there if fnmatch(problem.case, only)]
-    if not chosen:
-        raise ValueError(f"no case matches {only!r}; there are: {', '.join(problem.case for problem in there)}")
-    return chosen
 
 
 def _profiled(wanted: bool | None, save: bool, backend: str) -> bool:
@@ -313,13 +290,8 @@ def _limits(preset: str, shared: int | None, registers: int | None, occupancy: f
 
     if preset not in PRESETS:
         raise ValueError(f"--gates: expected one of {', '.join(PRESETS)}, got {preset!r}")
-    limits = PRESETS[preset]
-    return replace(
-        limits,
-        shared=limits.shared if shared is None else shared,
-        registers=limits.registers if registers is None else registers,
-        occupancy=limits.occupancy if occupancy is None else occupancy,
-    )
+    given = {"shared": shared, "registers": registers, "occupancy": occupancy}
+    return replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _experiment(
@@ -369,4 +341,4 @@ def _save(op: str, result: Tuning | Gate, arch: str, results: Path | None, table
 def _progress() -> Progress:
     from rich.console import Console
 
-    return progress_bars(Console(stderr=True), "{task.fields[best]}", transient=True)
+    return ui.progress_bars(Console(stderr=True), "{task.fields[best]}", transient=True)

@@ -45,7 +45,7 @@ class Compiler:
         self._done: dict[Name, jit.Usage] = {}
 
     def ahead(self, kernels: Iterable[Needs]) -> list[Future[jit.Usage]]:
-        """Begin with these, one per different kernel; those in the cache are done."""
+        """Start compiling kernels that are not cached, each once."""
         if not self.jobs:
             return []
         for kernel in kernels:

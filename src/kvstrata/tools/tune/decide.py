@@ -46,12 +46,12 @@ class Verdict:
 
 
 def better_profile(candidate: Profile, incumbent: Profile) -> bool:
-    """More warps resident, and nothing spilled that was not."""
+    """True if more warps are resident and no more bytes are spilled."""
     return candidate.spills <= incumbent.spills and candidate.occupancy >= incumbent.occupancy + BETTER_OCCUPANCY
 
 
 def better_metrics(candidate: Mapping[str, float], incumbent: Mapping[str, float]) -> bool:
-    """Measured by Nsight Compute: one of METRICS better by its margin, none worse by it; names as in `profile.ncu`."""
+    """True if one of METRICS is better by its margin and none worse by it; names as in `profile.ncu`."""
     gains = [
         sign * (candidate[name] - incumbent[name]) / margin
         for name, (sign, margin) in METRICS.items()
@@ -61,7 +61,7 @@ def better_metrics(candidate: Mapping[str, float], incumbent: Mapping[str, float
 
 
 def hopeless(incumbent: Array, candidate: Array) -> bool:
-    """All samples are slower than the incumbent's median: of ten, by chance, once in 1,024 if it were as fast."""
+    """True if all samples are slower than the incumbent's median; for ten, by chance once in 1,024."""
     return candidate.size >= FEWEST and float(candidate.min()) > float(np.median(incumbent))
 
 

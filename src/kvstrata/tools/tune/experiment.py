@@ -45,20 +45,20 @@ def rate(name: str, factor: float, draw: Draw, n: int, step: Step = lambda: None
 
 
 def simulated(noise: float, factor: float, n: int, seed: int = 0) -> Rate:
-    """Samples with log-normal noise of that size (0.02: 2 %) and outliers."""
+    """Pass rates on simulated samples with log-normal noise (0.02: 2 %) and outliers."""
     rng = np.random.default_rng(seed)
 
-    def some(count: int, scale: float) -> Array:
+    def samples(count: int, scale: float) -> Array:
         x: Array = scale * rng.lognormal(0.0, noise, count)
         return np.where(rng.random(count) < OUTLIERS, OUTLIER * x, x)
 
-    return rate(f"simulated, {noise:.0%} noise", factor, lambda count: (some(count, factor), some(count, 1.0)), n)
+    return rate(f"simulated, {noise:.0%} noise", factor, lambda count: (samples(count, factor), samples(count, 1.0)), n)
 
 
 def on_device(
     problem: Problem, timer: Timer, factor: float, n: int, step: Step = lambda: None, end: float = math.inf
 ) -> Rate:
-    """The default configuration against itself, or against itself with a delay."""
+    """Pass rates of the default configuration against itself, or against itself with a delay."""
     ready = problem.build(timer.device)
 
     def contender() -> Call:

@@ -144,5 +144,4 @@ def caption(result: Tuning | Gate) -> str:
 
 
 def notes(result: Tuning | Gate) -> list[str]:
-    """Notes under the table."""
     return [f"{row.case}: {row.note}" for row in result.rows if row.note] if isinstance(result, Tuning) else []

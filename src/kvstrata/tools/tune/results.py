@@ -49,7 +49,7 @@ class Row:
 
 @dataclass
 class Tuning:
-    """The search of one op."""
+    """Result of the search of one op."""
 
     op: str
     machine: dict[str, Any]

@@ -163,7 +163,7 @@ class Search:
         return not self._waiting() and not self._wait_for_one()
 
     def _left(self) -> float | None:
-        """Seconds."""
+        """Seconds that are left, or None without a limit."""
         if self.settings.seconds is None:
             return None
         allowed = self.settings.seconds + min(self._waited, self.settings.patience)
@@ -235,7 +235,6 @@ class Search:
         self.watch(State(len(self._measured()), 1.0 if best is None else 1 / _value(best), last))
 
     def _measured(self) -> list[FrozenTrial]:
-        """Trials that were timed."""
         return [t for t in self._trials(*DONE) if t.intermediate_values]
 
     def _taken(self, number: int, choice: Choice) -> bool:
@@ -286,13 +285,15 @@ class Search:
         return min(promoted, key=_value, default=None)
 
     def _judge(self, trial: optuna.Trial, choice: Choice) -> tuple[float, str | None]:
-        """(value, why it was not promoted)."""
+        """Measure a choice; returns its value and the reason why it was not promoted."""
         profile = self.candidates.profile(choice, self._left())
         trial.set_user_attr(PROFILE, asdict(profile))
         calls, holder = self._contenders(choice)
         taken = self._quick(trial, calls, holder)
         if holder is not None:
-            better = not self.settings.measured_profiles and decide.better_profile(profile, self._profile())
+            incumbent = self._incumbent()
+            held = self._static if incumbent is None else Profile(**incumbent.user_attrs[PROFILE])
+            better = not self.settings.measured_profiles and decide.better_profile(profile, held)
             if not decide.passes_quick(taken[holder], taken["candidate"], better):
                 return _relative(taken), f"not {decide.FASTER - 1:.0%} faster"
         verdict = self._confirmed(calls, holder or "default")
@@ -316,11 +317,6 @@ class Search:
         self._verify(calls["candidate"])
         self._last = _relative(taken)
         return decide.confirm(taken[holder], taken["candidate"])
-
-    def _profile(self) -> Profile:
-        """Profile of the incumbent's compiled kernels."""
-        incumbent = self._incumbent()
-        return self._static if incumbent is None else Profile(**incumbent.user_attrs[PROFILE])
 
     def _quick(self, trial: optuna.Trial, calls: dict[str, Call], holder: str | None) -> dict[str, Array]:
         parts: list[dict[str, Array]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import time
@@ -15,6 +14,7 @@ import optuna
 import torch
 
 from kvstrata.jit.tuned import Choice, nearest
+from kvstrata.tools.bench.machine import release
 from kvstrata.tools.bench.timer import Timer
 from kvstrata.tools.profile import ncu, profile
 from kvstrata.tools.profile.ncu import NcuError
@@ -60,7 +60,7 @@ class Session:
         return self.op if self.gates == HARDWARE else f"{self.op}_{self.gates}"
 
     def run(self, begun: float, progress: Progress, keep: Callable[[Tuning], object]) -> Tuning:
-        """Each case with its share of the time since `begun`; `keep` sees the result after each."""
+        """Search all cases, each with its share of the time since `begun`; `keep` gets the result after each."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         settings = replace(self.settings, measured_profiles=self.profile)
         tuning = Tuning(PREFIX + self.kind, self.machine, self._method())
@@ -99,7 +99,7 @@ class Session:
                     near[problem.case] = search.near(NEAR)
                     keep(tuning)
                     del search
-                    self._free()
+                    release(self.device)
                 # Again with kernels that were not compiled yet when their case was searched.
                 earlier, measured = measured, sum(row.measured or 0 for row in tuning.rows)
                 if searched - time.monotonic() < AGAIN or measured == earlier:
@@ -118,7 +118,7 @@ class Session:
         return {**method, "seconds": settings.seconds, "gates": self.gates}
 
     def _compile(self, compiler: Compiler) -> list[int]:
-        """Begin with all kernels; how many valid choices each case has."""
+        """Start compiling all kernels; returns the number of valid choices of each case."""
         compiler.ahead(kernel for problem in self.problems for kernel in problem.kernels(problem.default))
         sizes = []
         for problem in self.problems:
@@ -138,11 +138,6 @@ class Session:
                 study.enqueue_trial(choice)
         return study
 
-    def _free(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def _profiles(
         self,
         tuning: Tuning,
@@ -153,7 +148,9 @@ class Session:
         studies: dict[str, optuna.Study],
     ) -> None:
         """Profile winners, defaults and near misses; a near miss with better metrics may still win by 100 samples."""
-        wanted = [(row.case, _choices(row, near[row.case])) for row in tuning.rows]
+        own = {row.case: [row.default_choice, *([row.choice] if row.choice else [])] for row in tuning.rows}
+        unique = {case: {key(choice): choice for choice in [*own[case], *near[case]]} for case in own}
+        wanted = [(case, list(choices.values())) for case, choices in unique.items()]
         won = {row.case for row in tuning.rows if row.choice is not None}
         wanted = [(case, choices) for case, choices in wanted if len(choices) > 1]
         wanted = sorted(wanted, key=lambda each: each[0] not in won)[:MOST]
@@ -178,7 +175,7 @@ class Session:
                 row.seconds = round(row.seconds + earlier, 1)
                 tuning.rows[number] = row
                 del search
-                self._free()
+                release(self.device)
             row.metrics["default"] = measured[row.case, key(row.default_choice)]
             if row.choice is not None:
                 row.metrics["tuned"] = measured[row.case, key(row.choice)]
@@ -197,9 +194,3 @@ def _share(settings: Settings, left: float, cases: int) -> Settings:
 def _untried(row: Row, goal: int) -> bool:
     """True if fewer than ``goal`` configurations were measured, and there are more within the limits."""
     return (row.measured or 0) < min(goal, row.valid or 0)
-
-
-def _choices(row: Row, near: list[Choice]) -> list[Choice]:
-    """The default, the winner and near misses, each once."""
-    every = [row.default_choice, *([row.choice] if row.choice else []), *near]
-    return list({key(choice): choice for choice in every}.values())

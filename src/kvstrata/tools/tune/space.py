@@ -41,11 +41,9 @@ class Space:
         return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Choice]:
-        """Every choice there is."""
         return self._from({}, list(self.choices))
 
     def suggest(self, trial: optuna.Trial) -> Choice:
-        """Next choice of the sampler."""
         choice: Choice = {}
         for name, values in self.choices.items():
             if self.matters(name, choice):
@@ -71,10 +69,9 @@ class Space:
 
 
 def key(choice: Choice) -> str:
-    """A choice as text: equal for equal ones."""
+    """A choice as JSON with sorted keys, to compare choices."""
     return json.dumps(choice, sort_keys=True)
 
 
 def show(choice: Choice | None) -> str:
-    """Choice as text."""
     return "default" if choice is None else " ".join(f"{name}={value}" for name, value in choice.items())

@@ -105,7 +105,7 @@ def _alive(pid: int) -> bool:
 
 
 def put_back(study: optuna.Study) -> int:
-    """Queue again what a dead process left; how many there were."""
+    """Queue the trials of dead processes again; returns how many there were."""
     count = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if not _alone(trial):

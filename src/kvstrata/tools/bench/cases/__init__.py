@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from types import ModuleType
+from typing import Any
 
 
 def names() -> list[str]:
@@ -21,3 +22,8 @@ def find(op: str) -> ModuleType:
     if op not in names():
         raise LookupError(f"no benchmark named {op!r}; there are: {', '.join(names()) or 'none yet'}")
     return importlib.import_module(f"{__name__}.{op}")
+
+
+def by_name(op: str, device: Any) -> dict[str, Any]:
+    """Every `Case` of an op on a device, the quick ones first."""
+    return {case.name: case for quick in (True, False) for case in find(op).cases(device, quick)}

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -116,6 +118,12 @@ class Rows:
         few_q, few_k, few_v = (x[:CHECKED].float() for x in (self.q, self.k, self.v))
         out = torch.nn.functional.scaled_dot_product_attention(few_q, few_k, few_v, enable_gqa=True)
         self.expected = out.transpose(1, 2)
+        self.lengths = [shape.tokens] * shape.requests
+
+    def pages(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """K and V as consecutive pages of each request, ``[pages, kv_heads, PEER_PAGE, head_dim]``."""
+        by_page = (x.unflatten(2, (-1, PEER_PAGE)).transpose(1, 2).flatten(0, 1) for x in (self.k, self.v))
+        return [x.to(dtype).contiguous() for x in by_page]
 
 
 def _sdpa(rows: Rows, backend: SDPBackend) -> Call:
@@ -127,43 +135,32 @@ def cudnn(rows: Rows) -> Call:
     return _sdpa(rows, SDPBackend.CUDNN_ATTENTION)
 
 
-def _flashinfer(rows: Rows, dtype: torch.dtype) -> Call:
+def _flashinfer(rows: Any, dtype: torch.dtype) -> Call:
+    """FlashInfer's decode over the pages of `Rows`, or of anything like them."""
     if rows.q.device.type != "cuda":
         raise Absent("needs a CUDA device")
     if rows.q.shape[2] != 1:
         raise Absent("its decode takes one query")
     import flashinfer as library
 
-    requests, kv_heads, tokens, head_dim = rows.k.shape
-    per_request = tokens // PEER_PAGE
-    pages = tuple(
-        x.view(requests, kv_heads, per_request, PEER_PAGE, head_dim)
-        .transpose(1, 2)
-        .flatten(0, 1)
-        .to(dtype)
-        .contiguous()
-        for x in (rows.k, rows.v)
-    )
-    ints = partial(torch.arange, dtype=torch.int32, device=rows.q.device)
+    k, v = rows.pages(dtype)
+    ints = partial(torch.tensor, dtype=torch.int32, device=rows.q.device)
+    starts = [0, *accumulate(-(-n // PEER_PAGE) for n in rows.lengths)]
+    last = [(n - 1) % PEER_PAGE + 1 for n in rows.lengths]
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
         torch.empty(1 << 30, dtype=torch.uint8, device=rows.q.device), "HND", use_tensor_cores=True
     )
     wrapper.plan(
-        ints(requests + 1) * per_request, ints(requests * per_request), ints(requests) * 0 + PEER_PAGE,
-        rows.q.shape[1], kv_heads, head_dim, PEER_PAGE, q_data_type=rows.q.dtype, kv_data_type=dtype,
+        ints(starts), ints(list(range(starts[-1]))), ints(last), rows.q.shape[1], k.shape[1], k.shape[3], PEER_PAGE,
+        q_data_type=rows.q.dtype, kv_data_type=dtype,
     )  # fmt: skip
     q = rows.q[:, :, 0].contiguous()
-    return lambda i: wrapper.run(q, pages).unsqueeze(1)
+    return lambda i: wrapper.run(q, (k, v)).unsqueeze(1)
 
 
-@peer("decode", "flashinfer")
-def flashinfer(rows: Rows) -> Call:
-    return _flashinfer(rows, rows.k.dtype)
-
-
-@peer("decode", "flashinfer fp8")
-def flashinfer_fp8(rows: Rows) -> Call:
-    return _flashinfer(rows, torch.float8_e4m3fn)
+for op_name in ("decode", "packed ragged"):
+    peer(op_name, "flashinfer")(partial(_flashinfer, dtype=torch.bfloat16))
+    peer(op_name, "flashinfer fp8")(partial(_flashinfer, dtype=torch.float8_e4m3fn))
 
 
 def _close(out: torch.Tensor, expected: torch.Tensor, limit: float = 1e-2) -> None:

@@ -38,11 +38,10 @@ from typing import Any
 import torch
 
 from kvstrata.tools.bench import stats
-from kvstrata.tools.bench.case import Bench, Case
-from kvstrata.tools.bench.machine import describe
-from kvstrata.tools.bench.probes import copy_bandwidth, floor
+from kvstrata.tools.bench.case import Case
+from kvstrata.tools.bench.machine import release
 from kvstrata.tools.bench.results import CaseResult, Report, Row
-from kvstrata.tools.bench.runner import against
+from kvstrata.tools.bench.runner import compare, new_report
 from kvstrata.tools.bench.timer import Timer
 
 from .step import Model, model_of
@@ -61,7 +60,7 @@ CHUNK = 1 << 16  # tokens that an MLP takes at a time, so that activations leave
 LIMIT = 120.0  # seconds after which a contender is stopped
 TOTAL, COMPILING = 420.0, 90.0  # seconds after which none begins; one that compiles has to begin so much earlier
 PATIENCE = {"cuda": 1.0, "cpu": 10.0}  # factor of these limits
-QWEN3 = Model(layers=36, mlp=12288, vocab=151936)
+QWEN3 = Model(layers=36, mlp=12288, vocab=151936, family="qwen3")
 LLAMA = Model()
 SMOLLM2 = Model(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, mlp=1536, vocab=49152)
 TOY = Model(2, 64, 4, 2, 32, 64, 128)
@@ -69,7 +68,7 @@ TOY = Model(2, 64, 4, 2, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Shape:
-    """Prompts of one call of `generate`."""
+    """Sizes of one call of `generate`."""
 
     rows: int
     tokens: int
@@ -102,10 +101,6 @@ CPU_SHAPES = [Shape(1, n, "smollm2", SMOLLM2, (PACKED, QUANTIZED, PEER), 4, 64) 
 TOY_SHAPE = Shape(2, 100, model=TOY)
 
 
-def _absent(device: torch.device) -> Bench:
-    raise RuntimeError("a contender is a call of generate")
-
-
 def cases(device: torch.device, quick: bool) -> list[Case]:
     """Cases of the benchmark: a small model on a CPU, and a toy for the quick one."""
     if device.type != "cuda":
@@ -115,7 +110,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
 
 def case_of(shape: Shape) -> Case:
     params = {"B": shape.rows, "T": shape.tokens, "model": shape.family, "time": "wall"}
-    return Case("hf", shape.name, params, shape.bytes, _absent, wall=True)
+    return Case("hf", shape.name, params, shape.bytes, wall=True)
 
 
 def shape_of(case: Case) -> Shape:
@@ -124,31 +119,10 @@ def shape_of(case: Case) -> Shape:
 
 
 def load(shape: Shape, device: torch.device) -> Any:
-    """A model with random weights, made on the device."""
-    if shape.family != "qwen3":
-        return _with_small_activations(model_of(shape.model, device))
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+    """The model of a shape, whose MLPs take a long prompt in chunks; the one before is freed first."""
     model_of.cache_clear()
     release(device)
-    m = shape.model
-    config = Qwen3Config(
-        hidden_size=m.hidden, intermediate_size=m.mlp, num_hidden_layers=m.layers, vocab_size=m.vocab,
-        num_attention_heads=m.heads, num_key_value_heads=m.kv_heads, head_dim=m.head_dim,
-        max_position_embeddings=40960,
-    )  # fmt: skip
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        torch.manual_seed(0)
-        with torch.device(device):
-            return Qwen3ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(usual)
-
-
-def _with_small_activations(model: Any) -> Any:
-    """The model, whose MLPs take a part of a long prompt at a time; steps are as before."""
+    model = model_of(shape.model, device)
 
     def in_chunks(whole: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] * x.shape[1] <= CHUNK:
@@ -159,17 +133,8 @@ def _with_small_activations(model: Any) -> Any:
         return out
 
     for layer in model.model.layers:
-        if not isinstance(layer.mlp.forward, partial):
-            layer.mlp.forward = partial(in_chunks, layer.mlp.forward)
+        layer.mlp.forward = partial(in_chunks, layer.mlp.forward)
     return model
-
-
-def release(device: torch.device) -> None:
-    """Give back what is no longer used."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
 
 
 @dataclass
@@ -239,7 +204,6 @@ def _generate(model: Any, ids: torch.Tensor, new: int, clock: Clock, options: di
 
 
 def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) -> Measured:
-    """Run one contender."""
     device, tokens = ids.device, shape.tokens + new + 64
     firsts: list[float] = []
     if name != PEER and ids.numel() <= WARMED:
@@ -318,16 +282,9 @@ def run(
     after_case: Callable[[Report], object] = lambda report: None,
 ) -> Report:
     """Measure one contender after the other; ``after_case`` sees the report after each."""
-    timer = Timer(device)
-    report = Report(
-        op="hf",
-        machine=describe(device, revision),
-        method={"quick": quick, "only": only, "steps": STEPS // 3 if quick else STEPS, "how": "generate, one by one"},
-        peak=copy_bandwidth(timer),
-        floor=floor(timer),
-    )
-    del timer
-    release(device)
+    steps = STEPS // 3 if quick else STEPS
+    method = {"quick": quick, "only": only, "steps": steps, "how": "generate, one by one"}
+    report = new_report("hf", Timer(device), method, revision)
     start, model, loaded = time.perf_counter(), None, ""
     first_tokens: dict[str, list[int]] = {}
     results: dict[str, CaseResult] = {}
@@ -348,7 +305,7 @@ def run(
         how = row.error or result.params["how"][name]
         took, now = (time.perf_counter() - x for x in (begin, start))
         print(f"{shape.name} {name}: {how} {took:.0f} s, {now:.0f} s in all", file=sys.stderr, flush=True)
-        judge(result)
+        compare(result)
         after_case(report)
     return report
 
@@ -383,13 +340,3 @@ def contend(
         for key, value in kept.items():
             result.params[key][name] = value
     return row
-
-
-def judge(case: CaseResult) -> None:
-    """Fill in the comparisons of rows that have times."""
-    peers = [row for row in case.rows if row.kind == "peer" and row.us is not None]
-    baseline, peer = case.row("baseline"), min(peers, key=lambda row: row.us.median if row.us else 0, default=None)
-    for row in case.rows:
-        if row.us is not None:
-            row.vs_baseline = against(baseline, row) if baseline and baseline is not row else None
-            row.vs_peer = against(peer, row) if peer and row.kind in ("ours", "variant") else None

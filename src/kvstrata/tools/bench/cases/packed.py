@@ -20,7 +20,7 @@ import kvstrata
 from kvstrata import jit
 from kvstrata.attention.packed_ahead import kernels_needed
 from kvstrata.layout import Format
-from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, runner, sets_for
+from kvstrata.tools.bench import Bench, Case, attach, runner, sets_for
 from kvstrata.tools.bench.attention import assert_close, read
 from kvstrata.tools.bench.cases.decode import CHECKED, PEER_PAGE, Rows, _close, _sdpa
 from kvstrata.tools.bench.cases.decode import Shape as DecodeShape
@@ -75,48 +75,19 @@ class RaggedRows:
     """K and V of requests of different lengths in pages of bfloat16, and what a decode over them gives."""
 
     def __init__(self, shape: DecodeShape, lengths: list[int], q: torch.Tensor) -> None:
-        self.q, self.lengths, self.kv_heads = q, lengths, shape.kv_heads
-        self.counts = [-(-n // PEER_PAGE) for n in lengths]
-        size = (2, sum(self.counts), shape.kv_heads, PEER_PAGE, shape.head_dim)
-        self.k, self.v = torch.empty(size, dtype=torch.bfloat16, device=q.device).normal_()
+        self.q, self.lengths = q.unsqueeze(2), lengths
+        counts = [-(-n // PEER_PAGE) for n in lengths]
+        size = (2, sum(counts), shape.kv_heads, PEER_PAGE, shape.head_dim)
+        self.both = torch.empty(size, dtype=torch.bfloat16, device=q.device).normal_()
         expected = []
-        for i, (begin, n) in enumerate(zip([0, *torch.tensor(self.counts).cumsum(0).tolist()], lengths, strict=False)):
-            if i == CHECKED:
-                break
-            pages = slice(begin, begin + self.counts[i])
-            k, v = (x[pages].transpose(0, 1).flatten(1, 2)[None, :, :n].float() for x in (self.k, self.v))
-            rows = q[i].float()[None, :, None]
-            expected.append(torch.nn.functional.scaled_dot_product_attention(rows, k, v, enable_gqa=True)[0, :, 0])
-        self.expected = torch.stack(expected)
+        for i, pages in enumerate(self.both.split(counts, 1)[:CHECKED]):
+            k, v = pages.transpose(1, 2).flatten(2, 3)[:, None, :, : lengths[i]].float()
+            rows = self.q[i : i + 1].float()
+            expected.append(torch.nn.functional.scaled_dot_product_attention(rows, k, v, enable_gqa=True))
+        self.expected = torch.cat(expected).transpose(1, 2)
 
-
-def _ragged_flashinfer(rows: RaggedRows, dtype: torch.dtype) -> Call:
-    if rows.q.device.type != "cuda":
-        raise Absent("needs a CUDA device")
-    import flashinfer as library
-
-    pages = (rows.k.to(dtype), rows.v.to(dtype))
-    ints = partial(torch.tensor, dtype=torch.int32, device=rows.q.device)
-    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(1 << 30, dtype=torch.uint8, device=rows.q.device), "HND", use_tensor_cores=True
-    )
-    starts = [0, *torch.tensor(rows.counts).cumsum(0).tolist()]
-    last = [(n - 1) % PEER_PAGE + 1 for n in rows.lengths]
-    wrapper.plan(
-        ints(starts), torch.arange(starts[-1], dtype=torch.int32, device=rows.q.device), ints(last), rows.q.shape[1],
-        rows.kv_heads, rows.q.shape[2], PEER_PAGE, q_data_type=rows.q.dtype, kv_data_type=dtype,
-    )  # fmt: skip
-    return lambda i: wrapper.run(rows.q, pages)
-
-
-@peer("packed ragged", "flashinfer")
-def flashinfer(rows: RaggedRows) -> Call:
-    return _ragged_flashinfer(rows, torch.bfloat16)
-
-
-@peer("packed ragged", "flashinfer fp8")
-def flashinfer_fp8(rows: RaggedRows) -> Call:
-    return _ragged_flashinfer(rows, torch.float8_e4m3fn)
+    def pages(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.both.to(dtype)
 
 
 def ragged_lengths(requests: int) -> list[int]:
@@ -172,7 +143,7 @@ def compile_ahead(device: torch.device) -> None:
         arch = jit.arch_of(device)
         kinds = [(Format.parse(name, 128), 4 if name == "K4V4" else 1) for name in FORMATS]
         wanted = [kernels_needed(fmt, 32, 8, torch.bfloat16, q_len=q_len, arch=arch) for fmt, q_len in kinds]
-        jit.load_ahead([one for some in wanted for one in some], device)
+        jit.load_ahead([kernel for kernels in wanted for kernel in kernels], device)
 
 
 def _decode_case(name: str, shape: DecodeShape, ragged: bool, device: torch.device) -> Case:

@@ -25,7 +25,7 @@ from kvstrata.attention.prefill_cached import op as cached
 from kvstrata.attention.prefill_cached.job import CachedJob
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Bench, Case, attach, peer, sets_for, synthetic
-from kvstrata.tools.bench.attention import absent, after_unpacking, assert_close, read, sdpa
+from kvstrata.tools.bench.attention import absent, assert_close, chunk_bench, chunk_cost, read, sdpa
 from kvstrata.tools.bench.clock import Call
 
 CHECKED = 2  # heads of the first sequence compared with float32
@@ -173,7 +173,7 @@ def build(shape: Shape, sets: int, device: torch.device) -> Bench:
 
 
 def ideas() -> dict[str, Tile]:
-    """``v3``, and one thing done otherwise."""
+    """Tiles of ``v3`` and of two variants that each change one thing."""
     tile = PORTABLE[64]
     return {"v3": tile, "copies not overlapped": replace(tile, stages=1), "two KV warps": FEW[64]}
 
@@ -202,29 +202,18 @@ def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_
     job = CachedJob(q, [NEW], buckets, None, [0], *sizes)
     expected = cached.run(job, "reference")[0].float()
     backend = cached._choose("auto", job)
-    contenders: dict[str, Call] = {"kvstrata": lambda i: cached.run(job, backend)[0]}
-    missing: dict[str, str] = {}
-    if device.type == "cuda":
+
+    def rows() -> tuple[torch.Tensor, torch.Tensor]:
         from kvstrata.attention.prefill_cached import staging_triton
 
-        def rows() -> tuple[torch.Tensor, torch.Tensor]:
-            k, v, _ = staging_triton.unpack(job)
-            return k[:, :, : NEW + prefix], v[:, :, : NEW + prefix]
+        k, v, _ = staging_triton.unpack(job)
+        return k[:, :, : NEW + prefix], v[:, :, : NEW + prefix]
 
-        others, missing = after_unpacking(q, rows)
-        contenders |= others
-    else:
-        contenders["unpack then flash"] = lambda i: cached.run(job, "reference")[0]
+    def run(backend: str, i: int) -> torch.Tensor:
+        return cached.run(job, backend)[0]
 
-    return Bench(
-        contenders=contenders,
-        poison=lambda name, i: None,
-        check=lambda name, i, out: assert_close(out, expected, 1e-2),
-        ours="kvstrata",
-        baseline="unpack then flash",
-        before=read(device),
-        absent=missing,
-    )
+    check = partial(assert_close, expected=expected, limit=1e-2)
+    return chunk_bench(q, partial(run, backend), rows, partial(run, "reference"), check)
 
 
 def _shapes(quick: bool) -> list[Shape]:
@@ -254,13 +243,10 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         sizes = dict(flops=shape.flops, sets=sets, graph=True, seconds=SECONDS)
         cases.append(Case("prefill", f"ideas-{shape.name}", params, shape.bytes, make, **sizes))
     prefix, heads, kv_heads, dim = (PREFIX, 32, 8, 128) if cuda else (512, 2, 1, 64)
-    pairs = NEW * prefix + NEW * (NEW + 1) // 2
-    moved = kv_heads * (prefix * Format.parse("K4V4", dim).bytes_per_token + NEW * 4 * dim) + 4 * NEW * heads * dim
+    moved, flops = chunk_cost(Format.parse("K4V4", dim), prefix, NEW, heads, kv_heads)
     params = {"kind": "tiers", "D": dim, "T": prefix + NEW}
     name = f"tiers-K4V4-{prefix}+{NEW}"
     tiers = partial(build_tiers, prefix=prefix, heads=heads, kv_heads=kv_heads)
     # the plain tokens are among the earlier ones, the new ones among the quantised
-    cases.append(
-        Case("prefill", name, params, moved, tiers, flops=4 * heads * pairs * dim, graph=cuda, seconds=SECONDS)
-    )
+    cases.append(Case("prefill", name, params, moved, tiers, flops=flops, graph=cuda, seconds=SECONDS))
     return cases

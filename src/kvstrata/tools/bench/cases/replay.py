@@ -52,7 +52,6 @@ class Style:
 
     @property
     def room(self) -> Style:
-        """Style of the buffers."""
         return self if self.kind == "vectors" else Style(self.kind, ROWS, COLUMNS)
 
     @property
@@ -77,7 +76,7 @@ def shapes_of(style: Style) -> list[tuple[int, ...]]:
 
 
 def bytes_of(style: Style) -> int:
-    """Read and written."""
+    """Bytes read and written."""
     return 2 * 4 * sum(torch.Size(shape).numel() for shape in shapes_of(style))
 
 
@@ -95,9 +94,7 @@ class Inputs:
                     tensor[0] = 0
         self.src = [tensor.to(device) for tensor in self.on_host]
         self.dst = [torch.zeros(s, dtype=torch.int32, device=device) for s in shapes_of(room or style.room)]
-
-    def views(self) -> list[torch.Tensor]:
-        return [d[tuple(slice(0, n) for n in s.shape)] for d, s in zip(self.dst, self.src, strict=True)]
+        self.views = [d[tuple(slice(0, n) for n in s.shape)] for d, s in zip(self.dst, self.src, strict=True)]
 
     def poison(self) -> None:
         for name, buffer in zip(self.names, self.dst, strict=True):
@@ -131,29 +128,21 @@ def _sliced(inputs: Sequence[Inputs]) -> Call:
 
 
 def _pre_sliced(inputs: Sequence[Inputs]) -> Call:
-    views = [one.views() for one in inputs]
-
     def run(i: int) -> None:
-        for view, source in zip(views[i], inputs[i].src, strict=True):
+        for view, source in zip(inputs[i].views, inputs[i].src, strict=True):
             view.copy_(source)
 
     return run
 
 
-def _foreach(inputs: Sequence[Inputs]) -> Call:
-    views = [one.views() for one in inputs]
-    return lambda i: torch._foreach_copy_(views[i], inputs[i].src)
-
-
 def _cat(inputs: Sequence[Inputs]) -> Call:
     """The note's flattening: all sources into one buffer, and out of it again."""
-    views = [one.views() for one in inputs]
     flat = torch.empty(sum(s.numel() for s in inputs[0].src), dtype=torch.int32, device=inputs[0].device)
 
     def run(i: int) -> None:
         flat.copy_(torch.cat([s.view(-1) for s in inputs[i].src]))
         offset = 0
-        for view in views[i]:
+        for view in inputs[i].views:
             view.copy_(flat[offset : offset + view.numel()].view(view.shape))
             offset += view.numel()
 
@@ -162,12 +151,11 @@ def _cat(inputs: Sequence[Inputs]) -> Call:
 
 def _streams(inputs: Sequence[Inputs]) -> Call:
     """One stream a copy."""
-    views = [one.views() for one in inputs]
-    streams = [torch.cuda.Stream(inputs[0].device) for _ in views[0]]
+    streams = [torch.cuda.Stream(inputs[0].device) for _ in inputs[0].views]
 
     def run(i: int) -> None:
         here = torch.cuda.current_stream(inputs[i].device)
-        for stream, view, source in zip(streams, views[i], inputs[i].src, strict=True):
+        for stream, view, source in zip(streams, inputs[i].views, inputs[i].src, strict=True):
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
                 view.copy_(source)
@@ -243,7 +231,7 @@ def build(style: Style, sets: int, graph: bool, device: torch.device) -> Bench:
         "kvstrata": _plan(inputs, "auto"),
         "sliced": _sliced(inputs),
         "pre-sliced": _pre_sliced(inputs),
-        "foreach": _foreach(inputs),
+        "foreach": lambda i: torch._foreach_copy_(inputs[i].views, inputs[i].src),
         "cat": _cat(inputs),
     }
     bench = Bench(

@@ -49,7 +49,7 @@ SHARES = (0.1, 0.5, 0.4)  # of the tokens, before
 
 
 class Planned(NamedTuple):
-    """One layer on its way to another state."""
+    """The moves of one layer, in chains and in lists."""
 
     job: Job  # moves in chains
     tokens: Tokens
@@ -216,14 +216,14 @@ class State:
                     assert x is None or y is None or torch.allclose(x.float(), y.float(), rtol=3e-2), "a scale is wrong"
 
     def run(self) -> None:
-        """The moves, given their lists."""
+        """Run the moves, given their lists."""
         if self.settling is None:
             self.run_chains("reference")
         else:
             self.listed.moves.run()
 
     def run_whole(self, plan: bool) -> None:
-        """All launches of a settling; ``plan`` prepares them, too."""
+        """Run all launches of a settling; ``plan`` prepares them, too."""
         if self.ran:  # the call before was not rewound
             self.rewind()
         settling = self.plan() if plan else self.settling

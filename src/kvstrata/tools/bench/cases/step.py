@@ -13,7 +13,6 @@ cases for each batch:
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -25,6 +24,7 @@ import kvstrata
 from kvstrata.replay import GraphRunner
 from kvstrata.tools.bench import Bench, Case
 from kvstrata.tools.bench.clock import Call
+from kvstrata.tools.bench.machine import release
 
 OBSERVED = 2  # layers of a step whose mass becomes importance, where there is a budget
 GROWTH = 1024  # tokens that a request may grow by while samples are taken
@@ -40,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a Llama."""
+    """Sizes of a decoder, and its architecture as transformers names it."""
 
     layers: int = 32
     hidden: int = 4096
@@ -49,6 +49,7 @@ class Model:
     head_dim: int = 128
     mlp: int = 14336
     vocab: int = 128256
+    family: str = "llama"
 
     @property
     def weights(self) -> int:
@@ -89,21 +90,18 @@ class Shape:
 
 @lru_cache(maxsize=1)
 def model_of(sizes: Model, device: torch.device) -> Any:
-    """A Llama with random weights, made on the device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A model with random weights, made on the device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=sizes.hidden, intermediate_size=sizes.mlp, num_hidden_layers=sizes.layers, vocab_size=sizes.vocab,
-        num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads, head_dim=sizes.head_dim,
+    config = AutoConfig.for_model(
+        sizes.family, hidden_size=sizes.hidden, intermediate_size=sizes.mlp, num_hidden_layers=sizes.layers,
+        vocab_size=sizes.vocab, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
     )  # fmt: skip
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    try:
-        torch.manual_seed(0)
-        with torch.device(device):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(usual)
+    torch.manual_seed(0)
+    with torch.device(device):
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 class Decoder:
@@ -150,7 +148,7 @@ class Decoder:
             self.cache.append(layer, k, v, self.requests, shape.lengths)
 
     def advance(self) -> None:
-        """Room for one more token of each request, and its position."""
+        """Make room for one more token of each request, and update its position."""
         self.cache.advance(self.requests)
         self.host[1] += 1
 
@@ -185,7 +183,7 @@ class Decoder:
         return read
 
     def spoil(self) -> None:
-        """Zeros and no requests wherever metadata was: what is not brought anew is seen in the tokens."""
+        """Overwrite all metadata with zeros and no requests, so that missing metadata changes the tokens."""
         on_device = [self.device_rows, *(held for r in self.runners.values() for held in (r.buffers, r.staged))]
         for held in on_device:
             for name, tensor in held.items():
@@ -199,9 +197,7 @@ def decoder_of(shape: Shape, device: torch.device) -> Decoder:
     """The decoder of a shape, kept until another is asked for: both cases of a shape share it."""
     if (shape, device) not in _built:
         _built.clear()
-        gc.collect()  # the cache of the last one may be most of the memory
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(device)  # the cache of the last one may be most of the memory
         _built[shape, device] = Decoder(shape, device)
     return _built[shape, device]
 

@@ -25,6 +25,7 @@ from kvstrata.tools.bench.clock import Call
 
 PAGE = 16
 POISON = 0xFF
+ALIGNED = 0  # address bits: tensors of their own
 VARIANTS = ("triton", "cuda_direct", "cuda_staged", "cuda_bulk")
 BASELINES = Path(__file__).parent.parent / "baselines"
 
@@ -43,8 +44,19 @@ class Kind:
 
     @property
     def bytes_per_token(self) -> int:
-        """Read plus written, K plus V, and the slot."""
+        """Bytes read and written per token: K, V and the slot."""
         return (1 + self.has_v) * self.heads * self.dim * (self.source.itemsize + self.cache.itemsize) + 4
+
+    def cache_shape(self, tokens: int) -> tuple[int, ...]:
+        """Shape of a cache with at least twice as many slots as tokens."""
+        pages = max(2 * tokens, 16384) // PAGE
+        nhd = self.layout == "NHD"
+        return (pages, PAGE, self.heads, self.dim) if nhd else (pages, self.heads, PAGE, self.dim)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of tokens that are measured and tuned."""
+        return (1, 16, 256, 2048, 8192, 65536) if self is KINDS[0] else (256, 8192, 65536)
 
 
 KINDS = (
@@ -61,14 +73,13 @@ class Inputs:
 
     def __init__(self, kind: Kind, tokens: int, device: torch.device, seed: int) -> None:
         generator = torch.Generator(device).manual_seed(seed)
-        pages = max(2 * tokens, 16384) // PAGE
-        shape = (pages, PAGE, kind.heads, kind.dim) if kind.layout == "NHD" else (pages, kind.heads, PAGE, kind.dim)
+        shape = kind.cache_shape(tokens)
 
         def rows() -> torch.Tensor:
             return torch.randn(tokens, kind.heads, kind.dim, generator=generator, device=device).to(kind.source)
 
         self.kind, self.tokens = kind, tokens
-        self.slot_mapping = torch.randperm(pages * PAGE, generator=generator, device=device)[:tokens].int()
+        self.slot_mapping = torch.randperm(shape[0] * PAGE, generator=generator, device=device)[:tokens].int()
         self.rows = [rows() for _ in range(1 + kind.has_v)]
         self.caches = [torch.empty(shape, dtype=kind.cache, device=device) for _ in self.rows]
         rounds = kind.source != kind.cache
@@ -85,18 +96,9 @@ class Inputs:
         return Tensors(k, self.rows[1], k_cache, self.caches[1], self.slot_mapping, k_scale, self.scales[1])
 
     def store(self, backend: str) -> None:
-        k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = self.tensors
-        kvstrata.store_kv(
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            layout=self.kind.layout,
-            backend=backend,
-        )
+        t, layout = self.tensors, self.kind.layout
+        scales: dict[str, Any] = dict(k_scale=t.k_scale, v_scale=t.v_scale)
+        kvstrata.store_kv(t.k, t.v, t.k_cache, t.v_cache, t.slot_mapping, **scales, layout=layout, backend=backend)
 
     def by_token(self, cache: torch.Tensor) -> torch.Tensor:
         return cache.transpose(1, 2) if self.kind.layout == "HND" else cache
@@ -189,10 +191,12 @@ def _note(inputs: Sequence[Inputs]) -> Call:
     return run
 
 
-def _bare(inputs: Sequence[Inputs]) -> Call:
-    """The kernel that ``auto`` picks, planned: pointers written, one driver call, nothing checked."""
+def planned(inputs: Sequence[Inputs], config: store_cuda.Config | None = None) -> Call:
+    """A planned launch, of the kernel that ``auto`` picks without a ``config``: one driver call, nothing checked."""
     one = inputs[0]
-    launch = store_cuda.plan(check(one.tensors, one.kind.layout), one.slot_mapping, 0, "cuda", False)
+    task = check(one.tensors, one.kind.layout)
+    jit.bind_context(one.slot_mapping.get_device())
+    launch = store_cuda.plan(task, one.slot_mapping, ALIGNED, "cuda", False, config)
     addresses = [op._addresses(each.tensors) for each in inputs]
     device = one.slot_mapping.get_device()
 
@@ -225,7 +229,7 @@ def build(kind: Kind, tokens: int, sets: int, fresh: bool, device: torch.device)
         contenders["note"] = _note(inputs)
         bench.baseline = "note"
     if "cuda_direct" in contenders and tokens == 256 and not fresh:
-        contenders["bare launch"] = _bare(inputs)  # checked as the others are
+        contenders["bare launch"] = planned(inputs)  # checked as the others are
         bench.variants.add("bare launch")
         bench.host = {name: contenders[name] for name in ("kvstrata", "bare launch", "note") if name in contenders}
     attach(bench, "store", inputs)
@@ -277,10 +281,8 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     cases = []
     for kind in KINDS:
         main = kind is KINDS[0]
-        counts: tuple[int, ...] = (1, 16, 256, 2048, 8192, 65536) if main else (256, 8192, 65536)
-        if quick or not cuda:
-            counts = (16, 2048) if main else (256,)
-        for tokens in counts:
+        few = (16, 2048) if main else (256,)
+        for tokens in few if quick or not cuda else kind.counts:
             moved = tokens * kind.bytes_per_token
             sets = sets_for(moved, device)
             for fresh in (False, True) if cuda and main and tokens <= 256 else (False,):

@@ -26,11 +26,10 @@ import torch
 from kvstrata.engines.options import Options
 from kvstrata.tools import child
 from kvstrata.tools.bench import stats
-from kvstrata.tools.bench.case import Bench, Case
-from kvstrata.tools.bench.machine import describe
-from kvstrata.tools.bench.probes import copy_bandwidth, floor
+from kvstrata.tools.bench.case import Case
+from kvstrata.tools.bench.machine import release
 from kvstrata.tools.bench.results import CaseResult, Report, Row
-from kvstrata.tools.bench.runner import against
+from kvstrata.tools.bench.runner import compare, new_report
 from kvstrata.tools.bench.timer import Timer
 from kvstrata.tools.bench.vllm_child import GROWTH, MARK
 from kvstrata.tools.bench.vllm_engine import LLAMA_8B
@@ -59,8 +58,6 @@ ERROR = 0.02  # relative error of a layer's attention against float32 on the sam
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one case."""
-
     what: str  # steps or prompts
     batch: int | None
     tokens: int
@@ -84,14 +81,9 @@ def token_bytes(engine: str) -> int:
 
 
 def batch_of(shape: Shape, engine: str) -> int:
-    """Requests of a case in an engine."""
     if shape.batch is not None:
         return shape.batch
     return LARGEST // (token_bytes(engine) * (shape.tokens - GROWTH // 2))
-
-
-def _absent(device: torch.device) -> Bench:
-    raise RuntimeError("an engine is a process of its own")
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
@@ -108,7 +100,7 @@ def case_of(shape: Shape) -> Case:
     """A case; its bytes are those of the K and V that a step of ours reads or a prompt writes."""
     batch = batch_of(shape, OURS)
     params = {"what": shape.what, "B": shape.batch or "largest", "T": shape.tokens}
-    return Case("vllm", shape.name, params, batch * shape.tokens * token_bytes(OURS), _absent, wall=True)
+    return Case("vllm", shape.name, params, batch * shape.tokens * token_bytes(OURS), wall=True)
 
 
 def run(
@@ -122,16 +114,10 @@ def run(
 ) -> Report:
     """Measure one engine after the other; ``after_case`` sees the report after each."""
     shapes = [shape for shape in SHAPES if shape.name in {case.name for case in chosen}]
-    timer = Timer(device)
-    report = Report(
-        op="vllm",
-        machine=describe(device, revision),
-        method={"quick": quick, "only": only, "cache_bytes": CACHE, "largest_bytes": LARGEST, "how": "samples in turn"},
-        peak=copy_bandwidth(timer),
-        floor=floor(timer),
-    )
-    del timer
-    torch.cuda.empty_cache()
+    sizes = {"cache_bytes": CACHE, "largest_bytes": LARGEST}
+    method = {"quick": quick, "only": only, **sizes, "how": "samples in turn"}
+    report = new_report("vllm", Timer(device), method, revision)
+    release(device)  # the timer's buffer, too
     for case in chosen:
         params = {**case.params, "batch": {}, "cache_tokens": {}}
         report.cases.append(CaseResult(case.name, params, case.bytes, 0, 1, True))
@@ -145,7 +131,7 @@ def run(
         wrong = error or mistake(engine, reference, told)
         for shape, case_result in zip(shapes, report.cases, strict=True):
             add(case_result, engine, shape, told, wrong)
-        judge(report)
+            compare(case_result)
         after_case(report)
         said = wrong or f"{told['cache_tokens']:,} tokens, started in {told['start_s']:.0f} s"
         said += f", error {told['error']:.1e}" if "error" in told else ""
@@ -201,7 +187,6 @@ def mistake(engine: str, reference: list[dict[str, Any]], told: dict[str, Any]) 
 
 
 def add(result: CaseResult, engine: str, shape: Shape, told: dict[str, Any], wrong: str | None) -> None:
-    """Add an engine's row to a case."""
     kinds = {BASELINE: "baseline", PEER: "peer", OURS: "ours"}
     samples = told.get("cases", {}).get(shape.name)
     error = wrong or (None if samples else told["errors"].get(shape.name, "not measured"))
@@ -211,14 +196,3 @@ def add(result: CaseResult, engine: str, shape: Shape, told: dict[str, Any], wro
         result.params["batch"][engine] = batch_of(shape, engine)
         result.params["cache_tokens"][engine] = told["cache_tokens"]
     result.rows.append(row)
-
-
-def judge(report: Report) -> None:
-    """Fill in the comparisons of all rows that have times."""
-    for case in report.cases:
-        baseline, peer = case.row("baseline"), case.row("peer")
-        for row in case.rows:
-            if row.us is None:
-                continue
-            row.vs_baseline = against(baseline, row) if baseline and baseline is not row else None
-            row.vs_peer = against(peer, row) if peer and row.kind in ("ours", "variant") else None

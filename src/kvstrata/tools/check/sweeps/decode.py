@@ -6,7 +6,7 @@ import torch
 
 import kvstrata
 
-from .draw import CLOSE, DIMS, FLOATS, Draw, Refused
+from .draw import CLOSE, DIMS, FLOATS, Draw, refusing
 from .oracle import attention
 
 BACKENDS = ("reference", "numba", "triton", "cuda")
@@ -14,13 +14,7 @@ SANITIZED = ("cuda",)
 
 
 def trial(draw: Draw, backend: str) -> str:
-    """Queries over a ragged tiered cache, against dense attention over what the cache says it holds."""
-    heads, group, dim, q_len = (
-        draw.size(1, 3),
-        draw.one(1, 2, 4, 7),
-        draw.one(*DIMS),
-        draw.size(1, 3),
-    )
+    heads, group, dim, q_len = draw.size(1, 3), draw.one(1, 2, 4, 7), draw.one(*DIMS), draw.size(1, 3)
     dtype = draw.one(*FLOATS) if backend != "cuda" else draw.one(torch.float16, torch.bfloat16)
     lengths = [draw.size(q_len, 200) for _ in range(draw.size(1, 3))]
     window = draw.one(None, None, 33)
@@ -34,12 +28,8 @@ def trial(draw: Draw, backend: str) -> str:
     cache.append(0, k, v, list(range(len(lengths))), lengths)
     q = draw.normal(len(lengths), q_len, heads * group, dim).to(dtype).to(draw.device)
     options = dict(sliding_window=window, softcap=softcap, return_lse=True, return_mass=True)
-    try:
+    with refusing(RuntimeError, "backend: "):
         out, lse, mass = kvstrata.decode_attention(q, cache, backend=backend, **options)  # type: ignore[arg-type]
-    except RuntimeError as error:
-        if str(error).startswith("backend: "):
-            raise Refused(str(error).removeprefix("backend: ")) from error
-        raise
     assert lse is not None
     assert mass is not None
     assert out.shape == q.shape

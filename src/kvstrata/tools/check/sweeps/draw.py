@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -21,7 +23,18 @@ AGAIN = 1.5  # as much for a row that was quantised before, to more bits
 
 
 class Refused(Exception):
-    """The backend says that it does not take such a call; no failure."""
+    """The backend does not support such a call, which is no failure."""
+
+
+@contextmanager
+def refusing(kind: type[Exception], *words: str) -> Iterator[None]:
+    """Turn an error of a kind that says one of these words into `Refused`."""
+    try:
+        yield
+    except kind as error:
+        if any(word in str(error) for word in words):
+            raise Refused(str(error).removeprefix("backend: ")) from error
+        raise
 
 
 class Draw:

@@ -17,7 +17,7 @@ import kvstrata
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
 
-from .draw import CLOSE, FLOATS, POISON, WORST, Draw, Refused
+from .draw import CLOSE, FLOATS, POISON, WORST, Draw, refusing
 from .oracle import attention
 
 BACKENDS = ("reference", "triton", "cuda")
@@ -50,15 +50,11 @@ def trial(draw: Draw, backend: str) -> str:
     k, v = (draw.normal(sum(lengths), heads, dim).to(dtype).to(draw.device) for _ in range(2))
     slots = torch.cat([_slots(table[row], torch.arange(n), block_size) for row, n in enumerate(lengths)])
     mixed = torch.arange(len(slots)) if draw.one(0, 1) else draw.order(len(slots))
-    try:
-        for some in mixed.tensor_split(draw.size(1, 4)):
-            where = torch.cat([slots[some], torch.tensor([-1])]).to(draw.device)
-            index = torch.cat([some, torch.zeros(1, dtype=torch.int64)]).to(draw.device)
+    with refusing(RuntimeError, "aligned"):
+        for part in mixed.tensor_split(draw.size(1, 4)):
+            where = torch.cat([slots[part], torch.tensor([-1])]).to(draw.device)
+            index = torch.cat([part, torch.zeros(1, dtype=torch.int64)]).to(draw.device)
             kvstrata.store_packed(k[index], v[index], pages, where, fmt, calibration=calibration, backend=backend)
-    except RuntimeError as error:
-        if "aligned" in str(error):
-            raise Refused(str(error)) from error
-        raise
     free = order[sum(counts) :].long().to(draw.device)
     assert bool((pages[free] == POISON).all()), f"a free block was written to: {what}"
     if sum(q_lens) == 0:
@@ -81,7 +77,7 @@ def trial(draw: Draw, backend: str) -> str:
     _check_copy(draw, pages, backend, what)
 
     q_lens = [min(n, length) for n, length in zip(q_lens, lengths, strict=True)]
-    new = torch.cat([_last(end, n) for end, n in zip(accumulate(lengths), q_lens, strict=True)])
+    new = torch.cat([torch.arange(end - n, end) for end, n in zip(accumulate(lengths), q_lens, strict=True)])
     if not len(new):
         return what
     q, cu = q[: len(new)], torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32).to(draw.device)
@@ -100,11 +96,6 @@ def trial(draw: Draw, backend: str) -> str:
         raise
     _compare("prefill", out, _attention(q, seen, lengths, q_lens, sinks, **options), what)
     return what
-
-
-def _last(end: int, n: int) -> torch.Tensor:
-    """Indices of the last ``n`` rows before ``end``."""
-    return torch.arange(end - n, end)
 
 
 def _compare(name: str, out: Any, want: torch.Tensor, what: str) -> None:

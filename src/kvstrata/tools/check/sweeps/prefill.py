@@ -8,7 +8,7 @@ import torch
 
 import kvstrata
 
-from .draw import CLOSE, FLOATS, Draw, Refused
+from .draw import CLOSE, FLOATS, Draw, refusing
 from .oracle import attention
 
 BACKENDS = ("reference", "triton", "cuda")
@@ -46,12 +46,8 @@ def trial(draw: Draw, backend: str) -> str:
     options["sinks"] = None if sinks is None else sinks.to(draw.device)
     if ragged and bound is not None:
         options["max_seqlen_q"], options["max_seqlen_k"] = (max(n) + bound for n in zip(*lengths, strict=True))
-    try:
+    with refusing(RuntimeError, "backend: "):
         results = (_ragged if ragged else _dense)(given, draw.device, gap, options)
-    except RuntimeError as error:
-        if str(error).startswith("backend: "):
-            raise Refused(str(error).removeprefix("backend: ")) from error
-        raise
     for i, (result, (q, k, v)) in enumerate(zip(results, given, strict=True)):
         own, (keys, values) = len(k) - len(q) + torch.arange(len(q)), (x.transpose(0, 1) for x in (k, v))
         want = attention(q, keys, values, own, causal=causal, window=window, softcap=softcap, sinks=sinks)

@@ -8,7 +8,7 @@ from kvstrata.layout import Format, fragments, rotate, scales
 from kvstrata.layout.format import UNIT
 from kvstrata.quant.op import quantize_pages
 
-from .draw import DIMS, FLOATS, POISON, WORST, Draw, Refused
+from .draw import DIMS, FLOATS, POISON, WORST, Draw, refusing
 
 BACKENDS = ("reference", "triton", "cuda")
 SANITIZED = ("cuda",)
@@ -31,12 +31,8 @@ def trial(draw: Draw, backend: str) -> str:
     head = draw.integers(heads, pages).int()
     pool = torch.full(((pages + 2) * format.page_bytes,), POISON, dtype=torch.uint8, device=draw.device)
     where, taken, whose = ((order * step).int().to(draw.device), source.to(draw.device), head.to(draw.device))
-    try:
+    with refusing(ValueError, *(["aligned"] if backend == "cuda" else [])):
         quantize_pages(k, v, pool, where, taken, whose, format, backend=backend)
-    except ValueError as error:
-        if backend == "cuda" and "aligned" in str(error):
-            raise Refused(str(error)) from error
-        raise
     written = pool.cpu().view(pages + 2, format.page_bytes)
     others = [i for i in range(pages + 2) if i not in order.tolist()]
     assert bool((written[others] == POISON).all()), f"a page that was not named was written: {what}"

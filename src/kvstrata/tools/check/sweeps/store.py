@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 import kvstrata
 
-from .draw import FLOATS, FP8, POISON, Draw, Refused
+from .draw import FLOATS, FP8, POISON, Draw, refusing
 
 BACKENDS = ("reference", "triton", "cuda", "cuda_direct", "cuda_staged", "cuda_bulk")
 SANITIZED = ("cuda", "cuda_direct", "cuda_staged", "cuda_bulk")
@@ -42,14 +43,10 @@ def trial(draw: Draw, backend: str) -> str:
     assert k is not None
     assert k_cache is not None
     index = slots.to(draw.device, torch.int32 if draw.one(0, 1) else torch.int64)
-    try:
-        kvstrata.store_kv(
-            k, v, k_cache, v_cache, index, k_scale=k_scale, v_scale=v_scale, layout=layout, backend=backend
-        )
-    except ValueError as error:
-        if backend in ("cuda_bulk", "cuda_staged"):  # kernels of their own limits; auto would not take them
-            raise Refused(str(error)) from error
-        raise
+    limited = backend in ("cuda_bulk", "cuda_staged")  # kernels that refuse some calls; auto would not take them
+    scales: dict[str, Any] = dict(k_scale=k_scale, v_scale=v_scale)
+    with refusing(ValueError, *([""] if limited else [])):
+        kvstrata.store_kv(k, v, k_cache, v_cache, index, **scales, layout=layout, backend=backend)
     for side, (_, stored, _), expected in zip("kv", given, want, strict=False):
         assert torch.equal(stored.cpu().view(torch.uint8), expected.view(torch.uint8)), f"{side}_cache differs: {what}"
     return what

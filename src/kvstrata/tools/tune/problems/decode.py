@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -54,7 +53,7 @@ def _cuda(shape: Shape, tiers: Tiers, arch: str, device: torch.device) -> Proble
     return Problem(
         op="decode",
         case=_name(shape, tiers),
-        shape=_features(formats, shape, tokens, columns),
+        shape=stages.features(formats, False, shape.requests * shape.kv_heads, tokens, columns),
         space=Space(space.choices(columns)),
         default=asdict(stages.cut_of(formats, columns, arch)),
         build=partial(_build_cuda, shape, tiers, sets),
@@ -63,12 +62,6 @@ def _cuda(shape: Shape, tiers: Tiers, arch: str, device: torch.device) -> Proble
         invalid=lambda choice: space.invalid(stages.Cut(**choice)),
         kernels=kernels,
     )
-
-
-def _features(formats: Any, shape: Shape, tokens: int, columns: int) -> dict[str, int | str]:
-    from kvstrata.attention.decode.stages import features
-
-    return features(formats, False, shape.requests * shape.kv_heads, tokens, columns)
 
 
 def _build_cuda(shape: Shape, tiers: Tiers, sets: int, device: torch.device) -> Ready:

@@ -7,36 +7,30 @@ from typing import Any
 
 import torch
 
-from kvstrata import jit
 from kvstrata.jit.tuned import Choice
 from kvstrata.store import cuda as store_cuda
-from kvstrata.store import op, reference, space
+from kvstrata.store import reference, space
 from kvstrata.store.job import Task, Tensors, check
 from kvstrata.tools.bench.case import sets_for
-from kvstrata.tools.bench.cases.store import KINDS, PAGE, Inputs, Kind
+from kvstrata.tools.bench.cases.store import ALIGNED, KINDS, Inputs, Kind, planned
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.tune.gates import Needs
 from kvstrata.tools.tune.space import Space
 
 from . import Problem, Ready
 
-MAIN = (1, 16, 256, 2048, 8192, 65536)
-OTHERS = (256, 8192, 65536)
-ALIGNED = 0  # address bits: tensors of their own
 TOY = 512  # tokens
 
 
 def problems(arch: str, device: torch.device) -> list[Problem]:
-    counts = [(kind, tokens) for kind in KINDS for tokens in (MAIN if kind is KINDS[0] else OTHERS)]
-    return [_cuda(kind, tokens, arch, device) for kind, tokens in counts]
+    return [_cuda(kind, tokens, arch, device) for kind in KINDS for tokens in kind.counts]
 
 
 def task_of(kind: Kind, tokens: int) -> Task:
     """Task of the benchmark's inputs, without creating them."""
     empty = partial(torch.empty, device="meta")
-    pages = max(2 * tokens, 16384) // PAGE
-    shape = (pages, PAGE, kind.heads, kind.dim) if kind.layout == "NHD" else (pages, kind.heads, PAGE, kind.dim)
-    rows, cache = empty(tokens, kind.heads, kind.dim, dtype=kind.source), empty(shape, dtype=kind.cache)
+    rows = empty(tokens, kind.heads, kind.dim, dtype=kind.source)
+    cache = empty(kind.cache_shape(tokens), dtype=kind.cache)
     scale = empty(kind.heads) if kind.source != kind.cache else None
     v = (rows, cache, scale) if kind.has_v else (None, None, None)
     tensors = Tensors(rows, v[0], cache, v[1], empty(tokens, dtype=torch.int32), scale, v[2])
@@ -72,21 +66,7 @@ def _inputs(kind: Kind, tokens: int, sets: int, device: torch.device) -> tuple[l
 
 def _build_cuda(kind: Kind, tokens: int, sets: int, device: torch.device) -> Ready:
     inputs, checks = _inputs(kind, tokens, sets, device)
-    one, index = inputs[0], inputs[0].slot_mapping.get_device()
-    task = check(one.tensors, kind.layout)
-    addresses = [op._addresses(each.tensors) for each in inputs]
-
-    def call(choice: Choice) -> Call:
-        jit.bind_context(index)
-        launch = store_cuda.plan(task, one.slot_mapping, ALIGNED, "cuda", False, store_cuda.Config.of(choice))
-
-        def run(i: int) -> None:
-            store_cuda.POINTERS.pack_into(launch.params, 0, *addresses[i])
-            launch(jit.current_stream(index))
-
-        return run
-
-    return Ready(call=call, **checks)
+    return Ready(call=lambda choice: planned(inputs, store_cuda.Config.of(choice)), **checks)
 
 
 def toy(device: torch.device) -> Problem:
