@@ -226,6 +226,7 @@ template <class In, bool> inline void multiply(Accumulator& c, const Operand& a,
   }
 }
 
+constexpr bool kOverlaps = true;
 inline void wait_for_previous() {}
 inline void release_next() {}
 

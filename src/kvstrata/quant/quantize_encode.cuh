@@ -244,19 +244,6 @@ struct SomeTokens {
   }
 };
 
-// Brings the codes of tokens in their page nearer, into L2: to replace single ones is to read them, too.
-template <int kBits, int kSteps, int kTiles, bool kIsV>
-__device__ __forceinline__ void expect_codes(unsigned char* to, int tile, const SomeTokens& tokens) {
-  using C = Codes<kBits, kSteps>;
-  constexpr int kWords = words_per_lane(kBits, kTiles * kSteps), kCount = C::kLow / 4, kAligned = C::aligned(kWords, kCount);
-  if constexpr (C::kWhole && kAligned == 4) {
-    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, token = kIsV ? 2 * t : g;
-    if (!tokens.has(token) && !tokens.has(token + 8) && !(kIsV && (tokens.has(token + 1) || tokens.has(token + 9)))) return;
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) fetch_ahead(C::template place_of<kWords, kAligned>(to, tile * kCount, i));
-  }
-}
-
 // The codes of a tile's tokens in its page.
 template <int kTiles, bool kIsV, int kBits, int kSteps, class Tokens>
 __device__ __forceinline__ void write_codes(const Codes<kBits, kSteps>& codes, unsigned char* to, int tile, const Tokens& tokens) {

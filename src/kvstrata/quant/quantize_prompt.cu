@@ -91,22 +91,22 @@ struct Prompt {
       wait_group<2>();  // the rows of this tile
       __syncwarp();
       unsigned char* rows = shared + i % 2 * Stage::kBytes;
-      if (current.slot >= 0)
-        side.write(Stage{rows, {true, true}}, centre, typename S::Page(side.p, current.slot, side.head), AllTokens{});
+      if (current.slot >= 0) side.write(Stage{rows, {true, true}}, centre, current.slot, AllTokens{});
       else write_other<S>(side.p, side.head, n * kWindow, rows, zeros, centre);
       current = next;
     }
   }
 };
 
-// Blocks a multiprocessor, as in quantize.cu.
-template <int kDim, int kKBits, int kVBits, bool kBalance>
-constexpr int kBlocksOfPrompt = kDim > 128 ? 8 : kBalance ? 12 : kDim <= 64 ? 24 : kKBits + kVBits > 8 ? 12 : 16;
+// Blocks a multiprocessor, so that the compiler keeps to 80, 168 or 255 registers. With 128, as in quantize.cu, K4V4 of a prompt
+// of 16k tokens takes longer on an H200 (docs/perf-log.md).
+template <int kDim, bool kBalance>
+constexpr int kBlocksOfPrompt = kDim > 128 ? 8 : kBalance || kDim > 64 ? 12 : 24;
 
-// Block x is head x % heads of windows from x / heads on. K comes first, then V in rounds of which each but the last takes half
-// of what is left.
+// Block x is head x % heads of windows from x / heads on. K comes first, then V in rounds of which each takes half of what is
+// left, so that all warps end at about the same time.
 template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, bool kBalance, class Slot>
-__global__ void __launch_bounds__(32, kBlocksOfPrompt<kDim, kKBits, kVBits, kBalance>)
+__global__ void __launch_bounds__(32, kBlocksOfPrompt<kDim, kBalance>)
     quantize_prompt(const __grid_constant__ Params p) {
   using K = Side<In, kDim, kKBits, kVBits, kTokens, kRotate, kBalance, false, Slot>;
   using V = Side<In, kDim, kKBits, kVBits, kTokens, kRotate, kBalance, true, Slot>;
@@ -120,8 +120,7 @@ __global__ void __launch_bounds__(32, kBlocksOfPrompt<kDim, kKBits, kVBits, kBal
     Prompt<K, In, Slot>{k}.all(shared, n, windows, step);
   } else {
     const V v{p, head};
-    const bool last = round + 2 == gridDim.y;
-    const int done = left - (left >> round), next = last ? left : left - (left >> (round + 1));
+    const int done = left - (left >> round), next = left - (left >> (round + 1));
     Prompt<V, In, Slot>{v}.all(shared, n + step * done, min(windows, step * next), step);
   }
 }

@@ -201,9 +201,10 @@ struct Side {
     return out;
   }
 
-  // Rows in shared memory to codes and scales in the tile of their slots.
+  // Rows in shared memory to codes and scales in the page of their slots, from `slot` on.
   template <class Source, class Tokens>
-  __device__ __forceinline__ void write(const Source& source, const Centre& centre, const Page& place, const Tokens& tokens) const {
+  __device__ __forceinline__ void write(const Source& source, const Centre& centre, int slot, const Tokens& tokens) const {
+    const Page place(p, slot, head);
     unsigned char *codes = place.page + kCodes, *scales = place.page + kScales;
     if constexpr (kBalanced) {
       Tile<kSteps> f;
@@ -232,13 +233,11 @@ struct Side {
     for (unsigned starts = window.starts; starts; starts &= starts - 1) {
       const int start = __ffs(starts) - 1, slot = window.slot_of(start);
       const SomeTokens tokens{slot % 16, window.count(start)};
-      const Page place(p, slot, head);
-      expect_codes<kBits, kSteps, kTiles, kIsV>(place.page + kCodes, place.tile, tokens);
       Rows::copy(rows, row(first - 1 + start), stride(), start == 1 ? copied : 0, tokens.count);
       commit_group();
       wait_group<0>();
       __syncwarp();
-      write(Rows(rows, zeros, tokens), centre, place, tokens);
+      write(Rows(rows, zeros, tokens), centre, slot, tokens);
       __syncwarp();  // the next run's rows come to the same place
     }
   }

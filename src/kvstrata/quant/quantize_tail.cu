@@ -122,7 +122,7 @@ struct Tailed {
     arrive();
     if (r.tail < 0 || page + kPage <= r.length) {
       const SomeTokens tokens{first % 16, before + count};
-      side.write(Rows(rows, zeros, tokens), centre, typename S::Page(p, slot, side.head), tokens);
+      side.write(Rows(rows, zeros, tokens), centre, slot, tokens);
     }
     __syncwarp();
     if (r.tail >= 0) {

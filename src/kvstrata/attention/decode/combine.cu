@@ -19,7 +19,7 @@ struct Params {
   int queries, group, kv_heads, blocks, block_columns, tiers, head_caches;
   float scale_log2;
 
-  static constexpr bool kBalances = false, kRows = true;
+  static constexpr bool kBalances = false, kRows = true, kRehearses = false;
   __device__ __forceinline__ int queries_of(int) const { return queries; }
   __device__ __forceinline__ i64 first_query(int row) const { return static_cast<i64>(row) * queries; }
   __device__ __forceinline__ i64 query_offset(int row) const { return row * q_row; }

@@ -2,6 +2,9 @@
 //
 // A warp takes a batch of partials at a time: each lane computes the weight of one, then all lanes read their dims of every
 // one. Partials of quantised tiers are summed in the rotated space and rotated back once.
+//
+// A kernel that has room to start beside decode (P::kRehearses) runs twice: before its wait without loads and stores (`live`
+// is false), so that its machine code is in the instruction cache, and then in earnest.
 #pragma once
 #include "divide.cuh"
 #include "mma.cuh"
@@ -22,6 +25,9 @@ __device__ __forceinline__ void add(float4& x, float weight, const float4& y) {
 __device__ __forceinline__ float butterfly(float mine, float other, bool second) {
   return second ? other - mine : mine + other;
 }
+
+template <class P> constexpr bool kTwice = P::kRehearses && kOverlaps;
+template <class P> __device__ __forceinline__ unsigned passes() { return kTwice<P> ? opaque(2) : 2; }  // two copies otherwise
 
 // Indices of a column from its number over all rows and heads.
 struct Column {
@@ -109,7 +115,7 @@ struct Sums {
   // Adds partials first, first + step, .., kAhead at a time. `slot` is the slot of the lane's first one.
   template <int kAhead, class P>
   __device__ __forceinline__ void add_all(const P& p, const Found& found, float centre, int column, int first, int step,
-                                          int slot) {
+                                          int slot, bool live) {
     constexpr int kHalf = kAhead > 8 ? kAhead / 2 : kAhead;  // the second half is skipped if the first is enough
     const int lane = threadIdx.x & 31;
     const int stride = p.blocks * p.block_columns;
@@ -126,19 +132,18 @@ struct Sums {
 #pragma unroll
             for (int j = 0; j < kPer; j++) {
               value[a][j] = make_float4(0.f, 0.f, 0.f, 0.f);
-              if (4 * lane + 128 * j < kDim) value[a][j] = *reinterpret_cast<const float4*>(outs + from + 128 * j);
+              if (live && 4 * lane + 128 * j < kDim) value[a][j] = *reinterpret_cast<const float4*>(outs + from + 128 * j);
             }
           }
         }
-      const bool mine = slot >= 0 && lane < kAhead, plain = kRows && first + lane * step < found.plain;
+      const bool mine = live && slot >= 0 && lane < kAhead, plain = kRows && first + lane * step < found.plain;
       const float2 part = mine ? p.partial_sum[static_cast<i64>(slot) * stride + column] : make_float2(0.f, 0.f);
       slot = found.slot(first + (kAhead + lane) * step, p.tiers);
       const float reference = part.y != 0.f ? part.x + (plain ? 0.f : centre) : -kInfinity;  // 0: the partial saw no token
       float top = fmaxf(m, reference);
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-      if (top == -kInfinity) continue;
-      const float before = exp2f(m - top), weight = exp2f(reference - top);
+      const float from = top > -kInfinity ? top : 0.f, before = exp2f(m - from), weight = exp2f(reference - from);
       float more = weight * part.y;
 #pragma unroll
       for (int d = 1; d < kAhead; d *= 2) more += __shfl_xor_sync(~0u, more, d);
@@ -164,13 +169,14 @@ struct Sums {
             }
           }
         }
+      if (!live) return;
     }
   }
 };
 
 // Writes a column's output: adds sinks, rotates the part from codes back, normalises.
 template <class In, int kDim, bool kRows, class P>
-__device__ __forceinline__ void finish(const P& p, const Column& column, Sums<kDim, kRows>& s) {
+__device__ __forceinline__ void finish(const P& p, const Column& column, Sums<kDim, kRows>& s, bool live) {
   constexpr int kBlock = kDim & -kDim, kPer = Sums<kDim, kRows>::kPer;
   const int lane = threadIdx.x & 31;
   if (p.sinks) {
@@ -208,12 +214,12 @@ __device__ __forceinline__ void finish(const P& p, const Column& column, Sums<kD
   for (int j = 0; j < kPer; j++) {
     const int d = 4 * lane + 128 * j;
     const float4 plain = s.out[0][j], x = s.out[1][j];
-    if (d < kDim)
+    if (live && d < kDim)
       *reinterpret_cast<uint2*>(p.out + to * kDim + d) =
           make_uint2(pair_of(In{}, (plain.x + x.x * longer) * by, (plain.y + x.y * longer) * by),
                      pair_of(In{}, (plain.z + x.z * longer) * by, (plain.w + x.w * longer) * by));
   }
-  if (p.lse && lane == 0) p.lse[to] = s.sum != 0.f ? (s.m + log2f(s.sum)) * kLn2 : -kInfinity;
+  if (live && p.lse && lane == 0) p.lse[to] = s.sum != 0.f ? (s.m + log2f(s.sum)) * kLn2 : -kInfinity;
 }
 
 // One warp per column; kAhead partials at a time.
@@ -224,11 +230,16 @@ __device__ __forceinline__ void combine_column_alone(const P& p) {
   const Found found(p, column);
   const int slot = found.slot(threadIdx.x & 31, p.tiers);
   const float centre = centre_score<In, kDim>(p, column);
-  wait_for_previous();
-  release_next();
-  Sums<kDim, P::kRows> s;
-  s.template add_all<kAhead / Sums<kDim, P::kRows>::kPer>(p, found, centre, column.number, 0, 1, slot);
-  finish<In>(p, column, s);
+#pragma unroll 1
+  for (unsigned live = !kTwice<P>; live < passes<P>(); live++) {
+    if (live) {
+      wait_for_previous();
+      release_next();
+    }
+    Sums<kDim, P::kRows> s;
+    s.template add_all<kAhead / Sums<kDim, P::kRows>::kPer>(p, found, centre, column.number, 0, 1, slot, live);
+    finish<In>(p, column, s, live);
+  }
 }
 
 // One block per column; kAhead partials of a warp at a time.
@@ -244,37 +255,42 @@ __device__ __forceinline__ void combine_column(const P& p) {
   const Found found(p, column);
   const int slot = found.slot(warp + lane * kWarps, p.tiers);
   const float centre = centre_score<In, kDim>(p, column);
-  if (warp == 0) fetch_ahead(p.out + column.place(p) * kDim);
-  wait_for_previous();
-  release_next();
-  Sums<kDim, P::kRows> s;
-  s.template add_all<kAhead>(p, found, centre, column.number, warp, kWarps, slot);
-  if (lane == 0) sums[warp] = make_float2(s.m, s.sum);
-#pragma unroll
-  for (int kind = kFirst; kind < 2; kind++)
-#pragma unroll
-    for (int j = 0; j < kPer; j++) outs[kind - kFirst][j][warp][lane] = s.out[kind][j];
-  __syncthreads();
-  if (warp) return;
-  const int of = lane % kGroup;
-  const float2 part = of < kWarps ? sums[of] : make_float2(-kInfinity, 0.f);
-  s.m = part.x;
-#pragma unroll
-  for (int d = 1; d < kGroup; d *= 2) s.m = fmaxf(s.m, __shfl_xor_sync(~0u, s.m, d));
-  const float weight = part.x > -kInfinity ? exp2f(part.x - s.m) : 0.f;
-  s.sum = weight * part.y;
-#pragma unroll
-  for (int d = 1; d < kGroup; d *= 2) s.sum += __shfl_xor_sync(~0u, s.sum, d);
-#pragma unroll
-  for (int w = 0; w < kWarps; w++) {
-    const float by = __shfl_sync(~0u, weight, w);
+#pragma unroll 1
+  for (unsigned live = !kTwice<P>; live < passes<P>(); live++) {
+    if (live) {
+      wait_for_previous();
+      release_next();
+      __syncthreads();  // the first warp may still read what the others wrote in the pass before
+    }
+    Sums<kDim, P::kRows> s;
+    s.template add_all<kAhead>(p, found, centre, column.number, warp, kWarps, slot, live);
+    if (lane == 0) sums[warp] = make_float2(s.m, s.sum);
 #pragma unroll
     for (int kind = kFirst; kind < 2; kind++)
 #pragma unroll
-      for (int j = 0; j < kPer; j++) {
-        if (w == 0) scale(s.out[kind][j], by);
-        else add(s.out[kind][j], by, outs[kind - kFirst][j][w][lane]);
-      }
+      for (int j = 0; j < kPer; j++) outs[kind - kFirst][j][warp][lane] = s.out[kind][j];
+    __syncthreads();
+    if (warp) continue;
+    const int of = lane % kGroup;
+    const float2 part = of < kWarps ? sums[of] : make_float2(-kInfinity, 0.f);
+    s.m = part.x;
+#pragma unroll
+    for (int d = 1; d < kGroup; d *= 2) s.m = fmaxf(s.m, __shfl_xor_sync(~0u, s.m, d));
+    const float weight = part.x > -kInfinity ? exp2f(part.x - s.m) : 0.f;
+    s.sum = weight * part.y;
+#pragma unroll
+    for (int d = 1; d < kGroup; d *= 2) s.sum += __shfl_xor_sync(~0u, s.sum, d);
+#pragma unroll
+    for (int w = 0; w < kWarps; w++) {
+      const float by = __shfl_sync(~0u, weight, w);
+#pragma unroll
+      for (int kind = kFirst; kind < 2; kind++)
+#pragma unroll
+        for (int j = 0; j < kPer; j++) {
+          if (w == 0) scale(s.out[kind][j], by);
+          else add(s.out[kind][j], by, outs[kind - kFirst][j][w][lane]);
+        }
+    }
+    finish<In>(p, column, s, live);
   }
-  finish<In>(p, column, s);
 }

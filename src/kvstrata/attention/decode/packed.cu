@@ -80,8 +80,6 @@ __device__ __forceinline__ PackedStage stage_of(const PackedParams<kPlain>& p, c
   return stage;
 }
 
-constexpr int kLine = 32;  // entries of the block table in a line of memory
-
 // The block's partial of an even batch, from those of its warps in shared memory: `outs` [columns, D] every `pitch` floats.
 template <int kDim, int kColumns, int kWarps>
 __device__ __forceinline__ void merge_warps(const Params& p, const float2 (*sums)[kColumns], const float* outs, int pitch,
@@ -137,7 +135,6 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
   // Where this warp is if the batch is even.
   const int turn = divide(blockIdx.x, p.by_head_caches), head_cache = blockIdx.x - turn * p.head_caches;
   const int row_number = divide(head_cache, p.by_kv_heads), first = turn * kWarps + warp;
-  const i64 slot = (static_cast<i64>(head_cache) * p.work.splits + turn) * gridDim.y + block;  // of the block's partial
   PackedStage now, next, after;
   after.handle = 0;
   if constexpr (!kPlain)
@@ -147,10 +144,6 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
       if (!p.work.cu_queries) expect_query<kDim, kN>(p, stage, block);
       if (!p.work.window && first * P::kTokens < p.work.max_tokens)
         after.handle = p.table[row_number * p.table_row + divide(first, p.by_block_stages)];
-      // What is needed later: each block brings another line of the table's row, and where its partial goes.
-      if (threadIdx.x == 0 && kLine * turn < divide(p.work.max_tokens / P::kTokens, p.by_block_stages))
-        fetch_ahead(p.table + row_number * p.table_row + kLine * turn);
-      if (threadIdx.x == 32) fetch_ahead(p.partial_out + slot * kColumns * kDim);
     }
 
   auto& place = places[warp];
@@ -215,25 +208,25 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
       if (another && bucket >= 0) {
         int number = chunk + bucket - p.head_caches;  // of the partial
         if constexpr (kPlain) number += bucket < p.head_caches ? bucket + 1 + p.head_caches : bucket - p.head_caches;
-        const i64 to = (static_cast<i64>(number) * gridDim.y + block) * kColumns;
+        const i64 slot = (static_cast<i64>(number) * gridDim.y + block) * kColumns;
         const bool here = !kPlain && cut.deep;
         write_partial(st, st.queries * p.group - block * kColumns, !kPlain || bucket >= p.head_caches,
-                      here ? sums[kPlain ? 0 : warp] : p.partial_sum + to,
-                      here ? reinterpret_cast<float*>(slots) : p.partial_out + to * kDim);
+                      here ? sums[kPlain ? 0 : warp] : p.partial_sum + slot,
+                      here ? reinterpret_cast<float*>(slots) : p.partial_out + slot * kDim);
       }
       if (now.bucket < 0 && round >= 2) break;
       if (another) {
         bucket = now.bucket;
         load_query(p, st, now, block);
+        // Before the next page is asked for, since its address may have to come first.
+        if (now.bucket >= 0) begin_bucket<In, false, false, kOrdered>(p, st, now, block);
+        if constexpr (kPlain)
+          if (now.bucket >= 0) st.skip = p.work.row(Owner(p, now).row, 0).sinks;
       }
       if (next.bucket >= 0) produce(at ^ 1, next);
       ring.commit();
       if (next.bucket >= 0 && next.bucket != now.bucket) expect_query<kDim, kN>(p, next, block);
       if (now.bucket < 0) continue;
-      if (another) {
-        begin_bucket<In, false, false, kOrdered>(p, st, now, block);  // overlaps the copy of the page
-        if constexpr (kPlain) st.skip = p.work.row(Owner(p, now).row, 0).sinks;
-      }
       ring.wait(at, 2);
       bool plain = false;
       if constexpr (kPlain) plain = !tier_of(now.meta);
@@ -248,6 +241,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
   if constexpr (!kPlain)
     if (cut.deep) {
       __syncthreads();
+      const i64 slot = (static_cast<i64>(head_cache) * p.work.splits + turn) * gridDim.y + block;
       const int columns = p.queries_of(row_number) * p.group - block * kColumns;
       merge_warps<kDim, kColumns, kWarps>(p, sums, reinterpret_cast<float*>(shared), kOfWarp / 4, columns, slot);
     }

@@ -18,7 +18,7 @@ struct Params {
   float scale_log2;
   PackedWork<kPlain> work;
 
-  static constexpr bool kBalances = true, kRows = kPlain;
+  static constexpr bool kBalances = true, kRows = kPlain, kRehearses = true;
   __device__ __forceinline__ int queries_of(int row) const { return work.queries_of(row); }
   __device__ __forceinline__ i64 first_query(int row) const { return work.first_query(row); }
   __device__ __forceinline__ i64 query_offset(int row) const { return work.first_query(row) * q_query; }

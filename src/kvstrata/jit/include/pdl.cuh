@@ -4,6 +4,12 @@
 // its own prologue. Both are no-ops for a grid that was launched without the attribute.
 #pragma once
 
+#if __CUDA_ARCH__ >= 900
+constexpr bool kOverlaps = true;  // whether grids can
+#else
+constexpr bool kOverlaps = false;
+#endif
+
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
