@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ONE = np.ones((), np.int32)
 
+
 def remember(
     cache: CacheState,
     k: torch.Tensor,
@@ -184,7 +185,7 @@ def same_list(given: Sequence[int] | None, last: list[int] | None) -> bool:
     return given is None if last is None else type(given) is list and given == last
 
 
-def _prepare(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> Callable[[], None]:
+def _prepare(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
     """A function that writes the rows into pages that are there, and allocates nothing."""
     if last.launch is not None:
         return partial(last.launch, layer, k, v)

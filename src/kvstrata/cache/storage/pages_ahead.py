@@ -6,8 +6,8 @@
 A step that fills the last row of a page finds the next one in the tables and does nothing about it. When the first
 request has 16 rows left, as many take their pages as one launch serves, so most steps take none; requests that are at
 the same place of their pages take theirs in turns, so no step pays for all. Pages come from a few that are kept in
-reserve, which is filled in the steps after, a slab at a time: few steps ask the pool, and those do nothing else. Under a
-budget a page is paid when it is taken: there none is ahead.
+reserve, which is filled in the steps after, a slab at a time: few steps ask the pool, and those do nothing else. Under
+a budget a page is paid when it is taken: there none is ahead.
 
 A page ahead is beyond the tokens counted, and counts are how kernels find the end of a list. Whatever changes a request
 in another way than token by token gives its pages ahead back first.
