@@ -19,13 +19,11 @@ from kvstrata.cache.move import append_cuda
 from kvstrata.cache.move.append_job import Job
 from kvstrata.cache.policy.importance import initial_of
 from kvstrata.cache.policy.room import fits_plain
-from kvstrata.cache.storage.request_list import Repeated, RequestList, Room
+from kvstrata.cache.storage.request_list import ONE, Repeated, RequestList, Room
 from kvstrata.call_cache import guard_of
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
-
-ONE = np.ones((), np.int32)
 
 
 def remember(
