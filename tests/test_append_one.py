@@ -18,6 +18,7 @@ from kvstrata.cache import TieredCache
 from kvstrata.cache.move import append_cuda, launches
 from kvstrata.cache.ops import append as append_op
 from kvstrata.cache.ops import append_one
+from kvstrata.cache.ops import step as step_op
 from kvstrata.cache.storage import table_cuda
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -206,6 +207,59 @@ def test_steps_over_page_edges_leave_the_books_right(requests: list[int], budget
     assert ((left < 0) | (left == room + cache.page_tokens * ahead)).all()
     assert not ahead.any() or budget is None
     cache.check()
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_request_at_an_edge_in_every_step_is_no_reason_to_look_at_pages(
+    numbered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests at all places of their pages: after the first step no append takes pages itself."""
+    caches = [make(layers=3, max_requests=16, budget=None, device=DEVICE) for _ in range(2)]
+    for cache in caches:
+        for layer in range(3):
+            k, v = (x.to(DEVICE) for x in rows(16 * 20 + 120, seed=layer))
+            cache.append(layer, k, v, list(range(16)), [20 + i for i in range(16)])
+    ours, wanted = caches
+    wanted.buckets.ahead.near = -1
+    operations: list[int] = []
+    begin = TieredCache._operation
+    monkeypatch.setattr(TieredCache, "_operation", lambda self: operations.append(self is ours) or begin(self))
+    for number in range(20):
+        for layer in range(3):
+            k, v = (x.to(DEVICE).unsqueeze(1) for x in rows(16, seed=100 + 3 * number + layer))
+            ours.append(layer, k, v, list(range(16)) if numbered else None)
+            wanted.append(layer, k, v)
+        if number == 0:
+            assert sum(operations) == 3
+    assert sum(operations) == 3
+    assert len(operations) == 3 + 20 * 3  # without pages ahead every append takes some
+    ours.check()
+    assert same_rows(ours, wanted)
+
+
+def test_appends_after_a_step_that_failed_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a step knows how much room is left; appends that repeat must not leave it with that."""
+    cache = filled(3, tokens=20)
+    k, v = (x.to(DEVICE).unsqueeze(1) for x in rows(3))
+
+    def append(times: int) -> None:
+        for _ in range(times):
+            for layer in range(3):
+                cache.append(layer, k, v)
+
+    def fail(*given: object) -> None:
+        raise MemoryError
+
+    append(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(step_op, "_prepare_count", fail)
+        with pytest.raises(MemoryError):
+            cache.advance()
+    assert (cache.buckets.left == 9).all()
+    append(3)
+    assert (cache.buckets.left == -1).all()
+    cache.advance()
+    assert (cache.buckets.left == 5).all()
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvstrata.cache.policy.sizes import Sizes
 from kvstrata.cache.storage import page as pages
 from kvstrata.cache.storage import pool
 from kvstrata.cache.storage.uploads import RING_BYTES, Uploads
@@ -86,6 +87,22 @@ def test_pool_gives_some_pages_free_ones_first(monkeypatch: pytest.MonkeyPatch) 
     assert (p.pages(0), p.slabs_of(0)) == (2, 2)  # the two that were not given back
     assert len(p.take_some(0, 2, 0)) == 2  # as many as are needed, whatever is asked for beside
     assert len(p.take_some(0, 1, 0)) == 2  # an empty slab
+
+
+def test_slabs_of_large_caches_hold_what_one_launch_takes() -> None:
+    """Without a budget as many requests as one launch gives pages ahead, at most one of 64 slabs; else small ones."""
+
+    def slab(requests: int, amount: float | None = None) -> tuple[int, int]:
+        sizes = Sizes(amount, 32, 8, 128, 68, 64, torch.bfloat16, CPU, requests, 4096, 64, True, None)
+        stride = sizes.page_formats(["K8V8"])[0].stride
+        size, _ = sizes.slabs(stride, 2)
+        return size // stride, requests * 256 * 65 * stride // size
+
+    assert slab(256)[0] == slab(16)[0] == 4096
+    assert slab(4)[0] == 4 * 256
+    assert slab(1)[0] < 1024
+    assert all(slab(n)[1] >= 64 for n in (1, 2, 3, 4, 16, 256))
+    assert slab(256, 0.25)[0] <= 130
 
 
 def test_pool_counts_owners() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import multiprocessing
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvstrata.cache.move import phases as repack_phases
 from kvstrata.cache.policy import centre_cuda, plan_cuda
 from kvstrata.cache.storage import table_cuda
 from kvstrata.jit import compiler
+from kvstrata.jit import kernel as kernel_module
 from kvstrata.layout import Format
 from kvstrata.quant import op as quantize_op
 from kvstrata.replay import cuda as copy_cuda
@@ -270,3 +272,32 @@ def test_a_launch_takes_no_shared_memory_from_an_earlier_one(monkeypatch: pytest
         jit.Launch(kernel, 1, 32, bytes(8), shared=shared)
         assert shared <= (allowed[-1] if allowed else 0)
     assert allowed == [60 << 10, 70 << 10]
+
+
+def test_a_launch_is_what_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grid, block, shared memory, stream, attributes and parameters, as the driver reads them; errors have a name."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    words, answer, seen = ctypes.c_uint32 * 14, [0], []
+
+    def driver_call(config: int, function: int, args: int, extra: int | None) -> int:
+        read = words.from_address(config)
+        stream, attributes = read[8] | read[9] << 32, read[12]
+        [params] = (ctypes.c_void_p * 1).from_address(args)
+        seen.append((list(read[:7]), stream, attributes, function, ctypes.string_at(params, 16), extra))
+        return answer[0]
+
+    call = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(driver_call)
+    monkeypatch.setattr(kernel_module, "_launch_kernel", lambda: call)
+    kernel = SimpleNamespace(entry="x", driver=driver, function=driver.CUfunction(1 << 40), static_shared=0, opted={})
+    launch = jit.Launch(kernel, (5, 6), 64, bytes(16), shared=1024, overlap=True)
+    launch.params[:8] = b"abcdefgh"
+    for stream in (1 << 33, 1 << 33, 0, 7):
+        launch(stream)
+    shape = [5, 6, 1, 64, 1, 1, 1024]
+    wanted = [(shape, stream, 1, 1 << 40, b"abcdefgh" + bytes(8), None) for stream in (1 << 33, 1 << 33, 0, 7)]
+    assert seen == wanted
+    jit.Launch(kernel, 3, 32, bytearray(16))(9)
+    assert seen[-1] == ([3, 1, 1, 32, 1, 1, 0], 9, 0, 1 << 40, bytes(16), None)
+    answer[0] = 700
+    with pytest.raises(RuntimeError, match="x: the launch failed with CUDA_ERROR_ILLEGAL_ADDRESS"):
+        launch(7)

@@ -181,6 +181,52 @@ def test_memory_that_is_short_does_no_harm(eager: bool, monkeypatch: pytest.Monk
     assert any(refused)
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_reserve_is_filled_in_steps_of_its_own(eager: bool) -> None:
+    """After the first time no step both takes pages and opens a slab, and none opens two."""
+    cache = filled(4, tokens=20, slab_bytes=1 << 16)
+    for layer in range(LAYERS):  # every fourth step a request takes pages
+        cache.append(layer, *(x.to(DEVICE) for x in rows(24, seed=3)), [0, 1, 2, 3], [0, 4, 8, 12])
+    seen = []
+    for number in range(60):
+        pages, slabs = cache.buckets.ahead._page.copy(), cache.pool.slab_count
+        step(cache, number, eager)
+        seen.append(((cache.buckets.ahead._page != pages).any(), cache.pool.slab_count - slabs))
+        if number % 10 == 0:
+            cache.check()
+    began = [taken for taken, _ in seen].index(True)
+    assert max(opened for _, opened in seen[began + 1 :]) == 1
+    assert sum(taken for taken, _ in seen) > 6
+    assert not any(taken and opened for taken, opened in seen[began + 1 :])
+    for request in cache.requests:
+        cache.free_request(request)
+    assert (cache.pool.pages(0), len(cache.buckets.ahead.reserve), cache.buckets.ahead.missing) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_reserve_that_cannot_be_filled_does_no_harm(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled(8, tokens=27, slab_bytes=1 << 14)
+    step(cache, 0, eager)
+    assert cache.buckets.ahead.there().any()
+    assert cache.buckets.ahead.missing > 0
+    refused = []
+
+    def refuse(*given: object) -> None:
+        refused.append(given)
+        raise torch.OutOfMemoryError("out of memory")
+
+    cache.buckets.ahead._wait = 1  # so that no pages are taken now
+    with monkeypatch.context() as patched:
+        patched.setattr(type(cache.pool), "_allocate_slabs", refuse)
+        step(cache, 1, eager)
+    assert len(refused) == 1
+    assert cache.buckets.ahead.missing == 0
+    for number in range(2, 30):
+        step(cache, number, eager)
+    cache.check()
+    assert cache.length(7, LAYERS - 1) == 27 + 30
+
+
 def test_there_is_none_under_a_budget_or_beyond_the_last_page() -> None:
     cache = filled(2, tokens=24, budget=0.5)
     for number in range(9):

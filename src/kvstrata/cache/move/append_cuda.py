@@ -96,7 +96,8 @@ class AppendOne:
         self._kept = (ids, device_length, balance)
         self._device = k.get_device()
         [self._launch] = launches.launches
-        self._words, self._numbers = (memoryview(self._launch.params).cast(kind) for kind in "Qi")
+        params = memoryview(self._launch.params)
+        self._words, self._numbers = params.cast("Q"), params.cast("i")
         self._mask = width_of(k, v) - 1
 
     def fits(self, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -19,13 +19,12 @@ from kvstrata.cache.move import append_cuda
 from kvstrata.cache.move.append_job import Job
 from kvstrata.cache.policy.importance import initial_of
 from kvstrata.cache.policy.room import fits_plain
-from kvstrata.cache.storage.request_list import Repeated, RequestList, Room
+from kvstrata.cache.storage.request_list import ONE, Repeated, RequestList, Room
 from kvstrata.call_cache import guard_of
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
 
-ONE = np.ones((), np.int32)
 
 def remember(
     cache: CacheState,
@@ -184,7 +183,7 @@ def same_list(given: Sequence[int] | None, last: list[int] | None) -> bool:
     return given is None if last is None else type(given) is list and given == last
 
 
-def _prepare(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> Callable[[], None]:
+def _prepare(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
     """A function that writes the rows into pages that are there, and allocates nothing."""
     if last.launch is not None:
         return partial(last.launch, layer, k, v)

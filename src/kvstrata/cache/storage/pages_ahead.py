@@ -4,10 +4,10 @@
     next pages                none       taken with others   taken, there   in use, with 64 rows left
 
 A step that fills the last row of a page finds the next one in the tables and does nothing about it. When the first
-request has 16 rows left, as many take their pages as one launch serves, so most steps take none; requests that are at
-the same place of their pages take theirs in turns, so no step pays for all. Pages come from a few that are kept in
-reserve, which is filled in the steps after, a slab at a time: few steps ask the pool, and those do nothing else. Under a
-budget a page is paid when it is taken: there none is ahead.
+request has 16 rows left, an eighth of all take theirs by one launch, so most steps take none; requests that are at the
+same place of their pages take theirs in turns, so no step pays for all. Pages come from a few that are kept in
+reserve, which is filled in the steps after, a slab at a time: few steps ask the pool, and those do nothing else. Under
+a budget a page is paid when it is taken: there none is ahead.
 
 A page ahead is beyond the tokens counted, and counts are how kernels find the end of a list. Whatever changes a request
 in another way than token by token gives its pages ahead back first.
@@ -75,14 +75,14 @@ class PagesAhead:
     def take(self, requests: np.ndarray, left: np.ndarray, of: int) -> np.ndarray:
         """Take the next pages of some even requests with so many rows ``left`` in their open ones; returns of which.
 
-        So many are chosen that all have their pages when the first needs them, and as many as one launch serves; none
-        if memory is short. They are part of ``of`` requests that grow.
+        So many are chosen that all have their pages when the first needs them, and an eighth of the ``of`` requests
+        that grow, if one launch serves as many; none if memory is short.
         """
         buckets, p = self._buckets, self._buckets.page_tokens
         if self._wait:
             self._wait -= 1
             return requests[:0]
-        most = self._next_pages.most if buckets.by_cuda else 0
+        most = min(self._next_pages.most, max(of // 8, 4)) if buckets.by_cuda else 0
         many = max(-(-len(requests) // max(int(left.min()), 1)), most)
         chosen = requests if many >= len(requests) else requests[left.argsort(kind="stable")[:many]]
         pages = (buckets.host_count[chosen, 0, 0, 0] + (p - 1)) // p

@@ -73,7 +73,10 @@ class Pool:
         self.nbytes = 0  # of all slabs, empty ones included
         self.free = FreeLists(self.per_slab, capacity)
         self._steps = np.asarray(self.strides) // UNIT
-        self._offsets = [np.arange(n, dtype=np.int32) * step for n, step in zip(self.per_slab, self._steps, strict=True)]
+        self._offsets = [
+            np.arange(0, n * step, step, dtype=np.int32)
+            for n, step in zip(self.per_slab, self._steps.tolist(), strict=True)
+        ]  # of the pages of a slab, per tier
         self._pages = [0] * len(self.strides)  # with an owner, per tier
         self._slabs = [0] * len(self.strides)  # per tier
         self._empty = np.zeros(0, np.int64)  # slabs without a page, ascending

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+ONE = np.ones((), np.int32)  # which numpy need not convert
 FEW = 4  # a list of fewer than 1 / FEW of all requests is indexed, a longer one is added as a mask
 
 
@@ -34,7 +35,7 @@ class RequestList:
         """Add one to all elements of these rows."""
         if self._run is not None:
             rows = x[self._run]
-            rows += 1
+            np.add(rows, ONE, rows)
         elif self._few:
             x[self.ids] += 1
         else:

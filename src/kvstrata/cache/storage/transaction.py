@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .pool import Pool
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
