@@ -71,7 +71,7 @@ def compile_prefill(dim, causal, ragged, tail, arch, given):
     return compile_source(source(kernel, types, constants, aligned), arch, options, "-sass")
 
 
-def compile_chunk(kernel, arch, dim, first, last, beside=False):
+def compile_chunk(kernel, arch, dim, beside=False):
     """One of `prefill_attention_cached`."""
     wide, hopper = triton.next_power_of_2(dim), kernel == "specialized_chunk_kernel"
     all = dict(
@@ -81,10 +81,8 @@ def compile_chunk(kernel, arch, dim, first, last, beside=False):
         WIDE=wide,
         BLOCK_M=128,
         BLOCK_N=128 if arch == 90 else 64,
-        FIRST=first,
-        LAST=last,
-        SINKS=last,
-        LSE=last,
+        SINKS=True,
+        LSE=True,
         STAGES=cached_gluon.STAGES,
         CONSUMERS=2,
         TIERS=3,

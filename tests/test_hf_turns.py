@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, Llama
 
 from hf_model import EXACT, SIZES, prompt
 from kvstrata import prefill_attention_cached
+from kvstrata.attention import ahead
 from kvstrata.attention.prefill_cached import staging_triton
 from kvstrata.attention.prefill_cached import triton as cached_triton
 from kvstrata.cache.ops import inspect
-from kvstrata.hf import StrataCache, turns
+from kvstrata.hf import StrataCache, mass_triton, turns
 from kvstrata.hf.layer import StrataLayer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 on a CPU; on a GPU later prompts are so")
@@ -163,6 +164,20 @@ def test_several_chunks_and_few_queries(monkeypatch: pytest.MonkeyPatch) -> None
 def test_policies(options: dict) -> None:
     """Without mass, and with heads that hold different positions."""
     compare("llama", padded(95, slice(0, 7)), [40, 70, 95], 2, "reference", **options)
+
+
+def test_kernels_are_loaded_by_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn over a cache of the same formats, whose tokens are not the caller's."""
+    seen, model = Seen(monkeypatch, "reference"), make("mqa")
+    asked = []
+    put_mass = mass_triton.put_mass
+    monkeypatch.setattr(mass_triton, "put_mass", lambda out, *rest: (asked.append(out.shape), put_mass(out, *rest)))
+    cache = StrataCache(model.config, **EXACT)
+    monkeypatch.setattr(ahead, "REHEARSED", 80)
+    cache.warmup(model, progress=False)
+    assert seen.over_pages == 1
+    assert set(asked) == {(1, 82 + 64, 1)}
+    assert cache.get_seq_length() == 0
 
 
 def test_chunked_prefill(monkeypatch: pytest.MonkeyPatch) -> None:

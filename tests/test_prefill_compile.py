@@ -26,19 +26,18 @@ CASES |= {
     for key, config in TABLE.items()
     if config is not None
 }
-# kernel, architecture, head_dim, first and last chunk; new rows beside the cache
+# kernel, architecture, head_dim; new rows beside the cache
 CHUNKS: dict[str, tuple[str | int | bool, ...]] = {
-    "stage, sm_80": ("stage_kernel", 80, 96, True, True),
-    "stage, sm_90": ("stage_kernel", 90, 128, True, True),
-    "stage, D 256, sm_80": ("stage_kernel", 80, 256, True, True),
-    "chunk, sm_80": ("chunk_kernel", 80, 128, False, True),
-    "order": ("order_kernel", 90, 128, True, True),
-    "first chunk, D 128": ("specialized_chunk_kernel", 90, 128, True, False),
-    "last chunk, D 96": ("specialized_chunk_kernel", 90, 96, False, True),
-    "only chunk, D 64": ("specialized_chunk_kernel", 90, 64, True, True),
-    "first chunk after new rows, D 128": ("specialized_chunk_kernel", 90, 128, True, False, True),
-    "only chunk after new rows, D 128": ("specialized_chunk_kernel", 90, 128, True, True, True),
-    "chunk after new rows, sm_80": ("chunk_kernel", 80, 128, True, True, True),
+    "stage, sm_80": ("stage_kernel", 80, 96),
+    "stage, sm_90": ("stage_kernel", 90, 128),
+    "stage, D 256, sm_80": ("stage_kernel", 80, 256),
+    "chunk, sm_80": ("chunk_kernel", 80, 128),
+    "chunk after new rows, sm_80": ("chunk_kernel", 80, 128, True),
+    "order": ("order_kernel", 90, 128),
+    "chunk, D 128": ("specialized_chunk_kernel", 90, 128),
+    "chunk, D 64": ("specialized_chunk_kernel", 90, 64),
+    "chunk after new rows, D 96": ("specialized_chunk_kernel", 90, 96, True),
+    "chunk after new rows, D 128": ("specialized_chunk_kernel", 90, 128, True),
 }
 
 

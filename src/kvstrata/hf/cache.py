@@ -29,7 +29,7 @@ from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget
 from kvstrata.checks import check_int
 from kvstrata.quant.calibration import Calibration
 
-from . import attention, balance, files, mass, support
+from . import attention, balance, files, mass, support, turns
 from .columns import Columns
 from .forward import Forward
 from .guard import Guard
@@ -305,7 +305,7 @@ class StrataCache(Columns):
         return kv_heads * heads // groups if heads and groups and heads % groups == 0 else None
 
     def warmup(self, model: PreTrainedModel, rows: int = 1, progress: bool | None = None) -> None:
-        """Compile and load what the first forward of ``model`` with this cache needs, before it is timed or served.
+        """Compile and load what a prompt, steps and turns of ``model`` with this cache need, before they are timed.
 
         The first forward does the same for kernels; this is the moment for it, and for what torch, Triton and numba
         compile at first use. ``rows`` of the batch; ``progress`` as in `kvstrata.warmup`. The cache is not changed.
@@ -318,6 +318,8 @@ class StrataCache(Columns):
             if query_heads and self._compresses:
                 sizes = (query_heads, heads, dim, model.dtype, model.device)
                 mass.load_kernels(*sizes)
+                if not self.shares:
+                    turns.load_kernels(tiered, query_heads)
                 if self.calibration is None and tiered.balance is not None:
                     balance.load_kernels(*sizes, tiered.rope, balance.interleaved(model))
 

@@ -269,7 +269,8 @@ class StrataLayer(CacheLayerMixin):
         if self.columns and not self.owner.shares and turns.supports(query, self.owner.tiered):
             limit = self.owner.importance_queries if self.owner.uses_mass else None
             columns = turns.Columns(host, position)
-            out, mass = turns.attend(call, self.owner.tiered, self.index, columns, limit)
+            rows = turns.Rows(query, key, value)
+            out, mass = turns.attend(rows, logits, self.owner.tiered, self.index, columns, limit)
             self._store(key, value, real, mass)
             return out
         upload = self.owner.tiered.pool.to_device

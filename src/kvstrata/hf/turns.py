@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvstrata.attention.ahead import rehearsal, uses_mass
 from kvstrata.attention.decode.op import source_of
 from kvstrata.attention.output import AttentionOutput
 from kvstrata.attention.prefill_cached.job import CachedJob
@@ -21,8 +22,16 @@ from kvstrata.attention.prefill_cached.op import prefill_attention_cached
 from kvstrata.cache import TieredCache
 
 from . import prefill
-from .attention import AttentionCall
+from .logits import Logits
 from .mass import sampled_queries
+
+
+class Rows(NamedTuple):
+    """Queries ``[rows, heads, n, D]``, K and V ``[rows, kv_heads, n, D]`` of the new columns."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 class Columns(NamedTuple):
@@ -38,35 +47,44 @@ def supports(query: torch.Tensor, cache: TieredCache) -> bool:
 
 
 def attend(
-    call: AttentionCall, cache: TieredCache, layer: int, columns: Columns, limit: int | None
+    rows: Rows, logits: Logits, cache: TieredCache, layer: int, columns: Columns, limit: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention output ``[rows, n, heads, D]``, and mass ``[rows, kv_heads, the longest row after it]``.
 
     The cache holds what is before the new columns, and is not changed. Mass is that of up to ``limit`` sampled queries,
     as in `prompt_mass`; None without a limit.
     """
-    rows, heads, new, dim = call.query.shape
-    q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+    batch, heads, new, dim = rows.query.shape
+    q, k, v = (x.transpose(1, 2) for x in rows)
     lengths = index = None
     if not columns.tokens.all():
         lengths, index = columns.tokens.sum(1).tolist(), cache.pool.to_device(np.flatnonzero(columns.tokens))
         q, k, v = (x.flatten(0, 1)[index] for x in (q, k, v))
-    scale, softcap, sinks = call.logits
+    scale, softcap, sinks = logits
     result = prefill_attention_cached(
-        q, cache, layer, lengths=lengths, requests=range(rows), k_new=k, v_new=v, scale=scale, softcap=softcap,
+        q, cache, layer, lengths=lengths, requests=range(batch), k_new=k, v_new=v, scale=scale, softcap=softcap,
         sinks=sinks, return_lse=True,
     )  # fmt: skip
     assert isinstance(result, AttentionOutput)
     out, lse, _ = result
     assert lse is not None
     if index is not None:
-        out = out.new_zeros(rows * new, heads, dim).index_copy_(0, index, out).view(rows, new, heads, dim)
-        lse = lse.new_zeros(rows * new, heads).index_copy_(0, index, lse).view(rows, new, heads)
-    return out, None if limit is None else _mass(call, cache, layer, columns, lse, limit)
+        out = out.new_zeros(batch * new, heads, dim).index_copy_(0, index, out).view(batch, new, heads, dim)
+        lse = lse.new_zeros(batch * new, heads).index_copy_(0, index, lse).view(batch, new, heads)
+    return out, None if limit is None else _mass(rows, logits, cache, layer, columns, lse, limit)
+
+
+def load_kernels(cache: TieredCache, heads: int) -> None:
+    """Compile and load what `attend` of so many query heads needs over such a cache, in prompts without padding."""
+    query = torch.zeros(1, 64, heads, cache.head_dim, dtype=cache.dtype, device=cache.device).transpose(1, 2)
+    if supports(query, cache):
+        twin, key = rehearsal(cache), query[:, : cache.kv_heads]
+        columns = Columns(np.ones((1, 64), bool), twin.length(0) + np.arange(64)[None])
+        attend(Rows(query, key, key), Logits(1.0), twin, 0, columns, 64 if uses_mass(cache) else None)
 
 
 def _mass(
-    call: AttentionCall, cache: TieredCache, layer: int, columns: Columns, lse: torch.Tensor, limit: int
+    rows: Rows, logits: Logits, cache: TieredCache, layer: int, columns: Columns, lse: torch.Tensor, limit: int
 ) -> torch.Tensor:
     """Mass of sampled queries, whose log-sum-exp is known."""
     from kvstrata.attention.prefill_cached.staging_triton import key_chunks
@@ -74,7 +92,7 @@ def _mass(
 
     from .mass_triton import put_mass
 
-    (rows, _, new, _), kv_heads, logits = call.query.shape, cache.kv_heads, call.logits
+    (batch, _, new, _), kv_heads = rows.query.shape, cache.kv_heads
     stride = -(-new // limit)
     chosen = slice((new - 1) % stride, None, stride)
     asking = columns.tokens[:, chosen]
@@ -83,12 +101,12 @@ def _mass(
     weights, own = upload(weight.astype(np.float32)), upload(columns.position[:, chosen].astype(np.int32))
     new_position = upload(np.where(columns.tokens, columns.position, -1).astype(np.int32)).unsqueeze(1)
 
-    query = sampled_queries(call.query.detach(), stride)
+    query = sampled_queries(rows.query.detach(), stride)
     tops = lse[:, chosen].unflatten(2, (kv_heads, -1)).transpose(1, 2).contiguous()
     longest = int(columns.position.max()) + 1
-    mass = torch.zeros(rows, longest, kv_heads, dtype=torch.float32, device=query.device)
-    put_mass(mass, query, tops, call.key.detach(), stride, weights, logits, own, new_position)
-    requests = list(range(rows))
+    mass = torch.zeros(batch, longest, kv_heads, dtype=torch.float32, device=query.device)
+    put_mass(mass, query, tops, rows.key.detach(), stride, weights, logits, own, new_position)
+    requests = list(range(batch))
     buckets, _, past = source_of(cache, layer, requests)
     sizes = (kv_heads, past, logits.scale, None, None, None, False)
     job = CachedJob(query[0].transpose(0, 1), [], buckets, None, requests, *sizes)

@@ -24,13 +24,13 @@ from kvstrata.attention.prefill.gluon import LOWEST, NO, PLACED, add_sink, fill,
 from kvstrata.attention.prefill.launch import launch
 
 from .job import CachedJob
-from .staging_triton import Staging, Sums, pages_of
+from .staging_triton import COUNTS, Staging, Sums, pages_of
 
 BLOCK_M, BLOCK_N, STAGES = 128, 128, 3
 CONSUMERS = BLOCK_M // 64
 
 
-@triton.jit(do_not_specialize=["first", "slots", "stride_length"])
+@triton.jit(do_not_specialize=[*COUNTS, "first", "slots"])
 def order_kernel(
     order_ptr, block_counts_ptr, bounds_ptr, requests_ptr, starts_ptr, length_ptr, count_ptr, stride_length,
     stride_count_r, stride_count_h, first, slots,
@@ -78,12 +78,13 @@ def _produce(k_desc, v_desc, ring, order_ptr, head_cache, blocks, BLOCK_N: gl.co
 @gluon.jit
 def _consume(
     work, WHO: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
-    SINKS: gl.constexpr, LSE: gl.constexpr, BESIDE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+    BESIDE: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: its 64 query rows over the blocks of the chunk."""
     q_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr, stride_qt, stride_qh, rows_of_all, factor = work[:10]
-    q_smem, ring, order_ptr, position_ptr, kv_head, start_row, begin, new, before, masked, blocks = work[10:]
+    q_smem, ring, order_ptr, position_ptr, kv_head, start_row, begin, new, before, masked, blocks = work[10:21]
+    is_first, is_last = work[21:]
     k_smem, v_smem, k_full, k_empty, v_full, _ = ring
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
@@ -111,15 +112,16 @@ def _consume(
     out_row = (begin + acc_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + acc_row % GROUP
     outs = out_ptr + out_row[:, None] * DIM + dim[None, :]
     lse_row = (begin + s_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + s_row % GROUP
-    if FIRST and BESIDE:
-        lse = gl.load(lse_ptr + lse_row, mask=s_row < new * GROUP, other=0.0)
-        total = gl.where(lse == float("-inf"), 0.0, 1.0)
-        top = gl.maximum(lse * 1.4426950408889634, LOWEST)
-        acc = gl.load(outs, mask=mask_acc, other=0.0).to(gl.float32)
-    elif FIRST:
-        top = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        acc = gl.zeros([64, WIDE], gl.float32, ACC_LAYOUT)
+    if is_first != 0:
+        if BESIDE:
+            lse = gl.load(lse_ptr + lse_row, mask=s_row < new * GROUP, other=0.0)
+            total = gl.where(lse == float("-inf"), 0.0, 1.0)
+            top = gl.maximum(lse * 1.4426950408889634, LOWEST)
+            acc = gl.load(outs, mask=mask_acc, other=0.0).to(gl.float32)
+        else:
+            top = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            total = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            acc = gl.zeros([64, WIDE], gl.float32, ACC_LAYOUT)
     else:
         top = gl.load(stats, mask=s_row < new * GROUP, other=LOWEST)
         total = gl.load(stats + 1, mask=s_row < new * GROUP, other=0.0)
@@ -151,7 +153,7 @@ def _consume(
     acc = warpgroup_mma(p, v, acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
 
-    if LAST:
+    if is_last != 0:
         if SINKS:
             sink = gl.load(sinks_ptr + kv_head * GROUP + s_row % GROUP)
             top, total, acc = add_sink(sink, top, total, acc, ACC_LAYOUT)
@@ -166,15 +168,16 @@ def _consume(
         gl.store(accs, acc, mask=mask_acc)
 
 
-@gluon.jit(do_not_specialize=["slots", "rows_of_all", "stride_length"])
+@gluon.jit(do_not_specialize=["slots", "rows_of_all", "stride_length", "is_first", "is_last"])
 def specialized_chunk_kernel(
     k_desc, v_desc, q_ptr, position_ptr, order_ptr, block_counts_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr,
-    requests_ptr, starts_ptr, length_ptr, stride_qt, stride_qh, stride_length, slots, rows_of_all, factor,
+    requests_ptr, starts_ptr, length_ptr, stride_qt, stride_qh, stride_length, slots, rows_of_all, factor, is_first,
+    is_last,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDE: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SINKS: gl.constexpr,
-    LSE: gl.constexpr, BESIDE: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, BESIDE: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """CONSUMERS * 64 query rows of a (request, KV head) over the chunk; FIRST, LAST and BESIDE as in triton.py."""
+    """CONSUMERS * 64 query rows of a (request, KV head) over the chunk; the last arguments as in triton.py."""
     head_cache = gl.program_id(1)
     batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
     begin = gl.load(starts_ptr + batch)
@@ -205,10 +208,11 @@ def specialized_chunk_kernel(
     fence_async_shared()
     ring = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
     work = (q_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr, stride_qt, stride_qh, rows_of_all, factor, q_smem,
-            ring, order_ptr, position_ptr, kv_head, start_row, begin, new, before, masked, blocks)  # fmt: skip
+            ring, order_ptr, position_ptr, kv_head, start_row, begin, new, before, masked, blocks,
+            is_first, is_last)  # fmt: skip
     gl.warp_specialize([
-        (_consume, (work, 0, KV_HEADS, GROUP, DIM, WIDE, BLOCK_N, STAGES, CONSUMERS, FIRST, LAST, SINKS, LSE, BESIDE)),
-        (_consume, (work, 1, KV_HEADS, GROUP, DIM, WIDE, BLOCK_N, STAGES, CONSUMERS, FIRST, LAST, SINKS, LSE, BESIDE)),
+        (_consume, (work, 0, KV_HEADS, GROUP, DIM, WIDE, BLOCK_N, STAGES, CONSUMERS, SINKS, LSE, BESIDE)),
+        (_consume, (work, 1, KV_HEADS, GROUP, DIM, WIDE, BLOCK_N, STAGES, CONSUMERS, SINKS, LSE, BESIDE)),
         (_produce, (k_desc, v_desc, ring, order_ptr, head_cache, blocks, BLOCK_N, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
@@ -258,12 +262,13 @@ class Attend:
         attend_args = (
             self.k, self.v, job.q, staged.positions, self.order, self.block_counts, self.sums.acc, self.sums.stats, out,
             out if lse is None else lse, out if job.sinks is None else job.sinks, *places, *job.q.stride()[:2],
-            staged.count_strides[0], slots, tokens * group, self.sums.factor,
+            staged.count_strides[0], slots, tokens * group, self.sums.factor, int(chunk == 0),
+            int(chunk == staged.chunks - 1),
         )  # fmt: skip
         constants = dict(
             KV_HEADS=job.kv_heads, GROUP=group, DIM=dim, WIDE=staged.wide, BLOCK_N=BLOCK_N, STAGES=STAGES,
-            CONSUMERS=CONSUMERS, FIRST=chunk == 0, LAST=chunk == staged.chunks - 1, SINKS=job.sinks is not None,
-            LSE=job.return_lse, BESIDE=job.k_new is not None, REGISTERS=registers_of(CONSUMERS, None),
+            CONSUMERS=CONSUMERS, SINKS=job.sinks is not None, LSE=job.return_lse, BESIDE=job.k_new is not None,
+            REGISTERS=registers_of(CONSUMERS, None),
         )  # fmt: skip
         grid = (-(-max(job.new) * group // BLOCK_M), head_caches, 1)
         launch(specialized_chunk_kernel, grid, attend_args, constants, num_warps=4)

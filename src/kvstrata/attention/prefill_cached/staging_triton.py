@@ -36,6 +36,9 @@ from .job import CachedJob
 
 AFTER_ALL = tl.constexpr(0x7FFFFFFF)
 ALL = 1 << 30  # more slots than a chunk has
+# Strides that change with the sizes of a cache, for which nothing is compiled anew.
+COUNTS = ("stride_length", "stride_count_r", "stride_count_h")
+TABLES = ("stride_table_r", "stride_table_h", "stride_table_t")
 
 
 @triton.jit
@@ -91,16 +94,16 @@ def _place(position_ptr, bounds_ptr, position):
     tl.store(bounds_ptr + 1, tl.max(position, 0))
 
 
-@triton.jit(do_not_specialize=["first", "units", "stride_length", "slots"])
+@triton.jit(do_not_specialize=[*COUNTS, *TABLES, "first", "units", "slots", "block_n"])
 def stage_kernel(
     k_rows_ptr, v_rows_ptr, position_ptr, bounds_ptr, requests_ptr, length_ptr, table_ptr, count_ptr, centre_ptr,
     balance_ptr, pointers_ptr, offsets_ptr, hadamard_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_length,
     stride_table_r, stride_table_h, stride_table_t, stride_count_r, stride_count_h, stride_centre_r, stride_centre_h,
     stride_k_page, stride_k_row, stride_k_head, stride_v_page, stride_v_row, stride_v_head, units, first, slots,
+    block_n,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TIERS: tl.constexpr, FORMATS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, BALANCED: tl.constexpr,
-    POSITION_BYTES: tl.constexpr, MANTISSA: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    POSITION_BYTES: tl.constexpr, MANTISSA: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Unpack page ``first + program_id(1)`` of a (request, KV head) to its rows of the chunk: K and positions, or V.
 
@@ -123,7 +126,7 @@ def stage_kernel(
     bounds_ptr += (head_cache * (slots // TOKENS) + place) * 2
     DTYPE: tl.constexpr = k_rows_ptr.dtype.element_ty
     if number >= total:
-        if place * TOKENS < tl.cdiv(tl.maximum(total - first, 1) * TOKENS, BLOCK_N) * BLOCK_N:
+        if place * TOKENS < tl.cdiv(tl.maximum(total - first, 1) * TOKENS, block_n) * block_n:
             zero = tl.zeros((TOKENS, WIDE), DTYPE)
             if is_k:
                 tl.store(k_out, zero, mask=mask_out)
@@ -245,11 +248,11 @@ def stage(job: CachedJob, block_n: int, max_bytes: int, keys_only: bool = False)
 
     pointers_and_rows = (rows[0], rows[-1], positions, bounds, requests, length, table, count, centre, balance,
                          pointers, offsets, _signs(dim, device), k, v, k_scale, v_scale)  # fmt: skip
-    constants |= dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=wide, BLOCK_N=ALL if keys_only else block_n, WHOLE=whole)
+    constants |= dict(KV_HEADS=job.kv_heads, DIM=dim, WIDE=wide, WHOLE=whole)
 
     def fill(chunk: int) -> None:
         grid = (head_caches, slots // page_tokens, sides)
-        args = (*pointers_and_rows, *numbers, chunk * slots // page_tokens, slots)
+        args = (*pointers_and_rows, *numbers, chunk * slots // page_tokens, slots, ALL if keys_only else block_n)
         launch(stage_kernel, grid, args, constants, num_warps=stage_warps(dim))
 
     return Staging(

@@ -26,22 +26,21 @@ from kvstrata.attention.prefill.op import prefill_attention
 from kvstrata.attention.prefill.triton import LN2, LOG2E, has_gluon
 
 from .job import CachedJob
-from .staging_triton import Staging, Sums, pages_of, stage
+from .staging_triton import COUNTS, Staging, Sums, pages_of, stage
 
 STAGED = 72 << 20  # bytes of K and V rows in a chunk, at most; but one block of tokens of every (request, KV head)
 
 
-@triton.jit(do_not_specialize=["first", "slots", "rows_of_all", "window", "stride_length"])
+@triton.jit(do_not_specialize=[*COUNTS, "first", "slots", "rows_of_all", "window", "is_first", "is_last"])
 def chunk_kernel(
     q_ptr, k_ptr, v_ptr, position_ptr, bounds_ptr, acc_ptr, stats_ptr, out_ptr, lse_ptr, sinks_ptr, requests_ptr,
     starts_ptr, length_ptr, count_ptr, stride_qt, stride_qh, stride_length, stride_count_r, stride_count_h, first,
-    slots, rows_of_all, factor, softcap, window,
+    slots, rows_of_all, factor, softcap, window, is_first, is_last,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TIERS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, BESIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, BESIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M query rows of a (request, KV head) over a chunk; FIRST starts the sums, LAST writes the output.
+    """BLOCK_M query rows of a (request, KV head) over a chunk; the first starts the sums, the last writes the output.
 
     BESIDE: the cache does not hold the new tokens; sums start with their attention to each other, from out and lse.
     """
@@ -66,14 +65,15 @@ def chunk_kernel(
         state = kv_head * rows_of_all + begin.to(tl.int64) * GROUP + row
         out_row = token * (KV_HEADS * GROUP) + head
         out_ptrs = out_ptr + out_row[:, None] * DIM + dim[None, :]
-        if FIRST and BESIDE:
-            top = tl.load(lse_ptr + out_row, mask=mask_row, other=float("-inf")) * LOG2E
-            total = tl.where(top == float("-inf"), 0.0, 1.0)
-            acc = tl.load(out_ptrs, mask=mask_q, other=0.0).to(tl.float32)
-        elif FIRST:
-            top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            total = tl.zeros((BLOCK_M,), tl.float32)
-            acc = tl.zeros((BLOCK_M, WIDE), tl.float32)
+        if is_first != 0:
+            if BESIDE:
+                top = tl.load(lse_ptr + out_row, mask=mask_row, other=float("-inf")) * LOG2E
+                total = tl.where(top == float("-inf"), 0.0, 1.0)
+                acc = tl.load(out_ptrs, mask=mask_q, other=0.0).to(tl.float32)
+            else:
+                top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                total = tl.zeros((BLOCK_M,), tl.float32)
+                acc = tl.zeros((BLOCK_M, WIDE), tl.float32)
         else:
             top = tl.load(stats_ptr + state * 2, mask=mask_row, other=float("-inf"))
             total = tl.load(stats_ptr + state * 2 + 1, mask=mask_row, other=0.0)
@@ -114,7 +114,7 @@ def chunk_kernel(
             total = total * old + tl.sum(p, 1)
             acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
             top = new_top
-        if LAST:
+        if is_last != 0:
             if SINKS:
                 sink = tl.load(sinks_ptr + head) * LOG2E
                 new_top = tl.maximum(top, sink)
@@ -150,12 +150,12 @@ class Attend:
             job.q, staged.k, staged.v, staged.positions, staged.bounds, sums.acc, sums.stats, out,
             out if lse is None else lse, out if job.sinks is None else job.sinks, requests, sums.starts, length, count,
             *job.q.stride()[:2], *staged.count_strides, chunk * slots // staged.page_tokens, slots, tokens * group,
-            sums.factor, job.softcap or 0.0, job.sliding_window or 0,
+            sums.factor, job.softcap or 0.0, job.sliding_window or 0, int(chunk == 0), int(chunk == staged.chunks - 1),
         )  # fmt: skip
         constants = dict(
             KV_HEADS=job.kv_heads, GROUP=group, DIM=dim, WIDE=staged.wide, TIERS=staged.tiers,
-            TOKENS=staged.page_tokens, BLOCK_M=self.block_m, BLOCK_N=self.block_n, FIRST=chunk == 0,
-            LAST=chunk == staged.chunks - 1, WINDOWED=job.sliding_window is not None, CAPPED=job.softcap is not None,
+            TOKENS=staged.page_tokens, BLOCK_M=self.block_m, BLOCK_N=self.block_n,
+            WINDOWED=job.sliding_window is not None, CAPPED=job.softcap is not None,
             SINKS=job.sinks is not None, LSE=job.return_lse, BESIDE=job.k_new is not None,
             PRECISION="ieee" if job.q.element_size() == 4 else "tf32",
         )  # fmt: skip
