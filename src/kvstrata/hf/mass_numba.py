@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvstrata.attention.softmax_numba import exponentials, greatest, hide, soften
-from kvstrata.attention.threads import share_out
+from kvstrata.threads import share_out
 from kvstrata.layout.unpack_numba import compiled
 
 if TYPE_CHECKING:

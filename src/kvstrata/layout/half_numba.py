@@ -13,7 +13,7 @@ BLOCK = 1024  # numbers at a time: they stay in a core's first cache
 def to_half(x: torch.Tensor) -> torch.Tensor:
     """``x.to(float16)`` of a float32 tensor on the CPU, but what is too large becomes +-65504; contiguous."""
     out = torch.empty(x.shape, dtype=torch.float16, device="cpu")
-    _round(x.detach().contiguous().view(-1).numpy(), out.view(-1).view(torch.uint16).numpy())
+    _round(x.detach().contiguous().view(-1).numpy(), out.view(-1).view(torch.int16).numpy().view(np.uint16))
     return out
 
 

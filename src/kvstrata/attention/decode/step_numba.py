@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvstrata.attention.threads import share_out
+from kvstrata.threads import share_out
 from kvstrata.cache.move.append_numba import KINDS, offsets, places, write
 from kvstrata.cache.tiered_cache import TieredCache
 
