@@ -19,7 +19,7 @@ from kvstrata.layout.unpack_numba import compiled
 if TYPE_CHECKING:
     from .logits import Logits
 
-SCORES = 1 << 18  # of a chunk of queries of one KV head: 1 MiB, a core's second cache
+SCORES = 1 << 18  # of a chunk of queries of one KV head, for each thread: 1 MiB, a core's second cache
 
 
 def add_mass(
@@ -49,22 +49,23 @@ def add_mass(
     # Channels of K as rows: a product of a few queries would turn K for itself, each time.
     channels = torch.empty(key.shape[::-1], dtype=torch.float32, device="cpu").copy_(key.T)
     q = query.float().mul(logits.scale).flatten(0, 1)
-    space = torch.empty(max(SCORES, group * len(key)), dtype=torch.float32, device="cpu")
+    threads = torch.get_num_threads()
+    space = torch.empty(max(SCORES * threads, group * len(key)), dtype=torch.float32, device="cpu")
     by = torch.empty(len(q), dtype=torch.float32, device="cpu")
+    own, place, positions, weights, factors = (
+        x.numpy() for x in (columns, query_position, column_position, weight, by)
+    )
     sinks = np.empty(0, np.float32) if logits.sinks is None else logits.sinks.detach().float().contiguous().numpy()
-    begin = 0
+    softcap, begin = np.float32(logits.softcap or 0.0), 0
     while begin < queries:
-        end = int(columns[begin]) + 1
-        part = slice(begin, begin + max(SCORES // (group * end), 1))
-        begin, rows = part.stop, slice(group * part.start, group * part.stop)
-        scores = space[: len(q[rows]) * end].view(-1, end)
-        torch.mm(q[rows], channels[:, :end], out=scores)
-        arguments = (
-            scores.numpy(), columns[part].numpy(), query_position[part].numpy(), column_position.numpy(),
-            weight[part].numpy(), np.float32(logits.softcap or 0.0), sinks, by[rows].numpy(),
-        )  # fmt: skip
-        share_out(_weigh, arguments, len(scores), torch.get_num_threads())
-        mass[:end].addmv_(scores.T, by[rows])
+        end = int(own[begin]) + 1
+        part = slice(begin, min(begin + max(SCORES * threads // (group * end), 1), queries))
+        begin, first, last = part.stop, group * part.start, group * part.stop
+        scores = space[: (last - first) * end].view(-1, end)
+        torch.mm(q[first:last], channels[:, :end], out=scores)
+        arguments = (scores.numpy(), own[part], place[part], positions, weights[part], softcap, sinks)
+        share_out(_weigh, (*arguments, factors[first:last]), last - first, threads)
+        mass[:end].addmv_(scores.T, by[first:last])
 
 
 @compiled
