@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -16,14 +17,16 @@ LEAST = np.float32(-87.0)  # exp of less is 0 here
 LANES = 32  # maxima that are kept side by side: each comparison of a single one would wait for the one before it
 
 
-@intrinsic
-def _float_of(typing, bits):
+def _bitcast(typing, bits):
     """The float32 with these bits, int32."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.int32), generate
+
+
+_float_of: Any = intrinsic(_bitcast)
 
 
 @compiled
@@ -81,7 +84,7 @@ def exponentials(scores, top):
         x = x if x > LEAST else LEAST
         n = np.floor(x * LOG2E + np.float32(0.5))
         rest = x - n * LN2_HIGH - n * LN2_LOW
-        power = _float_of(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))  # type: ignore[call-arg]
+        power = _float_of(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
         p = np.float32(1.9875691500e-4)
         p = p * rest + np.float32(1.3981999507e-3)
         p = p * rest + np.float32(8.3334519073e-3)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from kvstrata.attention.softmax_numba import exponentials, greatest, hide, soften
-from kvstrata.threads import share_out
 from kvstrata.layout.unpack_numba import compiled
+from kvstrata.threads import share_out
 
 if TYPE_CHECKING:
     from .logits import Logits

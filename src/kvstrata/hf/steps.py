@@ -126,9 +126,9 @@ class Steps:
 
 def stored_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``[rows, kv_heads, n, D]`` of the model as ``[rows, n, kv_heads, D]`` of a cache in ``dtype``."""
-    if dtype == torch.float16 and x.dtype == torch.float32 and x.numel() >= COMPILED:
-        if (loops := _halves(x.device.type)) is not None:
-            return loops.to_half(x.transpose(1, 2))
+    is_long = dtype == torch.float16 and x.dtype == torch.float32 and x.numel() >= COMPILED
+    if is_long and (loops := _halves(x.device.type)) is not None:
+        return loops.to_half(x.transpose(1, 2))
     rows = x.transpose(1, 2).to(dtype)
     if dtype == torch.float16 and x.dtype != dtype:
         rows.clamp_(-LARGEST, LARGEST)  # what overflowed; in place, since a prompt is large

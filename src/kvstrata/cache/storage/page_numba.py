@@ -8,7 +8,7 @@ sum crosses a vector. Without numba, and for a few rows, torch does the work.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -31,8 +31,7 @@ SMALLEST, MOST = np.float32(SMALLEST_STEP), np.float32(LARGEST)
 compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
-@intrinsic
-def _multiply_add(typing, a, b, c):
+def _fma(typing, a, b, c):
     """``a * b + c`` of float32, rounded once."""
 
     def generate(context, builder, signature, arguments):
@@ -41,11 +40,14 @@ def _multiply_add(typing, a, b, c):
     return types.float32(types.float32, types.float32, types.float32), generate
 
 
+_multiply_add: Any = intrinsic(_fma)
+
+
 class Source(NamedTuple):
-    """Rows by number, so that they are gathered where they are read: row i is ``rows[index[i]]``."""
+    """Rows by number, so that they are gathered where they are read: row i is ``rows[numbers[i]]``."""
 
     rows: torch.Tensor  # [m, D]
-    index: torch.Tensor | None = None  # integers [n]; None is every row in order
+    numbers: torch.Tensor  # integers [n]
 
 
 def quantize_plain(
@@ -64,9 +66,9 @@ def _numbered(given: torch.Tensor | Source | None) -> tuple[torch.Tensor, np.nda
     """Rows in memory, and the number of each that is used."""
     if given is None:
         return torch.empty(0, 0, dtype=torch.float32, device="cpu"), np.empty(0, np.int64)
-    rows, index = (given, None) if isinstance(given, torch.Tensor) else given
-    numbers = np.arange(len(rows)) if index is None else index.long().contiguous().numpy()
-    return rows.detach().contiguous(), numbers
+    if isinstance(given, torch.Tensor):
+        return given.detach().contiguous(), np.arange(len(given))
+    return given.rows.detach().contiguous(), given.numbers.long().contiguous().numpy()
 
 
 def _quantized(
@@ -183,7 +185,7 @@ def _encode(x, inverse, low, high, levels, terms, divisor):
         product = x[i] * inverse[i]
         level = np.floor(product)
         # A product that was rounded up to a whole number is a little less than that.
-        missing = _multiply_add(x[i], inverse[i], -product)  # type: ignore[call-arg]
+        missing = _multiply_add(x[i], inverse[i], -product)
         level = level - np.float32(1) if (product == level) & (missing < 0) else level
         level = level if level > low else low
         level = level if level < high else high
