@@ -25,6 +25,7 @@ from kvstrata.threads import share_out
 TILE = 64  # rows that are quantised side by side
 SHARED_ROWS = 2048  # from so many rows on torch's threads share them
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+LAST = np.float32(ENDLESS / TO_FLOAT)  # bits of an fp16 infinity as those of a float32; what is beyond is NaN
 SMALLEST, MOST = np.float32(SMALLEST_STEP), np.float32(LARGEST)
 
 # No fastmath: the order of the additions is part of the format, and a product is not fused.
@@ -111,14 +112,15 @@ def _load(words, halves, kind, index, centre, centre_index, first, rows, clean, 
         elif kind == BFLOAT16:
             for d in range(dim):
                 bits[d] = np.uint32(halves[start + np.uint64(d)]) << np.uint32(16)
-        else:  # as `unpack_numba.floats`
+        else:  # a float32 with these bits has an exponent that is too small by a constant
             for d in range(dim):
                 half = np.uint32(halves[start + np.uint64(d)])
                 sign = np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16))
                 bits[d] = sign | np.uint32(np.uint32(half & np.uint32(0x7FFF)) << np.uint32(13))
             for d in range(dim):
                 value = row[d] * TO_FLOAT
-                row[d] = value if abs(value) < ENDLESS else value * np.float32(np.inf)
+                value = value if abs(value) < ENDLESS else value * np.float32(np.inf)
+                row[d] = value if abs(row[d]) <= LAST else np.float32(np.nan)
         if clean:
             if len(centre_index):
                 c = np.uint64(centre_index[first + i])
