@@ -10,6 +10,15 @@ from kvstrata.hf import moments, moments_triton
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU Triton runs in its interpreter
 
 
+SHAPES = [
+    (1, 2, 4, 300, 64, 32),
+    (2, 1, 1, 1, 80, 16),
+    (1, 3, 16, 37, 96, 48),
+    (1, 1, 2, 129, 256, 0),
+    (3, 2, 3, 20, 32, 12),
+]
+
+
 def given(rows: int, kv_heads: int, group: int, n: int, dim: int, turned: int) -> tuple[torch.Tensor, ...]:
     """Views with gaps between heads and columns, padding, and numbers that are not finite or not in fp16."""
     torch.manual_seed(n + dim)
@@ -25,16 +34,7 @@ def given(rows: int, kv_heads: int, group: int, n: int, dim: int, turned: int) -
     return query, key, weight, number, turn.cos(), turn.sin()
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 2, 4, 300, 64, 32),
-        (2, 1, 1, 1, 80, 16),
-        (1, 3, 16, 37, 96, 48),
-        (1, 1, 2, 129, 256, 0),
-        (3, 2, 3, 20, 32, 12),
-    ],
-)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_kernel_sums_as_torch_does(shape: tuple[int, ...], interleaved: bool) -> None:
     query, key, weight, number, cos, sin = (x.to(DEVICE) for x in given(*shape))
@@ -43,6 +43,17 @@ def test_the_kernel_sums_as_torch_does(shape: tuple[int, ...], interleaved: bool
     want = moments.sums(moments.Looked(query, key, weight, number, (cos, sin), 1e4, interleaved))
     size = want.abs().amax((0, 1, 3), keepdim=True).clamp(min=1e-6)
     torch.testing.assert_close(found.cpu() / size, want / size, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_loops_sum_as_torch_does(shape: tuple[int, ...], interleaved: bool) -> None:
+    moments_numba = pytest.importorskip("kvstrata.hf.moments_numba")
+    query, key, weight, number, cos, sin = given(*shape)
+    looked = moments.Looked(query, key, weight, number, (cos, sin), 1e4, interleaved)
+    found, want = moments_numba.sums(looked), moments.sums(looked)
+    size = want.abs().amax((0, 1, 3), keepdim=True).clamp(min=1e-6)
+    torch.testing.assert_close(found / size, want / size, rtol=1e-4, atol=2e-5)
 
 
 def test_channels_of_all_pairs_are_all_channels() -> None:

@@ -181,3 +181,26 @@ def test_a_flag_a_token_gives_the_centre_of_a_flag_a_value(rope: tuple[float, ..
     broken[7, 7] = torch.inf
     same = centre(broken, True)[..., 6] == centre(k, True)[..., 6]
     assert same.all()
+
+
+@pytest.mark.skipif(centre_module._numba("cpu") is None, reason="numba is not there")
+@pytest.mark.parametrize(("dim", "pairs", "rows_given"), [(64, 32, 700), (64, 24, 3), (32, 16, 3 * 1024), (48, 1, 33)])
+@pytest.mark.parametrize("broken", [False, True])
+def test_compiled_loops_give_the_centre_of_torch(
+    dim: int, pairs: int, rows_given: int, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, whatever positions are missing and with values that take no part."""
+    generator = torch.Generator().manual_seed(dim + pairs)
+    k = 3 * torch.randn(rows_given, dim, generator=generator) + 1
+    if broken:
+        k[torch.rand(k.shape, generator=generator) < 0.05] = math.nan
+        k[0, 0], k[1, 1], k[2, :2] = math.inf, -1e30, -math.inf
+    place = torch.randperm(3 * centre_module.CENTRE_TOKENS, generator=generator)[:rows_given]
+    slots = place // centre_module.CENTRE_TOKENS, place % centre_module.CENTRE_TOKENS
+    rope = [1e4 ** -(i / pairs) for i in range(pairs)]
+    arguments = (k, slots, (1, 3), rope, torch.tensor([2048]))
+    found = centre_module._of_rows(*arguments)
+    monkeypatch.setattr(centre_module, "_numba", lambda device: None)
+    want = centre_module._of_rows(*arguments)
+    assert want.any()
+    assert torch.equal(found, want)

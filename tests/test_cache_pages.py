@@ -267,6 +267,34 @@ def test_compiled_loops_give_the_bytes_of_torch(dim: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(pages._numba() is None, reason="numba is not there")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_new_rows_are_quantised_where_they_lie(
+    dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen rows of any dtype, in any order and more than once, on several threads: the codes of torch."""
+    from kvstrata.cache.storage import page_numba
+
+    monkeypatch.setattr(page_numba, "SHARED_ROWS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    chance = torch.Generator().manual_seed(7)
+    k, v = (torch.randn(2, 150, 32, generator=chance) * torch.logspace(-9, 4, 150).unsqueeze(1)).to(dtype)
+    k[3], k[7, 2], v[5, 1], v[6, :2], v[8, 3] = 0.0, torch.nan, torch.inf, -torch.inf, torch.finfo(dtype).max
+    row = torch.randint(0, 150, (200,), generator=chance, dtype=torch.int32)
+    row[:6] = torch.tensor([3, 5, 6, 7, 8, 149])
+    head_cache = torch.randint(0, 4, (200,), generator=chance, dtype=torch.int32)
+    centre = torch.randn(4, 32, generator=chance)
+    for name in ("K8V4", "K4V3", "K3V2"):
+        kind = pages.PageFormat(Format.parse(name, 32, 16), dtype, torch.int16, True, CPU)
+        found = []
+        for compiled_rows in (1, 1 << 30):
+            monkeypatch.setattr(pages, "COMPILED_ROWS", compiled_rows)
+            found.append(kind.encode_new(pages.NewRows(k, v), row, centre, head_cache))
+        for compiled, plain_torch in zip(*found, strict=True):
+            assert all(map(torch.equal, compiled, plain_torch))
+
+
+@pytest.mark.skipif(pages._numba() is None, reason="numba is not there")
 @pytest.mark.parametrize("name", ["K8V4", "K4V3", "K3V2"])
 @pytest.mark.parametrize(("dim", "tokens"), [(64, 64), (48, 16)])
 def test_whole_pages_have_the_bytes_of_single_tokens(

@@ -41,7 +41,7 @@ def test_plain_numbers_in_compiled_loops(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not HAS_NUMBA or HAS_GPU, reason="numba, a CPU backend, is not there")
 @pytest.mark.parametrize("threads", [2, 3, 9])
 def test_threads_share_out_the_heads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstrata.attention import threads as pools
+    from kvstrata import threads as pools
     from kvstrata.attention.decode import numba as decode_numba
 
     cache = filled([150, 0, 40])

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from kvstrata.layout.unpack_numba import compiled
 
 LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 LEAST = np.float32(-87.0)  # exp of less is 0 here
 LANES = 32  # maxima that are kept side by side: each comparison of a single one would wait for the one before it
+
+
+def _bitcast(typing, bits):
+    """The float32 with these bits, int32."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+_float_of: Any = intrinsic(_bitcast)
 
 
 @compiled
@@ -62,23 +78,21 @@ def exponentials(scores, top):
             scores[i] = 0
         return np.float32(0)
     # exp(x) = 2 ** n * exp(rest), |rest| <= ln(2) / 2, in float32 vectors; 2 ** n is put together from its bits.
-    bits = np.empty(len(scores), np.int32)
-    power = bits.view(np.float32)
+    total = np.float32(0)
     for i in range(len(scores)):
         x = scores[i] - top
         x = x if x > LEAST else LEAST
         n = np.floor(x * LOG2E + np.float32(0.5))
         rest = x - n * LN2_HIGH - n * LN2_LOW
-        bits[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
+        power = _float_of(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
         p = np.float32(1.9875691500e-4)
         p = p * rest + np.float32(1.3981999507e-3)
         p = p * rest + np.float32(8.3334519073e-3)
         p = p * rest + np.float32(4.1665795894e-2)
         p = p * rest + np.float32(1.6666665459e-1)
         p = p * rest + np.float32(0.5)
-        scores[i] = (p * rest * rest + rest + np.float32(1)) if x > LEAST else np.float32(0)
-    total = np.float32(0)
-    for i in range(len(scores)):
-        scores[i] *= power[i]
-        total += scores[i]
+        p = (p * rest * rest + rest + np.float32(1)) * power
+        p = p if x > LEAST else np.float32(0)
+        scores[i] = p
+        total += p
     return total

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -140,6 +141,10 @@ def _moments(looked: Looked) -> Moments:
         from . import moments_triton
 
         return Moments(*moments_triton.sums(looked).unbind(2))
+    if find_spec("numba") is not None:
+        from . import moments_numba
+
+        return Moments(*moments_numba.sums(looked).unbind(2))
     return Moments(*sums(looked).unbind(2))
 
 

@@ -131,7 +131,7 @@ def _compiled_mass(loops: ModuleType, prompt: _Prompt, logits: Logits) -> torch.
     (rows, kv_heads, columns), queries = key.shape[:3], query.shape[2]
     mass = torch.zeros(rows, kv_heads, columns, dtype=torch.float32, device=query.device)
     by_head = query.detach().unflatten(1, (kv_heads, -1))
-    keys, own = key.detach().float(), columns - queries + sampled
+    keys, own = key.detach(), columns - queries + sampled
     positions = column_position[..., :0] if no_padding else column_position
     positions = positions.expand(-1, kv_heads, -1)
     for row in range(rows):
@@ -139,8 +139,9 @@ def _compiled_mass(loops: ModuleType, prompt: _Prompt, logits: Logits) -> torch.
             its = logits
             if logits.sinks is not None:
                 its = logits._replace(sinks=logits.sinks.view(kv_heads, -1)[head])
+            asked = by_head[row, head].transpose(0, 1).index_select(0, sampled)
             loops.add_mass(
-                by_head[row, head][:, sampled], keys[row, head], own, query_position[row, sampled],
+                asked, keys[row, head], own, query_position[row, sampled],
                 positions[row, head].contiguous(), weight[row], its, mass[row, head],
             )  # fmt: skip
     return mass

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from kvstrata.attention.softmax_numba import exponentials, greatest, hide, soften
-from kvstrata.attention.threads import share_out
 from kvstrata.layout.unpack_numba import compiled
+from kvstrata.threads import share_out
 
 if TYPE_CHECKING:
     from .logits import Logits
 
-SCORES = 1 << 19  # of a chunk of queries of one KV head: 2 MiB
+SCORES = 1 << 18  # of a chunk of queries of one KV head, for each thread: 1 MiB, a core's second cache
 
 
 def add_mass(
@@ -35,8 +35,8 @@ def add_mass(
     """Add the mass that queries of one KV head give.
 
     Args:
-        query: ``[group, queries, D]``, the last one first.
-        key: float32 ``[columns, D]``.
+        query: ``[queries, group, D]``, the last one first.
+        key: ``[columns, D]``.
         columns: int64 ``[queries]``, the column of each query; neither it nor those after it in the list see more.
         query_position: int64 ``[queries]``; a query sees the positions up to its own.
         column_position: int64 ``[columns]``, -1 for a column without a token; empty if queries see all columns up to
@@ -45,30 +45,35 @@ def add_mass(
         logits: how scores become logits; sinks ``[group]``.
         mass: float32 ``[columns]``. Mutated.
     """
-    group, queries, dim = query.shape
-    chunk = min(max(SCORES // (len(key) * group), 1), queries)
-    space = torch.empty(group * chunk * len(key), dtype=torch.float32, device="cpu")
+    queries, group, _ = query.shape
+    # Channels of K as rows: a product of a few queries would turn K for itself, each time.
+    channels = torch.empty(key.shape[::-1], dtype=torch.float32, device="cpu").copy_(key.T)
+    q = query.float().mul(logits.scale).flatten(0, 1)
+    threads = torch.get_num_threads()
+    space = torch.empty(max(SCORES * threads, group * len(key)), dtype=torch.float32, device="cpu")
+    by = torch.empty(len(q), dtype=torch.float32, device="cpu")
+    own, place, positions, weights, factors = (
+        x.numpy() for x in (columns, query_position, column_position, weight, by)
+    )
     sinks = np.empty(0, np.float32) if logits.sinks is None else logits.sinks.detach().float().contiguous().numpy()
-    for begin in range(0, queries, chunk):
-        part = slice(begin, begin + chunk)
-        end = int(columns[begin]) + 1
-        q = query[:, part].float().mul(logits.scale).reshape(-1, dim)
-        scores = space[: len(q) * end].view(len(q), end)
-        torch.mm(q, key[:end].T, out=scores)
-        by = torch.empty(len(q), dtype=torch.float32, device="cpu")
-        arguments = (
-            scores.numpy(), columns[part].numpy(), query_position[part].numpy(), column_position.numpy(),
-            weight[part].numpy(), np.float32(logits.softcap or 0.0), sinks, by.numpy(),
-        )  # fmt: skip
-        share_out(_weigh, arguments, len(q), torch.get_num_threads())
-        mass[:end].addmv_(scores.T, by)
+    softcap, begin = np.float32(logits.softcap or 0.0), 0
+    while begin < queries:
+        end = int(own[begin]) + 1
+        part = slice(begin, min(begin + max(SCORES * threads // (group * end), 1), queries))
+        begin, first, last = part.stop, group * part.start, group * part.stop
+        scores = space[: (last - first) * end].view(-1, end)
+        torch.mm(q[first:last], channels[:, :end], out=scores)
+        arguments = (scores.numpy(), own[part], place[part], positions, weights[part], softcap, sinks)
+        share_out(_weigh, (*arguments, factors[first:last]), last - first, threads)
+        mass[:end].addmv_(scores.T, by[first:last])
 
 
 @compiled
 def _weigh(scores, columns, query_position, column_position, weight, softcap, sinks, by, first, last):
-    """Rows ``first`` to ``last`` of scores, head by head: weights up to a factor, which goes into ``by``."""
+    """Rows ``first`` to ``last`` of scores, query by query: weights up to a factor, which goes into ``by``."""
+    group = len(scores) // len(columns)
     for row in range(first, last):
-        i, head = row % len(columns), row // len(columns)
+        i, head = row // group, row % group
         end = scores.shape[1] if len(column_position) else columns[i] + 1
         own = scores[row, :end]
         scores[row, end:] = 0

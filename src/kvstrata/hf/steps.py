@@ -28,6 +28,7 @@ from .logits import Logits
 
 OBSERVED = 2  # layers of a step, in turns, whose attention mass becomes importance
 LARGEST = torch.finfo(torch.float16).max
+COMPILED = 1 << 14  # from so many numbers on a compiled loop converts them
 
 _running = threading.local()  # .steps of the forward that this thread is in
 
@@ -40,6 +41,16 @@ def _cpu_loops(device: str) -> ModuleType | None:
     from kvstrata.attention.decode import step_numba
 
     return step_numba
+
+
+@lru_cache(maxsize=8)
+def _halves(device: str) -> ModuleType | None:
+    """The module that converts rows to fp16; None on a GPU and without numba."""
+    if device != "cpu" or find_spec("numba") is None:
+        return None
+    from kvstrata.layout import half_numba
+
+    return half_numba
 
 
 class Steps:
@@ -115,6 +126,9 @@ class Steps:
 
 def stored_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``[rows, kv_heads, n, D]`` of the model as ``[rows, n, kv_heads, D]`` of a cache in ``dtype``."""
+    is_long = dtype == torch.float16 and x.dtype == torch.float32 and x.numel() >= COMPILED
+    if is_long and (loops := _halves(x.device.type)) is not None:
+        return loops.to_half(x.transpose(1, 2))
     rows = x.transpose(1, 2).to(dtype)
     if dtype == torch.float16 and x.dtype != dtype:
         rows.clamp_(-LARGEST, LARGEST)  # what overflowed; in place, since a prompt is large

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from kvstrata.attention.softmax_numba import hide, soften, softmax
-from kvstrata.attention.threads import share_out
 from kvstrata.cache.move.append_numba import KINDS, NO_BALANCE
 from kvstrata.cache.storage.views import BucketedCacheLayer
 from kvstrata.layout.format import UNIT, Format
@@ -33,6 +32,7 @@ from kvstrata.layout.unpack_numba import (
     rotate,
     scales_of,
 )
+from kvstrata.threads import share_out
 
 from .job import Job, Result
 

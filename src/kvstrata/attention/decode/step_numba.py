@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvstrata.attention.threads import share_out
 from kvstrata.cache.move.append_numba import KINDS, offsets, places, write
 from kvstrata.cache.tiered_cache import TieredCache
+from kvstrata.threads import share_out
 
 from .numba import NO_SINKS, THREADED, decode_heads, views
 from .plan import DecodePlan

@@ -11,12 +11,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kvstrata.cache.storage.page import Rows
+from kvstrata.cache.storage.page import NewRows, Rows
 
 from .repack_job import Job
 
 Taken = list[tuple[torch.Tensor, int, Rows]]  # indices of moves, their target tier, rows encoded for it
-TOGETHER = 1024  # new rows encoded in one pass: they stay in a core's cache
 
 
 def take(job: Job) -> Taken:
@@ -26,9 +25,7 @@ def take(job: Job) -> Taken:
     for number in torch.bincount(pair).nonzero().flatten().tolist():
         was, now = number // len(job.page_formats) - 1, number % len(job.page_formats)
         moves = (pair == number).nonzero().flatten()
-        parts = moves.split(TOGETHER) if was < 0 else [moves]
-        rows = Rows.cat([_rows(job, part, was, now) for part in parts])
-        taken.append((moves, now, rows))
+        taken.append((moves, now, _rows(job, moves, was, now)))
     return taken
 
 
@@ -39,16 +36,18 @@ def _rows(job: Job, moves: torch.Tensor, was: int, now: int) -> Rows:
     if was < 0:
         assert job.k is not None
         assert job.v is not None
-        k, v = (x.index_select(0, slot) for x in (job.k, job.v))
-        rows = Rows(k, v, None, None, position.long(), importance.view(torch.float32))
-    else:
-        handles, place = np.unique(source.cpu().numpy(), return_inverse=True)
-        pages = job.pool.read(handles, 0, kind.stride)
-        rows = kind.read(pages, job.pool.to_device(place.reshape(-1)), slot.long())
-        rows = replace(rows, position=position.long(), importance=importance.view(torch.float32))
+        notes = position.long(), importance.view(torch.float32)
+        if now <= 0:
+            return Rows(job.k.index_select(0, slot), job.v.index_select(0, slot), None, None, *notes)
+        (k, k_scale), (v, v_scale) = job.page_formats[now].encode_new(NewRows(job.k, job.v), slot, job.centre, centre)
+        return Rows(k, v, k_scale, v_scale, *notes)
+    handles, place = np.unique(source.cpu().numpy(), return_inverse=True)
+    pages = job.pool.read(handles, 0, kind.stride)
+    rows = kind.read(pages, job.pool.to_device(place.reshape(-1)), slot.long())
+    rows = replace(rows, position=position.long(), importance=importance.view(torch.float32))
     if now <= 0 or now == was:
         return rows
-    return job.page_formats[now].encode(rows, kind, job.centre.index_select(0, centre) if was <= 0 else None)
+    return job.page_formats[now].encode(rows, kind, job.centre.index_select(0, centre) if was == 0 else None)
 
 
 def put(job: Job, taken: Taken) -> Callable[[], None]:

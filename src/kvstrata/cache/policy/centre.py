@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,18 +107,43 @@ def _computed(
         if (balance := factors_of(cache, layer, requests)) is not None:
             k *= balance.flatten(0, 1)[tokens.head_cache[index]]
         slots = (row[index] * heads + tokens.head_cache[index] % heads, tokens.position[index])
-        table, takes_part = _table(k, slots, len(batch) * heads)
         positions = horizon(last[batch] + 1, cache.max_tokens)
-        centre = centre_of(table.unflatten(0, (-1, heads)), takes_part.unflatten(0, (-1, heads)), cache.rope, positions)
-        yield batch, centre
+        yield batch, _of_rows(k, slots, (len(batch), heads), cache.rope, positions)
+
+
+def _of_rows(
+    k: torch.Tensor,
+    slots: tuple[torch.Tensor, torch.Tensor],
+    shape: tuple[int, int],
+    rope: Sequence[float],
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """`centre_of` the rows ``k [n, D]``; ``slots``: head cache and position of each, ``shape``: requests and heads."""
+    if rope and (loops := _numba(k.device.type)) is not None:
+        by = turns(tuple(rope), CENTRE_TOKENS, k.device)
+        means = loops.means(k, slots, shape[0] * shape[1], CENTRE_TOKENS, STRIDE, by)
+        return _ahead([x.unflatten(0, shape) for x in means], rope, positions)
+    table, takes_part = _table(k, slots, shape[0] * shape[1])
+    return centre_of(table.unflatten(0, shape), takes_part.unflatten(0, shape), rope, positions)
+
+
+@lru_cache(maxsize=8)
+def _numba(device: str) -> ModuleType | None:
+    if device != "cpu" or find_spec("numba") is None:
+        return None
+    from . import centre_numba
+
+    return centre_numba
 
 
 def _first_rows(
     cache: CacheState, layer: int, requests: list[int], tokens: Tokens, fresh: NewRows | None
 ) -> torch.Tensor:
     """K of plain tokens, new ones among them: float32 ``[n, D]``."""
-    k = torch.zeros(len(tokens), cache.head_dim, dtype=torch.float32, device=cache.device)
     new = (tokens.tier == NEW).nonzero().flatten()
+    if len(new) == len(tokens) and fresh is not None:
+        return fresh.k.index_select(0, tokens.slot).float()
+    k = torch.zeros(len(tokens), cache.head_dim, dtype=torch.float32, device=cache.device)
     if len(new):
         assert fresh is not None
         k[new] = fresh.k[tokens.slot[new]].float()
@@ -164,20 +191,29 @@ def centre_of(
         return _means([table], [takes_part])[0]
     n = len(rope)
     cos, sin = turns(tuple(rope), table.shape[2], table.device)
-    pairs = ((slice(n), slice(n, 2 * n)), (slice(0, 2 * n, 2), slice(1, 2 * n, 2)))
     tables, parts = [table], [takes_part]
-    for one, two in pairs:
+    for one, two in _pairs(n):
         x, y, both = table[..., one], table[..., two], takes_part
         if takes_part.shape[-1] > 1:
             both = takes_part[..., one] & takes_part[..., two]
             x, y = torch.where(both, x, 0.0), torch.where(both, y, 0.0)
         tables += [x * cos + y * sin, y * cos - x * sin]
         parts += [both, both]
-    plain, *turned = _means(tables, parts)
-    angle = torch.tensor(rope, dtype=torch.float64).to(table.device)
+    return _ahead(_means(tables, parts), rope, positions)
+
+
+def _pairs(n: int) -> tuple[tuple[slice, slice], ...]:
+    """First and second channels of ``n`` pairs, for both ways in which RoPE may pair them."""
+    return (slice(n), slice(n, 2 * n)), (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+
+
+def _ahead(means: list[torch.Tensor], rope: Sequence[float], positions: torch.Tensor) -> torch.Tensor:
+    """Centres from the means of rows as they are, then turned back: ``x`` and ``y`` for each of `_pairs`."""
+    plain, *turned = means
+    angle = torch.tensor(rope, dtype=torch.float64).to(plain.device)
     ahead_cos, ahead_sin = (x.unsqueeze(1) for x in mean_turn(angle, positions))
     centre, longest = plain, _length(plain)
-    for (one, two), x, y in zip(pairs, turned[::2], turned[1::2], strict=True):
+    for (one, two), x, y in zip(_pairs(len(rope)), turned[::2], turned[1::2], strict=True):
         mean, ahead = plain.clone(), plain.clone()
         mean[..., one], mean[..., two] = x, y
         ahead[..., one], ahead[..., two] = x * ahead_cos - y * ahead_sin, y * ahead_cos + x * ahead_sin

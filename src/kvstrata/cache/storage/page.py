@@ -221,14 +221,33 @@ class PageFormat:
         ):
             loops = loops_for(x) or quant
             if scale is None:
-                its_centre = centre if new.centre and not sides else None
-                sides.append(loops.quantize_plain(x, its_centre, bits, new.rotate, gain[bits]))
+                own_centre = centre if new.centre and not sides else None
+                sides.append(loops.quantize_plain(x, own_centre, bits, new.rotate, gain[bits]))
             elif was == bits:
                 sides.append((x, scale))
             else:
                 sides.append(loops.quantize_rows(quant.decode(x, scale, was), bits, False, gain[bits]))
         (k, k_scale), (v, v_scale) = sides
         return Rows(k, v, k_scale, v_scale, rows.position, rows.importance)
+
+    def encode_new(
+        self, new: NewRows, row: torch.Tensor, centre: torch.Tensor, head_cache: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Codes and scales of K and of V of the new rows ``row[i]``, as `encode` makes them.
+
+        ``centre [m, D]``: that of row i is ``centre[head_cache[i]]``.
+        """
+        f, loops = self.format, loops_for(row)
+        if loops is None:
+            k, own = new.k.index_select(0, row), centre.index_select(0, head_cache) if f.centre else None
+            k_side = quant.quantize_plain(k, own, f.k_bits, f.rotate, quant.K_GAIN[f.k_bits])
+            v = new.v.index_select(0, row)
+            return k_side, quant.quantize_plain(v, None, f.v_bits, f.rotate, quant.V_GAIN[f.v_bits])
+        own = loops.Source(centre, head_cache) if f.centre else None
+        return (
+            loops.quantize_plain(loops.Source(new.k, row), own, f.k_bits, f.rotate, quant.K_GAIN[f.k_bits]),
+            loops.quantize_plain(loops.Source(new.v, row), None, f.v_bits, f.rotate, quant.V_GAIN[f.v_bits]),
+        )
 
     def decode(self, rows: Rows, centre: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """``k, v [n, D]`` in the model's space and dtype."""

@@ -8,74 +8,148 @@ sum crosses a vector. Without numba, and for a few rows, torch does the work.
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
+from numba import types
+from numba.extending import intrinsic
 
 from kvstrata.layout import fragments
 from kvstrata.layout.rotation import block_of
+from kvstrata.layout.unpack_numba import BFLOAT16, ENDLESS, FLOAT16, FLOAT32, TO_FLOAT
 from kvstrata.quant.reference import GAUSSIAN_STEP, LARGEST, SMALLEST_STEP
+from kvstrata.threads import share_out
 
 TILE = 64  # rows that are quantised side by side
+SHARED_ROWS = 2048  # from so many rows on torch's threads share them
+KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+LAST = np.float32(ENDLESS / TO_FLOAT)  # bits of an fp16 infinity as those of a float32; what is beyond is NaN
 SMALLEST, MOST = np.float32(SMALLEST_STEP), np.float32(LARGEST)
 
 # No fastmath: the order of the additions is part of the format, and a product is not fused.
 compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
+def _fma(typing, a, b, c):
+    """``a * b + c`` of float32, rounded once."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+_multiply_add: Any = intrinsic(_fma)
+
+
+class Source(NamedTuple):
+    """Rows by number, so that they are gathered where they are read: row i is ``rows[numbers[i]]``."""
+
+    rows: torch.Tensor  # [m, D]
+    numbers: torch.Tensor  # integers [n]
+
+
 def quantize_plain(
-    x: torch.Tensor, centre: torch.Tensor | None, bits: int, rotate: bool, gain: float
+    x: torch.Tensor | Source, centre: torch.Tensor | Source | None, bits: int, rotate: bool, gain: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`quant.reference.quantize_plain` of rows ``[n, D]`` on the CPU; ``centre [n, D]``."""
-    by_row = np.empty((0, 0), np.float32) if centre is None else centre.detach().float().contiguous().numpy()
-    return _quantized(x.detach().float(), by_row, True, bits, rotate, gain)
+    return _quantized(x, centre, True, bits, rotate, gain)
 
 
 def quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float) -> tuple[torch.Tensor, torch.Tensor]:
     """`quant.reference.quantize_rows` of float32 rows ``[n, D]`` on the CPU."""
-    return _quantized(x, np.empty((0, 0), np.float32), False, bits, rotate, gain)
+    return _quantized(x, None, False, bits, rotate, gain)
+
+
+def _numbered(given: torch.Tensor | Source | None) -> tuple[torch.Tensor, np.ndarray]:
+    """Rows in memory, and the number of each that is used."""
+    if given is None:
+        return torch.empty(0, 0, dtype=torch.float32, device="cpu"), np.empty(0, np.int64)
+    if isinstance(given, torch.Tensor):
+        return given.detach().contiguous(), np.arange(len(given))
+    return given.rows.detach().contiguous(), given.numbers.long().contiguous().numpy()
 
 
 def _quantized(
-    x: torch.Tensor, centre: np.ndarray, clean: bool, bits: int, rotate: bool, gain: float
+    x: torch.Tensor | Source, centre: torch.Tensor | Source | None, clean: bool, bits: int, rotate: bool, gain: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scale = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x), dtype=torch.float32)
-    block = block_of(x.shape[1]) if rotate else 1
+    (rows, index), (centres, centre_index) = _numbered(x), _numbered(centre)
+    if rows.dtype not in KINDS:
+        rows = rows.float()
+    flat, dim = rows.view(-1), rows.shape[1]
+    words, halves = np.empty(0, np.uint32), np.empty(0, np.uint16)
+    if rows.dtype == torch.float32:
+        words = flat.numpy().view(np.uint32)
+    else:
+        halves = flat.view(torch.int16).numpy().view(np.uint16)
+    codes = torch.empty(len(index), dim, dtype=torch.uint8, device="cpu")
+    scale = torch.empty(len(index), dtype=torch.float32, device="cpu")
+    block = block_of(dim) if rotate else 1
     step = np.float32(2 / 255 if bits == 8 else GAUSSIAN_STEP[bits])
-    _quantize(
-        x.contiguous().numpy(), centre, clean, block, np.float32(block**-0.5), bits, step, np.float32(gain),
-        codes.numpy(), scale.numpy(),
+    arguments = (
+        words, halves, KINDS[rows.dtype], index, centres.float().numpy(), centre_index, clean, block,
+        np.float32(block**-0.5), bits, step, np.float32(gain), codes.numpy(), scale.numpy(),
     )  # fmt: skip
+    threads = torch.get_num_threads() if len(index) >= SHARED_ROWS else 1
+    share_out(_quantize, arguments, -(-len(index) // TILE), threads)
     return codes, scale.half()
 
 
 @compiled
-def _load(x, centre, first, rows, clean, tile):
-    """Rows from ``first`` on as the columns of a tile; with ``clean`` as `quant.reference.clean` leaves them."""
+def _load(words, halves, kind, index, centre, centre_index, first, rows, clean, bits, tile):
+    """Rows from ``first`` on as the columns of a tile; with ``clean`` as `quant.reference.clean` leaves them.
+
+    ``bits`` is scratch of a row.
+    """
+    row, dim = bits.view(np.float32), len(bits)
     for i in range(rows):
-        for d in range(x.shape[1]):
-            value = x[first + i, d]
-            if clean:
-                value = value - centre[first + i, d] if len(centre) else value
+        start = np.uint64(index[first + i] * dim)  # unsigned, or every index is compared with 0
+        if kind == FLOAT32:
+            for d in range(dim):
+                bits[d] = words[start + np.uint64(d)]
+        elif kind == BFLOAT16:
+            for d in range(dim):
+                bits[d] = np.uint32(halves[start + np.uint64(d)]) << np.uint32(16)
+        else:  # a float32 with these bits has an exponent that is too small by a constant
+            for d in range(dim):
+                half = np.uint32(halves[start + np.uint64(d)])
+                sign = np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16))
+                bits[d] = sign | np.uint32(np.uint32(half & np.uint32(0x7FFF)) << np.uint32(13))
+            for d in range(dim):
+                value = row[d] * TO_FLOAT
+                value = value if abs(value) < ENDLESS else value * np.float32(np.inf)
+                row[d] = value if abs(row[d]) <= LAST else np.float32(np.nan)
+        if clean:
+            if len(centre_index):
+                c = np.uint64(centre_index[first + i])
+                for d in range(dim):
+                    row[d] -= centre[c, d]
+            for d in range(dim):
+                value = row[d]
                 value = value if value == value else np.float32(0)
                 value = value if value < MOST else MOST
-                value = value if value > -MOST else -MOST
-            tile[d, i] = value
+                row[d] = value if value > -MOST else -MOST
+        for d in range(dim):
+            tile[d, i] = row[d]
 
 
 @compiled
-def _quantize(x, centre, clean, block, shrink, bits, per_norm, gain, codes, scale):
+def _quantize(
+    words, halves, kind, index, centre, centre_index, clean, block, shrink, bits, per_norm, gain, codes, scale,
+    first_tile, last_tile,
+):  # fmt: skip
     """Rows to codes and scales (float32, not yet rounded to fp16), a tile at a time."""
-    rows, dim = x.shape
+    rows, dim = codes.shape
+    row_bits = np.empty(dim, np.uint32)
     tile, terms = np.zeros((dim, TILE), np.float32), np.empty((dim, TILE), np.float32)
     levels, step, divisor = np.empty((dim, TILE), np.uint8), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     middle = np.int32(1 << (bits - 1))
-    low, high = np.float64(-middle), np.float64(middle - 1)
-    half = np.float32((1 << bits) - 1) / np.float32(2)
-    for first in range(0, rows, TILE):
+    low, high = np.float32(-middle), np.float32(middle - 1)
+    for first in range(first_tile * TILE, min(rows, last_tile * TILE), TILE):
         here = min(rows - first, TILE)
-        _load(x, centre, first, here, clean, tile)
+        _load(words, halves, kind, index, centre, centre_index, first, here, clean, row_bits, tile)
         if block > 1:
             _rotate(tile, block, shrink)
         if bits == 8:
@@ -97,21 +171,30 @@ def _quantize(x, centre, clean, block, shrink, bits, per_norm, gain, codes, scal
             step[i] = np.float32(1) / (width if width > SMALLEST else SMALLEST)
             divisor[i] = 0
         for d in range(dim):
-            for i in range(step.size):
-                level = np.floor(np.float64(tile[d, i]) * np.float64(step[i]))  # exact in float64
-                level = level if level > low else low
-                level = level if level < high else high
-                code = np.int32(level) + middle
-                levels[d, i] = np.uint8(code)
-                c = np.float32(code) - half
-                terms[d, i] = tile[d, i] * c
-                divisor[i] += c * c  # exact
+            _encode(tile[d], step, low, high, levels[d], terms[d], divisor)
         _sum(terms)
         for i in range(here):
             fitted = terms[0, i] / divisor[i] * gain
             scale[first + i] = min(max(fitted, np.float32(0)), MOST)
             for d in range(dim):
                 codes[first + i, d] = levels[d, i]
+
+
+@compiled
+def _encode(x, inverse, low, high, levels, terms, divisor):
+    """Codes of one dim, and its part in the sums of `quant.reference.refit`."""
+    for i in range(len(x)):
+        product = x[i] * inverse[i]
+        level = np.floor(product)
+        # A product that was rounded up to a whole number is a little less than that.
+        missing = _multiply_add(x[i], inverse[i], -product)
+        level = level - np.float32(1) if (product == level) & (missing < 0) else level
+        level = level if level > low else low
+        level = level if level < high else high
+        levels[i] = np.uint8(np.int32(level - low))
+        c = level + np.float32(0.5)
+        terms[i] = x[i] * c
+        divisor[i] += c * c  # exact
 
 
 @compiled
