@@ -56,13 +56,15 @@ _init_block, _init_tensor, _unwrap_any = tl.core.block_type.__init__, tl.tensor.
 _blocks: dict[tuple, dict[str, Any]] = {}  # attributes of a block type by element type and shape
 _shapes: dict[tuple, Any] = {}  # one object for all block types of a shape
 _scalar: list = []
+NUMBERS = (int, float, bool)
+PLAIN = frozenset({*NUMBERS, str, type(None), tl.tensor, tl.dtype, tl.block_type, tl.pointer_type})
 
 
 def _unwrap(x: Any) -> Any:
     kind = type(x)
     if kind is tl.constexpr:
         return x.value
-    return x if kind is int or kind is tl.tensor or kind is tl.dtype else _unwrap_any(x)
+    return x if kind in PLAIN else _unwrap_any(x)
 
 
 def _block(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
@@ -107,7 +109,6 @@ _check_types, _constant, _broadcast = (
 )  # fmt: skip
 _promoted: dict[tuple, tuple | None] = {}
 _constants: dict[tuple, interpreter.TensorHandle] = {}
-NUMBERS = (int, float, bool)
 
 
 def _promote(semantic: Any, *types: Any) -> tuple | None:
@@ -123,7 +124,7 @@ def _promote(semantic: Any, *types: Any) -> tuple | None:
 def _operands(
     self: Any, lhs: Any, rhs: Any, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
 ) -> tuple:
-    """Both operands in the type and shape of the result."""
+    """Both operands in the type of the result and in one shape; numpy spreads a scalar, which gets a block's type."""
     a_is_scalar, b_is_scalar = type(lhs) in NUMBERS, type(rhs) in NUMBERS
     if arithmetic_check and (a_is_scalar or type(lhs) is tl.tensor) and (b_is_scalar or type(rhs) is tl.tensor):
         a = self.to_tensor_type(lhs) if a_is_scalar else lhs.type.scalar
@@ -142,13 +143,20 @@ def _operands(
                     rhs = self.scalar_constant(rhs, result)
                 elif b.name != result.name:
                     rhs = self.cast(rhs, result)
-                a, b = lhs.type, rhs.type  # numpy spreads a scalar over a block, whose type it gets
-                if a.is_block() and not b.is_block():
-                    return lhs, self.tensor(rhs.handle, a.with_element_ty(b))
-                if b.is_block() and not a.is_block():
-                    return self.tensor(lhs.handle, b.with_element_ty(a)), rhs
-                return self.broadcast_impl_value(lhs, rhs)
+                return _spread(self, lhs, rhs)
+        elif (a.is_ptr() and allow_lhs_ptr and b.is_int()) or (b.is_ptr() and allow_rhs_ptr and a.is_int()):
+            lhs = self.scalar_constant(lhs, a) if a_is_scalar else lhs
+            return _spread(self, lhs, self.scalar_constant(rhs, b) if b_is_scalar else rhs)
     return _check_types(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _spread(self: Any, lhs: Any, rhs: Any) -> tuple:
+    a, b = lhs.type, rhs.type
+    if a.is_block() and not b.is_block():
+        return lhs, self.tensor(rhs.handle, a.with_element_ty(b))
+    if b.is_block() and not a.is_block():
+        return self.tensor(lhs.handle, b.with_element_ty(a)), rhs
+    return self.broadcast_impl_value(lhs, rhs)
 
 
 def _same_shape(self: Any, lhs: Any, rhs: Any) -> tuple:
