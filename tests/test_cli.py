@@ -16,7 +16,7 @@ from typer import rich_utils
 from typer.testing import CliRunner
 
 import toy
-from kvstrata.tools.bench import Timer, cases, probes, results, runner
+from kvstrata.tools.bench import Timer, cases, probes, render, results, runner
 from kvstrata.tools.cli import app
 
 
@@ -84,6 +84,39 @@ def test_bench_saves_and_compares(kvstrata):
     done = kvstrata("bench", "toy", "--quick", "--against", scaled(path, 1000))
     assert done.exit_code == 0
     assert "No case got slower." in done.stdout
+
+
+def test_bench_replaces_cases_of_a_saved_result(kvstrata):
+    assert kvstrata("bench", "toy", "--quick", "--save").exit_code == 0
+    (path,) = Path("results").glob("cpu-*/toy.json")
+    before = results.load(scaled(path, 1000))
+    results.save(before, "results")
+    before = results.load(path)  # rounded as files are
+    done = kvstrata("bench", "toy", "--quick", "--save", "--only", "*-64", "--revision", "abc")
+    assert done.exit_code == 0, done.output
+    after = results.load(path)
+    assert (after.machine, after.method) == (before.machine, before.method)
+    assert [case.name for case in after.cases] == [case.name for case in before.cases]
+    for old, new in zip(before.cases, after.cases, strict=True):
+        if new.name.endswith("-64"):
+            assert new.measured
+            assert new.row("ours").us.median < old.row("ours").us.median / 10
+        else:
+            assert new == old
+    assert ", some cases revision" in " ".join(render.caption(after).split())
+
+
+@pytest.mark.parametrize("change", [{"name": "another"}, {"versions": {"torch": "0.1"}}])
+def test_bench_replaces_no_cases_of_another_machine(kvstrata, change):
+    assert kvstrata("bench", "toy", "--quick", "--save").exit_code == 0
+    (path,) = Path("results").glob("cpu-*/toy.json")
+    data = json.loads(path.read_text())
+    data["machine"] |= change
+    path.write_text(json.dumps(data))
+    done = kvstrata("bench", "toy", "--quick", "--save", "--only", "*-64")
+    assert done.exit_code == 2
+    assert "--only: expected the machine of the saved result" in done.stderr
+    assert json.loads(path.read_text()) == data
 
 
 def test_bench_json_is_json(kvstrata):

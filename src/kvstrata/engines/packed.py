@@ -163,14 +163,24 @@ class PackedLayer:
         one_head = 2 * max(tokens, 1) * padded_dim(self.head_dim) * itemsize
         return one_head * max(1, min(self.kv_heads, STAGED // one_head))
 
-    def _decode_workspace(self, q: torch.Tensor, fmt: Format, part: DecodePart) -> torch.Tensor | None:
-        """Scratch of a decode call; None where its kernels allocate their own."""
-        if q.device.type != "cuda" or q.element_size() != 2:
-            return None
+    def decode_bytes(self, fmt: Format, heads: int, requests: int, queries: int, device: torch.device) -> int:
+        """Bytes of scratch of a decode of ``requests`` requests with up to ``queries`` queries each, by 16-bit rows.
+
+        0 where its kernels allocate their own.
+        """
+        if device.type != "cuda":
+            return 0
         from kvstrata import jit
         from kvstrata.attention.packed_decode import cuda
 
         if jit.missing():
+            return 0
+        index = torch.cuda.current_device() if device.index is None else device.index
+        group = heads // self.kv_heads
+        return cuda.workspace_bytes(fmt, requests, self.kv_heads, group, queries, index, self.tail is not None)
+
+    def _decode_workspace(self, q: torch.Tensor, fmt: Format, part: DecodePart) -> torch.Tensor | None:
+        if q.element_size() != 2:
             return None
-        sizes = (part.seq_lens.shape[0], self.kv_heads, q.shape[1] // self.kv_heads, part.max_seqlen_q or 1)
-        return workspace(q.device, cuda.workspace_bytes(fmt, *sizes, q.get_device(), self.tail is not None))
+        requests, queries = part.seq_lens.shape[0], part.max_seqlen_q or 1
+        return workspace(q.device, self.decode_bytes(fmt, q.shape[1], requests, queries, q.device))

@@ -346,14 +346,18 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
         if self.config is None:
             return
         most = most_prefilled(self.config, self.num_kv_heads, self.head_size)
-        workspace(device, self.layer.staged_bytes(most, dtype.itemsize))
         if self.options.tail and self.layer.tail is None:
             check_tail(self.config)
             rows = tail_tokens(self.config.num_speculative_tokens)
             size = (2, self.config.scheduler_config.max_num_seqs, self.num_kv_heads, rows, self.head_size)
             k, v = torch.zeros(size, dtype=dtype, device=device)
             self.layer.tail = (k, v)
-        block_size = self.config.cache_config.block_size
+        block_size, requests = self.config.cache_config.block_size, self.config.scheduler_config.max_num_seqs
+        nbytes = self.layer.staged_bytes(most, dtype.itemsize)
+        if block_size in BLOCK_SIZES:
+            fmt = self.options.format_of(self.head_size, block_size)
+            nbytes = max(nbytes, self.layer.decode_bytes(fmt, self.num_heads, requests, MOST_QUERIES, device))
+        workspace(device, nbytes)
         capped, sinks = self.layer.softcap is None, self.layer.sinks is None
         own = self.layer.calibration
         kind = (

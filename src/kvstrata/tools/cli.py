@@ -52,7 +52,9 @@ def bench(
         typer.Argument(help="Op: decode, hf, packed, prefill, quantize, replay, serve, settle, step, store or vllm."),
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json.")] = False,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json; with --only, replace these cases of it.")
+    ] = False,
     device: Where = Device.auto,
     only: Annotated[str, typer.Option(metavar="GLOB", help="Only cases whose name matches.")] = "*",
     as_json: AsJson = False,
@@ -85,13 +87,13 @@ def bench(
     from .bench import cases
     from .bench.machine import describe
     from .bench.render import table, verdict
-    from .bench.results import dumps, load, loads
+    from .bench.results import Report, dumps, load, loads, merge
     from .bench.results import save as write
     from .bench.runner import run, select
 
     say = console(stderr=as_json)
-    if save and (only != "*" or saved):
-        refuse("--save with --only or --from would replace the whole result by a part of it; leave one of them out")
+    if save and saved:
+        refuse("--save with --from would write what was measured elsewhere; copy the file instead")
     need(["scipy"], "bench", "bench")
     with refusing():
         module = cases.find(op)
@@ -101,6 +103,13 @@ def bench(
             where = device_of(device)
             chosen = select(module.cases(where, quick), only)
             there = results / describe(where)["slug"] / f"{op}.json"
+            whole = load(there) if save and only != "*" and there.exists() else None
+            if save and only != "*" and whole is None:
+                refuse(
+                    f"--save with --only replaces cases of a saved result, and there is no {there}; leave out --only"
+                )
+            if whole is not None:  # an error after the measurement would lose it
+                merge(whole, Report(op, describe(where, revision), whole.method | {"quick": quick}, {}, {}))
             if save and quick and there.exists() and not load(there).method["quick"]:
                 refuse(f"--save with --quick would replace the full result in {there}; leave one of them out")
         slug = taken.machine["slug"] if saved else describe(where)["slug"]
@@ -108,7 +117,11 @@ def bench(
     if not saved:
         if where.type == "cpu" and device is Device.auto:
             say.print("No GPU here: this times the CPU path, and says nothing about a GPU.")
-        keep = (lambda report: write(report, results)) if save else (lambda report: None)
+
+        def keep(report: Report) -> None:
+            if save:
+                write(report if whole is None else merge(whole, report), results)
+
         taken = getattr(module, "run", run)(chosen, where, quick, only, revision=revision, after_case=keep)
     if as_json:
         sys.stdout.write(dumps(taken))

@@ -130,8 +130,9 @@ def caption(report: Report) -> str:
     machine, v = report.machine, report.machine["versions"]
     taken = sorted({row.us.n for case in report.cases for row in case.rows if row.us}) or [0]
     samples = f"{taken[0]} to {taken[-1]}" if len(taken) > 1 else str(taken[0])
+    again = "".join(f", some cases {each}" for each in dict.fromkeys(case.measured for case in report.cases) if each)
     return (
-        f"{report.op} on {machine['name']}, torch {v['torch']}, {provenance(machine)}: "
+        f"{report.op} on {machine['name']}, torch {v['torch']}, {provenance(machine)}{again}: "
         f"median of {samples} {report.method.get('how', 'cold interleaved samples')}"
         f"{' (quick)' if report.method['quick'] else ''}, "
         f"copy peak {report.peak['tb_s']:.3g} TB/s, floor {report.floor['us']:.2f} us"
@@ -148,7 +149,18 @@ def notes(report: Report) -> list[str]:
         for case in report.cases
         if case.host
     ]
-    return [*floor, *absent, *host, *(f"{case.name} did not run: {case.error}" for case in report.cases if case.error)]
+    later: dict[str, list[str]] = {}
+    for case in report.cases:
+        if case.measured:
+            later.setdefault(case.measured, []).append(case.name)
+    again = [f"{', '.join(names)}: {measured}" for measured, names in later.items()]
+    return [
+        *floor,
+        *again,
+        *absent,
+        *host,
+        *(f"{case.name} did not run: {case.error}" for case in report.cases if case.error),
+    ]
 
 
 def verdict(report: Report) -> str:

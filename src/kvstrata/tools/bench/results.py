@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class CaseResult:
     host: dict[str, Summary] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0  # that the case took, inputs and checks included
+    measured: str = ""  # revision and date, if they are not the report's
 
     def row(self, kind: str) -> Row | None:
         """The correct row of that kind, if there is one."""
@@ -100,6 +101,32 @@ def dumps(report: Report) -> str:
 def save(report: Report, root: Path | str) -> Path:
     """Write ``<root>/<machine>/<op>.json``."""
     return results.write(Path(root) / report.machine["slug"] / f"{report.op}.json", dumps(report))
+
+
+def merge(before: Report, after: Report) -> Report:
+    """``before`` with the cases of ``after`` in place of its own; each of these names its own revision and date.
+
+    Raises ValueError if ops, machines, methods or versions differ, or if a case is not in ``before``.
+    """
+    for what in ("op", "machine", "method"):
+        a, b = (_setting(getattr(report, what)) for report in (before, after))
+        if a != b:
+            raise ValueError(f"--only: expected the {what} of the saved result, {a}, to replace cases of it, got {b}")
+    names = [case.name for case in before.cases]
+    new = {case.name: replace(case, measured=results.provenance(after.machine)) for case in after.cases}
+    if unknown := [name for name in new if name not in names]:
+        raise ValueError(f"--only: expected cases of the saved result, {', '.join(names)}, got {unknown[0]!r}")
+    return replace(before, cases=[new.get(case.name, case) for case in before.cases])
+
+
+def _setting(value: Any) -> Any:
+    """What has to be equal: of a machine its name and versions, of a method all but the choice of cases."""
+    if not isinstance(value, dict):
+        return value
+    if "slug" in value:
+        versions = {name: version for name, version in value["versions"].items() if name not in ("kvstrata", "vllm")}
+        return {"name": value["name"], **versions}
+    return {name: each for name, each in value.items() if name != "only"}
 
 
 def load(path: Path | str) -> Report:
