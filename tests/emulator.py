@@ -31,7 +31,6 @@ KEPT = Path(__file__).parents[1] / ".pytest_cache" / "emulated"
 COMPILER = (
     "g++",
     "-std=c++20",
-    "-O1",
     "-w",
     "-ffp-contract=off",
     "-fPIC",
@@ -48,7 +47,6 @@ extern "C" void start_{number}(const void* params, int grid_x, int grid_y, int t
   run(static_cast<void (*)(const T)>({entry}), *static_cast<const T*>(params), grid_x, grid_y, threads, shared_bytes);
 }}
 """
-BANKS = 'extern "C" int bank_ways_seen() { int seen = most_bank_ways; return most_bank_ways = 0, seen; }\n'
 
 
 def missing() -> str | None:
@@ -59,7 +57,7 @@ def missing() -> str | None:
 def _environment() -> str:
     """Compiler, options and headers of all kernels."""
     version = subprocess.run([*COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
-    return "\0".join([version, *COMPILER, *(path.read_text() for path in sorted(HERE.glob("*.h")))])
+    return "\0".join([version, *COMPILER, *(path.read_text() for path in sorted(HERE.iterdir()))])
 
 
 def _build(name: str, *arguments: str, source: str | None = None) -> Path:
@@ -82,6 +80,13 @@ def _build(name: str, *arguments: str, source: str | None = None) -> Path:
 def _precompiled() -> Path:
     """Folder of instructions.h as g++ has parsed it, which is half the work on a small kernel."""
     return _build("instructions.h.gch", "-x", "c++-header", str(HERE / "instructions.h")).parent
+
+
+@functools.cache
+def _runtime() -> Path:
+    """The library of runtime.cpp, optimised: kernels spend their time there."""
+    options = ("-O2", "-fno-semantic-interposition", "-shared")
+    return _build("runtime.so", *options, str(HERE / "runtime.cpp"))
 
 
 def _text(path: Path) -> str:
@@ -115,8 +120,8 @@ def build(source: Path, entries: Sequence[str], sanitize: bool = False) -> dict[
     """Kernels of one source by entry, compiled together; ``sanitize`` aborts at undefined behaviour."""
     starts = "".join(START.format(number=number, entry=entry) for number, entry in enumerate(entries))
     options = SANITIZER if sanitize else ("-I", str(_precompiled()))
-    compiled = _build("kernel.so", "-shared", *options, "-x", "c++", source=HEAD + _text(source) + starts + BANKS)
-    library = ctypes.CDLL(str(compiled))
+    options = (*options, "-shared", "-Wl,--no-as-needed", str(_runtime()), "-x", "c++")
+    library = ctypes.CDLL(str(_build("kernel.so", *options, source=HEAD + _text(source) + starts)))
     return {entry: Kernel(library, getattr(library, f"start_{number}")) for number, entry in enumerate(entries)}
 
 

@@ -7,14 +7,14 @@ struct f32 { unsigned bits; };
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
-inline float to_float(f32 x) { return __uint_as_float(x.bits); }
-inline float to_float(f16 x) {
+EMULATED float to_float(f32 x) { return __uint_as_float(x.bits); }
+EMULATED float to_float(f16 x) {
   const unsigned sign = x.bits >> 15 << 31, size = (x.bits & 0x7fffu) << 13;
   if (size >= 31u << 23) return __uint_as_float(sign | 255u << 23 | size);  // infinity and NaN
   return __uint_as_float(sign | __float_as_uint(__uint_as_float(size) * 0x1p112f));  // between the two biases
 }
-inline float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
-inline unsigned short bits_of(f16, float x) {  // to nearest, ties to even
+EMULATED float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+EMULATED unsigned short bits_of(f16, float x) {  // to nearest, ties to even
   const unsigned u = __float_as_uint(x) & 0x7fffffffu, sign = __float_as_uint(x) >> 16 & 0x8000u;
   if (x != x) return 0x7fff;
   const float size = __uint_as_float(u);
@@ -23,7 +23,7 @@ inline unsigned short bits_of(f16, float x) {  // to nearest, ties to even
     return static_cast<unsigned short>(sign | (__float_as_uint(size + 0.5f) - __float_as_uint(0.5f)));
   return static_cast<unsigned short>(sign | (u + 0xfff + (u >> 13 & 1) - (112u << 23)) >> 13);
 }
-inline unsigned short bits_of(bf16, float x) {
+EMULATED unsigned short bits_of(bf16, float x) {
   if (x != x) return 0x7fff;
   const unsigned u = __float_as_uint(x);
   return static_cast<unsigned short>((u + 0x7fff + (u >> 16 & 1)) >> 16);
@@ -35,15 +35,15 @@ template <class In> inline float low(unsigned x) { return to_float(In{static_cas
 template <class In> inline float high(unsigned x) { return to_float(In{static_cast<unsigned short>(x >> 16)}); }
 
 // Instructions that kernels have in their own text: emulator.py calls them by these names.
-inline unsigned short cvt_rn_f16_f32(float x) { return bits_of(f16{}, x); }
-inline unsigned short cvt_rn_bf16_f32(float x) { return bits_of(bf16{}, x); }
-inline float rsqrt_approx_ftz_f32(float x) { return 1.f / std::sqrt(x); }
-inline float rcp_approx_ftz_f32(float x) { return 1.f / x; }
-inline unsigned min_relu_s16x2(unsigned a, unsigned b) {
+EMULATED unsigned short cvt_rn_f16_f32(float x) { return bits_of(f16{}, x); }
+EMULATED unsigned short cvt_rn_bf16_f32(float x) { return bits_of(bf16{}, x); }
+EMULATED float rsqrt_approx_ftz_f32(float x) { return 1.f / std::sqrt(x); }
+EMULATED float rcp_approx_ftz_f32(float x) { return 1.f / x; }
+EMULATED unsigned min_relu_s16x2(unsigned a, unsigned b) {
   unsigned out = 0;
   for (int i = 0; i < 32; i += 16) {
     const int x = static_cast<short>(a >> i), most = static_cast<short>(b >> i);
-    out |= static_cast<unsigned>(std::max(0, std::min(x, most))) << i;
+    out |= static_cast<unsigned>(max(0, min(x, most))) << i;
   }
   return out;
 }
@@ -57,30 +57,30 @@ template <int kBytes> struct Vec {
   word words[kWords];
 };
 template <int kBytes> inline Vec<kBytes> load_once(const void* from) {
-  if (reinterpret_cast<uintptr_t>(from) % std::min(kBytes, 16)) std::abort();
+  if (reinterpret_cast<uintptr_t>(from) % min(kBytes, 16)) std::abort();
   Vec<kBytes> out;
   std::memcpy(&out, from, kBytes);
   return out;
 }
 template <int kBytes> inline void store(void* to, const Vec<kBytes>& value) {
-  if (reinterpret_cast<uintptr_t>(to) % std::min(kBytes, 16)) std::abort();
+  if (reinterpret_cast<uintptr_t>(to) % min(kBytes, 16)) std::abort();
   std::memcpy(to, &value, kBytes);
 }
 
-inline unsigned opaque(unsigned x) { return x; }
-inline void fetch_ahead(const void* from) { (void)*static_cast<const volatile char*>(from); }  // must be readable
-inline float exp2_of(float x) { return std::exp2(x); }
-inline float log2_of(float x) { return std::log2(x); }
+EMULATED unsigned opaque(unsigned x) { return x; }
+EMULATED void fetch_ahead(const void* from) { (void)*static_cast<const volatile char*>(from); }  // must be readable
+EMULATED float exp2_of(float x) { return std::exp2(x); }
+EMULATED float log2_of(float x) { return std::log2(x); }
 template <class In> inline unsigned max_pair(In in, unsigned a, unsigned b) {
   return pair_of(in, std::fmax(low<In>(a), low<In>(b)), std::fmax(high<In>(a), high<In>(b)));
 }
 template <class In> inline unsigned multiply_pair(In in, unsigned a, unsigned b) {
   return pair_of(in, low<In>(a) * low<In>(b), high<In>(a) * high<In>(b));
 }
-inline unsigned fma_pair(f16 in, unsigned a, unsigned b, unsigned c) {
+EMULATED unsigned fma_pair(f16 in, unsigned a, unsigned b, unsigned c) {
   return pair_of(in, low<f16>(a) * low<f16>(b) + low<f16>(c), high<f16>(a) * high<f16>(b) + high<f16>(c));
 }
-inline unsigned transpose8x8(unsigned x) {
+EMULATED unsigned transpose8x8(unsigned x) {
   const auto all = exchange(x);
   const int lane = threadIdx.x & 31, row = lane >> 2;
   unsigned out = 0;
@@ -93,12 +93,12 @@ inline unsigned transpose8x8(unsigned x) {
 }
 
 struct Floats { float x[16]; };  // operands of one lane
-inline float from(const uint64_t (*all)[8], int lane, int i) {
+EMULATED float from(Brought all, int lane, int i) {
   float out;
   std::memcpy(&out, reinterpret_cast<const char*>(all[lane]) + 4 * i, 4);
   return out;
 }
-template <class In> inline void mma_16x8x16(In, float* c, const unsigned* a, unsigned b0, unsigned b1) {
+template <class In> void mma_16x8x16(In, float* c, const unsigned* a, unsigned b0, unsigned b1) {
   const unsigned pairs[6] = {a[0], a[1], a[2], a[3], b0, b1};
   Floats mine;
   for (int i = 0; i < 6; i++) mine.x[2 * i] = low<In>(pairs[i]), mine.x[2 * i + 1] = high<In>(pairs[i]);
@@ -114,19 +114,22 @@ template <class In> inline void mma_16x8x16(In, float* c, const unsigned* a, uns
   }
 }
 
+extern template void mma_16x8x16(f16, float*, const unsigned*, unsigned, unsigned);
+extern template void mma_16x8x16(bf16, float*, const unsigned*, unsigned, unsigned);
+
 template <class In> inline void mma_16x8x8(In in, float* c, unsigned a0, unsigned a1, unsigned b) {
   const unsigned a[4] = {a0, a1, 0, 0};
   mma_16x8x16(in, c, a, b, 0);
 }
 
 // An address in shared memory is its distance from the block's first byte.
-inline unsigned shared_address(const void* shared) {
+EMULATED unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(static_cast<const unsigned char*>(shared) - dynamic_shared);
 }
 
 // How many of eight 16-byte accesses at once, in the worst case so far, wanted different words of one bank.
-inline int most_bank_ways = 0;
-inline void count_banks(const unsigned* addresses) {
+extern int most_bank_ways;
+EMULATED void count_banks(const unsigned* addresses) {
   for (int bank = 0; bank < 8; bank++) {
     int ways = 0;
     for (int i = 0; i < 8; i++) {
@@ -134,11 +137,11 @@ inline void count_banks(const unsigned* addresses) {
       for (int j = 0; j < i; j++) seen |= addresses[j] == addresses[i];
       ways += !seen;
     }
-    most_bank_ways = std::max(most_bank_ways, ways);
+    most_bank_ways = max(most_bank_ways, ways);
   }
 }
 
-inline void ldmatrix(unsigned (&out)[4], unsigned address, bool transposed) {
+EMULATED void ldmatrix(unsigned (&out)[4], unsigned address, bool transposed) {
   if (address % 16) std::abort();
   const auto all = exchange(address);
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -155,44 +158,23 @@ inline void ldmatrix(unsigned (&out)[4], unsigned address, bool transposed) {
     }
   }
 }
-inline void ldmatrix_x4(unsigned (&out)[4], unsigned address) { ldmatrix(out, address, false); }
-inline void ldmatrix_x4_trans(unsigned (&out)[4], unsigned address) { ldmatrix(out, address, true); }
+EMULATED void ldmatrix_x4(unsigned (&out)[4], unsigned address) { ldmatrix(out, address, false); }
+EMULATED void ldmatrix_x4_trans(unsigned (&out)[4], unsigned address) { ldmatrix(out, address, true); }
 
 // cp.async: the bytes come at the latest moment, when the thread waits for their group; until then there are NaNs. Copies
 // have no order: the last comes first, so that two to the same place do not go unnoticed.
-struct AsyncCopy { unsigned to, group; const void* from; int bytes, there; };
-struct AsyncCopies { std::vector<AsyncCopy> open; unsigned group = 0; };
-inline std::vector<AsyncCopies> copies_of_threads;
-inline long copies_of_block = -1;  // copies that a block leaves open end with it
-inline AsyncCopies& my_copies() {
-  if (copies_of_block != blocks_begun) copies_of_threads.clear();
-  copies_of_block = blocks_begun;
-  if (copies_of_threads.size() <= static_cast<size_t>(threadIdx.x)) copies_of_threads.resize(threadIdx.x + 1);
-  return copies_of_threads[threadIdx.x];
-}
+void copy_async(unsigned to, const void* from, int bytes, bool there);
+void commit_group();
+void wait_for_copies(unsigned pending);
 template <int kBytes, bool = false> inline void cp_async_or_zero(unsigned to, const void* from, bool there) {
-  if (to % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes || to + kBytes > dynamic_bytes) std::abort();
-  std::memset(dynamic_shared + to, 0xff, kBytes);
-  AsyncCopies& mine = my_copies();
-  mine.open.push_back({to, mine.group, from, kBytes, there});
+  copy_async(to, from, kBytes, there);
 }
-inline void commit_group() { my_copies().group++; }
-template <int kPending> inline void wait_group() {
-  AsyncCopies& mine = my_copies();
-  const auto comes = [&](const AsyncCopy& x) { return x.group + kPending < mine.group; };
-  for (size_t i = mine.open.size(); i--;) {
-    const AsyncCopy& x = mine.open[i];
-    if (!comes(x)) continue;
-    if (x.there) std::memcpy(dynamic_shared + x.to, x.from, x.bytes);
-    else std::memset(dynamic_shared + x.to, 0, x.bytes);
-  }
-  std::erase_if(mine.open, comes);
-}
+template <int kPending> inline void wait_group() { wait_for_copies(kPending); }
 
 // wmma: lane i has the eight values of half a row of a 16x16 tile, i / 2.
 struct Operand { unsigned x[8]; };
 struct Accumulator { float x[8]; };
-inline void load_operand(Operand& f, const void* from, int stride, bool columns) {
+EMULATED void load_operand(Operand& f, const void* from, int stride, bool columns) {
   const int lane = threadIdx.x & 31;
   for (int i = 0; i < 8; i++) {
     const int row = lane / 2, column = lane % 2 * 8 + i;
@@ -203,17 +185,17 @@ inline void load_operand(Operand& f, const void* from, int stride, bool columns)
 template <class In> inline void load_a_row(Operand& f, const void* from, int stride) { load_operand(f, from, stride, false); }
 template <class In> inline void load_b_row(Operand& f, const void* from, int stride) { load_operand(f, from, stride, false); }
 template <class In> inline void load_b_col(Operand& f, const void* from, int stride) { load_operand(f, from, stride, true); }
-inline void load_sum(Accumulator& f, const float* from, int stride) {
+EMULATED void load_sum(Accumulator& f, const float* from, int stride) {
   const int lane = threadIdx.x & 31;
   for (int i = 0; i < 8; i++) f.x[i] = from[lane / 2 * stride + lane % 2 * 8 + i];
   __syncwarp();
 }
-inline void store_sum(float* to, const Accumulator& f, int stride) {
+EMULATED void store_sum(float* to, const Accumulator& f, int stride) {
   const int lane = threadIdx.x & 31;
   for (int i = 0; i < 8; i++) to[lane / 2 * stride + lane % 2 * 8 + i] = f.x[i];
   __syncwarp();
 }
-template <class In, bool> inline void multiply(Accumulator& c, const Operand& a, const Operand& b) {
+template <class In, bool> void multiply(Accumulator& c, const Operand& a, const Operand& b) {
   Floats mine;
   for (int i = 0; i < 8; i++) mine.x[i] = low<In>(a.x[i]), mine.x[8 + i] = low<In>(b.x[i]);
   const auto all = exchange(mine);
@@ -226,9 +208,14 @@ template <class In, bool> inline void multiply(Accumulator& c, const Operand& a,
   }
 }
 
+extern template void multiply<f16, false>(Accumulator&, const Operand&, const Operand&);
+extern template void multiply<bf16, false>(Accumulator&, const Operand&, const Operand&);
+extern template void multiply<f16, true>(Accumulator&, const Operand&, const Operand&);
+extern template void multiply<bf16, true>(Accumulator&, const Operand&, const Operand&);
+
 constexpr bool kOverlaps = true;
-inline void wait_for_previous() {}
-inline void release_next() {}
+EMULATED void wait_for_previous() {}
+EMULATED void release_next() {}
 
 template <int kStages>
 struct Ring {
