@@ -65,17 +65,6 @@ class Rows:
         v_scale = None if self.v_scale is None else self.v_scale[index]
         return Rows(self.k[index], self.v[index], k_scale, v_scale, self.position[index], self.importance[index])
 
-    @staticmethod
-    def cat(parts: list[Rows]) -> Rows:
-        if len(parts) == 1:
-            return parts[0]
-
-        def join(name: str) -> torch.Tensor | None:
-            tensors = [getattr(part, name) for part in parts]
-            return None if tensors[0] is None else torch.cat(tensors)
-
-        return Rows(*(join(name) for name in ("k", "v", "k_scale", "v_scale", "position", "importance")))  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True, eq=False)
 class PageFormat:
