@@ -34,7 +34,7 @@ COMPILER = (
     "-w",
     "-ffp-contract=off",
     "-fPIC",
-    "-fno-gnu-unique",  # each library counts for itself
+    "-fno-gnu-unique",  # each library has its own static shared memory
     "-U_FORTIFY_SOURCE",
 )  # longjmp between stacks
 PTX = {"fp8.cuh", "mma.cuh", "warp.cuh", "ring.cuh", "pdl.cuh", "cp_async.cuh", "vec.cuh", "ldmatrix.cuh"}
@@ -57,7 +57,7 @@ def missing() -> str | None:
 def _environment() -> str:
     """Compiler, options and headers of all kernels."""
     version = subprocess.run([*COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
-    return "\0".join([version, *COMPILER, *(path.read_text() for path in sorted(HERE.iterdir()))])
+    return "\0".join([version, *COMPILER, *(path.read_text() for path in sorted(HERE.glob("*.*")))])
 
 
 def _build(name: str, *arguments: str, source: str | None = None) -> Path:
