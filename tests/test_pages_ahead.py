@@ -89,6 +89,8 @@ def test_a_step_at_an_edge_allocates_nothing() -> None:
         step(cache, number)
     assert cache.length(0) % P == 0
     assert cache.buckets.ahead.there().all()
+    while cache.buckets.ahead.missing:  # what a step does that has nothing else to do
+        cache.buckets.ahead.fill_reserve()
     pages = cache.pool.pages(0)
     assert Allocations.of(cache.advance).lines == []
     assert cache.pool.pages(0) == pages

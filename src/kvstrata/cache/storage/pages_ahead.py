@@ -26,6 +26,7 @@ from .table_cuda import NextPages, Tables
 from .transaction import is_out_of_memory
 
 RESERVE = 16  # the reserve is filled for so many requests, at most, and for a quarter of all
+FEWEST = 4  # requests that one launch serves, at least
 
 
 class Lists(Tables, Protocol):
@@ -82,7 +83,7 @@ class PagesAhead:
         if self._wait:
             self._wait -= 1
             return requests[:0]
-        most = min(self._next_pages.most, max(of // 8, 4)) if buckets.by_cuda else 0
+        most = min(self._next_pages.most, max(of // 8, FEWEST)) if buckets.by_cuda else 0
         many = max(-(-len(requests) // max(int(left.min()), 1)), most)
         chosen = requests if many >= len(requests) else requests[left.argsort(kind="stable")[:many]]
         pages = (buckets.host_count[chosen, 0, 0, 0] + (p - 1)) // p
@@ -94,7 +95,8 @@ class PagesAhead:
             if not self._take(chosen[part], pages[part], launch=most > 0):
                 self._wait = p
                 return chosen[:first]
-        self.missing = max(min(of // 4, RESERVE) * self._shape[0] * self._shape[1] - len(self.reserve), 0)
+        kept = min(max(of // 4, FEWEST), of, RESERVE)  # no fewer than one launch serves
+        self.missing = max(kept * self._shape[0] * self._shape[1] - len(self.reserve), 0)
         return chosen
 
     def fill_reserve(self) -> None:

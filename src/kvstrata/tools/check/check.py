@@ -30,7 +30,10 @@ WATCHED = (6, 3)  # trials under a tool
 SECONDS = 420  # for one process
 FLAGS = ("--target-processes", "all", "--report-api-errors", "no", "--error-exitcode", "86")
 # Triton hands values to warps of warp_specialize between barriers that racecheck does not know.
-TOOL_FLAGS = {"racecheck": ("--kernel-regex-exclude", "kns=specialized")}
+TOOL_FLAGS = {
+    "racecheck": ("--kernel-regex-exclude", "kns=specialized"),
+    "synccheck": ("--num-cuda-barriers", str(1 << 18)),  # more than one launch of packed decode has
+}
 
 
 def check_cases(op: str, device: torch.device) -> Step:
