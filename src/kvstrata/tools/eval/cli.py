@@ -84,7 +84,8 @@ def evaluate(
     """Measure the quality of a compressed cache, beside its peers at the same bytes.
 
     The first half of each stretch of text is a prompt, the rest is decoded through the cache: perplexity, KL and top-1
-    agreement against 16 bit, and needles in a haystack. A run that was stopped goes on where it was.
+    agreement against 16 bit, and needles in a haystack. A stopped run continues; rows of another revision are measured
+    again.
 
     Example: kvstrata eval --quick
 
