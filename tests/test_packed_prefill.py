@@ -10,6 +10,7 @@ import torch
 
 from conftest import HAS_GPU
 from kvstrata import Format, prefill_packed
+from kvstrata.attention.packed_prefill import job as packed_job
 from kvstrata.attention.packed_prefill import split_triton as split
 from kvstrata.attention.packed_prefill import triton as packed_triton
 from packed_model import DEVICE, Batch, calibration_of
@@ -173,10 +174,53 @@ def test_lengths_beyond_the_table(backend: str) -> None:
     lengths = torch.tensor([52, 30, 9], dtype=torch.int32, device=DEVICE)
     want = prefill_packed(*arguments, lengths, chunk.cu, fmt, **options)
     far = torch.tensor([1000, 30, 2], dtype=torch.int32, device=DEVICE)  # 52 and 9
-    for bounds in ({}, dict(max_seqlen_q=9, max_seqlen_k=60, total_tokens=91)):
+    sums = torch.tensor([0, 1000, 1030, 1032], dtype=torch.int32, device=DEVICE)
+    for bounds in (
+        {},
+        dict(max_seqlen_q=9, max_seqlen_k=60, total_tokens=91),
+        dict(max_seqlen_q=9, max_seqlen_k=1000, total_tokens=1039, cu_seqlens_k=sums),
+        dict(max_seqlen_q=9, max_seqlen_k=1000, total_tokens=1039, cu_seqlens_k=sums, exact_lengths=True),
+    ):
         got = prefill_packed(*arguments, far, chunk.cu, fmt, **options, **bounds)
         assert torch.equal(got.out, want.out)
         assert torch.equal(got.lse, want.lse)
+
+
+@each_backend
+@pytest.mark.parametrize("requests", [1, 2])
+def test_equal_lengths_beyond_the_table(backend: str, requests: int) -> None:
+    """Dense rows of as many tokens as the block table lists; scratch is full of NaN."""
+    fmt = Format.parse("K4V4", 64, 16)
+    chunk = Chunk(fmt, [36] * requests, [4] * requests, dtype=torch.float16)
+    q, table = chunk.queries(chunk.new, 2), chunk.block_table[:, :2].contiguous()
+    arguments = (q, chunk.k, chunk.v, chunk.pages, table)
+    options = dict(return_lse=True, backend=backend)
+    want = prefill_packed(*arguments, chunk.seq_lens, chunk.cu, fmt, **options)
+    far = torch.full((requests,), 100, dtype=torch.int32, device=DEVICE)
+    workspace = torch.full((2 * 2 * requests * 100 * 64 * 2,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    got = prefill_packed(
+        *arguments, far, chunk.cu, fmt, max_seqlen_q=4, max_seqlen_k=100, total_tokens=100 * requests,
+        exact_lengths=True, workspace=workspace, **options,
+    )  # fmt: skip
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
+def test_bounds_are_clipped_to_the_table() -> None:
+    """Ragged requests do not look dense because of it: 60 and 44 tokens are not twice 52."""
+    fmt = Format.parse("K4V4", 64, 16)
+    chunk = Chunk(fmt, [60, 60], [4, 4])
+    given = packed_job.Tensors(
+        chunk.queries([4, 4], 2), chunk.k, chunk.v, chunk.pages, chunk.block_table[:, :3], chunk.seq_lens, chunk.cu
+    )
+    exact = dict(max_seqlen_q=4, exact_lengths=True)
+    for lengths, clipped in (
+        (dict(max_seqlen_k=52, total_tokens=104), (4, 52, 104, True)),
+        (dict(max_seqlen_k=60, total_tokens=120), (4, 52, 104, True)),
+        (dict(max_seqlen_k=60, total_tokens=104), (4, 52, 104, False)),
+    ):
+        job = packed_job.check(given, fmt, packed_job.Options(**exact, **lengths))
+        assert packed_triton.bounds_of(job) == clipped
 
 
 @pytest.mark.parametrize("dim", [48, 192])

@@ -86,6 +86,12 @@ class Job(NamedTuple):
         """Tokens that a row of the block table can list."""
         return self.tensors.block_table.shape[1] * self.blocks.block_size
 
+    @property
+    def cu_seqlens_k(self) -> torch.Tensor | None:
+        """Prefix sums that the caller gave; None where a length may be beyond the block table, whose rows are fewer."""
+        most = self.options.max_seqlen_k
+        return self.tensors.cu_seqlens_k if most is not None and most <= self.max_tokens else None
+
 
 def padded_dim(head_dim: int) -> int:
     """Elements of an unpacked row: the smallest head_dim of `prefill_attention` that is not below ``head_dim``."""

@@ -60,19 +60,21 @@ class Repeat:
         self.nbytes = 2 * bounds.total * kv_heads * dim * t.q.element_size()
         given = (*t, job.out)
         k, v, out, lse = self._memory(given)
-        cu_k = t.seq_lens if t.cu_seqlens_k is None else t.cu_seqlens_k  # looks like the sums
+        cu_k = t.seq_lens if job.cu_seqlens_k is None else job.cu_seqlens_k  # looks like the sums
         self._find_sums(job, bounds)
         one = unpack_of(job, bounds, None if self.dense else cu_k, k, v, 0, kv_heads)
         self.numbers, self.signs = one.numbers, one.tensors[11]
         arguments = (*one.tensors, *one.numbers)
         self.unpack = launched(unpack_kernel, one.grid, arguments, one.constants, num_warps=stage_warps(dim))
         self.attend = prepare(*self._attention(given, k, v, out, lse, cu_k))
-        self.complete = self.unpack is not None and self.attend is not None
+        found = self.unpack is not None and self.attend is not None
+        self.complete = found and (self.sums is not None or not self.own_sums)
 
     def _find_sums(self, job: Job, bounds: Bounds) -> None:
         t, self.sums = job.tensors, None
         self.sums_numbers = (self.requests, job.max_tokens, bounds.total)
-        if not self.dense and t.cu_seqlens_k is None:
+        self.own_sums = not self.dense and job.cu_seqlens_k is None
+        if self.own_sums:
             arguments = (t.seq_lens, t.cu_seqlens_q, t.seq_lens, *self.sums_numbers)
             self.sums = launched(sums_kernel, (1, 1, 1), arguments, dict(BLOCK=128), num_warps=4)
 

@@ -160,14 +160,22 @@ class Bounds(NamedTuple):
         requests = job.tensors.seq_lens.shape[0]
         return self.exact and requests * self.max_q == job.tensors.q.shape[0] and requests * self.max_k == self.total
 
+    def clipped(self, job: Job) -> Bounds:
+        """Bounds of rows that are there: a prefix has no more tokens than the block table lists."""
+        most = job.max_tokens + self.max_q
+        if self.max_k <= most:
+            return self
+        dense = self.dense(job)
+        return Bounds(self.max_q, most, job.tensors.seq_lens.shape[0] * most if dense else self.total, dense)
+
 
 def bounds_of(job: Job) -> Bounds:
-    """Bounds as given, or read from the device."""
+    """Bounds as given, within the block table, or read from the device."""
     options, (seq_lens, cu) = job.options, (job.tensors.seq_lens, job.tensors.cu_seqlens_q)
     given = [options.max_seqlen_q, options.max_seqlen_k, options.total_tokens]
     max_q, max_k, total = given
     if max_q is not None and max_k is not None and total is not None:
-        return Bounds(max_q, max_k, total, options.exact_lengths)
+        return Bounds(max_q, max_k, total, options.exact_lengths).clipped(job)
     new = cu.diff()
     lengths = (seq_lens - new).clamp(0, job.max_tokens) + new  # as `_lengths`
     read = torch.stack([new.max(), lengths.max(), lengths.sum()]).tolist()
@@ -245,7 +253,7 @@ def unpack(
 def staging(job: Job, bounds: Bounds) -> tuple[torch.Tensor | None, torch.Tensor, int]:
     """Prefix sums of the lengths unless all are the same, memory for rows, and the KV heads that it is for."""
     q, seq_lens, heads = job.tensors.q, job.tensors.seq_lens, heads_at_once(job, bounds.total)
-    cu_k = job.tensors.cu_seqlens_k
+    cu_k = job.cu_seqlens_k
     if bounds.dense(job):
         cu_k = None
     elif cu_k is None:
