@@ -60,6 +60,7 @@ def test_arguments_are_named() -> None:
     }
     odd = torch.zeros(pool.numel() + 8, dtype=torch.uint8, device=DEVICE)[8:].view(pool.shape)
     wrong["dst: expected an address that is a multiple of 16"] = (pool, odd, numbers, numbers)
+    wrong["dst: expected blocks and heads that do not overlap"] = (pool, pool[:1].expand(4, -1, -1), numbers, numbers)
     for message, arguments in wrong.items():
         with pytest.raises((ValueError, TypeError), match=message):
             copy_pages(*arguments)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import emulator
 from conftest import HAS_GPU
 from kvstrata import Format, decode_packed
-from packed_model import DEVICE, Batch, calibration_of, each_backend, kernels  # noqa: F401
+from packed_model import DEVICE, Batch, Calibration, calibration_of, each_backend, kernels  # noqa: F401
 
 
 def sinks(heads: int) -> torch.Tensor:
@@ -153,6 +153,17 @@ def test_arguments_are_named() -> None:
         decode_packed(q, batch.pages, table, lens, fmt, cu_seqlens_q=cu)
     with pytest.raises(ValueError, match="sliding_window: expected an int"):
         decode_packed(q, batch.pages, table, lens, fmt, sliding_window=0)
+    scratch = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
+    for message, change in {
+        r"workspace: expected one dimension, got shape \(2, 524288\)": dict(workspace=scratch.view(2, -1)),
+        "workspace: expected an address that is a multiple of 16": dict(workspace=scratch[1:]),
+        "sinks: expected a tensor, got list": dict(sinks=[0.0] * 6),
+        "out: expected a tensor, got list": dict(out=[]),
+        "calibration.centre: expected a tensor, got list": dict(calibration=Calibration(centre=[0.0])),
+    }.items():
+        for backend in ("reference", "triton"):
+            with pytest.raises((ValueError, TypeError), match=message):
+                decode_packed(q, batch.pages, table, lens, fmt, backend=backend, **change)
     small = torch.empty(16, dtype=torch.uint8, device=DEVICE)
     if HAS_GPU or not emulator.missing():
         with pytest.raises(ValueError, match=r"workspace: expected \d+ bytes"):

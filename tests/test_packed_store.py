@@ -245,6 +245,8 @@ def test_arguments_are_named() -> None:
             store_packed(*arguments)
     with pytest.raises(ValueError, match=r"calibration.balance: expected float32 \(2, 64\)"):
         store_packed(k, v, pages, slots, fmt, calibration=Calibration(balance=torch.ones(64)))
+    with pytest.raises(TypeError, match=r"calibration.centre: expected a tensor, got list"):
+        store_packed(k, v, pages, slots, fmt, calibration=Calibration(centre=[[0.0] * 64] * 2))
     with pytest.raises(ValueError, match="backend: expected one of"):
         store_packed(k, v, pages, slots, fmt, backend="fast")
     assert (pages == POISON).all()

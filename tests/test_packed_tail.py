@@ -11,7 +11,7 @@ import emulator
 from conftest import HAS_GPU
 from kvstrata import Format, PlainRows, decode_packed, store_packed
 from packed_engine import Engine
-from packed_model import DEVICE, POISON, calibration_of, each_backend, kernels  # noqa: F401
+from packed_model import DEVICE, POISON, Calibration, calibration_of, each_backend, kernels  # noqa: F401
 
 
 def test_a_life_in_words() -> None:
@@ -262,6 +262,11 @@ def test_arguments_are_named() -> None:
         "tail.k: expected contiguous rows": dict(tail=rows(k=tail.k.transpose(1, 2).contiguous().transpose(1, 2))),
         "tail.slots: expected torch.int32": dict(tail=rows(slots=tail.slots.long())),
         "sink_tokens.slots: expected contiguous .2.": dict(tail=None, sink_tokens=rows(slots=tail.slots[:1])),
+        "tail.k: expected a tensor, got NoneType": dict(tail=PlainRows(None, None, None)),
+        "tail.slots: expected a tensor, got list": dict(tail=rows(slots=[0, 1])),
+        "sink_tokens.v: expected a tensor, got int": dict(sink_tokens=rows(v=0)),
+        "cu_seqlens_q: expected a tensor, got list": dict(cu_seqlens_q=[0, 2, 4]),
+        "calibration.balance: expected a tensor, got float": dict(calibration=Calibration(balance=2.0)),
         "seq_lens: expected a tensor": dict(seq_lens=None),
         "seq_lens: expected torch.int32": dict(seq_lens=lens.long()),
         "cu_seqlens_q: expected contiguous .3.": dict(cu_seqlens_q=lens),

@@ -14,6 +14,7 @@ import torch
 from kvstrata.checks import check_tensor
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
+from kvstrata.store.packed.arguments import check_optional
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 FORMAT = "str format, int head_dim, int page_tokens, bool rotate"
@@ -68,6 +69,7 @@ class Operators(NamedTuple):
         check_format(fmt)
         for name, x in zip(tensors._fields[: self.required], tensors, strict=False):
             check_tensor(name, x)
+        check_optional((*tensors._fields, "out"), (*tensors, out))
         given = (fmt.name, fmt.head_dim, fmt.page_tokens, fmt.rotate, *options, backend)
         if out is None:
             return getattr(torch.ops.kvstrata, self.name)(*tensors, *given)

@@ -43,6 +43,15 @@ def check_format(format: Format, name: str = "fmt") -> None:
         raise ValueError(f"{name}: expected a quantised format, got {format.name}")
 
 
+def check_apart(pages: torch.Tensor, name: str) -> None:
+    """Raise ValueError if blocks or heads of ``pages [num_blocks, kv_heads, bytes]`` share bytes."""
+    end = pages.shape[2]
+    for stride, count in sorted(zip(pages.stride()[:2], pages.shape[:2], strict=True)):
+        if count > 1 and stride < end:
+            raise ValueError(f"{name}: expected blocks and heads that do not overlap, got strides {pages.stride()}")
+        end += (count - 1) * stride
+
+
 def blocks_of(pages: torch.Tensor, format: Format, name: str = "pages") -> Blocks:
     """Sizes of ``pages`` uint8 ``[num_blocks, kv_heads, pages_per_block * page_bytes]``; errors name the argument."""
     check_format(format)
@@ -57,9 +66,5 @@ def blocks_of(pages: torch.Tensor, format: Format, name: str = "pages") -> Block
     strides = pages.stride()
     if strides[2] != 1 or any(n % ALIGNMENT for n in strides[:2]):
         raise ValueError(f"{name}: expected strides of multiples of {ALIGNMENT} bytes and 1, got {strides}")
-    end = pages.shape[2]
-    for stride, count in sorted(zip(strides[:2], pages.shape[:2], strict=True)):
-        if count > 1 and stride < end:
-            raise ValueError(f"{name}: expected blocks and heads that do not overlap, got strides {strides}")
-        end += (count - 1) * stride
+    check_apart(pages, name)
     return Blocks(pages.shape[0], pages.shape[1], pages.shape[2] // size, strides[0], strides[1], format)

@@ -131,7 +131,7 @@ def check(
     check_scoring(options.scale, options.softcap, options.sliding_window, sinks, q)
     check_calibration(balance, centre, blocks, device)
     check_plain_rows(tensors.rows, blocks, q.dtype, requests, device, address)
-    check_memory(out, workspace, q)
+    check_memory(out, workspace, q, address)
     if address and out is not None:
         check_address("out", out)
     if options.fixed_split is not None:

@@ -116,7 +116,7 @@ def check(
     check_scoring(options.scale, options.softcap, options.sliding_window, sinks, q)
     check_calibration(balance, centre, blocks, device)
     check_plain_rows(tensors.rows, blocks, q.dtype, requests, device, address)
-    check_memory(out, tensors.workspace, q)
+    check_memory(out, tensors.workspace, q, address)
     for name in ("max_seqlen_q", "max_seqlen_k", "total_tokens"):
         if (given := getattr(options, name)) is not None:
             check_int(name, given, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 import torch
@@ -13,6 +14,10 @@ from kvstrata.layout.blocks import ALIGNMENT, Blocks, blocks_of
 from .plain_rows import RowTensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Tensors of operators that callers give as part of an argument.
+ARGUMENTS = {f"{short}_{side}": f"{name}.{side}" for short, name in (("tail", "tail"), ("sink", "sink_tokens"))
+             for side in ("k", "v", "slots")}  # fmt: skip
+ARGUMENTS |= {name: f"calibration.{name}" for name in ("balance", "centre")}
 
 
 class Calibration(Protocol):
@@ -42,6 +47,13 @@ def check_device(name: str, x: torch.Tensor, device: torch.device, where: str = 
         fail(name, f"a tensor on {device}, where {where} is", x.device)
 
 
+def check_optional(names: Sequence[str], tensors: Sequence[object]) -> None:
+    """Raise TypeError for what is neither a tensor nor None, by the caller's name of an operator's argument."""
+    for name, x in zip(names, tensors, strict=True):
+        if x is not None and not isinstance(x, torch.Tensor):
+            fail(ARGUMENTS.get(name, name), "a tensor", type(x).__name__, TypeError)
+
+
 def check_pages(pages: torch.Tensor, format: Format, address: bool) -> Blocks:
     """Sizes of an engine's blocks; ``address``: they are memory, not a fake tensor."""
     blocks = blocks_of(pages, format)
@@ -67,9 +79,8 @@ def check_calibration(
     for name, x in (("calibration.balance", balance), ("calibration.centre", centre)):
         if x is None:
             continue
-        if not isinstance(x, torch.Tensor) or x.dtype != torch.float32 or tuple(x.shape) != shape:
-            given = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
-            fail(name, f"float32 {shape}", given)
+        if x.dtype != torch.float32 or tuple(x.shape) != shape:
+            fail(name, f"float32 {shape}", f"{x.dtype} {tuple(x.shape)}")
         if not x.is_contiguous():
             fail(name, "a contiguous tensor", f"strides {x.stride()}")
         check_device(name, x, device)
@@ -148,8 +159,8 @@ def check_block_table(block_table: torch.Tensor, requests: int, device: torch.de
     check_device("block_table", block_table, device)
 
 
-def check_memory(out: torch.Tensor | None, workspace: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Check the memory that a caller gave for the output and for scratch."""
+def check_memory(out: torch.Tensor | None, workspace: torch.Tensor | None, q: torch.Tensor, address: bool) -> None:
+    """Check the memory that a caller gave for the output and for scratch; ``address``: it is no fake tensor."""
     for name, x in (("out", out), ("workspace", workspace)):
         if x is None:
             continue
@@ -160,6 +171,10 @@ def check_memory(out: torch.Tensor | None, workspace: torch.Tensor | None, q: to
         if not x.is_contiguous():
             fail(name, "a contiguous tensor", f"strides {x.stride()}")
         check_device(name, x, q.device, "q")
+    if workspace is not None and workspace.dim() != 1:
+        fail("workspace", "one dimension", f"shape {tuple(workspace.shape)}")
+    if workspace is not None and address:
+        check_address("workspace", workspace)
     if out is not None and out.shape != q.shape:
         fail("out", f"shape {tuple(q.shape)} as q", tuple(out.shape))
 

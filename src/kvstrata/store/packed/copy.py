@@ -12,7 +12,7 @@ from kvstrata import jit
 from kvstrata.backends import choose, missing
 from kvstrata.call_cache import PerThread, dispatched, signature
 from kvstrata.checks import check_tensor
-from kvstrata.layout.blocks import ALIGNMENT
+from kvstrata.layout.blocks import ALIGNMENT, check_apart
 
 from .arguments import check_address, fail
 from .cuda import launch_on
@@ -34,6 +34,7 @@ def _check(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_b
             fail(name, f"[num_blocks, kv_heads, a multiple of {ALIGNMENT}]", f"shape {tuple(x.shape)}")
         if x.stride(2) != 1 or any(n % ALIGNMENT for n in x.stride()[:2]):
             fail(name, f"strides of multiples of {ALIGNMENT} bytes and 1", x.stride())
+    check_apart(dst, "dst")
     if dst.shape[1:] != src.shape[1:]:
         fail("dst", f"blocks of {tuple(src.shape[1:])} as src", tuple(dst.shape[1:]))
     for name, x in (("src_blocks", src_blocks), ("dst_blocks", dst_blocks)):

@@ -18,7 +18,7 @@ from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
 
 from . import reference
-from .arguments import Calibration, calibration_tensors
+from .arguments import Calibration, calibration_tensors, check_optional
 from .job import Job, check
 from .plain_rows import PlainRows, row_tensors
 from .tail_job import TailTensors
@@ -228,5 +228,6 @@ def store_packed(
         for name, x in (("k", k), ("v", v), ("pages", pages), ("slot_mapping", slot_mapping)):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    check_optional(("balance", "centre"), (balance, centre))
     check_format(fmt)
     torch.ops.kvstrata.store_packed(*tensors, fmt.name, fmt.head_dim, fmt.page_tokens, fmt.rotate, backend)

@@ -59,6 +59,8 @@ def row_tensors(tail: PlainRows | None, sink_tokens: PlainRows | None) -> RowTen
     for name, rows in (("tail", tail), ("sink_tokens", sink_tokens)):
         if rows is not None and not isinstance(rows, PlainRows):
             raise TypeError(f"{name}: expected PlainRows(k, v, slots), got {type(rows).__name__}")
+        if rows is not None and rows.k is None:  # of no rows all three would be None
+            raise TypeError(f"{name}.k: expected a tensor, got NoneType")
     nothing = (None, None, None)
     return RowTensors(*(nothing if tail is None else tail), *(nothing if sink_tokens is None else sink_tokens))
 

@@ -17,6 +17,7 @@ from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
 
 from . import tail_reference
+from .arguments import check_optional
 from .tail_job import TailJob, TailTensors, check_tail
 
 
@@ -128,5 +129,6 @@ def store_with_tail(tensors: TailTensors, fmt: Format, backend: str) -> None:
     for name, x in zip(TailTensors._fields[:5], tensors, strict=False):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    check_optional(TailTensors._fields, tensors)
     given = (fmt.name, fmt.head_dim, fmt.page_tokens, fmt.rotate, backend)
     torch.ops.kvstrata.store_packed_tail(*tensors, *given)
