@@ -91,13 +91,38 @@ def test_reasons_become_sentences(engine):
     ],
 )
 def test_unsupported_layers_are_refused(engine, given, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^kvstrata: .*{message}.*[.]$"):
         layer_of(engine, **given)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "additional_config: expected"),
+        ({"kvstrata": {"format": "fp8"}}, "format: expected K and V of 8, 4, 3 or 2 bits such as 'K4V4', got 'fp8'"),
+        ({"kvstrata": {"format": "K4V4", "tail": "yes"}}, "tail: expected true or false"),
+    ],
+)
+def test_wrong_options_are_refused(engine, config, message):
+    """By every part that vLLM asks at start-up."""
+    spec = engine.ours.KvstrataBackend.customize_spec(spec_of(engine))
+    engine.configure(config)
+    for ask in (
+        lambda: layer_of(engine),
+        lambda: engine.ours.KvstrataBackend.customize_spec(spec_of(engine)),
+        lambda: engine.ours.KvstrataBuilder(spec, ["layer"], vllm_standin.config_of(config), DEVICE),
+    ):
+        with pytest.raises(ValueError, match=f"^kvstrata: {message}.*[.]$"):
+            ask()
+
+
 def test_unsupported_specs_are_refused(engine):
-    with pytest.raises(ValueError, match="V as wide as K, 128, got a head of 64"):
-        engine.ours.KvstrataBackend.customize_spec(spec_of(engine, head_size_v=64))
+    for given, message in (
+        (dict(head_size_v=64), "expected V as wide as K, 128, got a head of 64"),
+        (dict(head_size=80, head_size_v=80), "head_dim: expected one of"),
+    ):
+        with pytest.raises(ValueError, match=f"^kvstrata: {message}"):
+            engine.ours.KvstrataBackend.customize_spec(spec_of(engine, **given))
 
 
 def builder_of(engine, drafts=0, **changed):
@@ -300,6 +325,51 @@ def test_calibration_of_a_rank(engine, tmp_path):
     impl = layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64)
     with pytest.raises(ValueError, match="expected a file with layer 3, got 3 layers"):
         impl.do_kv_cache_update(SimpleNamespace(layer_name="model.layers.3.attn"), k, k, cache, slots)
+
+
+def profile(impl, name="model.layers.2.attn"):
+    """A forward of memory profiling, which has neither a cache nor metadata."""
+    q, k = (torch.zeros(1, heads, impl.head_size, device=DEVICE) for heads in (impl.num_heads, impl.num_kv_heads))
+    impl.forward(SimpleNamespace(layer_name=name), q, k, k, torch.empty(0), None, torch.empty_like(q))
+
+
+def test_calibration_is_there_when_kernels_are_compiled(engine, tmp_path, monkeypatch):
+    """Those of a balance are others; under CUDA-graph capture a file could not be copied to the device."""
+    path = tmp_path / "model.safetensors"
+    Calibration([LayerCalibration(torch.full((2, 64), 2.0), torch.ones(2, 64))] * 3).save(path)
+    engine.configure({"kvstrata": {"format": "K4V4", "calibration": str(path)}})
+    rehearsed = []
+    monkeypatch.setattr(engine.ours, "rehearse", lambda layer, *given: rehearsed.append((layer.calibration, *given)))
+    impl = layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64)
+    profile(impl)
+    ((calibration, heads, block_size, *_),) = rehearsed
+    assert calibration is impl.layer.calibration
+    assert calibration.balance.unique().tolist() == [2.0]
+    assert (heads, block_size) == (4, 64)
+    profile(layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64))  # the next layer
+    assert len(rehearsed) == 1
+    engine.configure({"kvstrata": {"format": "K8V8"}}, block_size=48)  # a later model of the process
+    profile(layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64))
+    assert [given[2] for given in rehearsed] == [64, 16]
+
+
+@pytest.mark.parametrize(
+    ("layers", "size", "message"),
+    [
+        (0, (2, 64), "path: expected a calibration file"),
+        (2, (2, 64), "calibration: expected a file with layer 2, got 2 layers"),
+        (9, (2, 64), "calibration: expected a file of 3 layers, got 9"),
+        (3, (4, 64), "calibration: expected 2 KV heads on each of 1 ranks, got a file with 4"),
+        (3, (2, 128), "calibration: expected head_dim 64, got 128"),
+    ],
+)
+def test_calibrations_of_other_models_are_refused_at_start(engine, tmp_path, layers, size, message):
+    path = tmp_path / "model.safetensors"
+    if layers:
+        Calibration([LayerCalibration(torch.ones(size))] * layers).save(path)
+    engine.configure({"kvstrata": {"format": "K4V4", "calibration": str(path)}}, text=dict(num_hidden_layers=3))
+    with pytest.raises(ValueError, match=f"^kvstrata: {message}.*[.]$"):
+        profile(layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64))
 
 
 class Registry(ModuleType):

@@ -71,7 +71,7 @@ def config_of(additional: Any, drafts: int = 0, **changed: Any) -> SimpleNamespa
         model_config=SimpleNamespace(
             max_model_len=sizes["max_model_len"],
             is_hybrid=sizes["is_hybrid"],
-            hf_text_config=SimpleNamespace(rope_parameters=sizes.get("rope_parameters")),
+            hf_text_config=SimpleNamespace(rope_parameters=sizes.get("rope_parameters"), **sizes.get("text", {})),
         ),
         device_config=SimpleNamespace(device=torch.device("cuda" if HAS_GPU else "cpu")),
         scheduler_config=SimpleNamespace(
@@ -79,7 +79,7 @@ def config_of(additional: Any, drafts: int = 0, **changed: Any) -> SimpleNamespa
         ),
         speculative_config=SimpleNamespace(method=sizes.get("method", "ngram")) if drafts else None,
         num_speculative_tokens=drafts,
-        cache_config=SimpleNamespace(block_size=64),
+        cache_config=SimpleNamespace(block_size=sizes.get("block_size", 64)),
         use_v2_model_runner=sizes.get("use_v2_model_runner", True),
     )
 

@@ -43,7 +43,13 @@ class Options:
     weights: bool = True
 
     def __post_init__(self) -> None:
-        if Format.parse(self.format, HEAD_DIMS[0]).plain:
+        try:
+            plain = Format.parse(self.format, HEAD_DIMS[0]).plain
+        except ValueError as error:
+            raise ValueError(
+                f"kvstrata.format: expected K and V of 8, 4, 3 or 2 bits such as 'K4V4', got {self.format!r}"
+            ) from error
+        if plain:
             raise ValueError(f"kvstrata.format: expected a quantised format such as 'K4V4', got {self.format!r}")
         if type(self.calibration) not in (str, type(None)):
             given = type(self.calibration).__name__

@@ -8,6 +8,8 @@ and signature that this file relies on. `register_vllm` of the package names `Kv
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -85,11 +87,25 @@ _rehearsed: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are th
 _said: set[str] = set()
 
 
+@contextmanager
+def refused() -> Iterator[None]:
+    """Turn errors of a configuration into sentences that say who refuses it."""
+    try:
+        yield
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise ValueError(f"kvstrata: {str(error).removeprefix('kvstrata.')}.") from error
+
+
+def options_of(config: Any) -> Options:
+    with refused():
+        return Options.parse(config.additional_config)
+
+
 def current_options() -> Options:
     """Options from ``--additional-config`` of the current model."""
     config = get_current_vllm_config_or_none()
     if config is not None:
-        _Latest.options = Options.parse(config.additional_config)
+        _Latest.options = options_of(config)
     if _Latest.options is None:
         raise RuntimeError("kvstrata: vLLM asked for the bytes of a block before it made a layer")
     return _Latest.options
@@ -99,6 +115,11 @@ def most_prefilled(config: Any, kv_heads: int, head_dim: int) -> int:
     """Tokens that one prefill call takes, prefixes included, such that their unpacked rows fit STAGED bytes."""
     longest = config.model_config.max_model_len + config.scheduler_config.max_num_batched_tokens
     return max(min(STAGED // (4 * kv_heads * head_dim), longest), 1)
+
+
+def kernel_block_size(block_size: int | None) -> int:
+    """Tokens of a block as vLLM shows it to kernels: the largest of our sizes that divides its own, 16 of 48."""
+    return max((size for size in BLOCK_SIZES if block_size and block_size % size == 0), default=PREFERRED_BLOCK_SIZE)
 
 
 def check_tail(config: Any) -> None:
@@ -177,7 +198,9 @@ class KvstrataBackend(AttentionBackend):
             raise ValueError(f"kvstrata: expected V as wide as K, {spec.head_size}, got a head of {spec.head_size_v}.")
         if getattr(spec, "attention_chunk_size", None) is not None:
             raise ValueError("kvstrata: chunked local attention is not supported.")
-        token_bytes = current_options().bytes_per_token(spec.head_size)
+        options = current_options()
+        with refused():
+            token_bytes = options.bytes_per_token(spec.head_size)
         return replace(spec, dtype=torch.uint8, state_content_bytes=token_bytes)
 
 
@@ -205,7 +228,7 @@ class KvstrataBuilder(AttentionMetadataBuilder[KvstrataMetadata]):
             )
         self.most_tokens = most_prefilled(vllm_config, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
         self.tail_slots = None
-        if Options.parse(vllm_config.additional_config).tail:
+        if options_of(vllm_config).tail:
             check_tail(vllm_config)
             requests = vllm_config.scheduler_config.max_num_seqs
             self.tail_slots = torch.full((requests,), -1, dtype=torch.int32, device=device)
@@ -280,10 +303,11 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
         self.options = current_options()
         self.config = get_current_vllm_config_or_none()
-        self.layer = PackedLayer(
-            self.options, num_heads, self.num_kv_heads, head_size, self.scale, sliding_window or None,
-            logits_soft_cap or None, sinks,
-        )  # fmt: skip
+        with refused():
+            self.layer = PackedLayer(
+                self.options, num_heads, self.num_kv_heads, head_size, self.scale, sliding_window or None,
+                logits_soft_cap or None, sinks,
+            )  # fmt: skip
         self._calibrated = self.options.calibration is None
         self.owner = Owner() if self._calibrated and self.options.weights else None
         self._weighed = False
@@ -313,19 +337,27 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             logger.info("kvstrata: " + text, what, type(module).__name__)
 
     def _calibrate(self, layer: Any, device: torch.device) -> None:
-        """Read this layer's part of the calibration file, at the first rows that are stored."""
-        calibration = Calibration.load(self.options.calibration or "")
-        number = layer_index(layer.layer_name)
-        if number >= len(calibration.layers):
-            raise ValueError(f"calibration: expected a file with layer {number}, got {len(calibration.layers)} layers")
-        self._calibrated = True
-        whole = calibration.layers[number]
-        if whole.shape is None:
+        """Read this layer's part of the calibration file, once: during memory profiling, before graphs are captured."""
+        if self._calibrated:
             return
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        heads = heads_of_rank(whole.shape[0], self.num_kv_heads, rank, ranks)
-        parts = (None if x is None else x[heads].to(device) for x in (whole.balance, whole.centre))
-        self.layer.calibration = LayerCalibration(*parts)
+        with refused():
+            calibration = Calibration.load(self.options.calibration or "")
+            number, count = layer_index(layer.layer_name), len(calibration.layers)
+            if number >= count:
+                raise ValueError(f"calibration: expected a file with layer {number}, got {count} layers")
+            text = None if self.config is None else self.config.model_config.hf_text_config
+            most = getattr(text, "num_hidden_layers", count)
+            if count > most:
+                raise ValueError(f"calibration: expected a file of {most} layers, got {count}")
+            whole = calibration.layers[number]
+            if whole.shape is not None:
+                if whole.shape[1] != self.head_size:
+                    raise ValueError(f"calibration: expected head_dim {self.head_size}, got {whole.shape[1]}")
+                rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+                heads = heads_of_rank(whole.shape[0], self.num_kv_heads, rank, ranks)
+                parts = (None if x is None else x[heads].to(device) for x in (whole.balance, whole.centre))
+                self.layer.calibration = LayerCalibration(*parts)
+        self._calibrated = True
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -333,8 +365,7 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
         """Write the new rows, before `forward`."""
         if kv_cache.numel() == 0:  # memory profiling
             return
-        if not self._calibrated:
-            self._calibrate(layer, kv_cache.device)
+        self._calibrate(layer, kv_cache.device)
         if not self.options.tail:  # `forward` has what a tail needs
             self.layer.store(key, value, kv_cache, slot_mapping)
 
@@ -352,19 +383,19 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             size = (2, self.config.scheduler_config.max_num_seqs, self.num_kv_heads, rows, self.head_size)
             k, v = torch.zeros(size, dtype=dtype, device=device)
             self.layer.tail = (k, v)
-        block_size, requests = self.config.cache_config.block_size, self.config.scheduler_config.max_num_seqs
-        nbytes = self.layer.staged_bytes(most, dtype.itemsize)
-        if block_size in BLOCK_SIZES:
-            fmt = self.options.format_of(self.head_size, block_size)
-            nbytes = max(nbytes, self.layer.decode_bytes(fmt, self.num_heads, requests, MOST_QUERIES, device))
-        workspace(device, nbytes)
+        requests = self.config.scheduler_config.max_num_seqs
+        block_size = kernel_block_size(self.config.cache_config.block_size)
+        fmt = self.options.format_of(self.head_size, block_size)
+        decode_bytes = self.layer.decode_bytes(fmt, self.num_heads, requests, MOST_QUERIES, device)
+        workspace(device, max(self.layer.staged_bytes(most, dtype.itemsize), decode_bytes))
         capped, sinks = self.layer.softcap is None, self.layer.sinks is None
         own = self.layer.calibration
         kind = (
             self.num_heads, self.num_kv_heads, self.head_size, self.sliding_window, capped, sinks, dtype, device,
+            self.options, block_size,
             own is not None and own.balance is not None, own is not None and own.centre is not None,
         )  # fmt: skip
-        if kind not in _rehearsed and block_size in BLOCK_SIZES:
+        if kind not in _rehearsed:
             _rehearsed.add(kind)
             rehearse(self.layer, self.num_heads, block_size, dtype, device)
 
@@ -384,6 +415,7 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvstrata: quantised attention outputs are not supported.")
         if attn_metadata is None:
+            self._calibrate(layer, query.device)
             self._allocate(query.device, query.dtype)
             return output.fill_(0)
         batch = attn_metadata.batch
