@@ -162,6 +162,8 @@ def test_first_chunks_need_no_pages():
     (unknown,) = batch_of([40, 7], [40, 7], bounds=False).prefills
     assert unknown.prefix
     assert (unknown.max_seqlen_k, unknown.total_tokens, unknown.exact) == (200, 400, False)
+    parts = batch_of([40, 17, 30], [40, 17, 30], bounds=False, most_tokens=399).prefills  # scratch for no more
+    assert [(part.first, part.total_tokens) for part in parts] == [(0, 200), (40, 200), (57, 200)]
 
 
 @pytest.mark.parametrize(
@@ -173,6 +175,7 @@ def test_first_chunks_need_no_pages():
         ([3, 16, 17, 18], [90, 16, 90, 18], dict(short=16), [range(2), range(2, 4)]),
         ([20, 30, 40], [100, 100, 100], dict(most_tokens=250), [range(2), range(2, 3)]),
         ([20], [300], dict(most_tokens=250), [range(1)]),
+        ([20, 30, 40], None, dict(most_tokens=250, max_seq_len=100), [range(2), range(2, 3)]),  # unknown: the longest
         ([2, 3], [300, 300], dict(short=4, most_tokens=250), [range(2)]),  # nothing is unpacked for them
         ([], [], {}, []),
     ],

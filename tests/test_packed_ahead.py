@@ -13,6 +13,7 @@ from kvstrata.attention import packed_ahead
 from kvstrata.attention.packed_decode import cuda as decode_cuda
 from kvstrata.store.packed import cuda as store_cuda
 from kvstrata.store.packed import op as store_op
+from kvstrata.store.packed import tail_cuda
 from packed_model import Batch, calibration_of, without_cuda
 
 
@@ -42,6 +43,18 @@ def test_what_runs_was_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded <= set(ahead)
     plain = packed_ahead.kernels_needed(fmt, 6, 2, torch.bfloat16, arch="sm_90")
     assert not loaded <= set(plain)
+    decode_cuda._kernel.cache_clear()
+    monkeypatch.setattr(tail_cuda, "jit", fake)
+    loaded.clear()
+    slots = torch.tensor([1, 0], dtype=torch.int32)
+    given = dict(tail=kvstrata.PlainRows(*torch.zeros(2, 2, 2, 16, 64).bfloat16(), slots), backend="cuda")
+    kvstrata.store_packed(k[:2], v[:2], pages, torch.tensor([29, 51]).int(), fmt, seq_lens=lengths, **given)
+    for q_lens in ([1, 1], [3, 3]):
+        for options in ({}, dict(sliding_window=9)):
+            kvstrata.decode_packed(batch.queries(q_lens, 3), pages, table, lengths, fmt, **given, **options)
+    ahead = packed_ahead.kernels_needed(fmt, 6, 2, torch.bfloat16, q_len=3, windowed=True, plain=True, arch="sm_90")
+    assert len(loaded) >= 4
+    assert loaded <= set(ahead)
     decode_cuda._kernel.cache_clear()
 
 

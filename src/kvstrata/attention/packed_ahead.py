@@ -10,6 +10,7 @@ from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
 from kvstrata.store import store_packed
 from kvstrata.store.packed import cuda as store_cuda
+from kvstrata.store.packed import tail_cuda
 from kvstrata.store.packed.arguments import DTYPES, Calibration
 
 from .packed_decode import cuda as decode_cuda
@@ -29,11 +30,16 @@ def kernels_needed(
     windowed: bool = False,
     balanced: bool = False,
     slot_dtype: torch.dtype = torch.int32,
+    plain: bool = False,
     arch: str,
 ) -> list[jit.Named]:
-    """CUDA C++ kernels of `store_packed` and of `decode_packed` with up to ``q_len`` queries of each request."""
-    steps = decode_cuda.kernels_needed(fmt, dtype, heads // kv_heads, q_len, windowed=windowed, arch=arch)
-    return [*store_cuda.kernels_needed(fmt, dtype, balanced, slot_dtype), *steps]
+    """CUDA C++ kernels of `store_packed` and of `decode_packed` with up to ``q_len`` queries of each request.
+
+    ``plain``: of calls with a tail or sink rows.
+    """
+    steps = decode_cuda.kernels_needed(fmt, dtype, heads // kv_heads, q_len, windowed=windowed, plain=plain, arch=arch)
+    stores = tail_cuda.kernels_needed if plain else store_cuda.kernels_needed
+    return [*stores(fmt, dtype, balanced, slot_dtype), *steps]
 
 
 def _rehearse(

@@ -84,16 +84,18 @@ def split(query_start_loc: torch.Tensor, threshold: int) -> int:
     return int(long[0]) if long.numel() else lengths.shape[0]
 
 
-def runs(queries: list[int], lengths: list[int] | None, short: int, most_tokens: int | None) -> Iterator[range]:
+def runs(
+    queries: list[int], lengths: list[int] | None, short: int, most_tokens: int | None, max_seq_len: int = 0
+) -> Iterator[range]:
     """Consecutive requests that go into one call.
 
-    ``queries``, ``lengths``: of each request, new tokens and all tokens (None: unknown). Requests of up to ``short``
-    queries are together, longer ones too while their tokens are at most ``most_tokens``; those of ALONE or more only
-    with equals.
+    ``queries``, ``lengths``: of each request, new tokens and all tokens (None: up to ``max_seq_len``). Requests of up
+    to ``short`` queries are together, longer ones too while their tokens are at most ``most_tokens``; those of ALONE or
+    more only with equals.
     """
     first, total = 0, 0
     for i, count in enumerate(queries):
-        length = 0 if lengths is None else lengths[i]
+        length = max_seq_len if lengths is None else lengths[i]
         if i > first:
             before, equal = queries[i - 1], lengths is not None and lengths[i - 1] == length
             alone = max(before, count) >= ALONE and not (before == count and equal)
@@ -159,7 +161,7 @@ def make_batch(
         starts = query_start_loc_cpu[decodes : requests + 1].tolist()
         queries = [end - begin for begin, end in pairwise(starts)]
         lengths = None if seq_lens_cpu is None else seq_lens_cpu[decodes:requests].tolist()
-        for run in runs(queries, lengths, short, most_tokens):
+        for run in runs(queries, lengths, short, most_tokens, max_seq_len):
             part = slice(decodes + run.start, decodes + run.stop)
             first, last = starts[run.start], starts[run.stop]
             cu_seqlens_q = query_start_loc[part.start : part.stop + 1]

@@ -43,7 +43,7 @@ def rehearse(layer: PackedLayer, heads: int, block_size: int, dtype: torch.dtype
         balanced = layer.calibration is not None and layer.calibration.balance is not None
         wanted = kernels_needed(
             fmt, heads, layer.kv_heads, dtype, q_len=MOST_QUERIES, windowed=layer.sliding_window is not None,
-            balanced=balanced, slot_dtype=torch.int64, arch=jit.arch_of(device),
+            balanced=balanced, slot_dtype=torch.int64, plain=layer.tail is not None, arch=jit.arch_of(device),
         )  # fmt: skip
         jit.load_ahead(wanted, device, False)
     run_steps(layer, heads, block_size, dtype, device, STEPS)

@@ -89,18 +89,22 @@ def combine_entry_of(dtype: torch.dtype, head_dim: int, warps: int, plain: bool 
 
 
 def kernels_needed(
-    format: Format, dtype: torch.dtype, group: int, q_len: int = 1, *, windowed: bool = False, arch: str
-) -> list[jit.Named]:
-    """Kernels of steps with up to ``q_len`` queries per request; ``windowed``: with a sliding window, too."""
+    format: Format, dtype: torch.dtype, group: int, q_len: int = 1, *, windowed: bool = False, plain: bool = False,
+    arch: str,
+) -> list[jit.Named]:  # fmt: skip
+    """Kernels of steps with up to ``q_len`` queries per request.
+
+    ``windowed``: with a sliding window, too. ``plain``: with a tail or sink rows.
+    """
     if dtype not in NAMES or not format.rotate:
         return []
     needed = []
     for queries in range(1, q_len + 1):
-        cut = cut_of((format,), queries * group, arch)
+        cut = packed_cut(format, queries * group, arch, plain)
         for ordered in {queries > 1, windowed or queries > 1}:
-            needed.append((FOLDER / "packed.cu", entry_of(format, dtype, ordered, cut)))
+            needed.append((FOLDER / "packed.cu", entry_of(format, dtype, ordered, cut, plain)))
     fewest = max(4, -(-format.head_dim // 32))
-    combine = [combine_entry_of(dtype, format.head_dim, warps) for warps in sorted({1, fewest, MOST_WARPS})]
+    combine = [combine_entry_of(dtype, format.head_dim, warps, plain) for warps in sorted({1, fewest, MOST_WARPS})]
     return list(dict.fromkeys([*needed, *((FOLDER / "packed_combine.cu", entry) for entry in combine)]))
 
 

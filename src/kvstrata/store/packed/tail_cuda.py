@@ -7,6 +7,7 @@ import struct
 import torch
 
 from kvstrata import jit
+from kvstrata.layout import Format
 from kvstrata.quant.op import SOURCE as QUANTIZE
 
 from . import cuda
@@ -24,6 +25,11 @@ SINK_ROWS = TAIL_ROWS + struct.calcsize(ROWS)
 def missing(job: TailJob) -> str | None:
     """Reason why the kernel cannot run the job, or None."""
     return cuda.missing(job.store)
+
+
+def kernels_needed(format: Format, dtype: torch.dtype, balanced: bool, slot_dtype: torch.dtype) -> list[jit.Named]:
+    """The kernel of decode steps and prompts."""
+    return [(SOURCE, cuda.entry_of(format, dtype, balanced, slot_dtype, "quantize_tail"))]
 
 
 def _sizes(k: torch.Tensor | None) -> tuple[int, ...]:
