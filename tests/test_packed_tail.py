@@ -163,6 +163,46 @@ def test_a_first_row_without_a_slot(backend: str) -> None:
 
 
 @each_backend
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_without_a_slot_anywhere(backend: str, seed: int) -> None:
+    """Such rows are nowhere; the page of the first row is finished by it, or its older tokens stay in the tail."""
+    generator = torch.Generator().manual_seed(seed)
+    fmt, counts = Format.parse("K4V4", 64, 16), [21, 5, 18]
+    engine = Engine(fmt, 3, kv_heads=1, tail=1 + seed % 2, backend=backend, seed=seed)
+    assert engine.tail is not None
+    tokens = engine.tail.k.shape[2]
+    engine.step([13, 27, 16])
+    pages, tails = engine.pages.clone(), [x.clone() for x in engine.tail[:2]]
+    new = torch.randn(2, sum(counts), 1, 64, generator=generator).bfloat16()
+    holes = torch.rand(sum(counts), generator=generator) < 0.3
+    holes[[0, 21, 26]] = torch.tensor([seed == 0, seed == 1, False])
+    mapping, first = [], 0
+    for row, count in enumerate(counts):
+        begin, part = engine.lengths[row], slice(first, first + count)
+        position = torch.arange(begin, begin + count)
+        slots, live = engine.slots_of(row, position), ~holes[part]
+        mapping.append(torch.where(live, slots, -1))
+        finished = live & (position < (begin + count) // 16 * 16)
+        packed = [(new[:, part][:, finished], slots[finished])]
+        if live[0] and begin % 16 and begin // 16 < (begin + count) // 16:
+            older = torch.arange(begin // 16 * 16, begin)
+            packed.append((engine.history[:, row, older], engine.slots_of(row, older)))
+        for rows, where in packed:
+            k, v = rows.to(DEVICE)
+            store_packed(k, v, pages, where.to(DEVICE), fmt, backend=backend)
+        kept = live & (position >= begin + count - tokens)
+        for tail, rows in zip(tails, new[:, part, 0].to(DEVICE), strict=True):
+            tail[row, 0, position[kept] % tokens] = rows[kept]
+        first += count
+    lens, cu = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([34, 32, 34], [0, 21, 26, 44]))
+    given = dict(tail=engine.tail, seq_lens=lens, cu_seqlens_q=cu, backend=backend)
+    store_packed(*new.to(DEVICE), engine.pages, torch.cat(mapping).to(DEVICE), fmt, **given)
+    assert torch.equal(engine.pages, pages)
+    for tail, wanted in zip(engine.tail[:2], tails, strict=True):
+        assert torch.equal(tail.view(torch.int16), wanted.view(torch.int16))
+
+
+@each_backend
 def test_lengths_below_zero_are_none(backend: str) -> None:
     engine = Engine(Format.parse("K4V4", 64, 16), 2, kv_heads=1, sinks=4)
     engine.step([20, 20])
