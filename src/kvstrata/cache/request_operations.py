@@ -1,4 +1,4 @@
-"""Operations on whole requests of a cache: join, fork, reorder, crop, leave, save and load."""
+"""Operations on whole requests of a cache: add, fork, reorder, crop, free, save and load."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .state import CacheState
 
 
 class RequestOperations(CacheState):
-    """The part of `TieredCache` that changes which requests there are, and what they share."""
+    """The part of `TieredCache` that adds, removes, copies and shares requests."""
 
     def add_request(self) -> int:
-        """Put an unused request into use, empty, and return it; RuntimeError if all ``max_requests`` are in use."""
+        """Put an unused request into use, empty, and return its number; RuntimeError if all are in use."""
         request = self._unused_request()
         self._use([request])
         return request
@@ -83,7 +83,7 @@ class RequestOperations(CacheState):
         save(self, path, request)
 
     def load(self, path: str | PathLike[str]) -> int:
-        """Load a request that a cache with the same parameters saved, into an unused request, which is returned.
+        """Load a request that a cache with the same parameters saved into an unused request; returns its number.
 
         Raises ValueError for any other file, BudgetExceeded or RuntimeError if there is no room for it.
         """

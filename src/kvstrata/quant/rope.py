@@ -12,7 +12,7 @@ def pair_channels(pairs: int, *, interleaved: bool) -> tuple[slice, slice]:
     return slice(pairs), slice(pairs, 2 * pairs)
 
 
-def mean_turn(angle: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_rotation(angle: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean of cos and sin of ``angle [n]`` times 0, 1, ..: float32 ``[requests, n]``, over so many ``[requests]``."""
     n = positions.double().unsqueeze(1)
     half = angle / 2

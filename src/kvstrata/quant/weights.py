@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from .calibration import pair_balance
-from .rope import mean_turn, pair_channels
+from .rope import mean_rotation, pair_channels
 
 HORIZON = 2048  # positions that a centre is planned for
 
@@ -77,7 +77,7 @@ def centre_from_bias(
 def _turn(rope: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean cos and sin ``[pairs]`` over the horizon."""
     angle = torch.tensor(rope, dtype=torch.float64, device="cpu")
-    cos, sin = mean_turn(angle, torch.tensor([HORIZON], device="cpu"))
+    cos, sin = mean_rotation(angle, torch.tensor([HORIZON], device="cpu"))
     return cos[0], sin[0]
 
 

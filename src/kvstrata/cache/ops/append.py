@@ -1,11 +1,11 @@
-"""Append: new tokens to the plain bucket while the budget has room, else to the tiers that a plan finds for them.
+"""Append: new tokens go to the plain bucket while the budget has room, otherwise to the tiers that a plan assigns.
 
-    room in pages that are there ──▶ plain rows (move/append.py), nothing else
-    room in the budget           ──▶ pages taken, plain rows
+    room in existing pages       ──▶ plain rows (move/append.py), nothing else
+    room in the budget           ──▶ allocate pages, plain rows
     room in all layers at once   ──▶ settle_ahead (scopes.py), plain rows
     none                         ──▶ old and new tokens of the scope planned together, one move
 
-The first is the way of nearly every decoded token, layer by layer.
+Nearly every decoded token takes the first path, layer by layer.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _append(
     mass: torch.Tensor | None,
     queries: int | None,
 ) -> PreparedPrompt | PreparedPlan | None:
-    """Rows that need pages, or come with mass; returns what other layers of a prompt may use again."""
+    """Append rows that need pages or come with mass; returns what other layers of a prompt can reuse."""
     fits = fits_plain(cache, layer, asked, lengths)
     if mass is None and (fits or settle_ahead(cache, change, layer, asked, lengths)):
         append_plain(cache, change, layer, k, v, asked, lengths)
@@ -93,7 +93,7 @@ def _append(
     importance = None
     if mass is not None:
         if queries is None and len(set(lengths)) > 1:
-            raise ValueError(f"queries: expected how many are in mass, got None with lengths {lengths}")
+            raise ValueError(f"queries: expected the number of queries in mass, got None with lengths {lengths}")
         queries = check_int("queries", lengths[0] if queries is None else queries, 1)
         ends = [int(cache._lengths[r, layer]) + n for r, n in zip(asked, lengths, strict=True)]
         mass = check_mass(cache, mass, len(asked), max(ends))
@@ -116,9 +116,9 @@ def append_plain(
     lengths: list[int],
     importance: torch.Tensor | None = None,
 ) -> bool:
-    """New rows to the plain buckets; without a transaction only if they fit pages that are there, else False.
+    """Append new rows to the plain buckets; without a transaction only if they fit existing pages, else returns False.
 
-    Such an append takes no page, so it needs no look at the budget, which never shrinks as tokens come.
+    Such an append allocates no page, so the budget need not be checked: it never shrinks as tokens are added.
     """
     buckets, ids, counts = cache.buckets, np.array(requests), np.array(lengths)
     before = buckets.room(layer, ids, counts) if change is None else buckets.make_room(change, layer, ids, counts)
@@ -150,10 +150,10 @@ def _append_settling(
     lengths: list[int],
     importance: torch.Tensor | None,
 ) -> PreparedPrompt | PreparedPlan | None:
-    """Plan new tokens together with those that are there; requests that need not settle take them as plain rows.
+    """Plan new tokens together with existing ones; requests that need not settle take them as plain rows.
 
-    ``importance [rows, kv_heads]``: of the new tokens, None for that of tokens nobody has seen. Returns what other
-    layers may use again if these are prompts.
+    ``importance [rows, kv_heads]`` of the new tokens; None is that of tokens that no query has seen. Returns what
+    other layers can reuse if these are prompts.
     """
     plain = [] if cache.budget.shared else np.flatnonzero(fits_each(cache, layer, asked, lengths)).tolist()
     settling = [i for i in range(len(asked)) if i not in plain]
@@ -201,7 +201,7 @@ def _fresh(
     coming: dict[int, int],
     importance: torch.Tensor | None,
 ) -> Fresh:
-    """New tokens of places as kernels read them."""
+    """New tokens of places, in the form that kernels read."""
     first_row = dict(zip(asked, np.cumsum([0, *lengths]).tolist(), strict=False))
     requests = pairs(places)[1]
     counts, first = (np.array([x.get(r, 0) for r in requests], np.int64) for x in (coming, first_row))
@@ -219,7 +219,7 @@ def _with_new(
     settling: list[int],
     importance: torch.Tensor | None,
 ) -> Tokens:
-    """Tokens of places, the new ones of settling requests among them."""
+    """Tokens of places, including the new ones of requests that settle."""
     new = _new_tokens(cache, asked, layer, lengths)
     if importance is not None:
         new = replace(new, importance=importance.flatten())

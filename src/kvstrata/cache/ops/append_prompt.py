@@ -1,6 +1,6 @@
-"""Append of prompts to layer after layer: what the first layer prepared serves the others.
+"""Appends prompts layer by layer: what the first layer prepared is reused for the others.
 
-As long as arguments look the same and the layer is as empty, what remains is pages, one upload and the launches
+As long as arguments match and the layer is also empty, only pages, one upload and the launches remain
 (policy/prompt_cuda.py); with mass also a wait for the plan (policy/prompt_mass_cuda.py). Any other append takes the
 normal path.
 """
@@ -26,7 +26,7 @@ from .arguments import check_mass
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
 
-Arguments = tuple[torch.Tensor, torch.Tensor, Sequence[int] | None, Sequence[int] | None]  # of append: k, v, lists
+Arguments = tuple[torch.Tensor, torch.Tensor, Sequence[int] | None, Sequence[int] | None]  # k, v, requests, seq_lens
 
 
 def stored_rows(
@@ -38,7 +38,7 @@ def stored_rows(
 
 
 def _listed(given: Sequence[int] | None) -> list[int] | None:
-    """None or a list as it is given, quickly; an empty one for anything that is not a plain sequence."""
+    """The list as given, or None; an empty list for anything that is not a plain sequence."""
     return None if given is None else list(given) if type(given) in (list, tuple, range) else []
 
 
@@ -58,7 +58,7 @@ class LastPrompt:
     def of(
         cls, arguments: Arguments, asked: list[int], lengths: list[int], prepared: PreparedPrompt | PreparedPlan
     ) -> LastPrompt | None:
-        """None if the arguments are not worth remembering."""
+        """Remember these arguments; None if that is not worthwhile."""
         k, v, requests, seq_lens = arguments
         lists = _listed(requests), _listed(seq_lens)
         if [] in lists or k.stride(-1) != 1 or v.stride(-1) != 1:
@@ -76,7 +76,7 @@ def append_prompt(
     mass: torch.Tensor | None,
     queries: int | None,
 ) -> bool:
-    """Append if the arguments look like those of the last prompts and the layer is empty, too; else False."""
+    """Append if the arguments match those of the last prompts and the layer is also empty; otherwise return False."""
     last = cache._last_prompt
     if last is None or not last.looks(k, v) or not last.prepared.fits(cache, layer):
         return False
