@@ -5,7 +5,7 @@
     packed.py         store and attention of one layer over an engine's blocks
     weights.py        calibration of a layer from the model's weights
     workspace.py      scratch memory that all layers share
-    rehearsal.py      a few steps before the first request, to compile kernels
+    warmup.py         a few steps before the first request, to compile kernels
     vllm.py           vLLM's attention interface; the only file that imports vLLM
     transformers.py   continuous batching of transformers; the only file that imports its cache allocators
 

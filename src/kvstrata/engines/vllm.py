@@ -28,7 +28,7 @@ from .options import (
     tail_tokens,
 )
 from .packed import PackedLayer
-from .rehearsal import rehearse
+from .warmup import warm_up
 from .weights import Owner, calibration_of, update
 from .workspace import workspace
 
@@ -81,7 +81,7 @@ class _Latest:
     options: Options | None = None
 
 
-_rehearsed: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are there
+_warmed: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are there
 _said: set[str] = set()
 
 
@@ -364,9 +364,9 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             self.num_heads, self.num_kv_heads, self.head_size, self.sliding_window, capped, sinks, dtype, device,
             own is not None and own.balance is not None, own is not None and own.centre is not None,
         )  # fmt: skip
-        if kind not in _rehearsed and block_size in BLOCK_SIZES:
-            _rehearsed.add(kind)
-            rehearse(self.layer, self.num_heads, block_size, dtype, device)
+        if kind not in _warmed and block_size in BLOCK_SIZES:
+            _warmed.add(kind)
+            warm_up(self.layer, self.num_heads, block_size, dtype, device)
 
     def forward(
         self,

@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 import kvstrata
-from kvstrata.attention.ahead import load_kernels
+from kvstrata.attention.cache_warmup import load_kernels
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.clone import clone
 from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvstrata.attention.ahead import rehearsal, uses_mass
+from kvstrata.attention.cache_warmup import trial_run, uses_mass
 from kvstrata.attention.decode.op import source_of
 from kvstrata.attention.output import AttentionOutput
 from kvstrata.attention.prefill_cached.job import CachedJob
@@ -78,9 +78,9 @@ def load_kernels(cache: TieredCache, heads: int) -> None:
     """Compile and load the kernels that `attend` with ``heads`` query heads needs over a cache, without padding."""
     query = torch.zeros(1, 64, heads, cache.head_dim, dtype=cache.dtype, device=cache.device).transpose(1, 2)
     if supports(query, cache):
-        twin, key = rehearsal(cache), query[:, : cache.kv_heads]
-        columns = Columns(np.ones((1, 64), bool), twin.length(0) + np.arange(64)[None])
-        attend(Rows(query, key, key), Logits(1.0), twin, 0, columns, 64 if uses_mass(cache) else None)
+        trial, key = trial_run(cache), query[:, : cache.kv_heads]
+        columns = Columns(np.ones((1, 64), bool), trial.length(0) + np.arange(64)[None])
+        attend(Rows(query, key, key), Logits(1.0), trial, 0, columns, 64 if uses_mass(cache) else None)
 
 
 def _mass(

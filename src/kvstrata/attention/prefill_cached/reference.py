@@ -1,4 +1,4 @@
-"""``prefill_attention_cached`` in torch: decode's reference over blocks of queries, merged with new rows beside it."""
+"""``prefill_attention_cached`` in torch: decode's reference over blocks of queries, merged with new rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(job: CachedJob) -> Result:
 def _over_cache(job: CachedJob, request: int, before: int, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Attention of a request's queries, the first at position ``before``, each block as if the request ended with it.
 
-    Sinks are left to `_among_new` if there are new rows beside the cache.
+    If there are new rows outside the cache, sinks are left to `_among_new`.
     """
     sinks = job.sinks if job.k_new is None else None
     for begin in range(rows.start, rows.stop, QUERIES):

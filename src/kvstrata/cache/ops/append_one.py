@@ -36,7 +36,11 @@ def remember(
 ) -> None:
     """Keep the arguments of an append of one token to each of the requests ``asked``, unless they are kept already."""
     last = cache._repeated
-    if last is not None and _looks(last, k, v, requests, seq_lens) and (last.launch is None or last.launch.fits(k, v)):
+    if (
+        last is not None
+        and _matches(last, k, v, requests, seq_lens)
+        and (last.launch is None or last.launch.fits(k, v))
+    ):
         return
     if not all(x is None or type(x) is list for x in (requests, seq_lens)) or k.stride(-1) != 1 or v.stride(-1) != 1:
         return
@@ -59,11 +63,11 @@ def append_one(
 ) -> bool:
     """Append if the arguments match the last ones and nothing has to settle; otherwise return False."""
     last = cache._repeated
-    if last is None or not _looks(last, k, v, requests, seq_lens):
+    if last is None or not _matches(last, k, v, requests, seq_lens):
         return False
     room = last.rooms.get(layer)
     if room is None or room.version != cache.buckets.version or room.active is not cache._active or not room.tokens:
-        return _look_and_append(cache, last, layer, k, v)
+        return _check_and_append(cache, last, layer, k, v)
     if not _launch(cache, last, layer, k, v):
         return False
     room.tokens -= 1
@@ -77,7 +81,7 @@ def append_one(
     return True
 
 
-def _look_and_append(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
+def _check_and_append(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
     """`append_one` if it is unknown whether the open pages have room."""
     if not last.distinct <= cache._active or (last.launch is not None and not last.launch.fits(k, v)):
         return False
@@ -161,7 +165,7 @@ def _pages_ahead(cache: CacheState, ids: np.ndarray) -> None:
         near[near] = ~ahead.there(ids[near], -1)
         if near.any() and left[near].min() <= ahead.soon:
             some, left = ids[near], left[near]
-            ahead.look(some)
+            ahead.update_even(some)
             even = ahead.even[some]
             if even.any() and len(ahead.take(some[even], left[even], len(ids))):
                 return
@@ -169,13 +173,13 @@ def _pages_ahead(cache: CacheState, ids: np.ndarray) -> None:
         ahead.fill_reserve()
 
 
-def _looks(
+def _matches(
     last: Repeated, k: torch.Tensor, v: torch.Tensor, requests: Sequence[int] | None, seq_lens: Sequence[int] | None
 ) -> bool:
     """True if arguments match the remembered ones."""
     if requests is not last.requests and not same_list(requests, last.requests):
         return False
-    return (seq_lens is last.seq_lens or same_list(seq_lens, last.seq_lens)) and last.looks(k, v)
+    return (seq_lens is last.seq_lens or same_list(seq_lens, last.seq_lens)) and last.guard(k, v)
 
 
 def same_list(given: Sequence[int] | None, last: list[int] | None) -> bool:

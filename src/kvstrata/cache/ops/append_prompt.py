@@ -48,7 +48,7 @@ class LastPrompt:
 
     requests: list[int] | None  # as given
     seq_lens: list[int] | None
-    looks: Callable[..., bool]  # True for k and v of the same type, shape and strides
+    guard: Callable[..., bool]  # True for k and v of the same type, shape and strides
     asked: list[int]
     lengths: list[int]
     ends: np.ndarray
@@ -78,7 +78,7 @@ def append_prompt(
 ) -> bool:
     """Append if the arguments match those of the last prompts and the layer is also empty; otherwise return False."""
     last = cache._last_prompt
-    if last is None or not last.looks(k, v) or not last.prepared.fits(cache, layer):
+    if last is None or not last.guard(k, v) or not last.prepared.fits(cache, layer):
         return False
     if _listed(requests) != last.requests or _listed(seq_lens) != last.seq_lens:
         return False

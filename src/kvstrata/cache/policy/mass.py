@@ -44,7 +44,7 @@ def add_mass(
         updating = [requests[i] for i in part]
         if not cache.buckets.host_count[updating, layer].any():
             continue
-        tokens, handle = cache.buckets.look(layer, updating)
+        tokens, handle = cache.buckets.snapshot_with_handles(layer, updating)
         own = mass_of(tokens, mass if len(part) == len(mass) else mass[part], cache.kv_heads)
         owners = cache.buckets.owners(layer, updating, tokens)
         importance = updated(cache.policy.mode, tokens.importance, own, queries, owners, cache.decay).contiguous()
@@ -81,7 +81,7 @@ def observe_mass(
     if loops is not None and cache.policy.mode == "mean" and not cache.pool.shares:
         loops.observe_mass(cache, layer, requests, mass, weight, q_len)
         return
-    tokens, handle = cache.buckets.look(layer, requests)
+    tokens, handle = cache.buckets.snapshot_with_handles(layer, requests)
     row = tokens.head_cache // cache.kv_heads
     length = cache.pool.to_device(cache._lengths[list(requests), layer].astype(np.int64))
     seen, given = length[row] - tokens.position, weight.long()[row]

@@ -88,7 +88,7 @@ class PreparedPlan(Prepared):
         outcome = settle_cuda.Outcome(self._outcome)
         self._centres.compute.run()  # while the outcome is copied to the host
         layers, fresh = np.full_like(self._requests, layer), replace(self._fresh, importance=importance)
-        planned = settle_cuda.again(cache, outcome, layers, self._requests, fresh, rows)
+        planned = settle_cuda.reuse_plan(cache, outcome, layers, self._requests, fresh, rows)
         places = [(layer, [request]) for request in self._requests.tolist()]
         check_plans(cache, places, [[n] for n in lengths], planned.needed)
         begun = settle_cuda.coded(cache, planned) & ~self._centred

@@ -96,7 +96,7 @@ def plan(
     if rows is not None and fresh is not None and fresh.importance is None:
         key = _prompt(cache, layers, requests, lengths, fresh)
         if key is not None and cache._prompt is not None and cache._prompt[0] == key:
-            return again(cache, cache._prompt[1], layers, requests, fresh, rows)
+            return reuse_plan(cache, cache._prompt[1], layers, requests, fresh, rows)
     planned = _queue(
         cache,
         layers,
@@ -176,7 +176,7 @@ def is_prompt(cache: CacheState, planned: Planned) -> bool:
     return not cache.budget.shared and cache._prompt is not None and cache._prompt[1] is planned.outcome
 
 
-def again(
+def reuse_plan(
     cache: CacheState, same: Outcome, layers: np.ndarray, requests: np.ndarray, fresh: Fresh, rows: NewRows
 ) -> Planned:
     """A plan for the same requests in another layer, whose outcome is known or being copied."""

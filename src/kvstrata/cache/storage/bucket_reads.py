@@ -60,9 +60,9 @@ class BucketReads:
 
     def snapshot(self, layer: int, requests: Sequence[int]) -> Tokens:
         """All tokens of these requests: tier by tier, bucket by bucket, slot by slot. Does not wait for the device."""
-        return self.look(layer, requests)[0]
+        return self.snapshot_with_handles(layer, requests)[0]
 
-    def look(self, layer: int, requests: Sequence[int]) -> tuple[Tokens, torch.Tensor]:
+    def snapshot_with_handles(self, layer: int, requests: Sequence[int]) -> tuple[Tokens, torch.Tensor]:
         """`snapshot`, and the handles of the tokens' pages."""
         ids = np.array(requests, np.int64)
         buckets = np.arange(ids.size * self.kv_heads * len(self.page_formats)).reshape(-1, len(self.page_formats))

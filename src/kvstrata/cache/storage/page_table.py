@@ -170,7 +170,7 @@ class Buckets(BucketReads):
         some = requests[rows]
         self.version += 1  # invalidates whatever relies on `left` being unknown
         self.ahead.give_back(some)  # requests that were appended to in another way
-        self.ahead.look(some)
+        self.ahead.update_even(some)
         filled = self.host_count[some, :, :, 0] & (self.page_tokens - 1)  # rows of the open page
         if not filled.any():
             pages = np.full(filled.shape[:2], self.kv_heads)

@@ -68,7 +68,7 @@ class PagesAhead:
         page = page.reshape(-1, *[1] * (count.ndim - 1))
         return (page > 0) & (page * self._buckets.page_tokens >= count)
 
-    def look(self, requests: np.ndarray) -> None:
+    def update_even(self, requests: np.ndarray) -> None:
         """Determine which requests have equally many tokens in all lists."""
         count = self._buckets.host_count[requests, :, :, 0]
         self.even[requests] = (count == count[:, :1, :1]).all((1, 2))

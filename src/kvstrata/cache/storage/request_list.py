@@ -72,6 +72,6 @@ class Repeated:
     seq_lens: list[int] | None
     distinct: frozenset[int]
     listed: RequestList
-    looks: Callable[..., bool]  # True for k and v of the same type, shape and strides
+    guard: Callable[..., bool]  # True for k and v of the same type, shape and strides
     launch: AppendLaunch | None  # None: not in CUDA C++
     rooms: dict[int, Room] = field(default_factory=dict)  # by layer

@@ -75,7 +75,7 @@ class CacheSizes:
 
 def cache_kernels(sizes: CacheSizes, arch: str, gpus: Iterable[str]) -> list[Needs]:
     """Kernels of prompts, appends, settling and decode steps of a cache, with the tuned choices of these GPUs."""
-    from kvstrata.attention.ahead import kernels_needed
+    from kvstrata.attention.cache_warmup import kernels_needed
     from kvstrata.cache import TieredCache
 
     cache = TieredCache(
@@ -93,7 +93,7 @@ def packed_kernels(
     name: str, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, page_tokens: int, arch: str
 ) -> list[Needs]:
     """Kernels of stores into packed pages and decode steps over them, with and without a balance."""
-    from kvstrata.attention.packed_ahead import kernels_needed
+    from kvstrata.attention.packed_warmup import kernels_needed
     from kvstrata.layout import Format
 
     fmt, named = Format.parse(name, head_dim, page_tokens), []

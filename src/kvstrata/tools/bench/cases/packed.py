@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 import kvstrata
 from kvstrata import jit
-from kvstrata.attention.packed_ahead import kernels_needed
+from kvstrata.attention.packed_warmup import kernels_needed
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Bench, Case, attach, runner, sets_for
 from kvstrata.tools.bench.attention import assert_close, read

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kvstrata import backends, jit
-from kvstrata.attention.packed_ahead import kernels_needed
+from kvstrata.attention.packed_warmup import kernels_needed
 
 from .batch import ALONE, make_batch
 from .options import MOST_QUERIES
@@ -31,7 +31,7 @@ STEPS: tuple[Step, ...] = (
 )
 
 
-def rehearse(layer: PackedLayer, heads: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+def warm_up(layer: PackedLayer, heads: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load the kernels of a layer with ``heads`` query heads over blocks of ``block_size`` tokens.
 
     Nothing of the layer is mutated, and nothing is done off CUDA devices. Not safe under CUDA-graph capture.
