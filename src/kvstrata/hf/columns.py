@@ -64,7 +64,7 @@ class Columns(Cache):
 
     @property
     def _real(self) -> np.ndarray:
-        """Which columns are tokens, bool ``[rows, columns]``, False for padding."""
+        """Token mask, bool ``[rows, columns]``, False for padding."""
         return self._tokens
 
     @_real.setter
@@ -189,7 +189,7 @@ class Columns(Cache):
     def matches(self, mask: torch.Tensor) -> bool:
         """True if ``mask [rows, columns]`` is the padding of earlier calls followed by one token in every row.
 
-        Does not raise: any other mask is left to an ordinary forward.
+        Raises nothing: any other mask is left to an ordinary forward.
         """
         self._undo_step()
         rows, columns = self._real.shape

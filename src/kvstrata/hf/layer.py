@@ -182,7 +182,7 @@ class StrataLayer(CacheLayerMixin):
         return self.owner.prompts.supports(self.owner.unfinished, self.index, self._new_columns(queries))
 
     def _new_columns(self, queries: int) -> np.ndarray:
-        """Which of the new columns are tokens, on the host: bool ``[rows, queries]``."""
+        """Token mask of the new columns on the host, bool ``[rows, queries]``."""
         return self.owner._real[:, self.columns : self.columns + queries]
 
     def _first_prompt(self, call: attention.AttentionCall) -> torch.Tensor:

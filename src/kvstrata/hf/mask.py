@@ -41,7 +41,7 @@ def check_shape(mask: torch.Tensor, queries: int, columns: int) -> None:
 
 
 def new_tokens(mask: torch.Tensor, queries: int) -> torch.Tensor:
-    """Which new columns are tokens, bool ``[rows or 1, queries]``: a token sees itself, padding does not."""
+    """Token mask of the new columns, bool ``[rows or 1, queries]``: a token sees itself, padding does not."""
     own = mask[:, 0, -queries:, -queries:].diagonal(dim1=1, dim2=2)
     return own if own.dtype == torch.bool else own == 0
 

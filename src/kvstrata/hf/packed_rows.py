@@ -53,7 +53,7 @@ class PackedRows:
         self.columns.add_(queries)
 
     def _new_tokens(self, mask: torch.Tensor, queries: int) -> torch.Tensor:
-        """Which new columns are tokens, bool ``[rows, queries]``, before they are counted."""
+        """Token mask of the new columns, bool ``[rows, queries]``, before they are counted."""
         query = torch.arange(queries, device=mask.device)
         own = mask[:, 0, query, self.columns + query]
         return (own if own.dtype == torch.bool else own == 0).expand(len(self), -1)

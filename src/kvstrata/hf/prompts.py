@@ -51,7 +51,7 @@ class QueuedLayer(NamedTuple):
 
 
 class PromptColumns:
-    """Which columns of a prompt are tokens; ``real`` bool ``[rows, columns]``, False for padding."""
+    """Token mask of a prompt's columns; ``real`` bool ``[rows, columns]``, False for padding."""
 
     def __init__(self, cache: TieredCache, real: np.ndarray) -> None:
         self.real, self.lengths = real, real.sum(1).tolist()

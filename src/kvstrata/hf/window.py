@@ -170,7 +170,7 @@ class WindowLayer(CacheLayerMixin):
     # Tokens and padding
 
     def _tokens_among(self, mask: torch.Tensor | None, rows: int, queries: int) -> torch.Tensor | None:
-        """Which of the new columns are tokens, bool ``[rows, queries]``, None without padding.
+        """Token mask of the new columns, bool ``[rows, queries]``, None without padding.
 
         Raises NotImplementedError for other masks, and for a row that continues after padding: windows count columns.
         """

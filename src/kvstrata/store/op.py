@@ -176,8 +176,8 @@ def store_kv(
             ``[num_blocks, H, block_size, Dk]`` (``layout="HND"``), also a strided view of a larger pool. Mutated.
         v_cache: as ``k_cache``, with Dv. Mutated.
         slot_mapping: ``[T]`` int32 or int64. A slot is row ``slot % block_size`` of block ``slot // block_size``. Rows
-            whose slot is negative or past the end are not written. If slots are equal, any one of their rows may
-        remain. k_scale: for a float8 cache fed from a wider dtype: float32, one value or ``[H]``; stores
+            whose slot is negative or past the end are not written. If slots are equal, any of their rows may remain.
+        k_scale: for a float8 cache fed from a wider dtype: float32, one value or ``[H]``; stores
             ``k * (1 / k_scale)``, rounded to nearest even and saturated. None is 1.
         v_scale: scale of V; ``[H]`` if ``k_scale`` is, else one value.
         layout: ``NHD`` or ``HND``, of a cache in blocks.

@@ -136,8 +136,8 @@ def prefill_packed(
             time; if not even one fits, the error names the bytes needed. None allocates up to 512 MB.
         backend: ``auto``, ``reference`` or ``triton``.
 
-    Only ``out`` and ``workspace`` are mutated. Safe under ``torch.compile(fullgraph=True)``; safe under CUDA-graph
-    capture on ``triton`` with all three bounds given, once the same call has run outside it.
+    Only ``out`` and ``workspace`` are mutated. Safe under ``torch.compile(fullgraph=True)``. On ``triton`` also safe
+    under CUDA-graph capture with all three bounds given, once the same call has run outside it.
 
     Returns:
         out in q's shape and dtype. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[T, heads]``.
