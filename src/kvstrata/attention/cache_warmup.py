@@ -61,22 +61,22 @@ def trial_run(cache: TieredCache) -> TieredCache:
     small: dict[str, Any] = dict(layers=1, max_requests=1, evict=True, debug=False, slab_bytes=None)
     if cache.budget.shared:
         small |= dict(budget=0.25, budget_bytes=None)
-    twin = TieredCache(**cache._arguments | small)
+    trial = TieredCache(**cache._arguments | small)
     tokens = min(TRIAL_TOKENS, max(cache.max_tokens - 2, 0))
     shape = (tokens + 2, cache.kv_heads, cache.head_dim)
     k = torch.linspace(-1, 1, shape[2], device=cache.device).expand(shape).to(cache.dtype).contiguous()
     if tokens:
         mass = torch.full((1, cache.kv_heads, tokens), 1.0, device=cache.device)
-        twin.append(0, k[:tokens], k[:tokens], mass=mass if twin.policy.name == "importance" else None)
-        twin.settle()
+        trial.append(0, k[:tokens], k[:tokens], mass=mass if trial.policy.name == "importance" else None)
+        trial.settle()
     if cache.max_tokens > tokens + 1:
-        twin.append(0, k[:1], k[:1])
-        twin.advance()
-        twin.write(0, k[1:2], k[1:2])
+        trial.append(0, k[:1], k[:1])
+        trial.advance()
+        trial.write(0, k[1:2], k[1:2])
     if tokens:
-        twin.update_importance(0, torch.full((1, cache.kv_heads, tokens + 2), 0.5, device=cache.device))
-    _move_a_page(twin)
-    return twin
+        trial.update_importance(0, torch.full((1, cache.kv_heads, tokens + 2), 0.5, device=cache.device))
+    _move_a_page(trial)
+    return trial
 
 
 def _move_a_page(cache: TieredCache) -> None:
@@ -120,10 +120,10 @@ def warmup(
         raise ValueError(f"heads: expected a multiple of {cache.kv_heads}, got {heads!r}")
     check_int("q_len", q_len, 1)
     compiled = load_kernels(cache, heads, q_len, progress)
-    twin = trial_run(cache)
-    if heads is not None and twin.length(0) >= q_len:
+    trial = trial_run(cache)
+    if heads is not None and trial.length(0) >= q_len:
         q = torch.zeros(1, q_len, heads, cache.head_dim, dtype=cache.dtype, device=cache.device)
-        decode_attention(q, twin)
+        decode_attention(q, trial)
         if uses_mass(cache):
-            decode_attention(q, twin, return_mass=True)
+            decode_attention(q, trial, return_mass=True)
     return compiled

@@ -28,9 +28,9 @@ class RequestOperations(CacheState):
         Raises ValueError for a request that is not in use, RuntimeError if all ``max_requests`` are in use.
         """
         self._check_request(request)
-        twin = self._unused_request()
-        assign(self, {twin: request}, [])
-        return twin
+        copy = self._unused_request()
+        assign(self, {copy: request}, [])
+        return copy
 
     def reorder(self, indices: Sequence[int], requests: Sequence[int] | None = None) -> None:
         """Reorder beams: ``requests[i]`` becomes what ``requests[indices[i]]`` was; pages are shared, not copied.
@@ -95,8 +95,8 @@ class RequestOperations(CacheState):
         """Independent cache with the same requests; pages that forks shared are duplicated."""
         from .ops.clone import clone
 
-        memo[id(self)] = twin = clone(self)
-        return twin
+        memo[id(self)] = copy = clone(self)
+        return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Arguments and contents, for pickle, torch.save and copy.copy (which makes an independent cache)."""

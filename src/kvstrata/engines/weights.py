@@ -83,7 +83,7 @@ def calibration_of(
         centre = centre / balance
     parts = [name for name, x in (("balance", balance), ("centre", centre)) if x is not None]
     if not parts:
-        return None, "its weights ask for none" if k is not None else "its weights are quantised, and K has no bias"
+        return None, "its weights need none" if k is not None else "its weights are quantised, and K has no bias"
     return LayerCalibration(balance, centre), " and ".join(parts)
 
 

@@ -252,7 +252,7 @@ class StrataCache(Columns):
         if self.window_layers:
             return "some layers have a sliding window"
         if any(isinstance(layer, HybridLayer) for layer in self.layers):
-            return "some layers have states beside K and V"
+            return "some layers have states in addition to K and V"
         return "layers share K and V" if self.shares else None
 
     def _keep_plain(self, place: int, reason: str) -> DynamicLayer:

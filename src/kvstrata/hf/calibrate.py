@@ -32,10 +32,10 @@ class _Recorder(StrataLayer):
         pairs = 0 if turned is None else len(self.rope)
         own = pair_balance(k.mean(0), q.mean(0), pairs, bool(turned))
         rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
-        there = torch.ones_like(rows[..., :1], dtype=torch.bool)
-        there[:, :, : balance.SINKS] = False  # attention sinks
+        present = torch.ones_like(rows[..., :1], dtype=torch.bool)
+        present[:, :, : balance.SINKS] = False  # attention sinks
         horizon = torch.full((len(rows),), HORIZON, device=rows.device)
-        centre = centre_of(rows * there, there, self.rope, horizon).mean(0)
+        centre = centre_of(rows * present, present, self.rope, horizon).mean(0)
         self.calibration = LayerCalibration(own.cpu(), (centre / own).float().cpu())
         self.columns += query.shape[2]
         return call.model_attention(query, key, call.value, call.mask)

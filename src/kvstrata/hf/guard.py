@@ -55,22 +55,22 @@ class Sample:
     ) -> None:
         """``query [heads, n, D]``, ``key, value [kv_heads, n, D]`` of the request's first n tokens."""
         tokens = min(query.shape[1], MOST)
-        asked = torch.linspace(tokens // 2, tokens - 1, QUERIES, device=query.device).long()
-        place = torch.arange(tokens, device=query.device)
+        query_index = torch.linspace(tokens // 2, tokens - 1, QUERIES, device=query.device).long()
+        token_index = torch.arange(tokens, device=query.device)
         self.logits = logits
-        self.query = query[:, asked].float().unflatten(0, (key.shape[0], -1))  # [kv_heads, group, QUERIES, D]
+        self.query = query[:, query_index].float().unflatten(0, (key.shape[0], -1))  # [kv_heads, group, QUERIES, D]
         self.k, self.v = (x[:, :tokens].float().nan_to_num(0.0, 0.0, 0.0) for x in (key, value))
-        self.hidden = place > asked.unsqueeze(1)
+        self.hidden = token_index > query_index.unsqueeze(1)
         recent = min(cache.recent_tokens, tokens // 8)
-        self.is_plain = (place > asked.unsqueeze(1) - recent) | (place < cache.sink_tokens)
+        self.is_plain = (token_index > query_index.unsqueeze(1) - recent) | (token_index < cache.sink_tokens)
         balance = factors_of(cache, layer, [request])
         self.balance = torch.ones_like(self.k[:, :1]) if balance is None else balance[0].unsqueeze(1)
         if cache._centred[request, layer]:
             centre = cache.centre[request, layer]
         else:
-            there = torch.ones_like(self.k[None, ..., :1], dtype=torch.bool)
+            present = torch.ones_like(self.k[None, ..., :1], dtype=torch.bool)
             length = torch.tensor([tokens], device=query.device)
-            centre = centre_of(self.k[None], there, cache.rope, horizon(length, cache.max_tokens))[0]
+            centre = centre_of(self.k[None], present, cache.rope, horizon(length, cache.max_tokens))[0]
         self.centre = centre.unsqueeze(1)
         self.truth = self._attend(self.k, self.v)
 

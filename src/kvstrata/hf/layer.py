@@ -211,9 +211,9 @@ class StrataLayer(CacheLayerMixin):
         cache, rows = self.owner.tiered, range(len(query))
         turned = balance.interleaved(module)
         first = slice(balance.columns_needed(self._new_columns(query.shape[2])))
-        there = self._all(query) if real is None else real
+        present = self._all(query) if real is None else real
         own, counts = balance.from_prompt(
-            query.detach()[:, :, first], key.detach()[:, :, first], there, cache.rope, turned
+            query.detach()[:, :, first], key.detach()[:, :, first], present, cache.rope, turned
         )
         if query.shape[2] <= balance.SINKS + balance.ENOUGH:
             by_weights = balance.from_weights(module, cache.kv_heads, cache.head_dim, cache.rope, turned)

@@ -140,9 +140,9 @@ def _compiled_mass(loops: ModuleType, prompt: _Prompt, logits: Logits) -> torch.
             its = logits
             if logits.sinks is not None:
                 its = logits._replace(sinks=logits.sinks.view(kv_heads, -1)[head])
-            asked = by_head[row, head].transpose(0, 1).index_select(0, sampled)
+            sampled_query = by_head[row, head].transpose(0, 1).index_select(0, sampled)
             loops.add_mass(
-                asked, keys[row, head], own, query_position[row, sampled],
+                sampled_query, keys[row, head], own, query_position[row, sampled],
                 positions[row, head].contiguous(), weight[row], its, mass[row, head],
             )  # fmt: skip
     return mass

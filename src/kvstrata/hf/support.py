@@ -160,7 +160,7 @@ def _refused(function: ast.FunctionDef, attention: str) -> str | None:
     last = max(update.lineno for update in updates)
     for node in nodes:
         if isinstance(node, ast.Assign) and "attention_mask" in _computed(node):
-            return "makes a mask of its own in each layer"
+            return "makes its own mask in each layer"
         if getattr(node, "lineno", 0) > last and (reason := _refused_use(node, names)):
             return reason
     return None

@@ -50,7 +50,7 @@ def capture_id(stream: int) -> int:
 
     error, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
     if int(error):
-        raise RuntimeError(f"stream: the driver answered {error.name} when asked for its capture")
+        raise RuntimeError(f"stream: the driver returned {error.name} for its capture")
     return int(number)
 
 
@@ -86,7 +86,7 @@ class Kernel:
         kernel, device = driver.CUkernel(int(self.core.handle)), driver.CUdevice(torch.cuda.current_device())
         error, number = driver.cuKernelGetAttribute(size, kernel, device)
         if int(error):
-            raise RuntimeError(f"{self.entry}: the driver answered {error.name} when asked for its shared memory")
+            raise RuntimeError(f"{self.entry}: the driver returned {error.name} for its shared memory")
         return int(number)
 
     def resident(self, block: int, shared: int = 0) -> int:
@@ -109,7 +109,7 @@ def _launch_kernel() -> Any:
     legacy = driver.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM  # torch's stream 0
     error, address, *_ = driver.cuGetProcAddress(b"cuLaunchKernelEx", 12000, int(legacy))
     if int(error) or not address:
-        raise RuntimeError(f"cuLaunchKernelEx: the driver answered {error.name} when asked for it")
+        raise RuntimeError(f"cuLaunchKernelEx: the driver returned {error.name} for its address")
     return ctypes.CFUNCTYPE(ctypes.c_int)(int(address))
 
 
@@ -196,7 +196,7 @@ def _resident(kernel: Kernel, block: int, shared: int, device: int) -> int:
     function = driver.CUfunction(int(kernel.core.handle))
     error, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block, shared)
     if int(error):
-        raise RuntimeError(f"{kernel.entry}: the driver answered {error.name} when asked how many blocks fit")
+        raise RuntimeError(f"{kernel.entry}: the driver returned {error.name} for its occupancy")
     return blocks * torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -383,4 +383,4 @@ def check_buffers(dst: Sequence[torch.Tensor], names: Sequence[Names]) -> None:
                 break
             if overlap(dst[i], dst[j]):
                 later, earlier = called[max(i, j)], called[min(i, j)]
-                raise ValueError(f"{later}: expected memory of its own, got some of {earlier}")
+                raise ValueError(f"{later}: expected separate memory, got some of {earlier}")

@@ -33,7 +33,7 @@ class StorePlan:
     def __init__(self, tensors: Tensors, layout: str, backend: str, overlap: bool, address_bits: int) -> None:
         k_cache, slot_mapping = tensors[2], tensors[4]
         task = check_call(tensors, layout)
-        asked, backend = backend, resolve(backend, k_cache.device, BACKENDS)
+        requested, backend = backend, resolve(backend, k_cache.device, BACKENDS)
         if overlap and not backend.startswith("cuda"):
             raise ValueError(f"overlap: expected a CUDA C++ backend, got {backend!r}")
         if overlap and (capability := torch.cuda.get_device_capability(k_cache.device)) < (9, 0):
@@ -51,7 +51,7 @@ class StorePlan:
         else:
             self.launch = launch = _cuda(task, slot_mapping, backend, overlap, address_bits)
             self.run = lambda tensors: launch(*_addresses(tensors))
-            self.options = (layout, asked, overlap, *(tensors[i] is None for i in (1, 3, 5, 6)))
+            self.options = (layout, requested, overlap, *(tensors[i] is None for i in (1, 3, 5, 6)))
 
 
 def _triton(task: Task) -> Run:

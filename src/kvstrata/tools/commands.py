@@ -223,7 +223,7 @@ def report(
     """
     if out or markdown:
         if documents or check:
-            ui.refuse("--out and --markdown write a page of their own: leave out documents and --check")
+            ui.refuse("--out and --markdown write a separate page: leave out documents and --check")
         written = _page(results, out, markdown)
         stale: list[Path] = []
     else:

@@ -67,7 +67,7 @@ struct State {
   int queries;           // of the request; unused without positions if all rows have as many
   int first;             // position of the first query; unused without positions
   int skip;              // packed.cu: positions before it are read elsewhere
-  int weight;            // kObserve: queries that those of the row stand for
+  int weight;            // kObserve: number of queries that the row represents
   float gain;            // factor of the moving average
   float* importance;     // of the stage's tokens
 };

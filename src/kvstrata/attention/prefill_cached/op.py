@@ -165,7 +165,7 @@ def _missing(backend: str, job: CachedJob) -> str | None:
     """Reason why ``backend`` cannot run this job, or None."""
     dim = job.q.shape[2]
     if backend == "triton" and job.k_new is not None and dim not in HEAD_DIMS:
-        return f"triton takes new rows beside a cache with a head_dim of {HEAD_DIMS}, got {dim}"
+        return f"triton supports new rows outside a cache with a head_dim of {HEAD_DIMS}, got {dim}"
     return missing(backend, job.q.device)
 
 

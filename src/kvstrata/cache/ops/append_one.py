@@ -32,9 +32,9 @@ def remember(
     v: torch.Tensor,
     requests: Sequence[int] | None,
     seq_lens: Sequence[int] | None,
-    asked: list[int],
+    request_list: list[int],
 ) -> None:
-    """Keep the arguments of an append of one token to each of the requests ``asked``, unless they are kept already."""
+    """Keep the arguments of an append of one token to each request of ``request_list``, unless already kept."""
     last = cache._repeated
     if (
         last is not None
@@ -44,13 +44,13 @@ def remember(
         return
     if not all(x is None or type(x) is list for x in (requests, seq_lens)) or k.stride(-1) != 1 or v.stride(-1) != 1:
         return
-    buckets, listed, launch = cache.buckets, cache.buckets.listed(asked), None
+    buckets, listed, launch = cache.buckets, cache.buckets.listed(request_list), None
     if cache.device.type != "cpu" and buckets.by_cuda:
         flat = [x.flatten(0, 1) if x.dim() == 4 else x for x in (k, v)]
         ids, reciprocal = buckets.device_ids(listed.ids), cache.policy.mode != "mean"
         launch = append_cuda.AppendOne(buckets, ids, flat[0], flat[1], cache._device_lengths, cache.balance, reciprocal)
     given, lengths = (None if x is None else list(x) for x in (requests, seq_lens))
-    cache._repeated = Repeated(given, lengths, frozenset(asked), listed, guard_of((k, v)), launch)
+    cache._repeated = Repeated(given, lengths, frozenset(request_list), listed, guard_of((k, v)), launch)
 
 
 def append_one(

@@ -49,21 +49,21 @@ class LastPrompt:
     requests: list[int] | None  # as given
     seq_lens: list[int] | None
     guard: Callable[..., bool]  # True for k and v of the same type, shape and strides
-    asked: list[int]
+    request_list: list[int]
     lengths: list[int]
     ends: np.ndarray
     prepared: PreparedPrompt | PreparedPlan
 
     @classmethod
     def of(
-        cls, arguments: Arguments, asked: list[int], lengths: list[int], prepared: PreparedPrompt | PreparedPlan
+        cls, arguments: Arguments, request_list: list[int], lengths: list[int], prepared: PreparedPrompt | PreparedPlan
     ) -> LastPrompt | None:
         """Remember these arguments; None if that is not worthwhile."""
         k, v, requests, seq_lens = arguments
         lists = _listed(requests), _listed(seq_lens)
         if [] in lists or k.stride(-1) != 1 or v.stride(-1) != 1:
             return None
-        return cls(*lists, guard_of((k, v)), asked, lengths, np.array(lengths), prepared)
+        return cls(*lists, guard_of((k, v)), request_list, lengths, np.array(lengths), prepared)
 
 
 def append_prompt(
@@ -89,20 +89,20 @@ def append_prompt(
         return False
     if k.dim() == 4:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
-    rows = stored_rows(cache, layer, k, v, last.asked, last.lengths)
+    rows = stored_rows(cache, layer, k, v, last.request_list, last.lengths)
     if not last.prepared.accepts(rows):
         return False
     if mass is not None:
-        mass = check_mass(cache, mass, len(last.asked), max(last.lengths))
+        mass = check_mass(cache, mass, len(last.request_list), max(last.lengths))
     cache.pool.note_stream()
-    cache._forget(last.asked)
+    cache._forget(last.request_list)
     with cache._operation() as change:
         if isinstance(last.prepared, PreparedPrompt):
             last.prepared.prepare(cache, change, layer, rows)
         elif mass is not None and queries is not None:
-            importance = new_importance(cache, layer, last.asked, last.lengths, mass, queries)
-            add_mass(cache, change, layer, last.asked, mass, queries, last.lengths)
+            importance = new_importance(cache, layer, last.request_list, last.lengths, mass, queries)
+            add_mass(cache, change, layer, last.request_list, mass, queries, last.lengths)
             last.prepared.prepare(cache, change, layer, rows, importance, last.lengths)
-        cache._activate(change, last.asked)
-        cache._set_lengths(change, last.asked, layer, last.ends)
+        cache._activate(change, last.request_list)
+        cache._set_lengths(change, last.request_list, layer, last.ends)
     return True

@@ -89,7 +89,7 @@ def check(cache: CacheState) -> None:
     assert (cache.pool.owners(handles) == owned).all(), "a page has other owners than the tables say"
     place = np.broadcast_to(np.arange(table[0].size).reshape(table.shape[1:]), table.shape)[table >= 0]
     kept = np.unique(np.stack([table[table >= 0], place]), axis=1)
-    assert kept.shape[1] == len(handles), "a shared page at different places of its owners' lists"
+    assert kept.shape[1] == len(handles), "a shared page is at different indices of its owners' lists"
     used, reserve = int((cache.pool.refs > 0).sum()), cache.buckets.ahead.reserve
     assert (cache.pool.owners(reserve) == 1).all(), "a page in reserve has other owners"
     assert not np.isin(reserve, handles).any(), "a page in reserve is in a table"

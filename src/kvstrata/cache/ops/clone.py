@@ -15,11 +15,11 @@ Cache = TypeVar("Cache", bound=CacheState)
 
 def clone(cache: Cache, **changes: Any) -> Cache:
     """Copy a cache, optionally with other constructor arguments; BudgetExceeded if the requests do not fit."""
-    twin = type(cache)(**cache._arguments | changes)
+    copy = type(cache)(**cache._arguments | changes)
     for request in cache.requests:
-        put(twin, request, taken(cache, request))
-    twin.reports.set_steps(cache.reports.steps)
-    return twin
+        put(copy, request, taken(cache, request))
+    copy.reports.set_steps(cache.reports.steps)
+    return copy
 
 
 def parts(cache: CacheState) -> dict[int, dict[str, torch.Tensor]]:

@@ -96,10 +96,10 @@ class Ahead:
                 fits = usable == self._given == set(ids.tolist()) and set(scope) == cache._active
             else:
                 fits = scope[0] in usable
-            asked = [row_of[r] for r in scope if r in row_of]
-            chosen.append(fits and least is None and bool(wanted[asked, layer].any()))
+            rows = [row_of[r] for r in scope if r in row_of]
+            chosen.append(fits and least is None and bool(wanted[rows, layer].any()))
             if chosen[-1]:
-                done[asked, layer] = True
+                done[rows, layer] = True
         if not any(chosen):
             return done
         if self._planned is not None:

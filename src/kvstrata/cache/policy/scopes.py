@@ -48,14 +48,14 @@ def pairs(places: Sequence[Place]) -> tuple[list[int], list[int]]:
 def make_scopes(cache: CacheState, places: Sequence[Place], tokens: Tokens, lengths: Sequence[Sequence[int]]) -> Scopes:
     """Scopes of tokens whose requests will have these lengths, with the bytes they share."""
     layers, requests = pairs(places)
-    held = np.array([[n for some in lengths for n in some]], np.int64)
+    held = np.array([[n for scope in lengths for n in scope]], np.int64)
     numbers = np.concatenate([held, cache.reports.at(requests, layers)]).repeat(cache.kv_heads, 1)
     return Scopes(
         tokens,
         numbers,
         cache.kv_heads,
         tuple(len(scope) * cache.kv_heads for _, scope in places),
-        tuple(cache.budget.pages_at([layer for layer, _ in places], [some[0] for some in lengths])),
+        tuple(cache.budget.pages_at([layer for layer, _ in places], [scope[0] for scope in lengths])),
     )
 
 

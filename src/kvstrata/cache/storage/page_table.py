@@ -161,8 +161,8 @@ class Buckets(BucketReads):
         if self.least > 0:
             return None
         if self.last_short is None or self.last_short[0] != self.version or self.last_short[1] is not requests:
-            found = self._find_short(requests, np.flatnonzero(left <= 0))
-            self.last_short = (self.version, requests, found)
+            short = self._find_short(requests, np.flatnonzero(left <= 0))
+            self.last_short = (self.version, requests, short)
         return self.last_short[2]
 
     def _find_short(self, requests: np.ndarray, rows: np.ndarray) -> Short | None:

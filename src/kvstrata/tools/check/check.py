@@ -65,7 +65,7 @@ def check_sweep(
     errors = [f"seed {o.seed}: {o.error}" for o in outcomes if o.error]
     refused = [o.refused for o in outcomes if o.refused]
     if len(refused) == len(outcomes):
-        return Step(f"sweep, {backend}", skipped=refused[0] if refused else "no trials were asked for")
+        return Step(f"sweep, {backend}", skipped=refused[0] if refused else "no trials were requested")
     return Step(f"sweep, {backend}", len(outcomes) - len(refused), time.perf_counter() - began, errors)
 
 

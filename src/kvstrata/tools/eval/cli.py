@@ -140,11 +140,11 @@ def evaluate(
         for length in lengths:
             with ui.refusing():
                 ids = models.encode(tokenizer, words, length, stretches).to(where)
-            beside = [one for name in packed or [] for one in at_bytes(name, loaded.config, length, given)]
-            wanted = [*widths, *beside] or known.at_budgets(
+            packed_contenders = [one for name in packed or [] for one in at_bytes(name, loaded.config, length, given)]
+            wanted = [*widths, *packed_contenders] or known.at_budgets(
                 loaded.config, budgets, policy or ["importance"], lists, length, peers, pages, given
             )
-            prompt = 0 if widths or beside else length // 2  # a width holds at every length
+            prompt = 0 if widths or packed_contenders else length // 2  # a width holds at every length
             task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
             quality.run(
                 loaded,

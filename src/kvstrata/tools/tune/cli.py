@@ -313,8 +313,8 @@ def _experiment(
     wanted = [(noise, factor, SIMULATED) for noise in NOISE for factor in experiment.FACTORS]
     jobs = min(len(wanted), os.cpu_count() or 1)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool, _progress() as progress:
-        beside = where.type == "cuda" and jobs > 1
-        running = [pool.submit(experiment.simulated, *each) for each in wanted] if beside else []
+        in_parallel = where.type == "cuda" and jobs > 1
+        running = [pool.submit(experiment.simulated, *each) for each in wanted] if in_parallel else []
         for left, factor in zip(range(len(experiment.FACTORS), 0, -1), experiment.FACTORS, strict=True):
             task, now = progress.add_task(f"{problem.case} {factor:g}x", total=n, best=""), time.monotonic()
             end = math.inf if seconds is None else now + (begun + seconds - now) / left

@@ -34,7 +34,7 @@ def build(shape: Shape, device: torch.device) -> Bench:
         memory = decoder.cache.memory()
         assert memory.allowed is None or memory.total <= memory.allowed, "the budget does not hold"
         assert len(out) == shape.batch, "tokens are missing"
-        fused, again = (decoder.run(way).tolist() for way in ("fused", "unfused"))
+        fused, again = (decoder.run(method).tolist() for method in ("fused", "unfused"))
         assert fused == again, f"{sum(map(int.__ne__, fused, again))} of {len(fused)} tokens are others"
 
     calls: dict[str, Call] = {

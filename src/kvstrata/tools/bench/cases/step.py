@@ -152,28 +152,28 @@ class Decoder:
         self.cache.advance(self.requests)
         self.host[1] += 1
 
-    def run(self, way: str) -> torch.Tensor:
+    def run(self, method: str) -> torch.Tensor:
         """Update the metadata by the given method, replay, and return the next tokens: views of the runner's memory."""
-        runner = self.runners[way]
-        if way == "host-staged":
+        runner = self.runners[method]
+        if method == "host-staged":
             return runner(**self.host_rows)
-        if way == "in graph":
+        if method == "in graph":
             for name, row in self.host_rows.items():
                 runner.staged[name].copy_(row, non_blocking=True)
             return runner.replay(self.batch)
         self.on_device.copy_(self.host, non_blocking=True)
         return runner(**self.device_rows)
 
-    def step(self, way: str) -> list[int]:
+    def step(self, method: str) -> list[int]:
         """A step as an engine runs it; its tokens are the inputs of the next step."""
         self.advance()
-        tokens: list[int] = self.run(way).tolist()
+        tokens: list[int] = self.run(method).tolist()
         self.host[0] = torch.tensor(tokens)
         return tokens
 
-    def step_ahead(self, way: str) -> list[int]:
+    def step_ahead(self, method: str) -> list[int]:
         """A step whose room was made before: replay, make room for the next one meanwhile, read the tokens."""
-        tokens = self.run(way)
+        tokens = self.run(method)
         copy = self.host.clone()  # the previous copy may still be in flight
         self.host = copy.pin_memory() if self.device.type == "cuda" else copy
         self.host_rows = dict(zip(INPUTS, self.host.unbind(), strict=True))
@@ -206,9 +206,9 @@ def build_wall(shape: Shape, device: torch.device) -> Bench:
     decoder = decoder_of(shape, device)
     ids: list[torch.Tensor] = []  # of the last step
 
-    def step(way: str, i: int) -> list[int]:
+    def step(method: str, i: int) -> list[int]:
         ids[:] = [decoder.host[0].clone()]
-        return decoder.step(way)
+        return decoder.step(method)
 
     def check(name: str, i: int, out: list[int]) -> None:
         """The same state with metadata from plain copies must give the same tokens."""
@@ -217,7 +217,7 @@ def build_wall(shape: Shape, device: torch.device) -> Bench:
         decoder.host[0] = torch.tensor(out)
         assert out == again, f"{sum(map(int.__ne__, out, again))} of {len(out)} tokens are others"
 
-    calls: dict[str, Call] = {way: partial(step, way) for way in WAYS}
+    calls: dict[str, Call] = {method: partial(step, method) for method in WAYS}
     return Bench(
         contenders=calls,
         poison=lambda name, i: decoder.spoil(),
@@ -232,10 +232,10 @@ def build_gpu(shape: Shape, device: torch.device) -> Bench:
     decoder = decoder_of(shape, device)
     wanted = decoder.run("unfused").clone()
 
-    def run(way: str, i: int) -> torch.Tensor:
-        return decoder.run(way)
+    def run(method: str, i: int) -> torch.Tensor:
+        return decoder.run(method)
 
-    calls: dict[str, Call] = {way: partial(run, way) for way in WAYS}
+    calls: dict[str, Call] = {method: partial(run, method) for method in WAYS}
     calls["replay"] = lambda i: decoder.runners["fused"].replay(decoder.batch)
 
     def poison(name: str, i: int) -> None:

@@ -133,9 +133,9 @@ def run(
             add(case_result, engine, shape, told, wrong)
             compare(case_result)
         after_case(report)
-        said = wrong or f"{told['cache_tokens']:,} tokens, started in {told['start_s']:.0f} s"
-        said += f", error {told['error']:.1e}" if "error" in told else ""
-        print(f"{engine}: {said}; {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        summary = wrong or f"{told['cache_tokens']:,} tokens, started in {told['start_s']:.0f} s"
+        summary += f", error {told['error']:.1e}" if "error" in told else ""
+        print(f"{engine}: {summary}; {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     return report
 
 
@@ -151,11 +151,11 @@ def measure(engine: str, shapes: Sequence[Shape]) -> tuple[dict[str, Any], str |
     }  # fmt: skip
     command = [sys.executable, "-m", "kvstrata.tools.bench.vllm_child", json.dumps(given)]
     try:
-        said, code = child.run(command, SECONDS)
-        failed = f"exit code {code}: " + " / ".join(said.strip().splitlines()[-3:])[-600:]
+        output, code = child.run(command, SECONDS)
+        failed = f"exit code {code}: " + " / ".join(output.strip().splitlines()[-3:])[-600:]
     except child.Late as late:
-        said, failed = late.output, str(late)
-    lines = [line for line in said.splitlines() if line.startswith(MARK)]  # one per case
+        output, failed = late.output, str(late)
+    lines = [line for line in output.splitlines() if line.startswith(MARK)]  # one per case
     return (json.loads(lines[-1].removeprefix(MARK)), None) if lines else ({}, failed)
 
 
