@@ -339,7 +339,7 @@ def test_calibration_is_there_when_kernels_are_compiled(engine, tmp_path, monkey
     Calibration([LayerCalibration(torch.full((2, 64), 2.0), torch.ones(2, 64))] * 3).save(path)
     engine.configure({"kvstrata": {"format": "K4V4", "calibration": str(path)}})
     rehearsed = []
-    monkeypatch.setattr(engine.ours, "rehearse", lambda layer, *given: rehearsed.append((layer.calibration, *given)))
+    monkeypatch.setattr(engine.ours, "warm_up", lambda layer, *given: rehearsed.append((layer.calibration, *given)))
     impl = layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64)
     profile(impl)
     ((calibration, heads, block_size, *_),) = rehearsed
