@@ -120,6 +120,7 @@ def decode_packed(
         block_table: int32 ``[B, max_blocks]``. Token i of a request is in block ``block_table[request, i //
             block_size]``; entries past the length may hold anything.
         seq_lens: int32 ``[B]``, tokens of each request, including the queries' own; 0 for a padding row.
+            A length beyond what block_table lists is cut there.
         fmt: format of the pages.
         calibration: the calibration that the tokens were stored with.
         tail: 16-bit rows of each request's unfinished page, ``[max_requests, kv_heads, tokens, head_dim]`` in q's

@@ -118,7 +118,8 @@ def prefill_packed(
             may write them before or after this call; with a tail or sink_tokens it must be before.
         pages: uint8 ``[num_blocks, kv_heads, pages_per_block * fmt.page_bytes]``, which hold the prefix.
         block_table: int32 ``[B, max_blocks]``, as in `decode_packed`.
-        seq_lens: int32 ``[B]``, tokens of each request, including the new ones: the prefix is everything before them.
+        seq_lens: int32 ``[B]``, tokens of each request, including the new ones: the prefix is everything before them,
+            cut where block_table ends.
         cu_seqlens_q: int32 ``[B + 1]``: the new tokens of request i are rows ``cu[i] .. cu[i + 1]``.
         fmt: format of the pages.
         calibration: the calibration that the prefix was stored with.
