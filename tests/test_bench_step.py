@@ -26,7 +26,7 @@ def forget() -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 0.25])
-def test_all_ways_give_the_same_tokens(budget: float | None) -> None:
+def test_all_methods_give_the_same_tokens(budget: float | None) -> None:
     shape = replace(SMALL, budget=budget, context=40 if budget is None else 300)
     for case in step.cases_of(shape):
         bench = case.build(DEVICE)
@@ -93,7 +93,7 @@ def test_rates_and_shares_are_columns() -> None:
     assert "| replay | 1000.00 |  | 1,000 | 2,000 |" in text
 
 
-def test_wall_clock_time_has_the_host_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wall_clock_time_includes_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time from idle device to idle device; the flush and earlier work are excluded."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])

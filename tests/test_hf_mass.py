@@ -49,7 +49,7 @@ def test_a_query_that_sees_nothing_gives_no_mass(by: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("padding", [False, True])
-def test_mass_does_not_depend_on_the_queries_at_a_time(padding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mass_does_not_depend_on_the_chunk_size(padding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use("torch", monkeypatch)
     q, k = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
     column = torch.arange(70).repeat(2, 1)

@@ -165,7 +165,7 @@ def test_equal_tokens_fill_slots_newest_first(
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
-def test_gates_of_the_planner(arch: str) -> None:
+def test_planner_kernels_stay_within_register_limits(arch: str) -> None:
     """No spills, and two blocks of 512 threads a multiprocessor."""
     pytest.importorskip("cuda.core")
     entries = [(plan_cuda.SOURCE, "survey<short, true>"), (plan_cuda.SOURCE, "merge<int, true>")]
@@ -289,7 +289,7 @@ def test_weights_are_those_of_the_estimate() -> None:
     assert bool((key[~moves] == plan.FIXED).all())
 
 
-def test_an_empty_scope_beside_a_full_one_keeps_its_room() -> None:
+def test_an_empty_scope_next_to_a_full_one_keeps_its_room() -> None:
     cache = filled([300, 200], layers=1, budget=None)
     scopes = scopes_of(cache)
     now = int(price(scopes, scopes.tokens.tier, cache.policy, [0, 0])[1])

@@ -229,7 +229,7 @@ def test_a_long_service(device: torch.device, name: str, steps: int) -> None:
     assert service.short >= steps // 200
 
 
-def test_what_goes_wrong_is_noticed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_soak_detects_errors(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row written to another request, and a page that nobody frees."""
     service = Service(device, 1, **OPTIONS["fraction"])
     write = TieredCache.write
