@@ -32,8 +32,13 @@ struct Params {
   int page_tokens, stage_tokens[kMaxTiers], cost[kMaxTiers], few_cost[kMaxTiers];
 };
 
+// a / b, both at least 0. Most costs fit 32 bits, whose division is a few instructions instead of a call.
+__device__ __forceinline__ i64 quotient(i64 a, i64 b) {
+  return (a | b) >> 31 ? a / b : static_cast<unsigned>(a) / static_cast<unsigned>(b);
+}
+
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__device__ __forceinline__ i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+__device__ __forceinline__ i64 ceil_div(i64 a, i64 b) { return quotient(a + b - 1, b); }
 
 // Sums over buckets of stages. Costs of a large layer do not fit 32 bits.
 struct Sums {
@@ -180,7 +185,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         stage.meta = meta_of(min(tokens - i * step, step), t, p.page_bytes ? i : part);
         return stage;
       };
-      for (int i = lane; i < n; i += 32 * kAhead) {
+      if (n <= 32 && lane < n) {
+        const int handle = table[place_of_page(lane)];
+        stages[first_stage + lane] = stage_of(lane, handle, slab_of(handle));
+      }
+      for (int i = lane; n > 32 && i < n; i += 32 * kAhead) {
         int handle[kAhead];
         unsigned long long slab[kAhead];
 #pragma unroll
@@ -201,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
       // first of a bucket, with the cost of starting it, may, and then the chunks before it are empty.
       const i64 after = n ? begin + begin_cost : begin, whole = after + static_cast<i64>(n) * price;
       for (i64 c = ceil_div(begin, size) + lane; c * size < whole; c += 32) {
-        const int i = max(c * size - after, 0ll) / price, number = chunk + c;
+        const int i = quotient(max(c * size - after, 0ll), price), number = chunk + c;
         Chunk& part = parts[place_of(number)];
         const int handle = table[place_of_page(i)];
         part.first = stage_of(i, handle, slab_of(handle));
@@ -213,9 +222,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
       if (lane == 0) {
         Slots found = {0, 0};
         if (n) {
-          const int c = (after + price - 1) / size;
+          const int c = quotient(after + price - 1, size);
           found.first = chunk + c + t * head_caches + u;
-          found.count = static_cast<int>((whole - 1) / size) - c + 1;
+          found.count = static_cast<int>(quotient(whole - 1, size)) - c + 1;
         }
         slots[t * head_caches + u] = found;
       }

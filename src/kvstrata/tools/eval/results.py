@@ -41,6 +41,7 @@ class Row:
     count: list[int]
     tiers: dict[str, int] = field(default_factory=dict)
     stretches: int = 1  # stretches of each text
+    measured: str = ""  # revision and date
 
     @property
     def setting(self) -> tuple[int, int, int, int]:
@@ -99,6 +100,7 @@ class Needle:
     found: int
     asked: int
     logprob: float  # mean log-probability of the answer
+    measured: str = ""  # revision and date
 
 
 @dataclass
@@ -110,6 +112,24 @@ class Quality:
     rows: list[Row] = field(default_factory=list)
     needles: list[Needle] = field(default_factory=list)
     op: str = OP  # name of the file: `quality`, or `quality_` and a suffix for other texts on the same machine
+
+    @property
+    def provenance(self) -> str:
+        """Revision and date of this run."""
+        return results.provenance(self.machine) if self.machine else ""
+
+    def is_current(self, result: Row | Needle) -> bool:
+        """True if the result is of this run's revision: a stopped run keeps it, a later revision measures it again."""
+        return result.measured.partition(",")[0] == self.provenance.partition(",")[0]
+
+    def keep(self, row: Row) -> None:
+        """Add a row, in place of an older one of the same cache and setting."""
+        key = (row.name, row.setting, row.budget, row.options)
+        for i, old in enumerate(self.rows):
+            if (old.name, old.setting, old.budget, old.options) == key:
+                self.rows[i] = row
+                return
+        self.rows.append(row)
 
     def note_absent(self, why: dict[str, str]) -> None:
         """Record peers that cannot run now, unless they have rows from an earlier run."""
