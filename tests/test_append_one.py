@@ -68,7 +68,7 @@ def test_counts_go_up_on_the_device(emulated: None) -> None:
 
 
 def test_new_pages_are_zero_and_in_the_table(emulated: None) -> None:
-    """Pages in several slabs; those beside them keep their bytes."""
+    """Pages in several slabs; adjacent pages keep their bytes."""
     cache = filled()
     pool, table = cache.pool, cache.buckets.page_table.clone()
     handles = pool.allocate(0, 9)

@@ -65,7 +65,7 @@ def test_metadata_that_does_not_arrive_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_shapes_of_the_benchmark() -> None:
-    """Weights of Llama-3.1-8B without its embedding, and at most 34.4 GB of K and V beside them."""
+    """Weights of Llama-3.1-8B without its embedding, and at most 34.4 GB of K and V in addition."""
     assert step.Model().weights == 7_504_658_432
     names = [case.name for case in step.cases(torch.device("cuda"), False)]
     assert names[:2] == ["step-B1-4096-16bit-gpu", "step-B1-4096-16bit"]

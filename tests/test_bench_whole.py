@@ -33,7 +33,7 @@ def test_every_operation_passes_its_check() -> None:
 
 
 def test_samples_of_steps_contain_settlings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests settle in some of the steps, not in each; nobody writes in the time of a step."""
+    """Requests settle in some of the steps, not in each; nothing is written during the time of a step."""
     (case,) = (case for case in whole.cases(CPU, False) if case.name.startswith("advance"))
     bench = case.build(CPU)
     ours, _ = whole.steps_of(whole.TOY, CPU)

@@ -98,7 +98,7 @@ def test_a_request_does_not_depend_on_the_rest_of_the_batch() -> None:
 
 
 def decoded_beside(cache: TieredCache, neighbours: list[int]) -> torch.Tensor:
-    """Tiers of request 0 after a prompt and some steps, with others of these lengths beside it."""
+    """Tiers of request 0 after a prompt and some steps, in a batch with others of these lengths."""
     lengths = [300, *neighbours]
     parts = [[torch.randn(2, 340, 2, 32, generator=torch.Generator().manual_seed(n)) for n in lengths] for _ in "kv"]
     for layer in range(2):

@@ -138,7 +138,7 @@ def test_centres_of_several_layers() -> None:
 
 
 def test_centres_are_computed_only_where_missing() -> None:
-    """A request that has one settles beside one that has none, stored and new tokens in both."""
+    """A request that has one settles together with one that has none, stored and new tokens in both."""
     cache = make(max_requests=3, recent_tokens=16)
     k, v = rows(900)
     cache.append(0, k[:300], v[:300], [1])

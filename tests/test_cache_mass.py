@@ -96,7 +96,7 @@ def test_other_policies_accept_and_ignore_mass() -> None:
 
 
 def test_a_larger_floor_spreads_bits_more_evenly() -> None:
-    """Without the floor the few that were asked for get all bits; with a large one, nearly all get the same."""
+    """Without the floor the few that received attention get all bits; with a large one, nearly all get the same."""
 
     def tiers(floor: float) -> int:
         cache = make(budget=0.35, max_tokens=1024)

@@ -1,4 +1,4 @@
-"""Settling in turns, and a step ahead: how much a step moves, and that neighbours do not matter."""
+"""Settling by a schedule, and one step ahead: how much a step moves, and that the batch does not matter."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_layers_settle_in_rotation() -> None:
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_other_requests_do_not_change_tiers(layers: int) -> None:
-    """A request alone, and beside others that come, pause, crop and leave: the same tokens in the same tiers."""
+    """A request alone, and in a batch with others that come, pause, crop and leave: the same tokens in the same tiers."""
     alone, among = started([200], layers), started([200, 150, 260], layers)
     for number in range(90):
         step(alone, [0], number)

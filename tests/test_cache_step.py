@@ -122,7 +122,7 @@ def test_a_step_fits_where_an_append_does() -> None:
 
 
 def test_forks_that_share_their_pages_need_no_plan_to_fit() -> None:
-    """A layer that fits as it is, since its pages are shared, beside one that does not."""
+    """A layer that fits as it is, since its pages are shared, together with one that does not."""
     options = dict(budget_bytes=240_000, recent_tokens=16, sink_tokens=0, settle_every=8, max_requests=3)
     one, other = (make(2, **options) for _ in range(2))
     k, v = rows(20)

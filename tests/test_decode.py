@@ -289,7 +289,7 @@ def test_fixed_split_is_batch_invariant() -> None:
 def test_any_number_of_combining_warps_gives_the_same_output(
     combine: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many: more partial results than they take at a time, requests with none, sinks beside them."""
+    """More partials than they take at a time, requests with none, and sinks."""
     cut = dict(warps=2, resident=8, width=1, waves=1, combine=combine)
     monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: cut)
     options = dict(sinks=torch.tensor([0.5, -1.0, -torch.inf, 2.0], device=DEVICE))

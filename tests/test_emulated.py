@@ -94,7 +94,7 @@ def test_launch_configuration_of_a_tuned_table(combine: int, monkeypatch: pytest
 
 @pytest.mark.parametrize("dim", [32, 80, 256])
 def test_one_warp_combines_a_column(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More partial results than it takes at a time, requests with none, a sink beside them."""
+    """More partials than it takes at a time, requests with none, and a sink."""
     cut = Cut(warps=1, resident=8, width=1, waves=4, combine=1)
     monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: asdict(cut))
     options = dict(sinks=torch.tensor([0.5, -1.0, -torch.inf, 2.0]))

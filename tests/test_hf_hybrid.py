@@ -1,4 +1,4 @@
-"""Layers with states beside K and V, and layers that share the K and V of others."""
+"""Layers with states in addition to K and V, and layers that share the K and V of others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def error(given: torch.Tensor, expected: torch.Tensor) -> float:
     return float((given - expected).norm() / expected.norm())
 
 
-# States beside K and V
+# States in addition to K and V
 
 
 def test_states_and_packed_tokens() -> None:

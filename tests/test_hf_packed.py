@@ -301,7 +301,7 @@ def test_calibration_from_the_biases_of_a_model(tmp_path, monkeypatch: pytest.Mo
 
 
 def test_the_host_reads_columns_once_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are told how many columns there were: a look at the device waits for it."""
+    """Layers get the number of columns from the host: reading it from the device would synchronise."""
     model = make("llama")
     cache = StrataCache(model.config, format="K4V4", max_tokens=256, page_tokens=16)
     starts = []

@@ -1,4 +1,4 @@
-"""16-bit tail and sink tokens beside packed pages: every backend in an engine's life, against the float32 model."""
+"""16-bit tail and sink tokens with packed pages: every backend over the life of requests, against the float32 model."""
 
 from __future__ import annotations
 

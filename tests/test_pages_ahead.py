@@ -244,7 +244,7 @@ def test_no_pages_ahead_under_a_budget_or_beyond_the_last_page() -> None:
 
 
 def test_pages_by_a_kernel_are_zero_and_in_the_table(emulated: None) -> None:
-    """Pages of three requests in one launch, at different places of their lists; those beside them keep their bytes."""
+    """Pages of three requests in one launch, at different indices of their lists; adjacent pages keep their bytes."""
     cache = filled(4)
     pool, table, each = cache.pool, cache.buckets.page_table.clone(), LAYERS * 2
     handles = pool.allocate(0, 4 * each)

@@ -204,7 +204,7 @@ def alone(scopes: plan.Scopes, number: int) -> tuple[plan.Scopes, torch.Tensor]:
 @pytest.mark.parametrize("headroom", [0, 64])
 @pytest.mark.parametrize("less", [0.97, 0.87])
 def test_a_scope_gets_the_same_tiers_alone(policy: str, headroom: int, less: float) -> None:
-    """Whoever is planned beside it, and in whatever order its tokens come; and what it gets fits."""
+    """Whatever else is planned, and in whatever order its tokens come; and its assignment fits."""
     cache = filled([400, 150, 333], layers=3, policy=policy)
     scopes = scopes_of(cache, less)
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(scopes.tokens)))

@@ -243,7 +243,7 @@ def test_a_nan_score_affects_only_its_query(backend: str, value: float, causal: 
 @each_backend
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_memory_around_is_never_read(backend: str, value: float) -> None:
-    """Views into memory full of NaN and inf: rows before and after, heads beside, the rest of a row."""
+    """Views into memory full of NaN and inf: rows before and after, other heads, the rest of a row."""
     few(backend, value != value)
     case = case_of([(21, 37)] * 2, heads=4, kv_heads=2)
     q, k, v = case.batch()

@@ -26,7 +26,7 @@ CASES |= {
     for key, config in TABLE.items()
     if config is not None
 }
-# kernel, architecture, head_dim; new rows beside the cache
+# kernel, architecture, head_dim; new rows outside the cache
 CHUNKS: dict[str, tuple[str | int | bool, ...]] = {
     "stage, sm_80": ("stage_kernel", 80, 96),
     "stage, sm_90": ("stage_kernel", 90, 128),

@@ -1,4 +1,4 @@
-"""prefill_attention_cached with new rows beside the cache, against a plain softmax over its tokens and these rows."""
+"""prefill_attention_cached with new rows outside the cache, against a plain softmax over its tokens and these rows."""
 
 from __future__ import annotations
 

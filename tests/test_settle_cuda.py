@@ -134,7 +134,7 @@ def test_prompts_steps_and_appends_settle_alike(device: str, options: dict) -> N
 
 
 def test_scratch_of_a_prompt_is_bounded_and_counted(device: str) -> None:
-    """At most 32 bytes for each token and head, beside a few pages of small lists; `memory` reports them."""
+    """At most 32 bytes per token and head, plus a few pages of small lists; `memory` reports them."""
     ours, _ = pair(device, max_tokens=4096, budget=0.25, dtype=torch.bfloat16)
     tokens = 3000
     k, v = torch.randn(2, tokens, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
