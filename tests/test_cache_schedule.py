@@ -63,7 +63,7 @@ def test_layers_settle_in_rotation() -> None:
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_other_requests_do_not_change_tiers(layers: int) -> None:
-    """A request alone, and in a batch with others that come, pause, crop and leave: the same tokens in the same tiers."""
+    """A request alone, and with others that come, pause, crop and leave: the same tokens in the same tiers."""
     alone, among = started([200], layers), started([200, 150, 260], layers)
     for number in range(90):
         step(alone, [0], number)

@@ -92,7 +92,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_those_of_generate(name: str, steps: list[tuple[bool, bool, bool]]) -> None:
-    """Prompts in chunks mixed with decodes, beyond the window: at K8V8 every token is the best one, or within rounding."""
+    """Prompt chunks mixed with decodes, beyond the window: at K8V8 every token is the best one, or within rounding."""
     model = make(name)
     expected = [
         model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False)[0, len(p) :].tolist() for p in PROMPTS
