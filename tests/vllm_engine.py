@@ -1,4 +1,4 @@
-"""kvstrata in a real vLLM on one GPU, by hand: tokens of FlashAttention, thousands of requests, a real checkpoint.
+"""kvstrata in a real vLLM on one GPU, by hand: tokens against FlashAttention, thousands of requests, a real checkpoint.
 
     python tests/vllm_engine.py tokens              mixed batches, prefix hits, preemption, drafts, tails, other models
     python tests/vllm_engine.py soak [REQUESTS]     random requests: every token, every block back
