@@ -157,7 +157,7 @@ def test_settle_finds_a_row_in_the_wrong_place(monkeypatch):
     assert any("off by" in (o.error or "") for o in sweeps.run("settle", CPU, "auto", range(4)))
 
 
-def test_what_a_backend_refuses_is_no_failure(monkeypatch):
+def test_a_refused_call_is_not_a_failure(monkeypatch):
     def refuse(draw, backend):
         raise Refused("not such a call")
 
@@ -172,7 +172,7 @@ def test_draws_are_the_same_for_a_seed():
     assert torch.equal(first.normal(3), again.normal(3))
 
 
-def test_check_passes_on_the_cpu_and_says_what_it_skipped():
+def test_check_passes_on_the_cpu_and_reports_what_it_skipped():
     done = invoke("check", "replay", "--device", "cpu", "--quick")
     assert done.exit_code == 0, done.output
     assert "Correctness: PASSED" in done.stdout
@@ -219,11 +219,11 @@ RACES = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
          ["compute-sanitizer does not support this device or virtual machine"]),
     ],
 )  # fmt: skip
-def test_what_the_sanitizer_said(text, code, errors):
+def test_sanitizer_output_is_parsed(text, code, errors):
     assert check.read_sanitizer(text, code)[1] == errors
 
 
-def test_the_sanitizer_watches_a_child(monkeypatch, tmp_path):
+def test_the_sanitizer_runs_a_child_process(monkeypatch, tmp_path):
     """A stand-in that runs what it is given and adds a summary."""
     tool = tmp_path / "compute-sanitizer"
     rest = "sys.argv[sys.argv.index('--error-exitcode') + 2 :]"
@@ -250,7 +250,7 @@ def pretended_cuda(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("pretended_cuda")
-def test_a_sweep_in_a_process_of_its_own():
+def test_a_sweep_runs_in_a_separate_process():
     step = check.watch_sweep("replay", "reference", 6, 3, math.inf, 600.0)
     assert (step.name, step.verdict, step.done) == ("sweep, reference", "passed", 6), step.errors
     step = check.watch_sweep("replay", "reference", 6, 3, 0.0, 600.0)
@@ -271,11 +271,11 @@ def test_a_sweep_in_a_process_of_its_own():
         ("Segmentation fault", -11, (0, ["the child ended early, exit code -11: Segmentation fault"], None)),
     ],
 )
-def test_what_a_sweep_said(text, code, found):
+def test_sweep_output_is_parsed(text, code, found):
     assert check.read_sweep(text, code) == found
 
 
-def test_on_a_gpu_sweeps_tools_and_cases_run_side_by_side(monkeypatch):
+def test_on_a_gpu_sweeps_tools_and_cases_run_in_parallel(monkeypatch):
     """Five of them meet at a barrier; one after the other they would not."""
     meet = threading.Barrier(5, timeout=600)
 
@@ -296,7 +296,7 @@ def test_on_a_gpu_sweeps_tools_and_cases_run_side_by_side(monkeypatch):
     assert steps[2].skipped == "not here"
 
 
-def test_outcomes_are_kept_and_rendered(monkeypatch, tmp_path):
+def test_outcomes_are_saved_and_rendered(monkeypatch, tmp_path):
     """An op takes the place of its earlier entry; a failure is kept as one."""
     monkeypatch.chdir(tmp_path)
     tools = [check.Step(check_results.SANITIZER + tool, 3, 1.0) for tool in check_results.TOOLS]

@@ -60,7 +60,7 @@ def test_spec_before_any_configuration_is_an_error(engine):
         engine.ours.KvstrataBackend.customize_spec(spec_of(engine))
 
 
-def test_backend_says_what_it_is(engine):
+def test_backend_reports_its_capabilities(engine):
     backend = engine.ours.KvstrataBackend
     assert backend.get_name() == "CUSTOM"  # vLLM looks it up among its backends
     assert not backend.forward_includes_kv_cache_update
@@ -403,7 +403,7 @@ def test_plugin_registers_once_and_keeps_others(monkeypatch, caplog, before, aft
     assert bool(caplog.text) == bool(warning)
 
 
-def test_plugin_does_not_stop_another_vllm(monkeypatch, caplog):
+def test_plugin_only_warns_with_another_vllm_version(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))  # it has no registry
     for name in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends.registry"):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -89,7 +89,7 @@ def test_any_batch(backend: str) -> None:
 
 
 @each_backend
-def test_fixed_split_does_not_know_the_batch(backend: str) -> None:
+def test_fixed_split_is_batch_invariant(backend: str) -> None:
     fmt = Format.parse("K4V4", 64, 16)
     batch = Batch(fmt, [300, 20, 150])
     q = batch.queries([1, 1, 1], 3)

@@ -1,7 +1,7 @@
 """Tuning problems by op: a module `problems/<op>.py` has `problems(arch, device) -> list[Problem]`.
 
-A problem is one case of the op's benchmark. What it needs to be compiled is known without a device; `build` puts inputs
-on one, with the benchmark's own check.
+A problem is one case of the op's benchmark. Its kernels can be compiled without a device; `build` creates inputs on
+one, with the benchmark's own check.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Problem:
-    """A case to be tuned. `invalid(choice)` says why a choice makes no sense for this shape, or None."""
+    """A case to be tuned. `invalid(choice)` is the reason why a choice is invalid for this shape, or None."""
 
     op: str
     case: str
@@ -52,7 +52,7 @@ def names() -> list[str]:
 
 
 def check(op: str) -> None:
-    """LookupError, which lists what there is, for an op without problems."""
+    """Raise LookupError, listing the ops with problems, for an op without any."""
     if op not in names():
         raise LookupError(f"nothing to tune in {op!r}; there are: {', '.join(names())}")
 

@@ -1,4 +1,4 @@
-"""The store's cases: the CUDA C++ kernels, or on any device the reference, fed some tokens at a time."""
+"""The store's cases: the CUDA C++ kernels, or on any device the reference, with a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _build_cuda(kind: Kind, tokens: int, sets: int, device: torch.device) -> Rea
 
 
 def toy(device: torch.device) -> Problem:
-    """Tokens at a time: the only thing there is to choose in a loop over torch's indexed writes."""
+    """Tokens at a time: the only parameter of a loop over torch's indexed writes."""
     kind, tokens = KINDS[0], TOY
     return Problem(
         op="store",
