@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,9 @@ from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
+from unittest import mock
+
+import gates
 
 
 @functools.cache
@@ -45,6 +49,14 @@ def compile_triton(
     return resources(call("ahead:compile_kernel", module, kernel, arch, types, constants, options))
 
 
+EVENTS = {"HGMMA": "M", "MUFU.EX2": "e", "WARPGROUP.DEPBAR": "w", "UTMALDG": "c"}  # instructions by their letters
+
+
+def events(listing: str) -> str:
+    """Letters of the instructions of a kernel that are in `EVENTS`."""
+    return listing.partition("EVENTS:")[2]
+
+
 def resources(listing: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", listing)}
 
@@ -60,18 +72,41 @@ def compile_kernel(module: str, name: str, arch: int, types: dict, constants: di
     return compile_source(ASTSource(kernel, signature, constants), arch, options)
 
 
-def compile_source(source: Any, arch: int, options: dict, *flags: str) -> str:
-    """What cuobjdump says of the kernel, asked for its resources and with more `flags`; shared memory comes last."""
+def compile_anew(*arguments: Any) -> str:
+    """`compile_kernel`, whatever is noted."""
+    with mock.patch.dict(gates._known(), clear=True):
+        return compile_kernel(*arguments)
+
+
+def compile_source(source: Any, arch: int, options: dict, instructions: bool = False) -> str:
+    """Registers, stack, local and shared memory of a kernel and, if asked for, its `EVENTS` in order.
+
+    Compiled where Triton's own key of source, options and assembler, and its version, are new to `gates`.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
 
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(built.asm["cubin"])
-        command = [cuobjdump, "-res-usage", *flags, file.name]
-        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return f"{listing}\nSHARED:{built.metadata.shared}"
+    def listing() -> str:
+        built = triton.compile(source, target=target, options=options)
+        cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(built.asm["cubin"])
+            command = [cuobjdump, "-res-usage", *["-sass"] * instructions, file.name]
+            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        used = resources(text) | {"SHARED": built.metadata.shared}
+        said = [f"{name}:{value}" for name, value in used.items()]
+        if instructions:
+            words = re.findall(r"\b(?:HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR|UTMALDG)\b", text)
+            said.append("EVENTS:" + "".join(EVENTS[word] for word in words))
+        return " ".join(said)
+
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options) | source.parse_options())
+    key = [triton.__version__, source.hash(), backend.hash(), parsed.hash(), str(instructions), str(EVENTS)]
+    name = f"{source.fn.__name__} sm_{arch}: {'events' if instructions else 'resources'}"
+    return gates.kept(f"{hashlib.sha256('-'.join(key).encode()).hexdigest()[:24]} {name}", listing)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import gates
 from ahead import compile_triton
 from kvstrata import jit
 from kvstrata.attention.decode import cuda as decode_cuda
@@ -171,7 +172,7 @@ def test_store_gates(name: str, backend: str, arch: str) -> None:
         pytest.skip("a kernel that does not take these rows here")
     if config.kernel == "bulk":
         shape = dataclasses.replace(shape, task=store_cuda.in_chunks(shape.task))
-    usage = jit.usage(store_cuda.SOURCE, store_cuda.entry_of(shape, torch.int32, config), arch=arch)
+    usage = gates.usage(store_cuda.SOURCE, store_cuda.entry_of(shape, torch.int32, config), arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
     assert 0 < usage.registers <= {"direct": 64, "staged": 64, "bulk": 32}[config.kernel], usage
     assert usage.shared_bytes <= {"direct": 0, "staged": 32, "bulk": 8}[config.kernel] * 1024 + 256, usage
@@ -196,7 +197,7 @@ QUANTISED = [
 )
 def test_quantise_gates(arch: str, format: Format, dtype: torch.dtype, registers: int) -> None:
     """Register use leaves enough warps to hide memory latency; a few spills are allowed at 128 registers per tile."""
-    usage = jit.usage(quantize_op.SOURCE, quantize_op.entry_of(format, dtype), arch=arch)
+    usage = gates.usage(quantize_op.SOURCE, quantize_op.entry_of(format, dtype), arch=arch)
     assert usage.spill_bytes <= (256 if format.head_dim == 256 else 0), usage
     assert usage.stack_bytes <= (96 if format.head_dim == 256 else 0), usage
     assert 0 < usage.registers <= registers, usage
@@ -210,7 +211,7 @@ def test_quantise_gates(arch: str, format: Format, dtype: torch.dtype, registers
 )
 def test_baselines_compile(file: str, entry: str, arch: str) -> None:
     folder = Path(jit.__file__).parent.parent / "tools" / "bench" / "baselines"
-    assert jit.usage(folder / file, entry, arch=arch).spill_bytes == 0
+    assert gates.usage(folder / file, entry, arch=arch).spill_bytes == 0
 
 
 @pytest.mark.parametrize("mantissa", [0, 3])
