@@ -85,10 +85,11 @@ test-oldest: $(STAMP)
 
 # What compilers say of the kernels whose registers and spills are tested, written down: see tests/gates.py.
 gates: $(STAMP)
-	@rm -f tests/data/kernel_usage.json
-	KVSTRATA_RECORD_GATES=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+	@rm -f tests/data/kernel_usage.new
+	KVSTRATA_RECORD_GATES=tests/data/kernel_usage.new OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
 	  -k "gate or compile or compiles or machine_code or have_no_code_for_them or list_takes" \
 	  $$(grep -lE '\b(gates|ahead)\b' tests/test_*.py)
+	@mv tests/data/kernel_usage.new tests/data/kernel_usage.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

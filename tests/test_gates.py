@@ -48,7 +48,7 @@ def test_a_noted_kernel_is_not_compiled(file: Path, monkeypatch: pytest.MonkeyPa
     assert gates.usage(SOURCE, "rows", arch="sm_90") == used
     assert not file.exists(), "tests write nothing"
     gates._known.cache_clear()
-    monkeypatch.setenv(gates.RECORD, "1")
+    monkeypatch.setenv(gates.RECORD, str(file))
     assert gates.usage(SOURCE, "rows", arch="sm_90") == gates.usage(SOURCE, "rows", arch="sm_80") == used
     assert [key.split(" ", 1)[1] for key in json.loads(file.read_text())] == [
         "rows.cu rows sm_80: usage",
@@ -66,12 +66,16 @@ def test_whatever_changes_the_code_changes_the_key(tmp_path: Path, monkeypatch: 
     keys = []
 
     def note(entry: str = "f<1>", arch: str = "sm_90", what: str = "usage", *more: str) -> None:
-        gates.compiler._headers_digest.cache_clear()
+        gates._headers.cache_clear()
         keys.append(gates.key_of(what, source, entry, arch, *more))
 
     source.write_text("one")
     header.write_text("one")
     note()
+    source.write_text("  one // alike\n\n")
+    header.write_text("/* as\nbefore */ one")
+    note()
+    assert keys.pop() == keys[0], "comments are no code"
     note("f<2>")
     note(arch="sm_80")
     note("f<1>", "sm_90", "bytes")
@@ -83,7 +87,11 @@ def test_whatever_changes_the_code_changes_the_key(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gates, "_compiler", lambda: "another version")
     note()
     assert len(set(keys)) == len(keys) == 8
-    gates.compiler._headers_digest.cache_clear()
+    gates._headers.cache_clear()
+
+
+def test_strings_are_code() -> None:
+    assert gates.code_of('a = "//b"; // c\n#if /* d */ 1\n  x = \'"\'; // "') == 'a = "//b";\n#if 1\nx = \'"\';'
 
 
 def test_nothing_is_known_of_another_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
