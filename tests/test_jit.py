@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import multiprocessing
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,11 +97,6 @@ def test_error_holds_the_log(small: Path) -> None:
         jit.compile(small, "broken", arch="sm_90")
 
 
-def _compile_in_child(arguments: tuple[str, int]) -> str:
-    source, add = arguments
-    return jit.compile(Path(source), f"add<{add}>", arch="sm_90").symbol
-
-
 def test_unusable_cache_folder_is_said(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTRATA_CACHE", str(small))  # a file, not a folder
     with pytest.warns(UserWarning, match="cubins are not cached"):
@@ -117,11 +114,15 @@ def test_bulk_copies_are_for_hopper_and_newer() -> None:
     assert kernels == {"sm_80": "direct", "sm_89": "direct", "sm_90": "bulk", "sm_100": "bulk"}
 
 
-def test_processes_compile_at_once(small: Path) -> None:
+def test_processes_compile_at_once(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jit_child import compile_add
+
+    # Python 3.11 does not tell the server sys.path, and says nothing of a module that it then does not find.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path])))
     forks = multiprocessing.get_context("forkserver")  # which imports torch once, where spawned processes do so each
-    forks.set_forkserver_preload([__name__])
+    forks.set_forkserver_preload(["jit_child"])
     with forks.Pool(4) as pool:
-        symbols = pool.map(_compile_in_child, [(str(small), add) for add in (1, 2, 1, 2, 1, 2, 1, 2)])
+        symbols = pool.starmap(compile_add, [(str(small), add) for add in (1, 2, 1, 2, 1, 2, 1, 2)])
     assert len(set(symbols)) == 2
 
 
