@@ -22,7 +22,7 @@ def refuse(*arguments: object, **options: object) -> None:
 
 def test_a_kernel_is_noted_as_the_compiler_sees_it() -> None:
     """Of one that compiles quickly; a note that is not there is no failure."""
-    noted = gates.kept(gates.key_of("usage", SOURCE, "rows", "sm_90"), lambda: None)
+    noted = gates._known().get(gates.key_of("usage", SOURCE, "rows", "sm_90"))
     assert noted is None or jit.Usage(**noted) == jit.usage(SOURCE, "rows", arch="sm_90")
 
 
