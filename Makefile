@@ -32,7 +32,7 @@ REVISION ?=
 OPS ?= store quantize settle decode packed prefill replay step serve
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean
+.PHONY: help demo test test-oldest gates lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean
 
 help:
 	@echo "kvstrata: the KV-cache layer of LLM inference"
@@ -41,6 +41,7 @@ help:
 	@echo "  make test    the test suite; without a GPU the Triton kernels run in the interpreter and the"
 	@echo "               CUDA kernels are compiled and inspected     ARGS='-k padding -x' narrows it"
 	@echo "  make test-oldest  StrataCache and generate with the oldest transformers that is supported"
+	@echo "  make gates   after a change of a kernel: note its registers, so that tests need not compile it again"
 	@echo "  make lint    ruff (rules and format) and mypy            make format repairs what ruff can"
 	@echo "  make gpu     on a CUDA host: all tests, compute-sanitizer ($(SANITIZER_TOOLS)),"
 	@echo "               benchmarks saved to results/; uses PYTHON=$(PYTHON) and installs nothing"
@@ -81,6 +82,14 @@ test-oldest: $(STAMP)
 	@test -d $(OLDEST) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
 	  'transformers==5.17.0' 'huggingface_hub>=1.33,<2' httpx httpcore h11 anyio
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_hf*.py tests/test_generate.py $(ARGS)
+
+# What compilers say of the kernels whose registers and spills are tested, written down: see tests/gates.py.
+gates: $(STAMP)
+	@rm -f tests/data/kernel_usage.new
+	KVSTRATA_RECORD_GATES=tests/data/kernel_usage.new OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+	  -k "gate or compile or compiles or machine_code or have_no_code_for_them or list_takes" \
+	  $$(grep -lE '\b(gates|ahead)\b' tests/test_*.py)
+	@mv tests/data/kernel_usage.new tests/data/kernel_usage.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -19,10 +20,12 @@ if not HAS_GPU:
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from typer import testing  # noqa: E402
 
 import compile_once  # noqa: E402
 
 compile_once.share()
+testing._get_command = functools.cache(testing._get_command)  # 80 ms, which every invocation took
 settings.register_profile("kvstrata", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 settings.load_profile("kvstrata")
 
@@ -75,11 +78,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 def invoke(*arguments: object) -> Any:
     """`kvstrata` with these arguments."""
-    from typer.testing import CliRunner
-
     from kvstrata.tools.cli import app
 
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

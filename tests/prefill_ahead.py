@@ -68,7 +68,7 @@ def compile_prefill(dim, causal, ragged, tail, arch, given):
             types[name] = "fp32"
         elif types[name][0] == "*" or name.startswith("stride_"):
             aligned[(i,)] = [["tt.divisibility", 16]]
-    return compile_source(source(kernel, types, constants, aligned), arch, options, "-sass")
+    return compile_source(source(kernel, types, constants, aligned), arch, options, instructions=True)
 
 
 def compile_chunk(kernel, arch, dim, beside=False):
@@ -132,4 +132,4 @@ def compile_chunk(kernel, arch, dim, beside=False):
         "specialized_chunk_kernel": dict(num_warps=4),
     }
     source = GluonASTSource if hopper else ASTSource
-    return compile_source(source(kernel, types, constants, aligned), arch, options[kernel.__name__], "-sass")
+    return compile_source(source(kernel, types, constants, aligned), arch, options[kernel.__name__], instructions=True)

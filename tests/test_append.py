@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import gates
 from conftest import HAS_GPU
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import append as append_op
@@ -120,11 +121,9 @@ def test_unknown_backend_is_named_in_the_error() -> None:
 def test_kernels_stay_within_register_limits(arguments: tuple, arch: str) -> None:
     """No spills and few registers: the kernel is a copy."""
     pytest.importorskip("cuda.core")
-    from kvstrata import jit
-
     balanced = torch.bfloat16 if arguments[1] == 2 else torch.float32
     for kernel, dtype in itertools.product(append_cuda.KERNELS, (None, balanced)):
-        usage = jit.usage(append_cuda.SOURCE, append_cuda.entry_of(*arguments, kernel, dtype), arch=arch)
+        usage = gates.usage(append_cuda.SOURCE, append_cuda.entry_of(*arguments, kernel, dtype), arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
         assert 0 < usage.registers <= 64, usage
 

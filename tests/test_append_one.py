@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import emulator
+import gates
 from allocations import Allocations
 from cache_model import fingerprint, make, rows
 from cache_model import same as alike
 from conftest import HAS_GPU
-from kvstrata import jit
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import append_cuda, launches
 from kvstrata.cache.ops import append as append_op
@@ -266,7 +266,7 @@ def test_appends_after_a_step_that_failed_are_counted(monkeypatch: pytest.Monkey
 def test_kernels_stay_within_register_limits(arch: str) -> None:
     pytest.importorskip("cuda.core")
     for kernel in table_cuda.KERNELS:
-        usage = jit.usage(table_cuda.SOURCE, kernel, arch=arch)
+        usage = gates.usage(table_cuda.SOURCE, kernel, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
         assert 0 < usage.registers <= 64, usage  # of the three kernels together
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
@@ -55,10 +56,13 @@ def imports(name: str, text: str, is_package: bool, known: Container[str] = MODU
         yield from (target for target in targets if target in known and target not in ("", name))
 
 
-GRAPH = {name: set(imports(name, path.read_text(), path.name == "__init__.py")) for name, path in MODULES.items()}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """What every module imports; read when a test asks, not by each worker that collects the tests."""
+    return {name: set(imports(name, path.read_text(), path.name == "__init__.py")) for name, path in MODULES.items()}
 
 
-def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+def circles(tree: Mapping[str, set[str]]) -> list[list[str]]:
     """Strongly connected components of more than one module (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -68,7 +72,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
         stack.append(name)
-        for other in sorted(graph[name]):
+        for other in sorted(tree[name]):
             if other not in index:
                 visit(other)
                 low[name] = min(low[name], low[other])
@@ -81,24 +85,24 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
             if len(component) > 1:
                 components.append(sorted(component))
 
-    for name in sorted(graph):
+    for name in sorted(tree):
         if name not in index:
             visit(name)
     return components
 
 
 def test_no_import_circles() -> None:
-    assert not circles(GRAPH)
+    assert not circles(graph())
 
 
-def not_allowed(package: str, graph: Mapping[str, set[str]]) -> set[str]:
+def not_allowed(package: str, tree: Mapping[str, set[str]]) -> set[str]:
     """Imports of a package that its place in `ORDER` does not allow."""
     may = {*ORDER[: ORDER.index(package) + 1], *SHARED, ""}
     if package in REPLAYS:
         may.add("replay")
     return {
         f"{name} imports {other}"
-        for name, others in graph.items()
+        for name, others in tree.items()
         if name.split(".")[0] == package
         for other in others
         if other.split(".")[0] not in may
@@ -107,13 +111,13 @@ def not_allowed(package: str, graph: Mapping[str, set[str]]) -> set[str]:
 
 @pytest.mark.parametrize("package", ORDER)
 def test_packages_import_one_way(package: str) -> None:
-    assert not not_allowed(package, GRAPH)
+    assert not not_allowed(package, graph())
 
 
 def test_replay_and_jit_import_no_stage() -> None:
     for package in ("replay", "jit"):
         used = {
-            other.split(".")[0] for name, others in GRAPH.items() if name.split(".")[0] == package for other in others
+            other.split(".")[0] for name, others in graph().items() if name.split(".")[0] == package for other in others
         }
         assert used <= {package, *SHARED}
 
@@ -139,10 +143,10 @@ def test_every_package_is_in_the_import_order() -> None:
     ],
 )
 def test_imports_are_detected_anywhere_in_a_file(text: str) -> None:
-    graph = GRAPH | {"cache.state": set(imports("cache.state", text, is_package=False))}
-    assert not_allowed("cache", graph)
+    changed = graph() | {"cache.state": set(imports("cache.state", text, is_package=False))}
+    assert not_allowed("cache", changed)
 
 
 def test_import_circles_are_detected() -> None:
-    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
-    assert sorted(circles(graph)) == [["a", "b", "c"], ["d", "e"]]
+    ring = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert sorted(circles(ring)) == [["a", "b", "c"], ["d", "e"]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import emulator
-from kvstrata import jit
+import gates
 from kvstrata.cache import TieredCache
 from kvstrata.cache.policy import centre, centre_cuda
 from kvstrata.cache.storage.page import NewRows, PageFormat
@@ -200,7 +200,7 @@ def test_centre_kernels_stay_within_register_limits(arch: str) -> None:
     for dtype, position in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):
         kind = PageFormat(Format.parse("K16V16", 128), dtype, position, True, torch.device("cpu"))
         for entry in (centre_cuda.entry_of(kind), "finish<>", "store<>"):
-            usage = jit.usage(centre_cuda.SOURCE, entry, arch=arch)
+            usage = gates.usage(centre_cuda.SOURCE, entry, arch=arch)
             assert usage.spill_bytes == usage.stack_bytes == 0, usage
             assert usage.shared_bytes <= 9 * 1024, usage
             assert 0 < usage.registers <= 64, usage

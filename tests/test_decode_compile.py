@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import gates
 from ahead import compile_triton
 from kvstrata import jit
 from kvstrata.attention.decode import cuda as decode_cuda
@@ -82,30 +85,35 @@ def test_cuda_gates(name: str, arch: str) -> None:
     """No spills; registers for the warps that are to be resident; 48 KB of shared memory but on Hopper."""
     tiers, width, flags = KERNELS[name]
     entry = stages.decode_entry(tiers, torch.bfloat16, width, arch, **flags)
-    usage = jit.usage(decode_cuda.FOLDER / "decode.cu", entry, arch=arch)
+    usage = gates.usage(decode_cuda.FOLDER / "decode.cu", entry, arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
     assert 0 < usage.registers <= (255 if stages.resident_warps(tiers[0].head_dim, width) == 8 else 168), usage
     dynamic = stages.block_warps(tiers, arch) * stages.SLOTS * stages.slot_bytes(tiers)
     assert dynamic + usage.shared_bytes <= (227 if arch == "sm_90" else 48) * 1024
 
 
+def code_bytes(source: Path, entry: str) -> int:
+    key = gates.key_of("bytes", source, entry, "sm_90")
+    return gates.kept(key, lambda: len(jit.compile(source, entry, arch="sm_90").code))
+
+
 def test_calls_without_balance_and_observation_have_no_code_for_them() -> None:
     """Tiers that share a multiprocessor wait for instructions, also for those around which they branch."""
     flags = ({}, {"balanced": True}, {"mass": True}, {"observe": True})
     entries = [stages.decode_entry(formats(128, 64), torch.bfloat16, 1, "sm_90", **given) for given in flags]
-    sizes = [len(jit.compile(decode_cuda.FOLDER / "decode.cu", entry, arch="sm_90").code) for entry in entries]
+    sizes = [code_bytes(decode_cuda.FOLDER / "decode.cu", entry) for entry in entries]
     assert sizes[0] + 1000 < sizes[1]
     assert sizes[2] + 1000 < sizes[3]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 def test_list_and_combine_gates(arch: str) -> None:
-    assert jit.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch=arch).registers <= 64
-    assert jit.usage(decode_cuda.FOLDER / "rows.cu", "rows", arch=arch).registers <= 32
-    assert jit.usage(decode_cuda.FOLDER / "observe.cu", "observe", arch=arch).registers <= 64
+    assert gates.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch=arch).registers <= 64
+    assert gates.usage(decode_cuda.FOLDER / "rows.cu", "rows", arch=arch).registers <= 32
+    assert gates.usage(decode_cuda.FOLDER / "observe.cu", "observe", arch=arch).registers <= 64
     for dim, warps in ((128, 4), (128, 16), (80, 4), (256, 8), (64, 1), (128, 1), (80, 1), (256, 1)):
         entry = stages.combine_entry(torch.float16, dim, warps)
-        usage = jit.usage(decode_cuda.FOLDER / "combine.cu", entry, arch=arch)
+        usage = gates.usage(decode_cuda.FOLDER / "combine.cu", entry, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == 0, usage
         assert warps > 1 or usage.registers <= 128, usage  # a block finds room where one of decode.cu's has ended
 
@@ -113,7 +121,7 @@ def test_list_and_combine_gates(arch: str) -> None:
 @pytest.mark.parametrize("tiers", range(1, decode_cuda.MAX_TIERS + 1))
 def test_list_takes_the_shared_memory_that_every_launch_gets(tiers: int) -> None:
     """However many requests and KV heads: what the kernel declares itself counts, too."""
-    static = jit.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch="sm_90").shared_bytes
+    static = gates.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch="sm_90").shared_bytes
     for units in (1, 8, 100, 16256, 16288, 16384, 16385, 100_000, 1_000_001):
         parts, dynamic = decode_cuda.list_parts(units, tiers)
         assert dynamic + static <= PORTABLE_SHARED

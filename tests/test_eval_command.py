@@ -17,7 +17,7 @@ from eval_model import Letters, model
 from kvstrata.hf import StrataCache
 from kvstrata.quant.calibration import Calibration
 from kvstrata.tools.cli import app
-from kvstrata.tools.eval import advise, render, results, texts
+from kvstrata.tools.eval import advise, plot, render, results, texts
 from kvstrata.tools.eval import model as models
 
 
@@ -46,6 +46,19 @@ def test_bad_requests_are_refused_before_a_model_is_loaded(
     assert message in done.output
 
 
+DRAW, ADVISE = plot.plot, advise.advise
+_ADVICE: dict[str, advise.Advice] = {}
+
+
+def _advise_once(model: object, ids: torch.Tensor, sensitivity: object, bound: float, **options) -> advise.Advice:
+    """Advice on the tiny model, searched for once per bound: what is printed of it differs from test to test."""
+    tick = options.pop("tick")
+    key = repr((ids.shape, sensitivity, bound, options))
+    if key not in _ADVICE:
+        _ADVICE[key] = ADVISE(model, ids, sensitivity, bound, tick=tick, **options)
+    return _ADVICE[key]
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """`kvstrata` with the tiny model in place of a real one, and a text of its letters."""
@@ -56,6 +69,8 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         ), Letters()
 
     monkeypatch.setattr(models, "load", load)
+    monkeypatch.setattr(plot, "plot", lambda quality, path: path)  # draws for half a second
+    monkeypatch.setattr(advise, "advise", _advise_once)
     (tmp_path / "words.txt").write_text(texts.text("prose")[:6000])
 
     def run(*arguments: str):
@@ -64,7 +79,8 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return run
 
 
-def test_the_command_measures_and_goes_on(command, tmp_path: Path) -> None:
+def test_the_command_measures_and_goes_on(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot, "plot", DRAW)
     out = tmp_path / "q.json"
     arguments = ("eval", "--quick", "--tokens", "600", "--budget", "0.5", "--out", str(out))
     first = command(*arguments)

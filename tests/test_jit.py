@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import multiprocessing
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import gates
 from ahead import compile_triton
 from kvstrata import jit
 from kvstrata.attention.decode import cuda as decode_cuda
@@ -94,11 +97,6 @@ def test_error_holds_the_log(small: Path) -> None:
         jit.compile(small, "broken", arch="sm_90")
 
 
-def _compile_in_child(arguments: tuple[str, int]) -> str:
-    source, add = arguments
-    return jit.compile(Path(source), f"add<{add}>", arch="sm_90").symbol
-
-
 def test_unusable_cache_folder_gives_a_warning(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTRATA_CACHE", str(small))  # a file, not a folder
     with pytest.warns(UserWarning, match="cubins are not cached"):
@@ -116,11 +114,15 @@ def test_bulk_copies_are_for_hopper_and_newer() -> None:
     assert kernels == {"sm_80": "direct", "sm_89": "direct", "sm_90": "bulk", "sm_100": "bulk"}
 
 
-def test_processes_compile_at_once(small: Path) -> None:
+def test_processes_compile_at_once(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jit_child import compile_add
+
+    # Python 3.11 does not tell the server sys.path, and says nothing of a module that it then does not find.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path])))
     forks = multiprocessing.get_context("forkserver")  # which imports torch once, where spawned processes do so each
-    forks.set_forkserver_preload([__name__])
+    forks.set_forkserver_preload(["jit_child"])
     with forks.Pool(4) as pool:
-        symbols = pool.map(_compile_in_child, [(str(small), add) for add in (1, 2, 1, 2, 1, 2, 1, 2)])
+        symbols = pool.starmap(compile_add, [(str(small), add) for add in (1, 2, 1, 2, 1, 2, 1, 2)])
     assert len(set(symbols)) == 2
 
 
@@ -171,7 +173,7 @@ def test_store_gates(name: str, backend: str, arch: str) -> None:
         pytest.skip("a kernel that does not take these rows here")
     if config.kernel == "bulk":
         shape = dataclasses.replace(shape, task=store_cuda.in_chunks(shape.task))
-    usage = jit.usage(store_cuda.SOURCE, store_cuda.entry_of(shape, torch.int32, config), arch=arch)
+    usage = gates.usage(store_cuda.SOURCE, store_cuda.entry_of(shape, torch.int32, config), arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
     assert 0 < usage.registers <= {"direct": 64, "staged": 64, "bulk": 32}[config.kernel], usage
     assert usage.shared_bytes <= {"direct": 0, "staged": 32, "bulk": 8}[config.kernel] * 1024 + 256, usage
@@ -196,7 +198,7 @@ QUANTISED = [
 )
 def test_quantise_gates(arch: str, format: Format, dtype: torch.dtype, registers: int) -> None:
     """Register use leaves enough warps to hide memory latency; a few spills are allowed at 128 registers per tile."""
-    usage = jit.usage(quantize_op.SOURCE, quantize_op.entry_of(format, dtype), arch=arch)
+    usage = gates.usage(quantize_op.SOURCE, quantize_op.entry_of(format, dtype), arch=arch)
     assert usage.spill_bytes <= (256 if format.head_dim == 256 else 0), usage
     assert usage.stack_bytes <= (96 if format.head_dim == 256 else 0), usage
     assert 0 < usage.registers <= registers, usage
@@ -210,7 +212,7 @@ def test_quantise_gates(arch: str, format: Format, dtype: torch.dtype, registers
 )
 def test_baselines_compile(file: str, entry: str, arch: str) -> None:
     folder = Path(jit.__file__).parent.parent / "tools" / "bench" / "baselines"
-    assert jit.usage(folder / file, entry, arch=arch).spill_bytes == 0
+    assert gates.usage(folder / file, entry, arch=arch).spill_bytes == 0
 
 
 @pytest.mark.parametrize("mantissa", [0, 3])

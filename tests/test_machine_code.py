@@ -8,6 +8,7 @@ the cause was not isolated on the hardware. The stall counts are in bits 105 to 
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 import triton
 
+import gates
 from kvstrata import jit
 from kvstrata.attention.decode import cuda as decode_cuda
 from kvstrata.attention.decode import stages
@@ -31,7 +33,7 @@ def instructions(source: Path, entry: str, folder: Path) -> list[tuple[str, int]
     """Text and stall count of every instruction."""
     file = folder / "kernel.cubin"
     file.write_bytes(jit.compile(source, entry, arch="sm_90").code)
-    listing = subprocess.run([NVDISASM, "-c", "-hex", file], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run([NVDISASM, "-c", "-hex", "-ndf", file], capture_output=True, text=True, check=True).stdout
     return [(text, int(high, 16) >> 41 & 15) for text, _, high in LINE.findall(listing)]
 
 
@@ -81,6 +83,12 @@ KERNELS = [
 
 @pytest.mark.parametrize(("source", "entry"), KERNELS, ids=lambda x: str(x).split("/")[-1])
 def test_zeroed_registers_are_not_read_too_early(source: Path, entry: str, tmp_path: Path) -> None:
-    code = instructions(source, entry, tmp_path)
-    assert len(code) > 500
-    assert not read_too_early(code)
+    def searched() -> list:
+        code = instructions(source, entry, tmp_path)
+        return [len(code), read_too_early(code)]
+
+    search = [inspect.getsource(x) for x in (instructions, read_too_early)]
+    key = gates.key_of("read too early", source, entry, "sm_90", triton.__version__, LINE.pattern, str(CYCLES), *search)
+    count, early = gates.kept(key, searched)
+    assert count > 500
+    assert not early

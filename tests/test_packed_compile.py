@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gates
 from ahead import compile_triton
-from kvstrata import Format, jit
+from kvstrata import Format
 from kvstrata.attention.decode.stages import Cut
 from kvstrata.attention.packed_decode import cuda as decode_cuda
 from kvstrata.store.packed import copy, tail_cuda
@@ -37,7 +38,7 @@ def test_decode_gates(name: str, arch: str, plain: bool) -> None:
     """No spills; registers for the warps that are to be resident; 48 KB of shared memory but on Hopper."""
     fmt, columns, ordered = DECODE[name]
     cut: Cut = decode_cuda.packed_cut(fmt, columns, arch, plain)
-    usage = jit.usage(
+    usage = gates.usage(
         decode_cuda.FOLDER / "packed.cu", decode_cuda.entry_of(fmt, torch.bfloat16, ordered, cut, plain), arch=arch
     )
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
@@ -48,7 +49,7 @@ def test_decode_gates(name: str, arch: str, plain: bool) -> None:
 @pytest.mark.parametrize(("dim", "warps"), [(128, 4), (128, 8), (128, 1)])
 def test_combine_gates(dim: int, warps: int) -> None:
     entry = decode_cuda.combine_entry_of(torch.float16, dim, warps)
-    usage = jit.usage(decode_cuda.FOLDER / "packed_combine.cu", entry, arch="sm_90")
+    usage = gates.usage(decode_cuda.FOLDER / "packed_combine.cu", entry, arch="sm_90")
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
     assert usage.registers * max(warps, 4) * 32 <= 22 * 1024, usage  # room beside eight warps of packed.cu
 
@@ -64,7 +65,7 @@ def test_combine_gates(dim: int, warps: int) -> None:
 )
 def test_store_gates(name: str, dim: int, dtype: torch.dtype, balanced: bool, arch: str) -> None:
     entry = store_cuda.entry_of(Format.parse(name, dim), dtype, balanced, torch.int32)
-    usage = jit.usage(store_cuda.SOURCE, entry, arch=arch)
+    usage = gates.usage(store_cuda.SOURCE, entry, arch=arch)
     assert usage.spill_bytes == 0, usage
     assert usage.registers <= 200, usage
 
@@ -75,12 +76,12 @@ def test_store_gates(name: str, dim: int, dtype: torch.dtype, balanced: bool, ar
 )
 def test_tail_gates(name: str, dim: int, balanced: bool, arch: str) -> None:
     entry = store_cuda.entry_of(Format.parse(name, dim), torch.bfloat16, balanced, torch.int32, "quantize_tail")
-    usage = jit.usage(tail_cuda.SOURCE, entry, arch=arch)
+    usage = gates.usage(tail_cuda.SOURCE, entry, arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
 
 
 def test_copy_gates() -> None:
-    assert jit.usage(copy.SOURCE, f"copy_pages<int, {copy.PER}>", arch="sm_90").registers <= 64
+    assert gates.usage(copy.SOURCE, f"copy_pages<int, {copy.PER}>", arch="sm_90").registers <= 64
 
 
 def test_triton_compiles_ahead_of_time() -> None:

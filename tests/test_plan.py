@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import emulator
-from kvstrata import jit
+import gates
 from kvstrata.cache import BudgetExceeded, TieredCache
 from kvstrata.cache.policy import plan, plan_cuda, plan_numba, plan_op, plan_reference
 from kvstrata.cache.policy.scopes import make_scopes, pairs
@@ -171,7 +171,7 @@ def test_planner_kernels_stay_within_register_limits(arch: str) -> None:
     entries = [(plan_cuda.SOURCE, "survey<short, true>"), (plan_cuda.SOURCE, "merge<int, true>")]
     entries += [(plan_cuda.CHOOSE_SOURCE, f"choose<{x}>") for x in ("short, true, true", "int, false, false")]
     for source, entry in entries:
-        usage = jit.usage(source, entry, arch=arch)
+        usage = gates.usage(source, entry, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == 0, usage
         assert usage.shared_bytes <= 13 * 1024, usage
         assert 0 < usage.registers <= 64, usage

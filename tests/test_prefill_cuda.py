@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import emulator
+import gates
 from conftest import HAS_GPU
 from kvstrata import jit
 from kvstrata.attention.prefill import cuda as prefill_cuda
@@ -71,7 +72,7 @@ def test_kernels_stay_within_register_limits(name: str, arch: str) -> None:
         pytest.skip("the same code as for sm_80")
     tile, registers = GATES[name]
     entry = prefill_cuda.entry(BF16, tile, softcap=False)
-    usage = jit.usage(prefill_cuda.SOURCE, entry, arch=arch)
+    usage = gates.usage(prefill_cuda.SOURCE, entry, arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
     assert 0 < usage.registers <= registers, usage
     assert usage.registers * 32 * tile.warps * tile.resident <= 65536
@@ -80,7 +81,7 @@ def test_kernels_stay_within_register_limits(name: str, arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_baseline_gates(arch: str) -> None:
-    usage = jit.usage(prefill_v2.SOURCE, prefill_v2.entry(FP16), arch=arch)
+    usage = gates.usage(prefill_v2.SOURCE, prefill_v2.entry(FP16), arch=arch)
     assert usage.spill_bytes == 0, usage
     assert usage.shared_bytes == 24 * 1024  # as in the note
 

@@ -11,9 +11,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+import gates
 import test_cache_machine
 from conftest import HAS_GPU
-from kvstrata import backends, jit
+from kvstrata import backends
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import apply, moves, repack_cuda, repack_op, repack_reference
 from kvstrata.cache.storage.page import PageFormat, Rows
@@ -385,7 +386,7 @@ def test_gates(dtype: torch.dtype, dim: int, page_tokens: int, arch: str) -> Non
     pytest.importorskip("cuda.core")
     cpu, bits = torch.device("cpu"), 8 * dtype.itemsize
     plain, lossy = (PageFormat(Format(b, b, dim, page_tokens), dtype, torch.int16, True, cpu) for b in (bits, 3))
-    usage = jit.usage(repack_cuda.SOURCE, repack_cuda.entry_of(plain, lossy), arch=arch)
+    usage = gates.usage(repack_cuda.SOURCE, repack_cuda.entry_of(plain, lossy), arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
     assert 0 < usage.registers <= 64, usage
 
@@ -414,6 +415,6 @@ def test_gates_of_whole_pages(name: str, dim: int, registers: int, arch: str) ->
     """The call for tokens that come as codes may spill a little."""
     pytest.importorskip("cuda.core")
     entry = quantize_op.entry_of(Format.parse(name, dim), torch.bfloat16, by_address=True)
-    usage = jit.usage(quantize_op.SOURCE, entry, arch=arch)
+    usage = gates.usage(quantize_op.SOURCE, entry, arch=arch)
     assert usage.spill_bytes <= 640, usage
     assert 0 < usage.registers <= registers, usage

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import emulator
+import gates
 import test_repack
 from conftest import HAS_GPU
-from kvstrata import backends, jit
+from kvstrata import backends
 from kvstrata.cache.move import apply, launches, moves_cuda, repack_cuda, whole_pages
 from kvstrata.cache.move import phases as repack_phases
 from kvstrata.cache.policy import centre_cuda, plan_cuda
@@ -274,7 +275,7 @@ def test_gates_of_the_plan(arch: str) -> None:
     """No spills, and at least four blocks a multiprocessor."""
     pytest.importorskip("cuda.core")
     for entry in ("find<>", "count<>", "clear<>", "enter<>", "leave<>", "place<short, true>", "place<int, false>"):
-        usage = jit.usage(moves_cuda.SOURCE, entry, arch=arch)
+        usage = gates.usage(moves_cuda.SOURCE, entry, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == 0, usage
         assert usage.shared_bytes <= 1024, usage
         assert 0 < usage.registers <= (56 if entry.startswith("place") else 32), usage
@@ -289,6 +290,6 @@ def test_gates_of_copies(name: str, arch: str) -> None:
     for dim in (64, 80, 128, 192, 256) if arch == "sm_90" else (80, 256):
         kind = PageFormat(Format.parse(name, dim), torch.bfloat16, torch.int16, True, cpu)
         entry = repack_phases.entry_of(kind, sides=dim == 64 and name == "K16V16")
-        usage = jit.usage(repack_phases.SOURCE, entry, arch=arch)
+        usage = gates.usage(repack_phases.SOURCE, entry, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == usage.shared_bytes == 0, usage
         assert 0 < usage.registers <= (80 if dim <= 128 else 128), usage

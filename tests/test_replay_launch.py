@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from kvstrata import jit
+import gates
 from kvstrata.replay import copies
 from kvstrata.replay import cuda as copy_cuda
 
@@ -35,7 +35,7 @@ KERNELS = [(8, False, False), (28, False, False), (28, True, False), (28, False,
 def test_copy_kernel_does_not_spill(count: int, casts: bool, staged: bool, arch: str) -> None:
     """No spills and no stack: descriptors are read where they are, in the parameters."""
     pytest.importorskip("cuda.core")
-    usage = jit.usage(copy_cuda.SOURCE, copy_cuda.entry_of(count, casts, staged), arch=arch)
+    usage = gates.usage(copy_cuda.SOURCE, copy_cuda.entry_of(count, casts, staged), arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
     assert 0 < usage.registers <= 64, usage  # 1024 threads on a multiprocessor
     assert usage.shared_bytes <= (32 if staged else 0), usage
