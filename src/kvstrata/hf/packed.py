@@ -277,6 +277,12 @@ class PackedCache(Cache):
         """All layers have the new columns."""
         self._before = None
 
+    def end_forward(self) -> None:
+        """A forward that was no step has returned; its model may have fewer layers than its config."""
+        self._before = None
+
+    is_even = True  # lengths are those of all layers
+
     def _undo(self) -> None:
         """Forget the columns of a forward that raised an error before all layers had them."""
         if self._before is None or self.state is None:

@@ -94,6 +94,15 @@ def misfit(key: torch.Tensor, value: torch.Tensor, shape: tuple[int, int] | None
     return None
 
 
+def check_shape(key: torch.Tensor, heads: int, dim: int) -> None:
+    """Raise ValueError for K ``[rows, kv_heads, n, D]`` of another model than the one whose tokens a cache has."""
+    if key.shape[1] != heads or key.shape[3] != dim:
+        raise ValueError(
+            f"past_key_values: expected K of {heads} heads of {dim} as before, got {key.shape[1]} of {key.shape[3]};"
+            " a cache belongs to one model, and reset() empties it for another"
+        )
+
+
 def warn_if_useless(cache: Any) -> None:
     """Warn if no layer of a cache is compressed."""
     if len(cache.plain_layers) == len(cache.layers):
