@@ -39,12 +39,15 @@ def check(config: Any, attention: str) -> None:
     elif getattr(text, "add_cross_attention", False):
         reason = "its layers have cross-attention"
     else:
-        source = _source(type(text).__module__)
+        module = type(text).__module__
+        source = _source(module)
         reason = None if source is None else _refusal(source, attention)
+        if source is not None and module.startswith("transformers.") and not _uses_cache(source):
+            reason = "its layers give no K and V to a cache"
     if reason:
         raise ValueError(
-            f"config: expected a model that a StrataCache can compress, got {text.model_type!r}: {reason}; a"
-            " DynamicCache works"
+            f"config: expected a model that a StrataCache can compress, got {text.model_type!r}: {reason}"
+            f"{'' if reason.endswith('to a cache') else '; a DynamicCache works'}"
         )
 
 
@@ -66,14 +69,29 @@ def slides(config: Any, place: int, layer: Any) -> bool:
     return is_sliding and type(layer).__name__ == "DynamicSlidingWindowLayer"
 
 
+def why_plain(config: Any, place: int, layer: Any) -> str:
+    """What a layer of a DynamicCache is that is not compressed."""
+    window = getattr(layer, "sliding_window", None)
+    if not window:
+        return type(layer).__name__
+    types = getattr(config, "layer_types", None)
+    kind = types[place] if types is not None and place < len(types) else "sliding_attention"
+    return f"chunked attention of {window}" if kind == "chunked_attention" else f"sliding window of {window}"
+
+
+def context(config: Any) -> int | None:
+    """Tokens that a text config allows a text to have; None where it does not say."""
+    tokens = size(config, "max_position_embeddings")
+    return tokens if type(tokens) is int and tokens > 0 else None
+
+
 def plain_layers(layers: list[Any], text: Any) -> dict[int, str]:
     """Layers of a DynamicCache that cannot be compressed, each with the reason; ``text`` is the model's config."""
     shares = bool(getattr(text, "num_kv_shared_layers", None))
     reasons = {}
     for place, layer in enumerate(layers):
         if type(layer) is not DynamicLayer:
-            window = getattr(layer, "sliding_window", None)
-            reasons[place] = f"sliding window of {window}" if window else type(layer).__name__
+            reasons[place] = why_plain(text, place, layer)
         elif shares:
             reasons[place] = "the model shares K and V between layers"
     return reasons
@@ -119,15 +137,24 @@ def sizes(text: Any) -> tuple[int | None, int | None, int | None]:
 
 
 def _source(configuration: str) -> str | None:
-    """Source code of the modeling module that belongs to a configuration module, or None."""
+    """Source code of the modeling module that belongs to a configuration module, with its part for text; or None."""
     package, _, name = configuration.rpartition(".")
     if not name.startswith("configuration_"):
         return None
-    try:
-        spec = importlib.util.find_spec(f"{package}.modeling_{name.removeprefix('configuration_')}")
-        return spec.loader.get_source(spec.name) if spec and spec.loader else None  # type: ignore[attr-defined]
-    except (ImportError, AttributeError, OSError):
-        return None
+    parts = []
+    for suffix in ("", "_text"):  # BLIP has a module of its own for text
+        try:
+            spec = importlib.util.find_spec(f"{package}.modeling_{name.removeprefix('configuration_')}{suffix}")
+            parts.append(spec.loader.get_source(spec.name) if spec and spec.loader else None)  # type: ignore[attr-defined]
+        except (ImportError, AttributeError, OSError):
+            continue
+    return "\n".join(part for part in parts if part) or None
+
+
+@functools.lru_cache(maxsize=8)
+def _uses_cache(source: str) -> bool:
+    """True if a modeling module gives K and V to a cache anywhere."""
+    return any(isinstance(node, ast.Call) and _is_update(node) for node in ast.walk(ast.parse(source)))
 
 
 @functools.lru_cache(maxsize=8)
