@@ -30,8 +30,13 @@ KNOWN |= {"s_aux", "dropout", "output_attentions"}
 VARIES = -1
 
 
-def check(config: Any, attention: str) -> None:
-    """Raise ValueError for a model that cannot be compressed; ``attention`` is "sdpa" or "eager"."""
+def check(
+    config: Any, attention: str, user: str = "a StrataCache can compress", instead: str = "a DynamicCache works"
+) -> None:
+    """Raise ValueError for a model that cannot be compressed; ``attention`` is "sdpa" or "eager".
+
+    ``user`` and ``instead`` are words of the message: for whom, and what works.
+    """
     text = config.get_text_config(decoder=True)
     reason = None
     if config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
@@ -46,8 +51,8 @@ def check(config: Any, attention: str) -> None:
             reason = "its layers give no K and V to a cache"
     if reason:
         raise ValueError(
-            f"config: expected a model that a StrataCache can compress, got {text.model_type!r}: {reason}"
-            f"{'' if reason.endswith('to a cache') else '; a DynamicCache works'}"
+            f"config: expected a model that {user}, got {text.model_type!r}: {reason}"
+            f"{'' if reason.endswith('to a cache') else f'; {instead}'}"
         )
 
 
