@@ -9,7 +9,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, BartConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    LlamaConfig,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 
 from hf_model import SIZES, SMALL, greedy, make, prompt
 from kvstrata.hf import StrataCache
@@ -114,3 +120,13 @@ def test_decoding_tells_why_the_last_step_was_eager() -> None:
         assert cache.decoding == "eager: input_ids are not int64"
         model(prompt(1, 1), past_key_values=cache)  # by position
     assert cache.decoding == "run as if captured"
+
+
+def test_decoding_names_the_reason_of_the_outer_model() -> None:
+    """Models of images and text give embeddings to their text model, which says nothing to the caller."""
+    text = SIZES | dict(hidden_size=128, rope_parameters=dict(rope_type="default", mrope_section=[4, 6, 6]))
+    image = dict(depth=1, embed_dim=32, hidden_size=128, num_heads=2)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=image)).eval()
+    cache = StrataCache(model.config, **SMALL, capture=True)
+    greedy(model, prompt(1, 40), cache, new=4)
+    assert cache.decoding == "eager: position_ids are not [rows, 1]"

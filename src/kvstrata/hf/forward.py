@@ -99,6 +99,7 @@ class Forward:
         self.capture, self.compile = capture, compile
         self.refusal: str | None = None  # why steps are eager, once that turned out
         self.eager: str | None = None  # why the last step was
+        self.depth = 0  # models whose forward is running, one in the other
         self.warm: set[Any] = set()  # settings of which a step ran eagerly
         self.drop()
 
@@ -129,7 +130,11 @@ class Forward:
         if self.refusal is None and (given := _by_name(_model(entry), args, kwargs)) is not None:
             inputs = self._inputs(owner, entry, given)
         if inputs is None:
-            outputs = _run_plainly(entry, *args, **kwargs)
+            self.depth += 1
+            try:
+                outputs = _run_plainly(entry, *args, **kwargs)
+            finally:
+                self.depth -= 1
             owner.end_forward()
             return outputs
         owner.advance()
@@ -150,16 +155,18 @@ class Forward:
         if reason := owner.eager_only or _takes_no_steps(kind):
             self._refuse(reason)
             return None
-        self.eager = _not_a_step(owner, model, given)
-        if self.eager is not None:
-            return None
+        reason = _not_a_step(owner, model, given)
         ids, positions, mask = (given.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
-        assert ids is not None
-        if positions is None and mask is None and _counts_columns(model):
-            positions = torch.full_like(ids, owner.get_seq_length())
+        if reason is None and positions is None and mask is None and _counts_columns(model):
+            positions = torch.full_like(tokens, owner.get_seq_length())
         if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.shape[1] != 1:
-            self.eager = "position_ids are not [rows, 1]"
+            reason = reason or "position_ids are not [rows, 1]"
+        if reason is None or not self.depth:  # what an inner model is given says nothing to the caller
+            self.eager = reason
+        if reason is not None:
             return None
+        assert ids is not None
+        assert positions is not None
         options = tuple(sorted(_options(given).items()))
         return Inputs(ids, positions.to(ids.dtype).expand_as(ids).contiguous(), options)
 

@@ -40,7 +40,7 @@ def check(
     text = config.get_text_config(decoder=True)
     reason = None
     if config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
-        reason = "it is an encoder-decoder model, whose cache is an EncoderDecoderCache"
+        reason, instead = "it is an encoder-decoder model", "an EncoderDecoderCache of DynamicCaches works"
     elif getattr(text, "add_cross_attention", False):
         reason = "its layers have cross-attention"
     else:
