@@ -1,4 +1,4 @@
-"""The table of quality: every contender over the same texts, saved after each, so that a stopped run can continue."""
+"""The quality table: every contender over the same texts, saved after each, so that a stopped run can continue."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(
                 exact=exact,
                 after=lambda n, c=contender: tick(c.name, n),  # type: ignore[misc]
             )
-        except Exception as error:  # a peer's own bug is one more thing to know about it
+        except Exception as error:  # a peer's own bug is reported in the table
             if contender.kind != "peer":
                 raise
             if into.row(contender, setting) is None:

@@ -4,8 +4,8 @@
     <!-- /kvstrata:quality -->
 
 `table` is `budgets` (every contender at one length, by bytes), `needles`, `pairs` (tiers against one format of the same
-width: the difference of `what`, which is `kl` or `nll`, times 1,000) or `packed` (the same for packed bytes against
-simulated rounding); `tokens`, `prompt`, `stretches`, `names` (globs) and `kinds` choose rows.
+width: the difference of `what`, which is `kl` or `nll`, times 1,000) or `packed` (that difference for packed bytes
+against simulated rounding); `tokens`, `prompt`, `stretches`, `names` (globs) and `kinds` select rows.
 """
 
 from __future__ import annotations
