@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
@@ -210,3 +211,17 @@ def test_errors() -> None:
     sizes = ContinuousBatchingConfig(page_size=24, num_blocks=8, max_batch_tokens=48)
     with packed_batching(model), pytest.raises(ValueError, match=r"page_size: expected one of .* got 24"):
         model.init_continuous_batching(continuous_batching_config=sizes)._create_batch_processor()
+
+
+@pytest.mark.parametrize("kind", ["GPTJ", "Falcon", "DeepseekV3"])
+def test_models_with_attention_of_their_own_are_refused(kind: str) -> None:
+    """transformers batches GPT-J without its cache, and every token of it was wrong."""
+    from types import SimpleNamespace
+
+    config = getattr(transformers, f"{kind}Config")()
+    model: Any = SimpleNamespace(config=config)
+    with (
+        pytest.raises(ValueError, match=f"expected a model that packed_batching serves, got .*{kind}Attention"),
+        packed_batching(model),
+    ):
+        pass

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner
 
-from hf_model import make
+from hf_model import SIZES, make
 from kvstrata.tools.cli import app
 
 
@@ -102,6 +102,64 @@ def test_a_context_that_is_no_text_is_refused_in_one_line(folder: Path) -> None:
     assert done.exit_code == 2, done.output
     assert done.stderr.startswith("kvstrata: --context: expected a text file in UTF-8, got ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def one_line(done: Any) -> str:
+    """The line of a refused request."""
+    assert done.exit_code == 2, done.output
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr.removeprefix("kvstrata: ").strip()
+
+
+def test_requests_without_an_answer_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+    for empty in ("", "  "):
+        assert one_line(generate(folder, empty)) == "prompt: expected at least one token, got none"
+    long = "--max-new-tokens: expected fewer than the 1024 tokens of this model, got 1024"
+    assert one_line(generate(folder, "w3", new=1024)) == long
+    arguments = ["generate", "-", "--model", str(folder)]
+    done = CliRunner().invoke(app, arguments, input=b"w3 \xff")
+    assert one_line(done).startswith("prompt: expected text in UTF-8 on standard input, got ")
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps(dict(format="K4V4")))
+    said = one_line(generate(folder, "w3", "--settings", str(settings)))
+    assert said.startswith("--settings: expected the arguments of a budget, got a format in ")
+    settings.write_bytes(b"\xff\xfe")
+    said = one_line(generate(folder, "w3", "--settings", str(settings)))
+    assert said.startswith(f"path: expected a JSON object of arguments in {settings}, got ")
+
+
+@pytest.mark.parametrize("command", ["generate", "advise", "eval"])
+def test_models_that_cannot_be_compressed_are_refused_in_one_line(
+    folder: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 24 values, an encoder-decoder model, a model without a tokenizer, and an empty folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, T5Config, T5ForConditionalGeneration
+
+    monkeypatch.chdir(tmp_path)
+    arguments = ["w3"] if command == "generate" else ["--text", str(folder / "before.txt"), "--tokens", "32"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    small = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, head_dim=24))
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=128, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2))
+    for name, model, said in (
+        ("small", small, "LlamaForCausalLM: config: expected layers to compress, got head_dim 24, not a multiple of"),
+        ("t5", t5, "--model: expected a causal language model, got 't5' with a T5Config"),
+        ("bare", small, "Couldn't instantiate the backend tokenizer from one of: (1) a `tokenizers` library"),
+    ):
+        model.save_pretrained(tmp_path / name)
+        if name != "bare":
+            tokenizer.save_pretrained(tmp_path / name)
+        assert said in one_line(CliRunner().invoke(app, [command, *arguments, "--model", name]))
+    (tmp_path / "empty").mkdir()
+    done = CliRunner().invoke(app, [command, *arguments, "--model", "empty"])
+    assert one_line(done) == "--model: expected a folder with a config.json, got 'empty'"
+
+
+@pytest.mark.parametrize("command", ["advise", "eval"])
+def test_a_text_that_is_none_is_refused_in_one_line(folder: Path, command: str) -> None:
+    binary = folder / "binary"
+    binary.write_bytes(b"w3 \xff" * 1000)
+    done = CliRunner().invoke(app, [command, "--text", str(binary), "--tokens", "32", "--model", str(folder)])
+    assert one_line(done).startswith(f"text: expected a text file in UTF-8, got '{binary}' (invalid start byte at")
 
 
 @pytest.mark.parametrize("command", ["generate", "advise"])

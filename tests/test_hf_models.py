@@ -48,8 +48,37 @@ def test_models_are_refused_at_construction(model_type: str) -> None:
     config = transformers.CONFIG_MAPPING[model_type]()
     config._attn_implementation = "eager"
     reason = "encoder-decoder" if model_type in ENCODER_DECODER else r"\w+\.forward \w+"
-    with pytest.raises(ValueError, match=f"config: expected .* compress, got '{model_type}': .*{reason}.*DynamicCache"):
+    works = "an EncoderDecoderCache of DynamicCaches" if model_type in ENCODER_DECODER else "a DynamicCache"
+    said = f"config: expected .* compress, got '{model_type}': .*{reason}.*; {works} works$"
+    with pytest.raises(ValueError, match=said):
         StrataCache(config)
+
+
+@pytest.mark.parametrize("model_type", ["rwkv", "mamba", "mamba2", "openai-gpt", "xlnet", "xlstm"])
+def test_models_without_k_and_v_are_refused_at_construction(model_type: str) -> None:
+    """A cache of theirs would say that it compresses layers, and never get a token."""
+    config = transformers.CONFIG_MAPPING[model_type]()
+    config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match=f"got '{model_type}': its layers give no K and V to a cache$"):
+        StrataCache(config)
+    with pytest.raises(ValueError, match=r"its layers give no K and V to a cache$"):
+        StrataCache(config, format="K4V4")
+
+
+def test_a_module_of_its_own_for_text_is_read() -> None:
+    config = transformers.BlipTextConfig()
+    config._attn_implementation = "eager"
+    with pytest.raises(
+        ValueError, match=r"BlipTextSelfAttention\.forward does not use transformers' attention interface"
+    ):
+        StrataCache(config)
+
+
+def test_chunked_attention_is_named() -> None:
+    config = transformers.Llama4TextConfig(num_hidden_layers=4)
+    config._attn_implementation = "sdpa"
+    assert "layer 0 plain: chunked attention of 8192" in repr(StrataCache(config))
+    assert "layer 0 plain: chunked attention of 8192" in repr(StrataCache(config, format="K4V4"))
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "diffllama"])

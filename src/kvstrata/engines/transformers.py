@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from kvstrata.hf import support
 from kvstrata.quant.calibration import Calibration
 
 from .batch import Batch, DecodePart, make_batch
@@ -317,7 +318,8 @@ def packed_batching(model: PreTrainedModel, format: str = "K8V8", calibration: s
     blocks, so the pool holds more tokens. Decode batches of models without sliding windows run as CUDA graphs if
     transformers would capture them.
 
-    Raises ValueError or TypeError for a format, a page size or head dims that packed pages do not support.
+    Raises ValueError or TypeError for a format, a page size or head dims that packed pages do not have, and for a model
+    whose attention does not go through transformers' attention interface (Falcon, GPT-J).
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -330,6 +332,8 @@ def packed_batching(model: PreTrainedModel, format: str = "K8V8", calibration: s
     """
     options = Options(format, calibration)
     text = model.config.get_text_config(decoder=True)
+    # transformers batches others too, and their attention sees no other token of their request, or all of the batch.
+    support.check(model.config, "sdpa", "packed_batching serves", "generate works")
     options.bytes_per_token(cb_cache.find_head_dim(text))  # raises for other head dims
     given = None if calibration is None else Calibration.load(calibration)
     if given is not None and len(given.layers) != text.num_hidden_layers:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
@@ -248,6 +249,7 @@ def connect(cache: Any) -> None:
         AttentionInterface.get_interface = _get_interface_behind_call
         AttentionInterface.__getitem__ = _getitem_behind_call
         PreTrainedModel.__call__ = forward.call
+        OptimizedModule.__call__ = forward.optimized_call  # type: ignore[method-assign]
 
 
 def _disconnect() -> None:
@@ -260,3 +262,5 @@ def _disconnect() -> None:
             del AttentionInterface.__getitem__
         if vars(PreTrainedModel).get("__call__") is forward.call:
             del PreTrainedModel.__call__
+        if vars(OptimizedModule).get("__call__") is forward.optimized_call:
+            OptimizedModule.__call__ = forward._optimized_call  # type: ignore[method-assign]

@@ -149,7 +149,7 @@ class StrataCache(Columns):
         self.calibration = calibration
         self._text = text
         self.plain_layers: dict[int, str] = {}
-        self.context = getattr(text, "max_position_embeddings", None) or TOKENS
+        self.context = support.context(text) or TOKENS
         self.prompts, self._unfinished = Prompts(), None
         self._shape: tuple[int, int] | None = None
         self.steps, self.forward = Steps(), Forward(capture, compile)
@@ -171,7 +171,7 @@ class StrataCache(Columns):
                 layers[place] = HybridLayer(self, place, self._compressed, layer.number_of_states)
                 self._compressed += 1
             elif type(layer) is not DynamicLayer:
-                self.plain_layers[place] = f"sliding window of {window}" if window else type(layer).__name__
+                self.plain_layers[place] = support.why_plain(text, place, layer)
             else:
                 layers[place] = StrataLayer(self, place, self._compressed)
                 self._compressed += 1
@@ -188,7 +188,7 @@ class StrataCache(Columns):
         """
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"path: expected a JSON object of arguments in {path}, got {error}") from error
         if not isinstance(given, dict):
             raise ValueError(f"path: expected a JSON object of arguments in {path}, got {type(given).__name__}")

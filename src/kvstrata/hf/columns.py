@@ -129,9 +129,9 @@ class Columns(Cache):
     def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool:
         """In the first layer of a forward with one new column, do the host part of a step; True in all its layers.
 
-        ``layer`` counts compressed layers; ``mask`` is ``[rows, columns]``. False if the column is padding in some row,
-        or if a layer turned out not to be compressible. Raises what `TieredCache.advance` and the checks of the mask
-        raise.
+        ``layer`` counts compressed ones; ``mask`` is ``[rows, columns]``. False if the column is padding in some row,
+        and if a layer turned out to be none that can be compressed, or none that the model uses. Raises what
+        `TieredCache.advance` and checks of the mask raise.
         """
         if layer:
             if self.steps.is_open:
@@ -139,7 +139,7 @@ class Columns(Cache):
             return self.steps.is_open
         self._undo_step()
         layers = self._strata()
-        if len(layers) < self.tiered.layers:
+        if len(layers) < self.tiered.layers or not self.is_even:
             return False
         start = layers[0].columns
         try:
@@ -172,6 +172,15 @@ class Columns(Cache):
         self.steps.is_open = False
         for layer in self._strata():
             layer.columns = self._real.shape[1]
+
+    def end_forward(self) -> None:
+        """A forward that was no step has returned; its layers have counted their columns."""
+
+    @property
+    def is_even(self) -> bool:
+        """True if all compressed layers have the same columns; False for a model with fewer layers than its config."""
+        layers = self._strata()
+        return all(layer.columns == layers[0].columns for layer in layers)
 
     def _undo_step(self) -> None:
         """Drop the tokens of a step whose forward raised an error before all layers had them."""

@@ -1,7 +1,8 @@
 """Runs decode steps of a model's forward as one CUDA graph, by wrapping the call of the model.
 
-While a `StrataCache` is alive, `PreTrainedModel.__call__` checks ``past_key_values`` (`call`). A forward with one new
-token in every row of a StrataCache takes the fast path; everything else calls the module as usual:
+While a `StrataCache` is alive, `PreTrainedModel.__call__` checks ``past_key_values`` (`call`), and so does what
+``torch.compile(model)`` returns. A forward with one new token in every row of a StrataCache takes the fast path;
+everything else calls the module as usual:
 
     call ──▶ host: room for the token in all layers (steps.py) ──▶ graph replay ──▶ copies of the outputs
 
@@ -23,7 +24,9 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 import kvstrata
@@ -36,6 +39,7 @@ OTHER_POSITIONS = ("create_position_ids_from_input_ids", "rope_deltas")
 Module = torch.nn.Module
 _counting: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
 _plain_call = Module.__call__
+_optimized_call = OptimizedModule.__call__
 
 
 class Ahead(Protocol):
@@ -61,6 +65,9 @@ class Owner(Protocol):
     @property
     def rows(self) -> int: ...
 
+    @property
+    def is_even(self) -> bool: ...
+
     def get_seq_length(self) -> int: ...
 
     def matches(self, mask: torch.Tensor) -> bool: ...
@@ -68,6 +75,8 @@ class Owner(Protocol):
     def advance(self) -> None: ...
 
     def end_step(self) -> None: ...
+
+    def end_forward(self) -> None: ...
 
 
 class Inputs(NamedTuple):
@@ -89,6 +98,8 @@ class Forward:
     def __init__(self, capture: bool | None = None, compile: bool = False) -> None:
         self.capture, self.compile = capture, compile
         self.refusal: str | None = None  # why steps are eager, once known
+        self.eager: str | None = None  # why the last step was
+        self.depth = 0  # models whose forward is running, one in the other
         self.warm: set[Any] = set()  # settings for which an eager step has run
         self.drop()
 
@@ -106,74 +117,85 @@ class Forward:
 
     def describe(self, device: torch.device) -> str:
         """Mode of decode steps in a few words."""
-        if self.refusal is not None:
-            return f"eager: {self.refusal}"
+        if reason := self.refusal or self.eager:
+            return f"eager: {reason}"
         words = ["compiled"] if self.compile else []
         if self.capture or (self.capture is None and device.type == "cuda"):
             words.append("captured as a CUDA graph" if device.type == "cuda" else "run as if captured")
         return " and ".join(words) or "eager"
 
-    def __call__(self, owner: Owner, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Output of ``model(*args, **kwargs)``, by the fast path if the call is a step."""
-        inputs = None if self.refusal is not None else self._inputs(owner, model, args, kwargs)
+    def __call__(self, owner: Owner, entry: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of ``entry(*args, **kwargs)``, a model or what torch.compile made of it; steps the fast way."""
+        inputs = None
+        if self.refusal is None and (given := _by_name(_model(entry), args, kwargs)) is not None:
+            inputs = self._inputs(owner, entry, given)
         if inputs is None:
-            return _plain_call(model, *args, **kwargs)
+            self.depth += 1
+            try:
+                outputs = _run_plainly(entry, *args, **kwargs)
+            finally:
+                self.depth -= 1
+            owner.end_forward()
+            return outputs
         owner.advance()
         with owner.steps.forward():
-            outputs = self._run(owner, model, inputs)
+            outputs = self._run(owner, entry, inputs)
         owner.end_step()
         return outputs
 
-    def _inputs(self, owner: Owner, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        """Inputs if the call is a step of all rows; None if it is something else or must be eager."""
-        ids, positions, mask = (kwargs.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
-        if args or not isinstance(ids, torch.Tensor) or ids.shape != (owner.rows, 1) or ids.dtype != torch.int64:
+    def _inputs(self, owner: Owner, entry: Module, given: dict[str, Any]) -> Inputs | None:
+        """Inputs of a step of all rows; None if the call is something else, or has to be eager: ``eager`` says why."""
+        tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        if not isinstance(tokens, torch.Tensor) or tokens.shape[:2] != (owner.rows, 1):
             return None
-        if not self._wanted(model, ids.device) or not owner.get_seq_length():
+        model = _model(entry)
+        if not self._wanted(entry, tokens.device) or not owner.get_seq_length():
             return None
         kind: Any = type(model)
-        if reason := owner.eager_only or (None if _takes_steps(kind) else f"{kind.__name__}.forward"):
+        if reason := owner.eager_only or _takes_no_steps(kind):
             self._refuse(reason)
             return None
-        if torch.is_grad_enabled() or model.training or kwargs.get("return_dict") is False:
-            return None
-        if torch.is_autocast_enabled(ids.device.type):  # casts of weights do not outlive the context
-            return None
-        rest = {name: x for name, x in kwargs.items() if name not in PLAIN and x is not None and x is not False}
-        if any(name != "logits_to_keep" or type(x) is not int for name, x in rest.items()):
-            return None
-        if mask is not None and not owner.matches(mask):
-            return None
-        if positions is None and mask is None and _counts_columns(model):
-            positions = torch.full_like(ids, owner.get_seq_length())
+        reason = _not_a_step(owner, model, given)
+        ids, positions, mask = (given.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
+        if reason is None and positions is None and mask is None and _counts_columns(model):
+            positions = torch.full_like(tokens, owner.get_seq_length())
         if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.shape[1] != 1:
+            reason = reason or "position_ids are not [rows, 1]"
+        if reason is None or not self.depth:  # what an inner model is given says nothing to the caller
+            self.eager = reason
+        if reason is not None:
             return None
-        return Inputs(ids, positions.to(ids.dtype).expand_as(ids).contiguous(), tuple(sorted(rest.items())))
+        assert ids is not None
+        assert positions is not None
+        options = tuple(sorted(_options(given).items()))
+        return Inputs(ids, positions.to(ids.dtype).expand_as(ids).contiguous(), options)
 
-    def _wanted(self, model: Module, device: torch.device) -> bool:
+    def _wanted(self, entry: Module, device: torch.device) -> bool:
         if self.capture or self.compile or (self.capture is None and device.type == "cuda"):
             return True
-        return hasattr(model.forward, "_torchdynamo_orig_callable")  # a compiled forward then has no graph break
+        if isinstance(entry, OptimizedModule) or entry._compiled_call_impl is not None:
+            return True
+        return hasattr(entry.forward, "_torchdynamo_orig_callable")  # a compiled forward stays in its graph
 
-    def _run(self, owner: Owner, model: Module, inputs: Inputs) -> Any:
+    def _run(self, owner: Owner, entry: Module, inputs: Inputs) -> Any:
         device = inputs.ids.device
         if not (self.capture or (self.capture is None and device.type == "cuda")):
-            return self._forward(owner, model, *inputs)
-        setting = (ref(model), len(inputs.ids), device, inputs.options)
+            return self._forward(owner, entry, *inputs)
+        setting = (ref(entry), len(inputs.ids), device, inputs.options)
         if setting not in self.warm or not owner.steps.has_plan(owner.steps.plan):  # plans cannot be made in a capture
             self.warm.add(setting)
-            return self._forward(owner, model, *inputs)
+            return self._forward(owner, entry, *inputs)
         if not self._holds(owner, setting):
             self.drop()
-            if reason := _not_captured(model, device):
+            if reason := _not_captured(_model(entry), device):
                 self._refuse(reason)
-                return self._forward(owner, model, *inputs)
+                return self._forward(owner, entry, *inputs)
             try:
-                self._capture(owner, model, inputs)
+                self._capture(owner, entry, inputs)
             except RuntimeError as error:
                 self.drop()
                 self._refuse(f"the forward cannot be captured ({error})")
-                return self._forward(owner, model, *inputs)
+                return self._forward(owner, entry, *inputs)
             self.captured_as = setting
         assert self.runner is not None
         tensors = self.runner(ids=inputs.ids, positions=inputs.positions)
@@ -204,13 +226,13 @@ class Forward:
         return tuple(map(torch.Tensor.data_ptr, self.weights)) == self.addresses
 
     def _forward(
-        self, owner: Owner, model: Module, ids: torch.Tensor, positions: torch.Tensor, options: Any
+        self, owner: Owner, entry: Module, ids: torch.Tensor, positions: torch.Tensor, options: Any
     ) -> ModelOutput:
         """The model's forward of a step; it gets a 4-D mask that hides nothing, so that the model builds none."""
         mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
         given = dict(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, return_dict=True)
-        run = self._compiled() if self.compile else _plain_call
-        return run(model, **given, past_key_values=owner, **dict(options))
+        run = self._compiled() if self.compile and not isinstance(entry, OptimizedModule) else _run_plainly
+        return run(entry, **given, past_key_values=owner, **dict(options))
 
     @staticmethod
     @lru_cache(maxsize=1)
@@ -227,13 +249,72 @@ def _call_plainly(model: Module, **kwargs: Any) -> ModelOutput:
     return _plain_call(model, **kwargs)
 
 
+def _model(entry: Module) -> Module:
+    """The model behind what ``torch.compile(model)`` returns, or the model itself."""
+    return entry._orig_mod if isinstance(entry, OptimizedModule) else entry
+
+
+def _run_plainly(entry: Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a model, or what torch.compile made of it, as if there were no StrataCache."""
+    if isinstance(entry, OptimizedModule):
+        return _optimized_call(entry, *args, **kwargs)
+    return _plain_call(entry, *args, **kwargs)
+
+
+def _by_name(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Arguments of a forward by name: ``input_ids`` may come first without one; None for other calls."""
+    if not args:
+        return kwargs
+    kind: Any = type(model)
+    if len(args) > 1 or "input_ids" in kwargs or _first_parameter(kind) != "input_ids":
+        return None
+    return kwargs | {"input_ids": args[0]}
+
+
 @lru_cache(maxsize=64)
-def _takes_steps(kind: Any) -> bool:
-    """True if a model's forward has the parameters that a step passes."""
+def _first_parameter(kind: Any) -> str:
+    return next(iter([*inspect.signature(kind.forward).parameters][1:]), "")
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a forward beyond those of every step, without those that say nothing."""
+    return {name: x for name, x in given.items() if name not in PLAIN and x is not None and x is not False}
+
+
+def _not_a_step(owner: Owner, model: Module, given: dict[str, Any]) -> str | None:
+    """Reason why a forward of one new token of every row has to be eager, or None."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if given.get("inputs_embeds") is not None:
+        return "inputs_embeds are given"
+    if ids is None or ids.dtype != torch.int64:
+        return "input_ids are not int64"
+    if torch.is_grad_enabled():
+        return "gradients are enabled"
+    if model.training:
+        return "the model is in training mode"
+    if torch.is_autocast_enabled(ids.device.type):  # casts of weights do not outlive the context
+        return "autocast is on"
+    if given.get("return_dict") is False:
+        return "return_dict=False"
+    others = [name for name, x in _options(given).items() if name != "logits_to_keep" or type(x) is not int]
+    if others:
+        return f"{', '.join(sorted(others))} given"
+    if not owner.is_even:
+        return "the model does not use all layers of its config"
+    if mask is not None and not owner.matches(mask):
+        return "attention_mask is not that of earlier calls with a token more"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _takes_no_steps(kind: Any) -> str | None:
+    """Argument of a step that a model's forward does not take, in words; None if it takes all of them."""
     parameters = inspect.signature(kind.forward).parameters.values()
-    takes_any = any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters)
     named = {x.name for x in parameters}
-    return named >= NEEDED - {"use_cache"} and (takes_any or "return_dict" in named)
+    missing = NEEDED - {"use_cache"} - named
+    if not any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters):
+        missing |= {"return_dict"} - named
+    return f"{kind.__name__}.forward takes no {', '.join(sorted(missing))}" if missing else None
 
 
 def _counts_columns(model: Module) -> bool:
@@ -262,4 +343,13 @@ def call(self: Module, *args: Any, **kwargs: Any) -> Any:
     forward = getattr(owner, "forward", None)
     if not isinstance(forward, Forward) or owner.steps.ahead or torch.compiler.is_compiling():
         return _plain_call(self, *args, **kwargs)
+    return forward(owner, self, args, kwargs)
+
+
+def optimized_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`OptimizedModule.__call__` while a StrataCache is alive: a call of what ``torch.compile(model)`` returned."""
+    owner: Any = kwargs.get("past_key_values")
+    forward = getattr(owner, "forward", None)
+    if not isinstance(forward, Forward) or owner.steps.ahead or not isinstance(self._orig_mod, PreTrainedModel):
+        return _optimized_call(self, *args, **kwargs)
     return forward(owner, self, args, kwargs)

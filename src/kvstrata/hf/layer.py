@@ -22,7 +22,7 @@ from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.inspect import gather
 from kvstrata.cache.policy.balance import put_balance
 
-from . import attention, balance, prefill, turns
+from . import attention, balance, prefill, support, turns
 from . import mask as masks
 from .forward import Forward
 from .guard import Guard
@@ -125,6 +125,8 @@ class StrataLayer(CacheLayerMixin):
                     "device_map: expected all layers that a StrataCache compresses on one device, got layer"
                     f" {self.place} on {self.device} and others on {self.owner.unfinished.device}"
                 )
+        else:
+            support.check_shape(key_states, self.owner.unfinished.kv_heads, self.owner.unfinished.head_dim)
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
     def step(

@@ -149,7 +149,7 @@ class PackedCache(Cache):
         self.fmt, self.rope = Format.parse(self.format, dim, self.page_tokens), frequencies(self._text, dim)
         tokens = self.max_tokens
         if tokens is None:
-            context = getattr(self._text, "max_position_embeddings", None) or TOKENS
+            context = support.context(self._text) or TOKENS
             tokens = min(context, TOKENS) if 2 * new <= TOKENS else max(context, 2 * new)
         self._most = max(rows, self.max_batch or 0)
         blocks = -(-tokens // self.page_tokens)
@@ -276,6 +276,12 @@ class PackedCache(Cache):
     def end_step(self) -> None:
         """Count the new columns, which all layers have now."""
         self._before = None
+
+    def end_forward(self) -> None:
+        """A forward that was no step has returned; its model may have fewer layers than its config."""
+        self._before = None
+
+    is_even = True  # lengths are those of all layers
 
     def _undo(self) -> None:
         """Drop the columns of a forward that raised an error before all layers had them."""

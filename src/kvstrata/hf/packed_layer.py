@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from kvstrata.layout import Format
 from kvstrata.quant.calibration import Calibration
 
-from . import attention, balance
+from . import attention, balance, support
 from .forward import Forward
 from .logits import Logits
 from .packed_op import Layer, strata_packed
@@ -93,6 +93,8 @@ class PackedLayer(CacheLayerMixin):
             if reason := self.owner.build(key_states, value_states):
                 return self.owner.keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
             self.lazy_initialization(key_states, value_states)
+        elif self.owner.fmt is not None and self.pages is not None:
+            support.check_shape(key_states, self.pages.shape[1], self.owner.fmt.head_dim)
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
     def step(

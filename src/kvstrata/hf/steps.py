@@ -24,6 +24,7 @@ import torch
 import kvstrata
 from kvstrata.cache import TieredCache
 
+from . import support
 from .logits import Logits
 
 OBSERVED = 2  # layers per step, in rotation, whose attention mass is added to importance
@@ -105,6 +106,7 @@ class Steps:
         tiered, heads = self.tiered, query.shape[1]
         if tiered is None or not self.is_open:
             raise RuntimeError("past_key_values: expected a cache with room for a token, got one without")
+        support.check_shape(key, tiered.kv_heads, tiered.head_dim)  # compiled loops do not
         if self.plan is None or not self._serves(self.plan) or self.plan.heads != heads:
             observe = OBSERVED if tiered.budget.amount is not None else 0
             self.plan, self.layers = kvstrata.DecodePlan(tiered, heads, observe=observe), {}

@@ -30,21 +30,29 @@ KNOWN |= {"s_aux", "dropout", "output_attentions"}
 VARIES = -1
 
 
-def check(config: Any, attention: str) -> None:
-    """Raise ValueError for a model that cannot be compressed; ``attention`` is "sdpa" or "eager"."""
+def check(
+    config: Any, attention: str, user: str = "a StrataCache can compress", instead: str = "a DynamicCache works"
+) -> None:
+    """Raise ValueError for a model that cannot be compressed; ``attention`` is "sdpa" or "eager".
+
+    ``user`` and ``instead`` are words of the message: for whom, and what works.
+    """
     text = config.get_text_config(decoder=True)
     reason = None
     if config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
-        reason = "it is an encoder-decoder model, whose cache is an EncoderDecoderCache"
+        reason, instead = "it is an encoder-decoder model", "an EncoderDecoderCache of DynamicCaches works"
     elif getattr(text, "add_cross_attention", False):
         reason = "its layers have cross-attention"
     else:
-        source = _source(type(text).__module__)
+        module = type(text).__module__
+        source = _source(module)
         reason = None if source is None else _refusal(source, attention)
+        if source is not None and module.startswith("transformers.") and not _uses_cache(source):
+            reason = "its layers give no K and V to a cache"
     if reason:
         raise ValueError(
-            f"config: expected a model that a StrataCache can compress, got {text.model_type!r}: {reason}; a"
-            " DynamicCache works"
+            f"config: expected a model that {user}, got {text.model_type!r}: {reason}"
+            f"{'' if reason.endswith('to a cache') else f'; {instead}'}"
         )
 
 
@@ -66,14 +74,29 @@ def slides(config: Any, place: int, layer: Any) -> bool:
     return is_sliding and type(layer).__name__ == "DynamicSlidingWindowLayer"
 
 
+def why_plain(config: Any, place: int, layer: Any) -> str:
+    """What a layer of a DynamicCache is that is not compressed."""
+    window = getattr(layer, "sliding_window", None)
+    if not window:
+        return type(layer).__name__
+    types = getattr(config, "layer_types", None)
+    kind = types[place] if types is not None and place < len(types) else "sliding_attention"
+    return f"chunked attention of {window}" if kind == "chunked_attention" else f"sliding window of {window}"
+
+
+def context(config: Any) -> int | None:
+    """Tokens that a text config allows a text to have; None where it does not say."""
+    tokens = size(config, "max_position_embeddings")
+    return tokens if type(tokens) is int and tokens > 0 else None
+
+
 def plain_layers(layers: list[Any], text: Any) -> dict[int, str]:
     """Layers of a DynamicCache that cannot be compressed, each with the reason; ``text`` is the model's config."""
     shares = bool(getattr(text, "num_kv_shared_layers", None))
     reasons = {}
     for place, layer in enumerate(layers):
         if type(layer) is not DynamicLayer:
-            window = getattr(layer, "sliding_window", None)
-            reasons[place] = f"sliding window of {window}" if window else type(layer).__name__
+            reasons[place] = why_plain(text, place, layer)
         elif shares:
             reasons[place] = "the model shares K and V between layers"
     return reasons
@@ -94,6 +117,15 @@ def misfit(key: torch.Tensor, value: torch.Tensor, shape: tuple[int, int] | None
     return None
 
 
+def check_shape(key: torch.Tensor, heads: int, dim: int) -> None:
+    """Raise ValueError for K ``[rows, kv_heads, n, D]`` of another model than the one whose tokens a cache has."""
+    if key.shape[1] != heads or key.shape[3] != dim:
+        raise ValueError(
+            f"past_key_values: expected K of {heads} heads of {dim} as before, got {key.shape[1]} of {key.shape[3]};"
+            " a cache belongs to one model, and reset() empties it for another"
+        )
+
+
 def warn_if_useless(cache: Any) -> None:
     """Warn if no layer of a cache is compressed."""
     if len(cache.plain_layers) == len(cache.layers):
@@ -110,15 +142,24 @@ def sizes(text: Any) -> tuple[int | None, int | None, int | None]:
 
 
 def _source(configuration: str) -> str | None:
-    """Source code of the modeling module that belongs to a configuration module, or None."""
+    """Source code of the modeling module that belongs to a configuration module, with its part for text; or None."""
     package, _, name = configuration.rpartition(".")
     if not name.startswith("configuration_"):
         return None
-    try:
-        spec = importlib.util.find_spec(f"{package}.modeling_{name.removeprefix('configuration_')}")
-        return spec.loader.get_source(spec.name) if spec and spec.loader else None  # type: ignore[attr-defined]
-    except (ImportError, AttributeError, OSError):
-        return None
+    parts = []
+    for suffix in ("", "_text"):  # BLIP has a module of its own for text
+        try:
+            spec = importlib.util.find_spec(f"{package}.modeling_{name.removeprefix('configuration_')}{suffix}")
+            parts.append(spec.loader.get_source(spec.name) if spec and spec.loader else None)  # type: ignore[attr-defined]
+        except (ImportError, AttributeError, OSError):
+            continue
+    return "\n".join(part for part in parts if part) or None
+
+
+@functools.lru_cache(maxsize=8)
+def _uses_cache(source: str) -> bool:
+    """True if a modeling module gives K and V to a cache anywhere."""
+    return any(isinstance(node, ast.Call) and _is_update(node) for node in ast.walk(ast.parse(source)))
 
 
 @functools.lru_cache(maxsize=8)

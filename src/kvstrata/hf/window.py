@@ -129,6 +129,8 @@ class WindowLayer(CacheLayerMixin):
                 reason = f"sliding window of {self.sliding_window}, {reason}"
                 return self.owner._keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
             self.lazy_initialization(key_states, value_states)
+        else:
+            support.check_shape(key_states, self.tail_k.shape[1], self.tail_k.shape[3])
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:

@@ -99,8 +99,8 @@ def text_of(error: Exception) -> str:
 
 
 def refuse(message: str) -> NoReturn:
-    """Print in one line what is wrong with the request; exit code 2."""
-    typer.echo(f"kvstrata: {message}", err=True)
+    """Say in one line what is wrong with the request, however many the message has; exit code 2."""
+    typer.echo(f"kvstrata: {' '.join(filter(None, map(str.strip, message.splitlines())))}", err=True)
     raise typer.Exit(2)
 
 

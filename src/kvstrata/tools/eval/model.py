@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def default_folder() -> Path:
 def load(name: str | None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """Model in eval mode and tokenizer; if no dtype is given, float32 on a CPU and bfloat16 on a GPU. LookupError if
     there is no model."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -36,7 +37,13 @@ def load(name: str | None, device: torch.device | str = "cpu", dtype: torch.dtyp
     where, extra = _place(name)
     with contextlib.redirect_stderr(io.StringIO()):  # loading a .gguf file shows a progress bar that cannot be disabled
         tokenizer = AutoTokenizer.from_pretrained(where, **extra)
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **extra).eval().to(device)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **extra).eval().to(device)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):  # a list of all others follows
+                raise
+            kind = type(AutoConfig.from_pretrained(where, **extra)).__name__
+            raise ValueError(f"--model: expected a causal language model, got {name!r} with a {kind}") from error
     return model, tokenizer
 
 
@@ -51,6 +58,8 @@ def _place(name: str | None) -> tuple[str, dict[str, str]]:
         return str(path.parent), {"gguf_file": path.name}
     if name.startswith(("/", ".", "~")) and not path.is_dir():
         raise LookupError(f"--model: expected a folder or a hub id such as owner/name, got {name!r}: no such folder")
+    if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+        raise LookupError(f"--model: expected a folder with a config.json, got {name!r}")
     return name, {}
 
 
@@ -62,14 +71,19 @@ def name_of(model: str | None) -> str:
 
 
 def check_compressible(model: Any) -> None:
-    """Raise ValueError for a model that cannot run over a `StrataCache`, such as one that reads K and V itself; runs
-    one token."""
+    """ValueError for a model that cannot run over a `StrataCache`, such as one that reads K and V by itself, and for
+    one of which no layer is compressed: one token tells."""
     from kvstrata.hf import StrataCache
 
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
-        with torch.no_grad():
-            model(token, past_key_values=StrataCache(model.config, budget=None), use_cache=True)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that no layer is compressed
+            cache = StrataCache(model.config)
+            model(token, past_key_values=cache, use_cache=True)
+        if len(cache.plain_layers) == len(cache.layers):
+            reasons = ", ".join(sorted(set(cache.plain_layers.values())))
+            raise ValueError(f"config: expected layers to compress, got {reasons}")
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         what = f"{type(model).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"--model: expected one that runs over a StrataCache, got {what}") from error

@@ -46,13 +46,17 @@ def _docstrings(name: str) -> list[str]:
 
 
 def load(names_or_paths: list[str]) -> dict[str, str]:
-    """Texts by name; anything that is not a known name is a file."""
+    """Texts by name; what is no known name is a file. ValueError where there is none, and for one that is no text."""
     by_name = {}
     for item in names_or_paths:
         if item in DEFAULT + HELD_OUT:
             by_name[item] = text(item)
         elif Path(item).is_file():
-            by_name[Path(item).stem] = Path(item).read_text(encoding="utf-8", errors="replace")
+            try:
+                by_name[Path(item).stem] = Path(item).read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                where = f"{error.reason} at byte {error.start}"
+                raise ValueError(f"text: expected a text file in UTF-8, got {item!r} ({where})") from error
         else:
             raise ValueError(f"text: expected a file or one of {DEFAULT + HELD_OUT}, got {item!r}")
     return by_name

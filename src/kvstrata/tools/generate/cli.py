@@ -63,6 +63,7 @@ def generate(
     from transformers.utils import logging
 
     from kvstrata.hf.cache import StrataCache
+    from kvstrata.hf.support import context as context_of
     from kvstrata.tools.eval.model import check_compressible, load
 
     from .generate import encode, facts, floor_note, run, table, warm_up
@@ -70,7 +71,12 @@ def generate(
     logging.set_verbosity_error()
     console = Console(stderr=as_json, highlight=False)
     name = model or "SmolLM2-135M"
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = prompt
+    try:
+        if prompt == "-":
+            text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        refuse(f"prompt: expected text in UTF-8 on standard input, got {error.reason} at byte {error.start}")
     if context is not None:
         try:
             text = f"{context.read_text(encoding='utf-8')}\n\n{text}"
@@ -86,8 +92,14 @@ def generate(
             cache = StrataCache(loaded.config, budget=budget)
         else:
             cache = StrataCache.from_file(loaded.config, settings)
+            if not isinstance(cache, StrataCache):
+                refuse(f"--settings: expected the arguments of a budget, got a format in {settings}")
         ids = encode(tokenizer, text, raw)
-        room = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+        if not ids.shape[1]:
+            refuse("prompt: expected at least one token, got none")
+        room = context_of(loaded.config.get_text_config(decoder=True))
+        if room is not None and max_new_tokens >= room:
+            refuse(f"--max-new-tokens: expected fewer than the {room} tokens of this model, got {max_new_tokens}")
         if room is not None and ids.shape[1] + max_new_tokens > room:
             refuse(f"prompt: expected at most {room - max_new_tokens} tokens for this model, got {ids.shape[1]}")
 
