@@ -81,7 +81,7 @@ class TieredCache(RequestOperations):
         rope: RoPE angle of each channel pair per position, in radians (a model's ``inv_freq``); it lets the centre of
             K anticipate longer contexts (docs/formats.md). None if K is not rotated.
         calibration: balance and centres of the model's K (`kvstrata calibrate`), instead of estimates from requests;
-            equal rows then have equal codes in a given format, whatever else a request or a batch holds.
+            equal rows that come through the same tiers then have equal codes, whatever else a request or a batch holds.
         sensitivity: one number per layer, what rounding its K and V costs a model relative to the others; layers with a
             higher one get more of a fraction's bytes, in the same sum (docs/cache.md). None treats all alike.
         balance: True lets `set_balance` give each request a balance of its own; implied by a calibration with one.

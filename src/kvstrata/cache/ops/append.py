@@ -99,7 +99,9 @@ def _append(
         mass = check_mass(cache, mass, len(asked), max(ends))
         if cache.policy.name == "importance":
             importance = new_importance(cache, layer, asked, lengths, mass, queries)
-            add_mass(cache, change, layer, asked, mass, queries, ends)
+            growing = [i for i, n in enumerate(lengths) if n]  # without new tokens there are no queries
+            given = mass if len(growing) == len(asked) else mass[growing]
+            add_mass(cache, change, layer, [asked[i] for i in growing], given, queries, [ends[i] for i in growing])
     if fits:
         append_plain(cache, change, layer, k, v, asked, lengths, importance)
         return None
